@@ -1,0 +1,246 @@
+//! What identifies a stored page, and how its bytes are checked.
+
+use crate::codec::{DecodeError, Put, Reader, Result};
+use crate::{NamespaceId, PageKey};
+use std::fmt;
+use std::ops::Range;
+use thiserror::Error;
+
+/// Bytes covered by one CRC. Chunks start anew at every part, so that a part, and a range of it, can be verified alone.
+pub const CHUNK_BYTES: usize = 64 << 10;
+/// Most bytes of a page.
+pub const MAX_PAGE_BYTES: usize = 16 << 20;
+/// Most parts of a page.
+pub const MAX_PARTS: usize = 128;
+/// Most chunks of a page: every full chunk, and one short one per part.
+pub const MAX_CHUNKS: usize = MAX_PAGE_BYTES / CHUNK_BYTES + MAX_PARTS;
+
+/// The full name of a page.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageId {
+    /// Whose pages.
+    pub namespace: NamespaceId,
+    /// Which page.
+    pub key: PageKey,
+}
+
+impl fmt::Debug for PageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageId({:?}/{:?})", self.namespace, self.key)
+    }
+}
+
+/// The CRC-32 (IEEE) of each chunk of at most [`CHUNK_BYTES`] of `part`.
+pub fn chunk_crcs(part: &[u8]) -> impl Iterator<Item = u32> + '_ {
+    part.chunks(CHUNK_BYTES).map(crc32fast::hash)
+}
+
+/// Identity, shape and checksums of one sealed page: everything a reader needs to know whether the bytes it holds are the
+/// bytes that were put.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageMeta {
+    /// Namespace and key.
+    pub id: PageId,
+    /// The page before it in its sequence, [`PageKey::NONE`] at the start.
+    pub parent: PageKey,
+    /// Place in its sequence, counted in pages from 0.
+    pub position: u32,
+    /// Number of this put; grows with every put on a node, so that two puts of one key can be told apart.
+    pub generation: u64,
+    /// Bytes of each part.
+    pub part_bytes: Vec<u32>,
+    /// CRC-32 of each chunk, part by part.
+    pub chunk_crcs: Vec<u32>,
+}
+
+/// Why bytes are not the page they should be.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Mismatch {
+    /// Another page.
+    #[error("identity: found {0:?}")]
+    Identity(Box<PageId>),
+    /// A payload of another length.
+    #[error("length: expected {expected}, found {found} bytes")]
+    Length {
+        /// What the metadata says.
+        expected: usize,
+        /// What is there.
+        found: usize,
+    },
+    /// A chunk whose CRC differs.
+    #[error("crc: part {part}, chunk {chunk}")]
+    Crc {
+        /// Part index.
+        part: usize,
+        /// Chunk index inside the part.
+        chunk: usize,
+    },
+}
+
+impl PageMeta {
+    /// Bytes of all parts.
+    pub fn payload_bytes(&self) -> usize {
+        self.part_bytes.iter().map(|&b| b as usize).sum()
+    }
+
+    /// Where part `part` lies in the payload; `None` if there is no such part.
+    pub fn part_range(&self, part: usize) -> Option<Range<usize>> {
+        let len = *self.part_bytes.get(part)? as usize;
+        let start: usize = self.part_bytes[..part].iter().map(|&b| b as usize).sum();
+        Some(start..start + len)
+    }
+
+    /// Chunks of a part of `bytes` bytes.
+    pub fn chunks_of(bytes: u32) -> usize {
+        (bytes as usize).div_ceil(CHUNK_BYTES)
+    }
+
+    /// The CRCs of part `part`.
+    pub fn part_crcs(&self, part: usize) -> Option<&[u32]> {
+        let count = Self::chunks_of(*self.part_bytes.get(part)?);
+        let start: usize = self.part_bytes[..part].iter().map(|&b| Self::chunks_of(b)).sum();
+        self.chunk_crcs.get(start..start + count)
+    }
+
+    /// Checks that the tables agree with each other and with the limits.
+    pub fn validate(&self) -> Result<()> {
+        let too_large =
+            |what, value: usize, max: usize| DecodeError::TooLarge { what, value: value as u64, max: max as u64 };
+        if self.part_bytes.is_empty() || self.part_bytes.contains(&0) {
+            return Err(DecodeError::Invalid("part table"));
+        }
+        if self.part_bytes.len() > MAX_PARTS {
+            return Err(too_large("parts", self.part_bytes.len(), MAX_PARTS));
+        }
+        let bytes = self.part_bytes.iter().map(|&b| u64::from(b)).sum::<u64>();
+        if bytes > MAX_PAGE_BYTES as u64 {
+            return Err(DecodeError::TooLarge { what: "page bytes", value: bytes, max: MAX_PAGE_BYTES as u64 });
+        }
+        if self.part_bytes.iter().map(|&b| Self::chunks_of(b)).sum::<usize>() != self.chunk_crcs.len() {
+            return Err(DecodeError::Invalid("chunk count"));
+        }
+        Ok(())
+    }
+
+    /// Checks that this is the page `expected`.
+    pub fn check_identity(&self, expected: &PageId) -> std::result::Result<(), Mismatch> {
+        if self.id == *expected {
+            return Ok(());
+        }
+        Err(Mismatch::Identity(Box::new(self.id)))
+    }
+
+    /// Checks the bytes of one part.
+    pub fn verify_part(&self, part: usize, bytes: &[u8]) -> std::result::Result<(), Mismatch> {
+        let expected = self.part_bytes.get(part).map_or(0, |&b| b as usize);
+        let crcs = self.part_crcs(part).unwrap_or_default();
+        if bytes.len() != expected || crcs.is_empty() {
+            return Err(Mismatch::Length { expected, found: bytes.len() });
+        }
+        match chunk_crcs(bytes).zip(crcs).position(|(found, &expected)| found != expected) {
+            Some(chunk) => Err(Mismatch::Crc { part, chunk }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks identity and every byte of a whole page.
+    pub fn verify(&self, expected: &PageId, payload: &[u8]) -> std::result::Result<(), Mismatch> {
+        self.check_identity(expected)?;
+        if payload.len() != self.payload_bytes() {
+            return Err(Mismatch::Length { expected: self.payload_bytes(), found: payload.len() });
+        }
+        for part in 0..self.part_bytes.len() {
+            let range = self.part_range(part).expect("part < part_bytes.len()");
+            self.verify_part(part, &payload[range])?;
+        }
+        Ok(())
+    }
+
+    /// Appends the encoded form.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.put(&self.id.namespace.0);
+        out.put(&self.id.key.0);
+        out.put(&self.parent.0);
+        out.put_u32(self.position);
+        out.put_u64(self.generation);
+        out.put_list(&self.part_bytes, |out, &b| out.put_u32(b));
+        out.put_list(&self.chunk_crcs, |out, &c| out.put_u32(c));
+    }
+
+    /// Reads the encoded form and validates it.
+    pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        let meta = Self {
+            id: PageId { namespace: NamespaceId(reader.array("namespace")?), key: PageKey(reader.array("page key")?) },
+            parent: PageKey(reader.array("parent key")?),
+            position: reader.u32("position")?,
+            generation: reader.u64("generation")?,
+            part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
+            chunk_crcs: reader.list(MAX_CHUNKS, "chunk table", |r| r.u32("chunk crc"))?,
+        };
+        meta.validate()?;
+        Ok(meta)
+    }
+
+    /// A page of `payload` cut into `part_bytes`, with its checksums computed.
+    pub fn describe(id: PageId, parent: PageKey, position: u32, part_bytes: Vec<u32>, payload: &[u8]) -> Self {
+        let mut crcs = Vec::new();
+        let mut rest = payload;
+        for &bytes in &part_bytes {
+            let (part, tail) = rest.split_at(bytes as usize);
+            crcs.extend(chunk_crcs(part));
+            rest = tail;
+        }
+        Self { id, parent, position, generation: 0, part_bytes, chunk_crcs: crcs }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    pub(crate) fn sample(parts: &[u32], seed: u8) -> (PageMeta, Vec<u8>) {
+        let bytes: usize = parts.iter().map(|&b| b as usize).sum();
+        let payload: Vec<u8> = (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect();
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([seed; 32]) };
+        (PageMeta::describe(id, PageKey::NONE, 3, parts.to_vec(), &payload), payload)
+    }
+
+    #[test]
+    fn any_flipped_bit_is_found() {
+        let (meta, mut payload) = sample(&[CHUNK_BYTES as u32 + 10, 500], 1);
+        assert_eq!(meta.verify(&meta.id, &payload), Ok(()));
+        for at in [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 9, CHUNK_BYTES + 10, payload.len() - 1] {
+            payload[at] ^= 0x10;
+            assert!(matches!(meta.verify(&meta.id, &payload), Err(Mismatch::Crc { .. })), "byte {at}");
+            payload[at] ^= 0x10;
+        }
+        assert!(matches!(meta.verify(&meta.id, &payload[1..]), Err(Mismatch::Length { .. })));
+    }
+
+    #[test]
+    fn another_pages_bytes_are_refused() {
+        let (a, _) = sample(&[64], 1);
+        let (b, payload) = sample(&[64], 2);
+        assert!(matches!(b.verify(&a.id, &payload), Err(Mismatch::Identity(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn encoding_round_trips(parts in prop::collection::vec(1u32..200_000, 1..20), seed: u8) {
+            let (meta, payload) = sample(&parts, seed);
+            let mut bytes = Vec::new();
+            meta.encode(&mut bytes);
+            let mut reader = Reader::new(&bytes);
+            let back = PageMeta::decode(&mut reader).unwrap();
+            reader.finish().unwrap();
+            prop_assert_eq!(&back, &meta);
+            prop_assert_eq!(back.verify(&meta.id, &payload), Ok(()));
+        }
+
+        #[test]
+        fn decoding_noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+            let _ = PageMeta::decode(&mut Reader::new(&bytes));
+        }
+    }
+}
