@@ -1,0 +1,36 @@
+//! The framed binary protocol between Larder clients and store nodes.
+//!
+//! A connection is a sequence of frames in each direction. The first frame of a client is [`Request::Hello`], the first of
+//! a node its answer; from then on requests are multiplexed by number and answered in any order. A frame is
+//!
+//! ```text
+//! 0   magic "LRDR"            4
+//! 4   kind                    1     which message the body holds
+//! 5   reserved, zero          3
+//! 8   request number          8     chosen by the client; answers repeat it
+//! 16  body bytes              4     at most MAX_BODY_BYTES
+//! 20  payload bytes           4     at most MAX_PAGE_BYTES
+//! 24  deadline, milliseconds  4     what is left of the requester's patience; 0 in answers
+//! 28  CRC-32                  4     over bytes 0..28 and the body
+//! 32  body, then payload
+//! ```
+//!
+//! The payload is page bytes and nothing else, so that it can be received straight into the memory where it stays; its CRCs
+//! (one per 64 KiB chunk) travel in the body. Everything is little-endian.
+//!
+//! Versions: 1 is the first.
+#![forbid(unsafe_code)]
+
+mod frame;
+mod message;
+
+pub use frame::{Frame, FrameHeader, HEADER_BYTES, MAX_BODY_BYTES, Payload, read_frame};
+pub use message::{
+    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MemberEntry, Request,
+    ReserveOutcome, Reserved, Response, TierCode,
+};
+
+/// Protocol version of this build.
+pub const PROTOCOL_VERSION: u16 = 1;
+/// Oldest version this build speaks.
+pub const PROTOCOL_VERSION_MIN: u16 = 1;

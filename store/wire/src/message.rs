@@ -1,0 +1,620 @@
+//! Messages: what the bodies of frames say.
+
+use crate::frame::{Frame, Payload};
+use larder_format::codec::{DecodeError, Put, Reader, Result};
+use larder_format::page::MAX_CHUNKS;
+use larder_format::{MAX_PARTS, NamespaceDescriptor, NamespaceId, PageKey, PageMeta};
+
+/// Most keys in one message.
+pub const MAX_KEYS: usize = 8192;
+/// Most members a node keeps.
+pub const MAX_MEMBERS: usize = 1024;
+/// Most bytes of a member's name.
+pub const MAX_NAME_BYTES: usize = 256;
+/// Most bytes of what a member says of itself.
+pub const MAX_INFO_BYTES: usize = 16 << 10;
+const MAX_TEXT_BYTES: usize = 256 << 10;
+
+/// Declares a small enum with its wire code.
+macro_rules! codes {
+    ($(#[$meta:meta])* $name:ident, $what:literal { $($(#[$vmeta:meta])* $variant:ident = $code:literal),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name { $($(#[$vmeta])* $variant),+ }
+        impl $name {
+            fn code(self) -> u8 { match self { $(Self::$variant => $code),+ } }
+            fn from_code(code: u8) -> Result<Self> {
+                match code { $($code => Ok(Self::$variant),)+ _ => Err(DecodeError::Invalid($what)) }
+            }
+        }
+    };
+}
+
+codes!(
+    /// Where a page lies on a node.
+    TierCode, "tier" {
+        /// Not on this node.
+        Nowhere = 0,
+        /// In DRAM.
+        L2 = 2,
+        /// On NVMe.
+        L3 = 3,
+    }
+);
+codes!(
+    /// Answer to a reservation.
+    ReserveOutcome, "reserve outcome" {
+        /// Parts may be sent.
+        Granted = 1,
+        /// The page is there.
+        Exists = 2,
+        /// Another writer is at it.
+        InProgress = 3,
+        /// No room now.
+        Busy = 4,
+    }
+);
+codes!(
+    /// Answer to a commit.
+    CommitOutcome, "commit outcome" {
+        /// The page is sealed and served.
+        Stored = 1,
+        /// It was there with the same bytes.
+        AlreadyThere = 2,
+        /// It was there with other bytes; the first stay.
+        Refused = 3,
+        /// Parts are missing or damaged, or the put is not known: nothing was stored.
+        Incomplete = 4,
+    }
+);
+codes!(
+    /// How a followed page ended.
+    FollowState, "follow state" {
+        /// Sealed.
+        Sealed = 1,
+        /// The writer gave up.
+        Aborted = 2,
+        /// Not there before the deadline.
+        Miss = 3,
+    }
+);
+codes!(
+    /// What went wrong, as far as the other side should act on it.
+    ErrorCode, "error code" {
+        /// No common protocol version.
+        Version = 1,
+        /// The message cannot be understood.
+        Malformed = 2,
+        /// The message needs a namespace and the connection has none, or comes before Hello.
+        State = 3,
+        /// Too much at once; try again later.
+        Busy = 4,
+        /// The node failed.
+        Internal = 5,
+    }
+);
+
+/// A request for room for one page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reserved {
+    /// Page key.
+    pub key: PageKey,
+    /// The page before it.
+    pub parent: PageKey,
+    /// Place in its sequence.
+    pub position: u32,
+    /// Bytes of each part.
+    pub part_bytes: Vec<u32>,
+}
+
+/// A registered process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberEntry {
+    /// Unique name.
+    pub name: String,
+    /// JSON.
+    pub info: String,
+}
+
+/// From client to node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// First on every connection: versions spoken, who this is, and whose pages.
+    Hello {
+        /// Oldest version spoken.
+        version_min: u16,
+        /// Newest version spoken.
+        version_max: u16,
+        /// For logs.
+        name: String,
+        /// Absent on administrative connections.
+        namespace: Option<NamespaceDescriptor>,
+    },
+    /// Where each page lies → [`Response::Located`].
+    Locate(Vec<PageKey>),
+    /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
+    Get(Vec<PageKey>),
+    /// Room for a page → [`Response::Reserved`].
+    Reserve(Reserved),
+    /// One part of a granted put, as payload; no answer.
+    Part {
+        /// The put.
+        put: u64,
+        /// Part index.
+        part: u32,
+        /// CRC of each chunk.
+        crcs: Vec<u32>,
+    },
+    /// Seals a put → [`Response::Committed`].
+    Commit {
+        /// The put.
+        put: u64,
+    },
+    /// Gives a put up; no answer.
+    Abort {
+        /// The put.
+        put: u64,
+    },
+    /// A page that is there, being written or about to be → [`Response::Part`]s, then [`Response::FollowEnd`].
+    Follow(PageKey),
+    /// Brings pages into L2 → [`Response::Count`] of those in L2.
+    Warm(Vec<PageKey>),
+    /// Forgets pages durably → [`Response::Count`] of those that were there.
+    Forget(Vec<PageKey>),
+    /// The bytes of this page did not check at the reader: look at your copy → [`Response::Count`] of copies dropped.
+    Suspect(PageKey),
+    /// Registers or renews a member → [`Response::Count`].
+    Register {
+        /// Unique name.
+        name: String,
+        /// Forgotten after this many milliseconds without renewal.
+        ttl_ms: u32,
+        /// JSON.
+        info: String,
+    },
+    /// Withdraws a member → [`Response::Count`].
+    Withdraw(String),
+    /// All members → [`Response::Members`].
+    Members,
+    /// The node's state → [`Response::Status`].
+    Status,
+    /// Stop working on this request; no answer.
+    Cancel(u64),
+    /// Is the page you hold the one with these chunk CRCs? → [`Response::Committed`]: already there, refused, or
+    /// incomplete if there is none.
+    Compare {
+        /// Page key.
+        key: PageKey,
+        /// CRC of each chunk, part by part.
+        crcs: Vec<u32>,
+    },
+}
+
+/// From node to client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Response {
+    /// Answer to Hello.
+    Hello {
+        /// Version spoken from here on.
+        version: u16,
+        /// The node's name, kept in its data directory.
+        node_id: String,
+        /// Grows at each start of the node.
+        epoch: u64,
+        /// The namespace this connection works in.
+        namespace: Option<NamespaceId>,
+    },
+    /// Tiers, in the order of the keys.
+    Located(Vec<TierCode>),
+    /// A page; the payload holds its bytes.
+    Page {
+        /// Index in the request.
+        index: u32,
+        /// Where it was.
+        tier: TierCode,
+        /// Identity and checksums.
+        meta: PageMeta,
+    },
+    /// A page that cannot be served.
+    Miss {
+        /// Index in the request.
+        index: u32,
+    },
+    /// All answers to a Get were sent.
+    End,
+    /// A part of a followed page, as payload.
+    Part {
+        /// Part index.
+        part: u32,
+        /// CRC of each chunk.
+        crcs: Vec<u32>,
+    },
+    /// The end of a followed page, with its identity and checksums if it was sealed.
+    FollowEnd {
+        /// How it ended.
+        state: FollowState,
+        /// Present if sealed.
+        meta: Option<PageMeta>,
+    },
+    /// Answer to Reserve.
+    Reserved {
+        /// Granted or why not.
+        outcome: ReserveOutcome,
+        /// Number of the put, if granted.
+        put: u64,
+    },
+    /// Answer to Commit.
+    Committed(CommitOutcome),
+    /// A number.
+    Count(u32),
+    /// All members.
+    Members(Vec<MemberEntry>),
+    /// The node's state, JSON.
+    Status(String),
+    /// The request failed.
+    Error {
+        /// What to do about it.
+        code: ErrorCode,
+        /// For people.
+        message: String,
+    },
+}
+
+fn put_keys(out: &mut Vec<u8>, keys: &[PageKey]) {
+    out.put_list(keys, |out, key| out.put(&key.0));
+}
+
+fn key(reader: &mut Reader<'_>) -> Result<PageKey> {
+    Ok(PageKey(reader.array("page key")?))
+}
+
+fn keys(reader: &mut Reader<'_>) -> Result<Vec<PageKey>> {
+    reader.list(MAX_KEYS, "keys", key)
+}
+
+fn crcs(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
+    reader.list(MAX_CHUNKS, "crcs", |r| r.u32("crc"))
+}
+
+fn optional<T>(reader: &mut Reader<'_>, item: impl FnOnce(&mut Reader<'_>) -> Result<T>) -> Result<Option<T>> {
+    match reader.u8("presence")? {
+        0 => Ok(None),
+        1 => item(reader).map(Some),
+        _ => Err(DecodeError::Invalid("presence")),
+    }
+}
+
+impl Request {
+    /// The kind and body of this message.
+    fn encode(&self) -> (u8, Vec<u8>) {
+        let mut out = Vec::new();
+        let kind = match self {
+            Request::Hello { version_min, version_max, name, namespace } => {
+                out.put_u16(*version_min);
+                out.put_u16(*version_max);
+                out.put_string(name);
+                out.put_u8(u8::from(namespace.is_some()));
+                if let Some(namespace) = namespace {
+                    namespace.encode(&mut out);
+                }
+                1
+            }
+            Request::Locate(keys) => {
+                put_keys(&mut out, keys);
+                2
+            }
+            Request::Get(keys) => {
+                put_keys(&mut out, keys);
+                3
+            }
+            Request::Reserve(page) => {
+                out.put(&page.key.0);
+                out.put(&page.parent.0);
+                out.put_u32(page.position);
+                out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
+                4
+            }
+            Request::Part { put, part, crcs } => {
+                out.put_u64(*put);
+                out.put_u32(*part);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                5
+            }
+            Request::Commit { put } => {
+                out.put_u64(*put);
+                6
+            }
+            Request::Abort { put } => {
+                out.put_u64(*put);
+                7
+            }
+            Request::Follow(key) => {
+                out.put(&key.0);
+                8
+            }
+            Request::Warm(keys) => {
+                put_keys(&mut out, keys);
+                9
+            }
+            Request::Forget(keys) => {
+                put_keys(&mut out, keys);
+                10
+            }
+            Request::Suspect(key) => {
+                out.put(&key.0);
+                11
+            }
+            Request::Register { name, ttl_ms, info } => {
+                out.put_string(name);
+                out.put_u32(*ttl_ms);
+                out.put_string(info);
+                12
+            }
+            Request::Withdraw(name) => {
+                out.put_string(name);
+                13
+            }
+            Request::Members => 14,
+            Request::Status => 15,
+            Request::Cancel(request) => {
+                out.put_u64(*request);
+                16
+            }
+            Request::Compare { key, crcs } => {
+                out.put(&key.0);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                17
+            }
+        };
+        (kind, out)
+    }
+
+    /// A frame of this request.
+    pub fn frame(&self, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
+        let (kind, body) = self.encode();
+        Frame::new(kind, request, deadline_ms, &body, payload)
+    }
+
+    /// Reads a body of kind `kind`.
+    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let message = match kind {
+            1 => Request::Hello {
+                version_min: r.u16("version")?,
+                version_max: r.u16("version")?,
+                name: r.string(MAX_NAME_BYTES, "client name")?,
+                namespace: optional(&mut r, NamespaceDescriptor::decode)?,
+            },
+            2 => Request::Locate(keys(&mut r)?),
+            3 => Request::Get(keys(&mut r)?),
+            4 => Request::Reserve(Reserved {
+                key: key(&mut r)?,
+                parent: key(&mut r)?,
+                position: r.u32("position")?,
+                part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
+            }),
+            5 => Request::Part { put: r.u64("put")?, part: r.u32("part")?, crcs: crcs(&mut r)? },
+            6 => Request::Commit { put: r.u64("put")? },
+            7 => Request::Abort { put: r.u64("put")? },
+            8 => Request::Follow(key(&mut r)?),
+            9 => Request::Warm(keys(&mut r)?),
+            10 => Request::Forget(keys(&mut r)?),
+            11 => Request::Suspect(key(&mut r)?),
+            12 => Request::Register {
+                name: r.string(MAX_NAME_BYTES, "member name")?,
+                ttl_ms: r.u32("ttl")?,
+                info: r.string(MAX_INFO_BYTES, "member info")?,
+            },
+            13 => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
+            14 => Request::Members,
+            15 => Request::Status,
+            16 => Request::Cancel(r.u64("request")?),
+            17 => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
+            _ => return Err(DecodeError::Invalid("request kind")),
+        };
+        r.finish()?;
+        Ok(message)
+    }
+}
+
+impl Response {
+    fn encode(&self) -> (u8, Vec<u8>) {
+        let mut out = Vec::new();
+        let kind = match self {
+            Response::Hello { version, node_id, epoch, namespace } => {
+                out.put_u16(*version);
+                out.put_string(node_id);
+                out.put_u64(*epoch);
+                out.put_u8(u8::from(namespace.is_some()));
+                if let Some(namespace) = namespace {
+                    out.put(&namespace.0);
+                }
+                128
+            }
+            Response::Located(tiers) => {
+                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
+                129
+            }
+            Response::Page { index, tier, meta } => {
+                out.put_u32(*index);
+                out.put_u8(tier.code());
+                meta.encode(&mut out);
+                130
+            }
+            Response::Miss { index } => {
+                out.put_u32(*index);
+                131
+            }
+            Response::End => 132,
+            Response::Part { part, crcs } => {
+                out.put_u32(*part);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                133
+            }
+            Response::FollowEnd { state, meta } => {
+                out.put_u8(state.code());
+                out.put_u8(u8::from(meta.is_some()));
+                if let Some(meta) = meta {
+                    meta.encode(&mut out);
+                }
+                134
+            }
+            Response::Reserved { outcome, put } => {
+                out.put_u8(outcome.code());
+                out.put_u64(*put);
+                135
+            }
+            Response::Committed(outcome) => {
+                out.put_u8(outcome.code());
+                136
+            }
+            Response::Count(count) => {
+                out.put_u32(*count);
+                137
+            }
+            Response::Members(members) => {
+                out.put_list(members, |out, member| {
+                    out.put_string(&member.name);
+                    out.put_string(&member.info);
+                });
+                138
+            }
+            Response::Status(json) => {
+                out.put_string(json);
+                139
+            }
+            Response::Error { code, message } => {
+                out.put_u8(code.code());
+                out.put_string(message);
+                140
+            }
+        };
+        (kind, out)
+    }
+
+    /// A frame of this answer to `request`.
+    pub fn frame(&self, request: u64, payload: Option<Payload>) -> Frame {
+        let (kind, body) = self.encode();
+        Frame::new(kind, request, 0, &body, payload)
+    }
+
+    /// Reads a body of kind `kind`.
+    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let message = match kind {
+            128 => Response::Hello {
+                version: r.u16("version")?,
+                node_id: r.string(MAX_NAME_BYTES, "node id")?,
+                epoch: r.u64("epoch")?,
+                namespace: optional(&mut r, |r| Ok(NamespaceId(r.array("namespace")?)))?,
+            },
+            129 => Response::Located(r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?),
+            130 => Response::Page {
+                index: r.u32("index")?,
+                tier: TierCode::from_code(r.u8("tier")?)?,
+                meta: PageMeta::decode(&mut r)?,
+            },
+            131 => Response::Miss { index: r.u32("index")? },
+            132 => Response::End,
+            133 => Response::Part { part: r.u32("part")?, crcs: crcs(&mut r)? },
+            134 => Response::FollowEnd {
+                state: FollowState::from_code(r.u8("state")?)?,
+                meta: optional(&mut r, PageMeta::decode)?,
+            },
+            135 => Response::Reserved { outcome: ReserveOutcome::from_code(r.u8("outcome")?)?, put: r.u64("put")? },
+            136 => Response::Committed(CommitOutcome::from_code(r.u8("outcome")?)?),
+            137 => Response::Count(r.u32("count")?),
+            138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
+                Ok(MemberEntry {
+                    name: r.string(MAX_NAME_BYTES, "member name")?,
+                    info: r.string(MAX_INFO_BYTES, "member info")?,
+                })
+            })?),
+            139 => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
+            140 => Response::Error {
+                code: ErrorCode::from_code(r.u8("error code")?)?,
+                message: r.string(MAX_TEXT_BYTES, "message")?,
+            },
+            _ => return Err(DecodeError::Invalid("response kind")),
+        };
+        r.finish()?;
+        Ok(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{PageId, chunk_crcs};
+    use proptest::prelude::*;
+
+    fn meta() -> PageMeta {
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        PageMeta::describe(id, PageKey::NONE, 1, vec![3, 2], b"abcde")
+    }
+
+    #[test]
+    fn requests_round_trip() {
+        let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
+        for message in [
+            Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
+            Request::Locate(vec![PageKey([1; 32]); 3]),
+            Request::Get(vec![]),
+            Request::Reserve(Reserved {
+                key: PageKey([1; 32]),
+                parent: PageKey::NONE,
+                position: 7,
+                part_bytes: vec![1, 2],
+            }),
+            Request::Part { put: 1, part: 2, crcs },
+            Request::Commit { put: 3 },
+            Request::Abort { put: 3 },
+            Request::Follow(PageKey([4; 32])),
+            Request::Warm(vec![PageKey([1; 32])]),
+            Request::Forget(vec![PageKey([1; 32])]),
+            Request::Suspect(PageKey([1; 32])),
+            Request::Register { name: "e".into(), ttl_ms: 1000, info: "{}".into() },
+            Request::Withdraw("e".into()),
+            Request::Members,
+            Request::Status,
+            Request::Cancel(9),
+            Request::Compare { key: PageKey([1; 32]), crcs: vec![1, 2] },
+        ] {
+            let (kind, body) = message.encode();
+            assert_eq!(Request::decode(kind, &body).unwrap(), message);
+            let mut longer = body.clone();
+            longer.push(0);
+            assert!(Request::decode(kind, &longer).is_err(), "{message:?} with a byte too many");
+        }
+    }
+
+    #[test]
+    fn responses_round_trip() {
+        for message in [
+            Response::Hello { version: 1, node_id: "n".into(), epoch: 3, namespace: Some(NamespaceId([5; 32])) },
+            Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
+            Response::Page { index: 1, tier: TierCode::L3, meta: meta() },
+            Response::Miss { index: 2 },
+            Response::End,
+            Response::Part { part: 1, crcs: vec![7] },
+            Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
+            Response::Reserved { outcome: ReserveOutcome::Granted, put: 4 },
+            Response::Committed(CommitOutcome::Refused),
+            Response::Count(5),
+            Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
+            Response::Status("{}".into()),
+            Response::Error { code: ErrorCode::Busy, message: "later".into() },
+        ] {
+            let (kind, body) = message.encode();
+            assert_eq!(Response::decode(kind, &body).unwrap(), message);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = Request::decode(kind, &body);
+            let _ = Response::decode(kind, &body);
+        }
+    }
+}
