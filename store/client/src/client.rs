@@ -1,0 +1,392 @@
+//! The public face of the client.
+
+use crate::buffer::{DynBuffer, downcast};
+use crate::follow::{self, Follow};
+use crate::link::{Link, LinkOptions, Live};
+use crate::members::{self, Member, Registration};
+use crate::put::{self, Budget, NewPage, PagePut};
+use crate::sink::{Got, PageSink, Sink};
+use crate::stats::{ClientStats, Counters, count};
+use crate::{StoreUrl, spread};
+use futures::future::join_all;
+use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
+use larder_wire::{MAX_KEYS, Request, Response, TierCode};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Where a page was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Tier {
+    /// DRAM of a store node.
+    L2,
+    /// NVMe of a store node.
+    L3,
+}
+
+fn tier(code: TierCode) -> Option<Tier> {
+    match code {
+        TierCode::Nowhere => None,
+        TierCode::L2 => Some(Tier::L2),
+        TierCode::L3 => Some(Tier::L3),
+    }
+}
+
+/// What the nodes hold of a chain of pages.
+#[derive(Debug, Clone, Default)]
+pub struct Lookup {
+    /// Tier of each page of the longest servable prefix; its length is the prefix in pages.
+    pub tiers: Vec<Tier>,
+}
+
+/// Settings of a client.
+#[derive(Debug, Clone)]
+pub struct ClientOptions {
+    /// Who this is, for the nodes' logs; default `client`.
+    pub name: String,
+    /// Most time for one connection attempt; default 1 s.
+    pub connect_timeout: Duration,
+    /// Most payload bytes of puts that wait in this client; above it new puts are given up; default 256 MiB.
+    pub put_queue_bytes_max: usize,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        Self { name: "client".into(), connect_timeout: Duration::from_secs(1), put_queue_bytes_max: 256 << 20 }
+    }
+}
+
+/// One node as this client sees it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct NodeView {
+    /// Address as given in the URL.
+    pub address: String,
+    /// Whether it is connected now.
+    pub up: bool,
+    /// The node's own name, once known.
+    pub node_id: Option<String>,
+    /// Its epoch, once known.
+    pub epoch: Option<u64>,
+    /// What the node says of its state (tiers, counters), JSON; present in [`Client::status`] only.
+    pub status: Option<serde_json::Value>,
+}
+
+/// How long [`Client::ready`] waits for the last nodes once the first is there.
+const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
+/// How long after a Get's deadline a payload that is just being received may still land.
+const LANDING_GRACE: Duration = Duration::from_millis(100);
+/// Pages asked for in one Get.
+const GET_PAGES_MAX: usize = 1024;
+
+struct Namespace {
+    id: NamespaceId,
+    geometry: PageGeometry,
+}
+
+struct Inner {
+    links: Vec<Arc<Link>>,
+    namespace: Option<Namespace>,
+    budget: Arc<Budget>,
+    counters: Arc<Counters>,
+    _stop: DropGuard,
+}
+
+/// A store client; clones share connections, which end with the last clone.
+#[derive(Clone)]
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+/// The nodes that are connected now, for one operation.
+struct Nodes {
+    live: Vec<Arc<Live>>,
+    seeds: Vec<u64>,
+}
+
+impl Nodes {
+    fn owner(&self, key: &PageKey) -> Option<usize> {
+        spread::owner(key, &self.seeds)
+    }
+}
+
+impl Client {
+    /// Attaches to the nodes of `url`. Must be called inside a tokio runtime; returns at once, connections are made in the
+    /// background.
+    ///
+    /// `namespace` is `None` for clients that only ask for members and status.
+    pub fn attach(url: StoreUrl, namespace: Option<NamespaceDescriptor>, options: ClientOptions) -> Client {
+        let stop = CancellationToken::new();
+        let link = |address: String| {
+            let options = LinkOptions {
+                address,
+                name: options.name.clone(),
+                namespace: namespace.clone(),
+                connect_timeout: options.connect_timeout,
+            };
+            Arc::new(Link::start(options, stop.child_token()))
+        };
+        let inner = Inner {
+            links: url.nodes.into_iter().map(link).collect(),
+            namespace: namespace.as_ref().map(|n| Namespace { id: n.id(), geometry: n.geometry }),
+            budget: Arc::new(Budget::new(options.put_queue_bytes_max)),
+            counters: Arc::default(),
+            _stop: stop.drop_guard(),
+        };
+        Client { inner: Arc::new(inner) }
+    }
+
+    /// Waits until every node is connected, or at least one and the others do not come soon; `false` if there is none after
+    /// `timeout`.
+    pub async fn ready(&self, timeout: Duration) -> bool {
+        let connected = |link: &Arc<Link>| {
+            let mut watch = link.watch();
+            async move { watch.wait_for(Option::is_some).await.is_ok() }
+        };
+        let all = join_all(self.inner.links.iter().map(connected));
+        let any = futures::future::select_all(self.inner.links.iter().map(|link| Box::pin(connected(link))));
+        let work = async {
+            let (first, _, _) = any.await;
+            let _ = tokio::time::timeout(STRAGGLER_WAIT, all).await;
+            first
+        };
+        tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| self.inner.links.iter().any(|l| l.live().is_some()))
+    }
+
+    /// Shape of a page in this client's namespace.
+    pub fn geometry(&self) -> Option<PageGeometry> {
+        self.inner.namespace.as_ref().map(|n| n.geometry)
+    }
+
+    fn nodes(&self) -> Nodes {
+        let live: Vec<Arc<Live>> = self.inner.links.iter().filter_map(|link| link.live()).collect();
+        let seeds = live.iter().map(|node| spread::seed(&node.node_id)).collect();
+        Nodes { live, seeds }
+    }
+
+    /// Indices of `keys` by the node that owns them, in batches of at most `batch`. Keys without a node are in none.
+    fn batches(nodes: &Nodes, keys: &[PageKey], batch: usize) -> Vec<(Arc<Live>, Vec<usize>)> {
+        let mut by_node: Vec<Vec<usize>> = vec![Vec::new(); nodes.live.len()];
+        for (index, key) in keys.iter().enumerate() {
+            if let Some(owner) = nodes.owner(key) {
+                by_node[owner].push(index);
+            }
+        }
+        let batches = nodes.live.iter().zip(&by_node).flat_map(|(node, indices)| {
+            indices.chunks(batch).map(|chunk| (node.clone(), chunk.to_vec()))
+        });
+        batches.collect()
+    }
+
+    /// Asks every owner about its keys, all at once.
+    async fn ask_owners(
+        &self,
+        keys: &[PageKey],
+        deadline: Instant,
+        message: impl Fn(Vec<PageKey>) -> Request,
+    ) -> Vec<(Vec<usize>, Option<Response>)> {
+        let batches = Self::batches(&self.nodes(), keys, MAX_KEYS);
+        let asks = batches.into_iter().map(|(node, indices)| {
+            let request = message(indices.iter().map(|&i| keys[i]).collect());
+            async move { (indices, node.ask(&request, deadline).await) }
+        });
+        join_all(asks).await
+    }
+
+    /// Where each page lies: `None` is nowhere.
+    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
+        let mut located = vec![None; keys.len()];
+        for (indices, answer) in self.ask_owners(keys, deadline, Request::Locate).await {
+            if let Some(Response::Located(tiers)) = answer {
+                for (index, code) in indices.into_iter().zip(tiers) {
+                    located[index] = tier(code);
+                }
+            }
+        }
+        located
+    }
+
+    /// The longest prefix of `keys` that the nodes can serve.
+    pub async fn lookup(&self, keys: &[PageKey], deadline: Instant) -> Lookup {
+        let located = self.locate(keys, deadline).await;
+        Lookup { tiers: located.into_iter().map_while(|tier| tier).collect() }
+    }
+
+    /// Which of `keys` exist.
+    pub async fn exists(&self, keys: &[PageKey], deadline: Instant) -> Vec<bool> {
+        self.locate(keys, deadline).await.into_iter().map(|tier| tier.is_some()).collect()
+    }
+
+    /// Reads whole pages, each into its own buffer of exactly the page's size. The answer has the buffers in the order of
+    /// the request, with where the page came from, or `None` for a miss (the buffer then holds nothing of use).
+    pub async fn get<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        pages: Vec<(PageKey, B)>,
+        deadline: Instant,
+    ) -> Vec<(B, Option<Tier>)> {
+        let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
+        let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(_, b)| Some((b, None))).collect();
+        if let Some(namespace) = &self.inner.namespace {
+            let gets = Self::batches(&self.nodes(), &keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
+                let wanted = indices.iter().map(|&index| {
+                    let (buffer, _) = buffers[index].take().expect("each index is in one batch");
+                    (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
+                });
+                let wanted = wanted.collect();
+                async move { (indices, get_from(&node, wanted, deadline).await) }
+            });
+            let gets: Vec<_> = gets.collect();
+            for (indices, pages) in join_all(gets).await {
+                for (index, (buffer, got)) in indices.into_iter().zip(pages) {
+                    buffers[index] = Some((downcast(buffer), self.note(got)));
+                }
+            }
+        }
+        let answer: Vec<_> = buffers.into_iter().map(|b| b.expect("every batch hands its buffers back")).collect();
+        let hits = answer.iter().filter(|(_, tier)| tier.is_some()).count();
+        count(&self.inner.counters.get_hits, hits);
+        count(&self.inner.counters.get_misses, answer.len() - hits);
+        answer
+    }
+
+    fn note(&self, got: Got) -> Option<Tier> {
+        match got {
+            Got::Had(code) => tier(code),
+            Got::Missed => None,
+            Got::Corrupt => {
+                count(&self.inner.counters.corrupt, 1);
+                None
+            }
+        }
+    }
+
+    fn owner(&self, key: &PageKey) -> Option<Arc<Live>> {
+        let nodes = self.nodes();
+        nodes.owner(key).map(|index| nodes.live[index].clone())
+    }
+
+    fn namespace(&self) -> &Namespace {
+        self.inner.namespace.as_ref().expect("pages are put and followed by clients that were attached with a namespace")
+    }
+
+    /// Begins to put a page, which must be sealed by `deadline`. Returns at once.
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub fn put(&self, page: NewPage, deadline: Instant) -> PagePut {
+        let node = self.owner(&page.key);
+        let inner = &self.inner;
+        put::begin(node, page, self.namespace().geometry, inner.budget.clone(), inner.counters.clone(), deadline)
+    }
+
+    /// Reads a page that exists, is being written, or will begin to be written before `deadline`, into a buffer of exactly
+    /// the page's size.
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub fn follow<B: AsMut<[u8]> + Send + 'static>(&self, key: PageKey, buffer: B, deadline: Instant) -> Follow<B> {
+        let namespace = self.namespace();
+        let id = PageId { namespace: namespace.id, key };
+        let counters = self.inner.counters.clone();
+        follow::begin(self.owner(&key), id, namespace.geometry, buffer, counters, deadline)
+    }
+
+    async fn count_at_owners(&self, keys: &[PageKey], deadline: Instant, message: fn(Vec<PageKey>) -> Request) -> usize {
+        let answers = self.ask_owners(keys, deadline, message).await;
+        let counts = answers.into_iter().map(|(_, answer)| match answer {
+            Some(Response::Count(count)) => count as usize,
+            _ => 0,
+        });
+        counts.sum()
+    }
+
+    /// Brings pages from L3 to L2; the number that are in L2 afterwards.
+    pub async fn warm(&self, keys: &[PageKey], deadline: Instant) -> usize {
+        self.count_at_owners(keys, deadline, Request::Warm).await
+    }
+
+    /// Forgets pages durably; the number that were there.
+    pub async fn forget(&self, keys: &[PageKey], deadline: Instant) -> usize {
+        self.count_at_owners(keys, deadline, Request::Forget).await
+    }
+
+    /// Keeps `member` registered with every node while the guard lives: renewed before it expires, and at once when a node
+    /// comes back.
+    pub fn register(&self, member: Member) -> Registration {
+        members::register(&self.inner.links, &member)
+    }
+
+    async fn ask_all(&self, request: &Request, deadline: Instant) -> Vec<Option<Response>> {
+        let asks = self.inner.links.iter().map(|link| async move {
+            match link.live() {
+                Some(node) => node.ask(request, deadline).await,
+                None => None,
+            }
+        });
+        join_all(asks).await
+    }
+
+    /// Members that the nodes know, merged by name. `None` if no node answers in time.
+    pub async fn members(&self, deadline: Instant) -> Option<Vec<Member>> {
+        let mut merged: Option<BTreeMap<String, Member>> = None;
+        for answer in self.ask_all(&Request::Members, deadline).await {
+            let Some(Response::Members(members)) = answer else { continue };
+            let merged = merged.get_or_insert_default();
+            for entry in members {
+                if let Ok(info) = serde_json::from_str(&entry.info) {
+                    merged.insert(entry.name.clone(), Member { name: entry.name, info });
+                }
+            }
+        }
+        merged.map(|members| members.into_values().collect())
+    }
+
+    /// The nodes of the URL, with their own status where they answer in time.
+    pub async fn status(&self, deadline: Instant) -> Vec<NodeView> {
+        let answers = self.ask_all(&Request::Status, deadline).await;
+        let views = self.inner.links.iter().zip(answers).map(|(link, answer)| {
+            let live = link.live();
+            NodeView {
+                address: link.address.clone(),
+                up: live.is_some(),
+                node_id: live.as_ref().map(|node| node.node_id.clone()),
+                epoch: live.as_ref().map(|node| node.epoch),
+                status: match answer {
+                    Some(Response::Status(json)) => serde_json::from_str(&json).ok(),
+                    _ => None,
+                },
+            }
+        });
+        views.collect()
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> ClientStats {
+        self.inner.counters.read()
+    }
+}
+
+/// One Get at one node. Always hands every buffer back.
+async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
+    let keys = wanted.iter().map(|(id, _)| id.key).collect();
+    let (sink, mut done) = PageSink::new(wanted);
+    let begun = node.begin(&Request::Get(keys), Sink::Pages(sink), deadline).await;
+    let ended = match begun.is_some() {
+        true => tokio::time::timeout_at(deadline.into(), &mut done).await.ok(),
+        false => None,
+    };
+    // Takes the sink out, which ends it, unless a payload is just being received into it.
+    drop(begun);
+    let ended = match ended {
+        Some(ended) => ended,
+        None => match tokio::time::timeout(LANDING_GRACE, &mut done).await {
+            Ok(ended) => ended,
+            Err(_) => {
+                node.break_off();
+                done.await
+            }
+        },
+    };
+    ended.expect("a sink always hands its buffers back")
+}

@@ -1,0 +1,30 @@
+//! The Larder store client.
+//!
+//! A [`Client`] attaches to one or more store nodes by URL, spreads page keys over them by rendezvous hashing, and moves
+//! pages: [`Client::lookup`], [`Client::get`], [`Client::put`], [`Client::follow`]. Every answer is checked here, at the far
+//! end: identity and CRC of every chunk. What does not check is a miss.
+//!
+//! The store is a cache: nothing here fails because a node is away. A page that cannot be had in time is a miss, a page that
+//! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
+//!
+//! Where things are: [`client`](Client) (what callers see) · `link` (one node: connect, multiplex, receive) · `sink` (where
+//! answers go, and the checks) · `put` · `follow` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
+#![forbid(unsafe_code)]
+
+mod buffer;
+mod client;
+mod follow;
+mod link;
+mod members;
+mod put;
+mod sink;
+mod spread;
+mod stats;
+mod url;
+
+pub use client::{Client, ClientOptions, Lookup, NodeView, Tier};
+pub use follow::{Follow, FollowEnd};
+pub use members::{Member, Registration};
+pub use put::{NewPage, PagePut, PutOutcome};
+pub use stats::ClientStats;
+pub use url::{StoreUrl, UrlError};

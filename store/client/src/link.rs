@@ -1,0 +1,377 @@
+//! One node: connect, say hello, multiplex requests, receive answers, reconnect with backoff.
+
+use crate::sink::Sink;
+use larder_format::{NamespaceDescriptor, codec::DecodeError};
+use larder_wire::{Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, read_frame};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+/// Frames queued towards the node.
+const SEND_QUEUE_FRAMES: usize = 256;
+/// Most time for one payload to arrive once announced, or one frame to leave.
+const STALL_TIMEOUT: Duration = Duration::from_secs(10);
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const IO_BUFFER_BYTES: usize = 64 << 10;
+
+/// What a link needs to connect.
+#[derive(Clone)]
+pub(crate) struct LinkOptions {
+    pub(crate) address: String,
+    pub(crate) name: String,
+    pub(crate) namespace: Option<NamespaceDescriptor>,
+    pub(crate) connect_timeout: Duration,
+}
+
+/// A connected node.
+pub(crate) struct Live {
+    pub(crate) node_id: String,
+    pub(crate) epoch: u64,
+    out: mpsc::Sender<Frame>,
+    sinks: Mutex<Sinks>,
+    next: AtomicU64,
+    broken: CancellationToken,
+}
+
+/// Where the answers of this connection's requests go.
+#[derive(Default)]
+struct Sinks {
+    waiting: HashMap<u64, Sink>,
+    /// The request whose answer is being received, its sink taken out so that nobody else can end it in the middle of a
+    /// payload; and whether it was cancelled meanwhile.
+    in_hand: Option<(u64, bool)>,
+}
+
+impl Sinks {
+    fn take(&mut self, request: u64) -> Option<Sink> {
+        let sink = self.waiting.remove(&request);
+        self.in_hand = sink.is_some().then_some((request, false));
+        sink
+    }
+
+    /// Ends the receiving of one answer. Returns the sink of a request that was cancelled meanwhile.
+    fn give_back(&mut self, request: u64, sink: Option<Sink>) -> Option<Sink> {
+        let cancelled = self.in_hand.take().is_some_and(|(_, cancelled)| cancelled);
+        match sink {
+            Some(sink) if cancelled => Some(sink),
+            Some(sink) => {
+                self.waiting.insert(request, sink);
+                None
+            }
+            None => None,
+        }
+    }
+
+    /// Takes a request out; `true` if the node may still be working on it.
+    fn cancel(&mut self, request: u64) -> (Option<Sink>, bool) {
+        let sink = self.waiting.remove(&request);
+        let waiting = sink.is_some();
+        if let Some((_, cancelled)) = self.in_hand.as_mut().filter(|(in_hand, _)| *in_hand == request) {
+            *cancelled = true;
+        }
+        (sink, waiting)
+    }
+}
+
+/// A node that may be connected.
+pub(crate) struct Link {
+    pub(crate) address: String,
+    live: watch::Receiver<Option<Arc<Live>>>,
+}
+
+impl Link {
+    /// Keeps connecting to `options.address` until `stop`.
+    pub(crate) fn start(options: LinkOptions, stop: CancellationToken) -> Link {
+        let (sender, live) = watch::channel(None);
+        let address = options.address.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = keep_connected(options, sender) => {}
+            }
+        });
+        Link { address, live }
+    }
+
+    pub(crate) fn live(&self) -> Option<Arc<Live>> {
+        self.live.borrow().clone()
+    }
+
+    pub(crate) fn watch(&self) -> watch::Receiver<Option<Arc<Live>>> {
+        self.live.clone()
+    }
+}
+
+async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<Live>>>) {
+    let mut backoff = BACKOFF_MIN;
+    let mut said_away = false;
+    loop {
+        match connect(&options).await {
+            Ok((live, reader, writer, queue)) => {
+                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, "store node connected");
+                (backoff, said_away) = (BACKOFF_MIN, false);
+                sender.send_replace(Some(live.clone()));
+                let error = run(&live, reader, writer, queue).await;
+                sender.send_replace(None);
+                live.broken.cancel();
+                drop(std::mem::take(&mut live.sinks.lock().waiting));
+                tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
+            }
+            Err(error) => {
+                if !said_away {
+                    tracing::warn!(node = %options.address, %error, "store node away; going on without it, retrying");
+                }
+                said_away = true;
+            }
+        }
+        tokio::time::sleep(backoff).await;
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+}
+
+type Connected = (Arc<Live>, BufReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
+
+async fn connect(options: &LinkOptions) -> io::Result<Connected> {
+    let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
+    let stream = TcpStream::connect(&options.address);
+    let stream = tokio::time::timeout(options.connect_timeout, stream).await.map_err(timed_out)??;
+    stream.set_nodelay(true)?;
+    let (read, mut write) = stream.into_split();
+    let mut reader = BufReader::with_capacity(IO_BUFFER_BYTES, read);
+    let hello = Request::Hello {
+        version_min: PROTOCOL_VERSION_MIN,
+        version_max: PROTOCOL_VERSION,
+        name: options.name.clone(),
+        namespace: options.namespace.clone(),
+    };
+    let greet = async {
+        write.write_all(&hello.frame(0, 0, None).head).await?;
+        let mut body = Vec::new();
+        let header = read_frame(&mut reader, &mut body).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        Response::decode(header.kind, &body).map_err(invalid)
+    };
+    let answer = tokio::time::timeout(options.connect_timeout, greet).await.map_err(timed_out)??;
+    let (node_id, epoch) = match answer {
+        Response::Hello { node_id, epoch, version, namespace } => {
+            if !(PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION).contains(&version) {
+                return Err(invalid(DecodeError::Invalid("protocol version")));
+            }
+            // Pages are read and written under this name: both sides must derive the same one.
+            if namespace != options.namespace.as_ref().map(NamespaceDescriptor::id) {
+                return Err(invalid(DecodeError::Invalid("namespace in the node's hello")));
+            }
+            (node_id, epoch)
+        }
+        Response::Error { message, .. } => return Err(io::Error::other(format!("node refused: {message}"))),
+        _ => return Err(invalid(DecodeError::Invalid("answer to hello"))),
+    };
+    let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+    let live = Live {
+        node_id,
+        epoch,
+        out,
+        sinks: Mutex::default(),
+        next: AtomicU64::new(1),
+        broken: CancellationToken::new(),
+    };
+    Ok((Arc::new(live), reader, write, queue))
+}
+
+fn invalid(error: DecodeError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// Moves frames until the connection ends; returns why.
+async fn run(
+    live: &Arc<Live>,
+    mut reader: BufReader<OwnedReadHalf>,
+    writer: OwnedWriteHalf,
+    queue: mpsc::Receiver<Frame>,
+) -> io::Error {
+    let ended = tokio::select! {
+        () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
+        sent = write_frames(writer, queue) => sent,
+        received = receive(live, &mut reader) => received,
+    };
+    ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(IO_BUFFER_BYTES, write);
+    while let Some(frame) = queue.recv().await {
+        let send = async {
+            out.write_all(&frame.head).await?;
+            if let Some(payload) = &frame.payload {
+                out.write_all((**payload).as_ref()).await?;
+            }
+            if queue.is_empty() { out.flush().await } else { Ok(()) }
+        };
+        tokio::time::timeout(STALL_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+    }
+    Ok(())
+}
+
+async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io::Result<()> {
+    let mut body = Vec::new();
+    while let Some(header) = read_frame(reader, &mut body).await? {
+        let response = Response::decode(header.kind, &body).map_err(invalid)?;
+        let sink = live.sinks.lock().take(header.request);
+        let step = place(live, reader, &header, response, sink);
+        let kept = tokio::time::timeout(STALL_TIMEOUT, step)
+            .await
+            .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        let cancelled = live.sinks.lock().give_back(header.request, kept);
+        if cancelled.is_some() {
+            live.tell(&Request::Cancel(header.request));
+        }
+    }
+    Ok(())
+}
+
+/// Puts one answer where it belongs; returns the sink if more answers will come.
+async fn place(
+    live: &Arc<Live>,
+    reader: &mut BufReader<OwnedReadHalf>,
+    header: &FrameHeader,
+    response: Response,
+    sink: Option<Sink>,
+) -> io::Result<Option<Sink>> {
+    let bytes = header.payload_bytes as usize;
+    let Some(mut sink) = sink else {
+        // Nobody waits for it any more.
+        discard(reader, bytes).await?;
+        return Ok(None);
+    };
+    match (&mut sink, response) {
+        (Sink::Pages(pages), Response::Page { index, tier, meta }) => {
+            let good = match pages.expect(index, &meta, bytes) {
+                Some(memory) => {
+                    reader.read_exact(memory).await?;
+                    pages.landed(index, tier, &meta)
+                }
+                None => {
+                    discard(reader, bytes).await?;
+                    false
+                }
+            };
+            if !good && let Some(id) = pages.id(index) {
+                tracing::error!(?id, node = %live.node_id, "page damaged on its way or at its source: a miss");
+                live.tell(&Request::Suspect(id.key));
+            }
+            Ok(Some(sink))
+        }
+        (Sink::Parts(parts), Response::Part { part, crcs }) => {
+            let good = match parts.expect(part, bytes) {
+                Some(memory) => {
+                    reader.read_exact(memory).await?;
+                    parts.landed(part, crcs)
+                }
+                None => {
+                    discard(reader, bytes).await?;
+                    false
+                }
+            };
+            if !good {
+                tracing::error!(key = ?parts.key(), part, node = %live.node_id, "part damaged on its way: a miss");
+                live.tell(&Request::Suspect(parts.key()));
+            }
+            Ok(Some(sink))
+        }
+        (_, response) => {
+            discard(reader, bytes).await?;
+            Ok(finish(sink, response))
+        }
+    }
+}
+
+/// Answers without payload.
+fn finish(mut sink: Sink, response: Response) -> Option<Sink> {
+    match (&mut sink, response) {
+        (Sink::Pages(_), Response::Miss { .. }) => return Some(sink),
+        (Sink::Parts(parts), Response::FollowEnd { state, meta }) => parts.end(state, meta),
+        (Sink::Reply(_), response) => {
+            if let Sink::Reply(reply) = sink {
+                let _ = reply.send(response);
+            }
+        }
+        // End, an error, or nonsense: the sink is dropped and hands back what it has.
+        _ => {}
+    }
+    None
+}
+
+async fn discard(reader: &mut BufReader<OwnedReadHalf>, bytes: usize) -> io::Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    let copied = tokio::io::copy(&mut reader.take(bytes as u64), &mut tokio::io::sink()).await?;
+    if copied < bytes as u64 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+}
+
+fn milliseconds_left(deadline: Instant) -> u32 {
+    let left = deadline.saturating_duration_since(Instant::now());
+    (left.as_millis() as u32).max(1)
+}
+
+impl Live {
+    /// Sends a frame without a request's answer, if there is room now.
+    pub(crate) fn tell(&self, request: &Request) -> bool {
+        self.out.try_send(request.frame(0, 0, None)).is_ok()
+    }
+
+    /// Sends a frame without an answer, waiting for room until `deadline`.
+    pub(crate) async fn send(&self, request: &Request, payload: Option<Payload>, deadline: Instant) -> bool {
+        let send = self.out.send(request.frame(0, 0, payload));
+        matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
+    }
+
+    /// Sends a request whose answers go to `sink`; `None` if it cannot be sent in time (the sink is then dropped).
+    pub(crate) async fn begin(self: &Arc<Self>, request: &Request, sink: Sink, deadline: Instant) -> Option<Begun> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let begun = Begun { live: self.clone(), number };
+        self.sinks.lock().waiting.insert(number, sink);
+        let send = self.out.send(request.frame(number, milliseconds_left(deadline), None));
+        match tokio::time::timeout_at(deadline.into(), send).await {
+            // The connection may have ended, and its sinks been dropped, before ours was put in.
+            Ok(Ok(())) if !self.broken.is_cancelled() => Some(begun),
+            _ => None,
+        }
+    }
+
+    /// One request, one answer; `None` if it does not come in time.
+    pub(crate) async fn ask(self: &Arc<Self>, request: &Request, deadline: Instant) -> Option<Response> {
+        let (sender, receiver) = oneshot::channel();
+        let _begun = self.begin(request, Sink::Reply(sender), deadline).await?;
+        tokio::time::timeout_at(deadline.into(), receiver).await.ok()?.ok()
+    }
+
+    /// Ends the connection: a payload that is being received will not arrive in time, and its memory is wanted back.
+    pub(crate) fn break_off(&self) {
+        self.broken.cancel();
+    }
+}
+
+/// A request under way. Dropping it takes its sink out and tells the node to stop.
+pub(crate) struct Begun {
+    live: Arc<Live>,
+    number: u64,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        let (sink, waiting) = self.live.sinks.lock().cancel(self.number);
+        drop(sink);
+        if waiting {
+            self.live.tell(&Request::Cancel(self.number));
+        }
+    }
+}

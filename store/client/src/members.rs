@@ -1,0 +1,61 @@
+//! Registering with the nodes: who serves here, and where.
+
+use crate::link::Link;
+use larder_wire::Request;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// A process that registered with the nodes: an engine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// Unique name, e.g. `prefill-1f3a`.
+    pub name: String,
+    /// What it says of itself, JSON.
+    pub info: serde_json::Value,
+}
+
+/// A member that is not renewed for this long is forgotten.
+const TTL: Duration = Duration::from_secs(3);
+/// It is renewed this often, and at once when a node comes back.
+const RENEW_EVERY: Duration = Duration::from_millis(800);
+
+/// Keeps a registration alive; dropping it withdraws the member.
+pub struct Registration {
+    stop: CancellationToken,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// Keeps `member` registered with every node of `links`.
+pub(crate) fn register(links: &[Arc<Link>], member: &Member) -> Registration {
+    let stop = CancellationToken::new();
+    let info = member.info.to_string();
+    for link in links {
+        tokio::spawn(keep(link.clone(), member.name.clone(), info.clone(), stop.clone()));
+    }
+    Registration { stop }
+}
+
+async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationToken) {
+    let mut node = link.watch();
+    let message = Request::Register { name: name.clone(), ttl_ms: TTL.as_millis() as u32, info };
+    loop {
+        if let Some(live) = link.live() {
+            live.tell(&message);
+        }
+        tokio::select! {
+            () = stop.cancelled() => break,
+            () = tokio::time::sleep(RENEW_EVERY) => {}
+            changed = node.changed() => if changed.is_err() { break },
+        }
+    }
+    if let Some(live) = link.live() {
+        live.tell(&Request::Withdraw(name));
+    }
+}

@@ -1,0 +1,247 @@
+//! Putting a page: reserve, hand over parts as they come into being, commit.
+
+use crate::link::Live;
+use crate::stats::{Counters, count};
+use bytes::Bytes;
+use larder_format::{PageGeometry, PageKey, chunk_crcs};
+use larder_wire::{CommitOutcome, Request, ReserveOutcome, Reserved, Response};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+use tokio::sync::{mpsc, oneshot};
+
+/// A page about to be put.
+#[derive(Debug, Clone)]
+pub struct NewPage {
+    /// Its key.
+    pub key: PageKey,
+    /// The page before it, [`PageKey::NONE`] at the start.
+    pub parent: PageKey,
+    /// Place in its sequence, in pages from 0.
+    pub position: u32,
+}
+
+/// How a put ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PutOutcome {
+    /// The node holds it.
+    Stored,
+    /// The node had the same bytes already.
+    AlreadyThere,
+    /// The node has other bytes under this key; the first stay.
+    Refused,
+    /// Another writer is writing this key now.
+    InProgress,
+    /// The node has no room now.
+    Busy,
+    /// No node could be reached, or the put was given up.
+    Lost,
+}
+
+/// Payload bytes that wait in this client.
+pub(crate) struct Budget {
+    used: AtomicUsize,
+    max: usize,
+}
+
+impl Budget {
+    pub(crate) fn new(max: usize) -> Self {
+        Self { used: AtomicUsize::new(0), max }
+    }
+
+    fn take(self: &Arc<Self>, bytes: usize) -> Option<Taken> {
+        let before = self.used.fetch_add(bytes, Ordering::Relaxed);
+        let taken = Taken { budget: self.clone(), bytes };
+        (before + bytes <= self.max).then_some(taken)
+    }
+}
+
+struct Taken {
+    budget: Arc<Budget>,
+    bytes: usize,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+enum Step {
+    Part { part: usize, bytes: Bytes, _taken: Taken },
+    Commit(oneshot::Sender<PutOutcome>),
+}
+
+/// An open put: parts in any order, then commit. Dropping it aborts it.
+pub struct PagePut {
+    steps: Option<mpsc::UnboundedSender<Step>>,
+    budget: Arc<Budget>,
+    parts_left: usize,
+}
+
+impl PagePut {
+    /// Hands over the bytes of part `part`. Does not wait for the network. If more waits in this client than its budget
+    /// allows, the put is given up, and [`PagePut::commit`] says so.
+    pub fn part(&mut self, part: usize, bytes: Bytes) {
+        let taken = self.budget.take(bytes.len());
+        // A page has so many parts; this bounds the queue.
+        let (Some(taken), true) = (taken, self.parts_left > 0) else {
+            self.steps = None;
+            return;
+        };
+        self.parts_left -= 1;
+        if let Some(steps) = &self.steps {
+            let _ = steps.send(Step::Part { part, bytes, _taken: taken });
+        }
+    }
+
+    /// Seals the page once all parts are over.
+    pub async fn commit(self, deadline: Instant) -> PutOutcome {
+        let Some(steps) = &self.steps else { return PutOutcome::Lost };
+        let (sender, receiver) = oneshot::channel();
+        if steps.send(Step::Commit(sender)).is_err() {
+            return PutOutcome::Lost;
+        }
+        match tokio::time::timeout_at(deadline.into(), receiver).await {
+            Ok(Ok(outcome)) => outcome,
+            _ => PutOutcome::Lost,
+        }
+    }
+}
+
+/// Begins a put at `node`.
+pub(crate) fn begin(
+    node: Option<Arc<Live>>,
+    page: NewPage,
+    geometry: PageGeometry,
+    budget: Arc<Budget>,
+    counters: Arc<Counters>,
+    deadline: Instant,
+) -> PagePut {
+    let (steps, queue) = mpsc::unbounded_channel();
+    let part_table = geometry.part_table();
+    let put = PagePut { steps: Some(steps), budget, parts_left: part_table.len() };
+    tokio::spawn(async move {
+        let work = run(node, page, part_table, queue);
+        let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
+        let (reply, outcome) = match ended {
+            Some((reply, outcome)) => (Some(reply), outcome),
+            None => (None, PutOutcome::Lost),
+        };
+        match outcome {
+            PutOutcome::Stored => count(&counters.puts, 1),
+            PutOutcome::Lost | PutOutcome::Busy => count(&counters.puts_lost, 1),
+            PutOutcome::AlreadyThere | PutOutcome::Refused | PutOutcome::InProgress => {}
+        }
+        if let Some(reply) = reply {
+            let _ = reply.send(outcome);
+        }
+    });
+    put
+}
+
+type Queue = mpsc::UnboundedReceiver<Step>;
+type Ended = Option<(oneshot::Sender<PutOutcome>, PutOutcome)>;
+
+/// Most time to wait for one answer of the node; the put's own deadline is over it.
+const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
+
+async fn run(node: Option<Arc<Live>>, page: NewPage, part_table: Vec<u32>, mut queue: Queue) -> Ended {
+    let Some(node) = node else { return drain(&mut queue, PutOutcome::Lost).await };
+    let parts = part_table.len();
+    let reserve =
+        Reserved { key: page.key, parent: page.parent, position: page.position, part_bytes: part_table };
+    match node.ask(&Request::Reserve(reserve), Instant::now() + ANSWER_TIMEOUT).await {
+        Some(Response::Reserved { outcome: ReserveOutcome::Granted, put }) => send_parts(&node, put, &mut queue).await,
+        Some(Response::Reserved { outcome: ReserveOutcome::Exists, .. }) => {
+            compare(&node, page.key, parts, &mut queue).await
+        }
+        Some(Response::Reserved { outcome: ReserveOutcome::InProgress, .. }) => {
+            drain(&mut queue, PutOutcome::InProgress).await
+        }
+        Some(Response::Reserved { outcome: ReserveOutcome::Busy, .. } | Response::Error { .. }) => {
+            drain(&mut queue, PutOutcome::Busy).await
+        }
+        _ => drain(&mut queue, PutOutcome::Lost).await,
+    }
+}
+
+/// Takes what still comes and answers the commit with `outcome`.
+async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
+    while let Some(step) = queue.recv().await {
+        if let Step::Commit(reply) = step {
+            return Some((reply, outcome));
+        }
+    }
+    None
+}
+
+async fn send_parts(node: &Arc<Live>, put: u64, queue: &mut Queue) -> Ended {
+    // Whatever ends this before the commit, the node hears of it.
+    let mut abort = AbortOnDrop { node, put, armed: true };
+    while let Some(step) = queue.recv().await {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        match step {
+            Step::Part { part, bytes, _taken } => {
+                let crcs = chunk_crcs(&bytes).collect();
+                let message = Request::Part { put, part: part as u32, crcs };
+                if !node.send(&message, Some(Box::new(bytes)), deadline).await {
+                    return drain(queue, PutOutcome::Lost).await;
+                }
+            }
+            Step::Commit(reply) => {
+                let answer = node.ask(&Request::Commit { put }, deadline).await;
+                abort.armed = answer.is_none();
+                let outcome = match answer {
+                    Some(Response::Committed(CommitOutcome::Stored)) => PutOutcome::Stored,
+                    Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
+                    Some(Response::Committed(CommitOutcome::Refused)) => PutOutcome::Refused,
+                    _ => PutOutcome::Lost,
+                };
+                return Some((reply, outcome));
+            }
+        }
+    }
+    None
+}
+
+struct AbortOnDrop<'a> {
+    node: &'a Arc<Live>,
+    put: u64,
+    armed: bool,
+}
+
+impl Drop for AbortOnDrop<'_> {
+    fn drop(&mut self) {
+        if self.armed {
+            self.node.tell(&Request::Abort { put: self.put });
+        }
+    }
+}
+
+/// The node has the page: are ours the same bytes?
+async fn compare(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue) -> Ended {
+    let mut crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
+    while let Some(step) = queue.recv().await {
+        match step {
+            Step::Part { part, bytes, .. } => {
+                if let Some(slot) = crcs.get_mut(part) {
+                    *slot = Some(chunk_crcs(&bytes).collect());
+                }
+            }
+            Step::Commit(reply) => {
+                let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
+                let Some(whole) = whole else { return Some((reply, PutOutcome::Lost)) };
+                let message = Request::Compare { key, crcs: whole.concat() };
+                let outcome = match node.ask(&message, Instant::now() + ANSWER_TIMEOUT).await {
+                    Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
+                    Some(Response::Committed(CommitOutcome::Refused)) => PutOutcome::Refused,
+                    _ => PutOutcome::Lost,
+                };
+                return Some((reply, outcome));
+            }
+        }
+    }
+    None
+}

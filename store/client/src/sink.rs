@@ -1,0 +1,251 @@
+//! Where the answers of a request go, and the checks at the far end.
+//!
+//! While a payload is being received, its buffer belongs to the sink, and the sink to the receiving task. Whatever ends a
+//! sink (the last answer, a cancelled request, a dead connection), its buffers go back to the caller, and only pages that
+//! were checked count as had.
+
+use crate::buffer::DynBuffer;
+use larder_format::{PageGeometry, PageId, PageKey, PageMeta, chunk_crcs};
+use larder_wire::{FollowState, Response, TierCode};
+use std::ops::Range;
+use tokio::sync::oneshot;
+
+/// Where answers go.
+pub(crate) enum Sink {
+    /// One answer.
+    Reply(oneshot::Sender<Response>),
+    /// Pages of a Get.
+    Pages(PageSink),
+    /// Parts of a Follow.
+    Parts(PartSink),
+}
+
+/// How one page of a Get ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Got {
+    Had(TierCode),
+    Missed,
+    /// Something came, and it was not the page.
+    Corrupt,
+}
+
+struct PageSlot {
+    id: PageId,
+    buffer: DynBuffer,
+    got: Got,
+}
+
+pub(crate) type Pages = Vec<(DynBuffer, Got)>;
+
+/// Collects the pages of a Get.
+pub(crate) struct PageSink {
+    slots: Vec<PageSlot>,
+    done: Option<oneshot::Sender<Pages>>,
+}
+
+impl PageSink {
+    pub(crate) fn new(pages: Vec<(PageId, DynBuffer)>) -> (Self, oneshot::Receiver<Pages>) {
+        let (done, receiver) = oneshot::channel();
+        let slots = pages.into_iter().map(|(id, buffer)| PageSlot { id, buffer, got: Got::Missed }).collect();
+        (Self { slots, done: Some(done) }, receiver)
+    }
+
+    /// Memory for the announced page, if it is the page that was asked for. Until [`PageSink::landed`] it counts as missed.
+    pub(crate) fn expect(&mut self, index: u32, meta: &PageMeta, bytes: usize) -> Option<&mut [u8]> {
+        let slot = self.slots.get_mut(index as usize)?;
+        let fits = meta.payload_bytes() == bytes && slot.buffer.bytes().len() == bytes;
+        if meta.id != slot.id || !fits {
+            slot.got = Got::Corrupt;
+            return None;
+        }
+        slot.got = Got::Missed;
+        Some(slot.buffer.bytes())
+    }
+
+    /// Checks every byte of a received page; `false` if they are not what was put.
+    pub(crate) fn landed(&mut self, index: u32, tier: TierCode, meta: &PageMeta) -> bool {
+        let Some(slot) = self.slots.get_mut(index as usize) else { return false };
+        let good = meta.verify(&slot.id, slot.buffer.bytes()).is_ok();
+        slot.got = if good { Got::Had(tier) } else { Got::Corrupt };
+        good
+    }
+
+    pub(crate) fn id(&self, index: u32) -> Option<PageId> {
+        self.slots.get(index as usize).map(|slot| slot.id)
+    }
+}
+
+impl Drop for PageSink {
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            let _ = done.send(self.slots.drain(..).map(|slot| (slot.buffer, slot.got)).collect());
+        }
+    }
+}
+
+/// How a Follow ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FollowResult {
+    Sealed,
+    Aborted,
+    Missed,
+    Corrupt,
+}
+
+/// Collects the parts of a Follow.
+pub(crate) struct PartSink {
+    id: PageId,
+    geometry: PageGeometry,
+    buffer: Option<DynBuffer>,
+    crcs: Vec<Option<Vec<u32>>>,
+    result: FollowResult,
+    done: Option<oneshot::Sender<(DynBuffer, FollowResult)>>,
+}
+
+impl PartSink {
+    pub(crate) fn new(
+        id: PageId,
+        geometry: PageGeometry,
+        buffer: DynBuffer,
+    ) -> (Self, oneshot::Receiver<(DynBuffer, FollowResult)>) {
+        let (done, receiver) = oneshot::channel();
+        let crcs = vec![None; geometry.part_count()];
+        let result = FollowResult::Missed;
+        (Self { id, geometry, buffer: Some(buffer), crcs, result, done: Some(done) }, receiver)
+    }
+
+    fn range(&self, part: usize) -> Range<usize> {
+        let start: usize = (0..part).map(|p| self.geometry.part_bytes(p)).sum();
+        start..start + self.geometry.part_bytes(part)
+    }
+
+    /// Memory for an announced part, if there is such a part of that length.
+    pub(crate) fn expect(&mut self, part: u32, bytes: usize) -> Option<&mut [u8]> {
+        let part = part as usize;
+        if part >= self.crcs.len() || self.geometry.part_bytes(part) != bytes {
+            self.result = FollowResult::Corrupt;
+            return None;
+        }
+        self.crcs[part] = None;
+        let range = self.range(part);
+        self.buffer.as_mut()?.bytes().get_mut(range)
+    }
+
+    /// Checks a received part.
+    pub(crate) fn landed(&mut self, part: u32, crcs: Vec<u32>) -> bool {
+        let range = self.range(part as usize);
+        let good = self
+            .buffer
+            .as_mut()
+            .and_then(|buffer| buffer.bytes().get(range))
+            .is_some_and(|bytes| chunk_crcs(bytes).eq(crcs.iter().copied()));
+        if good {
+            self.crcs[part as usize] = Some(crcs);
+        } else {
+            self.result = FollowResult::Corrupt;
+        }
+        good
+    }
+
+    /// The node says how it ended. "Sealed" is believed only if every part is here and the sealed page is the one that was
+    /// asked for, made of just these parts.
+    pub(crate) fn end(&mut self, state: FollowState, meta: Option<PageMeta>) {
+        let complete = meta.is_some_and(|meta| {
+            let received = self.crcs.iter().flatten().flatten();
+            meta.id == self.id
+                && meta.part_bytes == self.geometry.part_table()
+                && self.crcs.iter().all(Option::is_some)
+                && meta.chunk_crcs.iter().eq(received)
+        });
+        self.result = match (self.result, state) {
+            (FollowResult::Corrupt, _) => FollowResult::Corrupt,
+            (_, FollowState::Sealed) if complete => FollowResult::Sealed,
+            (_, FollowState::Sealed) => FollowResult::Corrupt,
+            (_, FollowState::Aborted) => FollowResult::Aborted,
+            (_, FollowState::Miss) => FollowResult::Missed,
+        };
+    }
+
+    pub(crate) fn key(&self) -> PageKey {
+        self.id.key
+    }
+}
+
+impl Drop for PartSink {
+    fn drop(&mut self) {
+        if let (Some(done), Some(buffer)) = (self.done.take(), self.buffer.take()) {
+            let _ = done.send((buffer, self.result));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{KvDtype, NamespaceId};
+
+    fn id(byte: u8) -> PageId {
+        PageId { namespace: NamespaceId([1; 32]), key: PageKey([byte; 32]) }
+    }
+
+    fn geometry() -> PageGeometry {
+        PageGeometry {
+            dtype: KvDtype::F32,
+            layers: 2,
+            kv_heads: 1,
+            head_dim: 4,
+            page_tokens: 2,
+            layers_per_part: 1,
+            head_groups: 1,
+        }
+    }
+
+    fn page(byte: u8) -> (PageMeta, Vec<u8>) {
+        let payload: Vec<u8> = (0..geometry().page_bytes()).map(|i| i as u8 ^ byte).collect();
+        (PageMeta::describe(id(byte), PageKey::NONE, 0, geometry().part_table(), &payload), payload)
+    }
+
+    fn get(meta: &PageMeta, payload: &[u8]) -> Got {
+        let (mut sink, mut done) = PageSink::new(vec![(id(7), Box::new(vec![0u8; geometry().page_bytes()]))]);
+        if let Some(memory) = sink.expect(0, meta, payload.len()) {
+            memory.copy_from_slice(payload);
+            sink.landed(0, TierCode::L2, meta);
+        }
+        drop(sink);
+        done.try_recv().unwrap()[0].1
+    }
+
+    #[test]
+    fn a_page_is_had_only_if_it_is_the_page_and_every_byte_checks() {
+        let (meta, mut payload) = page(7);
+        assert_eq!(get(&meta, &payload), Got::Had(TierCode::L2));
+        payload[5] ^= 1;
+        assert_eq!(get(&meta, &payload), Got::Corrupt);
+        let (other, payload) = page(8);
+        assert_eq!(get(&other, &payload), Got::Corrupt);
+    }
+
+    fn followed(parts: &[(u32, u8)], state: FollowState, meta: Option<PageMeta>) -> FollowResult {
+        let (mut sink, mut done) = PartSink::new(id(7), geometry(), Box::new(vec![0u8; geometry().page_bytes()]));
+        for &(part, from) in parts {
+            let (source, payload) = page(from);
+            let bytes = &payload[source.part_range(part as usize).unwrap()];
+            sink.expect(part, bytes.len()).unwrap().copy_from_slice(bytes);
+            sink.landed(part, source.part_crcs(part as usize).unwrap().to_vec());
+        }
+        sink.end(state, meta);
+        drop(sink);
+        done.try_recv().unwrap().1
+    }
+
+    #[test]
+    fn sealed_is_believed_only_of_all_the_parts_of_that_very_page() {
+        let (meta, _) = page(7);
+        let sealed = |parts: &[(u32, u8)]| followed(parts, FollowState::Sealed, Some(meta.clone()));
+        assert_eq!(sealed(&[(1, 7), (0, 7)]), FollowResult::Sealed);
+        assert_eq!(sealed(&[(0, 7)]), FollowResult::Corrupt, "a part is missing");
+        assert_eq!(sealed(&[(0, 7), (1, 9)]), FollowResult::Corrupt, "a part of another put");
+        assert_eq!(followed(&[(0, 7), (1, 7)], FollowState::Sealed, None), FollowResult::Corrupt);
+        assert_eq!(followed(&[(0, 7)], FollowState::Aborted, None), FollowResult::Aborted);
+    }
+}

@@ -1,0 +1,86 @@
+//! `larder://host:port[,host:port…]/[?transport=tcp]`.
+
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// Where the store is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreUrl {
+    /// `host:port` of every node, in the order given, without repeats.
+    pub nodes: Vec<String>,
+}
+
+/// Why a URL is not a store URL.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum UrlError {
+    /// Another scheme.
+    #[error("a store URL begins with larder://, e.g. larder://127.0.0.1:7700")]
+    Scheme,
+    /// No address, or one without a port.
+    #[error("'{0}' is not host:port")]
+    Address(String),
+    /// A query option that is not known, or not available.
+    #[error("unknown option '{0}' in store URL; known: transport=tcp")]
+    Option(String),
+}
+
+/// Most nodes in a URL.
+pub const MAX_NODES: usize = 1024;
+
+impl FromStr for StoreUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let rest = text.trim().strip_prefix("larder://").ok_or(UrlError::Scheme)?;
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        for option in query.split('&').filter(|o| !o.is_empty()) {
+            if option != "transport=tcp" {
+                return Err(UrlError::Option(option.to_string()));
+            }
+        }
+        let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
+        if !path.is_empty() {
+            return Err(UrlError::Option(path.to_string()));
+        }
+        let mut nodes: Vec<String> = Vec::new();
+        for address in hosts.split(',') {
+            let valid = address
+                .rsplit_once(':')
+                .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p != 0));
+            if !valid || nodes.len() >= MAX_NODES {
+                return Err(UrlError::Address(address.to_string()));
+            }
+            if !nodes.iter().any(|n| n == address) {
+                nodes.push(address.to_string());
+            }
+        }
+        Ok(StoreUrl { nodes })
+    }
+}
+
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "larder://{}/", self.nodes.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_what_the_readme_shows() {
+        let url: StoreUrl = "larder://127.0.0.1:7700,node-b:7700/?transport=tcp".parse().unwrap();
+        assert_eq!(url.nodes, ["127.0.0.1:7700", "node-b:7700"]);
+        assert_eq!(url.to_string().parse::<StoreUrl>().unwrap(), url);
+        assert_eq!("larder://[::1]:7700".parse::<StoreUrl>().unwrap().nodes, ["[::1]:7700"]);
+    }
+
+    #[test]
+    fn refuses_with_a_reason() {
+        for bad in ["redis://a:1", "larder://", "larder://a", "larder://a:0", "larder://a:1/?x=y", "larder://a:1,,b:2"] {
+            assert!(bad.parse::<StoreUrl>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The client against a real node, over a real socket.
+
+use bytes::Bytes;
+use larder_client::{
+    Client, ClientOptions, FollowEnd, Member, NewPage, PutOutcome, StoreUrl, Tier,
+};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_node::{Node, NodeOptions};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+fn geometry() -> PageGeometry {
+    PageGeometry {
+        dtype: KvDtype::F32,
+        layers: 6,
+        kv_heads: 2,
+        head_dim: 32,
+        page_tokens: 32,
+        layers_per_part: 4,
+        head_groups: 1,
+    }
+}
+
+fn descriptor(weights: u8) -> NamespaceDescriptor {
+    NamespaceDescriptor { model: "test".into(), weights: [weights; 32], geometry: geometry(), tenant: "t".into() }
+}
+
+fn options(dir: Option<&Path>) -> NodeOptions {
+    NodeOptions {
+        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+        data_dir: dir.map(Path::to_path_buf),
+        l2_bytes: 32 << 20,
+        l3_bytes: 64 << 20,
+        ..NodeOptions::default()
+    }
+}
+
+async fn attach(nodes: &[&Node], weights: u8) -> Client {
+    let url = StoreUrl { nodes: nodes.iter().map(|n| n.addr().to_string()).collect() };
+    let client = Client::attach(url, Some(descriptor(weights)), ClientOptions::default());
+    assert!(client.ready(Duration::from_secs(5)).await);
+    client
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(5)
+}
+
+fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
+}
+
+fn payload(number: u32) -> Vec<u8> {
+    (0..geometry().page_bytes()).map(|i| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(number) as u8).collect()
+}
+
+fn parts(payload: &[u8]) -> Vec<Bytes> {
+    let mut rest = Bytes::copy_from_slice(payload);
+    geometry().part_table().into_iter().map(|bytes| rest.split_to(bytes as usize)).collect()
+}
+
+async fn put_bytes(client: &Client, number: u32, bytes: &[u8]) -> PutOutcome {
+    let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
+    let mut put = client.put(page, soon());
+    for (part, bytes) in parts(bytes).into_iter().enumerate().rev() {
+        put.part(part, bytes);
+    }
+    put.commit(soon()).await
+}
+
+async fn put(client: &Client, number: u32) -> PutOutcome {
+    put_bytes(client, number, &payload(number)).await
+}
+
+async fn get(client: &Client, numbers: &[u32]) -> Vec<(Vec<u8>, Option<Tier>)> {
+    let pages = numbers.iter().map(|&n| (key(n), vec![0u8; geometry().page_bytes()])).collect();
+    client.get(pages, soon()).await
+}
+
+#[tokio::test]
+async fn a_get_is_a_miss_or_exactly_what_was_put() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    for number in 0..50 {
+        assert_eq!(put(&client, number).await, PutOutcome::Stored);
+    }
+    let numbers: Vec<u32> = (0..60).collect();
+    for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
+        match tier {
+            Some(tier) => assert!(tier == Tier::L2 && bytes == payload(*number), "page {number}"),
+            None => assert!(*number >= 50, "page {number} was put"),
+        }
+    }
+    let keys: Vec<PageKey> = numbers.iter().map(|&n| key(n)).collect();
+    assert_eq!(client.lookup(&keys, soon()).await.tiers.len(), 50);
+    assert_eq!(client.exists(&keys, soon()).await.iter().filter(|&&e| e).count(), 50);
+    assert_eq!(client.stats().corrupt, 0);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn the_first_writer_wins_and_the_second_is_told() {
+    let node = Node::start(options(None)).await.unwrap();
+    let (a, b) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    assert_eq!(put(&a, 1).await, PutOutcome::Stored);
+    assert_eq!(put(&b, 1).await, PutOutcome::AlreadyThere);
+    assert_eq!(put_bytes(&b, 1, &payload(2)).await, PutOutcome::Refused);
+    assert!(get(&b, &[1]).await[0].0 == payload(1));
+    let page = NewPage { key: key(9), parent: PageKey::NONE, position: 0 };
+    let mut open = a.put(page, soon());
+    open.part(0, parts(&payload(9))[0].clone());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(put(&b, 9).await, PutOutcome::InProgress);
+    assert!(get(&b, &[9]).await[0].1.is_none(), "not visible before it is sealed");
+    drop(open);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(put(&b, 9).await, PutOutcome::Stored);
+}
+
+#[tokio::test]
+async fn namespaces_never_hit_each_other() {
+    let node = Node::start(options(None)).await.unwrap();
+    let (a, b) = (attach(&[&node], 1).await, attach(&[&node], 2).await);
+    put(&a, 1).await;
+    assert!(get(&b, &[1]).await[0].1.is_none());
+    assert_eq!(put_bytes(&b, 1, &payload(7)).await, PutOutcome::Stored);
+    assert!(get(&a, &[1]).await[0].0 == payload(1) && get(&b, &[1]).await[0].0 == payload(7));
+}
+
+#[tokio::test]
+async fn a_page_is_followed_while_it_is_written() {
+    let node = Node::start(options(None)).await.unwrap();
+    let (writer, reader) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let buffer = || vec![0u8; geometry().page_bytes()];
+    // Followed before it is begun, and after its first part.
+    let early = reader.follow(key(1), buffer(), soon());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let bytes = payload(1);
+    let pieces = parts(&bytes);
+    let mut put = writer.put(NewPage { key: key(1), parent: PageKey::NONE, position: 0 }, soon());
+    put.part(1, pieces[1].clone());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let late = reader.follow(key(1), buffer(), soon());
+    put.part(0, pieces[0].clone());
+    assert_eq!(put.commit(soon()).await, PutOutcome::Stored);
+    for follow in [early, late, reader.follow(key(1), buffer(), soon())] {
+        let (got, end) = follow.finish().await;
+        assert!(end == FollowEnd::Sealed && got == bytes);
+    }
+}
+
+#[tokio::test]
+async fn followers_hear_of_a_writer_that_dies_and_of_nobody_coming() {
+    let node = Node::start(options(None)).await.unwrap();
+    let reader = attach(&[&node], 1).await;
+    let writer = attach(&[&node], 1).await;
+    let follow = reader.follow(key(1), vec![0u8; geometry().page_bytes()], soon());
+    let mut put = writer.put(NewPage { key: key(1), parent: PageKey::NONE, position: 0 }, soon());
+    put.part(0, parts(&payload(1))[0].clone());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    drop((put, writer));
+    let (_, end) = follow.finish().await;
+    assert_eq!(end, FollowEnd::Aborted);
+    let begin = Instant::now();
+    let nobody = reader.follow(key(2), vec![0u8; geometry().page_bytes()], begin + Duration::from_millis(200));
+    assert_eq!(nobody.finish().await.1, FollowEnd::Miss);
+    assert!(begin.elapsed() < Duration::from_secs(1));
+    let status = node.status();
+    assert_eq!((&status["puts_open"], &status["readers_waiting"]), (&0.into(), &0.into()));
+}
+
+#[tokio::test]
+async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    for number in 0..40 {
+        assert_eq!(put(&client, number).await, PutOutcome::Stored);
+    }
+    assert_eq!(client.forget(&[key(3), key(4), key(99)], soon()).await, 2);
+    assert!(get(&client, &[3]).await[0].1.is_none());
+    let epoch = client.status(soon()).await[0].epoch.unwrap();
+    drop(client);
+    node.shutdown().await;
+
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    assert_eq!(client.status(soon()).await[0].epoch.unwrap(), epoch + 1);
+    let numbers: Vec<u32> = (0..40).collect();
+    for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
+        match number {
+            3 | 4 => assert!(tier.is_none(), "{number} was forgotten"),
+            _ => assert!(tier == Some(Tier::L3) && bytes == payload(*number), "{number}"),
+        }
+    }
+    let keys: Vec<PageKey> = (0..40).map(key).collect();
+    assert_eq!(client.warm(&keys, soon()).await, 38);
+    assert_eq!(client.locate(&keys[..3], soon()).await, [Some(Tier::L2); 3]);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn more_than_l2_holds_is_served_from_l3() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    // 450 pages of 96 KiB are 43 MiB; L2 holds 32.
+    for number in 0..450 {
+        while put(&client, number).await == PutOutcome::Busy {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    let mut from_l3 = 0;
+    for chunk in (0..450).collect::<Vec<u32>>().chunks(64) {
+        for (number, (bytes, tier)) in chunk.iter().zip(get(&client, chunk).await) {
+            assert!(tier.is_some() && bytes == payload(*number), "{number} {tier:?}");
+            from_l3 += usize::from(tier == Some(Tier::L3));
+        }
+    }
+    assert!(from_l3 > 50, "{from_l3}");
+}
+
+#[tokio::test]
+async fn members_come_and_go() {
+    let node = Node::start(options(None)).await.unwrap();
+    let (engine, router) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let member = Member { name: "prefill-1".into(), info: serde_json::json!({"role": "prefill"}) };
+    let registration = engine.register(member.clone());
+    let wait = async |count: usize| {
+        for _ in 0..200 {
+            if router.members(soon()).await.is_some_and(|m| m.len() == count) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("never {count} members");
+    };
+    wait(1).await;
+    assert_eq!(router.members(soon()).await.unwrap(), [member]);
+    drop(registration);
+    wait(0).await;
+}
+
+#[tokio::test]
+async fn a_node_that_is_away_costs_misses_and_comes_back() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+    let first = Node::start(options(Some(&a))).await.unwrap();
+    let second = Node::start(options(Some(&b))).await.unwrap();
+    let client = attach(&[&first, &second], 1).await;
+    for number in 0..40 {
+        assert_eq!(put(&client, number).await, PutOutcome::Stored);
+    }
+    let address = second.addr();
+    second.shutdown().await;
+    let numbers: Vec<u32> = (0..40).collect();
+    let begin = Instant::now();
+    let hits = get(&client, &numbers).await.into_iter().zip(0..).filter(|((bytes, tier), number)| {
+        assert!(tier.is_none() || *bytes == payload(*number));
+        tier.is_some()
+    });
+    let hits = hits.count();
+    assert!((8..32).contains(&hits), "about half is left: {hits}");
+    assert!(begin.elapsed() < Duration::from_secs(1), "a miss does not wait");
+    let second = Node::start(NodeOptions { listen: address, ..options(Some(&b)) }).await.unwrap();
+    let mut all = 0;
+    for _ in 0..100 {
+        all = get(&client, &numbers).await.iter().filter(|(_, tier)| tier.is_some()).count();
+        if all == 40 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(all, 40, "every page is where it was");
+    second.shutdown().await;
+    first.shutdown().await;
+}

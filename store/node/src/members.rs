@@ -1,0 +1,73 @@
+//! Who registered with this node: engines, by name, each with what it says of itself and a time to live.
+//!
+//! Entries are refreshed by their owners. Nothing that is right or wrong depends on this table: it tells a router where to
+//! ask.
+
+use larder_wire::{MAX_MEMBERS, MemberEntry};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// Most bytes of all entries together: they fit into one answer.
+const BYTES_MAX: usize = 512 << 10;
+/// Longest time to live.
+const TTL_MAX: Duration = Duration::from_secs(60);
+
+struct Entry {
+    info: String,
+    expires: Instant,
+}
+
+/// The table.
+#[derive(Default)]
+pub(crate) struct Members {
+    entries: Mutex<BTreeMap<String, Entry>>,
+}
+
+impl Members {
+    /// Registers or renews; `false` if the table is full.
+    pub(crate) fn register(&self, name: String, info: String, ttl: Duration, now: Instant) -> bool {
+        let mut entries = self.entries.lock();
+        entries.retain(|_, entry| entry.expires > now);
+        let others: usize = entries.iter().filter(|(n, _)| **n != name).map(|(n, e)| n.len() + e.info.len() + 8).sum();
+        let full = entries.len() >= MAX_MEMBERS && !entries.contains_key(&name);
+        if full || others + name.len() + info.len() + 8 > BYTES_MAX {
+            return false;
+        }
+        entries.insert(name, Entry { info, expires: now + ttl.min(TTL_MAX) });
+        true
+    }
+
+    /// Removes one; `true` if it was there.
+    pub(crate) fn withdraw(&self, name: &str) -> bool {
+        self.entries.lock().remove(name).is_some()
+    }
+
+    /// Those that have not expired.
+    pub(crate) fn list(&self, now: Instant) -> Vec<MemberEntry> {
+        let entries = self.entries.lock();
+        let live = entries.iter().filter(|(_, entry)| entry.expires > now);
+        live.map(|(name, entry)| MemberEntry { name: name.clone(), info: entry.info.clone() }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_expire_and_are_bounded() {
+        let members = Members::default();
+        let now = Instant::now();
+        let ttl = Duration::from_secs(3);
+        assert!(members.register("a".into(), "{}".into(), ttl, now));
+        assert!(members.register("a".into(), "{1}".into(), ttl, now + Duration::from_secs(2)));
+        assert_eq!(members.list(now + Duration::from_secs(4)), [MemberEntry { name: "a".into(), info: "{1}".into() }]);
+        assert!(members.list(now + Duration::from_secs(6)).is_empty());
+        for i in 0..2 * MAX_MEMBERS {
+            members.register(format!("m{i}"), "x".repeat(1000), ttl, now);
+        }
+        assert!(members.list(now).len() < 600, "bytes are bounded");
+        assert!(members.withdraw("m1") && !members.withdraw("m1"));
+    }
+}

@@ -1,0 +1,262 @@
+//! Pages that are being written, and who waits for them.
+//!
+//! A put goes *reserved → parts land in any order → sealed or aborted*. There is at most one put of a page at a time. Each
+//! part has its own piece of the page's slot: it belongs to the connection that receives it until its bytes have checked,
+//! and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
+
+use crate::metrics::Metrics;
+use crate::tiers::{Page, Tiers};
+use larder_device::{Piece, PieceMut, Slot};
+use larder_format::{PageId, PageMeta, chunk_crcs};
+use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
+
+/// Most readers that wait for pages nobody has begun to write.
+const WAITERS_MAX: usize = 65_536;
+
+enum PartState {
+    Open(PieceMut),
+    Receiving,
+    Landed { bytes: Piece, crcs: Vec<u32> },
+}
+
+/// What a follower sees of a put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// Parts landed so far.
+    Open(usize),
+    /// All there, and visible.
+    Sealed,
+    /// Given up.
+    Aborted,
+}
+
+/// One put under way.
+pub(crate) struct Put {
+    pub(crate) id: PageId,
+    page: Reserved,
+    generation: u64,
+    parts: Mutex<Vec<PartState>>,
+    progress: watch::Sender<Progress>,
+    permit: Mutex<Option<OwnedSemaphorePermit>>,
+}
+
+impl Put {
+    pub(crate) fn progress(&self) -> watch::Receiver<Progress> {
+        self.progress.subscribe()
+    }
+
+    /// A landed part.
+    pub(crate) fn landed(&self, part: usize) -> Option<(Piece, Vec<u32>)> {
+        match self.parts.lock().get(part)? {
+            PartState::Landed { bytes, crcs } => Some((bytes.clone(), crcs.clone())),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn part_count(&self) -> usize {
+        self.page.part_bytes.len()
+    }
+
+    /// Takes the memory of a part to receive into; `None` if there is no such part of `bytes` bytes, or it was taken.
+    pub(crate) fn take_part(&self, part: usize, bytes: usize) -> Option<PieceMut> {
+        let mut parts = self.parts.lock();
+        let state = parts.get_mut(part)?;
+        match std::mem::replace(state, PartState::Receiving) {
+            PartState::Open(slot) if slot.len() == bytes => Some(slot),
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    /// Checks a received part and shows it to followers; `false` if its bytes are not what `crcs` says. The put can then
+    /// not be sealed any more.
+    pub(crate) fn land(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) -> bool {
+        let bytes = slot.freeze();
+        if !chunk_crcs(&bytes).eq(crcs.iter().copied()) {
+            return false;
+        }
+        self.parts.lock()[part] = PartState::Landed { bytes, crcs };
+        self.progress.send_modify(|progress| {
+            if let Progress::Open(landed) = progress {
+                *landed += 1;
+            }
+        });
+        true
+    }
+
+    /// The sealed page, if every part has landed.
+    fn seal(&self) -> Option<Page> {
+        let mut slots = Vec::with_capacity(self.part_count());
+        let mut crcs = Vec::new();
+        for state in self.parts.lock().iter() {
+            let PartState::Landed { bytes, crcs: part } = state else { return None };
+            slots.push(bytes.clone());
+            crcs.extend_from_slice(part);
+        }
+        let meta = PageMeta {
+            id: self.id,
+            parent: self.page.parent,
+            position: self.page.position,
+            generation: self.generation,
+            part_bytes: self.page.part_bytes.clone(),
+            chunk_crcs: crcs,
+        };
+        Some(Page { meta, payload: Slot::join(&slots)? })
+    }
+}
+
+/// All puts of a node, and those who wait for a page to be begun.
+pub(crate) struct Puts {
+    tiers: Arc<Tiers>,
+    metrics: Arc<Metrics>,
+    state: Mutex<State>,
+    generation: AtomicU64,
+}
+
+#[derive(Default)]
+struct State {
+    open: HashMap<PageId, Arc<Put>>,
+    waiting: HashMap<PageId, Vec<oneshot::Sender<()>>>,
+    waiters: usize,
+}
+
+/// What there is of a page right now.
+pub(crate) enum Presence {
+    /// Sealed: read it from the tiers.
+    Sealed,
+    /// Being written.
+    Open(Arc<Put>),
+    /// Nothing yet; the receiver fires when that changes.
+    Nothing(oneshot::Receiver<()>),
+    /// Nothing, and too many wait already.
+    Crowded,
+}
+
+impl Puts {
+    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, epoch: u64) -> Self {
+        Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(epoch << 32) }
+    }
+
+    /// Room for a page, if nobody has it or writes it.
+    pub(crate) fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
+        let bytes: usize = page.part_bytes.iter().map(|&b| b as usize).sum();
+        let mut state = self.state.lock();
+        if state.open.contains_key(&id) {
+            return Err(ReserveOutcome::InProgress);
+        }
+        if self.tiers.locate(&id) != TierCode::Nowhere {
+            self.metrics.puts_existing.inc();
+            return Err(ReserveOutcome::Exists);
+        }
+        let room = self.tiers.dirty_permit(bytes).zip(self.tiers.arena().allocate(bytes));
+        let Some((permit, slot)) = room else {
+            self.metrics.puts_busy.inc();
+            return Err(ReserveOutcome::Busy);
+        };
+        let lengths: Vec<usize> = page.part_bytes.iter().map(|&b| b as usize).collect();
+        let parts = slot.into_pieces(&lengths).into_iter().map(PartState::Open).collect();
+        let put = Arc::new(Put {
+            id,
+            page,
+            generation: self.generation.fetch_add(1, Ordering::Relaxed),
+            parts: Mutex::new(parts),
+            progress: watch::Sender::new(Progress::Open(0)),
+            permit: Mutex::new(Some(permit)),
+        });
+        state.open.insert(id, put.clone());
+        wake(&mut state, &id);
+        Ok(put)
+    }
+
+    /// Seals a put.
+    pub(crate) fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
+        let (Some(page), Some(permit)) = (put.seal(), put.permit.lock().take()) else {
+            self.abort(put);
+            return CommitOutcome::Incomplete;
+        };
+        self.metrics.pages_put.inc();
+        // Visible before it stops being open: a reader finds it in one of the two.
+        self.tiers.insert(Arc::new(page), permit);
+        self.close(put, Progress::Sealed);
+        CommitOutcome::Stored
+    }
+
+    /// Gives a put up. Does nothing to one that is sealed.
+    pub(crate) fn abort(&self, put: &Arc<Put>) {
+        if matches!(*put.progress.borrow(), Progress::Open(_)) {
+            self.metrics.puts_aborted.inc();
+            put.permit.lock().take();
+            self.close(put, Progress::Aborted);
+        }
+    }
+
+    /// Gives up whatever is being written under these keys.
+    pub(crate) fn abort_all(&self, ids: &[PageId]) {
+        for id in ids {
+            let put = self.state.lock().open.get(id).cloned();
+            if let Some(put) = put {
+                self.abort(&put);
+            }
+        }
+    }
+
+    fn close(&self, put: &Arc<Put>, end: Progress) {
+        let mut state = self.state.lock();
+        if state.open.get(&put.id).is_some_and(|open| Arc::ptr_eq(open, put)) {
+            state.open.remove(&put.id);
+        }
+        drop(state);
+        put.progress.send_replace(end);
+    }
+
+    /// What there is of a page, and how to learn that it changed.
+    pub(crate) fn presence(&self, id: &PageId) -> Presence {
+        let mut state = self.state.lock();
+        if let Some(put) = state.open.get(id) {
+            return Presence::Open(put.clone());
+        }
+        if self.tiers.locate(id) != TierCode::Nowhere {
+            return Presence::Sealed;
+        }
+        if state.waiters >= WAITERS_MAX {
+            return Presence::Crowded;
+        }
+        let (sender, receiver) = oneshot::channel();
+        state.waiting.entry(*id).or_default().push(sender);
+        state.waiters += 1;
+        Presence::Nothing(receiver)
+    }
+
+    /// Drops those waiters of `id` that wait no longer.
+    pub(crate) fn forget_waiters(&self, id: &PageId) {
+        let mut state = self.state.lock();
+        let Some(waiting) = state.waiting.get_mut(id) else { return };
+        let before = waiting.len();
+        waiting.retain(|sender| !sender.is_closed());
+        let (after, gone) = (waiting.len(), before - waiting.len());
+        if after == 0 {
+            state.waiting.remove(id);
+        }
+        state.waiters -= gone;
+    }
+
+    /// Puts under way and readers waiting.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let state = self.state.lock();
+        (state.open.len(), state.waiters)
+    }
+}
+
+fn wake(state: &mut State, id: &PageId) {
+    for waiter in state.waiting.remove(id).unwrap_or_default() {
+        state.waiters -= 1;
+        let _ = waiter.send(());
+    }
+}
