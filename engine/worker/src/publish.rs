@@ -1,0 +1,182 @@
+//! Handing computed pages to the store, part by part, while the step that computes them goes on.
+//!
+//! What always holds: the bytes handed over are those of the page as every engine computes it, and a part is handed over
+//! only when all its layers hold all tokens of the page. Nothing here waits for the network, and nothing that goes wrong
+//! with a put goes further than a counter.
+
+use crate::metrics::Metrics;
+use crate::store::{OpenPut, PageStore};
+use bytes::Bytes;
+use larder_client::{NewPage, PutOutcome};
+use larder_format::{PageGeometry, PageKey};
+use larder_model::{Chunk, LayerHooks};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
+
+/// Opens, fills and commits puts.
+#[derive(Clone)]
+pub(crate) struct Publisher {
+    store: Arc<dyn PageStore>,
+    metrics: Arc<Metrics>,
+    tasks: TaskTracker,
+    parts: Arc<PartTable>,
+    /// Most time for one put.
+    limit: Duration,
+}
+
+/// Where the parts of a page lie, and when they are complete.
+pub(crate) struct PartTable {
+    parts: Vec<(Range<usize>, usize)>,
+}
+
+impl PartTable {
+    pub(crate) fn new(geometry: &PageGeometry) -> Self {
+        let mut start = 0;
+        let place = |part: usize| {
+            let range = start..start + geometry.part_bytes(part);
+            start = range.end;
+            let last_layer = geometry.part_layers(part).end - 1;
+            (range, last_layer)
+        };
+        Self { parts: (0..geometry.part_count()).map(place).collect() }
+    }
+
+    /// Parts that are complete once `layer` is.
+    fn ended_by(&self, layer: usize) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+        self.parts
+            .iter()
+            .enumerate()
+            .filter(move |(_, (_, last_layer))| *last_layer == layer)
+            .map(|(part, (range, _))| (part, range.clone()))
+    }
+}
+
+impl Publisher {
+    pub(crate) fn new(
+        store: Arc<dyn PageStore>,
+        metrics: Arc<Metrics>,
+        tasks: TaskTracker,
+        geometry: &PageGeometry,
+        limit: Duration,
+    ) -> Self {
+        Self { store, metrics, tasks, parts: Arc::new(PartTable::new(geometry)), limit }
+    }
+
+    /// Begins to put page `position` of the sequence with these keys.
+    pub(crate) fn open(&self, keys: &[PageKey], position: usize) -> Box<dyn OpenPut> {
+        let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
+        let page = NewPage { key: keys[position], parent, position: position as u32 };
+        self.store.put(page, Instant::now() + self.limit)
+    }
+
+    /// Puts a whole page that exists already.
+    pub(crate) fn put_sealed(&self, keys: &[PageKey], position: usize, payload: &[u8]) -> JoinHandle<PutOutcome> {
+        let mut put = self.open(keys, position);
+        for (part, (range, _)) in self.parts.parts.iter().enumerate() {
+            put.part(part, Bytes::copy_from_slice(&payload[range.clone()]));
+        }
+        self.commit(put)
+    }
+
+    /// Seals a page all of whose parts are over, in the background.
+    pub(crate) fn commit(&self, put: Box<dyn OpenPut>) -> JoinHandle<PutOutcome> {
+        let metrics = self.metrics.clone();
+        let sealing = put.commit(Instant::now() + self.limit);
+        self.tasks.spawn(async move {
+            let outcome = sealing.await;
+            metrics.page_published(outcome);
+            outcome
+        })
+    }
+
+    pub(crate) fn hooks(&self) -> PublishHooks {
+        PublishHooks { parts: self.parts.clone(), pages: Vec::new() }
+    }
+}
+
+/// A put whose page a chunk of this step completes.
+pub(crate) struct CompletingPage {
+    /// Index of the chunk in the batch.
+    pub(crate) chunk: usize,
+    /// Index of the page in its sequence.
+    pub(crate) page: usize,
+    /// Its put.
+    pub(crate) put: Box<dyn OpenPut>,
+}
+
+/// Hands parts over as their layers finish.
+pub(crate) struct PublishHooks {
+    parts: Arc<PartTable>,
+    pub(crate) pages: Vec<CompletingPage>,
+}
+
+impl LayerHooks for PublishHooks {
+    fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]) {
+        for (part, range) in self.parts.ended_by(layer) {
+            for completing in &mut self.pages {
+                let payload: &[u8] = batch[completing.chunk].pages[completing.page].page().as_ref();
+                completing.put.part(part, Bytes::copy_from_slice(&payload[range.clone()]));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::future::BoxFuture;
+    use larder_format::KvDtype;
+    use larder_model::{KvPool, LogitRows, PageSlot};
+    use parking_lot::Mutex;
+
+    type Parts = Arc<Mutex<Vec<(usize, Bytes)>>>;
+
+    struct Recorder(Parts);
+
+    impl OpenPut for Recorder {
+        fn part(&mut self, part: usize, bytes: Bytes) {
+            self.0.lock().push((part, bytes));
+        }
+
+        fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
+            Box::pin(async { PutOutcome::Stored })
+        }
+    }
+
+    #[test]
+    fn parts_go_out_when_their_last_layer_is_done_and_tile_the_page() {
+        let geometry = PageGeometry {
+            dtype: KvDtype::F32,
+            layers: 5,
+            kv_heads: 2,
+            head_dim: 4,
+            page_tokens: 4,
+            layers_per_part: 2,
+            head_groups: 1,
+        };
+        let pool = KvPool::new(geometry, 2);
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
+        let expected = page.as_ref().to_vec();
+        let mut slots = [PageSlot::Open(pool.allocate().unwrap()), PageSlot::Open(page)];
+        let batch = [Chunk { tokens: &[1], position: 7, pages: &mut slots, logits: LogitRows::None }];
+        let parts = Parts::default();
+        let put = Box::new(Recorder(parts.clone()));
+        let mut hooks = PublishHooks {
+            parts: Arc::new(PartTable::new(&geometry)),
+            pages: vec![CompletingPage { chunk: 0, page: 1, put }],
+        };
+        let mut sent = Vec::new();
+        for layer in 0..5 {
+            hooks.layer_done(layer, &batch);
+            sent.push(parts.lock().len());
+        }
+        assert_eq!(sent, [0, 1, 1, 2, 3]);
+        let parts = parts.lock();
+        assert_eq!(parts.iter().map(|(part, _)| *part).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.to_vec()).collect::<Vec<_>>(), expected);
+    }
+}

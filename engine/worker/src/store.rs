@@ -1,0 +1,74 @@
+//! The seam between an engine and the page store.
+//!
+//! The engine asks for pages and hands pages over through [`PageStore`] only; nothing behind it may fail a request. A page
+//! that cannot be had is a miss, a page that cannot be put is lost. [`larder_client::Client`] is the store in use; tests
+//! bring their own.
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use larder_client::{Client, FollowEnd, Lookup, NewPage, PagePut, PutOutcome, Tier};
+use larder_format::PageKey;
+use larder_model::KvPage;
+use std::time::{Duration, Instant};
+
+/// Time within which a connected client says so: it only has to look.
+const UP_PROBE: Duration = Duration::from_millis(1);
+
+/// What an engine needs of a store.
+pub trait PageStore: Send + Sync + 'static {
+    /// The longest prefix of `keys` that can be served; empty if no node answers.
+    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup>;
+
+    /// Reads whole pages into their buffers; `None` marks a miss, whose buffer holds nothing of use.
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>>;
+
+    /// Reads a page that is being written, or will be before `deadline`.
+    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)>;
+
+    /// Begins to put a page. MUST return at once; dropping the put aborts it.
+    fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut>;
+
+    /// Whether any node is connected now.
+    fn up(&self) -> BoxFuture<'_, bool>;
+}
+
+/// A page that is being put.
+pub trait OpenPut: Send {
+    /// Hands over part `part`. MUST NOT wait for the network.
+    fn part(&mut self, part: usize, bytes: Bytes);
+
+    /// Seals the page.
+    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome>;
+}
+
+impl OpenPut for PagePut {
+    fn part(&mut self, part: usize, bytes: Bytes) {
+        PagePut::part(self, part, bytes);
+    }
+
+    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome> {
+        Box::pin(PagePut::commit(*self, deadline))
+    }
+}
+
+impl PageStore for Client {
+    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
+        Box::pin(async move { Client::lookup(self, &keys, deadline).await })
+    }
+
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {
+        Box::pin(Client::get(self, pages, deadline))
+    }
+
+    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {
+        Box::pin(Client::follow(self, key, buffer, deadline).finish())
+    }
+
+    fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut> {
+        Box::new(Client::put(self, page, deadline))
+    }
+
+    fn up(&self) -> BoxFuture<'_, bool> {
+        Box::pin(self.ready(UP_PROBE))
+    }
+}

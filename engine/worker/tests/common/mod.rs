@@ -1,0 +1,331 @@
+//! A store in memory that can be told to misbehave, engines over it, and what they should answer.
+#![allow(dead_code)]
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use larder_client::{FollowEnd, Lookup, NewPage, PutOutcome, Tier};
+use larder_format::PageKey;
+use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSlot, Sampler, SamplingParams, Tokenizer};
+use larder_worker::api::{
+    ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse,
+};
+use larder_worker::store::{OpenPut, PageStore};
+use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
+use parking_lot::Mutex;
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+
+/// Tokens per page in tests.
+pub const PAGE: usize = 16;
+
+pub fn model_dir() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny")
+}
+
+/// The model, loaded once for all tests of a binary.
+pub static LOADED: LazyLock<Preloaded> = LazyLock::new(|| Preloaded {
+    model: Arc::new(Model::load(&model_dir()).unwrap()),
+    tokenizer: Arc::new(Tokenizer::load(&model_dir()).unwrap()),
+});
+
+/// A prompt of `len` tokens that begins like no other `seed`'s.
+pub fn prompt(seed: u64, len: usize) -> Vec<u32> {
+    let vocab = LOADED.model.config().vocab as u64;
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..len)
+        .map(|_| {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (3 + (x >> 33) % (vocab - 3)) as u32
+        })
+        .collect()
+}
+
+/// What the model generates greedily after `prompt`, computed in one piece and token by token, without any engine.
+pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
+    let model = &LOADED.model;
+    let geometry = model.geometry(PAGE as u32);
+    let count = (prompt.len() + tokens).div_ceil(PAGE);
+    let pool = KvPool::new(geometry, count);
+    let mut pages: Vec<PageSlot> = (0..count).map(|_| PageSlot::Open(pool.allocate().unwrap())).collect();
+    let mut sampler = Sampler::new(&SamplingParams::default());
+    let mut out: Vec<u32> = Vec::new();
+    let mut position = 0;
+    while out.len() < tokens {
+        let next: &[u32] = if position == 0 { prompt } else { &out[out.len() - 1..] };
+        let chunk = Chunk { tokens: next, position, pages: &mut pages, logits: LogitRows::Last };
+        let logits = model.forward(&mut [chunk], &mut ()).unwrap();
+        position += next.len();
+        out.push(sampler.sample(&logits[0]));
+    }
+    out
+}
+
+#[derive(Default)]
+struct Inner {
+    pages: HashMap<PageKey, Vec<u8>>,
+    /// The next follows of these end as aborted, each once.
+    aborted: HashSet<PageKey>,
+    down: bool,
+    lose_puts: bool,
+    lookup_delay: Duration,
+    follow_calls: usize,
+    puts_begun: Vec<PageKey>,
+}
+
+/// Keeps pages in memory.
+pub struct MemoryStore {
+    inner: Mutex<Inner>,
+    changed: watch::Sender<u64>,
+}
+
+impl MemoryStore {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self { inner: Mutex::default(), changed: watch::channel(0).0 })
+    }
+
+    pub fn len(&self) -> usize {
+        self.inner.lock().pages.len()
+    }
+
+    pub fn keys(&self) -> HashSet<PageKey> {
+        self.inner.lock().pages.keys().copied().collect()
+    }
+
+    pub fn clear(&self) {
+        self.inner.lock().pages.clear();
+    }
+
+    pub fn forget(&self, key: &PageKey) {
+        self.inner.lock().pages.remove(key);
+    }
+
+    pub fn abort(&self, key: PageKey) {
+        self.inner.lock().aborted.insert(key);
+    }
+
+    pub fn set_down(&self, down: bool) {
+        self.inner.lock().down = down;
+    }
+
+    pub fn lose_puts(&self, lose: bool) {
+        self.inner.lock().lose_puts = lose;
+    }
+
+    pub fn delay_lookups(&self, delay: Duration) {
+        self.inner.lock().lookup_delay = delay;
+    }
+
+    pub fn puts_begun(&self) -> usize {
+        self.inner.lock().puts_begun.len()
+    }
+
+    pub fn follow_calls(&self) -> usize {
+        self.inner.lock().follow_calls
+    }
+}
+
+/// A put on its way.
+struct MemoryPut {
+    store: Arc<MemoryStore>,
+    key: PageKey,
+    parts: Vec<Bytes>,
+}
+
+/// The store as engines see it.
+#[derive(Clone)]
+pub struct Attached(pub Arc<MemoryStore>);
+
+impl PageStore for Attached {
+    fn lookup(&self, keys: Vec<PageKey>, _deadline: Instant) -> BoxFuture<'_, Lookup> {
+        Box::pin(async move {
+            let delay = self.0.inner.lock().lookup_delay;
+            tokio::time::sleep(delay).await;
+            let inner = self.0.inner.lock();
+            if inner.down {
+                return Lookup::default();
+            }
+            Lookup { tiers: keys.iter().map_while(|key| inner.pages.get(key).map(|_| Tier::L2)).collect() }
+        })
+    }
+
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, _deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {
+        Box::pin(async move {
+            let inner = self.0.inner.lock();
+            let read = |(key, mut page): (PageKey, KvPage)| match inner.pages.get(&key).filter(|_| !inner.down) {
+                Some(bytes) => {
+                    page.as_mut().copy_from_slice(bytes);
+                    (page, Some(Tier::L2))
+                }
+                None => {
+                    page.as_mut().fill(0xEE);
+                    (page, None)
+                }
+            };
+            pages.into_iter().map(read).collect()
+        })
+    }
+
+    fn follow(&self, key: PageKey, mut buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {
+        Box::pin(async move {
+            self.0.inner.lock().follow_calls += 1;
+            let mut changes = self.0.changed.subscribe();
+            loop {
+                {
+                    let mut inner = self.0.inner.lock();
+                    if inner.down {
+                        return (buffer, FollowEnd::Miss);
+                    }
+                    if inner.aborted.remove(&key) {
+                        buffer.as_mut().fill(0xEE);
+                        return (buffer, FollowEnd::Aborted);
+                    }
+                    if let Some(bytes) = inner.pages.get(&key) {
+                        buffer.as_mut().copy_from_slice(bytes);
+                        return (buffer, FollowEnd::Sealed);
+                    }
+                }
+                if tokio::time::timeout_at(deadline.into(), changes.changed()).await.is_err() {
+                    return (buffer, FollowEnd::Miss);
+                }
+            }
+        })
+    }
+
+    fn put(&self, page: NewPage, _deadline: Instant) -> Box<dyn OpenPut> {
+        self.0.inner.lock().puts_begun.push(page.key);
+        Box::new(MemoryPut { store: self.0.clone(), key: page.key, parts: Vec::new() })
+    }
+
+    fn up(&self) -> BoxFuture<'_, bool> {
+        Box::pin(async { !self.0.inner.lock().down })
+    }
+}
+
+impl OpenPut for MemoryPut {
+    fn part(&mut self, part: usize, bytes: Bytes) {
+        assert_eq!(part, self.parts.len(), "each part once");
+        self.parts.push(bytes);
+    }
+
+    fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
+        Box::pin(async move {
+            let mut inner = self.store.inner.lock();
+            if inner.down || inner.lose_puts {
+                return PutOutcome::Lost;
+            }
+            let bytes = self.parts.concat();
+            let outcome = match inner.pages.get(&self.key) {
+                Some(present) if *present == bytes => PutOutcome::AlreadyThere,
+                Some(_) => panic!("two engines computed different bytes for one page"),
+                None => PutOutcome::Stored,
+            };
+            inner.pages.insert(self.key, bytes);
+            drop(inner);
+            self.store.changed.send_modify(|n| *n += 1);
+            outcome
+        })
+    }
+}
+
+/// Settings for tests: small pages, short graces.
+pub fn options(role: Role) -> EngineOptions {
+    let mut options = EngineOptions::new(role, model_dir(), "larder://127.0.0.1:9".parse().unwrap());
+    options.preloaded = Some(LOADED.clone());
+    options.page_tokens = PAGE as u32;
+    options.l1_bytes = 16 << 20;
+    options.chunk_tokens = 64;
+    options.follow_grace = Duration::from_millis(150);
+    options
+}
+
+/// An engine over `store`.
+pub async fn engine(role: Role, store: &Arc<MemoryStore>) -> EngineHandle {
+    engine_with(options(role), store).await
+}
+
+pub async fn engine_with(options: EngineOptions, store: &Arc<MemoryStore>) -> EngineHandle {
+    Engine::start_with_store(options, Arc::new(Attached(store.clone()))).await.unwrap()
+}
+
+pub fn decode_request(tokens: &[u32], max_tokens: usize) -> DecodeRequest {
+    DecodeRequest {
+        request_id: "test".into(),
+        tokens: tokens.to_vec(),
+        sampling: SamplingParams { max_tokens, ignore_eos: true, ..Default::default() },
+        await_pages: 0,
+        cache: CacheMode::All,
+        deadline_ms: 30_000,
+    }
+}
+
+pub async fn post(engine: &EngineHandle, path: &str, body: &impl serde::Serialize) -> reqwest::Response {
+    let url = format!("http://{}{path}", engine.addr());
+    reqwest::Client::new().post(url).json(body).send().await.unwrap()
+}
+
+pub async fn prefill(engine: &EngineHandle, tokens: &[u32], cache: CacheMode) -> PrefillResponse {
+    let request = PrefillRequest { request_id: "test".into(), tokens: tokens.to_vec(), cache, deadline_ms: 30_000 };
+    let response = post(engine, "/v1/prefill", &request).await;
+    assert_eq!(response.status(), 200);
+    response.json().await.unwrap()
+}
+
+/// A whole answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    pub start: DecodeStart,
+    pub tokens: Vec<u32>,
+    pub text: String,
+    pub last: DecodeEvent,
+}
+
+pub async fn decode(engine: &EngineHandle, request: &DecodeRequest) -> Answer {
+    try_decode(engine, request).await.unwrap()
+}
+
+pub async fn try_decode(engine: &EngineHandle, request: &DecodeRequest) -> Result<Answer, (u16, ApiError)> {
+    let response = post(engine, "/v1/decode", request).await;
+    let status = response.status().as_u16();
+    let body = response.bytes().await.unwrap();
+    if status != 200 {
+        return Err((status, serde_json::from_slice(&body).unwrap()));
+    }
+    let mut events: Vec<DecodeEvent> = body
+        .split(|&byte| byte == b'\n')
+        .filter(|line| !line.is_empty())
+        .map(|line| serde_json::from_slice(line).unwrap())
+        .collect();
+    let DecodeEvent::Start(start) = events.remove(0) else { panic!("an answer begins with start") };
+    let last = events.pop().unwrap();
+    let (mut tokens, mut text) = (Vec::new(), String::new());
+    for event in events {
+        let DecodeEvent::Token { id, text: piece } = event else { panic!("{event:?} between tokens") };
+        tokens.push(id);
+        text.push_str(&piece);
+    }
+    Ok(Answer { start, tokens, text, last })
+}
+
+/// One value of the engine's metrics; 0 if there is none.
+pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {
+    let text = reqwest::get(format!("http://{}/metrics", engine.addr())).await.unwrap().text().await.unwrap();
+    let line = text.lines().find(|line| line.starts_with(line_start));
+    line.map_or(0.0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
+}
+
+/// Waits until the engine holds nothing but what it keeps for later.
+pub async fn is_idle(engine: &EngineHandle) -> bool {
+    let until = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < until {
+        let s = engine.state();
+        if s.queue == 0 && s.running == 0 && s.l1_pages > 0 && s.l1_pages_free + s.l1_pages_cached == s.l1_pages {
+            return true;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    eprintln!("{:?}", engine.state());
+    false
+}

@@ -1,0 +1,178 @@
+//! What goes wrong costs what it must and no more: a store that is away, callers that leave, too much at once.
+
+mod common;
+
+use common::*;
+use futures::StreamExt;
+use larder_worker::Role;
+use larder_worker::api::{CacheMode, DecodeEvent, EngineInfo, ErrorCode, FinishReason, PrefillRequest};
+use std::time::{Duration, Instant};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn goes_on_without_the_store() {
+    let store = MemoryStore::new();
+    store.set_down(true);
+    let decoder = engine(Role::Decode, &store).await;
+    let mut request = decode_request(&prompt(1, 100), 10);
+    request.await_pages = 6;
+    let begun = Instant::now();
+    assert_eq!(decode(&decoder, &request).await.tokens, expected(&request.tokens, 10));
+    assert!(begun.elapsed() < Duration::from_secs(5), "nothing to follow, nothing to wait for");
+    let prefiller = engine(Role::Prefill, &store).await;
+    assert_eq!(prefill(&prefiller, &request.tokens, CacheMode::All).await.pages_computed, 6);
+    assert_eq!(metric(&prefiller, r#"larder_engine_pages_published_total{role="prefill",outcome="lost"}"#).await, 6.0);
+    assert!(!prefiller.state().store_up);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_pages_are_computed_by_who_waits_for_them() {
+    let store = MemoryStore::new();
+    store.lose_puts(true);
+    let prefiller = engine(Role::Prefill, &store).await;
+    let decoder = engine(Role::Decode, &store).await;
+    let mut request = decode_request(&prompt(2, 100), 10);
+    request.await_pages = 6;
+    request.deadline_ms = 2_000;
+    let (answer, _) = tokio::join!(decode(&decoder, &request), prefill(&prefiller, &request.tokens, CacheMode::All));
+    assert_eq!((answer.tokens, answer.start.pages_followed), (expected(&request.tokens, 10), 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_that_leaves_frees_everything() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let response = post(&decoder, "/v1/decode", &decode_request(&prompt(3, 100), 3000)).await;
+    let mut stream = response.bytes_stream();
+    stream.next().await.unwrap().unwrap();
+    assert_eq!(decoder.state().running, 1);
+    drop(stream);
+    assert!(is_idle(&decoder).await);
+    assert!(metric(&decoder, "larder_engine_tokens_generated_total").await < 2900.0);
+    assert_eq!(metric(&decoder, r#"larder_engine_requests_total{role="decode",outcome="cancelled"}"#).await, 1.0);
+
+    // While it waits for pages that nobody writes.
+    let mut request = decode_request(&prompt(4, 100), 10);
+    request.await_pages = 6;
+    let waiting = tokio::time::timeout(Duration::from_millis(300), post(&decoder, "/v1/decode", &request)).await;
+    assert!(waiting.is_err());
+    let begun = Instant::now();
+    assert!(is_idle(&decoder).await && begun.elapsed() < Duration::from_secs(2));
+    assert_eq!(metric(&decoder, r#"larder_engine_state_requests{role="decode",state="transfer"}"#).await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deadline_ends_a_request() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let mut request = decode_request(&prompt(5, 100), 3500);
+    request.deadline_ms = 400;
+    let answer = decode(&decoder, &request).await;
+    assert!(matches!(answer.last, DecodeEvent::Error(error) if error.code == ErrorCode::Deadline));
+    assert!(is_idle(&decoder).await);
+    store.delay_lookups(Duration::from_secs(60));
+    request.tokens = prompt(6, 100);
+    request.sampling.max_tokens = 3;
+    request.deadline_ms = 2_000;
+    let answer = decode(&decoder, &request).await;
+    assert_eq!(answer.tokens, expected(&request.tokens, 3), "a store that hangs costs half the time, not the answer");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn too_little_l1_delays_but_changes_nothing() {
+    let store = MemoryStore::new();
+    let mut settings = options(Role::Decode);
+    settings.l1_bytes = 20 * LOADED.model.geometry(PAGE as u32).page_bytes();
+    let decoder = engine_with(settings, &store).await;
+    let requests: Vec<_> = (0..5).map(|i| decode_request(&prompt(30 + i, 60), 100)).collect();
+    let answers = futures::future::join_all(requests.iter().map(|request| decode(&decoder, request))).await;
+    for (request, answer) in requests.iter().zip(answers) {
+        assert_eq!(answer.tokens, expected(&request.tokens, 100));
+    }
+    assert!(metric(&decoder, "larder_engine_preemptions_total").await > 0.0, "the test must need it");
+    assert!(is_idle(&decoder).await);
+
+    let info: EngineInfo =
+        reqwest::get(format!("http://{}/v1/model", decoder.addr())).await.unwrap().json().await.unwrap();
+    assert_eq!(info.max_context as usize, 20 * PAGE);
+    let (status, error) = try_decode(&decoder, &decode_request(&prompt(1, 20 * PAGE), 1)).await.unwrap_err();
+    assert_eq!((status, error.code), (400, ErrorCode::ContextLengthExceeded));
+    let answer = decode(&decoder, &decode_request(&prompt(1, 20 * PAGE - 3), 100)).await;
+    assert_eq!(answer.last, DecodeEvent::End { finish_reason: FinishReason::Length, completion_tokens: 3 });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_queue_answers_busy_at_once() {
+    let store = MemoryStore::new();
+    store.delay_lookups(Duration::from_millis(500));
+    let mut settings = options(Role::Decode);
+    (settings.max_batch, settings.queue_max) = (1, 2);
+    let decoder = engine_with(settings, &store).await;
+    let requests: Vec<_> = (0..8).map(|i| decode_request(&prompt(40 + i, 40), 2)).collect();
+    let answers = futures::future::join_all(requests.iter().map(|request| try_decode(&decoder, request))).await;
+    let (served, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(Result::is_ok);
+    assert!(served.len() >= 2 && !refused.is_empty(), "{} served", served.len());
+    for answer in refused {
+        let (status, error) = answer.unwrap_err();
+        assert_eq!((status, error.code), (503, ErrorCode::Busy));
+        assert!(error.retry_after_ms.is_some());
+    }
+    assert!(is_idle(&decoder).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn wrong_requests_are_told_what_is_wrong() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let good = decode_request(&[1, 2, 3], 2);
+    type Breaker = fn(&mut larder_worker::api::DecodeRequest);
+    let breakers: [(Breaker, ErrorCode); 8] = [
+        (|r| r.tokens.clear(), ErrorCode::BadRequest),
+        (|r| r.tokens[1] = u32::MAX, ErrorCode::BadRequest),
+        (|r| r.tokens = vec![5; 4096], ErrorCode::ContextLengthExceeded),
+        (|r| r.deadline_ms = 0, ErrorCode::BadRequest),
+        (|r| r.sampling.max_tokens = 0, ErrorCode::BadRequest),
+        (|r| r.sampling.temperature = -1.0, ErrorCode::BadRequest),
+        (|r| r.sampling.top_p = 0.0, ErrorCode::BadRequest),
+        (|r| r.sampling.stop = vec![String::new()], ErrorCode::BadRequest),
+    ];
+    for (break_it, code) in breakers {
+        let mut request = good.clone();
+        break_it(&mut request);
+        let (status, error) = try_decode(&decoder, &request).await.unwrap_err();
+        assert_eq!((status, error.code), (400, code), "{}", error.message);
+    }
+    let url = |path: &str| format!("http://{}{path}", decoder.addr());
+    let client = reqwest::Client::new();
+    let garbage = client.post(url("/v1/prefill")).header("content-type", "application/json").body("{\"tokens\":");
+    let response = garbage.send().await.unwrap();
+    assert_eq!(response.status(), 400);
+    let error: larder_worker::api::ApiError = response.json().await.unwrap();
+    assert_eq!(error.code, ErrorCode::BadRequest);
+    for (path, status) in [
+        ("/healthz", 200),
+        ("/v1/state", 200),
+        ("/v1/model/files/tokenizer.json", 200),
+        ("/v1/model/files/model.safetensors", 404),
+        ("/v1/model/files/..%2Fconfig.json", 404),
+        ("/nowhere", 404),
+    ] {
+        assert_eq!(reqwest::get(url(path)).await.unwrap().status(), status, "{path}");
+    }
+    let short =
+        PrefillRequest { request_id: String::new(), tokens: vec![1; PAGE], cache: CacheMode::All, deadline_ms: 1000 };
+    let response = post(&decoder, "/v1/prefill", &short).await;
+    assert_eq!((response.status().as_u16(), store.puts_begun()), (200, 0), "no whole page below the last token");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shutdown_ends_running_requests_with_an_error() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let response = post(&decoder, "/v1/decode", &decode_request(&prompt(7, 50), 3000)).await;
+    let begun = Instant::now();
+    decoder.shutdown().await;
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    let body = response.bytes().await.unwrap();
+    let last = body.split(|&b| b == b'\n').rfind(|line| !line.is_empty()).unwrap();
+    assert!(matches!(serde_json::from_slice(last).unwrap(), DecodeEvent::Error(_)));
+}

@@ -1,0 +1,205 @@
+//! Whatever way the pages of a prompt come, the answer is the same to the last token.
+
+mod common;
+
+use common::*;
+use larder_format::page_keys;
+use larder_worker::Role;
+use larder_worker::api::{CacheMode, DecodeEvent, FinishReason};
+use std::time::Duration;
+
+const LEN: usize = 203;
+const PAGES: usize = (LEN - 1) / PAGE;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn alone_then_from_l1_then_from_the_store() {
+    let store = MemoryStore::new();
+    let first = engine(Role::Decode, &store).await;
+    let request = decode_request(&prompt(1, LEN), 40);
+    let expected = expected(&request.tokens, 40);
+
+    let mut uncached = request.clone();
+    uncached.cache = CacheMode::None;
+    let answer = decode(&first, &uncached).await;
+    assert_eq!(answer.tokens, expected, "nothing cached");
+    assert_eq!(answer.last, DecodeEvent::End { finish_reason: FinishReason::Length, completion_tokens: 40 });
+    assert_eq!((answer.start.tokens_computed as usize, answer.start.prompt_tokens as usize), (LEN, LEN));
+    assert_eq!((store.puts_begun(), first.state().l1_pages_cached), (0, 0), "and nothing kept");
+
+    let answer = decode(&first, &request).await;
+    assert_eq!((answer.tokens, answer.start.pages_l1), (expected.clone(), 0), "cold");
+    let answer = decode(&first, &request).await;
+    assert_eq!((answer.tokens, answer.start.pages_l1 as usize), (expected.clone(), PAGES), "from L1");
+    assert_eq!(answer.start.tokens_computed as usize, LEN - PAGES * PAGE);
+
+    let mut store_only = request.clone();
+    store_only.cache = CacheMode::Store;
+    let answer = decode(&first, &store_only).await;
+    let start = answer.start;
+    assert_eq!((answer.tokens, start.pages_l1, start.pages_l2 as usize), (expected.clone(), 0, PAGES), "L1 ignored");
+
+    let second = engine(Role::Decode, &store).await;
+    let answer = decode(&second, &request).await;
+    let start = answer.start;
+    assert_eq!((answer.tokens, start.pages_l1, start.pages_l2 as usize), (expected, 0, PAGES), "another engine");
+    assert!(is_idle(&first).await && is_idle(&second).await);
+    first.shutdown().await;
+    second.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn computed_elsewhere_before_and_while_decode_waits() {
+    for (seed, chunk_tokens) in [(2, 64), (3, 7), (4, 1000)] {
+        let store = MemoryStore::new();
+        let mut settings = options(Role::Prefill);
+        settings.chunk_tokens = chunk_tokens;
+        let prefiller = engine_with(settings, &store).await;
+        let decoder = engine(Role::Decode, &store).await;
+        let mut request = decode_request(&prompt(seed, LEN), 20);
+        request.await_pages = PAGES as u32;
+        let expected = expected(&request.tokens, 20);
+
+        let waiting = async { decode(&decoder, &request).await };
+        let computing = async {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+            let stored = store.keys();
+            let keys = page_keys(&request.tokens, PAGE);
+            assert!(keys[..PAGES].iter().all(|key| stored.contains(key)), "put before the prefill answered");
+            response
+        };
+        let (answer, computed) = tokio::join!(waiting, computing);
+        assert_eq!((computed.pages as usize, computed.pages_computed as usize), (PAGES, PAGES));
+        assert_eq!(answer.tokens, expected);
+        assert_eq!(answer.start.pages_followed as usize, PAGES);
+
+        let again = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+        assert_eq!((again.pages_l1 as usize, again.pages_computed), (PAGES, 0));
+        let answer = decode(&engine(Role::Decode, &store).await, &request).await;
+        assert_eq!((answer.tokens, answer.start.pages_l2 as usize), (expected, PAGES));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_next_turn_finds_what_was_generated() {
+    let store = MemoryStore::new();
+    let request = decode_request(&prompt(5, 50), 60);
+    let first = engine(Role::Decode, &store).await;
+    let answer = decode(&first, &request).await;
+    let mut tokens = request.tokens.clone();
+    tokens.extend(&answer.tokens);
+    // The last token was sampled but never computed.
+    let sealed = (tokens.len() - 1) / PAGE;
+    tokens.extend(prompt(6, 30));
+    let next = decode_request(&tokens, 10);
+    let expected = expected(&tokens, 10);
+    first.shutdown().await;
+    assert_eq!(store.len(), sealed);
+    let second = engine(Role::Decode, &store).await;
+    let answer = decode(&second, &next).await;
+    assert_eq!((answer.start.pages_l2 as usize, answer.tokens), (sealed, expected));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_that_dies_costs_only_its_unsealed_pages() {
+    let store = MemoryStore::new();
+    let prefiller = engine(Role::Prefill, &store).await;
+    let mut request = decode_request(&prompt(7, LEN), 12);
+    request.await_pages = PAGES as u32;
+    prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    let keys = page_keys(&request.tokens, PAGE);
+    for key in &keys[5..PAGES] {
+        store.forget(key);
+    }
+    store.abort(keys[5]);
+    let decoder = engine(Role::Decode, &store).await;
+    let answer = decode(&decoder, &request).await;
+    assert_eq!(answer.tokens, expected(&request.tokens, 12));
+    assert_eq!((answer.start.pages_l2, answer.start.pages_followed), (5, 0));
+    assert_eq!(answer.start.tokens_computed as usize, LEN - 5 * PAGE);
+    assert!(is_idle(&decoder).await);
+    assert_eq!(store.len(), (LEN + 12 - 1) / PAGE, "what was missing is there now");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_page_missing_in_the_middle_is_computed_alone() {
+    let store = MemoryStore::new();
+    let request = decode_request(&prompt(8, LEN), 12);
+    prefill(&engine(Role::Prefill, &store).await, &request.tokens, CacheMode::All).await;
+    let keys = page_keys(&request.tokens, PAGE);
+    store.forget(&keys[3]);
+    let mut request = request;
+    // Pages after the hole are asked for by following.
+    request.await_pages = PAGES as u32;
+    let answer = decode(&engine(Role::Decode, &store).await, &request).await;
+    assert_eq!(answer.tokens, expected(&request.tokens, 12));
+    assert_eq!((answer.start.pages_l2, answer.start.pages_followed as usize), (3, PAGES - 4));
+    assert_eq!(answer.start.tokens_computed as usize, PAGE + LEN - PAGES * PAGE);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_forgot_is_given_again_what_l1_has() {
+    let store = MemoryStore::new();
+    let prefiller = engine(Role::Prefill, &store).await;
+    let tokens = prompt(9, LEN);
+    prefill(&prefiller, &tokens, CacheMode::All).await;
+    let keys = store.keys();
+    store.clear();
+    let response = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!((response.pages_l1 as usize, response.pages_computed), (PAGES, 0));
+    assert_eq!(store.keys(), keys);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_at_once_and_a_shared_prompt_is_computed_once() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let shared = prompt(10, 160);
+    let requests: Vec<_> = (0..6)
+        .map(|i| {
+            let mut tokens = shared.clone();
+            tokens.extend(prompt(20 + i, 5 + i as usize));
+            decode_request(&tokens, 10)
+        })
+        .collect();
+    let answers = futures::future::join_all(requests.iter().map(|request| decode(&decoder, request))).await;
+    for (request, answer) in requests.iter().zip(&answers) {
+        assert_eq!(answer.tokens, expected(&request.tokens, 10));
+    }
+    let tails: usize = requests.iter().map(|r| r.tokens.len() - 160 + 9).sum();
+    let computed = metric(&decoder, "larder_engine_tokens_computed_total").await;
+    assert_eq!(computed as usize, 160 + tails);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn text_stops_where_it_should() {
+    let store = MemoryStore::new();
+    let decoder = engine(Role::Decode, &store).await;
+    let mut request = decode_request(&prompt(11, 40), 30);
+    let whole = decode(&decoder, &request).await;
+    assert_eq!(whole.text, LOADED.tokenizer.decode(&whole.tokens));
+    let middle = whole.text.char_indices().nth(whole.text.chars().count() / 2).unwrap().0;
+    let stop: String = whole.text[middle..].chars().take(3).collect();
+    request.sampling.stop = vec![stop.clone()];
+    let stopped = decode(&decoder, &request).await;
+    assert_eq!(stopped.text, whole.text[..whole.text.find(&stop).unwrap()]);
+    let DecodeEvent::End { finish_reason, completion_tokens } = stopped.last else { panic!() };
+    assert_eq!((finish_reason, completion_tokens as usize), (FinishReason::Stop, stopped.tokens.len()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_of_several_parts_arrive_whole() {
+    let large = |role| {
+        let mut settings = options(role);
+        settings.page_tokens = 128;
+        settings
+    };
+    assert!(LOADED.model.geometry(128).part_count() > 1, "the test must need it");
+    let store = MemoryStore::new();
+    let prefiller = engine_with(large(Role::Prefill), &store).await;
+    let decoder = engine_with(large(Role::Decode), &store).await;
+    let request = decode_request(&prompt(12, 300), 10);
+    prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    let answer = decode(&decoder, &request).await;
+    assert_eq!((answer.start.pages_l2, answer.tokens), (2, expected(&request.tokens, 10)));
+}

@@ -1,0 +1,108 @@
+//! Engines over a real store node and TCP.
+
+mod common;
+
+use common::*;
+use larder_client::{Client, ClientOptions};
+use larder_node::{Node, NodeOptions};
+use larder_worker::api::{CacheMode, EngineInfo};
+use larder_worker::{Engine, EngineHandle, Role};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+const LEN: usize = 203;
+const PAGES: usize = (LEN - 1) / PAGE;
+
+async fn node(listen: SocketAddr) -> Node {
+    let options = NodeOptions { listen, l2_bytes: 64 << 20, l3_bytes: 0, ..Default::default() };
+    Node::start(options).await.unwrap()
+}
+
+async fn attached(role: Role, node: &Node) -> EngineHandle {
+    let mut settings = options(role);
+    settings.store = format!("larder://{}/", node.addr()).parse().unwrap();
+    let engine = Engine::start(settings).await.unwrap();
+    assert!(store_is(&engine, true).await);
+    engine
+}
+
+async fn store_is(engine: &EngineHandle, up: bool) -> bool {
+    let until = Instant::now() + Duration::from_secs(5);
+    while engine.state().store_up != up && Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    engine.state().store_up == up
+}
+
+fn any_port() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], 0))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefill_and_decode_meet_in_the_store() {
+    let node = node(any_port()).await;
+    let prefiller = attached(Role::Prefill, &node).await;
+    let decoder = attached(Role::Decode, &node).await;
+    let mut request = decode_request(&prompt(1, LEN), 40);
+    request.await_pages = PAGES as u32;
+    let computing = async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        prefill(&prefiller, &request.tokens, CacheMode::All).await
+    };
+    let (answer, computed) = tokio::join!(decode(&decoder, &request), computing);
+    let expected = expected(&request.tokens, 40);
+    assert_eq!(answer.tokens, expected);
+    assert_eq!((answer.start.pages_followed as usize, computed.pages_computed as usize), (PAGES, PAGES));
+
+    decoder.shutdown().await;
+    let decoder = attached(Role::Decode, &node).await;
+    let mut tokens = request.tokens.clone();
+    tokens.extend(&answer.tokens);
+    let sealed = (tokens.len() - 1) / PAGE;
+    tokens.push(7);
+    let next = decode(&decoder, &decode_request(&tokens, 5)).await;
+    assert_eq!(next.start.pages_l2 as usize, sealed, "what was generated is there too");
+    assert_eq!(next.tokens, common::expected(&tokens, 5));
+
+    let url = format!("larder://{}/", node.addr()).parse().unwrap();
+    let observer = Client::attach(url, None, ClientOptions::default());
+    assert!(observer.ready(Duration::from_secs(5)).await);
+    let mut roles = Vec::new();
+    for _ in 0..100 {
+        let members = observer.members(Instant::now() + Duration::from_secs(1)).await.unwrap();
+        roles = members.into_iter().map(|m| serde_json::from_value::<EngineInfo>(m.info).unwrap().role).collect();
+        roles.sort();
+        if roles == [Role::Prefill, Role::Decode] {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(roles, [Role::Prefill, Role::Decode], "the decode engine that ended is withdrawn");
+    prefiller.shutdown().await;
+    decoder.shutdown().await;
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_dies_and_comes_back_empty_costs_nothing_but_time() {
+    let first = node(any_port()).await;
+    let address = first.addr();
+    let prefiller = attached(Role::Prefill, &first).await;
+    let decoder = attached(Role::Decode, &first).await;
+    let request = decode_request(&prompt(2, LEN), 10);
+    let expected = expected(&request.tokens, 10);
+    prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    first.shutdown().await;
+    assert!(store_is(&decoder, false).await && store_is(&prefiller, false).await);
+    let mut alone = request.clone();
+    alone.await_pages = PAGES as u32;
+    assert_eq!(decode(&decoder, &alone).await.tokens, expected);
+
+    let second = node(address).await;
+    assert!(store_is(&prefiller, true).await);
+    let again = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    assert_eq!((again.pages_l1 as usize, again.pages_computed), (PAGES, 0));
+    let fresh = attached(Role::Decode, &second).await;
+    let answer = decode(&fresh, &request).await;
+    assert_eq!((answer.tokens, answer.start.pages_l2 as usize), (expected, PAGES));
+}
