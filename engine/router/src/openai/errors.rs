@@ -1,0 +1,187 @@
+//! Errors in the shape that OpenAI's clients expect: `{"error":{"message","type","param","code"}}`.
+
+use crate::models::Found;
+use crate::route::RouteError;
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header::RETRY_AFTER};
+use axum::response::{IntoResponse, Response};
+use larder_worker::api::ErrorCode;
+use serde::{Deserialize, Serialize};
+
+/// The body of a failure.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorBody {
+    /// For people.
+    pub message: String,
+    /// `invalid_request_error`, `rate_limit_error`, `server_error`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// The field of the request that is wrong.
+    pub param: Option<String>,
+    /// For programs.
+    pub code: Option<String>,
+}
+
+/// A failure on its way to a client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiError {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// What is said.
+    pub body: ErrorBody,
+    /// Seconds after which to ask again.
+    pub retry_after_s: Option<u64>,
+}
+
+/// `{"error": …}`.
+#[derive(Debug, Serialize)]
+pub struct Envelope<'a> {
+    /// The failure.
+    pub error: &'a ErrorBody,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &str, message: impl Into<String>) -> Self {
+        let body = ErrorBody { message: message.into(), kind: kind.into(), param: None, code: None };
+        Self { status, body, retry_after_s: None }
+    }
+
+    /// 400: the request is wrong.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
+    }
+
+    /// 400: field `param` is wrong.
+    pub fn field(param: &str, message: impl Into<String>) -> Self {
+        let mut error = Self::invalid(message);
+        error.body.param = Some(param.into());
+        error
+    }
+
+    /// 400: what field `param` asks for is not offered here.
+    pub fn unsupported(param: &str) -> Self {
+        Self::field(param, format!("'{param}' with this value is not supported by this server"))
+            .code("unsupported_value")
+    }
+
+    /// 400: the prompt, or what it asks for, does not fit.
+    pub fn context_length(param: &str, message: impl Into<String>) -> Self {
+        Self::field(param, message).code("context_length_exceeded")
+    }
+
+    /// 404: no such path.
+    pub fn no_route(method: &str, path: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("Unknown request URL: {method} {path}"))
+            .code("unknown_url")
+    }
+
+    /// 405: the path is there, but not for this method.
+    pub fn no_method(method: &str, path: &str) -> Self {
+        let message = format!("Not allowed to {method} on {path}");
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message).code("method_not_supported")
+    }
+
+    /// 404: no such model.
+    pub fn no_model(name: &str) -> Self {
+        let mut error =
+            Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("The model '{name}' does not exist"));
+        error.body.param = Some("model".into());
+        error.code("model_not_found")
+    }
+
+    /// Why `found` is no model.
+    pub fn not_found(found: &Found, name: &str) -> Self {
+        match found {
+            Found::NothingKnown => Self::unavailable("no engine has joined yet"),
+            _ => Self::no_model(name),
+        }
+    }
+
+    /// 413: the body is too long.
+    pub fn too_large(bytes_max: usize) -> Self {
+        let message = format!("the request body is longer than {bytes_max} bytes");
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+    }
+
+    /// 429: too much is going on; ask again after `seconds`.
+    pub fn overloaded(message: impl Into<String>, seconds: u64) -> Self {
+        let mut error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).code("overloaded");
+        error.retry_after_s = Some(seconds.max(1));
+        error
+    }
+
+    /// 500: a fault of this server.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message).code("internal")
+    }
+
+    /// 503: nobody is there to serve it.
+    pub fn unavailable(message: impl Into<String>) -> Self {
+        let mut error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message).code("engine_unavailable");
+        error.retry_after_s = Some(1);
+        error
+    }
+
+    fn code(mut self, code: &str) -> Self {
+        self.body.code = Some(code.into());
+        self
+    }
+
+    /// The body as it is sent.
+    pub fn envelope(&self) -> Envelope<'_> {
+        Envelope { error: &self.body }
+    }
+}
+
+impl From<RouteError> for ApiError {
+    fn from(error: RouteError) -> Self {
+        let message = error.to_string();
+        match error {
+            RouteError::NoEngine(_) | RouteError::Unavailable(_) => Self::unavailable(message),
+            RouteError::Busy { retry_after_ms } => Self::overloaded(message, retry_after_ms.div_ceil(1000)),
+            RouteError::BrokeOff(_) => Self::new(StatusCode::BAD_GATEWAY, "server_error", message).code("engine_lost"),
+            RouteError::Refused { code: ErrorCode::ContextLengthExceeded, message } => {
+                Self::invalid(message).code("context_length_exceeded")
+            }
+            RouteError::Refused { message, .. } => Self::invalid(message),
+            RouteError::Deadline => Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", message).code("timeout"),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.envelope())).into_response();
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shape_has_all_four_fields() {
+        let json = serde_json::to_value(ApiError::no_model("x").envelope()).unwrap();
+        let expected = serde_json::json!({"error": {
+            "message": "The model 'x' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }});
+        assert_eq!(json, expected);
+        let json = serde_json::to_value(ApiError::invalid("y").envelope()).unwrap();
+        assert!(json["error"].get("code").is_some_and(|code| code.is_null()));
+    }
+
+    #[test]
+    fn overload_says_when_to_come_back() {
+        let error = ApiError::from(RouteError::Busy { retry_after_ms: 1500 });
+        let response = error.into_response();
+        assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(response.headers()[RETRY_AFTER], "2");
+    }
+}

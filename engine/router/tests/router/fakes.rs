@@ -1,0 +1,389 @@
+//! A store and engines that do what a test tells them to.
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router as Routes};
+use futures::StreamExt;
+use futures::future::BoxFuture;
+use larder_client::{Member, NodeView, Tier};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
+use larder_router::store::{Directory, PageIndex};
+use larder_router::{Router, RouterHandle, RouterOptions};
+use larder_worker::api::*;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Tokens per page of the fake model.
+pub const PAGE_TOKENS: u32 = 4;
+/// Context of the fake engines.
+pub const CONTEXT: u32 = 200;
+/// The fake model's name.
+pub const MODEL: &str = "fake";
+
+/// Holds members and keys of pages.
+#[derive(Default)]
+pub struct FakeStore {
+    pub members: Mutex<Vec<Member>>,
+    pub held: Mutex<BTreeMap<PageKey, Tier>>,
+    pub is_down: AtomicBool,
+}
+
+impl FakeStore {
+    fn is_up(&self) -> bool {
+        !self.is_down.load(Ordering::SeqCst)
+    }
+
+    fn hold(&self, keys: &[PageKey]) {
+        self.held.lock().extend(keys.iter().map(|key| (*key, Tier::L2)));
+    }
+}
+
+/// The handle that the router gets.
+pub struct StoreHandle(pub Arc<FakeStore>);
+
+impl Directory for StoreHandle {
+    fn members(&self, _: Instant) -> BoxFuture<'_, Option<Vec<Member>>> {
+        Box::pin(async { self.0.is_up().then(|| self.0.members.lock().clone()) })
+    }
+
+    fn status(&self, _: Instant) -> BoxFuture<'_, Vec<NodeView>> {
+        let node =
+            NodeView { address: "fake:1".into(), up: self.0.is_up(), node_id: None, epoch: Some(1), status: None };
+        Box::pin(async { vec![node] })
+    }
+
+    fn pages(&self, _: &NamespaceDescriptor) -> Arc<dyn PageIndex> {
+        Arc::new(StoreHandle(self.0.clone()))
+    }
+}
+
+impl PageIndex for StoreHandle {
+    fn up(&self) -> BoxFuture<'_, bool> {
+        Box::pin(async { self.0.is_up() })
+    }
+
+    fn lookup(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let held = self.0.held.lock();
+            keys.iter().take_while(|key| held.contains_key(key)).count()
+        })
+    }
+
+    fn locate(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, Vec<Option<Tier>>> {
+        Box::pin(async move {
+            let held = self.0.held.lock();
+            keys.iter().map(|key| held.get(key).copied()).collect()
+        })
+    }
+
+    fn warm(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let mut held = self.0.held.lock();
+            let present: Vec<_> = keys.iter().filter(|key| held.contains_key(key)).collect();
+            present.into_iter().map(|key| held.insert(*key, Tier::L2)).count()
+        })
+    }
+
+    fn forget(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let mut held = self.0.held.lock();
+            keys.iter().filter(|key| held.remove(key).is_some()).count()
+        })
+    }
+}
+
+/// What an engine does with the next requests.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Behaviour {
+    /// Serves.
+    Serve,
+    /// Answers with an error.
+    Refuse(ErrorCode),
+    /// Closes the connection instead of its first event.
+    DieAtOnce,
+    /// Closes the connection after so many tokens.
+    DieAfter(usize),
+    /// Sends so many tokens, then nothing.
+    HangAfter(usize),
+}
+
+/// One engine.
+pub struct FakeEngine {
+    pub info: EngineInfo,
+    pub behaviour: Mutex<Behaviour>,
+    pub prefills: Mutex<Vec<PrefillRequest>>,
+    pub decodes: Mutex<Vec<DecodeRequest>>,
+    /// Requests that are neither answered nor dropped.
+    pub running: Arc<AtomicUsize>,
+    store: Arc<FakeStore>,
+}
+
+struct Running(Arc<AtomicUsize>);
+
+impl Running {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count.clone())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+pub fn descriptor() -> NamespaceDescriptor {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F32,
+        layers: 2,
+        kv_heads: 1,
+        head_dim: 4,
+        page_tokens: PAGE_TOKENS,
+        layers_per_part: 1,
+        head_groups: 1,
+    };
+    NamespaceDescriptor { model: MODEL.into(), weights: [3; 32], geometry, tenant: "default".into() }
+}
+
+/// Words `w0` … `w499`, one token each.
+fn tokenizer_json() -> Value {
+    let mut vocab = json!({"[UNK]": 0});
+    for word in 0..500 {
+        vocab[format!("w{word}")] = json!(word + 1);
+    }
+    json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}})
+}
+
+const TEMPLATE: &str = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}";
+
+impl FakeEngine {
+    /// Starts an engine and registers it.
+    pub async fn start(store: &Arc<FakeStore>, name: &str, role: Role) -> Arc<FakeEngine> {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let info = EngineInfo {
+            role,
+            url: format!("http://{}", listener.local_addr().unwrap()),
+            model: MODEL.into(),
+            descriptor: descriptor(),
+            max_context: CONTEXT,
+            page_tokens: PAGE_TOKENS,
+        };
+        let engine = Arc::new(FakeEngine {
+            info: info.clone(),
+            behaviour: Mutex::new(Behaviour::Serve),
+            prefills: Mutex::default(),
+            decodes: Mutex::default(),
+            running: Arc::default(),
+            store: store.clone(),
+        });
+        let routes = Routes::new()
+            .route(PATH_MODEL, get(|State(engine): State<Arc<FakeEngine>>| async move { Json(engine.info.clone()) }))
+            .route("/v1/model/files/{name}", get(file))
+            .route(PATH_STATE, get(|| async { Json(EngineState { l1_pages: 77, ..Default::default() }) }))
+            .route(PATH_PREFILL, post(prefill))
+            .route(PATH_DECODE, post(decode))
+            .with_state(engine.clone());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        store.members.lock().push(Member { name: name.into(), info: serde_json::to_value(info).unwrap() });
+        engine
+    }
+
+    pub fn behave(&self, behaviour: Behaviour) {
+        *self.behaviour.lock() = behaviour;
+    }
+
+    pub fn prefill_count(&self) -> usize {
+        self.prefills.lock().len()
+    }
+
+    pub fn decode_count(&self) -> usize {
+        self.decodes.lock().len()
+    }
+}
+
+async fn file(Path(name): Path<String>) -> Response {
+    match name.as_str() {
+        "tokenizer.json" => tokenizer_json().to_string().into_response(),
+        "chat_template.jinja" => TEMPLATE.into_response(),
+        _ => StatusCode::NOT_FOUND.into_response(),
+    }
+}
+
+fn refuse(code: ErrorCode) -> Response {
+    let status = StatusCode::from_u16(code.http_status()).unwrap();
+    let mut error = ApiError::new(code, "told to refuse");
+    error.retry_after_ms = (code == ErrorCode::Busy).then_some(1500);
+    (status, Json(error)).into_response()
+}
+
+async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<PrefillRequest>) -> Response {
+    let _running = Running::new(&engine.running);
+    engine.prefills.lock().push(request.clone());
+    let behaviour = engine.behaviour.lock().clone();
+    match behaviour {
+        Behaviour::Refuse(code) => return refuse(code),
+        Behaviour::HangAfter(_) => std::future::pending::<()>().await,
+        Behaviour::DieAtOnce | Behaviour::DieAfter(_) => return broken_body(Vec::new()),
+        Behaviour::Serve => {}
+    }
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let keys = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize);
+    let cached = StoreHandle(engine.store.clone()).lookup(keys.clone().into(), Instant::now()).await;
+    engine.store.hold(&keys);
+    let pages = keys.len() as u32;
+    let answer =
+        PrefillResponse { pages, pages_l2: cached as u32, pages_computed: pages - cached as u32, ..Default::default() };
+    Json(answer).into_response()
+}
+
+/// A body whose connection breaks after `lines`.
+fn broken_body(lines: Vec<String>) -> Response {
+    let lines = futures::stream::iter(lines).map(|line| Ok(Bytes::from(line)));
+    // The lines must be on their way before the connection breaks.
+    let end = futures::stream::once(async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        Err(std::io::Error::other("told to die"))
+    });
+    Body::from_stream(lines.chain(end)).into_response()
+}
+
+async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<DecodeRequest>) -> Response {
+    let running = Running::new(&engine.running);
+    engine.decodes.lock().push(request.clone());
+    let behaviour = engine.behaviour.lock().clone();
+    if let Behaviour::Refuse(code) = behaviour {
+        return refuse(code);
+    }
+    let keys: Arc<[PageKey]> = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize).into();
+    let store = StoreHandle(engine.store.clone());
+    let found = if request.cache == CacheMode::None { 0 } else { store.lookup(keys.clone(), Instant::now()).await };
+    let patience = Instant::now() + Duration::from_millis(300);
+    while store.lookup(keys.clone(), patience).await < request.await_pages as usize && Instant::now() < patience {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let start = DecodeStart {
+        prompt_tokens: request.tokens.len() as u32,
+        pages_l2: found as u32,
+        pages_followed: request.await_pages.saturating_sub(found as u32),
+        ..Default::default()
+    };
+    let tokens = request.sampling.max_tokens.min(10);
+    let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
+    let mut lines = vec![line(DecodeEvent::Start(start))];
+    lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32, text: format!(" t{i}") })));
+    let is_short = tokens < request.sampling.max_tokens;
+    let finish_reason = if is_short { FinishReason::Stop } else { FinishReason::Length };
+    match behaviour {
+        Behaviour::DieAtOnce => return broken_body(Vec::new()),
+        Behaviour::DieAfter(count) => return broken_body(lines.into_iter().take(count + 1).collect()),
+        Behaviour::HangAfter(count) => {
+            let lines =
+                futures::stream::iter(lines).take(count + 1).map(|line| Ok::<_, std::io::Error>(Bytes::from(line)));
+            let hang = futures::stream::pending().inspect(move |_| {
+                let _ = &running;
+            });
+            return Body::from_stream(lines.chain(hang)).into_response();
+        }
+        _ => {}
+    }
+    lines.push(line(DecodeEvent::End { finish_reason, completion_tokens: tokens as u32 }));
+    Body::from(lines.concat()).into_response()
+}
+
+/// A router with its store and engines.
+pub struct Bed {
+    pub store: Arc<FakeStore>,
+    pub prefills: Vec<Arc<FakeEngine>>,
+    pub decodes: Vec<Arc<FakeEngine>>,
+    pub router: RouterHandle,
+    pub http: reqwest::Client,
+}
+
+impl Bed {
+    /// A router that knows all of so many engines.
+    pub async fn new(prefills: usize, decodes: usize) -> Bed {
+        Self::with(prefills, decodes, |_| {}).await
+    }
+
+    pub async fn with(prefills: usize, decodes: usize, adjust: impl FnOnce(&mut RouterOptions)) -> Bed {
+        let store = Arc::new(FakeStore::default());
+        let mut bed_prefills = Vec::new();
+        for i in 0..prefills {
+            bed_prefills.push(FakeEngine::start(&store, &format!("prefill-{i}"), Role::Prefill).await);
+        }
+        let mut bed_decodes = Vec::new();
+        for i in 0..decodes {
+            bed_decodes.push(FakeEngine::start(&store, &format!("decode-{i}"), Role::Decode).await);
+        }
+        let mut options = RouterOptions::new("larder://127.0.0.1:1".parse().unwrap());
+        options.listen = "127.0.0.1:0".parse().unwrap();
+        options.admin_listen = options.listen;
+        options.prefill_min_tokens = 8;
+        options.poll_interval = Duration::from_millis(20);
+        options.request_timeout = Duration::from_secs(5);
+        adjust(&mut options);
+        let router = Router::start_with(options, Arc::new(StoreHandle(store.clone()))).await.unwrap();
+        if decodes > 0 {
+            assert!(router.wait_ready(Duration::from_secs(10)).await, "no engine became ready");
+        }
+        let bed = Bed { store, prefills: bed_prefills, decodes: bed_decodes, router, http: http() };
+        eventually("all engines join", || bed.router.engines().len() == prefills + decodes).await;
+        bed
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.router.addr())
+    }
+
+    pub fn admin_url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.router.admin_addr())
+    }
+
+    pub async fn post(&self, path: &str, body: Value) -> reqwest::Response {
+        self.http.post(self.url(path)).json(&body).send().await.unwrap()
+    }
+
+    /// Completes a prompt of `words` words; status and body.
+    pub async fn complete(&self, words: usize) -> (u16, Value) {
+        let response = self.post("/v1/completions", json!({"model": MODEL, "prompt": prompt(words)})).await;
+        (response.status().as_u16(), response.json().await.unwrap())
+    }
+
+    pub async fn admin_post(&self, path: &str, body: Value) -> (u16, Value) {
+        let response = self.http.post(self.admin_url(path)).json(&body).send().await.unwrap();
+        (response.status().as_u16(), response.json().await.unwrap())
+    }
+
+    pub fn running(&self) -> usize {
+        let engines = self.prefills.iter().chain(&self.decodes);
+        engines.map(|engine| engine.running.load(Ordering::SeqCst)).sum()
+    }
+}
+
+fn http() -> reqwest::Client {
+    reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(20)).build().unwrap()
+}
+
+/// A prompt of so many tokens.
+pub fn prompt(words: usize) -> String {
+    (0..words).map(|i| format!("w{i}")).collect::<Vec<_>>().join(" ")
+}
+
+/// Waits for something that must come true soon.
+pub async fn eventually(what: &str, mut is_true: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while !is_true() {
+        assert!(Instant::now() < deadline, "did not happen: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}

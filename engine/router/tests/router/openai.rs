@@ -1,0 +1,114 @@
+//! The API as its clients see it.
+
+use crate::fakes::*;
+use serde_json::{Value, json};
+
+fn events(text: &str) -> Vec<Value> {
+    let mut events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
+    assert_eq!(events.pop(), Some("data: [DONE]"));
+    events.iter().map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn chat_answers_whole_and_as_a_stream() {
+    let bed = Bed::new(1, 1).await;
+    let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 4});
+    let response = bed.post("/v1/chat/completions", body.clone()).await;
+    let answer: Value = response.json().await.unwrap();
+    assert_eq!(answer["object"], "chat.completion");
+    assert_eq!(
+        answer["choices"][0]["message"],
+        json!({"role": "assistant", "content": " t0 t1 t2 t3", "refusal": null})
+    );
+    assert_eq!(
+        (answer["choices"][0]["finish_reason"].as_str(), answer["usage"]["total_tokens"].as_u64()),
+        (Some("length"), Some(8))
+    );
+    body["stream"] = json!(true);
+    body["stream_options"] = json!({"include_usage": true});
+    let response = bed.post("/v1/chat/completions", body).await;
+    assert!(response.headers()["content-type"].to_str().unwrap().starts_with("text/event-stream"));
+    let events = events(&response.text().await.unwrap());
+    let text: String = events.iter().filter_map(|e| e["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(text, " t0 t1 t2 t3");
+    assert_eq!(events[events.len() - 2]["choices"][0]["finish_reason"], "length");
+    assert_eq!(events.last().unwrap()["usage"], answer["usage"]);
+    // Without a limit, the answer may take the rest of the context.
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]});
+    assert_eq!(bed.post("/v1/chat/completions", body).await.status(), 200);
+    assert_eq!(bed.decodes[0].decodes.lock().last().unwrap().sampling.max_tokens, CONTEXT as usize - 4);
+}
+
+#[tokio::test]
+async fn prompts_and_choices_have_their_own_index_seed_and_one_prefill() {
+    let bed = Bed::new(1, 1).await;
+    let body = json!({"model": MODEL, "prompt": [prompt(30), "w7 w8 w9"], "n": 2, "seed": 100, "max_tokens": 2});
+    let answer: Value = bed.post("/v1/completions", body.clone()).await.json().await.unwrap();
+    let indexes: Vec<_> = answer["choices"].as_array().unwrap().iter().map(|c| c["index"].as_u64().unwrap()).collect();
+    assert_eq!(indexes, [0, 1, 2, 3]);
+    assert_eq!(answer["usage"]["prompt_tokens"], 33);
+    assert_eq!(answer["usage"]["completion_tokens"], 8);
+    assert_eq!(bed.prefills[0].prefill_count(), 1, "one for the long prompt, shared by its choices");
+    let mut seeds: Vec<_> = bed.decodes[0].decodes.lock().iter().map(|d| d.sampling.seed.unwrap()).collect();
+    seeds.sort_unstable();
+    assert_eq!(seeds, [100, 100, 101, 101]);
+    let mut streamed = body;
+    streamed["stream"] = json!(true);
+    let events = events(&bed.post("/v1/completions", streamed).await.text().await.unwrap());
+    for index in 0..4 {
+        let of_choice = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == index);
+        let text: String = of_choice.filter_map(|c| c["text"].as_str()).collect();
+        assert_eq!(text, " t0 t1");
+    }
+    assert!(events.iter().all(|e| e.get("usage").is_none()));
+}
+
+#[tokio::test]
+async fn failures_have_openais_shape_everywhere() {
+    let bed = Bed::with(0, 1, |options| options.body_bytes_max = 4096).await;
+    let long = json!({"model": MODEL, "prompt": prompt(250)});
+    let post = |path: &'static str, body: String| bed.http.post(bed.url(path)).body(body).send();
+    for (path, body, status, code) in [
+        ("/v1/completions", "{nonsense".to_string(), 400, Value::Null),
+        ("/v1/completions", json!({"model": "other", "prompt": "w1"}).to_string(), 404, json!("model_not_found")),
+        ("/v1/chat/completions", json!({"model": MODEL, "messages": []}).to_string(), 400, Value::Null),
+        (
+            "/v1/completions",
+            json!({"model": MODEL, "prompt": "w1", "echo": true}).to_string(),
+            400,
+            json!("unsupported_value"),
+        ),
+        ("/v1/completions", json!({"model": MODEL, "prompt": ""}).to_string(), 400, Value::Null),
+        ("/v1/completions", long.to_string(), 400, json!("context_length_exceeded")),
+        ("/v1/completions", "x".repeat(5000), 413, Value::Null),
+        ("/v1/nothing", "{}".to_string(), 404, json!("unknown_url")),
+        ("/v1/models", "{}".to_string(), 405, json!("method_not_supported")),
+    ] {
+        let response = post(path, body).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{path}");
+        let body: Value = response.json().await.unwrap();
+        assert_eq!(body["error"]["code"], code, "{body}");
+        assert!(body["error"]["message"].is_string() && body["error"]["type"].is_string(), "{body}");
+    }
+    assert_eq!(bed.decodes[0].decode_count(), 0);
+    let bed = Bed::new(0, 0).await;
+    let (status, body) = bed.complete(3).await;
+    assert_eq!((status, body["error"]["type"].as_str()), (503, Some("server_error")));
+}
+
+#[tokio::test]
+async fn models_are_listed_and_ids_come_back() {
+    let bed = Bed::new(0, 1).await;
+    let list: Value = bed.http.get(bed.url("/v1/models")).send().await.unwrap().json().await.unwrap();
+    assert_eq!((list["object"].as_str(), list["data"][0]["id"].as_str()), (Some("list"), Some(MODEL)));
+    let response = bed.http.get(bed.url("/v1/models/fake")).header("x-request-id", "abc-1").send().await.unwrap();
+    assert_eq!((response.status().as_u16(), &response.headers()["x-request-id"]), (200, &"abc-1".parse().unwrap()));
+    let response = bed.http.get(bed.url("/v1/models/org/unknown")).send().await.unwrap();
+    assert_eq!(response.status(), 404);
+    assert!(response.headers()["x-request-id"].to_str().unwrap().starts_with("req_"));
+    let body: Value = response.json().await.unwrap();
+    assert_eq!(body["error"]["code"], "model_not_found");
+    let request = bed.http.post(bed.url("/v1/completions")).header("x-request-id", "abc-2");
+    request.json(&json!({"model": MODEL, "prompt": "w1"})).send().await.unwrap();
+    assert_eq!(bed.decodes[0].decodes.lock()[0].request_id, "abc-2");
+}

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Uses a Larder router as its users do: through the `openai` package, unchanged.
+
+Usage: openai_client.py BASE_URL        e.g. openai_client.py http://127.0.0.1:8000/v1
+
+Exits 0 if everything holds, 1 with the name of the check that failed. Needs `pip install openai`.
+What must hold above all: greedy answers are the same text whatever way they take (whole, streamed, cached, uncached,
+among others at the same time).
+"""
+
+import asyncio
+import sys
+import traceback
+import uuid
+
+import httpx
+import openai
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+SENTENCE = "In the beginning God created the heaven and the earth, and the earth was without form, and void. "
+
+
+def fresh_prompt(sentences=20):
+    """A prompt that nobody has asked for before, several pages long."""
+    return f"[{uuid.uuid4()}] " + SENTENCE * sentences
+
+
+def cached(usage):
+    return usage.prompt_tokens_details.cached_tokens
+
+
+def refused(kind, code, call):
+    """`call` must raise `kind` with OpenAI's code `code`."""
+    try:
+        call()
+    except kind as error:
+        assert error.code == code, f"code {error.code!r} instead of {code!r}: {error}"
+        assert error.body and error.body.get("message"), f"no message in {error.body}"
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def check_models(client, model):
+    listed = client.models.list().data
+    assert [m.object for m in listed] == ["model"] * len(listed), listed
+    assert client.models.retrieve(model).id == model
+    refused(openai.NotFoundError, "model_not_found", lambda: client.models.retrieve("no-such-model"))
+
+
+def check_completion(client, model):
+    answer = client.completions.create(model=model, prompt=SENTENCE, **GREEDY)
+    choice, usage = answer.choices[0], answer.usage
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-"), answer
+    assert choice.index == 0 and choice.finish_reason == "length" and choice.text, choice
+    assert usage.completion_tokens == 12 and usage.total_tokens == usage.prompt_tokens + 12, usage
+    default = client.completions.create(model=model, prompt=SENTENCE, temperature=0, extra_body={"ignore_eos": True})
+    assert default.usage.completion_tokens == 16, "max_tokens is 16 unless said otherwise"
+
+
+def check_stream_is_the_same_text(client, model):
+    prompt = fresh_prompt()
+    stream = client.completions.create(
+        model=model, prompt=prompt, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    whole = client.completions.create(model=model, prompt=prompt, **GREEDY)
+    assert text == whole.choices[0].text, f"streamed {text!r}, whole {whole.choices[0].text!r}"
+    assert reasons == ["length"], reasons
+    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 12, chunks[-1]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def check_caches(client, model):
+    prompt = fresh_prompt()
+
+    def ask(mode):
+        headers = {"x-larder-cache": mode}
+        return client.completions.create(model=model, prompt=prompt, extra_headers=headers, **GREEDY)
+
+    uncached, cold, warm, stored = ask("none"), ask("all"), ask("all"), ask("store")
+    texts = {answer.choices[0].text for answer in (uncached, cold, warm, stored)}
+    assert len(texts) == 1, f"the text depends on the cache: {texts}"
+    assert cached(uncached.usage) == 0, uncached.usage
+    assert cached(cold.usage) < cached(warm.usage) <= warm.usage.prompt_tokens, (cold.usage, warm.usage)
+    assert cached(stored.usage) == cached(warm.usage), (stored.usage, warm.usage)
+    refused(openai.BadRequestError, None, lambda: ask("sometimes"))
+
+
+def check_many_prompts(client, model):
+    prompts = [SENTENCE, SENTENCE * 2, "And God said, "]
+    answer = client.completions.create(model=model, prompt=prompts, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2], answer.choices
+    for prompt, choice in zip(prompts, answer.choices):
+        alone = client.completions.create(model=model, prompt=prompt, **GREEDY)
+        assert alone.choices[0].text == choice.text, (prompt, choice.text)
+    tokens = [5 + i % 50 for i in range(100)]
+    by_ids = client.completions.create(model=model, prompt=tokens, **GREEDY)
+    assert by_ids.usage.prompt_tokens == 100, by_ids.usage
+    both = client.completions.create(model=model, prompt=[tokens, tokens], **GREEDY)
+    assert {choice.text for choice in both.choices} == {by_ids.choices[0].text}
+
+
+def check_chat(client, model):
+    messages = [
+        {"role": "developer", "content": "You know the Bible."},
+        {"role": "user", "content": [{"type": "text", "text": "How did it begin?"}]},
+    ]
+    whole = client.chat.completions.create(model=model, messages=messages, **GREEDY)
+    message = whole.choices[0].message
+    assert whole.object == "chat.completion" and message.role == "assistant", whole
+    chunks = list(client.chat.completions.create(model=model, messages=messages, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant", chunks[0]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == message.content, f"streamed {text!r}, whole {message.content!r}"
+    older = [{"role": "system", "content": messages[0]["content"]}, {"role": "user", "content": "How did it begin?"}]
+    again = client.chat.completions.create(
+        model=model, messages=older, temperature=0, max_completion_tokens=12, extra_body={"ignore_eos": True}
+    )
+    assert again.choices[0].message.content == message.content, "developer and system are one role"
+    turn = older + [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+    assert client.chat.completions.create(model=model, messages=turn, **GREEDY).usage.prompt_tokens > 0
+
+
+def check_sampling(client, model):
+    def sample(seed, n=1):
+        answer = client.completions.create(
+            model=model, prompt=SENTENCE, temperature=1.5, top_p=0.95, seed=seed, n=n, max_tokens=16
+        )
+        return [choice.text for choice in answer.choices]
+
+    assert sample(7) == sample(7), "a seed gives the same text again"
+    assert len({text for seed in range(6) for text in sample(seed)}) > 1, "seeds differ"
+    assert sample(7, n=3)[0] == sample(7)[0], "the first choice has the seed itself"
+    assert len(sample(7, n=3)) == 3
+
+
+def check_stop(client, model):
+    full = client.completions.create(model=model, prompt=SENTENCE, **GREEDY).choices[0].text
+    assert len(full) >= 6, f"too short to cut: {full!r}"
+    stop = full[3:5]
+    for stops in (stop, ["\x00never\x00", stop]):
+        cut = client.completions.create(model=model, prompt=SENTENCE, stop=stops, **GREEDY).choices[0]
+        expected = full[: full.index(stop)]
+        assert cut.text == expected and cut.finish_reason == "stop", (cut, full, stop)
+
+
+def check_errors(client, model):
+    def complete(**fields):
+        fields = {"model": model, "prompt": "a", "max_tokens": 1, **fields}
+        return lambda: client.completions.create(**fields)
+
+    refused(openai.NotFoundError, "model_not_found", complete(model="no-such-model"))
+    refused(openai.BadRequestError, "context_length_exceeded", complete(prompt=[5] * 200_000))
+    refused(openai.BadRequestError, "context_length_exceeded", complete(max_tokens=100_000_000))
+    refused(openai.BadRequestError, "unsupported_value", complete(logprobs=1))
+    refused(openai.BadRequestError, "unsupported_value", complete(echo=True))
+    refused(openai.BadRequestError, None, complete(temperature=9))
+    refused(openai.BadRequestError, None, complete(n=100))
+    refused(openai.BadRequestError, None, complete(prompt=[]))
+    refused(openai.BadRequestError, None, complete(prompt=[2**31]))
+    chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    json_format = {"response_format": {"type": "json_object"}}
+    refused(
+        openai.BadRequestError, "unsupported_value", lambda: client.chat.completions.create(**chat, **json_format)
+    )
+    refused(openai.NotFoundError, "unknown_url", lambda: client.embeddings.create(model=model, input="a"))
+    plain = httpx.Client(trust_env=False, timeout=30)
+    answer = plain.post(f"{client.base_url}completions", content=b"{not json")
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text
+
+
+def check_request_ids(client, model):
+    given = client.completions.with_raw_response.create(
+        model=model, prompt="a", max_tokens=1, extra_headers={"x-request-id": "check-1"}
+    )
+    assert given.headers["x-request-id"] == "check-1", given.headers
+    made = client.completions.with_raw_response.create(model=model, prompt="a", max_tokens=1)
+    assert made.headers["x-request-id"], made.headers
+
+
+def check_leaving_early(client, model):
+    stream = client.completions.create(
+        model=model, prompt=SENTENCE, stream=True, temperature=0, max_tokens=1000, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    assert client.completions.create(model=model, prompt=SENTENCE, **GREEDY).choices[0].text
+
+
+def check_many_at_once(client, model):
+    prompts = [fresh_prompt(3 + i) for i in range(8)]
+
+    async def all_at_once():
+        async with openai.AsyncOpenAI(
+            base_url=client.base_url,
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=120),
+        ) as together:
+            asks = [together.completions.create(model=model, prompt=prompt, **GREEDY) for prompt in prompts]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asks)]
+
+    texts = asyncio.run(all_at_once())
+    for prompt, text in zip(prompts, texts):
+        alone = client.completions.create(model=model, prompt=prompt, **GREEDY).choices[0].text
+        assert alone == text, f"among others {text!r}, alone {alone!r}"
+
+
+CHECKS = [
+    check_models,
+    check_completion,
+    check_stream_is_the_same_text,
+    check_caches,
+    check_many_prompts,
+    check_chat,
+    check_sampling,
+    check_stop,
+    check_errors,
+    check_request_ids,
+    check_leaving_early,
+    check_many_at_once,
+]
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    # The environment's proxies are none of a local server's business; retries would hide failures.
+    client = openai.OpenAI(
+        base_url=sys.argv[1],
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False, timeout=120),
+    )
+    models = client.models.list().data
+    if not models:
+        sys.exit(f"{sys.argv[1]} lists no model")
+    for check in CHECKS:
+        try:
+            check(client, models[0].id)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(f"FAILED: {check.__name__} (openai {openai.__version__})")
+        print(f"ok {check.__name__}")
+    print(f"{len(CHECKS)} checks passed with openai {openai.__version__}")
+
+
+if __name__ == "__main__":
+    main()
