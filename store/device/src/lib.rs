@@ -1,0 +1,22 @@
+//! Memory arena and device access of a store node: the only crate of the store with `unsafe`.
+//!
+//! Always true:
+//! - memory of the [`Arena`] has one writer or many readers, never both: [`SlotMut`] is exclusive, [`Slot`] is shared and
+//!   read-only, and both are ordinary Rust ownership;
+//! - a request on a [`Ring`] owns its buffers until the kernel has answered it. Dropping a future, a time-out, a panic,
+//!   none of them frees memory that a device may still touch.
+//!
+//! - [`arena`]: one mapping with huge pages, cut into slots.
+//! - [`file`]: preallocated files, opened for direct I/O.
+//! - [`ring`]: one io_uring and its thread per device.
+
+pub mod arena;
+pub mod file;
+mod inbox;
+pub mod request;
+pub mod ring;
+
+pub use arena::{Arena, Piece, PieceMut, Slot, SlotMut};
+pub use file::DeviceFile;
+pub use request::{Block, Done, FileId, Lane, Operation, Request};
+pub use ring::{Ring, RingFacts, RingGone, RingOptions};

@@ -1,0 +1,151 @@
+//! One io_uring and its thread per device.
+//!
+//! Always true: at most `queue_depth` requests are with the kernel, the rest wait in bounded lanes; the thread sleeps when
+//! there is nothing to do; a request is answered once, after the kernel has let go of its memory.
+
+use crate::arena::Arena;
+use crate::file::DeviceFile;
+use crate::inbox::{self, Message, Outbox};
+use crate::request::{Done, FileId, Lane, Request};
+use parking_lot::Mutex;
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use thiserror::Error;
+use tokio::sync::oneshot;
+
+mod engine;
+mod table;
+
+use engine::Engine;
+
+/// How a ring is set up.
+#[derive(Debug, Clone)]
+pub struct RingOptions {
+    /// Name of the thread, for people.
+    pub name: String,
+    /// Most requests with the kernel at a time, 1..=1024. Past 16 a device gains little and every request waits longer.
+    pub queue_depth: u32,
+    /// Most requests that wait in each lane before a sender has to wait.
+    pub backlog: usize,
+    /// Most files attached at a time.
+    pub files_max: u32,
+    /// Whether to register the arena: worth it for a ring that moves payloads.
+    pub register_arena: bool,
+}
+
+impl RingOptions {
+    /// Queue depth 16, a backlog of 256, and room for `files_max` files.
+    pub fn new(name: impl Into<String>, files_max: u32) -> RingOptions {
+        RingOptions { name: name.into(), queue_depth: 16, backlog: 256, files_max, register_arena: true }
+    }
+}
+
+/// What the kernel granted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingFacts {
+    /// The arena is registered: its pages are pinned once, not at every request.
+    pub registered_buffers: bool,
+    /// Files are registered.
+    pub registered_files: bool,
+}
+
+/// The ring is closed, or its thread ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("the device ring is closed")]
+pub struct RingGone;
+
+impl From<RingGone> for io::Error {
+    fn from(gone: RingGone) -> io::Error {
+        io::Error::new(io::ErrorKind::BrokenPipe, gone)
+    }
+}
+
+/// A device's ring. Closed on drop: what was asked before is done first.
+pub struct Ring {
+    outbox: Outbox,
+    facts: RingFacts,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Ring {
+    /// Starts the thread.
+    pub fn start(arena: Arc<Arena>, options: RingOptions) -> io::Result<Ring> {
+        let (outbox, inbox) = inbox::pair(options.backlog.max(1))?;
+        let (ready, started) = std::sync::mpsc::sync_channel(1);
+        let name = options.name.clone();
+        let thread =
+            std::thread::Builder::new().name(name).spawn(move || match Engine::new(arena, inbox, &options) {
+                Ok(mut engine) => {
+                    let _ = ready.send(Ok(engine.facts()));
+                    engine.run();
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                }
+            })?;
+        let facts = started.recv().map_err(|_| io::Error::from(RingGone))??;
+        Ok(Ring { outbox, facts, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// What the kernel granted.
+    pub fn facts(&self) -> RingFacts {
+        self.facts
+    }
+
+    /// Makes a file known. It is open until it is detached or the ring ends.
+    pub async fn attach(&self, file: DeviceFile) -> io::Result<FileId> {
+        let (reply, answer) = oneshot::channel();
+        if !self.outbox.send(Lane::Demand, Message::Attach(file, reply)).await {
+            return Err(RingGone.into());
+        }
+        answer.await.map_err(|_| RingGone)?
+    }
+
+    /// Closes a file when requests on it that were taken before are done. Later ones on it fail.
+    pub async fn detach(&self, file: FileId) {
+        self.outbox.send(Lane::Demand, Message::Detach(file)).await;
+    }
+
+    /// Hands over a request. `on_done` is called once, on the ring's thread, when the kernel has answered; it must be
+    /// quick. It is dropped without a call only if the ring ends before the request was started.
+    pub async fn submit(&self, request: Request, on_done: impl FnOnce(Done) + Send + 'static) -> Result<(), RingGone> {
+        match self.outbox.send(request.lane, Message::Submit(request, Box::new(on_done))).await {
+            true => Ok(()),
+            false => Err(RingGone),
+        }
+    }
+
+    /// Hands over a request and waits for its answer. Dropping the future does not stop the request.
+    pub async fn run(&self, request: Request) -> Result<Done, RingGone> {
+        let (reply, answer) = oneshot::channel();
+        self.submit(request, move |done| {
+            // The asker may be gone; the memory is then free, as the kernel has answered.
+            let _ = reply.send(done);
+        })
+        .await?;
+        answer.await.map_err(|_| RingGone)
+    }
+
+    /// Takes no more requests, finishes those it has, and ends the thread. Blocks until then.
+    pub fn close(&self) {
+        self.outbox.bell.close();
+        let Some(thread) = self.thread.lock().take() else { return };
+        // A completion may drop the last handle on the ring's own thread, which then ends by itself.
+        if thread.thread().id() != std::thread::current().id() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring").field("facts", &self.facts).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,82 @@
+//! Reading a page, and refusing what is not that page.
+
+use crate::L3Error;
+use crate::shared::{ReadGuard, Shared};
+use larder_core::log::Entry;
+use larder_device::{Done, Lane, Operation, Request, Slot, SlotMut};
+use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
+use larder_format::{PageId, PageMeta};
+use std::io;
+use std::sync::Arc;
+use tokio::sync::oneshot;
+
+impl Shared {
+    /// Reads header and payload at once, and verifies both.
+    pub(crate) async fn read(self: &Arc<Self>, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        let Some(ticket) = self.change(|log| log.begin_read(id)) else { return Ok(None) };
+        let entry = ticket.entry;
+        let guard = ReadGuard::new(self, ticket);
+        let bytes = BLOCK_BYTES + entry.payload_bytes as usize;
+        let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
+        let operation = Operation::read(entry.place.offset, slot);
+        let request = Request { file: self.file(entry.place.segment)?, lane: Lane::Demand, operation };
+        let (reply, answer) = oneshot::channel();
+        let on_done = move |done| {
+            // The device has let go of the segment, whether or not anybody still waits for the page.
+            drop(guard);
+            let _ = reply.send(done);
+        };
+        self.ring.submit(request, on_done).await?;
+        let Done { operation, result } = answer.await.map_err(|_| L3Error::Closed)?;
+        match result {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return Ok(self.damaged(id, &entry, &error, &[]));
+            }
+            Err(error) => {
+                self.io_error("reading", entry.place.segment, error);
+                self.change(|log| log.drop_damaged(id, entry.number));
+                return Ok(None);
+            }
+        }
+        let Operation::Read { slot, .. } = operation else { return Ok(None) };
+        let (header, payload) = slot.split_at(BLOCK_BYTES);
+        match self.verify(id, &entry, &header, &payload) {
+            Ok(meta) => {
+                self.counters.reads.add(1);
+                self.counters.read_bytes.add(payload.len() as u64);
+                Ok(Some((meta, payload.freeze())))
+            }
+            Err(problem) => Ok(self.damaged(id, &entry, &problem, &header)),
+        }
+    }
+
+    /// Checks that this is the record the index means, of the page that was asked for, and every byte of it.
+    fn verify(&self, id: &PageId, entry: &Entry, header: &SlotMut, payload: &SlotMut) -> Result<PageMeta, String> {
+        let record = RecordHeader::decode(header, &self.log_id, entry.place).map_err(|error| error.to_string())?;
+        let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
+        if record.number != entry.number {
+            return Err(format!("record number: expected {}, found {}", entry.number, record.number));
+        }
+        meta.verify(id, payload).map_err(|mismatch| mismatch.to_string())?;
+        Ok(meta)
+    }
+
+    /// A miss, a counter, and evidence.
+    fn damaged<T>(&self, id: &PageId, entry: &Entry, problem: &dyn std::fmt::Display, header: &[u8]) -> Option<T> {
+        self.counters.corrupt.add(1);
+        self.change(|log| log.drop_damaged(id, entry.number));
+        tracing::warn!(
+            page = ?id,
+            file = %self.segment_path(entry.place.segment).display(),
+            offset = entry.place.offset,
+            life = entry.place.life,
+            record = entry.number,
+            payload_bytes = entry.payload_bytes,
+            header_start = ?header.get(..64),
+            %problem,
+            "damaged page dropped"
+        );
+        None
+    }
+}

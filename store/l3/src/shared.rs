@@ -1,0 +1,232 @@
+//! The state that reads, writes and the background share, and guards for what is under way.
+//!
+//! Always true: every planned write and every read ticket goes back to the log exactly once, whichever future is dropped
+//! and whichever thread ends: the guards see to it. The log is locked for short, never across an await.
+
+use crate::L3Error;
+use crate::directory::Directory;
+use crate::stats::Counters;
+use larder_core::log::{Log, PlannedWrite, PrepareOutcome, ReadTicket, SyncTicket, WriteOutcome};
+use larder_device::{Arena, Block, FileId, Lane, Operation, Request, Ring, Slot};
+use larder_format::disk::LogId;
+use parking_lot::RwLock;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
+
+pub(crate) struct Shared {
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) ring: Ring,
+    /// Readers look pages up; whoever plans or reports something locks it for writing.
+    log: RwLock<Log>,
+    pub(crate) log_id: LogId,
+    pub(crate) segment_bytes: u64,
+    /// Segments whose file is attached to the ring.
+    pub(crate) files: RwLock<BTreeMap<u32, FileId>>,
+    pub(crate) counters: Counters,
+    /// Room in the write queue, in blocks.
+    pub(crate) write_queue: Arc<Semaphore>,
+    /// Rung when the log wants something done.
+    pub(crate) intents: Notify,
+    /// Changes whenever a segment was made ready, or could not be.
+    pub(crate) prepared: watch::Sender<Preparations>,
+    pub(crate) closed: AtomicBool,
+    /// Some file goes through the page cache, as the file system refuses direct I/O.
+    pub(crate) buffered: AtomicBool,
+    pub(crate) dir: PathBuf,
+}
+
+/// How preparing segments went so far.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Preparations {
+    pub(crate) failures: u64,
+    /// Of the last failure.
+    pub(crate) error: Option<(io::ErrorKind, String)>,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        arena: Arc<Arena>,
+        ring: Ring,
+        log: Log,
+        log_id: LogId,
+        dir: &Directory,
+        files: BTreeMap<u32, FileId>,
+        write_queue_blocks: usize,
+    ) -> Shared {
+        Shared {
+            arena,
+            ring,
+            segment_bytes: log.config().segment_bytes,
+            log: RwLock::new(log),
+            log_id,
+            files: RwLock::new(files),
+            counters: Counters::default(),
+            write_queue: Arc::new(Semaphore::new(write_queue_blocks)),
+            intents: Notify::new(),
+            prepared: watch::Sender::new(Preparations::default()),
+            closed: AtomicBool::new(false),
+            buffered: AtomicBool::new(false),
+            dir: dir.path().to_path_buf(),
+        }
+    }
+
+    /// Looks at the log.
+    pub(crate) fn look<R>(&self, look: impl FnOnce(&Log) -> R) -> R {
+        look(&self.log.read())
+    }
+
+    /// Changes the log, and wakes the background if that left something to do.
+    pub(crate) fn change<R>(&self, change: impl FnOnce(&mut Log) -> R) -> R {
+        let mut log = self.log.write();
+        let result = change(&mut log);
+        let wanted = log.has_intents();
+        drop(log);
+        if wanted {
+            self.intents.notify_one();
+        }
+        result
+    }
+
+    /// Says once if the page cache stands between.
+    pub(crate) fn note_direct(&self, direct: bool) {
+        if !direct && !self.buffered.swap(true, Ordering::Relaxed) {
+            tracing::warn!(dir = %self.dir.display(), "the file system refuses direct I/O; pages go through the page cache");
+        }
+    }
+
+    /// An error once it is closed.
+    pub(crate) fn open(&self) -> Result<(), L3Error> {
+        match self.closed.load(Ordering::Acquire) {
+            true => Err(L3Error::Closed),
+            false => Ok(()),
+        }
+    }
+
+    pub(crate) fn file(&self, segment: u32) -> Result<FileId, L3Error> {
+        self.files.read().get(&segment).copied().ok_or_else(|| L3Error::Io {
+            doing: "using segment",
+            path: self.segment_path(segment),
+            source: io::ErrorKind::NotFound.into(),
+        })
+    }
+
+    pub(crate) fn segment_path(&self, segment: u32) -> PathBuf {
+        self.dir.join(format!("{segment:08}.seg"))
+    }
+
+    pub(crate) fn io_error(&self, doing: &'static str, segment: u32, source: io::Error) -> L3Error {
+        self.counters.io_errors.add(1);
+        let path = self.segment_path(segment);
+        tracing::warn!(file = %path.display(), error = %source, "{doing} failed");
+        L3Error::Io { doing, path, source }
+    }
+
+    /// Hands a planned record to the device. The receiver tells what came of it, after the log was told.
+    pub(crate) async fn write_record(
+        self: &Arc<Self>,
+        write: WriteGuard,
+        payload: Option<Slot>,
+    ) -> Result<oneshot::Receiver<io::Result<()>>, L3Error> {
+        let header = write.header();
+        let block = Block::of(&header.encode(&self.log_id));
+        let operation = Operation::write(header.place.offset, block, payload);
+        let request = Request { file: self.file(header.place.segment)?, lane: Lane::Background, operation };
+        let (reply, answer) = oneshot::channel();
+        let on_done = move |done: larder_device::Done| {
+            write.finish(if done.result.is_ok() { WriteOutcome::Written } else { WriteOutcome::Failed });
+            // Nobody may wait any more; the log knows.
+            let _ = reply.send(done.result);
+        };
+        self.ring.submit(request, on_done).await?;
+        Ok(answer)
+    }
+
+    /// Syncs one segment and tells the log.
+    pub(crate) async fn sync_segment(&self, ticket: SyncTicket) -> Result<(), L3Error> {
+        let segment = ticket.segment;
+        let request = Request { file: self.file(segment)?, lane: Lane::Demand, operation: Operation::Sync };
+        let result = self.ring.run(request).await?.result;
+        self.counters.syncs.add(1);
+        self.change(|log| log.sync_done(ticket, result.is_ok()));
+        result.map_err(|error| self.io_error("syncing", segment, error))
+    }
+
+    pub(crate) fn report_prepared(&self, prepare: &larder_core::log::Prepare, result: Result<(), PrepareFailure>) {
+        let outcome = match &result {
+            Ok(()) => PrepareOutcome::Ready,
+            Err(PrepareFailure { removed: true, .. }) => PrepareOutcome::Removed,
+            Err(PrepareFailure { removed: false, .. }) => PrepareOutcome::Stuck,
+        };
+        self.change(|log| log.prepared(prepare, outcome));
+        self.prepared.send_modify(|preparations| {
+            if let Err(PrepareFailure { error, .. }) = result {
+                preparations.failures += 1;
+                preparations.error = Some((error.kind(), error.to_string()));
+            }
+        });
+    }
+}
+
+/// Why a segment could not be made ready.
+pub(crate) struct PrepareFailure {
+    pub(crate) error: io::Error,
+    /// Its file is gone for good.
+    pub(crate) removed: bool,
+}
+
+/// A planned write under way. Dropped without an outcome, it was never handed to the device.
+pub(crate) struct WriteGuard {
+    shared: Arc<Shared>,
+    planned: Option<PlannedWrite>,
+    _queued: Option<OwnedSemaphorePermit>,
+}
+
+impl WriteGuard {
+    pub(crate) fn new(shared: &Arc<Shared>, planned: PlannedWrite, queued: Option<OwnedSemaphorePermit>) -> WriteGuard {
+        WriteGuard { shared: shared.clone(), planned: Some(planned), _queued: queued }
+    }
+
+    fn header(&self) -> &larder_format::disk::RecordHeader {
+        &self.planned.as_ref().expect("present until finish, which consumes the guard").header
+    }
+
+    fn finish(mut self, outcome: WriteOutcome) {
+        self.report(outcome);
+    }
+
+    fn report(&mut self, outcome: WriteOutcome) {
+        if let Some(planned) = self.planned.take() {
+            self.shared.change(|log| log.write_done(planned, outcome));
+        }
+    }
+}
+
+impl Drop for WriteGuard {
+    fn drop(&mut self) {
+        self.report(WriteOutcome::NotSent);
+    }
+}
+
+/// A read under way.
+pub(crate) struct ReadGuard {
+    shared: Arc<Shared>,
+    ticket: Option<ReadTicket>,
+}
+
+impl ReadGuard {
+    pub(crate) fn new(shared: &Arc<Shared>, ticket: ReadTicket) -> ReadGuard {
+        ReadGuard { shared: shared.clone(), ticket: Some(ticket) }
+    }
+}
+
+impl Drop for ReadGuard {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            self.shared.change(|log| log.end_read(ticket));
+        }
+    }
+}

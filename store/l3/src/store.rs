@@ -1,0 +1,203 @@
+//! The handle of an L3.
+
+use crate::background::{carry_out_intents, sync_all, sync_regularly};
+use crate::directory::Directory;
+use crate::options::WRITE_QUEUE_BYTES_MAX;
+use crate::recovery::{self, Found};
+use crate::shared::Shared;
+use crate::{L3Error, L3Options, L3Stats, RecoveryReport};
+use larder_core::log::{Entry, LogConfig};
+use larder_device::{Arena, DeviceFile, FileId, Ring, RingOptions, Slot};
+use larder_format::disk::BLOCK_BYTES;
+use larder_format::{PageId, PageKey, PageMeta};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+
+/// How long closing waits for writes that are under way.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What is known of a page without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct L3Entry {
+    /// Bytes of the payload.
+    pub payload_bytes: u32,
+    /// Number of the put.
+    pub generation: u64,
+    /// Place in its sequence, in pages.
+    pub position: u32,
+    /// The page before it.
+    pub parent: PageKey,
+}
+
+impl From<&Entry> for L3Entry {
+    fn from(entry: &Entry) -> L3Entry {
+        let Entry { payload_bytes, generation, position, parent, .. } = *entry;
+        L3Entry { payload_bytes, generation, position, parent }
+    }
+}
+
+/// A bounded log of pages on one device. A cheap handle; the store ends when the last clone is dropped or
+/// [`close`](L3::close) is called.
+#[derive(Clone)]
+pub struct L3 {
+    running: Arc<Running>,
+}
+
+/// Fields are dropped in this order: the lock is given up last.
+struct Running {
+    shared: Arc<Shared>,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+    capacity_bytes: u64,
+    dir: Mutex<Option<Arc<Directory>>>,
+}
+
+impl L3 {
+    /// Opens the log in `options.dir`, or makes one. Must be called on a tokio runtime, which the store then uses.
+    pub async fn open(options: L3Options, arena: Arc<Arena>) -> Result<(L3, RecoveryReport), L3Error> {
+        options.check()?;
+        let dir = Arc::new(Directory::open(&options.dir)?);
+        let (superblock, created) = dir.superblock(&options)?;
+        let segments_max = options.segments_max(superblock.segment_bytes)?;
+        let hash_seed = rand::random();
+        let config = LogConfig { segment_bytes: superblock.segment_bytes, segments_max, hash_seed };
+        let found = recovery::find(&dir, &arena, superblock.log_id, config).await?;
+        let report = RecoveryReport { created, ..found.report };
+        let ring_options =
+            RingOptions { queue_depth: options.queue_depth, ..RingOptions::new("larder-l3", segments_max + 1) };
+        let ring =
+            Ring::start(arena.clone(), ring_options).map_err(L3Error::io("starting a ring for", &options.dir))?;
+        let Found { recovered, files, .. } = found;
+        let direct = files.values().all(DeviceFile::direct);
+        let files = attach(&ring, files, &dir).await?;
+        let queue = WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES;
+        let shared = Shared::new(arena, ring, recovered.log, superblock.log_id, &dir, files, queue);
+        shared.note_direct(direct);
+        Ok((L3::start(Arc::new(shared), dir, options.capacity_bytes), report))
+    }
+
+    fn start(shared: Arc<Shared>, dir: Arc<Directory>, capacity_bytes: u64) -> L3 {
+        let tasks = vec![
+            tokio::spawn(carry_out_intents(shared.clone(), Arc::downgrade(&dir))),
+            tokio::spawn(sync_regularly(shared.clone())),
+        ];
+        let running = Running { shared, tasks: Mutex::new(tasks), capacity_bytes, dir: Mutex::new(Some(dir)) };
+        L3 { running: Arc::new(running) }
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.running.shared
+    }
+
+    /// What is known of a page. It may be gone by the time it is read.
+    pub fn find(&self, id: &PageId) -> Option<L3Entry> {
+        self.shared().look(|log| log.find(id).map(L3Entry::from))
+    }
+
+    /// Most bytes of a page's payload.
+    pub fn page_bytes_max(&self) -> usize {
+        self.shared().look(|log| log.record_bytes_max()) as usize - BLOCK_BYTES
+    }
+
+    /// Reads a page into a slot of the arena. `None` is a miss: not there, or damaged, which is counted and warned of.
+    /// Past the deadline the read goes on without a taker; its memory and its segment are held until the device is done.
+    pub async fn read(&self, id: &PageId, deadline: Instant) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        self.shared().open()?;
+        until(deadline, "a read", self.shared().read(id)).await
+    }
+
+    /// Writes a page; returns when the device has it. It can be found from then on, and is durable within a second. A
+    /// put (by key and generation) that is there already is not written again. Past the deadline the page may still
+    /// be written.
+    pub async fn write(&self, meta: PageMeta, payload: Slot, deadline: Instant) -> Result<(), L3Error> {
+        self.shared().open()?;
+        until(deadline, "a write", self.shared().write(meta, payload)).await
+    }
+
+    /// Forgets pages; durable before it returns. The answer is how many of them could be found. After an error or past
+    /// the deadline none of them can be found, but a crash may bring some back: ask again.
+    pub async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, L3Error> {
+        self.shared().open()?;
+        until(deadline, "forgetting", self.shared().forget(ids)).await
+    }
+
+    /// Figures.
+    pub fn stats(&self) -> L3Stats {
+        let shared = self.shared();
+        let counts = shared.look(|log| log.counts());
+        let queued = WRITE_QUEUE_BYTES_MAX.saturating_sub(shared.write_queue.available_permits() * BLOCK_BYTES);
+        L3Stats {
+            bytes_capacity: self.running.capacity_bytes,
+            bytes_on_device: counts.segments * shared.segment_bytes + BLOCK_BYTES as u64,
+            write_queue_bytes: queued as u64,
+            direct_io: !shared.buffered.load(Ordering::Relaxed),
+            registered_buffers: shared.ring.facts().registered_buffers,
+            ..shared.counters.stats(counts)
+        }
+    }
+
+    /// Takes no more requests, waits for writes under way, syncs, and lets go of the directory. All clones are closed.
+    pub async fn close(&self) {
+        let shared = self.shared();
+        if shared.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        // Writers that wait for a segment find out that it is closed.
+        shared.prepared.send_modify(|_| ());
+        let all = (WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES) as u32;
+        if tokio::time::timeout(CLOSE_PATIENCE, shared.write_queue.acquire_many(all)).await.is_err() {
+            tracing::warn!("closing L3 while writes are under way");
+        }
+        sync_all(shared).await;
+        self.running.stop_tasks();
+        let closing = shared.clone();
+        // Joining the thread waits for the device.
+        let _ = tokio::task::spawn_blocking(move || closing.ring.close()).await;
+        self.running.dir.lock().take();
+    }
+}
+
+impl std::fmt::Debug for L3 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("L3").field("dir", &self.shared().dir).finish_non_exhaustive()
+    }
+}
+
+impl Running {
+    fn stop_tasks(&self) {
+        self.tasks.lock().drain(..).for_each(|task| task.abort());
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.shared.closed.store(true, Ordering::Release);
+        self.stop_tasks();
+        self.shared.ring.close();
+    }
+}
+
+async fn attach(
+    ring: &Ring,
+    files: BTreeMap<u32, DeviceFile>,
+    dir: &Directory,
+) -> Result<BTreeMap<u32, FileId>, L3Error> {
+    let mut attached = BTreeMap::new();
+    for (number, file) in files {
+        let id = ring.attach(file).await.map_err(L3Error::io("attaching", dir.segment_path(number)))?;
+        attached.insert(number, id);
+    }
+    Ok(attached)
+}
+
+async fn until<T>(
+    deadline: Instant,
+    what: &'static str,
+    work: impl Future<Output = Result<T, L3Error>>,
+) -> Result<T, L3Error> {
+    tokio::time::timeout_at(deadline.into(), work).await.unwrap_or(Err(L3Error::Deadline(what)))
+}
