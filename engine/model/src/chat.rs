@@ -1,0 +1,224 @@
+//! Chat templates: Jinja as Hugging Face renders it.
+//!
+//! What must always hold: a template is a stranger's program. It sees the messages and the special tokens and nothing
+//! else, does a bounded amount of work ([`FUEL`]), and its failures are errors.
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Kwargs;
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde::{Deserialize, Serialize};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Most template instructions of one rendering. A message costs some tens.
+pub const FUEL: u64 = 20_000_000;
+
+const NAME: &str = "chat_template";
+
+/// One message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// Who speaks: `system`, `user`, `assistant`, …
+    pub role: String,
+    /// What is said.
+    pub content: String,
+}
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`.
+    pub fn new(source: &str) -> Result<ChatTemplate, Error> {
+        let mut environment = Environment::new();
+        // As in transformers: trim_blocks, lstrip_blocks, loop controls, Python's methods, no escaping.
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.set_fuel(Some(FUEL));
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", |format: &str| strftime(format, SystemTime::now()));
+        environment.add_filter("tojson", to_json);
+        environment.add_template_owned(NAME, without_generation_tags(source))?;
+        Ok(ChatTemplate { environment })
+    }
+
+    /// Renders a conversation; `bos` and `eos` are the special tokens' texts, empty where the model has none.
+    pub fn render(&self, messages: &[ChatMessage], generate: bool, bos: &str, eos: &str) -> Result<String, Error> {
+        let messages: Vec<Value> =
+            messages.iter().map(|m| context! { role => &m.role, content => &m.content }).collect();
+        self.environment.get_template(NAME)?.render(context! {
+            messages => messages,
+            add_generation_prompt => generate,
+            bos_token => bos,
+            eos_token => eos,
+        })
+    }
+}
+
+fn raise_exception(message: String) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// `json.dumps(value, ensure_ascii=False)`: as minijinja's own filter, without its escapes for HTML.
+fn to_json(value: &Value, indent: Option<Value>, args: Kwargs) -> Result<String, Error> {
+    let escaped = minijinja::filters::tojson(value, indent, args)?;
+    let mut json = String::new();
+    let mut rest = escaped.as_str().unwrap_or_default();
+    while let Some(at) = rest.find('\\') {
+        let plain = [("\\u003c", "<"), ("\\u003e", ">"), ("\\u0026", "&"), ("\\u0027", "'")];
+        json.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let (taken, text) = match plain.iter().find(|(code, _)| rest.starts_with(code)) {
+            Some((code, text)) => (code.len(), *text),
+            // An escape is a backslash and one more ASCII character; so an escaped backslash is stepped over whole.
+            None => (2.min(rest.len()), rest.get(..2).unwrap_or(rest)),
+        };
+        json.push_str(text);
+        rest = &rest[taken..];
+    }
+    json.push_str(rest);
+    Ok(json)
+}
+
+/// `{% generation %}` marks what an assistant says, for training. It changes nothing in the text, so it becomes `if true`.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let Some(len) = rest[at..].find("%}") else { break };
+        let tag = &rest[at + 2..at + len];
+        let word = tag.trim_matches(['-', '+']).trim();
+        out.push_str(&rest[..at + 2]);
+        match word {
+            "generation" => out.push_str(&tag.replace(word, "if true")),
+            "endgeneration" => out.push_str(&tag.replace(word, "endif")),
+            _ => out.push_str(tag),
+        }
+        out.push_str("%}");
+        rest = &rest[at + len + 2..];
+    }
+    out.push_str(rest);
+    out
+}
+
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+
+/// The directives of `strftime` that templates use, in UTC; others are left as they are.
+fn strftime(format: &str, time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let days = seconds / 86_400;
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let (year, month, day) = civil_date(days);
+    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('Y') => out.push_str(&year.to_string()),
+            Some('y') => out.push_str(&format!("{:02}", year % 100)),
+            Some('m') => out.push_str(&format!("{month:02}")),
+            Some('d') => out.push_str(&format!("{day:02}")),
+            Some('B') => out.push_str(month_name),
+            Some('b') => out.push_str(&month_name[..3]),
+            Some('A') => out.push_str(day_name),
+            Some('a') => out.push_str(&day_name[..3]),
+            Some('H') => out.push_str(&format!("{hour:02}")),
+            Some('I') => out.push_str(&format!("{:02}", (hour + 11) % 12 + 1)),
+            Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
+            Some('M') => out.push_str(&format!("{minute:02}")),
+            Some('S') => out.push_str(&format!("{second:02}")),
+            Some('%') => out.push('%'),
+            Some(other) => out.extend(['%', other]),
+            None => out.push('%'),
+        }
+    }
+    out
+}
+
+/// Year, month and day of a day counted from 1970-01-01 (the proleptic Gregorian calendar, in eras of 400 years).
+fn civil_date(days: u64) -> (u64, u64, u64) {
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn conversation() -> Vec<ChatMessage> {
+        [("system", " Be brief. "), ("user", "2 < 3 & \"x\" 'y' \\u003c?")]
+            .map(|(role, content)| ChatMessage { role: role.into(), content: content.into() })
+            .to_vec()
+    }
+
+    fn render(source: &str) -> Result<String, Error> {
+        ChatTemplate::new(source)?.render(&conversation(), true, "<s>", "</s>")
+    }
+
+    #[test]
+    fn renders_as_transformers_does() {
+        let source = "{{ bos_token }}{% for message in messages %}\n    {% if message['role'].upper() == 'SYSTEM' %}\n\
+                      [{{ message.content.strip() }}]\n    {%- else %}\n{{ message.role }}: {{ message.content }}\n\
+                      {{ eos_token }}\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}assistant:{% endif %}";
+        let expected = "<s>[Be brief.]user: 2 < 3 & \"x\" 'y' \\u003c?\n</s>\nassistant:";
+        assert_eq!(render(source).unwrap(), expected);
+    }
+
+    #[test]
+    fn json_is_not_escaped_for_html() {
+        let json = render("{{ messages[1].content | tojson }}").unwrap();
+        assert_eq!(json, r#""2 < 3 & \"x\" 'y' \\u003c?""#);
+        assert_eq!(render("{{ {'a': [1, true]} | tojson }}").unwrap(), r#"{"a": [1, true]}"#);
+    }
+
+    #[test]
+    fn templates_can_refuse_and_cannot_run_for_ever() {
+        let refused = render("{{ raise_exception('no such role') }}").unwrap_err();
+        assert!(refused.to_string().contains("no such role"));
+        let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+        assert!(render(endless).is_err());
+        assert!(ChatTemplate::new("{% if %}").is_err());
+    }
+
+    #[test]
+    fn generation_tags_are_transparent() {
+        let source = "{% for m in messages %}{%- generation -%} {{ m.role }} {%- endgeneration %};{% endfor %}";
+        assert_eq!(render(source).unwrap(), "system;user;");
+    }
+
+    #[test]
+    fn dates() {
+        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        assert_eq!(strftime("%d %b %Y, %A %H:%M:%S %q%", at(0)), "01 Jan 1970, Thursday 00:00:00 %q%");
+        assert_eq!(strftime("%Y-%m-%d %a %I%p %y %B", at(951_827_696)), "2000-02-29 Tue 12PM 00 February");
+        assert_eq!(strftime("%Y-%m-%d", at(1_735_689_599)), "2024-12-31");
+    }
+}

@@ -1,0 +1,265 @@
+//! The forward pass.
+//!
+//! What must always hold: see the crate's first paragraph; each step is either a kernel whose rows do not see each other,
+//! or attention, whose result for a query depends on its position and its sequence's keys and values alone.
+//!
+//! The tokens of all chunks are rows of one matrix, chunk after chunk. In the last layer only the rows whose logits are
+//! wanted go on once their keys and values are written.
+
+use crate::batch::{self, Chunk, ForwardError, LayerHooks};
+use crate::kv::{KvKind, PageSlot, head_place};
+use crate::model::{LayerWeights, Linear, Model};
+use larder_format::PageGeometry;
+use larder_kernels::cpu::{
+    AttentionChunk, AttentionShape, HeadPlace, RopeTable, add, attention, matmul, rms_norm, silu_mul,
+};
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Buffers of one forward pass, kept for the next.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// `[rows][hidden]`: the residual stream.
+    stream: Vec<f32>,
+    /// `[rows][hidden]`: its norm.
+    normed: Vec<f32>,
+    /// `[rows][queries + keys + values]`.
+    qkv: Vec<f32>,
+    /// `[rows][queries]`: what attention gives.
+    attended: Vec<f32>,
+    /// `[rows][hidden]`: what goes back into the stream.
+    projected: Vec<f32>,
+    /// `[rows][2 · intermediate]`.
+    gate_up: Vec<f32>,
+    /// `[rows][intermediate]`.
+    activated: Vec<f32>,
+    rope: RopeTable,
+}
+
+/// Most buffers kept; as many passes can run at once without allocating.
+const SCRATCH_KEPT_MAX: usize = 4;
+
+/// Buffers that no pass is using.
+#[derive(Default)]
+pub(crate) struct ScratchPool(Mutex<Vec<Scratch>>);
+
+impl ScratchPool {
+    fn take(&self) -> Scratch {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    fn put(&self, scratch: Scratch) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < SCRATCH_KEPT_MAX {
+            kept.push(scratch);
+        }
+    }
+}
+
+/// The first `len` elements of a buffer, whatever they hold.
+fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
+}
+
+impl Model {
+    /// Computes keys and values of all tokens of `batch` into their pages, and the wanted logits: per chunk its rows of
+    /// `vocab` logits, one after the other. `hooks` hears of every layer.
+    ///
+    /// # Errors
+    /// If the batch breaks a rule (see [`ForwardError`]); nothing was computed then.
+    pub fn forward(&self, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) -> Result<Vec<Vec<f32>>, ForwardError> {
+        batch::check(batch, &self.config)?;
+        let mut scratch = self.scratch.take();
+        in_pool(|| self.embed(batch, &mut scratch));
+        let mut rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
+        for (layer, weights) in self.weights.layers.iter().enumerate() {
+            in_pool(|| self.keys_and_values(layer, weights, batch, &mut scratch));
+            hooks.layer_done(layer, batch);
+            if layer + 1 == self.weights.layers.len() {
+                self.keep_wanted(batch, &mut rows, &mut scratch);
+            }
+            if rows.iter().any(|rows| !rows.is_empty()) {
+                in_pool(|| {
+                    self.attend(layer, batch, &rows, &mut scratch);
+                    self.finish_layer(weights, &rows, &mut scratch);
+                });
+            }
+        }
+        let logits = in_pool(|| self.logits(&rows, &mut scratch));
+        self.scratch.put(scratch);
+        Ok(logits)
+    }
+
+    fn qkv_width(&self) -> usize {
+        self.config.query_width() + 2 * self.config.kv_width()
+    }
+
+    fn embed(&self, batch: &[Chunk<'_>], scratch: &mut Scratch) {
+        let hidden = self.config.hidden;
+        let tokens: Vec<u32> = batch.iter().flat_map(|chunk| chunk.tokens.iter().copied()).collect();
+        let positions = batch.iter().flat_map(|chunk| chunk.position..chunk.end());
+        scratch.rope.fill(&self.frequencies, positions);
+        let stream = sized(&mut scratch.stream, tokens.len() * hidden);
+        stream.par_chunks_exact_mut(hidden).with_min_len(64).zip(&tokens).for_each(|(row, &token)| {
+            match &self.weights.embedding {
+                Some(table) => row.copy_from_slice(&table[token as usize * hidden..][..hidden]),
+                None => self.weights.output.copy_row(token as usize, row),
+            }
+        });
+    }
+
+    /// Queries, keys and values of all rows; keys and values go into the pages.
+    fn keys_and_values(&self, layer: usize, weights: &LayerWeights, batch: &mut [Chunk<'_>], scratch: &mut Scratch) {
+        let config = &self.config;
+        let rows: usize = batch.iter().map(|chunk| chunk.tokens.len()).sum();
+        let Scratch { stream, normed, qkv, rope, .. } = scratch;
+        let normed = sized(normed, rows * config.hidden);
+        rms_norm(&stream[..rows * config.hidden], &weights.attention_norm, config.rms_eps, normed);
+        let width = self.qkv_width();
+        let qkv = sized(qkv, rows * width);
+        project(normed, &weights.qkv, qkv);
+        let turned = config.query_width() + config.kv_width();
+        qkv.par_chunks_exact_mut(width).with_min_len(32).enumerate().for_each(|(row, values)| {
+            for (head, values) in values[..turned].chunks_exact_mut(config.head_dim).enumerate() {
+                if let Some((query_norm, key_norm)) = &weights.qk_norm {
+                    let norm = if head < config.heads { query_norm } else { key_norm };
+                    let head = values.to_vec();
+                    rms_norm(&head, norm, config.rms_eps, values);
+                }
+                rope.apply(row, values);
+            }
+        });
+        let mut rest = &*qkv;
+        for chunk in batch {
+            let (own, others) = rest.split_at(chunk.tokens.len() * width);
+            rest = others;
+            self.write_pages(layer, chunk, own);
+        }
+    }
+
+    /// Copies keys and values of a chunk's rows into its open pages.
+    fn write_pages(&self, layer: usize, chunk: &mut Chunk<'_>, qkv: &[f32]) {
+        let geometry = *chunk.geometry();
+        let page_tokens = geometry.page_tokens as usize;
+        let (keys, values) = places(&geometry, layer);
+        let head_dim = self.config.head_dim;
+        for (index, row) in qkv.chunks_exact(self.qkv_width()).enumerate() {
+            let position = chunk.position + index;
+            let PageSlot::Open(page) = &mut chunk.pages[position / page_tokens] else {
+                unreachable!("the batch was checked: pages that are written are open");
+            };
+            let page = page.as_f32_mut();
+            let slot = position % page_tokens;
+            let heads = row[self.config.query_width()..].chunks_exact(head_dim);
+            for (place, head) in keys.iter().chain(&values).zip(heads) {
+                page[place.start + slot * place.stride..][..head_dim].copy_from_slice(head);
+            }
+        }
+    }
+
+    /// Keeps only the rows whose logits are wanted: the last ones of each chunk.
+    fn keep_wanted(&self, batch: &[Chunk<'_>], rows: &mut [Range<usize>], scratch: &mut Scratch) {
+        let (hidden, width) = (self.config.hidden, self.qkv_width());
+        let (mut source, mut target) = (0, 0);
+        for (chunk, rows) in batch.iter().zip(rows) {
+            let wanted = chunk.logit_rows();
+            let from = source + wanted.start..source + wanted.end;
+            scratch.stream.copy_within(from.start * hidden..from.end * hidden, target * hidden);
+            scratch.qkv.copy_within(from.start * width..from.end * width, target * width);
+            source += chunk.tokens.len();
+            target += wanted.len();
+            *rows = wanted;
+        }
+    }
+
+    /// Attention of the rows `rows` of each chunk.
+    fn attend(&self, layer: usize, batch: &[Chunk<'_>], rows: &[Range<usize>], scratch: &mut Scratch) {
+        let config = &self.config;
+        let count: usize = rows.iter().map(Range::len).sum();
+        let (query_width, width) = (config.query_width(), self.qkv_width());
+        let pages: Vec<Vec<&[f32]>> =
+            batch.iter().map(|chunk| chunk.pages.iter().map(|slot| slot.page().as_f32()).collect()).collect();
+        let places: Vec<_> = batch.iter().map(|chunk| places(chunk.geometry(), layer)).collect();
+        let mut queries = &scratch.qkv[..count * width];
+        let mut out = sized(&mut scratch.attended, count * query_width);
+        let mut chunks = Vec::with_capacity(batch.len());
+        for (index, chunk) in batch.iter().enumerate().filter(|(index, _)| !rows[*index].is_empty()) {
+            let (own, others) = queries.split_at(rows[index].len() * width);
+            queries = others;
+            let (own_out, others) = out.split_at_mut(rows[index].len() * query_width);
+            out = others;
+            chunks.push(AttentionChunk {
+                position: chunk.position + rows[index].start,
+                queries: own,
+                query_stride: width,
+                pages: &pages[index],
+                page_tokens: chunk.geometry().page_tokens as usize,
+                keys: &places[index].0,
+                values: &places[index].1,
+                out: own_out,
+            });
+        }
+        let shape = AttentionShape {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            scale: 1.0 / (config.head_dim as f32).sqrt(),
+        };
+        attention(&shape, &mut chunks);
+    }
+
+    /// The layer's second half: out of attention, through the MLP.
+    fn finish_layer(&self, weights: &LayerWeights, rows: &[Range<usize>], scratch: &mut Scratch) {
+        let config = &self.config;
+        let count: usize = rows.iter().map(Range::len).sum();
+        let stream = &mut scratch.stream[..count * config.hidden];
+        let projected = sized(&mut scratch.projected, count * config.hidden);
+        project(&scratch.attended[..count * config.query_width()], &weights.attention_output, projected);
+        add(stream, projected);
+        let normed = sized(&mut scratch.normed, count * config.hidden);
+        rms_norm(stream, &weights.mlp_norm, config.rms_eps, normed);
+        let gate_up = sized(&mut scratch.gate_up, count * 2 * config.intermediate);
+        project(normed, &weights.gate_up, gate_up);
+        let activated = sized(&mut scratch.activated, count * config.intermediate);
+        silu_mul(gate_up, config.intermediate, activated);
+        project(activated, &weights.down, projected);
+        add(stream, projected);
+    }
+
+    fn logits(&self, rows: &[Range<usize>], scratch: &mut Scratch) -> Vec<Vec<f32>> {
+        let (hidden, vocab) = (self.config.hidden, self.config.vocab);
+        let count: usize = rows.iter().map(Range::len).sum();
+        let normed = sized(&mut scratch.normed, count * hidden);
+        rms_norm(&scratch.stream[..count * hidden], &self.weights.norm, self.config.rms_eps, normed);
+        let mut first = 0;
+        let of_chunk = |rows: &Range<usize>| {
+            let mut logits = vec![0.0; rows.len() * vocab];
+            if !rows.is_empty() {
+                matmul(&normed[first * hidden..][..rows.len() * hidden], &self.weights.output, None, &mut logits);
+            }
+            first += rows.len();
+            logits
+        };
+        rows.iter().map(of_chunk).collect()
+    }
+}
+
+/// Runs several kernels on a thread of rayon's pool: from outside, each of them would wake the pool and be woken by it.
+/// Hooks are called on the caller's own thread.
+fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    rayon::scope(|_| work())
+}
+
+fn project(x: &[f32], linear: &Linear, out: &mut [f32]) {
+    matmul(x, &linear.weight, linear.bias.as_deref(), out);
+}
+
+/// Where the keys and the values of every head of a layer lie in a page.
+fn places(geometry: &PageGeometry, layer: usize) -> (Vec<HeadPlace>, Vec<HeadPlace>) {
+    let of_kind = |kind| (0..geometry.kv_heads as usize).map(|head| head_place(geometry, layer, kind, head)).collect();
+    (of_kind(KvKind::Key), of_kind(KvKind::Value))
+}

@@ -1,0 +1,206 @@
+//! A loaded model: weights laid out for the kernels, its fingerprint, the shape of its pages.
+//!
+//! What must always hold: a [`Model`] never changes. Its fingerprint covers all that decides its numbers: the
+//! configuration in canonical form and every tensor that is used, as it is in the files.
+
+use crate::config::ModelConfig;
+use crate::forward::ScratchPool;
+use crate::weights::{LoadError, Tensor, Tensors, WeightFiles, read_json, read_optional_json};
+use larder_format::{KvDtype, MAX_PARTS, PageGeometry};
+use larder_kernels::cpu::Packed;
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+use std::path::Path;
+
+/// A part of a page is as many layers as fit into this, so that layers travel while others are computed, in pieces that
+/// are still worth a transfer.
+const PART_BYTES_TARGET: usize = 256 << 10;
+
+/// Configuration and weights.
+pub struct Model {
+    pub(crate) config: ModelConfig,
+    pub(crate) weights: Weights,
+    /// Radians per position of each rotary pair.
+    pub(crate) frequencies: Vec<f32>,
+    pub(crate) scratch: ScratchPool,
+    fingerprint: [u8; 32],
+}
+
+/// All weights, in `f32`.
+pub(crate) struct Weights {
+    /// The embedding matrix, unless it is the output matrix.
+    pub(crate) embedding: Option<Vec<f32>>,
+    pub(crate) layers: Vec<LayerWeights>,
+    pub(crate) norm: Vec<f32>,
+    pub(crate) output: Packed,
+}
+
+/// Weights of one layer. Projections that read the same input are one matrix.
+pub(crate) struct LayerWeights {
+    pub(crate) attention_norm: Vec<f32>,
+    /// Queries, keys, values.
+    pub(crate) qkv: Linear,
+    /// Norms of each query and each key head.
+    pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    pub(crate) attention_output: Linear,
+    pub(crate) mlp_norm: Vec<f32>,
+    /// Gates, then ups.
+    pub(crate) gate_up: Linear,
+    pub(crate) down: Linear,
+}
+
+/// A projection.
+pub(crate) struct Linear {
+    pub(crate) weight: Packed,
+    pub(crate) bias: Option<Vec<f32>>,
+}
+
+impl Model {
+    /// Loads the model folder `dir`: `config.json`, `generation_config.json` if there is one, and the weights.
+    ///
+    /// # Errors
+    /// If the folder is incomplete or malformed, or asks for something that is not computed here. The error names it.
+    pub fn load(dir: &Path) -> Result<Model, LoadError> {
+        if !dir.is_dir() {
+            return Err(LoadError::NoFolder(dir.to_owned()));
+        }
+        let generation = read_optional_json(&dir.join("generation_config.json"))?;
+        let config = ModelConfig::from_json(&read_json(&dir.join("config.json"))?, &generation)?;
+        let files = WeightFiles::open(dir)?;
+        let mut loader = Loader { tensors: files.tensors()?, used: Vec::new() };
+        let weights = loader.weights(&config)?;
+        let fingerprint = loader.fingerprint(&config);
+        let frequencies = config.rope.frequencies(config.head_dim);
+        Ok(Model { config, weights, frequencies, scratch: ScratchPool::default(), fingerprint })
+    }
+
+    /// What decides the computation, and its limits.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// SHA-256 over all that decides the numbers.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        self.fingerprint
+    }
+
+    /// The shape of a page of `page_tokens` tokens. Whether a page of that many tokens is within the store's limits is told
+    /// by [`PageGeometry::validate`].
+    pub fn geometry(&self, page_tokens: u32) -> PageGeometry {
+        let config = &self.config;
+        let layer_bytes = 2 * config.kv_width() * page_tokens as usize * KvDtype::F32.bytes();
+        let fitting = PART_BYTES_TARGET / layer_bytes.max(1);
+        let layers_per_part = fitting.max(config.layers.div_ceil(MAX_PARTS)).clamp(1, config.layers);
+        PageGeometry {
+            dtype: KvDtype::F32,
+            layers: config.layers as u32,
+            kv_heads: config.kv_heads as u32,
+            head_dim: config.head_dim as u32,
+            page_tokens,
+            layers_per_part: layers_per_part as u32,
+            head_groups: 1,
+        }
+    }
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Model").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// Takes tensors by name and remembers which were used.
+struct Loader<'a> {
+    tensors: Tensors<'a>,
+    used: Vec<Tensor<'a>>,
+}
+
+impl<'a> Loader<'a> {
+    fn weights(&mut self, config: &ModelConfig) -> Result<Weights, LoadError> {
+        let embedding = self.take("model.embed_tokens.weight", &[config.vocab, config.hidden])?;
+        let (embedding, output) = if config.tied_embeddings {
+            (None, embedding)
+        } else {
+            let output = self.take("lm_head.weight", &[config.vocab, config.hidden])?;
+            (Some(embedding.to_vec()), output)
+        };
+        let layers = (0..config.layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
+        let norm = self.take("model.norm.weight", &[config.hidden])?.to_vec();
+        Ok(Weights { embedding, layers, norm, output: pack(&[output], config.hidden)? })
+    }
+
+    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, LoadError> {
+        let name = |suffix: &str| format!("model.layers.{layer}.{suffix}");
+        let (hidden, queries, keys) = (config.hidden, config.query_width(), config.kv_width());
+        let mut norm = |suffix: &str, len: usize| Ok(self.take(&name(suffix), &[len])?.to_vec());
+        let attention_norm = norm("input_layernorm.weight", hidden)?;
+        let mlp_norm = norm("post_attention_layernorm.weight", hidden)?;
+        let qk_norm = match config.qk_norm {
+            true => Some((
+                norm("self_attn.q_norm.weight", config.head_dim)?,
+                norm("self_attn.k_norm.weight", config.head_dim)?,
+            )),
+            false => None,
+        };
+        let qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)];
+        let gate_up = [("mlp.gate_proj", config.intermediate), ("mlp.up_proj", config.intermediate)];
+        let (attention, down) = ([("self_attn.o_proj", hidden)], [("mlp.down_proj", hidden)]);
+        Ok(LayerWeights {
+            attention_norm,
+            qkv: self.linear(&name, &qkv, hidden, config.qkv_bias)?,
+            qk_norm,
+            attention_output: self.linear(&name, &attention, queries, config.output_bias)?,
+            mlp_norm,
+            gate_up: self.linear(&name, &gate_up, hidden, config.mlp_bias)?,
+            down: self.linear(&name, &down, config.intermediate, config.mlp_bias)?,
+        })
+    }
+
+    /// Several projections of one input, one under the other.
+    fn linear(
+        &mut self,
+        name: &impl Fn(&str) -> String,
+        parts: &[(&str, usize)],
+        inputs: usize,
+        has_bias: bool,
+    ) -> Result<Linear, LoadError> {
+        let mut weights = Vec::new();
+        let mut bias = Vec::new();
+        for &(part, outputs) in parts {
+            weights.push(self.take(&name(&format!("{part}.weight")), &[outputs, inputs])?);
+            if has_bias {
+                bias.extend(self.take(&name(&format!("{part}.bias")), &[outputs])?.to_vec());
+            }
+        }
+        Ok(Linear { weight: pack(&weights, inputs)?, bias: has_bias.then_some(bias) })
+    }
+
+    fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor<'a>, LoadError> {
+        let tensor = self.tensors.get(name, shape)?;
+        self.used.push(tensor.clone());
+        Ok(tensor)
+    }
+
+    fn fingerprint(mut self, config: &ModelConfig) -> [u8; 32] {
+        self.used.sort_by(|a, b| a.name().cmp(b.name()));
+        let digests: Vec<[u8; 32]> = self.used.par_iter().map(Tensor::digest).collect();
+        let mut hash = Sha256::new();
+        hash.update(config.canonical());
+        digests.iter().for_each(|digest| hash.update(digest));
+        hash.finalize().into()
+    }
+}
+
+/// Lays out matrices of equal row length, one under the other.
+fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<Packed, LoadError> {
+    let outputs = parts.iter().map(Tensor::rows).sum();
+    let fill = |mut output: usize, row: &mut [f32]| {
+        for part in parts {
+            if output < part.rows() {
+                return part.read_row(output, row);
+            }
+            output -= part.rows();
+        }
+    };
+    Packed::new(outputs, inputs, fill).map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
+}

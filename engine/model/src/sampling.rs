@@ -1,0 +1,192 @@
+//! From logits to a token.
+//!
+//! What must always hold: the same parameters with the same seed give the same tokens for the same logits, on any
+//! machine; temperature 0 is the largest logit, the lowest id among equals.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+/// How a completion is sampled. Fields that are absent in JSON take their defaults.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SamplingParams {
+    /// Divides the logits; 0 (the default) takes the best token always.
+    pub temperature: f32,
+    /// Samples from the smallest set of best tokens whose probabilities reach this; 1 (the default) is off.
+    pub top_p: f32,
+    /// Samples from this many best tokens; 0 (the default) is off.
+    pub top_k: u32,
+    /// Makes sampling reproducible; absent: a new seed each time.
+    pub seed: Option<u64>,
+    /// Most tokens to generate. Default 256.
+    pub max_tokens: usize,
+    /// Generation ends before any of these strings. Default none.
+    pub stop: Vec<String>,
+    /// Goes on after the model's end-of-sequence token. Default no.
+    pub ignore_eos: bool,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            seed: None,
+            max_tokens: 256,
+            stop: Vec::new(),
+            ignore_eos: false,
+        }
+    }
+}
+
+/// Samples the tokens of one sequence.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    temperature: f32,
+    top_p: f32,
+    top_k: usize,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// A sampler for one sequence. Temperatures that are not positive numbers mean greedy.
+    pub fn new(params: &SamplingParams) -> Sampler {
+        let rng = match params.seed {
+            Some(seed) => ChaCha8Rng::seed_from_u64(seed),
+            None => ChaCha8Rng::from_os_rng(),
+        };
+        let is_greedy = !(params.temperature > 0.0 && params.temperature.is_finite());
+        Sampler {
+            temperature: if is_greedy { 0.0 } else { params.temperature },
+            top_p: if params.top_p.is_nan() { 1.0 } else { params.top_p },
+            top_k: params.top_k as usize,
+            rng,
+        }
+    }
+
+    /// Picks a token id, an index into `logits`. NaN counts as impossible; of an empty row, 0.
+    pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        if self.temperature == 0.0 || self.top_k == 1 {
+            return larder_kernels::cpu::argmax(logits);
+        }
+        let candidates = self.candidates(logits);
+        self.draw(&candidates)
+    }
+
+    /// Ids and their unnormalised probabilities, in the order they are drawn from.
+    fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
+        let mut kept: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|(_, x)| !x.is_nan()).collect();
+        let best_first = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if self.top_k > 0 && self.top_k < kept.len() {
+            kept.select_nth_unstable_by(self.top_k - 1, best_first);
+            kept.truncate(self.top_k);
+        }
+        let is_cut = self.top_k > 0 || self.top_p < 1.0;
+        if is_cut {
+            kept.sort_unstable_by(best_first);
+        }
+        let max = kept.iter().map(|c| c.1).fold(f32::NEG_INFINITY, f32::max);
+        let weight = |x: f32| if x == max { 1.0 } else { (f64::from(x - max) / f64::from(self.temperature)).exp() };
+        let mut weighted: Vec<(u32, f64)> = kept.into_iter().map(|(id, x)| (id, weight(x))).collect();
+        if self.top_p < 1.0 {
+            weighted.truncate(nucleus(&weighted, f64::from(self.top_p)));
+        }
+        weighted
+    }
+
+    fn draw(&mut self, candidates: &[(u32, f64)]) -> u32 {
+        let total: f64 = candidates.iter().map(|c| c.1).sum();
+        let mut left = self.rng.random::<f64>() * total;
+        for &(id, weight) in candidates {
+            left -= weight;
+            if left < 0.0 {
+                return id;
+            }
+        }
+        // Rounding may leave a little; the last token that can be drawn takes it.
+        candidates.iter().rev().find(|c| c.1 > 0.0).or(candidates.first()).map_or(0, |c| c.0)
+    }
+}
+
+/// How many of the best tokens reach `top_p` of the probability; the one that crosses it counts, and one always remains.
+fn nucleus(weighted: &[(u32, f64)], top_p: f64) -> usize {
+    let threshold = top_p * weighted.iter().map(|c| c.1).sum::<f64>();
+    let mut sum = 0.0;
+    let crossing = weighted.iter().position(|c| {
+        sum += c.1;
+        sum >= threshold
+    });
+    crossing.map_or(weighted.len(), |index| index + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn params(temperature: f32, top_k: u32, top_p: f32) -> SamplingParams {
+        SamplingParams { temperature, top_k, top_p, seed: Some(7), ..SamplingParams::default() }
+    }
+
+    fn histogram(params: &SamplingParams, logits: &[f32], draws: usize) -> Vec<usize> {
+        let mut sampler = Sampler::new(params);
+        let mut counts = vec![0; logits.len()];
+        for _ in 0..draws {
+            counts[sampler.sample(logits) as usize] += 1;
+        }
+        counts
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_id_of_the_best() {
+        let logits = [0.5, 2.0, f32::NAN, 2.0, f32::NEG_INFINITY];
+        for temperature in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert_eq!(Sampler::new(&params(temperature, 0, 1.0)).sample(&logits), 1);
+        }
+        assert_eq!(Sampler::new(&params(1.0, 1, 1.0)).sample(&logits), 1);
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let logits = [0.6f32.ln(), 0.3f32.ln(), 0.1f32.ln()];
+        let counts = histogram(&params(1.0, 0, 1.0), &logits, 20_000);
+        for (count, p) in counts.iter().zip([0.6, 0.3, 0.1]) {
+            assert!((*count as f64 / 20_000.0 - p).abs() < 0.015, "{counts:?}");
+        }
+        // Temperature 1/2 squares the odds: 36 : 9 : 1.
+        let counts = histogram(&params(0.5, 0, 1.0), &logits, 20_000);
+        assert!((counts[0] as f64 / 20_000.0 - 36.0 / 46.0).abs() < 0.015, "{counts:?}");
+    }
+
+    #[test]
+    fn cuts_keep_the_best() {
+        let logits = [0.1f32.ln(), 0.5f32.ln(), 0.15f32.ln(), 0.25f32.ln()];
+        let drawn = |p: &SamplingParams| -> Vec<bool> { histogram(p, &logits, 5000).iter().map(|&c| c > 0).collect() };
+        assert_eq!(drawn(&params(1.0, 2, 1.0)), [false, true, false, true]);
+        // 0.5 alone does not reach 0.6; the token that crosses it is kept.
+        assert_eq!(drawn(&params(1.0, 0, 0.6)), [false, true, false, true]);
+        assert_eq!(drawn(&params(1.0, 0, 0.8)), [false, true, true, true]);
+        assert_eq!(drawn(&params(1.0, 0, 0.0)), [false, true, false, false]);
+        assert_eq!(drawn(&params(1.0, 3, 0.99)), [false, true, true, true]);
+    }
+
+    #[test]
+    fn a_seed_reproduces_and_another_differs() {
+        let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin()).collect();
+        let draw = |seed| {
+            let mut sampler = Sampler::new(&SamplingParams { seed: Some(seed), ..params(1.0, 0, 0.95) });
+            (0..40).map(|_| sampler.sample(&logits)).collect::<Vec<_>>()
+        };
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+    }
+
+    #[test]
+    fn nonsense_never_panics() {
+        let mut sampler = Sampler::new(&params(1.0, 3, 0.5));
+        for logits in [&[][..], &[f32::NAN; 3], &[f32::NEG_INFINITY; 3], &[f32::INFINITY, 1.0, f32::INFINITY]] {
+            assert!((sampler.sample(logits) as usize) < logits.len().max(1));
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Stop strings in streamed text.
+//!
+//! What must always hold: what was emitted never contains a stop string nor any part of the one that ended the text,
+//! however the text was cut into pieces; and what is held back is shorter than the longest stop string.
+
+/// What one piece of text gave.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StopStep {
+    /// Text that is safe to emit.
+    pub text: String,
+    /// A stop string was found; nothing follows.
+    pub stopped: bool,
+}
+
+/// Finds the first stop string in text that arrives piece by piece.
+#[derive(Debug, Clone)]
+pub struct StopMatcher {
+    stops: Vec<String>,
+    held: String,
+    stopped: bool,
+}
+
+impl StopMatcher {
+    /// Looks for `stops`; empty ones are ignored.
+    pub fn new(mut stops: Vec<String>) -> StopMatcher {
+        stops.retain(|stop| !stop.is_empty());
+        StopMatcher { stops, held: String::new(), stopped: false }
+    }
+
+    /// Takes the next piece. After a stop nothing more is emitted.
+    pub fn push(&mut self, text: &str) -> StopStep {
+        if self.stopped {
+            return StopStep { text: String::new(), stopped: true };
+        }
+        self.held.push_str(text);
+        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+            self.stopped = true;
+            self.held.truncate(at);
+            return StopStep { text: std::mem::take(&mut self.held), stopped: true };
+        }
+        let keep_from = self.held.len() - self.possible_beginning();
+        let tail = self.held.split_off(keep_from);
+        StopStep { text: std::mem::replace(&mut self.held, tail), stopped: false }
+    }
+
+    /// Ends the text: what was held back.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+
+    /// Bytes at the end of what is held that may be the beginning of a stop string.
+    fn possible_beginning(&self) -> usize {
+        let longest = |stop: &String| {
+            let most = (stop.len() - 1).min(self.held.len());
+            (1..=most).rev().find(|&len| self.held.as_bytes().ends_with(&stop.as_bytes()[..len])).unwrap_or(0)
+        };
+        let bytes = self.stops.iter().map(longest).max().unwrap_or(0);
+        // A beginning may be cut inside a character (both strings begin it alike); hold the whole character.
+        (bytes..=self.held.len()).find(|&len| self.held.is_char_boundary(self.held.len() - len)).unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut matcher = StopMatcher::new(stops.iter().map(|s| s.to_string()).collect());
+        let mut out = String::new();
+        for piece in pieces {
+            let step = matcher.push(piece);
+            out.push_str(&step.text);
+            if step.stopped {
+                return (out, true);
+            }
+        }
+        out.push_str(&matcher.finish());
+        (out, false)
+    }
+
+    #[test]
+    fn the_earliest_stop_wins_however_the_text_is_cut() {
+        let text = "naïve user: hello\nUser: bye é";
+        let cuts: Vec<usize> = (0..=text.len()).filter(|&at| text.is_char_boundary(at)).collect();
+        for &a in &cuts {
+            for &b in cuts.iter().filter(|&&b| b >= a) {
+                let pieces = [&text[..a], &text[a..b], &text[b..]];
+                assert_eq!(run(&["User:", "\nUser"], &pieces), ("naïve user: hello".into(), true));
+                assert_eq!(run(&["nothing", "é!"], &pieces), (text.into(), false));
+                assert_eq!(run(&[""], &pieces), (text.into(), false));
+            }
+        }
+    }
+
+    #[test]
+    fn only_a_possible_beginning_is_held_back() {
+        let mut matcher = StopMatcher::new(vec!["STOP".into(), "ést".into()]);
+        assert_eq!(matcher.push("abc S").text, "abc ");
+        assert_eq!(matcher.push("TO").text, "");
+        assert_eq!(matcher.push("x").text, "STOx");
+        // 'è' shares its first byte with 'é' but is a whole other character.
+        assert_eq!(matcher.push("è").text, "è");
+        assert_eq!(matcher.push("é").text, "");
+        assert_eq!(matcher.finish(), "é");
+    }
+}

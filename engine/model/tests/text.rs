@@ -1,0 +1,199 @@
+//! The bundled model's tokenizer, and tokenizers of other kinds.
+
+use larder_model::{ChatMessage, Tokenizer, TokenizerError};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const TEXTS: &[&str] = &[
+    "The harvest is stored in the larder, and nobody goes hungry.",
+    "  two spaces, a tab\tand\n\nnew lines  ",
+    "naïve café — “quotes” … 日本語 🦀🧑‍🌾 ẞ",
+    "fn main() { println!(\"{:?}\", 1 << 20); }",
+    "",
+    "\u{FFFD} stays",
+];
+
+fn bundled() -> Tokenizer {
+    Tokenizer::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny")).unwrap()
+}
+
+/// Byte-level BPE without merges: every byte is a token.
+fn byte_level() -> Tokenizer {
+    let mut vocab = serde_json::Map::new();
+    let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
+    let mut shifted = 256;
+    for byte in 0..256u32 {
+        let code = if printable(&byte) {
+            byte
+        } else {
+            shifted += 1;
+            shifted - 1
+        };
+        vocab.insert(char::from_u32(code).unwrap().to_string(), json!(byte));
+    }
+    from_json(&json!({
+        "version": "1.0",
+        "added_tokens": [special(256, "<|end|>")],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }))
+}
+
+/// As Llama 2: spaces are a letter, the first is dropped, unknown characters fall back to bytes.
+fn sentence_piece() -> Tokenizer {
+    let mut vocab = serde_json::Map::new();
+    vocab.insert("<unk>".into(), json!(0));
+    for byte in 0..256 {
+        vocab.insert(format!("<0x{byte:02X}>"), json!(byte + 1));
+    }
+    for (index, c) in "▁abcdefghijklmnopqrstuvwxyzTH.,".chars().enumerate() {
+        vocab.insert(c.to_string(), json!(index + 257));
+    }
+    from_json(&json!({
+        "version": "1.0",
+        "added_tokens": [special(300, "<s>")],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", "byte_fallback": true},
+    }))
+}
+
+fn special(id: u32, content: &str) -> Value {
+    json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+           "normalized": false, "special": true})
+}
+
+fn from_json(tokenizer: &Value) -> Tokenizer {
+    let bytes = serde_json::to_vec(tokenizer).unwrap();
+    Tokenizer::from_files(&BTreeMap::from([("tokenizer.json".to_owned(), bytes)])).unwrap()
+}
+
+fn stream_all(tokenizer: &Tokenizer, ids: &[u32]) -> String {
+    let mut stream = tokenizer.stream();
+    let mut text: String = ids.iter().filter_map(|&id| stream.push(id)).collect();
+    text.extend(stream.finish());
+    text
+}
+
+#[test]
+fn text_round_trips_and_streams_as_it_decodes() {
+    for (name, tokenizer) in [("bundled", bundled()), ("bytes", byte_level()), ("sentencepiece", sentence_piece())] {
+        for text in TEXTS {
+            let ids = tokenizer.encode(text, false).unwrap();
+            assert_eq!(tokenizer.decode(&ids), *text, "{name}");
+            assert_eq!(stream_all(&tokenizer, &ids), *text, "{name}");
+        }
+    }
+}
+
+#[test]
+fn any_tokens_stream_as_they_decode() {
+    let kinds = [("bundled", bundled(), 4096), ("bytes", byte_level(), 257), ("pieces", sentence_piece(), 301)];
+    for (name, tokenizer, vocab) in kinds {
+        let mut state = 12_345u32;
+        for len in (0..600).map(|n| n % 60) {
+            let mut next = || {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) % vocab
+            };
+            let ids: Vec<u32> = (0..len).map(|_| next()).collect();
+            assert_eq!(stream_all(&tokenizer, &ids), tokenizer.decode(&ids), "{name}: {ids:?}");
+        }
+    }
+}
+
+#[test]
+fn endless_noise_is_not_held_for_ever() {
+    let tokenizer = byte_level();
+    // Bytes that never become a character, then one that does, cut at every phase of the bound.
+    for noise in 250..270 {
+        let mut ids = vec![0xBF; noise];
+        ids.extend(tokenizer.encode("🦀 ok", false).unwrap());
+        let mut stream = tokenizer.stream();
+        let mut pieces: Vec<String> = ids.iter().filter_map(|&id| stream.push(id)).collect();
+        pieces.extend(stream.finish());
+        assert_eq!(pieces.concat(), tokenizer.decode(&ids));
+        assert!(pieces.len() > 1);
+    }
+    let mut stream = tokenizer.stream();
+    assert!((0..300).any(|_| stream.push(0xBF).is_some()));
+}
+
+#[test]
+fn a_character_comes_whole() {
+    let tokenizer = byte_level();
+    let ids = tokenizer.encode("a🦀b", false).unwrap();
+    assert_eq!(ids.len(), 6);
+    let mut stream = tokenizer.stream();
+    let pieces: Vec<Option<String>> = ids.iter().map(|&id| stream.push(id)).collect();
+    let expected = [Some("a"), None, None, None, Some("🦀"), Some("b")];
+    assert_eq!(pieces, expected.map(|p| p.map(str::to_owned)));
+    assert_eq!(stream.finish(), None);
+    let mut stream = tokenizer.stream();
+    assert_eq!(stream.push(ids[1]), None);
+    assert_eq!(stream.finish().as_deref(), Some("\u{FFFD}"));
+}
+
+#[test]
+fn the_bundled_model_can_chat() {
+    let tokenizer = bundled();
+    assert!(tokenizer.has_chat_template());
+    assert_eq!(tokenizer.eos_ids(), [2]);
+    let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
+    let messages = [message("system", "Be kind."), message("user", "Who are you?")];
+    let text = tokenizer.chat(&messages, true).unwrap();
+    let ids = tokenizer.encode(&text, false).unwrap();
+    assert!(text.contains("Be kind.") && text.contains("Who are you?"), "{text}");
+    // The role marks are one token each.
+    assert!(ids.contains(&3) && ids.contains(&4) && ids.contains(&5), "{text}: {ids:?}");
+    assert!(text.starts_with(&tokenizer.chat(&messages, false).unwrap()));
+}
+
+#[test]
+fn end_tokens_come_from_where_they_are_named() {
+    let tokenizer = serde_json::to_vec(&json!({
+        "version": "1.0", "added_tokens": [special(1, "<e>")],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"},
+    }))
+    .unwrap();
+    let ids = |files: &[(&str, &str)]| {
+        let mut all = BTreeMap::from([("tokenizer.json".to_owned(), tokenizer.clone())]);
+        all.extend(files.iter().map(|(name, content)| (name.to_string(), content.as_bytes().to_vec())));
+        Tokenizer::from_files(&all).unwrap().eos_ids().to_vec()
+    };
+    let (generation, config) = ("generation_config.json", "config.json");
+    assert_eq!(ids(&[(generation, r#"{"eos_token_id": [7, 8]}"#), (config, r#"{"eos_token_id": 2}"#)]), [7, 8]);
+    assert_eq!(ids(&[(generation, "{}"), (config, r#"{"eos_token_id": 2}"#)]), [2]);
+    assert_eq!(ids(&[("tokenizer_config.json", r#"{"eos_token": "<e>"}"#)]), [1]);
+    assert_eq!(ids(&[("tokenizer_config.json", r#"{"eos_token": {"content": "<e>"}}"#)]), [1]);
+    assert!(ids(&[]).is_empty());
+}
+
+#[test]
+fn malformed_files_are_errors() {
+    assert!(matches!(Tokenizer::from_files(&BTreeMap::new()), Err(TokenizerError::Missing)));
+    assert!(Tokenizer::load(Path::new("/no/such/folder")).is_err());
+    for content in ["", "{}", "null", r#"{"version": "1.0", "model": {"type": "BPE", "vocab": 3}}"#] {
+        let files = BTreeMap::from([("tokenizer.json".to_owned(), content.as_bytes().to_vec())]);
+        let error = Tokenizer::from_files(&files).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json"), "{error}");
+    }
+    let tokenizer = serde_json::to_vec(&json!({
+        "version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}))
+    .unwrap();
+    let mut files = BTreeMap::from([("tokenizer.json".to_owned(), tokenizer)]);
+    let plain = Tokenizer::from_files(&files).unwrap();
+    assert!(matches!(plain.chat(&[], true), Err(TokenizerError::NoChatTemplate)));
+    files.insert("chat_template.jinja".into(), b"{{ raise_exception('only users may speak') }}".to_vec());
+    let error = Tokenizer::from_files(&files).unwrap().chat(&[], true).unwrap_err().to_string();
+    assert!(error.contains("only users may speak"), "{error}");
+    files.insert("chat_template.jinja".into(), b"{% endfor %}".to_vec());
+    assert!(matches!(Tokenizer::from_files(&files), Err(TokenizerError::Chat(_))));
+    files.insert("tokenizer_config.json".into(), b"{".to_vec());
+    assert!(Tokenizer::from_files(&files).unwrap_err().to_string().contains("tokenizer_config.json"));
+}

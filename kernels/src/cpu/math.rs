@@ -1,0 +1,138 @@
+//! Sums, maxima and exponentials over rows.
+
+use pulp::{Arch, NullaryFnOnce};
+
+/// Lanes a sum over a row runs in, whatever the width of the machine's vectors.
+pub const LANES: usize = 16;
+
+/// Adds the lanes in pairs, always in the same order.
+#[inline(always)]
+pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// The larger of two. Unlike `f32::max` it is one instruction; if one of them is NaN, the result is either.
+#[inline(always)]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// The largest lane.
+#[inline(always)]
+pub(super) fn max_lanes(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = larger(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// e to the power of `x`, to about 1e-7 relative; 0 below -87. Branch-free, so that loops over it become vector code.
+///
+/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; a polynomial (Cephes' `expf`) gives e^r, and n goes into the exponent's bits.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    const LOWEST: f32 = -87.0;
+    const HIGHEST: f32 = 88.0;
+    // Adding 1.5·2²³ rounds to an integer and leaves it in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let clamped = larger(if x < HIGHEST { x } else { HIGHEST }, LOWEST);
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN_2_LOW, n.mul_add(-LN_2_HIGH, clamped));
+    let mut poly = 1.987_569_1e-4_f32;
+    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        poly = poly.mul_add(r, coefficient);
+    }
+    let mantissa = poly.mul_add(r * r, r) + 1.0;
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < LOWEST { 0.0 } else { mantissa * power }
+}
+
+/// Turns `row` into probabilities in place. An empty row stays empty.
+pub fn softmax(row: &mut [f32]) {
+    struct Op<'a>(&'a mut [f32]);
+    impl NullaryFnOnce for Op<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn call(self) {
+            let max = self.0.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let mut sums = [0.0; LANES];
+            for piece in self.0.chunks_mut(LANES) {
+                for (x, sum) in piece.iter_mut().zip(&mut sums) {
+                    *x = exp(*x - max);
+                    *sum += *x;
+                }
+            }
+            let scale = 1.0 / sum_lanes(sums);
+            self.0.iter_mut().for_each(|x| *x *= scale);
+        }
+    }
+    Arch::new().dispatch(Op(row));
+}
+
+/// Index of the largest value, the lowest of equals; NaN never is. 0 for an empty row.
+pub fn argmax(row: &[f32]) -> u32 {
+    let mut best = 0;
+    let mut max = f32::NEG_INFINITY;
+    for (index, &value) in row.iter().enumerate() {
+        if value > max {
+            (best, max) = (index, value);
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_everywhere() {
+        let mut worst = 0.0f64;
+        for i in -86_990..88_000 {
+            let x = i as f32 * 1e-3;
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(exp(x)) - exact).abs() / exact);
+        }
+        assert!(worst < 2e-7, "{worst}");
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(-100.0), 0.0);
+        assert!(exp(1000.0).is_finite());
+    }
+
+    #[test]
+    fn softmax_sums_to_one() {
+        let mut row: Vec<f32> = (0..37).map(|i| (i as f32 * 0.37).sin() * 5.0).collect();
+        let naive: Vec<f64> = {
+            let e: Vec<f64> = row.iter().map(|&x| f64::from(x).exp()).collect();
+            let sum: f64 = e.iter().sum();
+            e.iter().map(|x| x / sum).collect()
+        };
+        softmax(&mut row);
+        for (x, y) in row.iter().zip(naive) {
+            assert!((f64::from(*x) - y).abs() < 1e-7);
+        }
+        softmax(&mut []);
+    }
+
+    #[test]
+    fn argmax_takes_the_first_best() {
+        assert_eq!(argmax(&[1.0, 3.0, f32::NAN, 3.0]), 1);
+        assert_eq!(argmax(&[]), 0);
+        assert_eq!(argmax(&[f32::NAN, f32::NEG_INFINITY, -3.0]), 2);
+    }
+}
