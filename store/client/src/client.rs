@@ -151,7 +151,9 @@ impl Client {
             let _ = tokio::time::timeout(STRAGGLER_WAIT, all).await;
             first
         };
-        tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| self.inner.links.iter().any(|l| l.live().is_some()))
+        tokio::time::timeout(timeout, work)
+            .await
+            .unwrap_or_else(|_| self.inner.links.iter().any(|l| l.live().is_some()))
     }
 
     /// Shape of a page in this client's namespace.
@@ -173,9 +175,11 @@ impl Client {
                 by_node[owner].push(index);
             }
         }
-        let batches = nodes.live.iter().zip(&by_node).flat_map(|(node, indices)| {
-            indices.chunks(batch).map(|chunk| (node.clone(), chunk.to_vec()))
-        });
+        let batches = nodes
+            .live
+            .iter()
+            .zip(&by_node)
+            .flat_map(|(node, indices)| indices.chunks(batch).map(|chunk| (node.clone(), chunk.to_vec())));
         batches.collect()
     }
 
@@ -267,7 +271,10 @@ impl Client {
     }
 
     fn namespace(&self) -> &Namespace {
-        self.inner.namespace.as_ref().expect("pages are put and followed by clients that were attached with a namespace")
+        self.inner
+            .namespace
+            .as_ref()
+            .expect("pages are put and followed by clients that were attached with a namespace")
     }
 
     /// Begins to put a page, which must be sealed by `deadline`. Returns at once.
@@ -292,7 +299,12 @@ impl Client {
         follow::begin(self.owner(&key), id, namespace.geometry, buffer, counters, deadline)
     }
 
-    async fn count_at_owners(&self, keys: &[PageKey], deadline: Instant, message: fn(Vec<PageKey>) -> Request) -> usize {
+    async fn count_at_owners(
+        &self,
+        keys: &[PageKey],
+        deadline: Instant,
+        message: fn(Vec<PageKey>) -> Request,
+    ) -> usize {
         let answers = self.ask_owners(keys, deadline, message).await;
         let counts = answers.into_iter().map(|(_, answer)| match answer {
             Some(Response::Count(count)) => count as usize,

@@ -38,7 +38,8 @@ impl<B> Drop for Follow<B> {
 impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
     /// Waits for the end of the page and gives the buffer back.
     pub async fn finish(mut self) -> (B, FollowEnd) {
-        let (buffer, result) = (&mut self.task).await.expect("a follow neither panics nor is aborted while it is awaited");
+        let (buffer, result) =
+            (&mut self.task).await.expect("a follow neither panics nor is aborted while it is awaited");
         let end = match result {
             FollowResult::Sealed => FollowEnd::Sealed,
             FollowResult::Aborted => FollowEnd::Aborted,

@@ -226,9 +226,8 @@ async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io:
         let response = Response::decode(header.kind, &body).map_err(invalid)?;
         let sink = live.sinks.lock().take(header.request);
         let step = place(live, reader, &header, response, sink);
-        let kept = tokio::time::timeout(STALL_TIMEOUT, step)
-            .await
-            .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        let kept =
+            tokio::time::timeout(STALL_TIMEOUT, step).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         let cancelled = live.sinks.lock().give_back(header.request, kept);
         if cancelled.is_some() {
             live.tell(&Request::Cancel(header.request));

@@ -150,8 +150,7 @@ const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 async fn run(node: Option<Arc<Live>>, page: NewPage, part_table: Vec<u32>, mut queue: Queue) -> Ended {
     let Some(node) = node else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
-    let reserve =
-        Reserved { key: page.key, parent: page.parent, position: page.position, part_bytes: part_table };
+    let reserve = Reserved { key: page.key, parent: page.parent, position: page.position, part_bytes: part_table };
     match node.ask(&Request::Reserve(reserve), Instant::now() + ANSWER_TIMEOUT).await {
         Some(Response::Reserved { outcome: ReserveOutcome::Granted, put }) => send_parts(&node, put, &mut queue).await,
         Some(Response::Reserved { outcome: ReserveOutcome::Exists, .. }) => {

@@ -23,9 +23,10 @@ fn mix(mut x: u64) -> u64 {
 /// Index of the node that owns `key`, among nodes with these seeds; `None` if there are none.
 pub(crate) fn owner(key: &PageKey, seeds: &[u64]) -> Option<usize> {
     // Foreign engines bring keys of their own: all 32 bytes count.
-    let folded = key.0.chunks_exact(8).fold(0u64, |folded, word| {
-        mix(folded ^ u64::from_le_bytes(word.try_into().expect("chunks of 8")))
-    });
+    let folded = key
+        .0
+        .chunks_exact(8)
+        .fold(0u64, |folded, word| mix(folded ^ u64::from_le_bytes(word.try_into().expect("chunks of 8"))));
     let weights = seeds.iter().enumerate().map(|(index, seed)| (mix(folded ^ seed), index));
     weights.max().map(|(_, index)| index)
 }

@@ -79,7 +79,8 @@ mod tests {
 
     #[test]
     fn refuses_with_a_reason() {
-        for bad in ["redis://a:1", "larder://", "larder://a", "larder://a:0", "larder://a:1/?x=y", "larder://a:1,,b:2"] {
+        for bad in ["redis://a:1", "larder://", "larder://a", "larder://a:0", "larder://a:1/?x=y", "larder://a:1,,b:2"]
+        {
             assert!(bad.parse::<StoreUrl>().is_err(), "{bad}");
         }
     }

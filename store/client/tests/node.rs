@@ -1,9 +1,7 @@
 //! The client against a real node, over a real socket.
 
 use bytes::Bytes;
-use larder_client::{
-    Client, ClientOptions, FollowEnd, Member, NewPage, PutOutcome, StoreUrl, Tier,
-};
+use larder_client::{Client, ClientOptions, FollowEnd, Member, NewPage, PutOutcome, StoreUrl, Tier};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::net::SocketAddr;

@@ -11,8 +11,8 @@ use futures::StreamExt;
 use larder_format::codec::DecodeError;
 use larder_format::{MAX_PAGE_BYTES, NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request,
-    ReserveOutcome, Reserved, Response, TierCode, read_frame,
+    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload,
+    Request, ReserveOutcome, Reserved, Response, TierCode, read_frame,
 };
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -480,7 +480,13 @@ async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadlin
         }
         Request::Forget(_) => {
             shared.puts.abort_all(&ids);
-            Response::Count(shared.tiers.forget(&ids, deadline).await as u32)
+            match shared.tiers.forget(&ids, deadline).await {
+                Ok(count) => Response::Count(count as u32),
+                Err(error) => {
+                    tracing::error!(%error, "forgetting did not reach L3");
+                    Response::Error { code: ErrorCode::Internal, message: format!("not durably forgotten: {error}") }
+                }
+            }
         }
         Request::Suspect(_) => Response::Count(shared.tiers.recheck(&ids[0]) as u32),
         Request::Compare { crcs, .. } => Response::Committed(match shared.tiers.get(&ids[0], deadline).await {

@@ -25,7 +25,10 @@ impl Identity {
         let path = dir.join(FILE);
         let mut identity = match fs::read(&path) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
-                io::Error::new(io::ErrorKind::InvalidData, format!("{}: {error}; remove it to start anew", path.display()))
+                io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("{}: {error}; remove it to start anew", path.display()),
+                )
             })?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self { epoch: 0, ..Self::transient() },
             Err(error) => return Err(error),

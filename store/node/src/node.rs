@@ -109,8 +109,10 @@ impl Node {
         let (l3, recovery) = open_l3(&options, &arena).await?;
         let metrics = Arc::new(Metrics::default());
         let tiers = Tiers::new(&options, arena, l3, metrics.clone());
+        // The epoch alone would do, but for a data directory whose identity was removed and whose L3 was not.
+        let generation_first = recovery.as_ref().map_or(0, |r| r.generation_max + 1).max(identity.epoch << 32);
         let shared = Arc::new(Shared {
-            puts: Puts::new(tiers.clone(), metrics.clone(), identity.epoch),
+            puts: Puts::new(tiers.clone(), metrics.clone(), generation_first),
             tiers,
             members: Members::default(),
             registry: metrics.registry(),
@@ -173,10 +175,7 @@ fn identity(options: &NodeOptions) -> Result<Identity, NodeError> {
     Identity::next(dir).map_err(failed)
 }
 
-async fn open_l3(
-    options: &NodeOptions,
-    arena: &Arc<Arena>,
-) -> Result<(Option<L3>, Option<RecoveryReport>), NodeError> {
+async fn open_l3(options: &NodeOptions, arena: &Arc<Arena>) -> Result<(Option<L3>, Option<RecoveryReport>), NodeError> {
     let (Some(dir), true) = (&options.data_dir, options.l3_bytes > 0) else { return Ok((None, None)) };
     let (l3, report) = L3::open(L3Options::new(dir.join("l3"), options.l3_bytes), arena.clone()).await?;
     tracing::info!(?report, "L3 recovered");

@@ -140,8 +140,9 @@ pub(crate) enum Presence {
 }
 
 impl Puts {
-    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, epoch: u64) -> Self {
-        Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(epoch << 32) }
+    /// Puts are numbered from `generation_first` on; it must be above every generation that L3 holds.
+    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64) -> Self {
+        Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(generation_first) }
     }
 
     /// Room for a page, if nobody has it or writes it.

@@ -8,7 +8,7 @@ use crate::options::NodeOptions;
 use foyer::{Cache, CacheBuilder, LruConfig};
 use larder_device::{Arena, Slot};
 use larder_format::{PageId, PageMeta};
-use larder_l3::L3;
+use larder_l3::{L3, L3Error};
 use larder_wire::TierCode;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -144,8 +144,9 @@ impl Tiers {
         });
     }
 
-    /// Forgets pages, durably where L3 has them; the number that were there.
-    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> usize {
+    /// Forgets pages, durably where L3 has them; the number that were there. After an error they are not served, but may
+    /// return after a crash: it is to be tried again.
+    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, L3Error> {
         let mut there = vec![false; ids.len()];
         for (id, there) in ids.iter().zip(&mut there) {
             // A write under way must land first, or it would land after the tombstone and resurrect the page.
@@ -156,17 +157,17 @@ impl Tiers {
             }
             *there |= self.l3.as_ref().is_some_and(|l3| l3.find(id).is_some());
         }
-        if let Some(l3) = &self.l3
-            && let Err(error) = l3.forget(ids, deadline).await
-        {
-            tracing::warn!(%error, "forget did not reach L3");
-        }
+        let durable = match &self.l3 {
+            Some(l3) => l3.forget(ids, deadline).await.map(drop),
+            None => Ok(()),
+        };
         for (id, there) in ids.iter().zip(&mut there) {
             *there |= self.l2.remove(id).is_some();
         }
+        durable?;
         let count = there.iter().filter(|&&t| t).count();
         self.metrics.pages_forgotten.inc_by(count as u64);
-        count
+        Ok(count)
     }
 
     /// Verifies the copy in DRAM and drops it if it is damaged; the number dropped.
