@@ -1,0 +1,20 @@
+//! `larder bench …`: measurements that anybody can repeat.
+
+pub mod serve;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Time to first token, tokens per second and hit rate of a running router, with and without the store
+    Serve(serve::Args),
+}
+
+/// Runs it.
+pub async fn run(bench: Bench) -> Result<()> {
+    match bench {
+        Bench::Serve(args) => serve::run(args).await,
+    }
+}

@@ -1,0 +1,136 @@
+//! One process of an installation: a store node, an engine, a router.
+
+use crate::signals;
+use anyhow::{Context, Result};
+use bytesize::ByteSize;
+use clap::Args;
+use larder_client::StoreUrl;
+use larder_node::{Node, NodeOptions};
+use larder_router::{Router, RouterOptions};
+use larder_worker::{Engine, EngineOptions, Role};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// `larder store`
+#[derive(Debug, Args)]
+pub struct StoreArgs {
+    /// Address of the data port
+    #[arg(long, default_value = "127.0.0.1:7700")]
+    listen: SocketAddr,
+    /// Address of /healthz, /metrics and /status
+    #[arg(long)]
+    admin_listen: Option<SocketAddr>,
+    /// Directory of the node's identity and its L3; without one the node keeps pages in DRAM only
+    #[arg(long)]
+    data_dir: Option<PathBuf>,
+    /// DRAM for pages (L2)
+    #[arg(long, default_value = "1GiB")]
+    l2: ByteSize,
+    /// Most disk for pages (L3)
+    #[arg(long, default_value = "4GiB")]
+    l3: ByteSize,
+}
+
+/// `larder prefill`, `larder decode`
+#[derive(Debug, Args)]
+pub struct EngineArgs {
+    /// The store, e.g. larder://10.0.0.1:7700,10.0.0.2:7700/
+    #[arg(long, env = "LARDER_STORE")]
+    store: StoreUrl,
+    /// Model folder as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json
+    #[arg(long)]
+    model: PathBuf,
+    /// Name under which the model is served; the folder's name if left out
+    #[arg(long)]
+    model_name: Option<String>,
+    /// Address of the engine's HTTP server; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:0")]
+    listen: SocketAddr,
+    /// URL under which routers reach this engine, if it is not the address listened on
+    #[arg(long)]
+    advertise: Option<String>,
+    /// Tokens per page; all engines of a model must agree
+    #[arg(long, default_value_t = 32)]
+    page_tokens: u32,
+    /// Memory for the engine's own pages (L1)
+    #[arg(long, default_value = "256MiB")]
+    l1: ByteSize,
+    /// Prompt tokens computed in one step
+    #[arg(long, default_value_t = 512)]
+    chunk_tokens: usize,
+    /// Sequences in one step
+    #[arg(long, default_value_t = 64)]
+    max_batch: usize,
+}
+
+/// `larder router`
+#[derive(Debug, Args)]
+pub struct RouterArgs {
+    /// The store, e.g. larder://10.0.0.1:7700,10.0.0.2:7700/
+    #[arg(long, env = "LARDER_STORE")]
+    store: StoreUrl,
+    /// Address of the OpenAI API
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    listen: SocketAddr,
+    /// Address of the admin API and the metrics
+    #[arg(long, default_value = "127.0.0.1:8001")]
+    admin_listen: SocketAddr,
+    /// Prompt tokens to be computed below which the decode engine computes them itself
+    #[arg(long, default_value_t = 64)]
+    prefill_min_tokens: u32,
+    /// Most seconds for a request
+    #[arg(long, default_value_t = 120)]
+    request_timeout: u64,
+}
+
+/// Runs a store node until it is asked to stop.
+pub async fn store(args: StoreArgs) -> Result<()> {
+    let node = Node::start(NodeOptions {
+        listen: args.listen,
+        admin_listen: args.admin_listen,
+        data_dir: args.data_dir,
+        l2_bytes: args.l2.as_u64(),
+        l3_bytes: args.l3.as_u64(),
+        ..NodeOptions::default()
+    })
+    .await?;
+    println!("store node {} at larder://{}/", node.node_id(), node.addr());
+    if let Some(addr) = node.admin_addr() {
+        println!("admin at http://{addr}");
+    }
+    signals::stop_requested().await?;
+    node.shutdown().await;
+    Ok(())
+}
+
+/// Runs an engine until it is asked to stop.
+pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
+    let mut options = EngineOptions::new(role, args.model, args.store);
+    options.model_name = args.model_name;
+    options.listen = args.listen;
+    options.advertise = args.advertise;
+    options.page_tokens = args.page_tokens;
+    options.l1_bytes = args.l1.as_u64() as usize;
+    options.chunk_tokens = args.chunk_tokens;
+    options.max_batch = args.max_batch;
+    let engine = Engine::start(options).await?;
+    println!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
+    signals::stop_requested().await?;
+    engine.shutdown().await;
+    Ok(())
+}
+
+/// Runs a router until it is asked to stop.
+pub async fn router(args: RouterArgs) -> Result<()> {
+    let mut options = RouterOptions::new(args.store);
+    options.listen = args.listen;
+    options.admin_listen = args.admin_listen;
+    options.prefill_min_tokens = args.prefill_min_tokens;
+    options.request_timeout = Duration::from_secs(args.request_timeout);
+    let router = Router::start(options).await.context("router")?;
+    println!("OpenAI API at http://{}/v1, admin at http://{}", router.addr(), router.admin_addr());
+    signals::stop_requested().await?;
+    router.shutdown().await;
+    Ok(())
+}
