@@ -1,0 +1,157 @@
+//! `bench-pages`: pages through a store node over loopback TCP, beside a bare socket that moves as many bytes.
+//!
+//! Node and client run on runtimes of their own in one process, connected by a socket; nothing is shared but that. All checks
+//! are on. Every figure is the median of several rounds; the bare socket is measured between them.
+
+use anyhow::{Result, ensure};
+use bytes::Bytes;
+use clap::Parser;
+use larder_client::{Client, ClientOptions, NewPage, PutOutcome, StoreUrl};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_node::{Node, NodeOptions};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+#[derive(Parser)]
+#[command(name = "bench-pages", about = "GET and PUT of pages over loopback TCP, beside a bare socket")]
+struct Args {
+    /// Pages in one batch
+    #[arg(long, default_value_t = 16)]
+    batch: usize,
+    /// Megabytes moved per round
+    #[arg(long, default_value_t = 512)]
+    megabytes: usize,
+    /// Rounds; the median counts
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+}
+
+const PAGE_BYTES: [usize; 4] = [64 << 10, 256 << 10, 1 << 20, 4 << 20];
+const L2_BYTES: u64 = 1 << 30;
+/// Chunk of the bare socket.
+const BARE_CHUNK_BYTES: usize = 1 << 20;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let client = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    println!(
+        "batches of {}, {} MB a round, median of {} rounds, GB/s (GB = 1e9 bytes)\n",
+        args.batch, args.megabytes, args.rounds
+    );
+    println!("| page KiB | put | get | bare socket | put / bare | get / bare |");
+    println!("|---|---|---|---|---|---|");
+    for page_bytes in PAGE_BYTES {
+        let options =
+            NodeOptions { listen: SocketAddr::from(([127, 0, 0, 1], 0)), l2_bytes: L2_BYTES, ..NodeOptions::default() };
+        let node = server.block_on(Node::start(options))?;
+        let mut figures = [Vec::new(), Vec::new(), Vec::new()];
+        for round in 0..args.rounds {
+            let (put, get) = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
+            figures[0].push(put);
+            figures[1].push(get);
+            figures[2].push(bare(args.megabytes * 1_000_000)?);
+        }
+        let [put, get, bare] = figures.map(median);
+        println!("| {} | {put:.2} | {get:.2} | {bare:.2} | {:.2} | {:.2} |", page_bytes >> 10, put / bare, get / bare);
+        server.block_on(node.shutdown());
+    }
+    Ok(())
+}
+
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures[figures.len() / 2]
+}
+
+fn gigabytes_per_second(bytes: usize, time: Duration) -> f64 {
+    bytes as f64 / 1e9 / time.as_secs_f64()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// Puts a round's pages and gets them again, in batches; GB/s of each.
+async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usize) -> Result<(f64, f64)> {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers: 8,
+        kv_heads: 8,
+        head_dim: 128,
+        page_tokens: (page_bytes / (2 * 8 * 8 * 128 * 2)) as u32,
+        layers_per_part: 8,
+        head_groups: 1,
+    };
+    ensure!(geometry.page_bytes() == page_bytes, "the geometry makes pages of {page_bytes} bytes");
+    let namespace =
+        NamespaceDescriptor { model: "bench".into(), weights: [round as u8; 32], geometry, tenant: "bench".into() };
+    let url = StoreUrl { nodes: vec![node.to_string()] };
+    let client = Client::attach(url, Some(namespace), ClientOptions::default());
+    ensure!(client.ready(Duration::from_secs(5)).await, "the node answers");
+    // No more than fits into L2 beside the rounds before it; those are evicted.
+    let pages = (args.megabytes * 1_000_000 / page_bytes).max(args.batch);
+    let keys: Vec<PageKey> = (0..pages as u32).map(|i| PageKey::chain(None, &[round as u32, i])).collect();
+    let payload = Bytes::from((0..page_bytes).map(|i| (i * 31) as u8).collect::<Vec<u8>>());
+
+    let begin = Instant::now();
+    for batch in keys.chunks(args.batch) {
+        let puts: Vec<_> = batch
+            .iter()
+            .map(|&key| {
+                let mut put = client.put(NewPage { key, parent: PageKey::NONE, position: 0 }, soon());
+                put.part(0, payload.clone());
+                tokio::spawn(put.commit(soon()))
+            })
+            .collect();
+        for put in puts {
+            let outcome = put.await?;
+            ensure!(outcome == PutOutcome::Stored, "put: {outcome:?}");
+        }
+    }
+    let put = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+
+    let mut buffers: Vec<Vec<u8>> = (0..args.batch).map(|_| vec![0u8; page_bytes]).collect();
+    let begin = Instant::now();
+    for batch in keys.chunks(args.batch) {
+        let wanted = batch.iter().copied().zip(buffers.drain(..batch.len())).collect();
+        for (buffer, tier) in client.get(wanted, soon()).await {
+            ensure!(tier.is_some(), "a page that was just put is there");
+            buffers.push(buffer);
+        }
+    }
+    let get = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+    ensure!(buffers[0][..] == payload[..], "the bytes are those that were put");
+    Ok((put, get))
+}
+
+/// One blocking stream of as many bytes; GB/s.
+fn bare(bytes: usize) -> Result<f64> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    let sender = std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut stream, _) = listener.accept()?;
+        let chunk = vec![7u8; BARE_CHUNK_BYTES];
+        let mut left = bytes;
+        while left > 0 {
+            let now = left.min(chunk.len());
+            stream.write_all(&chunk[..now])?;
+            left -= now;
+        }
+        Ok(())
+    });
+    let mut stream = TcpStream::connect(address)?;
+    let mut chunk = vec![0u8; BARE_CHUNK_BYTES];
+    let begin = Instant::now();
+    let mut received = 0;
+    while received < bytes {
+        received += match stream.read(&mut chunk)? {
+            0 => break,
+            read => read,
+        };
+    }
+    let speed = gigabytes_per_second(received, begin.elapsed());
+    sender.join().expect("the sender does not panic")?;
+    Ok(speed)
+}

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Starts `larder up` as the README says and uses it as a person would: curl, the openai package, the admin commands, the
+# benchmark. Usage: tests/smoke.sh WORK_DIR
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$1
+larder=target/release/larder
+cargo build --release --quiet --bin larder
+data=$(mktemp -d /var/tmp/larder-smoke.XXXXXX)
+
+if ! "$work/venv/bin/python" -c 'import openai' 2>/dev/null; then
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/pip" install --quiet 'openai==2.*'
+fi
+
+"$larder" up --listen 127.0.0.1:0 --data-dir "$data" >"$data/out" 2>"$data/err" &
+up=$!
+finish() {
+    kill "$up" 2>/dev/null || true
+    wait "$up" 2>/dev/null || true
+    rm -rf "$data"
+}
+trap finish EXIT
+for _ in $(seq 100); do
+    grep -q 'larder is up' "$data/out" && break
+    kill -0 "$up" || { cat "$data/err"; exit 1; }
+    sleep 0.1
+done
+cat "$data/out"
+api=$(grep -o 'http://[0-9.:]*/v1' "$data/out" | head -n 1)
+
+# The very command that `up` prints.
+eval "$(grep -A 1 '^  curl' "$data/out")" | tee "$data/answer"
+grep -q '"text"' "$data/answer"
+
+"$work/venv/bin/python" tests/openai_client.py "$api"
+
+"$larder" status --data-dir "$data"
+"$larder" prefix inspect --data-dir "$data" "In the beginning God created the heaven and the earth."
+
+"$larder" bench serve --url "${api%/v1}" --groups 2 --requests 6
+"$larder" bench serve --url "${api%/v1}" --groups 2 --requests 6 --json >"$data/figures"
+python3 - "$data/figures" <<'P'
+import json, sys
+figures = {f["cache"]: f for f in map(json.loads, open(sys.argv[1]))}
+speedup, hits = figures["store"]["ttft_speedup"], figures["store"]["hit_rate"]
+assert hits > 0.9, f"hit rate {hits}"
+assert speedup >= 3, f"a hit's first token must come at least 3 times sooner, it came {speedup:.1f} times sooner"
+P
+
+kill -INT "$up"
+wait "$up"
+echo "smoke: passed"

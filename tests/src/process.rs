@@ -1,0 +1,264 @@
+//! Starting, killing and addressing `larder` processes.
+
+use crate::{PATIENCE, get_json, tiny_folder};
+use std::io::{BufRead, BufReader, Read};
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::time::{Duration, Instant};
+
+/// The `larder` binary of this build, made now if it is not there or old; or the one that `LARDER_BIN` names.
+pub fn larder() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        if let Some(path) = std::env::var_os("LARDER_BIN") {
+            return PathBuf::from(path);
+        }
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent");
+        let built = Command::new(env!("CARGO"))
+            .args(["build", "--release", "--quiet", "--bin", "larder"])
+            .current_dir(workspace)
+            .status()
+            .expect("cargo runs");
+        assert!(built.success(), "larder builds");
+        let test = std::env::current_exe().expect("a test has a path");
+        let release = test.ancestors().nth(2).expect("target/release/deps/test");
+        release.join("larder")
+    })
+}
+
+/// A directory on a real file system (the default one may be in memory, without direct I/O).
+pub fn data_dir() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("larder-test").tempdir_in("/var/tmp").expect("a directory below /var/tmp")
+}
+
+/// An address nobody listens on now.
+pub fn unused_address() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
+}
+
+/// A running `larder` process.
+pub struct Process {
+    child: Child,
+    lines: mpsc::Receiver<String>,
+    said: Vec<String>,
+    errors: Arc<Mutex<String>>,
+}
+
+impl Process {
+    /// Starts `larder` with these arguments.
+    pub fn start(arguments: &[&str]) -> Process {
+        let mut child = Command::new(larder())
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("larder starts");
+        let (sender, lines) = mpsc::channel();
+        let stdout = child.stdout.take().expect("stdout is piped");
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        let errors = Arc::new(Mutex::new(String::new()));
+        let (sink, mut stderr) = (errors.clone(), child.stderr.take().expect("stderr is piped"));
+        std::thread::spawn(move || {
+            let mut chunk = [0u8; 4096];
+            while let Ok(read @ 1..) = stderr.read(&mut chunk) {
+                sink.lock().expect("no panic under this lock").push_str(&String::from_utf8_lossy(&chunk[..read]));
+            }
+        });
+        Process { child, lines, said: Vec::new(), errors }
+    }
+
+    /// A line of its output that contains `text`.
+    ///
+    /// # Panics
+    /// If it ends, or says nothing of the kind in time.
+    pub fn line_with(&mut self, text: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(line) = self.said.iter().find(|line| line.contains(text)) {
+                return line.clone();
+            }
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => self.said.push(line),
+                Err(_) => panic!("larder never said '{text}'; said {:?}; errors:\n{}", self.said, self.errors()),
+            }
+        }
+    }
+
+    /// The word of its output that begins with `scheme`, e.g. `http://`, without a trailing slash or comma.
+    pub fn url(&mut self, scheme: &str) -> String {
+        let line = self.line_with(scheme);
+        let word = line.split_whitespace().find(|word| word.starts_with(scheme)).expect("the line has it");
+        word.trim_end_matches(',').to_string()
+    }
+
+    /// What it wrote to stderr so far.
+    pub fn errors(&self) -> String {
+        self.errors.lock().expect("no panic under this lock").clone()
+    }
+
+    /// SIGKILL, and waits until it is gone.
+    pub fn kill9(mut self) {
+        self.child.kill().expect("it can be killed");
+        self.child.wait().expect("it can be waited for");
+    }
+
+    /// SIGTERM, and waits until it is gone.
+    ///
+    /// # Panics
+    /// If it does not end in time.
+    pub fn stop(mut self) -> ExitStatus {
+        // SAFETY: a signal to a child that has not been waited for.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+        self.wait()
+    }
+
+    /// Waits until it ends by itself.
+    ///
+    /// # Panics
+    /// If it does not end in time.
+    pub fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("it can be waited for") {
+                // Let the readers take the last lines.
+                std::thread::sleep(Duration::from_millis(20));
+                return status;
+            }
+            assert!(Instant::now() < deadline, "larder does not end; errors:\n{}", self.errors());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Store nodes, engines and a router, each a process of its own.
+pub struct Stack {
+    /// Store nodes by number.
+    pub nodes: Vec<Option<Process>>,
+    /// Prefill engine.
+    pub prefill: Option<Process>,
+    /// Decode engine.
+    pub decode: Option<Process>,
+    /// Router.
+    pub router: Option<Process>,
+    /// The store's URL.
+    pub store_url: String,
+    /// URL of the OpenAI API, without `/v1`.
+    pub api: String,
+    /// URL of the admin API.
+    pub admin: String,
+    addresses: Vec<SocketAddr>,
+    dir: tempfile::TempDir,
+}
+
+impl Stack {
+    /// Starts `nodes` store nodes, a prefill and a decode engine, and a router, with the bundled model.
+    pub async fn start(nodes: usize) -> Stack {
+        let addresses: Vec<SocketAddr> = (0..nodes).map(|_| unused_address()).collect();
+        let list: Vec<String> = addresses.iter().map(|a| a.to_string()).collect();
+        let mut stack = Stack {
+            nodes: (0..nodes).map(|_| None).collect(),
+            prefill: None,
+            decode: None,
+            router: None,
+            store_url: format!("larder://{}/", list.join(",")),
+            api: String::new(),
+            admin: String::new(),
+            addresses,
+            dir: data_dir(),
+        };
+        for number in 0..nodes {
+            stack.start_node(number);
+        }
+        stack.start_engines();
+        stack.start_router();
+        stack.ready().await;
+        stack
+    }
+
+    /// Directory of node `number`.
+    pub fn node_dir(&self, number: usize) -> PathBuf {
+        self.dir.path().join(format!("node-{number}"))
+    }
+
+    /// Starts node `number` on its directory and address.
+    pub fn start_node(&mut self, number: usize) {
+        let (dir, address) = (self.node_dir(number), self.addresses[number].to_string());
+        let mut node = Process::start(&[
+            "store",
+            "--listen",
+            &address,
+            "--data-dir",
+            dir.to_str().expect("a UTF-8 path"),
+            "--l2",
+            "64MiB",
+            "--l3",
+            "256MiB",
+        ]);
+        node.line_with("larder://");
+        self.nodes[number] = Some(node);
+    }
+
+    /// An engine of the bundled model, attached to this store.
+    pub fn engine(&self, role: &str, more: &[&str]) -> Process {
+        let folder = tiny_folder();
+        let folder = folder.to_str().expect("a UTF-8 path");
+        let mut engine =
+            Process::start(&[&[role, "--store", &self.store_url, "--model", folder, "--l1", "64MiB"], more].concat());
+        engine.line_with("http://");
+        engine
+    }
+
+    /// Starts (or replaces) both engines.
+    pub fn start_engines(&mut self) {
+        self.prefill = Some(self.engine("prefill", &[]));
+        self.decode = Some(self.engine("decode", &[]));
+    }
+
+    /// Starts the router.
+    pub fn start_router(&mut self) {
+        let free = "127.0.0.1:0";
+        let mut router =
+            Process::start(&["router", "--store", &self.store_url, "--listen", free, "--admin-listen", free]);
+        let line = router.line_with("OpenAI API");
+        let mut urls = line.split_whitespace().filter(|word| word.starts_with("http://"));
+        self.api = urls.next().expect("the API's URL").trim_end_matches("/v1,").to_string();
+        self.admin = urls.next().expect("the admin URL").to_string();
+        self.router = Some(router);
+    }
+
+    /// Waits until the router knows just the engines and nodes that run.
+    pub async fn ready(&mut self) {
+        let nodes = self.nodes.iter().flatten().count();
+        let mut engines: Vec<String> =
+            [&mut self.prefill, &mut self.decode].into_iter().flatten().map(|engine| engine.url("http://")).collect();
+        engines.sort();
+        crate::eventually("engines known to the router", || async {
+            let Ok(status) = get_json(&format!("{}/admin/v1/status", self.admin)).await else { return false };
+            let listed = |list: &str| status[list].as_array().cloned().unwrap_or_default();
+            let mut known: Vec<String> = listed("engines")
+                .iter()
+                .filter(|engine| engine["up"] == true)
+                .filter_map(|engine| engine["url"].as_str().map(str::to_string))
+                .collect();
+            known.sort();
+            // A model is listed once its tokenizer has been loaded.
+            let served = !listed("models").is_empty() || engines.is_empty();
+            served && known == engines && listed("nodes").iter().filter(|node| node["up"] == true).count() == nodes
+        })
+        .await;
+    }
+}

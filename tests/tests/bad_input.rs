@@ -1,0 +1,190 @@
+//! Bad input gets a clear error and harms nothing.
+
+use larder_tests::{Ask, Process, Reference, Stack, complete, data_dir, status_of, tiny_folder, unused_address};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::Duration;
+
+fn copy_model(to: &Path) {
+    for entry in std::fs::read_dir(tiny_folder()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+fn edit(path: &Path, change: impl FnOnce(&mut serde_json::Value)) {
+    let mut json = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    change(&mut json);
+    std::fs::write(path, serde_json::to_vec(&json).unwrap()).unwrap();
+}
+
+/// What `larder decode` says of a model folder it cannot use.
+fn refused(folder: &Path) -> String {
+    let store = format!("larder://{}/", unused_address());
+    let mut engine = Process::start(&["decode", "--store", &store, "--model", folder.to_str().unwrap()]);
+    let status = engine.wait();
+    assert_eq!(status.code(), Some(1), "an error, not a panic: {}", engine.errors());
+    engine.errors()
+}
+
+#[test]
+fn model_folders_that_cannot_be_used_are_refused_by_name() {
+    let dir = data_dir();
+    assert!(refused(&dir.path().join("absent")).contains("absent"));
+
+    copy_model(dir.path());
+    let config = dir.path().join("config.json");
+    edit(&config, |c| c["architectures"] = serde_json::json!(["GPTNeoXForCausalLM"]));
+    let error = refused(dir.path());
+    assert!(error.contains("GPTNeoXForCausalLM") && error.contains("Qwen3ForCausalLM"), "{error}");
+
+    copy_model(dir.path());
+    edit(&config, |c| c["num_hidden_layers"] = 7.into());
+    assert!(refused(dir.path()).contains("model.layers.6."), "the missing tensor is named");
+
+    copy_model(dir.path());
+    edit(&config, |c| c["intermediate_size"] = 440.into());
+    let error = refused(dir.path());
+    assert!(error.contains("mlp") && error.contains("440") && error.contains("448"), "{error}");
+
+    copy_model(dir.path());
+    let weights = dir.path().join("model.safetensors");
+    let bytes = std::fs::read(&weights).unwrap();
+    std::fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+    assert!(refused(dir.path()).contains("model.safetensors"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_on_the_data_port_harm_nothing() {
+    let reference = Reference::load();
+    let tokens = reference.prompt(1, 200);
+    let stack = Stack::start(1).await;
+    let address = stack.store_url.trim_start_matches("larder://").trim_end_matches('/').to_string();
+    let hello = |min: u16, max: u16| {
+        let hello =
+            larder_wire::Request::Hello { version_min: min, version_max: max, name: "test".into(), namespace: None };
+        hello.frame(1, 0, None).head
+    };
+    let mut huge = hello(1, 1);
+    huge[16..20].copy_from_slice(&u32::MAX.to_le_bytes());
+    let attacks: [&[u8]; 5] = [
+        b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n",
+        &[0xff; 4096],
+        &huge,
+        &[],
+        &hello(1, 1)[..20],
+    ];
+    for attack in attacks {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        stream.write_all(attack).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "no answer to what is not a client");
+    }
+    let mut stream = TcpStream::connect(&address).unwrap();
+    stream.write_all(&hello(900, 901)).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    let message = String::from_utf8_lossy(&answer);
+    assert!(message.contains("900 to 901") && message.contains("1 to 1"), "{message}");
+    assert!(status_of(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4);
+    assert_eq!(complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text, reference.greedy_text(&tokens, 32));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_longer_than_the_context_is_refused_as_openai_does() {
+    let reference = Reference::load();
+    let stack = Stack::start(1).await;
+    let error = complete(&stack.api, &Ask::new(&reference.prompt(1, 5000))).await.unwrap_err().to_string();
+    assert!(error.starts_with("400") && error.contains("context_length_exceeded"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damaged_pages_on_disk_are_misses_and_counted() {
+    let reference = Reference::load();
+    let tokens = reference.prompt(1, 1000);
+    let mut stack = Stack::start(1).await;
+    let expected = complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text;
+    assert!(stack.nodes[0].take().unwrap().stop().success());
+    let damaged = damage(&stack.node_dir(0).join("l3"));
+    assert!(damaged > 10);
+    stack.start_node(0);
+    stack.start_engines();
+    stack.ready().await;
+    let answer = complete(&stack.api, &Ask::new(&tokens)).await.unwrap();
+    assert_eq!(answer.text, expected, "damage costs time, not truth");
+    assert!(answer.cached < 992, "damaged pages were not served");
+    let status = status_of(&stack.admin).await;
+    assert!(status[0]["tiers"]["l3"]["corrupt"].as_u64().unwrap() > 0, "{}", status[0]["tiers"]);
+}
+
+/// Flips a bit in every 150th kilobyte that is not zero; the number of bits flipped.
+fn damage(dir: &Path) -> usize {
+    let mut damaged = 0;
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|e| e != "seg") {
+            continue;
+        }
+        let mut bytes = std::fs::read(&path).unwrap();
+        for at in (8 << 10..bytes.len()).step_by(150 << 10) {
+            if bytes[at] != 0 {
+                bytes[at] ^= 0x40;
+                damaged += 1;
+            }
+        }
+        std::fs::write(&path, bytes).unwrap();
+    }
+    damaged
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_l3_evicts_and_stays_within_its_bytes() {
+    let reference = Reference::load();
+    let dir = data_dir();
+    let address = unused_address().to_string();
+    let l3 = 24 << 20;
+    let mut node = Process::start(&[
+        "store",
+        "--listen",
+        &address,
+        "--data-dir",
+        dir.path().to_str().unwrap(),
+        "--l2",
+        "32MiB",
+        "--l3",
+        "24MiB",
+    ]);
+    node.line_with("larder://");
+    let store = format!("larder://{address}/");
+    let folder = tiny_folder();
+    let mut engine =
+        Process::start(&["decode", "--store", &store, "--model", folder.to_str().unwrap(), "--l1", "32MiB"]);
+    engine.line_with("http://");
+    let free = "127.0.0.1:0";
+    let mut router = Process::start(&["router", "--store", &store, "--listen", free, "--admin-listen", free]);
+    let line = router.line_with("OpenAI API");
+    let urls: Vec<&str> = line.split_whitespace().filter(|w| w.starts_with("http://")).collect();
+    let (api, admin) = (urls[0].trim_end_matches("/v1,"), urls[1]);
+    larder_tests::eventually("the engine is known", || async {
+        larder_tests::get_json(&format!("{api}/v1/models")).await.is_ok_and(|m| m["data"][0]["id"] == "larder-tiny")
+    })
+    .await;
+    for seed in 0..12 {
+        // 3 KiB a token: 12 × 3000 tokens are some 105 MiB.
+        let tokens = reference.prompt(seed, 3000);
+        let ask = Ask { max_tokens: 1, ..Ask::new(&tokens) };
+        let answer = complete(api, &ask).await.unwrap();
+        assert_eq!(answer.text, reference.greedy_text(&tokens, 1));
+    }
+    let status = status_of(admin).await;
+    let stats = &status[0]["tiers"]["l3"];
+    assert!(stats["evicted_pages"].as_u64().unwrap() > 100, "{stats}");
+    let on_disk: u64 =
+        std::fs::read_dir(dir.path().join("l3")).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+    assert!(on_disk <= l3 + (64 << 10), "{on_disk} bytes on disk");
+}
