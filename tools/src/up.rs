@@ -19,6 +19,9 @@ use std::time::{Duration, Instant};
 pub const DATA_DIR: &str = "larder-data";
 /// File in the data directory with the URL of the admin API, while `up` runs.
 pub const ADMIN_URL_FILE: &str = "admin.url";
+/// Longer than a page, so that asking twice shows cached tokens.
+const PROMPT: &str = "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
+                      and darkness was upon the face of the deep. And the Spirit of God";
 /// Most time until the router knows its engines.
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
