@@ -39,6 +39,9 @@ fn tier(code: TierCode) -> Option<Tier> {
 pub struct Lookup {
     /// Tier of each page of the longest servable prefix; its length is the prefix in pages.
     pub tiers: Vec<Tier>,
+    /// Whether every node that owns one of the keys answered in time. If not, an empty prefix does not mean that nothing
+    /// is there.
+    pub answered: bool,
 }
 
 /// Settings of a client.
@@ -76,7 +79,7 @@ pub struct NodeView {
 /// How long [`Client::ready`] waits for the last nodes once the first is there.
 const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
 /// How long after a Get's deadline a payload that is just being received may still land.
-const LANDING_GRACE: Duration = Duration::from_millis(100);
+const LANDING_GRACE: Duration = Duration::from_secs(1);
 /// Pages asked for in one Get.
 const GET_PAGES_MAX: usize = 1024;
 
@@ -140,6 +143,9 @@ impl Client {
     /// Waits until every node is connected, or at least one and the others do not come soon; `false` if there is none after
     /// `timeout`.
     pub async fn ready(&self, timeout: Duration) -> bool {
+        if self.inner.links.is_empty() {
+            return false;
+        }
         let connected = |link: &Arc<Link>| {
             let mut watch = link.watch();
             async move { watch.wait_for(Option::is_some).await.is_ok() }
@@ -198,23 +204,30 @@ impl Client {
         join_all(asks).await
     }
 
-    /// Where each page lies: `None` is nowhere.
-    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
+    /// Where each page lies, and whether every owner answered.
+    async fn ask_where(&self, keys: &[PageKey], deadline: Instant) -> (Vec<Option<Tier>>, bool) {
         let mut located = vec![None; keys.len()];
+        let mut answered = 0;
         for (indices, answer) in self.ask_owners(keys, deadline, Request::Locate).await {
             if let Some(Response::Located(tiers)) = answer {
+                answered += tiers.len();
                 for (index, code) in indices.into_iter().zip(tiers) {
                     located[index] = tier(code);
                 }
             }
         }
-        located
+        (located, answered == keys.len())
+    }
+
+    /// Where each page lies: `None` is nowhere.
+    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
+        self.ask_where(keys, deadline).await.0
     }
 
     /// The longest prefix of `keys` that the nodes can serve.
     pub async fn lookup(&self, keys: &[PageKey], deadline: Instant) -> Lookup {
-        let located = self.locate(keys, deadline).await;
-        Lookup { tiers: located.into_iter().map_while(|tier| tier).collect() }
+        let (located, answered) = self.ask_where(keys, deadline).await;
+        Lookup { tiers: located.into_iter().map_while(|tier| tier).collect(), answered }
     }
 
     /// Which of `keys` exist.
@@ -383,7 +396,7 @@ impl Client {
 async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
     let keys = wanted.iter().map(|(id, _)| id.key).collect();
     let (sink, mut done) = PageSink::new(wanted);
-    let begun = node.begin(&Request::Get(keys), Sink::Pages(sink), deadline).await;
+    let begun = node.begin(node.number(), &Request::Get(keys), Sink::Pages(sink), deadline).await;
     let ended = match begun.is_some() {
         true => tokio::time::timeout_at(deadline.into(), &mut done).await.ok(),
         false => None,

@@ -57,7 +57,7 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
 /// How long a follow of a page whose node is away waits before it says so: callers that try again do not spin.
 const AWAY_PAUSE: Duration = Duration::from_millis(50);
 /// How long after its deadline a payload that is just being received may still land.
-const LANDING_GRACE: Duration = Duration::from_millis(100);
+const LANDING_GRACE: Duration = Duration::from_secs(1);
 
 pub(crate) fn begin<B: AsMut<[u8]> + Send + 'static>(
     node: Option<Arc<Live>>,
@@ -83,7 +83,7 @@ async fn run(
         return (buffer, FollowResult::Missed);
     };
     let (sink, mut done) = PartSink::new(id, geometry, buffer);
-    let begun = node.begin(&Request::Follow(id.key), Sink::Parts(sink), deadline).await;
+    let begun = node.begin(node.number(), &Request::Follow(id.key), Sink::Parts(sink), deadline).await;
     let ended = match begun.is_some() {
         true => tokio::time::timeout_at(deadline.into(), &mut done).await.ok(),
         false => None,

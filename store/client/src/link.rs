@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -19,6 +20,10 @@ use tokio_util::sync::CancellationToken;
 const SEND_QUEUE_FRAMES: usize = 256;
 /// Most time for one payload to arrive once announced, or one frame to leave.
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// After so long without a frame from the node, it is probed.
+const SILENCE_PROBED: Duration = Duration::from_secs(2);
+/// Most time for its answer.
+const SILENCE_MAX: Duration = Duration::from_secs(3);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 const IO_BUFFER_BYTES: usize = 64 << 10;
@@ -40,6 +45,8 @@ pub(crate) struct Live {
     sinks: Mutex<Sinks>,
     next: AtomicU64,
     broken: CancellationToken,
+    /// Frames received; grows while the node is alive and has something to say.
+    frames: AtomicU64,
 }
 
 /// Where the answers of this connection's requests go.
@@ -119,11 +126,9 @@ async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<L
             Ok((live, reader, writer, queue)) => {
                 tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, "store node connected");
                 (backoff, said_away) = (BACKOFF_MIN, false);
-                sender.send_replace(Some(live.clone()));
+                let connected = Connected::announce(&sender, live.clone());
                 let error = run(&live, reader, writer, queue).await;
-                sender.send_replace(None);
-                live.broken.cancel();
-                drop(std::mem::take(&mut live.sinks.lock().waiting));
+                drop(connected);
                 tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
             }
             Err(error) => {
@@ -138,9 +143,31 @@ async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<L
     }
 }
 
-type Connected = (Arc<Live>, BufReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
+/// While it lives, the node counts as connected. However the connection ends, its requests end with it.
+struct Connected<'a> {
+    sender: &'a watch::Sender<Option<Arc<Live>>>,
+    live: Arc<Live>,
+}
 
-async fn connect(options: &LinkOptions) -> io::Result<Connected> {
+impl<'a> Connected<'a> {
+    fn announce(sender: &'a watch::Sender<Option<Arc<Live>>>, live: Arc<Live>) -> Self {
+        sender.send_replace(Some(live.clone()));
+        Self { sender, live }
+    }
+}
+
+impl Drop for Connected<'_> {
+    fn drop(&mut self) {
+        self.sender.send_replace(None);
+        self.live.broken.cancel();
+        let waiting = std::mem::take(&mut self.live.sinks.lock().waiting);
+        drop(waiting);
+    }
+}
+
+type Connection = (Arc<Live>, BufReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
+
+async fn connect(options: &LinkOptions) -> io::Result<Connection> {
     let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
     let stream = TcpStream::connect(&options.address);
     let stream = tokio::time::timeout(options.connect_timeout, stream).await.map_err(timed_out)??;
@@ -182,6 +209,7 @@ async fn connect(options: &LinkOptions) -> io::Result<Connected> {
         sinks: Mutex::default(),
         next: AtomicU64::new(1),
         broken: CancellationToken::new(),
+        frames: AtomicU64::new(0),
     };
     Ok((Arc::new(live), reader, write, queue))
 }
@@ -201,8 +229,25 @@ async fn run(
         () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
         sent = write_frames(writer, queue) => sent,
         received = receive(live, &mut reader) => received,
+        silent = watch_for_silence(live) => Err(silent),
     };
     ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// A node that says nothing for [`SILENCE_PROBED`] is asked for a word, and given up if it does not come: its keys are
+/// misses then, not waits.
+async fn watch_for_silence(live: &Arc<Live>) -> io::Error {
+    loop {
+        let before = live.frames.load(Ordering::Relaxed);
+        tokio::time::sleep(SILENCE_PROBED).await;
+        if live.frames.load(Ordering::Relaxed) != before {
+            continue;
+        }
+        let answer = live.ask(&Request::Members, Instant::now() + SILENCE_MAX).await;
+        if answer.is_none() && live.frames.load(Ordering::Relaxed) == before {
+            return io::Error::new(io::ErrorKind::TimedOut, "the node is silent");
+        }
+    }
 }
 
 async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -> io::Result<()> {
@@ -223,6 +268,7 @@ async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -
 async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io::Result<()> {
     let mut body = Vec::new();
     while let Some(header) = read_frame(reader, &mut body).await? {
+        live.frames.fetch_add(1, Ordering::Relaxed);
         let response = Response::decode(header.kind, &body).map_err(invalid)?;
         let sink = live.sinks.lock().take(header.request);
         let step = place(live, reader, &header, response, sink);
@@ -230,7 +276,7 @@ async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io:
             tokio::time::timeout(STALL_TIMEOUT, step).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         let cancelled = live.sinks.lock().give_back(header.request, kept);
         if cancelled.is_some() {
-            live.tell(&Request::Cancel(header.request));
+            live.tell_surely(&Request::Cancel(header.request));
         }
     }
     Ok(())
@@ -318,7 +364,7 @@ async fn discard(reader: &mut BufReader<OwnedReadHalf>, bytes: usize) -> io::Res
 
 fn milliseconds_left(deadline: Instant) -> u32 {
     let left = deadline.saturating_duration_since(Instant::now());
-    (left.as_millis() as u32).max(1)
+    u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1)
 }
 
 impl Live {
@@ -333,9 +379,28 @@ impl Live {
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
     }
 
+    /// Sends a frame without an answer, after those that are queued, however long they take; nothing if the connection ends.
+    pub(crate) fn tell_surely(&self, request: &Request) {
+        let Err(TrySendError::Full(frame)) = self.out.try_send(request.frame(0, 0, None)) else { return };
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let out = self.out.clone();
+            runtime.spawn(async move { out.send(frame).await });
+        }
+    }
+
+    /// A number for a request.
+    pub(crate) fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
     /// Sends a request whose answers go to `sink`; `None` if it cannot be sent in time (the sink is then dropped).
-    pub(crate) async fn begin(self: &Arc<Self>, request: &Request, sink: Sink, deadline: Instant) -> Option<Begun> {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+    pub(crate) async fn begin(
+        self: &Arc<Self>,
+        number: u64,
+        request: &Request,
+        sink: Sink,
+        deadline: Instant,
+    ) -> Option<Begun> {
         let begun = Begun { live: self.clone(), number };
         self.sinks.lock().waiting.insert(number, sink);
         let send = self.out.send(request.frame(number, milliseconds_left(deadline), None));
@@ -348,8 +413,18 @@ impl Live {
 
     /// One request, one answer; `None` if it does not come in time.
     pub(crate) async fn ask(self: &Arc<Self>, request: &Request, deadline: Instant) -> Option<Response> {
+        self.ask_as(self.number(), request, deadline).await
+    }
+
+    /// Like [`Live::ask`], with a number taken before.
+    pub(crate) async fn ask_as(
+        self: &Arc<Self>,
+        number: u64,
+        request: &Request,
+        deadline: Instant,
+    ) -> Option<Response> {
         let (sender, receiver) = oneshot::channel();
-        let _begun = self.begin(request, Sink::Reply(sender), deadline).await?;
+        let _begun = self.begin(number, request, Sink::Reply(sender), deadline).await?;
         tokio::time::timeout_at(deadline.into(), receiver).await.ok()?.ok()
     }
 
@@ -370,7 +445,7 @@ impl Drop for Begun {
         let (sink, waiting) = self.live.sinks.lock().cancel(self.number);
         drop(sink);
         if waiting {
-            self.live.tell(&Request::Cancel(self.number));
+            self.live.tell_surely(&Request::Cancel(self.number));
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Registering with the nodes: who serves here, and where.
 
 use crate::link::Link;
-use larder_wire::Request;
+use larder_wire::{MAX_INFO_BYTES, MAX_NAME_BYTES, Request};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 /// A process that registered with the nodes: an engine.
@@ -36,6 +36,11 @@ impl Drop for Registration {
 pub(crate) fn register(links: &[Arc<Link>], member: &Member) -> Registration {
     let stop = CancellationToken::new();
     let info = member.info.to_string();
+    if member.name.len() > MAX_NAME_BYTES || info.len() > MAX_INFO_BYTES {
+        // Nodes would close the connection over it.
+        tracing::error!(name = %member.name, bytes = info.len(), "too large to register: name or description");
+        return Registration { stop };
+    }
     for link in links {
         tokio::spawn(keep(link.clone(), member.name.clone(), info.clone(), stop.clone()));
     }
@@ -46,8 +51,15 @@ async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationTok
     let mut node = link.watch();
     let message = Request::Register { name: name.clone(), ttl_ms: TTL.as_millis() as u32, info };
     loop {
-        if let Some(live) = link.live() {
-            live.tell(&message);
+        let renew = async {
+            if let Some(live) = link.live() {
+                // Behind whatever is queued: a busy link is no reason to lapse.
+                live.send(&message, None, Instant::now() + TTL).await;
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => break,
+            () = renew => {}
         }
         tokio::select! {
             () = stop.cancelled() => break,
@@ -56,6 +68,6 @@ async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationTok
         }
     }
     if let Some(live) = link.live() {
-        live.tell(&Request::Withdraw(name));
+        live.tell_surely(&Request::Withdraw(name));
     }
 }

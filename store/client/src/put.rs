@@ -68,8 +68,20 @@ impl Drop for Taken {
     }
 }
 
+/// Bytes that count until they have been sent.
+struct Counted {
+    bytes: Bytes,
+    _taken: Taken,
+}
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 enum Step {
-    Part { part: usize, bytes: Bytes, _taken: Taken },
+    Part { part: usize, bytes: Counted },
     Commit(oneshot::Sender<PutOutcome>),
 }
 
@@ -77,22 +89,22 @@ enum Step {
 pub struct PagePut {
     steps: Option<mpsc::UnboundedSender<Step>>,
     budget: Arc<Budget>,
-    parts_left: usize,
+    /// Bytes of each part; 0 for those handed over. This bounds the queue.
+    parts_left: Vec<u32>,
 }
 
 impl PagePut {
     /// Hands over the bytes of part `part`. Does not wait for the network. If more waits in this client than its budget
-    /// allows, the put is given up, and [`PagePut::commit`] says so.
+    /// allows, or there is no such part of that length left, the put is given up, and [`PagePut::commit`] says so.
     pub fn part(&mut self, part: usize, bytes: Bytes) {
-        let taken = self.budget.take(bytes.len());
-        // A page has so many parts; this bounds the queue.
-        let (Some(taken), true) = (taken, self.parts_left > 0) else {
+        let wanted = self.parts_left.get_mut(part).filter(|left| **left > 0 && **left as usize == bytes.len());
+        let (Some(left), Some(taken)) = (wanted, self.budget.take(bytes.len())) else {
             self.steps = None;
             return;
         };
-        self.parts_left -= 1;
+        *left = 0;
         if let Some(steps) = &self.steps {
-            let _ = steps.send(Step::Part { part, bytes, _taken: taken });
+            let _ = steps.send(Step::Part { part, bytes: Counted { bytes, _taken: taken } });
         }
     }
 
@@ -121,7 +133,7 @@ pub(crate) fn begin(
 ) -> PagePut {
     let (steps, queue) = mpsc::unbounded_channel();
     let part_table = geometry.part_table();
-    let put = PagePut { steps: Some(steps), budget, parts_left: part_table.len() };
+    let put = PagePut { steps: Some(steps), budget, parts_left: part_table.clone() };
     tokio::spawn(async move {
         let work = run(node, page, part_table, queue);
         let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
@@ -151,18 +163,23 @@ async fn run(node: Option<Arc<Live>>, page: NewPage, part_table: Vec<u32>, mut q
     let Some(node) = node else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
     let reserve = Reserved { key: page.key, parent: page.parent, position: page.position, part_bytes: part_table };
-    match node.ask(&Request::Reserve(reserve), Instant::now() + ANSWER_TIMEOUT).await {
-        Some(Response::Reserved { outcome: ReserveOutcome::Granted, put }) => send_parts(&node, put, &mut queue).await,
-        Some(Response::Reserved { outcome: ReserveOutcome::Exists, .. }) => {
-            compare(&node, page.key, parts, &mut queue).await
+    let put = node.number();
+    // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
+    let mut open = AbortOnDrop { node: &node, put, armed: true };
+    let answer = node.ask_as(put, &Request::Reserve(reserve), Instant::now() + ANSWER_TIMEOUT).await;
+    let refused = match answer {
+        Some(Response::Reserved { outcome: ReserveOutcome::Granted }) => {
+            return send_parts(&mut open, &mut queue).await;
         }
-        Some(Response::Reserved { outcome: ReserveOutcome::InProgress, .. }) => {
-            drain(&mut queue, PutOutcome::InProgress).await
-        }
-        Some(Response::Reserved { outcome: ReserveOutcome::Busy, .. } | Response::Error { .. }) => {
-            drain(&mut queue, PutOutcome::Busy).await
-        }
-        _ => drain(&mut queue, PutOutcome::Lost).await,
+        Some(Response::Reserved { outcome: ReserveOutcome::Exists }) => None,
+        Some(Response::Reserved { outcome: ReserveOutcome::InProgress }) => Some(PutOutcome::InProgress),
+        Some(Response::Reserved { outcome: ReserveOutcome::Busy } | Response::Error { .. }) => Some(PutOutcome::Busy),
+        _ => return drain(&mut queue, PutOutcome::Lost).await,
+    };
+    open.armed = false;
+    match refused {
+        Some(outcome) => drain(&mut queue, outcome).await,
+        None => compare(&node, page.key, parts, &mut queue).await,
     }
 }
 
@@ -176,14 +193,13 @@ async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
     None
 }
 
-async fn send_parts(node: &Arc<Live>, put: u64, queue: &mut Queue) -> Ended {
-    // Whatever ends this before the commit, the node hears of it.
-    let mut abort = AbortOnDrop { node, put, armed: true };
+async fn send_parts(open: &mut AbortOnDrop<'_>, queue: &mut Queue) -> Ended {
+    let (node, put) = (open.node, open.put);
     while let Some(step) = queue.recv().await {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         match step {
-            Step::Part { part, bytes, _taken } => {
-                let crcs = chunk_crcs(&bytes).collect();
+            Step::Part { part, bytes } => {
+                let crcs = chunk_crcs(bytes.as_ref()).collect();
                 let message = Request::Part { put, part: part as u32, crcs };
                 if !node.send(&message, Some(Box::new(bytes)), deadline).await {
                     return drain(queue, PutOutcome::Lost).await;
@@ -191,7 +207,7 @@ async fn send_parts(node: &Arc<Live>, put: u64, queue: &mut Queue) -> Ended {
             }
             Step::Commit(reply) => {
                 let answer = node.ask(&Request::Commit { put }, deadline).await;
-                abort.armed = answer.is_none();
+                open.armed = answer.is_none();
                 let outcome = match answer {
                     Some(Response::Committed(CommitOutcome::Stored)) => PutOutcome::Stored,
                     Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
@@ -214,7 +230,7 @@ struct AbortOnDrop<'a> {
 impl Drop for AbortOnDrop<'_> {
     fn drop(&mut self) {
         if self.armed {
-            self.node.tell(&Request::Abort { put: self.put });
+            self.node.tell_surely(&Request::Abort { put: self.put });
         }
     }
 }
@@ -224,9 +240,9 @@ async fn compare(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue
     let mut crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
     while let Some(step) = queue.recv().await {
         match step {
-            Step::Part { part, bytes, .. } => {
+            Step::Part { part, bytes } => {
                 if let Some(slot) = crcs.get_mut(part) {
-                    *slot = Some(chunk_crcs(&bytes).collect());
+                    *slot = Some(chunk_crcs(bytes.as_ref()).collect());
                 }
             }
             Step::Commit(reply) => {

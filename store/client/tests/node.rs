@@ -274,3 +274,70 @@ async fn a_node_that_is_away_costs_misses_and_comes_back() {
     second.shutdown().await;
     first.shutdown().await;
 }
+
+/// Waits for a number in the node's status to become `value`.
+async fn settles(node: &Node, pointer: &str, value: u64) {
+    for _ in 0..300 {
+        if node.status().pointer(pointer).and_then(|v| v.as_u64()) == Some(value) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("{pointer} never {value}: {}", node.status());
+}
+
+#[tokio::test]
+async fn what_is_cancelled_leaves_nothing_behind() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    for number in 0..300 {
+        drop(client.follow(key(number), vec![0u8; geometry().page_bytes()], soon()));
+        drop(client.put(NewPage { key: key(1000 + number), parent: PageKey::NONE, position: 0 }, soon()));
+    }
+    let waiting = client.follow(key(5000), vec![0u8; geometry().page_bytes()], soon());
+    settles(&node, "/readers_waiting", 1).await;
+    let mut put = client.put(NewPage { key: key(6000), parent: PageKey::NONE, position: 0 }, soon());
+    put.part(0, parts(&payload(1))[0].clone());
+    settles(&node, "/puts_open", 1).await;
+    drop((waiting, put, client));
+    settles(&node, "/readers_waiting", 0).await;
+    settles(&node, "/puts_open", 0).await;
+    assert_eq!(node.status()["tiers"]["l2"]["arena_used"], 0, "all memory came back");
+}
+
+#[tokio::test]
+async fn parts_that_are_not_the_geometrys_are_not_sent() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let mut put = client.put(NewPage { key: key(1), parent: PageKey::NONE, position: 0 }, soon());
+    put.part(0, Bytes::from(vec![0u8; 17]));
+    assert_eq!(put.commit(soon()).await, PutOutcome::Lost);
+    let mut put = client.put(NewPage { key: key(2), parent: PageKey::NONE, position: 0 }, soon());
+    put.part(0, parts(&payload(2))[0].clone());
+    assert_eq!(put.commit(soon()).await, PutOutcome::Lost, "a part is missing");
+    assert!(get(&client, &[1, 2]).await.iter().all(|(_, tier)| tier.is_none()));
+    settles(&node, "/puts_open", 0).await;
+}
+
+#[tokio::test]
+async fn a_page_forgotten_while_it_is_read_stays_forgotten() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    for number in 0..200 {
+        put(&client, number).await;
+    }
+    drop(client);
+    node.shutdown().await;
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let (reader, forgetter) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let numbers: Vec<u32> = (0..200).collect();
+    let keys: Vec<PageKey> = numbers.iter().map(|&n| key(n)).collect();
+    let (_, forgotten) = tokio::join!(get(&reader, &numbers), forgetter.forget(&keys, soon()));
+    assert_eq!(forgotten, 200);
+    assert!(client_sees_nothing(&reader, &keys).await);
+}
+
+async fn client_sees_nothing(client: &Client, keys: &[PageKey]) -> bool {
+    client.locate(keys, soon()).await.iter().all(Option::is_none)
+}

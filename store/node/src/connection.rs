@@ -9,7 +9,7 @@ use crate::puts::{Presence, Progress, Put};
 use crate::tiers::Page;
 use futures::StreamExt;
 use larder_format::codec::DecodeError;
-use larder_format::{MAX_PAGE_BYTES, NamespaceId, PageId, PageKey};
+use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
     CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload,
     Request, ReserveOutcome, Reserved, Response, TierCode, read_frame,
@@ -23,10 +23,15 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
-/// Most requests of one connection that wait at a time; more are answered "busy".
+/// Most requests of one connection that wait at a time, those with many keys counted several times; more are answered
+/// "busy".
 const REQUESTS_MAX: usize = 4096;
+/// Keys that count as one request.
+const KEYS_PER_PERMIT: usize = 64;
+/// Most pages that a connection holds for sending: a client that does not read pins no more.
+const SENDING_PAGES_MAX: usize = 32;
 /// Most puts of one connection that are open at a time; more are answered "busy".
 const PUTS_MAX: usize = 4096;
 /// Frames queued towards the client.
@@ -51,15 +56,17 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
     }
     let (read, write) = stream.into_split();
     let (sender, receiver) = mpsc::channel(SEND_QUEUE_FRAMES);
-    let writer = tokio::spawn(write_frames(write, receiver));
+    let mut writer = AbortOnDrop(tokio::spawn(write_frames(write, receiver)));
     let connection = Connection {
         shared: shared.clone(),
         out: sender,
         namespace: None,
+        part_table: Vec::new(),
         puts: HashMap::new(),
-        next_put: 1,
         tasks: Arc::default(),
+        next_task: 0,
         permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
+        sending: Arc::new(Semaphore::new(SENDING_PAGES_MAX)),
     };
     let mut reader = BufReader::with_capacity(IO_BUFFER_BYTES, read);
     match connection.run(&mut reader).await {
@@ -71,7 +78,16 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
         Err(error) => tracing::debug!(%peer, %error, "connection ended"),
     }
     // The queue's senders are gone with the connection and its tasks; what is queued may still leave.
-    let _ = tokio::time::timeout(Duration::from_secs(1), writer).await;
+    let _ = tokio::time::timeout(Duration::from_secs(1), &mut writer.0).await;
+}
+
+/// A task that ends with its owner.
+struct AbortOnDrop(JoinHandle<io::Result<()>>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -> io::Result<()> {
@@ -89,22 +105,33 @@ async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -
     out.flush().await
 }
 
-/// Tasks by request number.
-type Tasks = Arc<Mutex<HashMap<u64, AbortHandle>>>;
+/// Tasks by a number of our own: a client may repeat its request numbers, and then cancels all of that number.
+type Tasks = Arc<Mutex<HashMap<u64, RunningTask>>>;
+
+struct RunningTask {
+    request: u64,
+    handle: AbortHandle,
+}
 
 struct Connection {
     shared: Arc<Shared>,
     out: mpsc::Sender<Frame>,
     namespace: Option<NamespaceId>,
+    /// Parts of a page of that namespace.
+    part_table: Vec<u32>,
+    /// Open puts, by the number of the request that reserved them.
     puts: HashMap<u64, Arc<Put>>,
-    next_put: u64,
     tasks: Tasks,
+    next_task: u64,
+    /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
     permits: Arc<Semaphore>,
+    /// Pages on their way to this client.
+    sending: Arc<Semaphore>,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let tasks: Vec<AbortHandle> = self.tasks.lock().drain().map(|(_, task)| task).collect();
+        let tasks: Vec<AbortHandle> = self.tasks.lock().drain().map(|(_, task)| task.handle).collect();
         tasks.iter().for_each(AbortHandle::abort);
         for put in self.puts.values() {
             self.shared.puts.abort(put);
@@ -149,8 +176,10 @@ impl Connection {
             );
             self.shared.metrics.connections_rejected.inc();
             tracing::warn!(client = %name, %message, "refused");
-            return self.answer(header.request, Response::Error { code: ErrorCode::Version, message }).await;
+            self.answer(header.request, Response::Error { code: ErrorCode::Version, message }).await?;
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
+        self.part_table = namespace.as_ref().map(|n| n.geometry.part_table()).unwrap_or_default();
         self.namespace = namespace.map(|n| n.id());
         tracing::debug!(client = %name, namespace = ?self.namespace, "connected");
         let identity = &self.shared.identity;
@@ -164,9 +193,7 @@ impl Connection {
         let response = match message {
             Request::Hello { .. } => return Err(invalid(DecodeError::Invalid("second Hello"))),
             Request::Cancel(other) => {
-                if let Some(task) = self.tasks.lock().remove(&other) {
-                    task.abort();
-                }
+                self.cancel(other);
                 return Ok(());
             }
             Request::Register { name, ttl_ms, info } => {
@@ -197,8 +224,8 @@ impl Connection {
                 self.answer(request, Response::Located(tiers)).await
             }
             Request::Reserve(reserved) => {
-                let (outcome, put) = self.reserve(page(reserved.key), reserved);
-                self.answer(request, Response::Reserved { outcome, put }).await
+                let outcome = self.reserve(request, page(reserved.key), reserved);
+                self.answer(request, Response::Reserved { outcome }).await
             }
             Request::Commit { put } => {
                 let outcome = match self.puts.remove(&put) {
@@ -215,13 +242,13 @@ impl Connection {
             }
             Request::Get(keys) => {
                 let ids = pages(keys);
-                let out = self.out.clone();
-                self.spawn(request, async move { get(&shared, &out, request, ids, deadline).await }).await
+                let client = self.client(request);
+                self.spawn(request, ids.len(), async move { get(&shared, &client, ids, deadline).await }).await
             }
             Request::Follow(key) => {
-                let (id, out) = (page(key), self.out.clone());
+                let (id, client) = (page(key), self.client(request));
                 shared.metrics.follows.inc();
-                self.spawn(request, async move { follow(&shared, &out, request, id, deadline).await }).await
+                self.spawn(request, 1, async move { follow(&shared, &client, id, deadline).await }).await
             }
             message => {
                 let ids = match &message {
@@ -229,30 +256,34 @@ impl Connection {
                     Request::Suspect(key) | Request::Compare { key, .. } => vec![page(*key)],
                     _ => return Err(invalid(DecodeError::Invalid("message"))),
                 };
-                let out = self.out.clone();
-                self.spawn(request, async move {
+                let client = self.client(request);
+                self.spawn(request, ids.len(), async move {
                     let response = administer(&shared, message, ids, deadline).await;
-                    send(&out, response.frame(request, None)).await
+                    client.send(response).await
                 })
                 .await
             }
         }
     }
 
-    fn reserve(&mut self, id: PageId, page: Reserved) -> (ReserveOutcome, u64) {
-        let bytes = page.part_bytes.iter().map(|&b| u64::from(b)).sum::<u64>();
-        let sound = !page.part_bytes.is_empty() && !page.part_bytes.contains(&0) && bytes <= MAX_PAGE_BYTES as u64;
-        if !sound || self.puts.len() >= PUTS_MAX {
-            return (ReserveOutcome::Busy, 0);
+    fn client(&self, request: u64) -> ToClient {
+        ToClient { out: self.out.clone(), request, sending: self.sending.clone() }
+    }
+
+    fn reserve(&mut self, number: u64, id: PageId, page: Reserved) -> ReserveOutcome {
+        // The parts are those of the namespace's geometry, or readers could make nothing of the page.
+        if page.part_bytes != self.part_table || self.puts.contains_key(&number) {
+            return ReserveOutcome::Malformed;
+        }
+        if self.puts.len() >= PUTS_MAX {
+            return ReserveOutcome::Busy;
         }
         match self.shared.puts.reserve(id, page) {
             Ok(put) => {
-                let number = self.next_put;
-                self.next_put += 1;
                 self.puts.insert(number, put);
-                (ReserveOutcome::Granted, number)
+                ReserveOutcome::Granted
             }
-            Err(outcome) => (outcome, 0),
+            Err(outcome) => outcome,
         }
     }
 
@@ -285,23 +316,36 @@ impl Connection {
         Ok(())
     }
 
-    /// Runs a request that may wait, unless too many do.
-    async fn spawn<F>(&self, request: u64, work: F) -> io::Result<()>
+    /// Ends the tasks of a request, and its put if it reserved one.
+    fn cancel(&mut self, request: u64) {
+        let tasks: Vec<AbortHandle> =
+            self.tasks.lock().values().filter(|task| task.request == request).map(|task| task.handle.clone()).collect();
+        tasks.iter().for_each(AbortHandle::abort);
+        if let Some(put) = self.puts.remove(&request) {
+            self.shared.puts.abort(&put);
+        }
+    }
+
+    /// Runs a request about `keys` keys that may wait, unless too much waits already.
+    async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
-        let Ok(permit) = self.permits.clone().try_acquire_owned() else {
+        let weight = 1 + (keys / KEYS_PER_PERMIT) as u32;
+        let Ok(permit) = self.permits.clone().try_acquire_many_owned(weight) else {
             let message = format!("more than {REQUESTS_MAX} requests wait on this connection");
             return self.answer(request, Response::Error { code: ErrorCode::Busy, message }).await;
         };
+        let number = self.next_task;
+        self.next_task += 1;
         let tasks = self.tasks.clone();
         // The lock is held over the spawn, so that the task cannot end before it is noted.
         let mut running = self.tasks.lock();
         let task = tokio::spawn(async move {
-            let _done = Done { tasks, request, _permit: permit };
+            let _done = Done { tasks, number, _permit: permit };
             let _ = work.await;
         });
-        running.insert(request, task.abort_handle());
+        running.insert(number, RunningTask { request, handle: task.abort_handle() });
         Ok(())
     }
 }
@@ -309,13 +353,13 @@ impl Connection {
 /// Takes a task off the list when it ends, however it ends.
 struct Done {
     tasks: Tasks,
-    request: u64,
+    number: u64,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Done {
     fn drop(&mut self) {
-        self.tasks.lock().remove(&self.request);
+        self.tasks.lock().remove(&self.number);
     }
 }
 
@@ -336,6 +380,52 @@ async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
     out.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
 }
 
+/// The way to the client, for the answers of one request.
+struct ToClient {
+    out: mpsc::Sender<Frame>,
+    request: u64,
+    sending: Arc<Semaphore>,
+}
+
+impl ToClient {
+    async fn send(&self, response: Response) -> io::Result<()> {
+        send(&self.out, response.frame(self.request, None)).await
+    }
+
+    /// Waits until one more page may be on its way.
+    async fn permit(&self) -> io::Result<OwnedSemaphorePermit> {
+        self.sending.clone().acquire_owned().await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+
+    /// Sends page bytes from where they lie; `permit` comes back when they have left.
+    async fn send_bytes<P>(
+        &self,
+        shared: &Shared,
+        head: Response,
+        bytes: P,
+        permit: OwnedSemaphorePermit,
+    ) -> io::Result<()>
+    where
+        P: AsRef<[u8]> + Send + Sync + 'static,
+    {
+        shared.metrics.bytes_sent.inc_by(bytes.as_ref().len() as u64);
+        let payload: Payload = Box::new(Sending { bytes, _permit: permit });
+        send(&self.out, head.frame(self.request, Some(payload))).await
+    }
+}
+
+/// Page bytes in the send queue.
+struct Sending<P> {
+    bytes: P,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl<P: AsRef<[u8]>> AsRef<[u8]> for Sending<P> {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.as_ref()
+    }
+}
+
 /// A page's bytes, sent from its slot.
 struct PagePayload(Arc<Page>);
 
@@ -345,111 +435,7 @@ impl AsRef<[u8]> for PagePayload {
     }
 }
 
-async fn send_bytes(shared: &Shared, out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
-    shared.metrics.bytes_sent.inc_by(frame.len() as u64);
-    send(out, frame).await
-}
-
-async fn get(
-    shared: &Shared,
-    out: &mpsc::Sender<Frame>,
-    request: u64,
-    ids: Vec<PageId>,
-    deadline: Instant,
-) -> io::Result<()> {
-    let mut pages = futures::stream::iter(ids.into_iter().enumerate())
-        .map(|(index, id)| async move { (index as u32, shared.tiers.get(&id, deadline).await) })
-        .buffer_unordered(GET_PAGES_AT_ONCE);
-    while let Some((index, found)) = pages.next().await {
-        match found {
-            Some((page, tier)) => {
-                let head = Response::Page { index, tier, meta: page.meta.clone() };
-                let payload: Payload = Box::new(PagePayload(page));
-                send_bytes(shared, out, head.frame(request, Some(payload))).await?;
-            }
-            None => send(out, Response::Miss { index }.frame(request, None)).await?,
-        }
-    }
-    send(out, Response::End.frame(request, None)).await
-}
-
-/// Sends a page that is there, being written, or about to be, part by part.
-async fn follow(
-    shared: &Shared,
-    out: &mpsc::Sender<Frame>,
-    request: u64,
-    id: PageId,
-    deadline: Instant,
-) -> io::Result<()> {
-    let end = |state, meta| Response::FollowEnd { state, meta }.frame(request, None);
-    loop {
-        match shared.puts.presence(&id) {
-            Presence::Sealed => {
-                let Some((page, _)) = shared.tiers.get(&id, deadline).await else {
-                    return send(out, end(FollowState::Miss, None)).await;
-                };
-                for part in 0..page.meta.part_bytes.len() {
-                    let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
-                    let payload: Payload = Box::new(PartPayload { page: page.clone(), part });
-                    let head = Response::Part { part: part as u32, crcs };
-                    send_bytes(shared, out, head.frame(request, Some(payload))).await?;
-                }
-                return send(out, end(FollowState::Sealed, Some(page.meta.clone()))).await;
-            }
-            Presence::Open(put) => match follow_put(shared, out, request, &put, deadline).await? {
-                Progress::Sealed => {
-                    // The metadata is that of the page that is visible now: the put that was just followed.
-                    let found = shared.tiers.get(&id, deadline).await;
-                    let (state, meta) = match found {
-                        Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
-                        None => (FollowState::Miss, None),
-                    };
-                    return send(out, end(state, meta)).await;
-                }
-                Progress::Aborted => return send(out, end(FollowState::Aborted, None)).await,
-                Progress::Open(_) => return send(out, end(FollowState::Miss, None)).await,
-            },
-            Presence::Nothing(changed) => {
-                if tokio::time::timeout_at(deadline.into(), changed).await.is_err() {
-                    shared.puts.forget_waiters(&id);
-                    return send(out, end(FollowState::Miss, None)).await;
-                }
-            }
-            Presence::Crowded => return send(out, end(FollowState::Miss, None)).await,
-        }
-    }
-}
-
-/// Sends parts as they land; returns how the put ended, or `Open` at the deadline.
-async fn follow_put(
-    shared: &Shared,
-    out: &mpsc::Sender<Frame>,
-    request: u64,
-    put: &Put,
-    deadline: Instant,
-) -> io::Result<Progress> {
-    let mut progress = put.progress();
-    let mut sent = vec![false; put.part_count()];
-    loop {
-        let now = *progress.borrow_and_update();
-        for (part, sent) in sent.iter_mut().enumerate().filter(|(_, sent)| !**sent) {
-            if let Some((bytes, crcs)) = put.landed(part) {
-                *sent = true;
-                let head = Response::Part { part: part as u32, crcs };
-                send_bytes(shared, out, head.frame(request, Some(Box::new(PiecePayload(bytes))))).await?;
-            }
-        }
-        if !matches!(now, Progress::Open(_)) {
-            return Ok(now);
-        }
-        match tokio::time::timeout_at(deadline.into(), progress.changed()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(_)) => return Ok(Progress::Aborted),
-            Err(_) => return Ok(Progress::Open(0)),
-        }
-    }
-}
-
+/// A part of a sealed page.
 struct PartPayload {
     page: Arc<Page>,
     part: usize,
@@ -462,11 +448,96 @@ impl AsRef<[u8]> for PartPayload {
     }
 }
 
+/// A landed part of a page that is still being written.
 struct PiecePayload(larder_device::Piece);
 
 impl AsRef<[u8]> for PiecePayload {
     fn as_ref(&self) -> &[u8] {
         &self.0
+    }
+}
+
+async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Instant) -> io::Result<()> {
+    let mut pages = futures::stream::iter(ids.into_iter().enumerate())
+        .map(|(index, id)| async move {
+            let permit = client.permit().await?;
+            io::Result::Ok((index as u32, shared.tiers.get(&id, deadline).await, permit))
+        })
+        .buffer_unordered(GET_PAGES_AT_ONCE);
+    while let Some(found) = pages.next().await {
+        match found? {
+            (index, Some((page, tier)), permit) => {
+                let head = Response::Page { index, tier, meta: page.meta.clone() };
+                client.send_bytes(shared, head, PagePayload(page), permit).await?;
+            }
+            (index, None, _) => client.send(Response::Miss { index }).await?,
+        }
+    }
+    client.send(Response::End).await
+}
+
+/// Sends a page that is there, being written, or about to be, part by part.
+async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadline: Instant) -> io::Result<()> {
+    let end = |state, meta| client.send(Response::FollowEnd { state, meta });
+    loop {
+        match shared.puts.presence(&id) {
+            Presence::Sealed => {
+                let Some((page, _)) = shared.tiers.get(&id, deadline).await else {
+                    return end(FollowState::Miss, None).await;
+                };
+                for part in 0..page.meta.part_bytes.len() {
+                    let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
+                    let head = Response::Part { part: part as u32, crcs };
+                    let permit = client.permit().await?;
+                    client.send_bytes(shared, head, PartPayload { page: page.clone(), part }, permit).await?;
+                }
+                return end(FollowState::Sealed, Some(page.meta.clone())).await;
+            }
+            Presence::Open(put) => match follow_put(shared, client, &put, deadline).await? {
+                Progress::Sealed => {
+                    // The client believes this only if it is the page whose parts it was just sent.
+                    let found = shared.tiers.get(&id, deadline).await;
+                    let (state, meta) = match found {
+                        Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
+                        None => (FollowState::Miss, None),
+                    };
+                    return end(state, meta).await;
+                }
+                Progress::Aborted => return end(FollowState::Aborted, None).await,
+                Progress::Open(_) => return end(FollowState::Miss, None).await,
+            },
+            Presence::Nothing(waiter) => {
+                if !waiter.begun(deadline).await {
+                    return end(FollowState::Miss, None).await;
+                }
+            }
+            Presence::Crowded => return end(FollowState::Miss, None).await,
+        }
+    }
+}
+
+/// Sends parts as they land; returns how the put ended, or `Open` at the deadline.
+async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Instant) -> io::Result<Progress> {
+    let mut progress = put.progress();
+    let mut sent = vec![false; put.part_count()];
+    loop {
+        let now = *progress.borrow_and_update();
+        for (part, sent) in sent.iter_mut().enumerate().filter(|(_, sent)| !**sent) {
+            if let Some((bytes, crcs)) = put.landed(part) {
+                *sent = true;
+                let head = Response::Part { part: part as u32, crcs };
+                let permit = client.permit().await?;
+                client.send_bytes(shared, head, PiecePayload(bytes), permit).await?;
+            }
+        }
+        if !matches!(now, Progress::Open(_)) {
+            return Ok(now);
+        }
+        match tokio::time::timeout_at(deadline.into(), progress.changed()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) => return Ok(Progress::Aborted),
+            Err(_) => return Ok(Progress::Open(0)),
+        }
     }
 }
 

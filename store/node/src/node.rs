@@ -21,6 +21,9 @@ use tokio_util::task::TaskTracker;
 /// Most time a stopping node waits for its clients' tasks, and again for pages on their way to L3.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// An open put that nothing is received for is given up after this time.
+const PUT_IDLE_MAX: Duration = Duration::from_secs(60);
+
 /// Why a node did not start.
 #[derive(Debug, Error)]
 pub enum NodeError {
@@ -128,6 +131,7 @@ impl Node {
             Some(address) => Some(serve_admin(&shared, address, &stop, &tasks).await?),
             None => None,
         };
+        tasks.spawn(sweep(shared.clone(), stop.clone()));
         tasks.spawn(accept(shared.clone(), listener, options.connections_max, stop.clone(), tasks.clone()));
         tracing::info!(node = %shared.identity.node_id, epoch = shared.identity.epoch, %addr, "store node ready");
         Ok(Node { shared, addr, admin_addr, stop, tasks })
@@ -165,6 +169,16 @@ impl Node {
             l3.close().await;
         }
         tracing::info!(node = %self.shared.identity.node_id, "store node stopped");
+    }
+}
+
+/// Gives up puts whose writers are gone without a word.
+async fn sweep(shared: Arc<Shared>, stop: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(Duration::from_secs(1)) => shared.puts.abort_idle(Instant::now(), PUT_IDLE_MAX),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 /// Most readers that wait for pages nobody has begun to write.
@@ -42,7 +43,10 @@ pub(crate) struct Put {
     generation: u64,
     parts: Mutex<Vec<PartState>>,
     progress: watch::Sender<Progress>,
+    /// Taken by whoever ends the put.
     permit: Mutex<Option<OwnedSemaphorePermit>>,
+    /// When something was last received for it.
+    last: Mutex<Instant>,
 }
 
 impl Put {
@@ -83,6 +87,7 @@ impl Put {
             return false;
         }
         self.parts.lock()[part] = PartState::Landed { bytes, crcs };
+        *self.last.lock() = Instant::now();
         self.progress.send_modify(|progress| {
             if let Progress::Open(landed) = progress {
                 *landed += 1;
@@ -123,18 +128,46 @@ pub(crate) struct Puts {
 #[derive(Default)]
 struct State {
     open: HashMap<PageId, Arc<Put>>,
-    waiting: HashMap<PageId, Vec<oneshot::Sender<()>>>,
+    waiting: HashMap<PageId, HashMap<u64, oneshot::Sender<()>>>,
     waiters: usize,
+    waiters_ever: u64,
+}
+
+/// A reader that waits for a page to be begun. Dropping it, however that comes about, takes it off the list.
+pub(crate) struct Waiter<'a> {
+    puts: &'a Puts,
+    id: PageId,
+    number: u64,
+    changed: oneshot::Receiver<()>,
+}
+
+impl Waiter<'_> {
+    /// Waits until the page is begun; `false` at `deadline`.
+    pub(crate) async fn begun(mut self, deadline: Instant) -> bool {
+        tokio::time::timeout_at(deadline.into(), &mut self.changed).await.is_ok()
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut state = self.puts.state.lock();
+        let Some(waiting) = state.waiting.get_mut(&self.id) else { return };
+        let removed = waiting.remove(&self.number).is_some();
+        if waiting.is_empty() {
+            state.waiting.remove(&self.id);
+        }
+        state.waiters -= usize::from(removed);
+    }
 }
 
 /// What there is of a page right now.
-pub(crate) enum Presence {
+pub(crate) enum Presence<'a> {
     /// Sealed: read it from the tiers.
     Sealed,
     /// Being written.
     Open(Arc<Put>),
-    /// Nothing yet; the receiver fires when that changes.
-    Nothing(oneshot::Receiver<()>),
+    /// Nothing yet; the waiter hears when that changes.
+    Nothing(Waiter<'a>),
     /// Nothing, and too many wait already.
     Crowded,
 }
@@ -156,8 +189,12 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
-        let room = self.tiers.dirty_permit(bytes).zip(self.tiers.arena().allocate(bytes));
-        let Some((permit, slot)) = room else {
+        let Some(permit) = self.tiers.dirty_permit(bytes) else {
+            self.metrics.puts_busy.inc();
+            return Err(ReserveOutcome::Busy);
+        };
+        let Some(slot) = self.tiers.arena().allocate(bytes) else {
+            self.tiers.make_room();
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };
@@ -170,6 +207,7 @@ impl Puts {
             parts: Mutex::new(parts),
             progress: watch::Sender::new(Progress::Open(0)),
             permit: Mutex::new(Some(permit)),
+            last: Mutex::new(Instant::now()),
         });
         state.open.insert(id, put.clone());
         wake(&mut state, &id);
@@ -178,10 +216,12 @@ impl Puts {
 
     /// Seals a put.
     pub(crate) fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
-        let (Some(page), Some(permit)) = (put.seal(), put.permit.lock().take()) else {
+        let Some(page) = put.seal() else {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };
+        // Whoever takes the permit ends the put.
+        let Some(permit) = put.permit.lock().take() else { return CommitOutcome::Incomplete };
         self.metrics.pages_put.inc();
         // Visible before it stops being open: a reader finds it in one of the two.
         self.tiers.insert(Arc::new(page), permit);
@@ -191,10 +231,19 @@ impl Puts {
 
     /// Gives a put up. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
-        if matches!(*put.progress.borrow(), Progress::Open(_)) {
-            self.metrics.puts_aborted.inc();
-            put.permit.lock().take();
-            self.close(put, Progress::Aborted);
+        let Some(permit) = put.permit.lock().take() else { return };
+        drop(permit);
+        self.metrics.puts_aborted.inc();
+        self.close(put, Progress::Aborted);
+    }
+
+    /// Gives up puts that nothing was received for since `patience`: their writers are gone without a word.
+    pub(crate) fn abort_idle(&self, now: Instant, patience: Duration) {
+        let idle = |put: &&Arc<Put>| now.saturating_duration_since(*put.last.lock()) > patience;
+        let stale: Vec<Arc<Put>> = self.state.lock().open.values().filter(idle).cloned().collect();
+        for put in stale {
+            tracing::warn!(id = ?put.id, "nothing received for an open put: given up");
+            self.abort(&put);
         }
     }
 
@@ -218,7 +267,7 @@ impl Puts {
     }
 
     /// What there is of a page, and how to learn that it changed.
-    pub(crate) fn presence(&self, id: &PageId) -> Presence {
+    pub(crate) fn presence(&self, id: &PageId) -> Presence<'_> {
         let mut state = self.state.lock();
         if let Some(put) = state.open.get(id) {
             return Presence::Open(put.clone());
@@ -229,23 +278,12 @@ impl Puts {
         if state.waiters >= WAITERS_MAX {
             return Presence::Crowded;
         }
-        let (sender, receiver) = oneshot::channel();
-        state.waiting.entry(*id).or_default().push(sender);
+        let (sender, changed) = oneshot::channel();
+        let number = state.waiters_ever;
+        state.waiters_ever += 1;
         state.waiters += 1;
-        Presence::Nothing(receiver)
-    }
-
-    /// Drops those waiters of `id` that wait no longer.
-    pub(crate) fn forget_waiters(&self, id: &PageId) {
-        let mut state = self.state.lock();
-        let Some(waiting) = state.waiting.get_mut(id) else { return };
-        let before = waiting.len();
-        waiting.retain(|sender| !sender.is_closed());
-        let (after, gone) = (waiting.len(), before - waiting.len());
-        if after == 0 {
-            state.waiting.remove(id);
-        }
-        state.waiters -= gone;
+        state.waiting.entry(*id).or_default().insert(number, sender);
+        Presence::Nothing(Waiter { puts: self, id: *id, number, changed })
     }
 
     /// Puts under way and readers waiting.
@@ -256,7 +294,7 @@ impl Puts {
 }
 
 fn wake(state: &mut State, id: &PageId) {
-    for waiter in state.waiting.remove(id).unwrap_or_default() {
+    for (_, waiter) in state.waiting.remove(id).unwrap_or_default() {
         state.waiters -= 1;
         let _ = waiter.send(());
     }

@@ -12,7 +12,8 @@ use larder_l3::{L3, L3Error};
 use larder_wire::TierCode;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -30,6 +31,26 @@ const DIRTY_UNIT: usize = 4096;
 struct Writing {
     page: Arc<Page>,
     done: watch::Receiver<bool>,
+    /// Served no longer, though the write is still under way.
+    forgotten: bool,
+}
+
+/// A write to L3 that is under way.
+struct Written {
+    tiers: Arc<Tiers>,
+    page: Arc<Page>,
+    _done: watch::Sender<bool>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        let mut writing = self.tiers.writing.lock();
+        // The key may have been forgotten and put again meanwhile: only the entry of this very page goes.
+        if writing.get(&self.page.meta.id).is_some_and(|entry| Arc::ptr_eq(&entry.page, &self.page)) {
+            writing.remove(&self.page.meta.id);
+        }
+    }
 }
 
 /// The two tiers of a node.
@@ -40,6 +61,11 @@ pub(crate) struct Tiers {
     writing: Mutex<HashMap<PageId, Writing>>,
     dirty: Arc<Semaphore>,
     dirty_units: u32,
+    /// Forgets so far. Held while a page that was read from L3 enters L2, and while forgotten ones leave it: a page that
+    /// was forgotten while it was being read is not put back.
+    forgets: Mutex<u64>,
+    shrinking: AtomicBool,
+    this: Weak<Tiers>,
     metrics: Arc<Metrics>,
 }
 
@@ -50,17 +76,20 @@ impl Tiers {
         let l2 = CacheBuilder::new(options.l2_bytes as usize)
             .with_shards(shards)
             .with_eviction_config(LruConfig::default())
-            .with_weighter(|_, page: &Arc<Page>| page.payload.len())
+            .with_weighter(|_, page: &Arc<Page>| page.payload.capacity())
             .build();
         // Half of the in-flight room may wait for L3; the other half is for reads.
         let dirty_units = (options.in_flight_bytes() as usize / 2 / DIRTY_UNIT) as u32;
-        Arc::new(Self {
+        Arc::new_cyclic(|this| Self {
             l2,
             l3,
             arena,
             writing: Mutex::default(),
             dirty: Arc::new(Semaphore::new(dirty_units as usize)),
             dirty_units,
+            forgets: Mutex::default(),
+            shrinking: AtomicBool::new(false),
+            this: this.clone(),
             metrics,
         })
     }
@@ -77,7 +106,7 @@ impl Tiers {
 
     /// Where a page lies now.
     pub(crate) fn locate(&self, id: &PageId) -> TierCode {
-        if self.l2.contains(id) || self.writing.lock().contains_key(id) {
+        if self.l2.contains(id) || self.writing.lock().get(id).is_some_and(|writing| !writing.forgotten) {
             return TierCode::L2;
         }
         match self.l3.as_ref().and_then(|l3| l3.find(id)) {
@@ -91,7 +120,7 @@ impl Tiers {
         if let Some(entry) = self.l2.get(id) {
             return Some(entry.value().clone());
         }
-        self.writing.lock().get(id).map(|writing| writing.page.clone())
+        self.writing.lock().get(id).filter(|writing| !writing.forgotten).map(|writing| writing.page.clone())
     }
 
     /// A page and where it was. What L3 returns has been verified by it; what L2 holds is verified by the reader at the far
@@ -101,9 +130,13 @@ impl Tiers {
             self.metrics.pages_hit_l2.inc();
             return Some((page, TierCode::L2));
         }
+        let forgets = *self.forgets.lock();
         let found = match self.l3.as_ref() {
             Some(l3) => l3.read(id, deadline).await.unwrap_or_else(|error| {
                 tracing::warn!(?id, %error, "L3 read failed: a miss");
+                if matches!(error, L3Error::NoMemory { .. }) {
+                    self.make_room();
+                }
                 None
             }),
             None => None,
@@ -114,11 +147,31 @@ impl Tiers {
         };
         self.metrics.pages_hit_l3.inc();
         let page = Arc::new(Page { meta, payload });
-        // A page forgotten while it was being read is not put back.
-        if self.l3.as_ref().is_some_and(|l3| l3.find(id).is_some()) {
+        let now = self.forgets.lock();
+        let current = self.l3.as_ref().and_then(|l3| l3.find(id)).map(|entry| entry.generation);
+        if *now == forgets && current == Some(page.meta.generation) {
             self.l2.insert(*id, page.clone());
         }
+        drop(now);
         Some((page, TierCode::L3))
+    }
+
+    /// The arena had no run of bytes for a page: what L2 holds lies in the way. Evicts a sixteenth of it, in the
+    /// background, so that later pages find room.
+    pub(crate) fn make_room(&self) {
+        if self.shrinking.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let Some(tiers) = self.this.upgrade() else { return };
+        tokio::task::spawn_blocking(move || {
+            let capacity = tiers.l2.capacity();
+            for bytes in [tiers.l2.usage().min(capacity) / 16 * 15, capacity] {
+                if let Err(error) = tiers.l2.resize(bytes.max(1)) {
+                    tracing::warn!(%error, "L2 could not be resized");
+                }
+            }
+            tiers.shrinking.store(false, Ordering::Relaxed);
+        });
     }
 
     /// Makes a sealed page visible and begins to write it through.
@@ -129,30 +182,34 @@ impl Tiers {
             return;
         };
         let (done, receiver) = watch::channel(false);
-        self.writing.lock().insert(id, Writing { page: page.clone(), done: receiver });
+        self.writing.lock().insert(id, Writing { page: page.clone(), done: receiver, forgotten: false });
         self.l2.insert(id, page.clone());
         let tiers = self.clone();
         tokio::spawn(async move {
+            // However this ends, the page is held here no longer, and who waits for that hears of it.
+            let _written = Written { tiers: tiers.clone(), page: page.clone(), _done: done, _permit: permit };
             let written = l3.write(page.meta.clone(), page.payload.clone(), Instant::now() + L3_WRITE_TIMEOUT).await;
             if let Err(error) = written {
                 tiers.metrics.l3_writes_failed.inc();
                 tracing::warn!(?id, %error, "page not written to L3; it stays in L2 until evicted");
             }
-            tiers.writing.lock().remove(&id);
-            let _ = done.send(true);
-            drop(permit);
         });
     }
 
-    /// Forgets pages, durably where L3 has them; the number that were there. After an error they are not served, but may
+    /// Forgets pages, durably where L3 has them; the number that were there. After an error some may still be served, or
     /// return after a crash: it is to be tried again.
     pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, L3Error> {
         let mut there = vec![false; ids.len()];
         for (id, there) in ids.iter().zip(&mut there) {
             // A write under way must land first, or it would land after the tombstone and resurrect the page.
-            let pending = self.writing.lock().get(id).map(|writing| writing.done.clone());
+            let pending = self.writing.lock().get_mut(id).map(|writing| {
+                writing.forgotten = true;
+                writing.done.clone()
+            });
+            *there |= self.l2.remove(id).is_some();
             if let Some(mut done) = pending {
                 *there = true;
+                // Ends with an error when the sender is dropped, that is, when the write has ended.
                 let _ = tokio::time::timeout_at(deadline.into(), done.wait_for(|&done| done)).await;
             }
             *there |= self.l3.as_ref().is_some_and(|l3| l3.find(id).is_some());
@@ -161,9 +218,12 @@ impl Tiers {
             Some(l3) => l3.forget(ids, deadline).await.map(drop),
             None => Ok(()),
         };
-        for (id, there) in ids.iter().zip(&mut there) {
-            *there |= self.l2.remove(id).is_some();
+        let mut forgets = self.forgets.lock();
+        *forgets += 1;
+        for id in ids {
+            self.l2.remove(id);
         }
+        drop(forgets);
         durable?;
         let count = there.iter().filter(|&&t| t).count();
         self.metrics.pages_forgotten.inc_by(count as u64);

@@ -52,6 +52,8 @@ codes!(
         InProgress = 3,
         /// No room now.
         Busy = 4,
+        /// Not a page of this namespace, or a put of this number is open: asking again is of no use.
+        Malformed = 5,
     }
 );
 codes!(
@@ -134,7 +136,8 @@ pub enum Request {
     Locate(Vec<PageKey>),
     /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
     Get(Vec<PageKey>),
-    /// Room for a page → [`Response::Reserved`].
+    /// Room for a page → [`Response::Reserved`]. If it is granted, the number of this request is the number of the put: the
+    /// client can give up a put whose grant it never heard of.
     Reserve(Reserved),
     /// One part of a granted put, as payload; no answer.
     Part {
@@ -178,7 +181,7 @@ pub enum Request {
     Members,
     /// The node's state → [`Response::Status`].
     Status,
-    /// Stop working on this request; no answer.
+    /// Stop working on this request, and give up the put it reserved; no answer.
     Cancel(u64),
     /// Is the page you hold the one with these chunk CRCs? → [`Response::Committed`]: already there, refused, or
     /// incomplete if there is none.
@@ -240,8 +243,6 @@ pub enum Response {
     Reserved {
         /// Granted or why not.
         outcome: ReserveOutcome,
-        /// Number of the put, if granted.
-        put: u64,
     },
     /// Answer to Commit.
     Committed(CommitOutcome),
@@ -459,9 +460,8 @@ impl Response {
                 }
                 134
             }
-            Response::Reserved { outcome, put } => {
+            Response::Reserved { outcome } => {
                 out.put_u8(outcome.code());
-                out.put_u64(*put);
                 135
             }
             Response::Committed(outcome) => {
@@ -521,7 +521,7 @@ impl Response {
                 state: FollowState::from_code(r.u8("state")?)?,
                 meta: optional(&mut r, PageMeta::decode)?,
             },
-            135 => Response::Reserved { outcome: ReserveOutcome::from_code(r.u8("outcome")?)?, put: r.u64("put")? },
+            135 => Response::Reserved { outcome: ReserveOutcome::from_code(r.u8("outcome")?)? },
             136 => Response::Committed(CommitOutcome::from_code(r.u8("outcome")?)?),
             137 => Response::Count(r.u32("count")?),
             138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
@@ -598,7 +598,7 @@ mod tests {
             Response::End,
             Response::Part { part: 1, crcs: vec![7] },
             Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
-            Response::Reserved { outcome: ReserveOutcome::Granted, put: 4 },
+            Response::Reserved { outcome: ReserveOutcome::Granted },
             Response::Committed(CommitOutcome::Refused),
             Response::Count(5),
             Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
