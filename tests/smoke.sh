@@ -30,8 +30,11 @@ cat "$data/out"
 api=$(grep -o 'http://[0-9.:]*/v1' "$data/out" | head -n 1)
 
 # The very command that `up` prints.
-eval "$(grep -A 1 '^  curl' "$data/out")" | tee "$data/answer"
+ask=$(grep -A 1 '^  curl' "$data/out")
+eval "$ask" && echo
+eval "$ask" | tee "$data/answer" && echo
 grep -q '"text"' "$data/answer"
+grep -qE '"cached_tokens":[1-9]' "$data/answer"
 
 "$work/venv/bin/python" tests/openai_client.py "$api"
 

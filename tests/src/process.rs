@@ -109,6 +109,18 @@ impl Process {
         self.child.wait().expect("it can be waited for");
     }
 
+    /// SIGSTOP: alive, and silent.
+    pub fn freeze(&self) {
+        // SAFETY: a signal to a child that has not been waited for.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGSTOP) };
+    }
+
+    /// SIGCONT.
+    pub fn thaw(&self) {
+        // SAFETY: as above.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGCONT) };
+    }
+
     /// SIGTERM, and waits until it is gone.
     ///
     /// # Panics

@@ -94,3 +94,23 @@ async fn a_client_that_leaves_cancels_the_work() {
     })
     .await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_store_node_is_given_up_and_comes_back() {
+    let reference = Reference::load();
+    let tokens = reference.prompt(7, 300);
+    let mut stack = Stack::start(1).await;
+    let expected = reference.greedy_text(&tokens, 32);
+    assert_eq!(complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text, expected);
+    stack.nodes[0].as_ref().unwrap().freeze();
+    let decode = stack.decode.as_ref().unwrap();
+    eventually("the engine gives the silent node up", || async { decode.errors().contains("the node is silent") })
+        .await;
+    let begin = std::time::Instant::now();
+    assert_eq!(complete(&stack.api, &Ask::new(&tokens).cache("store")).await.unwrap().text, expected);
+    assert!(begin.elapsed().as_secs() < 3, "nobody waits for a node that was given up: {:?}", begin.elapsed());
+    stack.nodes[0].as_ref().unwrap().thaw();
+    stack.ready().await;
+    let answer = complete(&stack.api, &Ask::new(&tokens).cache("store")).await.unwrap();
+    assert_eq!((answer.text, answer.cached), (expected, 288));
+}

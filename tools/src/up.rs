@@ -167,8 +167,6 @@ fn announce(args: &Args, router: &RouterHandle, running: &Running, took: Duratio
     println!("  data   {}   Ctrl-C stops; the next start finds its pages again", args.data_dir.display());
     println!();
     println!("  curl http://{address}/v1/completions -H 'content-type: application/json' \\");
-    println!(
-        "    -d '{{\"model\": \"{model}\", \"prompt\": \"In the beginning\", \"max_tokens\": 40, \"temperature\": 0}}'"
-    );
+    println!("    -d '{{\"model\": \"{model}\", \"max_tokens\": 40, \"temperature\": 0.7, \"prompt\": \"{PROMPT}\"}}'");
     println!();
 }
