@@ -4,7 +4,7 @@
 //! request. [`StoreDirectory`] is the store in use; tests bring their own.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, ClientOptions, Member, NodeView, StoreUrl, Tier};
+use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, StoreUrl, Tier};
 use larder_format::{NamespaceDescriptor, PageKey};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,8 +38,8 @@ pub trait PageIndex: Send + Sync + 'static {
     /// Brings pages from L3 to L2; the number in L2 afterwards.
     fn warm(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize>;
 
-    /// Forgets pages durably; the number that were there.
-    fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize>;
+    /// Forgets pages durably.
+    fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten>;
 }
 
 /// The store behind a URL.
@@ -91,7 +91,7 @@ impl PageIndex for Client {
         Box::pin(async move { Client::warm(self, &keys, deadline).await })
     }
 
-    fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize> {
+    fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten> {
         Box::pin(async move { Client::forget(self, &keys, deadline).await })
     }
 }

@@ -44,6 +44,15 @@ pub struct Lookup {
     pub answered: bool,
 }
 
+/// What forgetting came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Forgotten {
+    /// Pages that were there.
+    pub pages: usize,
+    /// Whether every node of the URL said that it has durably forgotten. If not, try again.
+    pub complete: bool,
+}
+
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
@@ -78,8 +87,6 @@ pub struct NodeView {
 
 /// How long [`Client::ready`] waits for the last nodes once the first is there.
 const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
-/// How long after a Get's deadline a payload that is just being received may still land.
-const LANDING_GRACE: Duration = Duration::from_secs(1);
 /// Pages asked for in one Get.
 const GET_PAGES_MAX: usize = 1024;
 
@@ -331,9 +338,20 @@ impl Client {
         self.count_at_owners(keys, deadline, Request::Warm).await
     }
 
-    /// Forgets pages durably; the number that were there.
-    pub async fn forget(&self, keys: &[PageKey], deadline: Instant) -> usize {
-        self.count_at_owners(keys, deadline, Request::Forget).await
+    /// Forgets pages durably, at every node: a page may lie at one that owned it while another was away.
+    pub async fn forget(&self, keys: &[PageKey], deadline: Instant) -> Forgotten {
+        let mut forgotten = Forgotten { pages: 0, complete: true };
+        for batch in keys.chunks(MAX_KEYS) {
+            let mut pages = 0;
+            for answer in self.ask_all(&Request::Forget(batch.to_vec()), deadline).await {
+                match answer {
+                    Some(Response::Count(count)) => pages += count as usize,
+                    _ => forgotten.complete = false,
+                }
+            }
+            forgotten.pages += pages.min(batch.len());
+        }
+        forgotten
     }
 
     /// Keeps `member` registered with every node while the guard lives: renewed before it expires, and at once when a node
@@ -395,23 +413,7 @@ impl Client {
 /// One Get at one node. Always hands every buffer back.
 async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
     let keys = wanted.iter().map(|(id, _)| id.key).collect();
-    let (sink, mut done) = PageSink::new(wanted);
+    let (sink, done) = PageSink::new(wanted);
     let begun = node.begin(node.number(), &Request::Get(keys), Sink::Pages(sink), deadline).await;
-    let ended = match begun.is_some() {
-        true => tokio::time::timeout_at(deadline.into(), &mut done).await.ok(),
-        false => None,
-    };
-    // Takes the sink out, which ends it, unless a payload is just being received into it.
-    drop(begun);
-    let ended = match ended {
-        Some(ended) => ended,
-        None => match tokio::time::timeout(LANDING_GRACE, &mut done).await {
-            Ok(ended) => ended,
-            Err(_) => {
-                node.break_off();
-                done.await
-            }
-        },
-    };
-    ended.expect("a sink always hands its buffers back")
+    node.settle(begun, done, deadline).await
 }

@@ -56,9 +56,6 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
 
 /// How long a follow of a page whose node is away waits before it says so: callers that try again do not spin.
 const AWAY_PAUSE: Duration = Duration::from_millis(50);
-/// How long after its deadline a payload that is just being received may still land.
-const LANDING_GRACE: Duration = Duration::from_secs(1);
-
 pub(crate) fn begin<B: AsMut<[u8]> + Send + 'static>(
     node: Option<Arc<Live>>,
     id: PageId,
@@ -82,22 +79,7 @@ async fn run(
         tokio::time::sleep(AWAY_PAUSE).await;
         return (buffer, FollowResult::Missed);
     };
-    let (sink, mut done) = PartSink::new(id, geometry, buffer);
+    let (sink, done) = PartSink::new(id, geometry, buffer);
     let begun = node.begin(node.number(), &Request::Follow(id.key), Sink::Parts(sink), deadline).await;
-    let ended = match begun.is_some() {
-        true => tokio::time::timeout_at(deadline.into(), &mut done).await.ok(),
-        false => None,
-    };
-    drop(begun);
-    let ended = match ended {
-        Some(ended) => ended,
-        None => match tokio::time::timeout(LANDING_GRACE, &mut done).await {
-            Ok(ended) => ended,
-            Err(_) => {
-                node.break_off();
-                done.await
-            }
-        },
-    };
-    ended.expect("a sink always hands its buffer back")
+    node.settle(begun, done, deadline).await
 }

@@ -22,7 +22,7 @@ mod spread;
 mod stats;
 mod url;
 
-pub use client::{Client, ClientOptions, Lookup, NodeView, Tier};
+pub use client::{Client, ClientOptions, Forgotten, Lookup, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
 pub use members::{Member, Registration};
 pub use put::{NewPage, PagePut, PutOutcome};

@@ -2,14 +2,17 @@
 
 use crate::sink::Sink;
 use larder_format::{NamespaceDescriptor, codec::DecodeError};
-use larder_wire::{Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, read_frame};
+use larder_wire::{
+    Frame, FrameHeader, IO_BUFFER_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, discard,
+    read_frame, write_frames,
+};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::error::TrySendError;
@@ -24,9 +27,10 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 const SILENCE_PROBED: Duration = Duration::from_secs(2);
 /// Most time for its answer.
 const SILENCE_MAX: Duration = Duration::from_secs(3);
+/// How long after its deadline a payload that is just being received may still land.
+const LANDING_GRACE: Duration = Duration::from_secs(1);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
-const IO_BUFFER_BYTES: usize = 64 << 10;
 
 /// What a link needs to connect.
 #[derive(Clone)]
@@ -227,7 +231,7 @@ async fn run(
 ) -> io::Error {
     let ended = tokio::select! {
         () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
-        sent = write_frames(writer, queue) => sent,
+        sent = write_frames(writer, queue, STALL_TIMEOUT) => sent,
         received = receive(live, &mut reader) => received,
         silent = watch_for_silence(live) => Err(silent),
     };
@@ -248,21 +252,6 @@ async fn watch_for_silence(live: &Arc<Live>) -> io::Error {
             return io::Error::new(io::ErrorKind::TimedOut, "the node is silent");
         }
     }
-}
-
-async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -> io::Result<()> {
-    let mut out = BufWriter::with_capacity(IO_BUFFER_BYTES, write);
-    while let Some(frame) = queue.recv().await {
-        let send = async {
-            out.write_all(&frame.head).await?;
-            if let Some(payload) = &frame.payload {
-                out.write_all((**payload).as_ref()).await?;
-            }
-            if queue.is_empty() { out.flush().await } else { Ok(()) }
-        };
-        tokio::time::timeout(STALL_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-    }
-    Ok(())
 }
 
 async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io::Result<()> {
@@ -354,14 +343,6 @@ fn finish(mut sink: Sink, response: Response) -> Option<Sink> {
     None
 }
 
-async fn discard(reader: &mut BufReader<OwnedReadHalf>, bytes: usize) -> io::Result<()> {
-    if bytes == 0 {
-        return Ok(());
-    }
-    let copied = tokio::io::copy(&mut reader.take(bytes as u64), &mut tokio::io::sink()).await?;
-    if copied < bytes as u64 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
-}
-
 fn milliseconds_left(deadline: Instant) -> u32 {
     let left = deadline.saturating_duration_since(Instant::now());
     u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1)
@@ -428,8 +409,31 @@ impl Live {
         tokio::time::timeout_at(deadline.into(), receiver).await.ok()?.ok()
     }
 
+    /// Waits for what a sink hands back when it ends: at the last answer, or at `deadline`, when the request is given up.
+    /// A payload that is just being received then may still land; if it does not soon, the connection is ended, because
+    /// only that gives the caller's memory back.
+    pub(crate) async fn settle<T>(&self, begun: Option<Begun>, mut done: oneshot::Receiver<T>, deadline: Instant) -> T {
+        let mut ended = None;
+        if begun.is_some() {
+            ended = tokio::time::timeout_at(deadline.into(), &mut done).await.ok();
+        }
+        // Takes the sink out, which ends it, unless a payload is just being received into it.
+        drop(begun);
+        if ended.is_none() {
+            ended = tokio::time::timeout(LANDING_GRACE, &mut done).await.ok();
+        }
+        let ended = match ended {
+            Some(ended) => ended,
+            None => {
+                self.break_off();
+                done.await
+            }
+        };
+        ended.expect("a sink always hands back what it was given")
+    }
+
     /// Ends the connection: a payload that is being received will not arrive in time, and its memory is wanted back.
-    pub(crate) fn break_off(&self) {
+    fn break_off(&self) {
         self.broken.cancel();
     }
 }

@@ -176,7 +176,8 @@ async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
     for number in 0..40 {
         assert_eq!(put(&client, number).await, PutOutcome::Stored);
     }
-    assert_eq!(client.forget(&[key(3), key(4), key(99)], soon()).await, 2);
+    let forgotten = client.forget(&[key(3), key(4), key(99)], soon()).await;
+    assert_eq!((forgotten.pages, forgotten.complete), (2, true));
     assert!(get(&client, &[3]).await[0].1.is_none());
     let epoch = client.status(soon()).await[0].epoch.unwrap();
     drop(client);
@@ -261,6 +262,7 @@ async fn a_node_that_is_away_costs_misses_and_comes_back() {
     let hits = hits.count();
     assert!((8..32).contains(&hits), "about half is left: {hits}");
     assert!(begin.elapsed() < Duration::from_secs(1), "a miss does not wait");
+    assert!(!client.forget(&[key(99)], soon()).await.complete, "a node that is away has not forgotten");
     let second = Node::start(NodeOptions { listen: address, ..options(Some(&b)) }).await.unwrap();
     let mut all = 0;
     for _ in 0..100 {
@@ -334,7 +336,7 @@ async fn a_page_forgotten_while_it_is_read_stays_forgotten() {
     let numbers: Vec<u32> = (0..200).collect();
     let keys: Vec<PageKey> = numbers.iter().map(|&n| key(n)).collect();
     let (_, forgotten) = tokio::join!(get(&reader, &numbers), forgetter.forget(&keys, soon()));
-    assert_eq!(forgotten, 200);
+    assert_eq!((forgotten.pages, forgotten.complete), (200, true));
     assert!(client_sees_nothing(&reader, &keys).await);
 }
 

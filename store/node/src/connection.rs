@@ -11,17 +11,17 @@ use futures::StreamExt;
 use larder_format::codec::DecodeError;
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload,
-    Request, ReserveOutcome, Reserved, Response, TierCode, read_frame,
+    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, IO_BUFFER_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN,
+    Payload, Request, ReserveOutcome, Reserved, Response, TierCode, discard, read_frame, write_frames,
 };
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncReadExt, BufReader};
 use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -46,7 +46,6 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
 /// However long a request says it waits, it waits no longer.
 const DEADLINE_MAX: Duration = Duration::from_secs(600);
-const IO_BUFFER_BYTES: usize = 64 << 10;
 
 /// Serves one client until it leaves, misbehaves, or the node stops.
 pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
@@ -56,7 +55,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
     }
     let (read, write) = stream.into_split();
     let (sender, receiver) = mpsc::channel(SEND_QUEUE_FRAMES);
-    let mut writer = AbortOnDrop(tokio::spawn(write_frames(write, receiver)));
+    let mut writer = AbortOnDrop(tokio::spawn(write_frames(write, receiver, STALL_TIMEOUT)));
     let connection = Connection {
         shared: shared.clone(),
         out: sender,
@@ -88,21 +87,6 @@ impl Drop for AbortOnDrop {
     fn drop(&mut self) {
         self.0.abort();
     }
-}
-
-async fn write_frames(write: OwnedWriteHalf, mut queue: mpsc::Receiver<Frame>) -> io::Result<()> {
-    let mut out = BufWriter::with_capacity(IO_BUFFER_BYTES, write);
-    while let Some(frame) = queue.recv().await {
-        let send = async {
-            out.write_all(&frame.head).await?;
-            if let Some(payload) = &frame.payload {
-                out.write_all((**payload).as_ref()).await?;
-            }
-            if queue.is_empty() { out.flush().await } else { Ok(()) }
-        };
-        tokio::time::timeout(STALL_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-    }
-    out.flush().await
 }
 
 /// Tasks by a number of our own: a client may repeat its request numbers, and then cancels all of that number.
@@ -369,11 +353,6 @@ fn deadline(header: &FrameHeader) -> Instant {
         ms => Duration::from_millis(u64::from(ms)).min(DEADLINE_MAX),
     };
     Instant::now() + patience
-}
-
-async fn discard(reader: &mut BufReader<OwnedReadHalf>, bytes: usize) -> io::Result<()> {
-    let copied = tokio::io::copy(&mut reader.take(bytes as u64), &mut tokio::io::sink()).await?;
-    if copied < bytes as u64 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
 }
 
 async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {

@@ -3,12 +3,17 @@
 use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
 use std::io;
-use tokio::io::{AsyncRead, AsyncReadExt};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufWriter};
+use tokio::sync::mpsc;
 
 /// Bytes of a frame header.
 pub const HEADER_BYTES: usize = 32;
 /// Most bytes of a body.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
+
+/// Buffer of each direction of a connection; page bytes larger than that go past it.
+pub const IO_BUFFER_BYTES: usize = 64 << 10;
 
 const MAGIC: [u8; 4] = *b"LRDR";
 
@@ -128,6 +133,33 @@ pub async fn read_frame<R: AsyncRead + Unpin>(stream: &mut R, body: &mut Vec<u8>
         return Err(invalid(DecodeError::Checksum("frame")));
     }
     Ok(Some(header))
+}
+
+/// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Small frames that
+/// wait together leave together.
+pub async fn write_frames<W: AsyncWrite + Unpin>(
+    stream: W,
+    mut queue: mpsc::Receiver<Frame>,
+    stall: Duration,
+) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(IO_BUFFER_BYTES, stream);
+    while let Some(frame) = queue.recv().await {
+        let send = async {
+            out.write_all(&frame.head).await?;
+            if let Some(payload) = &frame.payload {
+                out.write_all((**payload).as_ref()).await?;
+            }
+            if queue.is_empty() { out.flush().await } else { Ok(()) }
+        };
+        tokio::time::timeout(stall, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+    }
+    out.flush().await
+}
+
+/// Reads and throws away a payload that nobody wants.
+pub async fn discard<R: AsyncRead + Unpin>(stream: &mut R, bytes: usize) -> io::Result<()> {
+    let copied = tokio::io::copy(&mut stream.take(bytes as u64), &mut tokio::io::sink()).await?;
+    if copied < bytes as u64 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
 }
 
 fn invalid(error: DecodeError) -> io::Error {

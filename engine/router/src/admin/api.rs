@@ -148,6 +148,8 @@ pub struct ForgetResponse {
     pub pages: u32,
     /// Of those, were there and are forgotten.
     pub forgotten: u32,
+    /// Whether every store node said so. If not, a page may still be there: try again when all nodes are up.
+    pub complete: bool,
 }
 
 /// A failure.

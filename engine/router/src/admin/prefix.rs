@@ -7,7 +7,7 @@ use crate::models::{Found, ServedModel};
 use crate::openai::{chat_tokens, random_id};
 use crate::route::PrefillJob;
 use axum::http::StatusCode;
-use larder_client::Tier;
+use larder_client::{Forgotten, Tier};
 use larder_format::PageKey;
 use larder_worker::api::{CacheMode, PrefillRequest};
 use std::sync::Arc;
@@ -134,10 +134,14 @@ impl Prefix {
     /// Forgets the pages.
     pub(crate) async fn forget(&self, deadline: Instant) -> ForgetResponse {
         let forgotten = match self.keys.is_empty() {
-            true => 0,
+            true => Forgotten { pages: 0, complete: true },
             false => self.model.pages.forget(self.keys.clone(), deadline.into_std()).await,
         };
-        ForgetResponse { pages: self.keys.len() as u32, forgotten: forgotten as u32 }
+        ForgetResponse {
+            pages: self.keys.len() as u32,
+            forgotten: forgotten.pages as u32,
+            complete: forgotten.complete,
+        }
     }
 }
 

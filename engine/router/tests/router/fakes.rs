@@ -8,7 +8,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router as Routes};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use larder_client::{Member, NodeView, Tier};
+use larder_client::{Forgotten, Member, NodeView, Tier};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
 use larder_router::store::{Directory, PageIndex};
 use larder_router::{Router, RouterHandle, RouterOptions};
@@ -91,10 +91,10 @@ impl PageIndex for StoreHandle {
         })
     }
 
-    fn forget(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, usize> {
+    fn forget(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, Forgotten> {
         Box::pin(async move {
             let mut held = self.0.held.lock();
-            keys.iter().filter(|key| held.remove(key).is_some()).count()
+            Forgotten { pages: keys.iter().filter(|key| held.remove(key).is_some()).count(), complete: true }
         })
     }
 }
