@@ -151,7 +151,8 @@ pub async fn prefix(command: Prefix) -> Result<()> {
         }
         Prefix::Forget(args) => {
             let answer: ForgetResponse = args.target.send(PATH_FORGET, Some(&args.request()?)).await?;
-            args.target.print(&answer, |forget| println!("{} of {} pages forgotten", forget.forgotten, forget.pages))?;
+            args.target
+                .print(&answer, |forget| println!("{} of {} pages forgotten", forget.forgotten, forget.pages))?;
             if !answer.complete {
                 bail!("not every store node answered: some pages may still be there; try again when all are up");
             }
