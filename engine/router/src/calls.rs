@@ -49,7 +49,7 @@ pub enum CallError {
 }
 
 impl CallError {
-    fn lost(engine: &str, reason: impl std::fmt::Display) -> Self {
+    pub(crate) fn lost(engine: &str, reason: impl std::fmt::Display) -> Self {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
     }
 
@@ -62,6 +62,11 @@ impl CallError {
             }
             CallError::Deadline { .. } => false,
         }
+    }
+
+    /// Whether the request does not fit the engine's context.
+    pub fn is_too_long(&self) -> bool {
+        matches!(self, CallError::Refused { error, .. } if error.code == ErrorCode::ContextLengthExceeded)
     }
 
     /// Tells the engine's breaker.

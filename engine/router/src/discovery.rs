@@ -1,6 +1,6 @@
 //! Finds engines and models.
 //!
-//! What always holds: an engine is in the table only if the store names it now (or a moment ago, see [`FORGOTTEN_GRACE`])
+//! What always holds: an engine is in the table only if the store names it now (or a moment ago, see [`UNNAMED_GRACE`])
 //! and it said itself, over HTTP, that it is the one the store means: a member that died may have left its port to
 //! another. One task owns all of this; what takes time runs beside it, so that a slow engine delays nobody else.
 
@@ -31,11 +31,11 @@ const TOKENIZER_FILE_BYTES_MAX: usize = 64 << 20;
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A store node that restarts names nobody until the engines have registered again. For so long after it named anyone,
-/// engines that answer for themselves stay.
-const FORGOTTEN_GRACE: Duration = Duration::from_secs(10);
+/// A store node that restarts names an engine only when that has registered again. For so long after it named it, an
+/// engine that answers for itself stays.
+const UNNAMED_GRACE: Duration = Duration::from_secs(10);
 /// Most time for an engine to answer for itself then.
-const FORGOTTEN_PROBE_TIMEOUT: Duration = Duration::from_millis(500);
+const UNNAMED_PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// When to try again.
 struct Pause {
@@ -65,13 +65,14 @@ struct Discovery {
     load_pauses: HashMap<ModelKey, Pause>,
     /// What the store named at the last look.
     named: BTreeMap<String, EngineInfo>,
-    last_named: Instant,
+    /// When the store last named an engine that is in the table.
+    last_named: HashMap<String, Instant>,
 }
 
 /// Runs until `stop`.
 pub(crate) async fn run(shared: Arc<Shared>, stop: CancellationToken) {
     let mut discovery = Discovery {
-        shared,
+        shared: shared.clone(),
         probes: JoinSet::new(),
         probing: HashSet::new(),
         probe_pauses: HashMap::new(),
@@ -79,16 +80,20 @@ pub(crate) async fn run(shared: Arc<Shared>, stop: CancellationToken) {
         loading: HashSet::new(),
         load_pauses: HashMap::new(),
         named: BTreeMap::new(),
-        last_named: Instant::now(),
+        last_named: HashMap::new(),
     };
     let mut next_look = Instant::now();
+    // Requests may ask for a look, but not for one after the other.
+    let mut may_look = next_look;
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
             () = sleep_until(next_look) => {
                 discovery.look().await;
+                may_look = Instant::now() + EMPTY_INTERVAL;
                 next_look = Instant::now() + discovery.interval();
             }
+            () = shared.look_soon.notified() => next_look = next_look.min(may_look),
             Some(ended) = discovery.probes.join_next() => if let Ok((name, result)) = ended {
                 discovery.probed(name, result);
             },
@@ -111,37 +116,50 @@ impl Discovery {
         // While no store node answers, the last table is the best there is.
         let Ok(Some(members)) = members else { return };
         self.named = named_engines(members);
-        if self.named.is_empty() {
-            self.drop_silent().await;
-        } else {
-            self.last_named = Instant::now();
-            self.drop_unnamed();
-        }
+        self.drop_replaced();
+        self.check_unnamed().await;
         self.probe_pauses.retain(|name, _| self.named.contains_key(name));
         self.begin_probes();
         self.begin_loads();
     }
 
-    fn drop_unnamed(&self) {
+    /// Takes out engines in whose name others registered.
+    fn drop_replaced(&self) {
         for engine in self.shared.engines.list() {
-            if self.named.get(&engine.name) != Some(&engine.info) && self.shared.engines.remove(&engine.name) {
-                tracing::info!(engine = %engine.name, url = %engine.info.url, "engine left");
+            if self.named.get(&engine.name).is_some_and(|info| *info != engine.info) {
+                self.remove(&engine);
             }
         }
     }
 
-    /// The store names nobody: engines that do not answer for themselves are taken out, and all of them after the grace.
-    async fn drop_silent(&self) {
-        let is_over = self.last_named.elapsed() >= FORGOTTEN_GRACE;
-        let deadline = Instant::now() + FORGOTTEN_PROBE_TIMEOUT;
-        let checks = self.shared.engines.list().into_iter().map(|engine| async move {
-            let answer = self.shared.calls.model(&engine.info.url, deadline).await;
+    /// Takes out engines that the store does not name and that do not answer for themselves, and after the grace those that
+    /// do.
+    async fn check_unnamed(&mut self) {
+        let now = Instant::now();
+        let engines = self.shared.engines.list();
+        let (named, unnamed): (Vec<_>, Vec<_>) = engines.into_iter().partition(|e| self.named.contains_key(&e.name));
+        // Without an entry an engine came in this moment: the store named it.
+        let mut last_named: HashMap<_, _> = named.into_iter().map(|engine| (engine.name.clone(), now)).collect();
+        for engine in &unnamed {
+            last_named.insert(engine.name.clone(), self.last_named.get(&engine.name).copied().unwrap_or(now));
+        }
+        self.last_named = last_named;
+        let deadline = now + UNNAMED_PROBE_TIMEOUT;
+        let this = &*self;
+        let checks = unnamed.into_iter().map(|engine| async move {
+            let is_over = this.last_named.get(&engine.name).is_none_or(|at| at.elapsed() >= UNNAMED_GRACE);
+            let answer = this.shared.calls.model(&engine.info.url, deadline).await;
             let answers_for_itself = answer.is_ok_and(|info| info == engine.info);
-            if (is_over || !answers_for_itself) && self.shared.engines.remove(&engine.name) {
-                tracing::info!(engine = %engine.name, url = %engine.info.url, "engine left");
-            }
+            (is_over || !answers_for_itself).then_some(engine)
         });
-        futures::future::join_all(checks).await;
+        let gone: Vec<_> = futures::future::join_all(checks).await;
+        gone.into_iter().flatten().for_each(|engine| self.remove(&engine));
+    }
+
+    fn remove(&self, engine: &Engine) {
+        if self.shared.engines.remove(&engine.name) {
+            tracing::info!(engine = %engine.name, url = %engine.info.url, "engine left");
+        }
     }
 
     fn begin_probes(&mut self) {

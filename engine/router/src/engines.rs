@@ -116,8 +116,10 @@ pub struct Need<'a> {
     pub role: Role,
     /// Whose pages.
     pub namespace: NamespaceId,
-    /// Tokens that must fit its context.
+    /// Tokens that must fit its context: the prompt and the first one of the answer.
     pub context: usize,
+    /// Tokens that should fit it: an engine that has so much is taken before any that has not.
+    pub context_wanted: usize,
     /// Draws requests with one beginning to one engine, among equals.
     pub affinity: PageKey,
     /// Names of the engines that this request has tried.
@@ -172,7 +174,8 @@ impl EngineTable {
         fitting.map(|e| e.info.max_context as usize).max()
     }
 
-    /// The engine with the least outstanding work among those that can serve `need`; ties go by prefix affinity.
+    /// The engine with the least outstanding work among those that can serve `need`, and among those that can serve it
+    /// wholly if there is any; ties go by prefix affinity.
     pub fn choose(&self, need: &Need<'_>) -> Option<Arc<Engine>> {
         let engines = self.engines.read();
         let fitting = engines.values().filter(|e| {
@@ -183,7 +186,10 @@ impl EngineTable {
                 && e.is_admitted()
         });
         fitting
-            .min_by_key(|e| (e.outstanding_tokens(), std::cmp::Reverse(attraction(&e.name, &need.affinity))))
+            .min_by_key(|e| {
+                let is_short = (e.info.max_context as usize) < need.context_wanted;
+                (is_short, e.outstanding_tokens(), std::cmp::Reverse(attraction(&e.name, &need.affinity)))
+            })
             .cloned()
     }
 }
@@ -234,7 +240,7 @@ pub(crate) mod tests {
 
     fn need(tried: &[String]) -> Need<'_> {
         let namespace = info(Role::Decode, 1, 0).descriptor.id();
-        Need { role: Role::Decode, namespace, context: 50, affinity: PageKey([9; 32]), tried }
+        Need { role: Role::Decode, namespace, context: 50, context_wanted: 0, affinity: PageKey([9; 32]), tried }
     }
 
     #[test]
@@ -271,6 +277,18 @@ pub(crate) mod tests {
         }
         assert_eq!(chosen.len(), 3);
         assert!(chosen.values().all(|&count| count > 10), "{chosen:?}");
+    }
+
+    #[test]
+    fn an_engine_that_has_room_for_the_whole_answer_goes_first() {
+        let table = table();
+        table.insert(Engine::new("large".into(), info(Role::Decode, 1, 200)));
+        let busy = table.get("large").unwrap().book(1000);
+        let wants = |context_wanted| Need { context_wanted, ..need(&[]) };
+        assert_ne!(table.choose(&wants(100)).unwrap().name, "large");
+        assert_eq!(table.choose(&wants(101)).unwrap().name, "large");
+        assert_ne!(table.choose(&wants(201)).unwrap().name, "large", "none has it all: the least loaded");
+        drop(busy);
     }
 
     #[test]

@@ -35,13 +35,18 @@ use std::time::Duration;
 use store::{Directory, StoreDirectory};
 use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 /// Time between two looks of [`RouterHandle::wait_ready`].
 const READY_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Most time that a request waits for an engine to come when there is none: it may be about to be replaced.
+const ENGINE_WAIT: Duration = Duration::from_secs(1);
+/// Time between two looks for it.
+const ENGINE_WAIT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Why a router did not start.
 #[derive(Debug, Error)]
@@ -73,6 +78,23 @@ pub(crate) struct Shared {
     /// One permit for each answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
     pub(crate) started: Instant,
+    /// Asks discovery to look at the members soon.
+    pub(crate) look_soon: Notify,
+}
+
+impl Shared {
+    /// Has discovery look for engines until `find` finds what it needs; `None` after a moment, or at `deadline`.
+    pub(crate) async fn wait_for<T>(&self, deadline: Instant, find: impl Fn() -> Option<T>) -> Option<T> {
+        let give_up = deadline.min(Instant::now() + ENGINE_WAIT);
+        while Instant::now() < give_up {
+            self.look_soon.notify_one();
+            tokio::time::sleep_until(give_up.min(Instant::now() + ENGINE_WAIT_INTERVAL)).await;
+            if let Some(found) = find() {
+                return Some(found);
+            }
+        }
+        None
+    }
 }
 
 /// Starts routers.
@@ -103,6 +125,7 @@ impl Router {
             metrics: Default::default(),
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
             started: Instant::now(),
+            look_soon: Notify::new(),
             options,
         });
         let stop = CancellationToken::new();

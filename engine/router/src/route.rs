@@ -30,6 +30,12 @@ const BOOKED_GENERATION_TOKENS: u64 = 64;
 /// Most time the end of an answer waits for the prefill engine to say what it found cached.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
 
+/// Bytes of text that one generated token comes to, at most, on the average of an answer: the longest tokens in use are
+/// runs of 128 blanks, and a character takes up to four bytes.
+const TOKEN_BYTES_MAX: usize = 256;
+/// Bytes of text beyond that.
+const TEXT_BYTES_SPARE: usize = 4 << 10;
+
 /// Why a prompt got no answer.
 #[derive(Debug, Clone, Error)]
 pub enum RouteError {
@@ -64,6 +70,8 @@ pub enum RouteError {
 impl RouteError {
     fn new(error: CallError, has_begun: bool) -> Self {
         match error {
+            // Also `busy`: an engine that shuts down says so to whom it was answering.
+            error if has_begun && error.is_worth_another() => RouteError::BrokeOff(error),
             CallError::Deadline { .. } => RouteError::Deadline,
             CallError::Refused { error, .. } if error.code == ErrorCode::Deadline => RouteError::Deadline,
             CallError::Refused { error, .. } if error.code == ErrorCode::Busy => {
@@ -77,6 +85,11 @@ impl RouteError {
             error if has_begun => RouteError::BrokeOff(error),
             error => RouteError::Unavailable(error),
         }
+    }
+
+    /// Whether an engine that comes now could help: engines that are being replaced must not fail requests.
+    fn is_for_want_of_engines(&self) -> bool {
+        matches!(self, RouteError::NoEngine(_) | RouteError::Unavailable(CallError::Lost { .. }))
     }
 }
 
@@ -112,6 +125,8 @@ pub struct Plan {
     prompt: Prompt,
     cache: CacheMode,
     deadline: Instant,
+    /// Tokens that the request asks for; 0 if it does not say.
+    tokens_asked: usize,
     /// Pages at the start that the store held when it was asked.
     cached_pages: usize,
     prefill: Option<PrefillTask>,
@@ -126,8 +141,10 @@ impl Plan {
         prompt: Prompt,
         cache: CacheMode,
         deadline: Instant,
+        tokens_asked: usize,
     ) -> Arc<Plan> {
-        let mut plan = Plan { shared, model, request_id, prompt, cache, deadline, cached_pages: 0, prefill: None };
+        let (cached_pages, prefill) = (0, None);
+        let mut plan = Plan { shared, model, request_id, prompt, cache, deadline, tokens_asked, cached_pages, prefill };
         // A prefill whose pages cannot reach the decode engine is work for nothing.
         if cache.uses_store() && !plan.prompt.keys.is_empty() && plan.model.pages.up().await {
             plan.cached_pages = plan.lookup().await.min(plan.prompt.keys.len());
@@ -147,13 +164,12 @@ impl Plan {
     }
 
     fn need<'a>(&self, role: Role, tried: &'a [String]) -> Need<'a> {
-        Need {
-            role,
-            namespace: self.model.namespace,
-            context: self.prompt.tokens.len(),
-            affinity: self.prompt.affinity(),
-            tried,
-        }
+        let context = self.prompt.tokens.len() + 1;
+        let context_wanted = match role {
+            Role::Prefill => context,
+            Role::Decode => self.prompt.tokens.len().saturating_add(self.tokens_asked),
+        };
+        Need { role, namespace: self.model.namespace, context, context_wanted, affinity: self.prompt.affinity(), tried }
     }
 
     fn begin_prefill(&self, uncached_tokens: u64) -> PrefillTask {
@@ -181,9 +197,16 @@ impl Plan {
         sampling: &SamplingParams,
         tried: &mut Vec<String>,
     ) -> Result<Generation, RouteError> {
-        let mut failure = None;
+        let mut failure: Option<RouteError> = None;
+        let mut context = self.prompt.tokens.len() + 1;
         while tried.len() < self.shared.options.attempts_max {
-            let Some(engine) = self.shared.engines.choose(&self.need(Role::Decode, tried)) else { break };
+            let need = Need { context, ..self.need(Role::Decode, tried) };
+            let may_wait = failure.as_ref().is_none_or(RouteError::is_for_want_of_engines);
+            let engine = match self.shared.engines.choose(&need) {
+                None if may_wait => self.shared.wait_for(self.deadline, || self.shared.engines.choose(&need)).await,
+                engine => engine,
+            };
+            let Some(engine) = engine else { break };
             if failure.is_some() {
                 self.shared.metrics.count_retry(Role::Decode);
             }
@@ -196,8 +219,18 @@ impl Plan {
             };
             tracing::info!(request = %self.request_id, %error, "decode failed before its first token");
             error.note(&engine);
+            if matches!(error, CallError::Deadline { .. }) {
+                // It may be hung: it had all the time that there was, and gave nothing.
+                engine.note_fault();
+            }
             tried.push(engine.name.clone());
-            let is_worth_another = error.is_worth_another();
+            let mut is_worth_another = error.is_worth_another();
+            if error.is_too_long() {
+                // Only one with more room can do better.
+                context = context.max(engine.info.max_context as usize + 1);
+                let larger = Need { context, ..self.need(Role::Decode, tried) };
+                is_worth_another = self.shared.engines.choose(&larger).is_some();
+            }
             let error = RouteError::new(error, false);
             if !is_worth_another {
                 return Err(error);
@@ -247,21 +280,22 @@ impl Plan {
         };
         let first = events.next().await?;
         work.reduce_to(generation_tokens(sampling));
-        Ok(Generation { plan: self.clone(), start, first: Some(first), events, work })
+        let bounds = Bounds::new(sampling.max_tokens);
+        Ok(Generation { plan: self.clone(), start, first: Some(first), events, work, bounds })
     }
 
     /// Tokens of the prompt whose keys and values nobody computed for this request. Waits a little for the prefill engine
     /// to answer if `may_wait`.
     async fn cached_tokens(&self, start: &DecodeStart, may_wait: bool) -> u32 {
         let pages = match &self.prefill {
-            None => start.pages_l1 + start.pages_l2 + start.pages_l3,
+            None => sum([start.pages_l1, start.pages_l2, start.pages_l3]),
             Some(task) => {
                 let answer = if may_wait {
                     tokio::time::timeout(USAGE_WAIT, task.clone()).await.ok().flatten()
                 } else {
                     task.clone().now_or_never().flatten()
                 };
-                let pages = answer.map_or(self.cached_pages as u32, |a| a.pages_l1 + a.pages_l2 + a.pages_l3);
+                let pages = answer.map_or(self.cached_pages as u32, |a| sum([a.pages_l1, a.pages_l2, a.pages_l3]));
                 pages.max(start.pages_l1)
             }
         };
@@ -274,9 +308,14 @@ impl Plan {
     }
 }
 
-/// Ends if the prefill fails; never if it succeeds.
+/// Sums up what an engine says: any number.
+fn sum(numbers: [u32; 3]) -> u32 {
+    numbers.into_iter().fold(0, u32::saturating_add)
+}
+
+/// Ends if the prefill fails, or if pages of it did not reach the store; never if it succeeds.
 async fn failure_of(prefill: PrefillTask) {
-    if prefill.await.is_some() {
+    if prefill.await.is_some_and(|answer| answer.pages_lost == 0) {
         std::future::pending::<()>().await;
     }
 }
@@ -303,6 +342,31 @@ pub enum Piece {
     },
 }
 
+/// What an engine may still send for one answer, so that one gone wild cannot make the router keep more and more.
+#[derive(Debug)]
+struct Bounds {
+    tokens: usize,
+    text_bytes: usize,
+}
+
+impl Bounds {
+    fn new(max_tokens: usize) -> Self {
+        let text_bytes = max_tokens.saturating_mul(TOKEN_BYTES_MAX).saturating_add(TEXT_BYTES_SPARE);
+        Self { tokens: max_tokens, text_bytes }
+    }
+
+    /// Counts one token; `false` if it is too much.
+    fn take(&mut self, text: &str) -> bool {
+        match (self.tokens.checked_sub(1), self.text_bytes.checked_sub(text.len())) {
+            (Some(tokens), Some(text_bytes)) => {
+                *self = Self { tokens, text_bytes };
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A running answer: it has its first token.
 pub struct Generation {
     plan: Arc<Plan>,
@@ -310,6 +374,7 @@ pub struct Generation {
     first: Option<DecodeEvent>,
     events: EventStream,
     work: Work,
+    bounds: Bounds,
 }
 
 impl Generation {
@@ -321,6 +386,10 @@ impl Generation {
                 None => self.events.next().await.map_err(|error| self.fail(error))?,
             };
             match event {
+                DecodeEvent::Token { text, .. } if !self.bounds.take(&text) => {
+                    let reason = format!("it sent more than was asked for ({} bytes at last)", text.len());
+                    return Err(self.fail(CallError::lost(self.engine_name(), reason)));
+                }
                 DecodeEvent::Token { text, .. } if text.is_empty() => {}
                 DecodeEvent::Token { text, .. } => return Ok(Piece::Text(text)),
                 DecodeEvent::End { finish_reason, completion_tokens } => {
@@ -368,7 +437,8 @@ impl PrefillJob {
             let need = Need {
                 role: Role::Prefill,
                 namespace: self.model.namespace,
-                context: self.request.tokens.len(),
+                context: self.request.tokens.len() + 1,
+                context_wanted: 0,
                 affinity: self.affinity,
                 tried: &tried,
             };
@@ -409,6 +479,15 @@ mod tests {
         for (tokens, pages) in [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)] {
             assert_eq!(Prompt::new(vec![7; tokens], 4).keys.len(), pages, "{tokens} tokens");
         }
+    }
+
+    #[test]
+    fn an_answer_is_bounded_in_tokens_and_text() {
+        let mut bounds = Bounds::new(2);
+        assert!(bounds.take("") && bounds.take("a") && !bounds.take(""));
+        let mut bounds = Bounds::new(2);
+        assert!(bounds.take(&"x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE)) && !bounds.take("x"));
+        Bounds::new(usize::MAX);
     }
 
     #[test]

@@ -114,6 +114,9 @@ pub struct PrefillResponse {
     pub pages_l3: u32,
     /// Computed here.
     pub pages_computed: u32,
+    /// Pages that were handed to the store and are not there: nobody should wait for them.
+    #[serde(default)]
+    pub pages_lost: u32,
     /// Time until pages were reserved, milliseconds.
     pub queue_ms: u64,
     /// Time for looking up and reading pages, milliseconds.

@@ -14,13 +14,14 @@ use crate::scheduler::{Event, RETRY_AFTER_MS};
 use crate::sequence::{DecodeWork, NewSequence, PrefillWork, Sequence, Work};
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::JsonRejection;
+use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, Json, Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use larder_model::Tokenizer;
 use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -31,6 +32,12 @@ use tokio_util::sync::CancellationToken;
 
 /// Events of a stream beside its tokens: start, and end or error.
 const EVENTS_BESIDE_TOKENS: usize = 3;
+
+/// Time beyond a request's deadline after which its answer is given up: the scheduler ends it by its deadline, so this
+/// never happens unless something is broken.
+const ANSWER_OVERRUN: Duration = Duration::from_secs(1);
+/// Bytes of a body from which on it is parsed off the event loop.
+const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
 
 /// What the handlers share.
 pub(crate) struct App {
@@ -81,6 +88,15 @@ impl IntoResponse for ApiError {
 struct Caller {
     cancel: CancellationToken,
     sender: flume::Sender<Event>,
+    /// When the scheduler's answer is no longer waited for.
+    give_up_at: tokio::time::Instant,
+}
+
+impl Caller {
+    /// What the scheduler answers, or that it does not.
+    async fn wait<T>(&self, answer: impl Future<Output = Option<T>>) -> Result<T, ApiError> {
+        tokio::time::timeout_at(self.give_up_at, answer).await.ok().flatten().ok_or_else(stopped)
+    }
 }
 
 impl Drop for Caller {
@@ -101,10 +117,9 @@ struct Ticket {
 
 async fn prefill(
     State(app): State<Arc<App>>,
-    body: Result<Json<PrefillRequest>, JsonRejection>,
+    body: Result<Bytes, BytesRejection>,
 ) -> Result<Json<PrefillResponse>, ApiError> {
-    let request = app.accept(body)?;
-    let PrefillRequest { request_id, tokens, cache, deadline_ms } = request;
+    let PrefillRequest { request_id, tokens, cache, deadline_ms } = app.accept(body).await?;
     let ticket = Ticket { request_id, tokens, cache, deadline_ms };
     app.check(&ticket).map_err(|e| app.refused(e))?;
     let pages = (ticket.tokens.len() - 1) / app.info.page_tokens as usize;
@@ -114,19 +129,12 @@ async fn prefill(
     }
     let (reply, answer) = oneshot::channel();
     let work = Work::Prefill(PrefillWork { reply, commits: Vec::new() });
-    let _caller = app.submit(ticket, work).await.map_err(|e| app.refused(e))?;
-    match answer.await {
-        Ok(result) => result.map(Json),
-        Err(_) => Err(stopped()),
-    }
+    let caller = app.submit(ticket, work).await.map_err(|e| app.refused(e))?;
+    caller.wait(async { answer.await.ok() }).await?.map(Json)
 }
 
-async fn decode(
-    State(app): State<Arc<App>>,
-    body: Result<Json<DecodeRequest>, JsonRejection>,
-) -> Result<Response, ApiError> {
-    let request = app.accept(body)?;
-    let DecodeRequest { request_id, tokens, sampling, await_pages, cache, deadline_ms } = request;
+async fn decode(State(app): State<Arc<App>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
+    let DecodeRequest { request_id, tokens, sampling, await_pages, cache, deadline_ms } = app.accept(body).await?;
     let ticket = Ticket { request_id, tokens, cache, deadline_ms };
     app.check(&ticket).and_then(|()| check_sampling(&sampling)).map_err(|e| app.refused(e))?;
     let max_tokens = sampling.max_tokens.min(app.info.max_context as usize - ticket.tokens.len());
@@ -134,10 +142,9 @@ async fn decode(
     let work = DecodeWork::new(&sampling, max_tokens, await_pages as usize, &app.tokenizer, app.ends.clone(), events);
     let caller = app.submit(ticket, Work::Decode(Box::new(work))).await.map_err(|e| app.refused(e))?;
     // Until the first event the answer may still be a plain error.
-    match answer.recv().await {
-        Some(DecodeEvent::Error(error)) => Err(error),
-        Some(first) => Ok(stream(first, answer, caller)),
-        None => Err(stopped()),
+    match caller.wait(answer.recv()).await? {
+        DecodeEvent::Error(error) => Err(error),
+        first => Ok(stream(first, answer, caller)),
     }
 }
 
@@ -150,7 +157,7 @@ fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: Calle
             }
             let event = match first {
                 Some(event) => event,
-                None => answer.recv().await.unwrap_or_else(|| DecodeEvent::Error(stopped())),
+                None => caller.wait(answer.recv()).await.unwrap_or_else(DecodeEvent::Error),
             };
             let over = matches!(event, DecodeEvent::End { .. } | DecodeEvent::Error(_));
             let mut line = serde_json::to_vec(&event).unwrap_or_default();
@@ -166,9 +173,17 @@ fn stopped() -> ApiError {
 
 impl App {
     /// The body, if it is what it should be.
-    fn accept<T>(&self, body: Result<Json<T>, JsonRejection>) -> Result<T, ApiError> {
-        let wrong = |rejection: JsonRejection| ApiError::new(ErrorCode::BadRequest, rejection.body_text());
-        body.map(|Json(request)| request).map_err(|rejection| self.refused(wrong(rejection)))
+    async fn accept<T: DeserializeOwned + Send + 'static>(
+        &self,
+        body: Result<Bytes, BytesRejection>,
+    ) -> Result<T, ApiError> {
+        let parse = |bytes: Bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string());
+        let parsed = match body {
+            Ok(bytes) if bytes.len() <= PARSE_INLINE_BYTES_MAX => parse(bytes),
+            Ok(bytes) => tokio::task::spawn_blocking(move || parse(bytes)).await.unwrap_or_else(|e| Err(e.to_string())),
+            Err(rejection) => Err(rejection.body_text()),
+        };
+        parsed.map_err(|problem| self.refused(ApiError::new(ErrorCode::BadRequest, problem)))
     }
 
     fn refused(&self, error: ApiError) -> ApiError {
@@ -210,19 +225,20 @@ impl App {
             return Err(ApiError::busy("the engine's queue is full", RETRY_AFTER_MS));
         };
         let cancel = CancellationToken::new();
+        let deadline = Instant::now() + Duration::from_millis(ticket.deadline_ms).min(self.request_limit);
         let new = NewSequence {
             id: self.next_id.fetch_add(1, Ordering::Relaxed),
             request_id: ticket.request_id,
             cache: ticket.cache,
             tokens: ticket.tokens,
             work,
-            deadline: Instant::now() + Duration::from_millis(ticket.deadline_ms).min(self.request_limit),
+            deadline,
             cancel: cancel.clone(),
             queue_slot,
         };
-        let caller = Caller { cancel, sender: self.sender.clone() };
+        let caller = Caller { cancel, sender: self.sender.clone(), give_up_at: (deadline + ANSWER_OVERRUN).into() };
         let sequence = Sequence::new(new, self.info.page_tokens as usize, self.metrics.clone());
-        self.sender.send_async(Event::Submit(Box::new(sequence))).await.map_err(|_| stopped())?;
+        caller.wait(async { self.sender.send_async(Event::Submit(Box::new(sequence))).await.ok() }).await?;
         Ok(caller)
     }
 }
@@ -232,8 +248,8 @@ fn check_sampling(sampling: &SamplingParams) -> Result<(), ApiError> {
     if !(sampling.temperature.is_finite() && sampling.temperature >= 0.0) {
         return bad(format!("temperature {} is not a number from 0", sampling.temperature));
     }
-    if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
-        return bad(format!("top_p {} is not above 0 and at most 1", sampling.top_p));
+    if !(0.0..=1.0).contains(&sampling.top_p) {
+        return bad(format!("top_p {} is not from 0 to 1", sampling.top_p));
     }
     if sampling.max_tokens == 0 {
         return bad("max_tokens must be at least 1".into());

@@ -3,8 +3,8 @@
 //! What always holds:
 //! - pages of the L1 and the states of requests change on this thread only;
 //! - the thread waits for nothing but its channel: store and sockets are served by tokio tasks, which report here;
-//! - requests reserve pages in the order of their arrival; for want of pages the youngest gives way to older ones, so the
-//!   oldest always gets on;
+//! - requests reserve pages in the order of their arrival; for want of pages the youngest gives way to older ones, and who
+//!   it gave way to gets them in the same step, so the oldest always gets on;
 //! - a request that is over, however it ended, holds no page, no put and no place in the queue.
 //!
 //! This file is the loop; `admit` gives out pages; `step` computes.
@@ -146,7 +146,9 @@ impl Scheduler {
         let now = Instant::now();
         let queue_limit = self.parts.limits.queue_limit;
         let is_over = |s: &Sequence, queued: bool| {
-            s.is_abandoned() || now >= s.deadline || (queued && s.state.elapsed() >= queue_limit)
+            // One that was put back has had its turn to be refused: it ends by its own deadline.
+            let waited_too_long = queued && !s.was_preempted() && s.state.elapsed() >= queue_limit;
+            s.is_abandoned() || now >= s.deadline || waited_too_long
         };
         let mut over: Vec<Sequence> = Vec::new();
         for _ in 0..self.queue.len() {

@@ -4,8 +4,8 @@
 //!
 //! | state | what it waits for | ends at the latest by |
 //! | --- | --- | --- |
-//! | bootstrap (prefill) | pages reserved, cached pages read | queue limit, then load limit |
-//! | preallocate (decode) | pages reserved | queue limit |
+//! | bootstrap (prefill) | pages reserved, cached pages read | queue limit (once put back: its deadline), then load limit |
+//! | preallocate (decode) | pages reserved | queue limit (once put back: its deadline) |
 //! | transfer (decode) | pages read and followed | load limit; while it follows, follow limit or grace, and half of its remaining time |
 //! | waiting | a place in a step | the request's deadline |
 //! | in flight (prefill) | its pages computed and put | the request's deadline |
@@ -399,6 +399,7 @@ impl Sequence {
             pages_l2: self.sources.l2,
             pages_l3: self.sources.l3,
             pages_computed: self.sources.computed,
+            pages_lost: 0,
             queue_ms: (admitted - self.times.arrived).as_millis() as u64,
             load_ms: (loaded - admitted).as_millis() as u64,
             compute_ms: loaded.elapsed().as_millis() as u64,
@@ -418,6 +419,11 @@ impl Sequence {
             }
         };
         self.state.enter(first);
+    }
+
+    /// Whether it was put back for want of pages.
+    pub(crate) fn was_preempted(&self) -> bool {
+        self.preempted
     }
 
     /// Whether nobody waits for the answer any more.

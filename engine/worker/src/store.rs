@@ -16,7 +16,7 @@ const UP_PROBE: Duration = Duration::from_millis(1);
 
 /// What an engine needs of a store.
 pub trait PageStore: Send + Sync + 'static {
-    /// The longest prefix of `keys` that can be served; empty if no node answers.
+    /// The longest prefix of `keys` that can be served; empty if no node answers, and then not `answered`.
     fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup>;
 
     /// Reads whole pages into their buffers; `None` marks a miss, whose buffer holds nothing of use.

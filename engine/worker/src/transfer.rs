@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 const FOLLOWS_MAX: usize = 64;
 /// Pause before a page that was not there, or was given up by its writer, is followed again: another writer may begin.
 const FOLLOW_RETRY: Duration = Duration::from_millis(50);
+/// Most time for the store to say what it has: an answer takes milliseconds, and what takes longer is computed sooner.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
 /// Graces without a new page after which a writer that did write is taken for stuck.
 const STALL_GRACES: u32 = 4;
 
@@ -59,6 +61,8 @@ pub(crate) struct Loaded {
     pub(crate) spare: Vec<KvPage>,
     /// Pages from the start that the store has.
     pub(crate) in_store: usize,
+    /// Whether every node that was asked said what it has: only then is a page known to be missing.
+    pub(crate) answered: bool,
 }
 
 /// Brings what can be brought.
@@ -66,8 +70,16 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     let mut loaded = Loaded::default();
     let mut buffers = VecDeque::from(job.buffers);
     let deadline = Instant::now() + job.load_limit;
-    let found = store.lookup(job.keys.clone(), deadline).await.tiers.len().min(job.keys.len());
-    loaded.in_store = found;
+    let lookup_until = deadline.min(Instant::now() + LOOKUP_LIMIT);
+    let lookup = tokio::time::timeout_at(lookup_until.into(), store.lookup(job.keys.clone(), lookup_until));
+    let lookup = lookup.await.unwrap_or_default();
+    let found = lookup.tiers.len().min(job.keys.len());
+    (loaded.in_store, loaded.answered) = (found, lookup.answered);
+    if !lookup.answered && found == 0 {
+        // Nobody is there to read from or to follow.
+        loaded.spare.extend(buffers);
+        return loaded;
+    }
     let mut missing: VecDeque<usize> = VecDeque::new();
     if found > job.present {
         let wanted: Vec<(PageKey, KvPage)> =

@@ -19,7 +19,12 @@ async fn goes_on_without_the_store() {
     assert_eq!(decode(&decoder, &request).await.tokens, expected(&request.tokens, 10));
     assert!(begun.elapsed() < Duration::from_secs(5), "nothing to follow, nothing to wait for");
     let prefiller = engine(Role::Prefill, &store).await;
-    assert_eq!(prefill(&prefiller, &request.tokens, CacheMode::All).await.pages_computed, 6);
+    let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    assert_eq!((response.pages_computed, response.pages_lost), (6, 6));
+    let begun = store.puts_begun();
+    let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    assert_eq!((response.pages_l1, response.pages_lost), (6, 0), "a store that is away is not known to lack anything");
+    assert_eq!(store.puts_begun(), begun, "so nothing is put again");
     assert_eq!(metric(&prefiller, r#"larder_engine_pages_published_total{role="prefill",outcome="lost"}"#).await, 6.0);
     assert!(!prefiller.state().store_up);
 }
@@ -101,6 +106,31 @@ async fn too_little_l1_delays_but_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_oldest_gets_the_pages_that_a_younger_one_gave_up() {
+    let store = MemoryStore::new();
+    let mut settings = options(Role::Decode);
+    settings.l1_bytes = 8 * LOADED.model.geometry(PAGE as u32).page_bytes();
+    settings.max_batch = 1;
+    let decoder = engine_with(settings, &store).await;
+    // The second holds its pages, and no place in a step, while the first outgrows what is left. It is too short to have
+    // anything to load, so it takes its pages again as soon as they are free.
+    let long = decode_request(&prompt(60, 20), 100);
+    let short = decode_request(&prompt(61, 16), 5);
+    let response = post(&decoder, "/v1/decode", &long).await;
+    let (second, first) = tokio::join!(decode(&decoder, &short), response.bytes());
+    assert_eq!(second.tokens, expected(&short.tokens, 5));
+    let ids: Vec<u32> = (first.unwrap().split(|&byte| byte == b'\n'))
+        .filter_map(|line| match serde_json::from_slice(line) {
+            Ok(DecodeEvent::Token { id, .. }) => Some(id),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(ids, expected(&long.tokens, 100));
+    assert!(metric(&decoder, "larder_engine_preemptions_total").await > 0.0, "the test must need it");
+    assert!(is_idle(&decoder).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_queue_answers_busy_at_once() {
     let store = MemoryStore::new();
     store.delay_lookups(Duration::from_millis(500));
@@ -132,7 +162,7 @@ async fn wrong_requests_are_told_what_is_wrong() {
         (|r| r.deadline_ms = 0, ErrorCode::BadRequest),
         (|r| r.sampling.max_tokens = 0, ErrorCode::BadRequest),
         (|r| r.sampling.temperature = -1.0, ErrorCode::BadRequest),
-        (|r| r.sampling.top_p = 0.0, ErrorCode::BadRequest),
+        (|r| r.sampling.top_p = -0.1, ErrorCode::BadRequest),
         (|r| r.sampling.stop = vec![String::new()], ErrorCode::BadRequest),
     ];
     for (break_it, code) in breakers {
@@ -141,6 +171,10 @@ async fn wrong_requests_are_told_what_is_wrong() {
         let (status, error) = try_decode(&decoder, &request).await.unwrap_err();
         assert_eq!((status, error.code), (400, code), "{}", error.message);
     }
+    let mut sharpest = good.clone();
+    (sharpest.sampling.top_p, sharpest.sampling.temperature) = (0.0, 1.0);
+    let answer = decode(&decoder, &sharpest).await;
+    assert_eq!(answer.tokens, expected(&good.tokens, 2), "top_p 0 leaves the likeliest token");
     let url = |path: &str| format!("http://{}{path}", decoder.addr());
     let client = reqwest::Client::new();
     let garbage = client.post(url("/v1/prefill")).header("content-type", "application/json").body("{\"tokens\":");

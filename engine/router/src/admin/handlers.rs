@@ -172,7 +172,9 @@ async fn read(shared: Arc<Shared>, body: Body) -> Result<Prefix, AdminError> {
         let message = format!("the request body is longer than {BODY_BYTES_MAX} bytes");
         AdminError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
     })?;
-    let request: PrefixRequest = serde_json::from_slice(&bytes)
+    let request: PrefixRequest = crate::openai::off_loop_if_large(bytes, |bytes| serde_json::from_slice(&bytes))
+        .await
+        .map_err(|error| AdminError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", error.to_string()))?
         .map_err(|error| AdminError::bad_request(format!("the request body is not valid: {error}")))?;
     Prefix::resolve(shared, request).await
 }

@@ -17,6 +17,7 @@ use larder_worker::api::{FinishReason, Role};
 use serde_json::json;
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
 
 /// Bytes of text from which on tokenising is moved off the event loop.
 const TOKENISE_INLINE_BYTES_MAX: usize = 8 << 10;
@@ -45,17 +46,19 @@ impl Shape {
     }
 }
 
-/// The model that a request asks for.
-pub(crate) fn find_model(arrival: &Arrival, name: &str) -> Result<Arc<ServedModel>, ApiError> {
+/// The model that a request asks for. Waits a moment for a decode engine if there is none.
+pub(crate) async fn find_model(arrival: &Arrival, name: &str) -> Result<Arc<ServedModel>, ApiError> {
     let shared = &arrival.shared;
     let model = match shared.models.find(name, &shared.engines) {
         Found::Model(model) => model,
         found => return Err(ApiError::not_found(&found, name)),
     };
-    match shared.engines.admitted(Role::Decode, model.namespace) {
-        0 => Err(RouteError::NoEngine(Role::Decode).into()),
-        _ => Ok(model),
-    }
+    let is_served = || (shared.engines.admitted(Role::Decode, model.namespace) > 0).then_some(());
+    let served = match is_served() {
+        None => shared.wait_for(arrival.deadline, is_served).await,
+        served => served,
+    };
+    served.map(|()| model.clone()).ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
 }
 
 /// A place among the answers in progress. A request has one before its body is read, so that bodies are bounded, too.
@@ -69,6 +72,11 @@ pub(crate) fn admit_choices(
     permit: &mut OwnedSemaphorePermit,
     choices: usize,
 ) -> Result<(), ApiError> {
+    let most = arrival.shared.options.max_inflight;
+    if choices > most {
+        // It would be too much at any time, so "try again later" would be wrong.
+        return Err(ApiError::field("n", format!("{choices} answers are asked for, this server gives at most {most}")));
+    }
     let more = choices.saturating_sub(permit.num_permits());
     permit.merge(places(arrival, u32::try_from(more).unwrap_or(u32::MAX))?);
     Ok(())
@@ -134,6 +142,7 @@ pub(crate) struct Begun {
     pub(crate) tally: Tally,
     pub(crate) include_usage: bool,
     pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) deadline: Instant,
 }
 
 /// Tokens that may be generated after `prompt_tokens`.
@@ -168,10 +177,11 @@ pub(crate) async fn begin(job: Job) -> Result<Begun, ApiError> {
         }
         limits.push(tokens_to_generate(shape, common.max_tokens, prompt.tokens.len(), context)?);
     }
+    let tokens_asked = common.max_tokens.map_or(0, |tokens| tokens as usize);
     let prompt_tokens = prompts.iter().map(|p| p.tokens.len() as u32).collect();
     let plans = join_all(prompts.into_iter().map(|prompt| {
         let (shared, id) = (arrival.shared.clone(), arrival.request_id.clone());
-        Plan::make(shared, model.clone(), id, prompt, arrival.cache, arrival.deadline)
+        Plan::make(shared, model.clone(), id, prompt, arrival.cache, arrival.deadline, tokens_asked)
     }))
     .await;
     let mut starts = Vec::with_capacity(plans.len() * common.n as usize);
@@ -189,7 +199,8 @@ pub(crate) async fn begin(job: Job) -> Result<Begun, ApiError> {
         model: model.name.clone(),
     };
     let tally = Tally::new(prompt_tokens, common.n);
-    Ok(Begun { heading, choices, tally, include_usage: common.include_usage, permit })
+    let (include_usage, deadline) = (common.include_usage, arrival.deadline);
+    Ok(Begun { heading, choices, tally, include_usage, permit, deadline })
 }
 
 impl Choice {
@@ -259,8 +270,9 @@ impl Tally {
 
     /// The sums.
     pub(crate) fn usage(&self) -> Usage {
-        let cached = self.cached_tokens.iter().flatten().sum();
-        Usage::new(self.prompt_tokens.iter().sum(), self.completion_tokens, cached)
+        let sum = |numbers: &mut dyn Iterator<Item = u32>| numbers.fold(0, u32::saturating_add);
+        let cached = sum(&mut self.cached_tokens.iter().flatten().copied());
+        Usage::new(sum(&mut self.prompt_tokens.iter().copied()), self.completion_tokens, cached)
     }
 
     /// Counts them in the metrics.

@@ -31,8 +31,8 @@ pub(crate) async fn handle(
 
 async fn serve(arrival: Arrival, body: Body, record: &mut Option<Record>) -> Result<Response, ApiError> {
     let mut permit = answer::admit(&arrival)?;
-    let ChatRequest { common, messages } = ChatRequest::parse(&arrival.body(body).await?)?;
-    let model = answer::find_model(&arrival, &common.model)?;
+    let ChatRequest { common, messages } = arrival.read(body, ChatRequest::parse).await?;
+    let model = answer::find_model(&arrival, &common.model).await?;
     answer::admit_choices(&arrival, &mut permit, common.n as usize)?;
     let bytes = messages.iter().map(|m| m.content.len()).sum();
     let prompts = answer::prompts(&model, bytes, move |model| Ok(vec![tokens(model, &messages, true)?])).await?;

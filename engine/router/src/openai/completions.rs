@@ -29,8 +29,8 @@ pub(crate) async fn handle(
 
 async fn serve(arrival: Arrival, body: Body, record: &mut Option<Record>) -> Result<Response, ApiError> {
     let mut permit = answer::admit(&arrival)?;
-    let CompletionRequest { common, prompts } = CompletionRequest::parse(&arrival.body(body).await?)?;
-    let model = answer::find_model(&arrival, &common.model)?;
+    let CompletionRequest { common, prompts } = arrival.read(body, CompletionRequest::parse).await?;
+    let model = answer::find_model(&arrival, &common.model).await?;
     answer::admit_choices(&arrival, &mut permit, prompts.len() * common.n as usize)?;
     let bytes = prompts.iter().map(size).sum();
     let prompts = answer::prompts(&model, bytes, move |model| {

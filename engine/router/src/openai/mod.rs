@@ -1,7 +1,7 @@
 //! The OpenAI-compatible API.
 //!
 //! What always holds: every failure has OpenAI's shape, whatever the path; a request counts against the limit of answers
-//! in progress until its last byte is sent or its client is gone; and a client that goes away takes all work for it along.
+//! in progress until its last byte is sent, its client is gone, or its time is over; and a client that goes away takes all work for it along.
 //!
 //! [`types`]: what is asked · `completions`, `chat`: the two endpoints · `answer`: choices and whole answers · `stream`:
 //! server-sent events · [`errors`].
@@ -32,6 +32,8 @@ use tokio::time::Instant;
 pub const HEADER_CACHE: &str = "x-larder-cache";
 /// Header of a request's id, both ways.
 pub const HEADER_REQUEST_ID: &str = "x-request-id";
+/// Bytes of a body up to which it is parsed on the event loop.
+const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
 /// Most bytes of an id that a client brings; longer ones are replaced.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
@@ -123,13 +125,31 @@ impl Arrival {
         Ok(Self { cache: cache_mode(headers)?, shared, request_id: id.0, deadline })
     }
 
-    async fn body(&self, body: Body) -> Result<bytes::Bytes, ApiError> {
+    /// The request in `body`, as `parse` reads it.
+    async fn read<T: Send + 'static>(
+        &self,
+        body: Body,
+        parse: fn(&[u8]) -> Result<T, ApiError>,
+    ) -> Result<T, ApiError> {
         let bytes_max = self.shared.options.body_bytes_max;
-        match tokio::time::timeout_at(self.deadline, axum::body::to_bytes(body, bytes_max)).await {
-            Ok(Ok(bytes)) => Ok(bytes),
-            Ok(Err(_)) => Err(ApiError::too_large(bytes_max)),
-            Err(_) => Err(crate::route::RouteError::Deadline.into()),
-        }
+        let bytes = match tokio::time::timeout_at(self.deadline, axum::body::to_bytes(body, bytes_max)).await {
+            Ok(Ok(bytes)) => bytes,
+            Ok(Err(_)) => return Err(ApiError::too_large(bytes_max)),
+            Err(_) => return Err(crate::route::RouteError::Deadline.into()),
+        };
+        let parsed = off_loop_if_large(bytes, move |bytes| parse(&bytes)).await;
+        parsed.unwrap_or_else(|error| Err(ApiError::internal(format!("reading the request: {error}"))))
+    }
+}
+
+/// Runs `parse`, which takes time in proportion to the bytes, off the event loop if there are many.
+pub(crate) async fn off_loop_if_large<T: Send + 'static>(
+    bytes: bytes::Bytes,
+    parse: impl FnOnce(bytes::Bytes) -> T + Send + 'static,
+) -> Result<T, tokio::task::JoinError> {
+    match bytes.len() {
+        ..=PARSE_INLINE_BYTES_MAX => Ok(parse(bytes)),
+        _ => tokio::task::spawn_blocking(move || parse(bytes)).await,
     }
 }
 

@@ -1,7 +1,8 @@
 //! Answers as server-sent events: `data: {…}\n\n`, and at the end `data: [DONE]\n\n`.
 //!
 //! What always holds: pieces of a choice come in their order, choices may alternate; a failure is one last event with
-//! OpenAI's error object; and dropping the body (the client is gone) drops every generation.
+//! OpenAI's error object; and when the body is dropped (the client is gone), or the request's time is over while the client
+//! does not read, every generation is dropped and all places are given back.
 
 use super::answer::{Begun, Choice, Heading, Shape, Tally};
 use super::errors::ApiError;
@@ -12,13 +13,19 @@ use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::stream::{BoxStream, SelectAll, StreamExt, unfold};
+use futures::stream::{BoxStream, SelectAll, Stream, StreamExt, unfold};
 use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use tokio::sync::OwnedSemaphorePermit;
+use std::pin::pin;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
+
+/// Events that wait for a client that reads slowly.
+const EVENTS_AHEAD_MAX: usize = 16;
 
 /// What a choice gives.
 enum Step {
@@ -29,12 +36,29 @@ enum Step {
 
 /// Answers with a stream.
 pub(crate) fn respond(begun: Begun, record: Option<Record>) -> Response {
+    let deadline = begun.deadline;
     let events = Events::new(begun, record);
-    let body = Body::from_stream(unfold(events, |mut events| async move {
-        let bytes = events.next().await?;
-        Some((Ok::<_, Infallible>(bytes), events))
-    }));
+    let events = unfold(events, |mut events| async move { Some((events.next().await?, events)) });
+    let body = Body::from_stream(pumped(events, deadline).map(Ok::<_, Infallible>));
     ([(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")], body).into_response()
+}
+
+/// The same events, taken from `events` by a task of its own, which ends by `deadline` even if nobody reads them.
+fn pumped(
+    events: impl Stream<Item = Bytes> + Send + 'static,
+    deadline: Instant,
+) -> impl Stream<Item = Bytes> + Send + 'static {
+    let (sender, receiver) = mpsc::channel(EVENTS_AHEAD_MAX);
+    let pump = AbortOnDropHandle::new(tokio::spawn(async move {
+        let mut events = pin!(events);
+        while let Some(bytes) = events.next().await {
+            match timeout_at(deadline, sender.send(bytes)).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) | Err(_) => return,
+            }
+        }
+    }));
+    unfold((receiver, pump), |(mut receiver, pump)| async move { Some((receiver.recv().await?, (receiver, pump))) })
 }
 
 struct Events {
@@ -50,7 +74,7 @@ struct Events {
 
 impl Events {
     fn new(begun: Begun, record: Option<Record>) -> Self {
-        let Begun { heading, choices, tally, include_usage, permit } = begun;
+        let Begun { heading, choices, tally, include_usage, permit, deadline: _ } = begun;
         let writer = Writer { heading, include_usage };
         let ready = choices.iter().filter_map(|choice| writer.opening(choice.index)).collect();
         let steps = choices.into_iter().map(|choice| steps(choice, include_usage)).collect();
@@ -228,6 +252,22 @@ mod tests {
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_does_not_read_holds_nothing_beyond_the_deadline() {
+        let held = std::sync::Arc::new(());
+        let copy = held.clone();
+        let endless = futures::stream::repeat_with(move || (&copy, done()).1);
+        let unread = pumped(endless, Instant::now() + std::time::Duration::from_millis(50));
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        assert_eq!(std::sync::Arc::strong_count(&held), 2);
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        assert_eq!(std::sync::Arc::strong_count(&held), 1);
+        assert_eq!(unread.count().await, EVENTS_AHEAD_MAX);
+        let three = futures::stream::iter([done(), done(), done()]);
+        let read = pumped(three, Instant::now() + std::time::Duration::from_secs(5));
+        assert_eq!(read.count().await, 3);
     }
 
     #[test]

@@ -185,6 +185,9 @@ fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse_unless("presence_penalty", is_zero)?;
     fields.refuse_unless("frequency_penalty", is_zero)?;
     fields.refuse_unless("response_format", is_text)?;
+    // A model that is not told of the tools would answer as if there were none.
+    fields.refuse_unless("tools", is_empty)?;
+    fields.refuse_unless("functions", is_empty)?;
     fields.refuse_unless("tool_choice", is_optional)?;
     fields.refuse_unless("function_call", is_optional)?;
     fields.refuse_unless("modalities", is_text_only)?;
@@ -408,6 +411,8 @@ mod tests {
             ("echo", json!(true)),
             ("best_of", json!(2)),
             ("response_format", json!({"type": "json_object"})),
+            ("tools", json!([{"type": "function"}])),
+            ("functions", json!([{"name": "f"}])),
             ("tool_choice", json!("required")),
             ("tool_choice", json!({"type": "function"})),
             ("logit_bias", json!({"5": 1})),

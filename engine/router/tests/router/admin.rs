@@ -31,7 +31,10 @@ async fn a_prefix_is_inspected_warmed_and_forgotten() {
     let (_, body) = bed.admin_post(PATH_INSPECT, request.clone()).await;
     assert_eq!(body["pages"][0]["tier"], "L2");
     let (_, body) = bed.admin_post(PATH_FORGET, request).await;
-    assert_eq!(serde_json::from_value::<ForgetResponse>(body).unwrap(), ForgetResponse { pages: 4, forgotten: 4, complete: true });
+    assert_eq!(
+        serde_json::from_value::<ForgetResponse>(body).unwrap(),
+        ForgetResponse { pages: 4, forgotten: 4, complete: true }
+    );
     assert!(bed.store.held.lock().is_empty());
 }
 

@@ -112,12 +112,20 @@ pub enum Behaviour {
     DieAfter(usize),
     /// Sends so many tokens, then nothing.
     HangAfter(usize),
+    /// Sends so many tokens, then says that it shuts down.
+    LeaveAfter(usize),
+    /// Sends more tokens than were asked for, and does not stop.
+    Flood,
+    /// Computes pages and loses them on their way to the store.
+    LosePages,
 }
 
 /// One engine.
 pub struct FakeEngine {
     pub info: EngineInfo,
     pub behaviour: Mutex<Behaviour>,
+    /// Whether it no longer answers for itself.
+    pub is_gone: AtomicBool,
     pub prefills: Mutex<Vec<PrefillRequest>>,
     pub decodes: Mutex<Vec<DecodeRequest>>,
     /// Requests that are neither answered nor dropped.
@@ -169,25 +177,35 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }} {{ m.content }} {% e
 impl FakeEngine {
     /// Starts an engine and registers it.
     pub async fn start(store: &Arc<FakeStore>, name: &str, role: Role) -> Arc<FakeEngine> {
+        Self::start_with_context(store, name, role, CONTEXT).await
+    }
+
+    pub async fn start_with_context(
+        store: &Arc<FakeStore>,
+        name: &str,
+        role: Role,
+        max_context: u32,
+    ) -> Arc<FakeEngine> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
             url: format!("http://{}", listener.local_addr().unwrap()),
             model: MODEL.into(),
             descriptor: descriptor(),
-            max_context: CONTEXT,
+            max_context,
             page_tokens: PAGE_TOKENS,
         };
         let engine = Arc::new(FakeEngine {
             info: info.clone(),
             behaviour: Mutex::new(Behaviour::Serve),
+            is_gone: AtomicBool::new(false),
             prefills: Mutex::default(),
             decodes: Mutex::default(),
             running: Arc::default(),
             store: store.clone(),
         });
         let routes = Routes::new()
-            .route(PATH_MODEL, get(|State(engine): State<Arc<FakeEngine>>| async move { Json(engine.info.clone()) }))
+            .route(PATH_MODEL, get(model))
             .route("/v1/model/files/{name}", get(file))
             .route(PATH_STATE, get(|| async { Json(EngineState { l1_pages: 77, ..Default::default() }) }))
             .route(PATH_PREFILL, post(prefill))
@@ -208,6 +226,13 @@ impl FakeEngine {
 
     pub fn decode_count(&self) -> usize {
         self.decodes.lock().len()
+    }
+}
+
+async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
+    match engine.is_gone.load(Ordering::SeqCst) {
+        true => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+        false => Json(engine.info.clone()).into_response(),
     }
 }
 
@@ -234,13 +259,16 @@ async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Pref
         Behaviour::Refuse(code) => return refuse(code),
         Behaviour::HangAfter(_) => std::future::pending::<()>().await,
         Behaviour::DieAtOnce | Behaviour::DieAfter(_) => return broken_body(Vec::new()),
-        Behaviour::Serve => {}
+        _ => {}
     }
     tokio::time::sleep(Duration::from_millis(20)).await;
     let keys = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize);
     let cached = StoreHandle(engine.store.clone()).lookup(keys.clone().into(), Instant::now()).await;
-    engine.store.hold(&keys);
     let pages = keys.len() as u32;
+    if behaviour == Behaviour::LosePages {
+        return Json(PrefillResponse { pages, pages_lost: pages, pages_l2: 2, ..Default::default() }).into_response();
+    }
+    engine.store.hold(&keys);
     let answer =
         PrefillResponse { pages, pages_l2: cached as u32, pages_computed: pages - cached as u32, ..Default::default() };
     Json(answer).into_response()
@@ -278,6 +306,7 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         ..Default::default()
     };
     let tokens = request.sampling.max_tokens.min(10);
+    let tokens = if behaviour == Behaviour::Flood { request.sampling.max_tokens + 5 } else { tokens };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
     let mut lines = vec![line(DecodeEvent::Start(start))];
     lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32, text: format!(" t{i}") })));
@@ -286,6 +315,11 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     match behaviour {
         Behaviour::DieAtOnce => return broken_body(Vec::new()),
         Behaviour::DieAfter(count) => return broken_body(lines.into_iter().take(count + 1).collect()),
+        Behaviour::LeaveAfter(count) => {
+            lines.truncate(count + 1);
+            lines.push(line(DecodeEvent::Error(ApiError::busy("the engine is shutting down", 200))));
+            return Body::from(lines.concat()).into_response();
+        }
         Behaviour::HangAfter(count) => {
             let lines =
                 futures::stream::iter(lines).take(count + 1).map(|line| Ok::<_, std::io::Error>(Bytes::from(line)));

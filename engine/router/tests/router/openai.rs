@@ -78,6 +78,12 @@ async fn failures_have_openais_shape_everywhere() {
             400,
             json!("unsupported_value"),
         ),
+        (
+            "/v1/chat/completions",
+            json!({"model": MODEL, "messages": [], "tools": [{"type": "function"}]}).to_string(),
+            400,
+            json!("unsupported_value"),
+        ),
         ("/v1/completions", json!({"model": MODEL, "prompt": ""}).to_string(), 400, Value::Null),
         ("/v1/completions", long.to_string(), 400, json!("context_length_exceeded")),
         ("/v1/completions", "x".repeat(5000), 413, Value::Null),
@@ -94,6 +100,15 @@ async fn failures_have_openais_shape_everywhere() {
     let bed = Bed::new(0, 0).await;
     let (status, body) = bed.complete(3).await;
     assert_eq!((status, body["error"]["type"].as_str()), (503, Some("server_error")));
+}
+
+#[tokio::test]
+async fn large_bodies_are_read_all_the_same() {
+    let bed = Bed::new(0, 1).await;
+    let body = json!({"model": MODEL, "prompt": "w1", "user": "x".repeat(300 << 10)});
+    assert_eq!(bed.post("/v1/completions", body).await.status(), 200);
+    let response = bed.http.post(bed.url("/v1/completions")).body("[".repeat(300 << 10)).send().await.unwrap();
+    assert_eq!(response.status(), 400);
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Where prompts go, and what happens when engines fail.
 
 use crate::fakes::*;
-use larder_worker::api::{CacheMode, ErrorCode};
+use larder_worker::api::{CacheMode, ErrorCode, Role};
 use serde_json::json;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -77,6 +77,87 @@ async fn without_any_prefill_decode_computes_the_rest() {
 }
 
 #[tokio::test]
+async fn nobody_waits_for_pages_that_the_prefill_lost() {
+    let bed = Bed::new(2, 1).await;
+    bed.prefills.iter().for_each(|engine| engine.behave(Behaviour::LosePages));
+    let (status, body) = bed.complete(50).await;
+    assert_eq!((status, cached(&body)), (200, 8), "what it found cached still counts");
+    assert_eq!(
+        bed.prefills.iter().map(|engine| engine.prefill_count()).sum::<usize>(),
+        1,
+        "another would lose them too"
+    );
+    let awaited: Vec<u32> = bed.decodes[0].decodes.lock().iter().map(|d| d.await_pages).collect();
+    assert_eq!(awaited, [12, 0], "it is told not to wait");
+}
+
+#[tokio::test]
+async fn an_engine_that_shuts_down_while_it_answers_is_replaced() {
+    let bed = Bed::new(0, 2).await;
+    bed.decodes[0].behave(Behaviour::LeaveAfter(3));
+    for words in 1..8 {
+        let (status, body) = bed.complete(words).await;
+        assert_eq!(status, 200, "{body}");
+        assert_eq!(body["choices"][0]["text"].as_str().unwrap().matches(" t0").count(), 1);
+    }
+    assert!(bed.decodes[0].decode_count() > 0, "the test must need it");
+}
+
+#[tokio::test]
+async fn an_engine_that_sends_too_much_is_taken_for_lost() {
+    let bed = Bed::new(0, 1).await;
+    bed.decodes[0].behave(Behaviour::Flood);
+    let (status, body) = bed.complete(5).await;
+    assert_eq!((status, body["error"]["code"].as_str()), (502, Some("engine_lost")));
+    assert!(!bed.router.engines()[0].is_admitted());
+}
+
+#[tokio::test]
+async fn engines_that_never_answer_are_left_alone_after_a_while() {
+    let bed = Bed::with(0, 1, |options| options.request_timeout = Duration::from_millis(150)).await;
+    bed.decodes[0].behave(Behaviour::HangAfter(0));
+    for _ in 0..3 {
+        assert!(bed.router.engines()[0].is_admitted());
+        assert_eq!(bed.complete(3).await.0, 504);
+    }
+    assert!(!bed.router.engines()[0].is_admitted());
+}
+
+#[tokio::test]
+async fn a_request_waits_for_the_engine_that_replaces_a_lost_one() {
+    // Looks are so rare that only a request can bring one about.
+    let bed = Bed::with(0, 1, |options| options.poll_interval = Duration::from_secs(60)).await;
+    bed.decodes[0].behave(Behaviour::DieAtOnce);
+    bed.store.members.lock().clear();
+    let replace = async {
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        FakeEngine::start(&bed.store, "decode-new", Role::Decode).await
+    };
+    let ((status, body), replacement) = tokio::join!(bed.complete(3), replace);
+    assert_eq!((status, replacement.decode_count()), (200, 1), "{body}");
+}
+
+#[tokio::test]
+async fn engines_of_different_context_get_what_fits_them() {
+    let bed = Bed::new(0, 1).await;
+    let large = FakeEngine::start_with_context(&bed.store, "decode-large", Role::Decode, 2 * CONTEXT).await;
+    eventually("it joins", || bed.router.engines().len() == 2).await;
+    assert_eq!(bed.complete(CONTEXT as usize).await.0, 200, "with its first token it does not fit the small one");
+    assert_eq!(large.decode_count(), 1);
+    for words in 100..104 {
+        let body = json!({"model": MODEL, "prompt": prompt(words), "max_tokens": CONTEXT - 90});
+        assert_eq!(bed.post("/v1/completions", body).await.status(), 200);
+    }
+    assert_eq!((large.decode_count(), bed.decodes[0].decode_count()), (5, 0), "they have room for the whole answer");
+    bed.decodes[0].behave(Behaviour::Refuse(ErrorCode::ContextLengthExceeded));
+    for words in 1..9 {
+        let (status, body) = bed.complete(words).await;
+        assert_eq!(status, 200, "{body}");
+    }
+    assert!(bed.decodes[0].decode_count() > 0, "the test must need it");
+}
+
+#[tokio::test]
 async fn a_decode_that_dies_before_its_first_token_is_replaced_and_left_alone() {
     let bed = Bed::new(0, 2).await;
     bed.decodes[0].behave(Behaviour::DieAtOnce);
@@ -121,8 +202,11 @@ async fn a_whole_answer_is_begun_anew_elsewhere_or_is_a_bad_gateway() {
     bed.decodes[0].behave(Behaviour::DieAfter(3));
     let (status, body) = bed.complete(5).await;
     assert_eq!((status, body["error"]["code"].as_str()), (502, Some("engine_lost")));
+    bed.decodes[0].is_gone.store(true, Ordering::SeqCst);
+    bed.store.members.lock().clear();
+    eventually("the engine is out", || bed.router.engines().is_empty()).await;
     let (status, body) = bed.complete(5).await;
-    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("engine_unavailable")), "it is left alone now");
+    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("engine_unavailable")));
 }
 
 #[tokio::test]
@@ -187,18 +271,26 @@ async fn more_answers_than_allowed_are_refused_at_once() {
     drop(running);
     bed.decodes[0].behave(Behaviour::Serve);
     eventually("the places are free again", || bed.router.counters().inflight == 0).await;
+    let body = json!({"model": MODEL, "prompt": ["w1", "w2", "w3"]});
+    assert_eq!(bed.post("/v1/completions", body).await.status(), 400, "so many will never be allowed");
     assert_eq!(bed.complete(1).await.0, 200);
 }
 
 #[tokio::test]
 async fn engines_that_leave_are_taken_out_and_one_that_answers_is_kept_while_the_store_forgot() {
     let bed = Bed::new(1, 2).await;
+    bed.decodes[0].is_gone.store(true, Ordering::SeqCst);
     bed.store.members.lock().retain(|member| member.name != "decode-0");
     eventually("the engine is out", || bed.router.engines().len() == 2).await;
-    let members = std::mem::take(&mut *bed.store.members.lock());
+    let mut members = std::mem::take(&mut *bed.store.members.lock());
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert_eq!(bed.router.engines().len(), 2, "a store node that restarts names nobody for a moment");
     assert_eq!(bed.complete(3).await.0, 200);
+    bed.store.members.lock().push(members.remove(0));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(bed.router.engines().len(), 2, "and then one after the other");
+    bed.store.members.lock()[0].info["max_context"] = json!(CONTEXT + 1);
+    eventually("one in whose name another registered is out", || bed.router.engines().len() == 1).await;
     *bed.store.members.lock() = members;
 }
 

@@ -67,8 +67,9 @@ async fn engines_and_pages_are_found_through_a_store_node() {
     let held: Vec<bool> = inspected.pages.iter().map(|page| page.tier.is_some()).collect();
     assert_eq!(held, [true, true, true, true, false, false, false, false]);
     let forgotten = ask(PATH_FORGET, true, json!({"tokens": tokens})).await;
-    assert_eq!(forgotten, json!({"pages": 8, "forgotten": 4}));
+    assert_eq!(forgotten, json!({"pages": 8, "forgotten": 4, "complete": true}));
 
+    decode.is_gone.store(true, std::sync::atomic::Ordering::SeqCst);
     registrations.remove(0);
     eventually("an engine that withdraws is taken out", || router.engines().len() == 1).await;
     router.shutdown().await;

@@ -108,7 +108,10 @@ impl Scheduler {
         };
         let mut sequence = self.active.remove(at);
         let present = sequence.pages.next_whole().unwrap_or(0);
-        if let Work::Prefill(work) = &mut sequence.work {
+        // Without the store's word nothing is known to be missing.
+        if loaded.answered
+            && let Work::Prefill(work) = &mut sequence.work
+        {
             // L1 has what the store lacks, e.g. because it restarted empty.
             for page in loaded.in_store..present {
                 if let Some(payload) = sequence.pages.sealed(page) {
@@ -155,15 +158,24 @@ impl Scheduler {
         sequence.pages.trim_spare(target);
     }
 
-    /// Makes the youngest request that is not in this step give its pages back.
-    pub(super) fn preempt_youngest(&mut self, in_step: &[u64]) {
-        let victim = self.active.iter().rposition(|s| s.is_ready() && !in_step.contains(&s.id));
-        let Some(at) = victim else { return };
+    /// Makes the youngest ready request that came after `id` give its pages back; `false` if there is none.
+    pub(super) fn preempt_youngest_after(&mut self, id: u64) -> bool {
+        let younger = self.active.iter().filter(|s| s.is_ready() && s.id > id).map(|s| s.id);
+        let Some(victim) = younger.max() else { return false };
+        self.put_back(victim);
+        true
+    }
+
+    /// Makes a request give its pages back and wait for new ones.
+    pub(super) fn put_back(&mut self, id: u64) {
+        let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
         let mut sequence = self.active.remove(at);
         tracing::debug!(request = %sequence.request_id, "put back for want of pages");
         self.parts.metrics.preemptions.inc();
         sequence.preempt();
-        self.queue.push_front(sequence);
+        // In its old place: not before those that are older.
+        let at = self.queue.iter().position(|s| s.id > id).unwrap_or(self.queue.len());
+        self.queue.insert(at, sequence);
     }
 }
 

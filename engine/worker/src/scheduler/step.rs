@@ -7,6 +7,7 @@ use crate::batch::{self, Candidate, Planned};
 use crate::metrics::Ending;
 use crate::publish::{CompletingPage, PublishHooks};
 use crate::sequence::{Sequence, Work};
+use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows};
 use std::time::Instant;
 
@@ -29,7 +30,9 @@ impl Scheduler {
 
     /// Which requests compute how much; `candidate` is the place in `active`.
     fn plan(&self) -> Vec<Planned> {
-        let ready: Vec<(usize, &Sequence)> = self.active.iter().enumerate().filter(|(_, s)| s.is_ready()).collect();
+        let mut ready: Vec<(usize, &Sequence)> = self.active.iter().enumerate().filter(|(_, s)| s.is_ready()).collect();
+        // One that was put back is behind younger ones in `active`.
+        ready.sort_by_key(|(_, s)| s.id);
         let candidates: Vec<Candidate<'_>> = ready
             .iter()
             .map(|(_, s)| Candidate {
@@ -43,33 +46,47 @@ impl Scheduler {
         planned.into_iter().map(|p| Planned { candidate: ready[p.candidate].0, ..p }).collect()
     }
 
-    /// Makes room in the pages of those planned; who finds none does not compute in this step, and the youngest of those
-    /// who do not compute gives way.
+    /// Makes room in the pages of those planned, oldest first. Who finds none has the youngest of the ready requests that
+    /// came after it give way, and tries again at once, before the pages go to anybody else.
     fn grant(&mut self, planned: Vec<Planned>) -> Vec<Planned> {
-        let (radix, parts) = (&mut self.radix, &self.parts);
-        let mut granted = Vec::with_capacity(planned.len());
-        let mut starved = false;
-        for plan in planned {
-            let pages = &mut self.active[plan.candidate].pages;
-            if pages.make_room(plan.tokens, || allocate(&parts.pool, radix, &parts.metrics.pages_evicted)) {
-                granted.push(plan);
-            } else {
-                starved = true;
+        // By id: places in `active` move when a request gives way.
+        let mut wanted: Vec<(u64, usize)> = planned.iter().map(|p| (self.active[p.candidate].id, p.tokens)).collect();
+        wanted.sort_unstable();
+        let mut granted = Vec::with_capacity(wanted.len());
+        for &(id, tokens) in &wanted {
+            // No place: it gave way to an older one.
+            while let Some(at) = self.place_of(id) {
+                if self.make_room(at, tokens) {
+                    granted.push((id, tokens));
+                    break;
+                }
+                if !self.preempt_youngest_after(id) {
+                    break;
+                }
             }
         }
-        if starved {
-            let ids: Vec<u64> = granted.iter().map(|plan| self.active[plan.candidate].id).collect();
-            let tokens: Vec<usize> = granted.iter().map(|plan| plan.tokens).collect();
-            self.preempt_youngest(&ids);
-            // Places in `active` may have moved.
-            granted = (ids.iter().zip(tokens))
-                .filter_map(|(id, tokens)| {
-                    let candidate = self.active.iter().position(|s| s.id == *id)?;
-                    Some(Planned { candidate, tokens })
-                })
-                .collect();
+        let is_idle = |s: &Sequence| s.is_ready() && !wanted.iter().any(|(id, _)| *id == s.id);
+        if granted.is_empty()
+            && let Some(&(oldest, _)) = wanted.first()
+            && self.active.iter().any(is_idle)
+        {
+            // Nobody gets on, all younger ones gave way, and an older one had no place in this step: who had it gives way.
+            self.put_back(oldest);
         }
+        let mut granted: Vec<Planned> = (granted.into_iter())
+            .filter_map(|(id, tokens)| Some(Planned { candidate: self.place_of(id)?, tokens }))
+            .collect();
+        granted.sort_by_key(|plan| plan.candidate);
         granted
+    }
+
+    fn place_of(&self, id: u64) -> Option<usize> {
+        self.active.iter().position(|s| s.id == id)
+    }
+
+    fn make_room(&mut self, at: usize, tokens: usize) -> bool {
+        let (radix, parts) = (&mut self.radix, &self.parts);
+        self.active[at].pages.make_room(tokens, || allocate(&parts.pool, radix, &parts.metrics.pages_evicted))
     }
 
     fn compute(&mut self, granted: &[Planned]) {
@@ -160,18 +177,23 @@ impl Scheduler {
         let is_done = |s: &mut Sequence| s.is_ready() && matches!(s.work, Work::Prefill(_)) && s.pending() == 0;
         let done: Vec<Sequence> = self.active.extract_if(.., is_done).collect();
         for mut sequence in done {
-            let response = sequence.prefill_response();
+            let mut response = sequence.prefill_response();
             sequence.enter_computing();
             sequence.pages.clear();
             let metrics = self.parts.metrics.clone();
             self.parts.tasks.spawn(async move {
                 let Sequence { work, deadline, state, cancel, .. } = sequence;
                 let Work::Prefill(work) = work else { return };
+                let count = work.commits.len();
                 let commits = futures::future::join_all(work.commits);
-                tokio::select! {
-                    _ = tokio::time::timeout_at(deadline.into(), commits) => {}
-                    () = cancel.cancelled() => {}
-                }
+                // Who follows pages that were lost must not wait for them.
+                response.pages_lost = tokio::select! {
+                    outcomes = tokio::time::timeout_at(deadline.into(), commits) => match outcomes {
+                        Ok(outcomes) => outcomes.into_iter().filter(|o| o.as_ref().map_or(true, is_lost)).count(),
+                        Err(_) => count,
+                    },
+                    () = cancel.cancelled() => count,
+                } as u32;
                 drop(state);
                 let ending = if work.reply.send(Ok(response)).is_ok() { Ending::Done } else { Ending::Cancelled };
                 metrics.request_ended(ending);
@@ -189,6 +211,14 @@ impl Scheduler {
         if granted.iter().any(|plan| plan.tokens >= self.parts.limits.step.page_tokens) && seconds > 0.0 {
             smooth(&mut self.prefill_tokens_per_second, tokens as f64 / seconds);
         }
+    }
+}
+
+/// Whether the store does not have the page after this, as far as the engine knows.
+fn is_lost(outcome: &PutOutcome) -> bool {
+    match outcome {
+        PutOutcome::Lost | PutOutcome::Busy | PutOutcome::Refused => true,
+        PutOutcome::Stored | PutOutcome::AlreadyThere | PutOutcome::InProgress => false,
     }
 }
 

@@ -147,7 +147,8 @@ impl PageStore for Attached {
             if inner.down {
                 return Lookup::default();
             }
-            Lookup { tiers: keys.iter().map_while(|key| inner.pages.get(key).map(|_| Tier::L2)).collect() }
+            let tiers = keys.iter().map_while(|key| inner.pages.get(key).map(|_| Tier::L2)).collect();
+            Lookup { tiers, answered: true }
         })
     }
 
