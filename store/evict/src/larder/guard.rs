@@ -1,0 +1,249 @@
+//! Never below LRU.
+//!
+//! Beside the cache runs the shadow of an LRU cache: stamps of a sample of pages, chosen by hash, as many as there
+//! are resident pages of that sample. Hits of both sides on the sample are counted, and fade. Pages go in LRU order
+//!
+//! - until the traffic was watched for several times as long as it took to fill the cache: what is gained from
+//!   keeping a page longer than LRU would shows only later;
+//! - while LRU finds nearly all that returns: there is little to gain, and as much to lose;
+//! - for a while after the shadow was ahead; each time that happens again, for longer.
+
+use crate::policy::{Farewell, Stamp};
+use std::collections::{BTreeSet, HashMap};
+use std::hash::BuildHasherDefault;
+
+/// Most pages in the shadow.
+const SHADOW_MAX: usize = 1 << 14;
+/// The sample is chosen by the bits from here on.
+const SAMPLE_SHIFT: u32 = 24;
+/// Accesses of the sample after which counts have faded by half: so many, and so many per page of the shadow.
+const HALF_LIFE_MIN: f64 = 4096.0;
+const HALF_LIFE_PER_PAGE: f64 = 4.0;
+/// What LRU must be ahead by: a part of its hits, and hits.
+const LEAD_PART: f64 = 0.02;
+const LEAD_HITS: f64 = 32.0;
+/// LRU finds nearly all: this part of the requests for pages that were seen before.
+const NEARLY_ALL: f64 = 0.9;
+/// Times to fill the cache, before anything but LRU is tried.
+const FILLS_MIN: u64 = 3;
+/// Accesses in LRU order after the first failure, per resident page of the sample.
+const WAIT_PER_PAGE: u64 = 4;
+/// Doublings of that wait, at most.
+const DOUBLINGS_MAX: u32 = 6;
+/// Accesses of the sample without a failure after which those before are forgotten, in pages of the shadow.
+const FORGIVEN_AFTER: u64 = 64;
+
+#[derive(Debug)]
+pub(super) struct Guard {
+    stamps: HashMap<u64, Stamp, BuildHasherDefault<super::learner::AsItIs>>,
+    order: BTreeSet<(Stamp, u64)>,
+    sample_bits: u32,
+    residents: usize,
+    own_hits: f64,
+    lru_hits: f64,
+    /// Accesses of the sample since the last change of order.
+    accesses: u64,
+    failures: u32,
+    /// Accesses of the sample that are still to go in LRU order.
+    wait: u64,
+    /// Requests for pages that were seen before, and those of them that the shadow answers.
+    returns: f64,
+    lru_returns: f64,
+    first_at: Option<u64>,
+    full_at: Option<u64>,
+    now: u64,
+}
+
+/// A request for a page.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Access {
+    pub(super) hash: u64,
+    pub(super) stamp: Stamp,
+    /// It was found.
+    pub(super) hit: bool,
+    /// It was seen before.
+    pub(super) returns: bool,
+}
+
+impl Guard {
+    pub(super) fn new() -> Guard {
+        Guard {
+            stamps: HashMap::default(),
+            order: BTreeSet::new(),
+            sample_bits: 0,
+            residents: 0,
+            own_hits: 0.0,
+            lru_hits: 0.0,
+            accesses: 0,
+            failures: 0,
+            wait: 0,
+            returns: 0.0,
+            lru_returns: 0.0,
+            first_at: None,
+            full_at: None,
+            now: 0,
+        }
+    }
+
+    pub(super) fn follows_lru(&self) -> bool {
+        self.wait > 0 || self.lru_returns > NEARLY_ALL * self.returns || !self.has_watched_enough()
+    }
+
+    fn has_watched_enough(&self) -> bool {
+        let (Some(first_at), Some(full_at)) = (self.first_at, self.full_at) else { return false };
+        self.now - first_at >= FILLS_MIN * (full_at - first_at)
+    }
+
+    /// A victim is asked for.
+    pub(super) fn full(&mut self, now: u64) {
+        self.full_at.get_or_insert(now);
+    }
+
+    pub(super) fn arrived(&mut self, hash: u64) {
+        self.residents += usize::from(self.is_sampled(hash));
+    }
+
+    pub(super) fn left(&mut self, hash: u64, farewell: Farewell) {
+        if !self.is_sampled(hash) {
+            return;
+        }
+        self.residents -= 1;
+        if farewell == Farewell::Removed
+            && let Some(stamp) = self.stamps.remove(&hash)
+        {
+            self.order.remove(&(stamp, hash));
+        }
+    }
+
+    /// A page was asked for.
+    pub(super) fn access(&mut self, access: &Access, now: u64) {
+        self.now = now;
+        self.first_at.get_or_insert(now);
+        if !self.is_sampled(access.hash) {
+            return;
+        }
+        let before = self.stamps.insert(access.hash, access.stamp);
+        if let Some(before) = before {
+            self.order.remove(&(before, access.hash));
+        }
+        self.order.insert((access.stamp, access.hash));
+        while self.stamps.len() > self.residents {
+            let Some((_, oldest)) = self.order.pop_first() else { break };
+            self.stamps.remove(&oldest);
+        }
+        self.count(access, before.is_some());
+        self.judge();
+    }
+
+    fn count(&mut self, access: &Access, lru_hit: bool) {
+        let half_life = HALF_LIFE_MIN + HALF_LIFE_PER_PAGE * self.residents as f64;
+        let fade = 1.0 - std::f64::consts::LN_2 / half_life;
+        let count = |sum: &mut f64, one: bool| *sum = *sum * fade + f64::from(u8::from(one));
+        self.accesses += 1;
+        count(&mut self.returns, access.returns || lru_hit);
+        count(&mut self.lru_returns, lru_hit);
+        if self.wait == 0 {
+            count(&mut self.own_hits, access.hit);
+            count(&mut self.lru_hits, lru_hit);
+        }
+    }
+
+    fn judge(&mut self) {
+        if self.wait > 0 {
+            self.wait -= 1;
+            if self.wait == 0 {
+                self.start_over();
+            }
+        } else if self.lru_hits * (1.0 - LEAD_PART) > self.own_hits + LEAD_HITS {
+            self.wait = (WAIT_PER_PAGE * self.residents as u64).max(1) << self.failures;
+            self.failures = (self.failures + 1).min(DOUBLINGS_MAX);
+            self.start_over();
+        } else if self.accesses > FORGIVEN_AFTER * (self.residents as u64 + HALF_LIFE_MIN as u64) {
+            self.failures = 0;
+        }
+    }
+
+    fn start_over(&mut self) {
+        self.own_hits = 0.0;
+        self.lru_hits = 0.0;
+        self.accesses = 0;
+    }
+
+    /// Whether the sample should be halved.
+    pub(super) fn is_crowded(&self) -> bool {
+        self.residents > SHADOW_MAX
+    }
+
+    /// Halves the sample. `residents` are the hashes of all resident pages.
+    pub(super) fn halve(&mut self, residents: impl Iterator<Item = u64>) {
+        self.sample_bits += 1;
+        self.residents = residents.filter(|hash| self.is_sampled(*hash)).count();
+        let dropped: Vec<u64> = self.stamps.keys().copied().filter(|hash| !self.is_sampled(*hash)).collect();
+        for hash in dropped {
+            if let Some(stamp) = self.stamps.remove(&hash) {
+                self.order.remove(&(stamp, hash));
+            }
+        }
+        self.own_hits /= 2.0;
+        self.lru_hits /= 2.0;
+    }
+
+    fn is_sampled(&self, hash: u64) -> bool {
+        (hash >> SAMPLE_SHIFT) & ((1 << self.sample_bits) - 1) == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A cache of 100 pages that finds what is asked for or not, under traffic in which LRU finds half.
+    fn guard_of_cache_that(finds: bool) -> Guard {
+        let mut guard = Guard::new();
+        (0..100u64).for_each(|page| guard.arrived(page << SAMPLE_SHIFT));
+        guard.full(100);
+        for tick in 100..2000u64 {
+            let soon = tick % 2 == 0;
+            let page = if soon { tick % 50 } else { tick % 998 };
+            let access = Access { hash: page, stamp: Stamp::new(tick, 0), hit: soon && finds, returns: true };
+            guard.access(&access, tick);
+        }
+        guard
+    }
+
+    #[test]
+    fn lru_takes_over_when_it_is_ahead_and_only_then() {
+        assert!(guard_of_cache_that(false).follows_lru());
+        assert!(!guard_of_cache_that(true).follows_lru());
+    }
+
+    #[test]
+    fn lru_goes_first_while_too_little_was_seen() {
+        let mut guard = Guard::new();
+        assert!(guard.follows_lru());
+        for tick in 0..400 {
+            guard.arrived(tick << SAMPLE_SHIFT);
+            let access = Access { hash: tick, stamp: Stamp::new(tick, 0), hit: false, returns: true };
+            guard.access(&access, tick);
+            if tick == 100 {
+                guard.full(tick);
+            }
+            assert_eq!(guard.follows_lru(), tick < 300, "{tick}");
+        }
+    }
+
+    #[test]
+    fn the_shadow_is_bounded() {
+        let mut guard = Guard::new();
+        let pages: Vec<u64> = (0..2 * SHADOW_MAX as u64).map(|page| (page << SAMPLE_SHIFT) | page).collect();
+        for (tick, page) in pages.iter().enumerate() {
+            guard.arrived(*page);
+            let stamp = Stamp::new(tick as u64, 0);
+            guard.access(&Access { hash: *page, stamp, hit: false, returns: false }, tick as u64);
+        }
+        assert!(guard.is_crowded());
+        guard.halve(pages.iter().copied());
+        assert!(!guard.is_crowded());
+        assert_eq!((guard.residents, guard.stamps.len()), (SHADOW_MAX, SHADOW_MAX));
+    }
+}

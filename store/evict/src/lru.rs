@@ -1,0 +1,50 @@
+//! Least recently used first.
+
+use crate::policy::{Arrival, Farewell, Policy, Slot, Stamp};
+use crate::push_tight;
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+
+/// The page that was not asked for the longest goes first; of one request's pages, the last one.
+#[derive(Debug, Default)]
+pub struct Lru {
+    stamps: Vec<Stamp>,
+    offered: BTreeSet<(Stamp, Slot)>,
+}
+
+impl Lru {
+    /// Empty.
+    pub fn new() -> Lru {
+        Lru::default()
+    }
+}
+
+impl Policy for Lru {
+    fn insert(&mut self, slot: Slot, arrival: &Arrival) {
+        while self.stamps.len() <= slot.index() {
+            push_tight(&mut self.stamps, Stamp { run: 0, position: Reverse(0) });
+        }
+        self.stamps[slot.index()] = arrival.stamp;
+    }
+
+    fn touch(&mut self, slot: Slot, stamp: Stamp) {
+        let before = std::mem::replace(&mut self.stamps[slot.index()], stamp);
+        if self.offered.remove(&(before, slot)) {
+            self.offered.insert((stamp, slot));
+        }
+    }
+
+    fn offer(&mut self, slot: Slot) {
+        self.offered.insert((self.stamps[slot.index()], slot));
+    }
+
+    fn withdraw(&mut self, slot: Slot) {
+        self.offered.remove(&(self.stamps[slot.index()], slot));
+    }
+
+    fn victim(&mut self) -> Option<Slot> {
+        self.offered.first().map(|(_, slot)| *slot)
+    }
+
+    fn remove(&mut self, _: Slot, _: Farewell) {}
+}

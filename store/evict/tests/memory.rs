@@ -1,0 +1,69 @@
+//! Memory per resident page, as the allocator sees it: at most 128 bytes beside the caller's name for the page, and a
+//! fixed amount for what is learnt.
+
+use larder_evict::{Evictor, Handle, Larder, NamespaceIndex, NewPage};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+struct Counting;
+
+static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: hands everything on to the system's allocator as it came, and only counts.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are those of this method.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        HELD_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are those of this method.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+const PAGE_BYTES_MAX: usize = 128;
+const FIXED_BYTES_MAX: usize = 8 << 20;
+
+/// Fills to `pages` in sequences of `sequence`, then that much again.
+fn held_bytes(pages: usize, sequence: usize) -> usize {
+    let before = HELD_BYTES.load(Ordering::Relaxed);
+    let mut evictor = Evictor::new(pages as u64, Larder::new(0));
+    let mut evicted = Vec::new();
+    let mut parent: Option<Handle> = None;
+    for number in 0..2 * pages {
+        let position = (number % sequence) as u32;
+        let page = NewPage {
+            name: (),
+            fingerprint: number as u64,
+            namespace: NamespaceIndex(0),
+            parent: parent.filter(|_| position > 0),
+            position,
+            bytes: 1,
+            deadline_ms: None,
+        };
+        parent = Some(evictor.insert(page, 0, &mut evicted).unwrap());
+        evicted.clear();
+    }
+    assert_eq!(evictor.len(), pages);
+    HELD_BYTES.load(Ordering::Relaxed) - before
+}
+
+#[test]
+fn a_page_takes_at_most_128_bytes() {
+    let fixed = held_bytes(64, 16);
+    println!("fixed: {fixed} bytes");
+    for (pages, sequence) in [(1 << 20, 1), (1 << 20, 20), (700_000, 20), (530_000, 1)] {
+        let held = held_bytes(pages, sequence);
+        let per_page = (held - FIXED_BYTES_MAX.min(held)) as f64 / pages as f64;
+        println!(
+            "{pages} pages in sequences of {sequence}: {} bytes a page, {per_page:.1} beside the fixed",
+            held / pages
+        );
+        assert!(held <= FIXED_BYTES_MAX + PAGE_BYTES_MAX * pages);
+    }
+}

@@ -1,0 +1,309 @@
+//! The rules that hold under every policy, against a model that knows nothing of orders.
+//!
+//! After every step: what is resident, by the model, is what the evictor says; bytes within capacity and quota;
+//! nothing that went was pinned, had resident children, or was soft-pinned while another page could have gone.
+
+use larder_evict::{Evicted, Evictor, Handle, Larder, Lru, NamespaceIndex, NewPage, Policy, Reason, Refused, S3Fifo};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const CAPACITY_BYTES: u64 = 60;
+const QUOTA_BYTES: u64 = 25;
+const LIMITED: NamespaceIndex = NamespaceIndex(1);
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// A page below the resident one of this number, or a first one.
+    Insert {
+        parent: Option<usize>,
+        bytes: u32,
+        limited: bool,
+        lives_ms: Option<u64>,
+    },
+    Touch(usize),
+    Remove(usize),
+    Pin(usize),
+    Unpin(usize),
+    SoftPin(usize, bool),
+    Wait(u64),
+    Quota(u64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let insert = (
+        proptest::option::weighted(0.7, 0..100usize),
+        1..9u32,
+        any::<bool>(),
+        proptest::option::weighted(0.2, 1..40u64),
+    )
+        .prop_map(|(parent, bytes, limited, lives_ms)| Step::Insert { parent, bytes, limited, lives_ms });
+    let step = prop_oneof![
+        12 => insert,
+        4 => (0..100usize).prop_map(Step::Touch),
+        1 => (0..100usize).prop_map(Step::Remove),
+        1 => (0..100usize).prop_map(Step::Pin),
+        2 => (0..100usize).prop_map(Step::Unpin),
+        2 => (0..100usize, any::<bool>()).prop_map(|(page, soft)| Step::SoftPin(page, soft)),
+        1 => (1..30u64).prop_map(Step::Wait),
+        1 => (0..60u64).prop_map(Step::Quota),
+    ];
+    proptest::collection::vec(step, 1..400)
+}
+
+#[derive(Debug, Clone)]
+struct Known {
+    handle: Handle,
+    parent: Option<u32>,
+    namespace: NamespaceIndex,
+    bytes: u32,
+    deadline_ms: u64,
+    pins: u32,
+    soft: bool,
+}
+
+struct Model<P> {
+    evictor: Evictor<u32, P>,
+    pages: BTreeMap<u32, Known>,
+    named: u32,
+    now_ms: u64,
+    quota_bytes: u64,
+}
+
+impl<P: Policy> Model<P> {
+    fn new(policy: P) -> Model<P> {
+        let mut evictor = Evictor::new(CAPACITY_BYTES, policy);
+        evictor.set_quota(LIMITED, QUOTA_BYTES, &mut Vec::new());
+        Model { evictor, pages: BTreeMap::new(), named: 0, now_ms: 0, quota_bytes: QUOTA_BYTES }
+    }
+
+    fn nth(&self, number: usize) -> Option<u32> {
+        self.pages.keys().copied().nth(number % self.pages.len().max(1))
+    }
+
+    fn children(&self, name: u32) -> usize {
+        self.pages.values().filter(|page| page.parent == Some(name)).count()
+    }
+
+    fn may_go(&self, name: u32) -> bool {
+        self.pages[&name].pins == 0 && self.children(name) == 0
+    }
+
+    fn bytes_of(&self, namespace: NamespaceIndex) -> u64 {
+        self.pages.values().filter(|page| page.namespace == namespace).map(|page| u64::from(page.bytes)).sum()
+    }
+
+    /// Pages went, in this order. `spared` is the parent of a page that is being taken.
+    fn gone(&mut self, evicted: &[Evicted<u32>], spared: Option<u32>) {
+        for gone in evicted {
+            assert!(self.may_go(gone.name), "{gone:?} was pinned or had children");
+            assert_ne!(Some(gone.name), spared);
+            let page = self.pages[&gone.name].clone();
+            if gone.reason == Reason::Expired {
+                assert!(page.deadline_ms <= self.now_ms);
+            } else if page.soft {
+                let helps = |other: &Known| gone.reason == Reason::Capacity || other.namespace == page.namespace;
+                let better = self
+                    .pages
+                    .iter()
+                    .find(|(name, other)| !other.soft && helps(other) && Some(**name) != spared && self.may_go(**name));
+                assert!(better.is_none(), "{gone:?} was soft-pinned, {better:?} was not");
+            }
+            if gone.reason == Reason::Quota {
+                assert_eq!(page.namespace, LIMITED);
+            }
+            self.pages.remove(&gone.name);
+        }
+    }
+
+    fn insert(&mut self, parent: Option<usize>, bytes: u32, limited: bool, lives_ms: Option<u64>) {
+        let parent = parent.and_then(|number| self.nth(number));
+        let namespace = if limited { LIMITED } else { NamespaceIndex(0) };
+        let deadline_ms = lives_ms.map(|lives_ms| self.now_ms + lives_ms);
+        let handle = parent.map(|name| self.pages[&name].handle);
+        let (name, position) = (self.named, parent.map_or(0, |_| 1));
+        let new = NewPage {
+            name,
+            fingerprint: u64::from(name % 50),
+            namespace,
+            parent: handle,
+            position,
+            bytes,
+            deadline_ms,
+        };
+        let mut evicted = Vec::new();
+        let outcome = self.evictor.insert(new, self.now_ms, &mut evicted);
+        let expired = evicted.iter().take_while(|gone| gone.reason == Reason::Expired).count();
+        self.gone(&evicted[..expired], None);
+        let spared = parent.filter(|name| self.pages.contains_key(name));
+        self.gone(&evicted[expired..], spared);
+        match outcome {
+            Ok(handle) => {
+                self.named += 1;
+                let parents_ms = parent.map_or(u64::MAX, |name| self.pages[&name].deadline_ms);
+                let deadline_ms = deadline_ms.unwrap_or(u64::MAX).min(parents_ms);
+                let page = Known { handle, parent, namespace, bytes, deadline_ms, pins: 0, soft: false };
+                self.pages.insert(name, page);
+                assert!(!limited || self.bytes_of(LIMITED) <= self.quota_bytes);
+            }
+            Err(Refused::Pinned) => {
+                let helps = |page: &Known| !limited || page.namespace == LIMITED;
+                let missed =
+                    self.pages.iter().find(|(name, page)| helps(page) && Some(**name) != spared && self.may_go(**name));
+                assert!(missed.is_none(), "{missed:?} could have gone");
+            }
+            Err(Refused::ParentGone | Refused::Expired) => assert!(parent.is_some()),
+            Err(Refused::TooLarge { .. }) => assert!(u64::from(bytes) > self.quota_bytes),
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Insert { parent, bytes, limited, lives_ms } => self.insert(parent, bytes, limited, lives_ms),
+            Step::Wait(ms) => self.now_ms += ms,
+            Step::Quota(bytes) => {
+                let mut evicted = Vec::new();
+                self.quota_bytes = bytes;
+                self.evictor.set_quota(LIMITED, bytes, &mut evicted);
+                self.gone(&evicted, None);
+                let left = self.pages.iter().find(|(name, page)| page.namespace == LIMITED && self.may_go(**name));
+                assert!(self.bytes_of(LIMITED) <= bytes || left.is_none(), "{left:?} could have gone");
+            }
+            Step::Touch(n) | Step::Remove(n) | Step::Pin(n) | Step::Unpin(n) | Step::SoftPin(n, _) => {
+                if let Some(name) = self.nth(n) {
+                    self.step_at(step, name);
+                }
+            }
+        }
+        self.check();
+    }
+
+    fn step_at(&mut self, step: &Step, name: u32) {
+        let (children, now_ms) = (self.children(name), self.now_ms);
+        let Some(page) = self.pages.get_mut(&name) else { return };
+        match step {
+            Step::Touch(_) => assert_eq!(self.evictor.touch(page.handle, now_ms), now_ms < page.deadline_ms),
+            Step::Pin(_) => {
+                page.pins += 1;
+                assert!(self.evictor.pin(page.handle));
+            }
+            Step::Unpin(_) => {
+                assert_eq!(self.evictor.unpin(page.handle), page.pins > 0);
+                page.pins = page.pins.saturating_sub(1);
+            }
+            Step::SoftPin(_, soft) => {
+                page.soft = *soft;
+                assert!(self.evictor.soft_pin(page.handle, *soft));
+            }
+            _ => {
+                assert_eq!(self.evictor.remove(page.handle), Some(name));
+                assert!(!self.evictor.contains(page.handle, 0));
+                self.pages.remove(&name);
+                if children > 0 {
+                    let orphans = self.pages.values_mut().filter(|page| page.parent == Some(name));
+                    orphans.for_each(|page| page.parent = None);
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        assert_eq!(self.evictor.len(), self.pages.len());
+        assert!(self.evictor.used_bytes() <= CAPACITY_BYTES);
+        let bytes: u64 = self.pages.values().map(|page| u64::from(page.bytes)).sum();
+        assert_eq!(self.evictor.used_bytes(), bytes);
+        assert_eq!(self.evictor.namespace_bytes(LIMITED), self.bytes_of(LIMITED));
+        for page in self.pages.values() {
+            assert_eq!(self.evictor.contains(page.handle, self.now_ms), self.now_ms < page.deadline_ms);
+        }
+    }
+}
+
+fn keeps_the_rules(policy: impl Policy, steps: &[Step]) {
+    let mut model = Model::new(policy);
+    steps.iter().for_each(|step| model.step(step));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn lru_keeps_the_rules(steps in steps()) {
+        keeps_the_rules(Lru::new(), &steps);
+    }
+
+    #[test]
+    fn s3_fifo_keeps_the_rules(steps in steps()) {
+        keeps_the_rules(S3Fifo::new(), &steps);
+    }
+
+    #[test]
+    fn larder_keeps_the_rules(steps in steps()) {
+        keeps_the_rules(Larder::new(7), &steps);
+    }
+}
+
+/// The negative control: a policy that ignores what it was told it may offer up.
+struct AnyPage(Vec<larder_evict::Slot>);
+
+impl Policy for AnyPage {
+    fn insert(&mut self, slot: larder_evict::Slot, _: &larder_evict::Arrival) {
+        self.0.push(slot);
+    }
+    fn touch(&mut self, _: larder_evict::Slot, _: larder_evict::Stamp) {}
+    fn offer(&mut self, _: larder_evict::Slot) {}
+    fn withdraw(&mut self, _: larder_evict::Slot) {}
+    fn victim(&mut self) -> Option<larder_evict::Slot> {
+        self.0.first().copied()
+    }
+    fn remove(&mut self, slot: larder_evict::Slot, _: larder_evict::Farewell) {
+        self.0.retain(|other| *other != slot);
+    }
+}
+
+#[test]
+#[should_panic(expected = "may not go")]
+fn a_policy_that_breaks_the_rules_is_stopped() {
+    let insert = |parent| Step::Insert { parent, bytes: 8, limited: false, lives_ms: None };
+    let steps: Vec<Step> = std::iter::once(insert(None)).chain((0..20).map(|n| insert(Some(n)))).collect();
+    keeps_the_rules(AnyPage(Vec::new()), &steps);
+}
+
+fn page(name: u32, parent: Option<Handle>, position: u32) -> NewPage<u32> {
+    let namespace = NamespaceIndex(0);
+    NewPage { name, fingerprint: u64::from(name), namespace, parent, position, bytes: 1, deadline_ms: None }
+}
+
+#[test]
+fn a_sequence_goes_from_its_end() {
+    let policies: [Box<dyn Policy>; 3] = [Box::new(Lru::new()), Box::new(S3Fifo::new()), Box::new(Larder::new(0))];
+    for policy in policies {
+        let mut evictor = Evictor::new(4, policy);
+        let mut evicted = Vec::new();
+        let mut parent = None;
+        for name in 0..4 {
+            parent = Some(evictor.insert(page(name, parent, name), 0, &mut evicted).unwrap());
+        }
+        for name in 4..8 {
+            let handle = evictor.insert(page(name, None, 0), 0, &mut evicted).unwrap();
+            evictor.pin(handle);
+        }
+        let names: Vec<u32> = evicted.iter().map(|gone| gone.name).collect();
+        assert_eq!(names, [3, 2, 1, 0]);
+        assert_eq!(evictor.insert(page(8, None, 0), 0, &mut evicted), Err(Refused::Pinned));
+    }
+}
+
+#[test]
+fn a_child_never_outlives_the_page_before_it() {
+    let mut evictor = Evictor::new(10, Lru::new());
+    let mut evicted = Vec::new();
+    let first = evictor.insert(NewPage { deadline_ms: Some(50), ..page(0, None, 0) }, 0, &mut evicted).unwrap();
+    let second = evictor.insert(NewPage { deadline_ms: Some(90), ..page(1, Some(first), 1) }, 0, &mut evicted).unwrap();
+    evictor.pin(second);
+    assert!(evictor.touch(second, 49) && !evictor.touch(second, 50));
+    evictor.expire(60, &mut evicted);
+    assert!(evicted.is_empty(), "a pin holds what is out of date");
+    evictor.unpin(second);
+    evictor.expire(60, &mut evicted);
+    assert_eq!(evicted.iter().map(|gone| gone.name).collect::<Vec<_>>(), [1, 0]);
+}
