@@ -1,0 +1,169 @@
+//! The trace format of Mooncake: a JSON object a line.
+
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::io::{self, BufRead, Read};
+use thiserror::Error;
+
+/// Tokens of a block.
+pub const BLOCK_TOKENS: u64 = 512;
+/// Most bytes of a line.
+pub const LINE_BYTES_MAX: usize = 4 << 20;
+/// Most requests of a trace.
+const REQUESTS_MAX: usize = 1 << 28;
+
+/// Why a trace cannot be read.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// Reading failed.
+    #[error("line {line}: {source}")]
+    Read {
+        /// From 1.
+        line: usize,
+        /// What the reader said.
+        source: io::Error,
+    },
+    /// It is not a request.
+    #[error("line {line} is not a request: {source}")]
+    Malformed {
+        /// From 1.
+        line: usize,
+        /// What is wrong.
+        source: serde_json::Error,
+    },
+    /// It is too long.
+    #[error("line {line} is longer than {LINE_BYTES_MAX} bytes")]
+    TooLong {
+        /// From 1.
+        line: usize,
+    },
+    /// There are more requests, or more distinct blocks, than can be numbered.
+    #[error("line {line}: the trace has too many requests or blocks")]
+    TooMany {
+        /// From 1.
+        line: usize,
+    },
+}
+
+/// One request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// When it came.
+    pub timestamp_ms: u64,
+    /// The blocks of its prompt, as numbers from 0 in order of first appearance in the trace.
+    pub blocks: Vec<u32>,
+}
+
+/// Requests in the order in which they came.
+#[derive(Debug, Clone, Default)]
+pub struct Trace {
+    requests: Vec<Request>,
+    numbers: HashMap<u64, u32, BuildHasherDefault<DefaultHasher>>,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    timestamp: u64,
+    #[serde(rename = "input_length")]
+    _input_tokens: u64,
+    #[serde(rename = "output_length")]
+    _output_tokens: u64,
+    hash_ids: Vec<u64>,
+}
+
+impl Trace {
+    /// Reads all lines; empty ones are passed over.
+    pub fn read(mut input: impl BufRead) -> Result<Trace, TraceError> {
+        let mut trace = Trace::default();
+        let mut bytes = Vec::new();
+        for line in 1.. {
+            bytes.clear();
+            let mut bounded = input.by_ref().take(LINE_BYTES_MAX as u64 + 1);
+            let read = bounded.read_until(b'\n', &mut bytes).map_err(|source| TraceError::Read { line, source })?;
+            if read == 0 {
+                break;
+            }
+            if bytes.trim_ascii_end().len() > LINE_BYTES_MAX || (read > LINE_BYTES_MAX && !bytes.ends_with(b"\n")) {
+                return Err(TraceError::TooLong { line });
+            }
+            if bytes.trim_ascii().is_empty() {
+                continue;
+            }
+            let request: Line =
+                serde_json::from_slice(&bytes).map_err(|source| TraceError::Malformed { line, source })?;
+            if !trace.push(request.timestamp, &request.hash_ids) {
+                return Err(TraceError::TooMany { line });
+            }
+        }
+        Ok(trace)
+    }
+
+    /// Adds a request for the blocks of these ids. `false`, and nothing is added, if there are too many.
+    pub fn push(&mut self, timestamp_ms: u64, ids: &[u64]) -> bool {
+        let room = u32::MAX as usize - self.numbers.len();
+        if self.requests.len() >= REQUESTS_MAX || ids.len() >= room {
+            return false;
+        }
+        let numbers = &mut self.numbers;
+        let mut number = |id: &u64| {
+            let next = numbers.len() as u32;
+            *numbers.entry(*id).or_insert(next)
+        };
+        let blocks = ids.iter().map(&mut number).collect();
+        self.requests.push(Request { timestamp_ms, blocks });
+        true
+    }
+
+    /// The requests.
+    pub fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+
+    /// Different blocks, which have the numbers below this.
+    pub fn blocks_distinct(&self) -> usize {
+        self.numbers.len()
+    }
+
+    /// Only the requests in a range of their numbers.
+    pub fn part(&self, range: std::ops::Range<usize>) -> Trace {
+        let mut part = Trace::default();
+        for request in &self.requests[range] {
+            let ids: Vec<u64> = request.blocks.iter().map(|block| u64::from(*block)).collect();
+            part.push(request.timestamp_ms, &ids);
+        }
+        part
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 9]}"#;
+
+    #[test]
+    fn reads_requests_and_numbers_their_blocks() {
+        let trace =
+            Trace::read(format!("{GOOD}\n\n{GOOD}\r\n{}", GOOD.replace("[7, 9]", "[9, 1]")).as_bytes()).unwrap();
+        let blocks: Vec<&[u32]> = trace.requests().iter().map(|request| request.blocks.as_slice()).collect();
+        assert_eq!(blocks, [&[0, 1][..], &[0, 1], &[1, 2]]);
+        assert_eq!(trace.requests()[0].timestamp_ms, 5);
+        assert_eq!(trace.blocks_distinct(), 3);
+    }
+
+    #[test]
+    fn bad_lines_are_refused_with_their_number() {
+        for bad in ["{", "[]", "7", r#"{"timestamp": 1}"#, &GOOD.replace("7,", "-7,"), &GOOD.replace('5', "\"x\"")] {
+            let error = Trace::read(format!("{GOOD}\n{bad}\n").as_bytes()).unwrap_err();
+            assert!(matches!(error, TraceError::Malformed { line: 2, .. }), "{error}");
+            assert!(error.to_string().starts_with("line 2 "), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_line_without_end_is_refused_before_it_is_held() {
+        let endless = io::BufReader::new(io::repeat(b' '));
+        assert!(matches!(Trace::read(endless), Err(TraceError::TooLong { line: 1 })));
+    }
+}

@@ -1,0 +1,146 @@
+//! Made-up traffic.
+//!
+//! What must hold: the same seed gives the same trace. Each kind has one thing that an eviction policy may get wrong.
+
+use crate::replay::Trace;
+
+/// Repeatable chance (SplitMix64).
+#[derive(Debug, Clone)]
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        b ^ (b >> 31)
+    }
+
+    fn below(&mut self, sides: u64) -> u64 {
+        self.next() % sides
+    }
+
+    /// From 0 to 1.
+    fn part(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Numbers below `count`, small ones more often: about Zipf's law with exponent 1.
+    fn zipf(&mut self, count: u64) -> u64 {
+        ((count as f64).powf(self.part()) as u64 - 1).min(count - 1)
+    }
+}
+
+/// A kind of traffic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Conversations that grow turn by turn behind one system prompt, most of them of one turn only.
+    Conversations,
+    /// Questions on documents whose popularity follows Zipf's law.
+    Documents,
+    /// As documents, while popularity moves on to others all the time.
+    Shifting,
+    /// Documents, and long prompts in between that never return.
+    Scans,
+    /// The same documents over and over in one order.
+    Loop,
+    /// Newest first: what came recently returns, all the more the more recent.
+    Recent,
+    /// Conversations first, then shifting documents, then a loop.
+    Phases,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Kind; 7] =
+        [Kind::Conversations, Kind::Documents, Kind::Shifting, Kind::Scans, Kind::Loop, Kind::Recent, Kind::Phases];
+
+    /// So many requests of this kind.
+    pub fn trace(self, requests: usize, seed: u64) -> Trace {
+        let mut traffic = Traffic { dice: Dice(seed), trace: Trace::default(), live: Vec::new(), named: 0, made: 0 };
+        match self {
+            Kind::Phases => {
+                traffic.add(Kind::Conversations, requests / 3);
+                traffic.add(Kind::Shifting, requests / 3);
+                traffic.add(Kind::Loop, requests - requests / 3 * 2);
+            }
+            kind => traffic.add(kind, requests),
+        }
+        traffic.trace
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Conversation {
+    blocks: Vec<u64>,
+    due: usize,
+}
+
+struct Traffic {
+    dice: Dice,
+    trace: Trace,
+    live: Vec<Conversation>,
+    named: u64,
+    made: usize,
+}
+
+/// Ids below this are of documents.
+const DOCUMENTS_END: u64 = 1 << 40;
+/// Most blocks of a document.
+const DOCUMENT_BLOCKS: u64 = 64;
+
+impl Traffic {
+    fn add(&mut self, kind: Kind, requests: usize) {
+        for number in 0..requests {
+            self.made += 1;
+            let blocks = match kind {
+                Kind::Conversations => self.turn(),
+                Kind::Documents => self.question(0, 2000),
+                Kind::Shifting => self.question(number as u64 / 4, 500),
+                Kind::Scans if number % 3 == 0 => self.new_blocks(60),
+                Kind::Scans => self.question(0, 500),
+                Kind::Loop => document(number as u64 % 400),
+                Kind::Recent | Kind::Phases => self.recent(number as u64),
+            };
+            self.trace.push(self.made as u64 * 300, &blocks);
+        }
+    }
+
+    fn new_blocks(&mut self, count: u64) -> Vec<u64> {
+        let first = DOCUMENTS_END + self.named;
+        self.named += count;
+        (first..first + count).collect()
+    }
+
+    fn turn(&mut self) -> Vec<u64> {
+        let due = self.live.iter().position(|conversation| conversation.due <= self.made);
+        let mut blocks = match due {
+            Some(index) => self.live.swap_remove(index).blocks,
+            None => vec![0],
+        };
+        let turn_blocks = 1 + self.dice.zipf(60);
+        blocks.extend(self.new_blocks(turn_blocks));
+        let goes_on = if due.is_some() { 75 } else { 25 };
+        if self.dice.below(100) < goes_on && blocks.len() < 250 {
+            let wait = 50 + self.dice.below(150) as usize;
+            self.live.push(Conversation { blocks: blocks.clone(), due: self.made + wait });
+        }
+        blocks
+    }
+
+    fn question(&mut self, first: u64, documents: u64) -> Vec<u64> {
+        let mut blocks = document(first + self.dice.zipf(documents));
+        blocks.extend(self.new_blocks(2));
+        blocks
+    }
+
+    fn recent(&mut self, number: u64) -> Vec<u64> {
+        let back = if self.dice.below(2) == 0 { 0 } else { 1 + self.dice.zipf(400) };
+        document(number.saturating_sub(back))
+    }
+}
+
+fn document(number: u64) -> Vec<u64> {
+    let blocks = 8 + Dice(number).below(DOCUMENT_BLOCKS - 8);
+    (0..blocks).map(|block| 1 + number * DOCUMENT_BLOCKS + block).collect()
+}

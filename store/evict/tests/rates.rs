@@ -1,0 +1,85 @@
+//! Hit rates on made-up traffic. The public traces are not part of the project: `examples/trace.rs` replays them.
+
+use larder_evict::replay::{PolicyKind, Trace, run};
+use larder_evict::synthetic::Kind;
+
+const REQUESTS: usize = 6000;
+const MILLION_TOKENS: [f64; 5] = [0.1, 0.3, 1.0, 3.0, 10.0];
+/// Hits more or fewer that are chance.
+const NOISE_HITS: f64 = 50.0;
+/// When all traffic changes at once to a loop that fits, LRU has it whole after one round. What was evicted of that
+/// round, because nothing like it had ever returned, costs misses in the next, before the guard sees them: so many
+/// cache fills.
+const CHANGE_FILLS: f64 = 0.25;
+
+fn hits(trace: &Trace, policy: PolicyKind, million_tokens: f64) -> f64 {
+    run(trace, policy, (million_tokens * 1e6) as u64).hits as f64
+}
+
+#[test]
+fn larder_is_never_below_lru_nor_above_the_optimum() {
+    for kind in Kind::ALL {
+        for seed in 0..2 {
+            let trace = kind.trace(REQUESTS, seed);
+            for capacity in MILLION_TOKENS {
+                let lru = hits(&trace, PolicyKind::Lru, capacity);
+                let larder = hits(&trace, PolicyKind::Larder, capacity);
+                let optimum = hits(&trace, PolicyKind::Belady, capacity);
+                let change_hits = if kind == Kind::Phases { CHANGE_FILLS * capacity * 1e6 / 512.0 } else { 0.0 };
+                assert!(
+                    larder >= 0.99 * lru - NOISE_HITS - change_hits,
+                    "{kind:?} {seed} {capacity}: {larder} against {lru}"
+                );
+                assert!(larder <= optimum && lru <= optimum, "{kind:?} {seed} {capacity}");
+            }
+        }
+    }
+}
+
+#[test]
+fn larder_is_well_above_lru_where_there_is_something_to_learn() {
+    let gains = [(Kind::Conversations, 1.0, 2.0), (Kind::Documents, 0.3, 1.3), (Kind::Scans, 1.0, 1.3)];
+    for (kind, capacity, gain) in gains {
+        let trace = kind.trace(2 * REQUESTS, 3);
+        let (lru, larder) = (hits(&trace, PolicyKind::Lru, capacity), hits(&trace, PolicyKind::Larder, capacity));
+        assert!(larder >= gain * lru, "{kind:?}: {larder} against {lru}");
+    }
+}
+
+#[test]
+fn a_loop_that_does_not_fit_is_kept_in_part() {
+    let trace = Kind::Loop.trace(REQUESTS, 0);
+    assert_eq!(hits(&trace, PolicyKind::Lru, 3.0), 0.0);
+    assert!(hits(&trace, PolicyKind::Larder, 3.0) > 0.8 * hits(&trace, PolicyKind::Belady, 3.0));
+}
+
+#[test]
+fn all_that_returns_is_found_when_there_is_room_for_all() {
+    for kind in Kind::ALL {
+        let trace = kind.trace(500, 0);
+        let blocks: u64 = trace.requests().iter().map(|request| request.blocks.len() as u64).sum();
+        for policy in PolicyKind::ALL {
+            let hits = run(&trace, policy, u64::MAX).hits;
+            assert_eq!(hits, blocks - trace.blocks_distinct() as u64, "{kind:?} {policy}");
+        }
+    }
+}
+
+#[test]
+fn hits_end_with_the_first_block_that_is_missing() {
+    let mut trace = Trace::default();
+    for ids in [&[1, 2, 3][..], &[9, 2, 3], &[1, 2, 3]] {
+        trace.push(0, ids);
+    }
+    let whole = run(&trace, PolicyKind::Lru, u64::MAX);
+    assert_eq!((whole.hits, whole.blocks), (3, 9));
+    assert_eq!(run(&trace, PolicyKind::Lru, 0).hits, 0);
+}
+
+#[test]
+fn the_same_trace_gives_the_same_hits() {
+    let trace = Kind::Phases.trace(1500, 5);
+    for policy in PolicyKind::ALL {
+        assert_eq!(run(&trace, policy, 1_000_000), run(&trace, policy, 1_000_000));
+    }
+}
