@@ -1,6 +1,7 @@
 //! `larder bench …`: measurements that anybody can repeat.
 
 pub mod serve;
+pub mod trace;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -10,11 +11,14 @@ use clap::Subcommand;
 pub enum Bench {
     /// Time to first token, tokens per second and hit rate of a running router, with and without the store
     Serve(serve::Args),
+    /// Hit rates of eviction policies on a recorded trace, beside the offline optimum
+    Trace(trace::Args),
 }
 
 /// Runs it.
 pub async fn run(bench: Bench) -> Result<()> {
     match bench {
         Bench::Serve(args) => serve::run(args).await,
+        Bench::Trace(args) => tokio::task::spawn_blocking(move || trace::run(&args)).await?,
     }
 }
