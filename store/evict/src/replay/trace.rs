@@ -17,20 +17,20 @@ const REQUESTS_MAX: usize = 1 << 28;
 #[derive(Debug, Error)]
 pub enum TraceError {
     /// Reading failed.
-    #[error("line {line}: {source}")]
+    #[error("line {line}: {reason}")]
     Read {
         /// From 1.
         line: usize,
         /// What the reader said.
-        source: io::Error,
+        reason: io::Error,
     },
     /// It is not a request.
-    #[error("line {line} is not a request: {source}")]
+    #[error("line {line} is not a request: {reason}")]
     Malformed {
         /// From 1.
         line: usize,
         /// What is wrong.
-        source: serde_json::Error,
+        reason: serde_json::Error,
     },
     /// It is too long.
     #[error("line {line} is longer than {LINE_BYTES_MAX} bytes")]
@@ -80,7 +80,7 @@ impl Trace {
         for line in 1.. {
             bytes.clear();
             let mut bounded = input.by_ref().take(LINE_BYTES_MAX as u64 + 1);
-            let read = bounded.read_until(b'\n', &mut bytes).map_err(|source| TraceError::Read { line, source })?;
+            let read = bounded.read_until(b'\n', &mut bytes).map_err(|reason| TraceError::Read { line, reason })?;
             if read == 0 {
                 break;
             }
@@ -91,7 +91,7 @@ impl Trace {
                 continue;
             }
             let request: Line =
-                serde_json::from_slice(&bytes).map_err(|source| TraceError::Malformed { line, source })?;
+                serde_json::from_slice(&bytes).map_err(|reason| TraceError::Malformed { line, reason })?;
             if !trace.push(request.timestamp, &request.hash_ids) {
                 return Err(TraceError::TooMany { line });
             }
