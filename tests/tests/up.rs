@@ -95,7 +95,9 @@ fn mistakes_are_told_in_a_line() {
     assert!(nothing_runs.contains("larder up") && nothing_runs.contains("--admin"), "{nothing_runs}");
     assert!(told(&["prefill", "--store", "redis://x:1", "--model", path]).contains("larder://"));
     let (_running, api) = up(dir.path(), &[]);
-    let taken = told(&["up", "--listen", api.trim_start_matches("http://"), "--data-dir", "/var/tmp/larder-unused"]);
+    let unused = dir.path().join("unused");
+    let taken = told(&["up", "--listen", api.trim_start_matches("http://"), "--data-dir", unused.to_str().unwrap()]);
+    assert!(!unused.exists(), "nothing was made");
     assert!(taken.contains("cannot listen on"), "{taken}");
     let twice = told(&["up", "--listen", "127.0.0.1:0", "--data-dir", path]);
     assert!(twice.contains("in use"), "{twice}");

@@ -106,13 +106,13 @@ pub async fn run(args: Args) -> Result<()> {
 }
 
 async fn start(args: &Args, running: &mut Running) -> Result<()> {
-    std::fs::create_dir_all(&args.data_dir).with_context(|| format!("cannot make {}", args.data_dir.display()))?;
-    // Taken first: that the port is in use should not be found out after everything else has been started.
+    // Tried first: that the port is in use should not be found out after everything else has been started.
     drop(
         tokio::net::TcpListener::bind(args.listen)
             .await
             .with_context(|| format!("cannot listen on {}", args.listen))?,
     );
+    std::fs::create_dir_all(&args.data_dir).with_context(|| format!("cannot make {}", args.data_dir.display()))?;
     let folder = match &args.model {
         Some(folder) => folder.clone(),
         None => bundled::unpack(&args.data_dir)?,
