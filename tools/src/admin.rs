@@ -1,5 +1,6 @@
 //! `larder status` and `larder prefix …`: a router's admin API for people and scripts.
 
+use crate::output::say;
 use crate::up::{ADMIN_URL_FILE, DATA_DIR};
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
@@ -120,7 +121,7 @@ impl Target {
     /// Prints as JSON, or by `human`.
     fn print<T: Serialize>(&self, answer: &T, human: impl FnOnce(&T)) -> Result<()> {
         match self.json {
-            true => println!("{}", serde_json::to_string_pretty(answer)?),
+            true => say!("{}", serde_json::to_string_pretty(answer)?),
             false => human(answer),
         }
         Ok(())
@@ -143,16 +144,19 @@ pub async fn prefix(command: Prefix) -> Result<()> {
         Prefix::Warm(args) => {
             let answer: WarmResponse = args.target.send(PATH_WARM, Some(&args.request()?)).await?;
             args.target.print(&answer, |warm| {
-                println!(
+                say!(
                     "{} pages: {} were in L2, {} loaded from L3, {} computed, {} missing",
-                    warm.pages, warm.in_l2, warm.loaded, warm.computed, warm.missing
+                    warm.pages,
+                    warm.in_l2,
+                    warm.loaded,
+                    warm.computed,
+                    warm.missing
                 );
             })
         }
         Prefix::Forget(args) => {
             let answer: ForgetResponse = args.target.send(PATH_FORGET, Some(&args.request()?)).await?;
-            args.target
-                .print(&answer, |forget| println!("{} of {} pages forgotten", forget.forgotten, forget.pages))?;
+            args.target.print(&answer, |forget| say!("{} of {} pages forgotten", forget.forgotten, forget.pages))?;
             if !answer.complete {
                 bail!("not every store node answered: some pages may still be there; try again when all are up");
             }
@@ -169,19 +173,19 @@ fn table(header: &[&str]) -> Table {
 }
 
 fn show_status(status: &StatusResponse) {
-    println!("larder {}, router up {} s, store {}", status.version, status.uptime_seconds, status.store);
-    println!("\nstore nodes");
+    say!("larder {}, router up {} s, store {}", status.version, status.uptime_seconds, status.store);
+    say!("\nstore nodes");
     let mut nodes =
         table(&["ADDRESS", "NODE", "STATE", "PAGES L2", "L2 USED", "PAGES L3", "L3 USED", "HITS L2/L3", "MISSES"]);
     for node in &status.nodes {
         nodes.add_row(node_row(node));
     }
-    println!("{nodes}\n\nengines");
+    say!("{nodes}\n\nengines");
     let mut engines = table(&["NAME", "ROLE", "URL", "MODEL", "STATE", "RUNNING", "L1 PAGES"]);
     for engine in &status.engines {
         engines.add_row(engine_row(engine));
     }
-    println!("{engines}\n\nmodels");
+    say!("{engines}\n\nmodels");
     let mut models = table(&["NAME", "PAGE TOKENS", "PREFILL", "DECODE", "NAMESPACE"]);
     for model in &status.models {
         models.add_row([
@@ -192,7 +196,7 @@ fn show_status(status: &StatusResponse) {
             model.namespace.chars().take(16).collect(),
         ]);
     }
-    println!("{models}");
+    say!("{models}");
 }
 
 fn node_row(node: &NodeView) -> [String; 9] {
@@ -234,7 +238,7 @@ fn engine_row(engine: &EngineStatus) -> [String; 7] {
 
 fn show_inspection(answer: &InspectResponse) {
     let servable = answer.pages.iter().take_while(|page| page.tier.is_some()).count();
-    println!(
+    say!(
         "{}: {} tokens, {} whole pages of {}; the store can serve the first {} ({} tokens)",
         answer.model,
         answer.tokens,
@@ -248,7 +252,7 @@ fn show_inspection(answer: &InspectResponse) {
         pages.add_row(page_row(page));
     }
     if !answer.pages.is_empty() {
-        println!("{pages}");
+        say!("{pages}");
     }
 }
 

@@ -7,6 +7,7 @@
 mod admin;
 mod bench;
 mod bundled;
+mod output;
 mod serve;
 mod signals;
 mod up;

@@ -1,5 +1,6 @@
 //! One process of an installation: a store node, an engine, a router.
 
+use crate::output::say;
 use crate::signals;
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
@@ -95,9 +96,9 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         ..NodeOptions::default()
     })
     .await?;
-    println!("store node {} at larder://{}/", node.node_id(), node.addr());
+    say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
-        println!("admin at http://{addr}");
+        say!("admin at http://{addr}");
     }
     signals::stop_requested().await?;
     node.shutdown().await;
@@ -115,7 +116,7 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
     let engine = Engine::start(options).await?;
-    println!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
+    say!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
     signals::stop_requested().await?;
     engine.shutdown().await;
     Ok(())
@@ -129,7 +130,7 @@ pub async fn router(args: RouterArgs) -> Result<()> {
     options.prefill_min_tokens = args.prefill_min_tokens;
     options.request_timeout = Duration::from_secs(args.request_timeout);
     let router = Router::start(options).await.context("router")?;
-    println!("OpenAI API at http://{}/v1, admin at http://{}", router.addr(), router.admin_addr());
+    say!("OpenAI API at http://{}/v1, admin at http://{}", router.addr(), router.admin_addr());
     signals::stop_requested().await?;
     router.shutdown().await;
     Ok(())

@@ -1,6 +1,7 @@
 //! `larder up`: store, engines and router in one process, connected as they would be across machines: over the data port and
 //! HTTP, by URL.
 
+use crate::output::say;
 use crate::{bundled, signals};
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
@@ -162,11 +163,11 @@ fn announce(args: &Args, router: &RouterHandle, running: &Running, took: Duratio
     let model = running.engines.first().map(|engine| engine.info().model.clone()).unwrap_or_default();
     let address = router.addr();
     let store: Vec<String> = running.nodes.iter().map(|node| node.addr().to_string()).collect();
-    println!("larder is up ({:.1} s): http://{address}/v1 serves {model}", took.as_secs_f64());
-    println!("  store  larder://{}/   admin  http://{}", store.join(","), router.admin_addr());
-    println!("  data   {}   Ctrl-C stops; the next start finds its pages again", args.data_dir.display());
-    println!();
-    println!("  curl http://{address}/v1/completions -H 'content-type: application/json' \\");
-    println!("    -d '{{\"model\": \"{model}\", \"max_tokens\": 40, \"temperature\": 0.7, \"prompt\": \"{PROMPT}\"}}'");
-    println!();
+    say!("larder is up ({:.1} s): http://{address}/v1 serves {model}", took.as_secs_f64());
+    say!("  store  larder://{}/   admin  http://{}", store.join(","), router.admin_addr());
+    say!("  data   {}   Ctrl-C stops; the next start finds its pages again", args.data_dir.display());
+    say!("");
+    say!("  curl http://{address}/v1/completions -H 'content-type: application/json' \\");
+    say!("    -d '{{\"model\": \"{model}\", \"max_tokens\": 40, \"temperature\": 0.7, \"prompt\": \"{PROMPT}\"}}'");
+    say!("");
 }

@@ -4,6 +4,7 @@
 //! cache, one way after the other, so that all ways see the same machine at the same time; each way has prefixes of its own,
 //! so that none warms another's. The first request of a group finds nothing and is counted apart.
 
+use crate::output::say;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use comfy_table::{Cell, CellAlignment, Table, presets};
@@ -222,13 +223,18 @@ fn figures_of(
 fn print(args: &Args, model: &str, seed: u64, figures: &[Figures]) -> Result<()> {
     if args.json {
         for line in figures {
-            println!("{}", serde_json::to_string(line)?);
+            say!("{}", serde_json::to_string(line)?);
         }
         return Ok(());
     }
-    println!(
+    say!(
         "{model}: {} groups × {} requests, {} shared + {} own tokens, {} generated, {} at a time, seed {seed}",
-        args.groups, args.requests, args.prefix_tokens, args.suffix_tokens, args.max_tokens, args.concurrency
+        args.groups,
+        args.requests,
+        args.prefix_tokens,
+        args.suffix_tokens,
+        args.max_tokens,
+        args.concurrency
     );
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
@@ -247,6 +253,6 @@ fn print(args: &Args, model: &str, seed: u64, figures: &[Figures]) -> Result<()>
             .map(|text| Cell::new(text).set_alignment(CellAlignment::Right)),
         );
     }
-    println!("{table}");
+    say!("{table}");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Hit rates of eviction policies on a recorded trace, beside the offline optimum.
 
+use crate::output::say;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use comfy_table::{Cell, CellAlignment, Table, presets};
@@ -61,7 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
         if args.json {
             for (policy, rate) in rates {
                 let line = serde_json::json!({"policy": policy.name(), "capacity_tokens": capacity, "hit_rate": rate});
-                println!("{line}");
+                say!("{line}");
             }
             continue;
         }
@@ -74,13 +75,13 @@ pub fn run(args: &Args) -> Result<()> {
         table.add_row(cells.map(|text| Cell::new(text).set_alignment(CellAlignment::Right)));
     }
     if !args.json {
-        println!(
+        say!(
             "{}: {} requests, {} distinct blocks of 512 tokens; hit rate by blocks, in unbroken prefixes",
             args.file.display(),
             trace.requests().len(),
             trace.blocks_distinct()
         );
-        println!("{table}");
+        say!("{table}");
     }
     Ok(())
 }
