@@ -272,3 +272,46 @@ impl Tiers {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{NamespaceId, PageKey};
+    use larder_l3::L3Options;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    /// A page that is on L3 and nowhere else.
+    async fn page_on_l3(tiers: &Arc<Tiers>, bytes: usize) -> PageId {
+        let mut slot = tiers.arena.allocate(bytes).unwrap();
+        slot.fill(7);
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        let meta = PageMeta::describe(id, PageKey::NONE, 0, vec![bytes as u32], &slot);
+        let permit = tiers.dirty_permit(bytes).unwrap();
+        tiers.insert(Arc::new(Page { meta, payload: slot.freeze() }), permit);
+        tiers.drain(soon()).await;
+        tiers.l2.remove(&id);
+        assert_eq!(tiers.locate(&id), TierCode::L3);
+        id
+    }
+
+    #[tokio::test]
+    async fn a_page_forgotten_while_it_is_read_does_not_come_back() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let options = NodeOptions { l2_bytes: 32 << 20, ..NodeOptions::default() };
+        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
+        let (l3, _) = L3::open(L3Options::new(dir.path(), 64 << 20), arena.clone()).await.unwrap();
+        let tiers = Tiers::new(&options, arena, Some(l3), Arc::default());
+        let id = page_on_l3(&tiers, 100_000).await;
+
+        let mut read = std::pin::pin!(tiers.get(&id, soon()));
+        assert!(futures::poll!(&mut read).is_pending(), "the device has been asked");
+        assert_eq!(tiers.forget(&[id], soon()).await.unwrap(), 1);
+        // Asked for before it was forgotten, it may be answered; it may not stay.
+        let _ = read.await;
+        assert_eq!(tiers.locate(&id), TierCode::Nowhere);
+        tiers.l3.as_ref().unwrap().close().await;
+    }
+}
