@@ -69,6 +69,20 @@ impl Arena {
         self.mapping.huge_pages()
     }
 
+    /// Turns one bit around, as a failing memory cell does. For simulations, which have one thread.
+    ///
+    /// # Panics
+    /// If there is no such byte.
+    ///
+    /// # Safety
+    /// No other thread uses the arena, and no reference into that byte is alive.
+    #[cfg(feature = "faults")]
+    pub unsafe fn flip_bit(&self, byte: usize, bit: u32) {
+        assert!(byte < self.capacity(), "inside the arena");
+        // SAFETY: inside the mapping by the assertion; the caller vouches that nobody looks.
+        unsafe { *self.mapping.start().add(byte).as_ptr() ^= 1 << (bit % 8) };
+    }
+
     /// The file descriptor of the mapping, if it is one that other processes can map (a memfd).
     pub fn memfd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         self.mapping.memfd()
@@ -139,6 +153,13 @@ impl SlotMut {
         (SlotMut { extent: head, len: len.min(at) }, SlotMut { extent: tail, len: len.saturating_sub(at) })
     }
 
+    /// All memory behind it, whole units: what a device may fill.
+    pub fn whole(&mut self) -> &mut [u8] {
+        // SAFETY: the extent is initialised memory that this slot owns alone, and `&mut self` makes this the only
+        // reference into it.
+        unsafe { std::slice::from_raw_parts_mut(self.extent.pointer().as_ptr(), self.extent.capacity) }
+    }
+
     /// Offset in the arena, in bytes.
     pub fn arena_offset(&self) -> usize {
         self.extent.offset
@@ -181,6 +202,12 @@ impl Slot {
     /// Bytes of memory behind it, whole units. The bytes behind its length are zero, or what was read with it.
     pub fn capacity(&self) -> usize {
         self.shared.extent.capacity
+    }
+
+    /// All memory behind it, whole units: what a device may take.
+    pub fn whole(&self) -> &[u8] {
+        // SAFETY: the extent is initialised memory that lives as long as this handle, and nobody writes to shared slots.
+        unsafe { std::slice::from_raw_parts(self.shared.extent.pointer().as_ptr(), self.capacity()) }
     }
 
     /// Offset in the arena, in bytes.

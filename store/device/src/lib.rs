@@ -9,14 +9,21 @@
 //! - [`arena`]: one mapping with huge pages, cut into slots.
 //! - [`file`]: preallocated files, opened for direct I/O.
 //! - [`ring`]: one io_uring and its thread per device.
+//! - [`seam`]: what a log needs of a device, and [`FileDevice`], which is one.
 
 pub mod arena;
+mod device;
+mod directory;
 pub mod file;
 mod inbox;
 pub mod request;
 pub mod ring;
+pub mod seam;
 
 pub use arena::{Arena, Piece, PieceMut, Slot, SlotMut};
+pub use device::FileDevice;
+pub use directory::{OpenError, segment_name};
 pub use file::DeviceFile;
 pub use request::{Block, Done, FileId, Lane, Operation, Request};
 pub use ring::{Ring, RingFacts, RingGone, RingOptions};
+pub use seam::{BoxFuture, Completion, Device, DeviceFacts, Share, SmallFile};

@@ -1,7 +1,7 @@
 //! What can go wrong in L3, said so that an operator knows what to do.
 
 use larder_core::log::AppendError;
-use larder_device::RingGone;
+use larder_device::{OpenError, RingGone};
 use larder_format::codec::DecodeError;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,9 @@ use thiserror::Error;
 /// Why something could not be done.
 #[derive(Debug, Error)]
 pub enum L3Error {
-    /// Another process, or another `L3` of this one, uses the directory.
-    #[error("{} is in use: another store holds its lock; give every store a directory of its own", dir.display())]
-    Locked {
-        /// The directory.
-        dir: PathBuf,
-    },
+    /// The directory cannot be used, or another store uses it.
+    #[error(transparent)]
+    Open(#[from] OpenError),
     /// The superblock cannot be used.
     #[error("{}: {problem}; {advice}", file.display())]
     Superblock {

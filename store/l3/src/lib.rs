@@ -12,14 +12,13 @@
 //! Layout: [`L3`] is the handle. `larder-core` decides (what goes where, what is reclaimed, what may be found);
 //! `larder-device` moves bytes; this crate carries the decisions of the one to the other:
 //!
-//! - `directory`: the files, their lock and the superblock;
+//! - `superblock`: what must always be true of a log;
 //! - `recovery`: what the segments hold at the start;
 //! - `read`, `write`, `forget`: what callers ask for;
 //! - `background`: segments made ready, and syncs;
 //! - `shared`: the state that all of them use, and guards for what is under way.
 
 mod background;
-mod directory;
 mod error;
 mod forget;
 mod options;
@@ -28,6 +27,7 @@ mod recovery;
 mod shared;
 mod stats;
 mod store;
+mod superblock;
 mod write;
 
 pub use error::L3Error;

@@ -1,6 +1,7 @@
 //! How an L3 is set up.
 
 use crate::L3Error;
+use larder_device::RingOptions;
 use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN};
 use std::path::PathBuf;
 
@@ -14,6 +15,8 @@ const SEGMENTS_WANTED_MIN: u64 = 16;
 const SEGMENTS_WANTED_MAX: u64 = 4096;
 /// One is written while another is made ready.
 const SEGMENTS_MIN: u64 = 2;
+/// Most segments, each of which is an open file.
+const FILES_MAX: u32 = 1 << 16;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
 /// Where the log lies and how large it may grow.
@@ -29,12 +32,14 @@ pub struct L3Options {
     pub segment_bytes: u64,
     /// Most requests with the device at a time, 1..=1024. 16 is good.
     pub queue_depth: u32,
+    /// Where randomness comes from; the system by default. With a seed, runs can be repeated, and strangers can guess.
+    pub seed: Option<u64>,
 }
 
 impl L3Options {
     /// A log of `capacity_bytes` in `dir`, the rest by default.
     pub fn new(dir: impl Into<PathBuf>, capacity_bytes: u64) -> L3Options {
-        L3Options { dir: dir.into(), capacity_bytes, segment_bytes: 0, queue_depth: 16 }
+        L3Options { dir: dir.into(), capacity_bytes, segment_bytes: 0, queue_depth: 16, seed: None }
     }
 
     /// Bytes of a segment for a new log.
@@ -51,6 +56,14 @@ impl L3Options {
         fitting.max(SEGMENT_BYTES_MIN)
     }
 
+    /// How the device's ring is set up. An existing log may have other segments than a new one would; there is room for
+    /// four times as many.
+    pub(crate) fn ring(&self) -> RingOptions {
+        let segments = self.segments_max(self.segment_bytes()).unwrap_or(0);
+        let files_max = segments.clamp(16, FILES_MAX / 4) * 4;
+        RingOptions { queue_depth: self.queue_depth, ..RingOptions::new("larder-l3", files_max) }
+    }
+
     /// Segments of `segment_bytes` that the capacity allows, beside the superblock.
     pub(crate) fn segments_max(&self, segment_bytes: u64) -> Result<u32, L3Error> {
         let segments = self.capacity_bytes.saturating_sub(BLOCK_BYTES as u64) / segment_bytes.max(1);
@@ -62,7 +75,7 @@ impl L3Options {
             );
             return Err(L3Error::Options(message));
         }
-        Ok(u32::try_from(segments).unwrap_or(u32::MAX))
+        Ok(u32::try_from(segments).unwrap_or(u32::MAX).min(FILES_MAX - 1))
     }
 
     pub(crate) fn check(&self) -> Result<(), L3Error> {

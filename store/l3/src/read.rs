@@ -3,7 +3,7 @@
 use crate::L3Error;
 use crate::shared::{ReadGuard, Shared};
 use larder_core::log::Entry;
-use larder_device::{Done, Lane, Operation, Request, Slot, SlotMut};
+use larder_device::{Done, Lane, Operation, Slot, SlotMut};
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
 use larder_format::{PageId, PageMeta};
 use std::io;
@@ -19,14 +19,13 @@ impl Shared {
         let bytes = BLOCK_BYTES + entry.payload_bytes as usize;
         let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
         let operation = Operation::read(entry.place.offset, slot);
-        let request = Request { file: self.file(entry.place.segment)?, lane: Lane::Demand, operation };
         let (reply, answer) = oneshot::channel();
-        let on_done = move |done| {
+        let on_done = move |done: Done| {
             // The device has let go of the segment, whether or not anybody still waits for the page.
             drop(guard);
             let _ = reply.send(done);
         };
-        self.ring.submit(request, on_done).await?;
+        self.device.submit(entry.place.segment, Lane::Demand, operation, Box::new(on_done)).await?;
         let Done { operation, result } = answer.await.map_err(|_| L3Error::Closed)?;
         match result {
             Ok(()) => {}

@@ -4,13 +4,12 @@
 //! and whichever thread ends: the guards see to it. The log is locked for short, never across an await.
 
 use crate::L3Error;
-use crate::directory::Directory;
 use crate::stats::Counters;
 use larder_core::log::{Log, PlannedWrite, PrepareOutcome, ReadTicket, SyncTicket, WriteOutcome};
-use larder_device::{Arena, Block, FileId, Lane, Operation, Request, Ring, Slot};
+use larder_device::seam::run;
+use larder_device::{Arena, Block, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
 use larder_format::disk::LogId;
 use parking_lot::RwLock;
-use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,13 +18,11 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 pub(crate) struct Shared {
     pub(crate) arena: Arc<Arena>,
-    pub(crate) ring: Ring,
+    pub(crate) device: Arc<dyn Device>,
     /// Readers look pages up; whoever plans or reports something locks it for writing.
     log: RwLock<Log>,
     pub(crate) log_id: LogId,
     pub(crate) segment_bytes: u64,
-    /// Segments whose file is attached to the ring.
-    pub(crate) files: RwLock<BTreeMap<u32, FileId>>,
     pub(crate) counters: Counters,
     /// Room in the write queue, in blocks.
     pub(crate) write_queue: Arc<Semaphore>,
@@ -34,9 +31,6 @@ pub(crate) struct Shared {
     /// Changes whenever a segment was made ready, or could not be.
     pub(crate) prepared: watch::Sender<Preparations>,
     pub(crate) closed: AtomicBool,
-    /// Some file goes through the page cache, as the file system refuses direct I/O.
-    pub(crate) buffered: AtomicBool,
-    pub(crate) dir: PathBuf,
 }
 
 /// How preparing segments went so far.
@@ -50,27 +44,22 @@ pub(crate) struct Preparations {
 impl Shared {
     pub(crate) fn new(
         arena: Arc<Arena>,
-        ring: Ring,
+        device: Arc<dyn Device>,
         log: Log,
         log_id: LogId,
-        dir: &Directory,
-        files: BTreeMap<u32, FileId>,
         write_queue_blocks: usize,
     ) -> Shared {
         Shared {
             arena,
-            ring,
+            device,
             segment_bytes: log.config().segment_bytes,
             log: RwLock::new(log),
             log_id,
-            files: RwLock::new(files),
             counters: Counters::default(),
             write_queue: Arc::new(Semaphore::new(write_queue_blocks)),
             intents: Notify::new(),
             prepared: watch::Sender::new(Preparations::default()),
             closed: AtomicBool::new(false),
-            buffered: AtomicBool::new(false),
-            dir: dir.path().to_path_buf(),
         }
     }
 
@@ -91,13 +80,6 @@ impl Shared {
         result
     }
 
-    /// Says once if the page cache stands between.
-    pub(crate) fn note_direct(&self, direct: bool) {
-        if !direct && !self.buffered.swap(true, Ordering::Relaxed) {
-            tracing::warn!(dir = %self.dir.display(), "the file system refuses direct I/O; pages go through the page cache");
-        }
-    }
-
     /// An error once it is closed.
     pub(crate) fn open(&self) -> Result<(), L3Error> {
         match self.closed.load(Ordering::Acquire) {
@@ -106,16 +88,13 @@ impl Shared {
         }
     }
 
-    pub(crate) fn file(&self, segment: u32) -> Result<FileId, L3Error> {
-        self.files.read().get(&segment).copied().ok_or_else(|| L3Error::Io {
-            doing: "using segment",
-            path: self.segment_path(segment),
-            source: io::ErrorKind::NotFound.into(),
-        })
+    /// Asks the device, and waits for its answer.
+    pub(crate) async fn run(&self, segment: u32, lane: Lane, operation: Operation) -> Result<Done, RingGone> {
+        run(&*self.device, segment, lane, operation).await
     }
 
     pub(crate) fn segment_path(&self, segment: u32) -> PathBuf {
-        self.dir.join(format!("{segment:08}.seg"))
+        self.device.path().join(segment_name(segment))
     }
 
     pub(crate) fn io_error(&self, doing: &'static str, segment: u32, source: io::Error) -> L3Error {
@@ -134,22 +113,21 @@ impl Shared {
         let header = write.header();
         let block = Block::of(&header.encode(&self.log_id));
         let operation = Operation::write(header.place.offset, block, payload);
-        let request = Request { file: self.file(header.place.segment)?, lane: Lane::Background, operation };
+        let segment = header.place.segment;
         let (reply, answer) = oneshot::channel();
-        let on_done = move |done: larder_device::Done| {
+        let on_done = move |done: Done| {
             write.finish(if done.result.is_ok() { WriteOutcome::Written } else { WriteOutcome::Failed });
             // Nobody may wait any more; the log knows.
             let _ = reply.send(done.result);
         };
-        self.ring.submit(request, on_done).await?;
+        self.device.submit(segment, Lane::Background, operation, Box::new(on_done)).await?;
         Ok(answer)
     }
 
     /// Syncs one segment and tells the log.
     pub(crate) async fn sync_segment(&self, ticket: SyncTicket) -> Result<(), L3Error> {
         let segment = ticket.segment;
-        let request = Request { file: self.file(segment)?, lane: Lane::Demand, operation: Operation::Sync };
-        let result = self.ring.run(request).await?.result;
+        let result = self.run(segment, Lane::Demand, Operation::Sync).await?.result;
         self.counters.syncs.add(1);
         self.change(|log| log.sync_done(ticket, result.is_ok()));
         result.map_err(|error| self.io_error("syncing", segment, error))

@@ -1,22 +1,18 @@
 //! The handle of an L3.
 
 use crate::background::{carry_out_intents, sync_all, sync_regularly};
-use crate::directory::Directory;
 use crate::options::WRITE_QUEUE_BYTES_MAX;
 use crate::recovery::{self, Found};
 use crate::shared::Shared;
-use crate::{L3Error, L3Options, L3Stats, RecoveryReport};
+use crate::{L3Error, L3Options, L3Stats, RecoveryReport, superblock};
 use larder_core::log::{Entry, LogConfig};
-use larder_device::{Arena, DeviceFile, FileId, Ring, RingOptions, Slot};
+use larder_device::{Arena, Device, FileDevice, Share, Slot};
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageKey, PageMeta};
-use parking_lot::Mutex;
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use tokio::task::JoinHandle;
 
 /// How long closing waits for writes that are under way.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
@@ -48,45 +44,37 @@ pub struct L3 {
     running: Arc<Running>,
 }
 
-/// Fields are dropped in this order: the lock is given up last.
 struct Running {
     shared: Arc<Shared>,
-    tasks: Mutex<Vec<JoinHandle<()>>>,
     capacity_bytes: u64,
-    dir: Mutex<Option<Arc<Directory>>>,
 }
 
 impl L3 {
-    /// Opens the log in `options.dir`, or makes one. Must be called on a tokio runtime, which the store then uses.
+    /// Opens the log in `options.dir`, or makes one, on a device of its own.
     pub async fn open(options: L3Options, arena: Arc<Arena>) -> Result<(L3, RecoveryReport), L3Error> {
         options.check()?;
-        let dir = Arc::new(Directory::open(&options.dir)?);
-        let (superblock, created) = dir.superblock(&options)?;
-        let segments_max = options.segments_max(superblock.segment_bytes)?;
-        let hash_seed = rand::random();
-        let config = LogConfig { segment_bytes: superblock.segment_bytes, segments_max, hash_seed };
-        let found = recovery::find(&dir, &arena, superblock.log_id, config).await?;
-        let report = RecoveryReport { created, ..found.report };
-        let ring_options =
-            RingOptions { queue_depth: options.queue_depth, ..RingOptions::new("larder-l3", segments_max + 1) };
-        let ring =
-            Ring::start(arena.clone(), ring_options).map_err(L3Error::io("starting a ring for", &options.dir))?;
-        let Found { recovered, files, .. } = found;
-        let direct = files.values().all(DeviceFile::direct);
-        let files = attach(&ring, files, &dir).await?;
-        let queue = WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES;
-        let shared = Shared::new(arena, ring, recovered.log, superblock.log_id, &dir, files, queue);
-        shared.note_direct(direct);
-        Ok((L3::start(Arc::new(shared), dir, options.capacity_bytes), report))
+        let device = FileDevice::open(&options.dir, arena.clone(), options.ring())?;
+        L3::open_on(device, options, arena).await
     }
 
-    fn start(shared: Arc<Shared>, dir: Arc<Directory>, capacity_bytes: u64) -> L3 {
-        let tasks = vec![
-            tokio::spawn(carry_out_intents(shared.clone(), Arc::downgrade(&dir))),
-            tokio::spawn(sync_regularly(shared.clone())),
-        ];
-        let running = Running { shared, tasks: Mutex::new(tasks), capacity_bytes, dir: Mutex::new(Some(dir)) };
-        L3 { running: Arc::new(running) }
+    /// Opens the log on `device`, or makes one.
+    pub async fn open_on(
+        device: Arc<dyn Device>,
+        options: L3Options,
+        arena: Arc<Arena>,
+    ) -> Result<(L3, RecoveryReport), L3Error> {
+        options.check()?;
+        let (superblock, created) = superblock::find_or_make(&*device, &options).await?;
+        let segments_max = options.segments_max(superblock.segment_bytes)?;
+        let hash_seed = options.seed.unwrap_or_else(rand::random);
+        let config = LogConfig { segment_bytes: superblock.segment_bytes, segments_max, hash_seed };
+        let Found { recovered, report } = recovery::find(&device, &arena, superblock.log_id, config).await?;
+        let queue = WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES;
+        let shared = Arc::new(Shared::new(arena, device, recovered.log, superblock.log_id, queue));
+        shared.device.spawn(Share::Background, Box::pin(carry_out_intents(shared.clone())));
+        shared.device.spawn(Share::Background, Box::pin(sync_regularly(shared.clone())));
+        let running = Running { shared, capacity_bytes: options.capacity_bytes };
+        Ok((L3 { running: Arc::new(running) }, RecoveryReport { created, ..report }))
     }
 
     fn shared(&self) -> &Arc<Shared> {
@@ -129,13 +117,14 @@ impl L3 {
     pub fn stats(&self) -> L3Stats {
         let shared = self.shared();
         let counts = shared.look(|log| log.counts());
+        let facts = shared.device.facts();
         let queued = WRITE_QUEUE_BYTES_MAX.saturating_sub(shared.write_queue.available_permits() * BLOCK_BYTES);
         L3Stats {
             bytes_capacity: self.running.capacity_bytes,
             bytes_on_device: counts.segments * shared.segment_bytes + BLOCK_BYTES as u64,
             write_queue_bytes: queued as u64,
-            direct_io: !shared.buffered.load(Ordering::Relaxed),
-            registered_buffers: shared.ring.facts().registered_buffers,
+            direct_io: facts.direct_io,
+            registered_buffers: facts.registered_buffers,
             ..shared.counters.stats(counts)
         }
     }
@@ -153,45 +142,23 @@ impl L3 {
             tracing::warn!("closing L3 while writes are under way");
         }
         sync_all(shared).await;
-        self.running.stop_tasks();
-        let closing = shared.clone();
-        // Joining the thread waits for the device.
-        let _ = tokio::task::spawn_blocking(move || closing.ring.close()).await;
-        self.running.dir.lock().take();
+        shared.intents.notify_one();
+        shared.device.close().await;
     }
 }
 
 impl std::fmt::Debug for L3 {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("L3").field("dir", &self.shared().dir).finish_non_exhaustive()
-    }
-}
-
-impl Running {
-    fn stop_tasks(&self) {
-        self.tasks.lock().drain(..).for_each(|task| task.abort());
+        f.debug_struct("L3").field("dir", &self.shared().device.path()).finish_non_exhaustive()
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
-        self.stop_tasks();
-        self.shared.ring.close();
+        self.shared.intents.notify_one();
+        self.shared.device.close_now();
     }
-}
-
-async fn attach(
-    ring: &Ring,
-    files: BTreeMap<u32, DeviceFile>,
-    dir: &Directory,
-) -> Result<BTreeMap<u32, FileId>, L3Error> {
-    let mut attached = BTreeMap::new();
-    for (number, file) in files {
-        let id = ring.attach(file).await.map_err(L3Error::io("attaching", dir.segment_path(number)))?;
-        attached.insert(number, id);
-    }
-    Ok(attached)
 }
 
 async fn until<T>(

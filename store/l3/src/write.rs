@@ -66,7 +66,11 @@ impl Shared {
             let now = prepared.borrow_and_update();
             if let Some((kind, message)) = now.error.as_ref().filter(|_| now.failures > failures) {
                 let source = io::Error::new(*kind, message.clone());
-                return Err(L3Error::Io { doing: "making a segment ready in", path: self.dir.clone(), source });
+                return Err(L3Error::Io {
+                    doing: "making a segment ready in",
+                    path: self.device.path().to_path_buf(),
+                    source,
+                });
             }
         }
     }

@@ -24,7 +24,7 @@ pub fn deadline() -> Instant {
 
 pub fn options(dir: &Path, segments: u64) -> L3Options {
     let capacity_bytes = segments * MIB + 4096;
-    L3Options { dir: dir.to_path_buf(), capacity_bytes, segment_bytes: MIB, queue_depth: 16 }
+    L3Options { segment_bytes: MIB, ..L3Options::new(dir, capacity_bytes) }
 }
 
 pub async fn open(dir: &Path, segments: u64, arena: &Arc<Arena>) -> (L3, RecoveryReport) {

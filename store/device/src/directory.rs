@@ -1,0 +1,160 @@
+//! The directory of a device: small files, `larder.lock`, and segments `00000000.seg`, `00000001.seg` ….
+//!
+//! Always true: whoever has a [`Directory`] holds its lock; a small file is there whole or not at all; what was made or
+//! removed here stays so after a crash of the machine.
+//!
+//! Its methods block.
+
+use crate::file::DeviceFile;
+use crate::seam::SmallFile;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+const LOCK: &str = "larder.lock";
+
+/// Why a directory cannot be used.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// Another process, or another device of this one, uses it.
+    #[error("{} is in use: another store holds its lock; give every store a directory of its own", .0.display())]
+    Locked(PathBuf),
+    /// The system said no.
+    #[error("{doing} {}: {source}", path.display())]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// To what.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+impl OpenError {
+    pub(crate) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> OpenError {
+        let path = path.to_path_buf();
+        move |source| OpenError::Io { doing, path, source }
+    }
+}
+
+/// An open, locked directory.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    path: PathBuf,
+    /// Locked as long as it is open.
+    _lock: File,
+}
+
+impl Directory {
+    /// Makes it if it is missing, and takes its lock.
+    pub(crate) fn open(path: &Path) -> Result<Directory, OpenError> {
+        fs::create_dir_all(path).map_err(OpenError::io("making the directory", path))?;
+        let lock_path = path.join(LOCK);
+        let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
+        let lock = opened.map_err(OpenError::io("opening", &lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => Ok(Directory { path: path.to_path_buf(), _lock: lock }),
+            Err(TryLockError::WouldBlock) => Err(OpenError::Locked(path.to_path_buf())),
+            Err(TryLockError::Error(error)) => Err(OpenError::io("locking", &lock_path)(error)),
+        }
+    }
+
+    pub(crate) fn load(&self, file: SmallFile) -> io::Result<Option<Vec<u8>>> {
+        match fs::read(self.path.join(file.name())) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn save(&self, file: SmallFile, bytes: &[u8]) -> io::Result<()> {
+        let path = self.path.join(file.name());
+        let new = path.with_extension(format!("{}.new", path.extension().unwrap_or_default().display()));
+        let mut out = File::create(&new)?;
+        out.write_all(bytes)?;
+        out.sync_all()?;
+        fs::rename(&new, &path)?;
+        self.sync()
+    }
+
+    /// Numbers of the segments that have a file, in order.
+    pub(crate) fn segments(&self) -> io::Result<Vec<u32>> {
+        let mut numbers = Vec::new();
+        for entry in fs::read_dir(&self.path)? {
+            numbers.extend(entry?.file_name().to_str().and_then(segment_number));
+        }
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    fn segment_path(&self, segment: u32) -> PathBuf {
+        self.path.join(segment_name(segment))
+    }
+
+    /// Opens a segment's file and brings its length to what a segment has.
+    pub(crate) fn open_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<DeviceFile> {
+        let path = self.segment_path(segment);
+        let file = DeviceFile::open(&path)?;
+        let len = file.len()?;
+        if len > segment_bytes {
+            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too long and is cut");
+            file.truncate(segment_bytes)?;
+        }
+        if len < segment_bytes {
+            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too short; pages in the missing part are lost");
+            file.allocate(segment_bytes)?;
+        }
+        Ok(file)
+    }
+
+    /// Makes a segment's file.
+    pub(crate) fn create_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<DeviceFile> {
+        let path = self.segment_path(segment);
+        let made = DeviceFile::create(&path, segment_bytes).and_then(|file| {
+            self.sync()?;
+            Ok(file)
+        });
+        if made.is_err() {
+            // Whether that works, the caller finds out by `remove_segment`.
+            let _ = fs::remove_file(&path);
+        }
+        made
+    }
+
+    /// Removes a segment's file for good.
+    pub(crate) fn remove_segment(&self, segment: u32) -> io::Result<()> {
+        match fs::remove_file(self.segment_path(segment)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => self.sync(),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
+    }
+}
+
+/// The file name of a segment.
+pub fn segment_name(segment: u32) -> String {
+    format!("{segment:08}.seg")
+}
+
+fn segment_number(name: &str) -> Option<u32> {
+    let digits = name.strip_suffix(".seg")?;
+    (digits.len() == 8 && digits.bytes().all(|b| b.is_ascii_digit())).then(|| digits.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_segment_names_are_segments() {
+        assert_eq!(segment_number(&segment_name(12)), Some(12));
+        for name in ["12.seg", "000000012.seg", "0000001x.seg", "00000001.seg.new", "+0000001.seg", "larder.sb"] {
+            assert_eq!(segment_number(name), None, "{name}");
+        }
+    }
+}
