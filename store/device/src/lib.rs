@@ -12,6 +12,7 @@
 //! - [`seam`]: what a log needs of a device, and [`FileDevice`], which is one.
 
 pub mod arena;
+mod clock;
 mod device;
 mod directory;
 pub mod file;
@@ -21,6 +22,7 @@ pub mod ring;
 pub mod seam;
 
 pub use arena::{Arena, Piece, PieceMut, Slot, SlotMut};
+pub use clock::Clock;
 pub use device::FileDevice;
 pub use directory::{OpenError, segment_name};
 pub use file::DeviceFile;
