@@ -7,8 +7,8 @@ use crate::arena::Arena;
 use crate::directory::{Directory, OpenError, segment_name};
 use crate::file::DeviceFile;
 use crate::request::{FileId, Lane, Operation, Request};
-use crate::ring::{Ring, RingGone, RingOptions};
-use crate::seam::{BoxFuture, Completion, Device, DeviceFacts, Share, SmallFile};
+use crate::ring::{Executor, Ring, RingGone, RingOptions, Share};
+use crate::seam::{BoxFuture, Completion, Device, DeviceFacts, SmallFile};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::io;
@@ -103,7 +103,10 @@ impl Device for FileDevice {
     fn facts(&self) -> DeviceFacts {
         let ring = self.ring.facts();
         DeviceFacts {
-            executor: "thread",
+            executor: match ring.executor {
+                Executor::Glommio => "glommio",
+                Executor::Thread => "thread",
+            },
             direct_io: !self.buffered.load(Ordering::Relaxed),
             registered_buffers: ring.registered_buffers,
             registered_files: ring.registered_files,
@@ -164,12 +167,12 @@ impl Device for FileDevice {
         })
     }
 
-    fn spawn(&self, _share: Share, task: BoxFuture<'static, ()>) {
-        tokio::spawn(task);
+    fn spawn(&self, share: Share, task: BoxFuture<'static, ()>) {
+        self.ring.spawn(share, task);
     }
 
     fn sleep(&self, duration: Duration) -> BoxFuture<'static, ()> {
-        Box::pin(tokio::time::sleep(duration))
+        self.ring.sleep(duration)
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

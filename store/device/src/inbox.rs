@@ -1,7 +1,7 @@
-//! How requests reach the thread of a ring: two bounded lanes and a bell that wakes the thread.
+//! How requests reach the executor of a ring: three bounded lanes and a bell that wakes it.
 //!
-//! Always true: a message that was sent is either taken by the thread or dropped with its completion, never lost in
-//! silence; the bell is rung only when the thread said that it would sleep.
+//! Always true: a message that was sent is either taken by the executor or dropped with its completion, never lost in
+//! silence; the bell makes a system call only when the executor said that it would sleep.
 
 use crate::file::DeviceFile;
 use crate::request::{Done, FileId, Lane, Request};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::oneshot;
 
-/// Called once, on the ring's thread, when the kernel has answered.
+/// Called once, on the executor, when the kernel has answered.
 pub(crate) type Completion = Box<dyn FnOnce(Done) + Send>;
 
 pub(crate) enum Message {
@@ -21,46 +21,90 @@ pub(crate) enum Message {
     Detach(FileId),
 }
 
-/// Every this many requests the background lane goes first.
+/// Every this many messages the background lane goes first.
 const BACKGROUND_TURN: u32 = 4;
+/// Every this many messages the idle lane goes first.
+const IDLE_TURN: u32 = 64;
 
-/// Wakes the thread.
+/// Wakes the executor.
 pub(crate) struct Bell {
     event: File,
+    /// Something other than a message happened since the executor last looked.
+    news: AtomicBool,
     sleeping: AtomicBool,
+    /// It sleeps, and could take a message: with all places taken, messages have to wait for an answer anyway.
+    hungry: AtomicBool,
     closing: AtomicBool,
 }
 
 impl Bell {
     fn new() -> io::Result<Bell> {
         // SAFETY: no memory is passed; the result is checked.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: a fresh descriptor that nobody else owns.
         let event = unsafe { File::from_raw_fd(fd) };
-        Ok(Bell { event, sleeping: AtomicBool::new(false), closing: AtomicBool::new(false) })
+        let [news, sleeping, hungry, closing] = [false; 4].map(AtomicBool::new);
+        Ok(Bell { event, news, sleeping, hungry, closing })
     }
 
     pub(crate) fn descriptor(&self) -> RawFd {
         self.event.as_raw_fd()
     }
 
-    /// Wakes the thread if it sleeps or is about to.
-    fn ring(&self) {
-        if self.sleeping.swap(false, Ordering::SeqCst) {
-            // The counter cannot overflow, as it is cleared at each wake-up; there is nothing to do about an error.
-            let _ = (&self.event).write(&1u64.to_ne_bytes());
+    /// Another handle on the event.
+    pub(crate) fn event(&self) -> io::Result<File> {
+        self.event.try_clone()
+    }
+
+    /// From now on [`Bell::clear`] may be called.
+    pub(crate) fn do_not_block(&self) -> io::Result<()> {
+        // SAFETY: a system call on our own descriptor; no memory is passed.
+        match unsafe { libc::fcntl(self.descriptor(), libc::F_SETFL, libc::O_RDWR | libc::O_NONBLOCK) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 
-    pub(crate) fn fall_asleep(&self) {
+    /// Tells of a task, a timer or the end.
+    pub(crate) fn ring(&self) {
+        self.news.store(true, Ordering::SeqCst);
+        if self.sleeping.swap(false, Ordering::SeqCst) {
+            self.strike();
+        }
+    }
+
+    /// Tells of a message in a lane.
+    fn ring_for_message(&self) {
+        if self.hungry.swap(false, Ordering::SeqCst) {
+            self.strike();
+        }
+    }
+
+    fn strike(&self) {
+        // The counter cannot overflow, as it is cleared at each wake-up; there is nothing to do about an error.
+        let _ = (&self.event).write(&1u64.to_ne_bytes());
+    }
+
+    /// Whoever sends or rings from now on, and sees it, strikes. What was sent before must be looked for after this.
+    pub(crate) fn fall_asleep(&self, hungry: bool) {
         self.sleeping.store(true, Ordering::SeqCst);
+        self.hungry.store(hungry, Ordering::SeqCst);
     }
 
     pub(crate) fn awake(&self) {
         self.sleeping.store(false, Ordering::SeqCst);
+        self.hungry.store(false, Ordering::SeqCst);
+    }
+
+    pub(crate) fn has_news(&self) -> bool {
+        self.news.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn take_news(&self) -> bool {
+        self.news.swap(false, Ordering::SeqCst)
     }
 
     pub(crate) fn clear(&self) {
@@ -79,56 +123,80 @@ impl Bell {
 
 /// The sending side.
 pub(crate) struct Outbox {
-    demand: flume::Sender<Message>,
-    background: flume::Sender<Message>,
+    lanes: [flume::Sender<Message>; Lane::COUNT],
     pub(crate) bell: Arc<Bell>,
 }
 
 /// The receiving side.
 pub(crate) struct Inbox {
-    demand: flume::Receiver<Message>,
-    background: flume::Receiver<Message>,
+    lanes: [Waiting; Lane::COUNT],
     turn: u32,
     pub(crate) bell: Arc<Bell>,
 }
 
-/// Two lanes of `backlog` messages each.
+/// One lane, with its first message at hand.
+struct Waiting {
+    first: Option<Message>,
+    rest: flume::Receiver<Message>,
+}
+
+/// Three lanes of `backlog` messages each.
 pub(crate) fn pair(backlog: usize) -> io::Result<(Outbox, Inbox)> {
     let bell = Arc::new(Bell::new()?);
-    let (demand, demand_in) = flume::bounded(backlog);
-    let (background, background_in) = flume::bounded(backlog);
-    let outbox = Outbox { demand, background, bell: bell.clone() };
-    Ok((outbox, Inbox { demand: demand_in, background: background_in, turn: 0, bell }))
+    let [one, two, three] = [(); Lane::COUNT].map(|()| flume::bounded(backlog));
+    let outbox = Outbox { lanes: [one.0, two.0, three.0], bell: bell.clone() };
+    let lanes = [one.1, two.1, three.1].map(|rest| Waiting { first: None, rest });
+    Ok((outbox, Inbox { lanes, turn: 0, bell }))
 }
 
 impl Outbox {
-    /// Waits for room in the lane. `false` if the thread is gone or going.
+    /// Waits for room in the lane. `false` if the executor is gone or going.
     pub(crate) async fn send(&self, lane: Lane, message: Message) -> bool {
         if self.bell.closing() {
             return false;
         }
-        let sender = match lane {
-            Lane::Demand => &self.demand,
-            Lane::Background => &self.background,
-        };
-        let sent = sender.send_async(message).await.is_ok();
-        self.bell.ring();
+        let sent = self.lanes[lane as usize].send_async(message).await.is_ok();
+        self.bell.ring_for_message();
         sent
     }
 }
 
-impl Inbox {
-    pub(crate) fn take(&mut self) -> Option<Message> {
-        self.turn = (self.turn + 1) % BACKGROUND_TURN;
-        let (first, second) = match self.turn {
-            0 => (&self.background, &self.demand),
-            _ => (&self.demand, &self.background),
-        };
-        first.try_recv().or_else(|_| second.try_recv()).ok()
+impl Waiting {
+    fn take_if(&mut self, wanted: impl FnOnce(&Message) -> bool) -> Option<Message> {
+        if self.first.is_none() {
+            self.first = self.rest.try_recv().ok();
+        }
+        self.first.take_if(|message| wanted(message))
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.demand.is_empty() && self.background.is_empty()
+    fn is_empty(&self) -> bool {
+        self.first.is_none() && self.rest.is_empty()
+    }
+}
+
+impl Inbox {
+    /// The next message and its lane. With `idle` unset, none of the idle lane.
+    pub(crate) fn take(&mut self, idle: bool) -> Option<(Lane, Message)> {
+        use Lane::{Background, Demand, Idle};
+        self.turn = (self.turn + 1) % IDLE_TURN;
+        let order = match self.turn {
+            0 => [Idle, Demand, Background],
+            turn if turn.is_multiple_of(BACKGROUND_TURN) => [Background, Demand, Idle],
+            _ => [Demand, Background, Idle],
+        };
+        let mut allowed = order.into_iter().filter(|&lane| idle || lane != Idle);
+        allowed.find_map(|lane| Some((lane, self.take_if(lane, |_| true)?)))
+    }
+
+    /// The next message of a lane, if it is wanted; otherwise it stays where it is.
+    pub(crate) fn take_if(&mut self, lane: Lane, wanted: impl FnOnce(&Message) -> bool) -> Option<Message> {
+        self.lanes[lane as usize].take_if(wanted)
+    }
+
+    /// Whether [`Inbox::take`] would find something.
+    pub(crate) fn has_any(&self, idle: bool) -> bool {
+        let waits = |lane: Lane| !self.lanes[lane as usize].is_empty();
+        waits(Lane::Demand) || waits(Lane::Background) || idle && waits(Lane::Idle)
     }
 }
 
@@ -140,6 +208,11 @@ mod tests {
         Message::Detach(FileId(file))
     }
 
+    /// The lanes in which messages are taken.
+    fn order(inbox: &mut Inbox, idle: bool) -> Vec<Lane> {
+        std::iter::from_fn(|| Some(inbox.take(idle)?.0)).collect()
+    }
+
     #[tokio::test]
     async fn background_gets_every_fourth_turn() {
         let (outbox, mut inbox) = pair(16).unwrap();
@@ -147,12 +220,46 @@ mod tests {
             assert!(outbox.send(Lane::Demand, detach(file)).await);
             assert!(outbox.send(Lane::Background, detach(100 + file)).await);
         }
-        let mut order = Vec::new();
-        while let Some(Message::Detach(FileId(file))) = inbox.take() {
-            order.push(file >= 100);
-        }
-        assert_eq!(order[..8], [false, false, false, true, false, false, false, true]);
+        let order = order(&mut inbox, true);
+        let background: Vec<bool> = order.iter().map(|&lane| lane == Lane::Background).collect();
+        assert_eq!(background[..8], [false, false, false, true, false, false, false, true]);
         assert_eq!(order.len(), 16);
+    }
+
+    #[tokio::test]
+    async fn idle_waits_for_all_others_but_not_for_ever() {
+        let (outbox, mut inbox) = pair(256).unwrap();
+        for file in 0..130 {
+            assert!(outbox.send(Lane::Idle, detach(file)).await);
+            assert!(outbox.send(Lane::Demand, detach(file)).await);
+        }
+        let order = order(&mut inbox, true);
+        let idle: Vec<usize> = (0..order.len()).filter(|&at| order[at] == Lane::Idle).collect();
+        assert_eq!(idle[..4], [63, 127, 132, 133]);
+        assert_eq!(idle.len(), 130);
+    }
+
+    #[tokio::test]
+    async fn idle_is_left_alone_when_enough_of_it_is_under_way() {
+        let (outbox, mut inbox) = pair(16).unwrap();
+        assert!(outbox.send(Lane::Idle, detach(0)).await);
+        assert!(!inbox.has_any(false) && inbox.take(false).is_none());
+        assert!(inbox.has_any(true) && inbox.take(true).is_some());
+    }
+
+    #[tokio::test]
+    async fn what_is_not_wanted_stays_in_its_place() {
+        let (outbox, mut inbox) = pair(16).unwrap();
+        for file in 0..2 {
+            assert!(outbox.send(Lane::Demand, detach(file)).await);
+        }
+        assert!(inbox.take_if(Lane::Demand, |_| false).is_none());
+        assert!(inbox.has_any(false));
+        for expected in 0..2 {
+            let Some((_, Message::Detach(FileId(file)))) = inbox.take(false) else { panic!("nothing waits") };
+            assert_eq!(file, expected);
+        }
+        assert!(!inbox.has_any(true));
     }
 
     #[tokio::test]

@@ -8,7 +8,7 @@
 //!
 //! - [`arena`]: one mapping with huge pages, cut into slots.
 //! - [`file`]: preallocated files, opened for direct I/O.
-//! - [`ring`]: one io_uring and its thread per device.
+//! - [`ring`]: one io_uring and its executor per device.
 //! - [`seam`]: what a log needs of a device, and [`FileDevice`], which is one.
 
 pub mod arena;
@@ -20,6 +20,8 @@ mod inbox;
 pub mod request;
 pub mod ring;
 pub mod seam;
+mod stats;
+mod timers;
 
 pub use arena::{Arena, Piece, PieceMut, Slot, SlotMut};
 pub use clock::Clock;
@@ -27,5 +29,6 @@ pub use device::FileDevice;
 pub use directory::{OpenError, segment_name};
 pub use file::DeviceFile;
 pub use request::{Block, Done, FileId, Lane, Operation, Request};
-pub use ring::{Ring, RingFacts, RingGone, RingOptions};
-pub use seam::{BoxFuture, Completion, Device, DeviceFacts, Share, SmallFile};
+pub use ring::{Executor, Ring, RingFacts, RingGone, RingOptions, Share, Task, UnknownExecutor};
+pub use seam::{BoxFuture, Completion, Device, DeviceFacts, SmallFile};
+pub use stats::RingStats;

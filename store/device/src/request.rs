@@ -53,6 +53,12 @@ pub enum Lane {
     Demand,
     /// It must happen soon. At least every fourth request that is started is of this lane, if any waits.
     Background,
+    /// It has time: started when nothing else waits, or as every 64th, and at most two of it are with the kernel.
+    Idle,
+}
+
+impl Lane {
+    pub(crate) const COUNT: usize = 3;
 }
 
 /// What to do. Offsets and ranges are multiples of [`BLOCK_BYTES`].

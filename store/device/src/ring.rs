@@ -1,30 +1,50 @@
-//! One io_uring and its thread per device.
+//! One io_uring and its executor per device.
 //!
-//! Always true: at most `queue_depth` requests are with the kernel, the rest wait in bounded lanes; the thread sleeps when
+//! Always true: at most `queue_depth` entries are with the kernel, the rest waits in bounded lanes; the executor sleeps when
 //! there is nothing to do; a request is answered once, after the kernel has let go of its memory.
+//!
+//! - `engine`, with `kernel`, `files` and `table`: requests, from a lane to the kernel and back. Requests that wait in a
+//!   lane behind each other and follow each other in their file go to the kernel as one.
+//! - `tasks`: futures that run beside them, on the same thread.
+//! - `executor`: what both drivers do, `on_glommio` and `on_thread`.
 
 use crate::arena::Arena;
 use crate::file::DeviceFile;
 use crate::inbox::{self, Message, Outbox};
 use crate::request::{Done, FileId, Lane, Request};
+use crate::stats::RingStats;
 use parking_lot::Mutex;
+use std::future::Future;
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 use thiserror::Error;
 use tokio::sync::oneshot;
 
 mod engine;
+mod executor;
+mod files;
+mod kernel;
+mod on_glommio;
+mod on_thread;
 mod table;
+mod tasks;
 
-use engine::Engine;
+pub use executor::{Executor, UnknownExecutor};
+pub use tasks::{Share, Task};
+
+use executor::Shared;
 
 /// How a ring is set up.
 #[derive(Debug, Clone)]
 pub struct RingOptions {
     /// Name of the thread, for people.
     pub name: String,
-    /// Most requests with the kernel at a time, 1..=1024. Past 16 a device gains little and every request waits longer.
+    /// What drives it.
+    pub executor: Executor,
+    /// Most entries with the kernel at a time, 1..=1024. Past 16 a device gains little and every request waits longer.
     pub queue_depth: u32,
     /// Most requests that wait in each lane before a sender has to wait.
     pub backlog: usize,
@@ -35,15 +55,18 @@ pub struct RingOptions {
 }
 
 impl RingOptions {
-    /// Queue depth 16, a backlog of 256, and room for `files_max` files.
+    /// On glommio, with queue depth 16, a backlog of 256, and room for `files_max` files.
     pub fn new(name: impl Into<String>, files_max: u32) -> RingOptions {
-        RingOptions { name: name.into(), queue_depth: 16, backlog: 256, files_max, register_arena: true }
+        let executor = Executor::default();
+        RingOptions { name: name.into(), executor, queue_depth: 16, backlog: 256, files_max, register_arena: true }
     }
 }
 
 /// What the kernel granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingFacts {
+    /// What drives the ring: [`Executor::Thread`] too where glommio was asked for and could not start.
+    pub executor: Executor,
     /// The arena is registered: its pages are pinned once, not at every request.
     pub registered_buffers: bool,
     /// Files are registered.
@@ -61,31 +84,27 @@ impl From<RingGone> for io::Error {
     }
 }
 
-/// A device's ring. Closed on drop: what was asked before is done first.
+/// A device's ring. Closed on drop: what was asked before is done first, tasks are dropped. A task that holds the ring it
+/// runs on keeps it from being dropped, so whoever has such tasks calls [`Ring::close`].
 pub struct Ring {
     outbox: Outbox,
+    shared: Shared,
     facts: RingFacts,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Ring {
-    /// Starts the thread.
+    /// Starts the executor on a thread of its own.
     pub fn start(arena: Arc<Arena>, options: RingOptions) -> io::Result<Ring> {
         let (outbox, inbox) = inbox::pair(options.backlog.max(1))?;
+        let shared = Shared::new(&outbox.bell);
         let (ready, started) = std::sync::mpsc::sync_channel(1);
-        let name = options.name.clone();
-        let thread =
-            std::thread::Builder::new().name(name).spawn(move || match Engine::new(arena, inbox, &options) {
-                Ok(mut engine) => {
-                    let _ = ready.send(Ok(engine.facts()));
-                    engine.run();
-                }
-                Err(error) => {
-                    let _ = ready.send(Err(error));
-                }
-            })?;
+        let theirs = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name(options.name.clone())
+            .spawn(move || executor::run(arena, inbox, theirs, &options, &ready))?;
         let facts = started.recv().map_err(|_| io::Error::from(RingGone))??;
-        Ok(Ring { outbox, facts, thread: Mutex::new(Some(thread)) })
+        Ok(Ring { outbox, shared, facts, thread: Mutex::new(Some(thread)) })
     }
 
     /// What the kernel granted.
@@ -107,7 +126,24 @@ impl Ring {
         self.outbox.send(Lane::Demand, Message::Detach(file)).await;
     }
 
-    /// Hands over a request. `on_done` is called once, on the ring's thread, when the kernel has answered; it must be
+    /// What it has done so far.
+    pub fn stats(&self) -> RingStats {
+        self.shared.counters.read()
+    }
+
+    /// Runs a task on the executor until it ends, or the ring closes: then it is dropped there. It may await this ring's
+    /// requests and [`Ring::sleep`], channels and locks, but nothing that needs a tokio runtime, and must not block. If it
+    /// panics, that is logged. With 1024 tasks on the executor another is refused: dropped, with an error in the log.
+    pub fn spawn(&self, share: Share, task: Task) {
+        self.shared.queues.spawn(share, task);
+    }
+
+    /// Ends after `duration`, or when the ring closes. For tasks of the ring, though any executor can wait for it.
+    pub fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(self.shared.timers.sleep(duration))
+    }
+
+    /// Hands over a request. `on_done` is called once, on the ring's executor, when the kernel has answered; it must be
     /// quick. It is dropped without a call only if the ring ends before the request was started.
     pub async fn submit(&self, request: Request, on_done: impl FnOnce(Done) + Send + 'static) -> Result<(), RingGone> {
         match self.outbox.send(request.lane, Message::Submit(request, Box::new(on_done))).await {
@@ -127,7 +163,7 @@ impl Ring {
         answer.await.map_err(|_| RingGone)
     }
 
-    /// Takes no more requests, finishes those it has, and ends the thread. Blocks until then.
+    /// Takes no more requests, drops the tasks, finishes the requests it has, and ends the thread. Blocks until then.
     pub fn close(&self) {
         self.outbox.bell.close();
         let Some(thread) = self.thread.lock().take() else { return };

@@ -7,7 +7,7 @@
 //! [`FileDevice`](crate::FileDevice) is the real one. The simulation has another, which tears, loses and delays.
 
 use crate::request::{Done, Lane, Operation};
-use crate::ring::RingGone;
+use crate::ring::{RingGone, Share};
 use std::future::Future;
 use std::io;
 use std::path::Path;
@@ -19,17 +19,6 @@ use tokio::sync::oneshot;
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// Called once, on the device's executor, when a request is answered; it must be quick.
 pub type Completion = Box<dyn FnOnce(Done) + Send>;
-
-/// How much of the executor a task gets when others want it too.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Share {
-    /// Somebody waits for it.
-    Foreground,
-    /// It must happen soon.
-    Background,
-    /// It may wait.
-    Idle,
-}
 
 /// The small files beside the segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,24 +1,36 @@
-//! The thread of a ring: takes requests, hands them to the kernel, and answers them.
+//! Takes requests, hands them to the kernel, and answers them. When, is the executor's business.
+//!
+//! Always true: an entry's memory is owned by the table from before the kernel sees it until after its answer.
 
-use super::table::{InFlight, Piece, Table};
-use super::{RingFacts, RingOptions};
+use super::files::Files;
+use super::kernel::{self, Registered};
+use super::table::{Asked, InFlight, Table};
+use super::{Executor, RingFacts, RingOptions};
 use crate::arena::Arena;
-use crate::file::DeviceFile;
-use crate::inbox::{Completion, Inbox, Message};
-use crate::request::{Done, FileId, Operation, Request};
+use crate::inbox::{Inbox, Message};
+use crate::request::{Done, FileId, Lane};
+use crate::stats::Counters;
 use io_uring::{IoUring, opcode, squeue, types};
+use std::collections::VecDeque;
 use std::io;
+use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Most bytes of one registered buffer: the kernel takes no larger one.
-const PIECE_BYTES: usize = 1 << 30;
 /// Times a request is tried again when the kernel moved nothing and said that it might.
 const RETRIES_MAX: u32 = 8;
-/// Marks the completion of the poll on the bell.
-const BELL: u64 = u64::MAX;
 const DEPTH_MAX: u32 = 1024;
+/// Most places of the table for the idle lane.
+const IDLE_MAX: usize = 2;
+/// Entries beside those of requests: the bell, the timer and its changes.
+const ENTRIES_BESIDE: u32 = 4;
+/// Marks the answer to the poll on the bell.
+const BELL: u64 = u64::MAX;
+/// Marks the end of the timer.
+const TIMER: u64 = u64::MAX - 1;
+/// Marks the answer to a change of the timer.
+const TIMER_CHANGED: u64 = u64::MAX - 2;
 /// Pause when the kernel is out of resources for a new submission.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
@@ -28,80 +40,82 @@ pub(super) struct Engine {
     table: Table,
     files: Files,
     inbox: Inbox,
+    /// Taken before, to be done one by one because the kernel did not do them together.
+    again: VecDeque<Asked>,
     listening: bool,
-    registered_buffers: bool,
+    timer: Timer,
+    registered: Registered,
     arena: Arc<Arena>,
+    counters: Arc<Counters>,
 }
 
-struct Files {
-    open: Vec<Option<DeviceFile>>,
-    registered: bool,
-    /// Detached while requests on them were with the kernel.
-    leaving: Vec<FileId>,
-}
-
-/// Builds an entry for a registered file or a plain descriptor, which are different types.
-macro_rules! on_file {
-    ($files:expr, $id:expr, $raw:expr, |$fd:ident| $build:expr) => {
-        if $files.registered {
-            let $fd = types::Fixed($id.0);
-            $build
-        } else {
-            let $fd = types::Fd($raw);
-            $build
-        }
-    };
+/// The one timer that is with the kernel. It may ring for nothing, never too late.
+#[derive(Default)]
+struct Timer {
+    armed: Option<Instant>,
+    /// Where the kernel finds the durations of a new timer and of a changed one, until they are submitted.
+    durations: Box<[types::Timespec; 2]>,
 }
 
 impl Engine {
-    pub(super) fn new(arena: Arc<Arena>, inbox: Inbox, options: &RingOptions) -> io::Result<Engine> {
+    pub(super) fn new(
+        arena: Arc<Arena>,
+        inbox: Inbox,
+        options: &RingOptions,
+        counters: Arc<Counters>,
+    ) -> io::Result<Engine> {
         let depth = options.queue_depth.clamp(1, DEPTH_MAX);
-        let ring = build((depth + 1).next_power_of_two())?;
-        let registered_buffers = options.register_arena && register_arena(&ring, &arena, &options.name);
-        let registered = register_files(&ring, options);
-        let open = (0..options.files_max).map(|_| None).collect();
-        let files = Files { open, registered, leaving: Vec::new() };
-        let table = Table::new(depth as usize);
-        Ok(Engine { ring, table, files, inbox, listening: false, registered_buffers, arena })
+        let ring = kernel::build((depth + ENTRIES_BESIDE).next_power_of_two())?;
+        let registered = Registered::new(&ring, &arena, options);
+        let files = Files::new(&ring, options);
+        let (table, again, timer) = (Table::new(depth as usize), VecDeque::new(), Timer::default());
+        Ok(Engine { ring, table, files, inbox, again, listening: false, timer, registered, arena, counters })
     }
 
-    pub(super) fn facts(&self) -> RingFacts {
-        RingFacts { registered_buffers: self.registered_buffers, registered_files: self.files.registered }
+    /// What the kernel granted to a ring that `executor` drives.
+    pub(super) fn facts(&self, executor: Executor) -> RingFacts {
+        let (registered_buffers, registered_files) = (self.registered.buffers, self.files.registered);
+        RingFacts { executor, registered_buffers, registered_files }
     }
 
-    /// Works until the ring is closed and everything asked for before is answered.
-    pub(super) fn run(&mut self) {
-        loop {
-            while self.table.has_room() {
-                let Some(message) = self.inbox.take() else { break };
-                self.handle(message);
-            }
-            if self.inbox.bell.closing() && self.table.is_empty() && self.inbox.is_empty() {
-                return;
-            }
-            if let Err(error) = self.wait() {
-                // The requests with the kernel keep their memory (see `Table`); their askers meet their deadlines.
-                tracing::error!(%error, "device ring failed and stops");
-                return;
-            }
-            self.reap();
+    /// Has the kernel count answers into an eventfd.
+    pub(super) fn report_to(&self, event: RawFd) -> io::Result<()> {
+        self.ring.submitter().register_eventfd(event)
+    }
+
+    /// Has the bell answered by the kernel, once.
+    pub(super) fn listen(&mut self) {
+        if !self.listening {
+            let descriptor = types::Fd(self.inbox.bell.descriptor());
+            self.push(&opcode::PollAdd::new(descriptor, libc::POLLIN as u32).build().user_data(BELL));
+            self.listening = true;
         }
     }
 
-    /// Submits, and sleeps until something is answered or asked for.
-    fn wait(&mut self) -> io::Result<()> {
-        self.listen();
-        if self.table.has_room() {
-            self.inbox.bell.fall_asleep();
-            // Whoever sent before it could see that we sleep did not ring.
-            if !self.inbox.is_empty() || self.inbox.bell.closing() && self.table.is_empty() {
-                self.inbox.bell.awake();
-                return Ok(());
-            }
+    /// Has something answered by the kernel at `deadline`.
+    pub(super) fn arm(&mut self, deadline: Option<Instant>) {
+        let Some(deadline) = deadline else { return };
+        if self.timer.armed.is_some_and(|armed| armed <= deadline) {
+            return;
         }
-        let waited = self.ring.submit_and_wait(1);
-        self.inbox.bell.awake();
-        match waited {
+        let duration = types::Timespec::from(deadline.saturating_duration_since(Instant::now()));
+        let entry = match self.timer.armed {
+            None => {
+                self.timer.durations[0] = duration;
+                opcode::Timeout::new(&raw const self.timer.durations[0]).build().user_data(TIMER)
+            }
+            Some(_) => {
+                self.timer.durations[1] = duration;
+                opcode::TimeoutUpdate::new(TIMER, &raw const self.timer.durations[1]).build().user_data(TIMER_CHANGED)
+            }
+        };
+        self.timer.armed = Some(deadline);
+        self.push(&entry);
+    }
+
+    /// Hands entries to the kernel, and lets it answer. With `wait`, until it has answered something.
+    pub(super) fn submit(&mut self, wait: bool) -> io::Result<()> {
+        match self.ring.submitter().submit_and_wait(usize::from(wait)) {
             Ok(_) => Ok(()),
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR) => Ok(()),
@@ -114,136 +128,144 @@ impl Engine {
         }
     }
 
-    fn listen(&mut self) {
-        if !self.listening {
-            let descriptor = types::Fd(self.inbox.bell.descriptor());
-            let poll = opcode::PollAdd::new(descriptor, libc::POLLIN as u32).build().user_data(BELL);
-            self.push(&poll);
-            self.listening = true;
-        }
+    /// Whether the kernel has answers, or could give some if it were entered, or does not know of entries yet.
+    pub(super) fn has_business(&mut self) -> bool {
+        let mut entries = self.ring.submission();
+        entries.sync();
+        let pending = !entries.is_empty() || entries.taskrun() || entries.cq_overflow();
+        drop(entries);
+        pending || !self.ring.completion().is_empty()
     }
 
-    fn reap(&mut self) {
-        while let Some(answer) = { self.ring.completion().next() } {
-            match answer.user_data() {
-                BELL => {
-                    self.inbox.bell.clear();
-                    self.listening = false;
+    /// Whether another request could be taken, if one waited.
+    pub(super) fn has_room(&self) -> bool {
+        self.table.has_room()
+    }
+
+    /// Whether [`Engine::take`] would take something.
+    pub(super) fn has_work(&self) -> bool {
+        self.table.has_room() && (self.next_again().is_some() || self.inbox.has_any(self.idle_may()))
+    }
+
+    /// Whether everything asked for is answered.
+    pub(super) fn is_done(&self) -> bool {
+        self.table.is_empty() && self.again.is_empty() && !self.inbox.has_any(true)
+    }
+
+    /// Begins what waits, as long as there is room.
+    pub(super) fn take(&mut self) {
+        while self.table.has_room() {
+            if let Some(next) = self.next_again() {
+                if let Some(asked) = self.again.remove(next) {
+                    let place = self.table.insert(InFlight::new(asked));
+                    self.start(place);
                 }
-                place => self.answered(place as usize, answer.result()),
+                continue;
+            }
+            match self.inbox.take(self.idle_may()) {
+                Some((lane, Message::Submit(request, completion))) => self.begin(lane, Asked { request, completion }),
+                Some((_, Message::Attach(file, reply))) => {
+                    // If nobody waits for the number, nobody can use the file: it stays until the ring ends.
+                    let _ = reply.send(self.files.attach(&self.ring, file));
+                }
+                Some((_, Message::Detach(file))) if self.uses(file) => self.files.leave(file),
+                Some((_, Message::Detach(file))) => self.files.detach(&self.ring, file),
+                None => return,
             }
         }
     }
 
-    fn handle(&mut self, message: Message) {
-        match message {
-            Message::Submit(request, completion) => self.begin(request, completion),
-            Message::Attach(file, reply) => {
-                // If nobody waits for the number, nobody can use the file: it stays until the ring ends.
-                let _ = reply.send(self.attach(file));
-            }
-            Message::Detach(file) if self.table.uses(file) => self.files.leaving.push(file),
-            Message::Detach(file) => self.detach(file),
-        }
+    fn idle_may(&self) -> bool {
+        self.table.idle() < IDLE_MAX
     }
 
-    fn attach(&mut self, file: DeviceFile) -> io::Result<FileId> {
-        let free = self.files.open.iter().position(Option::is_none);
-        let index = free.ok_or_else(|| io::Error::other("the ring has no room for another file"))?;
-        if self.files.registered {
-            self.ring.submitter().register_files_update(index as u32, &[file.raw()])?;
-        }
-        self.files.open[index] = Some(file);
-        Ok(FileId(index as u32))
+    fn next_again(&self) -> Option<usize> {
+        let idle = self.idle_may();
+        self.again.iter().position(|asked| idle || asked.request.lane != Lane::Idle)
     }
 
-    fn detach(&mut self, file: FileId) {
-        let Some(open) = self.files.open.get_mut(file.0 as usize) else { return };
-        if open.take().is_some() && self.files.registered {
-            let cleared = self.ring.submitter().register_files_update(file.0, &[-1]);
-            if let Err(error) = cleared {
-                tracing::warn!(%error, "a closed file stays registered with the ring");
-            }
-        }
+    fn uses(&self, file: FileId) -> bool {
+        self.table.uses(file) || self.again.iter().any(|asked| asked.request.file == file)
     }
 
-    fn begin(&mut self, request: Request, completion: Completion) {
-        let known = self.files.open.get(request.file.0 as usize).is_some_and(Option::is_some);
-        let leaving = self.files.leaving.contains(&request.file);
-        let refused = match known && !leaving {
-            true => request.operation.check().err(),
+    fn begin(&mut self, lane: Lane, asked: Asked) {
+        let refused = match self.files.serves(asked.request.file) {
+            true => asked.request.operation.check().err(),
             false => Some(io::Error::new(io::ErrorKind::NotFound, "no such file on this ring")),
         };
         if let Some(error) = refused {
-            return complete(completion, Done { operation: request.operation, result: Err(error) });
+            return complete(asked, Err(error));
         }
-        let place = self.table.insert(InFlight::new(request, completion));
+        let mut inflight = InFlight::new(asked);
+        while let Some(Message::Submit(request, completion)) = self
+            .inbox
+            .take_if(lane, |message| matches!(message, Message::Submit(request, _) if inflight.goes_on_with(request)))
+        {
+            inflight.push(Asked { request, completion });
+        }
+        self.counters.requests.add(inflight.len());
+        if inflight.len() > 1 {
+            self.counters.merged.add(inflight.len());
+        }
+        let place = self.table.insert(inflight);
         self.start(place);
     }
 
-    /// Hands what is left of a request to the kernel.
+    /// Hands what is left of a place's requests to the kernel.
     fn start(&mut self, place: usize) {
         let Some(inflight) = self.table.get(place) else { return };
-        let file = inflight.request.file;
-        let raw = self.files.open[file.0 as usize].as_ref().map_or(-1, DeviceFile::raw);
-        let writing = matches!(inflight.request.operation, Operation::Write { .. });
-        let entry = match inflight.remaining() {
-            ([None, None], _) => {
-                let flags = types::FsyncFlags::DATASYNC;
-                on_file!(self.files, file, raw, |fd| opcode::Fsync::new(fd).flags(flags).build())
-            }
-            ([Some(first), Some(second)], offset) => {
-                inflight.pieces = [first, second].map(|p| libc::iovec { iov_base: p.start.cast(), iov_len: p.len });
-                let pieces = inflight.pieces.as_ptr();
-                on_file!(self.files, file, raw, |fd| opcode::Writev::new(fd, pieces, 2).offset(offset).build())
-            }
-            ([Some(piece), None] | [None, Some(piece)], offset) => {
-                let len = piece.len as u32;
-                match (registered_index(self.registered_buffers, &self.arena, piece), writing) {
-                    (Some(index), false) => {
-                        on_file!(self.files, file, raw, |fd| opcode::ReadFixed::new(fd, piece.start, len, index)
-                            .offset(offset)
-                            .build())
-                    }
-                    (None, false) => {
-                        on_file!(self.files, file, raw, |fd| opcode::Read::new(fd, piece.start, len)
-                            .offset(offset)
-                            .build())
-                    }
-                    (Some(index), true) => {
-                        on_file!(self.files, file, raw, |fd| opcode::WriteFixed::new(fd, piece.start, len, index)
-                            .offset(offset)
-                            .build())
-                    }
-                    (None, true) => {
-                        on_file!(self.files, file, raw, |fd| opcode::Write::new(fd, piece.start, len)
-                            .offset(offset)
-                            .build())
-                    }
-                }
-            }
-        };
+        let entry = self.registered.entry(&self.arena, &self.files, inflight);
+        self.counters.submissions.add(1);
         self.push(&entry.user_data(place as u64));
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: the memory an entry names is owned by its request in `table`, which keeps it until the kernel has
-            // answered, and leaks it if the engine ends before. The bell's poll names no memory.
+            // SAFETY: the memory an entry names is owned by its requests in `table`, which keeps it until the kernel has
+            // answered, and leaks it if the engine ends before. The durations of a timer live until after the ring, and
+            // are read when the entry is submitted. The bell's poll names no memory.
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 return;
             }
-            // The queue has a place for every request in flight and the bell; it is full only of unsubmitted entries.
+            // The queue has a place for every request in flight and the rest; it is full only of unsubmitted entries.
             if self.ring.submit().is_err() {
                 std::thread::sleep(BUSY_PAUSE);
             }
         }
     }
 
-    fn answered(&mut self, place: usize, result: i32) {
+    /// Answers those whose requests the kernel has answered.
+    pub(super) fn reap(&mut self) {
+        while let Some(answer) = { self.ring.completion().next() } {
+            match answer.user_data() {
+                BELL => {
+                    self.inbox.bell.clear();
+                    self.listening = false;
+                }
+                TIMER => {
+                    self.timer.armed = None;
+                    self.inbox.bell.ring();
+                }
+                TIMER_CHANGED if answer.result() < 0 => {
+                    // It had gone off, or this kernel cannot change one: the next round arms another.
+                    self.timer.armed = None;
+                    self.inbox.bell.ring();
+                }
+                TIMER_CHANGED => {}
+                place => self.answered(place as usize, answer.result()),
+            }
+        }
+    }
+
+    fn answered(&mut self, place: usize, answer: i32) {
         let Some(inflight) = self.table.get(place) else { return };
-        let total = inflight.request.operation.bytes();
-        let result = match result {
+        let total = inflight.bytes();
+        if inflight.len() > 1 && usize::try_from(answer) != Ok(total) {
+            // Which of them is at fault shows when each is done by itself.
+            let Some(inflight) = self.table.remove(place) else { return };
+            return self.again.extend(inflight.into_asked());
+        }
+        let result = match answer {
             error if error < 0 => {
                 let again = matches!(-error, libc::EINTR | libc::EAGAIN) && inflight.retries < RETRIES_MAX;
                 inflight.retries += 1;
@@ -262,84 +284,26 @@ impl Engine {
             }
         };
         let Some(inflight) = self.table.remove(place) else { return };
-        let InFlight { request, completion, .. } = *inflight;
-        complete(completion, Done { operation: request.operation, result });
-        self.let_go(request.file);
-    }
-
-    fn let_go(&mut self, file: FileId) {
-        if let Some(at) = self.files.leaving.iter().position(|&leaving| leaving == file)
-            && !self.table.uses(file)
-        {
-            self.files.leaving.swap_remove(at);
-            self.detach(file);
+        let file = inflight.file();
+        if result.is_ok() {
+            self.counters.bytes.add(total);
+        }
+        // Several requests are here only if all of them succeeded.
+        let mut result = Some(result);
+        for asked in inflight.into_asked() {
+            complete(asked, result.take().unwrap_or(Ok(())));
+        }
+        if self.files.is_leaving(file) && !self.uses(file) {
+            self.files.detach(&self.ring, file);
         }
     }
 }
 
-/// A completion that panics is a defect of its author; the device's thread must outlive it.
-fn complete(completion: Completion, done: Done) {
+/// A completion that panics is a defect of its author; the device's executor must outlive it.
+fn complete(asked: Asked, result: io::Result<()>) {
+    let Asked { request, completion } = asked;
+    let done = Done { operation: request.operation, result };
     if catch_unwind(AssertUnwindSafe(|| completion(done))).is_err() {
-        tracing::error!("a completion panicked on the device thread");
+        tracing::error!("a completion panicked on the device's executor");
     }
-}
-
-/// Task work is run when we enter the kernel anyway, where it knows how; older kernels get a plain ring.
-fn build(entries: u32) -> io::Result<IoUring> {
-    match IoUring::builder().setup_single_issuer().setup_coop_taskrun().build(entries) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
-        built => built,
-    }
-}
-
-fn register_arena(ring: &IoUring, arena: &Arc<Arena>, name: &str) -> bool {
-    let (start, len) = arena.span();
-    let pieces: Vec<libc::iovec> = (0..len)
-        .step_by(PIECE_BYTES)
-        .map(|at| {
-            // SAFETY: at < len, so the pointer stays in the mapping.
-            let base = unsafe { start.add(at) };
-            libc::iovec { iov_base: base.as_ptr().cast(), iov_len: PIECE_BYTES.min(len - at) }
-        })
-        .collect();
-    // SAFETY: the engine holds the arena, and drops the ring first, so the mapping outlives the registration.
-    match unsafe { ring.submitter().register_buffers(&pieces) } {
-        Ok(()) => true,
-        Err(error) => {
-            tracing::warn!(ring = name, arena_bytes = len, %error, "the arena is not registered with the device (a larger RLIMIT_MEMLOCK may allow it); transfers cost more CPU");
-            false
-        }
-    }
-}
-
-/// The registered buffer that a piece lies in, if it lies in one.
-fn registered_index(registered: bool, arena: &Arena, piece: Piece) -> Option<u16> {
-    let (start, len) = arena.span();
-    let from = (piece.start as usize).checked_sub(start.as_ptr() as usize)?;
-    let last = from + piece.len.checked_sub(1)?;
-    let fits = registered && last < len && from / PIECE_BYTES == last / PIECE_BYTES;
-    fits.then_some((from / PIECE_BYTES) as u16)
-}
-
-fn register_files(ring: &IoUring, options: &RingOptions) -> bool {
-    raise_descriptor_limit(u64::from(options.files_max));
-    match ring.submitter().register_files_sparse(options.files_max) {
-        Ok(()) => true,
-        Err(error) => {
-            tracing::warn!(ring = options.name, files = options.files_max, %error, "files are not registered with the device");
-            false
-        }
-    }
-}
-
-/// The kernel bounds registered files by the soft limit of open files; sockets need some as well.
-fn raise_descriptor_limit(files: u64) {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the pointer is to a live rlimit.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 || limit.rlim_cur >= 2 * files + 4096 {
-        return;
-    }
-    limit.rlim_cur = limit.rlim_max;
-    // SAFETY: as above. Refusal is fine: `register_files` then says what it means.
-    unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
 }
