@@ -4,8 +4,8 @@
 //! DIR/larder.sb                      superblock (one 4 KiB block): what must always be true of this log
 //! DIR/00000000.seg, 00000001.seg …   segments, all of one length, preallocated
 //!
-//! segment:  ┌ segment header ┬ record header ┬ payload, padded ┬ record header ┬ payload … ┬ anything ┐
-//!           │ 4 KiB          │ 4 KiB         │ to 4 KiB        │               │           │ (old)    │
+//! segment:  ┌ segment header ┬ record header ┬ payload, padded ┬ record header ┬ payload … ┬ anything ┬ table    ┬ footer ┐
+//!           │ 4 KiB          │ 4 KiB         │ to 4 KiB        │               │           │ (old)    │ of footer│ 4 KiB  │
 //! ```
 //!
 //! Why this order: a segment is filled front to back and its records are found by hopping from header to header, so an
@@ -14,16 +14,22 @@
 //! What a reader finds where a record of this life is missing (the remains of an earlier one, a torn block, a write that
 //! went astray) fails one of magic, CRC, log id, life and offset.
 //!
+//! Hopping costs a read per record. So a full segment is ended by a *footer* ([`crate::footer`]): a table of all its
+//! records, which one read of the segment's end finds. It repeats what the headers say, and is written when nothing of
+//! the segment is under way any more. A segment without a valid footer of its life is hopped through.
+//!
 //! Records are written concurrently, so a crash may leave a hole before a complete record. A reader that meets an invalid
-//! block therefore looks on, block by block, for the next valid one, until a *seal* record or the end of the segment says
-//! that nothing follows. It then looks at payload bytes, which a stranger may have chosen: the random id of the log in
-//! every record header, which never leaves the node, is what a forged header cannot know.
+//! block therefore looks on, block by block, for the next valid one, until the end of the segment. It then looks at
+//! payload bytes, which a stranger may have chosen: the random id of the log in every record header, which never leaves
+//! the node, is what a forged header cannot know.
 //!
 //! A record's header is written together with its payload, in any order; the header's own CRC covers the header, and the
 //! chunk CRCs in it cover the payload. A header without its payload is therefore found when the page is read.
 //!
 //! Forgetting is a record too (a *tombstone*): it kills what was recorded of its key before it, by record number. Record
 //! numbers and lives grow together, and segments are written anew oldest life first, so a tombstone outlives what it kills.
+//!
+//! A *void* stands where a record was that an offline repair took out ([`crate::verify`]): it says how far to hop.
 //!
 //! Versions: [`VERSION`] 1 is the first. A build refuses a superblock of another version; segments and records of another
 //! version than the superblock's end the scan of their segment.
@@ -41,7 +47,9 @@ pub const SEGMENT_BYTES_MIN: u64 = 1 << 20;
 
 const SUPERBLOCK_MAGIC: [u8; 4] = *b"LDSB";
 const SEGMENT_MAGIC: [u8; 4] = *b"LDSG";
-const RECORD_MAGIC: [u8; 4] = *b"LDRC";
+pub(crate) const RECORD_MAGIC: [u8; 4] = *b"LDRC";
+/// Where the log id stands in every block, behind magic, CRC and version.
+pub(crate) const LOG_ID_AT: usize = 12;
 
 /// Random identity of a log; known to the node alone.
 pub type LogId = [u8; 16];
@@ -57,7 +65,7 @@ pub fn record_bytes(payload_bytes: usize) -> usize {
 }
 
 /// Every block begins alike: magic (4), CRC-32 of the rest of the block (4), version (4).
-fn seal(mut block: Vec<u8>) -> Vec<u8> {
+pub(crate) fn seal(mut block: Vec<u8>) -> Vec<u8> {
     assert!(block.len() <= BLOCK_BYTES, "a block's fields fit into it");
     block.resize(BLOCK_BYTES, 0);
     let crc = crc32fast::hash(&block[8..]);
@@ -65,7 +73,7 @@ fn seal(mut block: Vec<u8>) -> Vec<u8> {
     block
 }
 
-fn begin(magic: [u8; 4]) -> Vec<u8> {
+pub(crate) fn begin(magic: [u8; 4]) -> Vec<u8> {
     let mut block = Vec::with_capacity(BLOCK_BYTES);
     block.put(&magic);
     block.put_u32(0);
@@ -73,7 +81,7 @@ fn begin(magic: [u8; 4]) -> Vec<u8> {
     block
 }
 
-fn open<'a>(block: &'a [u8], magic: [u8; 4], what: &'static str) -> Result<Reader<'a>> {
+pub(crate) fn open<'a>(block: &'a [u8], magic: [u8; 4], what: &'static str) -> Result<Reader<'a>> {
     let mut reader = Reader::new(block.get(..BLOCK_BYTES).ok_or(DecodeError::Short(what))?);
     if reader.array::<4>(what)? != magic {
         return Err(DecodeError::Invalid(what));
@@ -145,6 +153,15 @@ impl SegmentHeader {
         let mut reader = open(block, SEGMENT_MAGIC, "segment header")?;
         Ok(Self { log_id: reader.array("log id")?, segment: reader.u32("segment")?, life: reader.u64("life")? })
     }
+
+    /// Reads the block that should be the header of segment `segment` of the log `log_id`; its life.
+    pub fn decode_life(block: &[u8], log_id: &LogId, segment: u32) -> Result<u64> {
+        let header = Self::decode(block)?;
+        match header.log_id == *log_id && header.segment == segment {
+            true => Ok(header.life),
+            false => Err(DecodeError::Invalid("log or number of a segment")),
+        }
+    }
 }
 
 /// Where a record stands; repeated in the record, so that a misplaced one is found.
@@ -165,8 +182,11 @@ pub enum RecordBody {
     Page(PageMeta),
     /// What was recorded of this page before is forgotten.
     Tombstone(PageId),
-    /// No record follows in this life of the segment.
-    Seal,
+    /// Nothing: a repair took out what stood here.
+    Void {
+        /// Bytes up to the next record, this header among them; whole blocks.
+        bytes: u64,
+    },
 }
 
 /// One record header.
@@ -185,7 +205,8 @@ impl RecordHeader {
     pub fn record_bytes(&self) -> usize {
         match &self.body {
             RecordBody::Page(meta) => record_bytes(meta.payload_bytes()),
-            RecordBody::Tombstone(_) | RecordBody::Seal => BLOCK_BYTES,
+            RecordBody::Tombstone(_) => BLOCK_BYTES,
+            RecordBody::Void { bytes } => *bytes as usize,
         }
     }
 
@@ -207,7 +228,10 @@ impl RecordHeader {
                 block.put(&id.namespace.0);
                 block.put(&id.key.0);
             }
-            RecordBody::Seal => block.put_u8(3),
+            RecordBody::Void { bytes } => {
+                block.put_u8(3);
+                block.put_u64(*bytes);
+            }
         }
         seal(block)
     }
@@ -230,10 +254,17 @@ impl RecordHeader {
                 namespace: NamespaceId(reader.array("namespace")?),
                 key: PageKey(reader.array("page key")?),
             }),
-            3 => RecordBody::Seal,
+            3 => RecordBody::Void { bytes: whole_blocks(reader.u64("bytes of a void")?)? },
             _ => return Err(DecodeError::Invalid("record kind")),
         };
         Ok(Self { place, number, body })
+    }
+}
+
+fn whole_blocks(bytes: u64) -> Result<u64> {
+    match (BLOCK_BYTES as u64..1 << 48).contains(&bytes) && bytes.is_multiple_of(BLOCK_BYTES as u64) {
+        true => Ok(bytes),
+        false => Err(DecodeError::Invalid("bytes of a void")),
     }
 }
 
@@ -254,6 +285,7 @@ mod tests {
             parent: PageKey([3; 32]),
             position: 4,
             generation: 5,
+            expires_unix_ms: 6,
             part_bytes: vec![(chunks_each * crate::CHUNK_BYTES - 1) as u32; parts],
             chunk_crcs: (0..(parts * chunks_each) as u32).collect(),
         }
@@ -265,7 +297,9 @@ mod tests {
         assert_eq!(Superblock::decode(&sb.encode()).unwrap(), sb);
         let header = SegmentHeader { log_id: LOG, segment: 1, life: 2 };
         assert_eq!(SegmentHeader::decode(&header.encode()).unwrap(), header);
-        for body in [RecordBody::Page(page(3, 2)), RecordBody::Tombstone(page(1, 1).id), RecordBody::Seal] {
+        for body in
+            [RecordBody::Page(page(3, 2)), RecordBody::Tombstone(page(1, 1).id), RecordBody::Void { bytes: 8192 }]
+        {
             let record = RecordHeader { place: place(), number: 77, body };
             assert_eq!(RecordHeader::decode(&record.encode(&LOG), &LOG, place()).unwrap(), record);
         }
@@ -276,7 +310,7 @@ mod tests {
         let meta = page(MAX_PARTS, 2);
         meta.validate().unwrap();
         RecordHeader { place: place(), number: 1, body: RecordBody::Page(meta) }.encode(&LOG);
-        const { assert!(176 + 4 * (MAX_PARTS + MAX_CHUNKS) < BLOCK_BYTES) };
+        const { assert!(184 + 4 * (MAX_PARTS + MAX_CHUNKS) < BLOCK_BYTES) };
     }
 
     #[test]

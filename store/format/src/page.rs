@@ -47,6 +47,8 @@ pub struct PageMeta {
     pub position: u32,
     /// Number of this put; grows with every put on a node, so that two puts of one key can be told apart.
     pub generation: u64,
+    /// From when on it must not be found any more, in milliseconds since 1970; 0: it has no end.
+    pub expires_unix_ms: u64,
     /// Bytes of each part.
     pub part_bytes: Vec<u32>,
     /// CRC-32 of each chunk, part by part.
@@ -75,6 +77,11 @@ pub enum Mismatch {
         /// Chunk index inside the part.
         chunk: usize,
     },
+}
+
+/// Whether the time of a page with that end is over at `now_unix_ms`.
+pub fn is_expired(expires_unix_ms: u64, now_unix_ms: u64) -> bool {
+    expires_unix_ms != 0 && expires_unix_ms <= now_unix_ms
 }
 
 impl PageMeta {
@@ -163,6 +170,7 @@ impl PageMeta {
         out.put(&self.parent.0);
         out.put_u32(self.position);
         out.put_u64(self.generation);
+        out.put_u64(self.expires_unix_ms);
         out.put_list(&self.part_bytes, |out, &b| out.put_u32(b));
         out.put_list(&self.chunk_crcs, |out, &c| out.put_u32(c));
     }
@@ -174,6 +182,7 @@ impl PageMeta {
             parent: PageKey(reader.array("parent key")?),
             position: reader.u32("position")?,
             generation: reader.u64("generation")?,
+            expires_unix_ms: reader.u64("expiry")?,
             part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
             chunk_crcs: reader.list(MAX_CHUNKS, "chunk table", |r| r.u32("chunk crc"))?,
         };
@@ -181,7 +190,7 @@ impl PageMeta {
         Ok(meta)
     }
 
-    /// A page of `payload` cut into `part_bytes`, with its checksums computed.
+    /// A page of `payload` cut into `part_bytes`, with its checksums computed, without an end.
     pub fn describe(id: PageId, parent: PageKey, position: u32, part_bytes: Vec<u32>, payload: &[u8]) -> Self {
         let mut crcs = Vec::new();
         let mut rest = payload;
@@ -190,7 +199,7 @@ impl PageMeta {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
-        Self { id, parent, position, generation: 0, part_bytes, chunk_crcs: crcs }
+        Self { id, parent, position, generation: 0, expires_unix_ms: 0, part_bytes, chunk_crcs: crcs }
     }
 }
 

@@ -1,0 +1,424 @@
+//! The footer of a segment: a table of the records of one life, at the segment's end.
+//!
+//! Always true: a footer lists whole records that were durable before it was written, and all of them; so an index that
+//! is built from footers is the one that hopping through the headers would give, but for one read instead of one per
+//! record. It is a copy: without it nothing is lost but time.
+//!
+//! ```text
+//! segment:  ┌ header ┬ records … ┬ anything ┬ table, padded to 4 KiB at its end ┬ footer block ┐
+//!                                           └────────── table bytes ──────┘     └── last 4 KiB ┘
+//! table:    namespaces (count u32, 32 B each) · records (count u32), in the order of their offsets:
+//!   page       kind 1 · namespace u32 · key 32 · offset in blocks u32 · number u64
+//!              parent 32 · payload bytes u32 · generation u64 · position u32 · expiry u64            (105 B)
+//!   tombstone  kind 2 · namespace u32 · key 32 · offset in blocks u32 · number u64                   (49 B)
+//! block:    magic, CRC, version · log id 16 · segment u32 · life u64 · table bytes u32 · records u32 · CRC of the table
+//! ```
+//!
+//! Why at the end: its place is known without reading anything else, and no record ever stands there, as room for it
+//! is kept free while the segment fills ([`FooterRoom`]). Why the table before the block: the end of the segment, read
+//! at once, holds both. A footer of an earlier life is told by its life, a torn one by the two CRCs, one of another log
+//! or forged by the log id.
+
+use crate::codec::{DecodeError, Put, Reader, Result};
+use crate::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, begin, open, padded, record_bytes, seal};
+use crate::page::{MAX_PAGE_BYTES, PageId};
+use crate::{NamespaceId, PageKey};
+use std::collections::{BTreeMap, BTreeSet};
+
+const FOOTER_MAGIC: [u8; 4] = *b"LDFT";
+const BLOCK: u64 = BLOCK_BYTES as u64;
+/// Bytes of a page in the table.
+pub const PAGE_ENTRY_BYTES: usize = 105;
+/// Bytes of a tombstone in the table.
+pub const TOMBSTONE_ENTRY_BYTES: usize = 49;
+const NAMESPACE_BYTES: usize = 32;
+const COUNTS_BYTES: usize = 8;
+
+/// What a footer says of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageSummary {
+    /// Its name.
+    pub id: PageId,
+    /// Byte offset of its record in the segment.
+    pub offset: u64,
+    /// The record's number.
+    pub number: u64,
+    /// The page before it.
+    pub parent: PageKey,
+    /// Bytes of the payload.
+    pub payload_bytes: u32,
+    /// Number of the put.
+    pub generation: u64,
+    /// Place in its sequence, in pages.
+    pub position: u32,
+    /// From when on it must not be found; 0: it has no end.
+    pub expires_unix_ms: u64,
+}
+
+/// What a footer says of a tombstone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TombstoneSummary {
+    /// The page it kills.
+    pub id: PageId,
+    /// Byte offset of its record in the segment.
+    pub offset: u64,
+    /// The record's number.
+    pub number: u64,
+}
+
+/// What a footer says of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordSummary {
+    /// A page.
+    Page(PageSummary),
+    /// A tombstone.
+    Tombstone(TombstoneSummary),
+}
+
+impl RecordSummary {
+    /// Of a record; `None` for a void, which no footer lists.
+    pub fn of(header: &RecordHeader) -> Option<RecordSummary> {
+        let (offset, number) = (header.place.offset, header.number);
+        match &header.body {
+            RecordBody::Page(meta) => Some(RecordSummary::Page(PageSummary {
+                id: meta.id,
+                offset,
+                number,
+                parent: meta.parent,
+                payload_bytes: meta.payload_bytes() as u32,
+                generation: meta.generation,
+                position: meta.position,
+                expires_unix_ms: meta.expires_unix_ms,
+            })),
+            RecordBody::Tombstone(id) => Some(RecordSummary::Tombstone(TombstoneSummary { id: *id, offset, number })),
+            RecordBody::Void { .. } => None,
+        }
+    }
+
+    /// The page that it is about.
+    pub fn id(&self) -> &PageId {
+        match self {
+            RecordSummary::Page(page) => &page.id,
+            RecordSummary::Tombstone(tombstone) => &tombstone.id,
+        }
+    }
+
+    /// Byte offset of the record in the segment.
+    pub fn offset(&self) -> u64 {
+        match self {
+            RecordSummary::Page(page) => page.offset,
+            RecordSummary::Tombstone(tombstone) => tombstone.offset,
+        }
+    }
+
+    /// The record's number.
+    pub fn number(&self) -> u64 {
+        match self {
+            RecordSummary::Page(page) => page.number,
+            RecordSummary::Tombstone(tombstone) => tombstone.number,
+        }
+    }
+
+    /// Bytes of the record, header and padded payload.
+    pub fn record_bytes(&self) -> u64 {
+        match self {
+            RecordSummary::Page(page) => record_bytes(page.payload_bytes as usize) as u64,
+            RecordSummary::Tombstone(_) => BLOCK,
+        }
+    }
+}
+
+/// Room that the footer of a segment will take, while records come to it.
+#[derive(Debug, Clone, Default)]
+pub struct FooterRoom {
+    namespaces: BTreeSet<NamespaceId>,
+    entries_bytes: u64,
+}
+
+impl FooterRoom {
+    /// Bytes of the footer, table and block, if one more record of that namespace came.
+    pub fn bytes_with(&self, namespace: &NamespaceId) -> u64 {
+        let namespaces = self.namespaces.len() + usize::from(!self.namespaces.contains(namespace));
+        footer_bytes(namespaces, self.entries_bytes + PAGE_ENTRY_BYTES as u64)
+    }
+
+    /// Bytes of the footer as it stands.
+    pub fn bytes(&self) -> u64 {
+        footer_bytes(self.namespaces.len(), self.entries_bytes)
+    }
+
+    /// One more record; a tombstone counts as much as a page.
+    pub fn add(&mut self, namespace: &NamespaceId) {
+        self.namespaces.insert(*namespace);
+        self.entries_bytes += PAGE_ENTRY_BYTES as u64;
+    }
+
+    /// One record less.
+    pub fn give_back(&mut self) {
+        self.entries_bytes = self.entries_bytes.saturating_sub(PAGE_ENTRY_BYTES as u64);
+    }
+}
+
+fn footer_bytes(namespaces: usize, entries_bytes: u64) -> u64 {
+    padded(COUNTS_BYTES + namespaces * NAMESPACE_BYTES + entries_bytes as usize) as u64 + BLOCK
+}
+
+/// The footer of one life of a segment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Footer {
+    /// Number of the segment.
+    pub segment: u32,
+    /// Its life.
+    pub life: u64,
+    /// Its records, in the order of their offsets.
+    pub records: Vec<RecordSummary>,
+}
+
+impl Footer {
+    /// Bytes of its encoded form.
+    pub fn encoded_bytes(&self) -> u64 {
+        let mut namespaces: Vec<&NamespaceId> = self.records.iter().map(|record| &record.id().namespace).collect();
+        namespaces.sort_unstable();
+        namespaces.dedup();
+        let entry = |record: &RecordSummary| match record {
+            RecordSummary::Page(_) => PAGE_ENTRY_BYTES as u64,
+            RecordSummary::Tombstone(_) => TOMBSTONE_ENTRY_BYTES as u64,
+        };
+        footer_bytes(namespaces.len(), self.records.iter().map(entry).sum())
+    }
+
+    /// Table and block, whole blocks that end with the segment: they stand at `segment_bytes` less their length.
+    pub fn encode(&self, log_id: &LogId) -> Vec<u8> {
+        let mut bytes = self.encode_table();
+        let mut block = begin(FOOTER_MAGIC);
+        block.put(log_id);
+        block.put_u32(self.segment);
+        block.put_u64(self.life);
+        block.put_u32(bytes.len() as u32);
+        block.put_u32(self.records.len() as u32);
+        block.put_u32(crc32fast::hash(&bytes));
+        bytes.resize(padded(bytes.len()), 0);
+        bytes.extend_from_slice(&seal(block));
+        bytes
+    }
+
+    fn encode_table(&self) -> Vec<u8> {
+        let mut numbers = BTreeMap::new();
+        let mut namespaces: Vec<NamespaceId> = Vec::new();
+        for record in &self.records {
+            numbers.entry(record.id().namespace).or_insert_with(|| {
+                namespaces.push(record.id().namespace);
+                namespaces.len() as u32 - 1
+            });
+        }
+        let mut table = Vec::with_capacity(COUNTS_BYTES + self.records.len() * PAGE_ENTRY_BYTES);
+        table.put_list(&namespaces, |out, namespace| out.put(&namespace.0));
+        table.put_list(&self.records, |out, record| {
+            let page = match record {
+                RecordSummary::Page(page) => Some(page),
+                RecordSummary::Tombstone(_) => None,
+            };
+            out.put_u8(if page.is_some() { 1 } else { 2 });
+            out.put_u32(numbers[&record.id().namespace]);
+            out.put(&record.id().key.0);
+            out.put_u32((record.offset() / BLOCK) as u32);
+            out.put_u64(record.number());
+            if let Some(page) = page {
+                out.put(&page.parent.0);
+                out.put_u32(page.payload_bytes);
+                out.put_u64(page.generation);
+                out.put_u32(page.position);
+                out.put_u64(page.expires_unix_ms);
+            }
+        });
+        table
+    }
+}
+
+/// The last block of a segment: says where the table is, and how to know that it is whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FooterBlock {
+    segment: u32,
+    life: u64,
+    segment_bytes: u64,
+    table_bytes: usize,
+    records: usize,
+    table_crc: u32,
+}
+
+impl FooterBlock {
+    /// Reads the last block of a segment of `segment_bytes`, which should be the footer of that life in that log.
+    pub fn decode(block: &[u8], log_id: &LogId, segment: u32, life: u64, segment_bytes: u64) -> Result<FooterBlock> {
+        let mut reader = open(block, FOOTER_MAGIC, "footer")?;
+        if reader.array::<16>("log id")? != *log_id || reader.u32("segment")? != segment {
+            return Err(DecodeError::Invalid("log or segment of a footer"));
+        }
+        if reader.u64("life")? != life {
+            return Err(DecodeError::Invalid("life of a footer"));
+        }
+        // What the segment has besides its header and this block.
+        let most = segment_bytes.saturating_sub(2 * BLOCK) / BLOCK * BLOCK;
+        let table_bytes = reader.count(most.min(u64::from(u32::MAX)) as usize, "table of a footer")?;
+        let records = reader.count(table_bytes / TOMBSTONE_ENTRY_BYTES, "records of a footer")?;
+        let table_crc = reader.u32("crc of a table")?;
+        Ok(FooterBlock { segment, life, segment_bytes, table_bytes, records, table_crc })
+    }
+
+    /// Byte offset of the table in the segment, in whole blocks.
+    pub fn table_offset(&self) -> u64 {
+        self.segment_bytes - BLOCK - self.table_blocks_bytes() as u64
+    }
+
+    /// Bytes of the table in whole blocks.
+    pub fn table_blocks_bytes(&self) -> usize {
+        padded(self.table_bytes)
+    }
+
+    /// Checks the bytes at [`table_offset`](Self::table_offset) and reads the table. The records are in the order of
+    /// their offsets, and stand between header and table without overlap.
+    pub fn decode_table(&self, bytes: &[u8]) -> Result<Footer> {
+        let table = bytes.get(..self.table_bytes).ok_or(DecodeError::Short("table of a footer"))?;
+        if crc32fast::hash(table) != self.table_crc {
+            return Err(DecodeError::Checksum("table of a footer"));
+        }
+        let mut reader = Reader::new(table);
+        let namespaces = reader
+            .list(self.records, "namespaces of a footer", |reader| Ok(NamespaceId(reader.array("namespace")?)))?;
+        let mut end = BLOCK;
+        let records = reader.list(self.records, "records of a footer", |reader| {
+            let record = decode_record(reader, &namespaces)?;
+            if record.offset() < end {
+                return Err(DecodeError::Invalid("offset in a footer"));
+            }
+            end = record.offset() + record.record_bytes();
+            Ok(record)
+        })?;
+        reader.finish()?;
+        match records.len() == self.records && end <= self.table_offset() {
+            true => Ok(Footer { segment: self.segment, life: self.life, records }),
+            false => Err(DecodeError::Invalid("records of a footer")),
+        }
+    }
+}
+
+fn decode_record(reader: &mut Reader<'_>, namespaces: &[NamespaceId]) -> Result<RecordSummary> {
+    let kind = reader.u8("record kind")?;
+    let namespace = reader.u32("namespace")? as usize;
+    let namespace = *namespaces.get(namespace).ok_or(DecodeError::Invalid("namespace in a footer"))?;
+    let id = PageId { namespace, key: PageKey(reader.array("page key")?) };
+    let offset = u64::from(reader.u32("offset")?) * BLOCK;
+    let number = reader.u64("record number")?;
+    Ok(match kind {
+        1 => RecordSummary::Page(PageSummary {
+            id,
+            offset,
+            number,
+            parent: PageKey(reader.array("parent key")?),
+            payload_bytes: match reader.count(MAX_PAGE_BYTES, "page bytes")? {
+                0 => return Err(DecodeError::Invalid("page bytes")),
+                bytes => bytes as u32,
+            },
+            generation: reader.u64("generation")?,
+            position: reader.u32("position")?,
+            expires_unix_ms: reader.u64("expiry")?,
+        }),
+        2 => RecordSummary::Tombstone(TombstoneSummary { id, offset, number }),
+        _ => return Err(DecodeError::Invalid("record kind")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::RecordPlace;
+    use crate::page::PageMeta;
+    use proptest::prelude::*;
+
+    const LOG: LogId = [9; 16];
+    const SEGMENT: u64 = 1 << 20;
+
+    fn id(n: u8) -> PageId {
+        PageId { namespace: NamespaceId([n % 3; 32]), key: PageKey([n; 32]) }
+    }
+
+    fn sample(records: u8) -> Footer {
+        let mut offset = BLOCK;
+        let of = |n: u8| {
+            let place = RecordPlace { segment: 3, life: 8, offset };
+            let payload = vec![n; 1 + usize::from(n) * 100];
+            let mut meta = PageMeta::describe(id(n), PageKey([n + 1; 32]), 7, vec![payload.len() as u32], &payload);
+            meta.expires_unix_ms = u64::from(n) << 33;
+            let body = if n % 4 == 3 { RecordBody::Tombstone(id(n)) } else { RecordBody::Page(meta) };
+            let header = RecordHeader { place, number: 100 + u64::from(n), body };
+            offset += header.record_bytes() as u64;
+            RecordSummary::of(&header).unwrap()
+        };
+        Footer { segment: 3, life: 8, records: (0..records).map(of).collect() }
+    }
+
+    fn decode(bytes: &[u8], life: u64) -> Result<Footer> {
+        let block = FooterBlock::decode(&bytes[bytes.len() - BLOCK_BYTES..], &LOG, 3, life, SEGMENT)?;
+        let at = bytes.len() - (SEGMENT - block.table_offset()) as usize;
+        block.decode_table(&bytes[at..])
+    }
+
+    #[test]
+    fn a_footer_round_trips_in_the_room_kept_for_it() {
+        let mut room = FooterRoom::default();
+        for records in 0..100 {
+            let footer = sample(records);
+            let bytes = footer.encode(&LOG);
+            assert_eq!(bytes.len() as u64, footer.encoded_bytes());
+            assert!(footer.encoded_bytes() <= room.bytes(), "{records} records");
+            assert_eq!(decode(&bytes, 8).unwrap(), footer);
+            let next = id(records).namespace;
+            let with = room.bytes_with(&next);
+            room.add(&next);
+            assert_eq!(room.bytes(), with);
+        }
+    }
+
+    #[test]
+    fn another_life_log_or_segment_is_refused() {
+        let bytes = sample(5).encode(&LOG);
+        let block = &bytes[bytes.len() - BLOCK_BYTES..];
+        assert!(FooterBlock::decode(block, &LOG, 3, 8, SEGMENT).is_ok());
+        assert!(FooterBlock::decode(block, &LOG, 3, 9, SEGMENT).is_err());
+        assert!(FooterBlock::decode(block, &LOG, 4, 8, SEGMENT).is_err());
+        assert!(FooterBlock::decode(block, &[8; 16], 3, 8, SEGMENT).is_err());
+    }
+
+    #[test]
+    fn a_table_that_overlaps_itself_is_refused() {
+        let mut footer = sample(5);
+        footer.records.swap(1, 2);
+        assert!(decode(&footer.encode(&LOG), 8).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_flipped_bit_is_found_or_padding(records in 0u8..60, at: prop::sample::Index, bit in 0u8..8) {
+            let footer = sample(records);
+            let mut bytes = footer.encode(&LOG);
+            let at = at.index(bytes.len());
+            bytes[at] ^= 1 << bit;
+            let table = footer.encode_table().len();
+            let padding = (table..bytes.len() - BLOCK_BYTES).contains(&at);
+            prop_assert_eq!(decode(&bytes, 8).is_ok(), padding);
+        }
+
+        #[test]
+        fn noise_with_a_valid_checksum_never_panics(mut table in prop::collection::vec(0u8..4, 0..900), records in 0u32..9) {
+            let mut block = begin(FOOTER_MAGIC);
+            block.put(&LOG);
+            block.put_u32(3);
+            block.put_u64(8);
+            block.put_u32(table.len() as u32);
+            block.put_u32(records);
+            block.put_u32(crc32fast::hash(&table));
+            table.resize(padded(table.len()), 0);
+            table.extend_from_slice(&seal(block));
+            let _ = decode(&table, 8);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+use super::*;
+use crate::{NamespaceId, PageKey};
+use proptest::prelude::*;
+use std::io::Cursor;
+
+const SUPERBLOCK: Superblock = Superblock { log_id: [9; 16], segment_bytes: 1 << 20 };
+const SEGMENT: u32 = 3;
+const LIFE: u64 = 8;
+
+impl Sync for Cursor<Vec<u8>> {
+    fn sync(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A disk that stops writing after some blocks.
+struct Dying {
+    file: Cursor<Vec<u8>>,
+    blocks_left: usize,
+}
+
+impl Read for Dying {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.file.read(bytes)
+    }
+}
+
+impl Seek for Dying {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
+    }
+}
+
+impl Write for Dying {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.blocks_left == 0 {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        self.blocks_left -= 1;
+        self.file.write(&bytes[..BLOCK_BYTES])
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Sync for Dying {
+    fn sync(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn id(n: u8) -> PageId {
+    PageId { namespace: NamespaceId([n % 2; 32]), key: PageKey([n; 32]) }
+}
+
+/// Pages 0 to 6 and, in place of the fourth, a tombstone; what is listed of them.
+fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
+    let mut bytes = vec![0x5a; SUPERBLOCK.segment_bytes as usize];
+    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: SEGMENT, life: LIFE };
+    bytes[..BLOCK_BYTES].copy_from_slice(&header.encode());
+    let (mut at, mut records) = (BLOCK_BYTES, Vec::new());
+    for n in 0..7u8 {
+        let payload: Vec<u8> = (0..1 + usize::from(n) * 20_000).map(|i| (i as u8) ^ n).collect();
+        let meta = PageMeta::describe(id(n), PageKey::NONE, 0, vec![payload.len() as u32], &payload);
+        let body = if n == 3 { RecordBody::Tombstone(id(n)) } else { RecordBody::Page(meta) };
+        let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: at as u64 };
+        let header = RecordHeader { place, number: 50 + u64::from(n), body };
+        bytes[at..at + BLOCK_BYTES].copy_from_slice(&header.encode(&SUPERBLOCK.log_id));
+        if n != 3 {
+            bytes[at + BLOCK_BYTES..at + BLOCK_BYTES + payload.len()].copy_from_slice(&payload);
+        }
+        records.extend(RecordSummary::of(&header));
+        at += header.record_bytes();
+    }
+    if with_footer {
+        let footer = Footer { segment: SEGMENT, life: LIFE, records: records.clone() };
+        let encoded = footer.encode(&SUPERBLOCK.log_id);
+        let from = bytes.len() - encoded.len();
+        bytes[from..].copy_from_slice(&encoded);
+    }
+    (bytes, records)
+}
+
+fn check(bytes: &[u8]) -> SegmentReport {
+    verify(&SUPERBLOCK, SEGMENT, &mut Cursor::new(bytes))
+}
+
+/// The pages that a start would find and that read back whole, with whatever else it counts as whole.
+fn whole(bytes: &[u8]) -> Vec<RecordSummary> {
+    let mut file = Cursor::new(bytes);
+    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, &mut file).whole;
+    found.sort_unstable_by_key(RecordSummary::offset);
+    found
+}
+
+#[test]
+fn a_whole_segment_is_clean() {
+    for with_footer in [true, false] {
+        let (bytes, records) = segment(with_footer);
+        let report = check(&bytes);
+        assert_eq!(report.damages, []);
+        assert_eq!((report.pages, report.tombstones, report.footer), (6, 1, with_footer));
+        assert_eq!((report.life, report.payload_bytes), (Some(LIFE), 6 + 18 * 20_000));
+        assert_eq!(whole(&bytes), records);
+        let mut file = Cursor::new(bytes.clone());
+        assert!(!repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap().remove);
+        assert_eq!(file.into_inner(), bytes, "nothing to repair, nothing written");
+    }
+}
+
+#[test]
+fn a_damaged_page_is_named() {
+    let (mut bytes, records) = segment(true);
+    let RecordSummary::Page(page) = records[5] else { panic!("a page") };
+    bytes[page.offset as usize + BLOCK_BYTES + CHUNK_BYTES + 7] ^= 1;
+    let damage = &check(&bytes).damages[0];
+    assert_eq!((damage.offset, damage.page), (page.offset, Some(page.id)));
+    assert_eq!(damage.reason, Reason::Payload(Mismatch::Crc { part: 0, chunk: 1 }));
+}
+
+#[test]
+fn a_listed_tombstone_is_written_again() {
+    let (mut bytes, records) = segment(true);
+    bytes[records[3].offset() as usize + 200] ^= 4;
+    let mut file = Cursor::new(bytes);
+    assert_eq!(repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap().voided, 0);
+    assert_eq!(whole(file.get_ref()), records);
+}
+
+#[test]
+fn a_short_file_is_no_panic() {
+    let (bytes, _) = segment(true);
+    for len in [0, 100, 4096, 5000, 300_000] {
+        let mut cut = bytes.clone();
+        cut.truncate(len);
+        assert!(!check(&cut).damages.is_empty() || len > 4096);
+    }
+}
+
+fn flip(bytes: &mut [u8], flips: &[(prop::sample::Index, u8)]) {
+    for (at, bit) in flips {
+        bytes[at.index(bytes.len())] ^= 1 << (bit % 8);
+    }
+}
+
+/// A record is untouched if its own bytes are. Without a footer nothing else counts.
+fn untouched(before: &[u8], after: &[u8], record: &RecordSummary) -> bool {
+    let (from, len) = (record.offset() as usize, record.record_bytes() as usize);
+    before[from..from + len] == after[from..from + len]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+    #[test]
+    fn flips_are_found_and_repaired(
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        with_footer: bool,
+        dies_after in 0usize..12,
+    ) {
+        let (good, records) = segment(with_footer);
+        let mut bad = good.clone();
+        flip(&mut bad, &flips);
+        let report = check(&bad);
+        // What is not reported is harmless: all that is found is what was written.
+        if report.damages.is_empty() {
+            prop_assert_eq!(whole(&bad), records.clone());
+        }
+        let header_lost = report.life.is_none();
+
+        let mut dying = Dying { file: Cursor::new(bad.clone()), blocks_left: dies_after };
+        let died = repair(&SUPERBLOCK, SEGMENT, &mut dying).is_err();
+        let mut file = dying.file;
+        if died {
+            // Nothing appears that was not there, and what is untouched can still be found.
+            let left = whole(file.get_ref());
+            prop_assert!(left.iter().all(|record| records.contains(record)));
+            prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
+        }
+        let repaired = repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap();
+        prop_assert_eq!(repaired.remove, header_lost);
+        if header_lost {
+            return Ok(());
+        }
+        prop_assert_eq!(check(file.get_ref()).damages, vec![]);
+        let left = whole(file.get_ref());
+        prop_assert!(left.iter().all(|record| records.contains(record)));
+        prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
+    }
+}
