@@ -1,13 +1,15 @@
 //! The segment log of one device.
 //!
 //! Always true:
-//! 1. A page is found only after its write completed, and never after it was forgotten.
+//! 1. A page is found only after its write completed, never after it was forgotten, and never after its time.
 //! 2. At most one segment is open, records are numbered in the order in which they are planned, and segments open in the
 //!    order of their lives; so numbers and lives grow together.
 //! 3. Segments are reclaimed oldest life first, none while a read or write of it is under way. So a tombstone, which is
 //!    younger than what it kills, is there as long as that is.
 //! 4. A segment's first record is planned only after its header, with a life never used before, is durable.
 //! 5. There are never more segments than the capacity allows.
+//! 6. The footer of a segment is planned only when nothing else of it is under way and all of it is durable, and lists
+//!    all that was written. Room for it is kept from the first record on.
 //!
 //! Steps of a write, and what a crash leaves behind each of them:
 //! 1. [`Log::append`] plans place and number: nothing is on the device.
@@ -15,33 +17,52 @@
 //!    payload's checksums), or a whole record, whatever became of its neighbours.
 //! 3. [`Log::write_done`] makes the page visible: as in 2 until the segment was synced.
 //! 4. [`Log::sync_plan`], a sync of the device, [`Log::sync_done`]: the record is found again.
+//! 5. After the segment was sealed, [`Intent::Footer`], [`Log::footer_done`]: as in 4, whether the footer is whole, torn
+//!    or missing.
 //!
 //! Steps of preparing a segment: [`Intent::Prepare`] comes when no read or write of the segment is under way and none of
 //! its pages can be found; then header written, header synced, [`Log::prepared`]. A crash leaves the old life or the new
 //! one without records; the pages of the old life that come back were not forgotten, by 3.
+//!
+//! What is kept when the log is full: see [`clean`](self) in `log/clean.rs` and `log/keeper.rs`. After a start the log is
+//! *restoring*: see [`Recovery`].
 
+use larder_evict::Larder;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace, record_bytes};
-use larder_format::{PageId, PageKey, PageMeta};
+use larder_format::footer::{Footer, FooterRoom, RecordSummary};
+use larder_format::{NamespaceId, PageId, PageMeta, is_expired};
 use std::collections::{BTreeMap, VecDeque};
 use thiserror::Error;
 
+mod clean;
+mod footers;
 mod forget;
 mod index;
+mod keeper;
 mod prepare;
-mod recover;
+mod quota;
+mod restore;
 mod scan;
+mod scrub;
 mod segment;
 #[cfg(test)]
 mod tests;
 
+pub use clean::Clean;
+pub use footers::PlannedFooter;
 pub use forget::Forget;
+pub use keeper::{Pin, PinError};
 pub use prepare::{Prepare, PrepareOutcome};
-pub use recover::{Recovered, recover};
-pub use scan::{FoundRecord, ScanRead, ScannedSegment, SegmentScan};
+pub use restore::{FoundSegment, Recovery, RestoreError, RestoreReport, SegmentLife};
+pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
 
 use index::Index;
+use keeper::Keeper;
 use prepare::Spare;
 use segment::{Life, Segment};
+
+/// Share of the log whose pages are kept when their segment is reclaimed, unless configured otherwise.
+pub const KEEP_PERCENT_DEFAULT: u8 = 50;
 
 /// Size and limits of a log.
 #[derive(Debug, Clone)]
@@ -52,6 +73,10 @@ pub struct LogConfig {
     pub segments_max: u32,
     /// Seeds the hash of the index, so that a stranger cannot choose keys that collide.
     pub hash_seed: u64,
+    /// How much of the log, in percent of its bytes, is kept for what will be asked for again: the pages of this share
+    /// are copied when the log reclaims their segment. 0: none, pages go in the order in which they came. Default
+    /// [`KEEP_PERCENT_DEFAULT`], at most 90.
+    pub keep_percent: u8,
 }
 
 /// What the index knows of a page.
@@ -67,22 +92,8 @@ pub struct Entry {
     pub generation: u64,
     /// Place in its sequence, in pages.
     pub position: u32,
-    /// The page before it.
-    pub parent: PageKey,
-}
-
-impl Entry {
-    fn of(place: RecordPlace, number: u64, meta: &PageMeta) -> Entry {
-        let payload_bytes = meta.payload_bytes() as u32;
-        Entry {
-            place,
-            number,
-            payload_bytes,
-            generation: meta.generation,
-            position: meta.position,
-            parent: meta.parent,
-        }
-    }
+    /// From when on it is not found, in milliseconds since 1970, at most a second early; 0: it has no end.
+    pub expires_unix_ms: u64,
 }
 
 /// A record to be written: its header block at `header.place`, and a page's payload behind it. Goes back into
@@ -112,8 +123,11 @@ pub enum Append {
     Write(PlannedWrite),
     /// This very put is in the log already.
     AlreadyThere,
-    /// No segment has room; try again after the next [`Log::prepared`].
+    /// No segment has room, or the log is being restored; try again after the next [`Log::prepared`], [`Log::cleaned`]
+    /// or [`Log::restored`].
     Wait,
+    /// Of [`Log::copy`]: there is nothing to copy any more, or no room that was kept for it.
+    Gone,
 }
 
 /// Why a record cannot be taken.
@@ -137,8 +151,10 @@ pub enum AppendError {
 pub enum Intent {
     /// Make a segment ready, then call [`Log::prepared`].
     Prepare(Prepare),
-    /// Write this record, then call [`Log::write_done`].
-    Write(PlannedWrite),
+    /// Write this footer, then call [`Log::footer_done`]. It only speeds up the next start.
+    Footer(PlannedFooter),
+    /// Copy these pages, then call [`Log::cleaned`].
+    Clean(Clean),
 }
 
 /// A hold on a record while it is read. Goes back into [`Log::end_read`] exactly once; until then its segment is not
@@ -180,6 +196,20 @@ pub struct LogCounts {
     pub segments_prepared: u64,
     /// Segments that take no more records since a write or sync of them failed.
     pub segments_abandoned: u64,
+    /// Pages that are copied when their segment is reclaimed.
+    pub kept_pages: u64,
+    /// Bytes of their records.
+    pub kept_bytes: u64,
+    /// Bytes of the records of hard-pinned pages.
+    pub pinned_bytes: u64,
+    /// Pages that were copied, and their old segment cleaned.
+    pub rescued_pages: u64,
+    /// Pages that went as their namespace was over its quota.
+    pub quota_pages: u64,
+    /// Pages that went as their time was over.
+    pub expired_pages: u64,
+    /// Footers written.
+    pub footers: u64,
 }
 
 /// The log: which record stands where, and what happens next.
@@ -195,6 +225,9 @@ pub struct Log {
     next_number: u64,
     index: Index,
     forgetting: forget::Forgetting,
+    keeper: Keeper,
+    restoring: Option<restore::Restoring>,
+    settling: Option<restore::Settling>,
     intents: VecDeque<Intent>,
     stopped: bool,
     counts: LogCounts,
@@ -205,6 +238,9 @@ impl Log {
     pub fn new(config: LogConfig) -> Log {
         Log {
             index: Index::new(config.hash_seed),
+            keeper: Keeper::new(keep_bytes(&config), Larder::new(config.hash_seed)),
+            restoring: None,
+            settling: None,
             config,
             segments: BTreeMap::new(),
             by_life: BTreeMap::new(),
@@ -224,21 +260,32 @@ impl Log {
         &self.config
     }
 
-    /// Most bytes of a record: a segment without its header.
+    /// Most bytes of a record: a segment without its header, and the footer of one record.
     pub fn record_bytes_max(&self) -> u64 {
-        self.config.segment_bytes - BLOCK_BYTES as u64
+        let footer = FooterRoom::default().bytes_with(&NamespaceId([0; 32]));
+        self.config.segment_bytes.saturating_sub(BLOCK_BYTES as u64 + footer)
     }
 
     /// How full it is.
     pub fn counts(&self) -> LogCounts {
+        let to_come = self.restoring.as_ref().map_or(0, restore::Restoring::left);
         LogCounts {
             pages: self.index.len() as u64,
             page_bytes: self.index.record_bytes(),
-            segments: self.segments.len() as u64,
+            segments: (self.segments.len() + to_come) as u64,
             segments_max: u64::from(self.config.segments_max),
             segments_used: self.by_life.len() as u64,
+            kept_pages: self.keeper.pages() as u64,
+            kept_bytes: self.keeper.bytes(),
+            pinned_bytes: self.keeper.pinned_bytes(),
             ..self.counts
         }
+    }
+
+    /// Bytes of memory that the index takes, by what is allocated for it. The keeper's are not among them.
+    pub fn index_bytes(&self) -> u64 {
+        let lives = self.segments.values().filter_map(Segment::life).map(Life::memory_bytes).sum::<usize>();
+        (self.index.memory_bytes() + lives) as u64
     }
 
     /// The next thing to do that nobody waits for. Ask after every call that takes `&mut self`.
@@ -252,16 +299,31 @@ impl Log {
     }
 
     /// What is known of a page that can be read.
-    pub fn find(&self, id: &PageId) -> Option<&Entry> {
-        self.index.get(id)
+    pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
+        let entry = self.entry(self.index.find(id)?)?;
+        (!is_expired(entry.expires_unix_ms, now_unix_ms)).then_some(entry)
+    }
+
+    fn entry(&self, slot: u32) -> Option<Entry> {
+        let stored = self.index.get(slot);
+        let life = self.segments.get(&stored.segment)?.life()?.number;
+        Some(Entry {
+            place: index::place_of(stored, life),
+            number: stored.number,
+            payload_bytes: stored.payload_bytes,
+            generation: stored.generation,
+            position: stored.position,
+            expires_unix_ms: stored.expires_unix_ms(),
+        })
     }
 
     /// Plans the record of a page. If the log is full, its oldest segment is given up for it.
     pub fn append(&mut self, meta: &PageMeta) -> Result<Append, AppendError> {
-        if self.index.get(&meta.id).is_some_and(|entry| entry.generation == meta.generation) {
+        if self.index.find(&meta.id).is_some_and(|slot| self.index.get(slot).generation == meta.generation) {
             return Ok(Append::AlreadyThere);
         }
-        let planned = self.plan(RecordBody::Page(meta.clone()), record_bytes(meta.payload_bytes()) as u64)?;
+        let bytes = record_bytes(meta.payload_bytes()) as u64;
+        let planned = self.plan(RecordBody::Page(meta.clone()), &meta.id.namespace, bytes)?;
         Ok(match planned {
             Some(write) => {
                 self.forgetting.page_planned(&meta.id);
@@ -272,7 +334,12 @@ impl Log {
     }
 
     /// Gives a record its place and number, if an open segment has room.
-    fn plan(&mut self, body: RecordBody, bytes: u64) -> Result<Option<PlannedWrite>, AppendError> {
+    fn plan(
+        &mut self,
+        body: RecordBody,
+        namespace: &NamespaceId,
+        bytes: u64,
+    ) -> Result<Option<PlannedWrite>, AppendError> {
         if self.stopped {
             return Err(AppendError::Stopped);
         }
@@ -280,55 +347,56 @@ impl Log {
         if bytes > max {
             return Err(AppendError::TooLarge { bytes, max });
         }
-        let Some(place) = self.make_room(bytes) else { return Ok(None) };
-        let header = RecordHeader { place, number: self.next_number, body };
+        // Until all is known, a number could be given twice and a segment reclaimed before it was looked into.
+        if self.restoring.is_some() {
+            return Ok(None);
+        }
+        Ok(self.make_room(namespace, bytes).map(|place| self.planned(place, body)))
+    }
+
+    fn planned(&mut self, place: RecordPlace, body: RecordBody) -> PlannedWrite {
+        let number = self.next_number;
         self.next_number += 1;
-        Ok(Some(PlannedWrite { header }))
+        PlannedWrite { header: RecordHeader { place, number, body } }
     }
 
     /// Takes `bytes` of the open segment, or of the next one.
-    fn make_room(&mut self, bytes: u64) -> Option<RecordPlace> {
+    fn make_room(&mut self, namespace: &NamespaceId, bytes: u64) -> Option<RecordPlace> {
         if let Some(open) = self.open
-            && self.segments.get(&open).is_none_or(|segment| segment.room(self.config.segment_bytes) < bytes)
+            && !self.fits(open, namespace, bytes)
         {
+            if self.is_cleaned_into(open) {
+                // What is left is for the pages that are being rescued; the next segment comes when they are.
+                return None;
+            }
             self.seal(open);
         }
-        if self.open.is_none() {
-            self.open_spare();
+        if self.open.is_none() && self.open_spare() {
+            self.clean_ahead(namespace, bytes);
         }
-        let place = self.open.and_then(|open| {
+        let place = self.open.filter(|&open| self.fits(open, namespace, bytes)).and_then(|open| {
             let life = self.segments.get_mut(&open)?.life_mut()?;
-            let place = RecordPlace { segment: open, life: life.number, offset: life.end };
-            life.end += bytes;
-            life.writes += 1;
-            Some(place)
+            life.footer_room.add(namespace);
+            Some(RecordPlace { segment: open, life: life.number, offset: life.take(bytes) })
         });
         self.prepare_ahead();
         place
     }
 
-    /// Closes the open segment; a seal record says so, if there is room for one.
+    fn fits(&self, segment: u32, namespace: &NamespaceId, bytes: u64) -> bool {
+        let life = self.segments.get(&segment).and_then(Segment::life);
+        life.is_some_and(|life| life.fits(self.config.segment_bytes, namespace, bytes))
+    }
+
+    /// Closes a segment for records.
     fn seal(&mut self, number: u32) {
-        let Some(segment) = self.segments.get_mut(&number) else { return };
-        let room = segment.room(self.config.segment_bytes);
-        segment.seal();
+        if let Some(segment) = self.segments.get_mut(&number) {
+            segment.seal();
+        }
         if self.open == Some(number) {
             self.open = None;
         }
-        if room >= BLOCK_BYTES as u64 {
-            self.plan_seal(number);
-        }
-    }
-
-    /// Plans the seal record of a sealed segment behind its last record.
-    fn plan_seal(&mut self, segment: u32) {
-        let Some(life) = self.segments.get_mut(&segment).and_then(Segment::life_mut) else { return };
-        let place = RecordPlace { segment, life: life.number, offset: life.end };
-        life.end += BLOCK_BYTES as u64;
-        life.writes += 1;
-        // A seal kills nothing and is killed by nothing: any number will do, and it must not exceed those of the next life.
-        let header = RecordHeader { place, number: self.next_number.saturating_sub(1), body: RecordBody::Seal };
-        self.intents.push_back(Intent::Write(PlannedWrite { header }));
+        self.plan_footer(number);
     }
 
     /// Reports a planned write. A page that was written can be found from now on, unless it was forgotten meanwhile.
@@ -336,8 +404,16 @@ impl Log {
         let PlannedWrite { header } = write;
         let Some(life) = self.life_of(&header.place) else { return };
         life.writes = life.writes.saturating_sub(1);
-        if outcome == WriteOutcome::Written {
-            life.completed += 1;
+        match outcome {
+            WriteOutcome::Written => {
+                life.completed += 1;
+                if life.wants_footer {
+                    life.records.extend(RecordSummary::of(&header));
+                }
+            }
+            // It may be on the device, and be found if a footer that does not list it is lost.
+            WriteOutcome::Failed => life.renounce_footer(),
+            WriteOutcome::NotSent => {}
         }
         if let RecordBody::Page(meta) = &header.body {
             self.page_done(&header, meta, outcome);
@@ -345,6 +421,7 @@ impl Log {
         if outcome == WriteOutcome::Failed {
             self.abandon(header.place.segment);
         }
+        self.plan_footer(header.place.segment);
         self.reclaim_when_idle();
     }
 
@@ -354,14 +431,7 @@ impl Log {
         match outcome {
             WriteOutcome::NotSent => {}
             WriteOutcome::Written if killed => {}
-            WriteOutcome::Written if !evicted => {
-                let entry = Entry::of(header.place, header.number, meta);
-                if self.index.insert_newer(meta.id, entry)
-                    && let Some(life) = self.life_of(&header.place)
-                {
-                    life.pages.push((meta.id, header.number));
-                }
-            }
+            WriteOutcome::Written if !evicted => self.show(header),
             // It is not served, but may be on the device and come back after a crash.
             WriteOutcome::Written | WriteOutcome::Failed => {
                 self.counts.evicted_pages += u64::from(evicted);
@@ -370,11 +440,68 @@ impl Log {
         }
     }
 
-    /// Holds a page for reading.
-    pub fn begin_read(&mut self, id: &PageId) -> Option<ReadTicket> {
-        let entry = *self.index.get(id)?;
+    /// The page can be found from now on, unless a newer record of it is.
+    fn show(&mut self, header: &RecordHeader) {
+        let Some(RecordSummary::Page(page)) = RecordSummary::of(header) else { return };
+        let segment = header.place.segment;
+        let mut pin = Pin::None;
+        if let Some(slot) = self.index.find(&page.id) {
+            if self.index.get(slot).number > page.number {
+                return;
+            }
+            if self.move_page(slot, segment, &page) {
+                return;
+            }
+            pin = self.keeper.pin_of(slot);
+            if pin == Pin::Hard && self.is_over_quota_with(slot, &page) {
+                // The pinned page stays; the new one would have to go at once.
+                self.counts.quota_pages += 1;
+                return self.forgetting.doubt(page.id, page.number + 1, header.place.life);
+            }
+            self.take_out(slot);
+        }
+        self.squeeze(&page.id.namespace, record_bytes(page.payload_bytes as usize) as u64);
+        let slot = self.enter(segment, &page);
+        self.keep(slot);
+        if self.index.namespace_bytes(&page.id.namespace) > self.index.quota(&page.id.namespace) {
+            self.counts.quota_pages += 1;
+            self.drop_page(slot);
+        } else if pin != Pin::None {
+            // The new put takes over the pin, if it is not too large for that.
+            let _ = self.pin_slot(slot, pin);
+        }
+    }
+
+    /// Holds a page for reading, and counts as a use of it.
+    pub fn begin_read(&mut self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
+        let slot = self.index.find(id)?;
+        if is_expired(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
+            self.counts.expired_pages += 1;
+            self.drop_page(slot);
+            return None;
+        }
+        self.use_page(slot);
+        self.ticket(slot)
+    }
+
+    /// Holds record `number` of a page for reading it without using it: to copy or to check it. `None` if it is not the
+    /// one that would be found.
+    pub fn hold(&mut self, id: &PageId, number: u64) -> Option<ReadTicket> {
+        let slot = self.index.find(id).filter(|&slot| self.index.get(slot).number == number)?;
+        self.ticket(slot)
+    }
+
+    fn ticket(&mut self, slot: u32) -> Option<ReadTicket> {
+        let entry = self.entry(slot)?;
         self.life_of(&entry.place)?.reads += 1;
-        Some(ReadTicket { id: *id, entry })
+        Some(ReadTicket { id: self.index.id_of(slot), entry })
+    }
+
+    /// A page was asked for and served from elsewhere: it counts as a use of the one here.
+    pub fn touch(&mut self, id: &PageId) {
+        if let Some(slot) = self.index.find(id) {
+            self.use_page(slot);
+        }
     }
 
     /// The device has answered the read, whatever it answered.
@@ -388,10 +515,32 @@ impl Log {
     /// What was read as record `number` is not the page: it is not found any more. `false` if that record is not the one
     /// that would be found.
     pub fn drop_damaged(&mut self, id: &PageId, number: u64) -> bool {
-        let Some(entry) = self.index.remove_if(id, number) else { return false };
-        // It may be readable again after a restart, so forgetting it must still write a tombstone.
-        self.forgetting.doubt(*id, number + 1, entry.place.life);
+        let Some(slot) = self.index.find(id).filter(|&slot| self.index.get(slot).number == number) else {
+            return false;
+        };
+        self.drop_page(slot);
         true
+    }
+
+    /// Drops at most `max` pages whose time is over; whether there are more. To be called now and then.
+    pub fn expire(&mut self, now_unix_ms: u64, max: usize) -> bool {
+        for _ in 0..max {
+            let Some(slot) = self.keeper.first_expired(now_unix_ms) else { return false };
+            self.counts.expired_pages += 1;
+            self.drop_page(slot);
+        }
+        self.keeper.first_expired(now_unix_ms).is_some()
+    }
+
+    /// Takes a page out of the index, though its record stays on the device.
+    fn drop_page(&mut self, slot: u32) {
+        let id = self.index.id_of(slot);
+        let stored = self.take_out(slot);
+        // It may be found again after a restart, so forgetting it must still write a tombstone.
+        if let Some(life) = self.segments.get(&stored.segment).and_then(Segment::life) {
+            let life = life.number;
+            self.forgetting.doubt(id, stored.number + 1, life);
+        }
     }
 
     /// The segments with completed writes that were not synced yet.
@@ -414,19 +563,18 @@ impl Log {
             true => found.synced = found.synced.max(completed),
             false => {
                 found.synced = found.completed;
+                found.renounce_footer();
                 self.abandon(segment);
             }
         }
+        self.plan_footer(segment);
     }
 
     /// Takes no more records into a segment of which a write failed. Its pages stay readable, as reads are verified.
     fn abandon(&mut self, segment: u32) {
         if self.open == Some(segment) {
             self.counts.segments_abandoned += 1;
-            if let Some(segment) = self.segments.get_mut(&segment) {
-                segment.seal();
-            }
-            self.open = None;
+            self.seal(segment);
         }
     }
 
@@ -434,4 +582,9 @@ impl Log {
     fn life_of(&mut self, place: &RecordPlace) -> Option<&mut Life> {
         self.segments.get_mut(&place.segment)?.life_mut().filter(|life| life.number == place.life)
     }
+}
+
+fn keep_bytes(config: &LogConfig) -> u64 {
+    let bytes = config.segment_bytes.saturating_mul(u64::from(config.segments_max));
+    bytes / 100 * u64::from(config.keep_percent.min(90))
 }

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 
 /// Answer of [`Log::forget`].
 #[derive(Debug, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant, reason = "it is moved once")]
 pub enum Forget {
     /// No record of it is on the device.
     NotThere,
@@ -21,7 +22,8 @@ pub enum Forget {
         /// Whether the page could be found until now.
         was_found: bool,
     },
-    /// No segment has room for a tombstone, and nothing changed; try again after the next [`Log::prepared`].
+    /// No segment has room for a tombstone, or the log is being restored, and nothing changed; try again after the next
+    /// [`Log::prepared`], [`Log::cleaned`] or [`Log::restored`].
     Wait,
 }
 
@@ -54,6 +56,11 @@ impl Forgetting {
         self.pending.entry(*id).or_default().writes += 1;
     }
 
+    /// Whether writes of the page are under way.
+    pub(super) fn is_pending(&self, id: &PageId) -> bool {
+        self.pending.contains_key(id)
+    }
+
     /// Whether the page was forgotten since its record `number` was planned.
     pub(super) fn page_done(&mut self, id: &PageId, number: u64) -> bool {
         let Some(pending) = self.pending.get_mut(id) else { return false };
@@ -79,16 +86,22 @@ impl Forgetting {
 impl Log {
     /// Forgets a page: it cannot be found from now on, not even if a put of it is under way. A later put counts again.
     pub fn forget(&mut self, id: &PageId) -> Result<Forget, AppendError> {
-        let found = self.index.get(id).is_some();
+        let found = self.index.find(id).is_some();
+        // What is not yet restored may be of this page.
+        if self.restoring.is_some() {
+            return if self.stopped { Err(AppendError::Stopped) } else { Ok(Forget::Wait) };
+        }
         if !found && !self.forgetting.pending.contains_key(id) && !self.forgetting.doubts.contains_key(id) {
             return Ok(Forget::NotThere);
         }
-        let Some(tombstone) = self.plan(RecordBody::Tombstone(*id), BLOCK_BYTES as u64)? else {
+        let Some(tombstone) = self.plan(RecordBody::Tombstone(*id), &id.namespace, BLOCK_BYTES as u64)? else {
             return Ok(Forget::Wait);
         };
         let (number, life) = (tombstone.header.number, tombstone.header.place.life);
         // Making room may have evicted the page meanwhile.
-        let was_found = self.index.remove(id).is_some();
+        let slot = self.index.find(id);
+        slot.map(|slot| self.take_out(slot));
+        let was_found = slot.is_some();
         if let Some(pending) = self.forgetting.pending.get_mut(id) {
             pending.killed_below = number;
         }

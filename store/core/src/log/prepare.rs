@@ -1,5 +1,6 @@
 //! Getting the next segment: a free one, a new one, or the oldest one.
 
+use super::clean::Cleaning;
 use super::{Intent, Log};
 use crate::log::segment::{Life, Segment};
 
@@ -30,6 +31,8 @@ pub enum PrepareOutcome {
 #[derive(Debug)]
 pub(super) enum Spare {
     None,
+    /// Pages of it are being copied.
+    Cleaning(Cleaning),
     /// Waits for reads and writes to end.
     Reclaiming(u32),
     Preparing,
@@ -37,16 +40,16 @@ pub(super) enum Spare {
 }
 
 impl Log {
-    /// Opens the segment that is ready, if one is.
-    pub(super) fn open_spare(&mut self) {
-        let Spare::Ready(number) = self.spare else { return };
+    /// Opens the segment that is ready; whether one is.
+    pub(super) fn open_spare(&mut self) -> bool {
+        let Spare::Ready(number) = self.spare else { return false };
         self.spare = Spare::None;
-        let Some(segment) = self.segments.get_mut(&number) else { return };
-        if let Segment::Ready(life) = *segment {
-            *segment = Segment::Open(Life::new(life));
-            self.by_life.insert(life, number);
-            self.open = Some(number);
-        }
+        let Some(segment) = self.segments.get_mut(&number) else { return false };
+        let Segment::Ready(life) = *segment else { return false };
+        *segment = Segment::Open(Life::new(life));
+        self.by_life.insert(life, number);
+        self.open = Some(number);
+        true
     }
 
     /// Gets a segment ready before the open one is full, so that writers need not wait for it.
@@ -67,20 +70,22 @@ impl Log {
     }
 
     fn choose_spare(&mut self) {
-        let free =
-            self.segments.iter().find(|(_, segment)| matches!(segment, Segment::Free)).map(|(&number, _)| number);
-        if let Some(number) = free {
+        if let Some(number) = self.free_segment() {
             return self.prepare(number, false);
         }
         if self.segments.len() < self.config.segments_max as usize {
             let number = (0..).find(|number| !self.segments.contains_key(number)).unwrap_or(u32::MAX);
             return self.prepare(number, true);
         }
-        // The oldest, and no other: see the module's third rule.
-        let Some((_, &oldest)) = self.by_life.first_key_value() else { return };
-        if self.open == Some(oldest) {
-            return;
-        }
+        self.take_oldest(None);
+    }
+
+    pub(super) fn free_segment(&self) -> Option<u32> {
+        self.segments.iter().find(|(_, segment)| matches!(segment, Segment::Free)).map(|(&number, _)| number)
+    }
+
+    /// The oldest segment is reclaimed, with all that is in it.
+    pub(super) fn give_up(&mut self, oldest: u32) {
         self.evict(oldest);
         self.spare = Spare::Reclaiming(oldest);
         self.reclaim_when_idle();
@@ -88,16 +93,15 @@ impl Log {
 
     /// None of the segment's pages can be found any more.
     fn evict(&mut self, number: u32) {
+        let slots = self.pages_behind(number, 0);
+        self.counts.evicted_pages += slots.len() as u64;
+        // Until the segment has its new header, a crash would bring them back.
+        slots.into_iter().for_each(|slot| self.drop_page(slot));
         let Some(segment) = self.segments.get_mut(&number) else { return };
         segment.reclaim();
-        let Some(life) = segment.life_mut() else { return };
-        let number = life.number;
-        for (id, record) in std::mem::take(&mut life.pages) {
-            if self.index.remove_if(&id, record).is_some() {
-                self.counts.evicted_pages += 1;
-                // Until the segment has its new header, a crash would bring the page back.
-                self.forgetting.doubt(id, record + 1, number);
-            }
+        if let Some(life) = segment.life_mut() {
+            life.slots = Vec::new();
+            life.renounce_footer();
         }
     }
 

@@ -1,13 +1,18 @@
 //! Finding the records of one segment again: a state machine that says what to read next.
 //!
 //! Always true: what it reports stood, whole and checked, at the place that it names, in this log and this life of the
-//! segment. It never looks at payloads but to search for the next header after a hole.
+//! segment; or the footer of this life says so. It never looks at payloads but to search for the next header after a
+//! hole.
+//!
+//! It reads the segment's end first. If that has a valid footer, the scan is complete, or needs the rest of the table;
+//! else it hops from header to header.
 
-use super::Entry;
-use larder_format::PageId;
 use larder_format::codec::DecodeError;
-use larder_format::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, RecordPlace, SegmentHeader};
+use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace};
+use larder_format::footer::{FooterBlock, RecordSummary};
 
+/// Bytes of a segment's end that are read first: the footer of some hundred records.
+pub const TAIL_BYTES: u64 = 64 << 10;
 /// Bytes that are read at once when a header has to be searched for.
 const SEARCH_BYTES: u64 = 1 << 20;
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -21,47 +26,31 @@ pub struct ScanRead {
     pub len: usize,
 }
 
-/// A record that was found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FoundRecord {
-    /// A page.
-    Page {
-        /// Its name.
-        id: PageId,
-        /// Its place and what the index keeps of it.
-        entry: Entry,
-    },
-    /// A tombstone.
-    Tombstone {
-        /// The page it kills.
-        id: PageId,
-        /// The number of the record.
-        number: u64,
-    },
-}
-
 /// What one segment holds.
 #[derive(Debug)]
 pub struct ScannedSegment {
     /// Its number.
     pub segment: u32,
-    /// Its life, or why its header does not say.
-    pub life: Result<u64, DecodeError>,
+    /// Its life.
+    pub life: u64,
     /// Its records, in order.
-    pub records: Vec<FoundRecord>,
+    pub records: Vec<RecordSummary>,
     /// Where the last of them ends.
     pub end: u64,
-    /// Whether a seal record stands there.
-    pub sealed: bool,
+    /// Whether they come from the footer.
+    pub footer: bool,
     /// Records that were begun and are not whole.
     pub torn: u64,
     /// The device did not give all of it: there may be records that were not found.
     pub cut_short: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Looking {
-    ForSegmentHeader,
+    /// For a footer, in the segment's end.
+    AtTail,
+    /// For the whole table of this footer.
+    AtTable(FooterBlock),
     /// A header should stand here.
     Hopping,
     /// None stood at the end of the last record. `torn`: what stood there looked like a broken one.
@@ -83,20 +72,27 @@ pub struct SegmentScan {
 }
 
 impl SegmentScan {
-    /// Begins at the header of segment `segment`, of whose file `file_bytes` can be read.
-    pub fn new(log_id: LogId, segment: u32, segment_bytes: u64, file_bytes: u64) -> SegmentScan {
-        let life = Err(DecodeError::Short("segment header"));
+    /// Begins on segment `segment`, whose header says `life`, and of whose file `file_bytes` can be read.
+    pub fn new(log_id: LogId, segment: u32, life: u64, segment_bytes: u64, file_bytes: u64) -> SegmentScan {
         let found =
-            ScannedSegment { segment, life, records: Vec::new(), end: BLOCK, sealed: false, torn: 0, cut_short: false };
+            ScannedSegment { segment, life, records: Vec::new(), end: BLOCK, footer: false, torn: 0, cut_short: false };
         let readable_bytes = file_bytes.min(segment_bytes) / BLOCK * BLOCK;
-        SegmentScan { log_id, segment_bytes, readable_bytes, cursor: 0, looking: Looking::ForSegmentHeader, found }
+        let looking = if readable_bytes == segment_bytes { Looking::AtTail } else { Looking::Hopping };
+        SegmentScan { log_id, segment_bytes, readable_bytes, cursor: BLOCK, looking, found }
     }
 
     /// What to read and [`feed`](Self::feed) next; `None` when the scan is complete.
     pub fn next_read(&self) -> Option<ScanRead> {
-        let wanted = match self.looking {
+        let wanted = match &self.looking {
             Looking::Done => return None,
-            Looking::ForSegmentHeader | Looking::Hopping => BLOCK,
+            Looking::AtTail => {
+                let len = TAIL_BYTES.min(self.segment_bytes - BLOCK);
+                return Some(ScanRead { offset: self.segment_bytes - len, len: len as usize });
+            }
+            Looking::AtTable(footer) => {
+                return Some(ScanRead { offset: footer.table_offset(), len: footer.table_blocks_bytes() });
+            }
+            Looking::Hopping => BLOCK,
             Looking::Searching { .. } => SEARCH_BYTES,
         };
         let left = self.readable_bytes.saturating_sub(self.cursor);
@@ -105,16 +101,25 @@ impl SegmentScan {
 
     /// Takes what was read.
     pub fn feed(&mut self, bytes: &[u8]) {
-        match self.looking {
-            Looking::ForSegmentHeader => self.segment_header(bytes),
+        match std::mem::replace(&mut self.looking, Looking::Hopping) {
+            Looking::AtTail => self.tail(bytes),
+            Looking::AtTable(footer) => self.table(&footer, bytes),
             Looking::Hopping => self.hop(bytes),
-            Looking::Searching { torn } => self.search(bytes, torn),
-            Looking::Done => {}
+            Looking::Searching { torn } => {
+                self.looking = Looking::Searching { torn };
+                self.search(bytes);
+            }
+            Looking::Done => self.looking = Looking::Done,
         }
     }
 
-    /// The device cannot give what was asked for: what was found so far is all there is.
+    /// The device cannot give what was asked for. A footer can be done without; else what was found so far is all there
+    /// is.
     pub fn stop(&mut self) {
+        if matches!(self.looking, Looking::AtTail | Looking::AtTable(_)) {
+            self.looking = Looking::Hopping;
+            return;
+        }
         self.found.cut_short = true;
         self.looking = Looking::Done;
     }
@@ -127,16 +132,24 @@ impl SegmentScan {
         self.found
     }
 
-    fn segment_header(&mut self, bytes: &[u8]) {
-        let checked = SegmentHeader::decode(bytes).and_then(|header| {
-            match header.log_id == self.log_id && header.segment == self.found.segment {
-                true => Ok(header.life),
-                false => Err(DecodeError::Invalid("log or number of a segment")),
-            }
-        });
-        self.looking = if checked.is_ok() { Looking::Hopping } else { Looking::Done };
-        self.found.life = checked;
-        self.cursor = BLOCK;
+    fn tail(&mut self, bytes: &[u8]) {
+        let Some(last) = bytes.len().checked_sub(BLOCK_BYTES) else { return };
+        let (segment, life) = (self.found.segment, self.found.life);
+        let Ok(footer) = FooterBlock::decode(&bytes[last..], &self.log_id, segment, life, self.segment_bytes) else {
+            return;
+        };
+        match last.checked_sub(footer.table_blocks_bytes()) {
+            Some(table) => self.table(&footer, &bytes[table..last]),
+            None => self.looking = Looking::AtTable(footer),
+        }
+    }
+
+    fn table(&mut self, footer: &FooterBlock, bytes: &[u8]) {
+        let Ok(footer) = footer.decode_table(bytes) else { return };
+        self.found.end = footer.records.last().map_or(BLOCK, |last| last.offset() + last.record_bytes());
+        self.found.records = footer.records;
+        self.found.footer = true;
+        self.looking = Looking::Done;
     }
 
     fn hop(&mut self, bytes: &[u8]) {
@@ -149,12 +162,10 @@ impl SegmentScan {
         }
     }
 
-    fn search(&mut self, bytes: &[u8], torn: bool) {
+    fn search(&mut self, bytes: &[u8]) {
         for block in bytes.chunks_exact(BLOCK_BYTES) {
             if let Ok(header) = self.decode(block, self.cursor) {
-                // A seal behind the last record closes the segment cleanly, but for a torn one before it.
-                let hole = torn || header.body != RecordBody::Seal;
-                self.found.torn += u64::from(hole);
+                self.found.torn += 1;
                 return self.take(header);
             }
             self.cursor += BLOCK;
@@ -165,8 +176,7 @@ impl SegmentScan {
     }
 
     fn decode(&self, block: &[u8], offset: u64) -> Result<RecordHeader, DecodeError> {
-        let life = self.found.life.clone()?;
-        let place = RecordPlace { segment: self.found.segment, life, offset };
+        let place = RecordPlace { segment: self.found.segment, life: self.found.life, offset };
         let header = RecordHeader::decode(block, &self.log_id, place)?;
         match offset + header.record_bytes() as u64 <= self.segment_bytes {
             true => Ok(header),
@@ -178,16 +188,6 @@ impl SegmentScan {
         self.cursor = header.place.offset + header.record_bytes() as u64;
         self.looking = Looking::Hopping;
         self.found.end = self.cursor;
-        match header.body {
-            RecordBody::Page(meta) => {
-                let entry = Entry::of(header.place, header.number, &meta);
-                self.found.records.push(FoundRecord::Page { id: meta.id, entry });
-            }
-            RecordBody::Tombstone(id) => self.found.records.push(FoundRecord::Tombstone { id, number: header.number }),
-            RecordBody::Seal => {
-                self.found.sealed = true;
-                self.looking = Looking::Done;
-            }
-        }
+        self.found.records.extend(RecordSummary::of(&header));
     }
 }

@@ -5,8 +5,9 @@
 //! Free ────────┘
 //! ```
 
-use larder_format::PageId;
+use larder_format::NamespaceId;
 use larder_format::disk::BLOCK_BYTES;
+use larder_format::footer::{FooterRoom, RecordSummary};
 
 /// What one writing of a segment holds.
 #[derive(Debug)]
@@ -15,8 +16,16 @@ pub(super) struct Life {
     pub(super) number: u64,
     /// Where the next record goes.
     pub(super) end: u64,
-    /// Pages whose newest record was here when it was written, with the record's number.
-    pub(super) pages: Vec<(PageId, u64)>,
+    /// Slots of the index whose page stood here when it was written; they may have another page since.
+    pub(super) slots: Vec<u32>,
+    /// Records that the footer will list. Empty once it is planned.
+    pub(super) records: Vec<RecordSummary>,
+    /// Whether a footer is to be written once nothing is under way and all is durable.
+    pub(super) wants_footer: bool,
+    /// What the footer will take.
+    pub(super) footer_room: FooterRoom,
+    /// Bytes that are kept for records of pages to be rescued; their entries in the footer are in `footer_room`.
+    pub(super) reserved_bytes: u64,
     /// Writes planned and not reported.
     pub(super) writes: u32,
     /// Reads begun and not ended.
@@ -29,12 +38,47 @@ pub(super) struct Life {
 
 impl Life {
     pub(super) fn new(number: u64) -> Life {
-        let end = BLOCK_BYTES as u64;
-        Life { number, end, pages: Vec::new(), writes: 0, reads: 0, completed: 0, synced: 0 }
+        Life {
+            number,
+            end: BLOCK_BYTES as u64,
+            slots: Vec::new(),
+            records: Vec::new(),
+            wants_footer: true,
+            footer_room: FooterRoom::default(),
+            reserved_bytes: 0,
+            writes: 0,
+            reads: 0,
+            completed: 0,
+            synced: 0,
+        }
     }
 
     pub(super) fn is_idle(&self) -> bool {
         self.writes == 0 && self.reads == 0
+    }
+
+    /// Whether a record fits beside what is reserved and the footer.
+    pub(super) fn fits(&self, segment_bytes: u64, namespace: &NamespaceId, bytes: u64) -> bool {
+        self.end + bytes + self.reserved_bytes + self.footer_room.bytes_with(namespace) <= segment_bytes
+    }
+
+    /// Takes `bytes` at the end; where they begin.
+    pub(super) fn take(&mut self, bytes: u64) -> u64 {
+        let offset = self.end;
+        self.end += bytes;
+        self.writes += 1;
+        offset
+    }
+
+    /// What it holds will not be vouched for by a footer.
+    pub(super) fn renounce_footer(&mut self) {
+        self.wants_footer = false;
+        self.records = Vec::new();
+    }
+
+    /// Bytes of memory of its lists.
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.slots.capacity() * size_of::<u32>() + self.records.capacity() * size_of::<RecordSummary>()
     }
 }
 
@@ -70,10 +114,10 @@ impl Segment {
         }
     }
 
-    /// Bytes that an open segment still takes.
+    /// Bytes that an open segment still takes, footer included.
     pub(super) fn room(&self, segment_bytes: u64) -> u64 {
         match self {
-            Segment::Open(life) => segment_bytes.saturating_sub(life.end),
+            Segment::Open(life) => segment_bytes.saturating_sub(life.end + life.reserved_bytes),
             _ => 0,
         }
     }
@@ -81,7 +125,10 @@ impl Segment {
     /// Open → sealed.
     pub(super) fn seal(&mut self) {
         *self = match std::mem::replace(self, Segment::Free) {
-            Segment::Open(life) => Segment::Sealed(life),
+            Segment::Open(mut life) => {
+                life.slots.shrink_to_fit();
+                Segment::Sealed(life)
+            }
             other => other,
         };
     }

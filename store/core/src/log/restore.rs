@@ -1,0 +1,312 @@
+//! Building a log from what its segments hold, newest first, so that it can be read at once.
+//!
+//! Always true: of the records of a page the one with the largest number counts, and none that a tombstone with a larger
+//! number names; the order in which they are found does not matter. As numbers grow with lives, whatever counts against a
+//! record of a segment stands in that segment or in a younger one. So when segments come in descending order of lives,
+//! a page that is found can be served: nothing that comes later takes it back.
+//!
+//! Steps of a start:
+//! 1. [`Recovery::new`] takes the segments' headers: which segments must go, durably, before anything else; the others,
+//!    youngest first; and a log that is *restoring*: it can be read, and answers whoever wants to write [`Append::Wait`].
+//! 2. [`Log::restore`] takes their scans in that order. They may be scanned in any order, and several at once.
+//! 3. [`Log::restored`]: the log takes writes. Segments without a footer get one, once they are synced.
+//! 4. [`Log::settle`], until it says that there is no more: the keeper learns what there is, oldest first.
+//!
+//! A crash at any of these steps changes nothing but that segments of step 1 are gone, oldest first.
+
+use super::scan::ScannedSegment;
+use super::*;
+use larder_format::codec::DecodeError;
+use larder_format::footer::PageSummary;
+use std::collections::BTreeSet;
+
+/// The newest segments, whose last second of writes may not be durable yet.
+const UNSYNCED_SEGMENTS: usize = 2;
+
+/// A segment that is there, and what its header says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundSegment {
+    /// Its number.
+    pub segment: u32,
+    /// Its life ([`larder_format::disk::SegmentHeader::decode_life`]), or why its header does not say.
+    pub life: Result<u64, DecodeError>,
+}
+
+/// A segment to be restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SegmentLife {
+    /// Its number.
+    pub segment: u32,
+    /// Its life.
+    pub life: u64,
+}
+
+/// A log to be restored, and what must happen before it is.
+#[derive(Debug)]
+pub struct Recovery {
+    /// The log. It is empty until [`Log::restore`] was called.
+    pub log: Log,
+    /// Segments to remove from the device first, durably and in this order: the unreadable, and the oldest of those that
+    /// are more than the capacity allows.
+    pub discard: Vec<u32>,
+    /// The others, in the order in which [`Log::restore`] takes them: youngest first.
+    pub order: Vec<SegmentLife>,
+}
+
+/// A call that does not fit the state of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum RestoreError {
+    /// This segment is not the next to be restored.
+    #[error("segment {found:?} cannot be restored now, but {expected:?}")]
+    OutOfOrder {
+        /// What came.
+        found: SegmentLife,
+        /// What should have come; `None` if all have.
+        expected: Option<SegmentLife>,
+    },
+    /// Some segments were not restored yet.
+    #[error("{left} segments were not restored yet")]
+    Unfinished {
+        /// How many.
+        left: usize,
+    },
+    /// The log is not being restored.
+    #[error("the log is not being restored")]
+    NotRestoring,
+}
+
+/// What was found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RestoreReport {
+    /// Segments with records.
+    pub segments: u64,
+    /// Of these, segments whose footer said it all.
+    pub footers: u64,
+    /// Segments that could not be read to their end.
+    pub cut_short: u64,
+    /// Records of pages, whether they count or not.
+    pub page_records: u64,
+    /// Pages whose time is over.
+    pub expired: u64,
+    /// Tombstones.
+    pub tombstones: u64,
+    /// Records that were begun and are not whole.
+    pub torn_records: u64,
+    /// The largest generation of a page.
+    pub generation_max: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Restoring {
+    /// The next is the last of these.
+    order: Vec<SegmentLife>,
+    total: usize,
+    /// By page: the largest number of a tombstone, or of a record whose time is over, and whether that may not be durable.
+    killed: BTreeMap<PageId, (u64, bool)>,
+    /// Largest number of a record.
+    number_max: u64,
+    report: RestoreReport,
+}
+
+impl Restoring {
+    pub(super) fn left(&self) -> usize {
+        self.order.len()
+    }
+
+    /// For a test that shows that the order counts.
+    #[cfg(test)]
+    pub(super) fn reverse(&mut self) {
+        self.order.reverse();
+    }
+
+    fn kill(&mut self, id: PageId, number: u64, dirty: bool) {
+        let known = self.killed.entry(id).or_insert((number, dirty));
+        if number > known.0 {
+            *known = (number, dirty);
+        }
+    }
+}
+
+/// How far the keeper knows what was restored.
+#[derive(Debug)]
+pub(super) struct Settling {
+    /// Life and offset of the last page that it was told of.
+    after: (u64, u64),
+    /// What is younger came by itself.
+    last_life: u64,
+}
+
+impl Recovery {
+    /// Sorts out what was found.
+    pub fn new(config: LogConfig, found: Vec<FoundSegment>) -> Recovery {
+        let mut log = Log::new(config);
+        let (mut kept, mut discard) = by_life(found);
+        log.next_life = kept.last_key_value().map_or(1, |(life, _)| life.saturating_add(1));
+        while kept.len() > log.config.segments_max as usize {
+            discard.extend(kept.pop_first().map(|(_, segment)| segment));
+        }
+        let oldest_first: Vec<SegmentLife> =
+            kept.into_iter().map(|(life, segment)| SegmentLife { segment, life }).collect();
+        let order = oldest_first.iter().rev().copied().collect();
+        log.restoring = Some(Restoring {
+            total: oldest_first.len(),
+            order: oldest_first,
+            killed: BTreeMap::new(),
+            number_max: 0,
+            report: RestoreReport::default(),
+        });
+        Recovery { log, discard, order }
+    }
+}
+
+/// Sorts by life; what has none is to be removed. So is a second segment of the same life: one of them is a copy.
+fn by_life(found: Vec<FoundSegment>) -> (BTreeMap<u64, u32>, Vec<u32>) {
+    let (mut kept, mut discard) = (BTreeMap::new(), Vec::new());
+    for FoundSegment { segment, life } in found {
+        match life {
+            Ok(life) => discard.extend(kept.insert(life, segment)),
+            Err(_) => discard.push(segment),
+        }
+    }
+    (kept, discard)
+}
+
+impl Log {
+    /// Whether segments are still to be restored.
+    pub fn is_restoring(&self) -> bool {
+        self.restoring.is_some()
+    }
+
+    /// Takes what the next segment of [`Recovery::order`] holds. Its pages can be found and read from now on.
+    pub fn restore(&mut self, scanned: ScannedSegment, now_unix_ms: u64) -> Result<(), RestoreError> {
+        let mut restoring = self.restoring.take().ok_or(RestoreError::NotRestoring)?;
+        let found = SegmentLife { segment: scanned.segment, life: scanned.life };
+        let expected = restoring.order.last().copied();
+        let result = match expected == Some(found) {
+            true => {
+                restoring.order.pop();
+                self.restore_segment(&mut restoring, scanned, now_unix_ms);
+                Ok(())
+            }
+            false => Err(RestoreError::OutOfOrder { found, expected }),
+        };
+        self.restoring = Some(restoring);
+        result
+    }
+
+    fn restore_segment(&mut self, restoring: &mut Restoring, scanned: ScannedSegment, now_unix_ms: u64) {
+        let ScannedSegment { segment, life, records, end, footer, torn, cut_short } = scanned;
+        restoring.report.torn_records += torn;
+        if records.is_empty() && !cut_short {
+            self.segments.insert(segment, Segment::Free);
+            return;
+        }
+        restoring.report.segments += 1;
+        restoring.report.footers += u64::from(footer);
+        restoring.report.cut_short += u64::from(cut_short);
+        let young = restoring.total - restoring.order.len() <= UNSYNCED_SEGMENTS;
+        let dirty = young || !footer;
+        let rebuilt = Life { end, completed: u64::from(dirty), ..Life::new(life) };
+        self.segments.insert(segment, Segment::Sealed(rebuilt));
+        self.by_life.insert(life, segment);
+        restoring.take_killers(&records, dirty, now_unix_ms);
+        for record in &records {
+            if let RecordSummary::Page(page) = record {
+                self.restore_page(restoring, SegmentLife { segment, life }, page, now_unix_ms);
+            }
+        }
+        if let Some(rebuilt) = self.segments.get_mut(&segment).and_then(Segment::life_mut) {
+            rebuilt.slots.shrink_to_fit();
+            // Behind what could not be read there may be more: no footer must say that there is not.
+            rebuilt.wants_footer = !footer && !cut_short;
+            if rebuilt.wants_footer {
+                rebuilt.records = records;
+            }
+        }
+    }
+
+    fn restore_page(&mut self, restoring: &Restoring, at: SegmentLife, page: &PageSummary, now_unix_ms: u64) {
+        if is_expired(page.expires_unix_ms, now_unix_ms) {
+            self.forgetting.doubt(page.id, page.number + 1, at.life);
+            return;
+        }
+        if let Some(&(killer, dirty)) = restoring.killed.get(&page.id).filter(|(killer, _)| *killer > page.number) {
+            if dirty {
+                // A power failure may still take the tombstone: forgetting the page again must write another.
+                self.forgetting.doubt(page.id, killer, at.life);
+            }
+            return;
+        }
+        let known = self.index.find(&page.id);
+        if known.is_some_and(|slot| self.index.get(slot).number > page.number) {
+            return;
+        }
+        known.map(|slot| self.take_out(slot));
+        let bytes = record_bytes(page.payload_bytes as usize) as u64;
+        let used = self.index.namespace_bytes(&page.id.namespace);
+        if used.saturating_add(bytes) > self.index.quota(&page.id.namespace) {
+            self.counts.quota_pages += 1;
+            self.forgetting.doubt(page.id, page.number + 1, at.life);
+            return;
+        }
+        self.enter(at.segment, page);
+    }
+
+    /// All segments of [`Recovery::order`] were restored: the log takes writes from now on.
+    pub fn restored(&mut self) -> Result<RestoreReport, RestoreError> {
+        let restoring = self.restoring.take().ok_or(RestoreError::NotRestoring)?;
+        let left = restoring.left();
+        if left > 0 {
+            self.restoring = Some(restoring);
+            return Err(RestoreError::Unfinished { left });
+        }
+        // A record that could not be read now may be read another time, and must not have a number that is given again.
+        let unread = restoring.total as u64 * (self.config.segment_bytes / BLOCK_BYTES as u64);
+        self.next_number = restoring.number_max.saturating_add(1).saturating_add(unread);
+        let last_life = self.by_life.last_key_value().map_or(0, |(&life, _)| life);
+        self.settling = Some(Settling { after: (0, 0), last_life });
+        let segments: BTreeSet<u32> = self.by_life.values().copied().collect();
+        segments.into_iter().for_each(|segment| self.plan_footer(segment));
+        Ok(restoring.report)
+    }
+
+    /// Tells the keeper of at most `max` pages that were restored, oldest record first; whether there are more. Until then
+    /// they are not copied when their segment is reclaimed, unless they were used.
+    pub fn settle(&mut self, max: usize) -> bool {
+        let Some(Settling { after: (life, offset), last_life }) = self.settling.take() else { return false };
+        let next = self.by_life.range(life..=last_life.max(life)).find_map(|(&found, &segment)| {
+            let slots = self.pages_behind(segment, if found == life { offset } else { 0 });
+            (!slots.is_empty()).then_some((found, slots))
+        });
+        let Some((life, slots)) = next else { return false };
+        for &slot in slots.iter().take(max.max(1)) {
+            let offset = self.index.get(slot).offset();
+            self.settling = Some(Settling { after: (life, offset), last_life });
+            self.keep(slot);
+        }
+        true
+    }
+}
+
+impl Restoring {
+    /// Looks at what counts against records of this segment and older ones.
+    fn take_killers(&mut self, records: &[RecordSummary], dirty: bool, now_unix_ms: u64) {
+        for record in records {
+            self.number_max = self.number_max.max(record.number());
+            match record {
+                RecordSummary::Page(page) => {
+                    self.report.page_records += 1;
+                    self.report.generation_max = self.report.generation_max.max(page.generation);
+                    if is_expired(page.expires_unix_ms, now_unix_ms) {
+                        self.report.expired += 1;
+                        self.kill(page.id, page.number, false);
+                    }
+                }
+                RecordSummary::Tombstone(tombstone) => {
+                    self.report.tombstones += 1;
+                    self.kill(tombstone.id, tombstone.number, dirty);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! What the model does not reach, and what is to be seen alone.
+
+use super::*;
+use larder_format::footer::{PageSummary, TombstoneSummary};
+
+const BIG: u64 = 4 << 20;
+
+fn summary(n: u8, number: u64, offset: u64) -> PageSummary {
+    PageSummary {
+        id: id(n),
+        offset,
+        number,
+        parent: PageKey::NONE,
+        payload_bytes: BLOCK_BYTES as u32,
+        generation: number,
+        position: 0,
+        expires_unix_ms: 0,
+    }
+}
+
+fn scanned(segment: u32, life: u64, records: Vec<RecordSummary>) -> ScannedSegment {
+    let end = records.last().map_or(BLOCK_BYTES as u64, |last| last.offset() + last.record_bytes());
+    ScannedSegment { segment, life, records, end, footer: true, torn: 0, cut_short: false }
+}
+
+fn restored(config: LogConfig, segments: Vec<ScannedSegment>) -> Log {
+    let found = segments.iter().map(|one| FoundSegment { segment: one.segment, life: Ok(one.life) }).collect();
+    let Recovery { mut log, order, .. } = Recovery::new(config, found);
+    let mut by_number: BTreeMap<u32, ScannedSegment> = segments.into_iter().map(|one| (one.segment, one)).collect();
+    for segment in order {
+        log.restore(by_number.remove(&segment.segment).unwrap(), 0).unwrap();
+    }
+    log.restored().unwrap();
+    log
+}
+
+proptest! {
+    /// The rule, computed at once from all records, whatever segments they stand in.
+    #[test]
+    fn the_largest_number_counts(
+        records in prop::collection::vec((0..IDS, 0u8..4), 0..60),
+        cuts in prop::collection::vec(1usize..8, 0..20),
+        numbers in prop::collection::vec(0u32..40, 20..21),
+    ) {
+        let mut counts: BTreeMap<u8, Option<u64>> = BTreeMap::new();
+        let (mut segments, mut number, mut rest) = (Vec::new(), 0, records.as_slice());
+        for (life, take) in cuts.iter().chain(std::iter::repeat(&60)).enumerate().take(cuts.len() + 1) {
+            let (some, more) = rest.split_at((*take).min(rest.len()));
+            rest = more;
+            let (mut offset, mut found) = (BLOCK_BYTES as u64, Vec::new());
+            for &(n, kind) in some {
+                number += 1;
+                counts.insert(n, (kind > 0).then_some(number));
+                found.push(match kind {
+                    0 => RecordSummary::Tombstone(TombstoneSummary { id: id(n), offset, number }),
+                    _ => RecordSummary::Page(summary(n, number, offset)),
+                });
+                offset += found.last().unwrap().record_bytes();
+            }
+            // Numbers of segments say nothing; within one, neither does the order.
+            found.reverse();
+            let name = numbers[life % numbers.len()] * 100 + life as u32;
+            segments.push(scanned(name, life as u64 + 1, found));
+        }
+        let log = restored(LogConfig { segment_bytes: BIG, ..config(100) }, segments);
+        for n in 0..IDS {
+            let expected = counts.get(&n).copied().flatten();
+            prop_assert_eq!(log.find(&id(n), 0).map(|entry| entry.number), expected);
+        }
+        prop_assert!(log.next_number > number);
+    }
+}
+
+/// A table larger than what is read at first.
+#[test]
+fn a_large_footer_takes_two_reads() {
+    let records: Vec<RecordSummary> = (0..2000).map(|n| RecordSummary::Tombstone(tombstone(n))).collect();
+    let footer = Footer { segment: 3, life: 8, records };
+    let bytes = footer.encode(&LOG);
+    assert!(bytes.len() as u64 > TAIL_BYTES);
+    let segment = [vec![0; BIG as usize * 4 - bytes.len()], bytes].concat();
+    for broken in [false, true] {
+        let mut segment = segment.clone();
+        let middle = segment.len() - TAIL_BYTES as usize - 500;
+        segment[middle] ^= u8::from(broken);
+        let mut scan = SegmentScan::new(LOG, 3, 8, segment.len() as u64, segment.len() as u64);
+        let mut reads = 0;
+        while let Some(ScanRead { offset, len }) = scan.next_read() {
+            scan.feed(&segment[offset as usize..offset as usize + len]);
+            reads += 1;
+        }
+        let found = scan.finish();
+        assert_eq!((found.footer, found.records.len()), (!broken, if broken { 0 } else { 2000 }));
+        assert!((reads == 2) != broken, "{reads}");
+    }
+}
+
+fn tombstone(n: u64) -> TombstoneSummary {
+    TombstoneSummary { id: id(n as u8), offset: (n + 1) * BLOCK_BYTES as u64, number: n + 1 }
+}
+
+/// The device cannot give the footer: it is hopped instead, and nothing is lost.
+#[test]
+fn a_footer_that_cannot_be_read_is_done_without() {
+    let mut disk = Disk::default();
+    let place = RecordPlace { segment: 0, life: 1, offset: BLOCK_BYTES as u64 };
+    let header = RecordHeader { place, number: 1, body: RecordBody::Page(meta(2, 1, 1, 0)) };
+    disk.cached.extend(blocks_of(&header));
+    let mut scan = SegmentScan::new(LOG, 0, 1, SEGMENT, SEGMENT);
+    assert!(scan.next_read().is_some());
+    scan.stop();
+    while let Some(ScanRead { offset, len }) = scan.next_read() {
+        let first = offset / BLOCK_BYTES as u64;
+        let blocks = (0..(len / BLOCK_BYTES) as u64).flat_map(|i| disk.read((0, first + i)));
+        scan.feed(&blocks.collect::<Vec<u8>>());
+    }
+    let found = scan.finish();
+    assert_eq!((found.records.len(), found.cut_short), (1, false));
+}
+
+/// A log of segments of 100 pages, with a device that never fails.
+struct Calm {
+    log: Log,
+    generation: u64,
+    copied: u64,
+}
+
+impl Calm {
+    fn new(segments_max: u32, keep_percent: u8) -> Calm {
+        let config = LogConfig { segment_bytes: 208 * BLOCK_BYTES as u64, segments_max, hash_seed: 1, keep_percent };
+        Calm { log: Log::new(config), generation: 0, copied: 0 }
+    }
+
+    fn page(&self, key: u64) -> PageMeta {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&key.to_le_bytes());
+        let id = PageId { namespace: NamespaceId([0; 32]), key: PageKey(bytes) };
+        PageMeta { id, ..meta(0, self.generation, 1, 0) }
+    }
+
+    fn put(&mut self, key: u64) -> PageId {
+        self.generation += 1;
+        let page = self.page(key);
+        for _ in 0..9 {
+            match self.log.append(&page).unwrap() {
+                Append::Write(write) => {
+                    self.log.write_done(write, WriteOutcome::Written);
+                    return page.id;
+                }
+                _ => self.work(),
+            }
+        }
+        panic!("no room for page {key}");
+    }
+
+    fn work(&mut self) {
+        while let Some(intent) = self.log.next_intent() {
+            match intent {
+                Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
+                Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
+                Intent::Clean(clean) => {
+                    for (id, number) in &clean.pages {
+                        let Some(entry) = self.log.find(id, 0) else { continue };
+                        let meta = PageMeta { id: *id, ..meta(0, entry.generation, 1, 0) };
+                        if let Append::Write(write) = self.log.copy(id, *number, &meta) {
+                            self.copied += 1;
+                            self.log.write_done(write, WriteOutcome::Written);
+                        }
+                    }
+                    self.log.cleaned(clean.segment, clean.life);
+                }
+            }
+        }
+        for ticket in self.log.sync_plan() {
+            self.log.sync_done(ticket, true);
+        }
+    }
+}
+
+/// Pages that are asked for again outlive many times their log's size of others.
+#[test]
+fn what_is_asked_for_is_kept() {
+    for (keep_percent, kept_at_least) in [(50, 100), (0, 0)] {
+        let mut calm = Calm::new(10, keep_percent);
+        // No more than half a segment is ever copied, so they are not to stand side by side.
+        let wanted: Vec<PageId> = (0..300).map(|key| calm.put(key)).step_by(3).collect();
+        for key in 0..5000 {
+            calm.put(1000 + key);
+            for n in 0..2 {
+                if let Some(ticket) = calm.log.begin_read(&wanted[(key as usize * 2 + n) % 100], 0) {
+                    calm.log.end_read(ticket);
+                }
+            }
+        }
+        let left = wanted.iter().filter(|id| calm.log.find(id, 0).is_some()).count();
+        assert!(left >= kept_at_least, "{left} with {keep_percent} %");
+        assert_eq!(left > 0, keep_percent > 0);
+        assert_eq!(calm.copied > 0, keep_percent > 0);
+    }
+}
+
+#[test]
+fn pinned_pages_stay_and_are_bounded() {
+    let mut calm = Calm::new(8, 50);
+    let mut pinned = Vec::new();
+    let error = (0..).find_map(|key| {
+        let id = calm.put(key);
+        calm.work();
+        let pin = calm.log.pin(&id, Pin::Hard);
+        pinned.push(id);
+        pin.err()
+    });
+    pinned.pop();
+    assert!(matches!(error, Some(PinError::Full { .. })), "{error:?}");
+    assert_eq!(pinned.len(), 208);
+    (0..5000).for_each(|key| {
+        calm.put(10_000 + key);
+    });
+    assert!(pinned.iter().all(|id| calm.log.find(id, 0).is_some()));
+    for id in &pinned {
+        calm.log.pin(id, Pin::None).unwrap();
+    }
+    assert_eq!(calm.log.counts().pinned_bytes, 0);
+    (0..5000).for_each(|key| {
+        calm.put(20_000 + key);
+    });
+    assert!(pinned.iter().all(|id| calm.log.find(id, 0).is_none()));
+}
+
+/// A log of few segments gives its oldest up as it is, and pins nothing.
+#[test]
+fn a_small_log_copies_nothing() {
+    let mut calm = Calm::new(3, 50);
+    let id = calm.put(1);
+    assert!(matches!(calm.log.pin(&id, Pin::Hard), Err(PinError::Full { max: 0, .. })));
+    (0..1000).for_each(|key| {
+        calm.put(10 + key);
+    });
+    assert_eq!(calm.copied, 0);
+}
+
+/// A page that a quota took away may come back after a crash: forgetting it takes a tombstone.
+#[test]
+fn what_a_quota_drops_is_in_doubt() {
+    let mut calm = Calm::new(8, 50);
+    let ids: Vec<PageId> = (0..20).map(|key| calm.put(key)).collect();
+    calm.log.set_quota(ids[0].namespace, 5 * 2 * BLOCK_BYTES as u64);
+    assert_eq!(calm.log.counts().pages, 5);
+    assert_eq!(calm.log.find(&ids[0], 0), None);
+    assert!(matches!(calm.log.forget(&ids[0]), Ok(Forget::Write { was_found: false, .. })));
+    calm.put(100);
+    assert_eq!(calm.log.counts().pages, 5);
+    calm.log.set_quota(ids[0].namespace, u64::MAX);
+    calm.put(101);
+    assert_eq!(calm.log.counts().pages, 6);
+}
+
+/// A page whose record of the largest number is over does not come back as an older put.
+#[test]
+fn a_page_is_over_at_a_start() {
+    let over = PageSummary { expires_unix_ms: 5000, ..summary(2, 9, BLOCK_BYTES as u64) };
+    let segments = || {
+        let old = vec![RecordSummary::Page(summary(2, 4, BLOCK_BYTES as u64))];
+        vec![scanned(0, 1, old), scanned(1, 2, vec![RecordSummary::Page(over)])]
+    };
+    assert_eq!(restored(config(5), segments()).find(&id(2), 0).map(|entry| entry.number), Some(9));
+    let Recovery { mut log, .. } = Recovery::new(
+        config(5),
+        vec![FoundSegment { segment: 0, life: Ok(1) }, FoundSegment { segment: 1, life: Ok(2) }],
+    );
+    segments().into_iter().rev().for_each(|segment| log.restore(segment, 5000).unwrap());
+    assert_eq!(log.restored().unwrap().expired, 1);
+    assert_eq!(log.find(&id(2), 5000), None);
+    while log.settle(1) {}
+    let Some(Intent::Prepare(prepare)) = ({
+        let _ = log.append(&meta(4, 1, 1, 0));
+        log.next_intent()
+    }) else {
+        panic!("a segment is made")
+    };
+    log.prepared(&prepare, PrepareOutcome::Ready);
+    assert!(matches!(log.forget(&id(2)), Ok(Forget::Write { .. })), "its records are still there");
+}
