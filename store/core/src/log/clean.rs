@@ -1,7 +1,7 @@
 //! Copying what will be asked for again out of the segment that is reclaimed next.
 //!
 //! Always true: what is copied is the record that would be found, under a new and larger number, in a younger segment;
-//! so a tombstone or a newer put, whenever it was planned, counts against the copy as against the original. Room for
+//! so a tombstone that is planned later counts against the copy as against the original. Room for
 //! the copies is reserved in the open segment before anybody is told, so cleaning never waits for room; writers may
 //! have to wait for cleaning.
 //!
@@ -15,7 +15,8 @@
 //! 2. For each of them, [`Log::hold`], a read, [`Log::end_read`]. What is damaged is dropped as ever. If the page was
 //!    forgotten, put anew or dropped meanwhile, step 3 says so.
 //! 3. [`Log::copy`] plans the copy, [`Log::write_done`] makes it the one that is found. Reads of the original hold its
-//!    segment as before. A forgetting between the two kills the copy by its number. A crash leaves the original, or
+//!    segment as before. A put that was planned before the copy and is written after it comes too late: the first
+//!    complete writer wins, as the copy has its page. A forgetting kills the copy by its number. A crash leaves the original, or
 //!    both; the copy counts, and if it is torn, the page is a miss. If the copy fails, the original is still found.
 //! 4. A sync of the copies' segment: now a crash leaves the copies.
 //! 5. [`Log::cleaned`]: what was not copied is evicted, the segment is reclaimed when idle, and written anew. If the
@@ -132,7 +133,7 @@ impl Log {
     }
 
     /// Plans the copy of a page that [`Intent::Clean`] named: `meta` is what its record `number` says. `Gone` if that
-    /// record is not the one that would be found, a put of the page is under way, or the room is not there any more.
+    /// record is not the one that would be found, or the room is not there any more.
     pub fn copy(&mut self, id: &PageId, number: u64, meta: &PageMeta) -> Append {
         let Spare::Cleaning(cleaning) = &mut self.spare else { return Append::Gone };
         if self.stopped || cleaning.left.get(id) != Some(&number) || meta.id != *id {
@@ -144,8 +145,7 @@ impl Log {
         let is_it = stored.number == number
             && stored.generation == meta.generation
             && stored.payload_bytes as usize == meta.payload_bytes();
-        // The put would have the smaller number, and lose against the page that it is to replace.
-        if !is_it || self.forgetting.is_pending(id) || self.open != Some(into) {
+        if !is_it || self.open != Some(into) {
             return Append::Gone;
         }
         let bytes = stored.record_bytes();

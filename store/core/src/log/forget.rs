@@ -56,11 +56,6 @@ impl Forgetting {
         self.pending.entry(*id).or_default().writes += 1;
     }
 
-    /// Whether writes of the page are under way.
-    pub(super) fn is_pending(&self, id: &PageId) -> bool {
-        self.pending.contains_key(id)
-    }
-
     /// Whether the page was forgotten since its record `number` was planned.
     pub(super) fn page_done(&mut self, id: &PageId, number: u64) -> bool {
         let Some(pending) = self.pending.get_mut(id) else { return false };

@@ -122,7 +122,8 @@ struct Model {
     quotas: BTreeMap<u8, u64>,
     /// Namespaces of which something was pinned since their quota was set: they may be over it.
     quota_pinned: BTreeSet<u8>,
-    rescued: u64,
+    /// Numbers of the records that were copies.
+    copies: BTreeSet<u64>,
     footers_found: u64,
 }
 
@@ -153,7 +154,7 @@ impl Model {
             pinned: BTreeMap::new(),
             quotas: BTreeMap::new(),
             quota_pinned: BTreeSet::new(),
-            rescued: 0,
+            copies: BTreeSet::new(),
             footers_found: 0,
         }
     }
@@ -338,7 +339,7 @@ impl Model {
         if self.control == Control::NoCopies {
             clean.pages.clear();
         }
-        let busy = self.writes.iter().any(|write| matches!(write.header.body, RecordBody::Page(_)));
+        let busy = self.writes.iter().any(|write| self.copies.contains(&write.header.number));
         if gives_up || (clean.pages.is_empty() && !busy) {
             if gives_up {
                 self.pinned.clear();
@@ -353,7 +354,7 @@ impl Model {
                 self.log.end_read(ticket);
                 if let Append::Write(write) = self.log.copy(&id, number, &meta) {
                     assert!(write.header.place.life > clean.life);
-                    self.rescued += 1;
+                    self.copies.insert(write.header.number);
                     self.writes.push(write);
                 }
             }
@@ -634,7 +635,7 @@ fn the_model_cleans_and_ends_segments() {
     let (mut rescued, mut footers) = (0, 0);
     for steps in cases().take(200) {
         let model = run(&steps, Control::None).unwrap();
-        rescued += model.rescued;
+        rescued += model.copies.len();
         footers += model.footers_found;
     }
     println!("{rescued} pages copied, {footers} footers found");

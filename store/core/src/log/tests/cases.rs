@@ -139,8 +139,12 @@ impl Calm {
     }
 
     fn put(&mut self, key: u64) -> PageId {
+        self.put_blocks(key, 1)
+    }
+
+    fn put_blocks(&mut self, key: u64, blocks: u64) -> PageId {
         self.generation += 1;
-        let page = self.page(key);
+        let page = PageMeta { id: self.page(key).id, ..meta(0, self.generation, blocks, 0) };
         for _ in 0..9 {
             match self.log.append(&page).unwrap() {
                 Append::Write(write) => {
@@ -161,7 +165,8 @@ impl Calm {
                 Intent::Clean(clean) => {
                     for (id, number) in &clean.pages {
                         let Some(entry) = self.log.find(id, 0) else { continue };
-                        let meta = PageMeta { id: *id, ..meta(0, entry.generation, 1, 0) };
+                        let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
+                        let meta = PageMeta { id: *id, ..meta(0, entry.generation, blocks, 0) };
                         if let Append::Write(write) = self.log.copy(id, *number, &meta) {
                             self.copied += 1;
                             self.log.write_done(write, WriteOutcome::Written);
@@ -225,6 +230,21 @@ fn pinned_pages_stay_and_are_bounded() {
         calm.put(20_000 + key);
     });
     assert!(pinned.iter().all(|id| calm.log.find(id, 0).is_none()));
+}
+
+/// Pages that nearly fill a segment find room, however much is to be copied into the segments that are opened for them.
+#[test]
+fn large_pages_get_in_beside_pinned_ones() {
+    let mut calm = Calm::new(8, 50);
+    for key in 0..208 {
+        let id = calm.put(key);
+        calm.work();
+        calm.log.pin(&id, Pin::Hard).unwrap();
+    }
+    for key in 0..200 {
+        calm.put_blocks(1000 + key, 200 - key % 150);
+    }
+    assert!((0..208).all(|key| calm.log.find(&calm.page(key).id, 0).is_some()));
 }
 
 /// A log of few segments gives its oldest up as it is, and pins nothing.
