@@ -40,7 +40,7 @@ pub(crate) struct Bell {
 impl Bell {
     fn new() -> io::Result<Bell> {
         // SAFETY: no memory is passed; the result is checked.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -52,20 +52,6 @@ impl Bell {
 
     pub(crate) fn descriptor(&self) -> RawFd {
         self.event.as_raw_fd()
-    }
-
-    /// Another handle on the event.
-    pub(crate) fn event(&self) -> io::Result<File> {
-        self.event.try_clone()
-    }
-
-    /// From now on [`Bell::clear`] may be called.
-    pub(crate) fn do_not_block(&self) -> io::Result<()> {
-        // SAFETY: a system call on our own descriptor; no memory is passed.
-        match unsafe { libc::fcntl(self.descriptor(), libc::F_SETFL, libc::O_RDWR | libc::O_NONBLOCK) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
     }
 
     /// Tells of a task, a timer or the end.

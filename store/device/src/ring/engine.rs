@@ -13,7 +13,6 @@ use crate::stats::Counters;
 use io_uring::{IoUring, opcode, squeue, types};
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,11 +75,6 @@ impl Engine {
     pub(super) fn facts(&self, executor: Executor) -> RingFacts {
         let (registered_buffers, registered_files) = (self.registered.buffers, self.files.registered);
         RingFacts { executor, registered_buffers, registered_files }
-    }
-
-    /// Has the kernel count answers into an eventfd.
-    pub(super) fn report_to(&self, event: RawFd) -> io::Result<()> {
-        self.ring.submitter().register_eventfd(event)
     }
 
     /// Has the bell answered by the kernel, once.

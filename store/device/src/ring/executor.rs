@@ -167,15 +167,27 @@ impl Device {
         self.tasks.queues().has_ready(share)
     }
 
-    /// Says that this thread will sleep. `false` if there is something to do first; then it is awake.
-    pub(super) fn fall_asleep(&self) -> bool {
+    /// Submits, and sleeps until something is answered or asked for, unless there is something to do.
+    pub(super) fn wait(&self) -> io::Result<()> {
+        self.engine.borrow_mut().take();
+        let sleep = self.fall_asleep();
+        let mut engine = self.engine.borrow_mut();
+        if sleep {
+            engine.listen();
+        }
+        let waited = match sleep || engine.has_business() {
+            true => engine.submit(sleep),
+            false => Ok(()),
+        };
+        self.bell.awake();
+        waited
+    }
+
+    /// Says that this thread will sleep. `false` if there is something to do first.
+    fn fall_asleep(&self) -> bool {
         let engine = self.engine.borrow();
         self.bell.fall_asleep(engine.has_room());
         // Whoever sent or rang before it could see that we sleep did not strike the bell.
-        let busy = self.bell.has_news() || engine.has_work() || self.has_ready(Share::Foreground);
-        if busy {
-            self.bell.awake();
-        }
-        !busy
+        !self.bell.has_news() && !engine.has_work() && !self.tasks.queues().has_any_ready()
     }
 }

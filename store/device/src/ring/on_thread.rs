@@ -9,10 +9,6 @@ use super::tasks::Share;
 const IDLE_ROUND: usize = 4;
 
 pub(super) fn run(device: &Device, ready: &Ready) {
-    if let Err(error) = device.bell.do_not_block() {
-        let _ = ready.send(Err(error));
-        return;
-    }
     let _ = ready.send(Ok(device.facts(Executor::Thread)));
     let mut rounds = 0usize;
     loop {
@@ -22,7 +18,7 @@ pub(super) fn run(device: &Device, ready: &Ready) {
         if device.is_done() {
             return;
         }
-        if let Err(error) = wait(device) {
+        if let Err(error) = device.wait() {
             // The requests with the kernel keep their memory (see `Table`); their askers meet their deadlines.
             tracing::error!(%error, "device ring failed and stops");
             return;
@@ -40,18 +36,4 @@ fn poll(device: &Device, round: usize) {
         false => [Share::Background, Share::Idle],
     };
     let _ = order.into_iter().any(|share| device.tasks.poll_one(share));
-}
-
-/// Submits, and sleeps until something is answered or asked for, unless there is something to do.
-fn wait(device: &Device) -> std::io::Result<()> {
-    device.engine.borrow_mut().take();
-    let others = device.has_ready(Share::Background) || device.has_ready(Share::Idle);
-    let sleep = !others && device.fall_asleep();
-    let mut engine = device.engine.borrow_mut();
-    if sleep {
-        engine.listen();
-    }
-    let waited = engine.submit(sleep);
-    device.bell.awake();
-    waited
 }

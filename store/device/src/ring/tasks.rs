@@ -34,6 +34,8 @@ pub enum Share {
 impl Share {
     const COUNT: usize = 3;
 
+    pub(super) const ALL: [Share; Share::COUNT] = [Share::Foreground, Share::Background, Share::Idle];
+
     /// Of the time that is wanted, in parts per [`Share::Foreground`]'s 1000.
     pub(super) fn weight(self) -> usize {
         match self {
@@ -85,6 +87,11 @@ impl Queues {
     /// Whether a task of this share wants to be polled.
     pub(super) fn has_ready(&self, share: Share) -> bool {
         !self.state.lock().ready[share as usize].is_empty()
+    }
+
+    /// Whether a task of any share wants to be polled.
+    pub(super) fn has_any_ready(&self) -> bool {
+        self.state.lock().ready.iter().any(|ready| !ready.is_empty())
     }
 
     /// Tasks of this share that want to be polled.
