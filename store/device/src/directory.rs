@@ -10,9 +10,12 @@ use crate::seam::SmallFile;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use thiserror::Error;
 
 const LOCK: &str = "larder.lock";
+const LOCK_TRIES: u32 = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(25);
 
 /// Why a directory cannot be used.
 #[derive(Debug, Error)]
@@ -54,7 +57,7 @@ impl Directory {
         let lock_path = path.join(LOCK);
         let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
         let lock = opened.map_err(OpenError::io("opening", &lock_path))?;
-        match lock.try_lock() {
+        match take(&lock) {
             Ok(()) => Ok(Directory { path: path.to_path_buf(), _lock: lock }),
             Err(TryLockError::WouldBlock) => Err(OpenError::Locked(path.to_path_buf())),
             Err(TryLockError::Error(error)) => Err(OpenError::io("locking", &lock_path)(error)),
@@ -134,6 +137,17 @@ impl Directory {
     fn sync(&self) -> io::Result<()> {
         File::open(&self.path)?.sync_all()
     }
+}
+
+/// Whoever had it before may be about to end, or may have a child that has not let go of it yet.
+fn take(lock: &File) -> Result<(), TryLockError> {
+    for _ in 1..LOCK_TRIES {
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+            tried => return tried,
+        }
+    }
+    lock.try_lock()
 }
 
 /// The file name of a segment.

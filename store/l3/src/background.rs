@@ -1,8 +1,9 @@
 //! What happens without anybody waiting for it: segments are made ready, seals written, and data synced.
 
-use crate::shared::{PrepareFailure, Shared, WriteGuard};
-use larder_core::log::{Intent, Prepare};
-use larder_device::{Block, Lane, Operation};
+use crate::clean::clean;
+use crate::shared::{PrepareFailure, Shared};
+use larder_core::log::{Intent, PlannedFooter, Prepare, WriteOutcome};
+use larder_device::{Block, Lane, Operation, Share};
 use larder_format::disk::SegmentHeader;
 use std::io;
 use std::sync::Arc;
@@ -10,6 +11,8 @@ use std::time::Duration;
 
 /// At least this often, what was written is made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(500);
+/// Pages that go by their time between two looks at what else there is to do.
+const EXPIRE_PAGES: usize = 512;
 
 /// Carries out what the log wants done, until the device is closed.
 pub(crate) async fn carry_out_intents(shared: Arc<Shared>) {
@@ -24,9 +27,9 @@ pub(crate) async fn carry_out_intents(shared: Arc<Shared>) {
                     }
                     shared.report_prepared(&prepare, result);
                 }
-                Intent::Write(planned) => {
-                    // A seal only speeds up the next start; an error of the device is counted by its next user.
-                    let _ = shared.write_record(WriteGuard::new(&shared, planned, None), None).await;
+                Intent::Footer(planned) => write_footer(&shared, planned).await,
+                Intent::Clean(wanted) => {
+                    shared.device.spawn(Share::Background, Box::pin(clean(shared.clone(), wanted)))
                 }
             }
         }
@@ -39,6 +42,10 @@ pub(crate) async fn sync_regularly(shared: Arc<Shared>) {
     while shared.open().is_ok() {
         shared.device.sleep(SYNC_EVERY).await;
         sync_all(&shared).await;
+        let now = shared.clock.now_unix_ms();
+        while shared.change(|log| log.expire(now, EXPIRE_PAGES)) {
+            tokio::task::yield_now().await;
+        }
     }
 }
 
@@ -47,6 +54,30 @@ pub(crate) async fn sync_all(shared: &Shared) {
     for ticket in shared.look(|log| log.sync_plan()) {
         let _ = shared.sync_segment(ticket).await;
     }
+}
+
+/// A footer only speeds up the next start: what fails here is scanned record by record.
+async fn write_footer(shared: &Shared, planned: PlannedFooter) {
+    let outcome = match try_write_footer(shared, &planned).await {
+        Ok(()) => WriteOutcome::Written,
+        Err(error) => {
+            shared.counters.io_errors.add(1);
+            let path = shared.segment_path(planned.footer.segment);
+            tracing::warn!(segment = %path.display(), %error, "footer not written");
+            WriteOutcome::Failed
+        }
+    };
+    shared.change(|log| log.footer_done(planned, outcome));
+}
+
+async fn try_write_footer(shared: &Shared, planned: &PlannedFooter) -> io::Result<()> {
+    let bytes = planned.footer.encode(&shared.log_id);
+    let mut slot = shared.arena.allocate(bytes.len()).ok_or(io::ErrorKind::OutOfMemory)?;
+    slot.copy_from_slice(&bytes);
+    let slot = slot.freeze();
+    let range = 0..slot.capacity();
+    let write = Operation::Write { offset: planned.offset, block: None, payload: Some((slot, range)) };
+    shared.run(planned.footer.segment, Lane::Background, write).await?.result
 }
 
 /// Makes the file if it is fresh, writes the segment's header, and makes both durable.

@@ -15,15 +15,18 @@
 //! - `superblock`: what must always be true of a log;
 //! - `recovery`: what the segments hold at the start;
 //! - `read`, `write`, `forget`: what callers ask for;
-//! - `background`: segments made ready, and syncs;
+//! - `background`: segments made ready, footers, and syncs; `clean`: what is rescued out of the oldest segment;
+//! - `scrub`: reading everything again, slowly;
 //! - `shared`: the state that all of them use, and guards for what is under way.
 
 mod background;
+mod clean;
 mod error;
 mod forget;
 mod options;
 mod read;
 mod recovery;
+mod scrub;
 mod shared;
 mod stats;
 mod store;
@@ -31,7 +34,9 @@ mod superblock;
 mod write;
 
 pub use error::L3Error;
+pub use larder_core::log::Pin;
 pub use options::{L3Options, WRITE_QUEUE_BYTES_MAX};
-pub use recovery::RecoveryReport;
+pub use recovery::{RecoveryProgress, RecoveryReport};
+pub use scrub::ScrubProgress;
 pub use stats::L3Stats;
 pub use store::{L3, L3Entry};

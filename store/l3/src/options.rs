@@ -1,9 +1,10 @@
 //! How an L3 is set up.
 
 use crate::L3Error;
-use larder_device::RingOptions;
+use larder_device::{Clock, RingOptions};
 use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Most bytes of pages that were taken for writing and are not on the device yet. Writers wait for room.
 pub const WRITE_QUEUE_BYTES_MAX: usize = 64 << 20;
@@ -17,6 +18,7 @@ const SEGMENTS_WANTED_MAX: u64 = 4096;
 const SEGMENTS_MIN: u64 = 2;
 /// Most segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;
+const KEEP_PERCENT_MAX: u8 = 75;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
 /// Where the log lies and how large it may grow.
@@ -32,6 +34,15 @@ pub struct L3Options {
     pub segment_bytes: u64,
     /// Most requests with the device at a time, 1..=1024. 16 is good.
     pub queue_depth: u32,
+    /// Percent of the log that is kept for pages which will be asked for again: they are copied when their segment's turn to
+    /// be written anew has come. 0 to 75. More keeps more and writes more: at most 1 / (1 - keep) times what is put.
+    pub keep_percent: u8,
+    /// Bytes per second that the scrub reads at most; 0 means only when asked. Default 32 MiB.
+    pub scrub_bytes_per_second: u64,
+    /// Time between two passes of the scrub. Default one day.
+    pub scrub_interval: Duration,
+    /// What time it is.
+    pub clock: Clock,
     /// Where randomness comes from; the system by default. With a seed, runs can be repeated, and strangers can guess.
     pub seed: Option<u64>,
 }
@@ -39,7 +50,17 @@ pub struct L3Options {
 impl L3Options {
     /// A log of `capacity_bytes` in `dir`, the rest by default.
     pub fn new(dir: impl Into<PathBuf>, capacity_bytes: u64) -> L3Options {
-        L3Options { dir: dir.into(), capacity_bytes, segment_bytes: 0, queue_depth: 16, seed: None }
+        L3Options {
+            dir: dir.into(),
+            capacity_bytes,
+            segment_bytes: 0,
+            queue_depth: 16,
+            keep_percent: 50,
+            scrub_bytes_per_second: 32 << 20,
+            scrub_interval: Duration::from_secs(24 * 3600),
+            clock: Clock::system(),
+            seed: None,
+        }
     }
 
     /// Bytes of a segment for a new log.
@@ -86,6 +107,10 @@ impl L3Options {
         }
         if !(1..=QUEUE_DEPTH_MAX).contains(&self.queue_depth) {
             let message = format!("queue_depth is {}: it must be in 1..={QUEUE_DEPTH_MAX}", self.queue_depth);
+            return Err(L3Error::Options(message));
+        }
+        if self.keep_percent > KEEP_PERCENT_MAX {
+            let message = format!("keep_percent is {}: it must be in 0..={KEEP_PERCENT_MAX}", self.keep_percent);
             return Err(L3Error::Options(message));
         }
         Ok(())

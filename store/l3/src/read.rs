@@ -2,7 +2,7 @@
 
 use crate::L3Error;
 use crate::shared::{ReadGuard, Shared};
-use larder_core::log::Entry;
+use larder_core::log::{Entry, ReadTicket};
 use larder_device::{Done, Lane, Operation, Slot, SlotMut};
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
 use larder_format::{PageId, PageMeta};
@@ -13,8 +13,23 @@ use tokio::sync::oneshot;
 impl Shared {
     /// Reads header and payload at once, and verifies both.
     pub(crate) async fn read(self: &Arc<Self>, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
-        let Some(ticket) = self.change(|log| log.begin_read(id)) else { return Ok(None) };
-        let entry = ticket.entry;
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.change(|log| log.begin_read(id, now)) else { return Ok(None) };
+        let found = self.read_record(ticket, Lane::Demand).await?;
+        if let Some((_, payload)) = &found {
+            self.counters.reads.add(1);
+            self.counters.read_bytes.add(payload.len() as u64);
+        }
+        Ok(found)
+    }
+
+    /// Reads the record that the ticket holds. `None`: it is damaged and was dropped.
+    pub(crate) async fn read_record(
+        self: &Arc<Self>,
+        ticket: ReadTicket,
+        lane: Lane,
+    ) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        let (id, entry) = (ticket.id, ticket.entry);
         let guard = ReadGuard::new(self, ticket);
         let bytes = BLOCK_BYTES + entry.payload_bytes as usize;
         let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
@@ -25,28 +40,28 @@ impl Shared {
             drop(guard);
             let _ = reply.send(done);
         };
-        self.device.submit(entry.place.segment, Lane::Demand, operation, Box::new(on_done)).await?;
+        self.device.submit(entry.place.segment, lane, operation, Box::new(on_done)).await?;
         let Done { operation, result } = answer.await.map_err(|_| L3Error::Closed)?;
         match result {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return Ok(self.damaged(id, &entry, &error, &[]));
-            }
-            Err(error) => {
-                self.io_error("reading", entry.place.segment, error);
-                self.change(|log| log.drop_damaged(id, entry.number));
+                self.damaged(&id, &entry, &error, &[]);
                 return Ok(None);
+            }
+            // What cannot be read now may be readable later, but whoever asks for it is better off with a miss.
+            Err(error) => {
+                self.change(|log| log.drop_damaged(&id, entry.number));
+                return Err(self.io_error("reading", entry.place.segment, error));
             }
         }
         let Operation::Read { slot, .. } = operation else { return Ok(None) };
         let (header, payload) = slot.split_at(BLOCK_BYTES);
-        match self.verify(id, &entry, &header, &payload) {
-            Ok(meta) => {
-                self.counters.reads.add(1);
-                self.counters.read_bytes.add(payload.len() as u64);
-                Ok(Some((meta, payload.freeze())))
+        match self.verify(&id, &entry, &header, &payload) {
+            Ok(meta) => Ok(Some((meta, payload.freeze()))),
+            Err(problem) => {
+                self.damaged(&id, &entry, &problem, &header);
+                Ok(None)
             }
-            Err(problem) => Ok(self.damaged(id, &entry, &problem, &header)),
         }
     }
 
@@ -62,9 +77,9 @@ impl Shared {
     }
 
     /// A miss, a counter, and evidence.
-    fn damaged<T>(&self, id: &PageId, entry: &Entry, problem: &dyn std::fmt::Display, header: &[u8]) -> Option<T> {
+    fn damaged(&self, id: &PageId, entry: &Entry, problem: &dyn std::fmt::Display, header: &[u8]) {
         self.counters.corrupt.add(1);
-        self.change(|log| log.drop_damaged(id, entry.number));
+        let was_current = self.change(|log| log.drop_damaged(id, entry.number));
         tracing::warn!(
             page = ?id,
             file = %self.segment_path(entry.place.segment).display(),
@@ -76,6 +91,9 @@ impl Shared {
             %problem,
             "damaged page dropped"
         );
-        None
+        let listener = self.on_damage.read().clone();
+        if let (true, Some(listener)) = (was_current, listener) {
+            listener(*id);
+        }
     }
 }

@@ -1,20 +1,34 @@
 //! What the segments hold at the start.
+//!
+//! First every segment's header is read: then it is known which segments there are, in which order they were written, and
+//! which must go. The log can be asked from then on. The segments are scanned in the background, several at a time, and
+//! handed to the log newest first: whatever was forgotten was forgotten in a newer segment than it stands in, so a page may
+//! be served as soon as it is found. Writers wait until the last one was scanned.
 
 use crate::L3Error;
+use crate::shared::Shared;
 use futures::stream::{self, StreamExt, TryStreamExt};
-use larder_core::log::{LogConfig, Recovered, ScannedSegment, SegmentScan, recover};
+use larder_core::log::{FoundSegment, ScannedSegment, SegmentLife, SegmentScan};
 use larder_device::seam::run;
-use larder_device::{Arena, Device, Lane, Operation, segment_name};
-use larder_format::disk::LogId;
+use larder_device::{Arena, Device, Lane, Operation, SlotMut, segment_name};
+use larder_format::codec::DecodeError;
+use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::Duration;
+use tokio::time::Instant;
 
-/// Segments that are scanned at a time. Scanning moves small blocks, of which a device takes more at once than of pages.
-const SCANS: usize = 64;
+/// Headers that are read at a time. They are small blocks, of which a device takes more at once than of pages.
+const HEADERS_AT_ONCE: usize = 64;
+/// Segments that are scanned at a time.
+const SCANS: usize = 16;
 /// Bytes of the arena that a scan uses.
 const SCAN_BYTES: usize = 1 << 20;
+/// Pages that enter the keeper between two looks at what else there is to do.
+const SETTLE_PAGES: usize = 512;
+/// Times that a scan asks for memory, and the pause between.
+const MEMORY_TRIES: u32 = 1000;
+const MEMORY_PAUSE: Duration = Duration::from_millis(10);
 
 /// What was found at the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,96 +41,145 @@ pub struct RecoveryReport {
     pub tombstones: u64,
     /// Segments with records.
     pub segments: u64,
+    /// Segments that were read from their footers; the others were scanned record by record.
+    pub segments_by_footer: u64,
     /// Segments removed: unreadable ones, and the oldest that are more than the capacity allows.
     pub segments_removed: u64,
     /// Records that were begun and are not whole.
     pub torn_records: u64,
     /// Reads that the device refused.
     pub io_errors: u64,
-    /// The largest generation of a page found; later puts should have larger ones.
-    pub generation_max: u64,
     /// Duration in milliseconds.
     pub milliseconds: u64,
 }
 
-/// The log as it was found.
-pub(crate) struct Found {
-    pub(crate) recovered: Recovered,
-    pub(crate) report: RecoveryReport,
+/// How far the recovery is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecoveryProgress {
+    /// Segments scanned.
+    pub segments_scanned: u64,
+    /// Segments to scan.
+    pub segments: u64,
+    /// Present when all was scanned.
+    pub report: Option<RecoveryReport>,
 }
 
-/// Scans every segment, several at a time, and removes what must go.
-pub(crate) async fn find(
-    device: &Arc<dyn Device>,
-    arena: &Arc<Arena>,
-    log_id: LogId,
-    config: LogConfig,
-) -> Result<Found, L3Error> {
-    let began = Instant::now();
-    let numbers = device.segments().await.map_err(L3Error::io("listing", device.path()))?;
-    let io_errors = AtomicU64::new(0);
-    let scanned = scan_all(device, arena, log_id, config.segment_bytes, &numbers, &io_errors).await?;
-    for segment in &scanned {
-        if let Err(problem) = &segment.life {
-            let file = device.path().join(segment_name(segment.segment));
-            tracing::warn!(file = %file.display(), %problem, "segment has no valid header and is removed");
-        }
-    }
-    let recovered = recover(config, scanned);
-    for &segment in &recovered.discard {
-        let file = device.path().join(segment_name(segment));
-        device.remove(segment).await.map_err(L3Error::io("removing", file))?;
-    }
-    let report = RecoveryReport {
-        created: false,
-        pages: recovered.log.counts().pages,
-        tombstones: recovered.tombstones,
-        segments: recovered.segments,
-        segments_removed: recovered.discard.len() as u64,
-        torn_records: recovered.torn_records,
-        io_errors: io_errors.load(Ordering::Relaxed),
-        generation_max: recovered.generation_max,
-        milliseconds: began.elapsed().as_millis() as u64,
-    };
-    Ok(Found { recovered, report })
-}
-
-async fn scan_all(
+/// Reads every segment's header. Those that cannot be opened are reported like those that cannot be read.
+pub(crate) async fn find_segments(
     device: &Arc<dyn Device>,
     arena: &Arc<Arena>,
     log_id: LogId,
     segment_bytes: u64,
-    numbers: &[u32],
-    io_errors: &AtomicU64,
-) -> Result<Vec<ScannedSegment>, L3Error> {
-    let scans = SCANS.min(numbers.len()).min(arena.largest_free() / SCAN_BYTES / 2).max(1);
-    let scan = |number: u32| async move {
-        let path = device.path().join(segment_name(number));
-        device.open(number, segment_bytes).await.map_err(L3Error::io("opening", path))?;
-        scan_one(device, arena, number, SegmentScan::new(log_id, number, segment_bytes, segment_bytes), io_errors).await
+) -> Result<Vec<FoundSegment>, L3Error> {
+    let numbers = device.segments().await.map_err(L3Error::io("listing", device.path()))?;
+    let header = |number: u32| async move {
+        let life = match device.open(number, segment_bytes).await {
+            Ok(()) => read_header(device, arena, number, log_id).await?,
+            Err(error) => {
+                tracing::warn!(file = %device.path().join(segment_name(number)).display(), %error, "segment cannot be opened");
+                Err(DecodeError::Short("segment file"))
+            }
+        };
+        Ok::<_, L3Error>(FoundSegment { segment: number, life })
     };
-    stream::iter(numbers.iter().copied()).map(scan).buffer_unordered(scans).try_collect().await
+    stream::iter(numbers).map(header).buffer_unordered(HEADERS_AT_ONCE).try_collect().await
 }
 
-async fn scan_one(
+async fn read_header(
     device: &Arc<dyn Device>,
     arena: &Arc<Arena>,
     segment: u32,
-    mut scan: SegmentScan,
-    io_errors: &AtomicU64,
-) -> Result<ScannedSegment, L3Error> {
+    log_id: LogId,
+) -> Result<Result<u64, DecodeError>, L3Error> {
+    let slot = arena.allocate(BLOCK_BYTES).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
+    let answer = run(&**device, segment, Lane::Demand, Operation::read(0, slot)).await?;
+    let Ok(()) = answer.result else { return Ok(Err(DecodeError::Short("segment header"))) };
+    let Some(slot) = answer.into_slot() else { return Ok(Err(DecodeError::Short("segment header"))) };
+    Ok(SegmentHeader::decode(&slot).and_then(|header| match header.log_id == log_id && header.segment == segment {
+        true => Ok(header.life),
+        false => Err(DecodeError::Invalid("log or number of a segment")),
+    }))
+}
+
+/// Removes what must go before the log is used, durably and in this order.
+pub(crate) async fn discard(device: &Arc<dyn Device>, segments: &[u32]) -> Result<(), L3Error> {
+    for &segment in segments {
+        let file = device.path().join(segment_name(segment));
+        tracing::warn!(file = %file.display(), "segment is removed: unreadable, or more than the capacity allows");
+        device.remove(segment).await.map_err(L3Error::io("removing", file))?;
+    }
+    Ok(())
+}
+
+/// Scans the segments, newest first, and gives the log what they hold.
+pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun: RecoveryReport, began: Instant) {
+    let at_once = SCANS.min(shared.arena.largest_free() / SCAN_BYTES / 2).max(1);
+    let mut scans = stream::iter(order).map(|segment| scan(&shared, segment)).buffered(at_once);
+    while let Some(scanned) = scans.next().await {
+        let Ok(scanned) = scanned else { return };
+        let now = shared.clock.now_unix_ms();
+        if let Err(error) = shared.change(|log| log.restore(scanned, now)) {
+            tracing::error!(%error, "recovery: the log stays readable as far as it was scanned, and takes no writes");
+            return;
+        }
+        shared.progress.send_modify(|progress| progress.segments_scanned += 1);
+        tokio::task::yield_now().await;
+    }
+    drop(scans);
+    let restored = match shared.change(|log| log.restored()) {
+        Ok(restored) => restored,
+        Err(error) => return tracing::error!(%error, "recovery: the log takes no writes"),
+    };
+    let report = RecoveryReport {
+        pages: shared.look(|log| log.counts().pages),
+        tombstones: restored.tombstones,
+        segments: restored.segments,
+        segments_by_footer: restored.footers,
+        torn_records: restored.torn_records,
+        io_errors: shared.counters.recovery_io_errors.get(),
+        milliseconds: began.elapsed().as_millis() as u64,
+        ..begun
+    };
+    tracing::info!(dir = %shared.device.path().display(), ?report, "L3 recovered");
+    // Writers wait for this.
+    shared.progress.send_modify(|progress| progress.report = Some(report));
+    shared.prepared.send_modify(|_| ());
+    while shared.change(|log| log.settle(SETTLE_PAGES)) {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// An error means that the device is gone.
+async fn scan(shared: &Shared, at: SegmentLife) -> Result<ScannedSegment, L3Error> {
+    let SegmentLife { segment, life } = at;
+    let mut scan = SegmentScan::new(shared.log_id, segment, life, shared.segment_bytes, shared.segment_bytes);
     while let Some(read) = scan.next_read() {
-        let slot = arena.allocate(read.len).ok_or(L3Error::NoMemory { bytes: read.len })?;
-        let answer = run(&**device, segment, Lane::Demand, Operation::read(read.offset, slot)).await?;
+        let Some(slot) = memory(shared, read.len).await else {
+            scan.stop();
+            continue;
+        };
+        let answer = shared.run(segment, Lane::Demand, Operation::read(read.offset, slot)).await?;
         match (answer.result, answer.operation) {
             (Ok(()), Operation::Read { slot, .. }) => scan.feed(&slot),
             (result, _) => {
-                // The rest of the segment is lost, which is a miss for each of its pages.
-                io_errors.fetch_add(1, Ordering::Relaxed);
+                // What cannot be read is lost, which is a miss for each of its pages.
+                shared.counters.recovery_io_errors.add(1);
                 tracing::warn!(segment, offset = read.offset, ?result, "segment cannot be read to its end");
                 scan.stop();
             }
         }
     }
     Ok(scan.finish())
+}
+
+/// Memory for a scan. The node is up while it scans, and others may have all of it for a while.
+async fn memory(shared: &Shared, bytes: usize) -> Option<SlotMut> {
+    for _ in 0..MEMORY_TRIES {
+        if let Some(slot) = shared.arena.allocate(bytes) {
+            return Some(slot);
+        }
+        shared.device.sleep(MEMORY_PAUSE).await;
+    }
+    tracing::warn!(bytes, "recovery: no memory to scan with");
+    None
 }

@@ -3,17 +3,21 @@
 //! Always true: every planned write and every read ticket goes back to the log exactly once, whichever future is dropped
 //! and whichever thread ends: the guards see to it. The log is locked for short, never across an await.
 
-use crate::L3Error;
+use crate::options::WRITE_QUEUE_BYTES_MAX;
+use crate::scrub::ScrubProgress;
 use crate::stats::Counters;
+use crate::{L3Error, L3Options, RecoveryProgress};
 use larder_core::log::{Log, PlannedWrite, PrepareOutcome, ReadTicket, SyncTicket, WriteOutcome};
 use larder_device::seam::run;
-use larder_device::{Arena, Block, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
-use larder_format::disk::LogId;
+use larder_device::{Arena, Block, Clock, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
+use larder_format::PageId;
+use larder_format::disk::{BLOCK_BYTES, LogId};
 use parking_lot::RwLock;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 pub(crate) struct Shared {
@@ -31,7 +35,20 @@ pub(crate) struct Shared {
     /// Changes whenever a segment was made ready, or could not be.
     pub(crate) prepared: watch::Sender<Preparations>,
     pub(crate) closed: AtomicBool,
+    pub(crate) clock: Clock,
+    /// How far the recovery is; writers wait for its end.
+    pub(crate) progress: watch::Sender<RecoveryProgress>,
+    pub(crate) scrub: watch::Sender<ScrubProgress>,
+    /// A pass was asked for.
+    pub(crate) scrub_wanted: AtomicBool,
+    pub(crate) scrub_bytes_per_second: u64,
+    pub(crate) scrub_interval: Duration,
+    /// Hears of every page that was dropped since it was damaged.
+    pub(crate) on_damage: RwLock<Option<DamageListener>>,
 }
+
+/// Called with a page that was dropped since it was damaged; must be quick.
+pub(crate) type DamageListener = Arc<dyn Fn(PageId) + Send + Sync>;
 
 /// How preparing segments went so far.
 #[derive(Debug, Clone, Default)]
@@ -47,7 +64,7 @@ impl Shared {
         device: Arc<dyn Device>,
         log: Log,
         log_id: LogId,
-        write_queue_blocks: usize,
+        options: &L3Options,
     ) -> Shared {
         Shared {
             arena,
@@ -56,10 +73,17 @@ impl Shared {
             log: RwLock::new(log),
             log_id,
             counters: Counters::default(),
-            write_queue: Arc::new(Semaphore::new(write_queue_blocks)),
+            write_queue: Arc::new(Semaphore::new(WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES)),
             intents: Notify::new(),
             prepared: watch::Sender::new(Preparations::default()),
             closed: AtomicBool::new(false),
+            clock: options.clock,
+            progress: watch::Sender::default(),
+            scrub: watch::Sender::default(),
+            scrub_wanted: AtomicBool::new(false),
+            scrub_bytes_per_second: options.scrub_bytes_per_second,
+            scrub_interval: options.scrub_interval,
+            on_damage: RwLock::new(None),
         }
     }
 

@@ -39,6 +39,24 @@ pub struct L3Stats {
     pub forgotten_pages: u64,
     /// Pages that went with the segment that was given up for newer ones.
     pub evicted_pages: u64,
+    /// Pages that are to be copied when their segment is written anew.
+    pub kept_pages: u64,
+    /// Bytes of their records.
+    pub kept_bytes: u64,
+    /// Bytes of the records of hard-pinned pages.
+    pub pinned_bytes: u64,
+    /// Pages that went as their namespace was over its quota.
+    pub quota_pages: u64,
+    /// Pages that went as their time was over.
+    pub expired_pages: u64,
+    /// Footers written, which make the next start quick.
+    pub footers_written: u64,
+    /// Pages copied out of segments that were written anew, as they will be asked for again.
+    pub rescued_pages: u64,
+    /// Bytes of their payloads.
+    pub rescued_bytes: u64,
+    /// Bytes of memory of the index, and of what is known about which pages to keep.
+    pub index_bytes: u64,
     /// Pages dropped because what was read was not what had been written.
     pub corrupt: u64,
     /// Reads, writes and syncs that the device refused.
@@ -61,6 +79,9 @@ pub(crate) struct Counters {
     pub(crate) forgotten_pages: Counter,
     pub(crate) corrupt: Counter,
     pub(crate) io_errors: Counter,
+    pub(crate) recovery_io_errors: Counter,
+    pub(crate) rescued_pages: Counter,
+    pub(crate) rescued_bytes: Counter,
     pub(crate) syncs: Counter,
 }
 
@@ -72,7 +93,7 @@ impl Counter {
         self.0.fetch_add(count, Ordering::Relaxed);
     }
 
-    fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -89,11 +110,19 @@ impl Counters {
             segments_prepared: log.segments_prepared,
             segments_abandoned: log.segments_abandoned,
             evicted_pages: log.evicted_pages,
+            kept_pages: log.kept_pages,
+            kept_bytes: log.kept_bytes,
+            pinned_bytes: log.pinned_bytes,
+            quota_pages: log.quota_pages,
+            expired_pages: log.expired_pages,
+            footers_written: log.footers,
             reads: self.reads.get(),
             read_bytes: self.read_bytes.get(),
             writes: self.writes.get(),
             written_bytes: self.written_bytes.get(),
             forgotten_pages: self.forgotten_pages.get(),
+            rescued_pages: self.rescued_pages.get(),
+            rescued_bytes: self.rescued_bytes.get(),
             corrupt: self.corrupt.get(),
             io_errors: self.io_errors.get(),
             syncs: self.syncs.get(),

@@ -2,13 +2,14 @@
 
 use crate::background::{carry_out_intents, sync_all, sync_regularly};
 use crate::options::WRITE_QUEUE_BYTES_MAX;
-use crate::recovery::{self, Found};
+use crate::recovery::{self, RecoveryProgress};
+use crate::scrub::{self, ScrubProgress};
 use crate::shared::Shared;
 use crate::{L3Error, L3Options, L3Stats, RecoveryReport, superblock};
-use larder_core::log::{Entry, LogConfig};
-use larder_device::{Arena, Device, FileDevice, Share, Slot};
+use larder_core::log::{Entry, LogConfig, Pin, Recovery};
+use larder_device::{Arena, BoxFuture, Device, FileDevice, Share, Slot};
 use larder_format::disk::BLOCK_BYTES;
-use larder_format::{PageId, PageKey, PageMeta};
+use larder_format::{NamespaceId, PageId, PageMeta};
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,14 +27,12 @@ pub struct L3Entry {
     pub generation: u64,
     /// Place in its sequence, in pages.
     pub position: u32,
-    /// The page before it.
-    pub parent: PageKey,
 }
 
 impl From<&Entry> for L3Entry {
     fn from(entry: &Entry) -> L3Entry {
-        let Entry { payload_bytes, generation, position, parent, .. } = *entry;
-        L3Entry { payload_bytes, generation, position, parent }
+        let Entry { payload_bytes, generation, position, .. } = *entry;
+        L3Entry { payload_bytes, generation, position }
     }
 }
 
@@ -51,30 +50,87 @@ struct Running {
 
 impl L3 {
     /// Opens the log in `options.dir`, or makes one, on a device of its own.
-    pub async fn open(options: L3Options, arena: Arc<Arena>) -> Result<(L3, RecoveryReport), L3Error> {
+    pub async fn open(options: L3Options, arena: Arc<Arena>) -> Result<L3, L3Error> {
         options.check()?;
         let device = FileDevice::open(&options.dir, arena.clone(), options.ring())?;
         L3::open_on(device, options, arena).await
     }
 
-    /// Opens the log on `device`, or makes one.
-    pub async fn open_on(
-        device: Arc<dyn Device>,
-        options: L3Options,
-        arena: Arc<Arena>,
-    ) -> Result<(L3, RecoveryReport), L3Error> {
+    /// Opens the log on `device`, or makes one. It can be read from then on; what it holds is found while its segments are
+    /// scanned, newest first, and writers wait for the end of that: see [`L3::recovery`] and [`L3::recovered`].
+    pub async fn open_on(device: Arc<dyn Device>, options: L3Options, arena: Arc<Arena>) -> Result<L3, L3Error> {
         options.check()?;
+        let began = tokio::time::Instant::now();
         let (superblock, created) = superblock::find_or_make(&*device, &options).await?;
-        let segments_max = options.segments_max(superblock.segment_bytes)?;
-        let hash_seed = options.seed.unwrap_or_else(rand::random);
-        let config = LogConfig { segment_bytes: superblock.segment_bytes, segments_max, hash_seed };
-        let Found { recovered, report } = recovery::find(&device, &arena, superblock.log_id, config).await?;
-        let queue = WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES;
-        let shared = Arc::new(Shared::new(arena, device, recovered.log, superblock.log_id, queue));
-        shared.device.spawn(Share::Background, Box::pin(carry_out_intents(shared.clone())));
-        shared.device.spawn(Share::Background, Box::pin(sync_regularly(shared.clone())));
+        let segment_bytes = superblock.segment_bytes;
+        let config = LogConfig {
+            segment_bytes,
+            segments_max: options.segments_max(segment_bytes)?,
+            keep_percent: options.keep_percent,
+            hash_seed: options.seed.unwrap_or_else(rand::random),
+        };
+        let found = recovery::find_segments(&device, &arena, superblock.log_id, segment_bytes).await?;
+        let Recovery { log, discard, order } = Recovery::new(config, found);
+        recovery::discard(&device, &discard).await?;
+        let report = RecoveryReport { created, segments_removed: discard.len() as u64, ..RecoveryReport::default() };
+        let shared = Arc::new(Shared::new(arena, device, log, superblock.log_id, &options));
+        let segments = order.len() as u64;
+        shared.progress.send_replace(RecoveryProgress { segments, ..RecoveryProgress::default() });
+        let spawn = |share, task: BoxFuture<'static, ()>| shared.device.spawn(share, task);
+        spawn(Share::Foreground, Box::pin(recovery::restore(shared.clone(), order, report, began)));
+        spawn(Share::Background, Box::pin(carry_out_intents(shared.clone())));
+        spawn(Share::Background, Box::pin(sync_regularly(shared.clone())));
+        spawn(Share::Idle, Box::pin(scrub::scrub(shared.clone())));
         let running = Running { shared, capacity_bytes: options.capacity_bytes };
-        Ok((L3 { running: Arc::new(running) }, RecoveryReport { created, ..report }))
+        Ok(L3 { running: Arc::new(running) })
+    }
+
+    /// How far the recovery is.
+    pub fn recovery(&self) -> RecoveryProgress {
+        *self.shared().progress.borrow()
+    }
+
+    /// Waits until everything was scanned.
+    pub async fn recovered(&self) -> Result<RecoveryReport, L3Error> {
+        let mut progress = self.shared().progress.subscribe();
+        loop {
+            if let Some(report) = progress.borrow_and_update().report {
+                return Ok(report);
+            }
+            self.shared().open()?;
+            progress.changed().await.map_err(|_| L3Error::Closed)?;
+        }
+    }
+
+    /// How far the scrub is.
+    pub fn scrub(&self) -> ScrubProgress {
+        *self.shared().scrub.borrow()
+    }
+
+    /// Begins a pass of the scrub, or lets the one that is under way go on.
+    pub fn scrub_now(&self) {
+        self.shared().scrub_wanted.store(true, Ordering::Relaxed);
+    }
+
+    /// Most bytes of a namespace's pages; `u64::MAX` for no limit. What is over it goes.
+    pub fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
+        self.shared().change(|log| log.set_quota(namespace, bytes));
+    }
+
+    /// Holds pages, or lets them go; the number of pages that are held so now. Hard pins are refused beyond a quarter of the
+    /// log. They do not survive a restart.
+    pub fn pin(&self, ids: &[PageId], pin: Pin) -> usize {
+        self.shared().change(|log| ids.iter().filter(|id| log.pin(id, pin).is_ok()).count())
+    }
+
+    /// Pages were asked for and found in a faster tier.
+    pub fn touch(&self, ids: &[PageId]) {
+        self.shared().change(|log| ids.iter().for_each(|id| log.touch(id)));
+    }
+
+    /// Who is told of every page that was dropped since it was damaged; must be quick.
+    pub fn on_damage(&self, listener: impl Fn(PageId) + Send + Sync + 'static) {
+        *self.shared().on_damage.write() = Some(Arc::new(listener));
     }
 
     fn shared(&self) -> &Arc<Shared> {
@@ -83,7 +139,8 @@ impl L3 {
 
     /// What is known of a page. It may be gone by the time it is read.
     pub fn find(&self, id: &PageId) -> Option<L3Entry> {
-        self.shared().look(|log| log.find(id).map(L3Entry::from))
+        let now = self.shared().clock.now_unix_ms();
+        self.shared().look(|log| log.find(id, now).map(|entry| L3Entry::from(&entry)))
     }
 
     /// Most bytes of a page's payload.
@@ -116,13 +173,14 @@ impl L3 {
     /// Figures.
     pub fn stats(&self) -> L3Stats {
         let shared = self.shared();
-        let counts = shared.look(|log| log.counts());
+        let (counts, index_bytes) = shared.look(|log| (log.counts(), log.index_bytes()));
         let facts = shared.device.facts();
         let queued = WRITE_QUEUE_BYTES_MAX.saturating_sub(shared.write_queue.available_permits() * BLOCK_BYTES);
         L3Stats {
             bytes_capacity: self.running.capacity_bytes,
             bytes_on_device: counts.segments * shared.segment_bytes + BLOCK_BYTES as u64,
             write_queue_bytes: queued as u64,
+            index_bytes,
             direct_io: facts.direct_io,
             registered_buffers: facts.registered_buffers,
             ..shared.counters.stats(counts)
@@ -142,6 +200,8 @@ impl L3 {
             tracing::warn!("closing L3 while writes are under way");
         }
         sync_all(shared).await;
+        let scrub = *shared.scrub.borrow();
+        scrub::save(shared, &scrub).await;
         shared.intents.notify_one();
         shared.device.close().await;
     }

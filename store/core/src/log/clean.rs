@@ -119,7 +119,7 @@ impl Log {
                 None => (with.bytes(), 0),
             };
             let fits = life.end + reserved + bytes + beside + footer <= segment_bytes;
-            if fits && (pinned || reserved + bytes <= segment_bytes / 2) {
+            if fits && (pinned || reserved + bytes <= segment_bytes / 8 * 7) {
                 reserved += bytes;
                 room = with;
                 pages.push((id, stored.number));

@@ -28,7 +28,23 @@ pub fn options(dir: &Path, segments: u64) -> L3Options {
 }
 
 pub async fn open(dir: &Path, segments: u64, arena: &Arc<Arena>) -> (L3, RecoveryReport) {
-    L3::open(options(dir, segments), arena.clone()).await.unwrap()
+    open_with(options(dir, segments), arena).await
+}
+
+/// Opens it and waits until everything was found.
+pub async fn open_with(options: L3Options, arena: &Arc<Arena>) -> (L3, RecoveryReport) {
+    let l3 = L3::open(options, arena.clone()).await.unwrap();
+    let report = l3.recovered().await.unwrap();
+    (l3, report)
+}
+
+/// Waits until something is so.
+pub async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = deadline();
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 pub fn id(n: u32) -> PageId {

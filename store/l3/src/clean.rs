@@ -1,0 +1,55 @@
+//! Rescuing what will be asked for again out of a segment that is about to be written anew.
+//!
+//! Always true: a page is copied only as it was verified just now; the segment goes on to be written anew only once the
+//! copies are durable, or could not be made. A page that cannot be copied is evicted, which is a miss.
+
+use crate::L3Error;
+use crate::shared::{Shared, WriteGuard};
+use futures::stream::{self, StreamExt};
+use larder_core::log::{Append, Clean};
+use larder_device::Lane;
+use larder_format::PageId;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Pages that are copied at a time.
+const COPIES_AT_ONCE: usize = 4;
+
+/// Copies the pages that the log wants to keep, and reports to it, whatever came of them.
+pub(crate) async fn clean(shared: Arc<Shared>, clean: Clean) {
+    let copies = stream::iter(clean.pages).map(|(id, number)| copy(&shared, id, number));
+    let copied: Vec<_> = copies.buffer_unordered(COPIES_AT_ONCE).collect().await;
+    let mut targets = BTreeSet::new();
+    for outcome in copied {
+        match outcome {
+            Ok(Some(segment)) => {
+                targets.insert(segment);
+            }
+            Ok(None) => {}
+            Err(error) => tracing::warn!(segment = clean.segment, %error, "page not rescued from the oldest segment"),
+        }
+    }
+    // Not durable in its new place, a page would be lost by a crash of the machine that the old place survives.
+    let plan = shared.look(|log| log.sync_plan());
+    for ticket in plan.into_iter().filter(|ticket| targets.contains(&ticket.segment)) {
+        let _ = shared.sync_segment(ticket).await;
+    }
+    shared.change(|log| log.cleaned(clean.segment, clean.life));
+    // Room that was kept for copies may be had by writers now.
+    shared.prepared.send_modify(|_| ());
+}
+
+/// The segment it was copied to; `None` if there is nothing to copy any more.
+async fn copy(shared: &Arc<Shared>, id: PageId, number: u64) -> Result<Option<u32>, L3Error> {
+    let Some(ticket) = shared.change(|log| log.hold(&id, number)) else { return Ok(None) };
+    let Some((meta, payload)) = shared.read_record(ticket, Lane::Background).await? else { return Ok(None) };
+    let Append::Write(planned) = shared.change(|log| log.copy(&id, number, &meta)) else { return Ok(None) };
+    let segment = planned.header.place.segment;
+    let bytes = payload.len() as u64;
+    let answer = shared.write_record(WriteGuard::new(shared, planned, None), Some(payload)).await?;
+    let result = answer.await.map_err(|_| L3Error::Closed)?;
+    result.map_err(|error| shared.io_error("writing", segment, error))?;
+    shared.counters.rescued_pages.add(1);
+    shared.counters.rescued_bytes.add(bytes);
+    Ok(Some(segment))
+}

@@ -1,0 +1,97 @@
+//! What stays when the log is full: pages that are asked for, pins, quotas; and what goes by its time.
+
+mod common;
+
+use common::*;
+use larder_device::Clock;
+use larder_format::NamespaceId;
+use larder_l3::{L3Options, Pin};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_that_are_asked_for_outlive_those_that_are_not() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open(dir.path(), 12, &arena).await;
+    let hot: Vec<u32> = (0..20).collect();
+    for &n in &hot {
+        put(&l3, &arena, n, 1, 60_000).await;
+    }
+    let mut hits = 0;
+    // Ten times what the log holds goes by.
+    for n in 1000..3000 {
+        put(&l3, &arena, n, 1, 60_000).await;
+        hits += u32::from(get(&l3, hot[n as usize % hot.len()]).await.is_some());
+    }
+    let stats = l3.stats();
+    assert!(hits > 1900, "{hits} of 2000 hits, {stats:?}");
+    assert!(stats.rescued_pages > 100, "{stats:?}");
+    assert!(stats.rescued_bytes < stats.written_bytes, "copies are bounded: {stats:?}");
+    assert_eq!((stats.corrupt, stats.io_errors), (0, 0));
+    l3.close().await;
+    let (l3, _) = open(dir.path(), 12, &arena).await;
+    assert_eq!(get(&l3, hot[0]).await, Some(1), "it is found in its new place");
+    l3.close().await;
+    drop(l3);
+    assert_eq!(arena.used(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_keeping_the_oldest_go() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open_with(L3Options { keep_percent: 0, ..options(dir.path(), 12) }, &arena).await;
+    put(&l3, &arena, 0, 1, 60_000).await;
+    for n in 1000..1400 {
+        put(&l3, &arena, n, 1, 60_000).await;
+        get(&l3, 0).await;
+    }
+    assert_eq!((get(&l3, 0).await, l3.stats().rescued_pages), (None, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pinned_page_stays_until_it_is_let_go() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open(dir.path(), 12, &arena).await;
+    put(&l3, &arena, 7, 1, 60_000).await;
+    assert_eq!(l3.pin(&[id(7), id(8)], Pin::Hard), 1, "the other one is not there");
+    for n in 1000..1600 {
+        put(&l3, &arena, n, 1, 60_000).await;
+    }
+    assert!(l3.find(&id(7)).is_some() && l3.stats().pinned_bytes > 0);
+    assert_eq!((l3.pin(&[id(7)], Pin::None), l3.stats().pinned_bytes), (1, 0));
+    for n in 2000..3200 {
+        put(&l3, &arena, n, 1, 60_000).await;
+    }
+    assert!(l3.find(&id(7)).is_none(), "nobody asked for it");
+    // More than a quarter of the log is not held.
+    let all: Vec<_> = (3000..3200).map(id).filter(|id| l3.find(id).is_some()).collect();
+    let held = l3.pin(&all, Pin::Hard);
+    assert!(held > 0 && held * 65_536 <= 12 * MIB as usize / 4, "{held} of {}", all.len());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_namespace_keeps_to_its_quota() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open(dir.path(), 12, &arena).await;
+    l3.set_quota(NamespaceId([3; 32]), MIB);
+    for n in 0..100 {
+        put(&l3, &arena, n, 1, 60_000).await;
+        assert!(l3.stats().bytes_used <= MIB, "{:?}", l3.stats());
+    }
+    assert_eq!(get(&l3, 99).await, Some(1), "the newest is there");
+    assert!(l3.stats().pages >= 12);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_page_is_gone_when_its_time_is_over_and_after_a_restart() {
+    let (dir, arena) = (temp(), arena());
+    let at = |unix_ms| L3Options { clock: Clock::at(unix_ms), ..options(dir.path(), 8) };
+    let (l3, _) = open_with(at(1_000_000), &arena).await;
+    for (n, expires_unix_ms) in [(1, 1_600_000), (2, 0), (3, 999_999)] {
+        let (meta, slot) = page(&arena, n, 1, 10_000);
+        l3.write(larder_format::PageMeta { expires_unix_ms, ..meta }, slot, deadline()).await.unwrap();
+    }
+    assert_eq!((get(&l3, 1).await, get(&l3, 2).await, get(&l3, 3).await), (Some(1), Some(1), None));
+    l3.close().await;
+    let (l3, report) = open_with(at(1_700_000), &arena).await;
+    assert_eq!((get(&l3, 1).await, get(&l3, 2).await), (None, Some(1)));
+    assert_eq!(report.pages, 1);
+}
