@@ -217,7 +217,7 @@ impl Stack {
             dir.to_str().expect("a UTF-8 path"),
             "--l2",
             "64MiB",
-            "--l3",
+            "--l3-bytes",
             "256MiB",
         ]);
         node.line_with("larder://");

@@ -156,7 +156,7 @@ async fn a_full_l3_evicts_and_stays_within_its_bytes() {
         dir.path().to_str().unwrap(),
         "--l2",
         "32MiB",
-        "--l3",
+        "--l3-bytes",
         "24MiB",
     ]);
     node.line_with("larder://");

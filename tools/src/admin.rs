@@ -1,15 +1,15 @@
 //! `larder status` and `larder prefix …`: a router's admin API for people and scripts.
 
+use crate::nodes;
 use crate::output::say;
+use crate::tiers::time;
 use crate::up::{ADMIN_URL_FILE, DATA_DIR};
 use anyhow::{Context, Result, bail};
-use bytesize::ByteSize;
 use clap::{ArgGroup, Args, Subcommand};
 use comfy_table::{Table, presets};
-use larder_client::NodeView;
 use larder_router::admin::api::{
-    EngineStatus, ErrorResponse, ForgetResponse, InspectResponse, PATH_FORGET, PATH_INSPECT, PATH_STATUS, PATH_WARM,
-    PageStatus, PrefixRequest, StatusResponse, WarmResponse,
+    EngineStatus, ErrorResponse, ForgetResponse, InspectResponse, PATH_FORGET, PATH_INSPECT, PATH_PIN, PATH_STATUS,
+    PATH_UNPIN, PATH_WARM, PageStatus, PinRequest, PinResponse, PrefixRequest, StatusResponse, WarmResponse,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -48,8 +48,25 @@ pub enum Prefix {
     Inspect(PrefixArgs),
     /// Bring the pages of a prefix into DRAM; what nobody has is computed by a prefill engine
     Warm(PrefixArgs),
+    /// Hold the pages of a prefix in DRAM for a while, after those on NVMe were brought there
+    Pin(PinArgs),
+    /// End the pins of a prefix
+    Unpin(PrefixArgs),
     /// Forget the pages of a prefix, durably
     Forget(PrefixArgs),
+}
+
+/// Which prefix to pin, and for how long.
+#[derive(Debug, Args)]
+pub struct PinArgs {
+    /// How long: a number with s, m, h or d behind it, at most 30d
+    #[arg(long = "for", value_name = "TIME", value_parser = time)]
+    time: Duration,
+    /// Let them go when nothing else can. Otherwise they stay; a node refuses what would hold more than a quarter of its L2
+    #[arg(long)]
+    soft: bool,
+    #[command(flatten)]
+    prefix: PrefixArgs,
 }
 
 /// Which prefix.
@@ -154,6 +171,16 @@ pub async fn prefix(command: Prefix) -> Result<()> {
                 );
             })
         }
+        Prefix::Pin(args) => {
+            let PinArgs { time, soft, prefix } = args;
+            let request = PinRequest { prefix: prefix.request()?, seconds: time.as_secs(), soft };
+            let answer: PinResponse = prefix.target.send(PATH_PIN, Some(&request)).await?;
+            show_pins(&prefix.target, &answer, "pinned")
+        }
+        Prefix::Unpin(args) => {
+            let answer: PinResponse = args.target.send(PATH_UNPIN, Some(&args.request()?)).await?;
+            show_pins(&args.target, &answer, "no longer pinned")
+        }
         Prefix::Forget(args) => {
             let answer: ForgetResponse = args.target.send(PATH_FORGET, Some(&args.request()?)).await?;
             args.target.print(&answer, |forget| say!("{} of {} pages forgotten", forget.forgotten, forget.pages))?;
@@ -165,7 +192,16 @@ pub async fn prefix(command: Prefix) -> Result<()> {
     }
 }
 
-fn table(header: &[&str]) -> Table {
+fn show_pins(target: &Target, answer: &PinResponse, what: &str) -> Result<()> {
+    target.print(answer, |pins| say!("{} of {} pages {what}", pins.pinned, pins.pages))?;
+    if !answer.complete {
+        bail!("not every store node answered; try again when all are up");
+    }
+    Ok(())
+}
+
+/// A table without lines.
+pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(header);
@@ -174,13 +210,8 @@ fn table(header: &[&str]) -> Table {
 
 fn show_status(status: &StatusResponse) {
     say!("larder {}, router up {} s, store {}", status.version, status.uptime_seconds, status.store);
-    say!("\nstore nodes");
-    let mut nodes =
-        table(&["ADDRESS", "NODE", "STATE", "PAGES L2", "L2 USED", "PAGES L3", "L3 USED", "HITS L2/L3", "MISSES"]);
-    for node in &status.nodes {
-        nodes.add_row(node_row(node));
-    }
-    say!("{nodes}\n\nengines");
+    nodes::show(&status.nodes);
+    say!("\nengines");
     let mut engines = table(&["NAME", "ROLE", "URL", "MODEL", "STATE", "RUNNING", "L1 PAGES"]);
     for engine in &status.engines {
         engines.add_row(engine_row(engine));
@@ -197,30 +228,6 @@ fn show_status(status: &StatusResponse) {
         ]);
     }
     say!("{models}");
-}
-
-fn node_row(node: &NodeView) -> [String; 9] {
-    let state = node.status.as_ref().unwrap_or(&serde_json::Value::Null);
-    let number = |pointer: &str| state.pointer(pointer).and_then(serde_json::Value::as_u64);
-    let text = |pointer: &str| number(pointer).map_or("-".to_string(), |n| n.to_string());
-    let used = |tier: &str, of: &str| match (
-        number(&format!("/tiers/{tier}/bytes_used")),
-        number(&format!("/tiers/{tier}/{of}")),
-    ) {
-        (Some(used), Some(of)) => format!("{} of {}", ByteSize(used), ByteSize(of)),
-        _ => "-".to_string(),
-    };
-    [
-        node.address.clone(),
-        node.node_id.clone().unwrap_or_else(|| "-".into()),
-        if node.up { format!("up, epoch {}", node.epoch.unwrap_or_default()) } else { "away".into() },
-        text("/tiers/l2/pages"),
-        used("l2", "bytes_capacity"),
-        text("/tiers/l3/pages"),
-        used("l3", "bytes_capacity"),
-        format!("{}/{}", text("/counters/pages_hit_l2"), text("/counters/pages_hit_l3")),
-        text("/counters/pages_missed"),
-    ]
 }
 
 fn engine_row(engine: &EngineStatus) -> [String; 7] {

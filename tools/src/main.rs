@@ -7,9 +7,11 @@
 mod admin;
 mod bench;
 mod bundled;
+mod nodes;
 mod output;
 mod serve;
 mod signals;
+mod tiers;
 mod up;
 
 use anyhow::Result;
@@ -44,7 +46,7 @@ enum Command {
     Router(serve::RouterArgs),
     /// Show nodes, engines and models
     Status(admin::StatusArgs),
-    /// Inspect, warm or forget the cached pages of a text
+    /// Inspect, warm, pin or forget the cached pages of a text
     #[command(subcommand)]
     Prefix(admin::Prefix),
     /// Measure

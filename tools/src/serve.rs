@@ -2,11 +2,12 @@
 
 use crate::output::say;
 use crate::signals;
+use crate::tiers::{self, TierArgs};
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use larder_client::StoreUrl;
-use larder_node::{Node, NodeOptions};
+use larder_node::{L3Device, Node, NodeOptions};
 use larder_router::{Router, RouterOptions};
 use larder_worker::{Engine, EngineOptions, Role};
 use std::net::SocketAddr;
@@ -22,15 +23,24 @@ pub struct StoreArgs {
     /// Address of /healthz, /metrics and /status
     #[arg(long)]
     admin_listen: Option<SocketAddr>,
-    /// Directory of the node's identity and its L3; without one the node keeps pages in DRAM only
+    /// Directory of the node's identity and, unless --l3 is given, its L3; without both the node keeps pages in DRAM only
     #[arg(long)]
     data_dir: Option<PathBuf>,
     /// DRAM for pages (L2)
     #[arg(long, default_value = "1GiB")]
     l2: ByteSize,
-    /// Most disk for pages (L3)
-    #[arg(long, default_value = "4GiB")]
-    l3: ByteSize,
+    /// Most disk for pages in the data directory (L3); 0 for none
+    #[arg(long, default_value = "4GiB", conflicts_with = "l3")]
+    l3_bytes: ByteSize,
+    /// Directory on a device, and most bytes of pages there (L3), e.g. /mnt/nvme0/larder:1TiB; may be given several times,
+    /// once per device
+    #[arg(long, value_name = "DIRECTORY:SIZE", value_parser = tiers::device)]
+    l3: Vec<L3Device>,
+    #[command(flatten)]
+    tiers: TierArgs,
+    /// Bytes of L2 that are verified per second in the background; 0 for none
+    #[arg(long, default_value = "64MiB")]
+    scrub: ByteSize,
 }
 
 /// `larder prefill`, `larder decode`
@@ -87,15 +97,18 @@ pub struct RouterArgs {
 
 /// Runs a store node until it is asked to stop.
 pub async fn store(args: StoreArgs) -> Result<()> {
-    let node = Node::start(NodeOptions {
+    let mut options = NodeOptions {
         listen: args.listen,
         admin_listen: args.admin_listen,
         data_dir: args.data_dir,
         l2_bytes: args.l2.as_u64(),
-        l3_bytes: args.l3.as_u64(),
+        l3_bytes: args.l3_bytes.as_u64(),
+        l3: args.l3,
+        scrub_bytes_per_second: args.scrub.as_u64(),
         ..NodeOptions::default()
-    })
-    .await?;
+    };
+    args.tiers.apply(&mut options);
+    let node = Node::start(options).await?;
     say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
         say!("admin at http://{addr}");

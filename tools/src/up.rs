@@ -2,6 +2,7 @@
 //! HTTP, by URL.
 
 use crate::output::say;
+use crate::tiers::TierArgs;
 use crate::{bundled, signals};
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
@@ -49,7 +50,9 @@ pub struct Args {
     l2: ByteSize,
     /// Most disk for pages (L3) of each store node
     #[arg(long, default_value = "1GiB")]
-    l3: ByteSize,
+    l3_bytes: ByteSize,
+    #[command(flatten)]
+    tiers: TierArgs,
     /// Memory for the own pages (L1) of each engine
     #[arg(long, default_value = "128MiB")]
     l1: ByteSize,
@@ -123,13 +126,14 @@ async fn start(args: &Args, running: &mut Running) -> Result<()> {
         move || load(&folder)
     });
     for number in 0..args.nodes {
-        let options = NodeOptions {
+        let mut options = NodeOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             data_dir: Some(args.data_dir.join(format!("node-{number}"))),
             l2_bytes: args.l2.as_u64(),
-            l3_bytes: args.l3.as_u64(),
+            l3_bytes: args.l3_bytes.as_u64(),
             ..NodeOptions::default()
         };
+        args.tiers.apply(&mut options);
         running.nodes.push(Node::start(options).await.with_context(|| format!("store node {number}"))?);
     }
     let store = StoreUrl { nodes: running.nodes.iter().map(|node| node.addr().to_string()).collect() };

@@ -4,7 +4,7 @@
 //! request. [`StoreDirectory`] is the store in use; tests bring their own.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, StoreUrl, Tier};
+use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, PinKind, Pinned, StoreUrl, Tier};
 use larder_format::{NamespaceDescriptor, PageKey};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,6 +40,9 @@ pub trait PageIndex: Send + Sync + 'static {
 
     /// Forgets pages durably.
     fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten>;
+
+    /// Pins pages in L2 for `ttl`, or ends their pins.
+    fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned>;
 }
 
 /// The store behind a URL.
@@ -93,5 +96,9 @@ impl PageIndex for Client {
 
     fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten> {
         Box::pin(async move { Client::forget(self, &keys, deadline).await })
+    }
+
+    fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned> {
+        Box::pin(async move { Client::pin(self, &keys, kind, ttl, deadline).await })
     }
 }

@@ -4,13 +4,14 @@ use crate::buffer::{DynBuffer, downcast};
 use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
-use crate::put::{self, Budget, NewPage, PagePut};
+use crate::pin::{Pinned, milliseconds};
+use crate::put::{self, Budget, NewPage, PagePut, PutOptions};
 use crate::sink::{Got, PageSink, Sink};
 use crate::stats::{ClientStats, Counters, count};
 use crate::{StoreUrl, spread};
 use futures::future::join_all;
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
-use larder_wire::{MAX_KEYS, Request, Response, TierCode};
+use larder_wire::{MAX_KEYS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -302,9 +303,18 @@ impl Client {
     /// # Panics
     /// If the client was attached without a namespace.
     pub fn put(&self, page: NewPage, deadline: Instant) -> PagePut {
+        self.put_with(page, PutOptions::default(), deadline)
+    }
+
+    /// Like [`Client::put`], with options.
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub fn put_with(&self, page: NewPage, options: PutOptions, deadline: Instant) -> PagePut {
         let node = self.owner(&page.key);
         let inner = &self.inner;
-        put::begin(node, page, self.namespace().geometry, inner.budget.clone(), inner.counters.clone(), deadline)
+        let (budget, counters) = (inner.budget.clone(), inner.counters.clone());
+        put::begin(node, page, options, self.namespace().geometry, budget, counters, deadline)
     }
 
     /// Reads a page that exists, is being written, or will begin to be written before `deadline`, into a buffer of exactly
@@ -352,6 +362,30 @@ impl Client {
             forgotten.pages += pages.min(batch.len());
         }
         forgotten
+    }
+
+    /// Pins pages in L2 for `ttl` (at least a millisecond, at most 30 days), after they were brought there from L3. With
+    /// [`PinKind::None`] their pins end, at every node, and `ttl` does not matter.
+    pub async fn pin(&self, keys: &[PageKey], kind: PinKind, ttl: Duration, deadline: Instant) -> Pinned {
+        let ttl_ms = if kind == PinKind::None { 0 } else { milliseconds(ttl) };
+        let request = |keys| Request::Pin { keys, kind, ttl_ms };
+        let mut pinned = Pinned { complete: true, ..Pinned::default() };
+        if kind == PinKind::None {
+            for batch in keys.chunks(MAX_KEYS) {
+                for answer in self.ask_all(&request(batch.to_vec()), deadline).await {
+                    pinned.add(answer);
+                }
+            }
+            pinned.pages = pinned.pages.min(keys.len());
+            return pinned;
+        }
+        let mut asked = 0;
+        for (indices, answer) in self.ask_owners(keys, deadline, request).await {
+            asked += indices.len();
+            pinned.add(answer);
+        }
+        pinned.complete &= asked == keys.len();
+        pinned
     }
 
     /// Keeps `member` registered with every node while the guard lives: renewed before it expires, and at once when a node

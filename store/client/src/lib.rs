@@ -8,14 +8,16 @@
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
 //! Where things are: [`client`](Client) (what callers see) · `link` (one node: connect, multiplex, receive) · `sink` (where
-//! answers go, and the checks) · `put` · `follow` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
+//! answers go, and the checks) · `put` · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
 mod buffer;
 mod client;
+mod clock;
 mod follow;
 mod link;
 mod members;
+mod pin;
 mod put;
 mod sink;
 mod spread;
@@ -25,6 +27,7 @@ mod url;
 pub use client::{Client, ClientOptions, Forgotten, Lookup, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
 pub use members::{Member, Registration};
-pub use put::{NewPage, PagePut, PutOutcome};
+pub use pin::{PinKind, Pinned};
+pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
 pub use stats::ClientStats;
 pub use url::{StoreUrl, UrlError};

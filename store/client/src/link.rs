@@ -1,5 +1,6 @@
 //! One node: connect, say hello, multiplex requests, receive answers, reconnect with backoff.
 
+use crate::clock::now;
 use crate::sink::Sink;
 use larder_format::{NamespaceDescriptor, codec::DecodeError};
 use larder_wire::{
@@ -7,7 +8,7 @@ use larder_wire::{
     read_frame, write_frames,
 };
 use parking_lot::Mutex;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,7 +57,7 @@ pub(crate) struct Live {
 /// Where the answers of this connection's requests go.
 #[derive(Default)]
 struct Sinks {
-    waiting: HashMap<u64, Sink>,
+    waiting: BTreeMap<u64, Sink>,
     /// The request whose answer is being received, its sink taken out so that nobody else can end it in the middle of a
     /// payload; and whether it was cancelled meanwhile.
     in_hand: Option<(u64, bool)>,
@@ -247,7 +248,7 @@ async fn watch_for_silence(live: &Arc<Live>) -> io::Error {
         if live.frames.load(Ordering::Relaxed) != before {
             continue;
         }
-        let answer = live.ask(&Request::Members, Instant::now() + SILENCE_MAX).await;
+        let answer = live.ask(&Request::Members, now() + SILENCE_MAX).await;
         if answer.is_none() && live.frames.load(Ordering::Relaxed) == before {
             return io::Error::new(io::ErrorKind::TimedOut, "the node is silent");
         }
@@ -344,7 +345,7 @@ fn finish(mut sink: Sink, response: Response) -> Option<Sink> {
 }
 
 fn milliseconds_left(deadline: Instant) -> u32 {
-    let left = deadline.saturating_duration_since(Instant::now());
+    let left = deadline.saturating_duration_since(now());
     u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1)
 }
 

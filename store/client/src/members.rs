@@ -1,10 +1,11 @@
 //! Registering with the nodes: who serves here, and where.
 
+use crate::clock::now;
 use crate::link::Link;
 use larder_wire::{MAX_INFO_BYTES, MAX_NAME_BYTES, Request};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 /// A process that registered with the nodes: an engine.
@@ -54,7 +55,7 @@ async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationTok
         let renew = async {
             if let Some(live) = link.live() {
                 // Behind whatever is queued: a busy link is no reason to lapse.
-                live.send(&message, None, Instant::now() + TTL).await;
+                live.send(&message, None, now() + TTL).await;
             }
         };
         tokio::select! {

@@ -1,6 +1,8 @@
 //! Putting a page: reserve, hand over parts as they come into being, commit.
 
+use crate::clock::now;
 use crate::link::Live;
+use crate::pin::milliseconds;
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::{PageGeometry, PageKey, chunk_crcs};
@@ -8,7 +10,7 @@ use larder_wire::{CommitOutcome, Request, ReserveOutcome, Reserved, Response};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
 /// A page about to be put.
@@ -20,6 +22,19 @@ pub struct NewPage {
     pub parent: PageKey,
     /// Place in its sequence, in pages from 0.
     pub position: u32,
+}
+
+/// What a put may ask for beside being stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PutOptions {
+    /// The page is a miss so long after it was sealed; `None`: never. Rounded up to milliseconds.
+    pub ttl: Option<Duration>,
+}
+
+impl PutOptions {
+    fn ttl_ms(&self) -> u64 {
+        self.ttl.map_or(0, milliseconds)
+    }
 }
 
 /// How a put ended.
@@ -126,6 +141,7 @@ impl PagePut {
 pub(crate) fn begin(
     node: Option<Arc<Live>>,
     page: NewPage,
+    options: PutOptions,
     geometry: PageGeometry,
     budget: Arc<Budget>,
     counters: Arc<Counters>,
@@ -135,7 +151,7 @@ pub(crate) fn begin(
     let part_table = geometry.part_table();
     let put = PagePut { steps: Some(steps), budget, parts_left: part_table.clone() };
     tokio::spawn(async move {
-        let work = run(node, page, part_table, queue);
+        let work = run(node, page, options, part_table, queue);
         let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
         let (reply, outcome) = match ended {
             Some((reply, outcome)) => (Some(reply), outcome),
@@ -157,16 +173,23 @@ type Queue = mpsc::UnboundedReceiver<Step>;
 type Ended = Option<(oneshot::Sender<PutOutcome>, PutOutcome)>;
 
 /// Most time to wait for one answer of the node; the put's own deadline is over it.
-const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-async fn run(node: Option<Arc<Live>>, page: NewPage, part_table: Vec<u32>, mut queue: Queue) -> Ended {
+async fn run(
+    node: Option<Arc<Live>>,
+    page: NewPage,
+    options: PutOptions,
+    part_table: Vec<u32>,
+    mut queue: Queue,
+) -> Ended {
     let Some(node) = node else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
-    let reserve = Reserved { key: page.key, parent: page.parent, position: page.position, part_bytes: part_table };
+    let NewPage { key, parent, position } = page;
+    let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table };
     let put = node.number();
     // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
     let mut open = AbortOnDrop { node: &node, put, armed: true };
-    let answer = node.ask_as(put, &Request::Reserve(reserve), Instant::now() + ANSWER_TIMEOUT).await;
+    let answer = node.ask_as(put, &Request::Reserve(reserve), now() + ANSWER_TIMEOUT).await;
     let refused = match answer {
         Some(Response::Reserved { outcome: ReserveOutcome::Granted }) => {
             return send_parts(&mut open, &mut queue).await;
@@ -196,7 +219,7 @@ async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
 async fn send_parts(open: &mut AbortOnDrop<'_>, queue: &mut Queue) -> Ended {
     let (node, put) = (open.node, open.put);
     while let Some(step) = queue.recv().await {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let deadline = now() + ANSWER_TIMEOUT;
         match step {
             Step::Part { part, bytes } => {
                 let crcs = chunk_crcs(bytes.as_ref()).collect();
@@ -249,7 +272,7 @@ async fn compare(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue
                 let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
                 let Some(whole) = whole else { return Some((reply, PutOutcome::Lost)) };
                 let message = Request::Compare { key, crcs: whole.concat() };
-                let outcome = match node.ask(&message, Instant::now() + ANSWER_TIMEOUT).await {
+                let outcome = match node.ask(&message, now() + ANSWER_TIMEOUT).await {
                     Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
                     Some(Response::Committed(CommitOutcome::Refused)) => PutOutcome::Refused,
                     _ => PutOutcome::Lost,

@@ -1,7 +1,9 @@
 //! The client against a real node, over a real socket.
 
 use bytes::Bytes;
-use larder_client::{Client, ClientOptions, FollowEnd, Member, NewPage, PutOutcome, StoreUrl, Tier};
+use larder_client::{
+    Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier,
+};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::net::SocketAddr;
@@ -185,7 +187,7 @@ async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
 
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&[&node], 1).await;
-    assert_eq!(client.status(soon()).await[0].epoch.unwrap(), epoch + 1);
+    assert!(client.status(soon()).await[0].epoch.unwrap() > epoch);
     let numbers: Vec<u32> = (0..40).collect();
     for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
         match number {
@@ -342,4 +344,50 @@ async fn a_page_forgotten_while_it_is_read_stays_forgotten() {
 
 async fn client_sees_nothing(client: &Client, keys: &[PageKey]) -> bool {
     client.locate(keys, soon()).await.iter().all(Option::is_none)
+}
+
+#[tokio::test]
+async fn a_page_with_a_time_to_live_is_a_miss_after_it() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let page = NewPage { key: key(1), parent: PageKey::NONE, position: 0 };
+    let ttl = Some(Duration::from_millis(300));
+    let begin = Instant::now();
+    let mut put = client.put_with(page, PutOptions { ttl }, soon());
+    for (part, bytes) in parts(&payload(1)).into_iter().enumerate() {
+        put.part(part, bytes);
+    }
+    assert_eq!(put.commit(soon()).await, PutOutcome::Stored);
+    let (bytes, tier) = get(&client, &[1]).await.remove(0);
+    assert!(begin.elapsed() > Duration::from_millis(300) || (tier.is_some() && bytes == payload(1)));
+    tokio::time::sleep(Duration::from_millis(301)).await;
+    assert!(get(&client, &[1]).await[0].1.is_none());
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let keys: Vec<PageKey> = (0..600).map(key).collect();
+    for number in 0..300 {
+        put(&client, number).await;
+    }
+    let hour = Duration::from_secs(3600);
+    let pinned = client.pin(&keys[..50], PinKind::Hard, hour, soon()).await;
+    assert_eq!((pinned.pages, pinned.refused, pinned.complete), (50, None, true));
+    for number in 300..600 {
+        put(&client, number).await;
+    }
+    assert!(client.exists(&keys[..50], soon()).await.iter().all(|&there| there));
+    assert!(!client.exists(&keys[50..300], soon()).await.iter().all(|&there| there), "L2 is full");
+    let refused = client.pin(&keys, PinKind::Hard, hour, soon()).await;
+    assert!(refused.refused.unwrap().contains("a quarter of L2"));
+    let too_long = client.pin(&keys[..1], PinKind::Soft, 24 * 31 * hour, soon()).await;
+    assert!(too_long.refused.unwrap().contains("milliseconds"));
+    let ended = client.pin(&keys, PinKind::None, Duration::ZERO, soon()).await;
+    assert_eq!((ended.pages, ended.complete), (50, true));
+    node.shutdown().await;
+    assert!(!client.pin(&keys, PinKind::Soft, hour, soon()).await.complete, "nobody is there");
 }

@@ -4,6 +4,7 @@
 //! task for what has to wait. Everything that is sent goes through one bounded queue to the writing half, so a client that
 //! does not read holds up nobody but itself. When the connection ends, its tasks end and its open puts are given up.
 
+use crate::clock::now;
 use crate::node::Shared;
 use crate::puts::{Presence, Progress, Put};
 use crate::tiers::Page;
@@ -11,11 +12,12 @@ use futures::StreamExt;
 use larder_format::codec::DecodeError;
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, IO_BUFFER_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN,
-    Payload, Request, ReserveOutcome, Reserved, Response, TierCode, discard, read_frame, write_frames,
+    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, IO_BUFFER_BYTES, MAX_PIN_MS, PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN, Payload, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode, discard, read_frame,
+    write_frames,
 };
 use parking_lot::Mutex;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -61,7 +63,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
         out: sender,
         namespace: None,
         part_table: Vec::new(),
-        puts: HashMap::new(),
+        puts: BTreeMap::new(),
         tasks: Arc::default(),
         next_task: 0,
         permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
@@ -90,7 +92,7 @@ impl Drop for AbortOnDrop {
 }
 
 /// Tasks by a number of our own: a client may repeat its request numbers, and then cancels all of that number.
-type Tasks = Arc<Mutex<HashMap<u64, RunningTask>>>;
+type Tasks = Arc<Mutex<BTreeMap<u64, RunningTask>>>;
 
 struct RunningTask {
     request: u64,
@@ -104,7 +106,7 @@ struct Connection {
     /// Parts of a page of that namespace.
     part_table: Vec<u32>,
     /// Open puts, by the number of the request that reserved them.
-    puts: HashMap<u64, Arc<Put>>,
+    puts: BTreeMap<u64, Arc<Put>>,
     tasks: Tasks,
     next_task: u64,
     /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
@@ -115,10 +117,11 @@ struct Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let tasks: Vec<AbortHandle> = self.tasks.lock().drain().map(|(_, task)| task.handle).collect();
+        let tasks: Vec<AbortHandle> =
+            std::mem::take(&mut *self.tasks.lock()).into_values().map(|task| task.handle).collect();
         tasks.iter().for_each(AbortHandle::abort);
         for put in self.puts.values() {
-            self.shared.puts.abort(put);
+            self.shared.store.abort(put);
         }
     }
 }
@@ -165,6 +168,9 @@ impl Connection {
         }
         self.part_table = namespace.as_ref().map(|n| n.geometry.part_table()).unwrap_or_default();
         self.namespace = namespace.map(|n| n.id());
+        if let Some(namespace) = self.namespace {
+            self.shared.store.welcome(namespace);
+        }
         tracing::debug!(client = %name, namespace = ?self.namespace, "connected");
         let identity = &self.shared.identity;
         let (node_id, epoch) = (identity.node_id.clone(), identity.epoch);
@@ -182,10 +188,10 @@ impl Connection {
             }
             Request::Register { name, ttl_ms, info } => {
                 let ttl = Duration::from_millis(u64::from(ttl_ms));
-                Response::Count(u32::from(shared.members.register(name, info, ttl, Instant::now())))
+                Response::Count(u32::from(shared.members.register(name, info, ttl, now())))
             }
             Request::Withdraw(name) => Response::Count(u32::from(shared.members.withdraw(&name))),
-            Request::Members => Response::Members(shared.members.list(Instant::now())),
+            Request::Members => Response::Members(shared.members.list(now())),
             Request::Status => Response::Status(shared.status().to_string()),
             message => match self.namespace {
                 Some(namespace) => return self.page_request(header, namespace, message).await,
@@ -204,7 +210,7 @@ impl Connection {
         let request = header.request;
         match message {
             Request::Locate(keys) => {
-                let tiers = keys.into_iter().map(|key| shared.tiers.locate(&page(key))).collect();
+                let tiers = keys.into_iter().map(|key| shared.store.locate(&page(key))).collect();
                 self.answer(request, Response::Located(tiers)).await
             }
             Request::Reserve(reserved) => {
@@ -213,14 +219,14 @@ impl Connection {
             }
             Request::Commit { put } => {
                 let outcome = match self.puts.remove(&put) {
-                    Some(put) => shared.puts.commit(&put),
+                    Some(put) => shared.store.commit(&put),
                     None => CommitOutcome::Incomplete,
                 };
                 self.answer(request, Response::Committed(outcome)).await
             }
             Request::Abort { put } => {
                 if let Some(put) = self.puts.remove(&put) {
-                    shared.puts.abort(&put);
+                    shared.store.abort(&put);
                 }
                 Ok(())
             }
@@ -234,9 +240,13 @@ impl Connection {
                 shared.metrics.follows.inc();
                 self.spawn(request, 1, async move { follow(&shared, &client, id, deadline).await }).await
             }
+            Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !(1..=MAX_PIN_MS).contains(&ttl_ms) => {
+                let message = format!("pins last from 1 to {MAX_PIN_MS} milliseconds, not {ttl_ms}");
+                self.answer(request, Response::Error { code: ErrorCode::Malformed, message }).await
+            }
             message => {
                 let ids = match &message {
-                    Request::Warm(keys) | Request::Forget(keys) => pages(keys.clone()),
+                    Request::Warm(keys) | Request::Forget(keys) | Request::Pin { keys, .. } => pages(keys.clone()),
                     Request::Suspect(key) | Request::Compare { key, .. } => vec![page(*key)],
                     _ => return Err(invalid(DecodeError::Invalid("message"))),
                 };
@@ -262,7 +272,7 @@ impl Connection {
         if self.puts.len() >= PUTS_MAX {
             return ReserveOutcome::Busy;
         }
-        match self.shared.puts.reserve(id, page) {
+        match self.shared.store.reserve(id, page) {
             Ok(put) => {
                 self.puts.insert(number, put);
                 ReserveOutcome::Granted
@@ -295,7 +305,7 @@ impl Connection {
             self.shared.metrics.parts_corrupt.inc();
             tracing::warn!(id = ?put.id, part, "part damaged on its way: put given up");
             self.puts.remove(&put_number);
-            self.shared.puts.abort(&put);
+            self.shared.store.abort(&put);
         }
         Ok(())
     }
@@ -306,7 +316,7 @@ impl Connection {
             self.tasks.lock().values().filter(|task| task.request == request).map(|task| task.handle.clone()).collect();
         tasks.iter().for_each(AbortHandle::abort);
         if let Some(put) = self.puts.remove(&request) {
-            self.shared.puts.abort(&put);
+            self.shared.store.abort(&put);
         }
     }
 
@@ -352,7 +362,7 @@ fn deadline(header: &FrameHeader) -> Instant {
         0 => DEADLINE_DEFAULT,
         ms => Duration::from_millis(u64::from(ms)).min(DEADLINE_MAX),
     };
-    Instant::now() + patience
+    now() + patience
 }
 
 async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
@@ -440,7 +450,7 @@ async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Ins
     let mut pages = futures::stream::iter(ids.into_iter().enumerate())
         .map(|(index, id)| async move {
             let permit = client.permit().await?;
-            io::Result::Ok((index as u32, shared.tiers.get(&id, deadline).await, permit))
+            io::Result::Ok((index as u32, shared.store.get(&id, deadline).await, permit))
         })
         .buffer_unordered(GET_PAGES_AT_ONCE);
     while let Some(found) = pages.next().await {
@@ -459,9 +469,9 @@ async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Ins
 async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadline: Instant) -> io::Result<()> {
     let end = |state, meta| client.send(Response::FollowEnd { state, meta });
     loop {
-        match shared.puts.presence(&id) {
+        match shared.store.presence(&id) {
             Presence::Sealed => {
-                let Some((page, _)) = shared.tiers.get(&id, deadline).await else {
+                let Some((page, _)) = shared.store.get(&id, deadline).await else {
                     return end(FollowState::Miss, None).await;
                 };
                 for part in 0..page.meta.part_bytes.len() {
@@ -475,7 +485,7 @@ async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadline: Instan
             Presence::Open(put) => match follow_put(shared, client, &put, deadline).await? {
                 Progress::Sealed => {
                     // The client believes this only if it is the page whose parts it was just sent.
-                    let found = shared.tiers.get(&id, deadline).await;
+                    let found = shared.store.get(&id, deadline).await;
                     let (state, meta) = match found {
                         Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
                         None => (FollowState::Miss, None),
@@ -522,24 +532,20 @@ async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Ins
 
 async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadline: Instant) -> Response {
     match message {
-        Request::Warm(_) => {
-            let loads = futures::stream::iter(ids)
-                .map(|id| async move { shared.tiers.get(&id, deadline).await.is_some() })
-                .buffer_unordered(GET_PAGES_AT_ONCE);
-            Response::Count(loads.filter(|&there| std::future::ready(there)).count().await as u32)
-        }
-        Request::Forget(_) => {
-            shared.puts.abort_all(&ids);
-            match shared.tiers.forget(&ids, deadline).await {
-                Ok(count) => Response::Count(count as u32),
-                Err(error) => {
-                    tracing::error!(%error, "forgetting did not reach L3");
-                    Response::Error { code: ErrorCode::Internal, message: format!("not durably forgotten: {error}") }
-                }
+        Request::Warm(_) => Response::Count(shared.store.warm(&ids, deadline).await as u32),
+        Request::Forget(_) => match shared.store.forget(&ids, deadline).await {
+            Ok(count) => Response::Count(count as u32),
+            Err(error) => {
+                tracing::error!(%error, "forgetting did not reach L3");
+                Response::Error { code: ErrorCode::Internal, message: format!("not durably forgotten: {error}") }
             }
-        }
-        Request::Suspect(_) => Response::Count(shared.tiers.recheck(&ids[0]) as u32),
-        Request::Compare { crcs, .. } => Response::Committed(match shared.tiers.get(&ids[0], deadline).await {
+        },
+        Request::Pin { kind, ttl_ms, .. } => match shared.store.pin(&ids, kind, ttl_ms, deadline).await {
+            Ok(count) => Response::Count(count as u32),
+            Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
+        },
+        Request::Suspect(_) => Response::Count(shared.store.recheck(&ids[0]) as u32),
+        Request::Compare { crcs, .. } => Response::Committed(match shared.store.get(&ids[0], deadline).await {
             Some((page, TierCode::L2 | TierCode::L3)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
             Some(_) => {
                 shared.metrics.puts_refused.inc();

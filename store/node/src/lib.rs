@@ -1,6 +1,6 @@
 //! The Larder store node.
 //!
-//! A node keeps pages in DRAM (L2: [foyer](https://docs.rs/foyer) over one arena of slots) and on NVMe (L3: a segment log),
+//! A node keeps pages in DRAM (L2: [foyer](https://docs.rs/foyer) over one arena of slots) and on NVMe (L3: segment logs),
 //! and serves them over TCP. What must always hold:
 //!
 //! - a page is visible only when it is sealed: every part has landed and checked, and it is never changed afterwards;
@@ -8,19 +8,39 @@
 //! - memory that a transfer can touch is owned by that transfer: a deadline may end the waiting, never the ownership;
 //! - everything that a stranger can make grow has a bound: connections, requests, puts, waiting readers, members.
 //!
-//! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `puts` (pages being written,
-//! and who waits for them) · `tiers` (L2 over L3) · `members` (who registered) · `metrics`, `admin` (axum).
+//! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `store` (all but the sockets) ·
+//! `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
+//! L3 when) · `writing` (pages on their way to L3) · `devices`, `health` (the logs of L3) · `scrub` · `members` (who
+//! registered) · `clock` · `metrics`, `admin` (axum).
 #![forbid(unsafe_code)]
 
 mod admin;
+mod clock;
 mod connection;
+mod devices;
+mod health;
 mod identity;
 mod members;
 mod metrics;
 pub mod node;
 pub mod options;
+mod policy;
 mod puts;
+mod scrub;
+mod store;
 mod tiers;
+mod writing;
 
 pub use node::{Node, NodeError};
-pub use options::NodeOptions;
+pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
+
+/// A node without sockets, and its rules without a node: for simulations.
+#[doc(hidden)]
+pub mod sim {
+    pub use crate::clock::Clock;
+    pub use crate::devices::Devices;
+    pub use crate::policy::*;
+    pub use crate::puts::{Presence, Progress, Put, Waiter};
+    pub use crate::store::Store;
+    pub use crate::tiers::{Page, TiersError};
+}

@@ -58,7 +58,7 @@ mod tests {
     #[test]
     fn entries_expire_and_are_bounded() {
         let members = Members::default();
-        let now = Instant::now();
+        let now = crate::clock::now();
         let ttl = Duration::from_secs(3);
         assert!(members.register("a".into(), "{}".into(), ttl, now));
         assert!(members.register("a".into(), "{1}".into(), ttl, now + Duration::from_secs(2)));

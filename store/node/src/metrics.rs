@@ -1,6 +1,7 @@
 //! Counters of a node, as Prometheus and as JSON.
 
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
@@ -12,6 +13,10 @@ macro_rules! counters {
         pub(crate) struct Metrics {
             $($(#[doc = $help])+ pub(crate) $field: Counter,)+
             pub(crate) connections: Gauge,
+            /// One per device of L3: 1 if it is in use.
+            pub(crate) devices: Family<Vec<(String, String)>, Gauge>,
+            /// Bytes in DRAM of the namespaces with most.
+            pub(crate) namespaces: Family<Vec<(String, String)>, Gauge>,
         }
 
         impl Metrics {
@@ -20,6 +25,9 @@ macro_rules! counters {
                 let mut registry = Registry::with_prefix("larder_store");
                 $(registry.register(stringify!($field), concat!($($help),+).trim(), self.$field.clone());)+
                 registry.register("connections", "Open connections", self.connections.clone());
+                let help = "Whether the device of L3 is in use, and why not";
+                registry.register("l3_device_up", help, self.devices.clone());
+                registry.register("l2_namespace_bytes", "Bytes in DRAM of a namespace", self.namespaces.clone());
                 registry
             }
 
@@ -46,12 +54,20 @@ counters! {
     puts_refused,
     /// Reservations refused for want of room
     puts_busy,
+    /// Puts that were complete and that nothing in DRAM could go for
+    puts_without_room,
     /// Puts given up by their writer, or whose writer went away
     puts_aborted,
     /// Parts whose bytes did not match their checksums on arrival
     parts_corrupt,
     /// Copies in DRAM that were found damaged and dropped
     pages_corrupt_l2,
+    /// Pages that left DRAM because there was no room
+    pages_evicted_l2,
+    /// Pages that left DRAM because their time was over
+    pages_expired_l2,
+    /// Bytes in DRAM verified in the background
+    scrub_bytes,
     /// Pages that could not be written to NVMe
     l3_writes_failed,
     /// Pages followed while being written
@@ -66,4 +82,12 @@ counters! {
     connections_accepted,
     /// Connections closed because of what they sent
     connections_rejected,
+}
+
+/// Shows values by label: those of before go.
+pub(crate) fn show(family: &Family<Vec<(String, String)>, Gauge>, values: Vec<(Vec<(String, String)>, i64)>) {
+    family.clear();
+    for (labels, value) in values {
+        family.get_or_create(&labels).set(value);
+    }
 }

@@ -1,15 +1,17 @@
 //! Start, accept, stop.
 
+use crate::clock::{Clock, now};
+use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::members::Members;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
-use crate::puts::Puts;
-use crate::tiers::Tiers;
+use crate::store::Store;
 use crate::{admin, connection};
 use larder_device::Arena;
-use larder_l3::{L3, L3Options, RecoveryReport};
 use prometheus_client::registry::Registry;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,9 +22,6 @@ use tokio_util::task::TaskTracker;
 
 /// Most time a stopping node waits for its clients' tasks, and again for pages on their way to L3.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// An open put that nothing is received for is given up after this time.
-const PUT_IDLE_MAX: Duration = Duration::from_secs(60);
 
 /// Why a node did not start.
 #[derive(Debug, Error)]
@@ -62,30 +61,22 @@ pub enum NodeError {
 /// What every part of a node works with.
 pub(crate) struct Shared {
     pub(crate) identity: Identity,
-    pub(crate) tiers: Arc<Tiers>,
-    pub(crate) puts: Puts,
+    pub(crate) store: Store,
     pub(crate) members: Members,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) registry: Registry,
     started: Instant,
-    recovery: Option<RecoveryReport>,
 }
 
 impl Shared {
     /// State for people and scripts.
     pub(crate) fn status(&self) -> serde_json::Value {
-        let (open, waiting) = self.puts.counts();
-        serde_json::json!({
-            "node_id": self.identity.node_id,
-            "epoch": self.identity.epoch,
-            "uptime_seconds": self.started.elapsed().as_secs(),
-            "tiers": self.tiers.status(),
-            "puts_open": open,
-            "readers_waiting": waiting,
-            "members": self.members.list(Instant::now()).len(),
-            "recovery": self.recovery,
-            "counters": self.metrics.json(),
-        })
+        let mut status = self.store.status();
+        status["node_id"] = self.identity.node_id.clone().into();
+        status["epoch"] = self.identity.epoch.into();
+        status["uptime_seconds"] = now().saturating_duration_since(self.started).as_secs().into();
+        status["members"] = self.members.list(now()).len().into();
+        status
     }
 }
 
@@ -102,26 +93,24 @@ impl Node {
     /// Opens the tiers, recovers L3, and listens. Must be called inside a tokio runtime.
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
-        let identity = identity(&options)?;
+        let mut chance = options.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
+        let clock = Clock::System;
+        let identity = identity(&options, clock.unix_ms() / 1000, &mut chance)?;
         let arena_bytes = options.arena_bytes();
         let arena = tokio::task::spawn_blocking(move || Arena::new(arena_bytes as usize))
             .await
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let (l3, recovery) = open_l3(&options, &arena).await?;
-        let metrics = Arc::new(Metrics::default());
-        let tiers = Tiers::new(&options, arena, l3, metrics.clone());
-        // The epoch alone would do, but for a data directory whose identity was removed and whose L3 was not.
-        let generation_first = recovery.as_ref().map_or(0, |r| r.generation_max + 1).max(identity.epoch << 32);
+        let devices = Devices::open(options.l3_devices(), &arena).await?;
+        let store = Store::new(&options, arena, devices, clock, identity.generation_first());
+        let metrics = store.metrics().clone();
         let shared = Arc::new(Shared {
-            puts: Puts::new(tiers.clone(), metrics.clone(), generation_first),
-            tiers,
+            store,
             members: Members::default(),
             registry: metrics.registry(),
             metrics,
-            started: Instant::now(),
-            recovery,
+            started: now(),
             identity,
         });
         let stop = CancellationToken::new();
@@ -131,7 +120,7 @@ impl Node {
             Some(address) => Some(serve_admin(&shared, address, &stop, &tasks).await?),
             None => None,
         };
-        tasks.spawn(sweep(shared.clone(), stop.clone()));
+        tasks.spawn(upkeep(shared.clone(), stop.clone()));
         tasks.spawn(accept(shared.clone(), listener, options.connections_max, stop.clone(), tasks.clone()));
         tracing::info!(node = %shared.identity.node_id, epoch = shared.identity.epoch, %addr, "store node ready");
         Ok(Node { shared, addr, admin_addr, stop, tasks })
@@ -164,36 +153,20 @@ impl Node {
         if tokio::time::timeout(STOP_TIMEOUT, self.tasks.wait()).await.is_err() {
             tracing::warn!("stopped with connections still open");
         }
-        self.shared.tiers.drain(Instant::now() + STOP_TIMEOUT).await;
-        if let Some(l3) = self.shared.tiers.l3() {
-            l3.close().await;
-        }
+        self.shared.store.close(now() + STOP_TIMEOUT).await;
         tracing::info!(node = %self.shared.identity.node_id, "store node stopped");
     }
 }
 
-/// Gives up puts whose writers are gone without a word.
-async fn sweep(shared: Arc<Shared>, stop: CancellationToken) {
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(Duration::from_secs(1)) => shared.puts.abort_idle(Instant::now(), PUT_IDLE_MAX),
-        }
-    }
+async fn upkeep(shared: Arc<Shared>, stop: CancellationToken) {
+    shared.store.upkeep(stop).await;
 }
 
-fn identity(options: &NodeOptions) -> Result<Identity, NodeError> {
-    let Some(dir) = &options.data_dir else { return Ok(Identity::transient()) };
+fn identity(options: &NodeOptions, unix_seconds: u64, chance: &mut StdRng) -> Result<Identity, NodeError> {
+    let Some(dir) = &options.data_dir else { return Ok(Identity::transient(unix_seconds, chance)) };
     let failed = |source| NodeError::Directory { directory: dir.display().to_string(), source };
     std::fs::create_dir_all(dir).map_err(failed)?;
-    Identity::next(dir).map_err(failed)
-}
-
-async fn open_l3(options: &NodeOptions, arena: &Arc<Arena>) -> Result<(Option<L3>, Option<RecoveryReport>), NodeError> {
-    let (Some(dir), true) = (&options.data_dir, options.l3_bytes > 0) else { return Ok((None, None)) };
-    let (l3, report) = L3::open(L3Options::new(dir.join("l3"), options.l3_bytes), arena.clone()).await?;
-    tracing::info!(?report, "L3 recovered");
-    Ok((Some(l3), Some(report)))
+    Identity::next(dir, unix_seconds, chance).map_err(failed)
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {

@@ -1,7 +1,10 @@
 //! Settings of a node. The comments are the manual.
 
+use larder_format::NamespaceId;
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// Everything a node needs to know at start.
 #[derive(Debug, Clone)]
@@ -10,15 +13,31 @@ pub struct NodeOptions {
     pub listen: SocketAddr,
     /// Address of `/healthz`, `/metrics` and `/status`; none by default.
     pub admin_listen: Option<SocketAddr>,
-    /// Directory of identity and L3. Without one the node has no L3 and forgets everything when it stops.
+    /// Directory of identity and L3. Without one, and without [`NodeOptions::l3`], the node has no L3 and forgets everything
+    /// when it stops.
     pub data_dir: Option<PathBuf>,
     /// Bytes of pages kept in DRAM. Default 1 GiB, at least 32 MiB. The arena is an eighth larger (at least 64 MiB more), for pages
     /// on their way in and out.
     pub l2_bytes: u64,
-    /// Most bytes of L3 on disk. Default 4 GiB; 0 means no L3.
+    /// Most bytes of the L3 in the data directory. Default 4 GiB; 0 means none there. Of no effect if [`NodeOptions::l3`] is
+    /// given.
     pub l3_bytes: u64,
+    /// Devices of L3, each with a log of its own. Default none: the log is kept in the data directory, in `l3`.
+    pub l3: Vec<L3Device>,
+    /// When pages are written to L3. Default write-through.
+    pub write_policy: WritePolicy,
+    /// Reads of a page in L2 after which write-through-selective writes it. Default 2, at least 1.
+    pub write_after_hits: u32,
+    /// Most bytes of a namespace that has no quota of its own, in L2 and in L3. Default none: no limit.
+    pub quota_default: Option<u64>,
+    /// Quotas of namespaces; the first that fits counts.
+    pub quotas: Vec<NamespaceQuota>,
+    /// Bytes of L2 that are verified per second in the background. Default 64 MiB; 0 means none.
+    pub scrub_bytes_per_second: u64,
     /// Most connections. Default 1024.
     pub connections_max: usize,
+    /// Where all chance comes from; by default another one at every start.
+    pub seed: Option<u64>,
 }
 
 impl Default for NodeOptions {
@@ -29,13 +48,110 @@ impl Default for NodeOptions {
             data_dir: None,
             l2_bytes: 1 << 30,
             l3_bytes: 4 << 30,
+            l3: Vec::new(),
+            write_policy: WritePolicy::Through,
+            write_after_hits: 2,
+            quota_default: None,
+            quotas: Vec::new(),
+            scrub_bytes_per_second: 64 << 20,
             connections_max: 1024,
+            seed: None,
         }
     }
 }
 
+/// A directory on a device, for one log of L3.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct L3Device {
+    /// Directory of the log.
+    pub dir: PathBuf,
+    /// Most bytes of its files.
+    pub bytes: u64,
+}
+
+/// When a page is written to L3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WritePolicy {
+    /// When it is sealed.
+    Through,
+    /// When it was read from L2 so often that it is likely to be asked for again; one that is evicted before is dropped.
+    Selective,
+    /// When it leaves L2.
+    Back,
+}
+
+impl WritePolicy {
+    const NAMES: [(WritePolicy, &str); 3] = [
+        (WritePolicy::Through, "write-through"),
+        (WritePolicy::Selective, "write-through-selective"),
+        (WritePolicy::Back, "write-back"),
+    ];
+}
+
+impl fmt::Display for WritePolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = WritePolicy::NAMES.iter().find(|(policy, _)| policy == self).map_or("", |(_, name)| name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for WritePolicy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = WritePolicy::NAMES.iter().find(|(_, name)| *name == text);
+        known.map(|(policy, _)| *policy).ok_or_else(|| {
+            let names: Vec<&str> = WritePolicy::NAMES.iter().map(|(_, name)| *name).collect();
+            format!("'{text}' is not one of {}", names.join(", "))
+        })
+    }
+}
+
+/// The start of a namespace's hex name, or all of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamespacePrefix(String);
+
+impl NamespacePrefix {
+    /// Whether it is the start of this one's name.
+    pub fn matches(&self, namespace: &NamespaceId) -> bool {
+        namespace.to_string().starts_with(&self.0)
+    }
+}
+
+impl fmt::Display for NamespacePrefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Shortest start of a namespace's name that is taken for it.
+const PREFIX_MIN: usize = 4;
+
+impl FromStr for NamespacePrefix {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if hex && (PREFIX_MIN..=64).contains(&text.len()) {
+            return Ok(Self(text.to_ascii_lowercase()));
+        }
+        Err(format!("'{text}' is not a namespace: {PREFIX_MIN} to 64 hex digits, as `larder status` shows them"))
+    }
+}
+
+/// Most bytes of a namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamespaceQuota {
+    /// Whose.
+    pub namespace: NamespacePrefix,
+    /// Most bytes in L2, and in L3.
+    pub bytes: u64,
+}
+
 /// Smallest L2.
 pub const L2_BYTES_MIN: u64 = 32 << 20;
+/// Most devices.
+pub const L3_DEVICES_MAX: usize = 64;
 
 impl NodeOptions {
     /// Checks what can be checked before anything is opened.
@@ -46,7 +162,36 @@ impl NodeOptions {
         if self.connections_max == 0 {
             return Err("a node needs at least one connection".into());
         }
+        if self.write_after_hits == 0 {
+            return Err("pages can be written after 1 hit or more; write-through writes them before".into());
+        }
+        if self.write_policy != WritePolicy::Through && self.l3_devices().is_empty() {
+            return Err(format!("{} needs an L3: a data directory, or a device", self.write_policy));
+        }
+        self.validate_devices()
+    }
+
+    fn validate_devices(&self) -> Result<(), String> {
+        if self.l3.len() > L3_DEVICES_MAX {
+            return Err(format!("{} devices are too many, the maximum is {L3_DEVICES_MAX}", self.l3.len()));
+        }
+        for (index, device) in self.l3.iter().enumerate() {
+            if self.l3[..index].iter().any(|before| before.dir == device.dir) {
+                return Err(format!("the L3 device {} is given twice", device.dir.display()));
+            }
+        }
         Ok(())
+    }
+
+    /// The devices of L3: those given, or the one in the data directory.
+    pub fn l3_devices(&self) -> Vec<L3Device> {
+        match (&self.data_dir, self.l3.is_empty()) {
+            (_, false) => self.l3.clone(),
+            (Some(dir), true) if self.l3_bytes > 0 => {
+                vec![L3Device { dir: dir.join("l3"), bytes: self.l3_bytes }]
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Bytes of the arena: L2 and room for pages on their way.
@@ -57,5 +202,43 @@ impl NodeOptions {
     /// Room for pages on their way in and out, in bytes.
     pub fn in_flight_bytes(&self) -> u64 {
         (self.l2_bytes / 8).max(64 << 20)
+    }
+
+    /// Most bytes of pages that are being put or written to L3. The other half of the room is for reads.
+    pub fn dirty_bytes_max(&self) -> u64 {
+        self.in_flight_bytes() / 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        for policy in [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back] {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        assert!("write-around".parse::<WritePolicy>().unwrap_err().contains("write-back"));
+        let prefix: NamespacePrefix = "ABcd01".parse().unwrap();
+        let mut id = [0u8; 32];
+        id[..3].copy_from_slice(&[0xab, 0xcd, 0x01]);
+        assert!(prefix.matches(&NamespaceId(id)) && !prefix.matches(&NamespaceId([0xab; 32])));
+        assert!("abc".parse::<NamespacePrefix>().is_err() && "wxyz".parse::<NamespacePrefix>().is_err());
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_a_reason() {
+        let device = |dir: &str| L3Device { dir: dir.into(), bytes: 1 << 30 };
+        let good = NodeOptions { data_dir: Some("d".into()), ..NodeOptions::default() };
+        assert_eq!(good.validate(), Ok(()));
+        assert_eq!(good.l3_devices(), [L3Device { dir: "d/l3".into(), bytes: 4 << 30 }]);
+        let two = NodeOptions { l3: vec![device("a"), device("b")], ..good.clone() };
+        assert_eq!((two.validate(), two.l3_devices().len()), (Ok(()), 2));
+        let twice = NodeOptions { l3: vec![device("a"), device("a")], ..good.clone() };
+        assert!(twice.validate().unwrap_err().contains("twice"));
+        let nowhere = NodeOptions { write_policy: WritePolicy::Back, ..NodeOptions::default() };
+        assert!(nowhere.validate().unwrap_err().contains("write-back needs"));
+        assert!(NodeOptions { write_after_hits: 0, ..good }.validate().is_err());
     }
 }

@@ -1,20 +1,21 @@
-//! Pages that are being written, and who waits for them.
+//! Pages that are being put, and who waits for them.
 //!
 //! A put goes *reserved → parts land in any order → sealed or aborted*. There is at most one put of a page at a time. Each
 //! part has its own piece of the page's slot: it belongs to the connection that receives it until its bytes have checked,
 //! and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
 
+use crate::clock::now;
 use crate::metrics::Metrics;
-use crate::tiers::{Page, Tiers};
+use crate::tiers::{Page, Room, Tiers};
 use larder_device::{Piece, PieceMut, Slot};
 use larder_format::{PageId, PageMeta, chunk_crcs};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use parking_lot::Mutex;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 
 /// Most readers that wait for pages nobody has begun to write.
 const WAITERS_MAX: usize = 65_536;
@@ -27,7 +28,7 @@ enum PartState {
 
 /// What a follower sees of a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Progress {
+pub enum Progress {
     /// Parts landed so far.
     Open(usize),
     /// All there, and visible.
@@ -37,37 +38,40 @@ pub(crate) enum Progress {
 }
 
 /// One put under way.
-pub(crate) struct Put {
-    pub(crate) id: PageId,
+pub struct Put {
+    /// Of which page.
+    pub id: PageId,
     page: Reserved,
     generation: u64,
     parts: Mutex<Vec<PartState>>,
     progress: watch::Sender<Progress>,
     /// Taken by whoever ends the put.
-    permit: Mutex<Option<OwnedSemaphorePermit>>,
+    room: Mutex<Option<Room>>,
     /// When something was last received for it.
     last: Mutex<Instant>,
 }
 
 impl Put {
-    pub(crate) fn progress(&self) -> watch::Receiver<Progress> {
+    /// How far it is, and changes of that.
+    pub fn progress(&self) -> watch::Receiver<Progress> {
         self.progress.subscribe()
     }
 
     /// A landed part.
-    pub(crate) fn landed(&self, part: usize) -> Option<(Piece, Vec<u32>)> {
+    pub fn landed(&self, part: usize) -> Option<(Piece, Vec<u32>)> {
         match self.parts.lock().get(part)? {
             PartState::Landed { bytes, crcs } => Some((bytes.clone(), crcs.clone())),
             _ => None,
         }
     }
 
-    pub(crate) fn part_count(&self) -> usize {
+    /// Parts of the page.
+    pub fn part_count(&self) -> usize {
         self.page.part_bytes.len()
     }
 
     /// Takes the memory of a part to receive into; `None` if there is no such part of `bytes` bytes, or it was taken.
-    pub(crate) fn take_part(&self, part: usize, bytes: usize) -> Option<PieceMut> {
+    pub fn take_part(&self, part: usize, bytes: usize) -> Option<PieceMut> {
         let mut parts = self.parts.lock();
         let state = parts.get_mut(part)?;
         match std::mem::replace(state, PartState::Receiving) {
@@ -81,13 +85,13 @@ impl Put {
 
     /// Checks a received part and shows it to followers; `false` if its bytes are not what `crcs` says. The put can then
     /// not be sealed any more.
-    pub(crate) fn land(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) -> bool {
+    pub fn land(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) -> bool {
         let bytes = slot.freeze();
         if !chunk_crcs(&bytes).eq(crcs.iter().copied()) {
             return false;
         }
         self.parts.lock()[part] = PartState::Landed { bytes, crcs };
-        *self.last.lock() = Instant::now();
+        *self.last.lock() = now();
         self.progress.send_modify(|progress| {
             if let Progress::Open(landed) = progress {
                 *landed += 1;
@@ -97,7 +101,7 @@ impl Put {
     }
 
     /// The sealed page, if every part has landed.
-    fn seal(&self) -> Option<Page> {
+    fn seal(&self, now_unix_ms: u64) -> Option<Page> {
         let mut slots = Vec::with_capacity(self.part_count());
         let mut crcs = Vec::new();
         for state in self.parts.lock().iter() {
@@ -110,6 +114,10 @@ impl Put {
             parent: self.page.parent,
             position: self.page.position,
             generation: self.generation,
+            expires_unix_ms: match self.page.ttl_ms {
+                0 => 0,
+                ttl_ms => now_unix_ms.saturating_add(ttl_ms),
+            },
             part_bytes: self.page.part_bytes.clone(),
             chunk_crcs: crcs,
         };
@@ -127,14 +135,14 @@ pub(crate) struct Puts {
 
 #[derive(Default)]
 struct State {
-    open: HashMap<PageId, Arc<Put>>,
-    waiting: HashMap<PageId, HashMap<u64, oneshot::Sender<()>>>,
+    open: BTreeMap<PageId, Arc<Put>>,
+    waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
     waiters: usize,
     waiters_ever: u64,
 }
 
 /// A reader that waits for a page to be begun. Dropping it, however that comes about, takes it off the list.
-pub(crate) struct Waiter<'a> {
+pub struct Waiter<'a> {
     puts: &'a Puts,
     id: PageId,
     number: u64,
@@ -143,7 +151,7 @@ pub(crate) struct Waiter<'a> {
 
 impl Waiter<'_> {
     /// Waits until the page is begun; `false` at `deadline`.
-    pub(crate) async fn begun(mut self, deadline: Instant) -> bool {
+    pub async fn begun(mut self, deadline: Instant) -> bool {
         tokio::time::timeout_at(deadline.into(), &mut self.changed).await.is_ok()
     }
 }
@@ -161,7 +169,7 @@ impl Drop for Waiter<'_> {
 }
 
 /// What there is of a page right now.
-pub(crate) enum Presence<'a> {
+pub enum Presence<'a> {
     /// Sealed: read it from the tiers.
     Sealed,
     /// Being written.
@@ -189,12 +197,7 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
-        let Some(permit) = self.tiers.dirty_permit(bytes) else {
-            self.metrics.puts_busy.inc();
-            return Err(ReserveOutcome::Busy);
-        };
-        let Some(slot) = self.tiers.arena().allocate(bytes) else {
-            self.tiers.make_room();
+        let Some((slot, room)) = self.tiers.reserve(bytes) else {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };
@@ -206,8 +209,8 @@ impl Puts {
             generation: self.generation.fetch_add(1, Ordering::Relaxed),
             parts: Mutex::new(parts),
             progress: watch::Sender::new(Progress::Open(0)),
-            permit: Mutex::new(Some(permit)),
-            last: Mutex::new(Instant::now()),
+            room: Mutex::new(Some(room)),
+            last: Mutex::new(now()),
         });
         state.open.insert(id, put.clone());
         wake(&mut state, &id);
@@ -216,23 +219,28 @@ impl Puts {
 
     /// Seals a put.
     pub(crate) fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
-        let Some(page) = put.seal() else {
+        let Some(page) = put.seal(self.tiers.clock().unix_ms()) else {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };
-        // Whoever takes the permit ends the put.
-        let Some(permit) = put.permit.lock().take() else { return CommitOutcome::Incomplete };
-        self.metrics.pages_put.inc();
+        // Whoever takes the room ends the put.
+        let Some(room) = put.room.lock().take() else { return CommitOutcome::Incomplete };
         // Visible before it stops being open: a reader finds it in one of the two.
-        self.tiers.insert(Arc::new(page), permit);
+        if !self.tiers.insert(Arc::new(page), room) {
+            // Nothing in L2 may go for it: it was not stored.
+            self.metrics.puts_without_room.inc();
+            self.close(put, Progress::Aborted);
+            return CommitOutcome::Incomplete;
+        }
+        self.metrics.pages_put.inc();
         self.close(put, Progress::Sealed);
         CommitOutcome::Stored
     }
 
     /// Gives a put up. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
-        let Some(permit) = put.permit.lock().take() else { return };
-        drop(permit);
+        let Some(room) = put.room.lock().take() else { return };
+        drop(room);
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
     }

@@ -1,54 +1,99 @@
 //! L2 over L3.
 //!
-//! A sealed page enters L2 and is written through to L3 from the same slot. Until that write is done it is held in
-//! `writing` too, so that eviction from L2 cannot open a gap in which the page is nowhere. Reads promote from L3 to L2.
+//! Always true:
+//! - `policy` decides what L2 keeps; foyer is its index, with so much capacity that it never evicts by itself. Both change
+//!   under one lock;
+//! - a page being written to L3 is held in `writing` until the write has ended, and readable there, so that eviction cannot
+//!   open a gap in which it is nowhere;
+//! - however many ask for a page on L3, it is read once;
+//! - a page whose time is over is a miss, wherever it lies.
 
+use crate::clock::Clock;
+use crate::devices::{Devices, ForgetError};
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
-use foyer::{Cache, CacheBuilder, LruConfig};
-use larder_device::{Arena, Slot};
-use larder_format::{PageId, PageMeta};
-use larder_l3::{L3, L3Error};
-use larder_wire::TierCode;
-use parking_lot::Mutex;
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::policy::{Decisions, PageFacts, PinRefused, Placed, PolicyOptions, Residency};
+use crate::scrub::Scrubbed;
+use crate::writing::Writing;
+use foyer::{Cache, CacheBuilder, FifoConfig};
+use larder_device::{Arena, Slot, SlotMut};
+use larder_evict::Reason;
+use larder_format::{NamespaceId, PageId, PageMeta};
+use larder_wire::{PinKind, TierCode};
+use parking_lot::{Mutex, MutexGuard};
+use serde_json::json;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use std::time::Instant;
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
 
 /// A sealed page in DRAM.
-pub(crate) struct Page {
-    pub(crate) meta: PageMeta,
-    pub(crate) payload: Slot,
+#[derive(Debug)]
+pub struct Page {
+    /// Identity and checksums.
+    pub meta: PageMeta,
+    /// Its bytes.
+    pub payload: Slot,
 }
 
-/// Most time for one write to L3.
-const L3_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Unit of the budget for pages that L3 has not got yet.
-const DIRTY_UNIT: usize = 4096;
+impl Page {
+    fn facts(&self) -> PageFacts {
+        let PageMeta { id, parent, position, generation, expires_unix_ms, .. } = self.meta;
+        PageFacts { id, parent, position, generation, bytes: self.bytes(), expires_unix_ms }
+    }
 
-struct Writing {
+    /// Bytes of its slot.
+    pub(crate) fn bytes(&self) -> u32 {
+        u32::try_from(self.payload.capacity()).unwrap_or(u32::MAX)
+    }
+}
+
+/// Bytes of L2 that are made free at once when the arena has no run of bytes for a page.
+const MAKE_ROOM_BYTES: u64 = 64 << 20;
+/// Slots are multiples of it.
+const SLOT_UNIT: usize = 4096;
+/// Most namespaces in a status.
+const STATUS_NAMESPACES_MAX: usize = 64;
+
+/// What is decided under one lock.
+pub(crate) struct State {
+    policy: Residency,
+    /// Forgets so far: a page that was read from L3 enters L2 only if nothing was forgotten since the read began.
+    forgets: u64,
+}
+
+/// A page read from L3 for all who asked meanwhile.
+#[derive(Clone)]
+struct Loaded {
     page: Arc<Page>,
-    done: watch::Receiver<bool>,
-    /// Served no longer, though the write is still under way.
-    forgotten: bool,
+    /// Forgets when the read began.
+    forgets: u64,
 }
 
-/// A write to L3 that is under way.
-struct Written {
+/// L3 does not have the page.
+#[derive(Debug, thiserror::Error)]
+#[error("a miss")]
+struct Missed;
+
+/// Room for a page that is being put; it comes back when this is dropped.
+pub(crate) struct Room {
     tiers: Arc<Tiers>,
-    page: Arc<Page>,
-    _done: watch::Sender<bool>,
-    _permit: OwnedSemaphorePermit,
+    bytes: u32,
 }
 
-impl Drop for Written {
+impl Room {
+    /// The page takes the room over.
+    fn spend(mut self) -> u32 {
+        std::mem::take(&mut self.bytes)
+    }
+}
+
+impl Drop for Room {
     fn drop(&mut self) {
-        let mut writing = self.tiers.writing.lock();
-        // The key may have been forgotten and put again meanwhile: only the entry of this very page goes.
-        if writing.get(&self.page.meta.id).is_some_and(|entry| Arc::ptr_eq(&entry.page, &self.page)) {
-            writing.remove(&self.page.meta.id);
+        if self.bytes > 0 {
+            self.tiers.state.lock().policy.release(self.bytes);
+            self.tiers.ended.notify_waiters();
         }
     }
 }
@@ -56,71 +101,131 @@ impl Drop for Written {
 /// The two tiers of a node.
 pub(crate) struct Tiers {
     l2: Cache<PageId, Arc<Page>>,
-    l3: Option<L3>,
+    /// Keeps nothing: brings those together who want the same page from L3.
+    reads: Cache<PageId, Loaded>,
+    devices: Devices,
     arena: Arc<Arena>,
-    writing: Mutex<HashMap<PageId, Writing>>,
-    dirty: Arc<Semaphore>,
-    dirty_units: u32,
-    /// Forgets so far. Held while a page that was read from L3 enters L2, and while forgotten ones leave it: a page that
-    /// was forgotten while it was being read is not put back.
-    forgets: Mutex<u64>,
-    shrinking: AtomicBool,
+    state: Mutex<State>,
+    writing: Writing,
+    /// Wakes whoever waits for writes and puts to end.
+    ended: Notify,
+    clock: Clock,
     this: Weak<Tiers>,
+    /// Writes may begin on a device's thread.
+    runtime: Handle,
     metrics: Arc<Metrics>,
+    pub(crate) scrubbed: Scrubbed,
 }
 
 impl Tiers {
-    pub(crate) fn new(options: &NodeOptions, arena: Arc<Arena>, l3: Option<L3>, metrics: Arc<Metrics>) -> Arc<Self> {
-        // Few shards: foyer bounds each one by itself, and a shard must hold many pages.
+    /// Must be called inside a tokio runtime.
+    pub(crate) fn new(
+        options: &NodeOptions,
+        arena: Arc<Arena>,
+        devices: Devices,
+        clock: Clock,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
         let shards = (options.l2_bytes >> 28).clamp(1, 8) as usize;
-        let l2 = CacheBuilder::new(options.l2_bytes as usize)
+        // One shard may come to hold all there is.
+        let capacity = arena.capacity().saturating_mul(2 * shards);
+        let index = |_: &PageId, page: &Arc<Page>| page.payload.capacity();
+        let l2 = CacheBuilder::new(capacity)
             .with_shards(shards)
-            .with_eviction_config(LruConfig::default())
-            .with_weighter(|_, page: &Arc<Page>| page.payload.capacity())
+            .with_eviction_config(FifoConfig::default())
+            .with_weighter(index)
             .build();
-        // Half of the in-flight room may wait for L3; the other half is for reads.
-        let dirty_units = (options.in_flight_bytes() as usize / 2 / DIRTY_UNIT) as u32;
-        Arc::new_cyclic(|this| Self {
-            l2,
-            l3,
-            arena,
-            writing: Mutex::default(),
-            dirty: Arc::new(Semaphore::new(dirty_units as usize)),
-            dirty_units,
-            forgets: Mutex::default(),
-            shrinking: AtomicBool::new(false),
-            this: this.clone(),
-            metrics,
+        let reads = CacheBuilder::new(shards)
+            .with_shards(shards)
+            .with_eviction_config(FifoConfig::default())
+            .with_filter(|_, _: &Loaded| false)
+            .build();
+        let policy = Residency::new(PolicyOptions {
+            capacity_bytes: options.l2_bytes,
+            dirty_bytes_max: options.dirty_bytes_max(),
+            has_l3: !devices.is_empty(),
+            write_policy: options.write_policy,
+            write_after_hits: options.write_after_hits,
+            quota_default: options.quota_default,
+            quotas: options.quotas.clone(),
+            seed: options.seed.unwrap_or_else(rand::random),
+        });
+        Arc::new_cyclic(|this: &Weak<Tiers>| {
+            let told = this.clone();
+            devices.on_damage(
+                &(Arc::new(move |id| {
+                    if let Some(tiers) = told.upgrade() {
+                        tiers.lost_on_l3(&id);
+                    }
+                }) as _),
+            );
+            Self {
+                l2,
+                reads,
+                devices,
+                arena,
+                state: Mutex::new(State { policy, forgets: 0 }),
+                writing: Writing::default(),
+                ended: Notify::new(),
+                clock,
+                this: this.clone(),
+                runtime: Handle::current(),
+                metrics,
+                scrubbed: Scrubbed::default(),
+            }
         })
     }
 
-    pub(crate) fn arena(&self) -> &Arc<Arena> {
-        &self.arena
+    pub(crate) fn clock(&self) -> Clock {
+        self.clock
     }
 
-    /// Room for a page of `bytes` that is not on L3 yet; `None` means busy.
-    pub(crate) fn dirty_permit(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        let units = (bytes.div_ceil(DIRTY_UNIT) as u32).min(self.dirty_units);
-        self.dirty.clone().try_acquire_many_owned(units).ok()
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
+    /// Memory and room for a page of `bytes`; `None` means busy.
+    pub(crate) fn reserve(&self, bytes: usize) -> Option<(SlotMut, Room)> {
+        let room = self.room(bytes)?;
+        let slot = self.arena.allocate(bytes).or_else(|| {
+            self.make_room();
+            self.arena.allocate(bytes)
+        });
+        Some((slot?, room))
+    }
+
+    fn room(&self, bytes: usize) -> Option<Room> {
+        let tiers = self.this.upgrade()?;
+        let bytes = u32::try_from(bytes.next_multiple_of(SLOT_UNIT)).ok()?;
+        let writable = self.devices.writable();
+        let mut state = self.state.lock();
+        state.policy.set_writable(writable);
+        let reserved = state.policy.reserve(bytes);
+        drop(state);
+        reserved.then_some(Room { tiers, bytes })
     }
 
     /// Where a page lies now.
     pub(crate) fn locate(&self, id: &PageId) -> TierCode {
-        if self.l2.contains(id) || self.writing.lock().get(id).is_some_and(|writing| !writing.forgotten) {
+        let in_l2 = self.l2.get(id).map(|entry| self.is_live(&entry.value().meta));
+        if in_l2.unwrap_or_else(|| self.writing.get(id).is_some_and(|page| self.is_live(&page.meta))) {
             return TierCode::L2;
         }
-        match self.l3.as_ref().and_then(|l3| l3.find(id)) {
+        // What is over in L2 is over on L3.
+        match self.devices.generation(id).filter(|_| in_l2.is_none()) {
             Some(_) => TierCode::L3,
             None => TierCode::Nowhere,
         }
     }
 
+    fn is_live(&self, meta: &PageMeta) -> bool {
+        meta.expires_unix_ms == 0 || self.clock.unix_ms() < meta.expires_unix_ms
+    }
+
     /// A copy in DRAM, without touching L3.
-    fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
-        if let Some(entry) = self.l2.get(id) {
-            return Some(entry.value().clone());
-        }
-        self.writing.lock().get(id).filter(|writing| !writing.forgotten).map(|writing| writing.page.clone())
+    pub(crate) fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
+        let page = self.l2.get(id).map(|entry| entry.value().clone()).or_else(|| self.writing.get(id));
+        page.filter(|page| self.is_live(&page.meta))
     }
 
     /// A page and where it was. What L3 returns has been verified by it; what L2 holds is verified by the reader at the far
@@ -128,190 +233,324 @@ impl Tiers {
     pub(crate) async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
         if let Some(page) = self.get_l2(id) {
             self.metrics.pages_hit_l2.inc();
+            self.decide(None, |policy, now_ms, out| policy.hit(id, page.meta.generation, now_ms, out));
             return Some((page, TierCode::L2));
         }
-        let forgets = *self.forgets.lock();
-        let found = match self.l3.as_ref() {
-            Some(l3) => l3.read(id, deadline).await.unwrap_or_else(|error| {
-                tracing::warn!(?id, %error, "L3 read failed: a miss");
-                if matches!(error, L3Error::NoMemory { .. }) {
-                    self.make_room();
-                }
-                None
-            }),
+        let found = match self.devices.generation(id) {
+            Some(_) => self.load(id, deadline).await,
             None => None,
         };
-        let Some((meta, payload)) = found else {
-            self.metrics.pages_missed.inc();
-            return None;
+        match &found {
+            Some(_) => self.metrics.pages_hit_l3.inc(),
+            None => self.metrics.pages_missed.inc(),
         };
-        self.metrics.pages_hit_l3.inc();
-        let page = Arc::new(Page { meta, payload });
-        let now = self.forgets.lock();
-        let current = self.l3.as_ref().and_then(|l3| l3.find(id)).map(|entry| entry.generation);
-        if *now == forgets && current == Some(page.meta.generation) {
-            self.l2.insert(*id, page.clone());
-        }
-        drop(now);
-        Some((page, TierCode::L3))
+        found.map(|page| (page, TierCode::L3))
     }
 
-    /// The arena had no run of bytes for a page: what L2 holds lies in the way. Evicts a sixteenth of it, in the
-    /// background, so that later pages find room.
-    pub(crate) fn make_room(&self) {
-        if self.shrinking.swap(true, Ordering::Relaxed) {
-            return;
+    /// Reads a page from L3, once for all who want it meanwhile. Past the deadline the read goes on for the others.
+    async fn load(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
+        let tiers = self.this.upgrade()?;
+        let asked = self.state.lock().forgets;
+        let name = *id;
+        let read = self.reads.get_or_fetch(id, || async move { tiers.read(name).await.ok_or(Missed) });
+        let read = tokio::time::timeout_at(deadline.into(), read).await.ok()?;
+        let Loaded { page, forgets } = read.ok()?.value().clone();
+        // The read may have begun before something was forgotten, and this request after it.
+        let current = forgets == asked || self.devices.generation(id) == Some(page.meta.generation);
+        current.then_some(page)
+    }
+
+    /// Reads a page from L3 and offers it to L2.
+    async fn read(&self, id: PageId) -> Option<Loaded> {
+        let forgets = self.state.lock().forgets;
+        // Another read may have ended after this was asked for and before it began.
+        if let Some(page) = self.get_l2(&id) {
+            return Some(Loaded { page, forgets });
         }
+        let found = self.devices.read(&id).await.unwrap_or_else(|error| {
+            tracing::warn!(?id, %error, "L3 read failed: a miss");
+            self.make_room();
+            None
+        });
+        let (meta, payload) = found?;
+        let page = Arc::new(Page { meta, payload });
+        if !self.is_live(&page.meta) {
+            // Nobody could put it again while L3 has it.
+            if let Err(error) = self.devices.forget(&[id], crate::clock::now() + FORGET_EXPIRED_TIMEOUT).await {
+                tracing::debug!(?id, %error, "a page whose time is over stays on L3");
+            }
+            return None;
+        }
+        let writable = self.devices.writable();
+        let mut state = self.state.lock();
+        let current = state.forgets == forgets && self.devices.generation(&id) == Some(page.meta.generation);
+        if current {
+            let mut out = Decisions::default();
+            state.policy.set_writable(writable);
+            state.policy.loaded(page.facts(), self.clock.unix_ms(), &mut out);
+            self.index(&state.policy, &page);
+            self.carry_out(state, out, None);
+        }
+        Some(Loaded { page, forgets })
+    }
+
+    /// Makes a sealed page visible and does with it what the write policy says; `false` if no tier takes it.
+    pub(crate) fn insert(&self, page: Arc<Page>, room: Room) -> bool {
+        let mut out = Decisions::default();
+        let mut state = self.state.lock();
+        let placed = state.policy.put(page.facts(), room.spend(), self.clock.unix_ms(), &mut out);
+        self.index(&state.policy, &page);
+        self.carry_out(state, out, Some(&page));
+        self.ended.notify_waiters();
+        placed == Placed::Stored
+    }
+
+    /// Lets the index follow what was decided of a page.
+    fn index(&self, policy: &Residency, page: &Arc<Page>) {
+        let id = page.meta.id;
+        match policy.generation(&id) {
+            Some(generation) if generation == page.meta.generation => drop(self.l2.insert(id, page.clone())),
+            Some(_) => {}
+            None => drop(self.l2.remove(&id)),
+        }
+    }
+
+    /// Asks the policy for decisions and carries them out.
+    fn decide<T>(&self, page: Option<&Arc<Page>>, ask: impl FnOnce(&mut Residency, u64, &mut Decisions) -> T) -> T {
+        let mut out = Decisions::default();
+        let mut state = self.state.lock();
+        let answer = ask(&mut state.policy, self.clock.unix_ms(), &mut out);
+        self.carry_out(state, out, page);
+        answer
+    }
+
+    /// Carries out what was decided, and then lets go of the lock: nobody sees the one without the other.
+    fn carry_out(&self, state: MutexGuard<'_, State>, out: Decisions, put: Option<&Arc<Page>>) {
+        for id in &out.write {
+            let fresh = put.filter(|page| page.meta.id == *id).cloned();
+            if let Some(page) = fresh.or_else(|| self.l2.get(id).map(|entry| entry.value().clone())) {
+                self.begin_write(page);
+            }
+        }
+        let mut gone = Vec::with_capacity(out.evict.len());
+        for (id, reason) in &out.evict {
+            gone.push(self.l2.remove(id));
+            match reason {
+                Reason::Expired => self.metrics.pages_expired_l2.inc(),
+                Reason::Capacity | Reason::Quota => self.metrics.pages_evicted_l2.inc(),
+            };
+        }
+        drop(state);
+        // Their memory is given back without the lock.
+        drop(gone);
+        if !out.touch.is_empty() {
+            self.devices.touch(&out.touch);
+        }
+    }
+
+    fn begin_write(&self, page: Arc<Page>) {
         let Some(tiers) = self.this.upgrade() else { return };
-        tokio::task::spawn_blocking(move || {
-            let capacity = tiers.l2.capacity();
-            for bytes in [tiers.l2.usage().min(capacity) / 16 * 15, capacity] {
-                if let Err(error) = tiers.l2.resize(bytes.max(1)) {
-                    tracing::warn!(%error, "L2 could not be resized");
+        let ticket = self.writing.begin(&page);
+        self.runtime.spawn(async move {
+            // However this ends, the page is held here no longer, and who waits for that hears of it.
+            let mut write = Write { tiers, page, landed: false, _ticket: ticket };
+            match write.tiers.devices.write(&write.page.meta, &write.page.payload).await {
+                Ok(()) => write.landed = true,
+                Err(error) => {
+                    write.tiers.metrics.l3_writes_failed.inc();
+                    tracing::warn!(id = ?write.page.meta.id, %error, "page not written to L3");
                 }
             }
-            tiers.shrinking.store(false, Ordering::Relaxed);
         });
     }
 
-    /// Makes a sealed page visible and begins to write it through.
-    pub(crate) fn insert(self: &Arc<Self>, page: Arc<Page>, permit: OwnedSemaphorePermit) {
-        let id = page.meta.id;
-        let Some(l3) = self.l3.clone() else {
-            self.l2.insert(id, page);
-            return;
-        };
-        let (done, receiver) = watch::channel(false);
-        self.writing.lock().insert(id, Writing { page: page.clone(), done: receiver, forgotten: false });
-        self.l2.insert(id, page.clone());
-        let tiers = self.clone();
-        tokio::spawn(async move {
-            // However this ends, the page is held here no longer, and who waits for that hears of it.
-            let _written = Written { tiers: tiers.clone(), page: page.clone(), _done: done, _permit: permit };
-            let written = l3.write(page.meta.clone(), page.payload.clone(), Instant::now() + L3_WRITE_TIMEOUT).await;
-            if let Err(error) = written {
-                tiers.metrics.l3_writes_failed.inc();
-                tracing::warn!(?id, %error, "page not written to L3; it stays in L2 until evicted");
-            }
+    /// The arena had no run of bytes for a page: what L2 holds lies in the way.
+    fn make_room(&self) {
+        let writable = self.devices.writable();
+        self.decide(None, |policy, now_ms, out| {
+            policy.set_writable(writable);
+            let bytes = (policy.capacity_bytes() / 16).min(MAKE_ROOM_BYTES);
+            policy.make_room(bytes as u32, now_ms, out);
         });
     }
 
     /// Forgets pages, durably where L3 has them; the number that were there. After an error some may still be served, or
     /// return after a crash: it is to be tried again.
-    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, L3Error> {
-        let mut there = vec![false; ids.len()];
+    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
+        let (mut there, mut late) = (vec![false; ids.len()], false);
         for (id, there) in ids.iter().zip(&mut there) {
             // A write under way must land first, or it would land after the tombstone and resurrect the page.
-            let pending = self.writing.lock().get_mut(id).map(|writing| {
-                writing.forgotten = true;
-                writing.done.clone()
-            });
-            *there |= self.l2.remove(id).is_some();
-            if let Some(mut done) = pending {
-                *there = true;
+            let pending = self.writing.withhold(id);
+            *there = self.drop_l2(id) || !pending.is_empty();
+            for mut done in pending {
                 // Ends with an error when the sender is dropped, that is, when the write has ended.
-                let _ = tokio::time::timeout_at(deadline.into(), done.wait_for(|&done| done)).await;
+                late |= tokio::time::timeout_at(deadline.into(), done.wait_for(|&done| done)).await.is_err();
             }
-            *there |= self.l3.as_ref().is_some_and(|l3| l3.find(id).is_some());
+            *there |= self.devices.has(id);
         }
-        let durable = match &self.l3 {
-            Some(l3) => l3.forget(ids, deadline).await.map(drop),
-            None => Ok(()),
-        };
-        let mut forgets = self.forgets.lock();
-        *forgets += 1;
+        let durable = self.devices.forget(ids, deadline).await;
+        let mut state = self.state.lock();
+        state.forgets += 1;
         for id in ids {
+            state.policy.forget(id);
             self.l2.remove(id);
         }
-        drop(forgets);
+        drop(state);
         durable?;
+        if late {
+            return Err(TiersError::Writing);
+        }
         let count = there.iter().filter(|&&t| t).count();
         self.metrics.pages_forgotten.inc_by(count as u64);
         Ok(count)
     }
 
+    /// Takes a page out of L2.
+    fn drop_l2(&self, id: &PageId) -> bool {
+        let mut state = self.state.lock();
+        let there = state.policy.forget(id);
+        let gone = self.l2.remove(id);
+        drop(state);
+        there || gone.is_some()
+    }
+
     /// Verifies the copy in DRAM and drops it if it is damaged; the number dropped.
     pub(crate) fn recheck(&self, id: &PageId) -> usize {
         let Some(page) = self.get_l2(id) else { return 0 };
-        match page.meta.verify(id, &page.payload) {
-            Ok(()) => 0,
-            Err(mismatch) => {
-                tracing::error!(?id, %mismatch, "page damaged in memory: dropped");
-                self.metrics.pages_corrupt_l2.inc();
-                self.l2.remove(id);
-                1
-            }
+        let Err(mismatch) = page.meta.verify(id, &page.payload) else { return 0 };
+        tracing::error!(?id, %mismatch, "page damaged in memory: dropped");
+        self.metrics.pages_corrupt_l2.inc();
+        self.writing.withhold(id);
+        self.drop_l2(id);
+        1
+    }
+
+    /// L3 found a page damaged: it is written again if L2 has it.
+    fn lost_on_l3(&self, id: &PageId) {
+        self.decide(None, |policy, _, out| policy.lost_on_l3(id, out));
+    }
+
+    /// Pins pages that are in L2; how many those are.
+    pub(crate) fn pin(&self, ids: &BTreeSet<PageId>, kind: PinKind, ttl_ms: u64) -> Result<usize, PinRefused> {
+        let until_ms = self.clock.unix_ms().saturating_add(ttl_ms);
+        let pinned = self.state.lock().policy.pin(ids, kind, until_ms)?;
+        let ids: Vec<PageId> = ids.iter().copied().collect();
+        self.devices.pin(&ids, kind);
+        Ok(pinned)
+    }
+
+    /// What is due by the clock.
+    pub(crate) fn tick(&self) {
+        self.decide(None, |policy, now_ms, out| policy.tick(now_ms, out));
+    }
+
+    /// A namespace is about to be used: L3 hears of its quota.
+    pub(crate) fn welcome(&self, namespace: NamespaceId) {
+        let quota = self.state.lock().policy.quota(namespace);
+        if let Some(bytes) = quota {
+            self.devices.set_quota(namespace, bytes);
         }
     }
 
-    /// Waits until nothing waits for L3, or `deadline`.
+    /// The next page in L2 behind `cursor`.
+    pub(crate) fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
+        self.state.lock().policy.next_after(cursor)
+    }
+
+    /// Writes what only L2 has and write-back would have written later, and waits until nothing waits for L3, or
+    /// `deadline`.
     pub(crate) async fn drain(&self, deadline: Instant) {
-        let all = self.dirty.acquire_many(self.dirty_units);
+        let all = async {
+            loop {
+                let mut ended = std::pin::pin!(self.ended.notified());
+                ended.as_mut().enable();
+                let begun = self.decide(None, |policy, _, out| policy.flush(out));
+                if begun && self.state.lock().policy.in_flight_bytes() == 0 {
+                    return;
+                }
+                ended.await;
+            }
+        };
         if tokio::time::timeout_at(deadline.into(), all).await.is_err() {
-            tracing::warn!("stopped before every page had reached L3");
+            let left = self.state.lock().policy.dirty_pages() + self.writing.len();
+            tracing::warn!(pages = left, "stopped before every page had reached L3");
         }
-    }
-
-    pub(crate) fn l3(&self) -> Option<&L3> {
-        self.l3.as_ref()
     }
 
     /// State for people and scripts.
     pub(crate) fn status(&self) -> serde_json::Value {
-        serde_json::json!({
-            "l2": {
-                "bytes_used": self.l2.usage(),
-                "bytes_capacity": self.l2.capacity(),
-                "pages": self.l2.entries(),
-                "arena_bytes": self.arena.capacity(),
-                "arena_used": self.arena.used(),
-                "huge_pages": self.arena.huge_pages(),
-            },
-            "l3": self.l3.as_ref().map(|l3| l3.stats()),
-            "writing": self.writing.lock().len(),
-        })
+        let state = self.state.lock();
+        let policy = &state.policy;
+        let (pinned_pages, pinned_bytes) = policy.pinned();
+        let namespaces = policy.namespaces(STATUS_NAMESPACES_MAX);
+        let l2 = json!({
+            "bytes_used": policy.used_bytes(),
+            "bytes_capacity": policy.capacity_bytes(),
+            "pages": policy.len(),
+            "dirty_pages": policy.dirty_pages(),
+            "in_flight_bytes": policy.in_flight_bytes(),
+            "pinned_pages": pinned_pages,
+            "hard_pinned_bytes": pinned_bytes,
+            "order": if policy.follows_lru() { "lru" } else { "learnt" },
+            "write_policy": policy.write_policy().to_string(),
+            "arena_bytes": self.arena.capacity(),
+            "arena_used": self.arena.used(),
+            "huge_pages": self.arena.huge_pages(),
+            "scrub": self.scrubbed.status(),
+        });
+        drop(state);
+        let namespaces: Vec<_> = namespaces
+            .into_iter()
+            .map(|used| {
+                json!({
+                    "namespace": used.namespace.to_string(),
+                    "pages": used.pages,
+                    "bytes": used.bytes,
+                    "quota_bytes": used.quota_bytes,
+                })
+            })
+            .collect();
+        json!({ "l2": l2, "l3": self.devices.status(), "namespaces": namespaces, "writing": self.writing.len() })
+    }
+
+    /// What the namespaces with most have in L2, in bytes.
+    pub(crate) fn namespace_bytes(&self) -> Vec<(NamespaceId, u64)> {
+        let uses = self.state.lock().policy.namespaces(STATUS_NAMESPACES_MAX);
+        uses.into_iter().map(|used| (used.namespace, used.bytes)).collect()
+    }
+
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use larder_format::{NamespaceId, PageKey};
-    use larder_l3::L3Options;
+/// Most time to forget a page whose time is over.
+const FORGET_EXPIRED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
-    fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(5)
+/// A write to L3 that is under way.
+struct Write {
+    tiers: Arc<Tiers>,
+    page: Arc<Page>,
+    landed: bool,
+    _ticket: tokio::sync::watch::Sender<bool>,
+}
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        let PageMeta { id, generation, .. } = self.page.meta;
+        self.tiers.writing.end(&id, generation);
+        self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.landed);
+        self.tiers.ended.notify_waiters();
     }
+}
 
-    /// A page that is on L3 and nowhere else.
-    async fn page_on_l3(tiers: &Arc<Tiers>, bytes: usize) -> PageId {
-        let mut slot = tiers.arena.allocate(bytes).unwrap();
-        slot.fill(7);
-        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        let meta = PageMeta::describe(id, PageKey::NONE, 0, vec![bytes as u32], &slot);
-        let permit = tiers.dirty_permit(bytes).unwrap();
-        tiers.insert(Arc::new(Page { meta, payload: slot.freeze() }), permit);
-        tiers.drain(soon()).await;
-        tiers.l2.remove(&id);
-        assert_eq!(tiers.locate(&id), TierCode::L3);
-        id
-    }
-
-    #[tokio::test]
-    async fn a_page_forgotten_while_it_is_read_does_not_come_back() {
-        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-        let options = NodeOptions { l2_bytes: 32 << 20, ..NodeOptions::default() };
-        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
-        let (l3, _) = L3::open(L3Options::new(dir.path(), 64 << 20), arena.clone()).await.unwrap();
-        let tiers = Tiers::new(&options, arena, Some(l3), Arc::default());
-        let id = page_on_l3(&tiers, 100_000).await;
-
-        let mut read = std::pin::pin!(tiers.get(&id, soon()));
-        assert!(futures::poll!(&mut read).is_pending(), "the device has been asked");
-        assert_eq!(tiers.forget(&[id], soon()).await.unwrap(), 1);
-        // Asked for before it was forgotten, it may be answered; it may not stay.
-        let _ = read.await;
-        assert_eq!(tiers.locate(&id), TierCode::Nowhere);
-        tiers.l3.as_ref().unwrap().close().await;
-    }
+/// Why pages are not durably forgotten.
+#[derive(Debug, thiserror::Error)]
+pub enum TiersError {
+    /// They were being written to L3 and the deadline passed first.
+    #[error("deadline passed while a write to L3 was under way")]
+    Writing,
+    /// A device did not forget.
+    #[error(transparent)]
+    Device(#[from] ForgetError),
 }

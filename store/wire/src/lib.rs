@@ -28,8 +28,8 @@ pub use frame::{
     Frame, FrameHeader, HEADER_BYTES, IO_BUFFER_BYTES, MAX_BODY_BYTES, Payload, discard, read_frame, write_frames,
 };
 pub use message::{
-    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MemberEntry, Request,
-    ReserveOutcome, Reserved, Response, TierCode,
+    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS,
+    MemberEntry, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 
 /// Protocol version of this build.

@@ -13,6 +13,8 @@ pub const MAX_MEMBERS: usize = 1024;
 pub const MAX_NAME_BYTES: usize = 256;
 /// Most bytes of what a member says of itself.
 pub const MAX_INFO_BYTES: usize = 16 << 10;
+/// Longest time for which pages are pinned, in milliseconds: 30 days.
+pub const MAX_PIN_MS: u64 = 30 * 24 * 3_600_000;
 const MAX_TEXT_BYTES: usize = 256 << 10;
 
 /// Declares a small enum with its wire code.
@@ -81,6 +83,17 @@ codes!(
     }
 );
 codes!(
+    /// How firmly L2 holds a page.
+    PinKind, "pin kind" {
+        /// Not at all: a pin ends.
+        None = 0,
+        /// It goes only when nothing else can.
+        Soft = 1,
+        /// It stays, and so do the pages before it that are in L2.
+        Hard = 2,
+    }
+);
+codes!(
     /// What went wrong, as far as the other side should act on it.
     ErrorCode, "error code" {
         /// No common protocol version.
@@ -105,6 +118,8 @@ pub struct Reserved {
     pub parent: PageKey,
     /// Place in its sequence.
     pub position: u32,
+    /// Milliseconds from its sealing after which the page is a miss; 0: never.
+    pub ttl_ms: u64,
     /// Bytes of each part.
     pub part_bytes: Vec<u32>,
 }
@@ -190,6 +205,16 @@ pub enum Request {
         key: PageKey,
         /// CRC of each chunk, part by part.
         crcs: Vec<u32>,
+    },
+    /// Holds pages in L2 for a while, or lets go of them → [`Response::Count`] of those that are held so now; Busy, and
+    /// nothing is held that was not before, if there is no room for hard pins.
+    Pin {
+        /// Page keys.
+        keys: Vec<PageKey>,
+        /// How.
+        kind: PinKind,
+        /// Milliseconds until the pins end: above 0 unless `kind` is [`PinKind::None`], and at most [`MAX_PIN_MS`].
+        ttl_ms: u64,
     },
 }
 
@@ -312,6 +337,7 @@ impl Request {
                 out.put(&page.key.0);
                 out.put(&page.parent.0);
                 out.put_u32(page.position);
+                out.put_u64(page.ttl_ms);
                 out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
                 4
             }
@@ -366,6 +392,12 @@ impl Request {
                 out.put_list(crcs, |out, &c| out.put_u32(c));
                 17
             }
+            Request::Pin { keys, kind, ttl_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u8(kind.code());
+                out.put_u64(*ttl_ms);
+                18
+            }
         };
         (kind, out)
     }
@@ -392,6 +424,7 @@ impl Request {
                 key: key(&mut r)?,
                 parent: key(&mut r)?,
                 position: r.u32("position")?,
+                ttl_ms: r.u64("ttl")?,
                 part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
             }),
             5 => Request::Part { put: r.u64("put")?, part: r.u32("part")?, crcs: crcs(&mut r)? },
@@ -411,6 +444,11 @@ impl Request {
             15 => Request::Status,
             16 => Request::Cancel(r.u64("request")?),
             17 => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
+            18 => Request::Pin {
+                keys: keys(&mut r)?,
+                kind: PinKind::from_code(r.u8("pin kind")?)?,
+                ttl_ms: r.u64("ttl")?,
+            },
             _ => return Err(DecodeError::Invalid("request kind")),
         };
         r.finish()?;
@@ -564,6 +602,7 @@ mod tests {
                 key: PageKey([1; 32]),
                 parent: PageKey::NONE,
                 position: 7,
+                ttl_ms: 1,
                 part_bytes: vec![1, 2],
             }),
             Request::Part { put: 1, part: 2, crcs },
@@ -579,6 +618,7 @@ mod tests {
             Request::Status,
             Request::Cancel(9),
             Request::Compare { key: PageKey([1; 32]), crcs: vec![1, 2] },
+            Request::Pin { keys: vec![PageKey([1; 32])], kind: PinKind::Soft, ttl_ms: 5 },
         ] {
             let (kind, body) = message.encode();
             assert_eq!(Request::decode(kind, &body).unwrap(), message);

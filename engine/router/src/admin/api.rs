@@ -19,6 +19,11 @@ pub const PATH_WARM: &str = "/admin/v1/prefix/warm";
 /// `POST` [`PrefixRequest`]: [`ForgetResponse`].
 pub const PATH_FORGET: &str = "/admin/v1/prefix/forget";
 
+/// `POST` [`PinRequest`]: [`PinResponse`].
+pub const PATH_PIN: &str = "/admin/v1/prefix/pin";
+/// `POST` [`PrefixRequest`]: [`PinResponse`].
+pub const PATH_UNPIN: &str = "/admin/v1/prefix/unpin";
+
 /// The whole system as the router sees it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StatusResponse {
@@ -152,6 +157,30 @@ pub struct ForgetResponse {
     pub complete: bool,
 }
 
+/// Which pages to pin, how, and for how long.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PinRequest {
+    /// Which pages.
+    pub prefix: PrefixRequest,
+    /// Seconds until the pins end: from 1 to 2,592,000, which is 30 days.
+    pub seconds: u64,
+    /// They may go when nothing else can. If false they stay; all that is held so is at most a quarter of L2.
+    #[serde(default)]
+    pub soft: bool,
+}
+
+/// What pinning a prefix, or ending its pins, came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinResponse {
+    /// Whole pages of the prefix.
+    pub pages: u32,
+    /// Of those, are pinned now; when pins are ended, were.
+    pub pinned: u32,
+    /// Whether every store node that was to be asked answered.
+    pub complete: bool,
+}
+
 /// A failure.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorResponse {
@@ -162,7 +191,7 @@ pub struct ErrorResponse {
 /// What went wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorDetail {
-    /// For programs: `bad_request`, `too_large`, `model_not_found`, `not_found`, `unavailable`, `timeout`.
+    /// For programs: `bad_request`, `too_large`, `refused`, `model_not_found`, `not_found`, `unavailable`, `timeout`.
     pub code: String,
     /// For people.
     pub message: String,

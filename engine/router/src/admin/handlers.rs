@@ -5,7 +5,7 @@
 
 use super::api::{
     EngineStatus, ErrorDetail, ErrorResponse, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT, PATH_METRICS,
-    PATH_STATUS, PATH_WARM, PrefixRequest, StatusResponse,
+    PATH_PIN, PATH_STATUS, PATH_UNPIN, PATH_WARM, PinRequest, PrefixRequest, StatusResponse,
 };
 use super::prefix::Prefix;
 use crate::Shared;
@@ -16,7 +16,9 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::future::join_all;
+use larder_client::PinKind;
 use larder_worker::api::Role;
+use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -27,6 +29,9 @@ const BODY_BYTES_MAX: usize = 16 << 20;
 const STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Most time for a request about a prefix; warming may compute.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Longest time for which pages are pinned, in seconds: 30 days.
+const PIN_SECONDS_MAX: u64 = 30 * 24 * 3600;
 
 /// A failure on its way to a caller.
 #[derive(Debug)]
@@ -67,6 +72,8 @@ pub(crate) fn routes(shared: Arc<Shared>) -> Router {
         .route(PATH_INSPECT, post(inspect))
         .route(PATH_WARM, post(warm))
         .route(PATH_FORGET, post(forget))
+        .route(PATH_PIN, post(pin))
+        .route(PATH_UNPIN, post(unpin))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .with_state(shared)
@@ -159,6 +166,28 @@ async fn forget(State(shared): State<Arc<Shared>>, body: Body) -> Result<Respons
     .await
 }
 
+async fn pin(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
+    answer(async {
+        let PinRequest { prefix, seconds, soft } = parse(body).await?;
+        if !(1..=PIN_SECONDS_MAX).contains(&seconds) {
+            let message = format!("'seconds' is {seconds}, it must be from 1 to {PIN_SECONDS_MAX}");
+            return Err(AdminError::bad_request(message));
+        }
+        let kind = if soft { PinKind::Soft } else { PinKind::Hard };
+        let prefix = Prefix::resolve(shared, prefix).await?;
+        Ok(Json(prefix.pin(kind, Duration::from_secs(seconds), deadline()).await?).into_response())
+    })
+    .await
+}
+
+async fn unpin(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
+    answer(async {
+        let prefix = read(shared, body).await?;
+        Ok(Json(prefix.pin(PinKind::None, Duration::ZERO, deadline()).await?).into_response())
+    })
+    .await
+}
+
 fn deadline() -> Instant {
     Instant::now() + REQUEST_TIMEOUT
 }
@@ -168,13 +197,17 @@ async fn answer(work: impl Future<Output = Result<Response, AdminError>>) -> Res
 }
 
 async fn read(shared: Arc<Shared>, body: Body) -> Result<Prefix, AdminError> {
+    let request: PrefixRequest = parse(body).await?;
+    Prefix::resolve(shared, request).await
+}
+
+async fn parse<T: DeserializeOwned + Send + 'static>(body: Body) -> Result<T, AdminError> {
     let bytes = to_bytes(body, BODY_BYTES_MAX).await.map_err(|_| {
         let message = format!("the request body is longer than {BODY_BYTES_MAX} bytes");
         AdminError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
     })?;
-    let request: PrefixRequest = crate::openai::off_loop_if_large(bytes, |bytes| serde_json::from_slice(&bytes))
+    crate::openai::off_loop_if_large(bytes, |bytes| serde_json::from_slice(&bytes))
         .await
         .map_err(|error| AdminError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", error.to_string()))?
-        .map_err(|error| AdminError::bad_request(format!("the request body is not valid: {error}")))?;
-    Prefix::resolve(shared, request).await
+        .map_err(|error| AdminError::bad_request(format!("the request body is not valid: {error}")))
 }

@@ -1,13 +1,13 @@
-//! Inspect, warm and forget the pages of a prefix.
+//! Inspect, warm, pin and forget the pages of a prefix.
 
-use super::api::{ForgetResponse, InspectResponse, PageStatus, PrefixRequest, WarmResponse};
+use super::api::{ForgetResponse, InspectResponse, PageStatus, PinResponse, PrefixRequest, WarmResponse};
 use super::handlers::AdminError;
 use crate::Shared;
 use crate::models::{Found, ServedModel};
 use crate::openai::{chat_tokens, random_id};
 use crate::route::PrefillJob;
 use axum::http::StatusCode;
-use larder_client::{Forgotten, Tier};
+use larder_client::{Forgotten, PinKind, Pinned, Tier};
 use larder_format::PageKey;
 use larder_worker::api::{CacheMode, PrefillRequest};
 use std::sync::Arc;
@@ -128,6 +128,18 @@ impl Prefix {
                 return after;
             }
             tokio::time::sleep(PUBLISHED_INTERVAL).await;
+        }
+    }
+
+    /// Pins the pages for `ttl`, or ends their pins.
+    pub(crate) async fn pin(&self, kind: PinKind, ttl: Duration, deadline: Instant) -> Result<PinResponse, AdminError> {
+        let Pinned { pages, refused, complete } = match self.keys.is_empty() {
+            true => Pinned { complete: true, ..Pinned::default() },
+            false => self.model.pages.pin(self.keys.clone(), kind, ttl, deadline.into_std()).await,
+        };
+        match refused {
+            Some(message) => Err(AdminError::new(StatusCode::CONFLICT, "refused", message)),
+            None => Ok(PinResponse { pages: self.keys.len() as u32, pinned: pages as u32, complete }),
         }
     }
 

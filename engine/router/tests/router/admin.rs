@@ -75,3 +75,23 @@ async fn failures_are_json() {
     let (status, body) = bed.admin_post(PATH_INSPECT, json!({"tokens": [1]})).await;
     assert_eq!((status, &body["pages"]), (200, &Value::Array(vec![])));
 }
+
+#[tokio::test]
+async fn a_prefix_is_pinned_and_unpinned_and_refusals_are_said() {
+    let bed = Bed::new(1, 1).await;
+    let request = json!({"text": prompt(16)});
+    bed.admin_post(PATH_WARM, request.clone()).await;
+    let (status, body) = bed.admin_post(PATH_PIN, json!({"prefix": request, "seconds": 60})).await;
+    let pinned: PinResponse = serde_json::from_value(body).unwrap();
+    assert_eq!((status, pinned), (200, PinResponse { pages: 4, pinned: 4, complete: true }));
+    let (status, body) = bed.admin_post(PATH_UNPIN, request.clone()).await;
+    assert_eq!((status, body["pinned"].as_u64()), (200, Some(4)));
+    let long = json!({"prefix": {"text": prompt(40)}, "seconds": 60});
+    let (status, body) = bed.admin_post(PATH_PIN, long).await;
+    assert_eq!((status, body["error"]["code"].as_str()), (409, Some("refused")), "{body}");
+    for seconds in [0, 30 * 24 * 3600 + 1] {
+        let (status, body) =
+            bed.admin_post(PATH_PIN, json!({"prefix": request, "seconds": seconds, "soft": true})).await;
+        assert_eq!((status, body["error"]["code"].as_str()), (400, Some("bad_request")), "{body}");
+    }
+}

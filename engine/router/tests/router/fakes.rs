@@ -8,7 +8,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router as Routes};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use larder_client::{Forgotten, Member, NodeView, Tier};
+use larder_client::{Forgotten, Member, NodeView, PinKind, Pinned, Tier};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
 use larder_router::store::{Directory, PageIndex};
 use larder_router::{Router, RouterHandle, RouterOptions};
@@ -80,6 +80,15 @@ impl PageIndex for StoreHandle {
         Box::pin(async move {
             let held = self.0.held.lock();
             keys.iter().map(|key| held.get(key).copied()).collect()
+        })
+    }
+
+    fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, _: Instant) -> BoxFuture<'_, Pinned> {
+        Box::pin(async move {
+            let held = self.0.held.lock();
+            let refused = (kind == PinKind::Hard && keys.len() > 4).then(|| format!("no room for {ttl:?}"));
+            let pages = keys.iter().filter(|key| held.contains_key(key)).count();
+            Pinned { pages, refused, complete: self.0.is_up() }
         })
     }
 

@@ -1,0 +1,380 @@
+//! The devices of L3, each with a log of its own.
+//!
+//! Always true:
+//! - what is read is the page of the highest generation that a usable device has, or a miss;
+//! - forgetting is told to every device, and succeeded only if every one says so, those that were left out included: what
+//!   lies there could come back;
+//! - a device that fails costs its own pages. It is set aside (see `health`) and tried again later; it never stops a node.
+//!
+//! A page's device follows from rendezvous hashing over the directories, weighted by bytes; a write that fails goes to
+//! the next one in that order. Reads ask whichever has the page, so devices may come, go and be given in another order.
+
+use crate::clock::now;
+use crate::health::{Health, Trouble};
+use crate::options::L3Device;
+use crate::policy::mixed;
+use futures::future::join_all;
+use larder_core::log::AppendError;
+use larder_device::{Arena, Slot};
+use larder_format::{NamespaceId, PageId, PageMeta};
+use larder_l3::{L3, L3Entry, L3Error, L3Options, Pin};
+use larder_wire::PinKind;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use std::cmp::Reverse;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Most time for one read of one device.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most time for one write to one device.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Told whose page is damaged on a device.
+pub type OnDamage = Arc<dyn Fn(PageId) + Send + Sync>;
+
+struct Device {
+    dir: PathBuf,
+    bytes: u64,
+    /// Of its directory's name.
+    seed: u64,
+    l3: L3,
+    health: Mutex<Health>,
+    errors: AtomicU64,
+    timeouts: AtomicU64,
+    full: AtomicU64,
+    /// I/O errors of its log that were counted.
+    io_errors_seen: AtomicU64,
+}
+
+/// A device that could not be opened.
+#[derive(Debug)]
+struct LeftOut {
+    dir: PathBuf,
+    reason: String,
+}
+
+/// How one device is, for metrics.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DeviceState {
+    pub(crate) dir: String,
+    pub(crate) usable: bool,
+    /// In few words; empty if it is well.
+    pub(crate) reason: String,
+}
+
+/// All devices of a node.
+#[derive(Default)]
+pub struct Devices {
+    devices: Vec<Device>,
+    left_out: Vec<LeftOut>,
+}
+
+impl Devices {
+    /// Opens each one's log. One that cannot be opened is left out, unless no other is left.
+    pub(crate) async fn open(options: Vec<L3Device>, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
+        let (mut opened, mut first_error) = (Devices::default(), None);
+        for L3Device { dir, bytes } in options {
+            match L3::open(L3Options::new(&dir, bytes), arena.clone()).await {
+                Ok(l3) => opened.devices.push(Device::new(dir, bytes, l3)),
+                Err(error) => {
+                    tracing::error!(dir = %dir.display(), %error, "L3 device cannot be opened");
+                    opened.left_out.push(LeftOut { dir, reason: error.to_string() });
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        match first_error {
+            Some(error) if opened.devices.is_empty() => Err(error),
+            _ => Ok(opened),
+        }
+    }
+
+    /// Devices whose logs are open already, with their sizes.
+    pub fn of(logs: Vec<(L3Device, L3)>) -> Devices {
+        let devices = logs.into_iter().map(|(device, l3)| Device::new(device.dir, device.bytes, l3));
+        Devices { devices: devices.collect(), left_out: Vec::new() }
+    }
+
+    /// Whether there is no L3.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.devices.is_empty()
+    }
+
+    /// Whether any device takes writes.
+    pub(crate) fn writable(&self) -> bool {
+        self.devices.iter().any(Device::usable)
+    }
+
+    /// Number of the put that a read would find. It may be gone by then.
+    pub(crate) fn generation(&self, id: &PageId) -> Option<u64> {
+        self.holders(id).first().map(|(_, entry)| entry.generation)
+    }
+
+    /// The devices that have a page, the newest put first; of one put the device where it belongs.
+    fn holders(&self, id: &PageId) -> Vec<(&Device, L3Entry)> {
+        let usable = self.devices.iter().filter(|device| device.usable());
+        let mut holders: Vec<_> = usable.filter_map(|device| Some((device, device.l3.find(id)?))).collect();
+        if holders.len() > 1 {
+            holders.sort_by(|(a, _), (b, _)| b.score(id).total_cmp(&a.score(id)));
+            holders.sort_by_key(|(_, entry)| Reverse(entry.generation));
+        }
+        holders
+    }
+
+    /// Reads a page. An error says that the arena has no room for it.
+    pub(crate) async fn read(&self, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        for (device, _) in self.holders(id) {
+            match device.l3.read(id, now() + READ_TIMEOUT).await {
+                Ok(Some(page)) => {
+                    device.succeeded();
+                    return Ok(Some(page));
+                }
+                // Gone or damaged: another copy may be whole.
+                Ok(None) => device.note_hidden_errors(),
+                Err(error @ L3Error::NoMemory { .. }) => return Err(error),
+                Err(error) => {
+                    tracing::warn!(?id, dir = %device.dir.display(), %error, "L3 read failed");
+                    device.failed(&error);
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Writes a page to the device where it belongs, or the next one that takes it.
+    pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot) -> Result<(), L3Error> {
+        let mut ranked: Vec<&Device> = self.devices.iter().filter(|device| device.usable()).collect();
+        ranked.sort_by(|a, b| b.score(&meta.id).total_cmp(&a.score(&meta.id)));
+        let mut last = L3Error::Closed;
+        for device in ranked {
+            match device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await {
+                Ok(()) => {
+                    device.succeeded();
+                    return Ok(());
+                }
+                Err(error @ L3Error::Invalid(_)) => return Err(error),
+                Err(error) => {
+                    tracing::warn!(id = ?meta.id, dir = %device.dir.display(), %error, "L3 write failed");
+                    device.failed(&error);
+                    last = error;
+                }
+            }
+        }
+        Err(last)
+    }
+
+    /// Whether any device has the page, usable or not.
+    pub(crate) fn has(&self, id: &PageId) -> bool {
+        self.devices.iter().any(|device| device.l3.find(id).is_some())
+    }
+
+    /// Forgets pages everywhere, durably. After an error some may come back: it is to be tried again.
+    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<(), ForgetError> {
+        let forgets = self.devices.iter().map(|device| async move {
+            let forgotten = device.l3.forget(ids, deadline).await;
+            forgotten.map_err(|error| {
+                // The deadline is the caller's: that it was short says nothing of the device.
+                if !matches!(error, L3Error::Deadline(_)) {
+                    device.failed(&error);
+                }
+                ForgetError { dir: device.dir.clone(), reason: error.to_string() }
+            })
+        });
+        let all = join_all(forgets).await;
+        all.into_iter().collect::<Result<Vec<usize>, _>>()?;
+        match self.left_out.first() {
+            Some(LeftOut { dir, .. }) => {
+                Err(ForgetError { dir: dir.clone(), reason: "left out since the start".into() })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Most bytes of a namespace on all devices together; each gets its part of that.
+    pub(crate) fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
+        let total: u128 = self.devices.iter().map(|device| u128::from(device.bytes)).sum::<u128>().max(1);
+        for device in &self.devices {
+            let part = u128::from(bytes) * u128::from(device.bytes) / total;
+            device.l3.set_quota(namespace, u64::try_from(part).unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Holds pages, or lets go of them.
+    pub(crate) fn pin(&self, ids: &[PageId], kind: PinKind) {
+        let pin = match kind {
+            PinKind::None => Pin::None,
+            PinKind::Soft => Pin::Soft,
+            PinKind::Hard => Pin::Hard,
+        };
+        for device in &self.devices {
+            device.l3.pin(ids, pin);
+        }
+    }
+
+    /// Pages were asked for in L2.
+    pub(crate) fn touch(&self, ids: &[PageId]) {
+        self.devices.iter().for_each(|device| device.l3.touch(ids));
+    }
+
+    /// Whom to tell of damage that a device finds by itself.
+    pub(crate) fn on_damage(&self, told: &OnDamage) {
+        for device in &self.devices {
+            let told = told.clone();
+            device.l3.on_damage(move |id| told(id));
+        }
+    }
+
+    /// Waits for writes under way and lets go of all of them.
+    pub(crate) async fn close(&self) {
+        join_all(self.devices.iter().map(|device| device.l3.close())).await;
+    }
+
+    /// How each one is.
+    pub(crate) fn states(&self) -> Vec<DeviceState> {
+        let opened = self.devices.iter().map(|device| {
+            let health = device.health.lock();
+            let reason = health.trouble().map(|trouble| format!("{}, {trouble}", health.word()));
+            DeviceState {
+                dir: device.dir.display().to_string(),
+                usable: reason.is_none() || health.word() == "on trial",
+                reason: reason.unwrap_or_default(),
+            }
+        });
+        let left_out = self.left_out.iter().map(|left_out| DeviceState {
+            dir: left_out.dir.display().to_string(),
+            usable: false,
+            reason: "left out".into(),
+        });
+        opened.chain(left_out).collect()
+    }
+
+    /// Figures of all logs together, and each device; null without L3.
+    pub(crate) fn status(&self) -> Value {
+        if self.devices.is_empty() {
+            return Value::Null;
+        }
+        let stats: Vec<Value> =
+            self.devices.iter().filter_map(|device| serde_json::to_value(device.l3.stats()).ok()).collect();
+        let mut total = sum(&stats);
+        let opened = self.devices.iter().zip(stats).map(|(device, stats)| device.status(stats));
+        let left_out = self.left_out.iter().map(|left_out| {
+            json!({ "dir": left_out.dir.display().to_string(), "state": "left out", "reason": left_out.reason })
+        });
+        total["devices"] = opened.chain(left_out).collect();
+        total
+    }
+}
+
+/// Adds numbers up; flags hold if they hold everywhere.
+fn sum(stats: &[Value]) -> Value {
+    let mut total = serde_json::Map::new();
+    for (key, value) in stats.iter().filter_map(Value::as_object).flatten() {
+        let before = total.get(key);
+        let now = match (value, before) {
+            (Value::Number(_), Some(before)) => {
+                json!(value.as_u64().unwrap_or_default() + before.as_u64().unwrap_or_default())
+            }
+            (Value::Bool(flag), Some(before)) => json!(*flag && before.as_bool().unwrap_or(true)),
+            _ => value.clone(),
+        };
+        total.insert(key.clone(), now);
+    }
+    Value::Object(total)
+}
+
+/// Why pages are not durably forgotten.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {reason}", dir.display())]
+pub struct ForgetError {
+    /// The device.
+    pub dir: PathBuf,
+    /// What it said.
+    pub reason: String,
+}
+
+impl Device {
+    fn new(dir: PathBuf, bytes: u64, l3: L3) -> Device {
+        let name = dir.display().to_string();
+        Device {
+            bytes,
+            seed: name.bytes().fold(0, |folded, byte| mixed(folded ^ u64::from(byte))),
+            dir,
+            l3,
+            health: Mutex::default(),
+            errors: AtomicU64::new(0),
+            timeouts: AtomicU64::new(0),
+            full: AtomicU64::new(0),
+            io_errors_seen: AtomicU64::new(0),
+        }
+    }
+
+    /// Weighted rendezvous: over all devices, the chance to score highest is in proportion to the bytes.
+    fn score(&self, id: &PageId) -> f64 {
+        let key = id.key.0.chunks_exact(8).chain(id.namespace.0.chunks_exact(8)).fold(self.seed, |folded, word| {
+            mixed(folded ^ word.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte)))
+        });
+        let chance = ((key >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+        self.bytes as f64 / -chance.ln()
+    }
+
+    fn usable(&self) -> bool {
+        self.health.lock().usable(now())
+    }
+
+    fn succeeded(&self) {
+        if self.health.lock().succeeded() {
+            tracing::info!(dir = %self.dir.display(), "L3 device is well again");
+        }
+    }
+
+    fn failed(&self, error: &L3Error) {
+        match error {
+            // A full file system fails writes and nothing else; the log goes on in what it has.
+            L3Error::Io { source, .. }
+                if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) =>
+            {
+                self.full.fetch_add(1, Ordering::Relaxed);
+            }
+            L3Error::Deadline(_) => self.in_trouble(Trouble::Timeout),
+            L3Error::Io { .. } | L3Error::Closed => self.in_trouble(Trouble::Error),
+            L3Error::Append(AppendError::Stopped) => self.in_trouble(Trouble::Error),
+            _ => {}
+        }
+    }
+
+    /// A read that the device refused is a miss to the log's callers, and counted there.
+    fn note_hidden_errors(&self) {
+        let errors = self.l3.stats().io_errors;
+        if self.io_errors_seen.fetch_max(errors, Ordering::Relaxed) < errors {
+            self.in_trouble(Trouble::Error);
+        }
+    }
+
+    fn in_trouble(&self, trouble: Trouble) {
+        let count = if trouble == Trouble::Error { &self.errors } else { &self.timeouts };
+        count.fetch_add(1, Ordering::Relaxed);
+        if let Some(pause) = self.health.lock().failed(trouble, now()) {
+            tracing::error!(dir = %self.dir.display(), %trouble, ?pause, "L3 device set aside: its pages are misses");
+        }
+    }
+
+    fn status(&self, stats: Value) -> Value {
+        let health = self.health.lock();
+        json!({
+            "dir": self.dir.display().to_string(),
+            "state": health.word(),
+            "reason": health.trouble().map(|trouble| trouble.to_string()),
+            "errors": self.errors.load(Ordering::Relaxed),
+            "timeouts": self.timeouts.load(Ordering::Relaxed),
+            "file_system_full": self.full.load(Ordering::Relaxed),
+            "times_set_aside": health.times_set_aside(),
+            "recovery": self.l3.recovery(),
+            "scrub": self.l3.scrub(),
+            "log": stats,
+        })
+    }
+}

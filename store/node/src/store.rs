@@ -1,0 +1,175 @@
+//! Puts and tiers as one: all of a node but its sockets. Connections use it, and a simulation can.
+
+use crate::clock::Clock;
+use crate::devices::Devices;
+use crate::metrics::{self, Metrics};
+use crate::options::NodeOptions;
+use crate::policy::PinRefused;
+use crate::puts::{Presence, Put, Puts};
+use crate::scrub;
+use crate::tiers::{Page, Tiers, TiersError};
+use futures::StreamExt;
+use larder_device::Arena;
+use larder_format::{NamespaceId, PageId};
+use larder_wire::{CommitOutcome, PinKind, ReserveOutcome, Reserved, TierCode};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+
+/// Pages that are brought into L2 at a time for one request.
+const LOADS_AT_ONCE: usize = 16;
+/// How often pins, pages and puts are looked at whose time may be over.
+const TICK: Duration = Duration::from_secs(1);
+/// An open put that nothing is received for is given up after this time.
+const PUT_IDLE_MAX: Duration = Duration::from_secs(60);
+
+/// The pages of a node.
+pub struct Store {
+    tiers: Arc<Tiers>,
+    puts: Puts,
+    metrics: Arc<Metrics>,
+    scrub_bytes_per_second: u64,
+}
+
+impl Store {
+    /// A store over an arena of [`NodeOptions::arena_bytes`] and devices that are open. Puts are numbered from
+    /// `generation_first` on, which must be above all that the devices hold. Must be called inside a tokio runtime.
+    pub fn new(
+        options: &NodeOptions,
+        arena: Arc<Arena>,
+        devices: Devices,
+        clock: Clock,
+        generation_first: u64,
+    ) -> Store {
+        let metrics = Arc::new(Metrics::default());
+        let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
+        let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first);
+        Store { tiers, puts, metrics, scrub_bytes_per_second: options.scrub_bytes_per_second }
+    }
+
+    /// What has to be done regularly, until `stop`: ends what is over, and verifies L2.
+    pub async fn upkeep(&self, stop: CancellationToken) {
+        let tick = async {
+            loop {
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    () = tokio::time::sleep(TICK) => self.tick(),
+                }
+            }
+        };
+        tokio::join!(tick, scrub::run(self.tiers.clone(), self.scrub_bytes_per_second, stop.clone()));
+    }
+
+    /// Ends pins, pages and puts whose time is over.
+    pub fn tick(&self) {
+        self.tiers.tick();
+        self.puts.abort_idle(crate::clock::now(), PUT_IDLE_MAX);
+    }
+
+    /// A namespace is about to be used.
+    pub fn welcome(&self, namespace: NamespaceId) {
+        self.tiers.welcome(namespace);
+    }
+
+    /// Room for a page, if nobody has it or writes it.
+    pub fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
+        self.puts.reserve(id, page)
+    }
+
+    /// Seals a put whose parts have landed.
+    pub fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
+        self.puts.commit(put)
+    }
+
+    /// Gives a put up. Does nothing to one that is sealed.
+    pub fn abort(&self, put: &Arc<Put>) {
+        self.puts.abort(put);
+    }
+
+    /// What there is of a page, and how to learn that it changed.
+    pub fn presence(&self, id: &PageId) -> Presence<'_> {
+        self.puts.presence(id)
+    }
+
+    /// Where a page lies now.
+    pub fn locate(&self, id: &PageId) -> TierCode {
+        self.tiers.locate(id)
+    }
+
+    /// A page and where it was, or a miss. The bytes of one from L2 are to be verified by the reader.
+    pub async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
+        self.tiers.get(id, deadline).await
+    }
+
+    /// Brings pages into L2; how many of them could be read.
+    pub async fn warm(&self, ids: &[PageId], deadline: Instant) -> usize {
+        let loads = futures::stream::iter(ids.to_vec())
+            .map(|id| async move { self.tiers.get(&id, deadline).await.is_some() })
+            .buffer_unordered(LOADS_AT_ONCE);
+        loads.filter(|&there| std::future::ready(there)).count().await
+    }
+
+    /// Forgets pages, and gives up puts of them; the number that were there. After an error it is to be tried again.
+    pub async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
+        self.puts.abort_all(ids);
+        self.tiers.forget(ids, deadline).await
+    }
+
+    /// Pins pages for `ttl_ms`, after it brought those on L3 into L2; how many are pinned now. With [`PinKind::None`] their
+    /// pins end; the answer is how many did.
+    pub async fn pin(
+        &self,
+        ids: &[PageId],
+        kind: PinKind,
+        ttl_ms: u64,
+        deadline: Instant,
+    ) -> Result<usize, PinRefused> {
+        if kind != PinKind::None {
+            let on_l3: Vec<PageId> = ids.iter().copied().filter(|id| self.locate(id) == TierCode::L3).collect();
+            self.warm(&on_l3, deadline).await;
+        }
+        let ids: BTreeSet<PageId> = ids.iter().copied().collect();
+        self.tiers.pin(&ids, kind, ttl_ms)
+    }
+
+    /// Verifies a copy in DRAM and drops it if it is damaged; the number dropped.
+    pub fn recheck(&self, id: &PageId) -> usize {
+        self.tiers.recheck(id)
+    }
+
+    /// Writes to L3 what waits for it, until `deadline`, and lets go of the devices.
+    pub async fn close(&self, deadline: Instant) {
+        self.tiers.drain(deadline).await;
+        self.tiers.devices().close().await;
+    }
+
+    /// State for people and scripts.
+    pub fn status(&self) -> serde_json::Value {
+        let (open, waiting) = self.puts.counts();
+        serde_json::json!({
+            "tiers": self.tiers.status(),
+            "puts_open": open,
+            "readers_waiting": waiting,
+            "counters": self.metrics.json(),
+        })
+    }
+
+    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
+    }
+
+    /// Gauges by label are up to date only after this.
+    pub(crate) fn refresh_metrics(&self) {
+        let label = |name: &str, value: String| (name.to_string(), value);
+        let devices =
+            self.tiers.devices().states().into_iter().map(|device| {
+                (vec![label("dir", device.dir), label("reason", device.reason)], i64::from(device.usable))
+            });
+        metrics::show(&self.metrics.devices, devices.collect());
+        let namespaces = self.tiers.namespace_bytes().into_iter().map(|(namespace, bytes)| {
+            (vec![label("namespace", namespace.to_string())], i64::try_from(bytes).unwrap_or(i64::MAX))
+        });
+        metrics::show(&self.metrics.namespaces, namespaces.collect());
+    }
+}

@@ -1,0 +1,12 @@
+//! A node without its sockets, over real files: the tiers, the write policies, several devices.
+
+#[path = "store/common.rs"]
+mod common;
+#[path = "store/devices.rs"]
+mod devices;
+#[path = "store/policies.rs"]
+mod policies;
+#[path = "store/reads.rs"]
+mod reads;
+#[path = "store/time.rs"]
+mod time;

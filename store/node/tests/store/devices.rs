@@ -1,0 +1,100 @@
+//! Several devices.
+
+use crate::common::*;
+use larder_node::{L3Device, Node, NodeOptions};
+use larder_wire::TierCode;
+use std::path::PathBuf;
+
+/// What each of the devices holds.
+fn pages(logs: &[larder_l3::L3]) -> Vec<u64> {
+    logs.iter().map(|l3| l3.stats().pages).collect()
+}
+
+#[tokio::test]
+async fn pages_spread_over_devices_and_are_found_in_whatever_order_those_are_given() {
+    let dir = directory();
+    let mut dirs: Vec<PathBuf> = (0..3).map(|n| dir.path().join(n.to_string())).collect();
+    let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
+    for number in 0..100 {
+        put(&store, number).await;
+    }
+    settles(&store, "/tiers/writing", 0).await;
+    let counts = pages(&logs);
+    assert!(counts.iter().sum::<u64>() == 100 && counts.iter().all(|&count| count >= 15), "{counts:?}");
+    assert_eq!(figure(&store, "/tiers/l3/pages"), 100);
+    store.close(soon()).await;
+    drop((store, logs));
+    dirs.reverse();
+    let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
+    for number in 0..100 {
+        assert_eq!(get(&store, number).await, Some(TierCode::L3), "{number}");
+    }
+    let all: Vec<_> = (0..100).map(id).collect();
+    assert_eq!(store.forget(&all, soon()).await.unwrap(), 100);
+    assert_eq!(pages(&logs), [0, 0, 0]);
+    store.close(soon()).await;
+}
+
+#[tokio::test]
+async fn a_device_that_breaks_costs_its_own_pages_and_others_take_its_writes() {
+    let dir = directory();
+    let dirs: Vec<PathBuf> = (0..2).map(|n| dir.path().join(n.to_string())).collect();
+    let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
+    for number in 0..60 {
+        put(&store, number).await;
+    }
+    store.close(soon()).await;
+    drop((store, logs));
+    let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
+    let counts = pages(&logs);
+    logs[0].close().await;
+    for number in 100..160 {
+        put(&store, number).await;
+    }
+    settles(&store, "/tiers/writing", 0).await;
+    assert_eq!(pages(&logs), [counts[0], counts[1] + 60]);
+    let status = store.status();
+    let states: Vec<_> =
+        (0..2).map(|device| status["tiers"]["l3"]["devices"][device]["state"].as_str().unwrap()).collect();
+    assert_eq!(states, ["set aside", "well"]);
+    assert_eq!(status["tiers"]["l3"]["devices"][0]["reason"], "errors");
+    let mut hits = 0;
+    for number in 0..60 {
+        hits += u64::from(get(&store, number).await.is_some());
+    }
+    assert_eq!(hits, counts[1], "the other one's pages are all there");
+    assert!(store.forget(&[id(0)], soon()).await.is_err(), "what lies on the broken one could come back");
+    // A page of the broken one may be put again, and lies on the other.
+    let lost = (0..60).find(|number| logs[0].find(&id(*number)).is_some()).unwrap();
+    assert_eq!(store.locate(&id(lost)), TierCode::Nowhere);
+    put(&store, lost).await;
+    settles(&store, "/tiers/writing", 0).await;
+    assert!(logs[1].find(&id(lost)).is_some());
+    store.close(soon()).await;
+    drop((store, logs));
+    // Both have it now: the newer one counts.
+    let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
+    let newest = logs.iter().filter_map(|l3| l3.find(&id(lost))).map(|entry| entry.generation).max().unwrap();
+    let (page, _) = store.get(&id(lost), soon()).await.unwrap();
+    assert_eq!(page.meta.generation, newest);
+    assert!(logs.iter().all(|l3| l3.find(&id(lost)).is_some()));
+    store.close(soon()).await;
+}
+
+#[tokio::test]
+async fn a_node_starts_without_a_device_that_cannot_be_opened_but_not_without_any() {
+    let dir = directory();
+    let good = dir.path().join("good");
+    std::fs::write(dir.path().join("file"), "not a directory").unwrap();
+    let device = |dir: PathBuf| L3Device { dir, bytes: 64 << 20 };
+    let bad = device(dir.path().join("file"));
+    let options = |l3| NodeOptions { listen: "127.0.0.1:0".parse().unwrap(), l3, ..options() };
+    assert!(Node::start(options(vec![bad.clone()])).await.is_err());
+    let node = Node::start(options(vec![bad, device(good)])).await.unwrap();
+    let status = node.status();
+    let devices = status["tiers"]["l3"]["devices"].as_array().unwrap();
+    let states: Vec<_> = devices.iter().map(|device| device["state"].as_str().unwrap()).collect();
+    assert_eq!(states, ["well", "left out"]);
+    assert!(devices[1]["reason"].as_str().unwrap().contains("file"), "{status}");
+    node.shutdown().await;
+}

@@ -1,0 +1,157 @@
+//! When pages are written to L3, who has room, and what stays.
+
+use crate::common::*;
+use larder_node::{NodeOptions, WritePolicy};
+use larder_wire::{PinKind, ReserveOutcome, TierCode};
+use std::path::Path;
+
+/// Pages of 256 KiB that L2 holds.
+const L2_PAGES: u32 = 128;
+
+fn with_policy(write_policy: WritePolicy) -> NodeOptions {
+    NodeOptions { write_policy, ..options() }
+}
+
+/// How many of `numbers` are there after a restart.
+async fn survivors(dir: &Path, numbers: std::ops::Range<u32>) -> Vec<u32> {
+    let (store, _) = with_log(&options(), dir).await;
+    let mut found = Vec::new();
+    for number in numbers {
+        if get(&store, number).await.is_some() {
+            found.push(number);
+        }
+    }
+    store.close(soon()).await;
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn more_than_l2_holds_is_served_from_l3_and_never_in_between() {
+    for policy in [WritePolicy::Through, WritePolicy::Back] {
+        let dir = directory();
+        let (store, _) = with_log(&with_policy(policy), dir.path()).await;
+        for number in 0..2 * L2_PAGES {
+            put(&store, number).await;
+            // One of those that are just about to leave.
+            let old = number.saturating_sub(L2_PAGES);
+            assert!(get(&store, old).await.is_some(), "{policy}: page {old} after {number}");
+        }
+        assert!(figure(&store, "/tiers/l2/bytes_used") <= 32 << 20);
+        assert!(figure(&store, "/counters/pages_evicted_l2") > 0);
+        store.close(soon()).await;
+        drop(store);
+        assert_eq!(survivors(dir.path(), 0..2 * L2_PAGES).await.len() as u32, 2 * L2_PAGES, "{policy}");
+    }
+}
+
+#[tokio::test]
+async fn write_back_writes_nothing_before_it_must_and_all_when_it_stops() {
+    let dir = directory();
+    let (store, l3) = with_log(&with_policy(WritePolicy::Back), dir.path()).await;
+    for number in 0..100 {
+        put(&store, number).await;
+    }
+    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    assert_eq!((l3.stats().writes, figure(&store, "/tiers/l2/dirty_pages")), (0, 100));
+    store.close(soon()).await;
+    assert_eq!((l3.stats().writes, figure(&store, "/tiers/l2/dirty_pages")), (100, 0));
+    drop((store, l3));
+    assert_eq!(survivors(dir.path(), 0..100).await.len(), 100);
+}
+
+#[tokio::test]
+async fn write_back_is_busy_when_no_device_takes_what_must_leave() {
+    let dir = directory();
+    let (store, l3) = with_log(&with_policy(WritePolicy::Back), dir.path()).await;
+    for number in 0..L2_PAGES {
+        put(&store, number).await;
+    }
+    l3.close().await;
+    // Some are lost before the device is known to be broken; from then on what is dirty stays.
+    let mut busy = 0;
+    for number in L2_PAGES..2 * L2_PAGES {
+        busy += u32::from(put_for(&store, number, 0) == Err(ReserveOutcome::Busy));
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+    assert!(busy > L2_PAGES / 2, "{busy}");
+    assert_eq!(store.status()["tiers"]["l3"]["devices"][0]["state"], "set aside");
+}
+
+#[tokio::test]
+async fn the_selective_policy_keeps_what_was_read_twice_off_the_floor_and_the_rest_off_l3() {
+    let dir = directory();
+    let (store, l3) = with_log(&with_policy(WritePolicy::Selective), dir.path()).await;
+    for number in 0..90 {
+        put(&store, number).await;
+        for _ in 0..number % 3 {
+            get(&store, number).await.unwrap();
+        }
+    }
+    settles(&store, "/tiers/writing", 0).await;
+    assert_eq!(l3.stats().writes, 30);
+    store.close(soon()).await;
+    drop((store, l3));
+    let expected: Vec<u32> = (0..90).filter(|number| number % 3 == 2).collect();
+    assert_eq!(survivors(dir.path(), 0..90).await, expected);
+}
+
+#[tokio::test]
+async fn puts_are_busy_at_once_when_the_budget_is_used_up() {
+    let store = without_l3(options());
+    let mut open = Vec::new();
+    let refused = loop {
+        let number = open.len() as u32;
+        let page = larder_wire::Reserved {
+            key: id(number).key,
+            parent: larder_format::PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes: vec![PAGE as u32],
+        };
+        match store.reserve(id(number), page) {
+            Ok(put) => open.push(put),
+            Err(refused) => break refused,
+        }
+    };
+    assert_eq!((refused, open.len()), (ReserveOutcome::Busy, (32 << 20) / PAGE));
+    open.iter().for_each(|put| store.abort(put));
+    assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), 0);
+    drop(open);
+    assert_eq!(figure(&store, "/tiers/l2/arena_used"), 0, "all memory came back");
+}
+
+#[tokio::test]
+async fn a_namespace_stays_in_its_quota_and_its_bytes_are_shown() {
+    let quota = larder_node::NamespaceQuota { namespace: "0707".parse().unwrap(), bytes: 4 << 20 };
+    let store = without_l3(NodeOptions { quotas: vec![quota], ..options() });
+    for number in 0..50 {
+        put(&store, number).await;
+    }
+    assert_eq!(figure(&store, "/tiers/namespaces/0/bytes"), 4 << 20);
+    assert_eq!(figure(&store, "/tiers/namespaces/0/quota_bytes"), 4 << 20);
+    assert_eq!(figure(&store, "/tiers/l2/pages"), 16);
+}
+
+#[tokio::test]
+async fn pinned_pages_come_from_l3_and_stay() {
+    let dir = directory();
+    let (store, _) = with_log(&options(), dir.path()).await;
+    for number in 0..40 {
+        put(&store, number).await;
+    }
+    store.close(soon()).await;
+    drop(store);
+    let (store, _) = with_log(&options(), dir.path()).await;
+    let ids: Vec<_> = (0..20).map(id).collect();
+    assert_eq!(store.pin(&ids, PinKind::Hard, 60_000, soon()).await, Ok(20));
+    for number in 100..100 + 2 * L2_PAGES {
+        put(&store, number).await;
+    }
+    assert!(ids.iter().all(|id| store.locate(id) == TierCode::L2));
+    let more: Vec<_> = (20..40).map(id).collect();
+    assert!(store.pin(&more, PinKind::Hard, 60_000, soon()).await.unwrap_err().to_string().contains("quarter"));
+    assert_eq!(figure(&store, "/tiers/l2/hard_pinned_bytes"), (20 * PAGE) as u64);
+    assert_eq!(store.pin(&ids, PinKind::None, 0, soon()).await, Ok(20));
+    assert_eq!(figure(&store, "/tiers/l2/pinned_pages"), 0);
+    store.close(soon()).await;
+}
