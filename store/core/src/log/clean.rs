@@ -24,7 +24,8 @@
 //!
 //! If the open segment fails meanwhile, the reservation goes with it: further copies are `Gone`, their pages are lost.
 //! A log that is opened full, or whose open segment failed, has nowhere to copy to, and reclaims its oldest segment as
-//! it is; so do logs of few segments, where half a segment is too much to give up for it.
+//! it is; so do logs of few segments, where half a segment is too much to give up for it. When another segment could not
+//! be made, no more is copied than the open one still takes.
 
 use super::*;
 

@@ -226,7 +226,11 @@ impl Model {
             self.quota_pinned.insert(n % 2);
         }
         self.pinned.remove(&n);
-        // What is opened without any segment open has nowhere to copy to.
+        // Without an open segment, or when the next could not be made, there may be nowhere to copy to.
+        let none_left = self.log.free_segment().is_none() && self.log.segments.len() >= self.segments_max as usize;
+        if matches!(self.log.spare, Spare::None) && none_left {
+            return;
+        }
         if let (Pin::Hard, Some(_), Some(entry)) = (pin, self.log.open, self.log.find(&id(n), self.now_ms)) {
             self.pinned.insert(n, entry.generation);
         }
