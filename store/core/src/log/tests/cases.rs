@@ -247,6 +247,47 @@ fn large_pages_get_in_beside_pinned_ones() {
     assert!((0..208).all(|key| calm.log.find(&calm.page(key).id, 0).is_some()));
 }
 
+/// However much is put while a segment is cleaned, every page that is to be copied has its room.
+#[test]
+fn writers_leave_the_room_for_copies() {
+    let mut calm = Calm::new(5, 50);
+    let clean = (0..2000).find_map(|key| {
+        calm.generation += 1;
+        while let Ok(Append::Write(write)) = calm.log.append(&calm.page(key)) {
+            calm.log.write_done(write, WriteOutcome::Written);
+        }
+        match calm.log.next_intent() {
+            Some(Intent::Prepare(prepare)) => calm.log.prepared(&prepare, PrepareOutcome::Ready),
+            Some(Intent::Footer(footer)) => calm.log.footer_done(footer, WriteOutcome::Written),
+            Some(Intent::Clean(clean)) => return Some(clean),
+            None => {}
+        }
+        let wanted = calm.page(key % 30).id;
+        calm.log.touch(&wanted);
+        None
+    });
+    let clean = clean.unwrap();
+    assert!(!clean.pages.is_empty());
+    let put = (100_000..).take_while(|&key| {
+        calm.generation += 1;
+        match calm.log.append(&calm.page(key)).unwrap() {
+            Append::Write(write) => calm.log.write_done(write, WriteOutcome::Written),
+            _ => return false,
+        }
+        true
+    });
+    assert!(put.count() > 0);
+    let segment_bytes = calm.log.config().segment_bytes;
+    for (id, number) in &clean.pages {
+        let entry = calm.log.find(id, 0).unwrap();
+        let meta = PageMeta { id: *id, ..meta(0, entry.generation, 1, 0) };
+        let Append::Write(write) = calm.log.copy(id, *number, &meta) else { panic!("no room for a copy") };
+        let end = write.header.place.offset + write.header.record_bytes() as u64;
+        assert!(end + 2 * BLOCK_BYTES as u64 <= segment_bytes, "a copy where the footer is to be");
+        calm.log.write_done(write, WriteOutcome::Written);
+    }
+}
+
 /// A log of few segments gives its oldest up as it is, and pins nothing.
 #[test]
 fn a_small_log_copies_nothing() {
