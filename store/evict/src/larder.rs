@@ -1,14 +1,15 @@
 //! The project's own policy: evict what is least worth its room, as learnt from the traffic.
 //!
-//! Pages are put into classes ([`classes`]): how often they were asked for, also before an earlier eviction, how
-//! often the sequence they continue was, and how far into it they stand. For each class the learner follows a sample
+//! Pages are put into classes ([`classes`]): how often they were asked for, also before an earlier eviction, how long
+//! they waited for the last request, or if there was but one how hot the sequence is that they continue, and how far
+//! into it they stand. For each class the learner follows a sample
 //! of pages, resident or not, and counts at which age they are asked for again ([`learner`]). From that follows what
 //! a page of a class is worth at an age: the most requests per time that can be had from keeping it for a while
 //! longer. Pages that may go stand in cells of one class and one span of ages ([`cells`]); the victim is the oldest
 //! of the cell of least worth.
 //!
-//! A shadow of an LRU cache, of a sample of pages, runs beside it ([`guard`]). While that does better, or there is
-//! nothing to gain over it, or too little was seen yet, pages go in the order of LRU.
+//! A shadow of an LRU cache, of a sample of pages, runs beside it ([`guard`]). Once that is ahead by more than a
+//! little, or while there is nothing to gain over it, or too little was seen yet, pages go in the order of LRU.
 //!
 //! A page is taken to be worth what it costs to compute, and that to grow with its bytes; so sizes cancel out.
 
@@ -99,7 +100,8 @@ impl Larder {
 impl Policy for Larder {
     fn insert(&mut self, slot: Slot, arrival: &Arrival) {
         let hash = mixed(arrival.fingerprint ^ self.seed);
-        let accesses = self.ghosts.take(hash).saturating_add(1);
+        let before = self.ghosts.take(hash, arrival.stamp.run);
+        let accesses = before.accesses.saturating_add(1);
         let parent = arrival.parent.map(|parent| &self.pages[parent.index()]);
         let heat = parent.map_or(0, |parent| heat_of_child(parent.accesses, parent.heat));
         let position = arrival.stamp.position.0;
@@ -111,7 +113,7 @@ impl Policy for Larder {
             next: cells::NONE,
             accesses,
             heat,
-            class: Class::of(accesses, heat, position),
+            class: Class::of(accesses, before.gap, heat, position),
             span: cells::NOT_OFFERED,
         };
         while self.pages.len() <= slot.index() {
@@ -130,9 +132,9 @@ impl Policy for Larder {
             self.cells.leave(&mut self.pages, slot);
         }
         let page = &mut self.pages[slot.index()];
-        page.run = stamp.run;
+        let gap = stamp.run.saturating_sub(std::mem::replace(&mut page.run, stamp.run));
         page.accesses = page.accesses.saturating_add(1);
-        page.class = Class::of(page.accesses, page.heat, page.position);
+        page.class = Class::of(page.accesses, gap, page.heat, page.position);
         self.observe(slot, true);
         if offered {
             self.offer(slot);
@@ -154,10 +156,10 @@ impl Policy for Larder {
 
     fn remove(&mut self, slot: Slot, farewell: Farewell) {
         let page = &mut self.pages[slot.index()];
-        let (hash, accesses) = (page.hash, std::mem::take(&mut page.accesses));
+        let (hash, run, accesses) = (page.hash, page.run, std::mem::take(&mut page.accesses));
         self.residents -= 1;
         match farewell {
-            Farewell::Evicted => self.ghosts.put(hash, accesses),
+            Farewell::Evicted => self.ghosts.put(hash, accesses, run),
             Farewell::Removed => self.learner.forget(hash, self.now),
         }
         self.guard.left(hash, farewell);

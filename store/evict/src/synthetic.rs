@@ -2,7 +2,10 @@
 //!
 //! What must hold: the same seed gives the same trace. Each kind has one thing that an eviction policy may get wrong.
 
+mod sessions;
+
 use crate::replay::Trace;
+use sessions::{Habit, Sessions};
 
 /// Repeatable chance (SplitMix64).
 #[derive(Debug, Clone)]
@@ -48,16 +51,45 @@ pub enum Kind {
     Recent,
     /// Conversations first, then shifting documents, then a loop.
     Phases,
+    /// Calls of tools behind few long system prompts, popular by Zipf's law, with tails that hardly ever return.
+    Tools,
+    /// Conversations, each at its own pace, from a few requests to thousands between its turns.
+    Paces,
+    /// The same, and every now and then a flood of long prompts that never return.
+    Floods,
+    /// Agents that ask again and again, at once and each time for a little more, until their task is done.
+    Agents,
+    /// Documents that are asked some questions each, most of them just one, and are then done with.
+    Bursts,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 7] =
-        [Kind::Conversations, Kind::Documents, Kind::Shifting, Kind::Scans, Kind::Loop, Kind::Recent, Kind::Phases];
+    pub const ALL: [Kind; 12] = [
+        Kind::Conversations,
+        Kind::Documents,
+        Kind::Shifting,
+        Kind::Scans,
+        Kind::Loop,
+        Kind::Recent,
+        Kind::Phases,
+        Kind::Tools,
+        Kind::Paces,
+        Kind::Floods,
+        Kind::Agents,
+        Kind::Bursts,
+    ];
 
     /// So many requests of this kind.
     pub fn trace(self, requests: usize, seed: u64) -> Trace {
-        let mut traffic = Traffic { dice: Dice(seed), trace: Trace::default(), live: Vec::new(), named: 0, made: 0 };
+        let mut traffic = Traffic {
+            dice: Dice(seed),
+            trace: Trace::default(),
+            live: Vec::new(),
+            sessions: Sessions::default(),
+            named: 0,
+            made: 0,
+        };
         match self {
             Kind::Phases => {
                 traffic.add(Kind::Conversations, requests / 3);
@@ -80,6 +112,7 @@ struct Traffic {
     dice: Dice,
     trace: Trace,
     live: Vec<Conversation>,
+    sessions: Sessions,
     named: u64,
     made: usize,
 }
@@ -101,6 +134,11 @@ impl Traffic {
                 Kind::Scans => self.question(0, 500),
                 Kind::Loop => document(number as u64 % 400),
                 Kind::Recent | Kind::Phases => self.recent(number as u64),
+                Kind::Floods if number % 1500 >= 1350 => self.new_blocks(60),
+                Kind::Tools => self.ask(Habit::Tools),
+                Kind::Paces | Kind::Floods => self.ask(Habit::Paces),
+                Kind::Agents => self.ask(Habit::Agents),
+                Kind::Bursts => self.ask(Habit::Bursts),
             };
             self.trace.push(self.made as u64 * 300, &blocks);
         }

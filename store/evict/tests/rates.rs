@@ -5,12 +5,11 @@ use larder_evict::synthetic::Kind;
 
 const REQUESTS: usize = 6000;
 const MILLION_TOKENS: [f64; 5] = [0.1, 0.3, 1.0, 3.0, 10.0];
-/// Hits more or fewer that are chance.
-const NOISE_HITS: f64 = 50.0;
-/// When all traffic changes at once to a loop that fits, LRU has it whole after one round. What was evicted of that
-/// round, because nothing like it had ever returned, costs misses in the next, before the guard sees them: so many
-/// cache fills.
-const CHANGE_FILLS: f64 = 0.25;
+/// Part of LRU's hits that may be lost, and what else may be while traffic changes: hits, and hits per page that there
+/// is room for.
+const LOSS_PART: f64 = 0.005;
+const LOSS_HITS: f64 = 64.0;
+const LOSS_PER_PAGE: f64 = 0.1;
 
 fn hits(trace: &Trace, policy: PolicyKind, million_tokens: f64) -> f64 {
     run(trace, policy, (million_tokens * 1e6) as u64).hits as f64
@@ -25,11 +24,8 @@ fn larder_is_never_below_lru_nor_above_the_optimum() {
                 let lru = hits(&trace, PolicyKind::Lru, capacity);
                 let larder = hits(&trace, PolicyKind::Larder, capacity);
                 let optimum = hits(&trace, PolicyKind::Belady, capacity);
-                let change_hits = if kind == Kind::Phases { CHANGE_FILLS * capacity * 1e6 / 512.0 } else { 0.0 };
-                assert!(
-                    larder >= 0.99 * lru - NOISE_HITS - change_hits,
-                    "{kind:?} {seed} {capacity}: {larder} against {lru}"
-                );
+                let loss = LOSS_PART * lru + LOSS_HITS + LOSS_PER_PAGE * capacity * 1e6 / 512.0;
+                assert!(larder >= lru - loss, "{kind:?} {seed} {capacity}: {larder} against {lru}");
                 assert!(larder <= optimum && lru <= optimum, "{kind:?} {seed} {capacity}");
             }
         }
@@ -38,7 +34,16 @@ fn larder_is_never_below_lru_nor_above_the_optimum() {
 
 #[test]
 fn larder_is_well_above_lru_where_there_is_something_to_learn() {
-    let gains = [(Kind::Conversations, 1.0, 2.0), (Kind::Documents, 0.3, 1.3), (Kind::Scans, 1.0, 1.3)];
+    let gains = [
+        (Kind::Conversations, 1.0, 2.0),
+        (Kind::Documents, 0.3, 1.3),
+        (Kind::Scans, 1.0, 1.3),
+        (Kind::Tools, 0.1, 1.4),
+        (Kind::Paces, 0.1, 2.0),
+        (Kind::Floods, 0.1, 2.0),
+        (Kind::Agents, 0.3, 1.2),
+        (Kind::Bursts, 0.3, 1.3),
+    ];
     for (kind, capacity, gain) in gains {
         let trace = kind.trace(2 * REQUESTS, 3);
         let (lru, larder) = (hits(&trace, PolicyKind::Lru, capacity), hits(&trace, PolicyKind::Larder, capacity));

@@ -1,12 +1,15 @@
 //! Never below LRU.
 //!
 //! Beside the cache runs the shadow of an LRU cache: stamps of a sample of pages, chosen by hash, as many as there
-//! are resident pages of that sample. Hits of both sides on the sample are counted, and fade. Pages go in LRU order
+//! are resident pages of that sample. An account is kept of the hits that the cache is ahead by on the sample; a small
+//! part of LRU's hits is paid in on top, and there is a most that it holds, so that gains of long ago do not pay for
+//! losses of today. So over any time the cache falls behind by no more than that part and that most, and what is
+//! lost after the account is empty, until the pages that LRU would have kept are back. Pages go in LRU order
 //!
 //! - until the traffic was watched for several times as long as it took to fill the cache: what is gained from
 //!   keeping a page longer than LRU would shows only later;
 //! - while LRU finds nearly all that returns: there is little to gain, and as much to lose;
-//! - for a while after the shadow was ahead; each time that happens again, for longer.
+//! - from when the account is empty until there is something in it again.
 
 use crate::policy::{Farewell, Stamp};
 use std::collections::{BTreeSet, HashMap};
@@ -19,19 +22,18 @@ const SAMPLE_SHIFT: u32 = 24;
 /// Accesses of the sample after which counts have faded by half: so many, and so many per page of the shadow.
 const HALF_LIFE_MIN: f64 = 4096.0;
 const HALF_LIFE_PER_PAGE: f64 = 4.0;
-/// What LRU must be ahead by: a part of its hits, and hits.
-const LEAD_PART: f64 = 0.02;
-const LEAD_HITS: f64 = 32.0;
+/// Part of LRU's hits that may be lost.
+const LOSS_PART: f64 = 0.005;
+/// What is in the account at first, in hits on the sample: so many, and so many per page of the shadow.
+const CREDIT_HITS: f64 = 64.0;
+const CREDIT_PER_PAGE: f64 = 0.02;
+/// Most in the account, and the least to begin again with, in times of that.
+const CREDIT_MOST: f64 = 2.0;
+const CREDIT_AGAIN: f64 = 0.1;
 /// LRU finds nearly all: this part of the requests for pages that were seen before.
 const NEARLY_ALL: f64 = 0.9;
 /// Times to fill the cache, before anything but LRU is tried.
 const FILLS_MIN: u64 = 3;
-/// Accesses in LRU order after the first failure, per resident page of the sample.
-const WAIT_PER_PAGE: u64 = 4;
-/// Doublings of that wait, at most.
-const DOUBLINGS_MAX: u32 = 6;
-/// Accesses of the sample without a failure after which those before are forgotten, in pages of the shadow.
-const FORGIVEN_AFTER: u64 = 64;
 
 #[derive(Debug)]
 pub(super) struct Guard {
@@ -39,13 +41,10 @@ pub(super) struct Guard {
     order: BTreeSet<(Stamp, u64)>,
     sample_bits: u32,
     residents: usize,
-    own_hits: f64,
-    lru_hits: f64,
-    /// Accesses of the sample since the last change of order.
-    accesses: u64,
-    failures: u32,
-    /// Accesses of the sample that are still to go in LRU order.
-    wait: u64,
+    /// Hits that may still be lost; `None` before anything but LRU was tried.
+    account: Option<f64>,
+    /// It is not empty, or was not filled again since.
+    solvent: bool,
     /// Requests for pages that were seen before, and those of them that the shadow answers.
     returns: f64,
     lru_returns: f64,
@@ -72,11 +71,8 @@ impl Guard {
             order: BTreeSet::new(),
             sample_bits: 0,
             residents: 0,
-            own_hits: 0.0,
-            lru_hits: 0.0,
-            accesses: 0,
-            failures: 0,
-            wait: 0,
+            account: None,
+            solvent: false,
             returns: 0.0,
             lru_returns: 0.0,
             first_at: None,
@@ -86,7 +82,7 @@ impl Guard {
     }
 
     pub(super) fn follows_lru(&self) -> bool {
-        self.wait > 0 || self.lru_returns > NEARLY_ALL * self.returns || !self.has_watched_enough()
+        !self.solvent || self.lru_returns > NEARLY_ALL * self.returns
     }
 
     fn has_watched_enough(&self) -> bool {
@@ -132,41 +128,31 @@ impl Guard {
             self.stamps.remove(&oldest);
         }
         self.count(access, before.is_some());
-        self.judge();
+        self.settle(access.hit, before.is_some());
     }
 
     fn count(&mut self, access: &Access, lru_hit: bool) {
         let half_life = HALF_LIFE_MIN + HALF_LIFE_PER_PAGE * self.residents as f64;
         let fade = 1.0 - std::f64::consts::LN_2 / half_life;
         let count = |sum: &mut f64, one: bool| *sum = *sum * fade + f64::from(u8::from(one));
-        self.accesses += 1;
         count(&mut self.returns, access.returns || lru_hit);
         count(&mut self.lru_returns, lru_hit);
-        if self.wait == 0 {
-            count(&mut self.own_hits, access.hit);
-            count(&mut self.lru_hits, lru_hit);
-        }
     }
 
-    fn judge(&mut self) {
-        if self.wait > 0 {
-            self.wait -= 1;
-            if self.wait == 0 {
-                self.start_over();
-            }
-        } else if self.lru_hits * (1.0 - LEAD_PART) > self.own_hits + LEAD_HITS {
-            self.wait = (WAIT_PER_PAGE * self.residents as u64).max(1) << self.failures;
-            self.failures = (self.failures + 1).min(DOUBLINGS_MAX);
-            self.start_over();
-        } else if self.accesses > FORGIVEN_AFTER * (self.residents as u64 + HALF_LIFE_MIN as u64) {
-            self.failures = 0;
+    fn settle(&mut self, hit: bool, lru_hit: bool) {
+        if self.account.is_none() && !self.has_watched_enough() {
+            return;
         }
-    }
-
-    fn start_over(&mut self) {
-        self.own_hits = 0.0;
-        self.lru_hits = 0.0;
-        self.accesses = 0;
+        let credit = CREDIT_HITS + CREDIT_PER_PAGE * self.residents as f64;
+        self.solvent |= self.account.is_none();
+        let account = self.account.get_or_insert(credit);
+        *account += f64::from(u8::from(hit)) - f64::from(u8::from(lru_hit)) * (1.0 - LOSS_PART);
+        *account = account.min(CREDIT_MOST * credit);
+        if *account <= 0.0 {
+            self.solvent = false;
+        } else if *account >= CREDIT_AGAIN * credit {
+            self.solvent = true;
+        }
     }
 
     /// Whether the sample should be halved.
@@ -184,8 +170,7 @@ impl Guard {
                 self.order.remove(&(stamp, hash));
             }
         }
-        self.own_hits /= 2.0;
-        self.lru_hits /= 2.0;
+        self.account = self.account.map(|account| account / 2.0);
     }
 
     fn is_sampled(&self, hash: u64) -> bool {
@@ -215,6 +200,29 @@ mod tests {
     fn lru_takes_over_when_it_is_ahead_and_only_then() {
         assert!(guard_of_cache_that(false).follows_lru());
         assert!(!guard_of_cache_that(true).follows_lru());
+    }
+
+    /// A guard that is in force, after so many accesses that LRU finds and the cache finds or not.
+    fn account_after(accesses: &[(bool, u32)]) -> Guard {
+        let mut guard = Guard { first_at: Some(0), full_at: Some(0), ..Guard::new() };
+        for (hit, times) in accesses {
+            (0..*times).for_each(|_| guard.settle(*hit, true));
+        }
+        guard
+    }
+
+    #[test]
+    fn what_is_gained_pays_for_no_more_than_twice_what_was_there_at_first() {
+        assert!(account_after(&[(false, 64)]).solvent);
+        assert!(!account_after(&[(false, 65)]).solvent);
+        assert!(account_after(&[(true, 100_000), (false, 128)]).solvent);
+        assert!(!account_after(&[(true, 100_000), (false, 129)]).solvent);
+    }
+
+    #[test]
+    fn lru_pays_for_another_try() {
+        assert!(!account_after(&[(false, 70), (true, 1000)]).solvent);
+        assert!(account_after(&[(false, 70), (true, 3000)]).solvent);
     }
 
     #[test]

@@ -5,15 +5,15 @@
 //! at that age, and the time that pages spent at it. Their ratio is the rate at which such pages are asked for. Pages
 //! that fall out of the sample count with the time until then.
 //!
-//! Where little was seen, rates lean on those of all pages with as many requests, and those on all pages, scaled to
-//! the level of what was seen; where nothing was, they fall with age.
+//! Where little was seen, rates lean on those of all pages of any position that are else alike, those on all with as
+//! many requests, and those on all pages, scaled to the level of what was seen; where nothing was, they fall with age.
 //!
 //! The worth of a page is the most that can be had from keeping it: over all ages up to which it may be kept, the
 //! largest ratio of expected requests to expected time (the index of Gittins).
 //!
 //! Old counts fade, with a half-life that grows with the number of resident pages.
 
-use super::classes::{CLASSES, Class, HITS, SPANS, span_of, span_start};
+use super::classes::{CLASSES, Class, HITS, SPANS, TRAILS, classes_of, hits_of, span_of, span_start};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -129,17 +129,18 @@ impl Learner {
     }
 
     fn weigh(&mut self, seen: &[Seen]) {
-        let all = Seen::sum(seen.iter());
-        let rates_of_all = all.rates_alone();
-        let mut rates_of_hits = [[0.0; SPANS]; HITS];
-        for (hits, rates) in rates_of_hits.iter_mut().enumerate() {
-            let of_hits = seen.iter().enumerate().filter(|(class, _)| Class::hits_of(*class) == hits);
-            *rates = Seen::sum(of_hits.map(|(_, seen)| seen)).rates(&rates_of_all);
-        }
-        for (class, seen) in seen.iter().enumerate() {
-            let worth = worth(&seen.rates(&rates_of_hits[Class::hits_of(class)]));
-            for (span, worth) in worth.iter().enumerate() {
-                self.worth[span * CLASSES + class] = *worth as f32;
+        let of_trails: Vec<Seen> = (0..TRAILS).map(|trail| Seen::sum(&seen[classes_of(trail)])).collect();
+        let mut of_hits = [Seen::NOTHING; HITS];
+        of_trails.iter().enumerate().for_each(|(trail, seen)| of_hits[hits_of(trail)].add(seen));
+        let rates_of_all = Seen::sum(&of_hits).rates_alone();
+        let rates_of_hits = of_hits.map(|seen| seen.rates(&rates_of_all));
+        for (trail, of_trail) in of_trails.iter().enumerate() {
+            let rates_of_trail = of_trail.rates(&rates_of_hits[hits_of(trail)]);
+            for class in classes_of(trail) {
+                let worth = worth(&seen[class].rates(&rates_of_trail));
+                for (span, worth) in worth.iter().enumerate() {
+                    self.worth[span * CLASSES + class] = *worth as f32;
+                }
             }
         }
     }
@@ -207,15 +208,19 @@ impl Seen {
         Seen { requests: counts.requests, time }
     }
 
-    fn sum<'a>(parts: impl Iterator<Item = &'a Seen>) -> Seen {
-        let mut sum = Seen { requests: [0.0; SPANS], time: [0.0; SPANS] };
-        for part in parts {
-            for span in 0..SPANS {
-                sum.requests[span] += part.requests[span];
-                sum.time[span] += part.time[span];
-            }
-        }
+    const NOTHING: Seen = Seen { requests: [0.0; SPANS], time: [0.0; SPANS] };
+
+    fn sum(parts: &[Seen]) -> Seen {
+        let mut sum = Seen::NOTHING;
+        parts.iter().for_each(|part| sum.add(part));
         sum
+    }
+
+    fn add(&mut self, part: &Seen) {
+        for span in 0..SPANS {
+            self.requests[span] += part.requests[span];
+            self.time[span] += part.time[span];
+        }
     }
 
     fn rates_alone(&self) -> Rates {
@@ -243,18 +248,47 @@ impl Seen {
 
 /// Per span: the most requests per time from there on.
 fn worth(rates: &Rates) -> Rates {
-    std::array::from_fn(|from| {
-        let (mut here, mut requests, mut time, mut best) = (1.0, 0.0, 0.0, 0.0f64);
-        for (span, rate) in rates.iter().enumerate().skip(from) {
-            // A constant rate over the span, in the form that needs no exponential: results are the same everywhere.
-            let stays = here / (1.0 + rate * length(span));
-            requests += here - stays;
-            time += stays * length(span);
-            here = stays;
-            best = best.max(requests / time);
+    let mut worth = [0.0; SPANS];
+    // From the last span back: stretches that each are best kept to their end, ever less worth.
+    let mut stretches: Vec<Stretch> = Vec::with_capacity(SPANS);
+    for span in (0..SPANS).rev() {
+        let mut stretch = Stretch::of(rates[span], length(span));
+        while let Some(next) = stretches.pop_if(|next| next.worth() >= stretch.worth()) {
+            stretch = stretch.then(&next);
         }
-        best
-    })
+        worth[span] = stretch.worth();
+        stretches.push(stretch);
+    }
+    worth
+}
+
+/// What is to be expected, per page that enters a stretch of ages.
+#[derive(Debug, Clone, Copy)]
+struct Stretch {
+    requests: f64,
+    time: f64,
+    /// Part that passes it.
+    passes: f64,
+}
+
+impl Stretch {
+    /// At a constant rate, in the form that needs no exponential: results are the same everywhere.
+    fn of(rate: f64, length: f64) -> Stretch {
+        let passes = 1.0 / (1.0 + rate * length);
+        Stretch { requests: 1.0 - passes, time: passes * length, passes }
+    }
+
+    fn then(&self, next: &Stretch) -> Stretch {
+        Stretch {
+            requests: self.requests + self.passes * next.requests,
+            time: self.time + self.passes * next.time,
+            passes: self.passes * next.passes,
+        }
+    }
+
+    fn worth(&self) -> f64 {
+        self.requests / self.time
+    }
 }
 
 fn length(span: usize) -> f64 {
