@@ -3,7 +3,7 @@
 //! Beside the cache runs the shadow of an LRU cache: stamps of a sample of pages, chosen by hash, as many as there
 //! are resident pages of that sample. An account is kept of the hits that the cache is ahead by on the sample; a small
 //! part of LRU's hits is paid in on top, and there is a most that it holds, so that gains of long ago do not pay for
-//! losses of today. So over any time the cache falls behind by no more than that part and that most, and what is
+//! losses of today. So over any time the sample falls behind by no more than that part, that most, and what is
 //! lost after the account is empty, until the pages that LRU would have kept are back. Pages go in LRU order
 //!
 //! - until the traffic was watched for several times as long as it took to fill the cache: what is gained from
@@ -43,7 +43,7 @@ pub(super) struct Guard {
     residents: usize,
     /// Hits that may still be lost; `None` before anything but LRU was tried.
     account: Option<f64>,
-    /// It is not empty, or was not filled again since.
+    /// It was not empty since it was filled last.
     solvent: bool,
     /// Requests for pages that were seen before, and those of them that the shadow answers.
     returns: f64,
