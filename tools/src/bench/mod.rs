@@ -1,5 +1,6 @@
 //! `larder bench …`: measurements that anybody can repeat.
 
+pub mod crash;
 pub mod serve;
 pub mod trace;
 
@@ -9,6 +10,8 @@ use clap::Subcommand;
 /// What to measure.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
+    /// Kill a store node under load, again and again, and check what it holds afterwards
+    Crash(crash::Args),
     /// Time to first token, tokens per second and hit rate of a running router, with and without the store
     Serve(serve::Args),
     /// Hit rates of eviction policies on a recorded trace, beside the offline optimum
@@ -18,6 +21,7 @@ pub enum Bench {
 /// Runs it.
 pub async fn run(bench: Bench) -> Result<()> {
     match bench {
+        Bench::Crash(args) => crash::run(args).await,
         Bench::Serve(args) => serve::run(args).await,
         Bench::Trace(args) => tokio::task::spawn_blocking(move || trace::run(&args)).await?,
     }
