@@ -1,0 +1,155 @@
+//! Our side: pages in an L3, written and read at random.
+
+use super::figures::{Direction, Measured, Round, histogram};
+use anyhow::{Context, Result, ensure};
+use hdrhistogram::Histogram;
+use larder_device::{Arena, Slot};
+use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
+use larder_l3::{L3, L3Options, L3Stats, RecoveryReport};
+use rand::Rng;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::task::{JoinHandle, JoinSet};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Reads choose among the newest pages, this share of those that are there: the oldest are on their way out.
+const READ_NEWEST: f64 = 0.8;
+
+/// Begins a full scrub and returns the task that ends with it.
+type StartScrub = fn(&L3) -> JoinHandle<()>;
+/// `None` until L3 has one.
+const SCRUB: Option<StartScrub> = None;
+
+/// Latency of reads during a full scrub and without one, p99 in microseconds.
+#[derive(Debug, Clone, Copy)]
+pub struct DuringScrub {
+    /// Without.
+    pub without_us: f64,
+    /// During.
+    pub during_us: f64,
+}
+
+/// An L3 full of pages of one size. Page `n` is the `n`th that was written.
+pub struct Pages {
+    l3: L3,
+    size: usize,
+    at_once: usize,
+    meta: PageMeta,
+    payload: Slot,
+    written: Arc<AtomicU64>,
+}
+
+impl Pages {
+    /// Makes a log of `bytes`, to be asked for `at_once` pages at a time, and writes it full, and a little more, so that segments are used for the second time.
+    pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, at_once: usize) -> Result<Pages> {
+        let (l3, _) = L3::open(L3Options::new(dir, bytes), arena.clone()).await?;
+        let mut slot = arena.allocate(size).context("a fresh arena is free")?;
+        slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
+        let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
+        let mut pages = Pages { l3, size, at_once, meta, payload: slot.freeze(), written: Arc::default() };
+        while pages.stats().evicted_pages == 0 {
+            pages.run(Direction::Write, at_once * 4).await?;
+        }
+        Ok(pages)
+    }
+
+    /// Figures of the log.
+    pub fn stats(&self) -> L3Stats {
+        self.l3.stats()
+    }
+
+    /// Closes the log.
+    pub async fn close(self) {
+        self.l3.close().await;
+    }
+
+    /// Moves `count` pages, `at_once` at a time; so many are with the device as its queue is deep, the others wait or are
+    /// being verified.
+    pub async fn run(&mut self, direction: Direction, count: usize) -> Result<Measured> {
+        let left = Arc::new(AtomicU64::new(count as u64));
+        let newest = (self.l3.stats().pages as f64 * READ_NEWEST) as u64;
+        let mut workers = JoinSet::new();
+        let round = Round::begin();
+        for _ in 0..self.at_once {
+            let left = left.clone();
+            let worker = Worker {
+                l3: self.l3.clone(),
+                meta: self.meta.clone(),
+                payload: self.payload.clone(),
+                written: self.written.clone(),
+            };
+            workers.spawn(async move {
+                let mut latencies = histogram()?;
+                while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
+                    let began = Instant::now();
+                    match direction {
+                        Direction::Read => worker.read(newest).await?,
+                        Direction::Write => worker.write().await?,
+                    }
+                    latencies.saturating_record(began.elapsed().as_nanos() as u64);
+                }
+                anyhow::Ok(latencies)
+            });
+        }
+        let mut latencies: Histogram<u64> = histogram()?;
+        while let Some(worker) = workers.join_next().await {
+            latencies.add(worker??)?;
+        }
+        Ok(round.end(count * self.size, &latencies))
+    }
+
+    /// Reads without a scrub, and reads until a full scrub has ended. `None` while L3 has no scrub.
+    pub async fn reads_during_scrub(&mut self, count: usize) -> Result<Option<DuringScrub>> {
+        let Some(start) = SCRUB else { return Ok(None) };
+        let without_us = self.run(Direction::Read, count).await?.p99_us;
+        let scrub = start(&self.l3);
+        let mut during_us = Vec::new();
+        while !scrub.is_finished() {
+            during_us.push(self.run(Direction::Read, count / 8 + self.at_once).await?.p99_us);
+        }
+        scrub.await?;
+        during_us.sort_by(f64::total_cmp);
+        let during_us =
+            during_us.get(during_us.len() / 2).copied().context("the scrub ended before anything was read")?;
+        Ok(Some(DuringScrub { without_us, during_us }))
+    }
+}
+
+struct Worker {
+    l3: L3,
+    meta: PageMeta,
+    payload: Slot,
+    written: Arc<AtomicU64>,
+}
+
+impl Worker {
+    async fn read(&self, newest: u64) -> Result<()> {
+        let written = self.written.load(Ordering::Relaxed);
+        let number = rand::rng().random_range(written - newest.min(written)..written);
+        let found = self.l3.read(&id(number), Instant::now() + PATIENCE).await?;
+        ensure!(found.is_some_and(|(_, payload)| payload.len() == self.payload.len()), "page {number} is not there");
+        Ok(())
+    }
+
+    /// The checksums of a page are computed where it is received, once, and not by L3.
+    async fn write(&self) -> Result<()> {
+        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let meta = PageMeta { id: id(number), generation: number + 1, ..self.meta.clone() };
+        Ok(self.l3.write(meta, self.payload.clone(), Instant::now() + PATIENCE).await?)
+    }
+}
+
+fn id(number: u64) -> PageId {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&number.to_le_bytes());
+    PageId { namespace: NamespaceId([7; 32]), key: PageKey(key) }
+}
+
+/// Opens the log again, as after a crash, and closes it.
+pub async fn recover(dir: &Path, bytes: u64, arena: Arc<Arena>) -> Result<RecoveryReport> {
+    let (l3, report) = L3::open(L3Options::new(dir, bytes), arena).await?;
+    l3.close().await;
+    Ok(report)
+}
