@@ -1,7 +1,8 @@
 //! The `larder` command: serve, run, administer, benchmark.
 //!
 //! `up` starts everything on this machine; `store`, `prefill`, `decode` and `router` start one process of a larger
-//! installation; `status` and `prefix` talk to a router's admin address; `bench` measures.
+//! installation; `status` and `prefix` talk to a router's admin address; `verify` reads the disk of a
+//! stopped node; `bench` measures.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -13,6 +14,7 @@ mod serve;
 mod signals;
 mod tiers;
 mod up;
+mod verify;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -49,6 +51,8 @@ enum Command {
     /// Inspect, warm, pin or forget the cached pages of a text
     #[command(subcommand)]
     Prefix(admin::Prefix),
+    /// Look through the L3 of a stopped node: 0 clean or repaired, 1 damage found, 2 cannot be read
+    Verify(verify::VerifyArgs),
     /// Measure
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -68,7 +72,7 @@ fn main() -> ExitCode {
     // What is left is detached work without anything to save.
     runtime.shutdown_background();
     match ended {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("larder: {error:#}");
             ExitCode::FAILURE
@@ -80,7 +84,7 @@ fn main() -> ExitCode {
 fn start_logging(cli: &Cli) {
     let default = match &cli.command {
         Command::Store(_) | Command::Prefill(_) | Command::Decode(_) | Command::Router(_) => "info",
-        Command::Up(_) | Command::Status(_) | Command::Prefix(_) | Command::Bench(_) => "warn",
+        Command::Up(_) | Command::Status(_) | Command::Prefix(_) | Command::Verify(_) | Command::Bench(_) => "warn",
     };
     let filter = EnvFilter::new(cli.log.as_deref().unwrap_or(default));
     let ansi = std::io::stderr().is_terminal();
@@ -92,8 +96,9 @@ fn start_logging(cli: &Cli) {
         .init();
 }
 
-async fn run(command: Command) -> Result<()> {
+async fn run(command: Command) -> Result<ExitCode> {
     match command {
+        Command::Verify(args) => return Ok(verify::run(args).await),
         Command::Up(args) => up::run(args).await,
         Command::Store(args) => serve::store(args).await,
         Command::Prefill(args) => serve::engine(larder_worker::Role::Prefill, args).await,
@@ -102,5 +107,6 @@ async fn run(command: Command) -> Result<()> {
         Command::Status(args) => admin::status(args).await,
         Command::Prefix(args) => admin::prefix(args).await,
         Command::Bench(args) => bench::run(args).await,
-    }
+    }?;
+    Ok(ExitCode::SUCCESS)
 }

@@ -1,0 +1,117 @@
+//! `larder verify` on the files of a real node.
+
+use larder_client::{Client, ClientOptions, NewPage, PutOutcome};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_tests::{Process, data_dir, larder};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const PAGES: u32 = 60;
+const DAMAGES: usize = 7;
+const BLOCK: u64 = 4096;
+
+fn start(dir: &Path) -> Process {
+    let dir = dir.to_str().expect("a UTF-8 path");
+    Process::start(&["store", "--listen", "127.0.0.1:0", "--data-dir", dir, "--l2", "32MiB", "--l3", "64MiB"])
+}
+
+async fn attach(node: &mut Process) -> Client {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers: 4,
+        kv_heads: 1,
+        head_dim: 64,
+        page_tokens: 150,
+        layers_per_part: 2,
+        head_groups: 1,
+    };
+    let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
+    let url = node.url("larder://").parse().expect("a node says its URL");
+    let client = Client::attach(url, Some(namespace), ClientOptions::default());
+    assert!(client.ready(Duration::from_secs(10)).await);
+    client
+}
+
+fn deadline() -> Instant {
+    Instant::now() + Duration::from_secs(10)
+}
+
+fn key(n: u32) -> PageKey {
+    PageKey::chain(None, &[n])
+}
+
+/// No byte of a page is zero, so that blocks with bytes in them can be found.
+fn payload(n: u32, bytes: usize) -> Vec<u8> {
+    (0..bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(n) >> 16) as u8 | 1).collect()
+}
+
+/// Exit code, and the last line as JSON.
+fn verify(dir: &Path, more: &[&str]) -> (Option<i32>, serde_json::Value) {
+    let output = Command::new(larder()).args(["verify", "--json"]).args(more).arg(dir).output().expect("larder runs");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let last = said.lines().last().and_then(|line| serde_json::from_str(line).ok());
+    (output.status.code(), last.unwrap_or_default())
+}
+
+/// Flips a bit in blocks here and there that hold something.
+fn damage(dir: &Path) {
+    let entries = std::fs::read_dir(dir.join("l3")).expect("the node made it");
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "seg"));
+    files.sort();
+    let mut full = Vec::new();
+    for path in &files {
+        let bytes = std::fs::read(path).expect("a segment");
+        let blocks = bytes.chunks(BLOCK as usize).zip(0..).skip(1);
+        full.extend(blocks.filter(|(block, _)| block[4000..].iter().all(|&b| b != 0)).map(|(_, n)| (path, n)));
+    }
+    for turn in 0..DAMAGES {
+        let (path, block) = full[(turn * 2 + 1) * full.len() / (DAMAGES * 2)];
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(path).expect("a segment");
+        let (mut byte, at) = ([0], block * BLOCK + 123);
+        file.read_exact_at(&mut byte, at).expect("it is there");
+        file.write_all_at(&[byte[0] ^ 0x40], at).expect("it can be written");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_is_reported_repaired_and_the_rest_is_served() {
+    let dir = data_dir();
+    let mut node = start(dir.path());
+    let client = attach(&mut node).await;
+    let bytes = client.geometry().expect("it has a namespace").page_bytes();
+    for n in 0..PAGES {
+        let mut put = client.put(NewPage { key: key(n), parent: PageKey::NONE, position: 0 }, deadline());
+        for (part, piece) in payload(n, bytes).chunks(bytes / 2).enumerate() {
+            put.part(part, piece.to_vec().into());
+        }
+        assert_eq!(put.commit(deadline()).await, PutOutcome::Stored);
+    }
+    assert_eq!(verify(dir.path(), &[]).0, Some(2), "a node runs on it");
+    assert!(node.stop().success());
+
+    let (code, clean) = verify(dir.path(), &[]);
+    assert_eq!((code, &clean["pages"], &clean["damages"]), (Some(0), &PAGES.into(), &0.into()));
+    damage(dir.path());
+    let (code, damaged) = verify(dir.path(), &[]);
+    assert_eq!((code, &damaged["damages"]), (Some(1), &DAMAGES.into()), "{damaged}");
+    assert_eq!(damaged["pages"], u64::from(PAGES) - DAMAGES as u64);
+    assert_eq!(verify(dir.path(), &["--repair"]).0, Some(0));
+    let (code, repaired) = verify(dir.path(), &[]);
+    assert_eq!((code, &repaired["pages"], &repaired["damages"]), (Some(0), &damaged["pages"], &0.into()));
+
+    let mut node = start(dir.path());
+    let client = attach(&mut node).await;
+    let wanted = (0..PAGES).map(|n| (key(n), vec![0u8; bytes])).collect();
+    let mut hits = 0;
+    for (n, (found, tier)) in (0..PAGES).zip(client.get(wanted, deadline()).await) {
+        if tier.is_some() {
+            hits += 1;
+            assert!(found == payload(n, bytes), "page {n}");
+        }
+    }
+    assert_eq!(repaired["pages"], hits);
+    assert_eq!(verify(&dir.path().join("nothing"), &[]).0, Some(2));
+}
