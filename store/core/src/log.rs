@@ -563,11 +563,18 @@ impl Log {
             true => found.synced = found.synced.max(completed),
             false => {
                 found.synced = found.completed;
+                found.sync_failed = true;
                 found.renounce_footer();
                 self.abandon(segment);
             }
         }
         self.plan_footer(segment);
+    }
+
+    /// Whether a sync of this life of the segment failed, so that records of it cannot be relied upon.
+    pub fn sync_failed(&self, place: &RecordPlace) -> bool {
+        let life = self.segments.get(&place.segment).and_then(Segment::life);
+        life.is_some_and(|life| life.number == place.life && life.sync_failed)
     }
 
     /// Takes no more records into a segment of which a write failed. Its pages stay readable, as reads are verified.

@@ -36,7 +36,7 @@ pub(crate) async fn clean(shared: Arc<Shared>, clean: Clean) {
     }
     shared.change(|log| log.cleaned(clean.segment, clean.life));
     // Room that was kept for copies may be had by writers now.
-    shared.prepared.send_modify(|_| ());
+    shared.prepared.change(|_| ());
 }
 
 /// The segment it was copied to; `None` if there is nothing to copy any more.

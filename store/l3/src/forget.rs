@@ -6,6 +6,7 @@ use crate::write::Planned;
 use larder_core::log::Forget;
 use larder_format::PageId;
 use std::collections::BTreeSet;
+use std::io;
 use std::sync::Arc;
 
 impl Shared {
@@ -22,23 +23,29 @@ impl Shared {
                 })
             });
             let Some((tombstone, was_found)) = planned.await? else { continue };
-            let (segment, number) = (tombstone.header.place.segment, tombstone.header.number);
+            let (place, number) = (tombstone.header.place, tombstone.header.number);
             let answer = self.write_record(WriteGuard::new(self, tombstone, None), None).await?;
             found += usize::from(was_found);
-            segments.insert(segment);
-            tombstones.push((id, number, segment, answer));
+            segments.insert(place.segment);
+            tombstones.push((id, number, place, answer));
         }
         let mut written = Vec::with_capacity(tombstones.len());
-        for (id, number, segment, answer) in tombstones {
+        for (id, number, place, answer) in tombstones {
             let result = answer.await.map_err(|_| L3Error::Closed)?;
-            result.map_err(|error| self.io_error("writing a tombstone", segment, error))?;
-            written.push((id, number));
+            result.map_err(|error| self.io_error("writing a tombstone", place.segment, error))?;
+            written.push((id, number, place));
         }
         let plan = self.look(|log| log.sync_plan());
         for ticket in plan.into_iter().filter(|ticket| segments.contains(&ticket.segment)) {
             self.sync_segment(ticket).await?;
         }
-        self.change(|log| written.iter().for_each(|(id, number)| log.forgotten(id, *number)));
+        // A sync that somebody else asked for may have failed with these tombstones; one that succeeds later says nothing
+        // about them.
+        if let Some((_, _, place)) = written.iter().find(|(_, _, place)| self.look(|log| log.sync_failed(place))) {
+            let error = io::Error::other("an earlier sync of the segment failed");
+            return Err(self.io_error("syncing a tombstone", place.segment, error));
+        }
+        self.change(|log| written.iter().for_each(|(id, number, _)| log.forgotten(id, *number)));
         self.counters.forgotten_pages.add(found as u64);
         Ok(found)
     }

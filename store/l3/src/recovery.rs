@@ -6,14 +6,16 @@
 //! be served as soon as it is found. Writers wait until the last one was scanned.
 
 use crate::L3Error;
+use crate::background::sync_all;
 use crate::shared::Shared;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_core::log::{FoundSegment, ScannedSegment, SegmentLife, SegmentScan};
 use larder_device::seam::run;
-use larder_device::{Arena, Device, Lane, Operation, SlotMut, segment_name};
+use larder_device::{Arena, Device, Done, Lane, Operation, SlotMut, segment_name};
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -29,6 +31,9 @@ const SETTLE_PAGES: usize = 512;
 /// Times that a scan asks for memory, and the pause between.
 const MEMORY_TRIES: u32 = 1000;
 const MEMORY_PAUSE: Duration = Duration::from_millis(10);
+/// Times that a read is tried, and the pause between.
+const READ_TRIES: u32 = 4;
+const READ_PAUSE: Duration = Duration::from_millis(50);
 
 /// What was found at the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,12 +79,11 @@ pub(crate) async fn find_segments(
     let numbers = device.segments().await.map_err(L3Error::io("listing", device.path()))?;
     let header = |number: u32| async move {
         let life = match device.open(number, segment_bytes).await {
-            Ok(()) => read_header(device, arena, number, log_id).await?,
-            Err(error) => {
-                tracing::warn!(file = %device.path().join(segment_name(number)).display(), %error, "segment cannot be opened");
-                Err(DecodeError::Short("segment file"))
-            }
+            Ok(()) => read_header(device, arena, number, log_id).await,
+            Err(error) => Err(error),
         };
+        // Not to be taken for a damaged one: that would be removed, and with it what it says is forgotten.
+        let life = life.map_err(L3Error::io("reading the header of", device.path().join(segment_name(number))))?;
         Ok::<_, L3Error>(FoundSegment { segment: number, life })
     };
     stream::iter(numbers).map(header).buffer_unordered(HEADERS_AT_ONCE).try_collect().await
@@ -90,15 +94,29 @@ async fn read_header(
     arena: &Arc<Arena>,
     segment: u32,
     log_id: LogId,
-) -> Result<Result<u64, DecodeError>, L3Error> {
-    let slot = arena.allocate(BLOCK_BYTES).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
-    let answer = run(&**device, segment, Lane::Demand, Operation::read(0, slot)).await?;
-    let Ok(()) = answer.result else { return Ok(Err(DecodeError::Short("segment header"))) };
-    let Some(slot) = answer.into_slot() else { return Ok(Err(DecodeError::Short("segment header"))) };
-    Ok(SegmentHeader::decode(&slot).and_then(|header| match header.log_id == log_id && header.segment == segment {
-        true => Ok(header.life),
-        false => Err(DecodeError::Invalid("log or number of a segment")),
-    }))
+) -> io::Result<Result<u64, DecodeError>> {
+    let slot = arena.allocate(BLOCK_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+    let slot = read_patiently(&**device, segment, 0, slot).await?;
+    Ok(SegmentHeader::decode_life(&slot, &log_id, segment))
+}
+
+/// Reads, and tries again: a device that failed once may do it a moment later, and at a start much depends on it.
+async fn read_patiently(device: &dyn Device, segment: u32, offset: u64, mut slot: SlotMut) -> io::Result<SlotMut> {
+    let mut tries = 1;
+    loop {
+        let done = run(device, segment, Lane::Demand, Operation::read(offset, slot)).await?;
+        let Done { operation: Operation::Read { slot: back, .. }, result } = done else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        match result {
+            Ok(()) => return Ok(back),
+            Err(error) if tries == READ_TRIES => return Err(error),
+            Err(error) => tracing::warn!(segment, offset, %error, tries, "recovery: read failed"),
+        }
+        slot = back;
+        tries += 1;
+        device.sleep(READ_PAUSE).await;
+    }
 }
 
 /// Removes what must go before the log is used, durably and in this order.
@@ -143,7 +161,9 @@ pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun:
     tracing::info!(dir = %shared.device.path().display(), ?report, "L3 recovered");
     // Writers wait for this.
     shared.progress.send_modify(|progress| progress.report = Some(report));
-    shared.prepared.send_modify(|_| ());
+    shared.prepared.change(|_| ());
+    // Only the process may have died, with its last writes in the device's cache: a loss of power must not take them now.
+    sync_all(&shared).await;
     while shared.change(|log| log.settle(SETTLE_PAGES)) {
         tokio::task::yield_now().await;
     }
@@ -158,13 +178,12 @@ async fn scan(shared: &Shared, at: SegmentLife) -> Result<ScannedSegment, L3Erro
             scan.stop();
             continue;
         };
-        let answer = shared.run(segment, Lane::Demand, Operation::read(read.offset, slot)).await?;
-        match (answer.result, answer.operation) {
-            (Ok(()), Operation::Read { slot, .. }) => scan.feed(&slot),
-            (result, _) => {
-                // What cannot be read is lost, which is a miss for each of its pages.
+        match read_patiently(&*shared.device, segment, read.offset, slot).await {
+            Ok(slot) => scan.feed(&slot),
+            Err(error) => {
+                shared.open()?;
                 shared.counters.recovery_io_errors.add(1);
-                tracing::warn!(segment, offset = read.offset, ?result, "segment cannot be read to its end");
+                tracing::warn!(segment, offset = read.offset, %error, "segment cannot be read to its end");
                 scan.stop();
             }
         }

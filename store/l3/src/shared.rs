@@ -12,7 +12,7 @@ use larder_device::seam::run;
 use larder_device::{Arena, Block, Clock, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
 use larder_format::PageId;
 use larder_format::disk::{BLOCK_BYTES, LogId};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub(crate) struct Shared {
     /// Rung when the log wants something done.
     pub(crate) intents: Notify,
     /// Changes whenever a segment was made ready, or could not be.
-    pub(crate) prepared: watch::Sender<Preparations>,
+    pub(crate) prepared: Prepared,
     pub(crate) closed: AtomicBool,
     pub(crate) clock: Clock,
     /// How far the recovery is; writers wait for its end.
@@ -53,9 +53,46 @@ pub(crate) type DamageListener = Arc<dyn Fn(PageId) + Send + Sync>;
 /// How preparing segments went so far.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Preparations {
+    /// Grows with every change.
+    pub(crate) turn: u64,
     pub(crate) failures: u64,
     /// Of the last failure.
     pub(crate) error: Option<(io::ErrorKind, String)>,
+}
+
+/// Preparations, and a bell for those who wait for the next. Waiters wake in the order in which they came; those of
+/// tokio's watch channel wake in a random one, with which no run could be repeated.
+#[derive(Debug, Default)]
+pub(crate) struct Prepared {
+    now: Mutex<Preparations>,
+    changed: Notify,
+}
+
+impl Prepared {
+    pub(crate) fn now(&self) -> Preparations {
+        self.now.lock().clone()
+    }
+
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Preparations)) {
+        let mut now = self.now.lock();
+        now.turn += 1;
+        change(&mut now);
+        drop(now);
+        self.changed.notify_waiters();
+    }
+
+    /// Waits for a change after `turn`.
+    pub(crate) async fn after(&self, turn: u64) -> Preparations {
+        loop {
+            // Hears of every change from here on.
+            let changed = self.changed.notified();
+            let now = self.now();
+            if now.turn != turn {
+                return now;
+            }
+            changed.await;
+        }
+    }
 }
 
 impl Shared {
@@ -75,7 +112,7 @@ impl Shared {
             counters: Counters::default(),
             write_queue: Arc::new(Semaphore::new(WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES)),
             intents: Notify::new(),
-            prepared: watch::Sender::new(Preparations::default()),
+            prepared: Prepared::default(),
             closed: AtomicBool::new(false),
             clock: options.clock,
             progress: watch::Sender::default(),
@@ -164,7 +201,7 @@ impl Shared {
             Err(PrepareFailure { removed: false, .. }) => PrepareOutcome::Stuck,
         };
         self.change(|log| log.prepared(prepare, outcome));
-        self.prepared.send_modify(|preparations| {
+        self.prepared.change(|preparations| {
             if let Err(PrepareFailure { error, .. }) = result {
                 preparations.failures += 1;
                 preparations.error = Some((error.kind(), error.to_string()));

@@ -164,7 +164,7 @@ impl L3 {
     }
 
     /// Forgets pages; durable before it returns. The answer is how many of them could be found. After an error or past
-    /// the deadline none of them can be found, but a crash may bring some back: ask again.
+    /// the deadline some may still be found, or come back after a crash: ask again.
     pub async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, L3Error> {
         self.shared().open()?;
         until(deadline, "forgetting", self.shared().forget(ids)).await
@@ -194,7 +194,7 @@ impl L3 {
             return;
         }
         // Writers that wait for a segment find out that it is closed.
-        shared.prepared.send_modify(|_| ());
+        shared.prepared.change(|_| ());
         let all = (WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES) as u32;
         if tokio::time::timeout(CLOSE_PATIENCE, shared.write_queue.acquire_many(all)).await.is_err() {
             tracing::warn!("closing L3 while writes are under way");

@@ -3,8 +3,9 @@
 use crate::{L3Error, L3Options};
 use larder_device::{Device, SmallFile};
 use larder_format::codec::DecodeError;
-use larder_format::disk::{Superblock, VERSION};
-use rand::RngCore;
+use larder_format::disk::{LogId, Superblock, VERSION};
+use rand::rngs::StdRng;
+use rand::{RngCore, SeedableRng};
 use std::path::PathBuf;
 
 /// The superblock; for a new log, one is made by the options. The flag tells whether it is new.
@@ -29,12 +30,20 @@ pub(crate) async fn find_or_make(device: &dyn Device, options: &L3Options) -> Re
 async fn make(device: &dyn Device, options: &L3Options, file: PathBuf) -> Result<Superblock, L3Error> {
     let segment_bytes = options.segment_bytes();
     options.segments_max(segment_bytes)?;
-    let mut log_id = [0; 16];
-    rand::rng().fill_bytes(&mut log_id);
-    let superblock = Superblock { log_id, segment_bytes };
+    let superblock = Superblock { log_id: new_log_id(options.seed), segment_bytes };
     let saved = device.save(SmallFile::Superblock, superblock.encode()).await;
     saved.map_err(L3Error::io("writing", &file))?;
     Ok(superblock)
+}
+
+/// Strangers must not guess it, but with a seed, runs can be repeated.
+fn new_log_id(seed: Option<u64>) -> LogId {
+    let mut log_id = LogId::default();
+    match seed {
+        Some(seed) => StdRng::seed_from_u64(seed).fill_bytes(&mut log_id),
+        None => rand::rng().fill_bytes(&mut log_id),
+    }
+    log_id
 }
 
 fn decode(file: PathBuf, bytes: &[u8]) -> Result<Superblock, L3Error> {

@@ -55,16 +55,15 @@ impl Shared {
         self: &Arc<Self>,
         mut ask: impl FnMut(&Shared) -> Result<Planned<T>, L3Error>,
     ) -> Result<T, L3Error> {
-        let mut prepared = self.prepared.subscribe();
-        let failures = prepared.borrow_and_update().failures;
+        let mut seen = self.prepared.now();
+        let failures = seen.failures;
         loop {
             self.open()?;
             if let Planned::Done(planned) = ask(self)? {
                 return Ok(planned);
             }
-            prepared.changed().await.map_err(|_| L3Error::Closed)?;
-            let now = prepared.borrow_and_update();
-            if let Some((kind, message)) = now.error.as_ref().filter(|_| now.failures > failures) {
+            seen = self.prepared.after(seen.turn).await;
+            if let Some((kind, message)) = seen.error.as_ref().filter(|_| seen.failures > failures) {
                 let source = io::Error::new(*kind, message.clone());
                 return Err(L3Error::Io {
                     doing: "making a segment ready in",

@@ -1,7 +1,8 @@
 //! Forgetting pages for good.
 //!
 //! Always true: a page of which a record may be on the device, and which was not forgotten durably, is known to the
-//! index, to a write under way, or as a doubt. So forgetting a page of which none of them knows needs no tombstone.
+//! index, to a write under way, or as a doubt, or some segment could not be read to its end. So forgetting a page of which
+//! none of them knows needs no tombstone.
 
 use super::{AppendError, Log, PlannedWrite};
 use larder_format::PageId;
@@ -34,6 +35,8 @@ pub(super) struct Forgetting {
     pending: BTreeMap<PageId, Pending>,
     /// Pages with records that may be on the device though they are not served.
     doubts: BTreeMap<PageId, Doubt>,
+    /// Segments up to this life may hold records that nobody knows of: not all of them could be read. 0: none.
+    blind: u64,
 }
 
 #[derive(Debug, Default)]
@@ -75,6 +78,19 @@ impl Forgetting {
     /// Segments up to `life` are gone, and what was in doubt in them.
     pub(super) fn reclaimed(&mut self, life: u64) {
         self.doubts.retain(|_, doubt| doubt.life > life);
+        if self.blind <= life {
+            self.blind = 0;
+        }
+    }
+
+    /// A segment of this life could not be read to its end: it may hold records of any page.
+    pub(super) fn blind_up_to(&mut self, life: u64) {
+        self.blind = self.blind.max(life);
+    }
+
+    /// Whether a record of a page that the index does not know may be on the device.
+    fn may_be_there(&self, id: &PageId) -> bool {
+        self.blind > 0 || self.pending.contains_key(id) || self.doubts.contains_key(id)
     }
 }
 
@@ -86,7 +102,7 @@ impl Log {
         if self.restoring.is_some() {
             return if self.stopped { Err(AppendError::Stopped) } else { Ok(Forget::Wait) };
         }
-        if !found && !self.forgetting.pending.contains_key(id) && !self.forgetting.doubts.contains_key(id) {
+        if !found && !self.forgetting.may_be_there(id) {
             return Ok(Forget::NotThere);
         }
         let Some(tombstone) = self.plan(RecordBody::Tombstone(*id), &id.namespace, BLOCK_BYTES as u64)? else {

@@ -84,6 +84,8 @@ pub struct RestoreReport {
     pub footers: u64,
     /// Segments that could not be read to their end.
     pub cut_short: u64,
+    /// Pages of these and of older ones, which are not served: what forgot them may not have been read.
+    pub distrusted: u64,
     /// Records of pages, whether they count or not.
     pub page_records: u64,
     /// Pages whose time is over.
@@ -105,6 +107,9 @@ pub(super) struct Restoring {
     killed: BTreeMap<PageId, (u64, bool)>,
     /// Largest number of a record.
     number_max: u64,
+    /// A segment could not be read to its end. It may hold tombstones of anything in it and in older ones, so none of that
+    /// is served: what was forgotten stays forgotten.
+    distrustful: bool,
     report: RestoreReport,
 }
 
@@ -153,6 +158,7 @@ impl Recovery {
             order: oldest_first,
             killed: BTreeMap::new(),
             number_max: 0,
+            distrustful: false,
             report: RestoreReport::default(),
         });
         Recovery { log, discard, order }
@@ -204,6 +210,10 @@ impl Log {
         restoring.report.segments += 1;
         restoring.report.footers += u64::from(footer);
         restoring.report.cut_short += u64::from(cut_short);
+        if cut_short {
+            restoring.distrustful = true;
+            self.forgetting.blind_up_to(life);
+        }
         let young = restoring.total - restoring.order.len() <= UNSYNCED_SEGMENTS;
         let dirty = young || !footer;
         let rebuilt = Life { end, completed: u64::from(dirty), ..Life::new(life) };
@@ -225,8 +235,13 @@ impl Log {
         }
     }
 
-    fn restore_page(&mut self, restoring: &Restoring, at: SegmentLife, page: &PageSummary, now_unix_ms: u64) {
+    fn restore_page(&mut self, restoring: &mut Restoring, at: SegmentLife, page: &PageSummary, now_unix_ms: u64) {
         if is_expired(page.expires_unix_ms, now_unix_ms) {
+            self.forgetting.doubt(page.id, page.number + 1, at.life);
+            return;
+        }
+        if restoring.distrustful {
+            restoring.report.distrusted += 1;
             self.forgetting.doubt(page.id, page.number + 1, at.life);
             return;
         }

@@ -34,6 +34,8 @@ pub(super) struct Life {
     pub(super) completed: u64,
     /// How many of them are known to be durable.
     pub(super) synced: u64,
+    /// A sync failed: what had completed before it may never become durable, whatever later syncs say.
+    pub(super) sync_failed: bool,
 }
 
 impl Life {
@@ -50,6 +52,7 @@ impl Life {
             reads: 0,
             completed: 0,
             synced: 0,
+            sync_failed: false,
         }
     }
 
