@@ -5,10 +5,12 @@
 //! runs on real devices and in a simulator that crashes it at every step. `clippy.toml` beside this crate keeps it so.
 //!
 //! - [`extent`]: an allocator of extents (memory of the arena).
+//! - [`planted`]: bugs that a simulation plants;
 //! - [`log`]: the segment log: where records go, which page stands where, what is reclaimed, what a crash leaves.
 #![forbid(unsafe_code)]
 
 pub mod extent;
 pub mod log;
+pub mod planted;
 
 pub use extent::ExtentAllocator;

@@ -1,0 +1,102 @@
+//! Bugs that a simulation plants to see whether it would find them.
+//!
+//! Always true: without the feature `planted`, [`has`] is `false` and nothing of it is left in the code.
+
+/// A mutation of the core.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Bug {
+    /// Bytes of a page are not checked when they are read from the device.
+    SkipCrc,
+    /// Nobody checks that the record that was read is the one that was meant.
+    SkipIdentity,
+    /// A write is acknowledged when it is handed to the device.
+    AckBeforeWrite,
+    /// A page can be found before its write is done.
+    VisibleBeforeWrite,
+    /// A segment is written anew while reads of it are under way.
+    ReuseUnderRead,
+    /// A segment is written anew while writes of it are under way.
+    ReuseUnderWrite,
+    /// Forgetting writes no tombstone.
+    DropTombstone,
+    /// Forgetting does not wait for the sync.
+    ForgetWithoutSync,
+    /// Tombstones are not looked at when the log is found again.
+    IgnoreTombstones,
+    /// A page forgotten while it is written becomes visible.
+    ForgetMissesWrite,
+    /// A page that was dropped as damaged needs no tombstone.
+    NoDoubt,
+    /// A segment's first record is written before its header is durable.
+    HeaderNotSynced,
+    /// A life number is used twice.
+    LifeUsedTwice,
+    /// The youngest segment is reclaimed, not the oldest.
+    ReclaimYoungest,
+    /// An older record replaces a newer one.
+    OlderReplacesNewer,
+    /// A sync that failed counts as done.
+    FailedSyncCounts,
+    /// Nothing is synced in the background.
+    NeverSync,
+    /// A read that nobody waits for is not ended.
+    LeakRead,
+    /// One more segment than allowed is made.
+    OverCapacity,
+    /// A short read is taken for a whole one.
+    ShortReadIsWhole,
+}
+
+impl Bug {
+    /// All of them.
+    pub const EVERY: [Bug; 20] = [
+        Bug::SkipCrc,
+        Bug::SkipIdentity,
+        Bug::AckBeforeWrite,
+        Bug::VisibleBeforeWrite,
+        Bug::ReuseUnderRead,
+        Bug::ReuseUnderWrite,
+        Bug::DropTombstone,
+        Bug::ForgetWithoutSync,
+        Bug::IgnoreTombstones,
+        Bug::ForgetMissesWrite,
+        Bug::NoDoubt,
+        Bug::HeaderNotSynced,
+        Bug::LifeUsedTwice,
+        Bug::ReclaimYoungest,
+        Bug::OlderReplacesNewer,
+        Bug::FailedSyncCounts,
+        Bug::NeverSync,
+        Bug::LeakRead,
+        Bug::OverCapacity,
+        Bug::ShortReadIsWhole,
+    ];
+}
+
+#[cfg(feature = "planted")]
+thread_local! {
+    static PLANTED: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
+}
+
+/// Whether this thread runs with the bug.
+#[cfg(feature = "planted")]
+pub fn has(bug: Bug) -> bool {
+    PLANTED.get() == Some(bug)
+}
+
+/// Whether this thread runs with the bug: never.
+#[cfg(not(feature = "planted"))]
+#[inline(always)]
+pub const fn has(_bug: Bug) -> bool {
+    false
+}
+
+/// Runs `work` with a bug on this thread.
+#[cfg(feature = "planted")]
+pub fn with<T>(bug: Bug, work: impl FnOnce() -> T) -> T {
+    let before = PLANTED.replace(Some(bug));
+    let result = work();
+    PLANTED.set(before);
+    result
+}
