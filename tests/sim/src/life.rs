@@ -1,0 +1,333 @@
+//! One life of the node: it starts on what is stored, is worked with, and ends one way or another.
+//!
+//! Always true: when a life is over nothing of it is left, neither a task nor memory.
+
+use crate::device::SimDevice;
+use crate::dice::{Dice, Stream};
+use crate::disk::Loss;
+use crate::faults::Faults;
+use crate::model::{Expected, Model};
+use crate::payload::page_id;
+use crate::setup::Setup;
+use crate::workload;
+use crate::world::World;
+use futures::future::{Either, select};
+use larder_core::log::AppendError;
+use larder_device::Arena;
+use larder_l3::{L3, L3Error, L3Options};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// What was acknowledged this long before a crash must be there.
+const DURABLE_AFTER_MS: u64 = 1000;
+/// Starts that may fail while the device does.
+const STARTS_MAX: u32 = 6;
+/// No life lasts longer: workers have only so much to do, and every wait has an end.
+const LIFE_MAX: Duration = Duration::from_secs(12 * 3600);
+/// By then every request of a stalling device was answered.
+const CALM_DOWN: Duration = Duration::from_secs(60);
+
+/// How a life ends, if the device does not end it earlier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Closed, as on shutdown.
+    Closed,
+    /// The handle goes without a word; the device goes on.
+    Dropped,
+    /// It is the last one: faults stop, and everything must come to rest.
+    Last,
+}
+
+/// What the tasks of a life share.
+pub struct Life {
+    /// What outlives it.
+    pub world: Arc<World>,
+    /// What was asked.
+    pub model: Arc<Mutex<Model>>,
+    /// The memory.
+    pub arena: Arc<Arena>,
+    /// How the seed is set up.
+    pub setup: Arc<Setup>,
+    /// The store.
+    pub l3: L3,
+    /// Its number, from 1.
+    pub number: u64,
+    /// When the node had started.
+    pub started_ms: u64,
+    /// Operations left to do.
+    pub operations: Arc<AtomicU64>,
+}
+
+/// What a life leaves to the next one.
+#[derive(Debug, Default)]
+pub struct Legacy {
+    /// Versions that must be there.
+    pub expected: Vec<Expected>,
+    /// Operations done.
+    pub operations: u64,
+}
+
+/// How one life is to go.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan {
+    /// Its number, from 1.
+    pub number: u64,
+    /// Operations to do.
+    pub operations: u64,
+    /// Device events until power fails.
+    pub events: u64,
+    /// How it ends otherwise.
+    pub end: End,
+    /// Most segments.
+    pub segments: u64,
+}
+
+/// Everything that lives longer than a life.
+#[derive(Clone)]
+pub struct Ground {
+    /// Device content, time, trace.
+    pub world: Arc<World>,
+    /// What was asked.
+    pub model: Arc<Mutex<Model>>,
+    /// The memory.
+    pub arena: Arc<Arena>,
+    /// How the seed is set up.
+    pub setup: Arc<Setup>,
+}
+
+/// What a running life keeps where a crash can look at it.
+#[derive(Default)]
+struct Running {
+    device: Option<Arc<SimDevice>>,
+    life: Option<Arc<Life>>,
+    operations: Arc<AtomicU64>,
+    legacy: Legacy,
+}
+
+/// Lives one life.
+pub fn live(ground: &Ground, plan: Plan, legacy: Legacy) -> Legacy {
+    let world = &ground.world;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let Ok(runtime) = runtime else {
+        world.violate("no runtime could be made".into());
+        return Legacy::default();
+    };
+    let mut running = Running::default();
+    running.operations.store(plan.operations, Ordering::Relaxed);
+    let mut dice = Dice::new(world.seed, Stream::Loss(plan.number));
+    let mut loss = Loss::Kill;
+    runtime.block_on(async {
+        world.life_begins();
+        world.event("life begins", [plan.number, plan.events, plan.operations]);
+        let crashed = {
+            let crash = Arc::new(tokio::sync::Notify::new());
+            let life = run(ground, plan, &legacy, &mut running, crash.clone());
+            let life = std::pin::pin!(async {
+                if tokio::time::timeout(LIFE_MAX, life).await.is_err() {
+                    world.violate("something waits for ever".into());
+                }
+            });
+            let crash = std::pin::pin!(async move { crash.notified().await });
+            matches!(select(crash, life).await, Either::Left(_))
+        };
+        if crashed {
+            loss = Loss::draw(&mut dice);
+            count_loss(world, loss);
+            expect_after_crash(ground, &mut running, loss);
+        }
+        world.event("life ends", [plan.number, u64::from(crashed), 0]);
+        world.life_ends();
+    });
+    let Running { device, life, operations, legacy: mut left } = running;
+    left.operations = plan.operations - operations.load(Ordering::Relaxed);
+    drop(life);
+    // Every task goes here, with all it holds.
+    drop(runtime);
+    if let Some(device) = device {
+        device.lose_power(loss, &mut dice);
+        if Arc::strong_count(&device) != 1 {
+            world.violate(format!("{} owners of the device are left", Arc::strong_count(&device) - 1));
+        }
+    }
+    if ground.arena.used() != 0 {
+        world.violate(format!("{} bytes of memory were not given back", ground.arena.used()));
+    }
+    ground.model.lock().life_ends();
+    left
+}
+
+fn count_loss(world: &World, loss: Loss) {
+    let what = match loss {
+        Loss::Kill => "end: kept",
+        Loss::All => "end: unsynced lost",
+        Loss::Pieces { .. } => "end: torn",
+    };
+    world.count(what, 1);
+}
+
+/// At a crash: what must be there afterwards.
+fn expect_after_crash(ground: &Ground, running: &mut Running, loss: Loss) {
+    let Some(life) = &running.life else { return };
+    let acked_ms = match loss {
+        // A process that dies loses nothing that the device has answered.
+        Loss::Kill => u64::MAX,
+        _ => ground.world.now_ms().saturating_sub(DURABLE_AFTER_MS),
+    };
+    running.legacy.expected = expected(life, acked_ms);
+}
+
+fn expected(life: &Life, acked_ms: u64) -> Vec<Expected> {
+    let earlier = life.started_ms < acked_ms;
+    life.model.lock().expected(acked_ms, earlier, |key| life.l3.find(&page_id(key)).map(|entry| entry.generation))
+}
+
+fn options(ground: &Ground, plan: Plan) -> L3Options {
+    let capacity_bytes = plan.segments * ground.setup.segment_bytes + 4096;
+    L3Options {
+        segment_bytes: ground.setup.segment_bytes,
+        seed: Some(ground.world.seed),
+        ..L3Options::new("/simulated", capacity_bytes)
+    }
+}
+
+async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running, crash: Arc<tokio::sync::Notify>) {
+    let Some((device, l3)) = start(ground, plan, running, &crash).await else { return };
+    let life = Arc::new(Life {
+        world: ground.world.clone(),
+        model: ground.model.clone(),
+        arena: ground.arena.clone(),
+        setup: ground.setup.clone(),
+        l3,
+        number: plan.number,
+        started_ms: ground.world.now_ms(),
+        operations: running.operations.clone(),
+    });
+    running.life = Some(life.clone());
+    workload::check_expected(&life, &legacy.expected).await;
+    let workers: Vec<_> =
+        (0..life.setup.workers).map(|worker| tokio::spawn(workload::work(life.clone(), worker))).collect();
+    for worker in workers {
+        if worker.await.is_err() {
+            ground.world.violate("a worker panicked".into());
+        }
+    }
+    if ground.world.failed() {
+        return;
+    }
+    running.legacy = match plan.end {
+        End::Closed => close(&life, &device).await,
+        End::Dropped => drop_handle(life, running, &device).await,
+        End::Last => {
+            come_to_rest(&life).await;
+            close(&life, &device).await
+        }
+    };
+}
+
+/// Starts until it works; a device that fails may make a start fail, one that does not may not.
+async fn start(
+    ground: &Ground,
+    plan: Plan,
+    running: &mut Running,
+    crash: &Arc<tokio::sync::Notify>,
+) -> Option<(Arc<SimDevice>, L3)> {
+    let world = &ground.world;
+    let options = options(ground, plan);
+    for attempt in 0..STARTS_MAX {
+        let last = attempt + 1 == STARTS_MAX;
+        let faults = *world.faults.lock();
+        if last {
+            *world.faults.lock() = Faults::none(faults.latency_ms_max);
+        }
+        let number = plan.number << 8 | u64::from(attempt);
+        let device = SimDevice::start(world.clone(), ground.arena.clone(), number, plan.events, options.capacity_bytes);
+        running.device = Some(device.clone());
+        let watched = device.clone();
+        let crash = crash.clone();
+        let watch = tokio::spawn(async move {
+            watched.crashed().await;
+            crash.notify_one();
+        });
+        let opened = L3::open_on(device.clone(), options.clone(), ground.arena.clone()).await;
+        *world.faults.lock() = faults;
+        match opened {
+            Ok((l3, report)) => {
+                world.event("started", [report.pages, report.segments, report.torn_records]);
+                world.count("starts", 1);
+                world.count("pages recovered", report.pages);
+                device.started();
+                return Some((device, l3));
+            }
+            Err(error) => {
+                world.event("start failed", [attempt.into(), 0, 0]);
+                world.count("starts failed", 1);
+                if last || world_is_calm(&faults) {
+                    world.violate(format!("the node does not start: {error}"));
+                    return None;
+                }
+                watch.abort();
+                larder_device::Device::close(&*device).await;
+            }
+        }
+    }
+    None
+}
+
+fn world_is_calm(faults: &Faults) -> bool {
+    *faults == Faults::none(faults.latency_ms_max)
+}
+
+async fn close(life: &Arc<Life>, device: &SimDevice) -> Legacy {
+    // Closing waits for what is under way and syncs it.
+    let expected = expected(life, u64::MAX);
+    life.l3.close().await;
+    check_at_rest(life, device);
+    life.world.event("closed", [expected.len() as u64, 0, 0]);
+    Legacy { expected, operations: 0 }
+}
+
+async fn drop_handle(life: Arc<Life>, running: &mut Running, device: &SimDevice) -> Legacy {
+    let expected = expected(&life, u64::MAX);
+    let world = life.world.clone();
+    running.life = None;
+    if Arc::into_inner(life).is_none() {
+        world.violate("somebody still holds the life".into());
+    }
+    device.idle().await;
+    world.event("dropped", [expected.len() as u64, 0, 0]);
+    Legacy { expected, operations: 0 }
+}
+
+/// Faults stop; after a while everything works again.
+async fn come_to_rest(life: &Arc<Life>) {
+    let calm = Faults::none(life.world.faults.lock().latency_ms_max);
+    *life.world.faults.lock() = calm;
+    life.world.event("faults stop", [0; 3]);
+    tokio::time::sleep(CALM_DOWN).await;
+    match workload::put_and_get(life).await {
+        Ok(()) => {}
+        Err(L3Error::Append(AppendError::Stopped)) => life.world.count("logs stopped", 1),
+        Err(error) => life.world.violate(format!("after faults stopped, a put fails: {error}")),
+    }
+    workload::read_everything(life).await;
+}
+
+fn check_at_rest(life: &Arc<Life>, device: &SimDevice) {
+    let stats = life.l3.stats();
+    let left = [
+        ("requests under way", device.requests() as u64),
+        ("bytes in the write queue", stats.write_queue_bytes),
+        ("bytes of memory", life.arena.used() as u64),
+    ];
+    for (what, count) in left.into_iter().filter(|(_, count)| *count != 0) {
+        life.world.violate(format!("after closing, {count} {what} are left"));
+    }
+    if life.setup.profile == crate::faults::Profile::Calm && stats.corrupt + stats.io_errors > 0 {
+        life.world.violate(format!("without faults, {} damaged pages and {} errors", stats.corrupt, stats.io_errors));
+    }
+    life.world.count("evicted pages", stats.evicted_pages);
+    life.world.count("damaged pages", stats.corrupt);
+    life.world.count("segments written anew", stats.segments_prepared);
+}

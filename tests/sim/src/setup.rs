@@ -1,0 +1,68 @@
+//! How a seed is set up: sizes, mix of operations, faults.
+
+use crate::dice::Dice;
+use crate::faults::Profile;
+
+const MIB: u64 = 1 << 20;
+
+/// Shares of the operations.
+#[derive(Debug, Clone, Copy)]
+pub struct Mix {
+    /// Puts.
+    pub put: u64,
+    /// Gets.
+    pub get: u64,
+    /// Look-ups without reading.
+    pub find: u64,
+    /// Forgettings.
+    pub forget: u64,
+}
+
+/// Everything about a seed that does not change from life to life.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// Which kinds of faults.
+    pub profile: Profile,
+    /// Keys that are used.
+    pub keys: u64,
+    /// Most segments at first.
+    pub segments: u64,
+    /// Bytes of a segment.
+    pub segment_bytes: u64,
+    /// Bytes of memory.
+    pub arena_bytes: u64,
+    /// Tasks that work at the same time.
+    pub workers: u64,
+    /// Most virtual milliseconds a worker pauses between operations.
+    pub pause_ms_max: u64,
+    /// Most bytes of most payloads.
+    pub payload_max: u64,
+    /// Operations.
+    pub mix: Mix,
+    /// Operations of a life, about.
+    pub life_operations: u64,
+}
+
+impl Setup {
+    /// Draws one.
+    pub fn draw(profile: Profile, operations: u64, dice: &mut Dice) -> Setup {
+        let mixes = [
+            Mix { put: 30, get: 50, find: 15, forget: 5 },
+            Mix { put: 10, get: 70, find: 18, forget: 2 },
+            Mix { put: 45, get: 35, find: 10, forget: 10 },
+            Mix { put: 20, get: 55, find: 5, forget: 20 },
+        ];
+        Setup {
+            profile,
+            keys: [40, 150, 400, 1000][dice.below(4) as usize],
+            segments: dice.between(3, 10),
+            segment_bytes: MIB,
+            arena_bytes: dice.between(4, 10) * MIB,
+            workers: dice.between(4, 16),
+            pause_ms_max: [5, 30, 100][dice.below(3) as usize],
+            payload_max: [2_000, 8_000, 24_000][dice.below(3) as usize],
+            mix: mixes[dice.below(4) as usize],
+            life_operations: (operations / dice.between(3, 12)).max(50),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! What CI runs of the simulation. A failure prints the seed and how to replay it.
+
+use larder_sim::faults::Profile;
+use larder_sim::run::{Options, SeedReport, Summary, run_seed, run_seeds};
+
+const SEEDS: u64 = 256;
+const OPERATIONS: u64 = 20_000;
+
+fn explain(failed: &[SeedReport]) -> String {
+    let of = |report: &SeedReport| {
+        let (tail, problems) = (report.tail.join("\n  "), report.violations.join("\n  "));
+        let seed = report.seed;
+        format!("seed {seed} ({}):\n  {tail}\n  {problems}\nreplay: larder-sim --seed {seed} --verbose", report.profile)
+    };
+    failed.iter().map(of).collect::<Vec<_>>().join("\n")
+}
+
+/// Every kind of fault happened, and the store was of use meanwhile: a run without hits would show nothing.
+fn check_coverage(summary: &Summary) {
+    let least = [
+        ("hits", 500_000),
+        ("puts acknowledged", 500_000),
+        ("forgets acknowledged", 100_000),
+        ("cancelled", 20_000),
+        ("deadlines passed", 20_000),
+        ("evicted pages", 20_000),
+        ("segments written anew", 2_000),
+        ("pages recovered", 50_000),
+        ("damaged pages", 1_000),
+        ("end: torn", 500),
+        ("end: unsynced lost", 100),
+        ("end: kept", 100),
+        ("read error", 500),
+        ("short read", 200),
+        ("misdirected read", 500),
+        ("read flip", 500),
+        ("write error", 200),
+        ("lost write", 200),
+        ("misdirected write", 200),
+        ("write flip", 200),
+        ("sync error", 200),
+        ("disk flip", 500),
+        ("no space", 20),
+        ("file error", 20),
+        ("slow", 100),
+        ("stall", 20),
+    ];
+    for (what, least) in least {
+        assert!(summary.count(what) >= least, "{what}: {} times, which is too few", summary.count(what));
+    }
+}
+
+#[test]
+fn five_million_operations_and_no_wrong_byte() {
+    let summary = run_seeds(0, SEEDS, None, &Options { operations: OPERATIONS, ..Options::default() });
+    assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
+    assert!(summary.seeds == SEEDS && summary.operations >= 5_000_000, "{} operations", summary.operations);
+    println!("{} operations in {:.0} s: {:#?}", summary.operations, summary.seconds, summary.counts);
+    check_coverage(&summary);
+    let (lost, all) = (summary.count("pages lost"), summary.count("pages that had to be there"));
+    assert!(all > 10_000 && lost * 100 <= all, "{lost} of {all} pages that were durable are lost");
+}
+
+#[test]
+fn every_seed_replays_exactly() {
+    let options = Options { operations: 4_000, ..Options::default() };
+    for seed in 0..2 * Profile::EVERY.len() as u64 {
+        let runs: Vec<SeedReport> = std::thread::scope(|scope| {
+            let both = [0, 1].map(|_| scope.spawn(|| run_seed(seed, &options)));
+            both.into_iter().map(|run| run.join().unwrap()).collect()
+        });
+        assert_eq!((runs[0].hash, runs[0].events), (runs[1].hash, runs[1].events), "seed {seed}");
+        assert_eq!(runs[0].counts, runs[1].counts, "seed {seed}");
+    }
+}
+
+#[test]
+fn other_seeds_are_other_runs() {
+    let options = Options { operations: 500, ..Options::default() };
+    assert_ne!(run_seed(1, &options).hash, run_seed(7, &options).hash);
+}
+
+/// The control: if syncs do nothing, what was forgotten comes back and what was durable is lost.
+#[test]
+fn syncs_that_do_nothing_are_noticed() {
+    let options = Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
+    let summary = run_seeds(0, 20, None, &Options { keep_going: true, ..options });
+    assert!(!summary.failed.is_empty(), "nothing that was forgotten came back");
+    let (lost, all) = (summary.count("pages lost"), summary.count("pages that had to be there"));
+    assert!(lost * 100 > all, "{lost} of {all} pages are lost");
+}
