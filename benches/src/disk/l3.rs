@@ -19,8 +19,18 @@ const READ_NEWEST: f64 = 0.8;
 
 /// Begins a full scrub and returns the task that ends with it.
 type StartScrub = fn(&L3) -> JoinHandle<()>;
-/// `None` until L3 has one.
-const SCRUB: Option<StartScrub> = None;
+const SCRUB: Option<StartScrub> = Some(start_scrub);
+
+fn start_scrub(l3: &L3) -> JoinHandle<()> {
+    let l3 = l3.clone();
+    tokio::spawn(async move {
+        let passes = l3.scrub().passes;
+        l3.scrub_now();
+        while l3.scrub().passes == passes {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+}
 
 /// Latency of reads during a full scrub and without one, p99 in microseconds.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +54,7 @@ pub struct Pages {
 impl Pages {
     /// Makes a log of `bytes`, to be asked for `at_once` pages at a time, and writes it full, and a little more, so that segments are used for the second time.
     pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, at_once: usize) -> Result<Pages> {
-        let (l3, _) = L3::open(L3Options::new(dir, bytes), arena.clone()).await?;
+        let l3 = L3::open(L3Options::new(dir, bytes), arena.clone()).await?;
         let mut slot = arena.allocate(size).context("a fresh arena is free")?;
         slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
         let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
@@ -149,7 +159,8 @@ fn id(number: u64) -> PageId {
 
 /// Opens the log again, as after a crash, and closes it.
 pub async fn recover(dir: &Path, bytes: u64, arena: Arc<Arena>) -> Result<RecoveryReport> {
-    let (l3, report) = L3::open(L3Options::new(dir, bytes), arena).await?;
+    let l3 = L3::open(L3Options::new(dir, bytes), arena).await?;
+    let report = l3.recovered().await?;
     l3.close().await;
     Ok(report)
 }

@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 
 /// Most time for one read of one device.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most time that a start waits for the logs to be scanned; then they are scanned while the node serves.
+const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
 /// Most time for one write to one device.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -89,7 +91,18 @@ impl Devices {
         }
         match first_error {
             Some(error) if opened.devices.is_empty() => Err(error),
-            _ => Ok(opened),
+            _ => {
+                opened.wait_until_recovered().await;
+                Ok(opened)
+            }
+        }
+    }
+
+    /// Small logs are found whole before the node says that it is ready; large ones are found while it serves.
+    async fn wait_until_recovered(&self) {
+        let recovered = join_all(self.devices.iter().map(|device| device.l3.recovered()));
+        if tokio::time::timeout(RECOVERY_PATIENCE, recovered).await.is_err() {
+            tracing::info!("serving while L3 is still being scanned: what is not found yet is a miss");
         }
     }
 

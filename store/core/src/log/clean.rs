@@ -107,7 +107,11 @@ impl Log {
         let Some((open, life)) = self.open_life() else { return Vec::new() };
         let segment_bytes = self.config.segment_bytes;
         let mut slots = self.pages_behind(oldest, 0);
-        slots.retain(|&slot| self.index.get(slot).keeper != index::NONE);
+        // What nobody ever asked for is not worth writing twice.
+        slots.retain(|&slot| {
+            let stored = self.index.get(slot);
+            stored.keeper != index::NONE && (stored.is_used() || self.keeper.pin_of(slot) != Pin::None)
+        });
         slots.sort_by_key(|&slot| self.keeper.pin_of(slot) != Pin::Hard);
         let (mut room, mut reserved, mut pages) = (life.footer_room.clone(), 0, Vec::new());
         for slot in slots {

@@ -19,6 +19,8 @@ pub(super) const NONE: u32 = u32::MAX;
 /// Entries that are allocated at once.
 const CHUNK: usize = 4096;
 const SHARDS: usize = 64;
+/// Set in [`Stored::block`] of a page that was asked for: a segment has far fewer blocks.
+const USED: u32 = 1 << 31;
 /// An expiry in seconds that never comes.
 const NEVER: u32 = u32::MAX;
 
@@ -31,7 +33,7 @@ pub(super) struct Stored {
     pub(super) namespace: u32,
     parent_tag: u32,
     pub(super) segment: u32,
-    /// Of the record in its segment, in blocks.
+    /// Of the record in its segment, in blocks; and [`USED`].
     block: u32,
     pub(super) payload_bytes: u32,
     pub(super) position: u32,
@@ -43,7 +45,16 @@ pub(super) struct Stored {
 
 impl Stored {
     pub(super) fn offset(&self) -> u64 {
-        u64::from(self.block) * BLOCK_BYTES as u64
+        u64::from(self.block & !USED) * BLOCK_BYTES as u64
+    }
+
+    /// Somebody asked for it since it was put, or since the start.
+    pub(super) fn is_used(&self) -> bool {
+        self.block & USED != 0
+    }
+
+    pub(super) fn set_used(&mut self) {
+        self.block |= USED;
     }
 
     pub(super) fn record_bytes(&self) -> u64 {
@@ -213,7 +224,7 @@ impl Index {
         let same = stored.is_same_put(page);
         if same {
             stored.segment = segment;
-            stored.block = (page.offset / BLOCK_BYTES as u64) as u32;
+            stored.block = (stored.block & USED) | (page.offset / BLOCK_BYTES as u64) as u32;
             stored.number = page.number;
         }
         same

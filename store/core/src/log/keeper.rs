@@ -1,7 +1,8 @@
 //! What will be asked for again.
 //!
 //! The keeper ranks pages up to a share of the log's bytes. A page enters it when it becomes visible and whenever it is
-//! used; what it gives up for lack of room is *condemned*: still found, but not copied when its segment is reclaimed.
+//! used; what it gives up for lack of room is *condemned*: still found, but not copied when its segment is reclaimed. Nor is
+//! what nobody has asked for since it was put, or since the start: so traffic that is never read is written once.
 //!
 //! Always true: the entry of a page says where the keeper has it, and the keeper has it under the slot of that entry;
 //! only [`Log::keep`], [`Log::given_up`] and [`Log::take_out`] change that. The condemned pages of a namespace with a
@@ -224,6 +225,7 @@ impl Log {
 
     /// The page was asked for.
     pub(super) fn use_page(&mut self, slot: u32) {
+        self.index.get_mut(slot).set_used();
         match self.keeper.handle(self.index.get(slot)) {
             Some(handle) => {
                 self.keeper.evictor.touch(handle, 0);
@@ -274,9 +276,22 @@ impl Log {
         };
         if pin == Pin::Hard {
             self.keeper.pinned_bytes += bytes;
+            self.use_ancestors(slot);
         }
         self.keeper.pins.insert(slot, pin);
         Ok(())
+    }
+
+    /// The pages before a pinned one are as good as asked for: without them nobody comes to it.
+    fn use_ancestors(&mut self, slot: u32) {
+        // Tags are short, so a chain of them may be a ring; no sequence is longer than its last page's position.
+        let mut steps = self.index.get(slot).position;
+        let mut at = self.index.parent_of(slot);
+        while let Some(slot) = at.filter(|_| steps > 0) {
+            self.index.get_mut(slot).set_used();
+            at = self.index.parent_of(slot);
+            steps -= 1;
+        }
     }
 
     fn unpin(&mut self, slot: u32) {

