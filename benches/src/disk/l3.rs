@@ -54,7 +54,7 @@ pub struct Pages {
 impl Pages {
     /// Makes a log of `bytes`, to be asked for `at_once` pages at a time, and writes it full, and a little more, so that segments are used for the second time.
     pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, at_once: usize) -> Result<Pages> {
-        let l3 = L3::open(L3Options::new(dir, bytes), arena.clone()).await?;
+        let l3 = L3::open(options(dir, bytes), arena.clone()).await?;
         let mut slot = arena.allocate(size).context("a fresh arena is free")?;
         slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
         let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
@@ -151,6 +151,11 @@ impl Worker {
     }
 }
 
+/// Nothing is rescued out of old segments: how fast the log is, is measured here, and not what it keeps.
+fn options(dir: &Path, bytes: u64) -> L3Options {
+    L3Options { keep_percent: 0, ..L3Options::new(dir, bytes) }
+}
+
 fn id(number: u64) -> PageId {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&number.to_le_bytes());
@@ -159,7 +164,7 @@ fn id(number: u64) -> PageId {
 
 /// Opens the log again, as after a crash, and closes it.
 pub async fn recover(dir: &Path, bytes: u64, arena: Arc<Arena>) -> Result<RecoveryReport> {
-    let l3 = L3::open(L3Options::new(dir, bytes), arena).await?;
+    let l3 = L3::open(options(dir, bytes), arena).await?;
     let report = l3.recovered().await?;
     l3.close().await;
     Ok(report)

@@ -41,6 +41,8 @@ pub(super) struct Engine {
     inbox: Inbox,
     /// Taken before, to be done one by one because the kernel did not do them together.
     again: VecDeque<Asked>,
+    /// Answered by the kernel, and about to be told.
+    finished: Vec<(Asked, io::Result<()>)>,
     listening: bool,
     timer: Timer,
     registered: Registered,
@@ -68,7 +70,8 @@ impl Engine {
         let registered = Registered::new(&ring, &arena, options);
         let files = Files::new(&ring, options);
         let (table, again, timer) = (Table::new(depth as usize), VecDeque::new(), Timer::default());
-        Ok(Engine { ring, table, files, inbox, again, listening: false, timer, registered, arena, counters })
+        let finished = Vec::new();
+        Ok(Engine { ring, table, files, inbox, again, finished, listening: false, timer, registered, arena, counters })
     }
 
     /// What the kernel granted to a ring that `executor` drives.
@@ -228,8 +231,24 @@ impl Engine {
         }
     }
 
-    /// Answers those whose requests the kernel has answered.
+    /// Answers those whose requests the kernel has answered. What waits is handed over before that: answering takes time,
+    /// which the device should not spend idle.
     pub(super) fn reap(&mut self) {
+        self.collect();
+        if self.finished.is_empty() {
+            return;
+        }
+        if self.has_work() {
+            self.take();
+            // An error that stays is met by whoever waits next.
+            let _ = self.submit(false);
+        }
+        for (asked, result) in std::mem::take(&mut self.finished) {
+            complete(asked, result);
+        }
+    }
+
+    fn collect(&mut self) {
         while let Some(answer) = { self.ring.completion().next() } {
             match answer.user_data() {
                 BELL => {
@@ -285,7 +304,7 @@ impl Engine {
         // Several requests are here only if all of them succeeded.
         let mut result = Some(result);
         for asked in inflight.into_asked() {
-            complete(asked, result.take().unwrap_or(Ok(())));
+            self.finished.push((asked, result.take().unwrap_or(Ok(()))));
         }
         if self.files.is_leaving(file) && !self.uses(file) {
             self.files.detach(&self.ring, file);
