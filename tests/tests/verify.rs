@@ -14,7 +14,7 @@ const BLOCK: u64 = 4096;
 
 fn start(dir: &Path) -> Process {
     let dir = dir.to_str().expect("a UTF-8 path");
-    Process::start(&["store", "--listen", "127.0.0.1:0", "--data-dir", dir, "--l2", "32MiB", "--l3", "64MiB"])
+    Process::start(&["store", "--listen", "127.0.0.1:0", "--data-dir", dir, "--l2", "32MiB", "--l3-bytes", "64MiB"])
 }
 
 async fn attach(node: &mut Process) -> Client {

@@ -40,7 +40,7 @@ impl Process {
         let log = setup.dir.join(LOG_FILE);
         let errors = OpenOptions::new().create(true).append(true).open(&log)?;
         let mut child = Command::new(std::env::current_exe()?)
-            .args(["--log", "info", "store", "--listen", "127.0.0.1:0", "--l2", "32MiB", "--l3"])
+            .args(["--log", "info", "store", "--listen", "127.0.0.1:0", "--l2", "32MiB", "--l3-bytes"])
             .arg(setup.l3_bytes.to_string())
             .arg("--data-dir")
             .arg(&setup.dir)
