@@ -10,6 +10,10 @@
 //! - each kind of [`Faults`](crate::faults::Faults) happens at its rate;
 //! - at a given event (a request taken or done, a file made or removed) the device stops answering for good.
 //!
+//! What no store with one copy can help is exempted from the promise that forgotten pages stay forgotten: a tombstone
+//! that was damaged, lost or misdirected on its way to the device, on it, or on the way back while the node starts; and a
+//! segment whose header was, since its records are all lost with it. Errors that the device owns up to are not exempted.
+//!
 //! Not in the model: damage of small files, and power that fails while only one of two devices notices.
 //!
 //! Always true: everything happens on the one thread of the life's runtime; a request's memory is with the device until
@@ -77,7 +81,7 @@ pub struct SimDevice {
     crash: Notify,
     /// Most bytes of all files.
     capacity_bytes: u64,
-    /// The node starts on it: a read that fails may hide tombstones.
+    /// The node starts on it: a read that lies may hide tombstones.
     starting: AtomicBool,
     tasks_alive: Arc<AtomicUsize>,
 }
@@ -113,7 +117,7 @@ impl SimDevice {
         device
     }
 
-    /// The node has started.
+    /// The node has found all that is stored.
     pub fn started(&self) {
         self.starting.store(false, Ordering::Relaxed);
         self.check_capacity();

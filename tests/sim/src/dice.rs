@@ -15,6 +15,8 @@ pub enum Stream {
     Device(u64),
     /// What a loss of power leaves, after one life.
     Loss(u64),
+    /// How one life goes.
+    Life(u64),
     /// One worker in one life.
     Worker(u64, u64),
 }
@@ -25,6 +27,7 @@ impl Stream {
             Stream::Setup => 0,
             Stream::Device(life) => 1 << 56 | life,
             Stream::Loss(life) => 2 << 56 | life,
+            Stream::Life(life) => 4 << 56 | life,
             Stream::Worker(life, worker) => 3 << 56 | life << 16 | worker,
         }
     }

@@ -94,10 +94,10 @@ impl Disk {
         self.segments.contains_key(&segment)
     }
 
-    /// Bytes of all files.
+    /// Bytes of the log: its segments and superblock. What the scrub notes of its progress is not counted.
     pub fn bytes(&self) -> u64 {
         let segments: usize = self.segments.values().map(|segment| segment.now.len()).sum();
-        (segments + self.small.values().map(Vec::len).sum::<usize>()) as u64
+        (segments + self.small.get(&SmallFile::Superblock).map_or(0, Vec::len)) as u64
     }
 
     /// Makes a segment of zeros, or brings one to this length.

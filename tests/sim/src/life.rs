@@ -13,7 +13,7 @@ use crate::workload;
 use crate::world::World;
 use futures::future::{Either, select};
 use larder_core::log::AppendError;
-use larder_device::Arena;
+use larder_device::{Arena, Clock};
 use larder_l3::{L3, L3Error, L3Options};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -54,8 +54,8 @@ pub struct Life {
     pub l3: L3,
     /// Its number, from 1.
     pub number: u64,
-    /// When the node had started.
-    pub started_ms: u64,
+    /// When all that was stored had been found; `u64::MAX` until then.
+    pub recovered_ms: AtomicU64,
     /// Operations left to do.
     pub operations: Arc<AtomicU64>,
 }
@@ -65,6 +65,8 @@ pub struct Life {
 pub struct Legacy {
     /// Versions that must be there.
     pub expected: Vec<Expected>,
+    /// They were durable when the life ended, not only with the device.
+    pub durable: bool,
     /// Operations done.
     pub operations: u64,
 }
@@ -135,7 +137,7 @@ pub fn live(ground: &Ground, plan: Plan, legacy: Legacy) -> Legacy {
         if crashed {
             loss = Loss::draw(&mut dice);
             count_loss(world, loss);
-            expect_after_crash(ground, &mut running, loss);
+            expect_after_crash(ground, &mut running, &legacy, loss);
         }
         world.event("life ends", [plan.number, u64::from(crashed), 0]);
         world.life_ends();
@@ -168,18 +170,29 @@ fn count_loss(world: &World, loss: Loss) {
 }
 
 /// At a crash: what must be there afterwards.
-fn expect_after_crash(ground: &Ground, running: &mut Running, loss: Loss) {
-    let Some(life) = &running.life else { return };
+fn expect_after_crash(ground: &Ground, running: &mut Running, before: &Legacy, loss: Loss) {
+    let kill = matches!(loss, Loss::Kill);
+    let recovered = |life: &&Arc<Life>| life.recovered_ms.load(Ordering::Relaxed) != u64::MAX;
+    let Some(life) = running.life.as_ref().filter(recovered) else {
+        // Nothing was written since the start: all is as it was, but for what had not been durable.
+        if kill || before.durable {
+            running.legacy.expected = before.expected.clone();
+            running.legacy.durable = before.durable;
+        }
+        return;
+    };
     let acked_ms = match loss {
         // A process that dies loses nothing that the device has answered.
         Loss::Kill => u64::MAX,
         _ => ground.world.now_ms().saturating_sub(DURABLE_AFTER_MS),
     };
     running.legacy.expected = expected(life, acked_ms);
+    running.legacy.durable = !kill;
 }
 
 fn expected(life: &Life, acked_ms: u64) -> Vec<Expected> {
-    let earlier = life.started_ms < acked_ms;
+    // A start makes durable what it found.
+    let earlier = life.recovered_ms.load(Ordering::Relaxed) < acked_ms;
     life.model.lock().expected(acked_ms, earlier, |key| life.l3.find(&page_id(key)).map(|entry| entry.generation))
 }
 
@@ -188,6 +201,10 @@ fn options(ground: &Ground, plan: Plan) -> L3Options {
     L3Options {
         segment_bytes: ground.setup.segment_bytes,
         seed: Some(ground.world.seed),
+        keep_percent: ground.setup.keep_percent,
+        scrub_bytes_per_second: ground.setup.scrub_bytes_per_second,
+        scrub_interval: Duration::from_millis(ground.setup.scrub_interval_ms),
+        clock: Clock::at(ground.world.unix_ms()),
         ..L3Options::new("/simulated", capacity_bytes)
     }
 }
@@ -201,13 +218,18 @@ async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running
         setup: ground.setup.clone(),
         l3,
         number: plan.number,
-        started_ms: ground.world.now_ms(),
+        recovered_ms: AtomicU64::new(u64::MAX),
         operations: running.operations.clone(),
     });
     running.life = Some(life.clone());
-    workload::check_expected(&life, &legacy.expected).await;
-    let workers: Vec<_> =
-        (0..life.setup.workers).map(|worker| tokio::spawn(workload::work(life.clone(), worker))).collect();
+    // Some lives are worked with while the node still finds what is stored.
+    let eager = Dice::new(ground.world.seed, Stream::Life(plan.number)).chance(400_000);
+    let mut workers = if eager { begin_work(&life) } else { Vec::new() };
+    recover(&life, &device).await;
+    if !eager {
+        workload::check_expected(&life, &legacy.expected).await;
+        workers = begin_work(&life);
+    }
     for worker in workers {
         if worker.await.is_err() {
             ground.world.violate("a worker panicked".into());
@@ -224,6 +246,24 @@ async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running
             close(&life, &device).await
         }
     };
+}
+
+fn begin_work(life: &Arc<Life>) -> Vec<tokio::task::JoinHandle<()>> {
+    (0..life.setup.workers).map(|worker| tokio::spawn(workload::work(life.clone(), worker))).collect()
+}
+
+/// Waits until all that is stored was found.
+async fn recover(life: &Life, device: &SimDevice) {
+    match life.l3.recovered().await {
+        Ok(report) => {
+            life.world.event("recovered", [report.pages, report.segments, report.torn_records]);
+            life.world.count("pages recovered", report.pages);
+            life.world.count("segments read by their footer", report.segments_by_footer);
+            life.recovered_ms.store(life.world.now_ms(), Ordering::Relaxed);
+            device.started();
+        }
+        Err(error) => life.world.violate(format!("the recovery ends without having found all: {error}")),
+    }
 }
 
 /// Starts until it works; a device that fails may make a start fail, one that does not may not.
@@ -253,11 +293,9 @@ async fn start(
         let opened = L3::open_on(device.clone(), options.clone(), ground.arena.clone()).await;
         *world.faults.lock() = faults;
         match opened {
-            Ok((l3, report)) => {
-                world.event("started", [report.pages, report.segments, report.torn_records]);
+            Ok(l3) => {
+                world.event("started", [attempt.into(), 0, 0]);
                 world.count("starts", 1);
-                world.count("pages recovered", report.pages);
-                device.started();
                 return Some((device, l3));
             }
             Err(error) => {
@@ -267,8 +305,9 @@ async fn start(
                     world.violate(format!("the node does not start: {error}"));
                     return None;
                 }
-                watch.abort();
+                // It may still stop answering, and closing waits for answers.
                 larder_device::Device::close(&*device).await;
+                watch.abort();
             }
         }
     }
@@ -282,10 +321,11 @@ fn world_is_calm(faults: &Faults) -> bool {
 async fn close(life: &Arc<Life>, device: &SimDevice) -> Legacy {
     // Closing waits for what is under way and syncs it.
     let expected = expected(life, u64::MAX);
+    workload::let_go(life);
     life.l3.close().await;
     check_at_rest(life, device);
     life.world.event("closed", [expected.len() as u64, 0, 0]);
-    Legacy { expected, operations: 0 }
+    Legacy { expected, durable: true, operations: 0 }
 }
 
 async fn drop_handle(life: Arc<Life>, running: &mut Running, device: &SimDevice) -> Legacy {
@@ -297,7 +337,7 @@ async fn drop_handle(life: Arc<Life>, running: &mut Running, device: &SimDevice)
     }
     device.idle().await;
     world.event("dropped", [expected.len() as u64, 0, 0]);
-    Legacy { expected, operations: 0 }
+    Legacy { expected, durable: false, operations: 0 }
 }
 
 /// Faults stop; after a while everything works again.
@@ -330,4 +370,8 @@ fn check_at_rest(life: &Arc<Life>, device: &SimDevice) {
     life.world.count("evicted pages", stats.evicted_pages);
     life.world.count("damaged pages", stats.corrupt);
     life.world.count("segments written anew", stats.segments_prepared);
+    life.world.count("pages rescued", stats.rescued_pages);
+    life.world.count("pages past their time", stats.expired_pages);
+    life.world.count("pages over a quota", stats.quota_pages);
+    life.world.count("scrubs", life.l3.scrub().passes);
 }

@@ -5,12 +5,14 @@
 //! - was not forgotten: once forgetting was answered, versions whose put had ended before it was asked for are dead for
 //!   good (but for keys whose tombstones the device lied about);
 //! - is not stale: in one life of the node, no newer version was acknowledged before the read began, if the older one's
-//!   put had ended before the newer one's began.
+//!   put had ended before the newer one's began. Only logs that copy nothing are held to that: a copy counts as a put of
+//!   its own, and the first complete writer wins;
+//! - is not past its time.
 //!
 //! Always true: the model's clock is a counter of its own calls, so "before" means before in this run.
 
 use crate::payload::{self, page_id, page_key};
-use larder_format::{PageKey, PageMeta};
+use larder_format::{PageKey, PageMeta, is_expired};
 
 /// Keys in a row that make a sequence.
 const CHAIN: u64 = 16;
@@ -28,6 +30,8 @@ struct Ack {
 struct Version {
     key: u64,
     parts: Vec<u32>,
+    /// In milliseconds since 1970; 0: it has no end.
+    expires_unix_ms: u64,
     began: u64,
     /// When nobody worked at it any more, whatever came of it.
     ended: Option<u64>,
@@ -53,6 +57,15 @@ pub struct Expected {
     pub version: u64,
 }
 
+/// When somebody asked.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked {
+    /// The model's clock.
+    pub tick: u64,
+    /// Time of day in milliseconds.
+    pub unix_ms: u64,
+}
+
 /// A forgetting under way.
 #[derive(Debug)]
 pub struct Forgetting {
@@ -67,12 +80,15 @@ pub struct Model {
     life: u64,
     versions: Vec<Version>,
     keys: Vec<Key>,
+    /// Pages are copied, so an older version may come after a newer one.
+    copies: bool,
 }
 
 impl Model {
-    /// Nothing was put under any of the keys.
-    pub fn new(keys: u64) -> Model {
-        Model { clock: 0, life: 0, versions: Vec::new(), keys: (0..keys).map(|_| Key::default()).collect() }
+    /// Nothing was put under any of the keys. `copies`: the log copies pages.
+    pub fn new(keys: u64, copies: bool) -> Model {
+        let keys = (0..keys).map(|_| Key::default()).collect();
+        Model { clock: 0, life: 0, versions: Vec::new(), keys, copies }
     }
 
     /// Number of keys.
@@ -86,14 +102,19 @@ impl Model {
         self.clock
     }
 
+    /// Somebody asks now.
+    pub fn asks(&mut self, unix_ms: u64) -> Asked {
+        Asked { tick: self.now(), unix_ms }
+    }
+
     fn version(&self, number: u64) -> Option<&Version> {
         self.versions.get(usize::try_from(number.checked_sub(1)?).ok()?)
     }
 
-    /// Begins to put a new version of a key; its number.
-    pub fn put_begins(&mut self, key: u64, parts: Vec<u32>) -> u64 {
+    /// Begins to put a new version of a key, which ends at this time of day if it is not 0; its number.
+    pub fn put_begins(&mut self, key: u64, parts: Vec<u32>, expires_unix_ms: u64) -> u64 {
         let began = self.now();
-        self.versions.push(Version { key, parts, began, ended: None, acked: None, dead_since: None });
+        self.versions.push(Version { key, parts, expires_unix_ms, began, ended: None, acked: None, dead_since: None });
         let number = self.versions.len() as u64;
         let entry = &mut self.keys[key as usize];
         entry.versions.push(number);
@@ -151,19 +172,33 @@ impl Model {
 
     /// The metadata that a version must have, but for its checksums.
     pub fn describe(&self, key: u64, version: u64, payload: &[u8]) -> PageMeta {
-        let parts = self.version(version).map_or_else(Vec::new, |version| version.parts.clone());
+        let known = self.version(version);
+        let parts = known.map_or_else(Vec::new, |version| version.parts.clone());
         let position = (key % CHAIN) as u32;
         let mut meta = PageMeta::describe(page_id(key), parent(key), position, parts, payload);
         meta.generation = version;
+        meta.expires_unix_ms = self.expires_unix_ms(version);
         meta
     }
 
-    /// Whether a look-up that began at `began` may find this version of the key.
-    pub fn check_found(&self, key: u64, number: u64, began: u64, suspect: bool) -> Result<(), String> {
+    /// When a version ends, in milliseconds since 1970; 0: never.
+    pub fn expires_unix_ms(&self, number: u64) -> u64 {
+        self.version(number).map_or(0, |version| version.expires_unix_ms)
+    }
+
+    /// Whether somebody who asked then may find this version of the key.
+    pub fn check_found(&self, key: u64, number: u64, asked: Asked, suspect: bool) -> Result<(), String> {
+        let began = asked.tick;
         let version = self.version(number).filter(|version| version.key == key);
         let version = version.ok_or_else(|| format!("key {key}: version {number} was never put under it"))?;
         if let Some(dead) = version.dead_since.filter(|&dead| dead <= began && !suspect) {
             return Err(format!("key {key}: version {number} came back; it was forgotten at tick {dead}"));
+        }
+        if is_expired(version.expires_unix_ms, asked.unix_ms) {
+            return Err(format!("key {key}: version {number} is served after its time"));
+        }
+        if self.copies {
+            return Ok(());
         }
         let newer = self.keys[key as usize].versions.iter().rev().take_while(|&&other| other > number);
         let replaces = |&&other: &&u64| {
@@ -183,7 +218,10 @@ impl Model {
             return Err(format!("key {key}: the answer is of {:?}", meta.id));
         }
         let version = self.version(meta.generation).ok_or("no such version")?;
-        if meta.part_bytes != version.parts || meta.payload_bytes() != payload.len() {
+        if meta.part_bytes != version.parts
+            || meta.expires_unix_ms != version.expires_unix_ms
+            || meta.payload_bytes() != payload.len()
+        {
             return Err(format!("key {key} version {}: parts {:?}", meta.generation, meta.part_bytes));
         }
         if meta.parent != parent(key) || u64::from(meta.position) != key % CHAIN {
@@ -221,21 +259,21 @@ mod tests {
     use super::*;
 
     fn put(model: &mut Model, key: u64) -> u64 {
-        let version = model.put_begins(key, vec![10]);
+        let version = model.put_begins(key, vec![10], 0);
         model.put_ends(version, Some(0));
         version
     }
 
     #[test]
     fn what_was_forgotten_may_not_be_found() {
-        let mut model = Model::new(4);
+        let mut model = Model::new(4, false);
         let before = put(&mut model, 1);
-        let during = model.put_begins(1, vec![10]);
-        let early = model.now();
+        let during = model.put_begins(1, vec![10], 0);
+        let early = model.asks(1);
         let forgetting = model.forget_begins(vec![1]);
         model.put_ends(during, None);
         model.forget_ends(forgetting, true);
-        let now = model.now();
+        let now = model.asks(1);
         assert!(model.check_found(1, before, early, false).is_ok(), "asked before");
         assert!(model.check_found(1, before, now, false).unwrap_err().contains("came back"));
         assert!(model.check_found(1, before, now, true).is_ok(), "the device lied");
@@ -246,21 +284,31 @@ mod tests {
 
     #[test]
     fn what_was_replaced_is_stale_until_the_next_life() {
-        let mut model = Model::new(4);
+        let mut model = Model::new(4, false);
         let old = put(&mut model, 1);
         let new = put(&mut model, 1);
-        let now = model.now();
+        let now = model.asks(1);
         assert!(model.check_found(1, old, now, false).unwrap_err().contains("stale"));
         assert!(model.check_found(1, new, now, false).is_ok());
         model.life_ends();
-        let now = model.now();
+        let now = model.asks(1);
         assert!(model.check_found(1, old, now, false).is_ok(), "the newer one may have been lost");
     }
 
     #[test]
+    fn what_is_past_its_time_may_not_be_found() {
+        let mut model = Model::new(4, true);
+        let version = model.put_begins(1, vec![10], 1000);
+        model.put_ends(version, Some(0));
+        let (early, late) = (model.asks(999), model.asks(1000));
+        assert!(model.check_found(1, version, early, false).is_ok());
+        assert!(model.check_found(1, version, late, false).unwrap_err().contains("after its time"));
+    }
+
+    #[test]
     fn other_bytes_are_refused() {
-        let mut model = Model::new(40);
-        let version = model.put_begins(17, vec![10, 20]);
+        let mut model = Model::new(40, false);
+        let version = model.put_begins(17, vec![10, 20], 0);
         let mut bytes = [0; 30];
         payload::fill(17, version, &mut bytes);
         let meta = model.describe(17, version, &bytes);

@@ -65,7 +65,7 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
     let world = Arc::new(World::new(seed, faults, options.verbose));
     let operations = match Arena::new(setup.arena_bytes as usize) {
         Ok(arena) => {
-            let model = Arc::new(Mutex::new(Model::new(setup.keys)));
+            let model = Arc::new(Mutex::new(Model::new(setup.keys, setup.keep_percent > 0)));
             let ground = Ground { world: world.clone(), model, arena, setup: Arc::new(setup) };
             panics::watched(|| lives(&ground, options, &mut dice)).unwrap_or_else(|panic| {
                 world.violate(panic);

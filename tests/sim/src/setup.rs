@@ -41,6 +41,16 @@ pub struct Setup {
     pub mix: Mix,
     /// Operations of a life, about.
     pub life_operations: u64,
+    /// Percent of the log that is kept for pages that will be asked for again.
+    pub keep_percent: u8,
+    /// How many of a million puts have an end.
+    pub mortal: u32,
+    /// How many of a million operations pin pages, set quotas or ask for a scrub.
+    pub admin: u32,
+    /// Bytes per second that the scrub reads.
+    pub scrub_bytes_per_second: u64,
+    /// Milliseconds between two passes of it.
+    pub scrub_interval_ms: u64,
 }
 
 impl Setup {
@@ -63,6 +73,11 @@ impl Setup {
             payload_max: [2_000, 8_000, 24_000][dice.below(3) as usize],
             mix: mixes[dice.below(4) as usize],
             life_operations: (operations / dice.between(3, 12)).max(50),
+            keep_percent: [0, 0, 30, 50, 75][dice.below(5) as usize],
+            mortal: [0, 50_000, 300_000][dice.below(3) as usize],
+            admin: [0, 5_000, 30_000][dice.below(3) as usize],
+            scrub_bytes_per_second: [0, MIB, 32 * MIB][dice.below(3) as usize],
+            scrub_interval_ms: [2_000, 30_000, 24 * 3_600_000][dice.below(3) as usize],
         }
     }
 }

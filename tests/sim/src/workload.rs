@@ -2,12 +2,12 @@
 
 use crate::dice::{Dice, Stream};
 use crate::life::Life;
-use crate::model::Expected;
+use crate::model::{Asked, Expected};
 use crate::payload::{self, page_id};
 use futures::future::join;
 use larder_device::Slot;
-use larder_format::PageMeta;
-use larder_l3::L3Error;
+use larder_format::{NamespaceId, PageMeta};
+use larder_l3::{L3Error, Pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -73,6 +73,9 @@ pub async fn work(life: Arc<Life>, worker: u64) {
 
 async fn operation(life: &Life, dice: &mut Dice) {
     let mix = life.setup.mix;
+    if dice.chance(life.setup.admin) {
+        return administer(life, dice);
+    }
     let key = pick(life, dice);
     let turn = dice.below(mix.put + mix.get + mix.find + mix.forget);
     if turn < mix.put {
@@ -103,21 +106,22 @@ fn parts(life: &Life, dice: &mut Dice) -> Vec<u32> {
 }
 
 /// Memory filled with a new version of the key; its number, metadata, and memory, if there is some.
-fn make(life: &Life, key: u64, parts: Vec<u32>) -> Option<(u64, PageMeta, Slot)> {
+fn make(life: &Life, key: u64, parts: Vec<u32>, expires_unix_ms: u64) -> Option<(u64, PageMeta, Slot)> {
     let bytes: usize = parts.iter().map(|&part| part as usize).sum();
     let Some(mut slot) = life.arena.allocate(bytes) else {
         life.world.count("no memory", 1);
         return None;
     };
     let mut model = life.model.lock();
-    let version = model.put_begins(key, parts);
+    let version = model.put_begins(key, parts, expires_unix_ms);
     payload::fill(key, version, &mut slot);
     let meta = model.describe(key, version, &slot);
     Some((version, meta, slot.freeze()))
 }
 
 async fn put(life: &Life, key: u64, dice: &mut Dice) {
-    let Some((version, meta, slot)) = make(life, key, parts(life, dice)) else { return };
+    let expires_unix_ms = if dice.chance(life.setup.mortal) { life.world.unix_ms() + dice.below(20_000) } else { 0 };
+    let Some((version, meta, slot)) = make(life, key, parts(life, dice), expires_unix_ms) else { return };
     let limit = Limit::draw(dice);
     life.world.event("put", [key, version, slot.len() as u64]);
     // A put that comes twice at once is one put.
@@ -166,7 +170,7 @@ fn name(what: &'static str, code: u64) -> &'static str {
 
 async fn get(life: &Life, key: u64, dice: &mut Dice) {
     let limit = Limit::draw(dice);
-    let began = life.model.lock().now();
+    let asked = asks(life);
     let id = page_id(key);
     let result = limit.run(life.l3.read(&id, limit.deadline())).await;
     let answer = code(&result);
@@ -177,7 +181,7 @@ async fn get(life: &Life, key: u64, dice: &mut Dice) {
     };
     life.world.event("get", [key, meta.generation, 0]);
     life.world.count("hits", 1);
-    check(life, key, began, &meta, &slot);
+    check(life, key, asked, &meta, &slot);
     if dice.chance(100_000) {
         // Memory that is held stays as it is.
         sleep(Duration::from_millis(dice.below(200))).await;
@@ -187,10 +191,14 @@ async fn get(life: &Life, key: u64, dice: &mut Dice) {
     }
 }
 
-fn check(life: &Life, key: u64, began: u64, meta: &PageMeta, payload: &[u8]) {
+fn asks(life: &Life) -> Asked {
+    life.model.lock().asks(life.world.unix_ms())
+}
+
+fn check(life: &Life, key: u64, asked: Asked, meta: &PageMeta, payload: &[u8]) {
     let suspect = life.world.disk.lock().is_suspect(key);
     let model = life.model.lock();
-    let found = model.check_found(key, meta.generation, began, suspect);
+    let found = model.check_found(key, meta.generation, asked, suspect);
     if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
         drop(model);
         life.world.violate(format!("a get: {problem}"));
@@ -198,12 +206,12 @@ fn check(life: &Life, key: u64, began: u64, meta: &PageMeta, payload: &[u8]) {
 }
 
 fn find(life: &Life, key: u64) {
-    let began = life.model.lock().now();
+    let asked = asks(life);
     let found = life.l3.find(&page_id(key));
     life.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
     let Some(entry) = found else { return };
     let suspect = life.world.disk.lock().is_suspect(key);
-    let checked = life.model.lock().check_found(key, entry.generation, began, suspect);
+    let checked = life.model.lock().check_found(key, entry.generation, asked, suspect);
     if let Err(problem) = checked {
         life.world.violate(format!("a look-up: {problem}"));
     }
@@ -233,18 +241,59 @@ pub async fn check_expected(life: &Life, expected: &[Expected]) {
         return;
     }
     for Expected { key, version } in expected {
+        let expires = life.model.lock().expires_unix_ms(*version);
+        // The log may be a second early.
+        if expires != 0 && expires <= life.world.unix_ms() + 1000 {
+            continue;
+        }
         life.world.count("pages that had to be there", 1);
         let found = life.l3.find(&page_id(*key)).map(|entry| entry.generation);
-        if found != Some(*version) {
+        let other = found.is_some_and(|found| found < *version) && life.setup.keep_percent > 0;
+        if found != Some(*version) && !other {
             life.world.count("pages lost", 1);
-            life.world.event("lost", [*key, *version, found.unwrap_or(0)]);
+            life.world.violate(format!("key {key}: version {version} was durable, and {found:?} is there"));
         }
+    }
+}
+
+/// Pins, quotas, scrubs: what does not read or write by itself.
+fn administer(life: &Life, dice: &mut Dice) {
+    match dice.below(8) {
+        0 => life.l3.scrub_now(),
+        1 | 2 => {
+            let namespace = NamespaceId([dice.between(1, 2) as u8; 32]);
+            let bytes = if dice.chance(500_000) { u64::MAX } else { dice.below(4 * life.setup.segment_bytes) };
+            life.world.event("quota", [namespace.0[0].into(), bytes, 0]);
+            life.l3.set_quota(namespace, bytes);
+        }
+        turn => {
+            let ids: Vec<_> = (0..dice.between(1, 4)).map(|_| page_id(pick(life, dice))).collect();
+            let pin = [Pin::None, Pin::Soft, Pin::Hard][dice.below(3) as usize];
+            let held = if turn == 3 { 0 } else { life.l3.pin(&ids, pin) };
+            life.l3.touch(&ids);
+            life.world.event("pin", [ids.len() as u64, held as u64, 0]);
+            life.world.count("pages pinned", if pin == Pin::None { 0 } else { held as u64 });
+        }
+    }
+    let stats = life.l3.stats();
+    if stats.pinned_bytes > stats.bytes_capacity / 4 {
+        life.world.violate(format!("{} bytes are pinned", stats.pinned_bytes));
+    }
+}
+
+/// Ends all pins; nothing may be held then.
+pub fn let_go(life: &Life) {
+    let ids: Vec<_> = (0..life.setup.keys).map(page_id).collect();
+    life.l3.pin(&ids, Pin::None);
+    let left = life.l3.stats().pinned_bytes;
+    if left != 0 {
+        life.world.violate(format!("after all pins ended, {left} bytes are pinned"));
     }
 }
 
 /// A put and a get that must work.
 pub async fn put_and_get(life: &Life) -> Result<(), L3Error> {
-    let Some((version, meta, slot)) = make(life, 0, vec![1000]) else {
+    let Some((version, meta, slot)) = make(life, 0, vec![1000], 0) else {
         life.world.violate("at rest, there is no memory for a page".into());
         return Ok(());
     };
@@ -265,9 +314,9 @@ pub async fn put_and_get(life: &Life) -> Result<(), L3Error> {
 /// Reads every key once.
 pub async fn read_everything(life: &Life) {
     for key in 0..life.setup.keys {
-        let began = life.model.lock().now();
+        let asked = asks(life);
         match life.l3.read(&page_id(key), Limit::None.deadline()).await {
-            Ok(Some((meta, slot))) => check(life, key, began, &meta, &slot),
+            Ok(Some((meta, slot))) => check(life, key, asked, &meta, &slot),
             Ok(None) => {}
             Err(error) => life.world.violate(format!("at rest, reading key {key} fails: {error}")),
         }

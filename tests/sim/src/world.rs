@@ -14,6 +14,9 @@ use tokio::time::Instant;
 /// Violations that are kept; the first says most.
 const VIOLATIONS_KEPT: usize = 8;
 
+/// The time of day at which every seed begins.
+const BEGAN_UNIX_MS: u64 = 1_700_000_000_123;
+
 /// The surroundings of one seed.
 #[derive(Debug)]
 pub struct World {
@@ -66,6 +69,11 @@ impl World {
     pub fn now_ms(&self) -> u64 {
         let clock = self.clock.lock();
         clock.base_ms + clock.life_began.map_or(0, |began| (Instant::now() - began).as_millis() as u64)
+    }
+
+    /// The time of day, in milliseconds since 1970.
+    pub fn unix_ms(&self) -> u64 {
+        BEGAN_UNIX_MS + self.now_ms()
     }
 
     /// When that is, for timers of this life.

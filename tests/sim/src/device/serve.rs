@@ -87,7 +87,7 @@ impl SimDevice {
         match failure {
             None => Ok(()),
             Some(what) => {
-                self.read_lies(what, segment, *offset);
+                self.world.fault(what, [u64::from(segment), *offset, 0]);
                 Err(match what {
                     "short read" => io::ErrorKind::UnexpectedEof.into(),
                     _ => io::Error::from_raw_os_error(EIO),
@@ -96,7 +96,7 @@ impl SimDevice {
         }
     }
 
-    /// A read that goes wrong while the node starts may hide tombstones from it.
+    /// A read that lies while the node starts may hide tombstones from it.
     fn read_lies(&self, what: &'static str, segment: u32, offset: u64) {
         self.world.fault(what, [u64::from(segment), offset, 0]);
         if self.starting.load(Ordering::Relaxed) {
