@@ -239,6 +239,10 @@ impl Model {
             let number = found(key)?;
             let version = self.version(number)?;
             let sure = version.began > self.keys[key as usize].unsure;
+            // Of two puts at the same time, quotas and pins decide which is served, and do not outlive the node.
+            let mut others = self.keys[key as usize].versions.iter().filter(|&&other| other != number);
+            let before = |&other: &u64| self.versions[other as usize - 1].ended.is_some_and(|end| end <= version.began);
+            let sure = sure && others.all(before);
             let ack = version.acked?;
             let durable = if ack.life == self.life { ack.at_ms < acked_ms } else { earlier };
             (sure && durable).then_some(Expected { key, version: number })
