@@ -27,6 +27,7 @@
 //! What is kept when the log is full: see [`clean`](self) in `log/clean.rs` and `log/keeper.rs`. After a start the log is
 //! *restoring*: see [`Recovery`].
 
+use crate::planted::{Bug, has};
 use larder_evict::Larder;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace, record_bytes};
 use larder_format::footer::{Footer, FooterRoom, RecordSummary};
@@ -301,7 +302,7 @@ impl Log {
     /// What is known of a page that can be read.
     pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
         let entry = self.entry(self.index.find(id)?)?;
-        (!is_expired(entry.expires_unix_ms, now_unix_ms)).then_some(entry)
+        (!is_expired(entry.expires_unix_ms, now_unix_ms) || has(Bug::ExpiredIsServed)).then_some(entry)
     }
 
     fn entry(&self, slot: u32) -> Option<Entry> {
@@ -327,6 +328,9 @@ impl Log {
         Ok(match planned {
             Some(write) => {
                 self.forgetting.page_planned(&meta.id);
+                if has(Bug::VisibleBeforeWrite) {
+                    self.show(&write.header);
+                }
                 Append::Write(write)
             }
             None => Append::Wait,
@@ -446,7 +450,7 @@ impl Log {
         let segment = header.place.segment;
         let mut pin = Pin::None;
         if let Some(slot) = self.index.find(&page.id) {
-            if self.index.get(slot).number > page.number {
+            if self.index.get(slot).number > page.number && !has(Bug::OlderReplacesNewer) {
                 return;
             }
             if self.move_page(slot, segment, &page) {
@@ -475,7 +479,7 @@ impl Log {
     /// Holds a page for reading, and counts as a use of it.
     pub fn begin_read(&mut self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.index.find(id)?;
-        if is_expired(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
+        if is_expired(self.index.get(slot).expires_unix_ms(), now_unix_ms) && !has(Bug::ExpiredIsServed) {
             self.counts.expired_pages += 1;
             self.drop_page(slot);
             return None;
@@ -537,7 +541,7 @@ impl Log {
         let id = self.index.id_of(slot);
         let stored = self.take_out(slot);
         // It may be found again after a restart, so forgetting it must still write a tombstone.
-        if let Some(life) = self.segments.get(&stored.segment).and_then(Segment::life) {
+        if let Some(life) = self.segments.get(&stored.segment).and_then(Segment::life).filter(|_| !has(Bug::NoDoubt)) {
             let life = life.number;
             self.forgetting.doubt(id, stored.number + 1, life);
         }

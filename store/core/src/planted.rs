@@ -46,11 +46,21 @@ pub enum Bug {
     OverCapacity,
     /// A short read is taken for a whole one.
     ShortReadIsWhole,
+    /// A footer does not list tombstones.
+    FooterWithoutTombstones,
+    /// A page is copied though it was forgotten or put anew meanwhile.
+    CopyAfterForget,
+    /// Forgetting trusts that all records are known, though a segment could not be read to its end.
+    BlindForgets,
+    /// What is older than a segment that could not be read to its end is served.
+    TrustsCutShort,
+    /// Nobody looks whether a page is past its time.
+    ExpiredIsServed,
 }
 
 impl Bug {
     /// All of them.
-    pub const EVERY: [Bug; 20] = [
+    pub const EVERY: [Bug; 25] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -71,6 +81,11 @@ impl Bug {
         Bug::LeakRead,
         Bug::OverCapacity,
         Bug::ShortReadIsWhole,
+        Bug::FooterWithoutTombstones,
+        Bug::CopyAfterForget,
+        Bug::BlindForgets,
+        Bug::TrustsCutShort,
+        Bug::ExpiredIsServed,
     ];
 }
 

@@ -3,6 +3,7 @@
 use crate::clean::clean;
 use crate::shared::{PrepareFailure, Shared};
 use larder_core::log::{Intent, PlannedFooter, Prepare, WriteOutcome};
+use larder_core::planted::{Bug, has};
 use larder_device::{Block, Lane, Operation, Share};
 use larder_format::disk::SegmentHeader;
 use std::io;
@@ -41,7 +42,9 @@ pub(crate) async fn carry_out_intents(shared: Arc<Shared>) {
 pub(crate) async fn sync_regularly(shared: Arc<Shared>) {
     while shared.open().is_ok() {
         shared.device.sleep(SYNC_EVERY).await;
-        sync_all(&shared).await;
+        if !has(Bug::NeverSync) {
+            sync_all(&shared).await;
+        }
         let now = shared.clock.now_unix_ms();
         while shared.change(|log| log.expire(now, EXPIRE_PAGES)) {
             tokio::task::yield_now().await;
@@ -100,5 +103,8 @@ async fn try_make_ready(shared: &Shared, prepare: &Prepare) -> io::Result<()> {
     let header = SegmentHeader { log_id: shared.log_id, segment, life };
     let write = Operation::write(0, Block::of(&header.encode()), None);
     shared.run(segment, Lane::Demand, write).await?.result?;
+    if has(Bug::HeaderNotSynced) {
+        return Ok(());
+    }
     shared.run(segment, Lane::Demand, Operation::Sync).await?.result
 }

@@ -4,6 +4,7 @@ use crate::L3Error;
 use crate::shared::{Shared, WriteGuard};
 use crate::write::Planned;
 use larder_core::log::Forget;
+use larder_core::planted::{Bug, has};
 use larder_format::PageId;
 use std::collections::BTreeSet;
 use std::io;
@@ -37,6 +38,9 @@ impl Shared {
         }
         let plan = self.look(|log| log.sync_plan());
         for ticket in plan.into_iter().filter(|ticket| segments.contains(&ticket.segment)) {
+            if has(Bug::ForgetWithoutSync) {
+                break;
+            }
             self.sync_segment(ticket).await?;
         }
         // A sync that somebody else asked for may have failed with these tombstones; one that succeeds later says nothing

@@ -3,8 +3,9 @@
 use crate::L3Error;
 use crate::shared::{ReadGuard, Shared};
 use larder_core::log::{Entry, ReadTicket};
+use larder_core::planted::{Bug, has};
 use larder_device::{Done, Lane, Operation, Slot, SlotMut};
-use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
+use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace};
 use larder_format::{PageId, PageMeta};
 use std::io;
 use std::sync::Arc;
@@ -36,6 +37,9 @@ impl Shared {
         let operation = Operation::read(entry.place.offset, slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
+            if has(Bug::LeakRead) && reply.is_closed() {
+                return guard.leak();
+            }
             // The device has let go of the segment, whether or not anybody still waits for the page.
             drop(guard);
             let _ = reply.send(done);
@@ -67,12 +71,16 @@ impl Shared {
 
     /// Checks that this is the record the index means, of the page that was asked for, and every byte of it.
     fn verify(&self, id: &PageId, entry: &Entry, header: &SlotMut, payload: &SlotMut) -> Result<PageMeta, String> {
-        let record = RecordHeader::decode(header, &self.log_id, entry.place).map_err(|error| error.to_string())?;
+        let place = if has(Bug::SkipIdentity) { place_said_by(header) } else { entry.place };
+        let record = RecordHeader::decode(header, &self.log_id, place).map_err(|error| error.to_string())?;
         let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
-        if record.number != entry.number {
+        if record.number != entry.number && !has(Bug::SkipIdentity) {
             return Err(format!("record number: expected {}, found {}", entry.number, record.number));
         }
-        meta.verify(id, payload).map_err(|mismatch| mismatch.to_string())?;
+        let id = if has(Bug::SkipIdentity) { &meta.id } else { id };
+        if !has(Bug::SkipCrc) {
+            meta.verify(id, payload).map_err(|mismatch| mismatch.to_string())?;
+        }
         Ok(meta)
     }
 
@@ -96,4 +104,10 @@ impl Shared {
             listener(*id);
         }
     }
+}
+
+/// For a planted bug: the place that a header says it is of, whatever it is of.
+fn place_said_by(header: &[u8]) -> RecordPlace {
+    let number = |at: usize, len: usize| header[at..at + len].iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
+    RecordPlace { segment: number(28, 4) as u32, life: number(32, 8), offset: number(40, 8) }
 }

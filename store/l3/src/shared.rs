@@ -8,6 +8,7 @@ use crate::scrub::ScrubProgress;
 use crate::stats::Counters;
 use crate::{L3Error, L3Options, RecoveryProgress};
 use larder_core::log::{Log, PlannedWrite, PrepareOutcome, ReadTicket, SyncTicket, WriteOutcome};
+use larder_core::planted::{Bug, has};
 use larder_device::seam::run;
 use larder_device::{Arena, Block, Clock, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
 use larder_format::PageId;
@@ -189,6 +190,7 @@ impl Shared {
     pub(crate) async fn sync_segment(&self, ticket: SyncTicket) -> Result<(), L3Error> {
         let segment = ticket.segment;
         let result = self.run(segment, Lane::Demand, Operation::Sync).await?.result;
+        let result = if has(Bug::FailedSyncCounts) { Ok(()) } else { result };
         self.counters.syncs.add(1);
         self.change(|log| log.sync_done(ticket, result.is_ok()));
         result.map_err(|error| self.io_error("syncing", segment, error))
@@ -259,6 +261,13 @@ pub(crate) struct ReadGuard {
 impl ReadGuard {
     pub(crate) fn new(shared: &Arc<Shared>, ticket: ReadTicket) -> ReadGuard {
         ReadGuard { shared: shared.clone(), ticket: Some(ticket) }
+    }
+}
+
+impl ReadGuard {
+    /// For a planted bug: the log does not hear of its end.
+    pub(crate) fn leak(mut self) {
+        let _ = self.ticket.take();
     }
 }
 

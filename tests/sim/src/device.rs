@@ -61,6 +61,8 @@ struct State {
     taken: u64,
     files: BTreeMap<u64, FileChange>,
     tasks: Vec<AbortHandle>,
+    /// What cannot be read while the node starts, and why not.
+    bad_place: Option<(u32, u64, &'static str)>,
     /// Events until it stops answering.
     events_left: u64,
     crashed: bool,
@@ -89,8 +91,11 @@ pub struct SimDevice {
 impl SimDevice {
     /// The device of life `life`, which stops answering after `events` events, and the task that drives it.
     pub fn start(world: Arc<World>, arena: Arc<Arena>, life: u64, events: u64, capacity_bytes: u64) -> Arc<SimDevice> {
+        let mut dice = Dice::new(world.seed, Stream::Device(life));
+        let bad_place = serve::bad_place(&world, &mut dice);
         let state = State {
-            dice: Dice::new(world.seed, Stream::Device(life)),
+            dice,
+            bad_place,
             open: BTreeSet::new(),
             flights: BTreeMap::new(),
             taken: 0,
@@ -120,6 +125,7 @@ impl SimDevice {
     /// The node has found all that is stored.
     pub fn started(&self) {
         self.starting.store(false, Ordering::Relaxed);
+        self.state.lock().bad_place = None;
         self.check_capacity();
     }
 
@@ -217,11 +223,22 @@ impl SimDevice {
         // A request whose taking is the last event is under way when the device stops.
         self.event(serve::name_of(&operation), [u64::from(segment), offset, bytes]);
         let mut state = self.state.lock();
+        self.check_idle(&state, segment, &operation);
         let due = self.due_ms(&mut state.dice);
         state.taken += 1;
         let key = (due, state.taken);
         state.flights.insert(key, Flight { segment, operation, on_done, covers, _permit: permit });
         self.bell.notify_one();
+    }
+
+    /// A segment is written anew only when nothing of it is under way.
+    fn check_idle(&self, state: &State, segment: u32, operation: &Operation) {
+        let anew = matches!(operation, Operation::Write { offset: 0, .. });
+        let moves = |flight: &&Flight| flight.segment == segment && !matches!(flight.operation, Operation::Sync);
+        let under_way = if anew { state.flights.values().filter(moves).count() } else { 0 };
+        if under_way > 0 {
+            self.world.violate(format!("segment {segment} is written anew under {under_way} requests"));
+        }
     }
 
     /// Serves requests when they are due, until the device stops, or was closed and has none.
@@ -253,7 +270,8 @@ impl SimDevice {
         let mut state = self.state.lock();
         let Some((_, flight)) = state.flights.pop_first() else { return };
         let Flight { segment, mut operation, on_done, covers, _permit } = flight;
-        let result = self.serve(segment, &mut operation, covers, &mut state.dice);
+        let bad_place = state.bad_place;
+        let result = self.serve(segment, &mut operation, covers, bad_place, &mut state.dice);
         drop(state);
         drop(_permit);
         on_done(Done { operation, result });

@@ -4,7 +4,7 @@
 //! `durable` differ in was written and not synced.
 //!
 //! The disk also knows which forgettings it may have broken by lying: a tombstone that was never stored cannot be found
-//! again, and no store with one copy of it can help that. Such keys are *suspect*: their pages may come back.
+//! again, and no store with one copy of it can help that. The same is true of a record that a start could not see. Such keys are *suspect*: their pages may come back.
 
 use crate::dice::Dice;
 use crate::payload::key_in;
@@ -221,6 +221,15 @@ impl Disk {
         found.lied = true;
         self.suspects.extend(found.tombstones.iter().copied());
         self.all_suspect |= offset < BLOCK_BYTES as u64;
+    }
+
+    /// A start gets other bytes than those from `offset` on: it does not know the records there, and forgetting their
+    /// pages needs no tombstone, as it seems.
+    pub fn note_hidden(&mut self, segment: u32, offset: u64, len: usize) {
+        let hidden = self.read(segment, offset, len).unwrap_or_default();
+        let keys: Vec<u64> = hidden.chunks(BLOCK_BYTES).filter_map(key_in).collect();
+        self.suspects.extend(keys);
+        self.note_lie(segment, offset);
     }
 
     /// Whether forgotten pages of a key may come back, because the device lied about its tombstones.

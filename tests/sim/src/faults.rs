@@ -82,6 +82,8 @@ pub struct Faults {
     pub read_error: u32,
     /// A read ends early.
     pub short_read: u32,
+    /// While the node starts, one place cannot be read, however often it tries.
+    pub bad_place: u32,
     /// A read gets the bytes of another place.
     pub misdirected_read: u32,
     /// A bit of the slot flips after a read filled it.
@@ -131,6 +133,7 @@ impl Faults {
         if matches!(profile, Profile::Errors | Profile::All) {
             faults.read_error = rate(20_000);
             faults.short_read = rate(10_000);
+            faults.bad_place = rate(600_000);
             faults.write_error = rate(10_000);
             faults.sync_error = rate(50_000);
             faults.no_space = rate(200_000);

@@ -41,6 +41,8 @@ pub struct Setup {
     pub mix: Mix,
     /// Operations of a life, about.
     pub life_operations: u64,
+    /// Bytes of every page, if all are of the same size, as those of one model are.
+    pub uniform_bytes: Option<u32>,
     /// Percent of the log that is kept for pages that will be asked for again.
     pub keep_percent: u8,
     /// How many of a million puts have an end.
@@ -61,6 +63,8 @@ impl Setup {
             Mix { put: 10, get: 70, find: 18, forget: 2 },
             Mix { put: 45, get: 35, find: 10, forget: 10 },
             Mix { put: 20, get: 55, find: 5, forget: 20 },
+            // Forgetting syncs: without it, only the clock does.
+            Mix { put: 40, get: 50, find: 10, forget: 0 },
         ];
         Setup {
             profile,
@@ -71,8 +75,9 @@ impl Setup {
             workers: dice.between(4, 16),
             pause_ms_max: [5, 30, 100][dice.below(3) as usize],
             payload_max: [2_000, 8_000, 24_000][dice.below(3) as usize],
-            mix: mixes[dice.below(4) as usize],
+            mix: mixes[dice.below(5) as usize],
             life_operations: (operations / dice.between(3, 12)).max(50),
+            uniform_bytes: dice.chance(300_000).then(|| dice.between(500, 9_000) as u32),
             keep_percent: [0, 0, 30, 50, 75][dice.below(5) as usize],
             mortal: [0, 50_000, 300_000][dice.below(3) as usize],
             admin: [0, 5_000, 30_000][dice.below(3) as usize],

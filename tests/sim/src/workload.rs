@@ -100,6 +100,9 @@ fn pick(life: &Life, dice: &mut Dice) -> u64 {
 }
 
 fn parts(life: &Life, dice: &mut Dice) -> Vec<u32> {
+    if let Some(bytes) = life.setup.uniform_bytes {
+        return vec![bytes];
+    }
     let most = if dice.chance(5_000) { LARGE_BYTES } else { life.setup.payload_max };
     let parts = dice.between(1, 4);
     (0..parts).map(|_| dice.between(1, most / parts) as u32).collect()
@@ -134,11 +137,20 @@ async fn put(life: &Life, key: u64, dice: &mut Dice) {
             limit.run(join(write, again)).await.map(|(first, second)| first.and(second))
         }
     };
+    check_patience(life, limit, "put", &result);
     let answer = code(&result);
     life.world.event("put answer", [key, version, answer]);
     life.world.count(name("put", answer), 1);
     let acked = matches!(result, Some(Ok(()))).then(|| life.world.now_ms());
     life.model.lock().put_ends(version, acked);
+}
+
+/// What is not limited, on a device that does what it should, is done in time.
+fn check_patience<T>(life: &Life, limit: Limit, what: &str, result: &Option<Result<T, L3Error>>) {
+    let late = matches!(result, Some(Err(L3Error::Deadline(_)))) && matches!(limit, Limit::None);
+    if late && life.setup.profile.honest() {
+        life.world.violate(format!("a {what} takes longer than {} s", PATIENCE.as_secs()));
+    }
 }
 
 /// 0 is good, the rest say what happened.
@@ -173,6 +185,7 @@ async fn get(life: &Life, key: u64, dice: &mut Dice) {
     let asked = asks(life);
     let id = page_id(key);
     let result = limit.run(life.l3.read(&id, limit.deadline())).await;
+    check_patience(life, limit, "get", &result);
     let answer = code(&result);
     life.world.count(name("get", answer), 1);
     let Some(Ok(Some((meta, slot)))) = result else {
@@ -229,6 +242,7 @@ async fn forget(life: &Life, key: u64, dice: &mut Dice) {
     keys.iter().for_each(|&key| life.world.event("forget", [key, 0, 0]));
     let forgetting = life.model.lock().forget_begins(keys.clone());
     let result = limit.run(life.l3.forget(&ids, limit.deadline())).await;
+    check_patience(life, limit, "forget", &result);
     let answer = code(&result);
     keys.iter().for_each(|&key| life.world.event("forget answer", [key, 0, answer]));
     life.world.count(name("forget", answer), 1);

@@ -28,6 +28,7 @@
 //! be made, no more is copied than the open one still takes.
 
 use super::*;
+use crate::planted::{Bug, has};
 
 /// Fewer segments than this are too few to copy anything.
 const SEGMENTS_MIN: u32 = 4;
@@ -82,7 +83,9 @@ impl Log {
     /// Takes the oldest segment, and no other: see the module's third rule. Its pages go, or are copied before if the
     /// open segment has room, beside a record that is to come.
     pub(super) fn take_oldest(&mut self, to_come: Option<(&NamespaceId, u64)>) {
-        let Some((&life, &oldest)) = self.by_life.first_key_value() else { return };
+        let mut lives = self.by_life.iter().filter(|(_, segment)| self.open != Some(**segment));
+        let first = if has(Bug::ReclaimYoungest) { lives.next_back() } else { self.by_life.first_key_value() };
+        let Some((&life, &oldest)) = first else { return };
         if self.open == Some(oldest) {
             return;
         }
@@ -145,15 +148,15 @@ impl Log {
             return Append::Gone;
         }
         let (into, into_life) = (cleaning.into, cleaning.into_life);
-        let Some(slot) = self.index.find(id) else { return Append::Gone };
-        let stored = self.index.get(slot);
-        let is_it = stored.number == number
-            && stored.generation == meta.generation
-            && stored.payload_bytes as usize == meta.payload_bytes();
-        if !is_it || self.open != Some(into) {
+        let is_it = self.index.find(id).map(|slot| self.index.get(slot)).is_some_and(|stored| {
+            stored.number == number
+                && stored.generation == meta.generation
+                && stored.payload_bytes as usize == meta.payload_bytes()
+        });
+        if !(is_it || has(Bug::CopyAfterForget)) || self.open != Some(into) {
             return Append::Gone;
         }
-        let bytes = stored.record_bytes();
+        let bytes = record_bytes(meta.payload_bytes()) as u64;
         let place = RecordPlace { segment: into, life: into_life, offset: 0 };
         let Some(life) = self.life_of(&place).filter(|life| life.reserved_bytes >= bytes) else { return Append::Gone };
         life.reserved_bytes -= bytes;

@@ -5,6 +5,7 @@
 //! write left may be whole, and must be found again by whoever looks, or forgetting could not say that it is not there.
 
 use super::*;
+use crate::planted::{Bug, has};
 
 /// A footer to be written. Goes back into [`Log::footer_done`] exactly once; until then its segment is not reclaimed.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,6 +29,9 @@ impl Log {
         life.wants_footer = false;
         let mut records = std::mem::take(&mut life.records);
         records.sort_unstable_by_key(RecordSummary::offset);
+        if has(Bug::FooterWithoutTombstones) {
+            records.retain(|record| matches!(record, RecordSummary::Page(_)));
+        }
         let footer = Footer { segment, life: life.number, records };
         // Room was kept for it; but what was found at a start was kept by somebody else.
         let Some(offset) = segment_bytes.checked_sub(footer.encoded_bytes()).filter(|&offset| offset >= life.end)

@@ -5,6 +5,7 @@
 //! none of them knows needs no tombstone.
 
 use super::{AppendError, Log, PlannedWrite};
+use crate::planted::{Bug, has};
 use larder_format::PageId;
 use larder_format::disk::{BLOCK_BYTES, RecordBody};
 use std::collections::BTreeMap;
@@ -90,7 +91,7 @@ impl Forgetting {
 
     /// Whether a record of a page that the index does not know may be on the device.
     fn may_be_there(&self, id: &PageId) -> bool {
-        self.blind > 0 || self.pending.contains_key(id) || self.doubts.contains_key(id)
+        self.blind > 0 && !has(Bug::BlindForgets) || self.pending.contains_key(id) || self.doubts.contains_key(id)
     }
 }
 
@@ -105,6 +106,10 @@ impl Log {
         if !found && !self.forgetting.may_be_there(id) {
             return Ok(Forget::NotThere);
         }
+        if has(Bug::DropTombstone) {
+            self.index.find(id).map(|slot| self.take_out(slot));
+            return Ok(Forget::NotThere);
+        }
         let Some(tombstone) = self.plan(RecordBody::Tombstone(*id), &id.namespace, BLOCK_BYTES as u64)? else {
             return Ok(Forget::Wait);
         };
@@ -114,7 +119,7 @@ impl Log {
         slot.map(|slot| self.take_out(slot));
         let was_found = slot.is_some();
         if let Some(pending) = self.forgetting.pending.get_mut(id) {
-            pending.killed_below = number;
+            pending.killed_below = if has(Bug::ForgetMissesWrite) { 0 } else { number };
         }
         self.forgetting.doubt(*id, number, life);
         Ok(Forget::Write { tombstone, was_found })

@@ -3,6 +3,7 @@
 use super::clean::Cleaning;
 use super::{Intent, Log};
 use crate::log::segment::{Life, Segment};
+use crate::planted::{Bug, has};
 
 /// Make a segment ready for records. If it is `fresh`, make the file and preallocate it; write the header with this
 /// life; make all of that durable. Then report to [`Log::prepared`].
@@ -73,7 +74,7 @@ impl Log {
         if let Some(number) = self.free_segment() {
             return self.prepare(number, false);
         }
-        if self.segments.len() < self.config.segments_max as usize {
+        if self.segments.len() < self.config.segments_max as usize + usize::from(has(Bug::OverCapacity)) {
             let number = (0..).find(|number| !self.segments.contains_key(number)).unwrap_or(u32::MAX);
             return self.prepare(number, true);
         }
@@ -119,7 +120,7 @@ impl Log {
 
     fn prepare(&mut self, segment: u32, fresh: bool) {
         let life = self.next_life;
-        self.next_life += 1;
+        self.next_life += u64::from(!has(Bug::LifeUsedTwice));
         self.segments.insert(segment, Segment::Preparing);
         self.spare = Spare::Preparing;
         self.intents.push_back(Intent::Prepare(Prepare { segment, life, fresh }));

@@ -16,6 +16,7 @@
 
 use super::scan::ScannedSegment;
 use super::*;
+use crate::planted::{Bug, has};
 use larder_format::codec::DecodeError;
 use larder_format::footer::PageSummary;
 use std::collections::BTreeSet;
@@ -211,7 +212,7 @@ impl Log {
         restoring.report.footers += u64::from(footer);
         restoring.report.cut_short += u64::from(cut_short);
         if cut_short {
-            restoring.distrustful = true;
+            restoring.distrustful = !has(Bug::TrustsCutShort);
             self.forgetting.blind_up_to(life);
         }
         let young = restoring.total - restoring.order.len() <= UNSYNCED_SEGMENTS;
@@ -319,7 +320,9 @@ impl Restoring {
                 }
                 RecordSummary::Tombstone(tombstone) => {
                     self.report.tombstones += 1;
-                    self.kill(tombstone.id, tombstone.number, dirty);
+                    if !has(Bug::IgnoreTombstones) {
+                        self.kill(tombstone.id, tombstone.number, dirty);
+                    }
                 }
             }
         }

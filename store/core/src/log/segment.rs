@@ -5,6 +5,7 @@
 //! Free ────────┘
 //! ```
 
+use crate::planted::{Bug, has};
 use larder_format::NamespaceId;
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::footer::{FooterRoom, RecordSummary};
@@ -57,7 +58,7 @@ impl Life {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.writes == 0 && self.reads == 0
+        (self.writes == 0 || has(Bug::ReuseUnderWrite)) && (self.reads == 0 || has(Bug::ReuseUnderRead))
     }
 
     /// Whether a record fits beside what is reserved and the footer.

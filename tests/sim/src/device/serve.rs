@@ -3,6 +3,7 @@
 use super::{Flight, SimDevice};
 use crate::dice::Dice;
 use crate::faults::Faults;
+use crate::world::World;
 use larder_device::Operation;
 use larder_format::disk::BLOCK_BYTES;
 use std::io;
@@ -39,34 +40,57 @@ pub(super) fn bytes_of(operation: &Operation) -> Option<(u64, Vec<u8>)> {
     Some((*offset, bytes))
 }
 
+/// A place that cannot be read while the node starts, and the kind of failure, if this start has one.
+pub(super) fn bad_place(world: &World, dice: &mut Dice) -> Option<(u32, u64, &'static str)> {
+    let rate = world.faults.lock().bad_place;
+    if !dice.chance(rate) {
+        return None;
+    }
+    let (segment, at) = world.disk.lock().any_place(dice)?;
+    world.fault("bad place", [u64::from(segment), at, 0]);
+    Some((segment, at, if dice.chance(500_000) { "read error" } else { "short read" }))
+}
+
 impl SimDevice {
     pub(super) fn serve(
         &self,
         segment: u32,
         operation: &mut Operation,
         covers: u64,
+        bad_place: Option<(u32, u64, &'static str)>,
         dice: &mut Dice,
     ) -> io::Result<()> {
         let faults = *self.world.faults.lock();
         match operation {
-            Operation::Read { .. } => self.read(segment, operation, &faults, dice),
+            Operation::Read { offset, range, .. } => {
+                let reach = *offset..*offset + range.len() as u64;
+                let bad = bad_place.filter(|(bad, at, _)| *bad == segment && reach.contains(at));
+                self.read(segment, operation, bad.map(|bad| bad.2), &faults, dice)
+            }
             Operation::Write { .. } => self.write(segment, operation, &faults, dice),
             Operation::Sync => self.sync(segment, covers, &faults, dice),
         }
     }
 
-    fn read(&self, segment: u32, operation: &mut Operation, faults: &Faults, dice: &mut Dice) -> io::Result<()> {
+    fn read(
+        &self,
+        segment: u32,
+        operation: &mut Operation,
+        bad: Option<&'static str>,
+        faults: &Faults,
+        dice: &mut Dice,
+    ) -> io::Result<()> {
         let Operation::Read { offset, slot, range } = operation else { return Ok(()) };
         let mut place = (segment, *offset);
         let misdirected = dice.chance(faults.misdirected_read);
         let elsewhere = misdirected.then(|| self.world.disk.lock().any_place(dice)).flatten();
         if let Some(elsewhere) = elsewhere {
-            self.read_lies("misdirected read", segment, *offset);
+            self.read_lies("misdirected read", segment, *offset, range.len());
             place = (elsewhere.0, elsewhere.1 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64);
         }
         let target = &mut slot.whole()[range.clone()];
         let fails = [("read error", faults.read_error), ("short read", faults.short_read)];
-        let failure = fails.into_iter().find(|(_, rate)| dice.chance(*rate)).map(|(what, _)| what);
+        let failure = fails.into_iter().find(|(_, rate)| dice.chance(*rate)).map(|(what, _)| what).or(bad);
         let moved = match failure {
             Some(_) => dice.below(target.len() as u64) as usize,
             None => target.len(),
@@ -82,7 +106,7 @@ impl SimDevice {
         if dice.chance(faults.read_flip) && moved > 0 {
             let (byte, bit) = (dice.below(moved as u64) as usize, dice.below(8));
             target[byte] ^= 1 << bit;
-            self.read_lies("read flip", segment, *offset);
+            self.read_lies("read flip", segment, *offset, range.len());
         }
         match failure {
             None => Ok(()),
@@ -96,11 +120,11 @@ impl SimDevice {
         }
     }
 
-    /// A read that lies while the node starts may hide tombstones from it.
-    fn read_lies(&self, what: &'static str, segment: u32, offset: u64) {
+    /// A read that lies while the node starts may hide records from it.
+    fn read_lies(&self, what: &'static str, segment: u32, offset: u64, len: usize) {
         self.world.fault(what, [u64::from(segment), offset, 0]);
         if self.starting.load(Ordering::Relaxed) {
-            self.world.disk.lock().note_lie(segment, offset);
+            self.world.disk.lock().note_hidden(segment, offset, len);
         }
     }
 
