@@ -63,6 +63,8 @@ pub(crate) async fn sync_all(shared: &Shared) {
 async fn write_footer(shared: &Shared, planned: PlannedFooter) {
     let outcome = match try_write_footer(shared, &planned).await {
         Ok(()) => WriteOutcome::Written,
+        // It was closed meanwhile, which is no fault of the device.
+        Err(_) if shared.open().is_err() => WriteOutcome::Failed,
         Err(error) => {
             shared.counters.io_errors.add(1);
             let path = shared.segment_path(planned.footer.segment);
