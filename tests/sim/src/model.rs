@@ -204,7 +204,8 @@ impl Model {
         let replaces = |&&other: &&u64| {
             let other = &self.versions[other as usize - 1];
             let known = other.acked.is_some_and(|ack| ack.life == self.life && ack.clock <= began);
-            known && version.ended.is_some_and(|ended| ended <= other.began)
+            // A put that nobody saw the end of may come late, when the newer page was dropped as unreadable.
+            known && version.acked.is_some() && version.ended.is_some_and(|ended| ended <= other.began)
         };
         match newer.copied().filter(|number| replaces(&number)).last() {
             Some(other) => Err(format!("key {key}: version {number} is stale; {other} was acknowledged")),

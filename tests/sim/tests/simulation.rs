@@ -26,6 +26,13 @@ fn check_coverage(summary: &Summary) {
         ("evicted pages", 20_000),
         ("segments written anew", 2_000),
         ("pages recovered", 50_000),
+        ("pages rescued", 20_000),
+        ("pages pinned", 2_000),
+        ("pages past their time", 2_000),
+        ("pages over a quota", 2_000),
+        ("scrubs", 2_000),
+        ("segments read by their footer", 2_000),
+        ("bad place", 100),
         ("damaged pages", 1_000),
         ("end: torn", 500),
         ("end: unsynced lost", 100),
@@ -55,10 +62,11 @@ fn five_million_operations_and_no_wrong_byte() {
     let summary = run_seeds(0, SEEDS, None, &Options { operations: OPERATIONS, ..Options::default() });
     assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
     assert!(summary.seeds == SEEDS && summary.operations >= 5_000_000, "{} operations", summary.operations);
-    println!("{} operations in {:.0} s: {:#?}", summary.operations, summary.seconds, summary.counts);
+    let Summary { seeds, operations, seconds, counts, .. } = &summary;
+    println!("{seeds} seeds, {operations} operations, wrong bytes: 0, {seconds:.0} s: {counts:#?}");
     check_coverage(&summary);
-    let (lost, all) = (summary.count("pages lost"), summary.count("pages that had to be there"));
-    assert!(all > 10_000 && lost * 100 <= all, "{lost} of {all} pages that were durable are lost");
+    let durable = summary.count("pages that had to be there");
+    assert!(durable > 10_000, "only {durable} pages had to outlive a crash");
 }
 
 #[test]
@@ -85,7 +93,7 @@ fn other_seeds_are_other_runs() {
 fn syncs_that_do_nothing_are_noticed() {
     let options = Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
     let summary = run_seeds(0, 20, None, &Options { keep_going: true, ..options });
-    assert!(!summary.failed.is_empty(), "nothing that was forgotten came back");
-    let (lost, all) = (summary.count("pages lost"), summary.count("pages that had to be there"));
-    assert!(lost * 100 > all, "{lost} of {all} pages are lost");
+    let found = |what: &str| summary.failed.iter().any(|report| report.violations.iter().any(|v| v.contains(what)));
+    assert!(found("came back"), "nothing that was forgotten came back");
+    assert!(found("was durable"), "nothing that was durable is lost");
 }
