@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use larder_client::StoreUrl;
-use larder_node::{L3Device, Node, NodeOptions};
+use larder_node::{Executor, L3Device, Node, NodeOptions};
 use larder_router::{Router, RouterOptions};
 use larder_worker::{Engine, EngineOptions, Role};
 use std::net::SocketAddr;
@@ -41,6 +41,12 @@ pub struct StoreArgs {
     /// Bytes of L2 that are verified per second in the background; 0 for none
     #[arg(long, default_value = "64MiB")]
     scrub: ByteSize,
+    /// Bytes per second that are read at most to verify each L3 device, once a day; 0 for only when asked (POST /scrub)
+    #[arg(long, default_value = "32MiB")]
+    l3_scrub: ByteSize,
+    /// What runs the devices of L3: glommio, or thread where that cannot be had
+    #[arg(long, default_value_t)]
+    l3_executor: Executor,
 }
 
 /// `larder prefill`, `larder decode`
@@ -105,6 +111,8 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l3_bytes: args.l3_bytes.as_u64(),
         l3: args.l3,
         scrub_bytes_per_second: args.scrub.as_u64(),
+        l3_scrub_bytes_per_second: args.l3_scrub.as_u64(),
+        l3_executor: args.l3_executor,
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);

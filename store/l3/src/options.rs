@@ -1,7 +1,7 @@
 //! How an L3 is set up.
 
 use crate::L3Error;
-use larder_device::{Clock, RingOptions};
+use larder_device::{Clock, Executor, RingOptions};
 use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -41,6 +41,8 @@ pub struct L3Options {
     pub scrub_bytes_per_second: u64,
     /// Time between two passes of the scrub. Default one day.
     pub scrub_interval: Duration,
+    /// What runs the device's requests and background.
+    pub executor: Executor,
     /// What time it is.
     pub clock: Clock,
     /// Where randomness comes from; the system by default. With a seed, runs can be repeated, and strangers can guess.
@@ -58,6 +60,7 @@ impl L3Options {
             keep_percent: 50,
             scrub_bytes_per_second: 32 << 20,
             scrub_interval: Duration::from_secs(24 * 3600),
+            executor: Executor::default(),
             clock: Clock::system(),
             seed: None,
         }
@@ -82,7 +85,11 @@ impl L3Options {
     pub(crate) fn ring(&self) -> RingOptions {
         let segments = self.segments_max(self.segment_bytes()).unwrap_or(0);
         let files_max = segments.clamp(16, FILES_MAX / 4) * 4;
-        RingOptions { queue_depth: self.queue_depth, ..RingOptions::new("larder-l3", files_max) }
+        RingOptions {
+            queue_depth: self.queue_depth,
+            executor: self.executor,
+            ..RingOptions::new("larder-l3", files_max)
+        }
     }
 
     /// Segments of `segment_bytes` that the capacity allows, beside the superblock.

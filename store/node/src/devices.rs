@@ -11,7 +11,7 @@
 
 use crate::clock::now;
 use crate::health::{Health, Trouble};
-use crate::options::L3Device;
+use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
 use futures::future::join_all;
 use larder_core::log::AppendError;
@@ -77,10 +77,15 @@ pub struct Devices {
 
 impl Devices {
     /// Opens each one's log. One that cannot be opened is left out, unless no other is left.
-    pub(crate) async fn open(options: Vec<L3Device>, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
+    pub(crate) async fn open(options: &NodeOptions, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
         let (mut opened, mut first_error) = (Devices::default(), None);
-        for L3Device { dir, bytes } in options {
-            match L3::open(L3Options::new(&dir, bytes), arena.clone()).await {
+        for L3Device { dir, bytes } in options.l3_devices() {
+            let log = L3Options {
+                scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
+                executor: options.l3_executor,
+                ..L3Options::new(&dir, bytes)
+            };
+            match L3::open(log, arena.clone()).await {
                 Ok(l3) => opened.devices.push(Device::new(dir, bytes, l3)),
                 Err(error) => {
                     tracing::error!(dir = %dir.display(), %error, "L3 device cannot be opened");
@@ -226,6 +231,11 @@ impl Devices {
         for device in &self.devices {
             device.l3.pin(ids, pin);
         }
+    }
+
+    /// Begins a pass of every device's scrub.
+    pub(crate) fn scrub_now(&self) {
+        self.devices.iter().for_each(|device| device.l3.scrub_now());
     }
 
     /// Pages were asked for in L2.

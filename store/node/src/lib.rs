@@ -31,6 +31,7 @@ mod store;
 mod tiers;
 mod writing;
 
+pub use larder_device::Executor;
 pub use node::{Node, NodeError};
 pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
 

@@ -102,7 +102,7 @@ impl Node {
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let devices = Devices::open(options.l3_devices(), &arena).await?;
+        let devices = Devices::open(&options, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
         let shared = Arc::new(Shared {

@@ -1,5 +1,6 @@
 //! Settings of a node. The comments are the manual.
 
+use larder_device::Executor;
 use larder_format::NamespaceId;
 use std::fmt;
 use std::net::SocketAddr;
@@ -34,6 +35,10 @@ pub struct NodeOptions {
     pub quotas: Vec<NamespaceQuota>,
     /// Bytes of L2 that are verified per second in the background. Default 64 MiB; 0 means none.
     pub scrub_bytes_per_second: u64,
+    /// Bytes per second that the scrub of each L3 device reads at most. Default 32 MiB; 0 means only when asked.
+    pub l3_scrub_bytes_per_second: u64,
+    /// What runs the devices of L3. Default glommio.
+    pub l3_executor: Executor,
     /// Most connections. Default 1024.
     pub connections_max: usize,
     /// Where all chance comes from; by default another one at every start.
@@ -54,6 +59,8 @@ impl Default for NodeOptions {
             quota_default: None,
             quotas: Vec::new(),
             scrub_bytes_per_second: 64 << 20,
+            l3_scrub_bytes_per_second: 32 << 20,
+            l3_executor: Executor::default(),
             connections_max: 1024,
             seed: None,
         }

@@ -61,6 +61,11 @@ impl Store {
         tokio::join!(tick, scrub::run(self.tiers.clone(), self.scrub_bytes_per_second, stop.clone()));
     }
 
+    /// Begins a pass over all that L3 holds.
+    pub fn scrub_l3_now(&self) {
+        self.tiers.devices().scrub_now();
+    }
+
     /// Ends pins, pages and puts whose time is over.
     pub fn tick(&self) {
         self.tiers.tick();
