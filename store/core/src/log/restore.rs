@@ -254,7 +254,7 @@ impl Log {
             return;
         }
         let known = self.index.find(&page.id);
-        if known.is_some_and(|slot| self.index.get(slot).number > page.number) {
+        if known.is_some_and(|slot| self.index.get(slot).number > page.number) && !has(Bug::OlderReplacesNewer) {
             return;
         }
         known.map(|slot| self.take_out(slot));
