@@ -540,6 +540,10 @@ impl Log {
     fn drop_page(&mut self, slot: u32) {
         let id = self.index.id_of(slot);
         let stored = self.take_out(slot);
+        if let Some(restoring) = &mut self.restoring {
+            // Older records of it are still to come, and must not take its place.
+            restoring.kill(id, stored.number, true);
+        }
         // It may be found again after a restart, so forgetting it must still write a tombstone.
         if let Some(life) = self.segments.get(&stored.segment).and_then(Segment::life).filter(|_| !has(Bug::NoDoubt)) {
             let life = life.number;

@@ -42,6 +42,8 @@ use crate::{NamespaceId, PageKey};
 pub const BLOCK_BYTES: usize = 4096;
 /// Version of everything in this module.
 pub const VERSION: u32 = 1;
+/// Largest segment.
+pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;
 /// Smallest segment.
 pub const SEGMENT_BYTES_MIN: u64 = 1 << 20;
 
@@ -53,6 +55,14 @@ pub(crate) const LOG_ID_AT: usize = 12;
 
 /// Random identity of a log; known to the node alone.
 pub type LogId = [u8; 16];
+
+/// Lives and record numbers are counted on from what is read, and no log comes near this.
+const COUNT_MAX: u64 = 1 << 62;
+
+/// A number that can be counted on from.
+pub(crate) fn countable(number: u64, what: &'static str) -> Result<u64> {
+    if number < COUNT_MAX { Ok(number) } else { Err(DecodeError::Invalid(what)) }
+}
 
 /// `bytes` rounded up to whole blocks.
 pub fn padded(bytes: usize) -> usize {
@@ -120,7 +130,7 @@ impl Superblock {
         let mut reader = open(block, SUPERBLOCK_MAGIC, "superblock")?;
         let superblock = Self { log_id: reader.array("log id")?, segment_bytes: reader.u64("segment bytes")? };
         let bytes = superblock.segment_bytes;
-        if bytes < SEGMENT_BYTES_MIN || !bytes.is_multiple_of(BLOCK_BYTES as u64) {
+        if !(SEGMENT_BYTES_MIN..=SEGMENT_BYTES_MAX).contains(&bytes) || !bytes.is_multiple_of(BLOCK_BYTES as u64) {
             return Err(DecodeError::Invalid("segment bytes"));
         }
         Ok(superblock)
@@ -151,7 +161,10 @@ impl SegmentHeader {
     /// Reads and checks one block.
     pub fn decode(block: &[u8]) -> Result<Self> {
         let mut reader = open(block, SEGMENT_MAGIC, "segment header")?;
-        Ok(Self { log_id: reader.array("log id")?, segment: reader.u32("segment")?, life: reader.u64("life")? })
+        let header =
+            Self { log_id: reader.array("log id")?, segment: reader.u32("segment")?, life: reader.u64("life")? };
+        countable(header.life, "life")?;
+        Ok(header)
     }
 
     /// Reads the block that should be the header of segment `segment` of the log `log_id`; its life.
@@ -247,7 +260,7 @@ impl RecordHeader {
         if found != place {
             return Err(DecodeError::Invalid("record place"));
         }
-        let number = reader.u64("record number")?;
+        let number = countable(reader.u64("record number")?, "record number")?;
         let body = match reader.u8("record kind")? {
             1 => RecordBody::Page(PageMeta::decode(&mut reader)?),
             2 => RecordBody::Tombstone(PageId {

@@ -20,7 +20,7 @@
 //! or forged by the log id.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
-use crate::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, begin, open, padded, record_bytes, seal};
+use crate::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, begin, countable, open, padded, record_bytes, seal};
 use crate::page::{MAX_PAGE_BYTES, PageId};
 use crate::{NamespaceId, PageKey};
 use std::collections::{BTreeMap, BTreeSet};
@@ -307,7 +307,7 @@ fn decode_record(reader: &mut Reader<'_>, namespaces: &[NamespaceId]) -> Result<
     let namespace = *namespaces.get(namespace).ok_or(DecodeError::Invalid("namespace in a footer"))?;
     let id = PageId { namespace, key: PageKey(reader.array("page key")?) };
     let offset = u64::from(reader.u32("offset")?) * BLOCK;
-    let number = reader.u64("record number")?;
+    let number = countable(reader.u64("record number")?, "record number")?;
     Ok(match kind {
         1 => RecordSummary::Page(PageSummary {
             id,

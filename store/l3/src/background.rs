@@ -1,6 +1,6 @@
 //! What happens without anybody waiting for it: segments are made ready, seals written, and data synced.
 
-use crate::clean::clean;
+use crate::clean::{Ended, clean};
 use crate::shared::{PrepareFailure, Shared};
 use larder_core::log::{Intent, PlannedFooter, Prepare, WriteOutcome};
 use larder_core::planted::{Bug, has};
@@ -30,7 +30,8 @@ pub(crate) async fn carry_out_intents(shared: Arc<Shared>) {
                 }
                 Intent::Footer(planned) => write_footer(&shared, planned).await,
                 Intent::Clean(wanted) => {
-                    shared.device.spawn(Share::Background, Box::pin(clean(shared.clone(), wanted)))
+                    let ended = Ended::of(&shared, &wanted);
+                    shared.device.spawn(Share::Background, Box::pin(clean(shared.clone(), wanted, ended)));
                 }
             }
         }
@@ -53,7 +54,7 @@ pub(crate) async fn sync_regularly(shared: Arc<Shared>) {
 }
 
 /// Syncs every segment with unsynced data. Errors are counted and logged where they happen.
-pub(crate) async fn sync_all(shared: &Shared) {
+pub(crate) async fn sync_all(shared: &Arc<Shared>) {
     for ticket in shared.look(|log| log.sync_plan()) {
         let _ = shared.sync_segment(ticket).await;
     }

@@ -4,19 +4,24 @@
 //! copies are durable, or could not be made. A page that cannot be copied is evicted, which is a miss.
 
 use crate::L3Error;
-use crate::shared::{Shared, WriteGuard};
+use crate::shared::{ReadGuard, Shared, WriteGuard};
 use futures::stream::{self, StreamExt};
-use larder_core::log::{Append, Clean};
-use larder_device::Lane;
-use larder_format::PageId;
+use larder_core::log::{Append, Clean, ReadTicket};
+use larder_device::{Lane, Slot};
+use larder_format::disk::BLOCK_BYTES;
+use larder_format::{PageId, PageMeta};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Pages that are copied at a time.
 const COPIES_AT_ONCE: usize = 4;
+/// Times that a copy asks for memory, and the pause between.
+const MEMORY_TRIES: u32 = 100;
+const MEMORY_PAUSE: Duration = Duration::from_millis(10);
 
 /// Copies the pages that the log wants to keep, and reports to it, whatever came of them.
-pub(crate) async fn clean(shared: Arc<Shared>, clean: Clean) {
+pub(crate) async fn clean(shared: Arc<Shared>, clean: Clean, ended: Ended) {
     let copies = stream::iter(clean.pages).map(|(id, number)| copy(&shared, id, number));
     let copied: Vec<_> = copies.buffer_unordered(COPIES_AT_ONCE).collect().await;
     let mut targets = BTreeSet::new();
@@ -34,15 +39,47 @@ pub(crate) async fn clean(shared: Arc<Shared>, clean: Clean) {
     for ticket in plan.into_iter().filter(|ticket| targets.contains(&ticket.segment)) {
         let _ = shared.sync_segment(ticket).await;
     }
-    shared.change(|log| log.cleaned(clean.segment, clean.life));
-    // Room that was kept for copies may be had by writers now.
-    shared.prepared.change(|_| ());
+    drop(ended);
+}
+
+/// The end of a cleaning, however it comes: a log that never heard of it would make writers wait for ever.
+pub(crate) struct Ended {
+    shared: Arc<Shared>,
+    segment: u32,
+    life: u64,
+}
+
+impl Ended {
+    pub(crate) fn of(shared: &Arc<Shared>, clean: &Clean) -> Ended {
+        Ended { shared: shared.clone(), segment: clean.segment, life: clean.life }
+    }
+}
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.shared.change(|log| log.cleaned(self.segment, self.life));
+        // Room that was kept for copies may be had by writers now.
+        self.shared.prepared.change(|_| ());
+    }
+}
+
+/// Readers may have all memory for a moment; a page that is worth rescuing is worth waiting for that.
+async fn read_patiently(shared: &Arc<Shared>, ticket: ReadTicket) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+    let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
+    let guard = ReadGuard::new(shared, ticket);
+    for _ in 0..MEMORY_TRIES {
+        if let Some(slot) = shared.arena.allocate(bytes) {
+            return shared.read_into(slot, guard, Lane::Background).await;
+        }
+        shared.device.sleep(MEMORY_PAUSE).await;
+    }
+    Err(L3Error::NoMemory { bytes })
 }
 
 /// The segment it was copied to; `None` if there is nothing to copy any more.
 async fn copy(shared: &Arc<Shared>, id: PageId, number: u64) -> Result<Option<u32>, L3Error> {
     let Some(ticket) = shared.change(|log| log.hold(&id, number)) else { return Ok(None) };
-    let Some((meta, payload)) = shared.read_record(ticket, Lane::Background).await? else { return Ok(None) };
+    let Some((meta, payload)) = read_patiently(shared, ticket).await? else { return Ok(None) };
     let Append::Write(planned) = shared.change(|log| log.copy(&id, number, &meta)) else { return Ok(None) };
     let segment = planned.header.place.segment;
     let bytes = payload.len() as u64;

@@ -19,6 +19,8 @@ const SEGMENTS_MIN: u64 = 2;
 /// Most segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;
 const KEEP_PERCENT_MAX: u8 = 75;
+/// Room for the small files: superblock, progress of the scrub, and the copies by which they are replaced.
+pub(crate) const SMALL_FILES_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
 /// Where the log lies and how large it may grow.
@@ -71,7 +73,7 @@ impl L3Options {
         if self.segment_bytes != 0 {
             return self.segment_bytes;
         }
-        let usable = self.capacity_bytes.saturating_sub(BLOCK_BYTES as u64);
+        let usable = self.capacity_bytes.saturating_sub(SMALL_FILES_BYTES);
         let largest = (usable / SEGMENTS_WANTED_MIN).min(SEGMENT_BYTES_DEFAULT);
         let wanted = largest.max(usable / SEGMENTS_WANTED_MAX).max(SEGMENT_BYTES_MIN);
         // As large as the same number of segments can be.
@@ -94,9 +96,9 @@ impl L3Options {
 
     /// Segments of `segment_bytes` that the capacity allows, beside the superblock.
     pub(crate) fn segments_max(&self, segment_bytes: u64) -> Result<u32, L3Error> {
-        let segments = self.capacity_bytes.saturating_sub(BLOCK_BYTES as u64) / segment_bytes.max(1);
+        let segments = self.capacity_bytes.saturating_sub(SMALL_FILES_BYTES) / segment_bytes.max(1);
         if segments < SEGMENTS_MIN {
-            let least = SEGMENTS_MIN * segment_bytes + BLOCK_BYTES as u64;
+            let least = SEGMENTS_MIN * segment_bytes + SMALL_FILES_BYTES;
             let message = format!(
                 "capacity of {} bytes is too small for segments of {segment_bytes} bytes: at least {least} are needed",
                 self.capacity_bytes
@@ -144,7 +146,7 @@ mod tests {
     #[test]
     fn nonsense_is_refused_with_a_reason() {
         assert!(
-            L3Options::new("x", 1 << 20).segments_max(1 << 20).unwrap_err().to_string().contains("at least 2101248")
+            L3Options::new("x", 1 << 20).segments_max(1 << 20).unwrap_err().to_string().contains("at least 2113536")
         );
         assert!(L3Options { segment_bytes: 4097, ..L3Options::new("x", 1 << 30) }.check().is_err());
         assert!(L3Options { queue_depth: 0, ..L3Options::new("x", 1 << 30) }.check().is_err());

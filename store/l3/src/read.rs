@@ -8,6 +8,7 @@ use larder_device::{Done, Lane, Operation, Slot, SlotMut};
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace};
 use larder_format::{PageId, PageMeta};
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use tokio::sync::oneshot;
 
@@ -30,10 +31,20 @@ impl Shared {
         ticket: ReadTicket,
         lane: Lane,
     ) -> Result<Option<(PageMeta, Slot)>, L3Error> {
-        let (id, entry) = (ticket.id, ticket.entry);
+        let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
         let guard = ReadGuard::new(self, ticket);
-        let bytes = BLOCK_BYTES + entry.payload_bytes as usize;
         let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
+        self.read_into(slot, guard, lane).await
+    }
+
+    /// Reads the record that the guard holds into a slot of its length.
+    pub(crate) async fn read_into(
+        self: &Arc<Self>,
+        slot: SlotMut,
+        guard: ReadGuard,
+        lane: Lane,
+    ) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        let Some((id, entry)) = guard.page() else { return Ok(None) };
         let operation = Operation::read(entry.place.offset, slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
@@ -101,7 +112,10 @@ impl Shared {
         );
         let listener = self.on_damage.read().clone();
         if let (true, Some(listener)) = (was_current, listener) {
-            listener(*id);
+            // It is somebody else's code, and what runs here must go on.
+            if catch_unwind(AssertUnwindSafe(|| listener(*id))).is_err() {
+                tracing::error!("who listens for damaged pages panicked");
+            }
         }
     }
 }

@@ -137,8 +137,12 @@ pub(crate) async fn discard(device: &Arc<dyn Device>, segments: &[u32]) -> Resul
 pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun: RecoveryReport, began: Instant) {
     let at_once = SCANS.min(shared.arena.largest_free() / SCAN_BYTES / 2).max(1);
     let mut scans = stream::iter(order).map(|segment| scan(&shared, segment)).buffered(at_once);
+    let mut empty = Vec::new();
     while let Some(scanned) = scans.next().await {
         let Ok(scanned) = scanned else { return };
+        if scanned.records.is_empty() && !scanned.cut_short {
+            empty.push(scanned.segment);
+        }
         let now = shared.clock.now_unix_ms();
         if let Err(error) = shared.change(|log| log.restore(scanned, now)) {
             tracing::error!(%error, "recovery: the log stays readable as far as it was scanned, and takes no writes");
@@ -148,6 +152,14 @@ pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun:
         tokio::task::yield_now().await;
     }
     drop(scans);
+    // A new header that a loss of power takes away would bring the pages of the life before back, of which nobody knows.
+    for segment in empty {
+        let synced = shared.run(segment, Lane::Demand, Operation::Sync).await;
+        if !matches!(&synced, Ok(done) if done.result.is_ok()) {
+            tracing::warn!(segment, ?synced, "recovery: an empty segment cannot be synced");
+            shared.change(|log| log.distrust_index());
+        }
+    }
     let restored = match shared.change(|log| log.restored()) {
         Ok(restored) => restored,
         Err(error) => return tracing::error!(%error, "recovery: the log takes no writes"),
@@ -195,10 +207,12 @@ async fn scan(shared: &Shared, at: SegmentLife) -> Result<ScannedSegment, L3Erro
     Ok(scan.finish())
 }
 
-/// Memory for a scan. The node is up while it scans, and others may have all of it for a while.
+/// Memory for a scan, less than was asked for if there is no more: then it searches in smaller steps, and does without a
+/// footer. The node is up while it scans, and others may have all of it for a while.
 async fn memory(shared: &Shared, bytes: usize) -> Option<SlotMut> {
     for _ in 0..MEMORY_TRIES {
-        if let Some(slot) = shared.arena.allocate(bytes) {
+        let halves = std::iter::successors(Some(bytes), |bytes| Some(bytes / 2 / BLOCK_BYTES * BLOCK_BYTES));
+        if let Some(slot) = halves.take_while(|&bytes| bytes > 0).find_map(|bytes| shared.arena.allocate(bytes)) {
             return Some(slot);
         }
         shared.device.sleep(MEMORY_PAUSE).await;

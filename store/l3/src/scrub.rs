@@ -18,6 +18,8 @@ use tokio::time::Instant;
 const STEP_BYTES: u64 = 1 << 20;
 /// Progress is saved this often.
 const SAVE_EVERY: Duration = Duration::from_secs(10);
+/// Bytes per second of a pass that was asked for, where none goes by itself.
+const RATE_WHEN_ASKED: u64 = 32 << 20;
 /// How often a scrub that waits looks whether it should go on.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -111,7 +113,10 @@ async fn check(shared: &Arc<Shared>, id: &PageId, entry: &Entry, progress: &mut 
 
 /// Keeps to the rate.
 async fn pause(shared: &Shared, bytes: u64, began: Instant) {
-    let rate = shared.scrub_bytes_per_second.max(1);
+    let rate = match shared.scrub_bytes_per_second {
+        0 => RATE_WHEN_ASKED,
+        rate => rate,
+    };
     let due = Duration::from_micros(bytes.saturating_mul(1_000_000) / rate);
     let left = due.saturating_sub(began.elapsed());
     if left > Duration::ZERO {

@@ -1,7 +1,7 @@
 //! The handle of an L3.
 
 use crate::background::{carry_out_intents, sync_all, sync_regularly};
-use crate::options::WRITE_QUEUE_BYTES_MAX;
+use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryProgress};
 use crate::scrub::{self, ScrubProgress};
 use crate::shared::Shared;
@@ -178,7 +178,7 @@ impl L3 {
         let queued = WRITE_QUEUE_BYTES_MAX.saturating_sub(shared.write_queue.available_permits() * BLOCK_BYTES);
         L3Stats {
             bytes_capacity: self.running.capacity_bytes,
-            bytes_on_device: counts.segments * shared.segment_bytes + BLOCK_BYTES as u64,
+            bytes_on_device: counts.segments * shared.segment_bytes + SMALL_FILES_BYTES,
             write_queue_bytes: queued as u64,
             index_bytes,
             direct_io: facts.direct_io,
@@ -199,10 +199,17 @@ impl L3 {
         if tokio::time::timeout(CLOSE_PATIENCE, shared.write_queue.acquire_many(all)).await.is_err() {
             tracing::warn!("closing L3 while writes are under way");
         }
-        sync_all(shared).await;
-        let scrub = *shared.scrub.borrow();
-        scrub::save(shared, &scrub).await;
+        let last = async {
+            sync_all(shared).await;
+            let scrub = *shared.scrub.borrow();
+            scrub::save(shared, &scrub).await;
+        };
+        if tokio::time::timeout(CLOSE_PATIENCE, last).await.is_err() {
+            tracing::warn!("closing L3 though the device does not answer");
+        }
         shared.intents.notify_one();
+        // Who waits for the recovery finds out, too.
+        shared.progress.send_modify(|_| ());
         shared.device.close().await;
     }
 }

@@ -17,6 +17,7 @@ use larder_wire::{
     write_frames,
 };
 use parking_lot::Mutex;
+use socket2::{SockRef, TcpKeepalive};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -40,6 +41,9 @@ const PUTS_MAX: usize = 4096;
 const SEND_QUEUE_FRAMES: usize = 32;
 /// Pages of one Get that are read at a time.
 const GET_PAGES_AT_ONCE: usize = 16;
+/// A client that says nothing for so long is asked whether it is there, and then again and again.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Most time until Hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most time to send one frame, or to receive one payload, before the client is given up.
@@ -54,6 +58,11 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
     let peer = stream.peer_addr().map_or_else(|_| "?".to_string(), |a| a.to_string());
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%peer, %error, "TCP_NODELAY");
+    }
+    // A client that lost its power says nothing: its puts and its place are given back after a minute.
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(3);
+    if let Err(error) = SockRef::from(&stream).set_tcp_keepalive(&keepalive) {
+        tracing::debug!(%peer, %error, "TCP keepalive");
     }
     let (read, write) = stream.into_split();
     let (sender, receiver) = mpsc::channel(SEND_QUEUE_FRAMES);
@@ -312,9 +321,10 @@ impl Connection {
 
     /// Ends the tasks of a request, and its put if it reserved one.
     fn cancel(&mut self, request: u64) {
-        let tasks: Vec<AbortHandle> =
-            self.tasks.lock().values().filter(|task| task.request == request).map(|task| task.handle.clone()).collect();
-        tasks.iter().for_each(AbortHandle::abort);
+        // A task that has not begun cannot take itself off the list.
+        let tasks: Vec<RunningTask> =
+            self.tasks.lock().extract_if(.., |_, task| task.request == request).map(|(_, task)| task).collect();
+        tasks.iter().for_each(|task| task.handle.abort());
         if let Some(put) = self.puts.remove(&request) {
             self.shared.store.abort(&put);
         }

@@ -9,7 +9,7 @@
 //! A page's device follows from rendezvous hashing over the directories, weighted by bytes; a write that fails goes to
 //! the next one in that order. Reads ask whichever has the page, so devices may come, go and be given in another order.
 
-use crate::clock::now;
+use crate::clock::{Clock, now};
 use crate::health::{Health, Trouble};
 use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
@@ -32,6 +32,8 @@ use std::time::{Duration, Instant};
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most time that a start waits for the logs to be scanned; then they are scanned while the node serves.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
+/// Most time that a write waits for a log to be scanned.
+const RECOVERY_MAX: Duration = Duration::from_secs(600);
 /// Most time for one write to one device.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -48,8 +50,6 @@ struct Device {
     errors: AtomicU64,
     timeouts: AtomicU64,
     full: AtomicU64,
-    /// I/O errors of its log that were counted.
-    io_errors_seen: AtomicU64,
 }
 
 /// A device that could not be opened.
@@ -77,12 +77,14 @@ pub struct Devices {
 
 impl Devices {
     /// Opens each one's log. One that cannot be opened is left out, unless no other is left.
-    pub(crate) async fn open(options: &NodeOptions, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
+    pub(crate) async fn open(options: &NodeOptions, clock: Clock, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
+        let clock = larder_device::Clock::at(clock.unix_ms());
         let (mut opened, mut first_error) = (Devices::default(), None);
         for L3Device { dir, bytes } in options.l3_devices() {
             let log = L3Options {
                 scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
                 executor: options.l3_executor,
+                clock,
                 ..L3Options::new(&dir, bytes)
             };
             match L3::open(log, arena.clone()).await {
@@ -152,7 +154,7 @@ impl Devices {
                     return Ok(Some(page));
                 }
                 // Gone or damaged: another copy may be whole.
-                Ok(None) => device.note_hidden_errors(),
+                Ok(None) => {}
                 Err(error @ L3Error::NoMemory { .. }) => return Err(error),
                 Err(error) => {
                     tracing::warn!(?id, dir = %device.dir.display(), %error, "L3 read failed");
@@ -169,6 +171,12 @@ impl Devices {
         ranked.sort_by(|a, b| b.score(&meta.id).total_cmp(&a.score(&meta.id)));
         let mut last = L3Error::Closed;
         for device in ranked {
+            // While it is being scanned nobody can write: that is no fault of the device.
+            let recovered = tokio::time::timeout(RECOVERY_MAX, device.l3.recovered()).await;
+            if !matches!(recovered, Ok(Ok(_))) {
+                last = L3Error::Deadline("recovery");
+                continue;
+            }
             match device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await {
                 Ok(()) => {
                     device.succeeded();
@@ -331,7 +339,6 @@ impl Device {
             errors: AtomicU64::new(0),
             timeouts: AtomicU64::new(0),
             full: AtomicU64::new(0),
-            io_errors_seen: AtomicU64::new(0),
         }
     }
 
@@ -366,14 +373,6 @@ impl Device {
             L3Error::Io { .. } | L3Error::Closed => self.in_trouble(Trouble::Error),
             L3Error::Append(AppendError::Stopped) => self.in_trouble(Trouble::Error),
             _ => {}
-        }
-    }
-
-    /// A read that the device refused is a miss to the log's callers, and counted there.
-    fn note_hidden_errors(&self) {
-        let errors = self.l3.stats().io_errors;
-        if self.io_errors_seen.fetch_max(errors, Ordering::Relaxed) < errors {
-            self.in_trouble(Trouble::Error);
         }
     }
 

@@ -94,7 +94,8 @@ impl Node {
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
         let mut chance = options.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
-        let clock = Clock::System;
+        // All tiers go by one clock, which is read once: what one of them holds to be over is over on the others.
+        let clock = Clock::counted_from(Clock::System.unix_ms());
         let identity = identity(&options, clock.unix_ms() / 1000, &mut chance)?;
         let arena_bytes = options.arena_bytes();
         let arena = tokio::task::spawn_blocking(move || Arena::new(arena_bytes as usize))
@@ -102,7 +103,7 @@ impl Node {
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let devices = Devices::open(&options, &arena).await?;
+        let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
         let shared = Arc::new(Shared {

@@ -76,6 +76,8 @@ pub struct Decisions {
     pub evict: Vec<(PageId, Reason)>,
     /// Pages that were asked for in L2 and lie on L3 too: it should learn of it.
     pub touch: Vec<PageId>,
+    /// Pages whose pin is over: L3 is to let go of them too.
+    pub unpin: Vec<PageId>,
 }
 
 /// Where a page is that was put.
@@ -246,6 +248,7 @@ impl Residency {
     pub fn tick(&mut self, now_ms: u64, out: &mut Decisions) {
         while let Some(id) = self.pins.first_over(now_ms) {
             self.set_pin(&id, None);
+            out.unpin.push(id);
         }
         let mut evicted = Vec::new();
         self.evictor.expire(now_ms, &mut evicted);

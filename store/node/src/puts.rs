@@ -90,7 +90,11 @@ impl Put {
         if !chunk_crcs(&bytes).eq(crcs.iter().copied()) {
             return false;
         }
-        self.parts.lock()[part] = PartState::Landed { bytes, crcs };
+        match self.parts.lock().get_mut(part) {
+            Some(state @ PartState::Receiving) => *state = PartState::Landed { bytes, crcs },
+            // It was given up meanwhile.
+            _ => return true,
+        }
         *self.last.lock() = now();
         self.progress.send_modify(|progress| {
             if let Progress::Open(landed) = progress {
@@ -240,6 +244,8 @@ impl Puts {
     /// Gives a put up. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
         let Some(room) = put.room.lock().take() else { return };
+        // The connection may hold on to the put for long; its memory is needed now.
+        put.parts.lock().clear();
         drop(room);
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);

@@ -202,7 +202,8 @@ impl Tiers {
         state.policy.set_writable(writable);
         let reserved = state.policy.reserve(bytes);
         drop(state);
-        reserved.then_some(Room { tiers, bytes })
+        // Not `then_some`: room that was not had must not be given back.
+        reserved.then(|| Room { tiers, bytes })
     }
 
     /// Where a page lies now.
@@ -274,15 +275,16 @@ impl Tiers {
         });
         let (meta, payload) = found?;
         let page = Arc::new(Page { meta, payload });
+        // L3 goes by the same clock, and drops it by itself.
         if !self.is_live(&page.meta) {
-            // Nobody could put it again while L3 has it.
-            if let Err(error) = self.devices.forget(&[id], crate::clock::now() + FORGET_EXPIRED_TIMEOUT).await {
-                tracing::debug!(?id, %error, "a page whose time is over stays on L3");
-            }
             return None;
         }
         let writable = self.devices.writable();
         let mut state = self.state.lock();
+        // A put may have been sealed meanwhile that was reserved before the page was found on L3.
+        if let Some(newer) = self.get_l2(&id).filter(|newer| newer.meta.generation > page.meta.generation) {
+            return Some(Loaded { page: newer, forgets });
+        }
         let current = state.forgets == forgets && self.devices.generation(&id) == Some(page.meta.generation);
         if current {
             let mut out = Decisions::default();
@@ -346,6 +348,9 @@ impl Tiers {
         if !out.touch.is_empty() {
             self.devices.touch(&out.touch);
         }
+        if !out.unpin.is_empty() {
+            self.devices.pin(&out.unpin, PinKind::None);
+        }
     }
 
     fn begin_write(&self, page: Arc<Page>) {
@@ -379,9 +384,11 @@ impl Tiers {
     pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
         let (mut there, mut late) = (vec![false; ids.len()], false);
         for (id, there) in ids.iter().zip(&mut there) {
-            // A write under way must land first, or it would land after the tombstone and resurrect the page.
+            // Out of L2 first: from then on no write of it begins. One under way must land, or it would land after the
+            // tombstone and resurrect the page.
+            *there = self.drop_l2(id);
             let pending = self.writing.withhold(id);
-            *there = self.drop_l2(id) || !pending.is_empty();
+            *there |= !pending.is_empty();
             for mut done in pending {
                 // Ends with an error when the sender is dropped, that is, when the write has ended.
                 late |= tokio::time::timeout_at(deadline.into(), done.wait_for(|&done| done)).await.is_err();
@@ -434,7 +441,8 @@ impl Tiers {
     pub(crate) fn pin(&self, ids: &BTreeSet<PageId>, kind: PinKind, ttl_ms: u64) -> Result<usize, PinRefused> {
         let until_ms = self.clock.unix_ms().saturating_add(ttl_ms);
         let pinned = self.state.lock().policy.pin(ids, kind, until_ms)?;
-        let ids: Vec<PageId> = ids.iter().copied().collect();
+        // What L3 alone has is not held: nothing would let go of it.
+        let ids: Vec<PageId> = ids.iter().filter(|id| self.l2.contains(*id)).copied().collect();
         self.devices.pin(&ids, kind);
         Ok(pinned)
     }
@@ -523,9 +531,6 @@ impl Tiers {
         &self.metrics
     }
 }
-
-/// Most time to forget a page whose time is over.
-const FORGET_EXPIRED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// A write to L3 that is under way.
 struct Write {

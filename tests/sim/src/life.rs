@@ -197,7 +197,7 @@ fn expected(life: &Life, acked_ms: u64) -> Vec<Expected> {
 }
 
 fn options(ground: &Ground, plan: Plan) -> L3Options {
-    let capacity_bytes = plan.segments * ground.setup.segment_bytes + 4096;
+    let capacity_bytes = plan.segments * ground.setup.segment_bytes + 16_384;
     L3Options {
         segment_bytes: ground.setup.segment_bytes,
         seed: Some(ground.world.seed),

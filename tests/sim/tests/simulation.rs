@@ -26,7 +26,7 @@ fn check_coverage(summary: &Summary) {
         ("evicted pages", 20_000),
         ("segments written anew", 2_000),
         ("pages recovered", 50_000),
-        ("pages rescued", 20_000),
+        ("pages rescued", 8_000),
         ("pages pinned", 2_000),
         ("pages past their time", 2_000),
         ("pages over a quota", 2_000),

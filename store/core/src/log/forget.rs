@@ -96,6 +96,12 @@ impl Forgetting {
 }
 
 impl Log {
+    /// There may be records on the device that nobody knows of: until everything that is there now was reclaimed, forgetting
+    /// always writes a tombstone.
+    pub fn distrust_index(&mut self) {
+        self.forgetting.blind_up_to(self.next_life.saturating_sub(1));
+    }
+
     /// Forgets a page: it cannot be found from now on, not even if a put of it is under way. A later put counts again.
     pub fn forget(&mut self, id: &PageId) -> Result<Forget, AppendError> {
         let found = self.index.find(id).is_some();

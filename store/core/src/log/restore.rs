@@ -125,7 +125,7 @@ impl Restoring {
         self.order.reverse();
     }
 
-    fn kill(&mut self, id: PageId, number: u64, dirty: bool) {
+    pub(super) fn kill(&mut self, id: PageId, number: u64, dirty: bool) {
         let known = self.killed.entry(id).or_insert((number, dirty));
         if number > known.0 {
             *known = (number, dirty);

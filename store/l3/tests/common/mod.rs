@@ -23,7 +23,7 @@ pub fn deadline() -> Instant {
 }
 
 pub fn options(dir: &Path, segments: u64) -> L3Options {
-    let capacity_bytes = segments * MIB + 4096;
+    let capacity_bytes = segments * MIB + 16_384;
     L3Options { segment_bytes: MIB, ..L3Options::new(dir, capacity_bytes) }
 }
 

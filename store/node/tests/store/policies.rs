@@ -114,6 +114,11 @@ async fn puts_are_busy_at_once_when_the_budget_is_used_up() {
         }
     };
     assert_eq!((refused, open.len()), (ReserveOutcome::Busy, (32 << 20) / PAGE));
+    let held = figure(&store, "/tiers/l2/in_flight_bytes");
+    for number in 5000..5100 {
+        assert_eq!(put_for(&store, number, 0), Err(ReserveOutcome::Busy), "a refusal gives no room away");
+    }
+    assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), held);
     open.iter().for_each(|put| store.abort(put));
     assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), 0);
     drop(open);
