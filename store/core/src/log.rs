@@ -127,8 +127,6 @@ pub enum Append {
     /// No segment has room, or the log is being restored; try again after the next [`Log::prepared`], [`Log::cleaned`]
     /// or [`Log::restored`].
     Wait,
-    /// Of [`Log::copy`]: there is nothing to copy any more, or no room that was kept for it.
-    Gone,
 }
 
 /// Why a record cannot be taken.

@@ -6,7 +6,7 @@
 use crate::L3Error;
 use crate::shared::{ReadGuard, Shared, WriteGuard};
 use futures::stream::{self, StreamExt};
-use larder_core::log::{Append, Clean, ReadTicket};
+use larder_core::log::{Clean, ReadTicket};
 use larder_device::{Lane, Slot};
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageMeta};
@@ -80,7 +80,7 @@ async fn read_patiently(shared: &Arc<Shared>, ticket: ReadTicket) -> Result<Opti
 async fn copy(shared: &Arc<Shared>, id: PageId, number: u64) -> Result<Option<u32>, L3Error> {
     let Some(ticket) = shared.change(|log| log.hold(&id, number)) else { return Ok(None) };
     let Some((meta, payload)) = read_patiently(shared, ticket).await? else { return Ok(None) };
-    let Append::Write(planned) = shared.change(|log| log.copy(&id, number, &meta)) else { return Ok(None) };
+    let Some(planned) = shared.change(|log| log.copy(&id, number, &meta)) else { return Ok(None) };
     let segment = planned.header.place.segment;
     let bytes = payload.len() as u64;
     let answer = shared.write_record(WriteGuard::new(shared, planned, None), Some(payload)).await?;

@@ -48,7 +48,7 @@ impl Shared {
             Ok(match shared.change(|log| log.append(meta))? {
                 Append::Write(planned) => Planned::Done(Some(planned)),
                 Append::AlreadyThere => Planned::Done(None),
-                Append::Wait | Append::Gone => Planned::Wait,
+                Append::Wait => Planned::Wait,
             })
         })
         .await

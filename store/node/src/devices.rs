@@ -78,7 +78,6 @@ pub struct Devices {
 impl Devices {
     /// Opens each one's log. One that cannot be opened is left out, unless no other is left.
     pub(crate) async fn open(options: &NodeOptions, clock: Clock, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
-        let clock = larder_device::Clock::at(clock.unix_ms());
         let (mut opened, mut first_error) = (Devices::default(), None);
         for L3Device { dir, bytes } in options.l3_devices() {
             let log = L3Options {

@@ -95,8 +95,8 @@ impl Node {
         options.validate().map_err(NodeError::Options)?;
         let mut chance = options.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
         // All tiers go by one clock, which is read once: what one of them holds to be over is over on the others.
-        let clock = Clock::counted_from(Clock::System.unix_ms());
-        let identity = identity(&options, clock.unix_ms() / 1000, &mut chance)?;
+        let clock = Clock::system();
+        let identity = identity(&options, clock.now_unix_ms() / 1000, &mut chance)?;
         let arena_bytes = options.arena_bytes();
         let arena = tokio::task::spawn_blocking(move || Arena::new(arena_bytes as usize))
             .await

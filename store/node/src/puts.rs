@@ -223,7 +223,7 @@ impl Puts {
 
     /// Seals a put.
     pub(crate) fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
-        let Some(page) = put.seal(self.tiers.clock().unix_ms()) else {
+        let Some(page) = put.seal(self.tiers.clock().now_unix_ms()) else {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };

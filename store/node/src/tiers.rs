@@ -220,7 +220,7 @@ impl Tiers {
     }
 
     fn is_live(&self, meta: &PageMeta) -> bool {
-        meta.expires_unix_ms == 0 || self.clock.unix_ms() < meta.expires_unix_ms
+        meta.expires_unix_ms == 0 || self.clock.now_unix_ms() < meta.expires_unix_ms
     }
 
     /// A copy in DRAM, without touching L3.
@@ -289,7 +289,7 @@ impl Tiers {
         if current {
             let mut out = Decisions::default();
             state.policy.set_writable(writable);
-            state.policy.loaded(page.facts(), self.clock.unix_ms(), &mut out);
+            state.policy.loaded(page.facts(), self.clock.now_unix_ms(), &mut out);
             self.index(&state.policy, &page);
             self.carry_out(state, out, None);
         }
@@ -300,7 +300,7 @@ impl Tiers {
     pub(crate) fn insert(&self, page: Arc<Page>, room: Room) -> bool {
         let mut out = Decisions::default();
         let mut state = self.state.lock();
-        let placed = state.policy.put(page.facts(), room.spend(), self.clock.unix_ms(), &mut out);
+        let placed = state.policy.put(page.facts(), room.spend(), self.clock.now_unix_ms(), &mut out);
         self.index(&state.policy, &page);
         self.carry_out(state, out, Some(&page));
         self.ended.notify_waiters();
@@ -321,7 +321,7 @@ impl Tiers {
     fn decide<T>(&self, page: Option<&Arc<Page>>, ask: impl FnOnce(&mut Residency, u64, &mut Decisions) -> T) -> T {
         let mut out = Decisions::default();
         let mut state = self.state.lock();
-        let answer = ask(&mut state.policy, self.clock.unix_ms(), &mut out);
+        let answer = ask(&mut state.policy, self.clock.now_unix_ms(), &mut out);
         self.carry_out(state, out, page);
         answer
     }
@@ -439,7 +439,7 @@ impl Tiers {
 
     /// Pins pages that are in L2; how many those are.
     pub(crate) fn pin(&self, ids: &BTreeSet<PageId>, kind: PinKind, ttl_ms: u64) -> Result<usize, PinRefused> {
-        let until_ms = self.clock.unix_ms().saturating_add(ttl_ms);
+        let until_ms = self.clock.now_unix_ms().saturating_add(ttl_ms);
         let pinned = self.state.lock().policy.pin(ids, kind, until_ms)?;
         // What L3 alone has is not held: nothing would let go of it.
         let ids: Vec<PageId> = ids.iter().filter(|id| self.l2.contains(*id)).copied().collect();

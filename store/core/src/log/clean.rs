@@ -22,7 +22,7 @@
 //! 5. [`Log::cleaned`]: what was not copied is evicted, the segment is reclaimed when idle, and written anew. If the
 //!    sync failed, or copies are still being written, they may be lost, which is a miss.
 //!
-//! If the open segment fails meanwhile, the reservation goes with it: further copies are `Gone`, their pages are lost.
+//! If the open segment fails meanwhile, the reservation goes with it: there are no further copies, and their pages are lost.
 //! A log that is opened full, or whose open segment failed, has nowhere to copy to, and reclaims its oldest segment as
 //! it is; so do logs of few segments, where half a segment is too much to give up for it. When another segment could not
 //! be made, no more is copied than the open one still takes.
@@ -140,12 +140,12 @@ impl Log {
         pages
     }
 
-    /// Plans the copy of a page that [`Intent::Clean`] named: `meta` is what its record `number` says. `Gone` if that
+    /// Plans the copy of a page that [`Intent::Clean`] named: `meta` is what its record `number` says. `None` if that
     /// record is not the one that would be found, or the room is not there any more.
-    pub fn copy(&mut self, id: &PageId, number: u64, meta: &PageMeta) -> Append {
-        let Spare::Cleaning(cleaning) = &mut self.spare else { return Append::Gone };
+    pub fn copy(&mut self, id: &PageId, number: u64, meta: &PageMeta) -> Option<PlannedWrite> {
+        let Spare::Cleaning(cleaning) = &mut self.spare else { return None };
         if self.stopped || cleaning.left.get(id) != Some(&number) || meta.id != *id {
-            return Append::Gone;
+            return None;
         }
         let (into, into_life) = (cleaning.into, cleaning.into_life);
         let is_it = self.index.find(id).map(|slot| self.index.get(slot)).is_some_and(|stored| {
@@ -154,11 +154,11 @@ impl Log {
                 && stored.payload_bytes as usize == meta.payload_bytes()
         });
         if !(is_it || has(Bug::CopyAfterForget)) || self.open != Some(into) {
-            return Append::Gone;
+            return None;
         }
         let bytes = record_bytes(meta.payload_bytes()) as u64;
         let place = RecordPlace { segment: into, life: into_life, offset: 0 };
-        let Some(life) = self.life_of(&place).filter(|life| life.reserved_bytes >= bytes) else { return Append::Gone };
+        let life = self.life_of(&place).filter(|life| life.reserved_bytes >= bytes)?;
         life.reserved_bytes -= bytes;
         let place = RecordPlace { offset: life.take(bytes), ..place };
         if let Spare::Cleaning(cleaning) = &mut self.spare {
@@ -166,7 +166,7 @@ impl Log {
         }
         self.counts.rescued_pages += 1;
         self.forgetting.page_planned(id);
-        Append::Write(self.planned(place, RecordBody::Page(meta.clone())))
+        Some(self.planned(place, RecordBody::Page(meta.clone())))
     }
 
     /// Reports a [`Clean`]: all copies that there will be are written and, if the device can, durable. Whatever else the

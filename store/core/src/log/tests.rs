@@ -356,7 +356,7 @@ impl Model {
             if let Some(ticket) = self.log.hold(&id, number) {
                 let meta = self.read(&ticket.entry)?;
                 self.log.end_read(ticket);
-                if let Append::Write(write) = self.log.copy(&id, number, &meta) {
+                if let Some(write) = self.log.copy(&id, number, &meta) {
                     assert!(write.header.place.life > clean.life);
                     self.copies.insert(write.header.number);
                     self.writes.push(write);

@@ -35,7 +35,7 @@ pub fn bytes(number: u32) -> Vec<u8> {
 /// A store without L3.
 pub fn without_l3(options: NodeOptions) -> Store {
     let arena = Arena::new(options.arena_bytes() as usize).unwrap();
-    Store::new(&options, arena, Devices::default(), Clock::counted_from(1_000_000), 1)
+    Store::new(&options, arena, Devices::default(), Clock::at(1_000_000), 1)
 }
 
 /// Grows with every store, as a node's epoch does.
@@ -52,7 +52,7 @@ pub async fn with_logs(options: &NodeOptions, dirs: &[PathBuf], device_bytes: u6
     }
     let handles = logs.iter().map(|(_, l3)| l3.clone()).collect();
     let epoch = EPOCH.fetch_add(1, Ordering::Relaxed);
-    (Store::new(options, arena, Devices::of(logs), Clock::System, epoch << 32), handles)
+    (Store::new(options, arena, Devices::of(logs), Clock::system(), epoch << 32), handles)
 }
 
 /// A store with one log.

@@ -167,7 +167,7 @@ impl Calm {
                         let Some(entry) = self.log.find(id, 0) else { continue };
                         let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
                         let meta = PageMeta { id: *id, ..meta(0, entry.generation, blocks, 0) };
-                        if let Append::Write(write) = self.log.copy(id, *number, &meta) {
+                        if let Some(write) = self.log.copy(id, *number, &meta) {
                             self.copied += 1;
                             self.log.write_done(write, WriteOutcome::Written);
                         }
@@ -281,7 +281,7 @@ fn writers_leave_the_room_for_copies() {
     for (id, number) in &clean.pages {
         let entry = calm.log.find(id, 0).unwrap();
         let meta = PageMeta { id: *id, ..meta(0, entry.generation, 1, 0) };
-        let Append::Write(write) = calm.log.copy(id, *number, &meta) else { panic!("no room for a copy") };
+        let Some(write) = calm.log.copy(id, *number, &meta) else { panic!("no room for a copy") };
         let end = write.header.place.offset + write.header.record_bytes() as u64;
         assert!(end + 2 * BLOCK_BYTES as u64 <= segment_bytes, "a copy where the footer is to be");
         calm.log.write_done(write, WriteOutcome::Written);
