@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use bytes::Bytes;
 use clap::Parser;
-use larder_client::{Client, ClientOptions, NewPage, PutOutcome, StoreUrl};
+use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::io::{Read, Write};
@@ -29,7 +29,7 @@ struct Args {
 
 const PAGE_BYTES: [usize; 4] = [64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const L2_BYTES: u64 = 1 << 30;
-/// Chunk of the bare socket.
+/// Most bytes the bare socket moves with one call.
 const BARE_CHUNK_BYTES: usize = 1 << 20;
 
 fn main() -> Result<()> {
@@ -51,13 +51,18 @@ fn main() -> Result<()> {
             let (put, get) = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
             figures[0].push(put);
             figures[1].push(get);
-            figures[2].push(bare(args.megabytes * 1_000_000)?);
+            figures[2].push(bare(pages_of(&args, page_bytes), page_bytes, args.batch)?);
         }
         let [put, get, bare] = figures.map(median);
         println!("| {} | {put:.2} | {get:.2} | {bare:.2} | {:.2} | {:.2} |", page_bytes >> 10, put / bare, get / bare);
         server.block_on(node.shutdown());
     }
     Ok(())
+}
+
+/// Pages of a round.
+fn pages_of(args: &Args, page_bytes: usize) -> usize {
+    (args.megabytes * 1_000_000 / page_bytes).max(args.batch)
 }
 
 fn median(mut figures: Vec<f64>) -> f64 {
@@ -91,28 +96,20 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
     ensure!(client.ready(Duration::from_secs(5)).await, "the node answers");
     // No more than fits into L2 beside the rounds before it; those are evicted.
-    let pages = (args.megabytes * 1_000_000 / page_bytes).max(args.batch);
+    let pages = pages_of(args, page_bytes);
     let keys: Vec<PageKey> = (0..pages as u32).map(|i| PageKey::chain(None, &[round as u32, i])).collect();
     let payload = Bytes::from((0..page_bytes).map(|i| (i * 31) as u8).collect::<Vec<u8>>());
 
     let begin = Instant::now();
     for batch in keys.chunks(args.batch) {
-        let puts: Vec<_> = batch
-            .iter()
-            .map(|&key| {
-                let mut put = client.put(NewPage { key, parent: PageKey::NONE, position: 0 }, soon());
-                put.part(0, payload.clone());
-                tokio::spawn(put.commit(soon()))
-            })
-            .collect();
-        for put in puts {
-            let outcome = put.await?;
+        let pages = batch.iter().map(|&key| (NewPage { key, parent: PageKey::NONE, position: 0 }, payload.clone()));
+        for outcome in client.put_pages(pages.collect(), PutOptions::default(), soon()).await {
             ensure!(outcome == PutOutcome::Stored, "put: {outcome:?}");
         }
     }
     let put = gigabytes_per_second(pages * page_bytes, begin.elapsed());
 
-    let mut buffers: Vec<Vec<u8>> = (0..args.batch).map(|_| vec![0u8; page_bytes]).collect();
+    let mut buffers: Vec<Vec<u8>> = (0..args.batch).map(|_| vec![1u8; page_bytes]).collect();
     let begin = Instant::now();
     for batch in keys.chunks(args.batch) {
         let wanted = batch.iter().copied().zip(buffers.drain(..batch.len())).collect();
@@ -126,27 +123,24 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     Ok((put, get))
 }
 
-/// One blocking stream of as many bytes; GB/s.
-fn bare(bytes: usize) -> Result<f64> {
+/// One blocking stream that sends pages from where each lies and receives them into a batch's buffers, as a client and a node
+/// would; GB/s.
+fn bare(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
+    let from = vec![7u8; pages * page_bytes];
+    let mut into = vec![1u8; batch * page_bytes];
     let sender = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
-        let chunk = vec![7u8; BARE_CHUNK_BYTES];
-        let mut left = bytes;
-        while left > 0 {
-            let now = left.min(chunk.len());
-            stream.write_all(&chunk[..now])?;
-            left -= now;
-        }
-        Ok(())
+        from.chunks(page_bytes.max(BARE_CHUNK_BYTES)).try_for_each(|chunk| stream.write_all(chunk))
     });
     let mut stream = TcpStream::connect(address)?;
-    let mut chunk = vec![0u8; BARE_CHUNK_BYTES];
     let begin = Instant::now();
     let mut received = 0;
-    while received < bytes {
-        received += match stream.read(&mut chunk)? {
+    while received < pages * page_bytes {
+        let at = received % into.len();
+        let end = into.len().min(at + BARE_CHUNK_BYTES);
+        received += match stream.read(&mut into[at..end])? {
             0 => break,
             read => read,
         };

@@ -5,13 +5,15 @@ use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
 use crate::pin::{Pinned, milliseconds};
-use crate::put::{self, Budget, NewPage, PagePut, PutOptions};
+use crate::put::{self, Budget, NewPage, PagePut, PutOptions, PutOutcome};
+use crate::put_pages::put_pages;
 use crate::sink::{Got, PageSink, Sink};
 use crate::stats::{ClientStats, Counters, count};
 use crate::{StoreUrl, spread};
+use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
-use larder_wire::{MAX_KEYS, PinKind, Request, Response, TierCode};
+use larder_wire::{MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -315,6 +317,39 @@ impl Client {
         let inner = &self.inner;
         let (budget, counters) = (inner.budget.clone(), inner.counters.clone());
         put::begin(node, page, options, self.namespace().geometry, budget, counters, deadline)
+    }
+
+    /// Puts whole pages, all at once; how each ended, in the order of the request. Bytes that are not of a page's length
+    /// are [`PutOutcome::Lost`].
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub async fn put_pages(
+        &self,
+        pages: Vec<(NewPage, Bytes)>,
+        options: PutOptions,
+        deadline: Instant,
+    ) -> Vec<PutOutcome> {
+        let part_table = self.namespace().geometry.part_table();
+        let page_bytes = self.namespace().geometry.page_bytes();
+        let keys: Vec<PageKey> = pages.iter().map(|(page, _)| page.key).collect();
+        let mut outcomes = vec![PutOutcome::Lost; pages.len()];
+        let puts = Self::batches(&self.nodes(), &keys, MAX_PUTS).into_iter().map(|(node, mut indices)| {
+            indices.retain(|&index| pages[index].1.len() == page_bytes);
+            let pages = indices.iter().map(|&index| pages[index].clone()).collect();
+            let part_table = &part_table;
+            async move { (indices, put_pages(&node, pages, options, part_table, deadline).await) }
+        });
+        for (indices, ends) in join_all(puts).await {
+            for (index, end) in indices.into_iter().zip(ends) {
+                outcomes[index] = end;
+            }
+        }
+        let stored = outcomes.iter().filter(|&&outcome| outcome == PutOutcome::Stored).count();
+        let lost = outcomes.iter().filter(|outcome| matches!(outcome, PutOutcome::Lost | PutOutcome::Busy)).count();
+        count(&self.inner.counters.puts, stored);
+        count(&self.inner.counters.puts_lost, lost);
+        outcomes
     }
 
     /// Reads a page that exists, is being written, or will begin to be written before `deadline`, into a buffer of exactly

@@ -19,6 +19,7 @@ mod link;
 mod members;
 mod pin;
 mod put;
+mod put_pages;
 mod sink;
 mod spread;
 mod stats;

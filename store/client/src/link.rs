@@ -2,10 +2,11 @@
 
 use crate::clock::now;
 use crate::sink::Sink;
-use larder_format::{NamespaceDescriptor, codec::DecodeError};
+use larder_format::codec::DecodeError;
+use larder_format::{Arriving, NamespaceDescriptor};
 use larder_wire::{
-    Frame, FrameHeader, IO_BUFFER_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, discard,
-    read_frame, write_frames,
+    Frame, FrameHeader, FrameReader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, Source,
+    write_frames,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::error::TrySendError;
@@ -170,7 +171,7 @@ impl Drop for Connected<'_> {
     }
 }
 
-type Connection = (Arc<Live>, BufReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
+type Connection = (Arc<Live>, FrameReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
 
 async fn connect(options: &LinkOptions) -> io::Result<Connection> {
     let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
@@ -178,7 +179,7 @@ async fn connect(options: &LinkOptions) -> io::Result<Connection> {
     let stream = tokio::time::timeout(options.connect_timeout, stream).await.map_err(timed_out)??;
     stream.set_nodelay(true)?;
     let (read, mut write) = stream.into_split();
-    let mut reader = BufReader::with_capacity(IO_BUFFER_BYTES, read);
+    let mut reader = FrameReader::new(read);
     let hello = Request::Hello {
         version_min: PROTOCOL_VERSION_MIN,
         version_max: PROTOCOL_VERSION,
@@ -187,9 +188,8 @@ async fn connect(options: &LinkOptions) -> io::Result<Connection> {
     };
     let greet = async {
         write.write_all(&hello.frame(0, 0, None).head).await?;
-        let mut body = Vec::new();
-        let header = read_frame(&mut reader, &mut body).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        Response::decode(header.kind, &body).map_err(invalid)
+        let header = reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        Response::decode(header.kind, reader.body()).map_err(invalid)
     };
     let answer = tokio::time::timeout(options.connect_timeout, greet).await.map_err(timed_out)??;
     let (node_id, epoch) = match answer {
@@ -226,7 +226,7 @@ fn invalid(error: DecodeError) -> io::Error {
 /// Moves frames until the connection ends; returns why.
 async fn run(
     live: &Arc<Live>,
-    mut reader: BufReader<OwnedReadHalf>,
+    mut reader: FrameReader<OwnedReadHalf>,
     writer: OwnedWriteHalf,
     queue: mpsc::Receiver<Frame>,
 ) -> io::Error {
@@ -255,11 +255,10 @@ async fn watch_for_silence(live: &Arc<Live>) -> io::Error {
     }
 }
 
-async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io::Result<()> {
-    let mut body = Vec::new();
-    while let Some(header) = read_frame(reader, &mut body).await? {
+async fn receive<S: Source>(live: &Arc<Live>, reader: &mut FrameReader<S>) -> io::Result<()> {
+    while let Some(header) = reader.next().await? {
         live.frames.fetch_add(1, Ordering::Relaxed);
-        let response = Response::decode(header.kind, &body).map_err(invalid)?;
+        let response = Response::decode(header.kind, reader.body()).map_err(invalid)?;
         let sink = live.sinks.lock().take(header.request);
         let step = place(live, reader, &header, response, sink);
         let kept =
@@ -273,9 +272,9 @@ async fn receive(live: &Arc<Live>, reader: &mut BufReader<OwnedReadHalf>) -> io:
 }
 
 /// Puts one answer where it belongs; returns the sink if more answers will come.
-async fn place(
+async fn place<S: Source>(
     live: &Arc<Live>,
-    reader: &mut BufReader<OwnedReadHalf>,
+    reader: &mut FrameReader<S>,
     header: &FrameHeader,
     response: Response,
     sink: Option<Sink>,
@@ -283,18 +282,19 @@ async fn place(
     let bytes = header.payload_bytes as usize;
     let Some(mut sink) = sink else {
         // Nobody waits for it any more.
-        discard(reader, bytes).await?;
+        reader.discard(bytes).await?;
         return Ok(None);
     };
     match (&mut sink, response) {
         (Sink::Pages(pages), Response::Page { index, tier, meta }) => {
             let good = match pages.expect(index, &meta, bytes) {
                 Some(memory) => {
-                    reader.read_exact(memory).await?;
-                    pages.landed(index, tier, &meta)
+                    let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
+                    reader.payload(memory, |piece| arriving.take(piece)).await?;
+                    pages.landed(index, tier, arriving.finish().is_ok())
                 }
                 None => {
-                    discard(reader, bytes).await?;
+                    reader.discard(bytes).await?;
                     false
                 }
             };
@@ -307,11 +307,14 @@ async fn place(
         (Sink::Parts(parts), Response::Part { part, crcs }) => {
             let good = match parts.expect(part, bytes) {
                 Some(memory) => {
-                    reader.read_exact(memory).await?;
-                    parts.landed(part, crcs)
+                    let lengths = [header.payload_bytes];
+                    let mut arriving = Arriving::new(&lengths, &crcs);
+                    reader.payload(memory, |piece| arriving.take(piece)).await?;
+                    let good = arriving.finish().is_ok();
+                    parts.landed(part, good.then_some(crcs))
                 }
                 None => {
-                    discard(reader, bytes).await?;
+                    reader.discard(bytes).await?;
                     false
                 }
             };
@@ -322,7 +325,7 @@ async fn place(
             Ok(Some(sink))
         }
         (_, response) => {
-            discard(reader, bytes).await?;
+            reader.discard(bytes).await?;
             Ok(finish(sink, response))
         }
     }

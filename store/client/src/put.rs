@@ -6,7 +6,7 @@ use crate::pin::milliseconds;
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::{PageGeometry, PageKey, chunk_crcs};
-use larder_wire::{CommitOutcome, Request, ReserveOutcome, Reserved, Response};
+use larder_wire::{CommitOutcome, PutName, Request, ReserveOutcome, Reserved, Response};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ pub struct PutOptions {
 }
 
 impl PutOptions {
-    fn ttl_ms(&self) -> u64 {
+    pub(crate) fn ttl_ms(&self) -> u64 {
         self.ttl.map_or(0, milliseconds)
     }
 }
@@ -188,21 +188,24 @@ async fn run(
     let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table };
     let put = node.number();
     // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
-    let mut open = AbortOnDrop { node: &node, put, armed: true };
-    let answer = node.ask_as(put, &Request::Reserve(reserve), now() + ANSWER_TIMEOUT).await;
-    let refused = match answer {
-        Some(Response::Reserved { outcome: ReserveOutcome::Granted }) => {
-            return send_parts(&mut open, &mut queue).await;
-        }
-        Some(Response::Reserved { outcome: ReserveOutcome::Exists }) => None,
-        Some(Response::Reserved { outcome: ReserveOutcome::InProgress }) => Some(PutOutcome::InProgress),
-        Some(Response::Reserved { outcome: ReserveOutcome::Busy } | Response::Error { .. }) => Some(PutOutcome::Busy),
-        _ => return drain(&mut queue, PutOutcome::Lost).await,
+    let mut open = CancelOnDrop { node: &node, request: put, armed: true };
+    let answer = node.ask_as(put, &Request::Reserve(vec![reserve]), now() + ANSWER_TIMEOUT).await;
+    let outcome = match answer {
+        Some(Response::Reserved(outcomes)) => outcomes.first().copied(),
+        Some(Response::Error { .. }) => Some(ReserveOutcome::Busy),
+        _ => None,
+    };
+    let refused = match outcome {
+        Some(ReserveOutcome::Granted) => return send_parts(&mut open, &mut queue).await,
+        Some(ReserveOutcome::Exists) => None,
+        Some(ReserveOutcome::InProgress) => Some(PutOutcome::InProgress),
+        Some(ReserveOutcome::Busy) => Some(PutOutcome::Busy),
+        Some(ReserveOutcome::Malformed) | None => return drain(&mut queue, PutOutcome::Lost).await,
     };
     open.armed = false;
     match refused {
         Some(outcome) => drain(&mut queue, outcome).await,
-        None => compare(&node, page.key, parts, &mut queue).await,
+        None => compare_parts(&node, page.key, parts, &mut queue).await,
     }
 }
 
@@ -216,8 +219,8 @@ async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
     None
 }
 
-async fn send_parts(open: &mut AbortOnDrop<'_>, queue: &mut Queue) -> Ended {
-    let (node, put) = (open.node, open.put);
+async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut Queue) -> Ended {
+    let (node, put) = (open.node, PutName { request: open.request, index: 0 });
     while let Some(step) = queue.recv().await {
         let deadline = now() + ANSWER_TIMEOUT;
         match step {
@@ -229,37 +232,56 @@ async fn send_parts(open: &mut AbortOnDrop<'_>, queue: &mut Queue) -> Ended {
                 }
             }
             Step::Commit(reply) => {
-                let answer = node.ask(&Request::Commit { put }, deadline).await;
+                let answer = node.ask(&Request::Commit(vec![put]), deadline).await;
                 open.armed = answer.is_none();
-                let outcome = match answer {
-                    Some(Response::Committed(CommitOutcome::Stored)) => PutOutcome::Stored,
-                    Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
-                    Some(Response::Committed(CommitOutcome::Refused)) => PutOutcome::Refused,
-                    _ => PutOutcome::Lost,
-                };
-                return Some((reply, outcome));
+                return Some((reply, committed(answer)));
             }
         }
     }
     None
 }
 
-struct AbortOnDrop<'a> {
-    node: &'a Arc<Live>,
-    put: u64,
-    armed: bool,
+/// Gives up the puts of a request unless all is over.
+pub(crate) struct CancelOnDrop<'a> {
+    pub(crate) node: &'a Arc<Live>,
+    pub(crate) request: u64,
+    pub(crate) armed: bool,
 }
 
-impl Drop for AbortOnDrop<'_> {
+impl Drop for CancelOnDrop<'_> {
     fn drop(&mut self) {
         if self.armed {
-            self.node.tell_surely(&Request::Abort { put: self.put });
+            self.node.tell_surely(&Request::Cancel(self.request));
         }
     }
 }
 
-/// The node has the page: are ours the same bytes?
-async fn compare(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue) -> Ended {
+pub(crate) fn outcome_of(outcome: CommitOutcome) -> PutOutcome {
+    match outcome {
+        CommitOutcome::Stored => PutOutcome::Stored,
+        CommitOutcome::AlreadyThere => PutOutcome::AlreadyThere,
+        CommitOutcome::Refused => PutOutcome::Refused,
+        CommitOutcome::Incomplete => PutOutcome::Lost,
+    }
+}
+
+/// The answer to a commit of one put, or to a comparison.
+fn committed(answer: Option<Response>) -> PutOutcome {
+    match answer {
+        Some(Response::Committed(outcomes)) => {
+            outcomes.first().map_or(PutOutcome::Lost, |&outcome| outcome_of(outcome))
+        }
+        _ => PutOutcome::Lost,
+    }
+}
+
+/// The node has the page: are bytes with these chunk CRCs the same?
+pub(crate) async fn compare(node: &Arc<Live>, key: PageKey, crcs: Vec<u32>, deadline: Instant) -> PutOutcome {
+    committed(node.ask(&Request::Compare { key, crcs }, deadline).await)
+}
+
+/// The node has the page: are the parts that still come the same bytes?
+async fn compare_parts(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue) -> Ended {
     let mut crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
     while let Some(step) = queue.recv().await {
         match step {
@@ -270,12 +292,9 @@ async fn compare(node: &Arc<Live>, key: PageKey, parts: usize, queue: &mut Queue
             }
             Step::Commit(reply) => {
                 let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
-                let Some(whole) = whole else { return Some((reply, PutOutcome::Lost)) };
-                let message = Request::Compare { key, crcs: whole.concat() };
-                let outcome = match node.ask(&message, now() + ANSWER_TIMEOUT).await {
-                    Some(Response::Committed(CommitOutcome::AlreadyThere)) => PutOutcome::AlreadyThere,
-                    Some(Response::Committed(CommitOutcome::Refused)) => PutOutcome::Refused,
-                    _ => PutOutcome::Lost,
+                let outcome = match whole {
+                    Some(whole) => compare(node, key, whole.concat(), now() + ANSWER_TIMEOUT).await,
+                    None => PutOutcome::Lost,
                 };
                 return Some((reply, outcome));
             }

@@ -1,11 +1,11 @@
-//! Where the answers of a request go, and the checks at the far end.
+//! Where the answers of a request go, and what counts as had at the far end.
 //!
 //! While a payload is being received, its buffer belongs to the sink, and the sink to the receiving task. Whatever ends a
 //! sink (the last answer, a cancelled request, a dead connection), its buffers go back to the caller, and only pages that
 //! were checked count as had.
 
 use crate::buffer::DynBuffer;
-use larder_format::{PageGeometry, PageId, PageKey, PageMeta, chunk_crcs};
+use larder_format::{PageGeometry, PageId, PageKey, PageMeta};
 use larder_wire::{FollowState, Response, TierCode};
 use std::ops::Range;
 use tokio::sync::oneshot;
@@ -62,10 +62,9 @@ impl PageSink {
         Some(slot.buffer.bytes())
     }
 
-    /// Checks every byte of a received page; `false` if they are not what was put.
-    pub(crate) fn landed(&mut self, index: u32, tier: TierCode, meta: &PageMeta) -> bool {
+    /// A page was received into the memory that was expected; `good` says whether its bytes were what was put.
+    pub(crate) fn landed(&mut self, index: u32, tier: TierCode, good: bool) -> bool {
         let Some(slot) = self.slots.get_mut(index as usize) else { return false };
-        let good = meta.verify(&slot.id, slot.buffer.bytes()).is_ok();
         slot.got = if good { Got::Had(tier) } else { Got::Corrupt };
         good
     }
@@ -131,18 +130,12 @@ impl PartSink {
         self.buffer.as_mut()?.bytes().get_mut(range)
     }
 
-    /// Checks a received part.
-    pub(crate) fn landed(&mut self, part: u32, crcs: Vec<u32>) -> bool {
-        let range = self.range(part as usize);
-        let good = self
-            .buffer
-            .as_mut()
-            .and_then(|buffer| buffer.bytes().get(range))
-            .is_some_and(|bytes| chunk_crcs(bytes).eq(crcs.iter().copied()));
-        if good {
-            self.crcs[part as usize] = Some(crcs);
-        } else {
-            self.result = FollowResult::Corrupt;
+    /// A part was received; its CRCs, if its bytes were what they say.
+    pub(crate) fn landed(&mut self, part: u32, crcs: Option<Vec<u32>>) -> bool {
+        let good = crcs.is_some();
+        match crcs {
+            Some(crcs) => self.crcs[part as usize] = Some(crcs),
+            None => self.result = FollowResult::Corrupt,
         }
         good
     }
@@ -209,7 +202,7 @@ mod tests {
         let (mut sink, mut done) = PageSink::new(vec![(id(7), Box::new(vec![0u8; geometry().page_bytes()]))]);
         if let Some(memory) = sink.expect(0, meta, payload.len()) {
             memory.copy_from_slice(payload);
-            sink.landed(0, TierCode::L2, meta);
+            sink.landed(0, TierCode::L2, meta.verify(&id(7), payload).is_ok());
         }
         drop(sink);
         done.try_recv().unwrap()[0].1
@@ -231,7 +224,7 @@ mod tests {
             let (source, payload) = page(from);
             let bytes = &payload[source.part_range(part as usize).unwrap()];
             sink.expect(part, bytes.len()).unwrap().copy_from_slice(bytes);
-            sink.landed(part, source.part_crcs(part as usize).unwrap().to_vec());
+            sink.landed(part, source.part_crcs(part as usize).map(<[u32]>::to_vec));
         }
         sink.end(state, meta);
         drop(sink);

@@ -99,6 +99,45 @@ async fn a_get_is_a_miss_or_exactly_what_was_put() {
     node.shutdown().await;
 }
 
+fn pages(numbers: &[u32], bytes: impl Fn(u32) -> Vec<u8>) -> Vec<(NewPage, Bytes)> {
+    let page =
+        |&number: &u32| (NewPage { key: key(number), parent: PageKey::NONE, position: 0 }, Bytes::from(bytes(number)));
+    numbers.iter().map(page).collect()
+}
+
+#[tokio::test]
+async fn many_pages_are_put_at_once_and_each_is_told_how_it_ended() {
+    use PutOutcome::{AlreadyThere, InProgress, Lost, Refused, Stored};
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    // More than is sent before the node has answered, and less.
+    for numbers in [(0..60).collect::<Vec<u32>>(), (100..102).collect()] {
+        let outcomes = client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+        assert!(outcomes.iter().all(|&outcome| outcome == Stored), "{outcomes:?}");
+        for (&number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
+            assert!(tier.is_some() && bytes == payload(number), "page {number}");
+        }
+    }
+    let mut open = client.put(NewPage { key: key(200), parent: PageKey::NONE, position: 0 }, soon());
+    open.part(0, parts(&payload(200))[0].clone());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let mut mixed = pages(&[0, 1, 200, 201, 202], |number| payload(if number == 1 { 7 } else { number }));
+    mixed[4].1.truncate(5);
+    let outcomes = client.put_pages(mixed, PutOptions::default(), soon()).await;
+    assert_eq!(outcomes, [AlreadyThere, Refused, InProgress, Stored, Lost]);
+    assert!(get(&client, &[1]).await[0].0 == payload(1) && get(&client, &[201]).await[0].1.is_some());
+    drop(open);
+    // Given up half-way, nothing stays open.
+    let late = client.put_pages(pages(&(300..360).collect::<Vec<u32>>(), payload), PutOptions::default(), soon());
+    assert!(tokio::time::timeout(Duration::from_micros(300), late).await.is_err());
+    let begin = Instant::now();
+    while node.status()["puts_open"] != 0 {
+        assert!(begin.elapsed() < Duration::from_secs(5), "puts stay open");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    node.shutdown().await;
+}
+
 #[tokio::test]
 async fn the_first_writer_wins_and_the_second_is_told() {
     let node = Node::start(options(None)).await.unwrap();

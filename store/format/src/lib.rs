@@ -22,4 +22,4 @@ pub mod verify;
 
 pub use key::{PageKey, page_keys};
 pub use namespace::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry};
-pub use page::{CHUNK_BYTES, MAX_PAGE_BYTES, MAX_PARTS, Mismatch, PageId, PageMeta, chunk_crcs, is_expired};
+pub use page::{Arriving, CHUNK_BYTES, MAX_PAGE_BYTES, MAX_PARTS, Mismatch, PageId, PageMeta, chunk_crcs, is_expired};

@@ -203,6 +203,67 @@ impl PageMeta {
     }
 }
 
+/// Checks the bytes of a page, or of one part, against its CRCs while they arrive, in order.
+pub struct Arriving<'a> {
+    part_bytes: &'a [u32],
+    crcs: &'a [u32],
+    /// Where the next byte belongs.
+    part: usize,
+    offset: usize,
+    /// Of the chunk that is arriving.
+    hasher: crc32fast::Hasher,
+    damaged: Option<Mismatch>,
+}
+
+impl<'a> Arriving<'a> {
+    /// Expects parts of these lengths with these CRCs, part by part.
+    pub fn new(part_bytes: &'a [u32], crcs: &'a [u32]) -> Self {
+        Self { part_bytes, crcs, part: 0, offset: 0, hasher: crc32fast::Hasher::new(), damaged: None }
+    }
+
+    /// Takes the next bytes.
+    pub fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let Some(&length) = self.part_bytes.get(self.part) else {
+                self.damaged.get_or_insert(Mismatch::Length { expected: 0, found: bytes.len() });
+                return;
+            };
+            let length = length as usize;
+            let chunk_end = (self.offset / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES).min(length);
+            let (now, later) = bytes.split_at(bytes.len().min(chunk_end - self.offset));
+            self.hasher.update(now);
+            self.offset += now.len();
+            bytes = later;
+            if self.offset == chunk_end {
+                self.end_chunk(length);
+            }
+        }
+    }
+
+    fn end_chunk(&mut self, length: usize) {
+        let found = std::mem::take(&mut self.hasher).finalize();
+        let (expected, later) =
+            self.crcs.split_first().map_or((None, self.crcs), |(first, later)| (Some(first), later));
+        self.crcs = later;
+        if expected != Some(&found) {
+            let chunk = (self.offset - 1) / CHUNK_BYTES;
+            self.damaged.get_or_insert(Mismatch::Crc { part: self.part, chunk });
+        }
+        if self.offset == length {
+            (self.part, self.offset) = (self.part + 1, 0);
+        }
+    }
+
+    /// Whether all bytes came, no CRC was left, and each was right.
+    pub fn finish(self) -> std::result::Result<(), Mismatch> {
+        match self.damaged {
+            Some(mismatch) => Err(mismatch),
+            None if self.part == self.part_bytes.len() && self.offset == 0 && self.crcs.is_empty() => Ok(()),
+            None => Err(Mismatch::Length { expected: self.part_bytes.len(), found: self.part }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -245,6 +306,37 @@ mod tests {
             reader.finish().unwrap();
             prop_assert_eq!(&back, &meta);
             prop_assert_eq!(back.verify(&meta.id, &payload), Ok(()));
+        }
+
+        #[test]
+        fn bytes_are_checked_as_they_arrive_just_as_when_they_are_there(
+            parts in prop::collection::vec(1u32..200_000, 1..6),
+            pieces in prop::collection::vec(1usize..150_000, 1..20),
+            flip in prop::option::of(any::<prop::sample::Index>()),
+            missing in 0usize..3,
+        ) {
+            let (meta, mut payload) = sample(&parts, 5);
+            if let Some(at) = flip {
+                let at = at.index(payload.len());
+                payload[at] ^= 1;
+            }
+            let expected = meta.verify(&meta.id, &payload).is_ok() && missing == 0;
+            let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
+            let mut left = &payload[..payload.len() - missing.min(payload.len())];
+            for piece in pieces.iter().cycle() {
+                let (now, later) = left.split_at(left.len().min(*piece));
+                arriving.take(now);
+                left = later;
+                if left.is_empty() {
+                    break;
+                }
+            }
+            prop_assert_eq!(arriving.finish().is_ok(), expected);
+            // More than a page is not that page either.
+            let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
+            arriving.take(&payload);
+            arriving.take(&[0]);
+            prop_assert!(arriving.finish().is_err());
         }
 
         #[test]

@@ -10,10 +10,10 @@ use crate::puts::{Presence, Progress, Put};
 use crate::tiers::Page;
 use futures::StreamExt;
 use larder_format::codec::DecodeError;
-use larder_format::{NamespaceId, PageId, PageKey};
+use larder_format::{Arriving, NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, IO_BUFFER_BYTES, MAX_PIN_MS, PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN, Payload, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode, discard, read_frame,
+    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN, Payload, PinKind, PutName, Request, ReserveOutcome, Reserved, Response, Source, TierCode,
     write_frames,
 };
 use parking_lot::Mutex;
@@ -22,9 +22,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, BufReader};
 use tokio::net::TcpStream;
-use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -78,7 +76,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
         permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
         sending: Arc::new(Semaphore::new(SENDING_PAGES_MAX)),
     };
-    let mut reader = BufReader::with_capacity(IO_BUFFER_BYTES, read);
+    let mut reader = FrameReader::new(read);
     match connection.run(&mut reader).await {
         Ok(()) => tracing::debug!(%peer, "client left"),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
@@ -114,8 +112,8 @@ struct Connection {
     namespace: Option<NamespaceId>,
     /// Parts of a page of that namespace.
     part_table: Vec<u32>,
-    /// Open puts, by the number of the request that reserved them.
-    puts: BTreeMap<u64, Arc<Put>>,
+    /// Open puts.
+    puts: BTreeMap<PutName, Arc<Put>>,
     tasks: Tasks,
     next_task: u64,
     /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
@@ -140,13 +138,12 @@ fn invalid(error: DecodeError) -> io::Error {
 }
 
 impl Connection {
-    async fn run(mut self, reader: &mut BufReader<OwnedReadHalf>) -> io::Result<()> {
-        let mut body = Vec::new();
-        let hello = tokio::time::timeout(HELLO_TIMEOUT, read_frame(reader, &mut body)).await;
+    async fn run<S: Source>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
+        let hello = tokio::time::timeout(HELLO_TIMEOUT, reader.next()).await;
         let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
-        self.hello(&header, &body).await?;
-        while let Some(header) = read_frame(reader, &mut body).await? {
-            let request = Request::decode(header.kind, &body).map_err(invalid)?;
+        self.hello(&header, reader.body()).await?;
+        while let Some(header) = reader.next().await? {
+            let request = Request::decode(header.kind, reader.body()).map_err(invalid)?;
             match request {
                 Request::Part { put, part, crcs } => self.receive_part(reader, &header, put, part, crcs).await?,
                 _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
@@ -222,19 +219,24 @@ impl Connection {
                 let tiers = keys.into_iter().map(|key| shared.store.locate(&page(key))).collect();
                 self.answer(request, Response::Located(tiers)).await
             }
-            Request::Reserve(reserved) => {
-                let outcome = self.reserve(request, page(reserved.key), reserved);
-                self.answer(request, Response::Reserved { outcome }).await
+            Request::Reserve(pages) => {
+                let outcomes = pages
+                    .into_iter()
+                    .zip(0..)
+                    .map(|(reserved, index)| self.reserve(PutName { request, index }, page(reserved.key), reserved));
+                let outcomes = outcomes.collect();
+                self.answer(request, Response::Reserved(outcomes)).await
             }
-            Request::Commit { put } => {
-                let outcome = match self.puts.remove(&put) {
+            Request::Commit(puts) => {
+                let outcomes = puts.iter().map(|name| match self.puts.remove(name) {
                     Some(put) => shared.store.commit(&put),
                     None => CommitOutcome::Incomplete,
-                };
-                self.answer(request, Response::Committed(outcome)).await
+                });
+                let outcomes = outcomes.collect();
+                self.answer(request, Response::Committed(outcomes)).await
             }
-            Request::Abort { put } => {
-                if let Some(put) = self.puts.remove(&put) {
+            Request::Abort(name) => {
+                if let Some(put) = self.puts.remove(&name) {
                     shared.store.abort(&put);
                 }
                 Ok(())
@@ -273,9 +275,9 @@ impl Connection {
         ToClient { out: self.out.clone(), request, sending: self.sending.clone() }
     }
 
-    fn reserve(&mut self, number: u64, id: PageId, page: Reserved) -> ReserveOutcome {
+    fn reserve(&mut self, name: PutName, id: PageId, page: Reserved) -> ReserveOutcome {
         // The parts are those of the namespace's geometry, or readers could make nothing of the page.
-        if page.part_bytes != self.part_table || self.puts.contains_key(&number) {
+        if page.part_bytes != self.part_table || self.puts.contains_key(&name) {
             return ReserveOutcome::Malformed;
         }
         if self.puts.len() >= PUTS_MAX {
@@ -283,7 +285,7 @@ impl Connection {
         }
         match self.shared.store.reserve(id, page) {
             Ok(put) => {
-                self.puts.insert(number, put);
+                self.puts.insert(name, put);
                 ReserveOutcome::Granted
             }
             Err(outcome) => outcome,
@@ -292,40 +294,45 @@ impl Connection {
 
     /// Receives a payload into the memory of its part. A part that is not wanted is read and thrown away; one that is
     /// damaged ends its put.
-    async fn receive_part(
+    async fn receive_part<S: Source>(
         &mut self,
-        reader: &mut BufReader<OwnedReadHalf>,
+        reader: &mut FrameReader<S>,
         header: &FrameHeader,
-        put_number: u64,
+        name: PutName,
         part: u32,
         crcs: Vec<u32>,
     ) -> io::Result<()> {
         let bytes = header.payload_bytes as usize;
         let stalled = |_| io::Error::from(io::ErrorKind::TimedOut);
-        let put = self.puts.get(&put_number).cloned();
+        let put = self.puts.get(&name).cloned();
         let taken = put.and_then(|put| put.take_part(part as usize, bytes).map(|slot| (put, slot)));
         let Some((put, mut slot)) = taken else {
-            let discard = discard(reader, bytes);
-            return tokio::time::timeout(STALL_TIMEOUT, discard).await.map_err(stalled)?;
+            return tokio::time::timeout(STALL_TIMEOUT, reader.discard(bytes)).await.map_err(stalled)?;
         };
-        tokio::time::timeout(STALL_TIMEOUT, reader.read_exact(&mut slot)).await.map_err(stalled)??;
+        let lengths = [header.payload_bytes];
+        let mut arriving = Arriving::new(&lengths, &crcs);
+        let receive = reader.payload(&mut slot, |piece| arriving.take(piece));
+        tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(stalled)??;
         self.shared.metrics.bytes_received.inc_by(bytes as u64);
-        if !put.land(part as usize, slot, crcs) {
+        if let Err(mismatch) = arriving.finish() {
             self.shared.metrics.parts_corrupt.inc();
-            tracing::warn!(id = ?put.id, part, "part damaged on its way: put given up");
-            self.puts.remove(&put_number);
+            tracing::warn!(id = ?put.id, part, %mismatch, "part damaged on its way: put given up");
+            self.puts.remove(&name);
             self.shared.store.abort(&put);
+        } else {
+            put.land_checked(part as usize, slot, crcs);
         }
         Ok(())
     }
 
-    /// Ends the tasks of a request, and its put if it reserved one.
+    /// Ends the tasks of a request, and the puts it reserved.
     fn cancel(&mut self, request: u64) {
         // A task that has not begun cannot take itself off the list.
         let tasks: Vec<RunningTask> =
             self.tasks.lock().extract_if(.., |_, task| task.request == request).map(|(_, task)| task).collect();
         tasks.iter().for_each(|task| task.handle.abort());
-        if let Some(put) = self.puts.remove(&request) {
+        let all = PutName { request, index: 0 }..=PutName { request, index: u32::MAX };
+        for (_, put) in self.puts.extract_if(all, |_, _| true) {
             self.shared.store.abort(&put);
         }
     }
@@ -457,21 +464,41 @@ impl AsRef<[u8]> for PiecePayload {
 }
 
 async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Instant) -> io::Result<()> {
-    let mut pages = futures::stream::iter(ids.into_iter().enumerate())
-        .map(|(index, id)| async move {
-            let permit = client.permit().await?;
-            io::Result::Ok((index as u32, shared.store.get(&id, deadline).await, permit))
-        })
-        .buffer_unordered(GET_PAGES_AT_ONCE);
-    while let Some(found) = pages.next().await {
-        match found? {
-            (index, Some((page, tier)), permit) => {
-                let head = Response::Page { index, tier, meta: page.meta.clone() };
-                client.send_bytes(shared, head, PagePayload(page), permit).await?;
-            }
-            (index, None, _) => client.send(Response::Miss { index }).await?,
+    let found = shared.store.get_l2(&ids);
+    let (mut there, mut elsewhere) = (Vec::with_capacity(ids.len()), Vec::new());
+    for ((page, id), index) in found.into_iter().zip(ids).zip(0..) {
+        match page {
+            Some(page) => there.push((index, page)),
+            None => elsewhere.push((index, id)),
         }
     }
+    let send_page = async |index, page: Arc<Page>, tier, permit| {
+        let head = Response::Page { index, tier, meta: page.meta.clone() };
+        client.send_bytes(shared, head, PagePayload(page), permit).await
+    };
+    let at_once = async {
+        for (index, page) in there {
+            let permit = client.permit().await?;
+            send_page(index, page, TierCode::L2, permit).await?;
+        }
+        io::Result::Ok(())
+    };
+    let after_a_while = async {
+        let mut pages = futures::stream::iter(elsewhere)
+            .map(|(index, id)| async move {
+                let permit = client.permit().await?;
+                io::Result::Ok((index, shared.store.get(&id, deadline).await, permit))
+            })
+            .buffer_unordered(GET_PAGES_AT_ONCE);
+        while let Some(found) = pages.next().await {
+            match found? {
+                (index, Some((page, tier)), permit) => send_page(index, page, tier, permit).await?,
+                (index, None, _) => client.send(Response::Miss { index }).await?,
+            }
+        }
+        io::Result::Ok(())
+    };
+    futures::try_join!(at_once, after_a_while)?;
     client.send(Response::End).await
 }
 
@@ -555,14 +582,14 @@ async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadlin
             Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
         },
         Request::Suspect(_) => Response::Count(shared.store.recheck(&ids[0]) as u32),
-        Request::Compare { crcs, .. } => Response::Committed(match shared.store.get(&ids[0], deadline).await {
+        Request::Compare { crcs, .. } => Response::Committed(vec![match shared.store.get(&ids[0], deadline).await {
             Some((page, TierCode::L2 | TierCode::L3)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
             Some(_) => {
                 shared.metrics.puts_refused.inc();
                 CommitOutcome::Refused
             }
             None => CommitOutcome::Incomplete,
-        }),
+        }]),
         _ => Response::Error { code: ErrorCode::Malformed, message: "not an administrative message".into() },
     }
 }

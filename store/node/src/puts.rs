@@ -86,14 +86,20 @@ impl Put {
     /// Checks a received part and shows it to followers; `false` if its bytes are not what `crcs` says. The put can then
     /// not be sealed any more.
     pub fn land(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) -> bool {
-        let bytes = slot.freeze();
-        if !chunk_crcs(&bytes).eq(crcs.iter().copied()) {
-            return false;
+        let good = chunk_crcs(&slot).eq(crcs.iter().copied());
+        if good {
+            self.land_checked(part, slot, crcs);
         }
+        good
+    }
+
+    /// Shows a part to followers that was checked against `crcs` while it arrived.
+    pub(crate) fn land_checked(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) {
+        let bytes = slot.freeze();
         match self.parts.lock().get_mut(part) {
             Some(state @ PartState::Receiving) => *state = PartState::Landed { bytes, crcs },
             // It was given up meanwhile.
-            _ => return true,
+            _ => return,
         }
         *self.last.lock() = now();
         self.progress.send_modify(|progress| {
@@ -101,7 +107,6 @@ impl Put {
                 *landed += 1;
             }
         });
-        true
     }
 
     /// The sealed page, if every part has landed.

@@ -102,6 +102,11 @@ impl Store {
         self.tiers.locate(id)
     }
 
+    /// Those of the pages that are in L2 now. Their bytes are to be verified by the reader.
+    pub fn get_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
+        self.tiers.get_all_l2(ids)
+    }
+
     /// A page and where it was, or a miss. The bytes of one from L2 are to be verified by the reader.
     pub async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
         self.tiers.get(id, deadline).await

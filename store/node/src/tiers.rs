@@ -229,6 +229,18 @@ impl Tiers {
         page.filter(|page| self.is_live(&page.meta))
     }
 
+    /// Those of the pages that are in L2, each a hit.
+    pub(crate) fn get_all_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
+        let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
+        self.metrics.pages_hit_l2.inc_by(found.iter().flatten().count() as u64);
+        self.decide(None, |policy, now_ms, out| {
+            for page in found.iter().flatten() {
+                policy.hit(&page.meta.id, page.meta.generation, now_ms, out);
+            }
+        });
+        found
+    }
+
     /// A page and where it was. What L3 returns has been verified by it; what L2 holds is verified by the reader at the far
     /// end.
     pub(crate) async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {

@@ -1,19 +1,25 @@
 //! Frames: header, body, payload.
 
+use crate::stream::{Sink, Source};
 use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
-use std::io;
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufWriter};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 /// Bytes of a frame header.
 pub const HEADER_BYTES: usize = 32;
 /// Most bytes of a body.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 
-/// Buffer of each direction of a connection; page bytes larger than that go past it.
-pub const IO_BUFFER_BYTES: usize = 64 << 10;
+/// Most bytes that are received behind a payload and have to be copied to where they belong.
+const AHEAD_BYTES: usize = 4 << 10;
+/// Most bytes of a payload that are received at once: what the processor's cache holds while checksums are computed.
+const PIECE_BYTES: usize = 512 << 10;
+/// Most frames that leave at once.
+const FRAMES_AT_ONCE: usize = 32;
 
 const MAGIC: [u8; 4] = *b"LRDR";
 
@@ -107,7 +113,11 @@ impl Frame {
 
     /// Bytes of head and payload.
     pub fn len(&self) -> usize {
-        self.head.len() + self.payload.as_ref().map_or(0, |p| (**p).as_ref().len())
+        self.head.len() + self.payload_bytes().len()
+    }
+
+    fn payload_bytes(&self) -> &[u8] {
+        self.payload.as_ref().map_or(&[], |payload| (**payload).as_ref())
     }
 
     /// Never: a frame has a header.
@@ -116,50 +126,146 @@ impl Frame {
     }
 }
 
-/// Reads the next header and body; the payload is left in the stream for the caller to place. `None` at a clean end.
+/// Reads frames from a stream: headers and bodies by way of a small buffer, payloads straight to where they belong.
 ///
-/// `body` is reused between calls. What is not a frame is an `InvalidData` error: the stream cannot be trusted any more.
-pub async fn read_frame<R: AsyncRead + Unpin>(stream: &mut R, body: &mut Vec<u8>) -> io::Result<Option<FrameHeader>> {
-    let mut bytes = [0u8; HEADER_BYTES];
-    let first = stream.read(&mut bytes).await?;
-    if first == 0 {
-        return Ok(None);
-    }
-    stream.read_exact(&mut bytes[first..]).await?;
-    let header = FrameHeader::decode(&bytes).map_err(invalid)?;
-    body.resize(header.body_bytes as usize, 0);
-    stream.read_exact(body).await?;
-    if crc(&bytes, body) != header.crc {
-        return Err(invalid(DecodeError::Checksum("frame")));
-    }
-    Ok(Some(header))
+/// What is not a frame is an `InvalidData` error: the stream cannot be trusted any more.
+pub struct FrameReader<S> {
+    source: S,
+    /// Bytes that came behind a payload.
+    ahead: Box<[u8; AHEAD_BYTES]>,
+    from: usize,
+    to: usize,
+    body: Vec<u8>,
 }
 
-/// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Small frames that
-/// wait together leave together.
-pub async fn write_frames<W: AsyncWrite + Unpin>(
-    stream: W,
-    mut queue: mpsc::Receiver<Frame>,
-    stall: Duration,
-) -> io::Result<()> {
-    let mut out = BufWriter::with_capacity(IO_BUFFER_BYTES, stream);
-    while let Some(frame) = queue.recv().await {
-        let send = async {
-            out.write_all(&frame.head).await?;
-            if let Some(payload) = &frame.payload {
-                out.write_all((**payload).as_ref()).await?;
+impl<S: Source> FrameReader<S> {
+    /// Reads frames from `source`.
+    pub fn new(source: S) -> Self {
+        Self { source, ahead: Box::new([0; AHEAD_BYTES]), from: 0, to: 0, body: Vec::new() }
+    }
+
+    /// The next header; its body is then in [`FrameReader::body`], and its payload must be taken with
+    /// [`FrameReader::payload`] or [`FrameReader::discard`] before the next. `None` at a clean end.
+    pub async fn next(&mut self) -> io::Result<Option<FrameHeader>> {
+        while self.to - self.from < HEADER_BYTES {
+            self.ahead.copy_within(self.from..self.to, 0);
+            (self.from, self.to) = (0, self.to - self.from);
+            match self.source.receive(&mut [IoSliceMut::new(&mut self.ahead[self.to..])]).await? {
+                0 if self.to == 0 => return Ok(None),
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                received => self.to += received,
             }
-            if queue.is_empty() { out.flush().await } else { Ok(()) }
-        };
-        tokio::time::timeout(stall, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        }
+        let bytes = self.ahead[self.from..].first_chunk().expect("a header's bytes are there");
+        let (header, sum) = (FrameHeader::decode(bytes).map_err(invalid)?, *bytes);
+        self.from += HEADER_BYTES;
+        let mut body = std::mem::take(&mut self.body);
+        body.resize(header.body_bytes as usize, 0);
+        self.payload(&mut body, |_| {}).await?;
+        self.body = body;
+        if crc(&sum, &self.body) != header.crc {
+            return Err(invalid(DecodeError::Checksum("frame")));
+        }
+        Ok(Some(header))
     }
-    out.flush().await
+
+    /// The body of the last header.
+    pub fn body(&self) -> &[u8] {
+        &self.body
+    }
+
+    /// Fills `memory` with the next bytes of the stream. `landed` sees them piece by piece, in order, while they are still in
+    /// the processor's cache: the time to compute checksums.
+    pub async fn payload(&mut self, memory: &mut [u8], mut landed: impl FnMut(&[u8])) -> io::Result<()> {
+        let mut at = (self.to - self.from).min(memory.len());
+        memory[..at].copy_from_slice(&self.ahead[self.from..self.from + at]);
+        self.from += at;
+        landed(&memory[..at]);
+        while at < memory.len() {
+            // Nothing is ahead now, so what comes behind the payload may be put there.
+            (self.from, self.to) = (0, 0);
+            let piece = (memory.len() - at).min(PIECE_BYTES);
+            let last = at + piece == memory.len();
+            let ahead = if last { &mut self.ahead[..] } else { &mut [] };
+            let into = &mut [IoSliceMut::new(&mut memory[at..at + piece]), IoSliceMut::new(ahead)];
+            let received = self.source.receive(into).await?;
+            if received == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let here = received.min(piece);
+            self.to = received - here;
+            landed(&memory[at..at + here]);
+            at += here;
+        }
+        Ok(())
+    }
+
+    /// Reads and throws away a payload that nobody wants.
+    pub async fn discard(&mut self, bytes: usize) -> io::Result<()> {
+        let mut scratch = [0; AHEAD_BYTES];
+        let mut left = bytes;
+        while left > 0 {
+            let now = left.min(scratch.len());
+            self.payload(&mut scratch[..now], |_| {}).await?;
+            left -= now;
+        }
+        Ok(())
+    }
 }
 
-/// Reads and throws away a payload that nobody wants.
-pub async fn discard<R: AsyncRead + Unpin>(stream: &mut R, bytes: usize) -> io::Result<()> {
-    let copied = tokio::io::copy(&mut stream.take(bytes as u64), &mut tokio::io::sink()).await?;
-    if copied < bytes as u64 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+/// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Frames that wait
+/// together leave together; each is dropped when it has left.
+pub async fn write_frames<S: Sink>(mut sink: S, mut queue: mpsc::Receiver<Frame>, stall: Duration) -> io::Result<()> {
+    let mut frames = VecDeque::with_capacity(FRAMES_AT_ONCE);
+    let mut sent = 0;
+    let mut deadline = Instant::now();
+    loop {
+        while frames.len() < FRAMES_AT_ONCE
+            && let Ok(frame) = queue.try_recv()
+        {
+            frames.push_back(frame);
+        }
+        if frames.is_empty() {
+            match queue.recv().await {
+                Some(frame) => frames.push_back(frame),
+                None => return Ok(()),
+            }
+            deadline = Instant::now() + stall;
+            continue;
+        }
+        let mut slices = [IoSlice::new(&[]); 2 * FRAMES_AT_ONCE];
+        let count = gather(&frames, sent, &mut slices);
+        let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
+        let now = tokio::time::timeout_at(deadline, sink.send(&slices[..count])).await.map_err(timed_out)??;
+        if now == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        sent += now;
+        while let Some(first) = frames.front().map(Frame::len)
+            && sent >= first
+        {
+            sent -= first;
+            frames.pop_front();
+            deadline = Instant::now() + stall;
+        }
+    }
+}
+
+/// What is left of the frames behind the first `sent` bytes, which lie in the first frame; how many slices that are.
+fn gather<'a>(frames: &'a VecDeque<Frame>, sent: usize, slices: &mut [IoSlice<'a>]) -> usize {
+    let mut skip = sent;
+    let mut count = 0;
+    for frame in frames {
+        for bytes in [frame.head.as_slice(), frame.payload_bytes()] {
+            let left = &bytes[skip.min(bytes.len())..];
+            skip -= bytes.len() - left.len();
+            if !left.is_empty() {
+                slices[count] = IoSlice::new(left);
+                count += 1;
+            }
+        }
+    }
+    count
 }
 
 fn invalid(error: DecodeError) -> io::Error {
@@ -169,11 +275,98 @@ fn invalid(error: DecodeError) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Read;
+    use std::sync::{Arc, Mutex};
 
     async fn read(bytes: &[u8]) -> io::Result<Option<(FrameHeader, Vec<u8>)>> {
-        let mut body = Vec::new();
-        let mut stream = bytes;
-        Ok(read_frame(&mut stream, &mut body).await?.map(|header| (header, body)))
+        let mut reader = FrameReader::new(Trickle { bytes: bytes.to_vec(), at: 0, step: bytes.len().max(1) });
+        Ok(reader.next().await?.map(|header| (header, reader.body().to_vec())))
+    }
+
+    /// A stream that gives few bytes at a time.
+    struct Trickle {
+        bytes: Vec<u8>,
+        at: usize,
+        step: usize,
+    }
+
+    impl Source for Trickle {
+        async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+            let end = self.bytes.len().min(self.at + self.step);
+            let received = (&self.bytes[self.at..end]).read_vectored(into)?;
+            self.at += received;
+            Ok(received)
+        }
+    }
+
+    /// A stream that takes few bytes at a time.
+    struct Narrow {
+        taken: Arc<Mutex<Vec<u8>>>,
+        step: usize,
+    }
+
+    impl Sink for Narrow {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            let mut left = self.step;
+            let mut taken = self.taken.lock().unwrap();
+            for slice in from {
+                let now = slice.len().min(left);
+                taken.extend_from_slice(&slice[..now]);
+                left -= now;
+            }
+            Ok(self.step - left)
+        }
+    }
+
+    fn frames(payloads: &[usize]) -> impl Iterator<Item = Frame> + '_ {
+        payloads.iter().enumerate().map(|(i, &bytes)| {
+            let payload: Option<Payload> =
+                (bytes > 0).then(|| Box::new((0..bytes).map(|at| (at * 7 + i) as u8).collect::<Vec<u8>>()) as _);
+            Frame::new(9, i as u64, 0, &vec![i as u8; i * 1000], payload)
+        })
+    }
+
+    #[tokio::test]
+    async fn frames_come_through_any_stream_as_they_were() {
+        let payloads = [0, 1, 5000, 0, 70_000, 4096, 1 << 20, 3, 0];
+        for step in [1000, 4096, 4097, 65_536, 10 << 20] {
+            let (sender, queue) = mpsc::channel(16);
+            for frame in frames(&payloads) {
+                sender.try_send(frame).map_err(|_| ()).unwrap();
+            }
+            drop(sender);
+            let taken = Arc::default();
+            write_frames(Narrow { taken: Arc::clone(&taken), step }, queue, Duration::from_secs(1)).await.unwrap();
+            let bytes = taken.lock().unwrap().clone();
+            let mut reader = FrameReader::new(Trickle { bytes, at: 0, step });
+            for (i, expected) in frames(&payloads).enumerate() {
+                let header = reader.next().await.unwrap().unwrap();
+                assert_eq!((header.request, reader.body().len()), (i as u64, i * 1000));
+                let mut memory = vec![0; header.payload_bytes as usize];
+                let mut seen = Vec::new();
+                if i == 6 {
+                    reader.discard(memory.len()).await.unwrap();
+                    continue;
+                }
+                reader.payload(&mut memory, |piece| seen.extend_from_slice(piece)).await.unwrap();
+                assert!(memory == expected.payload_bytes() && seen == memory, "frame {i}, step {step}");
+            }
+            assert!(reader.next().await.unwrap().is_none());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_takes_nothing_is_given_up() {
+        struct Stuck;
+        impl Sink for Stuck {
+            async fn send(&mut self, _: &[IoSlice<'_>]) -> io::Result<usize> {
+                std::future::pending().await
+            }
+        }
+        let (sender, queue) = mpsc::channel(1);
+        sender.send(frames(&[10]).next().unwrap()).await.map_err(|_| ()).unwrap();
+        let error = write_frames(Stuck, queue, Duration::from_secs(3)).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
     #[tokio::test]

@@ -23,14 +23,14 @@
 
 mod frame;
 mod message;
+mod stream;
 
-pub use frame::{
-    Frame, FrameHeader, HEADER_BYTES, IO_BUFFER_BYTES, MAX_BODY_BYTES, Payload, discard, read_frame, write_frames,
-};
+pub use frame::{Frame, FrameHeader, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, Payload, write_frames};
 pub use message::{
-    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS,
-    MemberEntry, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
+    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS,
+    MemberEntry, PinKind, PutName, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
+pub use stream::{Sink, Source};
 
 /// Protocol version of this build.
 pub const PROTOCOL_VERSION: u16 = 1;

@@ -7,6 +7,8 @@ use larder_format::{MAX_PARTS, NamespaceDescriptor, NamespaceId, PageKey, PageMe
 
 /// Most keys in one message.
 pub const MAX_KEYS: usize = 8192;
+/// Most pages reserved, or sealed, by one message.
+pub const MAX_PUTS: usize = 1024;
 /// Most members a node keeps.
 pub const MAX_MEMBERS: usize = 1024;
 /// Most bytes of a member's name.
@@ -124,6 +126,15 @@ pub struct Reserved {
     pub part_bytes: Vec<u32>,
 }
 
+/// A page being put: one of those that a request reserved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PutName {
+    /// Number of the request that reserved it.
+    pub request: u64,
+    /// Index in that request.
+    pub index: u32,
+}
+
 /// A registered process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberEntry {
@@ -151,28 +162,22 @@ pub enum Request {
     Locate(Vec<PageKey>),
     /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
     Get(Vec<PageKey>),
-    /// Room for a page → [`Response::Reserved`]. If it is granted, the number of this request is the number of the put: the
-    /// client can give up a put whose grant it never heard of.
-    Reserve(Reserved),
-    /// One part of a granted put, as payload; no answer.
+    /// Room for pages → [`Response::Reserved`]. What is granted is named by this request: the client can give up puts whose
+    /// grant it never heard of, and send parts before it has; those of pages that were not granted are thrown away.
+    Reserve(Vec<Reserved>),
+    /// One part of a put, as payload; no answer.
     Part {
         /// The put.
-        put: u64,
+        put: PutName,
         /// Part index.
         part: u32,
         /// CRC of each chunk.
         crcs: Vec<u32>,
     },
-    /// Seals a put → [`Response::Committed`].
-    Commit {
-        /// The put.
-        put: u64,
-    },
+    /// Seals puts → [`Response::Committed`].
+    Commit(Vec<PutName>),
     /// Gives a put up; no answer.
-    Abort {
-        /// The put.
-        put: u64,
-    },
+    Abort(PutName),
     /// A page that is there, being written or about to be → [`Response::Part`]s, then [`Response::FollowEnd`].
     Follow(PageKey),
     /// Brings pages into L2 → [`Response::Count`] of those in L2.
@@ -196,7 +201,7 @@ pub enum Request {
     Members,
     /// The node's state → [`Response::Status`].
     Status,
-    /// Stop working on this request, and give up the put it reserved; no answer.
+    /// Stop working on this request, and give up the puts it reserved; no answer.
     Cancel(u64),
     /// Is the page you hold the one with these chunk CRCs? → [`Response::Committed`]: already there, refused, or
     /// incomplete if there is none.
@@ -264,13 +269,10 @@ pub enum Response {
         /// Present if sealed.
         meta: Option<PageMeta>,
     },
-    /// Answer to Reserve.
-    Reserved {
-        /// Granted or why not.
-        outcome: ReserveOutcome,
-    },
-    /// Answer to Commit.
-    Committed(CommitOutcome),
+    /// Answer to Reserve, in the order of the pages: granted or why not.
+    Reserved(Vec<ReserveOutcome>),
+    /// Answer to Commit, in the order of the puts, and to Compare.
+    Committed(Vec<CommitOutcome>),
     /// A number.
     Count(u32),
     /// All members.
@@ -288,6 +290,15 @@ pub enum Response {
 
 fn put_keys(out: &mut Vec<u8>, keys: &[PageKey]) {
     out.put_list(keys, |out, key| out.put(&key.0));
+}
+
+fn put_name(out: &mut Vec<u8>, put: &PutName) {
+    out.put_u64(put.request);
+    out.put_u32(put.index);
+}
+
+fn name_of_put(reader: &mut Reader<'_>) -> Result<PutName> {
+    Ok(PutName { request: reader.u64("put")?, index: reader.u32("index of a put")? })
 }
 
 fn key(reader: &mut Reader<'_>) -> Result<PageKey> {
@@ -333,26 +344,28 @@ impl Request {
                 put_keys(&mut out, keys);
                 3
             }
-            Request::Reserve(page) => {
-                out.put(&page.key.0);
-                out.put(&page.parent.0);
-                out.put_u32(page.position);
-                out.put_u64(page.ttl_ms);
-                out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
+            Request::Reserve(pages) => {
+                out.put_list(pages, |out, page| {
+                    out.put(&page.key.0);
+                    out.put(&page.parent.0);
+                    out.put_u32(page.position);
+                    out.put_u64(page.ttl_ms);
+                    out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
+                });
                 4
             }
             Request::Part { put, part, crcs } => {
-                out.put_u64(*put);
+                put_name(&mut out, put);
                 out.put_u32(*part);
                 out.put_list(crcs, |out, &c| out.put_u32(c));
                 5
             }
-            Request::Commit { put } => {
-                out.put_u64(*put);
+            Request::Commit(puts) => {
+                out.put_list(puts, put_name);
                 6
             }
-            Request::Abort { put } => {
-                out.put_u64(*put);
+            Request::Abort(put) => {
+                put_name(&mut out, put);
                 7
             }
             Request::Follow(key) => {
@@ -420,16 +433,18 @@ impl Request {
             },
             2 => Request::Locate(keys(&mut r)?),
             3 => Request::Get(keys(&mut r)?),
-            4 => Request::Reserve(Reserved {
-                key: key(&mut r)?,
-                parent: key(&mut r)?,
-                position: r.u32("position")?,
-                ttl_ms: r.u64("ttl")?,
-                part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
-            }),
-            5 => Request::Part { put: r.u64("put")?, part: r.u32("part")?, crcs: crcs(&mut r)? },
-            6 => Request::Commit { put: r.u64("put")? },
-            7 => Request::Abort { put: r.u64("put")? },
+            4 => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| {
+                Ok(Reserved {
+                    key: key(r)?,
+                    parent: key(r)?,
+                    position: r.u32("position")?,
+                    ttl_ms: r.u64("ttl")?,
+                    part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
+                })
+            })?),
+            5 => Request::Part { put: name_of_put(&mut r)?, part: r.u32("part")?, crcs: crcs(&mut r)? },
+            6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", name_of_put)?),
+            7 => Request::Abort(name_of_put(&mut r)?),
             8 => Request::Follow(key(&mut r)?),
             9 => Request::Warm(keys(&mut r)?),
             10 => Request::Forget(keys(&mut r)?),
@@ -498,12 +513,12 @@ impl Response {
                 }
                 134
             }
-            Response::Reserved { outcome } => {
-                out.put_u8(outcome.code());
+            Response::Reserved(outcomes) => {
+                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
                 135
             }
-            Response::Committed(outcome) => {
-                out.put_u8(outcome.code());
+            Response::Committed(outcomes) => {
+                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
                 136
             }
             Response::Count(count) => {
@@ -559,8 +574,8 @@ impl Response {
                 state: FollowState::from_code(r.u8("state")?)?,
                 meta: optional(&mut r, PageMeta::decode)?,
             },
-            135 => Response::Reserved { outcome: ReserveOutcome::from_code(r.u8("outcome")?)? },
-            136 => Response::Committed(CommitOutcome::from_code(r.u8("outcome")?)?),
+            135 => Response::Reserved(r.list(MAX_PUTS, "outcomes", |r| ReserveOutcome::from_code(r.u8("outcome")?))?),
+            136 => Response::Committed(r.list(MAX_PUTS, "outcomes", |r| CommitOutcome::from_code(r.u8("outcome")?))?),
             137 => Response::Count(r.u32("count")?),
             138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
                 Ok(MemberEntry {
@@ -594,20 +609,21 @@ mod tests {
     #[test]
     fn requests_round_trip() {
         let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
+        let put = PutName { request: 3, index: 1 };
         for message in [
             Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
             Request::Locate(vec![PageKey([1; 32]); 3]),
             Request::Get(vec![]),
-            Request::Reserve(Reserved {
+            Request::Reserve(vec![Reserved {
                 key: PageKey([1; 32]),
                 parent: PageKey::NONE,
                 position: 7,
                 ttl_ms: 1,
                 part_bytes: vec![1, 2],
-            }),
-            Request::Part { put: 1, part: 2, crcs },
-            Request::Commit { put: 3 },
-            Request::Abort { put: 3 },
+            }]),
+            Request::Part { put, part: 2, crcs },
+            Request::Commit(vec![put; 3]),
+            Request::Abort(put),
             Request::Follow(PageKey([4; 32])),
             Request::Warm(vec![PageKey([1; 32])]),
             Request::Forget(vec![PageKey([1; 32])]),
@@ -638,8 +654,8 @@ mod tests {
             Response::End,
             Response::Part { part: 1, crcs: vec![7] },
             Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
-            Response::Reserved { outcome: ReserveOutcome::Granted },
-            Response::Committed(CommitOutcome::Refused),
+            Response::Reserved(vec![ReserveOutcome::Granted, ReserveOutcome::Busy]),
+            Response::Committed(vec![CommitOutcome::Refused]),
             Response::Count(5),
             Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
             Response::Status("{}".into()),

@@ -1,0 +1,161 @@
+//! Putting whole pages, many at a time: one reservation, all parts behind each other, one commit.
+
+use crate::link::Live;
+use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, outcome_of};
+use crate::sink::Sink;
+use bytes::Bytes;
+use futures::future::join_all;
+use larder_format::chunk_crcs;
+use larder_wire::{CommitOutcome, PutName, Request, ReserveOutcome, Reserved, Response};
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::oneshot;
+
+/// Bytes that are sent before the node has said which pages it wants: a round trip's worth.
+const EAGER_BYTES: usize = 1 << 20;
+
+/// Pages of one reservation.
+struct Batch<'a> {
+    node: &'a Arc<Live>,
+    number: u64,
+    pages: Vec<(NewPage, Bytes)>,
+    part_table: &'a [u32],
+    deadline: Instant,
+}
+
+/// Puts pages at `node`; how each ended, in order. Pages whose bytes are not of a page's length are lost.
+pub(crate) async fn put_pages(
+    node: &Arc<Live>,
+    pages: Vec<(NewPage, Bytes)>,
+    options: PutOptions,
+    part_table: &[u32],
+    deadline: Instant,
+) -> Vec<PutOutcome> {
+    let batch = Batch { node, number: node.number(), pages, part_table, deadline };
+    // Until the last answer, the node hears of it if this is given up: it may have granted what we were not told.
+    let mut open = CancelOnDrop { node, request: batch.number, armed: true };
+    let outcomes = batch.run(options).await;
+    open.armed = !outcomes.iter().all(|outcome| *outcome != PutOutcome::Lost);
+    outcomes
+}
+
+impl Batch<'_> {
+    async fn run(&self, options: PutOptions) -> Vec<PutOutcome> {
+        let count = self.pages.len();
+        let lost = || vec![PutOutcome::Lost; count];
+        let reserved = self.pages.iter().map(|(page, _)| Reserved {
+            key: page.key,
+            parent: page.parent,
+            position: page.position,
+            ttl_ms: options.ttl_ms(),
+            part_bytes: self.part_table.to_vec(),
+        });
+        let request = Request::Reserve(reserved.collect());
+        let (reply, mut answer) = oneshot::channel();
+        let begun = self.node.begin(self.number, &request, Sink::Reply(reply), self.deadline).await;
+        let Some(_begun) = begun else { return lost() };
+
+        let (mut sent, mut bytes, mut granted) = (0, 0, None);
+        while sent < count && bytes < EAGER_BYTES && granted.is_none() {
+            if !self.send(sent).await {
+                return lost();
+            }
+            bytes += self.pages[sent].1.len();
+            sent += 1;
+            granted = answer.try_recv().ok();
+        }
+        if sent == count && granted.is_none() {
+            // All of it is on its way: so may be the commit.
+            let (granted, committed) = futures::join!(self.hear(answer), self.commit((0..count).collect()));
+            let Some(outcomes) = granted else { return lost() };
+            return self.conclude(&outcomes, committed).await;
+        }
+        let granted = match granted {
+            Some(response) => self.outcomes(response),
+            None => self.hear(answer).await,
+        };
+        let Some(outcomes) = granted else { return lost() };
+        let wanted: Vec<usize> = (0..count).filter(|&i| outcomes[i] == ReserveOutcome::Granted).collect();
+        for &index in wanted.iter().filter(|&&index| index >= sent) {
+            if !self.send(index).await {
+                return lost();
+            }
+        }
+        let committed = self.commit(wanted).await;
+        self.conclude(&outcomes, committed).await
+    }
+
+    async fn hear(&self, answer: oneshot::Receiver<Response>) -> Option<Vec<ReserveOutcome>> {
+        let response = tokio::time::timeout_at(self.deadline.into(), answer).await.ok()?.ok()?;
+        self.outcomes(response)
+    }
+
+    fn outcomes(&self, response: Response) -> Option<Vec<ReserveOutcome>> {
+        match response {
+            Response::Reserved(outcomes) if outcomes.len() == self.pages.len() => Some(outcomes),
+            Response::Error { .. } => Some(vec![ReserveOutcome::Busy; self.pages.len()]),
+            _ => None,
+        }
+    }
+
+    fn name(&self, index: usize) -> PutName {
+        PutName { request: self.number, index: index as u32 }
+    }
+
+    /// Sends the parts of a page.
+    async fn send(&self, index: usize) -> bool {
+        let mut from = 0;
+        for (part, &length) in (0..).zip(self.part_table) {
+            let bytes = self.pages[index].1.slice(from..from + length as usize);
+            from += length as usize;
+            let message = Request::Part { put: self.name(index), part, crcs: chunk_crcs(&bytes).collect() };
+            if !self.node.send(&message, Some(Box::new(bytes)), self.deadline).await {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Seals pages; how that went, by page.
+    async fn commit(&self, indices: Vec<usize>) -> Option<Vec<(usize, CommitOutcome)>> {
+        if indices.is_empty() {
+            return Some(Vec::new());
+        }
+        let request = Request::Commit(indices.iter().map(|&index| self.name(index)).collect());
+        match self.node.ask(&request, self.deadline).await? {
+            Response::Committed(outcomes) if outcomes.len() == indices.len() => {
+                Some(indices.into_iter().zip(outcomes).collect())
+            }
+            _ => None,
+        }
+    }
+
+    async fn conclude(
+        &self,
+        reserved: &[ReserveOutcome],
+        committed: Option<Vec<(usize, CommitOutcome)>>,
+    ) -> Vec<PutOutcome> {
+        let mut sealed = vec![None; self.pages.len()];
+        for (index, outcome) in committed.into_iter().flatten() {
+            sealed[index] = Some(outcome);
+        }
+        let ends = reserved.iter().zip(sealed).zip(&self.pages).map(|((reserved, sealed), (page, bytes))| async move {
+            match reserved {
+                ReserveOutcome::Granted => sealed.map_or(PutOutcome::Lost, outcome_of),
+                ReserveOutcome::Exists => {
+                    let mut from = 0;
+                    let crcs = self.part_table.iter().flat_map(|&length| {
+                        let part = &bytes[from..from + length as usize];
+                        from += length as usize;
+                        chunk_crcs(part).collect::<Vec<u32>>()
+                    });
+                    compare(self.node, page.key, crcs.collect(), self.deadline).await
+                }
+                ReserveOutcome::InProgress => PutOutcome::InProgress,
+                ReserveOutcome::Busy => PutOutcome::Busy,
+                ReserveOutcome::Malformed => PutOutcome::Lost,
+            }
+        });
+        join_all(ends).await
+    }
+}
