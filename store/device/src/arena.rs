@@ -8,6 +8,7 @@ use larder_format::disk::BLOCK_BYTES;
 use parking_lot::Mutex;
 use std::io;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ mod mapping;
 mod parts;
 
 use mapping::Mapping;
+pub use mapping::Sharing;
 pub use parts::{Piece, PieceMut};
 
 /// Unit and alignment of slots.
@@ -27,10 +29,15 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps and touches `bytes` (rounded up to whole units).
+    /// Maps and touches `bytes` (rounded up to whole units) for this process alone.
     pub fn new(bytes: usize) -> io::Result<Arc<Arena>> {
+        Self::with(bytes, Sharing::Never)
+    }
+
+    /// Maps and touches `bytes` (rounded up to whole units).
+    pub fn with(bytes: usize, sharing: Sharing) -> io::Result<Arc<Arena>> {
         let bytes = bytes.max(1).next_multiple_of(UNIT_BYTES);
-        let mapping = Mapping::new(bytes)?;
+        let mapping = Mapping::new(bytes, sharing)?;
         let extents = Mutex::new(ExtentAllocator::new((bytes / UNIT_BYTES) as u64));
         Ok(Arc::new(Arena { extents, mapping }))
     }
@@ -83,9 +90,9 @@ impl Arena {
         unsafe { *self.mapping.start().add(byte).as_ptr() ^= 1 << (bit % 8) };
     }
 
-    /// The file descriptor of the mapping, if it is one that other processes can map (a memfd).
-    pub fn memfd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
-        self.mapping.memfd()
+    /// The file that is mapped, if other processes can map it: its first [`Arena::capacity`] bytes are the arena.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.mapping.file()
     }
 
     /// Start and length, for registration with a device.
@@ -241,6 +248,8 @@ impl std::fmt::Debug for Slot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
 
     #[test]
     fn memory_goes_back_when_the_last_owner_is_gone() {
@@ -317,7 +326,21 @@ mod tests {
 
     #[test]
     fn an_arena_starts_at_a_huge_page() {
-        let arena = Arena::new(8 << 20).unwrap();
-        assert_eq!(arena.span().0.as_ptr() as usize % (2 << 20), 0);
+        for sharing in [Sharing::Never, Sharing::IfHuge, Sharing::Always] {
+            let arena = Arena::with(8 << 20, sharing).unwrap();
+            assert_eq!(arena.span().0.as_ptr() as usize % (2 << 20), 0);
+        }
+    }
+
+    #[test]
+    fn what_is_shared_is_the_arena() {
+        let arena = Arena::with((4 << 20) + 5000, Sharing::Always).unwrap();
+        let mut slot = arena.allocate(9000).unwrap();
+        slot.fill(3);
+        let file = File::from(arena.file().expect("it is shared").try_clone_to_owned().unwrap());
+        let mut seen = vec![0; 9000];
+        file.read_exact_at(&mut seen, slot.arena_offset() as u64).unwrap();
+        assert!(seen == slot[..]);
+        assert!(Arena::new(1 << 20).unwrap().file().is_none());
     }
 }

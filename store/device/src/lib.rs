@@ -23,7 +23,7 @@ pub mod seam;
 mod stats;
 mod timers;
 
-pub use arena::{Arena, Piece, PieceMut, Slot, SlotMut};
+pub use arena::{Arena, Piece, PieceMut, Sharing, Slot, SlotMut};
 pub use clock::Clock;
 pub use device::FileDevice;
 pub use directory::{OpenError, segment_name};

@@ -2,21 +2,38 @@
 //!
 //! Always true: `len` bytes from `start` are mapped, readable, writable and backed by memory from `new` until drop.
 
+use rustix::fs::{MemfdFlags, Mode, OFlags, fchmod, memfd_create, openat};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
 const HUGE_BYTES: usize = 2 << 20;
 const SHMEM_MODE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+/// Who opens the file again, by way of a descriptor that was handed over, may read.
+const READ_ONLY: Mode = Mode::RUSR;
 
 pub(super) struct Mapping {
     start: NonNull<u8>,
     len: usize,
     /// What was mapped for `start` to be aligned.
     mapped: (NonNull<u8>, usize),
-    memfd: Option<File>,
+    /// What is mapped, if others can map it too.
+    file: Option<File>,
     huge_pages: bool,
+}
+
+/// Whether other processes shall be able to map an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// No.
+    Never,
+    /// If it can lie on huge pages then. Devices move small pages more slowly.
+    IfHuge,
+    /// Yes, on small pages if need be.
+    Always,
 }
 
 // SAFETY: a mapping is plain memory that any thread may use; who may touch which bytes is decided by the slots.
@@ -25,13 +42,21 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub(super) fn new(len: usize) -> io::Result<Mapping> {
-        let memfd = if shared_memory_can_be_huge() { Some(memfd(len)?) } else { None };
-        let mapped = map(len, memfd.as_ref())?;
+    pub(super) fn new(len: usize, sharing: Sharing) -> io::Result<Mapping> {
+        let file = match sharing {
+            Sharing::Never => None,
+            _ => match huge_file(len) {
+                Ok(file) => Some(file),
+                // It takes CAP_SYS_ADMIN; the other way takes an administrator who has allowed it.
+                Err(_) if shared_memory_can_be_huge() || sharing == Sharing::Always => Some(memfd(len)?),
+                Err(_) => None,
+            },
+        };
+        let mapped = map(len, file.as_ref())?;
         let lead = mapped.0.as_ptr().align_offset(HUGE_BYTES);
         // SAFETY: `map` maps HUGE_BYTES more than `len`, so the aligned start and `len` bytes behind it lie inside.
         let start = unsafe { mapped.0.add(lead) };
-        let mut mapping = Mapping { start, len, mapped, memfd, huge_pages: false };
+        let mut mapping = Mapping { start, len, mapped, file, huge_pages: false };
         mapping.advise_huge();
         mapping.touch()?;
         mapping.huge_pages = len >= HUGE_BYTES && huge_bytes(start.as_ptr() as usize, len) >= len / 2;
@@ -50,8 +75,8 @@ impl Mapping {
         self.huge_pages
     }
 
-    pub(super) fn memfd(&self) -> Option<BorrowedFd<'_>> {
-        self.memfd.as_ref().map(AsFd::as_fd)
+    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
     }
 
     fn advise_huge(&self) {
@@ -105,19 +130,30 @@ fn shared_memory_can_be_huge() -> bool {
 }
 
 fn memfd(len: usize) -> io::Result<File> {
-    // SAFETY: the name is a C string; the result is checked.
-    let fd = unsafe { libc::memfd_create(c"larder-arena".as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a fresh descriptor that nobody else owns.
-    let file = unsafe { File::from_raw_fd(fd) };
+    let file = File::from(memfd_create(c"larder-arena", MemfdFlags::CLOEXEC)?);
+    fchmod(&file, READ_ONLY)?;
     file.set_len(len as u64)?;
     Ok(file)
 }
 
+/// A nameless file on a tmpfs of its own, which is mounted nowhere: so it lies on huge pages whatever the system's setting
+/// for shared memory is.
+fn huge_file(len: usize) -> io::Result<File> {
+    let bytes = len.next_multiple_of(HUGE_BYTES);
+    let system = fsopen(c"tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_set_string(system.as_fd(), c"huge", c"always")?;
+    fsconfig_set_string(system.as_fd(), c"size", bytes.to_string())?;
+    fsconfig_set_string(system.as_fd(), c"mode", c"0700")?;
+    fsconfig_create(system.as_fd())?;
+    let mount = fsmount(system.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = File::from(openat(&mount, c".", flags, READ_ONLY)?);
+    file.set_len(bytes as u64)?;
+    Ok(file)
+}
+
 /// Maps `len` bytes so that they can begin at a huge page: reserves a little more and puts the mapping inside.
-fn map(len: usize, memfd: Option<&File>) -> io::Result<(NonNull<u8>, usize)> {
+fn map(len: usize, file: Option<&File>) -> io::Result<(NonNull<u8>, usize)> {
     let reserved = len.checked_add(HUGE_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
     let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -127,7 +163,7 @@ fn map(len: usize, memfd: Option<&File>) -> io::Result<(NonNull<u8>, usize)> {
         return Err(io::Error::last_os_error());
     }
     let base_pointer = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    if let Some(file) = memfd {
+    if let Some(file) = file {
         let lead = base_pointer.as_ptr().align_offset(HUGE_BYTES);
         // SAFETY: the target lies in the reservation just made, which nobody uses yet.
         let mapped = unsafe {

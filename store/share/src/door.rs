@@ -1,0 +1,77 @@
+//! The node's side.
+
+use crate::GREETING;
+use rustix::fs::{Mode, OFlags, open};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream};
+use tokio::io::{AsyncReadExt, Interest};
+use tokio::net::{UnixListener, UnixStream};
+
+/// Where processes of this machine come in.
+pub struct Door {
+    listener: UnixListener,
+}
+
+impl Door {
+    /// Opens a door of that name. Must be called inside a tokio runtime.
+    pub fn open(name: &str) -> io::Result<Door> {
+        let listener = StdListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
+        listener.set_nonblocking(true)?;
+        Ok(Door { listener: UnixListener::from_std(listener)? })
+    }
+
+    /// Waits for the next who comes in, of whatever user.
+    pub async fn accept(&self) -> io::Result<UnixStream> {
+        Ok(self.listener.accept().await?.0)
+    }
+}
+
+/// The file behind `file`, open for reading alone.
+pub fn read_only(file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// How long a process may look at the arena: as long as it holds its end.
+#[derive(Debug)]
+pub struct Tenure {
+    end: UnixStream,
+}
+
+impl Tenure {
+    /// Hands `bytes` bytes of `arena`, which is open for reading alone, to who came through the door, if it is of this user
+    /// or of root.
+    pub async fn begin(guest: &UnixStream, arena: BorrowedFd<'_>, bytes: u64) -> io::Result<Tenure> {
+        let (theirs, ours) = (guest.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
+        if theirs != ours && theirs != 0 {
+            let problem = format!("a process of user {theirs} is not shown the memory of user {ours}");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
+        }
+        let (end, far_end) = StdStream::pair()?;
+        end.set_nonblocking(true)?;
+        let descriptors = [arena, far_end.as_fd()];
+        let size = bytes.to_le_bytes();
+        let send = || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+            let message = [IoSlice::new(&GREETING), IoSlice::new(&size)];
+            Ok(sendmsg(guest, &message, &mut ancillary, SendFlags::NOSIGNAL)?)
+        };
+        let sent = guest.async_io(Interest::WRITABLE, send).await?;
+        if sent != GREETING.len() + size.len() {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        Ok(Tenure { end: UnixStream::from_std(end)? })
+    }
+
+    /// Waits until no process has the far end any more.
+    pub async fn over(mut self) {
+        let mut nothing = [0; 64];
+        while self.end.read(&mut nothing).await.is_ok_and(|bytes| bytes > 0) {}
+    }
+}

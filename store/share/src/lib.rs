@@ -1,0 +1,34 @@
+//! A store node's memory in the processes of its own machine.
+//!
+//! A node that can share its arena opens a [`Door`]: a UNIX socket without a place in the file system. Who comes through it
+//! and belongs to the same user gets the arena's file, read-only, and one end of a socket pair that carries nothing: its
+//! *tenure*. Bytes of the arena are read in place for as long as the node holds them for the reader ([`Held`]).
+//!
+//! Always true:
+//! - a process that came through a door can read the arena and cannot write it;
+//! - the tenure's far end is closed when nobody in that process can look at the arena any more, and not before: mapping and
+//!   descriptor have one owner, and the kernel closes both when the process dies. So the node knows, instead of guessing by a
+//!   clock, when memory that it held for a reader may be used again.
+//!
+//! Who maps a node's arena trusts that node: it is a process of the same user.
+
+mod copy;
+mod door;
+mod window;
+
+pub use copy::copy_out;
+pub use door::{Door, Tenure, read_only};
+pub use window::{Held, Window, attach};
+
+/// Names the machine, and this run of it: what two processes that could share memory have in common. `None` if the kernel
+/// does not say.
+pub fn machine() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_string()).filter(|id| !id.is_empty())
+}
+
+/// What a node says first to who came through its door: the number of bytes of its arena, after this.
+const GREETING: [u8; 8] = *b"LRDRMEM1";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,138 @@
+//! The reader's side.
+
+use crate::GREETING;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::ops::Deref;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream as StdStream};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+/// Goes through the door of that name: the stream to talk to the node on, and its arena. Must be called inside a tokio
+/// runtime; waits for the node as long as it takes.
+pub async fn attach(name: &str) -> io::Result<(UnixStream, Arc<Window>)> {
+    let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+    stream.set_nonblocking(true)?;
+    let stream = UnixStream::from_std(stream)?;
+    let mut size = [0; 8];
+    let descriptors = stream.async_io(Interest::READABLE, || greeting(&stream, &mut size)).await?;
+    let invalid = |what| io::Error::new(io::ErrorKind::InvalidData, what);
+    let [arena, tenure]: [OwnedFd; 2] =
+        descriptors.try_into().map_err(|_| invalid("the node's greeting has not two descriptors"))?;
+    let len = usize::try_from(u64::from_le_bytes(size)).map_err(|_| invalid("size of the node's arena"))?;
+    // Memory behind the end of the file would be fatal to touch.
+    let file_bytes = rustix::fs::fstat(&arena)?.st_size;
+    if len == 0 || u64::try_from(file_bytes).is_ok_and(|bytes| bytes < len as u64) {
+        return Err(invalid("size of the node's arena"));
+    }
+    // SAFETY: a new mapping at an address that the kernel chooses.
+    let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
+    let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+    Ok((stream, Arc::new(Window { start, len, _tenure: tenure })))
+}
+
+fn greeting(stream: &UnixStream, size: &mut [u8; 8]) -> io::Result<Vec<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut word = [0; GREETING.len()];
+    let into = &mut [IoSliceMut::new(&mut word), IoSliceMut::new(size)];
+    let received = recvmsg(stream, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
+    if received != GREETING.len() + size.len() || word != GREETING {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the node's greeting"));
+    }
+    let rights = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    Ok(rights.flatten().collect())
+}
+
+/// A node's arena, mapped for reading.
+pub struct Window {
+    start: NonNull<u8>,
+    len: usize,
+    /// Closed after the mapping is gone, which `drop` sees to.
+    _tenure: OwnedFd,
+}
+
+// SAFETY: the mapping is read-only memory that any thread may read.
+unsafe impl Send for Window {}
+// SAFETY: as above.
+unsafe impl Sync for Window {}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: exactly what was mapped; every `Held` has its window, so nobody looks any more.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+impl std::fmt::Debug for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Window").field("len", &self.len).finish()
+    }
+}
+
+impl Window {
+    /// Bytes of the arena.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: an arena has bytes.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Bytes that the node holds for this reader, until `release` is called when they are dropped. `None` if the arena has
+    /// no such bytes.
+    ///
+    /// The node vouches that nothing changes in them while it holds them.
+    pub fn hold(
+        self: &Arc<Self>,
+        offset: u64,
+        len: usize,
+        release: impl FnOnce() + Send + Sync + 'static,
+    ) -> Option<Held> {
+        let offset = usize::try_from(offset).ok()?;
+        let end = offset.checked_add(len)?;
+        (end <= self.len).then(|| Held { window: self.clone(), offset, len, release: Some(Box::new(release)) })
+    }
+}
+
+/// Bytes of a node's arena, in place.
+pub struct Held {
+    window: Arc<Window>,
+    offset: usize,
+    len: usize,
+    release: Option<Box<dyn FnOnce() + Send + Sync>>,
+}
+
+impl Deref for Held {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: offset + len <= length of the mapping (see `hold`), which the window keeps. Nobody writes there while the
+        // node holds the bytes: that is what it promised, and it is not told otherwise before this is dropped.
+        unsafe { std::slice::from_raw_parts(self.window.start.add(self.offset).as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(release) = self.release.take() {
+            release();
+        }
+    }
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("offset", &self.offset).field("len", &self.len).finish()
+    }
+}
