@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use bytes::Bytes;
 use clap::Parser;
-use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl};
+use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport, UrlError};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::io::{Read, Write};
@@ -22,6 +22,9 @@ struct Args {
     /// Megabytes moved per round
     #[arg(long, default_value_t = 512)]
     megabytes: usize,
+    /// How pages move: tcp, shm or auto
+    #[arg(long, default_value = "tcp", value_parser = transport)]
+    transport: Transport,
     /// Rounds; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -31,6 +34,10 @@ const PAGE_BYTES: [usize; 4] = [64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const L2_BYTES: u64 = 1 << 30;
 /// Most bytes the bare socket moves with one call.
 const BARE_CHUNK_BYTES: usize = 1 << 20;
+
+fn transport(name: &str) -> Result<Transport, UrlError> {
+    format!("larder://bench:1/?transport={name}").parse::<StoreUrl>().map(|url| url.transport)
+}
 
 fn main() -> Result<()> {
     let args = Args::parse();
@@ -92,7 +99,7 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     ensure!(geometry.page_bytes() == page_bytes, "the geometry makes pages of {page_bytes} bytes");
     let namespace =
         NamespaceDescriptor { model: "bench".into(), weights: [round as u8; 32], geometry, tenant: "bench".into() };
-    let url = StoreUrl { nodes: vec![node.to_string()] };
+    let url = StoreUrl { nodes: vec![node.to_string()], transport: args.transport };
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
     ensure!(client.ready(Duration::from_secs(5)).await, "the node answers");
     // No more than fits into L2 beside the rounds before it; those are evicted.

@@ -83,7 +83,7 @@ impl PageIndex for Client {
     }
 
     fn lookup(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize> {
-        Box::pin(async move { Client::lookup(self, &keys, deadline).await.tiers.len() })
+        Box::pin(async move { Client::lookup(self, &keys, Duration::ZERO, deadline).await.tiers.len() })
     }
 
     fn locate(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<Tier>>> {

@@ -51,9 +51,12 @@ impl OpenPut for PagePut {
     }
 }
 
+/// How long the store keeps what a lookup found for the reads that follow it.
+const HOLD: Duration = Duration::from_secs(30);
+
 impl PageStore for Client {
     fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
-        Box::pin(async move { Client::lookup(self, &keys, deadline).await })
+        Box::pin(async move { Client::lookup(self, &keys, HOLD, deadline).await })
     }
 
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {

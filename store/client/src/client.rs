@@ -7,13 +7,14 @@ use crate::members::{self, Member, Registration};
 use crate::pin::{Pinned, milliseconds};
 use crate::put::{self, Budget, NewPage, PagePut, PutOptions, PutOutcome};
 use crate::put_pages::put_pages;
-use crate::sink::{Got, PageSink, Sink};
+use crate::sink::{Got, PageEnd, PageSink, Sink};
 use crate::stats::{ClientStats, Counters, count};
-use crate::{StoreUrl, spread};
+use crate::view::{Later, PageView, ViewBytes, copy_checked};
+use crate::{StoreUrl, Transport, spread};
 use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
-use larder_wire::{MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
+use larder_wire::{MAX_HOLD_MS, MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,13 +39,39 @@ fn tier(code: TierCode) -> Option<Tier> {
 }
 
 /// What the nodes hold of a chain of pages.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct Lookup {
     /// Tier of each page of the longest servable prefix; its length is the prefix in pages.
     pub tiers: Vec<Tier>,
     /// Whether every node that owns one of the keys answered in time. If not, an empty prefix does not mean that nothing
     /// is there.
     pub answered: bool,
+    /// How many of these pages, from the first on, are held in L2 already. The others are brought there, one after the other.
+    pub held: usize,
+    /// How long a page on L3 is expected to take.
+    pub l3_expected: Duration,
+    /// Keeps the pages readable. They are let go of when this is dropped, or the time is over that was asked for.
+    pub lease: Lease,
+}
+
+/// Pages that nodes keep readable for this client.
+#[derive(Default)]
+pub struct Lease {
+    lookups: Vec<(Arc<Live>, u64)>,
+}
+
+impl std::fmt::Debug for Lease {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lease").field("nodes", &self.lookups.len()).finish()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        for (node, request) in &self.lookups {
+            node.tell_surely(&Request::Cancel(*request));
+        }
+    }
 }
 
 /// What forgetting came to.
@@ -84,6 +111,8 @@ pub struct NodeView {
     pub node_id: Option<String>,
     /// Its epoch, once known.
     pub epoch: Option<u64>,
+    /// How pages move between it and this client, once known.
+    pub transport: Option<Transport>,
     /// What the node says of its state (tiers, counters), JSON; present in [`Client::status`] only.
     pub status: Option<serde_json::Value>,
 }
@@ -131,8 +160,10 @@ impl Client {
     /// `namespace` is `None` for clients that only ask for members and status.
     pub fn attach(url: StoreUrl, namespace: Option<NamespaceDescriptor>, options: ClientOptions) -> Client {
         let stop = CancellationToken::new();
+        let transport = url.transport;
         let link = |address: String| {
             let options = LinkOptions {
+                transport,
                 address,
                 name: options.name.clone(),
                 namespace: namespace.clone(),
@@ -214,30 +245,49 @@ impl Client {
         join_all(asks).await
     }
 
-    /// Where each page lies, and whether every owner answered.
-    async fn ask_where(&self, keys: &[PageKey], deadline: Instant) -> (Vec<Option<Tier>>, bool) {
+    /// Where each page lies: `None` is nowhere.
+    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
         let mut located = vec![None; keys.len()];
-        let mut answered = 0;
         for (indices, answer) in self.ask_owners(keys, deadline, Request::Locate).await {
             if let Some(Response::Located(tiers)) = answer {
-                answered += tiers.len();
                 for (index, code) in indices.into_iter().zip(tiers) {
                     located[index] = tier(code);
                 }
             }
         }
-        (located, answered == keys.len())
+        located
     }
 
-    /// Where each page lies: `None` is nowhere.
-    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
-        self.ask_where(keys, deadline).await.0
-    }
-
-    /// The longest prefix of `keys` that the nodes can serve.
-    pub async fn lookup(&self, keys: &[PageKey], deadline: Instant) -> Lookup {
-        let (located, answered) = self.ask_where(keys, deadline).await;
-        Lookup { tiers: located.into_iter().map_while(|tier| tier).collect(), answered }
+    /// The longest prefix of `keys` that the nodes can serve, which they hold for `hold` (at most a minute; nothing is held
+    /// if it is zero) or until the lease is dropped.
+    pub async fn lookup(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
+        let hold_ms = u32::try_from(hold.as_millis()).unwrap_or(u32::MAX).min(MAX_HOLD_MS);
+        let asks = Self::batches(&self.nodes(), keys, MAX_KEYS).into_iter().map(|(node, indices)| {
+            let keys = indices.iter().map(|&index| keys[index]).collect();
+            async move {
+                let request = node.number();
+                // From now on, whatever comes of it, the node is told when it is over.
+                let lease = (hold_ms > 0).then(|| Lease { lookups: vec![(node.clone(), request)] });
+                let answer = node.ask_as(request, &Request::Lookup { keys, hold_ms }, deadline).await;
+                (indices, lease, answer)
+            }
+        });
+        let (mut located, mut is_held, mut answered) = (vec![None; keys.len()], vec![false; keys.len()], 0);
+        let mut lookup = Lookup::default();
+        for (indices, lease, answer) in join_all(asks).await {
+            let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
+            answered += indices.len();
+            for (place, (index, code)) in indices.into_iter().zip(tiers).enumerate() {
+                located[index] = tier(code);
+                is_held[index] = place < held as usize;
+            }
+            lookup.l3_expected = lookup.l3_expected.max(Duration::from_micros(l3_expected_us.into()));
+            lookup.lease.lookups.extend(lease.into_iter().flat_map(|mut lease| std::mem::take(&mut lease.lookups)));
+        }
+        lookup.answered = answered == keys.len();
+        lookup.tiers = located.into_iter().map_while(|tier| tier).collect();
+        lookup.held = is_held.iter().take(lookup.tiers.len()).take_while(|&&held| held).count();
+        lookup
     }
 
     /// Which of `keys` exist.
@@ -260,8 +310,12 @@ impl Client {
                     let (buffer, _) = buffers[index].take().expect("each index is in one batch");
                     (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
                 });
-                let wanted = wanted.collect();
-                async move { (indices, get_from(&node, wanted, deadline).await) }
+                let wanted: Vec<_> = wanted.collect();
+                async move {
+                    let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
+                    let pages = get_from(&node, wanted, deadline).await;
+                    (indices, copy_from(&node, &ids, pages).await)
+                }
             });
             let gets: Vec<_> = gets.collect();
             for (indices, pages) in join_all(gets).await {
@@ -271,10 +325,50 @@ impl Client {
             }
         }
         let answer: Vec<_> = buffers.into_iter().map(|b| b.expect("every batch hands its buffers back")).collect();
-        let hits = answer.iter().filter(|(_, tier)| tier.is_some()).count();
-        count(&self.inner.counters.get_hits, hits);
-        count(&self.inner.counters.get_misses, answer.len() - hits);
+        self.count_gets(answer.iter().filter(|(_, tier)| tier.is_some()).count(), answer.len());
         answer
+    }
+
+    /// Reads whole pages where they lie: in the memory of nodes on this machine, which keep them there until the views are
+    /// dropped; others are copied. `None` is a miss.
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub async fn view(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageView>> {
+        let Namespace { id: namespace, geometry } = *self.namespace();
+        let mut views: Vec<Option<PageView>> = keys.iter().map(|_| None).collect();
+        let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
+            let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
+            let wanted = indices.iter().map(|&index| (PageId { namespace, key: keys[index] }, buffer())).collect();
+            async move {
+                let pages = get_from(&node, wanted, deadline).await;
+                (node, indices, pages)
+            }
+        });
+        for (node, indices, pages) in join_all(gets).await {
+            for (index, PageEnd { buffer, got, held }) in indices.into_iter().zip(pages) {
+                let id = PageId { namespace, key: keys[index] };
+                let (bytes, got) = match held {
+                    Some((held, meta, code)) if meta.verify(&id, &held).is_ok() => {
+                        (Some(ViewBytes::Held(held)), Got::Had(code))
+                    }
+                    Some(_) => {
+                        node.suspect(&id);
+                        (None, Got::Corrupt)
+                    }
+                    None => (Some(ViewBytes::Copied(downcast::<Later>(buffer).bytes)), got),
+                };
+                views[index] = self.note(got).zip(bytes).map(|(tier, bytes)| PageView { bytes, tier });
+                tokio::task::consume_budget().await;
+            }
+        }
+        self.count_gets(views.iter().filter(|view| view.is_some()).count(), views.len());
+        views
+    }
+
+    fn count_gets(&self, hits: usize, all: usize) {
+        count(&self.inner.counters.get_hits, hits);
+        count(&self.inner.counters.get_misses, all - hits);
     }
 
     fn note(&self, got: Got) -> Option<Tier> {
@@ -464,6 +558,7 @@ impl Client {
                 up: live.is_some(),
                 node_id: live.as_ref().map(|node| node.node_id.clone()),
                 epoch: live.as_ref().map(|node| node.epoch),
+                transport: live.as_ref().map(|node| node.transport()),
                 status: match answer {
                     Some(Response::Status(json)) => serde_json::from_str(&json).ok(),
                     _ => None,
@@ -480,9 +575,31 @@ impl Client {
 }
 
 /// One Get at one node. Always hands every buffer back.
-async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
+async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<PageEnd> {
     let keys = wanted.iter().map(|(id, _)| id.key).collect();
     let (sink, done) = PageSink::new(wanted);
-    let begun = node.begin(node.number(), &Request::Get(keys), Sink::Pages(sink), deadline).await;
+    let in_place = node.transport() == Transport::Shm;
+    let begun = node.begin(node.number(), &Request::Get { keys, in_place }, Sink::Pages(sink), deadline).await;
     node.settle(begun, done, deadline).await
+}
+
+/// Copies pages that lie in the node's memory into their buffers.
+async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>) -> Vec<(DynBuffer, Got)> {
+    let mut copied = Vec::with_capacity(pages.len());
+    for (id, PageEnd { mut buffer, got, held }) in ids.iter().zip(pages) {
+        let got = match held {
+            None => got,
+            Some((held, meta, tier)) => match copy_checked(id, &meta, &held, buffer.bytes()) {
+                Ok(()) => Got::Had(tier),
+                Err(_) => {
+                    node.suspect(id);
+                    Got::Corrupt
+                }
+            },
+        };
+        copied.push((buffer, got));
+        // Copying takes the processor as long as it takes: others want it too.
+        tokio::task::consume_budget().await;
+    }
+    copied
 }

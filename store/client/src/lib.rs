@@ -7,13 +7,14 @@
 //! The store is a cache: nothing here fails because a node is away. A page that cannot be had in time is a miss, a page that
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
-//! Where things are: [`client`](Client) (what callers see) · `link` (one node: connect, multiplex, receive) · `sink` (where
-//! answers go, and the checks) · `put` · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
+//! Where things are: [`client`](Client) (what callers see) · `connect` (TCP, and from there to memory) · `link` (one node: multiplex, receive) · `sink` (where
+//! answers go, and the checks) · `put`, `put_pages` · `view` (pages in place) · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
 mod buffer;
 mod client;
 mod clock;
+mod connect;
 mod follow;
 mod link;
 mod members;
@@ -24,11 +25,13 @@ mod sink;
 mod spread;
 mod stats;
 mod url;
+mod view;
 
-pub use client::{Client, ClientOptions, Forgotten, Lookup, NodeView, Tier};
+pub use client::{Client, ClientOptions, Forgotten, Lease, Lookup, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
 pub use members::{Member, Registration};
 pub use pin::{PinKind, Pinned};
 pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
 pub use stats::ClientStats;
-pub use url::{StoreUrl, UrlError};
+pub use url::{StoreUrl, Transport, UrlError};
+pub use view::PageView;

@@ -1,11 +1,15 @@
-//! One node: connect, say hello, multiplex requests, receive answers, reconnect with backoff.
+//! One node: multiplex requests, receive answers, reconnect with backoff.
 
 use crate::clock::now;
+use crate::connect::{self, Reached, Streams};
 use crate::sink::Sink;
+use crate::url::Transport;
+use crate::view::Releases;
 use larder_format::codec::DecodeError;
-use larder_format::{Arriving, NamespaceDescriptor};
+use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
+use larder_share::{Held, Window};
 use larder_wire::{
-    Frame, FrameHeader, FrameReader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, Request, Response, Source,
+    Entry, Frame, FrameHeader, FrameReader, MAX_KEYS, Payload, Request, Response, Sink as ByteSink, Source,
     write_frames,
 };
 use parking_lot::Mutex;
@@ -14,9 +18,6 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::io::AsyncWriteExt;
-use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -41,6 +42,7 @@ pub(crate) struct LinkOptions {
     pub(crate) name: String,
     pub(crate) namespace: Option<NamespaceDescriptor>,
     pub(crate) connect_timeout: Duration,
+    pub(crate) transport: Transport,
 }
 
 /// A connected node.
@@ -53,6 +55,9 @@ pub(crate) struct Live {
     broken: CancellationToken,
     /// Frames received; grows while the node is alive and has something to say.
     frames: AtomicU64,
+    /// The node's memory, if it is on this machine.
+    window: Option<Arc<Window>>,
+    releases: Arc<Releases>,
 }
 
 /// Where the answers of this connection's requests go.
@@ -129,11 +134,15 @@ async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<L
     let mut said_away = false;
     loop {
         match connect(&options).await {
-            Ok((live, reader, writer, queue)) => {
-                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, "store node connected");
+            Ok((live, streams, queue)) => {
+                let transport = live.transport();
+                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, %transport, "store node connected");
                 (backoff, said_away) = (BACKOFF_MIN, false);
                 let connected = Connected::announce(&sender, live.clone());
-                let error = run(&live, reader, writer, queue).await;
+                let error = match streams {
+                    Streams::Tcp(reader, writer) => run(&live, reader, writer, queue).await,
+                    Streams::Local(reader, writer) => run(&live, reader, writer, queue).await,
+                };
                 drop(connected);
                 tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
             }
@@ -171,41 +180,8 @@ impl Drop for Connected<'_> {
     }
 }
 
-type Connection = (Arc<Live>, FrameReader<OwnedReadHalf>, OwnedWriteHalf, mpsc::Receiver<Frame>);
-
-async fn connect(options: &LinkOptions) -> io::Result<Connection> {
-    let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
-    let stream = TcpStream::connect(&options.address);
-    let stream = tokio::time::timeout(options.connect_timeout, stream).await.map_err(timed_out)??;
-    stream.set_nodelay(true)?;
-    let (read, mut write) = stream.into_split();
-    let mut reader = FrameReader::new(read);
-    let hello = Request::Hello {
-        version_min: PROTOCOL_VERSION_MIN,
-        version_max: PROTOCOL_VERSION,
-        name: options.name.clone(),
-        namespace: options.namespace.clone(),
-    };
-    let greet = async {
-        write.write_all(&hello.frame(0, 0, None).head).await?;
-        let header = reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        Response::decode(header.kind, reader.body()).map_err(invalid)
-    };
-    let answer = tokio::time::timeout(options.connect_timeout, greet).await.map_err(timed_out)??;
-    let (node_id, epoch) = match answer {
-        Response::Hello { node_id, epoch, version, namespace } => {
-            if !(PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION).contains(&version) {
-                return Err(invalid(DecodeError::Invalid("protocol version")));
-            }
-            // Pages are read and written under this name: both sides must derive the same one.
-            if namespace != options.namespace.as_ref().map(NamespaceDescriptor::id) {
-                return Err(invalid(DecodeError::Invalid("namespace in the node's hello")));
-            }
-            (node_id, epoch)
-        }
-        Response::Error { message, .. } => return Err(io::Error::other(format!("node refused: {message}"))),
-        _ => return Err(invalid(DecodeError::Invalid("answer to hello"))),
-    };
+async fn connect(options: &LinkOptions) -> io::Result<(Arc<Live>, Streams, mpsc::Receiver<Frame>)> {
+    let Reached { node_id, epoch, streams, window } = connect::reach(options).await?;
     let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
     let live = Live {
         node_id,
@@ -215,8 +191,10 @@ async fn connect(options: &LinkOptions) -> io::Result<Connection> {
         next: AtomicU64::new(1),
         broken: CancellationToken::new(),
         frames: AtomicU64::new(0),
+        window,
+        releases: Arc::default(),
     };
-    Ok((Arc::new(live), reader, write, queue))
+    Ok((Arc::new(live), streams, queue))
 }
 
 fn invalid(error: DecodeError) -> io::Error {
@@ -224,10 +202,10 @@ fn invalid(error: DecodeError) -> io::Error {
 }
 
 /// Moves frames until the connection ends; returns why.
-async fn run(
+async fn run<R: Source, W: ByteSink>(
     live: &Arc<Live>,
-    mut reader: FrameReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
+    mut reader: FrameReader<R>,
+    writer: W,
     queue: mpsc::Receiver<Frame>,
 ) -> io::Error {
     let ended = tokio::select! {
@@ -235,8 +213,19 @@ async fn run(
         sent = write_frames(writer, queue, STALL_TIMEOUT) => sent,
         received = receive(live, &mut reader) => received,
         silent = watch_for_silence(live) => Err(silent),
+        () = release(live) => Ok(()),
     };
     ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// Tells the node which pages need not be held any more, until the connection ends.
+async fn release(live: &Live) {
+    loop {
+        let entries = live.releases.take(MAX_KEYS).await;
+        if live.out.send(Request::Release(entries).frame(0, 0, None)).await.is_err() {
+            return;
+        }
+    }
 }
 
 /// A node that says nothing for [`SILENCE_PROBED`] is asked for a word, and given up if it does not come: its keys are
@@ -280,13 +269,23 @@ async fn place<S: Source>(
     sink: Option<Sink>,
 ) -> io::Result<Option<Sink>> {
     let bytes = header.payload_bytes as usize;
+    // Whatever becomes of the answer, what is held for it is released.
+    let held = match &response {
+        Response::Page { index, meta, place: Some(place), .. } => live.hold(header.request, *index, *place, meta),
+        _ => None,
+    };
     let Some(mut sink) = sink else {
         // Nobody waits for it any more.
         reader.discard(bytes).await?;
         return Ok(None);
     };
     match (&mut sink, response) {
-        (Sink::Pages(pages), Response::Page { index, tier, meta }) => {
+        (Sink::Pages(pages), Response::Page { index, tier, meta, place: Some(_) }) => {
+            pages.found(index, tier, meta, held);
+            reader.discard(bytes).await?;
+            Ok(Some(sink))
+        }
+        (Sink::Pages(pages), Response::Page { index, tier, meta, place: None }) => {
             let good = match pages.expect(index, &meta, bytes) {
                 Some(memory) => {
                     let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
@@ -299,8 +298,7 @@ async fn place<S: Source>(
                 }
             };
             if !good && let Some(id) = pages.id(index) {
-                tracing::error!(?id, node = %live.node_id, "page damaged on its way or at its source: a miss");
-                live.tell(&Request::Suspect(id.key));
+                live.suspect(&id);
             }
             Ok(Some(sink))
         }
@@ -353,6 +351,24 @@ fn milliseconds_left(deadline: Instant) -> u32 {
 }
 
 impl Live {
+    /// How pages move.
+    pub(crate) fn transport(&self) -> Transport {
+        if self.window.is_some() { Transport::Shm } else { Transport::Tcp }
+    }
+
+    /// The bytes of a page that the node holds for a request; `None` if it has no such bytes, or we none of its memory.
+    fn hold(&self, request: u64, index: u32, place: u64, meta: &PageMeta) -> Option<Held> {
+        let releases = self.releases.clone();
+        let release = move || releases.add(Entry { request, index });
+        self.window.as_ref()?.hold(place, meta.payload_bytes(), release)
+    }
+
+    /// The bytes of a page were not what was put: the node is to look at its copy.
+    pub(crate) fn suspect(&self, id: &PageId) {
+        tracing::error!(?id, node = %self.node_id, "page damaged on its way or at its source: a miss");
+        self.tell(&Request::Suspect(id.key));
+    }
+
     /// Sends a frame without a request's answer, if there is room now.
     pub(crate) fn tell(&self, request: &Request) -> bool {
         self.out.try_send(request.frame(0, 0, None)).is_ok()

@@ -6,7 +6,7 @@ use crate::pin::milliseconds;
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::{PageGeometry, PageKey, chunk_crcs};
-use larder_wire::{CommitOutcome, PutName, Request, ReserveOutcome, Reserved, Response};
+use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -220,7 +220,7 @@ async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
 }
 
 async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut Queue) -> Ended {
-    let (node, put) = (open.node, PutName { request: open.request, index: 0 });
+    let (node, put) = (open.node, Entry { request: open.request, index: 0 });
     while let Some(step) = queue.recv().await {
         let deadline = now() + ANSWER_TIMEOUT;
         match step {

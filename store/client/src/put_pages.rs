@@ -6,7 +6,7 @@ use crate::sink::Sink;
 use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::chunk_crcs;
-use larder_wire::{CommitOutcome, PutName, Request, ReserveOutcome, Reserved, Response};
+use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::oneshot;
@@ -98,8 +98,8 @@ impl Batch<'_> {
         }
     }
 
-    fn name(&self, index: usize) -> PutName {
-        PutName { request: self.number, index: index as u32 }
+    fn name(&self, index: usize) -> Entry {
+        Entry { request: self.number, index: index as u32 }
     }
 
     /// Sends the parts of a page.

@@ -6,6 +6,7 @@
 
 use crate::buffer::DynBuffer;
 use larder_format::{PageGeometry, PageId, PageKey, PageMeta};
+use larder_share::Held;
 use larder_wire::{FollowState, Response, TierCode};
 use std::ops::Range;
 use tokio::sync::oneshot;
@@ -31,42 +32,56 @@ pub(crate) enum Got {
 
 struct PageSlot {
     id: PageId,
-    buffer: DynBuffer,
-    got: Got,
+    end: PageEnd,
 }
 
-pub(crate) type Pages = Vec<(DynBuffer, Got)>;
+/// How one page of a Get ended.
+pub(crate) struct PageEnd {
+    pub(crate) buffer: DynBuffer,
+    pub(crate) got: Got,
+    /// The bytes lie in the node's memory, and are not checked yet; the buffer holds nothing then.
+    pub(crate) held: Option<(Held, PageMeta, TierCode)>,
+}
 
 /// Collects the pages of a Get.
 pub(crate) struct PageSink {
     slots: Vec<PageSlot>,
-    done: Option<oneshot::Sender<Pages>>,
+    done: Option<oneshot::Sender<Vec<PageEnd>>>,
 }
 
 impl PageSink {
-    pub(crate) fn new(pages: Vec<(PageId, DynBuffer)>) -> (Self, oneshot::Receiver<Pages>) {
+    pub(crate) fn new(pages: Vec<(PageId, DynBuffer)>) -> (Self, oneshot::Receiver<Vec<PageEnd>>) {
         let (done, receiver) = oneshot::channel();
-        let slots = pages.into_iter().map(|(id, buffer)| PageSlot { id, buffer, got: Got::Missed }).collect();
+        let slot = |(id, buffer)| PageSlot { id, end: PageEnd { buffer, got: Got::Missed, held: None } };
+        let slots = pages.into_iter().map(slot).collect();
         (Self { slots, done: Some(done) }, receiver)
     }
 
     /// Memory for the announced page, if it is the page that was asked for. Until [`PageSink::landed`] it counts as missed.
     pub(crate) fn expect(&mut self, index: u32, meta: &PageMeta, bytes: usize) -> Option<&mut [u8]> {
-        let slot = self.slots.get_mut(index as usize)?;
-        let fits = meta.payload_bytes() == bytes && slot.buffer.bytes().len() == bytes;
-        if meta.id != slot.id || !fits {
-            slot.got = Got::Corrupt;
+        let PageSlot { id, end } = self.slots.get_mut(index as usize)?;
+        end.held = None;
+        let fits = meta.payload_bytes() == bytes && end.buffer.bytes().len() == bytes;
+        if meta.id != *id || !fits {
+            end.got = Got::Corrupt;
             return None;
         }
-        slot.got = Got::Missed;
-        Some(slot.buffer.bytes())
+        end.got = Got::Missed;
+        Some(end.buffer.bytes())
     }
 
     /// A page was received into the memory that was expected; `good` says whether its bytes were what was put.
     pub(crate) fn landed(&mut self, index: u32, tier: TierCode, good: bool) -> bool {
         let Some(slot) = self.slots.get_mut(index as usize) else { return false };
-        slot.got = if good { Got::Had(tier) } else { Got::Corrupt };
+        slot.end.got = if good { Got::Had(tier) } else { Got::Corrupt };
         good
+    }
+
+    /// A page lies in the node's memory; `None` if it cannot be reached there.
+    pub(crate) fn found(&mut self, index: u32, tier: TierCode, meta: PageMeta, held: Option<Held>) {
+        let Some(slot) = self.slots.get_mut(index as usize) else { return };
+        slot.end.got = if held.is_some() { Got::Missed } else { Got::Corrupt };
+        slot.end.held = held.map(|held| (held, meta, tier));
     }
 
     pub(crate) fn id(&self, index: u32) -> Option<PageId> {
@@ -77,7 +92,7 @@ impl PageSink {
 impl Drop for PageSink {
     fn drop(&mut self) {
         if let Some(done) = self.done.take() {
-            let _ = done.send(self.slots.drain(..).map(|slot| (slot.buffer, slot.got)).collect());
+            let _ = done.send(self.slots.drain(..).map(|slot| slot.end).collect());
         }
     }
 }
@@ -205,7 +220,7 @@ mod tests {
             sink.landed(0, TierCode::L2, meta.verify(&id(7), payload).is_ok());
         }
         drop(sink);
-        done.try_recv().unwrap()[0].1
+        done.try_recv().unwrap()[0].got
     }
 
     #[test]

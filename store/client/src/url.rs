@@ -1,5 +1,6 @@
-//! `larder://host:port[,host:port…]/[?transport=tcp]`.
+//! `larder://host:port[,host:port…]/[?transport=auto|tcp|shm]`.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
@@ -9,6 +10,31 @@ use thiserror::Error;
 pub struct StoreUrl {
     /// `host:port` of every node, in the order given, without repeats.
     pub nodes: Vec<String>,
+    /// How pages move.
+    pub transport: Transport,
+}
+
+/// How pages move between a client and a node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// The best that both ends can: shared memory on one machine, else TCP.
+    #[default]
+    Auto,
+    /// TCP.
+    Tcp,
+    /// The node's memory, read in place. A node for which this is not possible counts as away.
+    Shm,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Auto => "auto",
+            Transport::Tcp => "tcp",
+            Transport::Shm => "shm",
+        })
+    }
 }
 
 /// Why a URL is not a store URL.
@@ -21,7 +47,7 @@ pub enum UrlError {
     #[error("'{0}' is not host:port")]
     Address(String),
     /// A query option that is not known, or not available.
-    #[error("unknown option '{0}' in store URL; known: transport=tcp")]
+    #[error("unknown option '{0}' in store URL; known: transport=auto, transport=tcp, transport=shm")]
     Option(String),
 }
 
@@ -34,10 +60,14 @@ impl FromStr for StoreUrl {
     fn from_str(text: &str) -> Result<Self, UrlError> {
         let rest = text.trim().strip_prefix("larder://").ok_or(UrlError::Scheme)?;
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let mut transport = Transport::default();
         for option in query.split('&').filter(|o| !o.is_empty()) {
-            if option != "transport=tcp" {
-                return Err(UrlError::Option(option.to_string()));
-            }
+            transport = match option {
+                "transport=auto" => Transport::Auto,
+                "transport=tcp" => Transport::Tcp,
+                "transport=shm" => Transport::Shm,
+                _ => return Err(UrlError::Option(option.to_string())),
+            };
         }
         let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
         if !path.is_empty() {
@@ -55,13 +85,17 @@ impl FromStr for StoreUrl {
                 nodes.push(address.to_string());
             }
         }
-        Ok(StoreUrl { nodes })
+        Ok(StoreUrl { nodes, transport })
     }
 }
 
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "larder://{}/", self.nodes.join(","))
+        write!(f, "larder://{}/", self.nodes.join(","))?;
+        match self.transport {
+            Transport::Auto => Ok(()),
+            transport => write!(f, "?transport={transport}"),
+        }
     }
 }
 
@@ -73,7 +107,9 @@ mod tests {
     fn parses_what_the_readme_shows() {
         let url: StoreUrl = "larder://127.0.0.1:7700,node-b:7700/?transport=tcp".parse().unwrap();
         assert_eq!(url.nodes, ["127.0.0.1:7700", "node-b:7700"]);
+        assert_eq!(url.transport, Transport::Tcp);
         assert_eq!(url.to_string().parse::<StoreUrl>().unwrap(), url);
+        assert_eq!("larder://a:1".parse::<StoreUrl>().unwrap().transport, Transport::Auto);
         assert_eq!("larder://[::1]:7700".parse::<StoreUrl>().unwrap().nodes, ["[::1]:7700"]);
     }
 

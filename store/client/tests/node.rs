@@ -1,14 +1,19 @@
-//! The client against a real node, over a real socket.
+//! The client against a real node: over TCP as `node`, by way of shared memory as `local`.
 
 use bytes::Bytes;
 use larder_client::{
-    Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier,
+    Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier, Transport,
 };
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+/// How pages move in this run of the tests.
+fn transport() -> Transport {
+    if env!("CARGO_CRATE_NAME") == "local" { Transport::Shm } else { Transport::Tcp }
+}
 
 fn geometry() -> PageGeometry {
     PageGeometry {
@@ -32,12 +37,13 @@ fn options(dir: Option<&Path>) -> NodeOptions {
         data_dir: dir.map(Path::to_path_buf),
         l2_bytes: 32 << 20,
         l3_bytes: 64 << 20,
+        share_memory: Some(transport() == Transport::Shm),
         ..NodeOptions::default()
     }
 }
 
 async fn attach(nodes: &[&Node], weights: u8) -> Client {
-    let url = StoreUrl { nodes: nodes.iter().map(|n| n.addr().to_string()).collect() };
+    let url = StoreUrl { nodes: nodes.iter().map(|n| n.addr().to_string()).collect(), transport: transport() };
     let client = Client::attach(url, Some(descriptor(weights)), ClientOptions::default());
     assert!(client.ready(Duration::from_secs(5)).await);
     client
@@ -93,7 +99,7 @@ async fn a_get_is_a_miss_or_exactly_what_was_put() {
         }
     }
     let keys: Vec<PageKey> = numbers.iter().map(|&n| key(n)).collect();
-    assert_eq!(client.lookup(&keys, soon()).await.tiers.len(), 50);
+    assert_eq!(client.lookup(&keys, Duration::ZERO, soon()).await.tiers.len(), 50);
     assert_eq!(client.exists(&keys, soon()).await.iter().filter(|&&e| e).count(), 50);
     assert_eq!(client.stats().corrupt, 0);
     node.shutdown().await;
@@ -135,6 +141,101 @@ async fn many_pages_are_put_at_once_and_each_is_told_how_it_ended() {
         assert!(begin.elapsed() < Duration::from_secs(5), "puts stay open");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
+    node.shutdown().await;
+}
+
+async fn held_bytes(node: &Node) -> u64 {
+    node.status()["tiers"]["l2"]["held_bytes"].as_u64().expect("a number")
+}
+
+/// Waits until the node holds nothing for readers.
+async fn nothing_is_held(node: &Node) {
+    let begin = Instant::now();
+    while held_bytes(node).await > 0 {
+        assert!(begin.elapsed() < Duration::from_secs(5), "{} bytes stay held", held_bytes(node).await);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn views_are_the_pages_and_outlive_all_but_their_reader() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let numbers: Vec<u32> = (0..40).collect();
+    client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+    let keys: Vec<PageKey> = (0..41).map(key).collect();
+    let views = client.view(&keys, soon()).await;
+    for (number, view) in (0..).zip(&views) {
+        match view {
+            Some(view) => {
+                assert!(view[..] == payload(number) && view.tier() == Tier::L2, "page {number}");
+                assert_eq!(view.in_place(), transport() == Transport::Shm);
+            }
+            None => assert_eq!(number, 40),
+        }
+    }
+    // Forgotten, crowded out by others, and its connection ended: what is looked at stays as it is.
+    assert!(client.forget(&keys, soon()).await.complete);
+    assert!(client.view(&keys[..2], soon()).await.iter().all(Option::is_none), "what is forgotten is not served");
+    for first in (1000..2000).step_by(100) {
+        let others: Vec<u32> = (first..first + 100).collect();
+        client.put_pages(pages(&others, payload), PutOptions::default(), soon()).await;
+    }
+    drop(client);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let other = attach(&[&node], 1).await;
+    other.put_pages(pages(&(3000..3200).collect::<Vec<u32>>(), payload), PutOptions::default(), soon()).await;
+    for (number, view) in (0..40).zip(views) {
+        assert!(view.expect("it was had")[..] == payload(number), "page {number} changed under its reader");
+    }
+    nothing_is_held(&node).await;
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn more_than_is_held_at_a_time_is_copied() {
+    // A quarter of L2, which is 8 MiB.
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let numbers: Vec<u32> = (0..180).collect();
+    assert!(numbers.len() * geometry().page_bytes() > 16 << 20);
+    client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+    let keys: Vec<PageKey> = numbers.iter().map(|&number| key(number)).collect();
+    let views = client.view(&keys, soon()).await;
+    for (number, view) in (0..).zip(&views) {
+        assert!(view.as_ref().expect("it is there")[..] == payload(number), "page {number}");
+    }
+    assert!(views.iter().flatten().any(|view| !view.in_place()));
+    assert!(held_bytes(&node).await <= 8 << 20);
+    drop(views);
+    nothing_is_held(&node).await;
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_lookup_holds_what_it_promised() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let numbers: Vec<u32> = (0..20).collect();
+    client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+    let keys: Vec<PageKey> = (0..25).map(key).collect();
+    let lookup = client.lookup(&keys, Duration::from_secs(20), soon()).await;
+    assert_eq!((lookup.tiers.len(), lookup.held, lookup.answered), (20, 20, true));
+    // Five times L2.
+    for first in (1000..1800).step_by(100) {
+        let others: Vec<u32> = (first..first + 100).collect();
+        client.put_pages(pages(&others, payload), PutOptions::default(), soon()).await;
+    }
+    for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
+        assert!(tier.is_some() && bytes == payload(*number), "page {number} was promised");
+    }
+    drop(lookup);
+    nothing_is_held(&node).await;
+    assert!(get(&client, &numbers).await.iter().any(|(_, tier)| tier.is_none()), "nothing keeps them any more");
+    // A lease that is not given back ends by itself.
+    let lookup = client.lookup(&[key(1799)], Duration::from_millis(200), soon()).await;
+    assert!(lookup.held == 1 && held_bytes(&node).await > 0);
+    nothing_is_held(&node).await;
     node.shutdown().await;
 }
 

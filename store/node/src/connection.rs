@@ -5,30 +5,35 @@
 //! does not read holds up nobody but itself. When the connection ends, its tasks end and its open puts are given up.
 
 use crate::clock::now;
+use crate::holds::Hold;
 use crate::node::Shared;
 use crate::puts::{Presence, Progress, Put};
 use crate::tiers::Page;
 use futures::StreamExt;
 use larder_format::codec::DecodeError;
 use larder_format::{Arriving, NamespaceId, PageId, PageKey};
+use larder_share::Tenure;
 use larder_wire::{
-    CommitOutcome, ErrorCode, FollowState, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN, Payload, PinKind, PutName, Request, ReserveOutcome, Reserved, Response, Source, TierCode,
-    write_frames,
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, FrameHeader, FrameReader, MAX_HOLD_MS, MAX_PIN_MS,
+    PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, PinKind, Request, ReserveOutcome, Reserved, Response, Sink,
+    Source, TierCode, write_frames,
 };
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map};
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
 /// Most requests of one connection that wait at a time, those with many keys counted several times; more are answered
 /// "busy".
 const REQUESTS_MAX: usize = 4096;
+/// Most lookups of one connection that hold pages at a time; more hold nothing.
+const LEASES_MAX: usize = 1024;
 /// Keys that count as one request.
 const KEYS_PER_PERMIT: usize = 64;
 /// Most pages that a connection holds for sending: a client that does not read pins no more.
@@ -51,8 +56,8 @@ const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
 /// However long a request says it waits, it waits no longer.
 const DEADLINE_MAX: Duration = Duration::from_secs(600);
 
-/// Serves one client until it leaves, misbehaves, or the node stops.
-pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
+/// Serves one client over TCP until it leaves, misbehaves, or the node stops.
+pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
     let peer = stream.peer_addr().map_or_else(|_| "?".to_string(), |a| a.to_string());
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%peer, %error, "TCP_NODELAY");
@@ -63,6 +68,45 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
         tracing::debug!(%peer, %error, "TCP keepalive");
     }
     let (read, write) = stream.into_split();
+    serve(shared, peer, read, write, Places::None).await;
+}
+
+/// Serves a process of this machine until it leaves, misbehaves, or the node stops. What it reads in place stays where it is
+/// until it lets go of it, or of the node's memory, however the connection ends.
+pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory: Arc<LocalMemory>) {
+    let peer = "a process of this machine".to_string();
+    let begin = Tenure::begin(&stream, memory.file.as_fd(), memory.bytes);
+    let tenure = match tokio::time::timeout(HELLO_TIMEOUT, begin).await {
+        Ok(Ok(tenure)) => tenure,
+        Ok(Err(error)) => return tracing::warn!(%error, "a process of this machine was not let in"),
+        Err(_) => return,
+    };
+    let held = Arc::default();
+    let after = Arc::clone(&held);
+    // Not one of the node's tasks: it takes as long as that process does, and stopping the node does not wait for it.
+    tokio::spawn(async move {
+        tenure.over().await;
+        drop(after);
+    });
+    let (read, write) = stream.into_split();
+    serve(shared, peer, read, write, Places::Some(held)).await;
+}
+
+/// The arena, for processes of this machine.
+pub(crate) struct LocalMemory {
+    /// Open for reading alone.
+    pub(crate) file: OwnedFd,
+    pub(crate) bytes: u64,
+}
+
+/// What a client reads in place, if it can.
+#[derive(Clone)]
+enum Places {
+    None,
+    Some(Arc<Mutex<BTreeMap<Entry, Hold>>>),
+}
+
+async fn serve<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W, places: Places) {
     let (sender, receiver) = mpsc::channel(SEND_QUEUE_FRAMES);
     let mut writer = AbortOnDrop(tokio::spawn(write_frames(write, receiver, STALL_TIMEOUT)));
     let connection = Connection {
@@ -71,6 +115,8 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream) {
         namespace: None,
         part_table: Vec::new(),
         puts: BTreeMap::new(),
+        places,
+        leases: BTreeMap::new(),
         tasks: Arc::default(),
         next_task: 0,
         permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
@@ -113,7 +159,10 @@ struct Connection {
     /// Parts of a page of that namespace.
     part_table: Vec<u32>,
     /// Open puts.
-    puts: BTreeMap<PutName, Arc<Put>>,
+    puts: BTreeMap<Entry, Arc<Put>>,
+    places: Places,
+    /// What lookups promised, by the number of the request.
+    leases: BTreeMap<u64, Arc<Lease>>,
     tasks: Tasks,
     next_task: u64,
     /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
@@ -130,6 +179,26 @@ impl Drop for Connection {
         for put in self.puts.values() {
             self.shared.store.abort(put);
         }
+    }
+}
+
+/// Pages held for a lookup, until it is cancelled or its time is over.
+#[derive(Default)]
+struct Lease {
+    /// `None` when it has ended.
+    holds: Mutex<Option<Vec<Hold>>>,
+}
+
+impl Lease {
+    fn add(&self, hold: Hold) {
+        if let Some(holds) = self.holds.lock().as_mut() {
+            holds.push(hold);
+        }
+    }
+
+    fn end(&self) {
+        let holds = self.holds.lock().take();
+        drop(holds);
     }
 }
 
@@ -180,7 +249,8 @@ impl Connection {
         tracing::debug!(client = %name, namespace = ?self.namespace, "connected");
         let identity = &self.shared.identity;
         let (node_id, epoch) = (identity.node_id.clone(), identity.epoch);
-        self.answer(header.request, Response::Hello { version, node_id, epoch, namespace: self.namespace }).await
+        let door = self.shared.door.clone();
+        self.answer(header.request, Response::Hello { version, node_id, epoch, namespace: self.namespace, door }).await
     }
 
     async fn dispatch(&mut self, header: &FrameHeader, message: Request) -> io::Result<()> {
@@ -223,7 +293,7 @@ impl Connection {
                 let outcomes = pages
                     .into_iter()
                     .zip(0..)
-                    .map(|(reserved, index)| self.reserve(PutName { request, index }, page(reserved.key), reserved));
+                    .map(|(reserved, index)| self.reserve(Entry { request, index }, page(reserved.key), reserved));
                 let outcomes = outcomes.collect();
                 self.answer(request, Response::Reserved(outcomes)).await
             }
@@ -241,10 +311,22 @@ impl Connection {
                 }
                 Ok(())
             }
-            Request::Get(keys) => {
+            Request::Get { keys, in_place } => {
                 let ids = pages(keys);
                 let client = self.client(request);
-                self.spawn(request, ids.len(), async move { get(&shared, &client, ids, deadline).await }).await
+                let places = if in_place { self.places.clone() } else { Places::None };
+                self.spawn(request, ids.len(), async move { get(&shared, &client, ids, deadline, &places).await }).await
+            }
+            Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
+            Request::Release(entries) => {
+                if let Places::Some(held) = &self.places {
+                    let gone: Vec<Option<Hold>> = {
+                        let mut held = held.lock();
+                        entries.iter().map(|entry| held.remove(entry)).collect()
+                    };
+                    drop(gone);
+                }
+                Ok(())
             }
             Request::Follow(key) => {
                 let (id, client) = (page(key), self.client(request));
@@ -271,11 +353,56 @@ impl Connection {
         }
     }
 
+    /// Tells the longest servable prefix, and holds it: what is in L2 at once, what is on L3 as it comes into L2.
+    async fn lookup(&mut self, request: u64, ids: Vec<PageId>, hold_ms: u32, deadline: Instant) -> io::Result<()> {
+        let shared = self.shared.clone();
+        let tiers = shared.store.lookup(&ids);
+        let l3_expected_us = u32::try_from(shared.store.l3_expected().as_micros()).unwrap_or(u32::MAX);
+        self.leases.retain(|_, lease| lease.holds.lock().is_some());
+        if hold_ms == 0 || tiers.is_empty() || self.leases.len() >= LEASES_MAX || self.leases.contains_key(&request) {
+            return self.answer(request, Response::Looked { tiers, held: 0, l3_expected_us }).await;
+        }
+        let lease = Arc::new(Lease { holds: Mutex::new(Some(Vec::new())) });
+        let prefix = &ids[..tiers.len()];
+        let mut on_l3 = Vec::new();
+        let mut held = 0;
+        for (index, id) in (0..).zip(prefix) {
+            match shared.store.hold_l2(id) {
+                Some(hold) => {
+                    held += u32::from(held == index);
+                    lease.add(hold);
+                }
+                None => on_l3.push(*id),
+            }
+        }
+        self.leases.insert(request, lease.clone());
+        let until = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
+        let keys = ids.len();
+        self.answer(request, Response::Looked { tiers, held, l3_expected_us }).await?;
+        self.spawn(request, keys, async move {
+            futures::stream::iter(on_l3)
+                .for_each_concurrent(GET_PAGES_AT_ONCE, |id| {
+                    let (shared, lease) = (&shared, &lease);
+                    async move {
+                        let page = shared.store.fetch(&id, deadline.min(until)).await;
+                        if let Some(hold) = page.and_then(|page| shared.store.hold(&page)) {
+                            lease.add(hold);
+                        }
+                    }
+                })
+                .await;
+            tokio::time::sleep_until(until.into()).await;
+            lease.end();
+            Ok(())
+        })
+        .await
+    }
+
     fn client(&self, request: u64) -> ToClient {
         ToClient { out: self.out.clone(), request, sending: self.sending.clone() }
     }
 
-    fn reserve(&mut self, name: PutName, id: PageId, page: Reserved) -> ReserveOutcome {
+    fn reserve(&mut self, name: Entry, id: PageId, page: Reserved) -> ReserveOutcome {
         // The parts are those of the namespace's geometry, or readers could make nothing of the page.
         if page.part_bytes != self.part_table || self.puts.contains_key(&name) {
             return ReserveOutcome::Malformed;
@@ -298,7 +425,7 @@ impl Connection {
         &mut self,
         reader: &mut FrameReader<S>,
         header: &FrameHeader,
-        name: PutName,
+        name: Entry,
         part: u32,
         crcs: Vec<u32>,
     ) -> io::Result<()> {
@@ -331,7 +458,10 @@ impl Connection {
         let tasks: Vec<RunningTask> =
             self.tasks.lock().extract_if(.., |_, task| task.request == request).map(|(_, task)| task).collect();
         tasks.iter().for_each(|task| task.handle.abort());
-        let all = PutName { request, index: 0 }..=PutName { request, index: u32::MAX };
+        if let Some(lease) = self.leases.remove(&request) {
+            lease.end();
+        }
+        let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
         for (_, put) in self.puts.extract_if(all, |_, _| true) {
             self.shared.store.abort(&put);
         }
@@ -396,6 +526,28 @@ struct ToClient {
 impl ToClient {
     async fn send(&self, response: Response) -> io::Result<()> {
         send(&self.out, response.frame(self.request, None)).await
+    }
+
+    /// Says where a page lies, which is held for the client from then on.
+    async fn point_at(
+        &self,
+        held: &Mutex<BTreeMap<Entry, Hold>>,
+        hold: Hold,
+        index: u32,
+        tier: TierCode,
+    ) -> io::Result<()> {
+        // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
+        let room = self.out.reserve().await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        let page = hold.page().clone();
+        let place = Some(page.payload.arena_offset() as u64);
+        let entry = Entry { request: self.request, index };
+        if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
+            vacant.insert(hold);
+            room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(self.request, None));
+            return Ok(());
+        }
+        // Its memory must not move under who reads it.
+        Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
     }
 
     /// Waits until one more page may be on its way.
@@ -463,7 +615,13 @@ impl AsRef<[u8]> for PiecePayload {
     }
 }
 
-async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Instant) -> io::Result<()> {
+async fn get(
+    shared: &Shared,
+    client: &ToClient,
+    ids: Vec<PageId>,
+    deadline: Instant,
+    places: &Places,
+) -> io::Result<()> {
     let found = shared.store.get_l2(&ids);
     let (mut there, mut elsewhere) = (Vec::with_capacity(ids.len()), Vec::new());
     for ((page, id), index) in found.into_iter().zip(ids).zip(0..) {
@@ -473,7 +631,12 @@ async fn get(shared: &Shared, client: &ToClient, ids: Vec<PageId>, deadline: Ins
         }
     }
     let send_page = async |index, page: Arc<Page>, tier, permit| {
-        let head = Response::Page { index, tier, meta: page.meta.clone() };
+        if let Places::Some(held) = places
+            && let Some(hold) = shared.store.hold(&page)
+        {
+            return client.point_at(held, hold, index, tier).await;
+        }
+        let head = Response::Page { index, tier, meta: page.meta.clone(), place: None };
         client.send_bytes(shared, head, PagePayload(page), permit).await
     };
     let at_once = async {

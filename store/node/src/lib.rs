@@ -1,7 +1,7 @@
 //! The Larder store node.
 //!
 //! A node keeps pages in DRAM (L2: [foyer](https://docs.rs/foyer) over one arena of slots) and on NVMe (L3: segment logs),
-//! and serves them over TCP. What must always hold:
+//! and serves them over TCP, and to its own machine in place. What must always hold:
 //!
 //! - a page is visible only when it is sealed: every part has landed and checked, and it is never changed afterwards;
 //! - the first complete writer of a key wins; later ones are told so;
@@ -9,7 +9,7 @@
 //! - everything that a stranger can make grow has a bound: connections, requests, puts, waiting readers, members.
 //!
 //! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `store` (all but the sockets) ·
-//! `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
+//! `holds` (pages held for readers) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
 //! L3 when) · `writing` (pages on their way to L3) · `devices`, `health` (the logs of L3) · `scrub` · `members` (who
 //! registered) · `clock` · `metrics`, `admin` (axum).
 #![forbid(unsafe_code)]
@@ -19,6 +19,7 @@ mod clock;
 mod connection;
 mod devices;
 mod health;
+mod holds;
 mod identity;
 mod members;
 mod metrics;

@@ -1,6 +1,7 @@
 //! Start, accept, stop.
 
 use crate::clock::{Clock, now};
+use crate::connection::LocalMemory;
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::members::Members;
@@ -9,14 +10,17 @@ use crate::options::NodeOptions;
 use crate::store::Store;
 use crate::{admin, connection};
 use larder_device::Arena;
+use larder_share::Door;
+use larder_wire::LocalDoor;
 use prometheus_client::registry::Registry;
-use rand::SeedableRng;
 use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -65,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) members: Members,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) registry: Registry,
+    /// For processes of this machine.
+    pub(crate) door: Option<LocalDoor>,
     started: Instant,
 }
 
@@ -97,12 +103,13 @@ impl Node {
         // All tiers go by one clock, which is read once: what one of them holds to be over is over on the others.
         let clock = Clock::system();
         let identity = identity(&options, clock.now_unix_ms() / 1000, &mut chance)?;
-        let arena_bytes = options.arena_bytes();
-        let arena = tokio::task::spawn_blocking(move || Arena::new(arena_bytes as usize))
+        let (arena_bytes, sharing) = (options.arena_bytes(), options.sharing());
+        let arena = tokio::task::spawn_blocking(move || Arena::with(arena_bytes as usize, sharing))
             .await
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
+        let local = open_door(&arena, &identity, &mut chance);
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
@@ -111,6 +118,7 @@ impl Node {
             members: Members::default(),
             registry: metrics.registry(),
             metrics,
+            door: local.as_ref().map(|(name, ..)| name.clone()),
             started: now(),
             identity,
         });
@@ -122,7 +130,12 @@ impl Node {
             None => None,
         };
         tasks.spawn(upkeep(shared.clone(), stop.clone()));
-        tasks.spawn(accept(shared.clone(), listener, options.connections_max, stop.clone(), tasks.clone()));
+        let permits = Arc::new(Semaphore::new(options.connections_max));
+        let host = Host { shared: shared.clone(), permits, stop: stop.clone(), tasks: tasks.clone() };
+        if let Some((_, door, memory)) = local {
+            tasks.spawn(accept_local(host.clone(), door, memory));
+        }
+        tasks.spawn(accept(host, listener));
         tracing::info!(node = %shared.identity.node_id, epoch = shared.identity.epoch, %addr, "store node ready");
         Ok(Node { shared, addr, admin_addr, stop, tasks })
     }
@@ -194,42 +207,76 @@ async fn serve_admin(
     Ok(addr)
 }
 
-async fn accept(
+/// Opens the way to the arena for processes of this machine, if it can be shared.
+fn open_door(arena: &Arena, identity: &Identity, chance: &mut StdRng) -> Option<(LocalDoor, Door, Arc<LocalMemory>)> {
+    let shared = arena.file()?;
+    let mut open = || {
+        let machine = larder_share::machine().ok_or(std::io::ErrorKind::NotFound)?;
+        let name = format!("larder-{}-{:016x}", identity.node_id, chance.random::<u64>());
+        let memory = LocalMemory { file: larder_share::read_only(shared)?, bytes: arena.capacity() as u64 };
+        let door = Door::open(&name)?;
+        std::io::Result::Ok((LocalDoor { machine, name }, door, Arc::new(memory)))
+    };
+    open().inspect_err(|error| tracing::warn!(%error, "memory is not shared with processes of this machine")).ok()
+}
+
+/// What serves connections.
+#[derive(Clone)]
+struct Host {
     shared: Arc<Shared>,
-    listener: TcpListener,
-    connections_max: usize,
+    permits: Arc<Semaphore>,
     stop: CancellationToken,
     tasks: TaskTracker,
-) {
-    let permits = Arc::new(tokio::sync::Semaphore::new(connections_max));
-    loop {
+}
+
+impl Host {
+    /// The next connection; `Some(None)` if there was none after all, `None` when the node stops.
+    async fn next<T>(&self, accept: impl Future<Output = std::io::Result<T>> + Send) -> Option<Option<T>> {
         let accepted = tokio::select! {
-            () = stop.cancelled() => return,
-            accepted = listener.accept() => accepted,
+            () = self.stop.cancelled() => return None,
+            accepted = accept => accepted,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                // Out of file descriptors, most likely: wait for some to come back.
-                tracing::warn!(%error, "accept");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
+        if let Err(error) = &accepted {
+            // Out of file descriptors, most likely: wait for some to come back.
+            tracing::warn!(%error, "accept");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        Some(accepted.ok())
+    }
+
+    /// Serves a connection unless there are too many.
+    fn serve(&self, serve: impl Future<Output = ()> + Send + 'static) {
+        let metrics = self.shared.metrics.clone();
+        let Ok(permit) = self.permits.clone().try_acquire_owned() else {
+            metrics.connections_rejected.inc();
+            return;
         };
-        let Ok(permit) = permits.clone().try_acquire_owned() else {
-            shared.metrics.connections_rejected.inc();
-            continue;
-        };
-        shared.metrics.connections_accepted.inc();
-        let (shared, stop) = (shared.clone(), stop.clone());
-        tasks.spawn(async move {
-            shared.metrics.connections.inc();
+        metrics.connections_accepted.inc();
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            metrics.connections.inc();
             tokio::select! {
                 () = stop.cancelled() => {}
-                () = connection::serve(shared.clone(), stream) => {}
+                () = serve => {}
             }
-            shared.metrics.connections.dec();
+            metrics.connections.dec();
             drop(permit);
         });
+    }
+}
+
+async fn accept(host: Host, listener: TcpListener) {
+    while let Some(accepted) = host.next(listener.accept()).await {
+        if let Some((stream, _)) = accepted {
+            host.serve(connection::serve_tcp(host.shared.clone(), stream));
+        }
+    }
+}
+
+async fn accept_local(host: Host, door: Door, memory: Arc<LocalMemory>) {
+    while let Some(accepted) = host.next(door.accept()).await {
+        if let Some(stream) = accepted {
+            host.serve(connection::serve_local(host.shared.clone(), stream, memory.clone()));
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Settings of a node. The comments are the manual.
 
-use larder_device::Executor;
+use larder_device::{Executor, Sharing};
 use larder_format::NamespaceId;
 use std::fmt;
 use std::net::SocketAddr;
@@ -39,6 +39,9 @@ pub struct NodeOptions {
     pub l3_scrub_bytes_per_second: u64,
     /// What runs the devices of L3. Default glommio.
     pub l3_executor: Executor,
+    /// Whether processes of this machine and user may read pages in place. By default if that costs no huge pages, or
+    /// there is no L3: devices move small pages more slowly.
+    pub share_memory: Option<bool>,
     /// Most connections. Default 1024.
     pub connections_max: usize,
     /// Where all chance comes from; by default another one at every start.
@@ -61,6 +64,7 @@ impl Default for NodeOptions {
             scrub_bytes_per_second: 64 << 20,
             l3_scrub_bytes_per_second: 32 << 20,
             l3_executor: Executor::default(),
+            share_memory: None,
             connections_max: 1024,
             seed: None,
         }
@@ -209,6 +213,21 @@ impl NodeOptions {
     /// Room for pages on their way in and out, in bytes.
     pub fn in_flight_bytes(&self) -> u64 {
         (self.l2_bytes / 8).max(64 << 20)
+    }
+
+    /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.
+    pub fn held_bytes_max(&self) -> u64 {
+        self.l2_bytes / 4
+    }
+
+    /// Whether other processes shall be able to map the arena.
+    pub fn sharing(&self) -> Sharing {
+        match self.share_memory {
+            Some(true) => Sharing::Always,
+            Some(false) => Sharing::Never,
+            None if self.l3_devices().is_empty() => Sharing::Always,
+            None => Sharing::IfHuge,
+        }
     }
 
     /// Most bytes of pages that are being put or written to L3. The other half of the room is for reads.

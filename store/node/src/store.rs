@@ -2,6 +2,7 @@
 
 use crate::clock::Clock;
 use crate::devices::Devices;
+use crate::holds::Hold;
 use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
 use crate::policy::PinRefused;
@@ -100,6 +101,31 @@ impl Store {
     /// Where a page lies now.
     pub fn locate(&self, id: &PageId) -> TierCode {
         self.tiers.locate(id)
+    }
+
+    /// The longest prefix of the pages that can be served, as tiers.
+    pub fn lookup(&self, ids: &[PageId]) -> Vec<TierCode> {
+        ids.iter().map(|id| self.locate(id)).take_while(|tier| *tier != TierCode::Nowhere).collect()
+    }
+
+    /// A page in L2, after it was brought there if need be. This is no hit: it is about to be asked for.
+    pub(crate) async fn fetch(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
+        self.tiers.fetch(id, deadline).await
+    }
+
+    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held.
+    pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
+        self.tiers.hold(page)
+    }
+
+    /// Holds a page that is in L2.
+    pub(crate) fn hold_l2(&self, id: &PageId) -> Option<Hold> {
+        self.tiers.get_l2(id).and_then(|page| self.tiers.hold(&page))
+    }
+
+    /// How long a page on L3 takes, by those read last.
+    pub(crate) fn l3_expected(&self) -> Duration {
+        self.tiers.l3_expected()
     }
 
     /// Those of the pages that are in L2 now. Their bytes are to be verified by the reader.

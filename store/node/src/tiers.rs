@@ -8,8 +8,9 @@
 //! - however many ask for a page on L3, it is read once;
 //! - a page whose time is over is a miss, wherever it lies.
 
-use crate::clock::Clock;
+use crate::clock::{Clock, now};
 use crate::devices::{Devices, ForgetError};
+use crate::holds::{Hold, Holds};
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::policy::{Decisions, PageFacts, PinRefused, Placed, PolicyOptions, Residency};
@@ -23,8 +24,9 @@ use larder_wire::{PinKind, TierCode};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::json;
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
@@ -53,6 +55,8 @@ impl Page {
 const MAKE_ROOM_BYTES: u64 = 64 << 20;
 /// Slots are multiples of it.
 const SLOT_UNIT: usize = 4096;
+/// Reads of L3 that count for what the next is expected to take.
+const L3_READS_WEIGHED: u32 = 16;
 /// Most namespaces in a status.
 const STATUS_NAMESPACES_MAX: usize = 64;
 
@@ -107,6 +111,9 @@ pub(crate) struct Tiers {
     arena: Arc<Arena>,
     state: Mutex<State>,
     writing: Writing,
+    holds: Arc<Holds>,
+    /// Microseconds that a page on L3 takes, a mean in which older ones fade.
+    l3_read_us: AtomicU32,
     /// Wakes whoever waits for writes and puts to end.
     ended: Notify,
     clock: Clock,
@@ -166,6 +173,8 @@ impl Tiers {
                 arena,
                 state: Mutex::new(State { policy, forgets: 0 }),
                 writing: Writing::default(),
+                holds: Holds::new(options.held_bytes_max()),
+                l3_read_us: AtomicU32::new(0),
                 ended: Notify::new(),
                 clock,
                 this: this.clone(),
@@ -225,8 +234,14 @@ impl Tiers {
 
     /// A copy in DRAM, without touching L3.
     pub(crate) fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
-        let page = self.l2.get(id).map(|entry| entry.value().clone()).or_else(|| self.writing.get(id));
+        let page = self.l2.get(id).map(|entry| entry.value().clone());
+        let page = page.or_else(|| self.writing.get(id)).or_else(|| self.holds.get(id));
         page.filter(|page| self.is_live(&page.meta))
+    }
+
+    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held.
+    pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
+        self.holds.hold(page)
     }
 
     /// Those of the pages that are in L2, each a hit.
@@ -239,6 +254,14 @@ impl Tiers {
             }
         });
         found
+    }
+
+    /// A page, from L3 if need be; no hit and no miss.
+    pub(crate) async fn fetch(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
+        match self.get_l2(id) {
+            None if self.devices.generation(id).is_some() => self.load(id, deadline).await,
+            page => page,
+        }
     }
 
     /// A page and where it was. What L3 returns has been verified by it; what L2 holds is verified by the reader at the far
@@ -280,12 +303,14 @@ impl Tiers {
         if let Some(page) = self.get_l2(&id) {
             return Some(Loaded { page, forgets });
         }
+        let begin = now();
         let found = self.devices.read(&id).await.unwrap_or_else(|error| {
             tracing::warn!(?id, %error, "L3 read failed: a miss");
             self.make_room();
             None
         });
         let (meta, payload) = found?;
+        self.note_l3_read(now().saturating_duration_since(begin));
         let page = Arc::new(Page { meta, payload });
         // L3 goes by the same clock, and drops it by itself.
         if !self.is_live(&page.meta) {
@@ -306,6 +331,18 @@ impl Tiers {
             self.carry_out(state, out, None);
         }
         Some(Loaded { page, forgets })
+    }
+
+    fn note_l3_read(&self, time: Duration) {
+        let time = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        // Readings that cross are no harm.
+        let before = self.l3_read_us.load(Ordering::Relaxed);
+        let mean = if before == 0 { time } else { before - before / L3_READS_WEIGHED + time / L3_READS_WEIGHED };
+        self.l3_read_us.store(mean, Ordering::Relaxed);
+    }
+
+    pub(crate) fn l3_expected(&self) -> Duration {
+        Duration::from_micros(self.l3_read_us.load(Ordering::Relaxed).into())
     }
 
     /// Makes a sealed page visible and does with it what the write policy says; `false` if no tier takes it.
@@ -399,6 +436,7 @@ impl Tiers {
             // Out of L2 first: from then on no write of it begins. One under way must land, or it would land after the
             // tombstone and resurrect the page.
             *there = self.drop_l2(id);
+            self.holds.withhold(id);
             let pending = self.writing.withhold(id);
             *there |= !pending.is_empty();
             for mut done in pending {
@@ -413,6 +451,7 @@ impl Tiers {
         for id in ids {
             state.policy.forget(id);
             self.l2.remove(id);
+            self.holds.withhold(id);
         }
         drop(state);
         durable?;
@@ -440,6 +479,7 @@ impl Tiers {
         tracing::error!(?id, %mismatch, "page damaged in memory: dropped");
         self.metrics.pages_corrupt_l2.inc();
         self.writing.withhold(id);
+        self.holds.withhold(id);
         self.drop_l2(id);
         1
     }
@@ -502,6 +542,7 @@ impl Tiers {
         let state = self.state.lock();
         let policy = &state.policy;
         let (pinned_pages, pinned_bytes) = policy.pinned();
+        let (held_pages, held_bytes) = self.holds.usage();
         let namespaces = policy.namespaces(STATUS_NAMESPACES_MAX);
         let l2 = json!({
             "bytes_used": policy.used_bytes(),
@@ -516,6 +557,9 @@ impl Tiers {
             "arena_bytes": self.arena.capacity(),
             "arena_used": self.arena.used(),
             "huge_pages": self.arena.huge_pages(),
+            "shared": self.arena.file().is_some(),
+            "held_pages": held_pages,
+            "held_bytes": held_bytes,
             "scrub": self.scrubbed.status(),
         });
         drop(state);

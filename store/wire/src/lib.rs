@@ -27,8 +27,8 @@ mod stream;
 
 pub use frame::{Frame, FrameHeader, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, Payload, write_frames};
 pub use message::{
-    CommitOutcome, ErrorCode, FollowState, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS,
-    MemberEntry, PinKind, PutName, Request, ReserveOutcome, Reserved, Response, TierCode,
+    CommitOutcome, Entry, ErrorCode, FollowState, LocalDoor, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS,
+    MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS, MemberEntry, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 pub use stream::{Sink, Source};
 

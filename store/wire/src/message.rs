@@ -15,6 +15,8 @@ pub const MAX_MEMBERS: usize = 1024;
 pub const MAX_NAME_BYTES: usize = 256;
 /// Most bytes of what a member says of itself.
 pub const MAX_INFO_BYTES: usize = 16 << 10;
+/// Longest time for which a lookup holds pages, in milliseconds.
+pub const MAX_HOLD_MS: u32 = 60_000;
 /// Longest time for which pages are pinned, in milliseconds: 30 days.
 pub const MAX_PIN_MS: u64 = 30 * 24 * 3_600_000;
 const MAX_TEXT_BYTES: usize = 256 << 10;
@@ -126,13 +128,22 @@ pub struct Reserved {
     pub part_bytes: Vec<u32>,
 }
 
-/// A page being put: one of those that a request reserved.
+/// One of the pages that a request named: a put that it reserved, or a page that is held for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct PutName {
-    /// Number of the request that reserved it.
+pub struct Entry {
+    /// Number of the request.
     pub request: u64,
     /// Index in that request.
     pub index: u32,
+}
+
+/// A way to a node's memory for processes of its machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalDoor {
+    /// The machine and its present run.
+    pub machine: String,
+    /// Name of an abstract UNIX socket.
+    pub name: String,
 }
 
 /// A registered process.
@@ -161,23 +172,38 @@ pub enum Request {
     /// Where each page lies → [`Response::Located`].
     Locate(Vec<PageKey>),
     /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
-    Get(Vec<PageKey>),
+    Get {
+        /// Page keys.
+        keys: Vec<PageKey>,
+        /// Say where the bytes lie in the node's arena, which the client has mapped, and hold them there, instead of sending
+        /// them. The node sends them all the same if it holds too much already.
+        in_place: bool,
+    },
+    /// The longest servable prefix of these pages, held for a while so that it can be read → [`Response::Looked`].
+    Lookup {
+        /// Page keys, from the start of a sequence.
+        keys: Vec<PageKey>,
+        /// Milliseconds for which pages are held, at most [`MAX_HOLD_MS`]; 0: not at all.
+        hold_ms: u32,
+    },
+    /// Pages that were held for requests are held no longer; no answer.
+    Release(Vec<Entry>),
     /// Room for pages → [`Response::Reserved`]. What is granted is named by this request: the client can give up puts whose
     /// grant it never heard of, and send parts before it has; those of pages that were not granted are thrown away.
     Reserve(Vec<Reserved>),
     /// One part of a put, as payload; no answer.
     Part {
         /// The put.
-        put: PutName,
+        put: Entry,
         /// Part index.
         part: u32,
         /// CRC of each chunk.
         crcs: Vec<u32>,
     },
     /// Seals puts → [`Response::Committed`].
-    Commit(Vec<PutName>),
+    Commit(Vec<Entry>),
     /// Gives a put up; no answer.
-    Abort(PutName),
+    Abort(Entry),
     /// A page that is there, being written or about to be → [`Response::Part`]s, then [`Response::FollowEnd`].
     Follow(PageKey),
     /// Brings pages into L2 → [`Response::Count`] of those in L2.
@@ -236,10 +262,21 @@ pub enum Response {
         epoch: u64,
         /// The namespace this connection works in.
         namespace: Option<NamespaceId>,
+        /// How processes of the node's machine come to its memory, if they can.
+        door: Option<LocalDoor>,
     },
     /// Tiers, in the order of the keys.
     Located(Vec<TierCode>),
-    /// A page; the payload holds its bytes.
+    /// What there is of a chain of pages.
+    Looked {
+        /// Tier of each page of the longest servable prefix.
+        tiers: Vec<TierCode>,
+        /// How many of them, from the first on, are held; each is an [`Entry`] of this request.
+        held: u32,
+        /// Microseconds that a page on [`TierCode::L3`] is expected to take.
+        l3_expected_us: u32,
+    },
+    /// A page; the payload holds its bytes, unless they are read in place.
     Page {
         /// Index in the request.
         index: u32,
@@ -247,6 +284,8 @@ pub enum Response {
         tier: TierCode,
         /// Identity and checksums.
         meta: PageMeta,
+        /// Offset in the node's arena. The bytes stay there until the page is released, or nobody has the arena any more.
+        place: Option<u64>,
     },
     /// A page that cannot be served.
     Miss {
@@ -292,13 +331,13 @@ fn put_keys(out: &mut Vec<u8>, keys: &[PageKey]) {
     out.put_list(keys, |out, key| out.put(&key.0));
 }
 
-fn put_name(out: &mut Vec<u8>, put: &PutName) {
+fn put_entry(out: &mut Vec<u8>, put: &Entry) {
     out.put_u64(put.request);
     out.put_u32(put.index);
 }
 
-fn name_of_put(reader: &mut Reader<'_>) -> Result<PutName> {
-    Ok(PutName { request: reader.u64("put")?, index: reader.u32("index of a put")? })
+fn entry(reader: &mut Reader<'_>) -> Result<Entry> {
+    Ok(Entry { request: reader.u64("put")?, index: reader.u32("index of a put")? })
 }
 
 fn key(reader: &mut Reader<'_>) -> Result<PageKey> {
@@ -311,6 +350,14 @@ fn keys(reader: &mut Reader<'_>) -> Result<Vec<PageKey>> {
 
 fn crcs(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
     reader.list(MAX_CHUNKS, "crcs", |r| r.u32("crc"))
+}
+
+fn flag(reader: &mut Reader<'_>) -> Result<bool> {
+    match reader.u8("flag")? {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(DecodeError::Invalid("flag")),
+    }
 }
 
 fn optional<T>(reader: &mut Reader<'_>, item: impl FnOnce(&mut Reader<'_>) -> Result<T>) -> Result<Option<T>> {
@@ -340,8 +387,9 @@ impl Request {
                 put_keys(&mut out, keys);
                 2
             }
-            Request::Get(keys) => {
+            Request::Get { keys, in_place } => {
                 put_keys(&mut out, keys);
+                out.put_u8(u8::from(*in_place));
                 3
             }
             Request::Reserve(pages) => {
@@ -355,17 +403,17 @@ impl Request {
                 4
             }
             Request::Part { put, part, crcs } => {
-                put_name(&mut out, put);
+                put_entry(&mut out, put);
                 out.put_u32(*part);
                 out.put_list(crcs, |out, &c| out.put_u32(c));
                 5
             }
             Request::Commit(puts) => {
-                out.put_list(puts, put_name);
+                out.put_list(puts, put_entry);
                 6
             }
             Request::Abort(put) => {
-                put_name(&mut out, put);
+                put_entry(&mut out, put);
                 7
             }
             Request::Follow(key) => {
@@ -411,6 +459,15 @@ impl Request {
                 out.put_u64(*ttl_ms);
                 18
             }
+            Request::Lookup { keys, hold_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u32(*hold_ms);
+                19
+            }
+            Request::Release(entries) => {
+                out.put_list(entries, put_entry);
+                20
+            }
         };
         (kind, out)
     }
@@ -432,7 +489,7 @@ impl Request {
                 namespace: optional(&mut r, NamespaceDescriptor::decode)?,
             },
             2 => Request::Locate(keys(&mut r)?),
-            3 => Request::Get(keys(&mut r)?),
+            3 => Request::Get { keys: keys(&mut r)?, in_place: flag(&mut r)? },
             4 => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| {
                 Ok(Reserved {
                     key: key(r)?,
@@ -442,9 +499,9 @@ impl Request {
                     part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
                 })
             })?),
-            5 => Request::Part { put: name_of_put(&mut r)?, part: r.u32("part")?, crcs: crcs(&mut r)? },
-            6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", name_of_put)?),
-            7 => Request::Abort(name_of_put(&mut r)?),
+            5 => Request::Part { put: entry(&mut r)?, part: r.u32("part")?, crcs: crcs(&mut r)? },
+            6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
+            7 => Request::Abort(entry(&mut r)?),
             8 => Request::Follow(key(&mut r)?),
             9 => Request::Warm(keys(&mut r)?),
             10 => Request::Forget(keys(&mut r)?),
@@ -464,6 +521,8 @@ impl Request {
                 kind: PinKind::from_code(r.u8("pin kind")?)?,
                 ttl_ms: r.u64("ttl")?,
             },
+            19 => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold")? },
+            20 => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
             _ => return Err(DecodeError::Invalid("request kind")),
         };
         r.finish()?;
@@ -475,7 +534,7 @@ impl Response {
     fn encode(&self) -> (u8, Vec<u8>) {
         let mut out = Vec::new();
         let kind = match self {
-            Response::Hello { version, node_id, epoch, namespace } => {
+            Response::Hello { version, node_id, epoch, namespace, door } => {
                 out.put_u16(*version);
                 out.put_string(node_id);
                 out.put_u64(*epoch);
@@ -483,16 +542,25 @@ impl Response {
                 if let Some(namespace) = namespace {
                     out.put(&namespace.0);
                 }
+                out.put_u8(u8::from(door.is_some()));
+                if let Some(LocalDoor { machine, name }) = door {
+                    out.put_string(machine);
+                    out.put_string(name);
+                }
                 128
             }
             Response::Located(tiers) => {
                 out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
                 129
             }
-            Response::Page { index, tier, meta } => {
+            Response::Page { index, tier, meta, place } => {
                 out.put_u32(*index);
                 out.put_u8(tier.code());
                 meta.encode(&mut out);
+                out.put_u8(u8::from(place.is_some()));
+                if let Some(place) = place {
+                    out.put_u64(*place);
+                }
                 130
             }
             Response::Miss { index } => {
@@ -520,6 +588,12 @@ impl Response {
             Response::Committed(outcomes) => {
                 out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
                 136
+            }
+            Response::Looked { tiers, held, l3_expected_us } => {
+                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
+                out.put_u32(*held);
+                out.put_u32(*l3_expected_us);
+                141
             }
             Response::Count(count) => {
                 out.put_u32(*count);
@@ -560,12 +634,17 @@ impl Response {
                 node_id: r.string(MAX_NAME_BYTES, "node id")?,
                 epoch: r.u64("epoch")?,
                 namespace: optional(&mut r, |r| Ok(NamespaceId(r.array("namespace")?)))?,
+                door: optional(&mut r, |r| {
+                    let machine = r.string(MAX_NAME_BYTES, "machine")?;
+                    Ok(LocalDoor { machine, name: r.string(MAX_NAME_BYTES, "door")? })
+                })?,
             },
             129 => Response::Located(r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?),
             130 => Response::Page {
                 index: r.u32("index")?,
                 tier: TierCode::from_code(r.u8("tier")?)?,
                 meta: PageMeta::decode(&mut r)?,
+                place: optional(&mut r, |r| r.u64("place"))?,
             },
             131 => Response::Miss { index: r.u32("index")? },
             132 => Response::End,
@@ -588,6 +667,11 @@ impl Response {
                 code: ErrorCode::from_code(r.u8("error code")?)?,
                 message: r.string(MAX_TEXT_BYTES, "message")?,
             },
+            141 => Response::Looked {
+                tiers: r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?,
+                held: r.u32("held")?,
+                l3_expected_us: r.u32("expected time")?,
+            },
             _ => return Err(DecodeError::Invalid("response kind")),
         };
         r.finish()?;
@@ -609,11 +693,13 @@ mod tests {
     #[test]
     fn requests_round_trip() {
         let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
-        let put = PutName { request: 3, index: 1 };
+        let put = Entry { request: 3, index: 1 };
         for message in [
             Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
             Request::Locate(vec![PageKey([1; 32]); 3]),
-            Request::Get(vec![]),
+            Request::Get { keys: vec![], in_place: true },
+            Request::Lookup { keys: vec![PageKey([1; 32])], hold_ms: 5 },
+            Request::Release(vec![put; 2]),
             Request::Reserve(vec![Reserved {
                 key: PageKey([1; 32]),
                 parent: PageKey::NONE,
@@ -647,9 +733,17 @@ mod tests {
     #[test]
     fn responses_round_trip() {
         for message in [
-            Response::Hello { version: 1, node_id: "n".into(), epoch: 3, namespace: Some(NamespaceId([5; 32])) },
+            Response::Hello {
+                version: 1,
+                node_id: "n".into(),
+                epoch: 3,
+                namespace: Some(NamespaceId([5; 32])),
+                door: Some(LocalDoor { machine: "m".into(), name: "d".into() }),
+            },
             Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
-            Response::Page { index: 1, tier: TierCode::L3, meta: meta() },
+            Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: None },
+            Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Some(4096) },
+            Response::Looked { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
             Response::Miss { index: 2 },
             Response::End,
             Response::Part { part: 1, crcs: vec![7] },

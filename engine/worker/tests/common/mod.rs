@@ -148,7 +148,7 @@ impl PageStore for Attached {
                 return Lookup::default();
             }
             let tiers = keys.iter().map_while(|key| inner.pages.get(key).map(|_| Tier::L2)).collect();
-            Lookup { tiers, answered: true }
+            Lookup { tiers, answered: true, ..Lookup::default() }
         })
     }
 

@@ -1,0 +1,4 @@
+//! The tests of `node`, with pages in shared memory.
+
+#[path = "node.rs"]
+mod node;
