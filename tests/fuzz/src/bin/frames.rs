@@ -1,0 +1,59 @@
+//! A stream of frames that comes in pieces. The first byte says how large these are, and whether checksums are put right.
+#![no_main]
+
+use larder_wire::{FrameReader, HEADER_BYTES, Source};
+use std::io::{self, IoSliceMut, Read};
+
+struct Pieces {
+    bytes: Vec<u8>,
+    at: usize,
+    step: usize,
+}
+
+impl Source for Pieces {
+    async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let end = self.bytes.len().min(self.at + self.step);
+        let received = (&self.bytes[self.at..end]).read_vectored(into)?;
+        self.at += received;
+        Ok(received)
+    }
+}
+
+/// Puts magic and checksum of each frame right, as far as lengths make sense.
+fn put_right(bytes: &mut [u8]) {
+    let mut at = 0;
+    while let Some(frame) = bytes.get_mut(at..).filter(|rest| rest.len() >= HEADER_BYTES) {
+        frame[..4].copy_from_slice(b"LRDR");
+        frame[5..8].fill(0);
+        let number = |from: usize| u32::from_le_bytes(frame[from..from + 4].try_into().unwrap()) as usize;
+        let (body, payload) = (number(16), number(20));
+        let Some(sealed) = frame.get(HEADER_BYTES..HEADER_BYTES + body) else { return };
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&frame[..28]);
+        crc.update(sealed);
+        let crc = crc.finalize().to_le_bytes();
+        frame[28..32].copy_from_slice(&crc);
+        at += HEADER_BYTES + body + payload;
+    }
+}
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    let Some((&mode, rest)) = input.split_first() else { return };
+    let mut bytes = rest.to_vec();
+    if mode & 1 == 1 {
+        put_right(&mut bytes);
+    }
+    let whole = bytes.len();
+    let mut reader = FrameReader::new(Pieces { bytes, at: 0, step: usize::from(mode) * 7 + 1 });
+    futures::executor::block_on(async {
+        let mut used = 0;
+        while let Ok(Some(header)) = reader.next().await {
+            assert_eq!(reader.body().len(), header.body_bytes as usize);
+            used += HEADER_BYTES + reader.body().len() + header.payload_bytes as usize;
+            if reader.discard(header.payload_bytes as usize).await.is_err() {
+                return;
+            }
+            assert!(used <= whole, "no more is read than came");
+        }
+    });
+});

@@ -1,0 +1,135 @@
+//! Writes the seeds of the corpus: what the encoders say. `seeds DIR`.
+
+use larder_format::disk::{RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock};
+use larder_format::footer::{Footer, RecordSummary};
+use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
+use larder_fuzz::{LOG, SEGMENT_BYTES};
+use larder_wire::{
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PinKind, Request,
+    ReserveOutcome, Reserved, Response, TierCode,
+};
+use std::fs;
+use std::path::Path;
+
+fn descriptor() -> NamespaceDescriptor {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers: 8,
+        kv_heads: 2,
+        head_dim: 64,
+        page_tokens: 16,
+        layers_per_part: 4,
+        head_groups: 1,
+    };
+    NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() }
+}
+
+fn meta() -> PageMeta {
+    let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+    PageMeta::describe(id, PageKey::NONE, 3, vec![70_000, 5], &vec![9; 70_005])
+}
+
+fn requests() -> Vec<Frame> {
+    let (key, entry) = (PageKey([4; 32]), Entry { request: 5, index: 6 });
+    let reserved = Reserved { key, parent: key, position: 1, ttl_ms: 2, part_bytes: vec![3, 4] };
+    let hello = |namespace| Request::Hello { version_min: 1, version_max: 2, name: "n".into(), namespace };
+    let requests = [
+        hello(None),
+        hello(Some(descriptor())),
+        Request::Locate(vec![key; 3]),
+        Request::Get { keys: vec![key], in_place: true },
+        Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
+        Request::Release(vec![entry; 2]),
+        Request::Reserve(vec![reserved; 2]),
+        Request::Part { put: entry, part: 1, crcs: vec![8, 9] },
+        Request::Commit(vec![entry]),
+        Request::Abort(entry),
+        Request::Follow(key),
+        Request::Warm(vec![key]),
+        Request::Forget(vec![key]),
+        Request::Suspect(key),
+        Request::Register { name: "a".into(), ttl_ms: 1, info: "{}".into() },
+        Request::Withdraw("a".into()),
+        Request::Members,
+        Request::Status,
+        Request::Cancel(3),
+        Request::Compare { key, crcs: vec![1] },
+        Request::Pin { keys: vec![key], kind: PinKind::Hard, ttl_ms: 9 },
+    ];
+    requests.iter().map(|request| request.frame(1, 2, None)).collect()
+}
+
+fn responses() -> Vec<Frame> {
+    let door = Some(LocalDoor { machine: "m".into(), name: "d".into() });
+    let responses = [
+        Response::Hello { version: 1, node_id: "n".into(), epoch: 2, namespace: Some(NamespaceId([3; 32])), door },
+        Response::Located(vec![TierCode::L2, TierCode::Nowhere]),
+        Response::Looked { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
+        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Some(4096) },
+        Response::Miss { index: 2 },
+        Response::End,
+        Response::Part { part: 1, crcs: vec![2, 3] },
+        Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
+        Response::Reserved(vec![ReserveOutcome::Granted]),
+        Response::Committed(vec![CommitOutcome::Stored]),
+        Response::Count(1),
+        Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
+        Response::Status("{}".into()),
+        Response::Error { code: ErrorCode::Busy, message: "b".into() },
+    ];
+    responses.iter().map(|response| response.frame(1, None)).collect()
+}
+
+fn write(dir: &Path, target: &str, inputs: Vec<Vec<u8>>) -> std::io::Result<()> {
+    let dir = dir.join(target);
+    fs::create_dir_all(&dir)?;
+    inputs.iter().enumerate().try_for_each(|(number, input)| fs::write(dir.join(format!("seed-{number:02}")), input))
+}
+
+/// Kind and body of a frame.
+fn message(frame: &Frame) -> Vec<u8> {
+    [&frame.head[4..5], &frame.head[HEADER_BYTES..]].concat()
+}
+
+/// Which block, and what stands behind its version.
+fn fields(choice: u8, block: &[u8]) -> Vec<u8> {
+    let end = block.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1).max(12);
+    [&[choice], &block[12..end]].concat()
+}
+
+fn main() -> std::io::Result<()> {
+    let dir = std::env::args().nth(1).expect("a folder");
+    let dir = Path::new(&dir);
+    write(dir, "requests", requests().iter().map(message).collect())?;
+    write(dir, "responses", responses().iter().map(message).collect())?;
+    let stream = |frames: Vec<Frame>| frames.into_iter().take(6).flat_map(|frame| frame.head).collect::<Vec<u8>>();
+    let frames = [0x80, 3].map(|mode| [vec![mode], stream(requests())].concat());
+    write(dir, "frames", frames.to_vec())?;
+
+    let place = RecordPlace { segment: 1, life: 2, offset: 4096 };
+    let record = |offset, number, body| RecordHeader { place: RecordPlace { offset, ..place }, number, body };
+    let page = record(4096, 3, RecordBody::Page(meta()));
+    let tombstone = record(4096 + page.record_bytes() as u64, 4, RecordBody::Tombstone(meta().id));
+    let records = [&page, &tombstone].map(|record| RecordSummary::of(record).expect("it has one"));
+    let footer = Footer { segment: 1, life: 2, records: records.to_vec() };
+    let table = footer.encode(&LOG);
+    let first = RecordHeader { place, ..tombstone.clone() };
+    let void = RecordHeader { place, number: 5, body: RecordBody::Void { bytes: 8192 } };
+    let blocks = vec![
+        fields(0, &Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES }.encode()),
+        fields(1, &SegmentHeader { log_id: LOG, segment: 1, life: 2 }.encode()),
+        fields(2, &page.encode(&LOG)),
+        fields(2, &first.encode(&LOG)),
+        fields(2, &void.encode(&LOG)),
+        fields(3, &table[table.len() - 4096..]),
+    ];
+    write(dir, "blocks", blocks.clone())?;
+    let chunks = blocks.iter().map(|block| block.iter().copied().chain(std::iter::repeat(0)).take(160));
+    write(dir, "segments", vec![chunks.flatten().collect()])?;
+    // The table stands before the last block, padded with zeros.
+    let bytes = table[..table.len() - 4096].iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 8);
+    write(dir, "tables", vec![[&[2u8], &table[..bytes]].concat(), [&[2u8], &table[..bytes - 4]].concat()])?;
+    let mut namespace = Vec::new();
+    descriptor().encode(&mut namespace);
+    write(dir, "namespaces", vec![namespace])
+}
