@@ -10,8 +10,10 @@
 //! - [`file`]: preallocated files, opened for direct I/O.
 //! - [`ring`]: one io_uring and its executor per device.
 //! - [`seam`]: what a log needs of a device, and [`FileDevice`], which is one.
+//! - [`Bell`] and [`Clock`]: waiting and time that a simulation can repeat.
 
 pub mod arena;
+mod bell;
 mod clock;
 mod device;
 mod directory;
@@ -24,6 +26,7 @@ mod stats;
 mod timers;
 
 pub use arena::{Arena, Piece, PieceMut, Sharing, Slot, SlotMut};
+pub use bell::Bell;
 pub use clock::Clock;
 pub use device::FileDevice;
 pub use directory::{OpenError, segment_name};

@@ -4,7 +4,7 @@
 //! copies are durable, or could not be made. A page that cannot be copied is evicted, which is a miss.
 
 use crate::L3Error;
-use crate::shared::{ReadGuard, Shared, WriteGuard};
+use crate::shared::{Preparations, ReadGuard, Shared, WriteGuard};
 use futures::stream::{self, StreamExt};
 use larder_core::log::{Clean, ReadTicket};
 use larder_device::{Lane, Slot};
@@ -59,7 +59,7 @@ impl Drop for Ended {
     fn drop(&mut self) {
         self.shared.change(|log| log.cleaned(self.segment, self.life));
         // Room that was kept for copies may be had by writers now.
-        self.shared.prepared.change(|_| ());
+        self.shared.prepared.change(Preparations::next_turn);
     }
 }
 

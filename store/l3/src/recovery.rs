@@ -7,7 +7,7 @@
 
 use crate::L3Error;
 use crate::background::sync_all;
-use crate::shared::Shared;
+use crate::shared::{Preparations, Shared};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_core::log::{FoundSegment, ScannedSegment, SegmentLife, SegmentScan};
 use larder_core::planted::{Bug, has};
@@ -96,7 +96,7 @@ async fn read_header(
     segment: u32,
     log_id: LogId,
 ) -> io::Result<Result<u64, DecodeError>> {
-    let slot = arena.allocate(BLOCK_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+    let slot = memory(&**device, arena, BLOCK_BYTES).await.ok_or(io::ErrorKind::OutOfMemory)?;
     let slot = read_patiently(&**device, segment, 0, slot).await?;
     Ok(SegmentHeader::decode_life(&slot, &log_id, segment))
 }
@@ -148,7 +148,7 @@ pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun:
             tracing::error!(%error, "recovery: the log stays readable as far as it was scanned, and takes no writes");
             return;
         }
-        shared.progress.send_modify(|progress| progress.segments_scanned += 1);
+        shared.progress.change(|progress| progress.segments_scanned += 1);
         tokio::task::yield_now().await;
     }
     drop(scans);
@@ -176,8 +176,8 @@ pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun:
     };
     tracing::info!(dir = %shared.device.path().display(), ?report, "L3 recovered");
     // Writers wait for this.
-    shared.progress.send_modify(|progress| progress.report = Some(report));
-    shared.prepared.change(|_| ());
+    shared.progress.change(|progress| progress.report = Some(report));
+    shared.prepared.change(Preparations::next_turn);
     // Only the process may have died, with its last writes in the device's cache: a loss of power must not take them now.
     sync_all(&shared).await;
     while shared.change(|log| log.settle(SETTLE_PAGES)) {
@@ -190,7 +190,7 @@ async fn scan(shared: &Shared, at: SegmentLife) -> Result<ScannedSegment, L3Erro
     let SegmentLife { segment, life } = at;
     let mut scan = SegmentScan::new(shared.log_id, segment, life, shared.segment_bytes, shared.segment_bytes);
     while let Some(read) = scan.next_read() {
-        let Some(slot) = memory(shared, read.len).await else {
+        let Some(slot) = memory(&*shared.device, &shared.arena, read.len).await else {
             scan.stop();
             continue;
         };
@@ -208,14 +208,14 @@ async fn scan(shared: &Shared, at: SegmentLife) -> Result<ScannedSegment, L3Erro
 }
 
 /// Memory for a scan, less than was asked for if there is no more: then it searches in smaller steps, and does without a
-/// footer. The node is up while it scans, and others may have all of it for a while.
-async fn memory(shared: &Shared, bytes: usize) -> Option<SlotMut> {
+/// footer. The node is up while it scans, or scans other devices, and others may have all of it for a while.
+async fn memory(device: &dyn Device, arena: &Arc<Arena>, bytes: usize) -> Option<SlotMut> {
     for _ in 0..MEMORY_TRIES {
         let halves = std::iter::successors(Some(bytes), |bytes| Some(bytes / 2 / BLOCK_BYTES * BLOCK_BYTES));
-        if let Some(slot) = halves.take_while(|&bytes| bytes > 0).find_map(|bytes| shared.arena.allocate(bytes)) {
+        if let Some(slot) = halves.take_while(|&bytes| bytes > 0).find_map(|bytes| arena.allocate(bytes)) {
             return Some(slot);
         }
-        shared.device.sleep(MEMORY_PAUSE).await;
+        device.sleep(MEMORY_PAUSE).await;
     }
     tracing::warn!(bytes, "recovery: no memory to scan with");
     None

@@ -47,10 +47,10 @@ pub struct ScrubProgress {
 /// Scrubs until the device is closed.
 pub(crate) async fn scrub(shared: Arc<Shared>) {
     let mut progress = load(&shared).await;
-    shared.scrub.send_replace(progress);
+    *shared.scrub.lock() = progress;
     let mut saved = Instant::now();
     while shared.open().is_ok() {
-        let recovered = shared.progress.borrow().report.is_some();
+        let recovered = shared.progress.look(|progress| progress.report.is_some());
         if !recovered || !progress.running && !due(&shared, &progress) {
             shared.device.sleep(LOOK_EVERY).await;
             continue;
@@ -59,7 +59,7 @@ pub(crate) async fn scrub(shared: Arc<Shared>) {
         let began = Instant::now();
         let was_running = progress.running;
         let step = step(&shared, &mut progress).await;
-        shared.scrub.send_replace(progress);
+        *shared.scrub.lock() = progress;
         if was_running != progress.running || saved.elapsed() >= SAVE_EVERY {
             save(&shared, &progress).await;
             saved = Instant::now();

@@ -10,7 +10,7 @@ use crate::{L3Error, L3Options, RecoveryProgress};
 use larder_core::log::{Entry, Log, PlannedWrite, PrepareOutcome, ReadTicket, SyncTicket, WriteOutcome};
 use larder_core::planted::{Bug, has};
 use larder_device::seam::run;
-use larder_device::{Arena, Block, Clock, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
+use larder_device::{Arena, Bell, Block, Clock, Device, Done, Lane, Operation, RingGone, Slot, segment_name};
 use larder_format::PageId;
 use larder_format::disk::{BLOCK_BYTES, LogId};
 use parking_lot::{Mutex, RwLock};
@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 
 pub(crate) struct Shared {
     pub(crate) arena: Arc<Arena>,
@@ -34,12 +34,12 @@ pub(crate) struct Shared {
     /// Rung when the log wants something done.
     pub(crate) intents: Notify,
     /// Changes whenever a segment was made ready, or could not be.
-    pub(crate) prepared: Prepared,
+    pub(crate) prepared: Bell<Preparations>,
     pub(crate) closed: AtomicBool,
     pub(crate) clock: Clock,
     /// How far the recovery is; writers wait for its end.
-    pub(crate) progress: watch::Sender<RecoveryProgress>,
-    pub(crate) scrub: watch::Sender<ScrubProgress>,
+    pub(crate) progress: Bell<RecoveryProgress>,
+    pub(crate) scrub: Mutex<ScrubProgress>,
     /// A pass was asked for.
     pub(crate) scrub_wanted: AtomicBool,
     pub(crate) scrub_bytes_per_second: u64,
@@ -61,38 +61,9 @@ pub(crate) struct Preparations {
     pub(crate) error: Option<(io::ErrorKind, String)>,
 }
 
-/// Preparations, and a bell for those who wait for the next. Waiters wake in the order in which they came; those of
-/// tokio's watch channel wake in a random one, with which no run could be repeated.
-#[derive(Debug, Default)]
-pub(crate) struct Prepared {
-    now: Mutex<Preparations>,
-    changed: Notify,
-}
-
-impl Prepared {
-    pub(crate) fn now(&self) -> Preparations {
-        self.now.lock().clone()
-    }
-
-    pub(crate) fn change(&self, change: impl FnOnce(&mut Preparations)) {
-        let mut now = self.now.lock();
-        now.turn += 1;
-        change(&mut now);
-        drop(now);
-        self.changed.notify_waiters();
-    }
-
-    /// Waits for a change after `turn`.
-    pub(crate) async fn after(&self, turn: u64) -> Preparations {
-        loop {
-            // Hears of every change from here on.
-            let changed = self.changed.notified();
-            let now = self.now();
-            if now.turn != turn {
-                return now;
-            }
-            changed.await;
-        }
+impl Preparations {
+    pub(crate) fn next_turn(&mut self) {
+        self.turn += 1;
     }
 }
 
@@ -113,11 +84,11 @@ impl Shared {
             counters: Counters::default(),
             write_queue: Arc::new(Semaphore::new(WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES)),
             intents: Notify::new(),
-            prepared: Prepared::default(),
+            prepared: Bell::default(),
             closed: AtomicBool::new(false),
             clock: options.clock,
-            progress: watch::Sender::default(),
-            scrub: watch::Sender::default(),
+            progress: Bell::default(),
+            scrub: Mutex::default(),
             scrub_wanted: AtomicBool::new(false),
             scrub_bytes_per_second: options.scrub_bytes_per_second,
             scrub_interval: options.scrub_interval,
@@ -212,6 +183,7 @@ impl Shared {
         };
         self.change(|log| log.prepared(prepare, outcome));
         self.prepared.change(|preparations| {
+            preparations.next_turn();
             if let Err(PrepareFailure { error, .. }) = result {
                 preparations.failures += 1;
                 preparations.error = Some((error.kind(), error.to_string()));

@@ -4,7 +4,7 @@ use crate::background::{carry_out_intents, sync_all, sync_regularly};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryProgress};
 use crate::scrub::{self, ScrubProgress};
-use crate::shared::Shared;
+use crate::shared::{Preparations, Shared};
 use crate::{L3Error, L3Options, L3Stats, RecoveryReport, superblock};
 use larder_core::log::{Entry, LogConfig, Pin, Recovery};
 use larder_device::{Arena, BoxFuture, Device, FileDevice, Share, Slot};
@@ -75,7 +75,7 @@ impl L3 {
         let report = RecoveryReport { created, segments_removed: discard.len() as u64, ..RecoveryReport::default() };
         let shared = Arc::new(Shared::new(arena, device, log, superblock.log_id, &options));
         let segments = order.len() as u64;
-        shared.progress.send_replace(RecoveryProgress { segments, ..RecoveryProgress::default() });
+        shared.progress.change(|progress| progress.segments = segments);
         let spawn = |share, task: BoxFuture<'static, ()>| shared.device.spawn(share, task);
         spawn(Share::Foreground, Box::pin(recovery::restore(shared.clone(), order, report, began)));
         spawn(Share::Background, Box::pin(carry_out_intents(shared.clone())));
@@ -87,24 +87,18 @@ impl L3 {
 
     /// How far the recovery is.
     pub fn recovery(&self) -> RecoveryProgress {
-        *self.shared().progress.borrow()
+        self.shared().progress.now()
     }
 
     /// Waits until everything was scanned.
     pub async fn recovered(&self) -> Result<RecoveryReport, L3Error> {
-        let mut progress = self.shared().progress.subscribe();
-        loop {
-            if let Some(report) = progress.borrow_and_update().report {
-                return Ok(report);
-            }
-            self.shared().open()?;
-            progress.changed().await.map_err(|_| L3Error::Closed)?;
-        }
+        let shared = self.shared();
+        shared.progress.wait(|progress| progress.report.map(Ok).or_else(|| shared.open().err().map(Err))).await
     }
 
     /// How far the scrub is.
     pub fn scrub(&self) -> ScrubProgress {
-        *self.shared().scrub.borrow()
+        *self.shared().scrub.lock()
     }
 
     /// Begins a pass of the scrub, or lets the one that is under way go on.
@@ -194,14 +188,14 @@ impl L3 {
             return;
         }
         // Writers that wait for a segment find out that it is closed.
-        shared.prepared.change(|_| ());
+        shared.prepared.change(Preparations::next_turn);
         let all = (WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES) as u32;
         if tokio::time::timeout(CLOSE_PATIENCE, shared.write_queue.acquire_many(all)).await.is_err() {
             tracing::warn!("closing L3 while writes are under way");
         }
         let last = async {
             sync_all(shared).await;
-            let scrub = *shared.scrub.borrow();
+            let scrub = *shared.scrub.lock();
             scrub::save(shared, &scrub).await;
         };
         if tokio::time::timeout(CLOSE_PATIENCE, last).await.is_err() {
@@ -209,7 +203,7 @@ impl L3 {
         }
         shared.intents.notify_one();
         // Who waits for the recovery finds out, too.
-        shared.progress.send_modify(|_| ());
+        shared.progress.change(|_| ());
         shared.device.close().await;
     }
 }

@@ -66,7 +66,8 @@ impl Shared {
             if let Planned::Done(planned) = ask(self)? {
                 return Ok(planned);
             }
-            seen = self.prepared.after(seen.turn).await;
+            let turn = seen.turn;
+            seen = self.prepared.wait(|now| (now.turn != turn).then(|| now.clone())).await;
             if let Some((kind, message)) = seen.error.as_ref().filter(|_| seen.failures > failures) {
                 let source = io::Error::new(*kind, message.clone());
                 return Err(L3Error::Io {

@@ -125,3 +125,24 @@ async fn what_is_asked_of_a_log_that_is_being_scanned_waits_and_then_counts() {
     let (l3, _) = open(dir.path(), 100, &arena).await;
     assert_eq!((get(&l3, 0).await, get(&l3, 1).await, get(&l3, 2).await), (None, Some(2), Some(1)));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_opens_while_another_one_has_all_the_memory_for_a_moment() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open(dir.path(), 4, &arena).await;
+    put(&l3, &arena, 1, 1, 5_000).await;
+    l3.close().await;
+    let mut taken = Vec::new();
+    while let Some(slot) = arena.allocate(arena.largest_free()).filter(|slot| !slot.is_empty()) {
+        taken.push(slot);
+    }
+    let (again, shared) = (options(dir.path(), 4), arena.clone());
+    let opening = tokio::spawn(async move { L3::open(again, shared).await });
+    // Long enough for it to need memory; not so long that it gives up.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    assert!(!opening.is_finished(), "there is no memory to read a header into");
+    drop(taken);
+    let l3 = opening.await.unwrap().unwrap();
+    l3.recovered().await.unwrap();
+    assert_eq!(get(&l3, 1).await, Some(1));
+}
