@@ -2,7 +2,7 @@
 //!
 //! Always true: without the feature `planted`, [`has`] is `false` and nothing of it is left in the code.
 
-/// A mutation of the core.
+/// A mutation of the core, of L3, or of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Bug {
@@ -56,11 +56,49 @@ pub enum Bug {
     TrustsCutShort,
     /// Nobody looks whether a page is past its time.
     ExpiredIsServed,
+    /// Node: a page is sealed though parts are missing.
+    SealedIncomplete,
+    /// Node: a part is shown though its bytes are not what its checksums say.
+    DamagedPartLands,
+    /// Node: a page that is there may be put again.
+    SecondWriterReplaces,
+    /// Node: room of a put that was given up does not come back.
+    RoomLeaks,
+    /// Node: a reader that waits no more is still counted.
+    WaiterLeaks,
+    /// Node: forgetting leaves the copy in L2.
+    ForgetKeepsL2,
+    /// Node: forgetting leaves the copy that is being written to L3, and does not wait for that.
+    ForgetMissesWriting,
+    /// Node: forgetting leaves out one of several devices.
+    ForgetSkipsDevice,
+    /// Node: forgetting succeeds though a device could not be opened.
+    LeftOutForgets,
+    /// Node: a page read from L3 enters L2 though it was forgotten meanwhile.
+    LoadAfterForget,
+    /// Node: write-back drops pages instead of writing them.
+    DirtyDropped,
+    /// Node: what only L2 has is not written when the node stops.
+    DirtyStays,
+    /// Node: a page that left L2 is nowhere until its write to L3 has ended.
+    GapBeforeWritten,
+    /// Node: what left L2 can still be found there.
+    EvictedIsServed,
+    /// Node: a copy that a reader found damaged is kept.
+    RecheckKeeps,
+    /// Node: a second writer hears that its bytes are there, whatever they are.
+    CompareBelieves,
+    /// Node: L2 serves pages past their time.
+    OverIsServed,
+    /// Node: quotas do not hold in L2.
+    QuotaIgnored,
+    /// Node: pins have no end.
+    PinsStay,
 }
 
 impl Bug {
-    /// All of them.
-    pub const EVERY: [Bug; 25] = [
+    /// Those of the log and of L3.
+    pub const CORE: [Bug; 25] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -86,6 +124,29 @@ impl Bug {
         Bug::BlindForgets,
         Bug::TrustsCutShort,
         Bug::ExpiredIsServed,
+    ];
+
+    /// Those of a node: L2, puts, write policies, devices.
+    pub const NODE: [Bug; 19] = [
+        Bug::SealedIncomplete,
+        Bug::DamagedPartLands,
+        Bug::SecondWriterReplaces,
+        Bug::RoomLeaks,
+        Bug::WaiterLeaks,
+        Bug::ForgetKeepsL2,
+        Bug::ForgetMissesWriting,
+        Bug::ForgetSkipsDevice,
+        Bug::LeftOutForgets,
+        Bug::LoadAfterForget,
+        Bug::DirtyDropped,
+        Bug::DirtyStays,
+        Bug::GapBeforeWritten,
+        Bug::EvictedIsServed,
+        Bug::RecheckKeeps,
+        Bug::CompareBelieves,
+        Bug::OverIsServed,
+        Bug::QuotaIgnored,
+        Bug::PinsStay,
     ];
 }
 

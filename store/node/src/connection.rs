@@ -707,10 +707,9 @@ async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadline: Instan
 
 /// Sends parts as they land; returns how the put ended, or `Open` at the deadline.
 async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Instant) -> io::Result<Progress> {
-    let mut progress = put.progress();
+    let mut now = put.progress();
     let mut sent = vec![false; put.part_count()];
     loop {
-        let now = *progress.borrow_and_update();
         for (part, sent) in sent.iter_mut().enumerate().filter(|(_, sent)| !**sent) {
             if let Some((bytes, crcs)) = put.landed(part) {
                 *sent = true;
@@ -722,9 +721,8 @@ async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Ins
         if !matches!(now, Progress::Open(_)) {
             return Ok(now);
         }
-        match tokio::time::timeout_at(deadline.into(), progress.changed()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(_)) => return Ok(Progress::Aborted),
+        match tokio::time::timeout_at(deadline.into(), put.progress_after(now)).await {
+            Ok(changed) => now = changed,
             Err(_) => return Ok(Progress::Open(0)),
         }
     }
@@ -745,14 +743,9 @@ async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadlin
             Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
         },
         Request::Suspect(_) => Response::Count(shared.store.recheck(&ids[0]) as u32),
-        Request::Compare { crcs, .. } => Response::Committed(vec![match shared.store.get(&ids[0], deadline).await {
-            Some((page, TierCode::L2 | TierCode::L3)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
-            Some(_) => {
-                shared.metrics.puts_refused.inc();
-                CommitOutcome::Refused
-            }
-            None => CommitOutcome::Incomplete,
-        }]),
+        Request::Compare { crcs, .. } => {
+            Response::Committed(vec![shared.store.compare(&ids[0], &crcs, deadline).await])
+        }
         _ => Response::Error { code: ErrorCode::Malformed, message: "not an administrative message".into() },
     }
 }

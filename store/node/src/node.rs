@@ -233,6 +233,7 @@ impl Host {
     /// The next connection; `Some(None)` if there was none after all, `None` when the node stops.
     async fn next<T>(&self, accept: impl Future<Output = std::io::Result<T>> + Send) -> Option<Option<T>> {
         let accepted = tokio::select! {
+            biased;
             () = self.stop.cancelled() => return None,
             accepted = accept => accepted,
         };
@@ -256,6 +257,7 @@ impl Host {
         self.tasks.spawn(async move {
             metrics.connections.inc();
             tokio::select! {
+                biased;
                 () = stop.cancelled() => {}
                 () = serve => {}
             }

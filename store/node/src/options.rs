@@ -17,9 +17,10 @@ pub struct NodeOptions {
     /// Directory of identity and L3. Without one, and without [`NodeOptions::l3`], the node has no L3 and forgets everything
     /// when it stops.
     pub data_dir: Option<PathBuf>,
-    /// Bytes of pages kept in DRAM. Default 1 GiB, at least 32 MiB. The arena is an eighth larger (at least 64 MiB more), for pages
-    /// on their way in and out.
+    /// Bytes of pages kept in DRAM. Default 1 GiB, at least 32 MiB.
     pub l2_bytes: u64,
+    /// Bytes of the arena beyond L2, for pages on their way in and out. Default: an eighth of L2, at least 64 MiB.
+    pub in_flight_bytes: Option<u64>,
     /// Most bytes of the L3 in the data directory. Default 4 GiB; 0 means none there. Of no effect if [`NodeOptions::l3`] is
     /// given.
     pub l3_bytes: u64,
@@ -55,6 +56,7 @@ impl Default for NodeOptions {
             admin_listen: None,
             data_dir: None,
             l2_bytes: 1 << 30,
+            in_flight_bytes: None,
             l3_bytes: 4 << 30,
             l3: Vec::new(),
             write_policy: WritePolicy::Through,
@@ -212,7 +214,7 @@ impl NodeOptions {
 
     /// Room for pages on their way in and out, in bytes.
     pub fn in_flight_bytes(&self) -> u64 {
-        (self.l2_bytes / 8).max(64 << 20)
+        self.in_flight_bytes.unwrap_or_else(|| (self.l2_bytes / 8).max(64 << 20))
     }
 
     /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.

@@ -18,6 +18,7 @@ mod tests;
 
 use crate::options::{NamespaceQuota, WritePolicy};
 use accounts::Accounts;
+use larder_core::planted::{Bug, has};
 use larder_evict::{Evicted, Evictor, Handle, Larder, NamespaceIndex, NewPage, Reason};
 use larder_format::{NamespaceId, PageId, PageKey};
 use pins::{Pin, Pins};
@@ -246,7 +247,7 @@ impl Residency {
 
     /// Ends pins and pages whose time is over.
     pub fn tick(&mut self, now_ms: u64, out: &mut Decisions) {
-        while let Some(id) = self.pins.first_over(now_ms) {
+        while let Some(id) = self.pins.first_over(now_ms).filter(|_| !has(Bug::PinsStay)) {
             self.set_pin(&id, None);
             out.unpin.push(id);
         }
@@ -425,7 +426,7 @@ impl Residency {
     fn leave(&mut self, evicted: Vec<Evicted<PageId>>, now_ms: u64, out: &mut Decisions) {
         for Evicted { name, reason, .. } in evicted {
             let Some(entry) = self.left(&name) else { continue };
-            if entry.state == State::Dirty && !entry.facts.is_over(now_ms) {
+            if entry.state == State::Dirty && !entry.facts.is_over(now_ms) && !has(Bug::DirtyDropped) {
                 self.begin_write(name, entry.facts.bytes, out);
             }
             out.evict.push((name, reason));

@@ -66,6 +66,7 @@ pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: Cancella
             }
         };
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }

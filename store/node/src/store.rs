@@ -10,6 +10,7 @@ use crate::puts::{Presence, Put, Puts};
 use crate::scrub;
 use crate::tiers::{Page, Tiers, TiersError};
 use futures::StreamExt;
+use larder_core::planted::{Bug, has};
 use larder_device::Arena;
 use larder_format::{NamespaceId, PageId};
 use larder_wire::{CommitOutcome, PinKind, ReserveOutcome, Reserved, TierCode};
@@ -54,6 +55,7 @@ impl Store {
         let tick = async {
             loop {
                 tokio::select! {
+                    biased;
                     () = stop.cancelled() => return,
                     () = tokio::time::sleep(TICK) => self.tick(),
                 }
@@ -136,6 +138,19 @@ impl Store {
     /// A page and where it was, or a miss. The bytes of one from L2 are to be verified by the reader.
     pub async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
         self.tiers.get(id, deadline).await
+    }
+
+    /// Whether a page that is there has these checksums: what a second writer wants to know.
+    pub async fn compare(&self, id: &PageId, crcs: &[u32], deadline: Instant) -> CommitOutcome {
+        match self.get(id, deadline).await {
+            Some((page, _)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
+            Some(_) if has(Bug::CompareBelieves) => CommitOutcome::AlreadyThere,
+            Some(_) => {
+                self.metrics.puts_refused.inc();
+                CommitOutcome::Refused
+            }
+            None => CommitOutcome::Incomplete,
+        }
     }
 
     /// Brings pages into L2; how many of them could be read.

@@ -15,8 +15,9 @@ use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::policy::{Decisions, PageFacts, PinRefused, Placed, PolicyOptions, Residency};
 use crate::scrub::Scrubbed;
-use crate::writing::Writing;
+use crate::writing::{Ticket, Writing};
 use foyer::{Cache, CacheBuilder, FifoConfig};
+use larder_core::planted::{Bug, has};
 use larder_device::{Arena, Slot, SlotMut};
 use larder_evict::Reason;
 use larder_format::{NamespaceId, PageId, PageMeta};
@@ -95,7 +96,7 @@ impl Room {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        if self.bytes > 0 {
+        if self.bytes > 0 && !has(Bug::RoomLeaks) {
             self.tiers.state.lock().policy.release(self.bytes);
             self.tiers.ended.notify_waiters();
         }
@@ -229,7 +230,7 @@ impl Tiers {
     }
 
     fn is_live(&self, meta: &PageMeta) -> bool {
-        meta.expires_unix_ms == 0 || self.clock.now_unix_ms() < meta.expires_unix_ms
+        meta.expires_unix_ms == 0 || self.clock.now_unix_ms() < meta.expires_unix_ms || has(Bug::OverIsServed)
     }
 
     /// A copy in DRAM, without touching L3.
@@ -323,7 +324,7 @@ impl Tiers {
             return Some(Loaded { page: newer, forgets });
         }
         let current = state.forgets == forgets && self.devices.generation(&id) == Some(page.meta.generation);
-        if current {
+        if current || has(Bug::LoadAfterForget) {
             let mut out = Decisions::default();
             state.policy.set_writable(writable);
             state.policy.loaded(page.facts(), self.clock.now_unix_ms(), &mut out);
@@ -385,6 +386,9 @@ impl Tiers {
         }
         let mut gone = Vec::with_capacity(out.evict.len());
         for (id, reason) in &out.evict {
+            if has(Bug::EvictedIsServed) {
+                continue;
+            }
             gone.push(self.l2.remove(id));
             match reason {
                 Reason::Expired => self.metrics.pages_expired_l2.inc(),
@@ -407,7 +411,7 @@ impl Tiers {
         let ticket = self.writing.begin(&page);
         self.runtime.spawn(async move {
             // However this ends, the page is held here no longer, and who waits for that hears of it.
-            let mut write = Write { tiers, page, landed: false, _ticket: ticket };
+            let mut write = Write { tiers, page, landed: false, ticket };
             match write.tiers.devices.write(&write.page.meta, &write.page.payload).await {
                 Ok(()) => write.landed = true,
                 Err(error) => {
@@ -435,20 +439,20 @@ impl Tiers {
         for (id, there) in ids.iter().zip(&mut there) {
             // Out of L2 first: from then on no write of it begins. One under way must land, or it would land after the
             // tombstone and resurrect the page.
-            *there = self.drop_l2(id);
+            *there = !has(Bug::ForgetKeepsL2) && self.drop_l2(id);
             self.holds.withhold(id);
-            let pending = self.writing.withhold(id);
+            let pending = if has(Bug::ForgetMissesWriting) { Vec::new() } else { self.writing.withhold(id) };
             *there |= !pending.is_empty();
-            for mut done in pending {
-                // Ends with an error when the sender is dropped, that is, when the write has ended.
-                late |= tokio::time::timeout_at(deadline.into(), done.wait_for(|&done| done)).await.is_err();
+            for ended in pending {
+                let ended = ended.wait(|&ended| ended.then_some(()));
+                late |= tokio::time::timeout_at(deadline.into(), ended).await.is_err();
             }
             *there |= self.devices.has(id);
         }
         let durable = self.devices.forget(ids, deadline).await;
         let mut state = self.state.lock();
         state.forgets += 1;
-        for id in ids {
+        for id in ids.iter().filter(|_| !has(Bug::ForgetKeepsL2)) {
             state.policy.forget(id);
             self.l2.remove(id);
             self.holds.withhold(id);
@@ -480,7 +484,9 @@ impl Tiers {
         self.metrics.pages_corrupt_l2.inc();
         self.writing.withhold(id);
         self.holds.withhold(id);
-        self.drop_l2(id);
+        if !has(Bug::RecheckKeeps) {
+            self.drop_l2(id);
+        }
         1
     }
 
@@ -524,7 +530,7 @@ impl Tiers {
             loop {
                 let mut ended = std::pin::pin!(self.ended.notified());
                 ended.as_mut().enable();
-                let begun = self.decide(None, |policy, _, out| policy.flush(out));
+                let begun = has(Bug::DirtyStays) || self.decide(None, |policy, _, out| policy.flush(out));
                 if begun && self.state.lock().policy.in_flight_bytes() == 0 {
                     return;
                 }
@@ -593,14 +599,14 @@ struct Write {
     tiers: Arc<Tiers>,
     page: Arc<Page>,
     landed: bool,
-    _ticket: tokio::sync::watch::Sender<bool>,
+    ticket: Ticket,
 }
 
 impl Drop for Write {
     fn drop(&mut self) {
         let PageMeta { id, generation, .. } = self.page.meta;
-        self.tiers.writing.end(&id, generation);
         self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.landed);
+        self.tiers.writing.end(&self.ticket);
         self.tiers.ended.notify_waiters();
     }
 }

@@ -8,21 +8,24 @@
 //!   power, in pieces of 512 bytes or 4 KiB, and so may those under way;
 //! - what makes, replaces and removes files is durable when it is answered, and whole or not done at all before;
 //! - each kind of [`Faults`](crate::faults::Faults) happens at its rate;
-//! - at a given event (a request taken or done, a file made or removed) the device stops answering for good.
+//! - a device may refuse everything for a while or for good, or have no room for files for a while;
+//! - at a given event (a request taken or done, a file made or removed) power fails, and all devices stop answering.
 //!
 //! What no store with one copy can help is exempted from the promise that forgotten pages stay forgotten: a tombstone
 //! that was damaged, lost or misdirected on its way to the device, on it, or on the way back while the node starts; and a
 //! segment whose header was, since its records are all lost with it. Errors that the device owns up to are not exempted.
 //!
-//! Not in the model: damage of small files, and power that fails while only one of two devices notices.
+//! Not in the model: damage of small files, and power that fails for one of two devices alone.
 //!
 //! Always true: everything happens on the one thread of the life's runtime; a request's memory is with the device until
 //! it is answered or [`SimDevice::lose_power`] was called.
 
 mod files;
+mod power;
 mod serve;
 
 use crate::dice::{Dice, Stream};
+use crate::disk::Disk;
 use crate::disk::Loss;
 use crate::world::World;
 use files::FileChange;
@@ -30,6 +33,7 @@ use larder_device::{
     Arena, BoxFuture, Completion, Device, DeviceFacts, Done, Lane, Operation, RingGone, Share, SmallFile,
 };
 use parking_lot::Mutex;
+pub use power::Power;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -63,15 +67,15 @@ struct State {
     tasks: Vec<AbortHandle>,
     /// What cannot be read while the node starts, and why not.
     bad_place: Option<(u32, u64, &'static str)>,
-    /// Events until it stops answering.
-    events_left: u64,
-    crashed: bool,
     closed: bool,
 }
 
 /// The device of one life of a node.
 pub struct SimDevice {
     world: Arc<World>,
+    /// Which disk of the world it is.
+    number: usize,
+    power: Arc<Power>,
     arena: Arc<Arena>,
     path: PathBuf,
     state: Mutex<State>,
@@ -80,7 +84,6 @@ pub struct SimDevice {
     bell: Notify,
     /// Rung when a request was answered.
     progress: Notify,
-    crash: Notify,
     /// Most bytes of all files.
     capacity_bytes: u64,
     /// The node starts on it: a read that lies may hide tombstones.
@@ -89,10 +92,17 @@ pub struct SimDevice {
 }
 
 impl SimDevice {
-    /// The device of life `life`, which stops answering after `events` events, and the task that drives it.
-    pub fn start(world: Arc<World>, arena: Arc<Arena>, life: u64, events: u64, capacity_bytes: u64) -> Arc<SimDevice> {
-        let mut dice = Dice::new(world.seed, Stream::Device(life));
-        let bad_place = serve::bad_place(&world, &mut dice);
+    /// Disk `number` of the world in life `life`, as long as there is `power`, and the task that drives it.
+    pub fn start(
+        world: Arc<World>,
+        arena: Arc<Arena>,
+        number: usize,
+        life: u64,
+        power: Arc<Power>,
+        capacity_bytes: u64,
+    ) -> Arc<SimDevice> {
+        let mut dice = Dice::new(world.seed, Stream::Device(life, number as u64));
+        let bad_place = serve::bad_place(&world, number, &mut dice);
         let state = State {
             dice,
             bad_place,
@@ -101,19 +111,18 @@ impl SimDevice {
             taken: 0,
             files: BTreeMap::new(),
             tasks: Vec::new(),
-            events_left: events,
-            crashed: false,
             closed: false,
         };
         let device = Arc::new(SimDevice {
             world,
+            number,
+            power,
             arena,
             path: PathBuf::from("/simulated"),
             state: Mutex::new(state),
             permits: Arc::new(Semaphore::new(TAKEN_MAX)),
             bell: Notify::new(),
             progress: Notify::new(),
-            crash: Notify::new(),
             capacity_bytes,
             starting: AtomicBool::new(true),
             tasks_alive: Arc::default(),
@@ -127,11 +136,6 @@ impl SimDevice {
         self.starting.store(false, Ordering::Relaxed);
         self.state.lock().bad_place = None;
         self.check_capacity();
-    }
-
-    /// Ends when the device stops answering.
-    pub async fn crashed(&self) {
-        self.crash.notified().await;
     }
 
     /// Ends when nothing is under way.
@@ -157,11 +161,11 @@ impl SimDevice {
 
     /// The world it was in is gone: what was under way is done in part or not, and what was not synced is lost by `loss`.
     pub fn lose_power(&self, loss: Loss, dice: &mut Dice) {
+        self.power.cut();
         let mut state = self.state.lock();
-        state.crashed = true;
         let (flights, files) = (std::mem::take(&mut state.flights), std::mem::take(&mut state.files));
         drop(state);
-        let mut disk = self.world.disk.lock();
+        let mut disk = self.disk().lock();
         for flight in flights.values() {
             if let Some((offset, bytes)) = serve::bytes_of(&flight.operation) {
                 let kept = [0, 500_000, 1_000_000][dice.below(3) as usize];
@@ -180,18 +184,11 @@ impl SimDevice {
 
     /// One more event; `false` if the device has stopped answering.
     fn event(&self, what: &'static str, numbers: [u64; 3]) -> bool {
-        let mut state = self.state.lock();
-        if state.crashed {
+        if !self.power.is_on() {
             return false;
         }
         self.world.event(what, numbers);
-        state.events_left -= 1;
-        if state.events_left == 0 {
-            state.crashed = true;
-            self.crash.notify_one();
-            self.bell.notify_one();
-        }
-        !state.crashed
+        self.power.spend()
     }
 
     /// When a request that is asked for now will be done.
@@ -213,7 +210,7 @@ impl SimDevice {
     fn take(&self, segment: u32, operation: Operation, on_done: Completion, permit: OwnedSemaphorePermit) {
         let (offset, bytes) = (serve::offset_of(&operation), operation.bytes() as u64);
         let covers = {
-            let mut disk = self.world.disk.lock();
+            let mut disk = self.disk().lock();
             if let Operation::Write { offset, block, payload } = &operation {
                 let alone = block.as_ref().filter(|_| payload.is_none());
                 disk.note_write(segment, *offset, alone.map(|block| &block[..]));
@@ -259,7 +256,7 @@ impl SimDevice {
 
     fn next_due(&self) -> (bool, bool, Option<u64>) {
         let state = self.state.lock();
-        (state.crashed, state.closed, state.flights.keys().next().map(|key| key.0))
+        (!self.power.is_on(), state.closed, state.flights.keys().next().map(|key| key.0))
     }
 
     fn serve_next(&self) {
@@ -289,8 +286,8 @@ impl SimDevice {
         self.bell.notify_one();
     }
 
-    fn has_crashed(&self) -> bool {
-        self.state.lock().crashed
+    fn disk(&self) -> &Mutex<Disk> {
+        &self.world.disks[self.number]
     }
 }
 
@@ -315,7 +312,7 @@ impl Device for SimDevice {
     fn load(&self, file: SmallFile) -> BoxFuture<'_, io::Result<Option<Vec<u8>>>> {
         Box::pin(async move {
             self.file_step("load", file as u64).await?;
-            Ok(self.world.disk.lock().small(file))
+            Ok(self.disk().lock().small(file))
         })
     }
 
@@ -326,7 +323,7 @@ impl Device for SimDevice {
     fn segments(&self) -> BoxFuture<'_, io::Result<Vec<u32>>> {
         Box::pin(async move {
             self.file_step("list", 0).await?;
-            Ok(self.world.disk.lock().segments())
+            Ok(self.disk().lock().segments())
         })
     }
 
@@ -350,7 +347,7 @@ impl Device for SimDevice {
         on_done: Completion,
     ) -> BoxFuture<'_, Result<(), RingGone>> {
         Box::pin(async move {
-            if self.has_crashed() {
+            if !self.power.is_on() {
                 return std::future::pending().await;
             }
             if !self.state.lock().open.contains(&segment) {
@@ -359,7 +356,7 @@ impl Device for SimDevice {
                 return Ok(());
             }
             let permit = self.permits.clone().acquire_owned().await.map_err(|_| RingGone)?;
-            if self.has_crashed() {
+            if !self.power.is_on() {
                 return std::future::pending().await;
             }
             self.take(segment, operation, on_done, permit);

@@ -11,8 +11,8 @@ use rand_chacha::ChaCha8Rng;
 pub enum Stream {
     /// How the seed is set up.
     Setup,
-    /// The device of one life of the node.
-    Device(u64),
+    /// A device, by number, in one life of the node.
+    Device(u64, u64),
     /// What a loss of power leaves, after one life.
     Loss(u64),
     /// How one life goes.
@@ -25,7 +25,7 @@ impl Stream {
     fn number(self) -> u64 {
         match self {
             Stream::Setup => 0,
-            Stream::Device(life) => 1 << 56 | life,
+            Stream::Device(life, number) => 1 << 56 | number << 48 | life,
             Stream::Loss(life) => 2 << 56 | life,
             Stream::Life(life) => 4 << 56 | life,
             Stream::Worker(life, worker) => 3 << 56 | life << 16 | worker,

@@ -81,6 +81,9 @@ pub struct Disk {
     suspects: BTreeSet<u64>,
     /// A segment's header was lied about: the pages of an earlier life may come back whenever.
     all_suspect: bool,
+    /// Until when it refuses everything, and until when there is no room for files, in virtual milliseconds.
+    broken_until_ms: u64,
+    full_until_ms: u64,
 }
 
 impl Disk {
@@ -235,6 +238,39 @@ impl Disk {
     /// Whether forgotten pages of a key may come back, because the device lied about its tombstones.
     pub fn is_suspect(&self, key: u64) -> bool {
         self.all_suspect || self.suspects.contains(&key)
+    }
+
+    /// It refuses everything until then.
+    pub fn breaks(&mut self, until_ms: u64) {
+        self.broken_until_ms = self.broken_until_ms.max(until_ms);
+    }
+
+    /// There is no room for more files until then.
+    pub fn fills(&mut self, until_ms: u64) {
+        self.full_until_ms = until_ms;
+    }
+
+    /// Works again, unless it broke for good.
+    pub fn heals(&mut self) {
+        self.full_until_ms = 0;
+        if self.broken_until_ms != u64::MAX {
+            self.broken_until_ms = 0;
+        }
+    }
+
+    /// Whether it refuses everything now.
+    pub fn is_broken(&self, now_ms: u64) -> bool {
+        now_ms < self.broken_until_ms
+    }
+
+    /// Whether it broke for good.
+    pub fn is_dead(&self) -> bool {
+        self.broken_until_ms == u64::MAX
+    }
+
+    /// Whether there is no room for files now.
+    pub fn is_full(&self, now_ms: u64) -> bool {
+        now_ms < self.full_until_ms
     }
 
     /// A place in some segment: half of them where something was written lately.

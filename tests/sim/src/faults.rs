@@ -60,6 +60,16 @@ impl Profile {
         matches!(self, Profile::Calm | Profile::Crash)
     }
 
+    /// Whether devices own up to failures.
+    pub fn has_errors(self) -> bool {
+        matches!(self, Profile::Errors | Profile::All)
+    }
+
+    /// Whether bits flip in memory.
+    pub fn memory_fails(self) -> bool {
+        matches!(self, Profile::Memory | Profile::All)
+    }
+
     /// Whether lives may end without a word.
     pub fn crashes(self) -> bool {
         self != Profile::Calm
@@ -130,7 +140,7 @@ impl Faults {
             2 => most / 4,
             _ => most,
         };
-        if matches!(profile, Profile::Errors | Profile::All) {
+        if profile.has_errors() {
             faults.read_error = rate(20_000);
             faults.short_read = rate(10_000);
             faults.bad_place = rate(600_000);
@@ -147,7 +157,7 @@ impl Faults {
             faults.misdirected_write = rate(10_000);
             faults.disk_flip = rate(50_000);
         }
-        if matches!(profile, Profile::Memory | Profile::All) {
+        if profile.memory_fails() {
             faults.read_flip = rate(30_000);
             faults.write_flip = rate(30_000);
         }

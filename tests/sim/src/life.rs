@@ -1,12 +1,13 @@
-//! One life of the node: it starts on what is stored, is worked with, and ends one way or another.
+//! One life of what is simulated: it starts on what is stored, is worked with, and ends one way or another. Here, of L3 alone.
 //!
 //! Always true: when a life is over nothing of it is left, neither a task nor memory.
 
-use crate::device::SimDevice;
+use crate::device::{Power, SimDevice};
 use crate::dice::{Dice, Stream};
 use crate::disk::Loss;
 use crate::faults::Faults;
 use crate::model::{Expected, Model};
+use crate::node::NodeRun;
 use crate::payload::page_id;
 use crate::setup::Setup;
 use crate::workload;
@@ -19,15 +20,17 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 
 /// What was acknowledged this long before a crash must be there.
-const DURABLE_AFTER_MS: u64 = 1000;
+pub(crate) const DURABLE_AFTER_MS: u64 = 1000;
 /// Starts that may fail while the device does.
-const STARTS_MAX: u32 = 6;
+pub(crate) const STARTS_MAX: u32 = 6;
 /// No life lasts longer: workers have only so much to do, and every wait has an end.
 const LIFE_MAX: Duration = Duration::from_secs(12 * 3600);
 /// By then every request of a stalling device was answered.
-const CALM_DOWN: Duration = Duration::from_secs(60);
+pub(crate) const CALM_DOWN: Duration = Duration::from_secs(60);
 
 /// How a life ends, if the device does not end it earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,24 +111,51 @@ struct Running {
     legacy: Legacy,
 }
 
+/// Something that lives.
+pub(crate) trait Lives {
+    /// Lives until it ends by itself, or is dropped when power fails, which is told to `crash`.
+    fn live(&mut self, crash: Arc<Notify>) -> impl Future<Output = ()>;
+    /// Power failed.
+    fn crash(&mut self, loss: Loss);
+    /// It is over: lets go of everything but the devices it had last.
+    fn end(&mut self) -> Vec<Arc<SimDevice>>;
+}
+
 /// Lives one life.
 pub fn live(ground: &Ground, plan: Plan, legacy: Legacy) -> Legacy {
+    let operations = Arc::new(AtomicU64::new(plan.operations));
+    let mut left = match ground.setup.node {
+        Some(_) => {
+            let mut node = NodeRun::new(ground.clone(), plan, legacy, operations.clone());
+            run_life(ground, plan, &mut node);
+            node.legacy()
+        }
+        None => {
+            let running = Running { operations: operations.clone(), ..Running::default() };
+            let mut l3 = L3Run { ground: ground.clone(), plan, legacy, running };
+            run_life(ground, plan, &mut l3);
+            l3.running.legacy
+        }
+    };
+    left.operations = plan.operations - operations.load(Ordering::Relaxed);
+    left
+}
+
+fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
     let world = &ground.world;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let Ok(runtime) = runtime else {
         world.violate("no runtime could be made".into());
-        return Legacy::default();
+        return;
     };
-    let mut running = Running::default();
-    running.operations.store(plan.operations, Ordering::Relaxed);
     let mut dice = Dice::new(world.seed, Stream::Loss(plan.number));
     let mut loss = Loss::Kill;
     runtime.block_on(async {
         world.life_begins();
         world.event("life begins", [plan.number, plan.events, plan.operations]);
         let crashed = {
-            let crash = Arc::new(tokio::sync::Notify::new());
-            let life = run(ground, plan, &legacy, &mut running, crash.clone());
+            let crash = Arc::new(Notify::new());
+            let life = subject.live(crash.clone());
             let life = std::pin::pin!(async {
                 if tokio::time::timeout(LIFE_MAX, life).await.is_err() {
                     world.violate("something waits for ever".into());
@@ -137,17 +167,15 @@ pub fn live(ground: &Ground, plan: Plan, legacy: Legacy) -> Legacy {
         if crashed {
             loss = Loss::draw(&mut dice);
             count_loss(world, loss);
-            expect_after_crash(ground, &mut running, &legacy, loss);
+            subject.crash(loss);
         }
         world.event("life ends", [plan.number, u64::from(crashed), 0]);
         world.life_ends();
     });
-    let Running { device, life, operations, legacy: mut left } = running;
-    left.operations = plan.operations - operations.load(Ordering::Relaxed);
-    drop(life);
+    let devices = subject.end();
     // Every task goes here, with all it holds.
     drop(runtime);
-    if let Some(device) = device {
+    for device in devices {
         device.lose_power(loss, &mut dice);
         if Arc::strong_count(&device) != 1 {
             world.violate(format!("{} owners of the device are left", Arc::strong_count(&device) - 1));
@@ -157,7 +185,6 @@ pub fn live(ground: &Ground, plan: Plan, legacy: Legacy) -> Legacy {
         world.violate(format!("{} bytes of memory were not given back", ground.arena.used()));
     }
     ground.model.lock().life_ends();
-    left
 }
 
 fn count_loss(world: &World, loss: Loss) {
@@ -196,7 +223,7 @@ fn expected(life: &Life, acked_ms: u64) -> Vec<Expected> {
     life.model.lock().expected(acked_ms, earlier, |key| life.l3.find(&page_id(key)).map(|entry| entry.generation))
 }
 
-fn options(ground: &Ground, plan: Plan) -> L3Options {
+pub(crate) fn options(ground: &Ground, plan: Plan) -> L3Options {
     let capacity_bytes = plan.segments * ground.setup.segment_bytes + 16_384;
     L3Options {
         segment_bytes: ground.setup.segment_bytes,
@@ -209,7 +236,30 @@ fn options(ground: &Ground, plan: Plan) -> L3Options {
     }
 }
 
-async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running, crash: Arc<tokio::sync::Notify>) {
+/// L3 alone.
+struct L3Run {
+    ground: Ground,
+    plan: Plan,
+    legacy: Legacy,
+    running: Running,
+}
+
+impl Lives for L3Run {
+    async fn live(&mut self, crash: Arc<Notify>) {
+        run(&self.ground, self.plan, &self.legacy, &mut self.running, crash).await;
+    }
+
+    fn crash(&mut self, loss: Loss) {
+        expect_after_crash(&self.ground, &mut self.running, &self.legacy, loss);
+    }
+
+    fn end(&mut self) -> Vec<Arc<SimDevice>> {
+        self.running.life = None;
+        self.running.device.take().into_iter().collect()
+    }
+}
+
+async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running, crash: Arc<Notify>) {
     let Some((device, l3)) = start(ground, plan, running, &crash).await else { return };
     let life = Arc::new(Life {
         world: ground.world.clone(),
@@ -248,7 +298,7 @@ async fn run(ground: &Ground, plan: Plan, legacy: &Legacy, running: &mut Running
     };
 }
 
-fn begin_work(life: &Arc<Life>) -> Vec<tokio::task::JoinHandle<()>> {
+fn begin_work(life: &Arc<Life>) -> Vec<JoinHandle<()>> {
     (0..life.setup.workers).map(|worker| tokio::spawn(workload::work(life.clone(), worker))).collect()
 }
 
@@ -271,7 +321,7 @@ async fn start(
     ground: &Ground,
     plan: Plan,
     running: &mut Running,
-    crash: &Arc<tokio::sync::Notify>,
+    crash: &Arc<Notify>,
 ) -> Option<(Arc<SimDevice>, L3)> {
     let world = &ground.world;
     let options = options(ground, plan);
@@ -282,14 +332,10 @@ async fn start(
             *world.faults.lock() = Faults::none(faults.latency_ms_max);
         }
         let number = plan.number << 8 | u64::from(attempt);
-        let device = SimDevice::start(world.clone(), ground.arena.clone(), number, plan.events, options.capacity_bytes);
+        let power = Power::lasting(plan.events);
+        let watch = watch(&power, crash);
+        let device = SimDevice::start(world.clone(), ground.arena.clone(), 0, number, power, options.capacity_bytes);
         running.device = Some(device.clone());
-        let watched = device.clone();
-        let crash = crash.clone();
-        let watch = tokio::spawn(async move {
-            watched.crashed().await;
-            crash.notify_one();
-        });
         let opened = L3::open_on(device.clone(), options.clone(), ground.arena.clone()).await;
         *world.faults.lock() = faults;
         match opened {
@@ -314,7 +360,16 @@ async fn start(
     None
 }
 
-fn world_is_calm(faults: &Faults) -> bool {
+/// A failure of this power is a crash.
+pub(crate) fn watch(power: &Arc<Power>, crash: &Arc<Notify>) -> JoinHandle<()> {
+    let (power, crash) = (power.clone(), crash.clone());
+    tokio::spawn(async move {
+        power.failed().await;
+        crash.notify_one();
+    })
+}
+
+pub(crate) fn world_is_calm(faults: &Faults) -> bool {
     *faults == Faults::none(faults.latency_ms_max)
 }
 

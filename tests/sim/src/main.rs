@@ -4,9 +4,28 @@ use clap::Parser;
 use larder_sim::faults::Profile;
 use larder_sim::run::{Options, SeedReport, Summary, run_seed, run_seeds};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::time::Duration;
 
-/// Deterministic simulation of Larder's storage core.
+/// What is simulated, and which faults happen.
+#[derive(Debug, Clone, Copy, Default)]
+struct Which {
+    node: bool,
+    faults: Option<Profile>,
+}
+
+impl FromStr for Which {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Which, String> {
+        let node = text == "node" || text.starts_with("node-");
+        let faults = if node { text.trim_start_matches("node").trim_start_matches('-') } else { text };
+        let faults = if faults.is_empty() { None } else { Some(faults.parse()?) };
+        Ok(Which { node, faults })
+    }
+}
+
+/// Deterministic simulation of Larder's storage core, or of a whole node's storage.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
@@ -25,9 +44,10 @@ struct Args {
     /// Run seeds for so many minutes instead (for nightly runs)
     #[arg(long)]
     minutes: Option<f64>,
-    /// Which faults: calm, crash, errors, lies, memory, all. By the seed if not given
-    #[arg(long)]
-    profile: Option<Profile>,
+    /// Which faults: calm, crash, errors, lies, memory, all, by the seed if not given; of a whole node: node, or
+    /// node-calm and so on
+    #[arg(long, default_value = "")]
+    profile: Which,
     /// Go on after a seed failed
     #[arg(long)]
     keep_going: bool,
@@ -43,7 +63,8 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let options = Options {
         operations: args.operations,
-        profile: args.profile,
+        node: args.profile.node,
+        profile: args.profile.faults,
         verbose: args.verbose,
         keep_going: args.keep_going,
         lying_syncs: false,
@@ -99,5 +120,5 @@ fn print_failure(report: &SeedReport) {
     println!("seed {} ({}) FAILED; the last events:", report.seed, report.profile);
     report.tail.iter().for_each(|event| println!("  {event}"));
     report.violations.iter().for_each(|violation| println!("  {violation}"));
-    println!("replay: cargo run --release -p larder-sim -- --seed {} --verbose", report.seed);
+    println!("replay: cargo run --release -p larder-sim -- {}", report.replay());
 }

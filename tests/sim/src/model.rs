@@ -9,13 +9,21 @@
 //!   its own, and the first complete writer wins;
 //! - is not past its time.
 //!
+//! In a node, a put is *reserved* and can be found only when it is *sealed*; it is acknowledged when L3 has it. Its bytes may
+//! be those of an earlier put, its *content*.
+//!
 //! Always true: the model's clock is a counter of its own calls, so "before" means before in this run.
+
+mod node;
 
 use crate::payload::{self, page_id, page_key};
 use larder_format::{PageKey, PageMeta, is_expired};
+use std::collections::BTreeMap;
+
+pub use node::Bytes;
 
 /// Keys in a row that make a sequence.
-const CHAIN: u64 = 16;
+pub(crate) const CHAIN: u64 = 16;
 
 /// When a put was acknowledged.
 #[derive(Debug, Clone, Copy)]
@@ -30,6 +38,10 @@ struct Ack {
 struct Version {
     key: u64,
     parts: Vec<u32>,
+    /// The version whose bytes it has.
+    content: u64,
+    /// Whether it may be found.
+    sealed: bool,
     /// In milliseconds since 1970; 0: it has no end.
     expires_unix_ms: u64,
     began: u64,
@@ -42,10 +54,14 @@ struct Version {
 #[derive(Debug, Default)]
 struct Key {
     versions: Vec<u64>,
+    /// The put under way in a node.
+    open: Option<u64>,
     /// Puts and forgets under way.
     busy: u32,
     /// When the last of them ended that nobody knows the effect of.
     unsure: u64,
+    /// When the last forgetting ended, of whatever came meanwhile too.
+    forgotten: u64,
 }
 
 /// A version that must be there after a crash.
@@ -80,6 +96,8 @@ pub struct Model {
     life: u64,
     versions: Vec<Version>,
     keys: Vec<Key>,
+    /// By key: the last version sealed in this life, if it is not known to be on L3.
+    unlanded: BTreeMap<u64, u64>,
     /// Pages are copied, so an older version may come after a newer one.
     copies: bool,
 }
@@ -88,7 +106,7 @@ impl Model {
     /// Nothing was put under any of the keys. `copies`: the log copies pages.
     pub fn new(keys: u64, copies: bool) -> Model {
         let keys = (0..keys).map(|_| Key::default()).collect();
-        Model { clock: 0, life: 0, versions: Vec::new(), keys, copies }
+        Model { clock: 0, life: 0, versions: Vec::new(), keys, unlanded: BTreeMap::new(), copies }
     }
 
     /// Number of keys.
@@ -113,9 +131,18 @@ impl Model {
 
     /// Begins to put a new version of a key, which ends at this time of day if it is not 0; its number.
     pub fn put_begins(&mut self, key: u64, parts: Vec<u32>, expires_unix_ms: u64) -> u64 {
-        let began = self.now();
-        self.versions.push(Version { key, parts, expires_unix_ms, began, ended: None, acked: None, dead_since: None });
-        let number = self.versions.len() as u64;
+        let (began, number) = (self.now(), self.next_version());
+        self.versions.push(Version {
+            key,
+            parts,
+            content: number,
+            sealed: true,
+            expires_unix_ms,
+            began,
+            ended: None,
+            acked: None,
+            dead_since: None,
+        });
         let entry = &mut self.keys[key as usize];
         entry.versions.push(number);
         entry.busy += 1;
@@ -135,10 +162,15 @@ impl Model {
         }
     }
 
-    /// Begins to forget keys.
+    /// Begins to forget keys. Puts of them that are open in a node are given up.
     pub fn forget_begins(&mut self, keys: Vec<u64>) -> Forgetting {
         let began = self.now();
-        keys.iter().for_each(|&key| self.keys[key as usize].busy += 1);
+        for &key in &keys {
+            if let Some(open) = self.keys[key as usize].open {
+                self.given_up(open);
+            }
+            self.keys[key as usize].busy += 1;
+        }
         Forgetting { keys, began }
     }
 
@@ -148,6 +180,7 @@ impl Model {
         for key in forgetting.keys {
             let entry = &mut self.keys[key as usize];
             entry.busy -= 1;
+            entry.forgotten = clock;
             if !durable {
                 entry.unsure = clock;
             }
@@ -164,9 +197,13 @@ impl Model {
     pub fn life_ends(&mut self) {
         let clock = self.now();
         self.life += 1;
+        self.unlanded.clear();
         self.versions.iter_mut().for_each(|version| version.ended = version.ended.or(Some(clock)));
-        for key in self.keys.iter_mut().filter(|key| key.busy > 0) {
-            (key.busy, key.unsure) = (0, clock);
+        for key in &mut self.keys {
+            key.open = None;
+            if key.busy > 0 {
+                (key.busy, key.unsure) = (0, clock);
+            }
         }
     }
 
@@ -193,6 +230,9 @@ impl Model {
         let version = version.ok_or_else(|| format!("key {key}: version {number} was never put under it"))?;
         if let Some(dead) = version.dead_since.filter(|&dead| dead <= began && !suspect) {
             return Err(format!("key {key}: version {number} came back; it was forgotten at tick {dead}"));
+        }
+        if !version.sealed {
+            return Err(format!("key {key}: version {number} is found and was never sealed"));
         }
         if is_expired(version.expires_unix_ms, asked.unix_ms) {
             return Err(format!("key {key}: version {number} is served after its time"));
@@ -228,7 +268,7 @@ impl Model {
         if meta.parent != parent(key) || u64::from(meta.position) != key % CHAIN {
             return Err(format!("key {key} version {}: another place in the sequence", meta.generation));
         }
-        payload::check(key, meta.generation, payload)
+        payload::check(key, version.content, payload)
     }
 
     /// Versions that a crash now must not lose, of those that `found` says can be found: acknowledged before `acked_ms`
@@ -252,7 +292,7 @@ impl Model {
     }
 }
 
-fn parent(key: u64) -> PageKey {
+pub(crate) fn parent(key: u64) -> PageKey {
     match key % CHAIN {
         0 => PageKey::NONE,
         _ => page_key(key - 1),

@@ -17,6 +17,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+/// No seed takes more lives: one that crashes before it does anything is rare.
+const LIVES_MAX: u64 = 10_000;
+
 /// What to run.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -24,6 +27,8 @@ pub struct Options {
     pub operations: u64,
     /// A control: syncs are answered and do nothing.
     pub lying_syncs: bool,
+    /// A whole node, not L3 alone.
+    pub node: bool,
     /// Which faults; by the seed if not given.
     pub profile: Option<Profile>,
     /// Print every event.
@@ -37,6 +42,8 @@ pub struct Options {
 pub struct SeedReport {
     /// The seed.
     pub seed: u64,
+    /// Whether it was of a whole node.
+    pub node: bool,
     /// Which faults it had.
     pub profile: &'static str,
     /// Hash over all events.
@@ -55,17 +62,27 @@ pub struct SeedReport {
     pub tail: Vec<String>,
 }
 
+impl SeedReport {
+    /// Arguments of the command that replay it.
+    pub fn replay(&self) -> String {
+        let node = if self.node { "--profile node " } else { "" };
+        format!("{node}--seed {} --verbose", self.seed)
+    }
+}
+
 /// Runs one seed.
 pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
     let mut dice = Dice::new(seed, Stream::Setup);
     let profile = options.profile.unwrap_or_else(|| Profile::of_seed(seed));
-    let setup = Setup::draw(profile, options.operations, &mut dice);
+    let draw = if options.node { Setup::draw_node } else { Setup::draw };
+    let setup = draw(profile, options.operations, &mut dice);
+    let devices = setup.node.as_ref().map_or(1, |node| node.devices);
     let mut faults = Faults::draw(profile, &mut dice);
     faults.sync_lie = if options.lying_syncs { 1_000_000 } else { 0 };
-    let world = Arc::new(World::new(seed, faults, options.verbose));
+    let world = Arc::new(World::new(seed, devices, faults, options.verbose));
     let operations = match Arena::new(setup.arena_bytes as usize) {
         Ok(arena) => {
-            let model = Arc::new(Mutex::new(Model::new(setup.keys, setup.keep_percent > 0)));
+            let model = Arc::new(Mutex::new(Model::new(setup.keys, options.node || setup.keep_percent > 0)));
             let ground = Ground { world: world.clone(), model, arena, setup: Arc::new(setup) };
             panics::watched(|| lives(&ground, options, &mut dice)).unwrap_or_else(|panic| {
                 world.violate(panic);
@@ -77,7 +94,7 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
             0
         }
     };
-    report(&world, profile, operations)
+    report(&world, options.node, profile, operations)
 }
 
 /// One life after the other until the operations are done.
@@ -87,6 +104,10 @@ fn lives(ground: &Ground, options: &Options, dice: &mut Dice) -> u64 {
     let drawn = *ground.world.faults.lock();
     while !ground.world.failed() {
         number += 1;
+        if number > LIVES_MAX {
+            ground.world.violate(format!("{LIVES_MAX} lives and only {done} operations"));
+            break;
+        }
         let last = done >= options.operations;
         // Room changes now and then; less of it takes the oldest pages.
         if dice.chance(250_000) {
@@ -124,11 +145,12 @@ fn plan(setup: &Setup, number: u64, left: u64, segments: u64, dice: &mut Dice) -
     Plan { number, operations, events, end, segments }
 }
 
-fn report(world: &World, profile: Profile, operations: u64) -> SeedReport {
+fn report(world: &World, node: bool, profile: Profile, operations: u64) -> SeedReport {
     let (hash, events) = world.hash();
     let violations = world.violations();
     SeedReport {
         seed: world.seed,
+        node,
         profile: profile.name(),
         hash,
         events,

@@ -2,7 +2,9 @@
 
 use crate::dice::Dice;
 use crate::faults::Profile;
+use larder_node::WritePolicy;
 
+const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 /// Shares of the operations.
@@ -53,6 +55,25 @@ pub struct Setup {
     pub scrub_bytes_per_second: u64,
     /// Milliseconds between two passes of it.
     pub scrub_interval_ms: u64,
+    /// What a node has beside, if there is one.
+    pub node: Option<NodeSetup>,
+}
+
+/// What a node has beside its L3.
+#[derive(Debug, Clone)]
+pub struct NodeSetup {
+    /// Devices.
+    pub devices: usize,
+    /// Bytes of L2.
+    pub l2_bytes: u64,
+    /// Bytes of memory beside that.
+    pub in_flight_bytes: u64,
+    /// When pages are written to L3.
+    pub write_policy: WritePolicy,
+    /// Most bytes of the first namespace, if it has a quota.
+    pub quota: Option<u64>,
+    /// Bytes per second of L2 that are verified.
+    pub scrub_bytes_per_second: u64,
 }
 
 impl Setup {
@@ -83,6 +104,26 @@ impl Setup {
             admin: [0, 5_000, 30_000][dice.below(3) as usize],
             scrub_bytes_per_second: [0, MIB, 32 * MIB][dice.below(3) as usize],
             scrub_interval_ms: [2_000, 30_000, 24 * 3_600_000][dice.below(3) as usize],
+            node: None,
         }
+    }
+
+    /// Draws one of a node: few pages, so that they meet.
+    pub fn draw_node(profile: Profile, operations: u64, dice: &mut Dice) -> Setup {
+        let mut setup = Setup::draw(profile, operations, dice);
+        let l2_bytes = [128, 256, 512][dice.below(3) as usize] * KIB;
+        let policies = [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back];
+        let node = NodeSetup {
+            devices: dice.between(1, 2) as usize,
+            l2_bytes,
+            in_flight_bytes: [128, 256, 512][dice.below(3) as usize] * KIB,
+            write_policy: policies[dice.below(3) as usize],
+            quota: dice.chance(300_000).then(|| l2_bytes / dice.between(2, 6)),
+            scrub_bytes_per_second: [0, MIB, 64 * MIB][dice.below(3) as usize],
+        };
+        setup.keys = [24, 60, 150][dice.below(3) as usize];
+        setup.arena_bytes = node.l2_bytes + node.in_flight_bytes;
+        setup.node = Some(node);
+        setup
     }
 }

@@ -4,6 +4,7 @@ use crate::dice::{Dice, Stream};
 use crate::life::Life;
 use crate::model::{Asked, Expected};
 use crate::payload::{self, page_id};
+use crate::setup::Setup;
 use futures::future::join;
 use larder_device::Slot;
 use larder_format::{NamespaceId, PageMeta};
@@ -20,7 +21,7 @@ const LARGE_BYTES: u64 = 200_000;
 
 /// How long an operation may take.
 #[derive(Debug, Clone, Copy)]
-enum Limit {
+pub(crate) enum Limit {
     /// As long as it wants.
     None,
     /// The store is given a deadline this soon.
@@ -30,7 +31,7 @@ enum Limit {
 }
 
 impl Limit {
-    fn draw(dice: &mut Dice) -> Limit {
+    pub(crate) fn draw(dice: &mut Dice) -> Limit {
         match dice.below(20) {
             0 => Limit::Deadline(Duration::from_millis(dice.below(20))),
             1 => Limit::Cancel(Duration::from_millis(dice.below(20))),
@@ -39,15 +40,20 @@ impl Limit {
     }
 
     fn deadline(self) -> std::time::Instant {
+        self.deadline_within(PATIENCE)
+    }
+
+    /// At the latest after `patience`.
+    pub(crate) fn deadline_within(self, patience: Duration) -> std::time::Instant {
         let duration = match self {
             Limit::Deadline(duration) => duration,
-            Limit::None | Limit::Cancel(_) => PATIENCE,
+            Limit::None | Limit::Cancel(_) => patience,
         };
         (Instant::now() + duration).into_std()
     }
 
     /// `None` if it was dropped.
-    async fn run<T>(self, work: impl Future<Output = T>) -> Option<T> {
+    pub(crate) async fn run<T>(self, work: impl Future<Output = T>) -> Option<T> {
         match self {
             Limit::Cancel(after) => timeout(after, work).await.ok(),
             Limit::None | Limit::Deadline(_) => Some(work.await),
@@ -76,7 +82,7 @@ async fn operation(life: &Life, dice: &mut Dice) {
     if dice.chance(life.setup.admin) {
         return administer(life, dice);
     }
-    let key = pick(life, dice);
+    let key = pick(&life.setup, dice);
     let turn = dice.below(mix.put + mix.get + mix.find + mix.forget);
     if turn < mix.put {
         put(life, key, dice).await;
@@ -90,8 +96,8 @@ async fn operation(life: &Life, dice: &mut Dice) {
 }
 
 /// Some keys are asked for more than others.
-fn pick(life: &Life, dice: &mut Dice) -> u64 {
-    let keys = life.setup.keys;
+pub(crate) fn pick(setup: &Setup, dice: &mut Dice) -> u64 {
+    let keys = setup.keys;
     match dice.below(3) {
         0 => dice.below(keys),
         1 => dice.below(keys / 8 + 1),
@@ -99,11 +105,12 @@ fn pick(life: &Life, dice: &mut Dice) -> u64 {
     }
 }
 
-fn parts(life: &Life, dice: &mut Dice) -> Vec<u32> {
-    if let Some(bytes) = life.setup.uniform_bytes {
+/// Bytes of the parts of a page.
+pub(crate) fn parts(setup: &Setup, dice: &mut Dice) -> Vec<u32> {
+    if let Some(bytes) = setup.uniform_bytes {
         return vec![bytes];
     }
-    let most = if dice.chance(5_000) { LARGE_BYTES } else { life.setup.payload_max };
+    let most = if dice.chance(5_000) { LARGE_BYTES } else { setup.payload_max };
     let parts = dice.between(1, 4);
     (0..parts).map(|_| dice.between(1, most / parts) as u32).collect()
 }
@@ -124,7 +131,7 @@ fn make(life: &Life, key: u64, parts: Vec<u32>, expires_unix_ms: u64) -> Option<
 
 async fn put(life: &Life, key: u64, dice: &mut Dice) {
     let expires_unix_ms = if dice.chance(life.setup.mortal) { life.world.unix_ms() + dice.below(20_000) } else { 0 };
-    let Some((version, meta, slot)) = make(life, key, parts(life, dice), expires_unix_ms) else { return };
+    let Some((version, meta, slot)) = make(life, key, parts(&life.setup, dice), expires_unix_ms) else { return };
     let limit = Limit::draw(dice);
     life.world.event("put", [key, version, slot.len() as u64]);
     // A put that comes twice at once is one put.
@@ -209,7 +216,7 @@ fn asks(life: &Life) -> Asked {
 }
 
 fn check(life: &Life, key: u64, asked: Asked, meta: &PageMeta, payload: &[u8]) {
-    let suspect = life.world.disk.lock().is_suspect(key);
+    let suspect = life.world.is_suspect(key);
     let model = life.model.lock();
     let found = model.check_found(key, meta.generation, asked, suspect);
     if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
@@ -223,7 +230,7 @@ fn find(life: &Life, key: u64) {
     let found = life.l3.find(&page_id(key));
     life.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
     let Some(entry) = found else { return };
-    let suspect = life.world.disk.lock().is_suspect(key);
+    let suspect = life.world.is_suspect(key);
     let checked = life.model.lock().check_found(key, entry.generation, asked, suspect);
     if let Err(problem) = checked {
         life.world.violate(format!("a look-up: {problem}"));
@@ -233,7 +240,7 @@ fn find(life: &Life, key: u64) {
 async fn forget(life: &Life, key: u64, dice: &mut Dice) {
     let mut keys = vec![key];
     for _ in 0..dice.below(4) {
-        keys.push(pick(life, dice));
+        keys.push(pick(&life.setup, dice));
     }
     keys.sort_unstable();
     keys.dedup();
@@ -281,7 +288,7 @@ fn administer(life: &Life, dice: &mut Dice) {
             life.l3.set_quota(namespace, bytes);
         }
         turn => {
-            let ids: Vec<_> = (0..dice.between(1, 4)).map(|_| page_id(pick(life, dice))).collect();
+            let ids: Vec<_> = (0..dice.between(1, 4)).map(|_| page_id(pick(&life.setup, dice))).collect();
             let pin = [Pin::None, Pin::Soft, Pin::Hard][dice.below(3) as usize];
             let held = if turn == 3 { 0 } else { life.l3.pin(&ids, pin) };
             life.l3.touch(&ids);

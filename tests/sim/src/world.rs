@@ -22,8 +22,8 @@ const BEGAN_UNIX_MS: u64 = 1_700_000_000_123;
 pub struct World {
     /// The seed.
     pub seed: u64,
-    /// What is stored.
-    pub disk: Mutex<Disk>,
+    /// What is stored, by device.
+    pub disks: Vec<Mutex<Disk>>,
     /// What goes wrong from now on.
     pub faults: Mutex<Faults>,
     trace: Mutex<Trace>,
@@ -41,11 +41,11 @@ struct Clock {
 }
 
 impl World {
-    /// An empty device at time 0.
-    pub fn new(seed: u64, faults: Faults, verbose: bool) -> World {
+    /// Empty devices at time 0.
+    pub fn new(seed: u64, devices: usize, faults: Faults, verbose: bool) -> World {
         World {
             seed,
-            disk: Mutex::default(),
+            disks: (0..devices).map(|_| Mutex::default()).collect(),
             faults: Mutex::new(faults),
             trace: Mutex::new(Trace::new(verbose)),
             clock: Mutex::default(),
@@ -81,6 +81,11 @@ impl World {
         let clock = self.clock.lock();
         let began = clock.life_began.unwrap_or_else(Instant::now);
         began + Duration::from_millis(at_ms.saturating_sub(clock.base_ms))
+    }
+
+    /// Whether forgotten pages of a key may come back, because a device lied about its tombstones.
+    pub fn is_suspect(&self, key: u64) -> bool {
+        self.disks.iter().any(|disk| disk.lock().is_suspect(key))
     }
 
     /// Adds an event to the trace.

@@ -13,25 +13,27 @@ const OPERATIONS: u64 = 12_000;
 /// No bug may take more seeds.
 const SEEDS_MAX: u64 = 96;
 
-fn seed(number: u64, profile: Option<Profile>) -> SeedReport {
-    run_seed(number, &Options { operations: OPERATIONS, profile, ..Options::default() })
+fn seed(number: u64, node: bool, profile: Option<Profile>) -> SeedReport {
+    run_seed(number, &Options { operations: OPERATIONS, node, profile, ..Options::default() })
 }
 
 /// Bugs that show only with certain faults are looked for where these happen.
 fn profile(bug: Bug) -> Option<Profile> {
     match bug {
         Bug::HeaderNotSynced => Some(Profile::Crash),
-        Bug::FailedSyncCounts | Bug::ShortReadIsWhole | Bug::BlindForgets | Bug::TrustsCutShort => {
-            Some(Profile::Errors)
-        }
+        Bug::FailedSyncCounts
+        | Bug::ShortReadIsWhole
+        | Bug::BlindForgets
+        | Bug::TrustsCutShort
+        | Bug::LeftOutForgets => Some(Profile::Errors),
         _ => None,
     }
 }
 
 /// Seeds until the bug is found, and what was seen first.
-fn search(bug: Bug) -> Option<(u64, String)> {
+fn search(bug: Bug, node: bool) -> Option<(u64, String)> {
     (0..SEEDS_MAX).find_map(|number| {
-        let report = with(bug, || seed(number, profile(bug)));
+        let report = with(bug, || seed(number, node, profile(bug)));
         Some((number + 1, report.violations.into_iter().next()?))
     })
 }
@@ -56,11 +58,10 @@ fn each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> 
     all.into_iter().map(|(_, result)| result).collect()
 }
 
-#[test]
-fn every_planted_bug_is_found() {
-    let found = each(&Bug::EVERY, |&bug| search(bug));
+fn find_all(bugs: &[Bug], node: bool) {
+    let found = each(bugs, |&bug| search(bug, node));
     let mut missed = Vec::new();
-    for (bug, found) in Bug::EVERY.iter().zip(&found) {
+    for (bug, found) in bugs.iter().zip(&found) {
         match found {
             Some((seeds, how)) => {
                 println!("{:<26} {seeds:>3} seeds: {}", format!("{bug:?}"), how.get(..90).unwrap_or(how))
@@ -75,9 +76,19 @@ fn every_planted_bug_is_found() {
 }
 
 #[test]
+fn every_bug_planted_in_the_core_is_found() {
+    find_all(&Bug::CORE, false);
+}
+
+#[test]
+fn every_bug_planted_in_the_node_is_found() {
+    find_all(&Bug::NODE, true);
+}
+
+#[test]
 fn without_a_bug_nothing_is_found() {
-    let seeds: Vec<u64> = (0..SEEDS_MAX).collect();
-    for report in each(&seeds, |&number| seed(number, None)) {
+    let seeds: Vec<(u64, bool)> = (0..SEEDS_MAX).flat_map(|number| [(number, false), (number, true)]).collect();
+    for report in each(&seeds, |&(number, node)| seed(number, node, None)) {
         assert!(report.violations.is_empty(), "seed {}: {:?}", report.seed, report.violations);
     }
 }

@@ -5,18 +5,27 @@ use larder_sim::run::{Options, SeedReport, Summary, run_seed, run_seeds};
 
 const SEEDS: u64 = 256;
 const OPERATIONS: u64 = 20_000;
+const NODE_SEEDS: u64 = 192;
+const NODE_OPERATIONS: u64 = 10_000;
 
 fn explain(failed: &[SeedReport]) -> String {
     let of = |report: &SeedReport| {
         let (tail, problems) = (report.tail.join("\n  "), report.violations.join("\n  "));
-        let seed = report.seed;
-        format!("seed {seed} ({}):\n  {tail}\n  {problems}\nreplay: larder-sim --seed {seed} --verbose", report.profile)
+        let (seed, replay) = (report.seed, report.replay());
+        format!("seed {seed} ({}):\n  {tail}\n  {problems}\nreplay: larder-sim {replay}", report.profile)
     };
     failed.iter().map(of).collect::<Vec<_>>().join("\n")
 }
 
 /// Every kind of fault happened, and the store was of use meanwhile: a run without hits would show nothing.
-fn check_coverage(summary: &Summary) {
+fn check_coverage(summary: &Summary, least: &[(&str, u64)]) {
+    for (what, least) in least {
+        assert!(summary.count(what) >= *least, "{what}: {} times, which is too few", summary.count(what));
+    }
+}
+
+#[test]
+fn five_million_operations_and_no_wrong_byte() {
     let least = [
         ("hits", 500_000),
         ("puts acknowledged", 500_000),
@@ -52,48 +61,96 @@ fn check_coverage(summary: &Summary) {
         ("slow", 100),
         ("stall", 20),
     ];
-    for (what, least) in least {
-        assert!(summary.count(what) >= least, "{what}: {} times, which is too few", summary.count(what));
-    }
-}
-
-#[test]
-fn five_million_operations_and_no_wrong_byte() {
     let summary = run_seeds(0, SEEDS, None, &Options { operations: OPERATIONS, ..Options::default() });
     assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
     assert!(summary.seeds == SEEDS && summary.operations >= 5_000_000, "{} operations", summary.operations);
     let Summary { seeds, operations, seconds, counts, .. } = &summary;
     println!("{seeds} seeds, {operations} operations, wrong bytes: 0, {seconds:.0} s: {counts:#?}");
-    check_coverage(&summary);
+    check_coverage(&summary, &least);
     let durable = summary.count("pages that had to be there");
     assert!(durable > 10_000, "only {durable} pages had to outlive a crash");
 }
 
 #[test]
+fn a_whole_node_serves_no_wrong_byte_and_keeps_its_bounds() {
+    let options = Options { operations: NODE_OPERATIONS, node: true, ..Options::default() };
+    let summary = run_seeds(0, NODE_SEEDS, None, &options);
+    assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
+    let Summary { seeds, operations, seconds, counts, .. } = &summary;
+    println!("node: {seeds} seeds, {operations} operations, wrong bytes: 0, {seconds:.0} s: {counts:#?}");
+    assert!(*seeds == NODE_SEEDS && *operations >= NODE_SEEDS * NODE_OPERATIONS, "{operations} operations");
+    let least = [
+        ("hits in L2", 100_000),
+        ("hits on L3", 10_000),
+        ("puts stored", 40_000),
+        ("puts given up", 3_000),
+        ("puts not sealed", 1_000),
+        ("already there", 100_000),
+        ("in progress", 9_000),
+        ("busy", 9_000),
+        ("compared", 10_000),
+        ("cancelled", 200),
+        ("follows to the end", 2_000),
+        ("follows of puts given up", 1_000),
+        ("waits in vain", 7_000),
+        ("forgets acknowledged", 10_000),
+        ("forgets not acknowledged", 4_000),
+        ("pins", 10_000),
+        ("pins refused", 400),
+        ("damaged in L2", 1_000),
+        ("L2 flip", 1_000),
+        ("pages_evicted_l2", 10_000),
+        ("pages_expired_l2", 300),
+        ("evicted pages", 600),
+        ("pages over a quota", 4_000),
+        ("pages that had to be there", 2_000),
+        ("pages that had to be somewhere", 30_000),
+        ("pages that had to reach L3", 600),
+        ("pages recovered", 10_000),
+        ("devices left out", 70),
+        ("broken at the start", 20),
+        ("broken for a while", 1_000),
+        ("broken for good", 10),
+        ("full for a while", 500),
+        ("end: torn", 100),
+        ("end: unsynced lost", 30),
+        ("end: kept", 50),
+        ("l3_writes_failed", 4_000),
+    ];
+    check_coverage(&summary, &least);
+}
+
+#[test]
 fn every_seed_replays_exactly() {
-    let options = Options { operations: 4_000, ..Options::default() };
-    for seed in 0..2 * Profile::EVERY.len() as u64 {
+    let seeds = 0..2 * Profile::EVERY.len() as u64;
+    for (seed, node) in seeds.flat_map(|seed| [(seed, false), (seed, true)]) {
+        let options = Options { operations: 4_000, node, ..Options::default() };
         let runs: Vec<SeedReport> = std::thread::scope(|scope| {
             let both = [0, 1].map(|_| scope.spawn(|| run_seed(seed, &options)));
             both.into_iter().map(|run| run.join().unwrap()).collect()
         });
-        assert_eq!((runs[0].hash, runs[0].events), (runs[1].hash, runs[1].events), "seed {seed}");
-        assert_eq!(runs[0].counts, runs[1].counts, "seed {seed}");
+        assert_eq!((runs[0].hash, runs[0].events), (runs[1].hash, runs[1].events), "seed {seed}, node: {node}");
+        assert_eq!(runs[0].counts, runs[1].counts, "seed {seed}, node: {node}");
     }
 }
 
 #[test]
 fn other_seeds_are_other_runs() {
-    let options = Options { operations: 500, ..Options::default() };
-    assert_ne!(run_seed(1, &options).hash, run_seed(7, &options).hash);
+    for node in [false, true] {
+        let options = Options { operations: 500, node, ..Options::default() };
+        assert_ne!(run_seed(1, &options).hash, run_seed(7, &options).hash);
+    }
 }
 
 /// The control: if syncs do nothing, what was forgotten comes back and what was durable is lost.
 #[test]
 fn syncs_that_do_nothing_are_noticed() {
-    let options = Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
-    let summary = run_seeds(0, 20, None, &Options { keep_going: true, ..options });
-    let found = |what: &str| summary.failed.iter().any(|report| report.violations.iter().any(|v| v.contains(what)));
-    assert!(found("came back"), "nothing that was forgotten came back");
-    assert!(found("was durable"), "nothing that was durable is lost");
+    for (node, came_back) in [(false, "came back"), (true, "it was forgotten")] {
+        let options =
+            Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
+        let summary = run_seeds(0, 20, None, &Options { node, keep_going: true, ..options });
+        let found = |what: &str| summary.failed.iter().any(|report| report.violations.iter().any(|v| v.contains(what)));
+        assert!(found(came_back), "nothing that was forgotten came back");
+        assert!(found("was durable"), "nothing that was durable is lost");
+    }
 }

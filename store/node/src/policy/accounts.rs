@@ -4,6 +4,7 @@
 //! here is bounded by the pages.
 
 use crate::options::NamespaceQuota;
+use larder_core::planted::{Bug, has};
 use larder_evict::{Evicted, Evictor, Larder, NamespaceIndex};
 use larder_format::{NamespaceId, PageId};
 use std::collections::BTreeMap;
@@ -50,7 +51,8 @@ impl Accounts {
             self.numbers += 1;
             NamespaceIndex(self.numbers - 1)
         });
-        evictor.set_quota(index, self.quota(namespace).unwrap_or(u64::MAX), evicted);
+        let quota = self.quota(namespace).filter(|_| !has(Bug::QuotaIgnored));
+        evictor.set_quota(index, quota.unwrap_or(u64::MAX), evicted);
         self.accounts.insert(namespace, Account { index, pages: 1 });
         index
     }

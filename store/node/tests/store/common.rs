@@ -48,11 +48,11 @@ pub async fn with_logs(options: &NodeOptions, dirs: &[PathBuf], device_bytes: u6
     for dir in dirs {
         let l3 = L3::open(L3Options::new(dir, device_bytes), arena.clone()).await.unwrap();
         l3.recovered().await.unwrap();
-        logs.push((L3Device { dir: dir.clone(), bytes: device_bytes }, l3));
+        logs.push((L3Device { dir: dir.clone(), bytes: device_bytes }, Ok(l3)));
     }
-    let handles = logs.iter().map(|(_, l3)| l3.clone()).collect();
+    let handles = logs.iter().flat_map(|(_, l3)| l3).cloned().collect();
     let epoch = EPOCH.fetch_add(1, Ordering::Relaxed);
-    (Store::new(options, arena, Devices::of(logs), Clock::system(), epoch << 32), handles)
+    (Store::new(options, arena, Devices::of(logs).unwrap(), Clock::system(), epoch << 32), handles)
 }
 
 /// A store with one log.

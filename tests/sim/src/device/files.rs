@@ -45,7 +45,8 @@ impl SimDevice {
             return std::future::pending().await;
         }
         let fails = self.world.faults.lock().file_error;
-        if self.state.lock().dice.chance(fails) {
+        let broken = self.disk().lock().is_broken(self.world.now_ms());
+        if self.state.lock().dice.chance(fails) || broken {
             self.world.fault("file error", [number, 0, 0]);
             return Err(io::Error::from_raw_os_error(5));
         }
@@ -64,13 +65,13 @@ impl SimDevice {
         let step = self.file_step(what, change.number()).await;
         self.state.lock().files.remove(&number);
         step?;
-        change.apply(&mut self.world.disk.lock());
+        change.apply(&mut self.disk().lock());
         Ok(())
     }
 
     pub(super) async fn open_segment(&self, segment: u32, bytes: u64) -> io::Result<()> {
         self.file_step("open", u64::from(segment)).await?;
-        let mut disk = self.world.disk.lock();
+        let mut disk = self.disk().lock();
         if !disk.has(segment) {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -81,12 +82,13 @@ impl SimDevice {
     }
 
     pub(super) async fn create_segment(&self, segment: u32, bytes: u64) -> io::Result<()> {
-        if self.world.disk.lock().has(segment) {
+        if self.disk().lock().has(segment) {
             self.world.violate(format!("segment {segment} is made, and it exists"));
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        let full = self.world.faults.lock().no_space;
-        if self.state.lock().dice.chance(full) {
+        let fails = self.world.faults.lock().no_space;
+        let full = self.disk().lock().is_full(self.world.now_ms());
+        if self.state.lock().dice.chance(fails) || full {
             self.file_step("create", u64::from(segment)).await?;
             self.world.fault("no space", [u64::from(segment), 0, 0]);
             return Err(io::Error::from_raw_os_error(28));
@@ -111,7 +113,7 @@ impl SimDevice {
 
     /// Files never take more than the node was given.
     pub(super) fn check_capacity(&self) {
-        let bytes = self.world.disk.lock().bytes();
+        let bytes = self.disk().lock().bytes();
         if bytes > self.capacity_bytes && !self.starting.load(Ordering::Relaxed) {
             self.world.violate(format!("files take {bytes} bytes of {}", self.capacity_bytes));
         }

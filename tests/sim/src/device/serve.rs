@@ -41,12 +41,12 @@ pub(super) fn bytes_of(operation: &Operation) -> Option<(u64, Vec<u8>)> {
 }
 
 /// A place that cannot be read while the node starts, and the kind of failure, if this start has one.
-pub(super) fn bad_place(world: &World, dice: &mut Dice) -> Option<(u32, u64, &'static str)> {
+pub(super) fn bad_place(world: &World, number: usize, dice: &mut Dice) -> Option<(u32, u64, &'static str)> {
     let rate = world.faults.lock().bad_place;
     if !dice.chance(rate) {
         return None;
     }
-    let (segment, at) = world.disk.lock().any_place(dice)?;
+    let (segment, at) = world.disks[number].lock().any_place(dice)?;
     world.fault("bad place", [u64::from(segment), at, 0]);
     Some((segment, at, if dice.chance(500_000) { "read error" } else { "short read" }))
 }
@@ -61,6 +61,9 @@ impl SimDevice {
         dice: &mut Dice,
     ) -> io::Result<()> {
         let faults = *self.world.faults.lock();
+        if self.disk().lock().is_broken(self.world.now_ms()) {
+            return Err(io::Error::from_raw_os_error(EIO));
+        }
         match operation {
             Operation::Read { offset, range, .. } => {
                 let reach = *offset..*offset + range.len() as u64;
@@ -83,7 +86,7 @@ impl SimDevice {
         let Operation::Read { offset, slot, range } = operation else { return Ok(()) };
         let mut place = (segment, *offset);
         let misdirected = dice.chance(faults.misdirected_read);
-        let elsewhere = misdirected.then(|| self.world.disk.lock().any_place(dice)).flatten();
+        let elsewhere = misdirected.then(|| self.disk().lock().any_place(dice)).flatten();
         if let Some(elsewhere) = elsewhere {
             self.read_lies("misdirected read", segment, *offset, range.len());
             place = (elsewhere.0, elsewhere.1 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64);
@@ -95,7 +98,7 @@ impl SimDevice {
             Some(_) => dice.below(target.len() as u64) as usize,
             None => target.len(),
         };
-        let disk = self.world.disk.lock();
+        let disk = self.disk().lock();
         match disk.read(place.0, place.1, moved) {
             Some(bytes) => target[..moved].copy_from_slice(bytes),
             // A misdirected read may reach behind the end: it finds noise.
@@ -124,7 +127,7 @@ impl SimDevice {
     fn read_lies(&self, what: &'static str, segment: u32, offset: u64, len: usize) {
         self.world.fault(what, [u64::from(segment), offset, 0]);
         if self.starting.load(Ordering::Relaxed) {
-            self.world.disk.lock().note_hidden(segment, offset, len);
+            self.disk().lock().note_hidden(segment, offset, len);
         }
     }
 
@@ -141,7 +144,7 @@ impl SimDevice {
         let mut pieces: Vec<&[u8]> = Vec::with_capacity(2);
         pieces.extend(block.as_ref().map(|block| &block[..]));
         pieces.extend(payload.as_ref().map(|(slot, range)| &slot.whole()[range.clone()]));
-        let mut disk = self.world.disk.lock();
+        let mut disk = self.disk().lock();
         let numbers = [u64::from(segment), offset, 0];
         let mut result = Ok(());
         if dice.chance(faults.write_error) {
@@ -173,7 +176,7 @@ impl SimDevice {
     }
 
     fn sync(&self, segment: u32, covers: u64, faults: &Faults, dice: &mut Dice) -> io::Result<()> {
-        let mut disk = self.world.disk.lock();
+        let mut disk = self.disk().lock();
         if dice.chance(faults.sync_error) {
             self.world.fault("sync error", [u64::from(segment), covers, 0]);
             disk.sync_fails(segment, covers, dice);
