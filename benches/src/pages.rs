@@ -1,7 +1,8 @@
-//! `bench-pages`: pages through a store node over loopback TCP, beside a bare socket that moves as many bytes.
+//! `bench-pages`: pages through a store node over loopback TCP beside a bare socket that moves as many bytes, or by way of
+//! shared memory beside one thread that copies them.
 //!
-//! Node and client run on runtimes of their own in one process, connected by a socket; nothing is shared but that. All checks
-//! are on. Every figure is the median of several rounds; the bare socket is measured between them.
+//! Node and client run on runtimes of their own in one process, one thread each; they share nothing but what two processes
+//! would. All checks are on. Every figure is the median of several rounds; the bare socket is measured between them.
 
 use anyhow::{Result, ensure};
 use bytes::Bytes;
@@ -14,7 +15,10 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 #[derive(Parser)]
-#[command(name = "bench-pages", about = "GET and PUT of pages over loopback TCP, beside a bare socket")]
+#[command(
+    name = "bench-pages",
+    about = "Pages over loopback TCP or shared memory, beside bare ways of moving as many bytes"
+)]
 struct Args {
     /// Pages in one batch
     #[arg(long, default_value_t = 16)]
@@ -32,6 +36,9 @@ struct Args {
 
 const PAGE_BYTES: [usize; 4] = [64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const L2_BYTES: u64 = 1 << 30;
+/// Keys asked for at a time, and how often.
+const EXISTS_BATCH: usize = 512;
+const EXISTS_BATCHES: usize = 400;
 /// Most bytes the bare socket moves with one call.
 const BARE_CHUNK_BYTES: usize = 1 << 20;
 
@@ -44,27 +51,45 @@ fn main() -> Result<()> {
     let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let client = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     println!(
-        "batches of {}, {} MB a round, median of {} rounds, GB/s (GB = 1e9 bytes)\n",
-        args.batch, args.megabytes, args.rounds
+        "{}, batches of {}, {} MB a round, median of {} rounds, GB/s (GB = 1e9 bytes)\n",
+        args.transport, args.batch, args.megabytes, args.rounds
     );
-    println!("| page KiB | put | get | bare socket | put / bare | get / bare |");
-    println!("|---|---|---|---|---|---|");
+    println!("| page KiB | put | get | view | bare | put / bare | get / bare | view / bare | exists, M keys/s |");
+    println!("|---|---|---|---|---|---|---|---|---|");
     for page_bytes in PAGE_BYTES {
         let options =
             NodeOptions { listen: SocketAddr::from(([127, 0, 0, 1], 0)), l2_bytes: L2_BYTES, ..NodeOptions::default() };
         let node = server.block_on(Node::start(options))?;
-        let mut figures = [Vec::new(), Vec::new(), Vec::new()];
+        let mut figures = [const { Vec::new() }; 5];
         for round in 0..args.rounds {
-            let (put, get) = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
-            figures[0].push(put);
-            figures[1].push(get);
-            figures[2].push(bare(pages_of(&args, page_bytes), page_bytes, args.batch)?);
+            let seen = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
+            let pages = pages_of(&args, page_bytes);
+            let bare = match args.transport {
+                Transport::Tcp => bare_socket(pages, page_bytes, args.batch)?,
+                _ => bare_copy(pages, page_bytes, args.batch),
+            };
+            let all = [seen.put, seen.get, seen.view, bare, seen.exists];
+            figures.iter_mut().zip(all).for_each(|(figures, figure)| figures.push(figure));
         }
-        let [put, get, bare] = figures.map(median);
-        println!("| {} | {put:.2} | {get:.2} | {bare:.2} | {:.2} | {:.2} |", page_bytes >> 10, put / bare, get / bare);
+        let [put, get, view, bare, exists] = figures.map(median);
+        let (kib, of) = (page_bytes >> 10, |figure: f64| figure / bare);
+        println!(
+            "| {kib} | {put:.2} | {get:.2} | {view:.2} | {bare:.2} | {:.2} | {:.2} | {:.2} | {exists:.2} |",
+            of(put),
+            of(get),
+            of(view)
+        );
         server.block_on(node.shutdown());
     }
     Ok(())
+}
+
+/// Figures of one round: GB/s, and millions of keys a second.
+struct Seen {
+    put: f64,
+    get: f64,
+    view: f64,
+    exists: f64,
 }
 
 /// Pages of a round.
@@ -85,8 +110,8 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// Puts a round's pages and gets them again, in batches; GB/s of each.
-async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usize) -> Result<(f64, f64)> {
+/// Puts a round's pages, gets them, looks at them in place, and asks whether they exist, in batches.
+async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usize) -> Result<Seen> {
     let geometry = PageGeometry {
         dtype: KvDtype::F16,
         layers: 8,
@@ -127,12 +152,39 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     }
     let get = gigabytes_per_second(pages * page_bytes, begin.elapsed());
     ensure!(buffers[0][..] == payload[..], "the bytes are those that were put");
-    Ok((put, get))
+
+    let begin = Instant::now();
+    for batch in keys.chunks(args.batch) {
+        let views = client.view(batch, soon()).await;
+        ensure!(views.iter().all(Option::is_some), "a page that was just put is there");
+    }
+    let view = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+
+    let asked: Vec<PageKey> = keys.iter().copied().cycle().take(EXISTS_BATCH).collect();
+    let begin = Instant::now();
+    for _ in 0..EXISTS_BATCHES {
+        ensure!(client.exists(&asked, soon()).await.iter().all(|&there| there), "they exist");
+    }
+    let exists = (EXISTS_BATCH * EXISTS_BATCHES) as f64 / 1e6 / begin.elapsed().as_secs_f64();
+    Ok(Seen { put, get, view, exists })
+}
+
+/// One thread that copies pages from where each lies into a batch's buffers; GB/s.
+fn bare_copy(pages: usize, page_bytes: usize, batch: usize) -> f64 {
+    let from = vec![7u8; pages * page_bytes];
+    let mut into = vec![1u8; batch * page_bytes];
+    let begin = Instant::now();
+    for (page, from) in from.chunks(page_bytes).enumerate() {
+        let at = page % batch * page_bytes;
+        into[at..at + page_bytes].copy_from_slice(from);
+    }
+    std::hint::black_box(&into);
+    gigabytes_per_second(pages * page_bytes, begin.elapsed())
 }
 
 /// One blocking stream that sends pages from where each lies and receives them into a batch's buffers, as a client and a node
 /// would; GB/s.
-fn bare(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
+fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
     let from = vec![7u8; pages * page_bytes];
