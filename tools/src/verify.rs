@@ -7,7 +7,7 @@ use crate::output::say;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use larder_format::disk::{BLOCK_BYTES, Superblock};
-use larder_format::verify::{Damage, Repair, SegmentReport, repair, verify};
+use larder_format::verify::{Damage, Repair, SegmentReport, header_life, repair, verify};
 use serde::Serialize;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::Read;
@@ -47,6 +47,8 @@ struct Summary {
     damages: u64,
     /// Segments of which nothing can be used.
     segments_lost: u64,
+    /// Segments that no repair helps, for which the next start removes others.
+    segments_hopeless: u64,
     /// Pages and regions taken out.
     voided: u64,
     /// Tombstones and footers written again.
@@ -71,8 +73,10 @@ fn check(args: &VerifyArgs) -> Result<u8> {
     let superblock = read_superblock(&dir)?;
     let _lock = lock(&dir)?;
     let mut summary = Summary::default();
-    for (segment, path) in segments(&dir)? {
-        let done = look(args.repair, &superblock, segment, &path);
+    let segments = segments(&dir)?;
+    let oldest = oldest(&superblock, &segments)?;
+    for (segment, path) in segments {
+        let done = look(args.repair, &superblock, segment, oldest, &path);
         let done = done.with_context(|| path.display().to_string())?;
         done.found.damages.iter().try_for_each(|damage| print_damage(args.json, damage))?;
         if args.repair && done.remove {
@@ -84,16 +88,27 @@ fn check(args: &VerifyArgs) -> Result<u8> {
         File::open(&dir)?.sync_all()?;
     }
     summary.print(args, &dir)?;
-    Ok(if summary.damages == 0 || args.repair { CLEAN } else { DAMAGED })
+    let clean = summary.damages == 0 || args.repair && summary.segments_hopeless == 0;
+    Ok(if clean { CLEAN } else { DAMAGED })
 }
 
-fn look(fix: bool, superblock: &Superblock, segment: u32, path: &Path) -> Result<Repair> {
+fn oldest(superblock: &Superblock, segments: &[(u32, PathBuf)]) -> Result<Option<u64>> {
+    let mut oldest: Option<u64> = None;
+    for (segment, path) in segments {
+        let mut file = File::open(path).with_context(|| path.display().to_string())?;
+        let life = header_life(superblock, *segment, &mut file);
+        oldest = life.into_iter().chain(oldest).min();
+    }
+    Ok(oldest)
+}
+
+fn look(fix: bool, superblock: &Superblock, segment: u32, oldest: Option<u64>, path: &Path) -> Result<Repair> {
     let mut file = OpenOptions::new().read(true).write(fix).open(path)?;
     if fix {
-        return Ok(repair(superblock, segment, &mut file)?);
+        return Ok(repair(superblock, segment, oldest, &mut file)?);
     }
-    let found = verify(superblock, segment, &mut file);
-    Ok(Repair { remove: found.life.is_none(), found, voided: 0, restored: 0 })
+    let found = verify(superblock, segment, oldest, &mut file);
+    Ok(Repair { remove: found.life.is_none() && !found.hopeless, found, voided: 0, restored: 0 })
 }
 
 fn read_superblock(dir: &Path) -> Result<Superblock> {
@@ -151,13 +166,14 @@ fn hex(bytes: &[u8]) -> String {
 
 impl Summary {
     fn add(&mut self, done: &Repair) {
-        let SegmentReport { pages, payload_bytes, tombstones, damages, .. } = &done.found;
+        let SegmentReport { pages, payload_bytes, tombstones, damages, hopeless, .. } = &done.found;
         self.segments += 1;
         self.pages += pages;
         self.payload_bytes += payload_bytes;
         self.tombstones += tombstones;
         self.damages += damages.len() as u64;
         self.segments_lost += u64::from(done.remove);
+        self.segments_hopeless += u64::from(*hopeless);
         self.voided += done.voided;
         self.restored += done.restored;
     }
@@ -167,7 +183,7 @@ impl Summary {
             say!("{}", serde_json::to_string(self)?);
             return Ok(());
         }
-        let Summary { segments, pages, payload_bytes, tombstones, damages, segments_lost, voided, restored } = self;
+        let Summary { segments, pages, payload_bytes, tombstones, damages, segments_lost, voided, restored, .. } = self;
         say!(
             "{}: {segments} segments, {pages} whole pages of {payload_bytes} bytes, {tombstones} tombstones",
             dir.display()
@@ -180,6 +196,13 @@ impl Summary {
                     "{damages} damages: {voided} taken out, {restored} written again, {segments_lost} segments removed"
                 );
             }
+        }
+        if self.segments_hopeless > 0 {
+            say!(
+                "{} segments cannot be repaired: the next start removes them and every segment that they may have had \
+                 tombstones for",
+                self.segments_hopeless
+            );
         }
         Ok(())
     }

@@ -104,7 +104,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let before = held_bytes();
     let began = Instant::now();
-    let found = (0..tails.len() as u32).map(|segment| FoundSegment { segment, life: Ok(u64::from(segment) + 1) });
+    let found =
+        (0..tails.len() as u32).map(|segment| FoundSegment { segment, life: Ok(u64::from(segment) + 1), short: false });
     let config = LogConfig {
         segment_bytes: SEGMENT_BYTES,
         segments_max: tails.len() as u32,

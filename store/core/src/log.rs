@@ -174,6 +174,8 @@ pub struct SyncTicket {
     pub segment: u32,
     life: u64,
     completed: u64,
+    /// Up to where all was written.
+    written: u64,
 }
 
 /// How full the log is, and what happened to pages.
@@ -359,7 +361,8 @@ impl Log {
     fn planned(&mut self, place: RecordPlace, body: RecordBody) -> PlannedWrite {
         let number = self.next_number;
         self.next_number += 1;
-        PlannedWrite { header: RecordHeader { place, number, body } }
+        let durable = self.life_of(&place).map_or(0, |life| life.durable);
+        PlannedWrite { header: RecordHeader { place, number, durable, body } }
     }
 
     /// Takes `bytes` of the open segment, or of the next one.
@@ -390,6 +393,13 @@ impl Log {
         life.is_some_and(|life| life.fits(self.config.segment_bytes, namespace, bytes))
     }
 
+    /// Closes the open segment for records, as at the end: a start would not go on with it.
+    pub fn seal_open(&mut self) {
+        if let Some(open) = self.open {
+            self.seal(open);
+        }
+    }
+
     /// Closes a segment for records.
     fn seal(&mut self, number: u32) {
         if let Some(segment) = self.segments.get_mut(&number) {
@@ -409,6 +419,7 @@ impl Log {
         match outcome {
             WriteOutcome::Written => {
                 life.completed += 1;
+                life.missing.remove(&header.place.offset);
                 if life.wants_footer {
                     life.records.extend(RecordSummary::of(&header));
                 }
@@ -554,19 +565,25 @@ impl Log {
         let lives = self.by_life.values().filter_map(|&segment| Some((segment, self.segments.get(&segment)?.life()?)));
         lives
             .filter(|(_, life)| life.completed > life.synced)
-            .map(|(segment, life)| SyncTicket { segment, life: life.number, completed: life.completed })
+            .map(|(segment, life)| {
+                let (completed, written) = (life.completed, life.written());
+                SyncTicket { segment, life: life.number, completed, written }
+            })
             .collect()
     }
 
     /// Reports a sync. After a failed one nobody knows what the device kept: the segment takes no more records.
     pub fn sync_done(&mut self, ticket: SyncTicket, synced: bool) {
-        let SyncTicket { segment, life, completed } = ticket;
+        let SyncTicket { segment, life, completed, written } = ticket;
         let Some(found) = self.segments.get_mut(&segment).and_then(Segment::life_mut) else { return };
         if found.number != life {
             return;
         }
         match synced {
-            true => found.synced = found.synced.max(completed),
+            true => {
+                found.synced = found.synced.max(completed);
+                found.durable = found.durable.max(written);
+            }
             false => {
                 found.synced = found.completed;
                 found.sync_failed = true;

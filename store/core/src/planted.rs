@@ -56,6 +56,10 @@ pub enum Bug {
     TrustsCutShort,
     /// Nobody looks whether a page is past its time.
     ExpiredIsServed,
+    /// A segment without a header is taken for one that holds nothing.
+    HeadlessIsNothing,
+    /// A hole is taken for what a crash leaves, wherever it is.
+    HolesAreTorn,
     /// Node: a page is sealed though parts are missing.
     SealedIncomplete,
     /// Node: a part is shown though its bytes are not what its checksums say.
@@ -98,7 +102,7 @@ pub enum Bug {
 
 impl Bug {
     /// Those of the log and of L3.
-    pub const CORE: [Bug; 25] = [
+    pub const CORE: [Bug; 27] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -124,6 +128,8 @@ impl Bug {
         Bug::BlindForgets,
         Bug::TrustsCutShort,
         Bug::ExpiredIsServed,
+        Bug::HeadlessIsNothing,
+        Bug::HolesAreTorn,
     ];
 
     /// Those of a node: L2, puts, write policies, devices.

@@ -125,10 +125,11 @@ impl Device for FileDevice {
         Box::pin(self.call(Directory::segments))
     }
 
-    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>> {
+    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>> {
         Box::pin(async move {
-            let file = self.call(move |directory| directory.open_segment(segment, bytes)).await?;
-            self.attach(segment, file).await
+            let (file, found) = self.call(move |directory| directory.open_segment(segment, bytes)).await?;
+            self.attach(segment, file).await?;
+            Ok(found)
         })
     }
 

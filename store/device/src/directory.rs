@@ -96,8 +96,8 @@ impl Directory {
         self.path.join(segment_name(segment))
     }
 
-    /// Opens a segment's file and brings its length to what a segment has.
-    pub(crate) fn open_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<DeviceFile> {
+    /// Opens a segment's file; how many of its bytes there are. One that is too long is cut.
+    pub(crate) fn open_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<(DeviceFile, u64)> {
         let path = self.segment_path(segment);
         let file = DeviceFile::open(&path)?;
         let len = file.len()?;
@@ -106,10 +106,9 @@ impl Directory {
             file.truncate(segment_bytes)?;
         }
         if len < segment_bytes {
-            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too short; pages in the missing part are lost");
-            file.allocate(segment_bytes)?;
+            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too short");
         }
-        Ok(file)
+        Ok((file, len.min(segment_bytes)))
     }
 
     /// Makes a segment's file.

@@ -69,8 +69,8 @@ pub trait Device: Send + Sync + 'static {
     /// Numbers of the segments that exist, in order.
     fn segments(&self) -> BoxFuture<'_, io::Result<Vec<u32>>>;
 
-    /// Opens a segment for requests and brings it to `bytes`. What a shorter one lacks reads as zeros.
-    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>>;
+    /// Opens a segment for requests; how many of its `bytes` there are. What is behind them is cut off.
+    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>>;
 
     /// Makes a segment that must not exist yet, all of it allocated, and opens it. If that fails, none is left as far as
     /// the device can tell; [`Device::remove`] makes sure.

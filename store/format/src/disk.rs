@@ -26,10 +26,15 @@
 //! A record's header is written together with its payload, in any order; the header's own CRC covers the header, and the
 //! chunk CRCs in it cover the payload. A header without its payload is therefore found when the page is read.
 //!
+//! A crash takes only what was not durable. So every record says up to where its segment was durable when it was planned: a
+//! hole before that place is damage, which may have been a tombstone, and a hole behind it what a crash leaves. If a
+//! segment's header is damaged, its records and footer say which life it has ([`crate::life`]).
+//!
 //! Forgetting is a record too (a *tombstone*): it kills what was recorded of its key before it, by record number. Record
 //! numbers and lives grow together, and segments are written anew oldest life first, so a tombstone outlives what it kills.
 //!
-//! A *void* stands where a record was that an offline repair took out ([`crate::verify`]): it says how far to hop.
+//! A *void* stands where a repair took something out that nobody misses ([`crate::verify`]): it says how far to hop. A
+//! *lost* record stands where there was damage that may have been tombstones.
 //!
 //! Versions: [`VERSION`] 1 is the first. A build refuses a superblock of another version; segments and records of another
 //! version than the superblock's end the scan of their segment.
@@ -52,6 +57,8 @@ const SEGMENT_MAGIC: [u8; 4] = *b"LDSG";
 pub(crate) const RECORD_MAGIC: [u8; 4] = *b"LDRC";
 /// Where the log id stands in every block, behind magic, CRC and version.
 pub(crate) const LOG_ID_AT: usize = 12;
+/// Where the life stands in the headers of records and in footers, behind the log id and the segment.
+const LIFE_AT: usize = LOG_ID_AT + 20;
 
 /// Random identity of a log; known to the node alone.
 pub type LogId = [u8; 16];
@@ -62,6 +69,11 @@ const COUNT_MAX: u64 = 1 << 62;
 /// A number that can be counted on from.
 pub(crate) fn countable(number: u64, what: &'static str) -> Result<u64> {
     if number < COUNT_MAX { Ok(number) } else { Err(DecodeError::Invalid(what)) }
+}
+
+/// The life that an unchecked header of a record or footer names.
+pub(crate) fn life_in(block: &[u8]) -> Option<u64> {
+    Some(u64::from_le_bytes(*block.get(LIFE_AT..)?.first_chunk()?))
 }
 
 /// `bytes` rounded up to whole blocks.
@@ -200,6 +212,11 @@ pub enum RecordBody {
         /// Bytes up to the next record, this header among them; whole blocks.
         bytes: u64,
     },
+    /// Nobody knows what stood here, and it may have forgotten anything that is older.
+    Lost {
+        /// As of a void.
+        bytes: u64,
+    },
 }
 
 /// One record header.
@@ -209,6 +226,8 @@ pub struct RecordHeader {
     pub place: RecordPlace,
     /// Grows with every record of this log.
     pub number: u64,
+    /// Byte offset in the segment before which all was durable when the record was planned; 0 says nothing.
+    pub durable: u64,
     /// What it says.
     pub body: RecordBody,
 }
@@ -219,7 +238,7 @@ impl RecordHeader {
         match &self.body {
             RecordBody::Page(meta) => record_bytes(meta.payload_bytes()),
             RecordBody::Tombstone(_) => BLOCK_BYTES,
-            RecordBody::Void { bytes } => *bytes as usize,
+            RecordBody::Void { bytes } | RecordBody::Lost { bytes } => *bytes as usize,
         }
     }
 
@@ -245,7 +264,12 @@ impl RecordHeader {
                 block.put_u8(3);
                 block.put_u64(*bytes);
             }
+            RecordBody::Lost { bytes } => {
+                block.put_u8(4);
+                block.put_u64(*bytes);
+            }
         }
+        block.put_u64(self.durable);
         seal(block)
     }
 
@@ -268,9 +292,16 @@ impl RecordHeader {
                 key: PageKey(reader.array("page key")?),
             }),
             3 => RecordBody::Void { bytes: whole_blocks(reader.u64("bytes of a void")?)? },
+            4 => RecordBody::Lost { bytes: whole_blocks(reader.u64("bytes of a void")?)? },
             _ => return Err(DecodeError::Invalid("record kind")),
         };
-        Ok(Self { place, number, body })
+        Ok(Self { place, number, durable: reader.u64("durable bytes")?, body })
+    }
+
+    /// Reads and checks a header block that should stand at `offset` of the segment, whichever life it is of.
+    pub(crate) fn decode_of_any_life(block: &[u8], log_id: &LogId, segment: u32, offset: u64) -> Result<Self> {
+        let life = life_in(block).ok_or(DecodeError::Short("life"))?;
+        Self::decode(block, log_id, RecordPlace { segment, life, offset })
     }
 }
 
@@ -310,11 +341,17 @@ mod tests {
         assert_eq!(Superblock::decode(&sb.encode()).unwrap(), sb);
         let header = SegmentHeader { log_id: LOG, segment: 1, life: 2 };
         assert_eq!(SegmentHeader::decode(&header.encode()).unwrap(), header);
-        for body in
-            [RecordBody::Page(page(3, 2)), RecordBody::Tombstone(page(1, 1).id), RecordBody::Void { bytes: 8192 }]
-        {
-            let record = RecordHeader { place: place(), number: 77, body };
-            assert_eq!(RecordHeader::decode(&record.encode(&LOG), &LOG, place()).unwrap(), record);
+        for body in [
+            RecordBody::Page(page(3, 2)),
+            RecordBody::Tombstone(page(1, 1).id),
+            RecordBody::Void { bytes: 8192 },
+            RecordBody::Lost { bytes: 4096 },
+        ] {
+            let record = RecordHeader { place: place(), number: 77, durable: 4096, body };
+            let block = record.encode(&LOG);
+            assert_eq!(RecordHeader::decode(&block, &LOG, place()).unwrap(), record);
+            assert_eq!(RecordHeader::decode_of_any_life(&block, &LOG, 3, 8192).unwrap(), record);
+            assert!(RecordHeader::decode_of_any_life(&block, &LOG, 3, 4096).is_err());
         }
     }
 
@@ -322,13 +359,14 @@ mod tests {
     fn the_largest_page_fits_a_header() {
         let meta = page(MAX_PARTS, 2);
         meta.validate().unwrap();
-        RecordHeader { place: place(), number: 1, body: RecordBody::Page(meta) }.encode(&LOG);
-        const { assert!(184 + 4 * (MAX_PARTS + MAX_CHUNKS) < BLOCK_BYTES) };
+        RecordHeader { place: place(), number: 1, durable: 0, body: RecordBody::Page(meta) }.encode(&LOG);
+        const { assert!(192 + 4 * (MAX_PARTS + MAX_CHUNKS) < BLOCK_BYTES) };
     }
 
     #[test]
     fn every_flipped_bit_of_a_header_is_found() {
-        let block = RecordHeader { place: place(), number: 77, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
+        let block =
+            RecordHeader { place: place(), number: 77, durable: 0, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
         for byte in (0..BLOCK_BYTES).step_by(7) {
             let mut bad = block.clone();
             bad[byte] ^= 1;
@@ -338,7 +376,8 @@ mod tests {
 
     #[test]
     fn a_record_of_another_life_or_place_is_refused() {
-        let block = RecordHeader { place: place(), number: 77, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
+        let block =
+            RecordHeader { place: place(), number: 77, durable: 0, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
         for other in [
             RecordPlace { life: 8, ..place() },
             RecordPlace { offset: 4096, ..place() },

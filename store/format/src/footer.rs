@@ -76,7 +76,7 @@ pub enum RecordSummary {
 }
 
 impl RecordSummary {
-    /// Of a record; `None` for a void, which no footer lists.
+    /// Of a record; `None` for a void and what is lost, which no footer lists.
     pub fn of(header: &RecordHeader) -> Option<RecordSummary> {
         let (offset, number) = (header.place.offset, header.number);
         match &header.body {
@@ -91,7 +91,7 @@ impl RecordSummary {
                 expires_unix_ms: meta.expires_unix_ms,
             })),
             RecordBody::Tombstone(id) => Some(RecordSummary::Tombstone(TombstoneSummary { id: *id, offset, number })),
-            RecordBody::Void { .. } => None,
+            RecordBody::Void { .. } | RecordBody::Lost { .. } => None,
         }
     }
 
@@ -349,7 +349,7 @@ mod tests {
             let mut meta = PageMeta::describe(id(n), PageKey([n + 1; 32]), 7, vec![payload.len() as u32], &payload);
             meta.expires_unix_ms = u64::from(n) << 33;
             let body = if n % 4 == 3 { RecordBody::Tombstone(id(n)) } else { RecordBody::Page(meta) };
-            let header = RecordHeader { place, number: 100 + u64::from(n), body };
+            let header = RecordHeader { place, number: 100 + u64::from(n), durable: 0, body };
             offset += header.record_bytes() as u64;
             RecordSummary::of(&header).unwrap()
         };

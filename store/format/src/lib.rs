@@ -9,6 +9,7 @@
 //! - [`codec`]: a reader that cannot over-read, shared by disk and wire.
 //! - [`disk`]: the blocks of an L3 segment log.
 //! - [`footer`]: the table of a segment's records that stands at its end.
+//! - [`life`]: which life a segment has whose header cannot be read.
 //! - [`verify`]: checking a segment offline, and taking out what is damaged.
 #![forbid(unsafe_code)]
 
@@ -16,6 +17,7 @@ pub mod codec;
 pub mod disk;
 pub mod footer;
 pub mod key;
+pub mod life;
 pub mod namespace;
 pub mod page;
 pub mod verify;

@@ -9,18 +9,23 @@
 //! damage of unknown pages. What stands behind the last record is nobody's, unless it looks like a record that was torn.
 //!
 //! Steps of a repair:
-//! 1. Tombstones that are damaged but listed by the footer are written again. A damaged page or region gets a *void* record of its length. Sync. A crash leaves some of that: each is one block, or torn as it was;
+//! 1. Tombstones that are damaged but listed by the footer are written again. A damaged page becomes a tombstone of its
+//!    number, so that no older put of it is found, and a *void* behind that. What was torn by a crash becomes a void; what
+//!    was damaged later and may have been tombstones, a *lost* record, and the next start serves nothing that is older.
+//!    A damaged header of the segment is written again. Sync. A crash leaves some of that: each is one block, or as it was;
 //!    pages that the footer still lists, and that are not there, are misses.
-//! 2. The footer, if there was one, is written again without those pages. Sync. A torn footer is one without which the
-//!    start hops.
+//! 2. The footer, if there was one, is written again with what is there. Sync. A torn footer is one without which the
+//!    start hops. Beside a lost record there must be none.
 //!
-//! A segment whose life nobody knows cannot be repaired: its file is to be removed, as the next start would do.
+//! What no repair can help is left to the next start: a segment whose file is too short, and one without a header that says
+//! too little ([`crate::life`]). It removes them and all that they may have had tombstones for.
 
 use crate::codec::DecodeError;
 use crate::disk::{
     BLOCK_BYTES, LOG_ID_AT, RECORD_MAGIC, RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock,
 };
-use crate::footer::{Footer, FooterBlock, RecordSummary};
+use crate::footer::{Footer, FooterBlock, RecordSummary, TombstoneSummary};
+use crate::life::{Headless, LifeSearch, Verdict};
 use crate::page::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
 use std::fmt;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -49,9 +54,15 @@ pub enum Reason {
     /// The device or the file does not give it.
     #[error("cannot be read: {0}")]
     Unreadable(io::ErrorKind),
-    /// No record stands where one should begin: one that was torn by a crash, or is damaged.
+    /// No record stands where one should begin: it was torn by a crash, or never written.
     #[error("no record stands here, but behind it")]
     Hole,
+    /// A record stood here that was durable, or several.
+    #[error("what stood here is lost; it may have been tombstones")]
+    Lost,
+    /// The file is shorter than a segment.
+    #[error("the file is cut short")]
+    CutShort,
 }
 
 /// A damaged page, or a region of which nobody knows what it was.
@@ -94,8 +105,10 @@ pub struct SegmentReport {
     pub payload_bytes: u64,
     /// Whole tombstones.
     pub tombstones: u64,
-    /// Everything that is wrong, in the order of offsets, but for the footer, which comes first.
+    /// Everything that is wrong, in the order of offsets, but for header and footer, which come first.
     pub damages: Vec<Damage>,
+    /// No repair helps: the next start removes the segment, and all in the log that it may have had tombstones for.
+    pub hopeless: bool,
 }
 
 /// What a repair did.
@@ -103,11 +116,11 @@ pub struct SegmentReport {
 pub struct Repair {
     /// What was found before.
     pub found: SegmentReport,
-    /// Nothing says what life the segment has: its file is to be removed, and nothing was written to it.
+    /// Nothing in the segment counts: its file is to be removed, and nothing was written to it.
     pub remove: bool,
     /// Pages and regions taken out.
     pub voided: u64,
-    /// Tombstones and footers written again.
+    /// Tombstones, headers and footers written again.
     pub restored: u64,
 }
 
@@ -123,41 +136,59 @@ impl Sync for std::fs::File {
     }
 }
 
-/// Checks one segment. What cannot be read is a damage, not an error.
-pub fn verify<F: Read + Seek>(superblock: &Superblock, segment: u32, file: &mut F) -> SegmentReport {
-    Survey::of(superblock, segment, file).report
+/// The life that a segment's header says. The smallest of a log judges its segments without one.
+pub fn header_life<F: Read + Seek>(superblock: &Superblock, segment: u32, file: &mut F) -> Option<u64> {
+    Survey::new(superblock, segment, None, file).header_life().ok()
+}
+
+/// Checks one segment. What cannot be read is a damage, not an error. `oldest` is the smallest
+/// [`header_life`] of the log's segments.
+pub fn verify<F: Read + Seek>(
+    superblock: &Superblock,
+    segment: u32,
+    oldest: Option<u64>,
+    file: &mut F,
+) -> SegmentReport {
+    Survey::of(superblock, segment, oldest, file).report
 }
 
 /// Checks one segment, and takes out what is damaged; durable when it returns. An error is one of writing: try again.
 pub fn repair<F: Read + Write + Seek + Sync>(
     superblock: &Superblock,
     segment: u32,
+    oldest: Option<u64>,
     file: &mut F,
 ) -> io::Result<Repair> {
-    let survey = Survey::of(superblock, segment, file);
+    let survey = Survey::of(superblock, segment, oldest, file);
     let mut done = Repair { found: survey.report.clone(), remove: false, voided: 0, restored: 0 };
+    if survey.report.hopeless {
+        return Ok(done);
+    }
     let Some(life) = survey.report.life else { return Ok(Repair { remove: true, ..done }) };
     if survey.report.damages.is_empty() {
         return Ok(done);
     }
-    for damage in survey.report.damages.iter().filter(|damage| !matches!(damage.reason, Reason::Footer(_))) {
-        match survey.broken_at(damage) {
-            Some(RecordSummary::Tombstone(_)) => done.restored += 1,
+    for damage in &survey.report.damages {
+        match damage.reason {
+            Reason::Footer(_) => continue,
+            Reason::SegmentHeader(_) => done.restored += 1,
+            _ if matches!(survey.broken_at(damage), Some(RecordSummary::Tombstone(_))) => done.restored += 1,
             _ => done.voided += 1,
         }
-        let block = survey.in_place_of(damage, life).encode(&superblock.log_id);
-        survey.file.seek(SeekFrom::Start(damage.offset))?;
-        survey.file.write_all(&block)?;
+        for (offset, block) in survey.in_place_of(damage, life) {
+            survey.file.seek(SeekFrom::Start(offset))?;
+            survey.file.write_all(&block)?;
+        }
     }
     survey.file.sync()?;
-    if let Some(records) = survey.footer_records() {
-        let footer = Footer { segment, life, records };
-        let bytes = footer.encode(&superblock.log_id);
-        survey.file.seek(SeekFrom::Start(superblock.segment_bytes - bytes.len() as u64))?;
-        survey.file.write_all(&bytes)?;
-        survey.file.sync()?;
-        done.restored += 1;
+    let Some(mut bytes) = survey.footer_bytes(life) else { return Ok(done) };
+    if bytes.is_empty() {
+        bytes = vec![0; BLOCK_BYTES];
     }
+    survey.file.seek(SeekFrom::Start(superblock.segment_bytes - bytes.len() as u64))?;
+    survey.file.write_all(&bytes)?;
+    survey.file.sync()?;
+    done.restored += 1;
     Ok(done)
 }
 
@@ -168,16 +199,27 @@ struct Survey<'a, F> {
     report: SegmentReport,
     /// Records that are whole.
     whole: Vec<RecordSummary>,
-    /// Records that the footer lists and that are not whole.
+    /// Records that are known, by the footer or their header, and not whole; in the order of their offsets.
     broken: Vec<RecordSummary>,
     /// There is a footer, or was one.
     wants_footer: bool,
+    /// Something is lost, and no footer must say that this is all.
+    lost: bool,
+    /// Up to here all was durable, as records say.
+    durable: u64,
     /// Where the last record ends.
     end: u64,
+    oldest: Option<u64>,
 }
 
 impl<'a, F: Read + Seek> Survey<'a, F> {
-    fn of(superblock: &'a Superblock, segment: u32, file: &'a mut F) -> Survey<'a, F> {
+    fn of(superblock: &'a Superblock, segment: u32, oldest: Option<u64>, file: &'a mut F) -> Survey<'a, F> {
+        let mut survey = Survey::new(superblock, segment, oldest, file);
+        survey.look();
+        survey
+    }
+
+    fn new(superblock: &'a Superblock, segment: u32, oldest: Option<u64>, file: &'a mut F) -> Survey<'a, F> {
         let report = SegmentReport {
             segment,
             life: None,
@@ -186,30 +228,74 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             payload_bytes: 0,
             tombstones: 0,
             damages: Vec::new(),
+            hopeless: false,
         };
-        let mut survey =
-            Survey { superblock, file, report, whole: Vec::new(), broken: Vec::new(), wants_footer: false, end: BLOCK };
-        survey.look();
-        survey
+        Survey {
+            superblock,
+            file,
+            report,
+            whole: Vec::new(),
+            broken: Vec::new(),
+            wants_footer: false,
+            lost: false,
+            durable: 0,
+            end: BLOCK,
+            oldest,
+        }
     }
 
     fn look(&mut self) {
-        let life = match self.segment_life() {
+        let (segment_bytes, file_bytes) = (self.superblock.segment_bytes, self.file_bytes());
+        let life = match self.header_life() {
             Ok(life) => life,
-            // A footer may say what life it had once, but not whether it has another since.
-            Err(reason) => return self.damage(0, self.superblock.segment_bytes, None, reason),
+            Err(reason) => match self.headless(file_bytes).verdict(self.oldest) {
+                Verdict::Life(life) => {
+                    self.damage(0, BLOCK, None, reason);
+                    life
+                }
+                verdict => {
+                    self.report.hopeless = verdict == Verdict::DistrustAll;
+                    return self.damage(0, segment_bytes, None, reason);
+                }
+            },
         };
         self.report.life = Some(life);
         match self.footer(life) {
             Some(footer) => self.listed(footer),
-            None => self.hop(life),
+            None => self.hop(life, file_bytes),
+        }
+        if file_bytes < segment_bytes {
+            self.report.hopeless = true;
+            self.damage(file_bytes, segment_bytes - file_bytes, None, Reason::CutShort);
         }
     }
 
-    fn segment_life(&mut self) -> Result<u64, Reason> {
+    /// What there is of the segment's bytes.
+    fn file_bytes(&mut self) -> u64 {
+        self.file.seek(SeekFrom::End(0)).unwrap_or(0).min(self.superblock.segment_bytes)
+    }
+
+    fn header_life(&mut self) -> Result<u64, Reason> {
         let block = self.block(0)?;
         let (log_id, segment) = (self.superblock.log_id, self.report.segment);
         SegmentHeader::decode_life(&block, &log_id, segment).map_err(Reason::SegmentHeader)
+    }
+
+    fn headless(&mut self, file_bytes: u64) -> Headless {
+        let Superblock { log_id, segment_bytes } = *self.superblock;
+        let mut search = LifeSearch::new(log_id, self.report.segment, segment_bytes, file_bytes);
+        if let Ok(block) = self.block(0) {
+            search.header(&block);
+        }
+        while let Some((offset, len)) = search.next_read() {
+            let mut bytes = vec![0; len];
+            if self.read(offset, &mut bytes).is_err() {
+                // Nobody knows what stands in the first block of it, but that it is not blank; on with the next.
+                bytes = vec![0xff; BLOCK_BYTES];
+            }
+            search.feed(&bytes);
+        }
+        search.finish()
     }
 
     /// The valid footer of this life. One that is damaged is reported; one of another life is none.
@@ -263,10 +349,10 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
     }
 
     /// Goes from header to header as a start does.
-    fn hop(&mut self, life: u64) {
+    fn hop(&mut self, life: u64, file_bytes: u64) {
         let segment = self.report.segment;
         let (mut at, mut hole) = (BLOCK, None);
-        while at + BLOCK <= self.superblock.segment_bytes {
+        while at + BLOCK <= file_bytes {
             let place = RecordPlace { segment, life, offset: at };
             let header = match self.header(place) {
                 Ok(header) => header,
@@ -284,8 +370,16 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             self.end = at;
         }
         if let Some((begin, reason)) = hole.filter(|(begin, _)| self.was_record(*begin)) {
-            self.damage(begin, BLOCK, None, reason);
+            self.damage(begin, BLOCK, None, if self.wants_footer { Reason::Lost } else { reason });
         }
+        // What a footer was written behind had been durable.
+        let durable = if self.wants_footer { u64::MAX } else { self.durable };
+        for damage in self.report.damages.iter_mut().filter(|damage| damage.reason == Reason::Hole) {
+            if damage.offset < durable {
+                damage.reason = Reason::Lost;
+            }
+        }
+        self.lost |= self.report.damages.iter().any(|damage| damage.reason == Reason::Lost);
     }
 
     /// Whether the block, which is no valid header, looks like one that was.
@@ -300,10 +394,13 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
     }
 
     fn hopped(&mut self, header: &RecordHeader) {
+        self.durable = self.durable.max(header.durable);
+        self.lost |= matches!(header.body, RecordBody::Lost { .. });
         match (self.check_body(header), RecordSummary::of(header)) {
             (Ok(()), summary) => self.whole.extend(summary),
             (Err(reason), summary) => {
                 let page = summary.map(|summary| *summary.id());
+                self.broken.extend(summary);
                 self.damage(header.place.offset, header.record_bytes() as u64, page, reason);
             }
         }
@@ -326,7 +423,7 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
                 self.report.payload_bytes += meta.payload_bytes() as u64;
             }
             RecordBody::Tombstone(_) => self.report.tombstones += 1,
-            RecordBody::Void { .. } => {}
+            RecordBody::Void { .. } | RecordBody::Lost { .. } => {}
         }
         Ok(())
     }
@@ -366,35 +463,51 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
 
 impl<F> Survey<'_, F> {
     fn broken_at(&self, damage: &Damage) -> Option<&RecordSummary> {
-        // They are in the order in which the footer lists them.
         let at = self.broken.binary_search_by_key(&damage.offset, RecordSummary::offset).ok()?;
         self.broken.get(at)
     }
 
-    /// The record that is written where something is damaged.
-    fn in_place_of(&self, damage: &Damage, life: u64) -> RecordHeader {
-        let place = RecordPlace { segment: self.report.segment, life, offset: damage.offset };
-        match self.broken_at(damage) {
-            Some(RecordSummary::Tombstone(tombstone)) => {
-                RecordHeader { place, number: tombstone.number, body: RecordBody::Tombstone(tombstone.id) }
-            }
-            // A void kills nothing and is killed by nothing: any number will do.
-            _ => RecordHeader { place, number: 0, body: RecordBody::Void { bytes: damage.bytes } },
+    /// The blocks that are written where something is damaged, in this order: until the last is there, nothing has changed
+    /// for a start.
+    fn in_place_of(&self, damage: &Damage, life: u64) -> Vec<(u64, Vec<u8>)> {
+        let Superblock { log_id, .. } = *self.superblock;
+        let segment = self.report.segment;
+        if damage.offset == 0 {
+            return vec![(0, SegmentHeader { log_id, segment, life }.encode())];
         }
+        let block = |offset, number, body| {
+            let place = RecordPlace { segment, life, offset };
+            (offset, RecordHeader { place, number, durable: self.durable.min(offset), body }.encode(&log_id))
+        };
+        let (offset, bytes) = (damage.offset, damage.bytes);
+        let Some(record) = self.broken_at(damage) else {
+            // Neither kills by its number, nor is killed: any number will do.
+            return vec![match damage.reason {
+                Reason::Lost => block(offset, 0, RecordBody::Lost { bytes }),
+                _ => block(offset, 0, RecordBody::Void { bytes }),
+            }];
+        };
+        let rest = (bytes > BLOCK).then(|| block(offset + BLOCK, 0, RecordBody::Void { bytes: bytes - BLOCK }));
+        let tombstone = block(offset, record.number(), RecordBody::Tombstone(*record.id()));
+        rest.into_iter().chain([tombstone]).collect()
     }
 
-    /// What the footer is to list, if there is to be one.
-    fn footer_records(&self) -> Option<Vec<RecordSummary>> {
-        if !self.wants_footer {
+    /// The footer that is to be written, if there is to be one; empty where a damaged one is to be taken out.
+    fn footer_bytes(&self, life: u64) -> Option<Vec<u8>> {
+        let segment_bytes = self.superblock.segment_bytes;
+        // Where hopping found records that were never to stand there, it has to do without.
+        if !self.wants_footer || self.end > segment_bytes - BLOCK {
             return None;
         }
-        let restored = self.broken.iter().filter(|record| matches!(record, RecordSummary::Tombstone(_)));
-        let mut records: Vec<RecordSummary> = self.whole.iter().chain(restored).copied().collect();
+        let forgotten = self.broken.iter().map(|record| {
+            let tombstone = TombstoneSummary { id: *record.id(), offset: record.offset(), number: record.number() };
+            RecordSummary::Tombstone(tombstone)
+        });
+        let mut records: Vec<RecordSummary> = self.whole.iter().copied().chain(forgotten).collect();
         records.sort_unstable_by_key(RecordSummary::offset);
-        let footer = Footer { segment: self.report.segment, life: 0, records };
-        // Where hopping found records that were never to stand there, it has to do without.
-        let fits = self.end + footer.encoded_bytes() <= self.superblock.segment_bytes;
-        fits.then_some(footer.records)
+        let footer = Footer { segment: self.report.segment, life, records };
+        let fits = self.end + footer.encoded_bytes() <= segment_bytes;
+        Some(if fits && !self.lost { footer.encode(&self.superblock.log_id) } else { Vec::new() })
     }
 }
 

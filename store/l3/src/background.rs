@@ -60,6 +60,19 @@ pub(crate) async fn sync_all(shared: &Arc<Shared>) {
     }
 }
 
+/// The last that is done: all is durable, and every segment has its footer, so that the next start need not hop.
+pub(crate) async fn finish(shared: &Arc<Shared>) {
+    sync_all(shared).await;
+    shared.change(|log| log.seal_open());
+    while let Some(intent) = shared.change(|log| log.next_intent()) {
+        // Nothing else is begun any more: the next start finds segments as they are.
+        if let Intent::Footer(planned) = intent {
+            write_footer(shared, planned).await;
+        }
+    }
+    sync_all(shared).await;
+}
+
 /// A footer only speeds up the next start: what fails here is scanned record by record.
 async fn write_footer(shared: &Shared, planned: PlannedFooter) {
     let outcome = match try_write_footer(shared, &planned).await {

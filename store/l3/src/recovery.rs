@@ -12,9 +12,10 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_core::log::{FoundSegment, ScannedSegment, SegmentLife, SegmentScan};
 use larder_core::planted::{Bug, has};
 use larder_device::seam::run;
-use larder_device::{Arena, Device, Done, Lane, Operation, SlotMut, segment_name};
+use larder_device::{Arena, Block, Device, Done, Lane, Operation, SlotMut, segment_name};
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
+use larder_format::life::LifeSearch;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::Arc;
@@ -49,8 +50,13 @@ pub struct RecoveryReport {
     pub segments: u64,
     /// Segments that were read from their footers; the others were scanned record by record.
     pub segments_by_footer: u64,
-    /// Segments removed: unreadable ones, and the oldest that are more than the capacity allows.
+    /// Segments removed: those that hold nothing, the oldest that are more than the capacity allows, and those that a
+    /// damaged one may have held tombstones for.
     pub segments_removed: u64,
+    /// Segments that could not be read to their end, or in which something is lost.
+    pub segments_cut_short: u64,
+    /// Pages in these and in older ones, which are not served: they may have been forgotten.
+    pub pages_distrusted: u64,
     /// Records that were begun and are not whole.
     pub torn_records: u64,
     /// Reads that the device refused.
@@ -70,7 +76,7 @@ pub struct RecoveryProgress {
     pub report: Option<RecoveryReport>,
 }
 
-/// Reads every segment's header. Those that cannot be opened are reported like those that cannot be read.
+/// Reads every segment's header, and looks through those that have none.
 pub(crate) async fn find_segments(
     device: &Arc<dyn Device>,
     arena: &Arc<Arena>,
@@ -78,27 +84,59 @@ pub(crate) async fn find_segments(
     segment_bytes: u64,
 ) -> Result<Vec<FoundSegment>, L3Error> {
     let numbers = device.segments().await.map_err(L3Error::io("listing", device.path()))?;
-    let header = |number: u32| async move {
-        let life = match device.open(number, segment_bytes).await {
-            Ok(()) => read_header(device, arena, number, log_id).await,
-            Err(error) => Err(error),
-        };
+    let find = |segment: u32| async move {
+        let found = find_segment(device, arena, segment, log_id, segment_bytes).await;
         // Not to be taken for a damaged one: that would be removed, and with it what it says is forgotten.
-        let life = life.map_err(L3Error::io("reading the header of", device.path().join(segment_name(number))))?;
-        Ok::<_, L3Error>(FoundSegment { segment: number, life })
+        found.map_err(L3Error::io("reading the header of", device.path().join(segment_name(segment))))
     };
-    stream::iter(numbers).map(header).buffer_unordered(HEADERS_AT_ONCE).try_collect().await
+    stream::iter(numbers).map(find).buffer_unordered(HEADERS_AT_ONCE).try_collect().await
 }
 
-async fn read_header(
+async fn find_segment(
     device: &Arc<dyn Device>,
     arena: &Arc<Arena>,
     segment: u32,
     log_id: LogId,
-) -> io::Result<Result<u64, DecodeError>> {
-    let slot = memory(&**device, arena, BLOCK_BYTES).await.ok_or(io::ErrorKind::OutOfMemory)?;
-    let slot = read_patiently(&**device, segment, 0, slot).await?;
-    Ok(SegmentHeader::decode_life(&slot, &log_id, segment))
+    segment_bytes: u64,
+) -> io::Result<FoundSegment> {
+    let file_bytes = device.open(segment, segment_bytes).await?;
+    let mut search = LifeSearch::new(log_id, segment, segment_bytes, file_bytes);
+    let mut life = Err(DecodeError::Short("segment header"));
+    if file_bytes >= BLOCK_BYTES as u64 {
+        let slot = memory(&**device, arena, BLOCK_BYTES).await.ok_or(io::ErrorKind::OutOfMemory)?;
+        let slot = read_patiently(&**device, segment, 0, slot).await?;
+        life = SegmentHeader::decode_life(&slot, &log_id, segment);
+        search.header(&slot);
+    }
+    let short = file_bytes < segment_bytes;
+    let error = match life {
+        Ok(life) => return Ok(FoundSegment { segment, life: Ok(life), short }),
+        Err(error) => error,
+    };
+    tracing::warn!(segment, %error, "recovery: the segment has no header, and is looked through");
+    while let Some((offset, len)) = search.next_read() {
+        let slot = match arena.allocate(len) {
+            Some(slot) => slot,
+            None => memory(&**device, arena, BLOCK_BYTES).await.ok_or(io::ErrorKind::OutOfMemory)?,
+        };
+        let slot = read_patiently(&**device, segment, offset, slot).await?;
+        search.feed(&slot);
+    }
+    Ok(FoundSegment { segment, life: Err(search.finish()), short })
+}
+
+/// Writes headers again that were damaged. If that fails, the next start looks through their segments again.
+pub(crate) async fn mend(device: &Arc<dyn Device>, log_id: LogId, segments: &[SegmentLife]) {
+    for &SegmentLife { segment, life } in segments {
+        let header = SegmentHeader { log_id, segment, life };
+        let write = Operation::write(0, Block::of(&header.encode()), None);
+        for operation in [write, Operation::Sync] {
+            let done = run(&**device, segment, Lane::Demand, operation).await;
+            if let Err(error) = done.map_err(io::Error::from).and_then(|done| done.result) {
+                tracing::warn!(segment, %error, "recovery: the header of the segment stays damaged");
+            }
+        }
+    }
 }
 
 /// Reads, and tries again: a device that failed once may do it a moment later, and at a start much depends on it.
@@ -127,7 +165,7 @@ async fn read_patiently(device: &dyn Device, segment: u32, offset: u64, mut slot
 pub(crate) async fn discard(device: &Arc<dyn Device>, segments: &[u32]) -> Result<(), L3Error> {
     for &segment in segments {
         let file = device.path().join(segment_name(segment));
-        tracing::warn!(file = %file.display(), "segment is removed: unreadable, or more than the capacity allows");
+        tracing::warn!(file = %file.display(), "segment is removed: empty, not to be trusted, or more than the capacity allows");
         device.remove(segment).await.map_err(L3Error::io("removing", file))?;
     }
     Ok(())
@@ -169,6 +207,8 @@ pub(crate) async fn restore(shared: Arc<Shared>, order: Vec<SegmentLife>, begun:
         tombstones: restored.tombstones,
         segments: restored.segments,
         segments_by_footer: restored.footers,
+        segments_cut_short: restored.cut_short,
+        pages_distrusted: restored.distrusted,
         torn_records: restored.torn_records,
         io_errors: shared.counters.recovery_io_errors.get(),
         milliseconds: began.elapsed().as_millis() as u64,

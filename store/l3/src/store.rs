@@ -1,6 +1,6 @@
 //! The handle of an L3.
 
-use crate::background::{carry_out_intents, sync_all, sync_regularly};
+use crate::background::{carry_out_intents, finish, sync_regularly};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryProgress};
 use crate::scrub::{self, ScrubProgress};
@@ -70,8 +70,9 @@ impl L3 {
             hash_seed: options.seed.unwrap_or_else(rand::random),
         };
         let found = recovery::find_segments(&device, &arena, superblock.log_id, segment_bytes).await?;
-        let Recovery { log, discard, order } = Recovery::new(config, found);
+        let Recovery { log, discard, mend, order } = Recovery::new(config, found);
         recovery::discard(&device, &discard).await?;
+        recovery::mend(&device, superblock.log_id, &mend).await;
         let report = RecoveryReport { created, segments_removed: discard.len() as u64, ..RecoveryReport::default() };
         let shared = Arc::new(Shared::new(arena, device, log, superblock.log_id, &options));
         let segments = order.len() as u64;
@@ -194,7 +195,7 @@ impl L3 {
             tracing::warn!("closing L3 while writes are under way");
         }
         let last = async {
-            sync_all(shared).await;
+            finish(shared).await;
             let scrub = *shared.scrub.lock();
             scrub::save(shared, &scrub).await;
         };

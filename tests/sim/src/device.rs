@@ -327,7 +327,7 @@ impl Device for SimDevice {
         })
     }
 
-    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>> {
+    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>> {
         Box::pin(self.open_segment(segment, bytes))
     }
 

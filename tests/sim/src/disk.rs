@@ -9,7 +9,7 @@
 use crate::dice::Dice;
 use crate::payload::key_in;
 use larder_device::SmallFile;
-use larder_format::disk::BLOCK_BYTES;
+use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace, SegmentHeader, Superblock};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
@@ -285,6 +285,28 @@ impl Disk {
         Some((*number, dice.below(segment.now.len().max(1) as u64)))
     }
 
+    /// Destroys the header of a segment, or of a record that a later one of its segment calls durable; its place. Nothing
+    /// that was forgotten may come back for that.
+    pub fn rot(&mut self, dice: &mut Dice) -> Option<(u32, u64)> {
+        let log_id = Superblock::decode(self.small.get(&SmallFile::Superblock)?).ok()?.log_id;
+        let places: Vec<(u32, u64)> = match dice.chance(500_000) {
+            true => self.segments.keys().map(|&segment| (segment, 0)).collect(),
+            false => {
+                let places = self.segments.iter().flat_map(|(&number, segment)| {
+                    segment.durable_records(&log_id, number).into_iter().map(move |offset| (number, offset))
+                });
+                places.collect()
+            }
+        };
+        let (segment, offset) = *places.get(dice.below(places.len().max(1) as u64) as usize)?;
+        let found = self.segments.get_mut(&segment)?;
+        for bytes in [&mut found.now, &mut found.durable] {
+            let end = (offset as usize + SECTOR_BYTES).min(bytes.len());
+            dice.fill(bytes.get_mut(offset as usize..end)?);
+        }
+        Some((segment, offset))
+    }
+
     /// Turns a bit around, for good.
     pub fn flip(&mut self, segment: u32, at: u64, bit: u64) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
@@ -298,6 +320,21 @@ impl Disk {
 }
 
 impl Segment {
+    /// Offsets of records before the place up to which all is durable, by the records of the segment's life.
+    fn durable_records(&self, log_id: &LogId, segment: u32) -> Vec<u64> {
+        let Ok(life) = SegmentHeader::decode_life(&self.durable, log_id, segment) else { return Vec::new() };
+        let record = |(block, offset)| {
+            RecordHeader::decode(block, log_id, RecordPlace { segment, life, offset })
+                .ok()
+                .map(|header| (offset, header))
+        };
+        let offsets = (0..).step_by(BLOCK_BYTES);
+        let records: Vec<(u64, RecordHeader)> =
+            self.durable.chunks(BLOCK_BYTES).zip(offsets).filter_map(record).collect();
+        let durable = records.iter().map(|(_, header)| header.durable).max().unwrap_or(0);
+        records.into_iter().map(|(offset, _)| offset).filter(|&offset| offset < durable).collect()
+    }
+
     fn lose_power(&mut self, loss: Loss, dice: &mut Dice) {
         let unsynced: Vec<Range<usize>> = self.unsynced.drain(..).map(|write| write.range).collect();
         let doomed: Vec<Range<usize>> = self.doomed.drain(..).collect();

@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | calm | clean ends, no faults | every page that was put and not evicted is there; no damage is seen |
 //! | crash | loss of power, kills, torn and lost unsynced writes | what was acknowledged a second before is there |
-//! | errors | the same, EIO, ENOSPC, short reads, stalls | forgotten stays forgotten |
+//! | errors | the same, EIO, ENOSPC, short reads, stalls; headers that rot between two lives | forgotten stays forgotten |
 //! | lies | the same without errors: flipped bits, lost and misdirected requests | only what is there right |
 //! | memory | crashes, and bits that flip in slots | forgotten stays forgotten |
 //! | all | everything at once | |
@@ -112,6 +112,8 @@ pub struct Faults {
     pub sync_lie: u32,
     /// After a write, a stored bit flips somewhere.
     pub disk_flip: u32,
+    /// Between two lives the header of a segment, or of a record that a later one calls durable, is destroyed.
+    pub rot: u32,
     /// There is no room for another segment.
     pub no_space: u32,
     /// Listing, opening, making, removing, loading or saving a file fails.
@@ -147,6 +149,7 @@ impl Faults {
             faults.write_error = rate(10_000);
             faults.sync_error = rate(50_000);
             faults.no_space = rate(200_000);
+            faults.rot = rate(500_000);
             faults.file_error = rate(20_000);
             faults.slow = rate(2_000);
             faults.stall = rate(500);

@@ -177,6 +177,7 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
     drop(runtime);
     for device in devices {
         device.lose_power(loss, &mut dice);
+        rot(world, &mut dice);
         if Arc::strong_count(&device) != 1 {
             world.violate(format!("{} owners of the device are left", Arc::strong_count(&device) - 1));
         }
@@ -185,6 +186,13 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
         world.violate(format!("{} bytes of memory were not given back", ground.arena.used()));
     }
     ground.model.lock().life_ends();
+}
+
+fn rot(world: &World, dice: &mut Dice) {
+    let rate = world.faults.lock().rot;
+    if let Some((segment, offset)) = dice.chance(rate).then(|| world.disk.lock().rot(dice)).flatten() {
+        world.fault("rot", [segment.into(), offset, 0]);
+    }
 }
 
 fn count_loss(world: &World, loss: Loss) {

@@ -25,7 +25,9 @@ fn profile(bug: Bug) -> Option<Profile> {
         | Bug::ShortReadIsWhole
         | Bug::BlindForgets
         | Bug::TrustsCutShort
-        | Bug::LeftOutForgets => Some(Profile::Errors),
+        | Bug::LeftOutForgets
+        | Bug::HeadlessIsNothing
+        | Bug::HolesAreTorn => Some(Profile::Errors),
         _ => None,
     }
 }

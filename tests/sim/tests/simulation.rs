@@ -57,6 +57,7 @@ fn five_million_operations_and_no_wrong_byte() {
         ("sync error", 200),
         ("disk flip", 500),
         ("no space", 20),
+        ("rot", 50),
         ("file error", 20),
         ("slow", 100),
         ("stall", 20),

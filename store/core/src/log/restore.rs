@@ -8,17 +8,20 @@
 //! Steps of a start:
 //! 1. [`Recovery::new`] takes the segments' headers: which segments must go, durably, before anything else; the others,
 //!    youngest first; and a log that is *restoring*: it can be read, and answers whoever wants to write [`Append::Wait`].
+//!    A segment whose file was cut short goes with all that is older, as what was cut off may have forgotten it; one without
+//!    a header as [`larder_format::life`] says.
 //! 2. [`Log::restore`] takes their scans in that order. They may be scanned in any order, and several at once.
 //! 3. [`Log::restored`]: the log takes writes. Segments without a footer get one, once they are synced.
 //! 4. [`Log::settle`], until it says that there is no more: the keeper learns what there is, oldest first.
 //!
-//! A crash at any of these steps changes nothing but that segments of step 1 are gone, oldest first.
+//! A crash at any of these steps changes nothing but that segments of step 1 are gone, oldest first, so that what makes
+//! others go is gone after them.
 
 use super::scan::ScannedSegment;
 use super::*;
 use crate::planted::{Bug, has};
-use larder_format::codec::DecodeError;
 use larder_format::footer::PageSummary;
+use larder_format::life::{Headless, Verdict};
 use std::collections::BTreeSet;
 
 /// The newest segments, whose last second of writes may not be durable yet.
@@ -29,8 +32,10 @@ const UNSYNCED_SEGMENTS: usize = 2;
 pub struct FoundSegment {
     /// Its number.
     pub segment: u32,
-    /// Its life ([`larder_format::disk::SegmentHeader::decode_life`]), or why its header does not say.
-    pub life: Result<u64, DecodeError>,
+    /// Its life by its header ([`larder_format::disk::SegmentHeader::decode_life`]), or what else it says.
+    pub life: Result<u64, Headless>,
+    /// Its file is shorter than a segment.
+    pub short: bool,
 }
 
 /// A segment to be restored.
@@ -47,9 +52,11 @@ pub struct SegmentLife {
 pub struct Recovery {
     /// The log. It is empty until [`Log::restore`] was called.
     pub log: Log,
-    /// Segments to remove from the device first, durably and in this order: the unreadable, and the oldest of those that
-    /// are more than the capacity allows.
+    /// Segments to remove from the device first, durably and in this order: those that hold nothing, the oldest of those
+    /// that are more than the capacity allows, and what cannot be trusted.
     pub discard: Vec<u32>,
+    /// Segments whose header is to be written again, with this life: their records said it.
+    pub mend: Vec<SegmentLife>,
     /// The others, in the order in which [`Log::restore`] takes them: youngest first.
     pub order: Vec<SegmentLife>,
 }
@@ -83,7 +90,7 @@ pub struct RestoreReport {
     pub segments: u64,
     /// Of these, segments whose footer said it all.
     pub footers: u64,
-    /// Segments that could not be read to their end.
+    /// Segments that could not be read to their end, or in which something is lost.
     pub cut_short: u64,
     /// Pages of these and of older ones, which are not served: what forgot them may not have been read.
     pub distrusted: u64,
@@ -108,7 +115,7 @@ pub(super) struct Restoring {
     killed: BTreeMap<PageId, (u64, bool)>,
     /// Largest number of a record.
     number_max: u64,
-    /// A segment could not be read to its end. It may hold tombstones of anything in it and in older ones, so none of that
+    /// A segment could not be read to its end, or is damaged. It may hold tombstones of anything in it and in older ones, so none of that
     /// is served: what was forgotten stays forgotten.
     distrustful: bool,
     report: RestoreReport,
@@ -146,14 +153,16 @@ impl Recovery {
     /// Sorts out what was found.
     pub fn new(config: LogConfig, found: Vec<FoundSegment>) -> Recovery {
         let mut log = Log::new(config);
-        let (mut kept, mut discard) = by_life(found);
+        let Sorted { mut kept, mut discard, headless, trusted_from, distrusted } = Sorted::of(found);
         log.next_life = kept.last_key_value().map_or(1, |(life, _)| life.saturating_add(1));
-        while kept.len() > log.config.segments_max as usize {
+        let segments_max = log.config.segments_max as usize;
+        while kept.len() > segments_max || kept.first_key_value().is_some_and(|(life, _)| *life < trusted_from) {
             discard.extend(kept.pop_first().map(|(_, segment)| segment));
         }
+        discard.extend(distrusted);
         let oldest_first: Vec<SegmentLife> =
             kept.into_iter().map(|(life, segment)| SegmentLife { segment, life }).collect();
-        let order = oldest_first.iter().rev().copied().collect();
+        let order: Vec<SegmentLife> = oldest_first.iter().rev().copied().collect();
         log.restoring = Some(Restoring {
             total: oldest_first.len(),
             order: oldest_first,
@@ -162,20 +171,55 @@ impl Recovery {
             distrustful: false,
             report: RestoreReport::default(),
         });
-        Recovery { log, discard, order }
+        let mend = headless.into_iter().filter(|at| order.contains(at)).collect();
+        Recovery { log, discard, mend, order }
     }
 }
 
-/// Sorts by life; what has none is to be removed. So is a second segment of the same life: one of them is a copy.
-fn by_life(found: Vec<FoundSegment>) -> (BTreeMap<u64, u32>, Vec<u32>) {
-    let (mut kept, mut discard) = (BTreeMap::new(), Vec::new());
-    for FoundSegment { segment, life } in found {
-        match life {
-            Ok(life) => discard.extend(kept.insert(life, segment)),
-            Err(_) => discard.push(segment),
+/// What is to become of the segments.
+#[derive(Default)]
+struct Sorted {
+    /// By life.
+    kept: BTreeMap<u64, u32>,
+    /// To be removed: those without anything that counts. So is a second segment of the same life: one of them is a copy.
+    discard: Vec<u32>,
+    /// Kept though their header does not say their life.
+    headless: Vec<SegmentLife>,
+    /// Lives before this one cannot be trusted.
+    trusted_from: u64,
+    /// What nothing can be trusted for: to be removed last.
+    distrusted: Vec<u32>,
+}
+
+impl Sorted {
+    fn of(found: Vec<FoundSegment>) -> Sorted {
+        let oldest = found.iter().filter_map(|found| found.life.ok()).min();
+        let mut sorted = Sorted::default();
+        for FoundSegment { segment, life, short } in found {
+            let verdict = match life {
+                Err(headless) if !has(Bug::HeadlessIsNothing) => headless.verdict(oldest),
+                Err(_) => Verdict::Remove,
+                Ok(life) => Verdict::Life(life),
+            };
+            match verdict {
+                Verdict::Life(number) => {
+                    if short {
+                        sorted.trusted_from = sorted.trusted_from.max(number + 1);
+                    }
+                    if life.is_err() {
+                        sorted.headless.push(SegmentLife { segment, life: number });
+                    }
+                    sorted.discard.extend(sorted.kept.insert(number, segment));
+                }
+                Verdict::Remove => sorted.discard.push(segment),
+                Verdict::DistrustAll => {
+                    sorted.trusted_from = u64::MAX;
+                    sorted.distrusted.push(segment);
+                }
+            }
         }
+        sorted
     }
-    (kept, discard)
 }
 
 impl Log {

@@ -7,8 +7,9 @@
 //! It reads the segment's end first. If that has a valid footer, the scan is complete, or needs the rest of the table;
 //! else it hops from header to header.
 
+use crate::planted::{Bug, has};
 use larder_format::codec::DecodeError;
-use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace};
+use larder_format::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, RecordPlace};
 use larder_format::footer::{FooterBlock, RecordSummary};
 
 /// Bytes of a segment's end that are read first: the footer of some hundred records.
@@ -41,7 +42,8 @@ pub struct ScannedSegment {
     pub footer: bool,
     /// Records that were begun and are not whole.
     pub torn: u64,
-    /// The device did not give all of it: there may be records that were not found.
+    /// The device did not give all of it, or a record that was durable is damaged: there may have been records that were
+    /// not found.
     pub cut_short: bool,
 }
 
@@ -69,6 +71,10 @@ pub struct SegmentScan {
     cursor: u64,
     looking: Looking,
     found: ScannedSegment,
+    /// Where the first record is missing.
+    hole: Option<u64>,
+    /// Up to here all was durable, as later records say.
+    durable: u64,
 }
 
 impl SegmentScan {
@@ -78,7 +84,7 @@ impl SegmentScan {
             ScannedSegment { segment, life, records: Vec::new(), end: BLOCK, footer: false, torn: 0, cut_short: false };
         let readable_bytes = file_bytes.min(segment_bytes) / BLOCK * BLOCK;
         let looking = if readable_bytes == segment_bytes { Looking::AtTail } else { Looking::Hopping };
-        SegmentScan { log_id, segment_bytes, readable_bytes, cursor: BLOCK, looking, found }
+        SegmentScan { log_id, segment_bytes, readable_bytes, cursor: BLOCK, looking, found, hole: None, durable: 0 }
     }
 
     /// What to read and [`feed`](Self::feed) next; `None` when the scan is complete.
@@ -129,6 +135,9 @@ impl SegmentScan {
         if let Looking::Searching { torn: true } = self.looking {
             self.found.torn += 1;
         }
+        // A crash leaves holes behind what was durable, never before it.
+        let damaged = self.hole.is_some_and(|hole| hole < self.durable) && !has(Bug::HolesAreTorn);
+        self.found.cut_short |= damaged;
         self.found
     }
 
@@ -157,6 +166,7 @@ impl SegmentScan {
             Ok(header) => self.take(header),
             Err(error) => {
                 let torn = matches!(error, DecodeError::Checksum(_) | DecodeError::Short(_));
+                self.hole.get_or_insert(self.cursor);
                 self.looking = if bytes.is_empty() { Looking::Done } else { Looking::Searching { torn } };
             }
         }
@@ -188,6 +198,8 @@ impl SegmentScan {
         self.cursor = header.place.offset + header.record_bytes() as u64;
         self.looking = Looking::Hopping;
         self.found.end = self.cursor;
+        self.durable = self.durable.max(header.durable);
+        self.found.cut_short |= matches!(header.body, RecordBody::Lost { .. });
         self.found.records.extend(RecordSummary::of(&header));
     }
 }

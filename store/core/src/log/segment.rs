@@ -9,6 +9,7 @@ use crate::planted::{Bug, has};
 use larder_format::NamespaceId;
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::footer::{FooterRoom, RecordSummary};
+use std::collections::BTreeSet;
 
 /// What one writing of a segment holds.
 #[derive(Debug)]
@@ -29,6 +30,10 @@ pub(super) struct Life {
     pub(super) reserved_bytes: u64,
     /// Writes planned and not reported.
     pub(super) writes: u32,
+    /// Where records were planned that were not written, or not yet.
+    pub(super) missing: BTreeSet<u64>,
+    /// All before this offset is durable.
+    pub(super) durable: u64,
     /// Reads begun and not ended.
     pub(super) reads: u32,
     /// Writes that completed.
@@ -50,6 +55,8 @@ impl Life {
             footer_room: FooterRoom::default(),
             reserved_bytes: 0,
             writes: 0,
+            missing: BTreeSet::new(),
+            durable: BLOCK_BYTES as u64,
             reads: 0,
             completed: 0,
             synced: 0,
@@ -71,7 +78,13 @@ impl Life {
         let offset = self.end;
         self.end += bytes;
         self.writes += 1;
+        self.missing.insert(offset);
         offset
+    }
+
+    /// Up to where all that was planned is written.
+    pub(super) fn written(&self) -> u64 {
+        self.missing.first().copied().unwrap_or(self.end)
     }
 
     /// What it holds will not be vouched for by a footer.

@@ -3,7 +3,8 @@
 //! Fault model. Blocks are written one by one. A completed write is read back at once, but is durable only after a sync
 //! of its segment. A crash keeps any subset of the blocks that were not synced, whether their write had completed or not,
 //! and may leave garbage in place of any of them. What was durable stays. Writes may fail, having written any subset.
-//! Preparing a segment may fail at any step, cleaning one may end early.
+//! Preparing a segment may fail at any step, cleaning one may end early. Between two lives the header of a segment, or of a
+//! record that a later one calls durable, may rot: then pages may be lost, and nothing else.
 //!
 //! What must hold: see [`Model`].
 
@@ -49,6 +50,7 @@ enum Step {
     Expire { seconds: u64 },
     Settle { max: usize },
     Crash { seed: u64, segments_max: u32 },
+    Rot { seed: u64, header: bool },
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -68,6 +70,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (1u64..4).prop_map(|seconds| Step::Expire { seconds }),
         2 => (1usize..5).prop_map(|max| Step::Settle { max }),
         2 => (any::<u64>(), 2u32..8).prop_map(|(seed, segments_max)| Step::Crash { seed, segments_max }),
+        1 => (any::<u64>(), any::<bool>()).prop_map(|(seed, header)| Step::Rot { seed, header }),
     ];
     prop::collection::vec(step, 1..500)
 }
@@ -125,6 +128,7 @@ struct Model {
     /// Numbers of the records that were copies.
     copies: BTreeSet<u64>,
     footers_found: u64,
+    rotted: usize,
 }
 
 fn config(segments_max: u32) -> LogConfig {
@@ -156,6 +160,7 @@ impl Model {
             quota_pinned: BTreeSet::new(),
             copies: BTreeSet::new(),
             footers_found: 0,
+            rotted: 0,
         }
     }
 
@@ -187,7 +192,8 @@ impl Model {
             Step::Settle { max } => {
                 self.log.settle(max);
             }
-            Step::Crash { seed, segments_max } => self.crash(seed, segments_max)?,
+            Step::Crash { seed, segments_max } => self.crash(seed, segments_max, None)?,
+            Step::Rot { seed, header } => self.crash(seed, self.segments_max, Some(header))?,
         }
         self.check_live()
     }
@@ -295,7 +301,7 @@ impl Model {
                     self.tombstones.push((n, header.number, when, header.place.segment));
                 }
             }
-            RecordBody::Void { .. } => {}
+            RecordBody::Void { .. } | RecordBody::Lost { .. } => {}
         }
     }
 
@@ -494,7 +500,8 @@ impl Model {
         younger.any(|(_, &(owner, _, expires))| owner == n && expires != 0 && expires <= self.now_ms)
     }
 
-    fn crash(&mut self, seed: u64, segments_max: u32) -> Result<(), String> {
+    /// With rot, a block that was durable is damaged: the header of a segment, or of a record.
+    fn crash(&mut self, seed: u64, segments_max: u32, rot: Option<bool>) -> Result<(), String> {
         let mut dice = Dice(seed);
         let mut safe = if segments_max >= self.segments_max { self.safe() } else { BTreeMap::new() };
         let torn = self.control == Control::NoTombstonesInFooters;
@@ -519,13 +526,21 @@ impl Model {
             // What was dropped for a quota comes back, and others may have to go for it.
             safe.clear();
         }
+        if let Some(header) = rot {
+            safe.clear();
+            self.rotted += usize::from(self.disk.rot(header, &mut dice));
+        }
         self.restore(segments_max, quotas_first, &mut dice)?;
         (0..IDS).try_for_each(|n| self.check_recovered(n, safe.get(&n).copied()))
     }
 
     fn restore(&mut self, segments_max: u32, quotas_first: bool, dice: &mut Dice) -> Result<(), String> {
-        let Recovery { log, discard, mut order } = Recovery::new(config(segments_max), self.disk.headers());
+        let Recovery { log, discard, mend, mut order } = Recovery::new(config(segments_max), self.disk.headers());
         discard.into_iter().for_each(|segment| self.disk.remove(segment));
+        for SegmentLife { segment, life } in mend {
+            let header = SegmentHeader { log_id: LOG, segment, life };
+            self.disk.durable.insert((segment, 0), header.encode());
+        }
         self.log = log;
         self.segments_max = segments_max;
         let quotas = self.quotas.clone();
@@ -594,7 +609,7 @@ fn body_id(body: &RecordBody) -> Option<PageId> {
     match body {
         RecordBody::Page(meta) => Some(meta.id),
         RecordBody::Tombstone(id) => Some(*id),
-        RecordBody::Void { .. } => None,
+        RecordBody::Void { .. } | RecordBody::Lost { .. } => None,
     }
 }
 
@@ -633,15 +648,29 @@ fn a_world_that_is_broken_is_noticed() {
     }
 }
 
+/// Damage that is taken for something else brings pages back.
+#[cfg(feature = "planted")]
+#[test]
+fn damage_that_is_trusted_is_noticed() {
+    use crate::planted::{Bug, with};
+    for bug in [Bug::HeadlessIsNothing, Bug::HolesAreTorn] {
+        let noticed = cases().take(20_000).position(|steps| with(bug, || run(&steps, Control::None).is_err()));
+        println!("{bug:?}: noticed in case {noticed:?}");
+        assert!(noticed.is_some(), "{bug:?}");
+    }
+}
+
 /// The model is worth something only if what it tests happens.
 #[test]
 fn the_model_cleans_and_ends_segments() {
-    let (mut rescued, mut footers) = (0, 0);
-    for steps in cases().take(200) {
+    let (mut rescued, mut footers, mut rotted) = (0, 0, 0);
+    for steps in cases().take(400) {
         let model = run(&steps, Control::None).unwrap();
         rescued += model.copies.len();
         footers += model.footers_found;
+        rotted += model.rotted;
     }
-    println!("{rescued} pages copied, {footers} footers found");
-    assert!(rescued > 20 && footers > 50, "{rescued} pages copied, {footers} footers found");
+    let happened = format!("{rescued} pages copied, {footers} footers found, {rotted} headers rotted");
+    println!("{happened}");
+    assert!(rescued > 20 && footers > 50 && rotted > 50, "{happened}");
 }

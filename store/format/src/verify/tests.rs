@@ -1,4 +1,5 @@
 use super::*;
+use crate::footer::PageSummary;
 use crate::{NamespaceId, PageKey};
 use proptest::prelude::*;
 use std::io::Cursor;
@@ -66,7 +67,7 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
         let meta = PageMeta::describe(id(n), PageKey::NONE, 0, vec![payload.len() as u32], &payload);
         let body = if n == 3 { RecordBody::Tombstone(id(n)) } else { RecordBody::Page(meta) };
         let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: at as u64 };
-        let header = RecordHeader { place, number: 50 + u64::from(n), body };
+        let header = RecordHeader { place, number: 50 + u64::from(n), durable: at as u64, body };
         bytes[at..at + BLOCK_BYTES].copy_from_slice(&header.encode(&SUPERBLOCK.log_id));
         if n != 3 {
             bytes[at + BLOCK_BYTES..at + BLOCK_BYTES + payload.len()].copy_from_slice(&payload);
@@ -83,14 +84,17 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
     (bytes, records)
 }
 
+/// There is an older segment, so that this one says its life without a header.
+const OLDEST: Option<u64> = Some(LIFE - 1);
+
 fn check(bytes: &[u8]) -> SegmentReport {
-    verify(&SUPERBLOCK, SEGMENT, &mut Cursor::new(bytes))
+    verify(&SUPERBLOCK, SEGMENT, OLDEST, &mut Cursor::new(bytes))
 }
 
 /// The pages that a start would find and that read back whole, with whatever else it counts as whole.
 fn whole(bytes: &[u8]) -> Vec<RecordSummary> {
     let mut file = Cursor::new(bytes);
-    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, &mut file).whole;
+    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).whole;
     found.sort_unstable_by_key(RecordSummary::offset);
     found
 }
@@ -105,7 +109,7 @@ fn a_whole_segment_is_clean() {
         assert_eq!((report.life, report.payload_bytes), (Some(LIFE), 6 + 18 * 20_000));
         assert_eq!(whole(&bytes), records);
         let mut file = Cursor::new(bytes.clone());
-        assert!(!repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap().remove);
+        assert!(!repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().remove);
         assert_eq!(file.into_inner(), bytes, "nothing to repair, nothing written");
     }
 }
@@ -125,17 +129,87 @@ fn a_listed_tombstone_is_written_again() {
     let (mut bytes, records) = segment(true);
     bytes[records[3].offset() as usize + 200] ^= 4;
     let mut file = Cursor::new(bytes);
-    assert_eq!(repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap().voided, 0);
+    assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 0);
     assert_eq!(whole(file.get_ref()), records);
 }
 
 #[test]
-fn a_short_file_is_no_panic() {
-    let (bytes, _) = segment(true);
-    for len in [0, 100, 4096, 5000, 300_000] {
-        let mut cut = bytes.clone();
-        cut.truncate(len);
-        assert!(!check(&cut).damages.is_empty() || len > 4096);
+fn a_short_file_is_damage_that_no_repair_helps() {
+    for with_footer in [true, false] {
+        let (bytes, _) = segment(with_footer);
+        for len in [4096, 5000, 300_000, bytes.len() - BLOCK_BYTES, bytes.len() - 1] {
+            let mut cut = bytes.clone();
+            cut.truncate(len);
+            let report = check(&cut);
+            let last = report.damages.last().unwrap();
+            assert_eq!(
+                (&last.reason, last.offset, last.bytes),
+                (&Reason::CutShort, len as u64, (bytes.len() - len) as u64)
+            );
+            assert!(report.hopeless);
+            let mut file = Cursor::new(cut.clone());
+            let done = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+            assert!(!done.remove && file.into_inner() == cut, "removing it alone would bring back what it forgot");
+        }
+        for len in [0, 100] {
+            let mut file = Cursor::new(bytes[..len].to_vec());
+            assert!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().remove, "it never held anything");
+        }
+    }
+}
+
+/// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in its place.
+#[test]
+fn a_damaged_page_still_hides_older_puts_of_it() {
+    for (with_footer, header) in [(true, false), (true, true), (false, false)] {
+        let (mut bytes, records) = segment(with_footer);
+        let RecordSummary::Page(page) = records[5] else { panic!("a page") };
+        bytes[page.offset as usize + 300 + if header { 0 } else { BLOCK_BYTES }] ^= 1;
+        let mut file = Cursor::new(bytes);
+        assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 1);
+        let PageSummary { id, offset, number, .. } = page;
+        let left = whole(file.get_ref());
+        assert_eq!(left[5], RecordSummary::Tombstone(TombstoneSummary { id, offset, number }));
+        assert_eq!(check(file.get_ref()).damages, []);
+        assert_eq!(left.len(), records.len());
+    }
+}
+
+#[test]
+fn a_lost_record_stays_lost() {
+    let (mut bytes, records) = segment(false);
+    bytes[records[3].offset() as usize + 200] ^= 4;
+    assert_eq!(check(&bytes).damages[0].reason, Reason::Lost, "those behind it say that it was durable");
+    let mut file = Cursor::new(bytes);
+    repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+    let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: records[3].offset() };
+    let block = &file.get_ref()[place.offset as usize..][..BLOCK_BYTES];
+    let header = RecordHeader::decode(block, &SUPERBLOCK.log_id, place).unwrap();
+    assert_eq!(header.body, RecordBody::Lost { bytes: BLOCK });
+    assert_eq!(check(file.get_ref()).damages, []);
+    let (mut bytes, records) = segment(false);
+    bytes[records[6].offset() as usize + 200] ^= 4;
+    let mut file = Cursor::new(bytes);
+    assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 1, "the last one may have been torn");
+    assert!(!Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).lost);
+}
+
+#[test]
+fn a_damaged_segment_header_is_written_again_if_the_rest_says_it() {
+    for with_footer in [true, false] {
+        let (good, records) = segment(with_footer);
+        let mut bytes = good.clone();
+        bytes[20] ^= 1;
+        assert_eq!(check(&bytes).life, Some(LIFE));
+        assert_eq!(whole(&bytes), records);
+        let mut file = Cursor::new(bytes.clone());
+        let done = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+        assert!(!done.remove && file.into_inner() == good);
+        let mut file = Cursor::new(bytes.clone());
+        assert!(repair(&SUPERBLOCK, SEGMENT, Some(LIFE + 1), &mut file).unwrap().remove, "it was to be written anew");
+        bytes[BLOCK_BYTES + 300] ^= 1;
+        let report = verify(&SUPERBLOCK, SEGMENT, Some(LIFE + 1), &mut Cursor::new(bytes));
+        assert!(report.hopeless && report.life.is_none());
     }
 }
 
@@ -167,25 +241,31 @@ proptest! {
         if report.damages.is_empty() {
             prop_assert_eq!(whole(&bad), records.clone());
         }
-        let header_lost = report.life.is_none();
+        // What was there, or a tombstone in place of it.
+        let was_there = |record: &RecordSummary| {
+            let known = |old: &&RecordSummary| {
+                (old.id(), old.offset(), old.number()) == (record.id(), record.offset(), record.number())
+            };
+            records.contains(record) || matches!(record, RecordSummary::Tombstone(_)) && records.iter().any(|old| known(&old))
+        };
 
         let mut dying = Dying { file: Cursor::new(bad.clone()), blocks_left: dies_after };
-        let died = repair(&SUPERBLOCK, SEGMENT, &mut dying).is_err();
+        let died = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut dying).is_err();
         let mut file = dying.file;
         if died {
             // Nothing appears that was not there, and what is untouched can still be found.
             let left = whole(file.get_ref());
-            prop_assert!(left.iter().all(|record| records.contains(record)));
+            prop_assert!(left.iter().all(was_there));
             prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
         }
-        let repaired = repair(&SUPERBLOCK, SEGMENT, &mut file).unwrap();
-        prop_assert_eq!(repaired.remove, header_lost);
-        if header_lost {
-            return Ok(());
-        }
+        let repaired = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+        prop_assert!(!repaired.remove);
         prop_assert_eq!(check(file.get_ref()).damages, vec![]);
         let left = whole(file.get_ref());
-        prop_assert!(left.iter().all(|record| records.contains(record)));
+        prop_assert!(left.iter().all(was_there));
         prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
+        // A tombstone is there, or something says that it is not.
+        let lost = Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).lost;
+        prop_assert!(lost || left.contains(&records[3]));
     }
 }

@@ -69,7 +69,7 @@ impl SimDevice {
         Ok(())
     }
 
-    pub(super) async fn open_segment(&self, segment: u32, bytes: u64) -> io::Result<()> {
+    pub(super) async fn open_segment(&self, segment: u32, bytes: u64) -> io::Result<u64> {
         self.file_step("open", u64::from(segment)).await?;
         let mut disk = self.disk().lock();
         if !disk.has(segment) {
@@ -78,7 +78,7 @@ impl SimDevice {
         disk.make(segment, bytes);
         drop(disk);
         self.state.lock().open.insert(segment);
-        Ok(())
+        Ok(bytes)
     }
 
     pub(super) async fn create_segment(&self, segment: u32, bytes: u64) -> io::Result<()> {

@@ -2,6 +2,7 @@
 
 use super::*;
 use larder_format::footer::{PageSummary, TombstoneSummary};
+use larder_format::life::Headless;
 
 const BIG: u64 = 4 << 20;
 
@@ -24,7 +25,8 @@ fn scanned(segment: u32, life: u64, records: Vec<RecordSummary>) -> ScannedSegme
 }
 
 fn restored(config: LogConfig, segments: Vec<ScannedSegment>) -> Log {
-    let found = segments.iter().map(|one| FoundSegment { segment: one.segment, life: Ok(one.life) }).collect();
+    let found =
+        segments.iter().map(|one| FoundSegment { segment: one.segment, life: Ok(one.life), short: false }).collect();
     let Recovery { mut log, order, .. } = Recovery::new(config, found);
     let mut by_number: BTreeMap<u32, ScannedSegment> = segments.into_iter().map(|one| (one.segment, one)).collect();
     for segment in order {
@@ -104,7 +106,7 @@ fn tombstone(n: u64) -> TombstoneSummary {
 fn a_footer_that_cannot_be_read_is_done_without() {
     let mut disk = Disk::default();
     let place = RecordPlace { segment: 0, life: 1, offset: BLOCK_BYTES as u64 };
-    let header = RecordHeader { place, number: 1, body: RecordBody::Page(meta(2, 1, 1, 0)) };
+    let header = RecordHeader { place, number: 1, durable: 0, body: RecordBody::Page(meta(2, 1, 1, 0)) };
     disk.cached.extend(blocks_of(&header));
     let mut scan = SegmentScan::new(LOG, 0, 1, SEGMENT, SEGMENT);
     assert!(scan.next_read().is_some());
@@ -327,7 +329,10 @@ fn a_page_is_over_at_a_start() {
     assert_eq!(restored(config(5), segments()).find(&id(2), 0).map(|entry| entry.number), Some(9));
     let Recovery { mut log, .. } = Recovery::new(
         config(5),
-        vec![FoundSegment { segment: 0, life: Ok(1) }, FoundSegment { segment: 1, life: Ok(2) }],
+        vec![
+            FoundSegment { segment: 0, life: Ok(1), short: false },
+            FoundSegment { segment: 1, life: Ok(2), short: false },
+        ],
     );
     segments().into_iter().rev().for_each(|segment| log.restore(segment, 5000).unwrap());
     assert_eq!(log.restored().unwrap().expired, 1);
@@ -341,4 +346,46 @@ fn a_page_is_over_at_a_start() {
     };
     log.prepared(&prepare, PrepareOutcome::Ready);
     assert!(matches!(log.forget(&id(2)), Ok(Forget::Write { .. })), "its records are still there");
+}
+
+/// What was cut off a file may have forgotten whatever is older; and a segment that says nothing may be of any age.
+#[test]
+fn what_may_have_been_forgotten_is_removed() {
+    let silent = Headless { life: None, begins: false, blank: false };
+    let found = |segment, life, short| FoundSegment { segment, life, short };
+    let sort = |segments: Vec<FoundSegment>| {
+        let Recovery { log, discard, mend, order } = Recovery::new(config(9), segments);
+        assert!(log.next_life > 30 || order.is_empty());
+        (discard, mend, order.iter().map(|at| at.life).collect::<Vec<u64>>())
+    };
+    let whole = || vec![found(7, Ok(10), false), found(4, Ok(30), false), found(5, Ok(20), false)];
+    let with = |more: FoundSegment| whole().into_iter().chain([more]).collect();
+    assert_eq!(sort(whole()), (vec![], vec![], vec![30, 20, 10]));
+    assert_eq!(sort(with(found(1, Ok(25), true))), (vec![7, 5, 1], vec![], vec![30]));
+    assert_eq!(sort(with(found(1, Err(silent), false))), (vec![7, 5, 4, 1], vec![], vec![]));
+    let blank = Headless { blank: true, ..silent };
+    assert_eq!(sort(with(found(1, Err(blank), true))), (vec![1], vec![], vec![30, 20, 10]));
+    let known = Headless { life: Some(25), ..silent };
+    let mend = SegmentLife { segment: 1, life: 25 };
+    assert_eq!(sort(with(found(1, Err(known), false))), (vec![], vec![mend], vec![30, 25, 20, 10]));
+    let oldest = Headless { life: Some(5), begins: true, ..silent };
+    assert_eq!(sort(with(found(1, Err(oldest), false))), (vec![1], vec![], vec![30, 20, 10]));
+}
+
+/// A tombstone is damaged that a later record calls durable: nothing that is older is served.
+#[test]
+fn a_hole_before_what_was_durable_is_no_torn_tail() {
+    for (durable, cut_short) in [(0, false), (BLOCK_BYTES as u64, false), (2 * BLOCK_BYTES as u64, true)] {
+        let mut disk = Disk::default();
+        let place = RecordPlace { segment: 0, life: 1, offset: 2 * BLOCK_BYTES as u64 };
+        let header = RecordHeader { place, number: 2, durable, body: RecordBody::Tombstone(id(2)) };
+        disk.cached.extend(blocks_of(&header));
+        let found = disk.scan(SegmentLife { segment: 0, life: 1 });
+        assert_eq!((found.records.len(), found.cut_short), (1, cut_short));
+    }
+    let mut disk = Disk::default();
+    let place = RecordPlace { segment: 0, life: 1, offset: BLOCK_BYTES as u64 };
+    let body = RecordBody::Lost { bytes: BLOCK_BYTES as u64 };
+    disk.cached.extend(blocks_of(&RecordHeader { place, number: 2, durable: 0, body }));
+    assert!(disk.scan(SegmentLife { segment: 0, life: 1 }).cut_short);
 }

@@ -1,6 +1,7 @@
 //! A disk that forgets, and what is written to it.
 
 use super::*;
+use larder_format::life::{Headless, LifeSearch};
 use std::collections::BTreeSet;
 
 pub(super) const LOG: LogId = [7; 16];
@@ -64,18 +65,60 @@ impl Disk {
         }
     }
 
+    /// Damages the header of a segment, or of a record that a later one calls durable; whether there is one.
+    pub(super) fn rot(&mut self, header: bool, dice: &mut Dice) -> bool {
+        let places: Vec<Address> = match header {
+            true => self.segments().into_iter().map(|segment| (segment, 0)).collect(),
+            false => self.headers().into_iter().flat_map(|found| self.durable_records(&found)).collect(),
+        };
+        if places.is_empty() {
+            return false;
+        }
+        let at = places[dice.roll(places.len() as u64) as usize];
+        let mut block = self.read(at);
+        block[..BLOCK_BYTES / 2].fill(0x77);
+        self.durable.insert(at, block);
+        true
+    }
+
+    fn durable_records(&self, found: &FoundSegment) -> Vec<Address> {
+        let (segment, Ok(life)) = (found.segment, found.life.as_ref()) else { return Vec::new() };
+        let record = |block| {
+            let place = RecordPlace { segment, life: *life, offset: block * BLOCK_BYTES as u64 };
+            RecordHeader::decode(&self.read((segment, block)), &LOG, place).ok()
+        };
+        let records: Vec<RecordHeader> = (1..BLOCKS).filter_map(record).collect();
+        let durable = records.iter().map(|record| record.durable).max().unwrap_or(0);
+        let offsets = records.iter().map(|record| record.place.offset).filter(|&offset| offset < durable);
+        offsets.map(|offset| (segment, offset / BLOCK_BYTES as u64)).collect()
+    }
+
     /// What the headers of the segments say.
     pub(super) fn headers(&self) -> Vec<FoundSegment> {
-        let life = |segment| SegmentHeader::decode_life(&self.read((segment, 0)), &LOG, segment);
-        self.segments().into_iter().map(|segment| FoundSegment { segment, life: life(segment) }).collect()
+        let life = |segment| {
+            let header = SegmentHeader::decode_life(&self.read((segment, 0)), &LOG, segment);
+            header.map_err(|_| self.search(segment))
+        };
+        self.segments().into_iter().map(|segment| FoundSegment { segment, life: life(segment), short: false }).collect()
+    }
+
+    fn search(&self, segment: u32) -> Headless {
+        let mut search = LifeSearch::new(LOG, segment, SEGMENT, SEGMENT);
+        while let Some((offset, len)) = search.next_read() {
+            search.feed(&self.bytes(segment, offset, len));
+        }
+        search.finish()
+    }
+
+    fn bytes(&self, segment: u32, offset: u64, len: usize) -> Vec<u8> {
+        let first = offset / BLOCK_BYTES as u64;
+        (0..(len / BLOCK_BYTES) as u64).flat_map(|block| self.read((segment, first + block))).collect()
     }
 
     pub(super) fn scan(&self, at: SegmentLife) -> ScannedSegment {
         let mut scan = SegmentScan::new(LOG, at.segment, at.life, SEGMENT, SEGMENT);
         while let Some(ScanRead { offset, len }) = scan.next_read() {
-            let first = offset / BLOCK_BYTES as u64;
-            let blocks = (0..(len / BLOCK_BYTES) as u64).flat_map(|i| self.read((at.segment, first + i)));
-            scan.feed(&blocks.collect::<Vec<u8>>());
+            scan.feed(&self.bytes(at.segment, offset, len));
         }
         scan.finish()
     }
