@@ -55,14 +55,25 @@ impl Pages {
     /// Makes a log of `bytes`, to be asked for `at_once` pages at a time, and writes it full, and a little more, so that segments are used for the second time.
     pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, at_once: usize) -> Result<Pages> {
         let l3 = L3::open(options(dir, bytes), arena.clone()).await?;
-        let mut slot = arena.allocate(size).context("a fresh arena is free")?;
-        slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
-        let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
-        let mut pages = Pages { l3, size, at_once, meta, payload: slot.freeze(), written: Arc::default() };
+        let mut pages = Pages::of(l3, &arena, size, 0, at_once)?;
         while pages.stats().evicted_pages == 0 {
             pages.run(Direction::Write, at_once * 4).await?;
         }
         Ok(pages)
+    }
+
+    /// An open log, to which `written` pages were written.
+    pub fn of(l3: L3, arena: &Arc<Arena>, size: usize, written: u64, at_once: usize) -> Result<Pages> {
+        let mut slot = arena.allocate(size).context("a fresh arena is free")?;
+        slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
+        let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
+        let written = Arc::new(AtomicU64::new(written));
+        Ok(Pages { l3, size, at_once, meta, payload: slot.freeze(), written })
+    }
+
+    /// The number of the page that was written last.
+    pub fn newest(&self) -> u64 {
+        self.written.load(Ordering::Relaxed).saturating_sub(1)
     }
 
     /// Figures of the log.
@@ -152,11 +163,12 @@ impl Worker {
 }
 
 /// Nothing is rescued out of old segments: how fast the log is, is measured here, and not what it keeps.
-fn options(dir: &Path, bytes: u64) -> L3Options {
+pub fn options(dir: &Path, bytes: u64) -> L3Options {
     L3Options { keep_percent: 0, ..L3Options::new(dir, bytes) }
 }
 
-fn id(number: u64) -> PageId {
+/// Name of page `number`.
+pub fn id(number: u64) -> PageId {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&number.to_le_bytes());
     PageId { namespace: NamespaceId([7; 32]), key: PageKey(key) }

@@ -7,6 +7,7 @@ mod bare;
 mod figures;
 mod fio;
 mod l3;
+mod recovery;
 mod report;
 
 use anyhow::{Context, Result, ensure};
@@ -32,7 +33,7 @@ struct Args {
     #[arg(long, default_value = "1GiB")]
     round_bytes: ByteSize,
     /// Page sizes
-    #[arg(long, value_delimiter = ',', default_value = "64KiB,256KiB,1MiB,4MiB")]
+    #[arg(long, visible_alias = "page", value_delimiter = ',', default_value = "64KiB,256KiB,1MiB,4MiB")]
     sizes: Vec<ByteSize>,
     /// Pages asked of L3 at a time. Its queue with the device is as deep as the others', 16, whatever this says
     #[arg(long, default_value_t = QUEUE_DEPTH)]
@@ -40,6 +41,10 @@ struct Args {
     /// Rounds; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+    /// Only write a log of `bytes`, and measure its next starts after clean ends and kills, `rounds` of each: only
+    /// `bytes` must be free
+    #[arg(long)]
+    recovery: bool,
     /// One JSON object per line instead of tables
     #[arg(long)]
     json: bool,
@@ -62,6 +67,9 @@ fn main() -> Result<()> {
     }
     let dir = tempfile::Builder::new().prefix("larder-bench-disk-").tempdir_in(&args.dir);
     let dir = dir.with_context(|| args.dir.display().to_string())?;
+    if args.recovery {
+        return measure_recovery(&args, dir.path());
+    }
     let fio = fio::Fio::find();
     let arena = Arena::new(ARENA_BYTES).context("arena")?;
     let mut report = Report::begin(args.json, &args.dir, (args.rounds, args.at_once), &fio, arena.huge_pages())?;
@@ -74,6 +82,20 @@ fn main() -> Result<()> {
         std::fs::remove_dir_all(&log)?;
     }
     report.end();
+    Ok(())
+}
+
+fn measure_recovery(args: &Args, dir: &std::path::Path) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let arena = Arena::new(ARENA_BYTES).context("arena of L3")?;
+    report::begin_starts(args.json);
+    for size in &args.sizes {
+        let log = dir.join(format!("l3-{}", size.as_u64()));
+        let (bytes, size) = (args.bytes.as_u64(), size.as_u64() as usize);
+        let starts = runtime.block_on(recovery::measure(&log, bytes, arena.clone(), size, args.rounds))?;
+        starts.iter().for_each(|start| report::start(args.json, size, start));
+        std::fs::remove_dir_all(&log)?;
+    }
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 use super::figures::{Direction, Figures};
 use super::fio::Fio;
 use super::l3::DuringScrub;
+use super::recovery::Start;
 use anyhow::{Context, Result};
 use larder_l3::{L3Stats, RecoveryReport};
 use serde_json::json;
@@ -112,4 +113,33 @@ impl Report {
         println!("|---|---|---|---|---|---|---|---|");
         self.recoveries.iter().for_each(|line| println!("{line}"));
     }
+}
+
+/// Head of the table of starts.
+pub fn begin_starts(json: bool) {
+    if !json {
+        println!(
+            "| start after | caches dropped | page KiB | log GiB | segments (by footer) | pages | open ms | first page ms | all ms | ms per 100 GiB | s per 4 TiB |"
+        );
+        println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    }
+}
+
+/// One start.
+pub fn start(json: bool, size: usize, start: &Start) {
+    let Start { after, cold, open, first_page, index, report, log_bytes } = start;
+    let [open, first_page, index] = [open, first_page, index].map(|time| time.as_secs_f64() * 1e3);
+    let gib = *log_bytes as f64 / GIB;
+    let per_100_gib = index / gib * 100.0;
+    if json {
+        let line = json!({"after": after, "cold": cold, "page_bytes": size, "log_bytes": log_bytes, "open_ms": open,
+            "first_page_ms": first_page, "all_ms": index, "ms_per_100_gib": per_100_gib, "recovery": report});
+        return println!("{line}");
+    }
+    let RecoveryReport { pages, segments, segments_by_footer, .. } = report;
+    println!(
+        "| {after} | {cold} | {} | {gib:.2} | {segments} ({segments_by_footer}) | {pages} | {open:.0} | {first_page:.0} | {index:.0} | {per_100_gib:.0} | {:.1} |",
+        size >> 10,
+        per_100_gib * 40.96 / 1e3,
+    );
 }
