@@ -4,13 +4,14 @@
 //! - what is read is the page of the highest generation that a usable device has, or a miss;
 //! - forgetting is told to every device, and succeeded only if every one says so, those that were left out included: what
 //!   lies there could come back;
-//! - a device that fails costs its own pages. It is set aside (see `health`) and tried again later; it never stops a node.
+//! - a device that fails costs its own pages. It is set aside for reads or for writes (see `health`)
+//!   and tried again later; it never stops a node.
 //!
 //! A page's device follows from rendezvous hashing over the directories, weighted by bytes; a write that fails goes to
 //! the next one in that order. Reads ask whichever has the page, so devices may come, go and be given in another order.
 
 use crate::clock::{Clock, now};
-use crate::health::{Health, Trouble};
+use crate::health::{Asked, Health, Trouble};
 use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
 use futures::future::join_all;
@@ -20,9 +21,10 @@ use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_l3::{L3, L3Entry, L3Error, L3Options, Pin};
 use larder_wire::PinKind;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use std::cmp::Reverse;
+use std::fmt;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,6 +40,8 @@ const RECOVERY_MAX: Duration = Duration::from_secs(600);
 /// Most time for one write to one device.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
+const SET_ASIDE: &str = "set aside";
+
 /// Told whose page is damaged on a device.
 pub type OnDamage = Arc<dyn Fn(PageId) + Send + Sync>;
 
@@ -47,7 +51,8 @@ struct Device {
     /// Of its directory's name.
     seed: u64,
     l3: L3,
-    health: Mutex<Health>,
+    reads: Mutex<Health>,
+    writes: Mutex<Health>,
     errors: AtomicU64,
     timeouts: AtomicU64,
     full: AtomicU64,
@@ -129,7 +134,7 @@ impl Devices {
 
     /// Whether any device takes writes.
     pub(crate) fn writable(&self) -> bool {
-        self.devices.iter().any(Device::usable)
+        self.devices.iter().any(|device| device.writes.lock().usable(now()))
     }
 
     /// Number of the put that a read would find. It may be gone by then.
@@ -139,7 +144,7 @@ impl Devices {
 
     /// The devices that have a page, the newest put first; of one put the device where it belongs.
     fn holders(&self, id: &PageId) -> Vec<(&Device, L3Entry)> {
-        let usable = self.devices.iter().filter(|device| device.usable());
+        let usable = self.devices.iter().filter(|device| device.reads.lock().usable(now()));
         let mut holders: Vec<_> = usable.filter_map(|device| Some((device, device.l3.find(id)?))).collect();
         if holders.len() > 1 {
             holders.sort_by(|(a, _), (b, _)| b.score(id).total_cmp(&a.score(id)));
@@ -151,9 +156,10 @@ impl Devices {
     /// Reads a page. An error says that the arena has no room for it.
     pub(crate) async fn read(&self, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
         for (device, _) in self.holders(id) {
+            let Some(asking) = device.ask(Kind::Reads) else { continue };
             match device.l3.read(id, now() + READ_TIMEOUT).await {
                 Ok(Some(page)) => {
-                    device.succeeded();
+                    asking.succeeded();
                     return Ok(Some(page));
                 }
                 // Gone or damaged: another copy may be whole.
@@ -161,7 +167,7 @@ impl Devices {
                 Err(error @ L3Error::NoMemory { .. }) => return Err(error),
                 Err(error) => {
                     tracing::warn!(?id, dir = %device.dir.display(), %error, "L3 read failed");
-                    device.failed(&error);
+                    asking.failed(&error);
                 }
             }
         }
@@ -170,7 +176,8 @@ impl Devices {
 
     /// Writes a page to the device where it belongs, or the next one that takes it.
     pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot) -> Result<(), L3Error> {
-        let mut ranked: Vec<&Device> = self.devices.iter().filter(|device| device.usable()).collect();
+        let usable = self.devices.iter().filter(|device| device.writes.lock().usable(now()));
+        let mut ranked: Vec<&Device> = usable.collect();
         ranked.sort_by(|a, b| b.score(&meta.id).total_cmp(&a.score(&meta.id)));
         let mut last = L3Error::Closed;
         for device in ranked {
@@ -180,15 +187,16 @@ impl Devices {
                 last = L3Error::Deadline("recovery");
                 continue;
             }
+            let Some(asking) = device.ask(Kind::Writes) else { continue };
             match device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await {
                 Ok(()) => {
-                    device.succeeded();
+                    asking.succeeded();
                     return Ok(());
                 }
                 Err(error @ L3Error::Invalid(_)) => return Err(error),
                 Err(error) => {
                     tracing::warn!(id = ?meta.id, dir = %device.dir.display(), %error, "L3 write failed");
-                    device.failed(&error);
+                    asking.failed(&error);
                     last = error;
                 }
             }
@@ -209,7 +217,7 @@ impl Devices {
             forgotten.map_err(|error| {
                 // The deadline is the caller's: that it was short says nothing of the device.
                 if !matches!(error, L3Error::Deadline(_)) {
-                    device.failed(&error);
+                    device.failed(Kind::Writes, Asked::Freely, &error);
                 }
                 ForgetError { dir: device.dir.clone(), reason: error.to_string() }
             })
@@ -271,13 +279,9 @@ impl Devices {
     /// How each one is.
     pub(crate) fn states(&self) -> Vec<DeviceState> {
         let opened = self.devices.iter().map(|device| {
-            let health = device.health.lock();
-            let reason = health.trouble().map(|trouble| format!("{}, {trouble}", health.word()));
-            DeviceState {
-                dir: device.dir.display().to_string(),
-                usable: reason.is_none() || health.word() == "on trial",
-                reason: reason.unwrap_or_default(),
-            }
+            let (word, reason) = device.condition();
+            let reason = reason.map_or(String::new(), |reason| format!("{word}: {reason}"));
+            DeviceState { dir: device.dir.display().to_string(), usable: word != SET_ASIDE, reason }
         });
         let left_out = self.left_out.iter().map(|left_out| DeviceState {
             dir: left_out.dir.display().to_string(),
@@ -321,6 +325,47 @@ fn sum(stats: &[Value]) -> Value {
     Value::Object(total)
 }
 
+/// What a device is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Reads,
+    Writes,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Kind::Reads => "reads",
+            Kind::Writes => "writes",
+        })
+    }
+}
+
+/// A request that a device was asked. However it ends, the device's health hears of it.
+struct Asking<'a> {
+    device: &'a Device,
+    kind: Kind,
+    asked: Asked,
+}
+
+impl Asking<'_> {
+    fn succeeded(&self) {
+        if self.device.health(self.kind).succeeded(self.asked) {
+            tracing::info!(dir = %self.device.dir.display(), kind = ?self.kind, "L3 device is well again");
+        }
+    }
+
+    fn failed(&self, error: &L3Error) {
+        self.device.failed(self.kind, self.asked, error);
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.device.health(self.kind).ended(self.asked, now());
+    }
+}
+
 /// Why pages are not durably forgotten.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {reason}", dir.display())]
@@ -339,7 +384,8 @@ impl Device {
             seed: name.bytes().fold(0, |folded, byte| mixed(folded ^ u64::from(byte))),
             dir,
             l3,
-            health: Mutex::default(),
+            reads: Mutex::default(),
+            writes: Mutex::default(),
             errors: AtomicU64::new(0),
             timeouts: AtomicU64::new(0),
             full: AtomicU64::new(0),
@@ -355,17 +401,19 @@ impl Device {
         self.bytes as f64 / -chance.ln()
     }
 
-    fn usable(&self) -> bool {
-        self.health.lock().usable(now())
-    }
-
-    fn succeeded(&self) {
-        if self.health.lock().succeeded() {
-            tracing::info!(dir = %self.dir.display(), "L3 device is well again");
+    fn health(&self, kind: Kind) -> MutexGuard<'_, Health> {
+        match kind {
+            Kind::Reads => self.reads.lock(),
+            Kind::Writes => self.writes.lock(),
         }
     }
 
-    fn failed(&self, error: &L3Error) {
+    fn ask(&self, kind: Kind) -> Option<Asking<'_>> {
+        let asked = self.health(kind).ask(now())?;
+        Some(Asking { device: self, kind, asked })
+    }
+
+    fn failed(&self, kind: Kind, asked: Asked, error: &L3Error) {
         match error {
             // A full file system fails writes and nothing else; the log goes on in what it has.
             L3Error::Io { source, .. }
@@ -373,31 +421,42 @@ impl Device {
             {
                 self.full.fetch_add(1, Ordering::Relaxed);
             }
-            L3Error::Deadline(_) => self.in_trouble(Trouble::Timeout),
-            L3Error::Io { .. } | L3Error::Closed => self.in_trouble(Trouble::Error),
-            L3Error::Append(AppendError::Stopped) => self.in_trouble(Trouble::Error),
+            L3Error::Deadline(_) => self.in_trouble(kind, asked, Trouble::Timeout),
+            L3Error::Io { .. } | L3Error::Closed => self.in_trouble(kind, asked, Trouble::Error),
+            L3Error::Append(AppendError::Stopped) => self.in_trouble(kind, asked, Trouble::Error),
             _ => {}
         }
     }
 
-    fn in_trouble(&self, trouble: Trouble) {
+    fn in_trouble(&self, kind: Kind, asked: Asked, trouble: Trouble) {
         let count = if trouble == Trouble::Error { &self.errors } else { &self.timeouts };
         count.fetch_add(1, Ordering::Relaxed);
-        if let Some(pause) = self.health.lock().failed(trouble, now()) {
-            tracing::error!(dir = %self.dir.display(), %trouble, ?pause, "L3 device set aside: its pages are misses");
+        if let Some(pause) = self.health(kind).failed(asked, trouble, now()) {
+            tracing::error!(dir = %self.dir.display(), ?kind, %trouble, ?pause, "L3 device set aside");
         }
     }
 
+    /// The worse of how it reads and writes, in one word; why, if it is not well.
+    fn condition(&self) -> (&'static str, Option<String>) {
+        let kinds = [Kind::Reads, Kind::Writes].map(|kind| {
+            let health = self.health(kind);
+            (health.word(), health.trouble().map(|trouble| format!("{trouble} of {kind}")))
+        });
+        let worst = [SET_ASIDE, "on trial"].into_iter().find(|word| kinds.iter().any(|(is, _)| is == word));
+        let reasons: Vec<String> = kinds.into_iter().filter_map(|(_, reason)| reason).collect();
+        (worst.unwrap_or("well"), (!reasons.is_empty()).then(|| reasons.join(", ")))
+    }
+
     fn status(&self, stats: Value) -> Value {
-        let health = self.health.lock();
+        let (state, reason) = self.condition();
         json!({
             "dir": self.dir.display().to_string(),
-            "state": health.word(),
-            "reason": health.trouble().map(|trouble| trouble.to_string()),
+            "state": state,
+            "reason": reason,
             "errors": self.errors.load(Ordering::Relaxed),
             "timeouts": self.timeouts.load(Ordering::Relaxed),
             "file_system_full": self.full.load(Ordering::Relaxed),
-            "times_set_aside": health.times_set_aside(),
+            "times_set_aside": self.reads.lock().times_set_aside() + self.writes.lock().times_set_aside(),
             "recovery": self.l3.recovery(),
             "scrub": self.l3.scrub(),
             "log": stats,
