@@ -1,15 +1,15 @@
 //! Pins: hard ones hold a page and those before it, soft ones make it go last. Each has an end in time.
 //!
 //! Always true: a page is held while it has a hard pin or a page right behind it, that came behind it, is held; the bytes
-//! of all held pages are at most a quarter of L2.
+//! of all held pages are at most a quarter of L2, and so are those of the softly pinned pages of each namespace.
 
 use super::Residency;
-use larder_format::PageId;
+use larder_format::{NamespaceId, PageId};
 use larder_wire::PinKind;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// Hard pins hold at most one in so many bytes of L2.
+/// Hard pins hold at most one in so many bytes of L2, and so do the soft ones of each namespace.
 const HELD_PART: u64 = 4;
 
 /// A pin of a page.
@@ -24,20 +24,47 @@ pub(super) struct Pin {
 pub(super) struct Pins {
     ends: BTreeSet<(u64, PageId)>,
     held_bytes: u64,
+    /// Bytes of softly pinned pages, of namespaces that have some.
+    soft_bytes: BTreeMap<NamespaceId, u64>,
 }
 
 impl Pins {
+    fn soft_bytes(&self, namespace: &NamespaceId) -> u64 {
+        self.soft_bytes.get(namespace).copied().unwrap_or_default()
+    }
+
+    fn soft_began(&mut self, namespace: NamespaceId, bytes: u32) {
+        *self.soft_bytes.entry(namespace).or_default() += u64::from(bytes);
+    }
+
+    fn soft_ended(&mut self, namespace: NamespaceId, bytes: u32) {
+        let left = self.soft_bytes(&namespace).saturating_sub(u64::from(bytes));
+        match left {
+            0 => self.soft_bytes.remove(&namespace),
+            _ => self.soft_bytes.insert(namespace, left),
+        };
+    }
+
     pub(super) fn first_over(&self, now_ms: u64) -> Option<PageId> {
         self.ends.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, id)| *id)
     }
 }
 
-/// Hard pins would hold too much.
+/// Pins would hold too much.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("hard pins may hold {most} bytes, a quarter of L2; with these pages they would hold more")]
-pub struct PinRefused {
-    /// Most bytes.
-    pub most: u64,
+pub enum PinRefused {
+    /// The hard ones of all namespaces.
+    #[error("hard pins may hold {most} bytes, a quarter of L2; with these pages they would hold more")]
+    Hard {
+        /// Most bytes.
+        most: u64,
+    },
+    /// The soft ones of the namespace.
+    #[error("soft pins of a namespace may hold {most} bytes, a quarter of L2; with these pages they would hold more")]
+    Soft {
+        /// Most bytes.
+        most: u64,
+    },
 }
 
 impl Residency {
@@ -54,10 +81,13 @@ impl Residency {
             }
             before.push((*id, entry.pin));
             self.set_pin(id, pin);
-            if kind == PinKind::Hard && self.pins.held_bytes > most {
-                before.into_iter().rev().for_each(|(id, pin)| self.set_pin(&id, pin));
-                return Err(PinRefused { most });
-            }
+            let refused = match kind {
+                PinKind::Hard if self.pins.held_bytes > most => PinRefused::Hard { most },
+                PinKind::Soft if self.pins.soft_bytes(&id.namespace) > most => PinRefused::Soft { most },
+                _ => continue,
+            };
+            before.into_iter().rev().for_each(|(id, pin)| self.set_pin(&id, pin));
+            return Err(refused);
         }
         Ok(before.len())
     }
@@ -69,13 +99,18 @@ impl Residency {
 
     pub(super) fn set_pin(&mut self, id: &PageId, pin: Option<Pin>) {
         let Some(entry) = self.entries.get_mut(id) else { return };
-        let (handle, old) = (entry.handle, std::mem::replace(&mut entry.pin, pin));
+        let (handle, bytes, old) = (entry.handle, entry.facts.bytes, std::mem::replace(&mut entry.pin, pin));
         let is = |pin: Option<Pin>, kind| pin.is_some_and(|pin| pin.kind == kind);
         if let Some(old) = old {
             self.pins.ends.remove(&(old.until_ms, *id));
         }
         if let Some(pin) = pin {
             self.pins.ends.insert((pin.until_ms, *id));
+        }
+        match (is(old, PinKind::Soft), is(pin, PinKind::Soft)) {
+            (false, true) => self.pins.soft_began(id.namespace, bytes),
+            (true, false) => self.pins.soft_ended(id.namespace, bytes),
+            _ => {}
         }
         self.evictor.soft_pin(handle, is(pin, PinKind::Soft));
         match (is(old, PinKind::Hard), is(pin, PinKind::Hard)) {
@@ -133,6 +168,9 @@ impl Residency {
         let Some(entry) = self.entries.get_mut(id) else { return };
         if let Some(pin) = entry.pin.take() {
             self.pins.ends.remove(&(pin.until_ms, *id));
+            if pin.kind == PinKind::Soft {
+                self.pins.soft_ended(id.namespace, entry.facts.bytes);
+            }
         }
         if std::mem::take(&mut entry.holds) == 0 {
             return;

@@ -60,6 +60,7 @@ fn pin(policy: &mut Residency, numbers: &[u32], kind: PinKind, until_ms: u64) ->
 }
 
 use larder_wire::PinKind;
+use std::collections::BTreeSet;
 
 #[test]
 fn write_through_writes_what_is_put_and_evicts_without_a_word() {
@@ -243,19 +244,38 @@ fn hard_pins_hold_a_quarter_and_what_is_refused_changes_nothing() {
 
 #[test]
 fn soft_pins_go_last_and_hard_ones_stay() {
-    let mut policy = Residency::new(options(8, WritePolicy::Through));
-    (0..8).for_each(|number| drop(put(&mut policy, page(number))));
-    pin(&mut policy, &[0, 1], PinKind::Hard, 9).unwrap();
-    pin(&mut policy, &[2], PinKind::Soft, 9).unwrap();
-    for number in 10..15 {
-        put(&mut policy, page(number));
+    let mut policy = Residency::new(options(16, WritePolicy::Through));
+    let names = |namespace, from| (from..from + 4).map(|number| id(namespace, number)).collect::<BTreeSet<PageId>>();
+    for id in [names(1, 0), names(1, 4), names(2, 0), names(3, 0)].into_iter().flatten() {
+        put(&mut policy, PageFacts { id, ..page(0) });
     }
-    pin(&mut policy, &[10, 11, 12, 13, 14], PinKind::Soft, 9).unwrap();
-    let there = |policy: &Residency, number| policy.generation(&id(1, number)).is_some();
-    assert!((0..3).all(|number| there(&policy, number)));
+    policy.pin(&names(1, 0), PinKind::Hard, 9).unwrap();
+    for softly in [names(1, 4), names(2, 0), names(3, 0)] {
+        assert_eq!(policy.pin(&softly, PinKind::Soft, 9), Ok(4));
+    }
+    let there = |policy: &Residency, id: &PageId| policy.generation(id).is_some();
     let out = put(&mut policy, page(20));
-    assert_eq!(out.evict, [(id(1, 2), Reason::Capacity)], "all others are pinned too");
-    assert!(there(&policy, 0) && there(&policy, 1));
+    assert_eq!(out.evict, [(id(1, 4), Reason::Capacity)], "all others are pinned too");
+    assert!(names(1, 0).iter().all(|id| there(&policy, id)));
+}
+
+#[test]
+fn soft_pins_of_a_namespace_hold_a_quarter_at_most() {
+    let mut policy = Residency::new(options(16, WritePolicy::Through));
+    (0..8).for_each(|number| drop(put(&mut policy, page(number))));
+    put(&mut policy, PageFacts { id: id(2, 0), ..page(0) });
+    assert_eq!(pin(&mut policy, &[0, 1, 2], PinKind::Soft, 9), Ok(3));
+    let refused = pin(&mut policy, &[3, 4], PinKind::Soft, 9).unwrap_err();
+    assert!(refused.to_string().contains("soft pins of a namespace may hold"), "{refused}");
+    assert_eq!(policy.pinned().0, 3, "none of the two is pinned");
+    assert_eq!(policy.pin(&[id(2, 0)].into(), PinKind::Soft, 9), Ok(1), "another namespace has its own");
+    assert_eq!(pin(&mut policy, &[0, 1, 2, 3], PinKind::Soft, 20), Ok(4), "some are pinned already");
+    policy.forget(&id(1, 0));
+    assert_eq!(pin(&mut policy, &[1], PinKind::None, 0), Ok(1));
+    assert_eq!(pin(&mut policy, &[4, 5], PinKind::Soft, 9), Ok(2), "what left or was let go counts no more");
+    assert!(pin(&mut policy, &[6], PinKind::Soft, 9).is_err());
+    policy.tick(30, &mut Decisions::default());
+    assert_eq!(pin(&mut policy, &[4, 5, 6, 7], PinKind::Soft, 90), Ok(4), "nor what is over");
 }
 
 #[test]

@@ -232,6 +232,11 @@ impl Model {
         let pinned = self.residents.values().filter(|resident| resident.pin.is_some()).count();
         assert_eq!(self.policy.pinned(), (pinned, self.held_bytes()));
         assert!(self.held_bytes() <= PAGES * u64::from(UNIT) / 4);
+        let mut soft: BTreeMap<NamespaceId, u64> = BTreeMap::new();
+        for resident in self.residents.values().filter(|r| matches!(r.pin, Some((PinKind::Soft, _)))) {
+            *soft.entry(resident.page.id.namespace).or_default() += bytes(resident);
+        }
+        assert!(soft.values().all(|&bytes| bytes <= PAGES * u64::from(UNIT) / 4), "{soft:?}");
     }
 }
 
