@@ -151,6 +151,13 @@ impl Nodes {
     fn owner(&self, key: &PageKey) -> Option<usize> {
         spread::owner(key, &self.seeds)
     }
+
+    /// Without nodes an answer takes no time: whoever asks in a loop must still let others run, and nodes be connected.
+    async fn or_pause(&self) {
+        if self.live.is_empty() {
+            tokio::task::yield_now().await;
+        }
+    }
 }
 
 impl Client {
@@ -237,7 +244,9 @@ impl Client {
         deadline: Instant,
         message: impl Fn(Vec<PageKey>) -> Request,
     ) -> Vec<(Vec<usize>, Option<Response>)> {
-        let batches = Self::batches(&self.nodes(), keys, MAX_KEYS);
+        let nodes = self.nodes();
+        nodes.or_pause().await;
+        let batches = Self::batches(&nodes, keys, MAX_KEYS);
         let asks = batches.into_iter().map(|(node, indices)| {
             let request = message(indices.iter().map(|&i| keys[i]).collect());
             async move { (indices, node.ask(&request, deadline).await) }
@@ -304,8 +313,10 @@ impl Client {
     ) -> Vec<(B, Option<Tier>)> {
         let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
         let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(_, b)| Some((b, None))).collect();
+        let nodes = self.nodes();
+        nodes.or_pause().await;
         if let Some(namespace) = &self.inner.namespace {
-            let gets = Self::batches(&self.nodes(), &keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
+            let gets = Self::batches(&nodes, &keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
                 let wanted = indices.iter().map(|&index| {
                     let (buffer, _) = buffers[index].take().expect("each index is in one batch");
                     (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
@@ -524,6 +535,7 @@ impl Client {
     }
 
     async fn ask_all(&self, request: &Request, deadline: Instant) -> Vec<Option<Response>> {
+        self.nodes().or_pause().await;
         let asks = self.inner.links.iter().map(|link| async move {
             match link.live() {
                 Some(node) => node.ask(request, deadline).await,

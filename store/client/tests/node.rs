@@ -531,3 +531,37 @@ async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
     node.shutdown().await;
     assert!(!client.pin(&keys, PinKind::Soft, hour, soon()).await.complete, "nobody is there");
 }
+
+/// One thread, and nobody connected: whoever asks in a loop lets others run.
+#[tokio::test(flavor = "current_thread")]
+async fn without_a_node_requests_let_others_run() {
+    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()] };
+    let client = Client::attach(url, Some(descriptor(1)), ClientOptions::default());
+    let ran = std::rc::Rc::new(std::cell::Cell::new(0u32));
+    let local = tokio::task::LocalSet::new();
+    let seen = ran.clone();
+    local.spawn_local(async move {
+        loop {
+            seen.set(seen.get() + 1);
+            tokio::task::yield_now().await;
+        }
+    });
+    let requests = async {
+        for number in 0..6 {
+            let before = ran.get();
+            // A few turns, as it is the runtime's business whose comes first.
+            for _ in 0..200 {
+                match number {
+                    0 => drop(client.locate(&[key(1)], soon()).await),
+                    1 => drop(client.get(vec![(key(1), vec![0; geometry().page_bytes()])], soon()).await),
+                    2 => drop(client.forget(&[key(1)], soon()).await),
+                    3 => drop(client.members(soon()).await),
+                    4 => drop(client.pin(&[key(1)], PinKind::Hard, Duration::from_secs(1), soon()).await),
+                    _ => drop(client.status(soon()).await),
+                }
+            }
+            assert!(ran.get() > before, "request {number} lets nobody run");
+        }
+    };
+    local.run_until(requests).await;
+}
