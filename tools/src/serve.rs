@@ -23,7 +23,8 @@ pub struct StoreArgs {
     /// Address of /healthz, /metrics and /status
     #[arg(long)]
     admin_listen: Option<SocketAddr>,
-    /// Directory of the node's identity and, unless --l3 is given, its L3; without both the node keeps pages in DRAM only
+    /// Directory of the node's identity and, unless --l3 is given, its L3; without both the node keeps pages in DRAM only,
+    /// and with --l3 alone its identity is kept beside the first log
     #[arg(long)]
     data_dir: Option<PathBuf>,
     /// DRAM for pages (L2)
@@ -44,6 +45,9 @@ pub struct StoreArgs {
     /// Bytes per second that are read at most to verify each L3 device, once a day; 0 for only when asked (POST /scrub)
     #[arg(long, default_value = "32MiB")]
     l3_scrub: ByteSize,
+    /// Most seconds that a stop waits for pages on their way to L3; what is left then is lost, and the log says how much
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    drain: u64,
     /// What runs the devices of L3: glommio, or thread where that cannot be had
     #[arg(long, default_value_t)]
     l3_executor: Executor,
@@ -113,6 +117,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         scrub_bytes_per_second: args.scrub.as_u64(),
         l3_scrub_bytes_per_second: args.l3_scrub.as_u64(),
         l3_executor: args.l3_executor,
+        drain: Duration::from_secs(args.drain),
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);

@@ -1,4 +1,4 @@
-//! Who a node is: a random name kept in its data directory, and an epoch that grows at every start.
+//! Who a node is: a random name kept in its data directory or beside a log of L3, and an epoch that grows at every start.
 //!
 //! Always true: no two starts over the same L3 have the same epoch. It is above the one before, and at least the time in
 //! seconds, so that it stays above all before even if the file was lost. Puts are numbered from it on.
@@ -22,6 +22,11 @@ impl Identity {
     /// A node without a directory: new at every start.
     pub(crate) fn transient(unix_seconds: u64, chance: &mut impl Rng) -> Self {
         Self { node_id: format!("node-{:012x}", chance.random::<u64>() >> 16), epoch: unix_seconds.max(1) }
+    }
+
+    /// Whether `dir` has one.
+    pub(crate) fn is_kept(dir: &Path) -> bool {
+        dir.join(FILE).is_file()
     }
 
     /// The identity kept in `dir`, with the next epoch; made anew if there is none. It is durable before it is used.

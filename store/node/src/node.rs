@@ -16,6 +16,7 @@ use prometheus_client::registry::Registry;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
@@ -24,7 +25,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Most time a stopping node waits for its clients' tasks, and again for pages on their way to L3.
+/// Most time a stopping node waits for its clients' tasks.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a node did not start.
@@ -93,6 +94,7 @@ pub struct Node {
     admin_addr: Option<SocketAddr>,
     stop: CancellationToken,
     tasks: TaskTracker,
+    drain: Duration,
 }
 
 impl Node {
@@ -137,7 +139,7 @@ impl Node {
         }
         tasks.spawn(accept(host, listener));
         tracing::info!(node = %shared.identity.node_id, epoch = shared.identity.epoch, %addr, "store node ready");
-        Ok(Node { shared, addr, admin_addr, stop, tasks })
+        Ok(Node { shared, addr, admin_addr, stop, tasks, drain: options.drain })
     }
 
     /// Address of the data port.
@@ -160,14 +162,15 @@ impl Node {
         self.shared.status()
     }
 
-    /// Stops: no new connections, the present ones end, what is on its way to L3 gets there. Bounded in time.
+    /// Stops: no new connections, the present ones end, what is on its way to L3 gets there, if [`NodeOptions::drain`] is
+    /// enough. Bounded in time.
     pub async fn shutdown(self) {
         self.stop.cancel();
         self.tasks.close();
         if tokio::time::timeout(STOP_TIMEOUT, self.tasks.wait()).await.is_err() {
             tracing::warn!("stopped with connections still open");
         }
-        self.shared.store.close(now() + STOP_TIMEOUT).await;
+        self.shared.store.close(now() + self.drain).await;
         tracing::info!(node = %self.shared.identity.node_id, "store node stopped");
     }
 }
@@ -176,11 +179,26 @@ async fn upkeep(shared: Arc<Shared>, stop: CancellationToken) {
     shared.store.upkeep(stop).await;
 }
 
+/// Kept in the data directory; without one, beside the first log of L3 that can be written. A node without either forgets
+/// everything when it stops, its name as well.
 fn identity(options: &NodeOptions, unix_seconds: u64, chance: &mut StdRng) -> Result<Identity, NodeError> {
-    let Some(dir) = &options.data_dir else { return Ok(Identity::transient(unix_seconds, chance)) };
-    let failed = |source| NodeError::Directory { directory: dir.display().to_string(), source };
-    std::fs::create_dir_all(dir).map_err(failed)?;
-    Identity::next(dir, unix_seconds, chance).map_err(failed)
+    let mut next = |dir: &Path| {
+        let made = std::fs::create_dir_all(dir).and_then(|()| Identity::next(dir, unix_seconds, chance));
+        made.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source })
+    };
+    if let Some(dir) = &options.data_dir {
+        return next(dir);
+    }
+    let mut dirs: Vec<&Path> = options.l3.iter().map(|device| device.dir.as_path()).collect();
+    // Devices may be given in another order than before.
+    dirs.sort_by_key(|dir| !Identity::is_kept(dir));
+    for dir in dirs {
+        match next(dir) {
+            Ok(identity) => return Ok(identity),
+            Err(error) => tracing::warn!(%error, "the node's identity is not kept here"),
+        }
+    }
+    Ok(Identity::transient(unix_seconds, chance))
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {

@@ -6,6 +6,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Everything a node needs to know at start.
 #[derive(Debug, Clone)]
@@ -24,7 +25,8 @@ pub struct NodeOptions {
     /// Most bytes of the L3 in the data directory. Default 4 GiB; 0 means none there. Of no effect if [`NodeOptions::l3`] is
     /// given.
     pub l3_bytes: u64,
-    /// Devices of L3, each with a log of its own. Default none: the log is kept in the data directory, in `l3`.
+    /// Devices of L3, each with a log of its own. Default none: the log is kept in the data directory, in `l3`. Without a
+    /// data directory, the node's identity is kept beside the first of these that can be written.
     pub l3: Vec<L3Device>,
     /// When pages are written to L3. Default write-through.
     pub write_policy: WritePolicy,
@@ -43,6 +45,8 @@ pub struct NodeOptions {
     /// Whether processes of this machine and user may read pages in place. By default if that costs no huge pages, or
     /// there is no L3: devices move small pages more slowly.
     pub share_memory: Option<bool>,
+    /// Most time that a stop waits for pages on their way to L3. Default one minute.
+    pub drain: Duration,
     /// Most connections. Default 1024.
     pub connections_max: usize,
     /// Where all chance comes from; by default another one at every start.
@@ -67,6 +71,7 @@ impl Default for NodeOptions {
             l3_scrub_bytes_per_second: 32 << 20,
             l3_executor: Executor::default(),
             share_memory: None,
+            drain: Duration::from_secs(60),
             connections_max: 1024,
             seed: None,
         }

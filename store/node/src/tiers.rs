@@ -60,6 +60,8 @@ const SLOT_UNIT: usize = 4096;
 const L3_READS_WEIGHED: u32 = 16;
 /// Most namespaces in a status.
 const STATUS_NAMESPACES_MAX: usize = 64;
+/// How often a stop says what is still on its way to L3.
+const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
 
 /// What is decided under one lock.
 pub(crate) struct State {
@@ -524,7 +526,7 @@ impl Tiers {
     }
 
     /// Writes what only L2 has and write-back would have written later, and waits until nothing waits for L3, or
-    /// `deadline`.
+    /// `deadline`. Says now and then how much is left.
     pub(crate) async fn drain(&self, deadline: Instant) {
         let all = async {
             loop {
@@ -537,10 +539,25 @@ impl Tiers {
                 ended.await;
             }
         };
-        if tokio::time::timeout_at(deadline.into(), all).await.is_err() {
-            let left = self.state.lock().policy.dirty_pages() + self.writing.len();
-            tracing::warn!(pages = left, "stopped before every page had reached L3");
+        let mut all = std::pin::pin!(all);
+        loop {
+            let turn = deadline.min(now() + DRAIN_PROGRESS);
+            if tokio::time::timeout_at(turn.into(), &mut all).await.is_ok() {
+                return;
+            }
+            let (pages, bytes) = self.left_to_write();
+            if turn == deadline {
+                tracing::warn!(pages, bytes, "stopped before every page had reached L3: these are lost");
+                return;
+            }
+            tracing::info!(pages, bytes, "stopping: pages are on their way to L3");
         }
+    }
+
+    /// Pages that L3 has not got and is to get, and bytes of those that are being written.
+    fn left_to_write(&self) -> (usize, u64) {
+        let state = self.state.lock();
+        (state.policy.dirty_pages() + self.writing.len(), state.policy.in_flight_bytes())
     }
 
     /// State for people and scripts.

@@ -57,7 +57,7 @@ async fn a_device_that_breaks_costs_its_own_pages_and_others_take_its_writes() {
     let states: Vec<_> =
         (0..2).map(|device| status["tiers"]["l3"]["devices"][device]["state"].as_str().unwrap()).collect();
     assert_eq!(states, ["set aside", "well"]);
-    assert_eq!(status["tiers"]["l3"]["devices"][0]["reason"], "errors");
+    assert_eq!(status["tiers"]["l3"]["devices"][0]["reason"], "errors of writes");
     let mut hits = 0;
     for number in 0..60 {
         hits += u64::from(get(&store, number).await.is_some());
@@ -79,6 +79,24 @@ async fn a_device_that_breaks_costs_its_own_pages_and_others_take_its_writes() {
     assert_eq!(page.meta.generation, newest);
     assert!(logs.iter().all(|l3| l3.find(&id(lost)).is_some()));
     store.close(soon()).await;
+}
+
+#[tokio::test]
+async fn a_node_without_a_data_directory_keeps_its_name_beside_a_log() {
+    let dir = directory();
+    let device = |name: &str| L3Device { dir: dir.path().join(name), bytes: 64 << 20 };
+    let start = |l3| Node::start(NodeOptions { listen: "127.0.0.1:0".parse().unwrap(), l3, seed: None, ..options() });
+    let mut before = None;
+    std::fs::write(dir.path().join("file"), "not a directory").unwrap();
+    for l3 in [vec![device("a"), device("b")], vec![device("b"), device("a")], vec![device("file"), device("a")]] {
+        let node = start(l3).await.unwrap();
+        let status = node.status();
+        let (name, epoch) = (node.node_id().to_string(), status["epoch"].as_u64().unwrap());
+        if let Some((name_before, epoch_before)) = before.replace((name.clone(), epoch)) {
+            assert!(name == name_before && epoch > epoch_before, "{name} {epoch}");
+        }
+        node.shutdown().await;
+    }
 }
 
 #[tokio::test]
