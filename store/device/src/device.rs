@@ -1,6 +1,7 @@
 //! A device that is a directory of files.
 //!
-//! Always true: the directory is locked until the device is closed and every request was answered; what blocks (making,
+//! Always true: the directory is locked until the device is closed and every request was answered, if need be until the
+//! process ends; what blocks (making,
 //! opening and removing files) runs on a thread of its own, so that neither the executor nor a caller stands still.
 
 use crate::arena::Arena;
@@ -32,12 +33,14 @@ pub struct FileDevice {
     calls: Mutex<Option<flume::Sender<Call>>>,
     ended: flume::Receiver<()>,
     buffered: AtomicBool,
+    patience: Duration,
 }
 
 impl FileDevice {
     /// Locks the directory, making it if it is missing, and starts the executor.
     pub fn open(path: &Path, arena: Arc<Arena>, options: RingOptions) -> Result<Arc<FileDevice>, OpenError> {
         let directory = Directory::open(path)?;
+        let patience = options.patience;
         let ring = Ring::start(arena, options).map_err(OpenError::io("starting an executor for", path))?;
         let (calls, calls_in) = flume::bounded::<Call>(CALLS_MAX);
         let (end, ended) = flume::bounded(1);
@@ -58,6 +61,7 @@ impl FileDevice {
             calls: Mutex::new(Some(calls)),
             ended,
             buffered: AtomicBool::new(false),
+            patience,
         }))
     }
 
@@ -177,18 +181,22 @@ impl Device for FileDevice {
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(async move {
-            self.ring.close();
-            self.calls.lock().take();
-            // The thread ends when its last call is done; an error is its end.
-            let _ = self.ended.recv_async().await;
-        })
+        Box::pin(async move { self.close_now() })
     }
 
     fn close_now(&self) {
-        self.ring.close();
-        self.calls.lock().take();
-        let _ = self.ended.recv();
+        let idle = self.ring.close();
+        let calls = self.calls.lock().take();
+        if !idle {
+            // What is under way may still be written: nobody else must have the directory.
+            std::mem::forget(calls);
+            return;
+        }
+        drop(calls);
+        // The thread ends when its last call is done, and then lets go of the directory.
+        if self.ended.recv_timeout(self.patience) == Err(flume::RecvTimeoutError::Timeout) {
+            tracing::error!(dir = %self.path.display(), "the directory does not answer, and stays locked until it does");
+        }
     }
 }
 

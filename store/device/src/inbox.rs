@@ -1,13 +1,15 @@
 //! How requests reach the executor of a ring: three bounded lanes and a bell that wakes it.
 //!
-//! Always true: a message that was sent is either taken by the executor or dropped with its completion, never lost in
-//! silence; the bell makes a system call only when the executor said that it would sleep.
+//! Always true: a message that was sent is either taken by the executor or answered with an error when that ends, however
+//! that happens; the bell makes a system call only when the executor said that it would sleep.
 
 use crate::file::DeviceFile;
 use crate::request::{Done, FileId, Lane, Request};
+use crate::ring::RingGone;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::oneshot;
@@ -19,6 +21,27 @@ pub(crate) enum Message {
     Submit(Request, Completion),
     Attach(DeviceFile, oneshot::Sender<io::Result<FileId>>),
     Detach(FileId),
+}
+
+impl Message {
+    /// Nobody will take it any more.
+    fn refuse(self) {
+        match self {
+            Message::Submit(Request { operation, .. }, completion) => {
+                answer(completion, Done { operation, result: Err(RingGone.into()) });
+            }
+            // If nobody waits for the number, nobody will use the file.
+            Message::Attach(_, reply) => drop(reply.send(Err(RingGone.into()))),
+            Message::Detach(_) => {}
+        }
+    }
+}
+
+/// A completion that panics is a defect of its author; the device's executor must outlive it.
+pub(crate) fn answer(completion: Completion, done: Done) {
+    if catch_unwind(AssertUnwindSafe(|| completion(done))).is_err() {
+        tracing::error!("a completion panicked on the device's executor");
+    }
 }
 
 /// Every this many messages the background lane goes first.
@@ -35,6 +58,8 @@ pub(crate) struct Bell {
     /// It sleeps, and could take a message: with all places taken, messages have to wait for an answer anyway.
     hungry: AtomicBool,
     closing: AtomicBool,
+    /// Nobody takes messages any more.
+    gone: AtomicBool,
 }
 
 impl Bell {
@@ -46,8 +71,8 @@ impl Bell {
         }
         // SAFETY: a fresh descriptor that nobody else owns.
         let event = unsafe { File::from_raw_fd(fd) };
-        let [news, sleeping, hungry, closing] = [false; 4].map(AtomicBool::new);
-        Ok(Bell { event, news, sleeping, hungry, closing })
+        let [news, sleeping, hungry, closing, gone] = [false; 5].map(AtomicBool::new);
+        Ok(Bell { event, news, sleeping, hungry, closing, gone })
     }
 
     pub(crate) fn descriptor(&self) -> RawFd {
@@ -110,6 +135,8 @@ impl Bell {
 /// The sending side.
 pub(crate) struct Outbox {
     lanes: [flume::Sender<Message>; Lane::COUNT],
+    /// For what is sent while the executor ends: a lane keeps it as long as there are senders.
+    left: [flume::Receiver<Message>; Lane::COUNT],
     pub(crate) bell: Arc<Bell>,
 }
 
@@ -130,7 +157,8 @@ struct Waiting {
 pub(crate) fn pair(backlog: usize) -> io::Result<(Outbox, Inbox)> {
     let bell = Arc::new(Bell::new()?);
     let [one, two, three] = [(); Lane::COUNT].map(|()| flume::bounded(backlog));
-    let outbox = Outbox { lanes: [one.0, two.0, three.0], bell: bell.clone() };
+    let left = [one.1.clone(), two.1.clone(), three.1.clone()];
+    let outbox = Outbox { lanes: [one.0, two.0, three.0], left, bell: bell.clone() };
     let lanes = [one.1, two.1, three.1].map(|rest| Waiting { first: None, rest });
     Ok((outbox, Inbox { lanes, turn: 0, bell }))
 }
@@ -143,7 +171,21 @@ impl Outbox {
         }
         let sent = self.lanes[lane as usize].send_async(message).await.is_ok();
         self.bell.ring_for_message();
+        if self.bell.gone.load(Ordering::SeqCst) {
+            self.left[lane as usize].try_iter().for_each(Message::refuse);
+        }
         sent
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        self.bell.close();
+        // Whoever sends after this looks after its message by itself.
+        self.bell.gone.store(true, Ordering::SeqCst);
+        for lane in &mut self.lanes {
+            lane.first.take().into_iter().chain(lane.rest.try_iter()).for_each(Message::refuse);
+        }
     }
 }
 
@@ -246,6 +288,33 @@ mod tests {
             assert_eq!(file, expected);
         }
         assert!(!inbox.has_any(true));
+    }
+
+    /// The executor ends, as when its ring fails: what waits in the lanes and before them is answered.
+    #[tokio::test]
+    async fn what_nobody_takes_is_answered() {
+        let (outbox, inbox) = pair(2).unwrap();
+        let (told, answers) = flume::unbounded();
+        let message = |number: u32| {
+            let told = told.clone();
+            let request = Request { file: FileId(0), lane: Lane::Demand, operation: crate::request::Operation::Sync };
+            Message::Submit(request, Box::new(move |done: Done| told.send((number, done.result.is_err())).unwrap()))
+        };
+        assert!(outbox.send(Lane::Demand, message(0)).await && outbox.send(Lane::Demand, message(1)).await);
+        let (reply, attached) = oneshot::channel();
+        let file = DeviceFile::open(std::path::Path::new("/dev/null")).unwrap();
+        assert!(outbox.send(Lane::Background, Message::Attach(file, reply)).await);
+        let waits = outbox.send(Lane::Demand, message(2));
+        let ends = async {
+            tokio::task::yield_now().await;
+            drop(inbox);
+        };
+        tokio::join!(waits, ends);
+        let mut answered: Vec<_> = answers.try_iter().collect();
+        answered.sort_unstable();
+        assert_eq!(answered, [(0, true), (1, true), (2, true)]);
+        assert!(attached.await.unwrap().is_err());
+        assert!(!outbox.send(Lane::Demand, message(3)).await, "and nothing else is sent");
     }
 
     #[tokio::test]

@@ -18,7 +18,8 @@ use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 use thiserror::Error;
 use tokio::sync::oneshot;
@@ -52,13 +53,22 @@ pub struct RingOptions {
     pub files_max: u32,
     /// Whether to register the arena: worth it for a ring that moves payloads.
     pub register_arena: bool,
+    /// Most time that closing waits for requests that the device does not answer.
+    pub patience: Duration,
 }
 
 impl RingOptions {
-    /// On glommio, with queue depth 16, a backlog of 256, and room for `files_max` files.
+    /// On glommio, with queue depth 16, a backlog of 256, room for `files_max` files, and 10 s of patience.
     pub fn new(name: impl Into<String>, files_max: u32) -> RingOptions {
-        let executor = Executor::default();
-        RingOptions { name: name.into(), executor, queue_depth: 16, backlog: 256, files_max, register_arena: true }
+        RingOptions {
+            name: name.into(),
+            executor: Executor::default(),
+            queue_depth: 16,
+            backlog: 256,
+            files_max,
+            register_arena: true,
+            patience: Duration::from_secs(10),
+        }
     }
 }
 
@@ -91,6 +101,11 @@ pub struct Ring {
     shared: Shared,
     facts: RingFacts,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Closed when the thread ends.
+    ended: flume::Receiver<()>,
+    thread_id: ThreadId,
+    patience: Duration,
+    given_up: AtomicBool,
 }
 
 impl Ring {
@@ -100,11 +115,15 @@ impl Ring {
         let shared = Shared::new(&outbox.bell);
         let (ready, started) = std::sync::mpsc::sync_channel(1);
         let theirs = shared.clone();
-        let thread = std::thread::Builder::new()
-            .name(options.name.clone())
-            .spawn(move || executor::run(arena, inbox, theirs, &options, &ready))?;
+        let (end, ended) = flume::bounded(1);
+        let patience = options.patience;
+        let thread = std::thread::Builder::new().name(options.name.clone()).spawn(move || {
+            executor::run(arena, inbox, theirs, &options, &ready);
+            drop(end);
+        })?;
         let facts = started.recv().map_err(|_| io::Error::from(RingGone))??;
-        Ok(Ring { outbox, shared, facts, thread: Mutex::new(Some(thread)) })
+        let (thread_id, given_up) = (thread.thread().id(), AtomicBool::new(false));
+        Ok(Ring { outbox, shared, facts, thread: Mutex::new(Some(thread)), ended, thread_id, patience, given_up })
     }
 
     /// What the kernel granted.
@@ -144,7 +163,8 @@ impl Ring {
     }
 
     /// Hands over a request. `on_done` is called once, on the ring's executor, when the kernel has answered; it must be
-    /// quick. It is dropped without a call only if the ring ends before the request was started.
+    /// quick. If the ring fails, requests that are with the kernel are never answered, as it may still write to their memory;
+    /// all others are answered with an error.
     pub async fn submit(&self, request: Request, on_done: impl FnOnce(Done) + Send + 'static) -> Result<(), RingGone> {
         match self.outbox.send(request.lane, Message::Submit(request, Box::new(on_done))).await {
             true => Ok(()),
@@ -163,14 +183,28 @@ impl Ring {
         answer.await.map_err(|_| RingGone)
     }
 
-    /// Takes no more requests, drops the tasks, finishes the requests it has, and ends the thread. Blocks until then.
-    pub fn close(&self) {
+    /// Takes no more requests, drops the tasks, finishes the requests it has, and ends the thread. Blocks until then, but
+    /// no longer than its patience: `false` if the device does not answer. The thread and all memory that the kernel may
+    /// still write then stay as they are, until the process ends if need be.
+    pub fn close(&self) -> bool {
         self.outbox.bell.close();
-        let Some(thread) = self.thread.lock().take() else { return };
         // A completion may drop the last handle on the ring's own thread, which then ends by itself.
-        if thread.thread().id() != std::thread::current().id() {
-            let _ = thread.join();
+        if self.thread_id == std::thread::current().id() {
+            return true;
         }
+        let mut thread = self.thread.lock();
+        let patience = if self.given_up.load(Ordering::Relaxed) { Duration::ZERO } else { self.patience };
+        if self.ended.recv_timeout(patience) == Err(flume::RecvTimeoutError::Timeout) {
+            if !self.given_up.swap(true, Ordering::Relaxed) {
+                let name = thread.as_ref().and_then(|thread| thread.thread().name());
+                tracing::error!(ring = name, ?patience, "the device does not answer: it keeps what it may still write");
+            }
+            return false;
+        }
+        if let Some(ended) = thread.take() {
+            let _ = ended.join();
+        }
+        true
     }
 }
 

@@ -5,15 +5,14 @@
 use super::files::Files;
 use super::kernel::{self, Registered};
 use super::table::{Asked, InFlight, Table};
-use super::{Executor, RingFacts, RingOptions};
+use super::{Executor, RingFacts, RingGone, RingOptions};
 use crate::arena::Arena;
-use crate::inbox::{Inbox, Message};
+use crate::inbox::{Inbox, Message, answer};
 use crate::request::{Done, FileId, Lane};
 use crate::stats::Counters;
 use io_uring::{IoUring, opcode, squeue, types};
 use std::collections::VecDeque;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -312,11 +311,16 @@ impl Engine {
     }
 }
 
-/// A completion that panics is a defect of its author; the device's executor must outlive it.
 fn complete(asked: Asked, result: io::Result<()>) {
     let Asked { request, completion } = asked;
-    let done = Done { operation: request.operation, result };
-    if catch_unwind(AssertUnwindSafe(|| completion(done))).is_err() {
-        tracing::error!("a completion panicked on the device's executor");
+    answer(completion, Done { operation: request.operation, result });
+}
+
+impl Drop for Engine {
+    /// What is not with the kernel is told how it ended; what is, is leaked by the table.
+    fn drop(&mut self) {
+        std::mem::take(&mut self.finished).into_iter().for_each(|(asked, result)| complete(asked, result));
+        let again = std::mem::take(&mut self.again);
+        again.into_iter().for_each(|asked| complete(asked, Err(RingGone.into())));
     }
 }
