@@ -111,6 +111,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         segments_max: tails.len() as u32,
         hash_seed: 5,
         keep_percent: KEEP_PERCENT_DEFAULT,
+        quota_default: u64::MAX,
     };
     let Recovery { mut log, order, .. } = Recovery::new(config, found.collect());
     for segment in order {

@@ -78,6 +78,8 @@ pub struct LogConfig {
     /// are copied when the log reclaims their segment. 0: none, pages go in the order in which they came. Default
     /// [`KEEP_PERCENT_DEFAULT`], at most 90.
     pub keep_percent: u8,
+    /// Most bytes of a namespace's pages, unless [`Log::set_quota`] says otherwise; `u64::MAX`: no limit.
+    pub quota_default: u64,
 }
 
 /// What the index knows of a page.
@@ -119,6 +121,7 @@ pub enum WriteOutcome {
 
 /// Answer of [`Log::append`].
 #[derive(Debug, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant, reason = "it is moved once")]
 pub enum Append {
     /// Write this.
     Write(PlannedWrite),
@@ -227,6 +230,8 @@ pub struct Log {
     index: Index,
     forgetting: forget::Forgetting,
     keeper: Keeper,
+    /// Where pages that were copied stood before, as long as that segment is there: a copy may turn out torn.
+    originals: BTreeMap<PageId, index::Original>,
     restoring: Option<restore::Restoring>,
     settling: Option<restore::Settling>,
     intents: VecDeque<Intent>,
@@ -238,8 +243,9 @@ impl Log {
     /// A log on an empty device.
     pub fn new(config: LogConfig) -> Log {
         Log {
-            index: Index::new(config.hash_seed),
+            index: Index::new(config.hash_seed, config.quota_default),
             keeper: Keeper::new(keep_bytes(&config), Larder::new(config.hash_seed)),
+            originals: BTreeMap::new(),
             restoring: None,
             settling: None,
             config,
@@ -525,13 +531,31 @@ impl Log {
         self.reclaim_when_idle();
     }
 
-    /// What was read as record `number` is not the page: it is not found any more. `false` if that record is not the one
-    /// that would be found.
+    /// What was read as record `number` is not the page: it is not found any more, unless it is a copy whose original is
+    /// still there; then that is found again. `false` if that record is not the one that would be found.
     pub fn drop_damaged(&mut self, id: &PageId, number: u64) -> bool {
         let Some(slot) = self.index.find(id).filter(|&slot| self.index.get(slot).number == number) else {
             return false;
         };
-        self.drop_page(slot);
+        if !self.fall_back(slot) {
+            self.drop_page(slot);
+        }
+        true
+    }
+
+    /// The page is found where it stood before it was copied, if that is still there.
+    fn fall_back(&mut self, slot: u32) -> bool {
+        let (id, before) = (self.index.id_of(slot), *self.index.get(slot));
+        let Some(original) = self.originals.remove(&id).filter(|at| at.generation == before.generation) else {
+            return false;
+        };
+        if let Some(life) = self.segments.get_mut(&original.segment).and_then(Segment::life_mut) {
+            life.slots.push(slot);
+        }
+        if let Some(life) = self.segments.get(&before.segment).and_then(Segment::life) {
+            self.forgetting.doubt(id, before.number + 1, life.number);
+        }
+        self.restand(slot, |index| index.stand_at(slot, &original));
         true
     }
 

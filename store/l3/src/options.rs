@@ -39,6 +39,8 @@ pub struct L3Options {
     /// Percent of the log that is kept for pages which will be asked for again: they are copied when their segment's turn to
     /// be written anew has come. 0 to 75. More keeps more and writes more: at most 1 / (1 - keep) times what is put.
     pub keep_percent: u8,
+    /// Most bytes of the pages of a namespace that was given no quota of its own. Default `u64::MAX`: no limit.
+    pub quota_default: u64,
     /// Bytes per second that the scrub reads at most; 0 means only when asked. Default 32 MiB.
     pub scrub_bytes_per_second: u64,
     /// Time between two passes of the scrub. Default one day.
@@ -60,6 +62,7 @@ impl L3Options {
             segment_bytes: 0,
             queue_depth: 16,
             keep_percent: 50,
+            quota_default: u64::MAX,
             scrub_bytes_per_second: 32 << 20,
             scrub_interval: Duration::from_secs(24 * 3600),
             executor: Executor::default(),

@@ -67,6 +67,7 @@ impl L3 {
             segment_bytes,
             segments_max: options.segments_max(segment_bytes)?,
             keep_percent: options.keep_percent,
+            quota_default: options.quota_default,
             hash_seed: options.seed.unwrap_or_else(rand::random),
         };
         let found = recovery::find_segments(&device, &arena, superblock.log_id, segment_bytes).await?;
@@ -147,7 +148,16 @@ impl L3 {
     /// Past the deadline the read goes on without a taker; its memory and its segment are held until the device is done.
     pub async fn read(&self, id: &PageId, deadline: Instant) -> Result<Option<(PageMeta, Slot)>, L3Error> {
         self.shared().open()?;
-        until(deadline, "a read", self.shared().read(id)).await
+        until(deadline, "a read", self.read_whichever(id)).await
+    }
+
+    /// A copy that is damaged may have its original still, which is found then.
+    async fn read_whichever(&self, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        let found = self.shared().read(id).await?;
+        match found.is_none() && self.find(id).is_some() {
+            true => self.shared().read(id).await,
+            false => Ok(found),
+        }
     }
 
     /// Writes a page; returns when the device has it. It can be found from then on, and is durable within a second. A

@@ -79,14 +79,19 @@ pub(crate) struct DeviceState {
 pub struct Devices {
     devices: Vec<Device>,
     left_out: Vec<LeftOut>,
+    /// Of all that the node was given.
+    bytes: u64,
 }
 
 impl Devices {
     /// Opens each one's log.
     pub(crate) async fn open(options: &NodeOptions, clock: Clock, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
+        let given = options.l3_devices();
+        let total = given.iter().map(|device| device.bytes).sum();
         let mut logs = Vec::new();
-        for L3Device { dir, bytes } in options.l3_devices() {
+        for L3Device { dir, bytes } in given {
             let log = L3Options {
+                quota_default: options.quota_default.map_or(u64::MAX, |quota| part(quota, bytes, total)),
                 scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
                 executor: options.l3_executor,
                 clock,
@@ -102,7 +107,8 @@ impl Devices {
 
     /// Devices, and their logs if those could be opened. The others are left out, unless no log is left.
     pub fn of(logs: Vec<(L3Device, Result<L3, L3Error>)>) -> Result<Devices, L3Error> {
-        let (mut opened, mut first_error) = (Devices::default(), None);
+        let bytes = logs.iter().map(|(device, _)| device.bytes).sum();
+        let (mut opened, mut first_error) = (Devices { bytes, ..Devices::default() }, None);
         for (L3Device { dir, bytes }, log) in logs {
             match log {
                 Ok(l3) => opened.devices.push(Device::new(dir, bytes, l3)),
@@ -232,12 +238,10 @@ impl Devices {
         }
     }
 
-    /// Most bytes of a namespace on all devices together; each gets its part of that.
+    /// Most bytes of a namespace on all devices together; each gets its part of that, those that were left out too.
     pub(crate) fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
-        let total: u128 = self.devices.iter().map(|device| u128::from(device.bytes)).sum::<u128>().max(1);
         for device in &self.devices {
-            let part = u128::from(bytes) * u128::from(device.bytes) / total;
-            device.l3.set_quota(namespace, u64::try_from(part).unwrap_or(u64::MAX));
+            device.l3.set_quota(namespace, part(bytes, device.bytes, self.bytes));
         }
     }
 
@@ -306,6 +310,12 @@ impl Devices {
         total["devices"] = opened.chain(left_out).collect();
         total
     }
+}
+
+/// What a device of `bytes` among devices of `total` bytes has of a quota.
+fn part(quota: u64, bytes: u64, total: u64) -> u64 {
+    let part = u128::from(quota) * u128::from(bytes) / u128::from(total.max(1));
+    u64::try_from(part).unwrap_or(u64::MAX)
 }
 
 /// Adds numbers up; flags hold if they hold everywhere.

@@ -17,7 +17,8 @@
 //! 3. [`Log::copy`] plans the copy, [`Log::write_done`] makes it the one that is found. Reads of the original hold its
 //!    segment as before. A put that was planned before the copy and is written after it comes too late: the first
 //!    complete writer wins, as the copy has its page. A forgetting kills the copy by its number. A crash leaves the original, or
-//!    both; the copy counts, and if it is torn, the page is a miss. If the copy fails, the original is still found.
+//!    both; the copy counts, and if it is torn, the original is found again as long as its segment is there. If the copy
+//!    fails, the original is still found.
 //! 4. A sync of the copies' segment: now a crash leaves the copies.
 //! 5. [`Log::cleaned`]: what was not copied is evicted, the segment is reclaimed when idle, and written anew. If the
 //!    sync failed, or copies are still being written, they may be lost, which is a miss.

@@ -83,11 +83,27 @@ fn seconds(expires_unix_ms: u64) -> u32 {
     }
 }
 
-/// What is known of a namespace that has pages or a quota.
+/// A record of the very put that is found, mostly an older one.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Original {
+    pub(super) segment: u32,
+    pub(super) offset: u64,
+    pub(super) number: u64,
+    pub(super) generation: u64,
+}
+
+impl Original {
+    /// Of a record in a segment.
+    pub(super) fn of(segment: u32, page: &PageSummary) -> Original {
+        Original { segment, offset: page.offset, number: page.number, generation: page.generation }
+    }
+}
+
+/// What is known of a namespace that has pages or a quota of its own.
 #[derive(Debug)]
 pub(super) struct Namespace {
     id: NamespaceId,
-    pages: u64,
+    pub(super) pages: u64,
     /// Bytes of the records of its pages.
     pub(super) bytes: u64,
     /// `u64::MAX`: none.
@@ -97,6 +113,7 @@ pub(super) struct Namespace {
 #[derive(Debug)]
 pub(super) struct Index {
     seed: u64,
+    quota_default: u64,
     chunks: Vec<Vec<Stored>>,
     free: Vec<u32>,
     shards: Vec<HashTable<u32>>,
@@ -108,9 +125,10 @@ pub(super) struct Index {
 }
 
 impl Index {
-    pub(super) fn new(seed: u64) -> Index {
+    pub(super) fn new(seed: u64, quota_default: u64) -> Index {
         Index {
             seed,
+            quota_default,
             chunks: Vec::new(),
             free: Vec::new(),
             shards: (0..SHARDS).map(|_| HashTable::new()).collect(),
@@ -218,16 +236,17 @@ impl Index {
         slot
     }
 
-    /// If `page` is the very put that is in `slot`, that one stands at the new place from now on.
-    pub(super) fn move_to(&mut self, slot: u32, segment: u32, page: &PageSummary) -> bool {
+    /// Whether `page` is the very put that is in `slot`.
+    pub(super) fn is_same_put(&self, slot: u32, page: &PageSummary) -> bool {
+        self.get(slot).is_same_put(page)
+    }
+
+    /// The page in `slot` stands where another record of the same put is.
+    pub(super) fn stand_at(&mut self, slot: u32, at: &Original) {
         let stored = self.get_mut(slot);
-        let same = stored.is_same_put(page);
-        if same {
-            stored.segment = segment;
-            stored.block = (stored.block & USED) | (page.offset / BLOCK_BYTES as u64) as u32;
-            stored.number = page.number;
-        }
-        same
+        stored.segment = at.segment;
+        stored.block = (stored.block & USED) | (at.offset / BLOCK_BYTES as u64) as u32;
+        stored.number = at.number;
     }
 
     pub(super) fn remove(&mut self, slot: u32) -> Stored {
@@ -248,6 +267,12 @@ impl Index {
         stored
     }
 
+    /// Namespaces that are known.
+    #[cfg(test)]
+    pub(super) fn namespaces(&self) -> usize {
+        self.namespaces.len()
+    }
+
     pub(super) fn namespace_number(&self, id: &NamespaceId) -> Option<u32> {
         self.namespaces_by_id.get(id).copied()
     }
@@ -258,7 +283,7 @@ impl Index {
 
     /// What a namespace's pages may take; `u64::MAX` if there is no limit.
     pub(super) fn quota(&self, id: &NamespaceId) -> u64 {
-        self.namespaces_by_id.get(id).map_or(u64::MAX, |&number| self.namespace(number).quota_bytes)
+        self.namespaces_by_id.get(id).map_or(self.quota_default, |&number| self.namespace(number).quota_bytes)
     }
 
     pub(super) fn namespace_bytes(&self, id: &NamespaceId) -> u64 {
@@ -273,11 +298,11 @@ impl Index {
         number
     }
 
-    /// Gives up the number of a namespace that has neither pages nor quota.
+    /// Gives up the number of a namespace that has neither pages nor a quota of its own.
     pub(super) fn release(&mut self, number: u32) {
         let namespace = &self.namespaces[number as usize];
         if namespace.pages == 0
-            && namespace.quota_bytes == u64::MAX
+            && namespace.quota_bytes == self.quota_default
             && self.namespaces_by_id.remove(&namespace.id).is_some()
         {
             self.namespaces_free.push(number);
@@ -308,7 +333,7 @@ impl Index {
         if let Some(&number) = self.namespaces_by_id.get(id) {
             return number;
         }
-        let namespace = Namespace { id: *id, pages: 0, bytes: 0, quota_bytes: u64::MAX };
+        let namespace = Namespace { id: *id, pages: 0, bytes: 0, quota_bytes: self.quota_default };
         let number = match self.namespaces_free.pop() {
             Some(number) => {
                 self.namespaces[number as usize] = namespace;

@@ -9,7 +9,7 @@
 //! quota, and no others, stand in `condemned`, by number. The bytes of hard-pinned pages are at most a quarter of the
 //! log's, and all of those pages are in the keeper.
 
-use super::index::{NONE, Stored};
+use super::index::{Index, NONE, Original, Stored};
 use super::*;
 use larder_evict::{Evicted, Evictor, Handle, NamespaceIndex, NewPage, Reason};
 use larder_format::footer::PageSummary;
@@ -132,6 +132,11 @@ impl Log {
     pub(super) fn enter(&mut self, segment: u32, page: &PageSummary) -> u32 {
         let slot = self.index.insert(segment, page);
         let stored = *self.index.get(slot);
+        let namespace = self.index.namespace(stored.namespace);
+        if namespace.pages == 1 {
+            // The number may have been another's before. Without pages there is nothing to evict.
+            self.keeper.set_quota(stored.namespace, namespace.quota_bytes);
+        }
         if self.has_quota(&stored) {
             self.keeper.condemn(slot, &stored);
         }
@@ -146,23 +151,33 @@ impl Log {
 
     /// If `page` is the very put that is in `slot`, it stands at another place now, and is kept as it was.
     pub(super) fn move_page(&mut self, slot: u32, segment: u32, page: &PageSummary) -> bool {
-        let before = *self.index.get(slot);
-        if !self.index.move_to(slot, segment, page) {
+        if !self.index.is_same_put(slot, page) {
             return false;
         }
-        if before.keeper == NONE && self.has_quota(&before) {
-            self.keeper.reprieve(slot, &before);
-            self.keeper.condemn(slot, self.index.get(slot));
-        }
+        let &Stored { segment: from, number, generation, .. } = self.index.get(slot);
+        let offset = self.index.get(slot).offset();
+        self.originals.insert(page.id, Original { segment: from, offset, number, generation });
+        self.restand(slot, |index| index.stand_at(slot, &Original::of(segment, page)));
         if let Some(life) = self.segments.get_mut(&segment).and_then(Segment::life_mut) {
             life.slots.push(slot);
         }
         true
     }
 
+    /// Changes where a page stands.
+    pub(super) fn restand(&mut self, slot: u32, change: impl FnOnce(&mut Index)) {
+        let before = *self.index.get(slot);
+        change(&mut self.index);
+        if before.keeper == NONE && self.has_quota(&before) {
+            self.keeper.reprieve(slot, &before);
+            self.keeper.condemn(slot, self.index.get(slot));
+        }
+    }
+
     /// Takes a page out of the index and whatever else knows of it.
     pub(super) fn take_out(&mut self, slot: u32) -> Stored {
         let stored = *self.index.get(slot);
+        self.originals.remove(&self.index.id_of(slot));
         self.unpin(slot);
         if let Some(handle) = self.keeper.handle(&stored) {
             self.keeper.evictor.remove(handle);

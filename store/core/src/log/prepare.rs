@@ -98,6 +98,7 @@ impl Log {
         self.counts.evicted_pages += slots.len() as u64;
         // Until the segment has its new header, a crash would bring them back.
         slots.into_iter().for_each(|slot| self.drop_page(slot));
+        self.originals.retain(|_, original| original.segment != number);
         let Some(segment) = self.segments.get_mut(&number) else { return };
         segment.reclaim();
         if let Some(life) = segment.life_mut() {

@@ -17,6 +17,7 @@
 //! A crash at any of these steps changes nothing but that segments of step 1 are gone, oldest first, so that what makes
 //! others go is gone after them.
 
+use super::index::Original;
 use super::scan::ScannedSegment;
 use super::*;
 use crate::planted::{Bug, has};
@@ -298,7 +299,11 @@ impl Log {
             return;
         }
         let known = self.index.find(&page.id);
-        if known.is_some_and(|slot| self.index.get(slot).number > page.number) && !has(Bug::OlderReplacesNewer) {
+        let younger = known.filter(|&slot| self.index.get(slot).number > page.number);
+        if let Some(slot) = younger.filter(|_| !has(Bug::OlderReplacesNewer)) {
+            if self.index.is_same_put(slot, page) {
+                self.originals.entry(page.id).or_insert(Original::of(at.segment, page));
+            }
             return;
         }
         known.map(|slot| self.take_out(slot));

@@ -132,7 +132,7 @@ struct Model {
 }
 
 fn config(segments_max: u32) -> LogConfig {
-    LogConfig { segment_bytes: SEGMENT, segments_max, hash_seed: 5, keep_percent: 50 }
+    LogConfig { segment_bytes: SEGMENT, segments_max, hash_seed: 5, keep_percent: 50, quota_default: u64::MAX }
 }
 
 impl Model {

@@ -129,7 +129,8 @@ struct Calm {
 
 impl Calm {
     fn new(segments_max: u32, keep_percent: u8) -> Calm {
-        let config = LogConfig { segment_bytes: 208 * BLOCK_BYTES as u64, segments_max, hash_seed: 1, keep_percent };
+        let segment_bytes = 208 * BLOCK_BYTES as u64;
+        let config = LogConfig { segment_bytes, segments_max, hash_seed: 1, keep_percent, quota_default: u64::MAX };
         Calm { log: Log::new(config), generation: 0, copied: 0 }
     }
 
@@ -388,4 +389,108 @@ fn a_hole_before_what_was_durable_is_no_torn_tail() {
     let body = RecordBody::Lost { bytes: BLOCK_BYTES as u64 };
     disk.cached.extend(blocks_of(&RecordHeader { place, number: 2, durable: 0, body }));
     assert!(disk.scan(SegmentLife { segment: 0, life: 1 }).cut_short);
+}
+
+/// A crash left a torn copy and its original: the original is found when the copy proves to be damaged, and is forgotten
+/// with it.
+#[test]
+fn a_torn_copy_falls_back_to_its_original() {
+    let original = summary(2, 4, BLOCK_BYTES as u64);
+    let copy = PageSummary { number: 9, ..original };
+    let page = |summary| vec![RecordSummary::Page(summary)];
+    let log = |later| restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy)), later]);
+    let none = || scanned(2, 3, Vec::new());
+    let mut first = log(none());
+    assert_eq!(first.find(&id(2), 0).map(|entry| entry.number), Some(9));
+    assert!(first.drop_damaged(&id(2), 9));
+    let entry = first.find(&id(2), 0).unwrap();
+    assert_eq!((entry.number, entry.place.life), (4, 1));
+    assert_eq!(first.scrub_next(None, u64::MAX).map(|pages| pages.len()), Some(1));
+    assert!(first.drop_damaged(&id(2), 4));
+    assert_eq!(first.find(&id(2), 0), None);
+    assert!(first.originals.is_empty());
+
+    let other = PageSummary { generation: 5, number: 9, ..original };
+    let mut log = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(other))]);
+    assert!(log.drop_damaged(&id(2), 9));
+    assert_eq!(log.find(&id(2), 0), None, "another put is no copy");
+}
+
+/// A copy is damaged while its segment is still being cleaned.
+#[test]
+fn a_copy_falls_back_as_long_as_its_original_is_there() {
+    let mut calm = Calm::new(5, 50);
+    let mut fell_back = 0;
+    for key in 0..3000 {
+        let id = calm.put(key % 500);
+        if let Some(ticket) = calm.log.begin_read(&id, 0) {
+            calm.log.end_read(ticket);
+        }
+        let clean = match calm.log.next_intent() {
+            Some(Intent::Clean(clean)) => clean,
+            Some(Intent::Prepare(prepare)) => {
+                calm.log.prepared(&prepare, PrepareOutcome::Ready);
+                continue;
+            }
+            Some(Intent::Footer(footer)) => {
+                calm.log.footer_done(footer, WriteOutcome::Written);
+                continue;
+            }
+            None => continue,
+        };
+        let (id, number) = clean.pages[0];
+        let entry = calm.log.find(&id, 0).unwrap();
+        let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
+        let meta = PageMeta { id, ..meta(0, entry.generation, blocks, 0) };
+        let write = calm.log.copy(&id, number, &meta).unwrap();
+        let copy = write.header.number;
+        calm.log.write_done(write, WriteOutcome::Written);
+        assert!(calm.log.drop_damaged(&id, copy));
+        assert_eq!(calm.log.find(&id, 0), Some(entry));
+        fell_back += 1;
+        calm.log.cleaned(clean.segment, clean.life);
+        assert_eq!(calm.log.find(&id, 0), None, "it went with its segment");
+        assert!(calm.log.originals.is_empty());
+        calm.work();
+    }
+    assert!(fell_back > 0);
+}
+
+/// Namespaces that come and go leave nothing behind, whatever the default; one with a quota of its own stays.
+#[test]
+fn a_namespace_without_pages_is_forgotten() {
+    let quota = 4 * BLOCK_BYTES as u64;
+    let segments = vec![scanned(0, 1, Vec::new())];
+    let mut log = restored(LogConfig { quota_default: quota, segment_bytes: BIG, ..config(9) }, segments);
+    let namespace = |n: u16| NamespaceId([n.to_le_bytes(); 16].concat().try_into().unwrap());
+    let page = |n, key| PageMeta {
+        id: PageId { namespace: namespace(n), key: PageKey([key; 32]) },
+        ..meta(0, u64::from(n) + 1, 1, 0)
+    };
+    for n in 0..1000u16 {
+        log.set_quota(namespace(n), quota);
+        for key in 0..3 {
+            let write = loop {
+                match log.append(&page(n, key)).unwrap() {
+                    Append::Write(write) => break write,
+                    _ => match log.next_intent() {
+                        Some(Intent::Prepare(prepare)) => log.prepared(&prepare, PrepareOutcome::Ready),
+                        other => panic!("{other:?}"),
+                    },
+                }
+            };
+            log.write_done(write, WriteOutcome::Written);
+        }
+        let there: Vec<PageId> = (0..3).map(|key| page(n, key).id).filter(|id| log.find(id, 0).is_some()).collect();
+        assert_eq!(there.len(), 2, "the default holds for namespace {n}");
+        for id in there {
+            let number = log.find(&id, 0).unwrap().number;
+            assert!(log.drop_damaged(&id, number));
+        }
+    }
+    assert!(log.index.namespaces() <= 1, "{}", log.index.namespaces());
+    (0..10).for_each(|n| log.set_quota(namespace(n), 1));
+    assert_eq!(log.index.namespaces(), 10);
+    (0..10).for_each(|n| log.set_quota(namespace(n), quota));
+    assert!((0..10).all(|n| log.index.namespace_number(&namespace(n)).is_none()));
 }
