@@ -1,0 +1,44 @@
+#!/bin/busybox sh
+# The first process of the guest (see vm.sh): loads modules, makes two RDMA devices, runs /command, tells its status, powers off.
+export PATH=/bin HOME=/tmp LARDER_RDMA_VM=1
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+mkdir -p /dev/shm
+mount -t tmpfs tmpfs /dev/shm
+while read -r module; do insmod "/modules/$module.ko" || echo "init: $module was not loaded"; done </modules/order
+ulimit -l unlimited
+
+# MTU 4500 leaves room for the largest RDMA MTU, 4096.
+/bin/ip link add ve0 mtu 4500 address 02:00:00:00:00:01 type veth peer name ve1 mtu 4500 address 02:00:00:00:00:02
+for end in all ve0 ve1; do
+    echo 1 >/proc/sys/net/ipv4/conf/$end/accept_local
+    echo 0 >/proc/sys/net/ipv4/conf/$end/rp_filter
+done
+# Both ends are addresses of this machine, so the kernel would deliver packets between them by `lo`, where no RDMA device listens.
+# Hence: a packet leaves by the device it was sent from (tables 10 and 11), and is delivered here only if it came in by a device.
+/bin/ip -batch - <<'IP'
+link set lo up
+addr add 10.77.0.1/24 dev ve0
+addr add 10.77.1.1/24 dev ve1
+link set ve0 up
+link set ve1 up
+neigh add 10.77.1.1 lladdr 02:00:00:00:00:02 nud permanent dev ve0
+neigh add 10.77.0.1 lladdr 02:00:00:00:00:01 nud permanent dev ve1
+route add 10.77.1.1 dev ve0 table 10
+route add 10.77.0.1 dev lo table 10
+route add 10.77.0.1 dev ve1 table 11
+route add 10.77.1.1 dev lo table 11
+rule add pref 1 iif ve0 lookup local
+rule add pref 2 iif ve1 lookup local
+rule add pref 3 oif ve0 lookup 10
+rule add pref 4 oif ve1 lookup 11
+rule add pref 5 lookup local
+rule del pref 0
+IP
+rdma link add rxe0 type rxe netdev ve0
+rdma link add rxe1 type rxe netdev ve1
+
+/bin/sh /command
+echo "status=$?" >/dev/ttyS1
+poweroff -f
