@@ -286,6 +286,11 @@ impl SimDevice {
         self.bell.notify_one();
     }
 
+    /// Destroys a header on the disk; which.
+    pub fn rot(&self, dice: &mut Dice) -> Option<(u32, u64)> {
+        self.disk().lock().rot(dice)
+    }
+
     fn disk(&self) -> &Mutex<Disk> {
         &self.world.disks[self.number]
     }

@@ -173,11 +173,16 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
         world.life_ends();
     });
     let devices = subject.end();
+    let rot = world.faults.lock().rot;
     // Every task goes here, with all it holds.
     drop(runtime);
     for device in devices {
         device.lose_power(loss, &mut dice);
-        rot(world, &mut dice);
+        if dice.chance(rot)
+            && let Some((segment, offset)) = device.rot(&mut dice)
+        {
+            world.fault("rot", [segment.into(), offset, 0]);
+        }
         if Arc::strong_count(&device) != 1 {
             world.violate(format!("{} owners of the device are left", Arc::strong_count(&device) - 1));
         }
@@ -186,13 +191,6 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
         world.violate(format!("{} bytes of memory were not given back", ground.arena.used()));
     }
     ground.model.lock().life_ends();
-}
-
-fn rot(world: &World, dice: &mut Dice) {
-    let rate = world.faults.lock().rot;
-    if let Some((segment, offset)) = dice.chance(rate).then(|| world.disk.lock().rot(dice)).flatten() {
-        world.fault("rot", [segment.into(), offset, 0]);
-    }
 }
 
 fn count_loss(world: &World, loss: Loss) {
