@@ -6,6 +6,7 @@
 use crate::file::DeviceFile;
 use crate::request::{Done, FileId, Lane, Request};
 use crate::ring::RingGone;
+use crate::seam::Completion;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -13,9 +14,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::oneshot;
-
-/// Called once, on the executor, when the kernel has answered.
-pub(crate) type Completion = Box<dyn FnOnce(Done) + Send>;
 
 pub(crate) enum Message {
     Submit(Request, Completion),

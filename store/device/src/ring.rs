@@ -12,6 +12,7 @@ use crate::arena::Arena;
 use crate::file::DeviceFile;
 use crate::inbox::{self, Message, Outbox};
 use crate::request::{Done, FileId, Lane, Request};
+use crate::seam::Completion;
 use crate::stats::RingStats;
 use parking_lot::Mutex;
 use std::future::Future;
@@ -165,8 +166,8 @@ impl Ring {
     /// Hands over a request. `on_done` is called once, on the ring's executor, when the kernel has answered; it must be
     /// quick. If the ring fails, requests that are with the kernel are never answered, as it may still write to their memory;
     /// all others are answered with an error.
-    pub async fn submit(&self, request: Request, on_done: impl FnOnce(Done) + Send + 'static) -> Result<(), RingGone> {
-        match self.outbox.send(request.lane, Message::Submit(request, Box::new(on_done))).await {
+    pub async fn submit(&self, request: Request, on_done: Completion) -> Result<(), RingGone> {
+        match self.outbox.send(request.lane, Message::Submit(request, on_done)).await {
             true => Ok(()),
             false => Err(RingGone),
         }
@@ -175,11 +176,11 @@ impl Ring {
     /// Hands over a request and waits for its answer. Dropping the future does not stop the request.
     pub async fn run(&self, request: Request) -> Result<Done, RingGone> {
         let (reply, answer) = oneshot::channel();
-        self.submit(request, move |done| {
+        let on_done = Box::new(move |done| {
             // The asker may be gone; the memory is then free, as the kernel has answered.
             let _ = reply.send(done);
-        })
-        .await?;
+        });
+        self.submit(request, on_done).await?;
         answer.await.map_err(|_| RingGone)
     }
 

@@ -1,7 +1,8 @@
 //! The ring on real files, with each of its executors.
 
 use larder_device::{
-    Arena, Block, DeviceFile, Executor, FileId, Lane, Operation, Request, Ring, RingOptions, RingStats, Share, SlotMut,
+    Arena, Block, DeviceFile, Done, Executor, FileId, Lane, Operation, Request, Ring, RingOptions, RingStats, Share,
+    SlotMut,
 };
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
@@ -166,7 +167,8 @@ async fn closing_finishes_what_was_asked_and_refuses_the_rest(executor: Executor
         let operation = Operation::write(n * BLOCK as u64, Block::of(&[1]), None);
         let sender = sender.clone();
         let request = Request { file, lane: Lane::Background, operation };
-        bench.ring.submit(request, move |done| sender.send(done.result.is_ok()).unwrap()).await.unwrap();
+        let on_done = Box::new(move |done: Done| sender.send(done.result.is_ok()).unwrap());
+        bench.ring.submit(request, on_done).await.unwrap();
     }
     bench.ring.close();
     assert_eq!(receiver.try_iter().collect::<Vec<_>>(), [true; 4]);
@@ -178,7 +180,7 @@ async fn a_completion_that_panics_does_not_stop_the_device(executor: Executor) {
     let bench = Bench::new(executor, 2);
     let file = bench.file("a", 1 << 20).await;
     let request = Request { file, lane: Lane::Demand, operation: Operation::Sync };
-    bench.ring.submit(request, |_| panic!("planted")).await.unwrap();
+    bench.ring.submit(request, Box::new(|_| panic!("planted"))).await.unwrap();
     bench.read(file, 0, BLOCK).await.unwrap();
 }
 
@@ -300,7 +302,8 @@ async fn closing_drops_tasks_on_their_thread_and_answers_requests(executor: Exec
     for n in 0..8u64 {
         let operation = Operation::write(n * 8 * BLOCK as u64, Block::of(&[1]), None);
         let (request, answer) = (Request { file, lane: Lane::Idle, operation }, answer.clone());
-        bench.ring.submit(request, move |done| answer.send(done.result.is_ok()).unwrap()).await.unwrap();
+        let on_done = Box::new(move |done: Done| answer.send(done.result.is_ok()).unwrap());
+        bench.ring.submit(request, on_done).await.unwrap();
     }
     bench.ring.close();
     assert_eq!(answered.try_iter().collect::<Vec<_>>(), [true; 8]);
@@ -397,7 +400,7 @@ async fn run_together(bench: &Bench, requests: Vec<Request>) -> (Vec<larder_devi
     let count = requests.len();
     for (n, request) in requests.into_iter().enumerate() {
         let sender = sender.clone();
-        bench.ring.submit(request, move |done| sender.send((n, done)).unwrap()).await.unwrap();
+        bench.ring.submit(request, Box::new(move |done| sender.send((n, done)).unwrap())).await.unwrap();
     }
     drop(gate);
     let mut answers = Vec::new();

@@ -242,7 +242,7 @@ impl Engine {
             // An error that stays is met by whoever waits next.
             let _ = self.submit(false);
         }
-        for (asked, result) in std::mem::take(&mut self.finished) {
+        for (asked, result) in self.finished.drain(..) {
             complete(asked, result);
         }
     }

@@ -3,8 +3,8 @@
 //! Always true: what is in the table stays at its address and keeps its memory until it is taken out after the kernel's
 //! last answer. A table that is dropped with requests in it leaks them: memory a device may still write is never freed.
 
-use crate::inbox::Completion;
 use crate::request::{FileId, Lane, Operation, Request};
+use crate::seam::Completion;
 use larder_format::disk::BLOCK_BYTES;
 
 /// Most bytes of requests that go to the kernel as one.
