@@ -54,7 +54,10 @@ impl Bare {
 
     /// Moves `count` pages of `size` bytes from or to random places.
     pub fn run(&mut self, direction: Direction, size: usize, count: usize) -> Result<Measured> {
-        ensure!(QUEUE_DEPTH * size <= self.memory.len(), "the arena holds all requests in flight");
+        // One place of the arena after the other, as a store's pages lie: what is in flight is long done when a place's turn
+        // comes again.
+        let places = self.memory.len() / size;
+        ensure!(2 * QUEUE_DEPTH <= places, "the arena holds all requests in flight");
         let mut latencies = histogram()?;
         let mut began = [Instant::now(); QUEUE_DEPTH];
         let mut free: Vec<usize> = (0..QUEUE_DEPTH).collect();
@@ -65,7 +68,7 @@ impl Bare {
                 && let Some(place) = free.pop()
             {
                 began[place] = Instant::now();
-                self.push(direction, place, size)?;
+                self.push(direction, place, asked % places, size)?;
                 asked += 1;
             }
             self.wait()?;
@@ -77,19 +80,19 @@ impl Bare {
                 done += 1;
             }
         }
-        Ok(round.end(count * size, &latencies))
+        Ok(round.end(count * size).with(&latencies))
     }
 
-    fn push(&mut self, direction: Direction, place: usize, size: usize) -> Result<()> {
+    fn push(&mut self, direction: Direction, number: usize, place: usize, size: usize) -> Result<()> {
         let offset = rand::rng().random_range(0..self.bytes / size as u64) * size as u64;
         let start = self.memory[place * size..].as_mut_ptr();
         let entry = match direction {
             Direction::Read => opcode::ReadFixed::new(types::Fixed(0), start, size as u32, 0).offset(offset).build(),
             Direction::Write => opcode::WriteFixed::new(types::Fixed(0), start, size as u32, 0).offset(offset).build(),
         };
-        // SAFETY: place < QUEUE_DEPTH, so `size` bytes from `start` lie in the memory (checked in `run`), which lives longer
-        // than the ring; nobody looks at them.
-        unsafe { self.ring.submission().push(&entry.user_data(place as u64))? };
+        // SAFETY: place < places, so `size` bytes from `start` lie in the memory, which lives longer than the ring; nobody
+        // looks at them.
+        unsafe { self.ring.submission().push(&entry.user_data(number as u64))? };
         Ok(())
     }
 

@@ -72,16 +72,22 @@ impl Round {
         Round { began: Instant::now(), cpu_began: cpu_time() }
     }
 
-    /// Ends now, after `bytes` were moved in requests with these latencies in nanoseconds.
-    pub fn end(self, bytes: usize, latencies: &Histogram<u64>) -> Measured {
+    /// Ends now, after `bytes` were moved.
+    pub fn end(self, bytes: usize) -> Measured {
         let (time, cpu) = (self.began.elapsed(), cpu_time().saturating_sub(self.cpu_began));
-        let us = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
         Measured {
             speed: bytes as f64 / 1e9 / time.as_secs_f64(),
-            p50_us: us(0.5),
-            p99_us: us(0.99),
             cpu_per_gib: cpu.as_secs_f64() / (bytes as f64 / (1u64 << 30) as f64),
+            ..Measured::default()
         }
+    }
+}
+
+impl Measured {
+    /// With the latencies of its requests, in nanoseconds.
+    pub fn with(self, latencies: &Histogram<u64>) -> Measured {
+        let us = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
+        Measured { p50_us: us(0.5), p99_us: us(0.99), ..self }
     }
 }
 

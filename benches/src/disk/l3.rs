@@ -2,17 +2,19 @@
 
 use super::figures::{Direction, Measured, Round, histogram};
 use anyhow::{Context, Result, ensure};
-use hdrhistogram::Histogram;
 use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_l3::{L3, L3Options, L3Stats, RecoveryReport};
 use rand::Rng;
+use std::collections::VecDeque;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, JoinSet};
 
+/// Bytes of pages that were read and are kept: most of the arena.
+const KEPT_BYTES: usize = super::ARENA_BYTES / 4 * 3;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Reads choose among the newest pages, this share of those that are there: the oldest are on their way out.
 const READ_NEWEST: f64 = 0.8;
@@ -47,7 +49,10 @@ pub struct Pages {
     size: usize,
     at_once: usize,
     meta: PageMeta,
-    payload: Slot,
+    /// One for each that writes, as pages have memory of their own.
+    payloads: Vec<Slot>,
+    /// The pages that were read last, as a store keeps them: so each is read to other memory than the one before.
+    kept: Arc<Mutex<VecDeque<Slot>>>,
     written: Arc<AtomicU64>,
 }
 
@@ -64,11 +69,17 @@ impl Pages {
 
     /// An open log, to which `written` pages were written.
     pub fn of(l3: L3, arena: &Arc<Arena>, size: usize, written: u64, at_once: usize) -> Result<Pages> {
-        let mut slot = arena.allocate(size).context("a fresh arena is free")?;
-        slot.iter_mut().zip(0u32..).for_each(|(byte, i)| *byte = (i.wrapping_mul(2_654_435_761) >> 13) as u8);
-        let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &slot);
+        let bytes: Vec<u8> = (0..size as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &bytes);
+        let payload = || {
+            let mut slot = arena.allocate(size)?;
+            slot.copy_from_slice(&bytes);
+            Some(slot.freeze())
+        };
+        let payloads =
+            (0..at_once).map(|_| payload()).collect::<Option<_>>().context("an arena for so many at once")?;
         let written = Arc::new(AtomicU64::new(written));
-        Ok(Pages { l3, size, at_once, meta, payload: slot.freeze(), written })
+        Ok(Pages { l3, size, at_once, meta, payloads, kept: Arc::default(), written })
     }
 
     /// The number of the page that was written last.
@@ -83,6 +94,7 @@ impl Pages {
 
     /// Closes the log.
     pub async fn close(self) {
+        self.clear();
         self.l3.close().await;
     }
 
@@ -93,32 +105,43 @@ impl Pages {
         let newest = (self.l3.stats().pages as f64 * READ_NEWEST) as u64;
         let mut workers = JoinSet::new();
         let round = Round::begin();
-        for _ in 0..self.at_once {
+        for payload in &self.payloads {
             let left = left.clone();
             let worker = Worker {
                 l3: self.l3.clone(),
                 meta: self.meta.clone(),
-                payload: self.payload.clone(),
+                payload: payload.clone(),
+                kept: self.kept.clone(),
+                kept_max: KEPT_BYTES / self.size,
                 written: self.written.clone(),
             };
             workers.spawn(async move {
-                let mut latencies = histogram()?;
+                let mut latencies = Vec::new();
                 while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
                     let began = Instant::now();
                     match direction {
                         Direction::Read => worker.read(newest).await?,
                         Direction::Write => worker.write().await?,
                     }
-                    latencies.saturating_record(began.elapsed().as_nanos() as u64);
+                    latencies.push(began.elapsed());
                 }
                 anyhow::Ok(latencies)
             });
         }
-        let mut latencies: Histogram<u64> = histogram()?;
+        let mut latencies = Vec::with_capacity(self.at_once);
         while let Some(worker) = workers.join_next().await {
-            latencies.add(worker??)?;
+            latencies.push(worker??);
         }
-        Ok(round.end(count * self.size, &latencies))
+        let round = round.end(count * self.size);
+        // Telling them apart is no part of what is measured.
+        let mut histogram = histogram()?;
+        latencies.iter().flatten().for_each(|latency| histogram.saturating_record(latency.as_nanos() as u64));
+        Ok(round.with(&histogram))
+    }
+
+    /// Lets go of pages that were read.
+    fn clear(&self) {
+        self.kept.lock().expect("nobody panics with it").clear();
     }
 
     /// Reads without a scrub, and reads until a full scrub has ended. `None` while L3 has no scrub.
@@ -142,6 +165,8 @@ struct Worker {
     l3: L3,
     meta: PageMeta,
     payload: Slot,
+    kept: Arc<Mutex<VecDeque<Slot>>>,
+    kept_max: usize,
     written: Arc<AtomicU64>,
 }
 
@@ -150,7 +175,13 @@ impl Worker {
         let written = self.written.load(Ordering::Relaxed);
         let number = rand::rng().random_range(written - newest.min(written)..written);
         let found = self.l3.read(&id(number), Instant::now() + PATIENCE).await?;
-        ensure!(found.is_some_and(|(_, payload)| payload.len() == self.payload.len()), "page {number} is not there");
+        let (_, payload) =
+            found.filter(|(_, payload)| payload.len() == self.payload.len()).context("a page is not there")?;
+        let mut kept = self.kept.lock().expect("nobody panics with it");
+        kept.push_back(payload);
+        while kept.len() > self.kept_max {
+            kept.pop_front();
+        }
         Ok(())
     }
 

@@ -14,7 +14,10 @@ use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
 use clap::Parser;
 use figures::{Direction, Figures, Measured};
-use larder_device::Arena;
+use larder_device::arena::UNIT_BYTES;
+use larder_device::arena::UNIT_BYTES;
+use larder_device::{Arena, Sharing};
+use larder_device::{Arena, Sharing};
 use report::Report;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -71,7 +74,7 @@ fn main() -> Result<()> {
         return measure_recovery(&args, dir.path());
     }
     let fio = fio::Fio::find();
-    let arena = Arena::new(ARENA_BYTES).context("arena")?;
+    let arena = Arena::with(ARENA_BYTES, Sharing::IfHuge).context("arena")?;
     let mut report = Report::begin(args.json, &args.dir, (args.rounds, args.at_once), &fio, arena.huge_pages())?;
     drop(arena);
     let file = dir.path().join("file");
@@ -109,9 +112,11 @@ fn measure_size(
 ) -> Result<()> {
     let count = (args.round_bytes.as_u64() as usize / size).max(QUEUE_DEPTH);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let arena = Arena::new(ARENA_BYTES).context("arena of L3")?;
-    let mut ours =
-        runtime.block_on(l3::Pages::fill(log, args.bytes.as_u64(), arena.clone(), size, args.at_once.max(1)))?;
+    let at_once = args.at_once.max(1);
+    // Beside what the others have, the pages that are written: each has memory of its own. It is memory as a node has it.
+    let arena_bytes = ARENA_BYTES + at_once * (size + UNIT_BYTES);
+    let arena = Arena::with(arena_bytes, Sharing::IfHuge).context("arena of L3")?;
+    let mut ours = runtime.block_on(l3::Pages::fill(log, args.bytes.as_u64(), arena.clone(), size, at_once))?;
     let mut bare = bare::Bare::new(file, Arena::new(ARENA_BYTES).context("arena of the bare loop")?)?;
     let mut figures: [[Vec<Measured>; 3]; 2] = Default::default();
     for _ in 0..args.rounds {
