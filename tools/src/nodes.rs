@@ -12,8 +12,9 @@ const NAMESPACE_DIGITS: usize = 16;
 /// Prints the nodes, their L3 devices, and what namespaces have in L2.
 pub fn show(nodes: &[NodeView]) {
     say!("\nstore nodes");
-    let header = ["ADDRESS", "NODE", "STATE", "PAGES L2", "L2 USED", "PAGES L3", "L3 USED", "HITS L2/L3", "MISSES"];
-    let mut rows = table(&[&header[..], &["WRITES", "DIRTY", "PINNED"]].concat());
+    let header =
+        ["ADDRESS", "NODE", "STATE", "BY", "PAGES L2", "L2 USED", "PAGES L3", "L3 USED", "HITS L2/L3", "MISSES"];
+    let mut rows = table(&[&header[..], &["WRITES", "DIRTY", "PINNED", "HELD"]].concat());
     for node in nodes {
         rows.add_row(node_row(node));
     }
@@ -66,6 +67,7 @@ fn node_row(node: &NodeView) -> Vec<String> {
         node.address.clone(),
         node.node_id.clone().unwrap_or_else(|| "-".into()),
         if node.up { format!("up, epoch {}", node.epoch.unwrap_or_default()) } else { "away".into() },
+        node.transport.map_or("-".to_string(), |transport| transport.to_string()),
         count(state, "/tiers/l2/pages"),
         used(state, "/tiers/l2"),
         count(state, "/tiers/l3/pages"),
@@ -75,6 +77,7 @@ fn node_row(node: &NodeView) -> Vec<String> {
         text(state, "/tiers/l2/write_policy"),
         count(state, "/tiers/l2/dirty_pages"),
         count(state, "/tiers/l2/pinned_pages"),
+        count(state, "/tiers/l2/held_pages"),
     ]
 }
 

@@ -48,6 +48,10 @@ pub struct StoreArgs {
     /// Most seconds that a stop waits for pages on their way to L3; what is left then is lost, and the log says how much
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
     drain: u64,
+    /// Whether processes of this machine and user read pages in place: always, never, or auto: if that costs no huge pages, or
+    /// there is no L3
+    #[arg(long, default_value = "auto", value_name = "WHEN", value_parser = share_memory)]
+    share_memory: ShareMemory,
     /// What runs the devices of L3: glommio, or thread where that cannot be had
     #[arg(long, default_value_t)]
     l3_executor: Executor,
@@ -105,6 +109,19 @@ pub struct RouterArgs {
     request_timeout: u64,
 }
 
+/// Whether a node shares its memory; `None` is for it to decide.
+#[derive(Debug, Clone, Copy)]
+struct ShareMemory(Option<bool>);
+
+fn share_memory(when: &str) -> Result<ShareMemory, String> {
+    match when {
+        "auto" => Ok(ShareMemory(None)),
+        "always" => Ok(ShareMemory(Some(true))),
+        "never" => Ok(ShareMemory(Some(false))),
+        _ => Err("auto, always or never".into()),
+    }
+}
+
 /// Runs a store node until it is asked to stop.
 pub async fn store(args: StoreArgs) -> Result<()> {
     let mut options = NodeOptions {
@@ -118,6 +135,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l3_scrub_bytes_per_second: args.l3_scrub.as_u64(),
         l3_executor: args.l3_executor,
         drain: Duration::from_secs(args.drain),
+        share_memory: args.share_memory.0,
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);

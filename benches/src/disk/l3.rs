@@ -1,7 +1,7 @@
 //! Our side: pages in an L3, written and read at random.
 
 use super::figures::{Direction, Measured, Round, histogram};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_l3::{L3, L3Options, L3Stats, RecoveryReport};

@@ -15,8 +15,6 @@ use bytesize::ByteSize;
 use clap::Parser;
 use figures::{Direction, Figures, Measured};
 use larder_device::arena::UNIT_BYTES;
-use larder_device::arena::UNIT_BYTES;
-use larder_device::{Arena, Sharing};
 use larder_device::{Arena, Sharing};
 use report::Report;
 use std::path::PathBuf;

@@ -535,7 +535,7 @@ async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
 /// One thread, and nobody connected: whoever asks in a loop lets others run.
 #[tokio::test(flavor = "current_thread")]
 async fn without_a_node_requests_let_others_run() {
-    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()] };
+    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()], transport: transport() };
     let client = Client::attach(url, Some(descriptor(1)), ClientOptions::default());
     let ran = std::rc::Rc::new(std::cell::Cell::new(0u32));
     let local = tokio::task::LocalSet::new();

@@ -44,8 +44,6 @@ pub enum Bug {
     LeakRead,
     /// One more segment than allowed is made.
     OverCapacity,
-    /// A short read is taken for a whole one.
-    ShortReadIsWhole,
     /// A footer does not list tombstones.
     FooterWithoutTombstones,
     /// A page is copied though it was forgotten or put anew meanwhile.
@@ -102,7 +100,7 @@ pub enum Bug {
 
 impl Bug {
     /// Those of the log and of L3.
-    pub const CORE: [Bug; 27] = [
+    pub const CORE: [Bug; 26] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -122,7 +120,6 @@ impl Bug {
         Bug::NeverSync,
         Bug::LeakRead,
         Bug::OverCapacity,
-        Bug::ShortReadIsWhole,
         Bug::FooterWithoutTombstones,
         Bug::CopyAfterForget,
         Bug::BlindForgets,

@@ -10,7 +10,6 @@ use crate::background::sync_all;
 use crate::shared::{Preparations, Shared};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_core::log::{FoundSegment, ScannedSegment, SegmentLife, SegmentScan};
-use larder_core::planted::{Bug, has};
 use larder_device::seam::run;
 use larder_device::{Arena, Block, Device, Done, Lane, Operation, SlotMut, segment_name};
 use larder_format::codec::DecodeError;
@@ -149,9 +148,6 @@ async fn read_patiently(device: &dyn Device, segment: u32, offset: u64, mut slot
         };
         match result {
             Ok(()) => return Ok(back),
-            Err(error) if has(Bug::ShortReadIsWhole) && error.kind() == io::ErrorKind::UnexpectedEof => {
-                return Ok(back);
-            }
             Err(error) if tries == READ_TRIES => return Err(error),
             Err(error) => tracing::warn!(segment, offset, %error, tries, "recovery: read failed"),
         }

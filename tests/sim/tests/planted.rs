@@ -22,7 +22,6 @@ fn profile(bug: Bug) -> Option<Profile> {
     match bug {
         Bug::HeaderNotSynced => Some(Profile::Crash),
         Bug::FailedSyncCounts
-        | Bug::ShortReadIsWhole
         | Bug::BlindForgets
         | Bug::TrustsCutShort
         | Bug::LeftOutForgets

@@ -54,8 +54,14 @@ impl Directory for StoreHandle {
     }
 
     fn status(&self, _: Instant) -> BoxFuture<'_, Vec<NodeView>> {
-        let node =
-            NodeView { address: "fake:1".into(), up: self.0.is_up(), node_id: None, epoch: Some(1), status: None };
+        let node = NodeView {
+            address: "fake:1".into(),
+            up: self.0.is_up(),
+            node_id: None,
+            epoch: Some(1),
+            transport: None,
+            status: None,
+        };
         Box::pin(async { vec![node] })
     }
 
