@@ -2,8 +2,9 @@
 //!
 //! Always true:
 //! 1. A page is found only after its write completed, never after it was forgotten, and never after its time.
-//! 2. At most one segment is open, records are numbered in the order in which they are planned, and segments open in the
-//!    order of their lives; so numbers and lives grow together.
+//! 2. At most one segment is open, records are numbered in the order in which they are planned, from a number on that follows
+//!    from the segment's life, and segments open in the order of their lives; so numbers and lives grow together, even past
+//!    segments that cannot be read.
 //! 3. Segments are reclaimed oldest life first, none while a read or write of it is under way. So a tombstone, which is
 //!    younger than what it kills, is there as long as that is.
 //! 4. A segment's first record is planned only after its header, with a life never used before, is durable.
@@ -29,7 +30,7 @@
 
 use crate::planted::{Bug, has};
 use larder_evict::Larder;
-use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace, record_bytes};
+use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader, RecordPlace, SEGMENT_BYTES_MAX, record_bytes};
 use larder_format::footer::{Footer, FooterRoom, RecordSummary};
 use larder_format::{NamespaceId, PageId, PageMeta, is_expired};
 use std::collections::{BTreeMap, VecDeque};
@@ -64,6 +65,8 @@ use segment::{Life, Segment};
 
 /// Share of the log whose pages are kept when their segment is reclaimed, unless configured otherwise.
 pub const KEEP_PERCENT_DEFAULT: u8 = 50;
+/// More records than a segment can have.
+const RECORDS_PER_LIFE_MAX: u64 = SEGMENT_BYTES_MAX / BLOCK_BYTES as u64;
 
 /// Size and limits of a log.
 #[derive(Debug, Clone)]
@@ -357,7 +360,7 @@ impl Log {
         if bytes > max {
             return Err(AppendError::TooLarge { bytes, max });
         }
-        // Until all is known, a number could be given twice and a segment reclaimed before it was looked into.
+        // Until all is known, a segment could be reclaimed before it was looked into.
         if self.restoring.is_some() {
             return Ok(None);
         }
@@ -365,8 +368,8 @@ impl Log {
     }
 
     fn planned(&mut self, place: RecordPlace, body: RecordBody) -> PlannedWrite {
-        let number = self.next_number;
-        self.next_number += 1;
+        let number = self.next_number.max(first_number(place.life));
+        self.next_number = number.saturating_add(1);
         let durable = self.life_of(&place).map_or(0, |life| life.durable);
         PlannedWrite { header: RecordHeader { place, number, durable, body } }
     }
@@ -636,6 +639,12 @@ impl Log {
     fn life_of(&mut self, place: &RecordPlace) -> Option<&mut Life> {
         self.segments.get_mut(&place.segment)?.life_mut().filter(|life| life.number == place.life)
     }
+}
+
+/// The smallest number of a record of a life, above all of the lives before it, whether or not those could be read at the
+/// start: a tombstone must outrank what it kills.
+fn first_number(life: u64) -> u64 {
+    life.saturating_mul(RECORDS_PER_LIFE_MAX)
 }
 
 fn keep_bytes(config: &LogConfig) -> u64 {

@@ -325,9 +325,7 @@ impl Log {
             self.restoring = Some(restoring);
             return Err(RestoreError::Unfinished { left });
         }
-        // A record that could not be read now may be read another time, and must not have a number that is given again.
-        let unread = restoring.total as u64 * (self.config.segment_bytes / BLOCK_BYTES as u64);
-        self.next_number = restoring.number_max.saturating_add(1).saturating_add(unread);
+        self.next_number = restoring.number_max.saturating_add(1);
         let last_life = self.by_life.last_key_value().map_or(0, |(&life, _)| life);
         self.settling = Some(Settling { after: (0, 0), last_life });
         let segments: BTreeSet<u32> = self.by_life.values().copied().collect();
