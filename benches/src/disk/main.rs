@@ -1,7 +1,8 @@
 //! `bench-disk`: L3 beside fio and beside a bare io_uring loop, on one file system in one run.
 //!
-//! All three read and write at random with the same queue depth and past the page cache, in turns; every figure is the
-//! median of the rounds. L3 verifies every byte it reads; the others look at none.
+//! All three read at random with the same queue depth and past the page cache, in turns; every figure is the median of the
+//! rounds. L3 verifies every byte it reads; the others look at none. The others write at random too, while L3 appends to its
+//! log, and hands writes that follow each other to the kernel as one.
 
 mod bare;
 mod figures;

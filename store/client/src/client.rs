@@ -1,6 +1,7 @@
 //! The public face of the client.
 
 use crate::buffer::{DynBuffer, downcast};
+use crate::clock::now;
 use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
@@ -119,6 +120,8 @@ pub struct NodeView {
 
 /// How long [`Client::ready`] waits for the last nodes once the first is there.
 const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
+/// How long after its deadline a get still checks and copies pages that are there.
+const COPY_GRACE: Duration = Duration::from_secs(1);
 /// Pages asked for in one Get.
 const GET_PAGES_MAX: usize = 1024;
 
@@ -325,7 +328,7 @@ impl Client {
                 async move {
                     let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
                     let pages = get_from(&node, wanted, deadline).await;
-                    (indices, copy_from(&node, &ids, pages).await)
+                    (indices, copy_from(&node, &ids, pages, deadline).await)
                 }
             });
             let gets: Vec<_> = gets.collect();
@@ -360,6 +363,7 @@ impl Client {
             for (index, PageEnd { buffer, got, held }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };
                 let (bytes, got) = match held {
+                    Some(_) if now() > deadline + COPY_GRACE => (None, Got::Missed),
                     Some((held, meta, code)) if meta.verify(&id, &held).is_ok() => {
                         (Some(ViewBytes::Held(held)), Got::Had(code))
                     }
@@ -370,7 +374,7 @@ impl Client {
                     None => (Some(ViewBytes::Copied(downcast::<Later>(buffer).bytes)), got),
                 };
                 views[index] = self.note(got).zip(bytes).map(|(tier, bytes)| PageView { bytes, tier });
-                tokio::task::consume_budget().await;
+                tokio::task::yield_now().await;
             }
         }
         self.count_gets(views.iter().filter(|view| view.is_some()).count(), views.len());
@@ -596,11 +600,12 @@ async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: 
 }
 
 /// Copies pages that lie in the node's memory into their buffers.
-async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>) -> Vec<(DynBuffer, Got)> {
+async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
     let mut copied = Vec::with_capacity(pages.len());
     for (id, PageEnd { mut buffer, got, held }) in ids.iter().zip(pages) {
         let got = match held {
             None => got,
+            Some(_) if now() > deadline + COPY_GRACE => Got::Missed,
             Some((held, meta, tier)) => match copy_checked(id, &meta, &held, buffer.bytes()) {
                 Ok(()) => Got::Had(tier),
                 Err(_) => {
@@ -611,7 +616,7 @@ async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>) -> Vec<(Dyn
         };
         copied.push((buffer, got));
         // Copying takes the processor as long as it takes: others want it too.
-        tokio::task::consume_budget().await;
+        tokio::task::yield_now().await;
     }
     copied
 }

@@ -19,11 +19,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 /// Frames queued towards the node.
 const SEND_QUEUE_FRAMES: usize = 256;
+/// Most payload bytes that wait to leave on one connection, and the unit in which they are counted.
+const OUTGOING_BYTES_MAX: usize = 64 << 20;
+const OUTGOING_UNIT_BYTES: usize = 4096;
 /// Most time for one payload to arrive once announced, or one frame to leave.
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// After so long without a frame from the node, it is probed.
@@ -53,8 +56,10 @@ pub(crate) struct Live {
     sinks: Mutex<Sinks>,
     next: AtomicU64,
     broken: CancellationToken,
-    /// Frames received; grows while the node is alive and has something to say.
-    frames: AtomicU64,
+    /// Frames received and payloads sent; grows while the node is alive and has something to say, or to hear.
+    frames: Arc<AtomicU64>,
+    /// Payload bytes that may wait to leave, in units of [`OUTGOING_UNIT_BYTES`].
+    outgoing: Arc<Semaphore>,
     /// The node's memory, if it is on this machine.
     window: Option<Arc<Window>>,
     releases: Arc<Releases>,
@@ -190,7 +195,8 @@ async fn connect(options: &LinkOptions) -> io::Result<(Arc<Live>, Streams, mpsc:
         sinks: Mutex::default(),
         next: AtomicU64::new(1),
         broken: CancellationToken::new(),
-        frames: AtomicU64::new(0),
+        frames: Arc::default(),
+        outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
         window,
         releases: Arc::default(),
     };
@@ -375,9 +381,23 @@ impl Live {
     }
 
     /// Sends a frame without an answer, waiting for room until `deadline`.
-    pub(crate) async fn send(&self, request: &Request, payload: Option<Payload>, deadline: Instant) -> bool {
-        let send = self.out.send(request.frame(0, 0, payload));
+    pub(crate) async fn send(&self, request: &Request, deadline: Instant) -> bool {
+        let send = self.out.send(request.frame(0, 0, None));
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
+    }
+
+    /// Sends a frame with bytes and without an answer, waiting for room until `deadline`.
+    pub(crate) async fn send_bytes<P>(&self, request: &Request, bytes: P, deadline: Instant) -> bool
+    where
+        P: AsRef<[u8]> + Send + Sync + 'static,
+    {
+        let units = bytes.as_ref().len().div_ceil(OUTGOING_UNIT_BYTES).min(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES);
+        let send = async {
+            let permit = self.outgoing.clone().acquire_many_owned(units as u32).await.ok()?;
+            let payload: Payload = Box::new(Leaving { bytes, frames: self.frames.clone(), _permit: permit });
+            self.out.send(request.frame(0, 0, Some(payload))).await.ok()
+        };
+        matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Some(())))
     }
 
     /// Sends a frame without an answer, after those that are queued, however long they take; nothing if the connection ends.
@@ -455,6 +475,25 @@ impl Live {
     /// Ends the connection: a payload that is being received will not arrive in time, and its memory is wanted back.
     fn break_off(&self) {
         self.broken.cancel();
+    }
+}
+
+/// Bytes on their way to the node.
+struct Leaving<P> {
+    bytes: P,
+    frames: Arc<AtomicU64>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl<P: AsRef<[u8]>> AsRef<[u8]> for Leaving<P> {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.as_ref()
+    }
+}
+
+impl<P> Drop for Leaving<P> {
+    fn drop(&mut self) {
+        self.frames.fetch_add(1, Ordering::Relaxed);
     }
 }
 

@@ -55,7 +55,7 @@ async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationTok
         let renew = async {
             if let Some(live) = link.live() {
                 // Behind whatever is queued: a busy link is no reason to lapse.
-                live.send(&message, None, now() + TTL).await;
+                live.send(&message, now() + TTL).await;
             }
         };
         tokio::select! {

@@ -227,7 +227,7 @@ async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut Queue) -> Ended {
             Step::Part { part, bytes } => {
                 let crcs = chunk_crcs(bytes.as_ref()).collect();
                 let message = Request::Part { put, part: part as u32, crcs };
-                if !node.send(&message, Some(Box::new(bytes)), deadline).await {
+                if !node.send_bytes(&message, bytes, deadline).await {
                     return drain(queue, PutOutcome::Lost).await;
                 }
             }

@@ -109,7 +109,7 @@ impl Batch<'_> {
             let bytes = self.pages[index].1.slice(from..from + length as usize);
             from += length as usize;
             let message = Request::Part { put: self.name(index), part, crcs: chunk_crcs(&bytes).collect() };
-            if !self.node.send(&message, Some(Box::new(bytes)), self.deadline).await {
+            if !self.node.send_bytes(&message, bytes, self.deadline).await {
                 return false;
             }
         }

@@ -194,7 +194,7 @@ async fn views_are_the_pages_and_outlive_all_but_their_reader() {
 
 #[tokio::test]
 async fn more_than_is_held_at_a_time_is_copied() {
-    // A quarter of L2, which is 8 MiB.
+    // An eighth of L2, which is 4 MiB.
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let numbers: Vec<u32> = (0..180).collect();
@@ -206,7 +206,7 @@ async fn more_than_is_held_at_a_time_is_copied() {
         assert!(view.as_ref().expect("it is there")[..] == payload(number), "page {number}");
     }
     assert!(views.iter().flatten().any(|view| !view.in_place()));
-    assert!(held_bytes(&node).await <= 8 << 20);
+    assert!(held_bytes(&node).await <= 4 << 20);
     drop(views);
     nothing_is_held(&node).await;
     node.shutdown().await;

@@ -435,6 +435,8 @@ impl Log {
             }
             // It may be on the device, and be found if a footer that does not list it is lost.
             WriteOutcome::Failed => life.renounce_footer(),
+            // Behind a hole that nobody will fill, damage could not be told from a crash: what comes goes elsewhere.
+            WriteOutcome::NotSent if self.open == Some(header.place.segment) => self.seal(header.place.segment),
             WriteOutcome::NotSent => {}
         }
         if let RecordBody::Page(meta) = &header.body {

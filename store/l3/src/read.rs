@@ -65,7 +65,10 @@ impl Shared {
             }
             // What cannot be read now may be readable later, but whoever asks for it is better off with a miss.
             Err(error) => {
-                self.change(|log| log.drop_damaged(&id, entry.number));
+                // A look at everything that finds the device failing for a while says nothing of the pages.
+                if lane != Lane::Idle {
+                    self.change(|log| log.drop_damaged(&id, entry.number));
+                }
                 return Err(self.io_error("reading", entry.place.segment, error));
             }
         }

@@ -157,8 +157,14 @@ async fn read_patiently(device: &dyn Device, segment: u32, offset: u64, mut slot
     }
 }
 
-/// Removes what must go before the log is used, durably and in this order.
-pub(crate) async fn discard(device: &Arc<dyn Device>, segments: &[u32]) -> Result<(), L3Error> {
+/// Removes what must go before the log is used, durably and in this order. What stays is made durable as it was found before
+/// that: a header that a loss of power takes away would bring a life back whose tombstones may stand in what is removed.
+pub(crate) async fn discard(device: &Arc<dyn Device>, segments: &[u32], kept: &[SegmentLife]) -> Result<(), L3Error> {
+    for at in kept.iter().filter(|_| !segments.is_empty()) {
+        let done = run(&**device, at.segment, Lane::Demand, Operation::Sync).await;
+        let synced = done.map_err(io::Error::from).and_then(|done| done.result);
+        synced.map_err(L3Error::io("syncing", device.path().join(segment_name(at.segment))))?;
+    }
     for &segment in segments {
         let file = device.path().join(segment_name(segment));
         tracing::warn!(file = %file.display(), "segment is removed: empty, not to be trusted, or more than the capacity allows");

@@ -72,7 +72,7 @@ impl L3 {
         };
         let found = recovery::find_segments(&device, &arena, superblock.log_id, segment_bytes).await?;
         let Recovery { log, discard, mend, order } = Recovery::new(config, found);
-        recovery::discard(&device, &discard).await?;
+        recovery::discard(&device, &discard, &order).await?;
         recovery::mend(&device, superblock.log_id, &mend).await;
         let report = RecoveryReport { created, segments_removed: discard.len() as u64, ..RecoveryReport::default() };
         let shared = Arc::new(Shared::new(arena, device, log, superblock.log_id, &options));

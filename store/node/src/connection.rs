@@ -33,7 +33,9 @@ use tokio::task::{AbortHandle, JoinHandle};
 /// "busy".
 const REQUESTS_MAX: usize = 4096;
 /// Most lookups of one connection that hold pages at a time; more hold nothing.
-const LEASES_MAX: usize = 1024;
+const LEASES_MAX: usize = 64;
+/// Most pages that one client reads in place at a time; more are sent.
+const PLACES_MAX: usize = 65_536;
 /// Keys that count as one request.
 const KEYS_PER_PERMIT: usize = 64;
 /// Most pages that a connection holds for sending: a client that does not read pins no more.
@@ -74,6 +76,8 @@ pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
 /// Serves a process of this machine until it leaves, misbehaves, or the node stops. What it reads in place stays where it is
 /// until it lets go of it, or of the node's memory, however the connection ends.
 pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory: Arc<LocalMemory>) {
+    // Who finds no place here comes by TCP.
+    let Ok(place) = memory.tenures.clone().try_acquire_owned() else { return };
     let peer = "a process of this machine".to_string();
     let begin = Tenure::begin(&stream, memory.file.as_fd(), memory.bytes);
     let tenure = match tokio::time::timeout(HELLO_TIMEOUT, begin).await {
@@ -86,7 +90,7 @@ pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory:
     // Not one of the node's tasks: it takes as long as that process does, and stopping the node does not wait for it.
     tokio::spawn(async move {
         tenure.over().await;
-        drop(after);
+        drop((after, place));
     });
     let (read, write) = stream.into_split();
     serve(shared, peer, read, write, Places::Some(held)).await;
@@ -97,6 +101,8 @@ pub(crate) struct LocalMemory {
     /// Open for reading alone.
     pub(crate) file: OwnedFd,
     pub(crate) bytes: u64,
+    /// Most processes that have it mapped, by connections that were made for it.
+    pub(crate) tenures: Arc<Semaphore>,
 }
 
 /// What a client reads in place, if it can.
@@ -359,9 +365,11 @@ impl Connection {
         let tiers = shared.store.lookup(&ids);
         let l3_expected_us = u32::try_from(shared.store.l3_expected().as_micros()).unwrap_or(u32::MAX);
         self.leases.retain(|_, lease| lease.holds.lock().is_some());
-        if hold_ms == 0 || tiers.is_empty() || self.leases.len() >= LEASES_MAX || self.leases.contains_key(&request) {
+        let may_hold = hold_ms > 0 && self.leases.len() < LEASES_MAX && !self.leases.contains_key(&request);
+        let permit = (may_hold && !tiers.is_empty()).then(|| self.permit(ids.len())).flatten();
+        let Some(permit) = permit else {
             return self.answer(request, Response::Looked { tiers, held: 0, l3_expected_us }).await;
-        }
+        };
         let lease = Arc::new(Lease { holds: Mutex::new(Some(Vec::new())) });
         let prefix = &ids[..tiers.len()];
         let mut on_l3 = Vec::new();
@@ -377,9 +385,7 @@ impl Connection {
         }
         self.leases.insert(request, lease.clone());
         let until = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
-        let keys = ids.len();
-        self.answer(request, Response::Looked { tiers, held, l3_expected_us }).await?;
-        self.spawn(request, keys, async move {
+        self.start(request, async move {
             futures::stream::iter(on_l3)
                 .for_each_concurrent(GET_PAGES_AT_ONCE, |id| {
                     let (shared, lease) = (&shared, &lease);
@@ -391,11 +397,12 @@ impl Connection {
                     }
                 })
                 .await;
+            drop(permit);
             tokio::time::sleep_until(until.into()).await;
             lease.end();
             Ok(())
-        })
-        .await
+        });
+        self.answer(request, Response::Looked { tiers, held, l3_expected_us }).await
     }
 
     fn client(&self, request: u64) -> ToClient {
@@ -472,22 +479,38 @@ impl Connection {
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
-        let weight = 1 + (keys / KEYS_PER_PERMIT) as u32;
-        let Ok(permit) = self.permits.clone().try_acquire_many_owned(weight) else {
+        let Some(permit) = self.permit(keys) else {
             let message = format!("more than {REQUESTS_MAX} requests wait on this connection");
             return self.answer(request, Response::Error { code: ErrorCode::Busy, message }).await;
         };
+        self.start(request, async move {
+            let _permit = permit;
+            work.await
+        });
+        Ok(())
+    }
+
+    /// Leave for a request about `keys` keys to wait, unless too much waits already.
+    fn permit(&self, keys: usize) -> Option<OwnedSemaphorePermit> {
+        let weight = 1 + (keys / KEYS_PER_PERMIT) as u32;
+        self.permits.clone().try_acquire_many_owned(weight).ok()
+    }
+
+    /// Runs a task of a request.
+    fn start<F>(&mut self, request: u64, work: F)
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
         let number = self.next_task;
         self.next_task += 1;
         let tasks = self.tasks.clone();
         // The lock is held over the spawn, so that the task cannot end before it is noted.
         let mut running = self.tasks.lock();
         let task = tokio::spawn(async move {
-            let _done = Done { tasks, number, _permit: permit };
+            let _done = Done { tasks, number };
             let _ = work.await;
         });
         running.insert(number, RunningTask { request, handle: task.abort_handle() });
-        Ok(())
     }
 }
 
@@ -495,7 +518,6 @@ impl Connection {
 struct Done {
     tasks: Tasks,
     number: u64,
-    _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Done {
@@ -622,16 +644,11 @@ async fn get(
     deadline: Instant,
     places: &Places,
 ) -> io::Result<()> {
-    let found = shared.store.get_l2(&ids);
-    let (mut there, mut elsewhere) = (Vec::with_capacity(ids.len()), Vec::new());
-    for ((page, id), index) in found.into_iter().zip(ids).zip(0..) {
-        match page {
-            Some(page) => there.push((index, page)),
-            None => elsewhere.push((index, id)),
-        }
-    }
+    let (there, elsewhere): (Vec<_>, Vec<_>) =
+        (0..).zip(ids).partition(|(_, id)| shared.store.locate(id) == TierCode::L2);
     let send_page = async |index, page: Arc<Page>, tier, permit| {
         if let Places::Some(held) = places
+            && held.lock().len() < PLACES_MAX
             && let Some(hold) = shared.store.hold(&page)
         {
             return client.point_at(held, hold, index, tier).await;
@@ -640,9 +657,20 @@ async fn get(
         client.send_bytes(shared, head, PagePayload(page), permit).await
     };
     let at_once = async {
-        for (index, page) in there {
-            let permit = client.permit().await?;
-            send_page(index, page, TierCode::L2, permit).await?;
+        // A few at a time, so that a client that does not read holds no more than that.
+        for group in there.chunks(GET_PAGES_AT_ONCE) {
+            let ids: Vec<PageId> = group.iter().map(|(_, id)| *id).collect();
+            for ((index, id), page) in group.iter().zip(shared.store.get_l2(&ids)) {
+                let permit = client.permit().await?;
+                match page {
+                    Some(page) => send_page(*index, page, TierCode::L2, permit).await?,
+                    // It left L2 meanwhile.
+                    None => match shared.store.get(id, deadline).await {
+                        Some((page, tier)) => send_page(*index, page, tier, permit).await?,
+                        None => client.send(Response::Miss { index: *index }).await?,
+                    },
+                }
+            }
         }
         io::Result::Ok(())
     };

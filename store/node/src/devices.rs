@@ -35,6 +35,8 @@ use std::time::{Duration, Instant};
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most time that a start waits for the logs to be scanned; then they are scanned while the node serves.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
+/// Most time to open a log, which is reading the header of each of its segments.
+const OPEN_MAX: Duration = Duration::from_secs(120);
 /// Most time that a write waits for a log to be scanned.
 const RECOVERY_MAX: Duration = Duration::from_secs(600);
 /// Most time for one write to one device.
@@ -88,19 +90,22 @@ impl Devices {
     pub(crate) async fn open(options: &NodeOptions, clock: Clock, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
         let given = options.l3_devices();
         let total = given.iter().map(|device| device.bytes).sum();
-        let mut logs = Vec::new();
-        for L3Device { dir, bytes } in given {
+        // What a namespace may have at most is known before it says hello; what it may have is told to the logs then.
+        let own = options.quotas.iter().map(|quota| quota.bytes);
+        let quota_max = options.quota_default.map(|quota| own.fold(quota, u64::max));
+        let opens = given.into_iter().map(|L3Device { dir, bytes }| async move {
             let log = L3Options {
-                quota_default: options.quota_default.map_or(u64::MAX, |quota| part(quota, bytes, total)),
+                quota_default: quota_max.map_or(u64::MAX, |quota| part(quota, bytes, total)),
                 scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
                 executor: options.l3_executor,
                 clock,
                 ..L3Options::new(&dir, bytes)
             };
-            let opened = L3::open(log, arena.clone()).await;
-            logs.push((L3Device { dir, bytes }, opened));
-        }
-        let devices = Devices::of(logs)?;
+            // One that is silent must not keep the others.
+            let opened = tokio::time::timeout(OPEN_MAX, L3::open(log, arena.clone())).await;
+            (L3Device { dir, bytes }, opened.unwrap_or(Err(L3Error::Deadline("opening"))))
+        });
+        let devices = Devices::of(join_all(opens).await)?;
         devices.wait_until_recovered().await;
         Ok(devices)
     }
@@ -184,10 +189,14 @@ impl Devices {
     pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot) -> Result<(), L3Error> {
         let usable = self.devices.iter().filter(|device| device.writes.lock().usable(now()));
         let mut ranked: Vec<&Device> = usable.collect();
-        ranked.sort_by(|a, b| b.score(&meta.id).total_cmp(&a.score(&meta.id)));
+        // While one is being scanned nobody can write there, and nobody waits for that who can go elsewhere.
+        let scanning = |device: &Device| device.l3.recovery().report.is_none();
+        ranked.sort_by(|a, b| {
+            scanning(a).cmp(&scanning(b)).then_with(|| b.score(&meta.id).total_cmp(&a.score(&meta.id)))
+        });
         let mut last = L3Error::Closed;
         for device in ranked {
-            // While it is being scanned nobody can write: that is no fault of the device.
+            // That it is being scanned is no fault of the device.
             let recovered = tokio::time::timeout(RECOVERY_MAX, device.l3.recovered()).await;
             if !matches!(recovered, Ok(Ok(_))) {
                 last = L3Error::Deadline("recovery");

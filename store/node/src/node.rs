@@ -111,7 +111,7 @@ impl Node {
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let local = open_door(&arena, &identity, &mut chance);
+        let local = open_door(&arena, &options, &identity, &mut chance);
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
@@ -226,12 +226,21 @@ async fn serve_admin(
 }
 
 /// Opens the way to the arena for processes of this machine, if it can be shared.
-fn open_door(arena: &Arena, identity: &Identity, chance: &mut StdRng) -> Option<(LocalDoor, Door, Arc<LocalMemory>)> {
+fn open_door(
+    arena: &Arena,
+    options: &NodeOptions,
+    identity: &Identity,
+    chance: &mut StdRng,
+) -> Option<(LocalDoor, Door, Arc<LocalMemory>)> {
     let shared = arena.file()?;
     let mut open = || {
         let machine = larder_share::machine().ok_or(std::io::ErrorKind::NotFound)?;
         let name = format!("larder-{}-{:016x}", identity.node_id, chance.random::<u64>());
-        let memory = LocalMemory { file: larder_share::read_only(shared)?, bytes: arena.capacity() as u64 };
+        let memory = LocalMemory {
+            file: larder_share::read_only(shared)?,
+            bytes: arena.capacity() as u64,
+            tenures: Arc::new(Semaphore::new(options.connections_max)),
+        };
         let door = Door::open(&name)?;
         std::io::Result::Ok((LocalDoor { machine, name }, door, Arc::new(memory)))
     };

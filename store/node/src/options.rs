@@ -224,7 +224,7 @@ impl NodeOptions {
 
     /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.
     pub fn held_bytes_max(&self) -> u64 {
-        self.l2_bytes / 4
+        self.l2_bytes / 8
     }
 
     /// Whether other processes shall be able to map the arena.

@@ -21,6 +21,7 @@ use larder_core::planted::{Bug, has};
 use larder_device::{Arena, Slot, SlotMut};
 use larder_evict::Reason;
 use larder_format::{NamespaceId, PageId, PageMeta};
+use larder_l3::L3Error;
 use larder_wire::{PinKind, TierCode};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::json;
@@ -221,7 +222,8 @@ impl Tiers {
     /// Where a page lies now.
     pub(crate) fn locate(&self, id: &PageId) -> TierCode {
         let in_l2 = self.l2.get(id).map(|entry| self.is_live(&entry.value().meta));
-        if in_l2.unwrap_or_else(|| self.writing.get(id).is_some_and(|page| self.is_live(&page.meta))) {
+        let beside = || self.writing.get(id).or_else(|| self.holds.get(id));
+        if in_l2.unwrap_or_else(|| beside().is_some_and(|page| self.is_live(&page.meta))) {
             return TierCode::L2;
         }
         // What is over in L2 is over on L3.
@@ -242,9 +244,20 @@ impl Tiers {
         page.filter(|page| self.is_live(&page.meta))
     }
 
-    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held.
+    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held, or the page
+    /// is not the one that is served now: it may have been forgotten since it was found.
     pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
-        self.holds.hold(page)
+        let PageMeta { id, generation, .. } = &page.meta;
+        // Forgetting withholds under this lock, last of all: a page that is current now is withheld then.
+        let state = self.state.lock();
+        let is_this = |found: &Arc<Page>| found.meta.generation == *generation;
+        let current = state.policy.generation(id) == Some(*generation)
+            || self.writing.get(id).is_some_and(|found| is_this(&found))
+            || self.holds.get(id).is_some_and(|found| is_this(&found))
+            || self.devices.generation(id) == Some(*generation);
+        let hold = current.then(|| self.holds.hold(page)).flatten();
+        drop(state);
+        hold
     }
 
     /// Those of the pages that are in L2, each a hit.
@@ -307,9 +320,13 @@ impl Tiers {
             return Some(Loaded { page, forgets });
         }
         let begin = now();
-        let found = self.devices.read(&id).await.unwrap_or_else(|error| {
-            tracing::warn!(?id, %error, "L3 read failed: a miss");
+        let mut found = self.devices.read(&id).await;
+        if matches!(found, Err(L3Error::NoMemory { .. })) {
             self.make_room();
+            found = self.devices.read(&id).await;
+        }
+        let found = found.unwrap_or_else(|error| {
+            tracing::warn!(?id, %error, "L3 read failed: a miss");
             None
         });
         let (meta, payload) = found?;
@@ -354,6 +371,8 @@ impl Tiers {
         let mut state = self.state.lock();
         let placed = state.policy.put(page.facts(), room.spend(), self.clock.now_unix_ms(), &mut out);
         self.index(&state.policy, &page);
+        // What is held of an earlier put is for those who have it.
+        self.holds.withhold(&page.meta.id);
         self.carry_out(state, out, Some(&page));
         self.ended.notify_waiters();
         placed == Placed::Stored
@@ -480,8 +499,10 @@ impl Tiers {
 
     /// Verifies the copy in DRAM and drops it if it is damaged; the number dropped.
     pub(crate) fn recheck(&self, id: &PageId) -> usize {
-        let Some(page) = self.get_l2(id) else { return 0 };
-        let Err(mismatch) = page.meta.verify(id, &page.payload) else { return 0 };
+        // There may be several, if one was read again while another was held.
+        let copies = [self.l2.get(id).map(|entry| entry.value().clone()), self.writing.get(id), self.holds.get(id)];
+        let damaged = copies.into_iter().flatten().find_map(|page| page.meta.verify(id, &page.payload).err());
+        let Some(mismatch) = damaged else { return 0 };
         tracing::error!(?id, %mismatch, "page damaged in memory: dropped");
         self.metrics.pages_corrupt_l2.inc();
         self.writing.withhold(id);

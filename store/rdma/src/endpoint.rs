@@ -201,6 +201,8 @@ impl Endpoint {
         // A long transfer goes out in several batches, so that it does not wait for the queue to be empty, and others get a turn.
         let batch = (link.options.transfers as usize).div_ceil(4);
         for batch in chunks.chunks(batch) {
+            // Whoever is not connected takes no permits, as nobody would give them back.
+            link.ready()?;
             match timeout_at(deadline, link.permits.acquire_many(batch.len() as u32)).await {
                 Ok(Ok(permits)) => permits.forget(),
                 Ok(Err(_)) => return Err(link.why()),

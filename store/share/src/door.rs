@@ -1,6 +1,6 @@
 //! The node's side.
 
-use crate::GREETING;
+use crate::{GREETING, check_user};
 use rustix::fs::{Mode, OFlags, open};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::io::{self, IoSlice};
@@ -46,11 +46,7 @@ impl Tenure {
     /// Hands `bytes` bytes of `arena`, which is open for reading alone, to who came through the door, if it is of this user
     /// or of root.
     pub async fn begin(guest: &UnixStream, arena: BorrowedFd<'_>, bytes: u64) -> io::Result<Tenure> {
-        let (theirs, ours) = (guest.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
-        if theirs != ours && theirs != 0 {
-            let problem = format!("a process of user {theirs} is not shown the memory of user {ours}");
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
-        }
+        check_user(guest)?;
         let (end, far_end) = StdStream::pair()?;
         end.set_nonblocking(true)?;
         let descriptors = [arena, far_end.as_fd()];

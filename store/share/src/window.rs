@@ -1,14 +1,15 @@
 //! The reader's side.
 
-use crate::GREETING;
+use crate::{GREETING, check_user};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix, SocketFlags, SocketType,
+    connect, recvmsg, socket_with,
+};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream as StdStream};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use tokio::io::Interest;
@@ -17,9 +18,12 @@ use tokio::net::UnixStream;
 /// Goes through the door of that name: the stream to talk to the node on, and its arena. Must be called inside a tokio
 /// runtime; waits for the node as long as it takes.
 pub async fn attach(name: &str) -> io::Result<(UnixStream, Arc<Window>)> {
-    let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    stream.set_nonblocking(true)?;
-    let stream = UnixStream::from_std(stream)?;
+    // A door at which too many wait is no door, and nothing to wait for.
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    let stream = UnixStream::from_std(socket.into())?;
+    check_user(&stream)?;
     let mut size = [0; 8];
     let descriptors = stream.async_io(Interest::READABLE, || greeting(&stream, &mut size)).await?;
     let invalid = |what| io::Error::new(io::ErrorKind::InvalidData, what);

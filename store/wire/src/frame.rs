@@ -218,7 +218,7 @@ impl<S: Source> FrameReader<S> {
 pub async fn write_frames<S: Sink>(mut sink: S, mut queue: mpsc::Receiver<Frame>, stall: Duration) -> io::Result<()> {
     let mut frames = VecDeque::with_capacity(FRAMES_AT_ONCE);
     let mut sent = 0;
-    let mut deadline = Instant::now();
+    let mut deadline = Instant::now() + stall;
     loop {
         while frames.len() < FRAMES_AT_ONCE
             && let Ok(frame) = queue.try_recv()
@@ -365,8 +365,9 @@ mod tests {
         }
         let (sender, queue) = mpsc::channel(1);
         sender.send(frames(&[10]).next().unwrap()).await.map_err(|_| ()).unwrap();
+        let begin = Instant::now();
         let error = write_frames(Stuck, queue, Duration::from_secs(3)).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!((error.kind(), begin.elapsed().as_secs()), (io::ErrorKind::TimedOut, 3));
     }
 
     #[tokio::test]

@@ -88,8 +88,17 @@ fn every_bug_planted_in_the_node_is_found() {
 
 #[test]
 fn without_a_bug_nothing_is_found() {
-    let seeds: Vec<(u64, bool)> = (0..SEEDS_MAX).flat_map(|number| [(number, false), (number, true)]).collect();
-    for report in each(&seeds, |&(number, node)| seed(number, node, None)) {
-        assert!(report.violations.is_empty(), "seed {}: {:?}", report.seed, report.violations);
+    // With the faults that some are looked for with, too.
+    let forced = [Profile::Crash, Profile::Errors].map(Some);
+    let runs = |number| {
+        let forced = forced.into_iter().filter(move |_| number < SEEDS_MAX / 4);
+        forced.chain([None]).flat_map(move |profile| [false, true].map(|node| (number, node, profile)))
+    };
+    let seeds: Vec<_> = (0..SEEDS_MAX).flat_map(runs).collect();
+    for ((_, node, profile), report) in
+        seeds.iter().zip(each(&seeds, |&(number, node, profile)| seed(number, node, profile)))
+    {
+        let run = format!("seed {}, node: {node}, profile {profile:?}", report.seed);
+        assert!(report.violations.is_empty(), "{run}: {:?}", report.violations);
     }
 }

@@ -143,15 +143,15 @@ fn other_seeds_are_other_runs() {
     }
 }
 
-/// The control: if syncs do nothing, what was forgotten comes back and what was durable is lost.
+/// The control: if syncs do nothing, what was durable is lost. (What was forgotten hardly comes back: that durable records
+/// are missing is seen at the start, and nothing older is trusted then.)
 #[test]
 fn syncs_that_do_nothing_are_noticed() {
-    for (node, came_back) in [(false, "came back"), (true, "it was forgotten")] {
+    for node in [false, true] {
         let options =
             Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
         let summary = run_seeds(0, 20, None, &Options { node, keep_going: true, ..options });
         let found = |what: &str| summary.failed.iter().any(|report| report.violations.iter().any(|v| v.contains(what)));
-        assert!(found(came_back), "nothing that was forgotten came back");
         assert!(found("was durable"), "nothing that was durable is lost");
     }
 }

@@ -195,9 +195,14 @@ struct Sorted {
 impl Sorted {
     fn of(found: Vec<FoundSegment>) -> Sorted {
         let oldest = found.iter().filter_map(|found| found.life.ok()).min();
+        let last = found.iter().map(|found| found.segment).max();
         let mut sorted = Sorted::default();
         for FoundSegment { segment, life, short } in found {
             let verdict = match life {
+                // Segments are made in the order of their numbers: one before others had a header once.
+                Err(headless) if headless.blank && headless.life.is_none() && Some(segment) < last => {
+                    Verdict::DistrustAll
+                }
                 Err(headless) if !has(Bug::HeadlessIsNothing) => headless.verdict(oldest),
                 Err(_) => Verdict::Remove,
                 Ok(life) => Verdict::Life(life),

@@ -2,7 +2,7 @@
 //!
 //! Always true: `len` bytes from `start` are mapped, readable, writable and backed by memory from `new` until drop.
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, fchmod, memfd_create, openat};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, memfd_create, openat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen};
 use std::fs::File;
 use std::io;
@@ -48,15 +48,28 @@ impl Mapping {
             _ => match huge_file(len) {
                 Ok(file) => Some(file),
                 // It takes CAP_SYS_ADMIN; the other way takes an administrator who has allowed it.
-                Err(_) if shared_memory_can_be_huge() || sharing == Sharing::Always => Some(memfd(len)?),
+                Err(_) if sharing == Sharing::Always => Some(memfd(len)?),
+                Err(_) if shared_memory_can_be_huge() => memfd(len).ok(),
                 Err(_) => None,
             },
         };
+        match Self::of(len, file) {
+            // What is shared may be had less easily than what is not.
+            Err(_) if sharing == Sharing::IfHuge => Self::of(len, None),
+            made => made,
+        }
+    }
+
+    fn of(len: usize, file: Option<File>) -> io::Result<Mapping> {
         let mapped = map(len, file.as_ref())?;
         let lead = mapped.0.as_ptr().align_offset(HUGE_BYTES);
         // SAFETY: `map` maps HUGE_BYTES more than `len`, so the aligned start and `len` bytes behind it lie inside.
         let start = unsafe { mapped.0.add(lead) };
         let mut mapping = Mapping { start, len, mapped, file, huge_pages: false };
+        if let Some(file) = &mapping.file {
+            // Of a tmpfs it cannot be had; that file is only open for reading to whoever gets it.
+            let _ = fcntl_add_seals(file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE);
+        }
         mapping.advise_huge();
         mapping.touch()?;
         mapping.huge_pages = len >= HUGE_BYTES && huge_bytes(start.as_ptr() as usize, len) >= len / 2;
@@ -130,7 +143,7 @@ fn shared_memory_can_be_huge() -> bool {
 }
 
 fn memfd(len: usize) -> io::Result<File> {
-    let file = File::from(memfd_create(c"larder-arena", MemfdFlags::CLOEXEC)?);
+    let file = File::from(memfd_create(c"larder-arena", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
     fchmod(&file, READ_ONLY)?;
     file.set_len(len as u64)?;
     Ok(file)

@@ -365,7 +365,9 @@ fn what_may_have_been_forgotten_is_removed() {
     assert_eq!(sort(with(found(1, Ok(25), true))), (vec![7, 5, 1], vec![], vec![30]));
     assert_eq!(sort(with(found(1, Err(silent), false))), (vec![7, 5, 4, 1], vec![], vec![]));
     let blank = Headless { blank: true, ..silent };
-    assert_eq!(sort(with(found(1, Err(blank), true))), (vec![1], vec![], vec![30, 20, 10]));
+    // The last one may just have been made; one before others had a header.
+    assert_eq!(sort(with(found(9, Err(blank), true))), (vec![9], vec![], vec![30, 20, 10]));
+    assert_eq!(sort(with(found(1, Err(blank), true))), (vec![7, 5, 4, 1], vec![], vec![]));
     let known = Headless { life: Some(25), ..silent };
     let mend = SegmentLife { segment: 1, life: 25 };
     assert_eq!(sort(with(found(1, Err(known), false))), (vec![], vec![mend], vec![30, 25, 20, 10]));
