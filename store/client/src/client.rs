@@ -2,6 +2,7 @@
 
 use crate::buffer::{DynBuffer, downcast};
 use crate::clock::now;
+use crate::connect::{Connector, Sockets};
 use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
@@ -14,6 +15,7 @@ use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use crate::{StoreUrl, Transport, spread};
 use bytes::Bytes;
 use futures::future::join_all;
+use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
 use larder_wire::{MAX_HOLD_MS, MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
@@ -169,6 +171,16 @@ impl Client {
     ///
     /// `namespace` is `None` for clients that only ask for members and status.
     pub fn attach(url: StoreUrl, namespace: Option<NamespaceDescriptor>, options: ClientOptions) -> Client {
+        Self::attach_by(Arc::new(Sockets), url, namespace, options)
+    }
+
+    /// Like [`Client::attach`], with connections that `connector` makes.
+    pub(crate) fn attach_by(
+        connector: Arc<impl Connector>,
+        url: StoreUrl,
+        namespace: Option<NamespaceDescriptor>,
+        options: ClientOptions,
+    ) -> Client {
         let stop = CancellationToken::new();
         let transport = url.transport;
         let link = |address: String| {
@@ -179,7 +191,7 @@ impl Client {
                 namespace: namespace.clone(),
                 connect_timeout: options.connect_timeout,
             };
-            Arc::new(Link::start(options, stop.child_token()))
+            Arc::new(Link::start(options, connector.clone(), stop.child_token()))
         };
         let inner = Inner {
             links: url.nodes.into_iter().map(link).collect(),
@@ -197,12 +209,8 @@ impl Client {
         if self.inner.links.is_empty() {
             return false;
         }
-        let connected = |link: &Arc<Link>| {
-            let mut watch = link.watch();
-            async move { watch.wait_for(Option::is_some).await.is_ok() }
-        };
-        let all = join_all(self.inner.links.iter().map(connected));
-        let any = futures::future::select_all(self.inner.links.iter().map(|link| Box::pin(connected(link))));
+        let all = join_all(self.inner.links.iter().map(|link| link.connected()));
+        let any = futures::future::select_all(self.inner.links.iter().map(|link| Box::pin(link.connected())));
         let work = async {
             let (first, _, _) = any.await;
             let _ = tokio::time::timeout(STRAGGLER_WAIT, all).await;
@@ -497,9 +505,14 @@ impl Client {
         let mut forgotten = Forgotten { pages: 0, complete: true };
         for batch in keys.chunks(MAX_KEYS) {
             let mut pages = 0;
-            for answer in self.ask_all(&Request::Forget(batch.to_vec()), deadline).await {
+            let mut answers = self.ask_all(&Request::Forget(batch.to_vec()), deadline).await;
+            if has(Bug::ForgetAsksOwner) {
+                answers = self.ask_owners(batch, deadline, Request::Forget).await.into_iter().map(|a| a.1).collect();
+            }
+            for answer in answers {
                 match answer {
                     Some(Response::Count(count)) => pages += count as usize,
+                    _ if has(Bug::ForgetWithoutAll) => {}
                     _ => forgotten.complete = false,
                 }
             }
@@ -582,6 +595,12 @@ impl Client {
             }
         });
         views.collect()
+    }
+
+    /// Payload bytes of puts that wait in this client, and requests that wait for answers.
+    pub(crate) fn under_way(&self) -> (usize, usize) {
+        let waiting = self.inner.links.iter().filter_map(|link| link.live()).map(|node| node.waiting());
+        (self.inner.budget.used(), waiting.sum())
     }
 
     /// Counters.

@@ -1,39 +1,104 @@
-//! Reaching a node: TCP first, and from there, if it is on this machine, through its door to its memory.
+//! Reaching a node: its data port first, and from there, if it is on this machine, through its door to its memory.
 
 use crate::link::LinkOptions;
 use crate::url::Transport;
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
 use larder_share::Window;
-use larder_wire::{FrameReader, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source};
-use std::io::{self, IoSlice};
+use larder_wire::{
+    FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source,
+};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use tokio::net::{TcpStream, tcp, unix};
 
-/// Both directions of a connection.
-pub(crate) enum Streams {
-    Tcp(FrameReader<tcp::OwnedReadHalf>, tcp::OwnedWriteHalf),
-    Local(FrameReader<unix::OwnedReadHalf>, unix::OwnedWriteHalf),
+/// What makes connections.
+pub trait Connector: Send + Sync + 'static {
+    /// The side of a connection that a node's bytes come from.
+    type Source: Source;
+    /// The side that bytes go to a node by.
+    type Sink: Sink;
+
+    /// Connects to a node's data port.
+    fn connect(&self, address: &str) -> impl Future<Output = io::Result<(Self::Source, Self::Sink)>> + Send;
+
+    /// Goes through a node's door, if it is on this machine: another connection, and the node's memory.
+    fn come_in(
+        &self,
+        door: &LocalDoor,
+    ) -> impl Future<Output = io::Result<(Self::Source, Self::Sink, Arc<Window>)>> + Send;
+}
+
+/// Connections by sockets.
+pub(crate) struct Sockets;
+
+/// The side of a socket that bytes come from.
+pub(crate) enum SocketSource {
+    Tcp(tcp::OwnedReadHalf),
+    Local(unix::OwnedReadHalf),
+}
+
+/// The side of a socket that bytes go to.
+pub(crate) enum SocketSink {
+    Tcp(tcp::OwnedWriteHalf),
+    Local(unix::OwnedWriteHalf),
+}
+
+impl Source for SocketSource {
+    async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            SocketSource::Tcp(source) => source.receive(into).await,
+            SocketSource::Local(source) => source.receive(into).await,
+        }
+    }
+}
+
+impl Sink for SocketSink {
+    async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            SocketSink::Tcp(sink) => sink.send(from).await,
+            SocketSink::Local(sink) => sink.send(from).await,
+        }
+    }
+}
+
+impl Connector for Sockets {
+    type Source = SocketSource;
+    type Sink = SocketSink;
+
+    async fn connect(&self, address: &str) -> io::Result<(SocketSource, SocketSink)> {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        let (read, write) = stream.into_split();
+        Ok((SocketSource::Tcp(read), SocketSink::Tcp(write)))
+    }
+
+    async fn come_in(&self, door: &LocalDoor) -> io::Result<(SocketSource, SocketSink, Arc<Window>)> {
+        if larder_share::machine().as_ref() != Some(&door.machine) {
+            return Err(away("the node is on another machine"));
+        }
+        let (stream, window) = larder_share::attach(&door.name).await?;
+        let (read, write) = stream.into_split();
+        Ok((SocketSource::Local(read), SocketSink::Local(write), window))
+    }
 }
 
 /// A node that has said hello.
-pub(crate) struct Reached {
+pub(crate) struct Reached<C: Connector> {
     pub(crate) node_id: String,
     pub(crate) epoch: u64,
-    pub(crate) streams: Streams,
+    pub(crate) reader: FrameReader<C::Source>,
+    pub(crate) writer: FrameWriter<C::Sink>,
     /// Its memory, if it is on this machine.
     pub(crate) window: Option<Arc<Window>>,
 }
 
-/// What a node says of itself.
-struct Greeting {
-    node_id: String,
-    epoch: u64,
-    door: Option<LocalDoor>,
-}
-
 fn invalid(error: DecodeError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+fn away(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, what)
 }
 
 async fn in_time<T>(options: &LinkOptions, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
@@ -42,14 +107,12 @@ async fn in_time<T>(options: &LinkOptions, work: impl Future<Output = io::Result
 }
 
 /// Connects as the options say.
-pub(crate) async fn reach(options: &LinkOptions) -> io::Result<Reached> {
-    let stream = in_time(options, TcpStream::connect(&options.address)).await?;
-    stream.set_nodelay(true)?;
-    let (read, mut write) = stream.into_split();
-    let mut reader = FrameReader::new(read);
-    let greeting = in_time(options, greet(&mut reader, &mut write, options)).await?;
+pub(crate) async fn reach<C: Connector>(connector: &C, options: &LinkOptions) -> io::Result<Reached<C>> {
+    let (source, sink) = in_time(options, connector.connect(&options.address)).await?;
+    let (reached, door) = in_time(options, greet::<C>(source, sink, options)).await?;
     if options.transport != Transport::Tcp {
-        match in_time(options, come_in(&greeting, options)).await {
+        let known = (reached.node_id.clone(), reached.epoch);
+        match in_time(options, come_in(connector, known, door, options)).await {
             Ok(reached) => return Ok(reached),
             Err(error) if options.transport == Transport::Shm => {
                 return Err(io::Error::new(error.kind(), format!("no shared memory: {error}")));
@@ -57,45 +120,39 @@ pub(crate) async fn reach(options: &LinkOptions) -> io::Result<Reached> {
             Err(error) => tracing::debug!(node = %options.address, %error, "pages of this node come over TCP"),
         }
     }
-    let Greeting { node_id, epoch, .. } = greeting;
-    Ok(Reached { node_id, epoch, streams: Streams::Tcp(reader, write), window: None })
+    Ok(reached)
 }
 
 /// Goes through the node's door, if it is on this machine and has one.
-async fn come_in(greeting: &Greeting, options: &LinkOptions) -> io::Result<Reached> {
-    let away = |what| io::Error::new(io::ErrorKind::Unsupported, what);
-    let door = greeting.door.as_ref().ok_or_else(|| away("the node shares none"))?;
-    if larder_share::machine().as_ref() != Some(&door.machine) {
-        return Err(away("the node is on another machine"));
-    }
-    let (stream, window) = larder_share::attach(&door.name).await?;
-    let (read, mut write) = stream.into_split();
-    let mut reader = FrameReader::new(read);
-    let Greeting { node_id, epoch, .. } = greet(&mut reader, &mut write, options).await?;
-    if (&node_id, epoch) != (&greeting.node_id, greeting.epoch) {
+async fn come_in<C: Connector>(
+    connector: &C,
+    known: (String, u64),
+    door: Option<LocalDoor>,
+    options: &LinkOptions,
+) -> io::Result<Reached<C>> {
+    let door = door.ok_or_else(|| away("the node shares none"))?;
+    let (source, sink, window) = connector.come_in(&door).await?;
+    let (inside, _) = greet::<C>(source, sink, options).await?;
+    if (&inside.node_id, inside.epoch) != (&known.0, known.1) {
         return Err(away("another node is behind the door"));
     }
-    Ok(Reached { node_id, epoch, streams: Streams::Local(reader, write), window: Some(window) })
+    Ok(Reached { window: Some(window), ..inside })
 }
 
-/// Says hello, and hears who is there.
-async fn greet<R: Source, W: Sink>(
-    reader: &mut FrameReader<R>,
-    writer: &mut W,
+/// Says hello, and hears who is there, and its door.
+async fn greet<C: Connector>(
+    source: C::Source,
+    sink: C::Sink,
     options: &LinkOptions,
-) -> io::Result<Greeting> {
+) -> io::Result<(Reached<C>, Option<LocalDoor>)> {
+    let (mut reader, mut writer) = (FrameReader::new(source), FrameWriter::new(sink));
     let hello = Request::Hello {
         version_min: PROTOCOL_VERSION_MIN,
         version_max: PROTOCOL_VERSION,
         name: options.name.clone(),
         namespace: options.namespace.clone(),
     };
-    let frame = hello.frame(0, 0, None);
-    let mut left = frame.head.as_slice();
-    while !left.is_empty() {
-        let sent = writer.send(&[IoSlice::new(left)]).await?;
-        left = &left[sent..];
-    }
+    writer.send(hello.frame(0, 0, None)).await?;
     let header = reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
     match Response::decode(header.kind, reader.body()).map_err(invalid)? {
         Response::Hello { node_id, epoch, version, namespace, door } => {
@@ -106,7 +163,7 @@ async fn greet<R: Source, W: Sink>(
             if namespace != options.namespace.as_ref().map(NamespaceDescriptor::id) {
                 return Err(invalid(DecodeError::Invalid("namespace in the node's hello")));
             }
-            Ok(Greeting { node_id, epoch, door })
+            Ok((Reached { node_id, epoch, reader, writer, window: None }, door))
         }
         Response::Error { message, .. } => Err(io::Error::other(format!("node refused: {message}"))),
         _ => Err(invalid(DecodeError::Invalid("answer to hello"))),

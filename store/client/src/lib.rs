@@ -7,7 +7,7 @@
 //! The store is a cache: nothing here fails because a node is away. A page that cannot be had in time is a miss, a page that
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
-//! Where things are: [`client`](Client) (what callers see) · `connect` (TCP, and from there to memory) · `link` (one node: multiplex, receive) · `sink` (where
+//! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) · `link` (one node: multiplex, receive) · `sink` (where
 //! answers go, and the checks) · `put`, `put_pages` · `view` (pages in place) · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
@@ -35,3 +35,28 @@ pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
 pub use stats::ClientStats;
 pub use url::{StoreUrl, Transport, UrlError};
 pub use view::PageView;
+
+/// A client over other connections than sockets, and what it has under way: for simulations.
+#[doc(hidden)]
+pub mod sim {
+    use crate::{Client, ClientOptions, StoreUrl};
+    use larder_format::NamespaceDescriptor;
+    use std::sync::Arc;
+
+    pub use crate::connect::Connector;
+
+    /// Like [`Client::attach`], with connections that `connector` makes.
+    pub fn attach(
+        connector: Arc<impl Connector>,
+        url: StoreUrl,
+        namespace: NamespaceDescriptor,
+        options: ClientOptions,
+    ) -> Client {
+        Client::attach_by(connector, url, Some(namespace), options)
+    }
+
+    /// Payload bytes of puts that wait in this client, and requests that wait for answers.
+    pub fn under_way(client: &Client) -> (usize, usize) {
+        client.under_way()
+    }
+}

@@ -1,16 +1,17 @@
 //! One node: multiplex requests, receive answers, reconnect with backoff.
 
 use crate::clock::now;
-use crate::connect::{self, Reached, Streams};
+use crate::connect::{self, Connector, Reached};
 use crate::sink::Sink;
 use crate::url::Transport;
 use crate::view::Releases;
+use larder_bell::Bell;
 use larder_format::codec::DecodeError;
+use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
 use larder_share::{Held, Window};
 use larder_wire::{
-    Entry, Frame, FrameHeader, FrameReader, MAX_KEYS, Payload, Request, Response, Sink as ByteSink, Source,
-    write_frames,
+    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Request, Response, Sink as ByteSink, Source,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -19,7 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
 /// Frames queued towards the node.
@@ -108,46 +110,78 @@ impl Sinks {
 /// A node that may be connected.
 pub(crate) struct Link {
     pub(crate) address: String,
-    live: watch::Receiver<Option<Arc<Live>>>,
+    state: Arc<Bell<State>>,
+}
+
+/// Whether a node is connected.
+#[derive(Clone, Default)]
+enum State {
+    #[default]
+    Away,
+    Connected(Arc<Live>),
+    /// Nobody connects any more.
+    Ended,
+}
+
+impl State {
+    fn live(&self) -> Option<&Arc<Live>> {
+        match self {
+            State::Connected(live) => Some(live),
+            State::Away | State::Ended => None,
+        }
+    }
 }
 
 impl Link {
     /// Keeps connecting to `options.address` until `stop`.
-    pub(crate) fn start(options: LinkOptions, stop: CancellationToken) -> Link {
-        let (sender, live) = watch::channel(None);
-        let address = options.address.clone();
+    pub(crate) fn start(options: LinkOptions, connector: Arc<impl Connector>, stop: CancellationToken) -> Link {
+        let state = Arc::<Bell<State>>::default();
+        let link = Link { address: options.address.clone(), state: state.clone() };
         tokio::spawn(async move {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = keep_connected(options, sender) => {}
-            }
+            stop.run_until_cancelled(keep_connected(options, &*connector, &state)).await;
+            state.change(|state| *state = State::Ended);
         });
-        Link { address, live }
+        link
     }
 
     pub(crate) fn live(&self) -> Option<Arc<Live>> {
-        self.live.borrow().clone()
+        self.state.look(|state| state.live().cloned())
     }
 
-    pub(crate) fn watch(&self) -> watch::Receiver<Option<Arc<Live>>> {
-        self.live.clone()
+    /// Waits until the node is connected; `false` if it never will be.
+    pub(crate) async fn connected(&self) -> bool {
+        let there = |state: &State| match state {
+            State::Away => None,
+            State::Connected(_) => Some(true),
+            State::Ended => Some(false),
+        };
+        self.state.wait(there).await
+    }
+
+    /// Waits until the connection is another one than `seen`, or gone; `false` if there will be none any more.
+    pub(crate) async fn changed(&self, seen: Option<&Arc<Live>>) -> bool {
+        let changed = |state: &State| match (state, seen) {
+            (State::Ended, _) => Some(false),
+            (State::Connected(live), Some(seen)) if Arc::ptr_eq(live, seen) => None,
+            (State::Away, None) => None,
+            _ => Some(true),
+        };
+        self.state.wait(changed).await
     }
 }
 
-async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<Live>>>) {
+async fn keep_connected<C: Connector>(options: LinkOptions, connector: &C, state: &Bell<State>) {
     let mut backoff = BACKOFF_MIN;
     let mut said_away = false;
     loop {
-        match connect(&options).await {
-            Ok((live, streams, queue)) => {
+        match connect::reach(connector, &options).await {
+            Ok(Reached { node_id, epoch, reader, writer, window }) => {
+                let (live, queue) = Live::new(node_id, epoch, window);
                 let transport = live.transport();
                 tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, %transport, "store node connected");
                 (backoff, said_away) = (BACKOFF_MIN, false);
-                let connected = Connected::announce(&sender, live.clone());
-                let error = match streams {
-                    Streams::Tcp(reader, writer) => run(&live, reader, writer, queue).await,
-                    Streams::Local(reader, writer) => run(&live, reader, writer, queue).await,
-                };
+                let connected = Connected::announce(state, live.clone());
+                let error = run(&live, reader, writer, queue).await;
                 drop(connected);
                 tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
             }
@@ -165,42 +199,24 @@ async fn keep_connected(options: LinkOptions, sender: watch::Sender<Option<Arc<L
 
 /// While it lives, the node counts as connected. However the connection ends, its requests end with it.
 struct Connected<'a> {
-    sender: &'a watch::Sender<Option<Arc<Live>>>,
+    state: &'a Bell<State>,
     live: Arc<Live>,
 }
 
 impl<'a> Connected<'a> {
-    fn announce(sender: &'a watch::Sender<Option<Arc<Live>>>, live: Arc<Live>) -> Self {
-        sender.send_replace(Some(live.clone()));
-        Self { sender, live }
+    fn announce(state: &'a Bell<State>, live: Arc<Live>) -> Self {
+        state.change(|state| *state = State::Connected(live.clone()));
+        Self { state, live }
     }
 }
 
 impl Drop for Connected<'_> {
     fn drop(&mut self) {
-        self.sender.send_replace(None);
+        self.state.change(|state| *state = State::Away);
         self.live.broken.cancel();
         let waiting = std::mem::take(&mut self.live.sinks.lock().waiting);
         drop(waiting);
     }
-}
-
-async fn connect(options: &LinkOptions) -> io::Result<(Arc<Live>, Streams, mpsc::Receiver<Frame>)> {
-    let Reached { node_id, epoch, streams, window } = connect::reach(options).await?;
-    let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
-    let live = Live {
-        node_id,
-        epoch,
-        out,
-        sinks: Mutex::default(),
-        next: AtomicU64::new(1),
-        broken: CancellationToken::new(),
-        frames: Arc::default(),
-        outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
-        window,
-        releases: Arc::default(),
-    };
-    Ok((Arc::new(live), streams, queue))
 }
 
 fn invalid(error: DecodeError) -> io::Error {
@@ -211,17 +227,30 @@ fn invalid(error: DecodeError) -> io::Error {
 async fn run<R: Source, W: ByteSink>(
     live: &Arc<Live>,
     mut reader: FrameReader<R>,
-    writer: W,
+    writer: FrameWriter<W>,
     queue: mpsc::Receiver<Frame>,
 ) -> io::Error {
+    // A task of its own: neither direction takes the other's turns, however much there is to move.
+    let mut sending = tokio::spawn(writer.send_all(queue, STALL_TIMEOUT));
+    let _abort = AbortOnDrop(sending.abort_handle());
     let ended = tokio::select! {
+        biased;
         () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
-        sent = write_frames(writer, queue, STALL_TIMEOUT) => sent,
-        received = receive(live, &mut reader) => received,
         silent = watch_for_silence(live) => Err(silent),
         () = release(live) => Ok(()),
+        sent = &mut sending => sent.unwrap_or_else(|error| Err(io::Error::other(error))),
+        received = receive(live, &mut reader) => received,
     };
     ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// Ends a task with its owner.
+struct AbortOnDrop(AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 /// Tells the node which pages need not be held any more, until the connection ends.
@@ -296,7 +325,7 @@ async fn place<S: Source>(
                 Some(memory) => {
                     let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
                     reader.payload(memory, |piece| arriving.take(piece)).await?;
-                    pages.landed(index, tier, arriving.finish().is_ok())
+                    pages.landed(index, tier, arriving.finish().is_ok() || has(Bug::ReaderSkipsCrc))
                 }
                 None => {
                     reader.discard(bytes).await?;
@@ -357,6 +386,30 @@ fn milliseconds_left(deadline: Instant) -> u32 {
 }
 
 impl Live {
+    /// A node that has said hello, and the frames that go to it.
+    fn new(node_id: String, epoch: u64, window: Option<Arc<Window>>) -> (Arc<Live>, mpsc::Receiver<Frame>) {
+        let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+        let live = Live {
+            node_id,
+            epoch,
+            out,
+            sinks: Mutex::default(),
+            next: AtomicU64::new(1),
+            broken: CancellationToken::new(),
+            frames: Arc::default(),
+            outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
+            window,
+            releases: Arc::default(),
+        };
+        (Arc::new(live), queue)
+    }
+
+    /// Requests that wait for answers.
+    pub(crate) fn waiting(&self) -> usize {
+        let sinks = self.sinks.lock();
+        sinks.waiting.len() + usize::from(sinks.in_hand.is_some())
+    }
+
     /// How pages move.
     pub(crate) fn transport(&self) -> Transport {
         if self.window.is_some() { Transport::Shm } else { Transport::Tcp }
@@ -365,6 +418,10 @@ impl Live {
     /// The bytes of a page that the node holds for a request; `None` if it has no such bytes, or we none of its memory.
     fn hold(&self, request: u64, index: u32, place: u64, meta: &PageMeta) -> Option<Held> {
         let releases = self.releases.clone();
+        if has(Bug::ReleasedEarly) {
+            releases.add(Entry { request, index });
+            return self.window.as_ref()?.hold(place, meta.payload_bytes(), || {});
+        }
         let release = move || releases.add(Entry { request, index });
         self.window.as_ref()?.hold(place, meta.payload_bytes(), release)
     }
@@ -465,7 +522,9 @@ impl Live {
         let ended = match ended {
             Some(ended) => ended,
             None => {
-                self.break_off();
+                if !has(Bug::LandingHasNoEnd) {
+                    self.break_off();
+                }
                 done.await
             }
         };

@@ -49,23 +49,25 @@ pub(crate) fn register(links: &[Arc<Link>], member: &Member) -> Registration {
 }
 
 async fn keep(link: Arc<Link>, name: String, info: String, stop: CancellationToken) {
-    let mut node = link.watch();
     let message = Request::Register { name: name.clone(), ttl_ms: TTL.as_millis() as u32, info };
     loop {
+        let live = link.live();
         let renew = async {
-            if let Some(live) = link.live() {
+            if let Some(live) = &live {
                 // Behind whatever is queued: a busy link is no reason to lapse.
                 live.send(&message, now() + TTL).await;
             }
         };
         tokio::select! {
+            biased;
             () = stop.cancelled() => break,
             () = renew => {}
         }
         tokio::select! {
+            biased;
             () = stop.cancelled() => break,
             () = tokio::time::sleep(RENEW_EVERY) => {}
-            changed = node.changed() => if changed.is_err() { break },
+            more = link.changed(live.as_ref()) => if !more { break },
         }
     }
     if let Some(live) = link.live() {

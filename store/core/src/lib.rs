@@ -11,6 +11,6 @@
 
 pub mod extent;
 pub mod log;
-pub mod planted;
 
 pub use extent::ExtentAllocator;
+pub use larder_format::planted;

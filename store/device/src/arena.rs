@@ -90,6 +90,12 @@ impl Arena {
         unsafe { *self.mapping.start().add(byte).as_ptr() ^= 1 << (bit % 8) };
     }
 
+    /// Where its first byte is. For simulations.
+    #[cfg(feature = "faults")]
+    pub fn start(&self) -> NonNull<u8> {
+        self.mapping.start()
+    }
+
     /// The file that is mapped, if other processes can map it: its first [`Arena::capacity`] bytes are the arena.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.mapping.file()

@@ -13,7 +13,6 @@
 //! - [`Bell`] and [`Clock`]: waiting and time that a simulation can repeat.
 
 pub mod arena;
-mod bell;
 mod clock;
 mod device;
 mod directory;
@@ -26,11 +25,11 @@ mod stats;
 mod timers;
 
 pub use arena::{Arena, Piece, PieceMut, Sharing, Slot, SlotMut};
-pub use bell::Bell;
 pub use clock::Clock;
 pub use device::FileDevice;
 pub use directory::{OpenError, segment_name};
 pub use file::DeviceFile;
+pub use larder_bell::Bell;
 pub use request::{Block, Done, FileId, Lane, Operation, Request};
 pub use ring::{Executor, Ring, RingFacts, RingGone, RingOptions, Share, Task, UnknownExecutor};
 pub use seam::{BoxFuture, Completion, Device, DeviceFacts, SmallFile};

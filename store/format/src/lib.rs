@@ -10,6 +10,7 @@
 //! - [`disk`]: the blocks of an L3 segment log.
 //! - [`footer`]: the table of a segment's records that stands at its end.
 //! - [`life`]: which life a segment has whose header cannot be read.
+//! - [`planted`]: bugs that a simulation plants;
 //! - [`verify`]: checking a segment offline, and taking out what is damaged.
 #![forbid(unsafe_code)]
 
@@ -20,6 +21,7 @@ pub mod key;
 pub mod life;
 pub mod namespace;
 pub mod page;
+pub mod planted;
 pub mod verify;
 
 pub use key::{PageKey, page_keys};

@@ -11,12 +11,13 @@ use crate::puts::{Presence, Progress, Put};
 use crate::tiers::Page;
 use futures::StreamExt;
 use larder_format::codec::DecodeError;
+use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceId, PageId, PageKey};
 use larder_share::Tenure;
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, FollowState, Frame, FrameHeader, FrameReader, MAX_HOLD_MS, MAX_PIN_MS,
-    PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, PinKind, Request, ReserveOutcome, Reserved, Response, Sink,
-    Source, TierCode, write_frames,
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, FrameHeader, FrameReader, FrameWriter, MAX_HOLD_MS,
+    MAX_PIN_MS, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Payload, PinKind, Request, ReserveOutcome, Reserved, Response,
+    Sink, Source, TierCode,
 };
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
@@ -70,7 +71,12 @@ pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
         tracing::debug!(%peer, %error, "TCP keepalive");
     }
     let (read, write) = stream.into_split();
-    serve(shared, peer, read, write, Places::None).await;
+    serve(shared, peer, read, write).await;
+}
+
+/// Serves one client on any streams.
+pub(crate) async fn serve<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W) {
+    converse(shared, peer, read, write, Places::None).await;
 }
 
 /// Serves a process of this machine until it leaves, misbehaves, or the node stops. What it reads in place stays where it is
@@ -85,15 +91,33 @@ pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory:
         Ok(Err(error)) => return tracing::warn!(%error, "a process of this machine was not let in"),
         Err(_) => return,
     };
-    let held = Arc::default();
+    let (read, write) = stream.into_split();
+    let over = async move {
+        tenure.over().await;
+        drop(place);
+    };
+    serve_in_place(shared, peer, read, write, over).await;
+}
+
+/// Serves one client on any streams that reads pages in place until its tenure is over.
+pub(crate) async fn serve_in_place<R: Source, W: Sink>(
+    shared: Arc<Shared>,
+    peer: String,
+    read: R,
+    write: W,
+    over: impl Future<Output = ()> + Send + 'static,
+) {
+    let held = Arc::<Mutex<BTreeMap<Entry, Hold>>>::default();
     let after = Arc::clone(&held);
     // Not one of the node's tasks: it takes as long as that process does, and stopping the node does not wait for it.
     tokio::spawn(async move {
-        tenure.over().await;
-        drop((after, place));
+        over.await;
+        drop(after);
     });
-    let (read, write) = stream.into_split();
-    serve(shared, peer, read, write, Places::Some(held)).await;
+    converse(shared, peer, read, write, Places::Some(held.clone())).await;
+    if has(Bug::HoldsEndEarly) {
+        held.lock().clear();
+    }
 }
 
 /// The arena, for processes of this machine.
@@ -112,9 +136,9 @@ enum Places {
     Some(Arc<Mutex<BTreeMap<Entry, Hold>>>),
 }
 
-async fn serve<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W, places: Places) {
+async fn converse<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W, places: Places) {
     let (sender, receiver) = mpsc::channel(SEND_QUEUE_FRAMES);
-    let mut writer = AbortOnDrop(tokio::spawn(write_frames(write, receiver, STALL_TIMEOUT)));
+    let mut writer = AbortOnDrop(tokio::spawn(FrameWriter::new(write).send_all(receiver, STALL_TIMEOUT)));
     let connection = Connection {
         shared: shared.clone(),
         out: sender,
@@ -182,7 +206,7 @@ impl Drop for Connection {
         let tasks: Vec<AbortHandle> =
             std::mem::take(&mut *self.tasks.lock()).into_values().map(|task| task.handle).collect();
         tasks.iter().for_each(AbortHandle::abort);
-        for put in self.puts.values() {
+        for put in self.puts.values().filter(|_| !has(Bug::PutsOutlive)) {
             self.shared.store.abort(put);
         }
     }
@@ -203,6 +227,9 @@ impl Lease {
     }
 
     fn end(&self) {
+        if has(Bug::LeaseStays) {
+            return;
+        }
         let holds = self.holds.lock().take();
         drop(holds);
     }
@@ -325,7 +352,9 @@ impl Connection {
             }
             Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
             Request::Release(entries) => {
-                if let Places::Some(held) = &self.places {
+                if let Places::Some(held) = &self.places
+                    && !has(Bug::ReleaseUnheard)
+                {
                     let gone: Vec<Option<Hold>> = {
                         let mut held = held.lock();
                         entries.iter().map(|entry| held.remove(entry)).collect()
@@ -448,7 +477,9 @@ impl Connection {
         let receive = reader.payload(&mut slot, |piece| arriving.take(piece));
         tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(stalled)??;
         self.shared.metrics.bytes_received.inc_by(bytes as u64);
-        if let Err(mismatch) = arriving.finish() {
+        if let Err(mismatch) = arriving.finish()
+            && !has(Bug::PartUnchecked)
+        {
             self.shared.metrics.parts_corrupt.inc();
             tracing::warn!(id = ?put.id, part, %mismatch, "part damaged on its way: put given up");
             self.puts.remove(&name);
@@ -465,8 +496,13 @@ impl Connection {
         let tasks: Vec<RunningTask> =
             self.tasks.lock().extract_if(.., |_, task| task.request == request).map(|(_, task)| task).collect();
         tasks.iter().for_each(|task| task.handle.abort());
-        if let Some(lease) = self.leases.remove(&request) {
+        if !has(Bug::LeaseStays)
+            && let Some(lease) = self.leases.remove(&request)
+        {
             lease.end();
+        }
+        if has(Bug::CancelKeepsPuts) {
+            return;
         }
         let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
         for (_, put) in self.puts.extract_if(all, |_, _| true) {
@@ -564,7 +600,9 @@ impl ToClient {
         let place = Some(page.payload.arena_offset() as u64);
         let entry = Entry { request: self.request, index };
         if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
-            vacant.insert(hold);
+            if !has(Bug::PlaceNotHeld) {
+                vacant.insert(hold);
+            }
             room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(self.request, None));
             return Ok(());
         }

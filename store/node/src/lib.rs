@@ -36,11 +36,12 @@ pub use larder_device::Executor;
 pub use node::{Node, NodeError};
 pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
 
-/// A node without sockets, and its rules without a node: for simulations.
+/// A node without sockets, on any streams or on none, and its rules without a node: for simulations.
 #[doc(hidden)]
 pub mod sim {
     pub use crate::clock::Clock;
     pub use crate::devices::Devices;
+    pub use crate::node::Server;
     pub use crate::policy::*;
     pub use crate::puts::{Presence, Progress, Put, Waiter};
     pub use crate::store::Store;

@@ -9,9 +9,10 @@ use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::store::Store;
 use crate::{admin, connection};
+use futures::future::BoxFuture;
 use larder_device::Arena;
 use larder_share::Door;
-use larder_wire::LocalDoor;
+use larder_wire::{LocalDoor, Sink, Source};
 use prometheus_client::registry::Registry;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -172,6 +173,49 @@ impl Node {
         }
         self.shared.store.close(now() + self.drain).await;
         tracing::info!(node = %self.shared.identity.node_id, "store node stopped");
+    }
+}
+
+/// A node without sockets: a store, and what serves it on any streams. For simulations.
+#[derive(Clone)]
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+impl Server {
+    /// Serves `store` under this name. Processes of its machine hear of `door`.
+    pub fn new(store: Store, node_id: String, epoch: u64, door: Option<LocalDoor>) -> Server {
+        let metrics = store.metrics().clone();
+        let shared = Shared {
+            store,
+            members: Members::default(),
+            registry: metrics.registry(),
+            metrics,
+            door,
+            started: now(),
+            identity: Identity { node_id, epoch },
+        };
+        Server { shared: Arc::new(shared) }
+    }
+
+    /// What it serves.
+    pub fn store(&self) -> &Store {
+        &self.shared.store
+    }
+
+    /// Serves a client until it leaves or misbehaves.
+    pub fn serve(&self, read: impl Source, write: impl Sink) -> BoxFuture<'static, ()> {
+        Box::pin(connection::serve(self.shared.clone(), "a client".into(), read, write))
+    }
+
+    /// Serves a client that reads pages in place until `over`.
+    pub fn serve_in_place(
+        &self,
+        read: impl Source,
+        write: impl Sink,
+        over: impl Future<Output = ()> + Send + 'static,
+    ) -> BoxFuture<'static, ()> {
+        Box::pin(connection::serve_in_place(self.shared.clone(), "a client in place".into(), read, write, over))
     }
 }
 

@@ -38,7 +38,7 @@ pub async fn attach(name: &str) -> io::Result<(UnixStream, Arc<Window>)> {
     // SAFETY: a new mapping at an address that the kernel chooses.
     let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
     let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    Ok((stream, Arc::new(Window { start, len, _tenure: tenure })))
+    Ok((stream, Arc::new(Window { start, len, memory: Memory::Mapped(tenure) })))
 }
 
 fn greeting(stream: &UnixStream, size: &mut [u8; 8]) -> io::Result<Vec<OwnedFd>> {
@@ -57,23 +57,32 @@ fn greeting(stream: &UnixStream, size: &mut [u8; 8]) -> io::Result<Vec<OwnedFd>>
     Ok(rights.flatten().collect())
 }
 
-/// A node's arena, mapped for reading.
+/// A node's arena, for reading.
 pub struct Window {
     start: NonNull<u8>,
     len: usize,
-    /// Closed after the mapping is gone, which `drop` sees to.
-    _tenure: OwnedFd,
+    memory: Memory,
 }
 
-// SAFETY: the mapping is read-only memory that any thread may read.
+/// Whose memory it is.
+enum Memory {
+    /// Another process's, and the tenure; closed after the mapping is gone, which `drop` sees to.
+    Mapped(#[expect(dead_code, reason = "held until it is dropped")] OwnedFd),
+    /// This process's, and what keeps it.
+    Lent(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn Send + Sync>),
+}
+
+// SAFETY: it is memory that any thread may read, and `Held` says when.
 unsafe impl Send for Window {}
 // SAFETY: as above.
 unsafe impl Sync for Window {}
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: exactly what was mapped; every `Held` has its window, so nobody looks any more.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        if let Memory::Mapped(_) = self.memory {
+            // SAFETY: exactly what was mapped; every `Held` has its window, so nobody looks any more.
+            let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        }
     }
 }
 
@@ -84,6 +93,15 @@ impl std::fmt::Debug for Window {
 }
 
 impl Window {
+    /// A window onto memory of this process, which `keeper` keeps; it is dropped with the window. For simulations.
+    ///
+    /// # Safety
+    /// The `len` bytes from `start` on are initialised and stay where they are until `keeper` is dropped.
+    #[doc(hidden)]
+    pub unsafe fn onto(start: NonNull<u8>, len: usize, keeper: Box<dyn Send + Sync>) -> Arc<Window> {
+        Arc::new(Window { start, len, memory: Memory::Lent(keeper) })
+    }
+
     /// Bytes of the arena.
     pub fn len(&self) -> usize {
         self.len

@@ -3,6 +3,7 @@
 use crate::stream::{Sink, Source};
 use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
+use larder_format::planted::{Bug, has};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
@@ -22,6 +23,8 @@ const PIECE_BYTES: usize = 512 << 10;
 const FRAMES_AT_ONCE: usize = 32;
 
 const MAGIC: [u8; 4] = *b"LRDR";
+/// Where a header has its CRC.
+const CRC_AT: usize = 28;
 
 /// A decoded frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +76,7 @@ impl FrameHeader {
 
 fn crc(header: &[u8], body: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
-    hasher.update(&header[..28]);
+    hasher.update(&header[..CRC_AT]);
     hasher.update(body);
     hasher.finalize()
 }
@@ -120,6 +123,12 @@ impl Frame {
         self.payload.as_ref().map_or(&[], |payload| (**payload).as_ref())
     }
 
+    /// Makes a new frame number `number` of its direction, from 0: it is taken nowhere else. [`FrameWriter`] does.
+    pub fn number(&mut self, number: u32) {
+        let crc = &mut self.head[CRC_AT..HEADER_BYTES];
+        crc.iter_mut().zip(number.to_le_bytes()).for_each(|(byte, of_number)| *byte ^= of_number);
+    }
+
     /// Never: a frame has a header.
     pub fn is_empty(&self) -> bool {
         false
@@ -128,9 +137,11 @@ impl Frame {
 
 /// Reads frames from a stream: headers and bodies by way of a small buffer, payloads straight to where they belong.
 ///
-/// What is not a frame is an `InvalidData` error: the stream cannot be trusted any more.
+/// What is not a frame, or not the next one, is an `InvalidData` error: the stream cannot be trusted any more.
 pub struct FrameReader<S> {
     source: S,
+    /// Frames so far, modulo 2^32.
+    frames: u32,
     /// Bytes that came behind a payload.
     ahead: Box<[u8; AHEAD_BYTES]>,
     from: usize,
@@ -141,7 +152,7 @@ pub struct FrameReader<S> {
 impl<S: Source> FrameReader<S> {
     /// Reads frames from `source`.
     pub fn new(source: S) -> Self {
-        Self { source, ahead: Box::new([0; AHEAD_BYTES]), from: 0, to: 0, body: Vec::new() }
+        Self { source, frames: 0, ahead: Box::new([0; AHEAD_BYTES]), from: 0, to: 0, body: Vec::new() }
     }
 
     /// The next header; its body is then in [`FrameReader::body`], and its payload must be taken with
@@ -163,9 +174,11 @@ impl<S: Source> FrameReader<S> {
         body.resize(header.body_bytes as usize, 0);
         self.payload(&mut body, |_| {}).await?;
         self.body = body;
-        if crc(&sum, &self.body) != header.crc {
+        let number = if has(Bug::FrameOutOfOrder) { crc(&sum, &self.body) ^ header.crc } else { self.frames };
+        if crc(&sum, &self.body) ^ number != header.crc && !has(Bug::FrameUnchecked) {
             return Err(invalid(DecodeError::Checksum("frame")));
         }
+        self.frames = self.frames.wrapping_add(1);
         Ok(Some(header))
     }
 
@@ -213,40 +226,75 @@ impl<S: Source> FrameReader<S> {
     }
 }
 
-/// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Frames that wait
-/// together leave together; each is dropped when it has left.
-pub async fn write_frames<S: Sink>(mut sink: S, mut queue: mpsc::Receiver<Frame>, stall: Duration) -> io::Result<()> {
-    let mut frames = VecDeque::with_capacity(FRAMES_AT_ONCE);
-    let mut sent = 0;
-    let mut deadline = Instant::now() + stall;
-    loop {
-        while frames.len() < FRAMES_AT_ONCE
-            && let Ok(frame) = queue.try_recv()
-        {
-            frames.push_back(frame);
+/// Sends frames, and numbers them: what a stream leaves out, repeats or brings in another order is not taken for what was
+/// sent.
+pub struct FrameWriter<S> {
+    sink: S,
+    /// Frames so far, modulo 2^32.
+    frames: u32,
+}
+
+impl<S: Sink> FrameWriter<S> {
+    /// Sends frames to `sink`.
+    pub fn new(sink: S) -> Self {
+        Self { sink, frames: 0 }
+    }
+
+    /// Sends one frame.
+    pub async fn send(&mut self, frame: Frame) -> io::Result<()> {
+        let frames = VecDeque::from([self.next(frame)]);
+        let mut sent = 0;
+        while sent < frames[0].len() {
+            sent += self.send_some(&frames, sent).await?;
         }
-        if frames.is_empty() {
-            match queue.recv().await {
-                Some(frame) => frames.push_back(frame),
-                None => return Ok(()),
+        Ok(())
+    }
+
+    /// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Frames that
+    /// wait together leave together; each is dropped when it has left.
+    pub async fn send_all(mut self, mut queue: mpsc::Receiver<Frame>, stall: Duration) -> io::Result<()> {
+        let mut frames = VecDeque::with_capacity(FRAMES_AT_ONCE);
+        let mut sent = 0;
+        let mut deadline = Instant::now() + stall;
+        loop {
+            while frames.len() < FRAMES_AT_ONCE
+                && let Ok(frame) = queue.try_recv()
+            {
+                frames.push_back(self.next(frame));
             }
-            deadline = Instant::now() + stall;
-            continue;
+            if frames.is_empty() {
+                match queue.recv().await {
+                    Some(frame) => frames.push_back(self.next(frame)),
+                    None => return Ok(()),
+                }
+                deadline = Instant::now() + stall;
+                continue;
+            }
+            let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
+            sent += tokio::time::timeout_at(deadline, self.send_some(&frames, sent)).await.map_err(timed_out)??;
+            while let Some(first) = frames.front().map(Frame::len)
+                && sent >= first
+            {
+                sent -= first;
+                frames.pop_front();
+                deadline = Instant::now() + stall;
+            }
         }
+    }
+
+    fn next(&mut self, mut frame: Frame) -> Frame {
+        frame.number(self.frames);
+        self.frames = self.frames.wrapping_add(1);
+        frame
+    }
+
+    /// Sends what it can of what is left behind the first `sent` bytes; how much.
+    async fn send_some(&mut self, frames: &VecDeque<Frame>, sent: usize) -> io::Result<usize> {
         let mut slices = [IoSlice::new(&[]); 2 * FRAMES_AT_ONCE];
-        let count = gather(&frames, sent, &mut slices);
-        let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
-        let now = tokio::time::timeout_at(deadline, sink.send(&slices[..count])).await.map_err(timed_out)??;
-        if now == 0 {
-            return Err(io::ErrorKind::WriteZero.into());
-        }
-        sent += now;
-        while let Some(first) = frames.front().map(Frame::len)
-            && sent >= first
-        {
-            sent -= first;
-            frames.pop_front();
-            deadline = Instant::now() + stall;
+        let count = gather(frames, sent, &mut slices);
+        match self.sink.send(&slices[..count]).await? {
+            0 => Err(io::ErrorKind::WriteZero.into()),
+            now => Ok(now),
         }
     }
 }
@@ -336,7 +384,8 @@ mod tests {
             }
             drop(sender);
             let taken = Arc::default();
-            write_frames(Narrow { taken: Arc::clone(&taken), step }, queue, Duration::from_secs(1)).await.unwrap();
+            let writer = FrameWriter::new(Narrow { taken: Arc::clone(&taken), step });
+            writer.send_all(queue, Duration::from_secs(1)).await.unwrap();
             let bytes = taken.lock().unwrap().clone();
             let mut reader = FrameReader::new(Trickle { bytes, at: 0, step });
             for (i, expected) in frames(&payloads).enumerate() {
@@ -366,7 +415,7 @@ mod tests {
         let (sender, queue) = mpsc::channel(1);
         sender.send(frames(&[10]).next().unwrap()).await.map_err(|_| ()).unwrap();
         let begin = Instant::now();
-        let error = write_frames(Stuck, queue, Duration::from_secs(3)).await.unwrap_err();
+        let error = FrameWriter::new(Stuck).send_all(queue, Duration::from_secs(3)).await.unwrap_err();
         assert_eq!((error.kind(), begin.elapsed().as_secs()), (io::ErrorKind::TimedOut, 3));
     }
 
@@ -383,6 +432,27 @@ mod tests {
         }
         assert!(read(b"").await.unwrap().is_none());
         assert!(read(&frame.head[..20]).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_frame_is_taken_in_its_place_and_in_no_other() {
+        let numbered = |number| {
+            let mut frame = Frame::new(7, 1, 0, b"body", None);
+            frame.number(number);
+            frame.head
+        };
+        let taken = async |numbers: &[u32]| {
+            let bytes = numbers.iter().flat_map(|&number| numbered(number)).collect();
+            let mut reader = FrameReader::new(Trickle { bytes, at: 0, step: 100 });
+            let mut taken = 0;
+            while reader.next().await.is_ok_and(|header| header.is_some()) {
+                taken += 1;
+            }
+            taken
+        };
+        for (numbers, good) in [(&[0, 1, 2][..], 3), (&[1], 0), (&[0, 0], 1), (&[0, 2, 1], 1), (&[0, 1, 0], 2)] {
+            assert_eq!(taken(numbers).await, good, "{numbers:?}");
+        }
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@
 //! 16  body bytes              4     at most MAX_BODY_BYTES
 //! 20  payload bytes           4     at most MAX_PAGE_BYTES
 //! 24  deadline, milliseconds  4     what is left of the requester's patience; 0 in answers
-//! 28  CRC-32                  4     over bytes 0..28 and the body
+//! 28  check                   4     CRC-32 over bytes 0..28 and the body, xor the number of the frame in its direction
 //! 32  body, then payload
 //! ```
 //!
@@ -25,7 +25,7 @@ mod frame;
 mod message;
 mod stream;
 
-pub use frame::{Frame, FrameHeader, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, Payload, write_frames};
+pub use frame::{Frame, FrameHeader, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload};
 pub use message::{
     CommitOutcome, Entry, ErrorCode, FollowState, LocalDoor, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS,
     MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS, MemberEntry, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,

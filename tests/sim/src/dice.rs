@@ -19,6 +19,12 @@ pub enum Stream {
     Life(u64),
     /// One worker in one life.
     Worker(u64, u64),
+    /// The network between clients and nodes.
+    Network,
+    /// One side of a line of it.
+    Line(u64, u64),
+    /// What becomes of the nodes at one address.
+    Host(u64),
 }
 
 impl Stream {
@@ -29,6 +35,9 @@ impl Stream {
             Stream::Loss(life) => 2 << 56 | life,
             Stream::Life(life) => 4 << 56 | life,
             Stream::Worker(life, worker) => 3 << 56 | life << 16 | worker,
+            Stream::Network => 5 << 56,
+            Stream::Line(line, side) => 6 << 56 | line << 8 | side,
+            Stream::Host(number) => 7 << 56 | number,
         }
     }
 }

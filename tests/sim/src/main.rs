@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use larder_sim::faults::Profile;
-use larder_sim::run::{Options, SeedReport, Summary, run_seed, run_seeds};
+use larder_sim::run::{Options, SeedReport, Subject, Summary, run_seed, run_seeds};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use std::time::Duration;
 /// What is simulated, and which faults happen.
 #[derive(Debug, Clone, Copy, Default)]
 struct Which {
-    node: bool,
+    subject: Subject,
     faults: Option<Profile>,
 }
 
@@ -18,14 +18,18 @@ impl FromStr for Which {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Which, String> {
-        let node = text == "node" || text.starts_with("node-");
-        let faults = if node { text.trim_start_matches("node").trim_start_matches('-') } else { text };
+        let (first, rest) = text.split_once('-').unwrap_or((text, ""));
+        let (subject, faults) = match first {
+            "node" => (Subject::Node, rest),
+            "wire" => (Subject::Wire, rest),
+            _ => (Subject::L3, text),
+        };
         let faults = if faults.is_empty() { None } else { Some(faults.parse()?) };
-        Ok(Which { node, faults })
+        Ok(Which { subject, faults })
     }
 }
 
-/// Deterministic simulation of Larder's storage core, or of a whole node's storage.
+/// Deterministic simulation of Larder's storage core, of a whole node's storage, or of clients and nodes together.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
@@ -45,7 +49,7 @@ struct Args {
     #[arg(long)]
     minutes: Option<f64>,
     /// Which faults: calm, crash, errors, lies, memory, all, by the seed if not given; of a whole node: node, or
-    /// node-calm and so on
+    /// node-calm and so on; of clients and nodes: wire, or wire-calm and so on
     #[arg(long, default_value = "")]
     profile: Which,
     /// Go on after a seed failed
@@ -63,7 +67,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let options = Options {
         operations: args.operations,
-        node: args.profile.node,
+        subject: args.profile.subject,
         profile: args.profile.faults,
         verbose: args.verbose,
         keep_going: args.keep_going,

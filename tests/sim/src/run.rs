@@ -8,6 +8,7 @@ use crate::life::{End, Ground, Legacy, Plan, live};
 use crate::model::Model;
 use crate::panics;
 use crate::setup::Setup;
+use crate::wire::{self, WireSetup};
 use crate::world::World;
 use larder_device::Arena;
 use parking_lot::Mutex;
@@ -20,6 +21,19 @@ use std::time::{Duration, Instant};
 /// No seed takes more lives: one that crashes before it does anything is rare.
 const LIVES_MAX: u64 = 10_000;
 
+/// What is simulated.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Subject {
+    /// L3 alone.
+    #[default]
+    L3,
+    /// A whole node without its sockets.
+    Node,
+    /// Clients and nodes, and what is between them.
+    Wire,
+}
+
 /// What to run.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -27,8 +41,8 @@ pub struct Options {
     pub operations: u64,
     /// A control: syncs are answered and do nothing.
     pub lying_syncs: bool,
-    /// A whole node, not L3 alone.
-    pub node: bool,
+    /// Of what.
+    pub subject: Subject,
     /// Which faults; by the seed if not given.
     pub profile: Option<Profile>,
     /// Print every event.
@@ -42,8 +56,8 @@ pub struct Options {
 pub struct SeedReport {
     /// The seed.
     pub seed: u64,
-    /// Whether it was of a whole node.
-    pub node: bool,
+    /// Of what it was.
+    pub subject: Subject,
     /// Which faults it had.
     pub profile: &'static str,
     /// Hash over all events.
@@ -65,8 +79,12 @@ pub struct SeedReport {
 impl SeedReport {
     /// Arguments of the command that replay it.
     pub fn replay(&self) -> String {
-        let node = if self.node { "--profile node " } else { "" };
-        format!("{node}--seed {} --verbose", self.seed)
+        let subject = match self.subject {
+            Subject::L3 => "",
+            Subject::Node => "--profile node ",
+            Subject::Wire => "--profile wire ",
+        };
+        format!("{subject}--seed {} --verbose", self.seed)
     }
 }
 
@@ -74,7 +92,11 @@ impl SeedReport {
 pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
     let mut dice = Dice::new(seed, Stream::Setup);
     let profile = options.profile.unwrap_or_else(|| Profile::of_seed(seed));
-    let draw = if options.node { Setup::draw_node } else { Setup::draw };
+    if options.subject == Subject::Wire {
+        return run_wire(seed, profile, options, dice);
+    }
+    let node = options.subject == Subject::Node;
+    let draw = if node { Setup::draw_node } else { Setup::draw };
     let setup = draw(profile, options.operations, &mut dice);
     let devices = setup.node.as_ref().map_or(1, |node| node.devices);
     let mut faults = Faults::draw(profile, &mut dice);
@@ -82,7 +104,7 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
     let world = Arc::new(World::new(seed, devices, faults, options.verbose));
     let operations = match Arena::new(setup.arena_bytes as usize) {
         Ok(arena) => {
-            let model = Arc::new(Mutex::new(Model::new(setup.keys, options.node || setup.keep_percent > 0)));
+            let model = Arc::new(Mutex::new(Model::new(setup.keys, node || setup.keep_percent > 0)));
             let ground = Ground { world: world.clone(), model, arena, setup: Arc::new(setup) };
             panics::watched(|| lives(&ground, options, &mut dice)).unwrap_or_else(|panic| {
                 world.violate(panic);
@@ -94,7 +116,20 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
             0
         }
     };
-    report(&world, options.node, profile, operations)
+    report(&world, options.subject, profile, operations)
+}
+
+/// Runs one seed of clients and nodes.
+fn run_wire(seed: u64, profile: Profile, options: &Options, mut dice: Dice) -> SeedReport {
+    let setup = WireSetup::draw(profile, &mut dice);
+    let faults = Faults::draw(profile, &mut dice);
+    let world = Arc::new(World::new(seed, setup.nodes, faults, options.verbose));
+    let run = || wire::run(&world, setup, options.operations, &mut dice);
+    let operations = panics::watched(run).unwrap_or_else(|panic| {
+        world.violate(panic);
+        0
+    });
+    report(&world, options.subject, profile, operations)
 }
 
 /// One life after the other until the operations are done.
@@ -145,12 +180,12 @@ fn plan(setup: &Setup, number: u64, left: u64, segments: u64, dice: &mut Dice) -
     Plan { number, operations, events, end, segments }
 }
 
-fn report(world: &World, node: bool, profile: Profile, operations: u64) -> SeedReport {
+fn report(world: &World, subject: Subject, profile: Profile, operations: u64) -> SeedReport {
     let (hash, events) = world.hash();
     let violations = world.violations();
     SeedReport {
         seed: world.seed,
-        node,
+        subject,
         profile: profile.name(),
         hash,
         events,

@@ -7,14 +7,17 @@
 
 use larder_core::planted::{Bug, with};
 use larder_sim::faults::Profile;
-use larder_sim::run::{Options, SeedReport, run_seed};
+use larder_sim::run::{Options, SeedReport, Subject, run_seed};
 
-const OPERATIONS: u64 = 12_000;
+fn operations(subject: Subject) -> u64 {
+    if subject == Subject::Wire { 2_500 } else { 12_000 }
+}
+
 /// No bug may take more seeds.
 const SEEDS_MAX: u64 = 96;
 
-fn seed(number: u64, node: bool, profile: Option<Profile>) -> SeedReport {
-    run_seed(number, &Options { operations: OPERATIONS, node, profile, ..Options::default() })
+fn seed(number: u64, subject: Subject, profile: Option<Profile>) -> SeedReport {
+    run_seed(number, &Options { operations: operations(subject), subject, profile, ..Options::default() })
 }
 
 /// Bugs that show only with certain faults are looked for where these happen.
@@ -32,9 +35,9 @@ fn profile(bug: Bug) -> Option<Profile> {
 }
 
 /// Seeds until the bug is found, and what was seen first.
-fn search(bug: Bug, node: bool) -> Option<(u64, String)> {
+fn search(bug: Bug, subject: Subject) -> Option<(u64, String)> {
     (0..SEEDS_MAX).find_map(|number| {
-        let report = with(bug, || seed(number, node, profile(bug)));
+        let report = with(bug, || seed(number, subject, profile(bug)));
         Some((number + 1, report.violations.into_iter().next()?))
     })
 }
@@ -59,8 +62,8 @@ fn each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> 
     all.into_iter().map(|(_, result)| result).collect()
 }
 
-fn find_all(bugs: &[Bug], node: bool) {
-    let found = each(bugs, |&bug| search(bug, node));
+fn find_all(bugs: &[Bug], subject: Subject) {
+    let found = each(bugs, |&bug| search(bug, subject));
     let mut missed = Vec::new();
     for (bug, found) in bugs.iter().zip(&found) {
         match found {
@@ -78,12 +81,17 @@ fn find_all(bugs: &[Bug], node: bool) {
 
 #[test]
 fn every_bug_planted_in_the_core_is_found() {
-    find_all(&Bug::CORE, false);
+    find_all(&Bug::CORE, Subject::L3);
 }
 
 #[test]
 fn every_bug_planted_in_the_node_is_found() {
-    find_all(&Bug::NODE, true);
+    find_all(&Bug::NODE, Subject::Node);
+}
+
+#[test]
+fn every_bug_planted_between_client_and_node_is_found() {
+    find_all(&Bug::WIRE, Subject::Wire);
 }
 
 #[test]
@@ -92,13 +100,15 @@ fn without_a_bug_nothing_is_found() {
     let forced = [Profile::Crash, Profile::Errors].map(Some);
     let runs = |number| {
         let forced = forced.into_iter().filter(move |_| number < SEEDS_MAX / 4);
-        forced.chain([None]).flat_map(move |profile| [false, true].map(|node| (number, node, profile)))
+        let forced =
+            forced.flat_map(move |profile| [Subject::L3, Subject::Node].map(|subject| (number, subject, profile)));
+        forced.chain([Subject::L3, Subject::Node, Subject::Wire].map(|subject| (number, subject, None)))
     };
     let seeds: Vec<_> = (0..SEEDS_MAX).flat_map(runs).collect();
-    for ((_, node, profile), report) in
-        seeds.iter().zip(each(&seeds, |&(number, node, profile)| seed(number, node, profile)))
+    for ((_, subject, profile), report) in
+        seeds.iter().zip(each(&seeds, |&(number, subject, profile)| seed(number, subject, profile)))
     {
-        let run = format!("seed {}, node: {node}, profile {profile:?}", report.seed);
+        let run = format!("seed {}, {subject:?}, profile {profile:?}", report.seed);
         assert!(report.violations.is_empty(), "{run}: {:?}", report.violations);
     }
 }

@@ -1,12 +1,14 @@
 //! What CI runs of the simulation. A failure prints the seed and how to replay it.
 
 use larder_sim::faults::Profile;
-use larder_sim::run::{Options, SeedReport, Summary, run_seed, run_seeds};
+use larder_sim::run::{Options, SeedReport, Subject, Summary, run_seed, run_seeds};
 
 const SEEDS: u64 = 256;
 const OPERATIONS: u64 = 20_000;
 const NODE_SEEDS: u64 = 192;
 const NODE_OPERATIONS: u64 = 10_000;
+const WIRE_SEEDS: u64 = 96;
+const WIRE_OPERATIONS: u64 = 2_000;
 
 fn explain(failed: &[SeedReport]) -> String {
     let of = |report: &SeedReport| {
@@ -74,7 +76,7 @@ fn five_million_operations_and_no_wrong_byte() {
 
 #[test]
 fn a_whole_node_serves_no_wrong_byte_and_keeps_its_bounds() {
-    let options = Options { operations: NODE_OPERATIONS, node: true, ..Options::default() };
+    let options = Options { operations: NODE_OPERATIONS, subject: Subject::Node, ..Options::default() };
     let summary = run_seeds(0, NODE_SEEDS, None, &options);
     assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
     let Summary { seeds, operations, seconds, counts, .. } = &summary;
@@ -122,23 +124,75 @@ fn a_whole_node_serves_no_wrong_byte_and_keeps_its_bounds() {
 }
 
 #[test]
+fn clients_and_nodes_over_a_line_that_breaks_and_lies() {
+    let options = Options { operations: WIRE_OPERATIONS, subject: Subject::Wire, ..Options::default() };
+    let summary = run_seeds(0, WIRE_SEEDS, None, &options);
+    assert!(summary.failed.is_empty(), "{}", explain(&summary.failed));
+    let Summary { seeds, operations, seconds, counts, .. } = &summary;
+    println!("wire: {seeds} seeds, {operations} operations, wrong bytes: 0, {seconds:.0} s: {counts:#?}");
+    // Operations that do not divide by the workers are left out.
+    assert!(*seeds == WIRE_SEEDS && *operations > WIRE_SEEDS * WIRE_OPERATIONS * 9 / 10, "{operations} operations");
+    let least = [
+        ("hits in L2", 25_000),
+        ("hits on L3", 1_800),
+        ("views in place", 5_000),
+        ("views copied", 6_000),
+        ("views looked at again", 20_000),
+        ("pages held", 3_000),
+        ("held pages read", 10),
+        ("follows to the end", 4_000),
+        ("follows of puts given up", 50),
+        ("puts stored", 12_000),
+        ("puts already there", 2_000),
+        ("puts refused", 18_000),
+        ("puts in progress", 200),
+        ("puts busy", 10),
+        ("puts cancelled", 1_000),
+        ("puts dropped", 2_000),
+        ("forgets complete", 4_000),
+        ("forgets not complete", 4_000),
+        ("cancelled", 600),
+        ("connections", 3_500),
+        ("connections in place", 2_000),
+        ("pages read at rest", 3_000),
+        ("connections refused", 4_000),
+        ("node crashes", 300),
+        ("nodes closed", 400),
+        ("pages recovered", 5_000),
+        ("damaged in L2", 50),
+        ("L2 flip", 100),
+        ("line cut", 300),
+        ("line dies", 150),
+        ("line broken", 300),
+        ("line stalls", 200),
+        ("line flips a bit", 200),
+        ("line swallows", 200),
+        ("line repeats", 300),
+        ("line replays", 800),
+        ("line swaps", 100),
+    ];
+    check_coverage(&summary, &least);
+}
+
+#[test]
 fn every_seed_replays_exactly() {
     let seeds = 0..2 * Profile::EVERY.len() as u64;
-    for (seed, node) in seeds.flat_map(|seed| [(seed, false), (seed, true)]) {
-        let options = Options { operations: 4_000, node, ..Options::default() };
+    let all = |seed| [Subject::L3, Subject::Node, Subject::Wire].map(|subject| (seed, subject));
+    for (seed, subject) in seeds.flat_map(all) {
+        let options = Options { operations: 4_000, subject, ..Options::default() };
         let runs: Vec<SeedReport> = std::thread::scope(|scope| {
             let both = [0, 1].map(|_| scope.spawn(|| run_seed(seed, &options)));
             both.into_iter().map(|run| run.join().unwrap()).collect()
         });
-        assert_eq!((runs[0].hash, runs[0].events), (runs[1].hash, runs[1].events), "seed {seed}, node: {node}");
-        assert_eq!(runs[0].counts, runs[1].counts, "seed {seed}, node: {node}");
+        assert_eq!((runs[0].hash, runs[0].events), (runs[1].hash, runs[1].events), "seed {seed} of {subject:?}");
+        assert_eq!(runs[0].counts, runs[1].counts, "seed {seed} of {subject:?}");
     }
 }
 
 #[test]
 fn other_seeds_are_other_runs() {
-    for node in [false, true] {
-        let options = Options { operations: 500, node, ..Options::default() };
+    for subject in [Subject::L3, Subject::Node, Subject::Wire] {
+        let options = Options { operations: 500, subject, ..Options::default() };
         assert_ne!(run_seed(1, &options).hash, run_seed(7, &options).hash);
     }
 }
@@ -147,10 +201,10 @@ fn other_seeds_are_other_runs() {
 /// are missing is seen at the start, and nothing older is trusted then.)
 #[test]
 fn syncs_that_do_nothing_are_noticed() {
-    for node in [false, true] {
+    for subject in [Subject::L3, Subject::Node] {
         let options =
             Options { operations: 4_000, profile: Some(Profile::Crash), lying_syncs: true, ..Options::default() };
-        let summary = run_seeds(0, 20, None, &Options { node, keep_going: true, ..options });
+        let summary = run_seeds(0, 20, None, &Options { subject, keep_going: true, ..options });
         let found = |what: &str| summary.failed.iter().any(|report| report.violations.iter().any(|v| v.contains(what)));
         assert!(found("was durable"), "nothing that was durable is lost");
     }

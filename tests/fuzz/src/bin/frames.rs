@@ -21,7 +21,7 @@ impl Source for Pieces {
 
 /// Puts magic and checksum of each frame right, as far as lengths make sense.
 fn put_right(bytes: &mut [u8]) {
-    let mut at = 0;
+    let (mut at, mut frames) = (0, 0u32);
     while let Some(frame) = bytes.get_mut(at..).filter(|rest| rest.len() >= HEADER_BYTES) {
         frame[..4].copy_from_slice(b"LRDR");
         frame[5..8].fill(0);
@@ -31,8 +31,9 @@ fn put_right(bytes: &mut [u8]) {
         let mut crc = crc32fast::Hasher::new();
         crc.update(&frame[..28]);
         crc.update(sealed);
-        let crc = crc.finalize().to_le_bytes();
-        frame[28..32].copy_from_slice(&crc);
+        let check = crc.finalize() ^ frames;
+        frame[28..32].copy_from_slice(&check.to_le_bytes());
+        frames = frames.wrapping_add(1);
         at += HEADER_BYTES + body + payload;
     }
 }

@@ -102,7 +102,11 @@ fn main() -> std::io::Result<()> {
     let dir = Path::new(&dir);
     write(dir, "requests", requests().iter().map(message).collect())?;
     write(dir, "responses", responses().iter().map(message).collect())?;
-    let stream = |frames: Vec<Frame>| frames.into_iter().take(6).flat_map(|frame| frame.head).collect::<Vec<u8>>();
+    let numbered = |(mut frame, number): (Frame, u32)| {
+        frame.number(number);
+        frame.head
+    };
+    let stream = |frames: Vec<Frame>| frames.into_iter().take(6).zip(0..).flat_map(numbered).collect::<Vec<u8>>();
     let frames = [0x80, 3].map(|mode| [vec![mode], stream(requests())].concat());
     write(dir, "frames", frames.to_vec())?;
 

@@ -24,7 +24,14 @@ impl Power {
         self.failure.notified().await;
     }
 
-    pub(super) fn is_on(&self) -> bool {
+    /// It fails no more, if it has not.
+    pub(crate) fn stays(&self) {
+        if self.is_on() {
+            self.events_left.store(u64::MAX, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
         self.events_left.load(Ordering::Relaxed) > 0
     }
 

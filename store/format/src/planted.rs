@@ -2,7 +2,7 @@
 //!
 //! Always true: without the feature `planted`, [`has`] is `false` and nothing of it is left in the code.
 
-/// A mutation of the core, of L3, or of a node.
+/// A mutation of the core, of L3, of a node, or of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Bug {
@@ -96,6 +96,38 @@ pub enum Bug {
     QuotaIgnored,
     /// Node: pins have no end.
     PinsStay,
+    /// Wire: a frame is taken whatever its checksum says.
+    FrameUnchecked,
+    /// Wire: nobody looks whether a frame is the next one.
+    FrameOutOfOrder,
+    /// Client: a page is had whatever its checksums say.
+    ReaderSkipsCrc,
+    /// Client: pages in place are released when they are announced.
+    ReleasedEarly,
+    /// Client: a payload that does not come in time is waited for.
+    LandingHasNoEnd,
+    /// Client: only the owner is asked to forget.
+    ForgetAsksOwner,
+    /// Client: forgetting is complete though a node is away.
+    ForgetWithoutAll,
+    /// Client: bytes that were sent still count as waiting.
+    BudgetLeaks,
+    /// Connection: a part lands though its bytes are not what its checksums say.
+    PartUnchecked,
+    /// Connection: what is read in place is held no longer than the connection lasts.
+    HoldsEndEarly,
+    /// Connection: releases are not heard.
+    ReleaseUnheard,
+    /// Connection: leases last as long as the connection.
+    LeaseStays,
+    /// Connection: a request that is cancelled keeps its puts.
+    CancelKeepsPuts,
+    /// Connection: puts outlive it.
+    PutsOutlive,
+    /// Connection: a page is shown in place and not held.
+    PlaceNotHeld,
+    /// Holds: what was forgotten is served from what is held.
+    HeldIsServed,
 }
 
 impl Bug {
@@ -150,6 +182,26 @@ impl Bug {
         Bug::OverIsServed,
         Bug::QuotaIgnored,
         Bug::PinsStay,
+    ];
+
+    /// Those of what is between a client and a node, and of the client.
+    pub const WIRE: [Bug; 16] = [
+        Bug::FrameUnchecked,
+        Bug::FrameOutOfOrder,
+        Bug::ReaderSkipsCrc,
+        Bug::ReleasedEarly,
+        Bug::LandingHasNoEnd,
+        Bug::ForgetAsksOwner,
+        Bug::ForgetWithoutAll,
+        Bug::BudgetLeaks,
+        Bug::PartUnchecked,
+        Bug::HoldsEndEarly,
+        Bug::ReleaseUnheard,
+        Bug::LeaseStays,
+        Bug::CancelKeepsPuts,
+        Bug::PutsOutlive,
+        Bug::PlaceNotHeld,
+        Bug::HeldIsServed,
     ];
 }
 

@@ -3,6 +3,8 @@
 //! Always true: waiters wake in the order in which they began to wait. Those of tokio's watch channel wake in a random one,
 //! with which no run of a simulation could be repeated.
 
+#![forbid(unsafe_code)]
+
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 

@@ -1,0 +1,229 @@
+//! Clients and nodes together: [`larder_client::Client`] and the connections of [`larder_node::sim::Server`], over the fake
+//! transport of [`stream`], with and without the node's memory in place.
+//!
+//! One to three nodes, each a whole node on a simulated device, start, close and crash; two to four clients put, get, view,
+//! follow, look up and forget, cancel and run out of time, while lines between them are slow, break and lie, and devices and
+//! memory fail as the profile says.
+//!
+//! Beside the promise, these must hold:
+//! - what a client is told (stored, there already, other bytes, where a page is) fits what was put;
+//! - what was forgotten completely is a miss, until it is put again;
+//! - nothing ends later than its deadline and what the client says that may add;
+//! - bytes that are read in place do not change before they are let go of, whatever becomes of page, connection and node;
+//! - pages that a lookup holds are had as long as nothing fails;
+//! - a put that its writer gave up, or whose writer is gone, does not stand in the way of another;
+//! - when all is at rest, no put is open, nobody waits, nothing is held, no bytes are under way at either end, and a node's
+//!   memory holds what L2 has and nothing else.
+//!
+//! Only in profiles without lies of the line, a node never finds damage in memory that does not fail.
+
+mod check;
+mod model;
+mod net;
+mod nodes;
+mod operations;
+mod put;
+pub mod stream;
+
+use crate::dice::{Dice, Stream};
+use crate::faults::{Faults, Profile};
+use crate::world::World;
+use larder_client::{Client, ClientOptions, StoreUrl, Transport};
+use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
+use larder_node::WritePolicy;
+use model::{Asked, Model};
+use net::Network;
+use nodes::{Host, address};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use stream::LineFaults;
+use tokio_util::sync::CancellationToken;
+
+const KIB: u64 = 1 << 10;
+/// Times that all comes to rest.
+const ROUNDS: u64 = 3;
+/// Nothing takes longer in virtual time.
+const SEED_MAX: Duration = Duration::from_secs(24 * 3600);
+/// A deadline is heard of this late at most …
+const LATE_MS: u64 = 50;
+/// … and a payload that is just being received may land so much later.
+const LANDING_MS: u64 = 1000;
+
+/// Sizes of a seed.
+#[derive(Debug, Clone)]
+pub struct WireSetup {
+    profile: Profile,
+    /// Nodes.
+    pub nodes: usize,
+    workers: u64,
+    keys: u64,
+    l2_bytes: u64,
+    in_flight_bytes: u64,
+    segments: u64,
+    write_policy: WritePolicy,
+    geometry: PageGeometry,
+    transports: Vec<Transport>,
+    mortal: u32,
+    budget_bytes: usize,
+}
+
+impl WireSetup {
+    /// Draws one.
+    pub fn draw(profile: Profile, dice: &mut Dice) -> WireSetup {
+        let clients = dice.between(2, 4);
+        let transports = [Transport::Tcp, Transport::Auto, Transport::Auto, Transport::Shm];
+        let policies = [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back];
+        let (head_dim, scale) = [(8, 1), (32, 1), (96, 1), (96, 8)][[0, 0, 1, 1, 1, 2, 2, 3][dice.below(8) as usize]];
+        WireSetup {
+            profile,
+            nodes: dice.between(1, 3) as usize,
+            workers: dice.between(1, 3),
+            keys: [12, 40, 100][dice.below(3) as usize],
+            l2_bytes: [128, 256, 512][dice.below(3) as usize] * KIB * scale,
+            in_flight_bytes: [128, 256, 512][dice.below(3) as usize] * KIB * scale,
+            segments: dice.between(3, 6),
+            write_policy: policies[dice.below(3) as usize],
+            geometry: PageGeometry {
+                dtype: KvDtype::F32,
+                layers: 3,
+                kv_heads: 2,
+                head_dim,
+                page_tokens: 4 * scale as u32,
+                layers_per_part: dice.between(1, 3) as u32,
+                head_groups: 1,
+            },
+            transports: (0..clients).map(|_| transports[dice.below(4) as usize]).collect(),
+            mortal: [0, 50_000, 300_000][dice.below(3) as usize],
+            budget_bytes: [1 << 30, 1 << 20, 100_000][dice.below(3) as usize],
+        }
+    }
+
+    fn namespace(&self) -> NamespaceDescriptor {
+        NamespaceDescriptor {
+            model: "simulated".into(),
+            weights: [7; 32],
+            geometry: self.geometry,
+            tenant: "tenant".into(),
+        }
+    }
+}
+
+/// What all tasks of a seed share.
+struct Wire {
+    world: Arc<World>,
+    setup: WireSetup,
+    network: Arc<Network>,
+    model: Mutex<Model>,
+    namespace: NamespaceId,
+    /// Whether anything fails now.
+    chaos: AtomicBool,
+    operations: AtomicU64,
+}
+
+impl Wire {
+    fn asks(&self) -> Asked {
+        self.model.lock().asks(self.world.unix_ms())
+    }
+
+    fn id(&self, key: u64) -> PageId {
+        PageId { namespace: self.namespace, key: crate::payload::page_key(key) }
+    }
+
+    fn crashes(&self) -> bool {
+        self.setup.profile.crashes()
+    }
+
+    fn violate(&self, what: String) {
+        self.world.violate(what);
+    }
+
+    fn check_end(&self, what: &str, deadline: Instant, late_ms: u64) {
+        let late = tokio::time::Instant::now().into_std().saturating_duration_since(deadline).as_millis() as u64;
+        if late > late_ms {
+            self.violate(format!("a {what} ends {late} ms after its deadline"));
+        }
+    }
+
+    /// Another client of all nodes.
+    fn client(&self, name: &str, transport: Transport) -> Client {
+        let url = StoreUrl { nodes: (0..self.setup.nodes).map(address).collect(), transport };
+        let options = ClientOptions {
+            name: name.into(),
+            put_queue_bytes_max: self.setup.budget_bytes,
+            ..ClientOptions::default()
+        };
+        larder_client::sim::attach(self.network.clone(), url, self.setup.namespace(), options)
+    }
+}
+
+/// Runs a seed; the operations done.
+pub(crate) fn run(world: &Arc<World>, setup: WireSetup, operations: u64, dice: &mut Dice) -> u64 {
+    let faults = LineFaults::draw(setup.profile, dice);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let Ok(runtime) = runtime else {
+        world.violate("no runtime could be made".into());
+        return 0;
+    };
+    runtime.block_on(async {
+        world.life_begins();
+        let wire = Arc::new(Wire {
+            world: world.clone(),
+            network: Arc::new(Network::new(world.clone(), faults)),
+            model: Mutex::new(Model::new(setup.keys)),
+            namespace: setup.namespace().id(),
+            setup,
+            chaos: AtomicBool::new(true),
+            operations: AtomicU64::new(0),
+        });
+        if tokio::time::timeout(SEED_MAX, live(&wire, faults, operations)).await.is_err() {
+            world.violate("something waits for ever".into());
+        }
+        world.life_ends();
+        wire.operations.load(Ordering::Relaxed)
+    })
+}
+
+async fn live(wire: &Arc<Wire>, lines: LineFaults, operations: u64) {
+    let faults = *wire.world.faults.lock();
+    let mut hosts: Vec<Host> = (0..wire.setup.nodes).map(|number| Host::new(wire.clone(), number)).collect();
+    let transports = wire.setup.transports.iter().enumerate();
+    let clients: Vec<Client> =
+        transports.map(|(number, transport)| wire.client(&format!("client-{number}"), *transport)).collect();
+    for round in 0..ROUNDS {
+        *wire.world.faults.lock() = faults;
+        *wire.network.faults.lock() = lines;
+        wire.chaos.store(true, Ordering::Relaxed);
+        let rest = CancellationToken::new();
+        let living: Vec<_> = hosts.drain(..).map(|host| tokio::spawn(host.live(rest.clone()))).collect();
+        operations::work(wire, &clients, round, operations / ROUNDS).await;
+        // Faults stop; after a while everything works again and nothing is left over.
+        *wire.world.faults.lock() = Faults::none(faults.latency_ms_max);
+        wire.network.faults.lock().calm();
+        wire.chaos.store(false, Ordering::Relaxed);
+        wire.world.event("faults stop", [round, 0, 0]);
+        rest.cancel();
+        for host in living {
+            match host.await {
+                Ok(host) => hosts.push(host),
+                Err(_) => return wire.violate("what looks after a node panicked".into()),
+            }
+        }
+        if wire.world.failed() {
+            return;
+        }
+        check::come_to_rest(wire, &hosts, &clients).await;
+    }
+    drop(clients);
+    check::end(wire, hosts).await;
+}
+
+fn soon(after: Duration) -> Instant {
+    (tokio::time::Instant::now() + after).into_std()
+}
+
+/// The stream of one worker.
+fn worker_dice(wire: &Wire, round: u64, worker: u64) -> Dice {
+    Dice::new(wire.world.seed, Stream::Worker(round, worker))
+}

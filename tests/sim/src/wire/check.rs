@@ -1,0 +1,185 @@
+//! What must hold when all is at rest, and at the end.
+
+use super::nodes::Host;
+use super::{Wire, operations, put, soon};
+use crate::payload::page_key;
+use crate::workload::Limit;
+use larder_client::{Client, PutOptions, PutOutcome, Transport};
+use larder_node::WritePolicy;
+use serde_json::Value;
+use std::time::Duration;
+use tokio::time::sleep;
+
+/// By then, lines that died are known to be dead, and puts, pins and leases without an owner are over.
+const CALM_DOWN: Duration = Duration::from_secs(150);
+/// Within this many seconds more, what was under way has ended.
+const SETTLE_SECONDS: u64 = 60;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// After a while everything works again and nothing is left over.
+pub(super) async fn come_to_rest(wire: &Wire, hosts: &[Host], clients: &[Client]) {
+    sleep(CALM_DOWN).await;
+    settle(wire, hosts, clients).await;
+    wire.model.lock().rests();
+    if let Some(client) = clients.last() {
+        read_all(wire, client).await;
+    }
+    for client in clients {
+        if wire.world.failed() {
+            return;
+        }
+        put_and_get(wire, client, 0).await;
+    }
+    if let Some(client) = clients.first().filter(|_| !wire.world.failed()) {
+        given_up(wire, client, 0).await;
+    }
+    settle(wire, hosts, clients).await;
+    wire.model.lock().rests();
+    damage(wire, hosts);
+}
+
+async fn settle(wire: &Wire, hosts: &[Host], clients: &[Client]) {
+    let mut problems = Vec::new();
+    for _ in 0..SETTLE_SECONDS {
+        problems = hosts.iter().flat_map(|host| left_over(wire, host)).collect();
+        for client in clients {
+            let under_way = larder_client::sim::under_way(client);
+            if under_way != (0, 0) {
+                problems.push(format!("a client has (bytes, requests) {under_way:?} under way"));
+            }
+        }
+        if problems.is_empty() {
+            return;
+        }
+        sleep(Duration::from_secs(1)).await;
+    }
+    problems.into_iter().for_each(|problem| wire.violate(format!("at rest, {problem}")));
+}
+
+fn figure(status: &Value, pointer: &str) -> u64 {
+    status.pointer(pointer).and_then(Value::as_u64).unwrap_or(u64::MAX)
+}
+
+/// What is not at rest.
+fn left_over(wire: &Wire, host: &Host) -> Vec<String> {
+    let Some((server, arena)) = host.up() else { return vec!["a node is down".into()] };
+    let status = server.store().status();
+    let dirty = wire.setup.write_policy == WritePolicy::Back;
+    let nothing = [
+        "/puts_open",
+        "/readers_waiting",
+        "/tiers/writing",
+        "/tiers/l2/in_flight_bytes",
+        "/tiers/l2/pinned_pages",
+        "/tiers/l2/hard_pinned_bytes",
+        "/tiers/l2/held_pages",
+        "/tiers/l2/held_bytes",
+        "/tiers/l2/dirty_pages",
+    ];
+    let nothing = nothing.into_iter().filter(|what| !(dirty && what.ends_with("dirty_pages")));
+    let mut problems: Vec<String> = nothing
+        .map(|what| (what, figure(&status, what)))
+        .filter(|(_, found)| *found != 0)
+        .map(|(what, found)| format!("{what} is {found}"))
+        .collect();
+    let (used, memory) = (figure(&status, "/tiers/l2/bytes_used"), arena.used() as u64);
+    if used != memory {
+        problems.push(format!("L2 has {used} bytes, and {memory} are taken"));
+    }
+    problems
+}
+
+/// Every page that is there is one that may be there; what is damaged is found.
+async fn read_all(wire: &Wire, client: &Client) {
+    for key in 0..wire.setup.keys {
+        let (asked, buffer) = (wire.asks(), vec![0; wire.setup.geometry.page_bytes()]);
+        let got = client.get(vec![(page_key(key), buffer)], soon(PATIENCE)).await;
+        let (bytes, Some(_)) = &got[0] else { continue };
+        wire.world.count("pages read at rest", 1);
+        if let Err(problem) = wire.model.lock().check(key, bytes, asked, wire.world.is_suspect(key)) {
+            wire.violate(format!("at rest, {problem}"));
+        }
+    }
+}
+
+/// A forgetting, a put and a get that must work, if L3 is not beyond repair.
+async fn put_and_get(wire: &Wire, client: &Client, key: u64) {
+    if !client.ready(PATIENCE).await {
+        return wire.violate("at rest, a client is not connected".into());
+    }
+    // The last connections may take a moment more.
+    sleep(Duration::from_secs(5)).await;
+    let healthy = wire.setup.profile.honest();
+    if !operations::forget(wire, client, vec![key], Limit::None, soon(PATIENCE)).await {
+        return match healthy {
+            true => wire.violate("at rest, forgetting is not complete".into()),
+            false => wire.world.count("logs stopped", 1),
+        };
+    }
+    let asked = wire.asks();
+    let (name, outcome) = put::alone(wire, client, key).await;
+    match outcome {
+        PutOutcome::Stored => {}
+        _ if !healthy => return wire.world.count("logs stopped", 1),
+        other => return wire.violate(format!("at rest, a put is {other:?}")),
+    }
+    let buffer = vec![0; wire.setup.geometry.page_bytes()];
+    let got = client.get(vec![(page_key(key), buffer)], soon(PATIENCE)).await;
+    let found = match &got[0] {
+        (bytes, Some(_)) => wire.model.lock().check(key, bytes, asked, false),
+        _ => Err("a miss".into()),
+    };
+    if found.as_ref() != Ok(&name.content) {
+        wire.violate(format!("at rest, put {} was stored and {found:?} is read", name.content));
+    }
+}
+
+/// Puts that are given up, or whose writer is gone, are soon in nobody's way.
+async fn given_up(wire: &Wire, client: &Client, key: u64) {
+    for alive in [true, false] {
+        if !operations::forget(wire, client, vec![key], Limit::None, soon(PATIENCE)).await {
+            return;
+        }
+        let other = wire.client("another", Transport::Tcp);
+        if !other.ready(PATIENCE).await {
+            return wire.violate("at rest, another client is not connected".into());
+        }
+        sleep(Duration::from_secs(5)).await;
+        let open = other.put_with(put::page(key), PutOptions::default(), soon(PATIENCE));
+        sleep(Duration::from_secs(1)).await;
+        let kept = alive.then_some(other);
+        sleep(Duration::from_secs(1)).await;
+        drop(open);
+        sleep(Duration::from_secs(5)).await;
+        let (_, outcome) = put::alone(wire, client, key).await;
+        if outcome == PutOutcome::InProgress {
+            let writer = if alive { "gave up" } else { "is gone" };
+            wire.violate(format!("at rest, a put whose writer {writer} is still in progress"));
+        }
+        drop(kept);
+    }
+}
+
+/// Memory that does not fail holds no damage, whatever lines did.
+fn damage(wire: &Wire, hosts: &[Host]) {
+    for (server, _) in hosts.iter().filter_map(Host::up) {
+        let found = figure(&server.store().status(), "/counters/pages_corrupt_l2");
+        wire.world.count("damaged in L2", found);
+        if found > 0 && !wire.setup.profile.memory_fails() {
+            wire.violate(format!("{found} pages are damaged in memory that does not fail"));
+        }
+    }
+}
+
+/// Clients are gone; nodes stop, and give all their memory back.
+pub(super) async fn end(wire: &Wire, hosts: Vec<Host>) {
+    sleep(Duration::from_secs(5)).await;
+    for mut host in hosts {
+        let Some(arena) = host.up().map(|(_, arena)| arena.clone()) else { continue };
+        host.close().await;
+        sleep(Duration::from_secs(5)).await;
+        if arena.used() > 0 {
+            wire.violate(format!("a node is gone, and {} bytes of its memory are taken", arena.used()));
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The network of a seed: which node is where, and lines to it.
+//!
+//! Always true: a node that is down has no lines that carry anything.
+
+use super::stream::{FakeSink, FakeSource, Line, LineEnd, LineFaults};
+use crate::dice::{Dice, Stream};
+use crate::world::World;
+use larder_client::sim::Connector;
+use larder_device::Arena;
+use larder_node::sim::Server;
+use larder_share::Window;
+use larder_wire::LocalDoor;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+
+/// What a node that is up has on the network.
+pub(super) struct Hosted {
+    pub(super) server: Server,
+    pub(super) arena: Arc<Arena>,
+    lines: Vec<Weak<Line>>,
+    tasks: Vec<AbortHandle>,
+}
+
+/// Lines to nodes, by address.
+pub(super) struct Network {
+    world: Arc<World>,
+    pub(super) faults: Arc<Mutex<LineFaults>>,
+    dice: Mutex<Dice>,
+    hosts: Mutex<BTreeMap<String, Hosted>>,
+    lines: Mutex<u64>,
+}
+
+/// What a reader of a node's memory keeps, and the node waits for.
+struct Tenure {
+    _arena: Arc<Arena>,
+    _held: oneshot::Sender<()>,
+}
+
+impl Network {
+    pub(super) fn new(world: Arc<World>, faults: LineFaults) -> Network {
+        let dice = Mutex::new(Dice::new(world.seed, Stream::Network));
+        Network { world, faults: Arc::new(Mutex::new(faults)), dice, hosts: Mutex::default(), lines: Mutex::new(0) }
+    }
+
+    /// A node is up.
+    pub(super) fn up(&self, address: &str, server: Server, arena: Arc<Arena>) {
+        let hosted = Hosted { server, arena, lines: Vec::new(), tasks: Vec::new() };
+        self.hosts.lock().insert(address.into(), hosted);
+    }
+
+    /// A node is down: its connections end, and its clients hear of it at once, or in a minute.
+    pub(super) fn down(&self, address: &str, silent: bool) {
+        let Some(hosted) = self.hosts.lock().remove(address) else { return };
+        hosted.lines.iter().filter_map(Weak::upgrade).filter(|_| silent).for_each(|line| line.cut(true));
+        hosted.tasks.iter().for_each(AbortHandle::abort);
+    }
+
+    /// The node that is at an address now.
+    pub(super) fn host(&self, address: &str) -> Option<(Server, Arc<Arena>)> {
+        self.hosts.lock().get(address).map(|hosted| (hosted.server.clone(), hosted.arena.clone()))
+    }
+
+    /// A connection breaks, if there is one.
+    pub(super) fn break_one(&self, address: &str, dice: &mut Dice) {
+        let hosts = self.hosts.lock();
+        let Some(hosted) = hosts.get(address) else { return };
+        let lines: Vec<Arc<Line>> = hosted.lines.iter().filter_map(Weak::upgrade).collect();
+        drop(hosts);
+        if lines.is_empty() {
+            return;
+        }
+        let which = dice.below(lines.len() as u64);
+        self.world.fault("line broken", [which, lines.len() as u64, 0]);
+        lines[which as usize].cut(dice.chance(200_000));
+    }
+
+    async fn dial(&self, address: &str, in_place: bool) -> io::Result<(LineEnd, Option<Arc<Window>>)> {
+        let (delay, refused) = {
+            let (faults, mut dice) = (*self.faults.lock(), self.dice.lock());
+            (dice.between(0, faults.latency_ms_max), dice.chance(faults.refuse))
+        };
+        sleep(Duration::from_millis(delay)).await;
+        let mut hosts = self.hosts.lock();
+        let Some(hosted) = hosts.get_mut(address).filter(|_| !refused) else {
+            self.world.count("connections refused", 1);
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        };
+        let number = {
+            let mut lines = self.lines.lock();
+            *lines += 1;
+            *lines
+        };
+        self.world.event("connection", [number, in_place.into(), 0]);
+        self.world.count(if in_place { "connections in place" } else { "connections" }, 1);
+        let (line, near, (read, write)) = Line::new(self.world.clone(), self.faults.clone(), number);
+        hosted.lines.retain(|line| line.strong_count() > 0);
+        hosted.lines.push(Arc::downgrade(&line));
+        hosted.tasks.retain(|task| !task.is_finished());
+        let mut window = None;
+        let serve = if in_place {
+            let (held, over) = oneshot::channel();
+            window = Some(window_onto(&hosted.arena, held));
+            // The kernel says so a little later.
+            let over = async move {
+                let _ = over.await;
+                sleep(Duration::from_millis(1)).await;
+            };
+            hosted.server.serve_in_place(read, write, over)
+        } else {
+            hosted.server.serve(read, write)
+        };
+        hosted.tasks.push(tokio::spawn(serve).abort_handle());
+        Ok((near, window))
+    }
+}
+
+fn window_onto(arena: &Arc<Arena>, held: oneshot::Sender<()>) -> Arc<Window> {
+    let tenure = Tenure { _arena: arena.clone(), _held: held };
+    // SAFETY: an arena is initialised memory that stays where it is until its last handle is dropped, and the tenure has one.
+    unsafe { Window::onto(arena.start(), arena.capacity(), Box::new(tenure)) }
+}
+
+impl Connector for Network {
+    type Source = FakeSource;
+    type Sink = FakeSink;
+
+    async fn connect(&self, address: &str) -> io::Result<(FakeSource, FakeSink)> {
+        Ok(self.dial(address, false).await?.0)
+    }
+
+    async fn come_in(&self, door: &LocalDoor) -> io::Result<(FakeSource, FakeSink, Arc<Window>)> {
+        let ((source, sink), window) = self.dial(&door.name, true).await?;
+        Ok((source, sink, window.ok_or(io::ErrorKind::Unsupported)?))
+    }
+}
