@@ -115,7 +115,8 @@ impl Store {
         self.tiers.fetch(id, deadline).await
     }
 
-    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held.
+    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held, or the page
+    /// was forgotten since it was found.
     pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
         self.tiers.hold(page)
     }
@@ -222,5 +223,31 @@ impl Store {
             (vec![label("namespace", namespace.to_string())], i64::try_from(bytes).unwrap_or(i64::MAX))
         });
         metrics::show(&self.metrics.namespaces, namespaces.collect());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{PageKey, chunk_crcs};
+
+    #[tokio::test]
+    async fn a_page_that_was_forgotten_since_it_was_found_is_not_held_and_not_served() {
+        let options = NodeOptions { l2_bytes: 1 << 20, in_flight_bytes: Some(1 << 20), ..NodeOptions::default() };
+        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
+        let devices = Devices::of(Vec::new()).unwrap();
+        let store = Store::new(&options, arena, devices, Clock::at(0), 1);
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        let page = Reserved { key: id.key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let put = store.reserve(id, page).ok().unwrap();
+        let part = put.take_part(0, 100).unwrap();
+        let crcs = chunk_crcs(&part).collect();
+        assert!(put.land(0, part, crcs) && store.commit(&put) == CommitOutcome::Stored);
+        let soon = crate::clock::now() + Duration::from_secs(5);
+        let (found, _) = store.get(&id, soon).await.unwrap();
+        drop(store.hold(&found).expect("it is there"));
+        store.forget(&[id], soon).await.unwrap();
+        let hold = store.hold(&found);
+        assert!(hold.is_none() && store.get(&id, soon).await.is_none());
     }
 }
