@@ -128,8 +128,6 @@ pub enum Bug {
     PlaceNotHeld,
     /// Holds: what was forgotten is served from what is held.
     HeldIsServed,
-    /// Holds: what was forgotten between finding and holding it is served from what is held.
-    HoldsForgotten,
 }
 
 impl Bug {
@@ -187,7 +185,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 17] = [
+    pub const WIRE: [Bug; 16] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -204,7 +202,6 @@ impl Bug {
         Bug::PutsOutlive,
         Bug::PlaceNotHeld,
         Bug::HeldIsServed,
-        Bug::HoldsForgotten,
     ];
 }
 

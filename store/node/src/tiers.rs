@@ -251,8 +251,7 @@ impl Tiers {
         // Forgetting withholds under this lock, last of all: a page that is current now is withheld then.
         let state = self.state.lock();
         let is_this = |found: &Arc<Page>| found.meta.generation == *generation;
-        let current = has(Bug::HoldsForgotten)
-            || state.policy.generation(id) == Some(*generation)
+        let current = state.policy.generation(id) == Some(*generation)
             || self.writing.get(id).is_some_and(|found| is_this(&found))
             || self.holds.get(id).is_some_and(|found| is_this(&found))
             || self.devices.generation(id) == Some(*generation);

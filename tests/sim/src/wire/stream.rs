@@ -224,8 +224,10 @@ impl Line {
             _ => {}
         }
         let offered = from.iter().map(|slice| slice.len()).sum::<usize>().min(room);
+        // Once faults have stopped, no line is slow any more.
+        let slow = self.slow && self.faults.lock().slow > 0;
         let piece = match way.dice.below(4) {
-            _ if self.slow => way.dice.between(1, 64) as usize,
+            _ if slow => way.dice.between(1, 64) as usize,
             0 | 1 => offered,
             2 => way.dice.between(1, 4096) as usize,
             _ => way.dice.between(1, 32 << 10) as usize,
@@ -265,7 +267,7 @@ impl Line {
     fn lay(&self, way: &mut Way, mut piece: Vec<u8>) {
         let faults = *self.faults.lock();
         let mut due = Instant::now() + Duration::from_millis(way.dice.between(0, faults.latency_ms_max));
-        if self.slow {
+        if self.slow && faults.slow > 0 {
             due = due.max(way.last_due + Duration::from_millis(1));
         }
         if way.dice.chance(faults.stall) {
