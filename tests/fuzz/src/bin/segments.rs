@@ -17,5 +17,5 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     }
     segment.resize(SEGMENT_BYTES as usize, 0);
     let superblock = Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES };
-    let _ = verify(&superblock, 1, &mut Cursor::new(segment));
+    let _ = verify(&superblock, 1, None, &mut Cursor::new(segment));
 });
