@@ -1,0 +1,332 @@
+//! What one client says, request by request.
+
+use super::following::follow;
+use super::lookup::Lease;
+use super::reading::get;
+use super::sending::{ToClient, send};
+use super::tasks::{Done, RunningTask, Tasks};
+use super::{HELLO_TIMEOUT, Places, invalid};
+use crate::clock::now;
+use crate::holds::Hold;
+use crate::node::Shared;
+use crate::puts::Put;
+use larder_format::codec::DecodeError;
+use larder_format::planted::{Bug, has};
+use larder_format::{NamespaceId, PageId, PageKey};
+use larder_wire::{
+    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN, PinKind, Request, Response, Source,
+};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::AbortHandle;
+
+/// Most requests of one connection that wait at a time, those with many keys counted several times; more are answered
+/// "busy".
+const REQUESTS_MAX: usize = 4096;
+/// Most pages that a connection holds for sending: a client that does not read pins no more.
+const SENDING_PAGES_MAX: usize = 32;
+/// Frames queued towards the client.
+const SEND_QUEUE_FRAMES: usize = 32;
+/// Keys that count as one request.
+const KEYS_PER_PERMIT: usize = 64;
+/// For requests that do not say how long they wait.
+const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
+/// However long a request says it waits, it waits no longer.
+const DEADLINE_MAX: Duration = Duration::from_secs(600);
+
+/// One client, and what it has under way.
+pub(super) struct Connection {
+    pub(super) shared: Arc<Shared>,
+    pub(super) out: mpsc::Sender<Frame>,
+    pub(super) namespace: Option<NamespaceId>,
+    /// Parts of a page of that namespace.
+    pub(super) part_table: Vec<u32>,
+    /// Open puts.
+    pub(super) puts: BTreeMap<Entry, Arc<Put>>,
+    pub(super) places: Places,
+    /// What lookups promised, by the number of the request.
+    pub(super) leases: BTreeMap<u64, Arc<Lease>>,
+    pub(super) tasks: Tasks,
+    pub(super) next_task: u64,
+    /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
+    pub(super) permits: Arc<Semaphore>,
+    /// Pages on their way to this client.
+    pub(super) sending: Arc<Semaphore>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let tasks: Vec<AbortHandle> =
+            std::mem::take(&mut *self.tasks.lock()).into_values().map(|task| task.handle).collect();
+        tasks.iter().for_each(AbortHandle::abort);
+        for put in self.puts.values().filter(|_| !has(Bug::PutsOutlive)) {
+            self.shared.store.abort(put);
+        }
+    }
+}
+
+impl Connection {
+    /// A client of which nothing is known yet, and the queue of what goes to it.
+    pub(super) fn new(shared: Arc<Shared>, places: Places) -> (Self, mpsc::Receiver<Frame>) {
+        let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+        let connection = Self {
+            shared,
+            out,
+            namespace: None,
+            part_table: Vec::new(),
+            puts: BTreeMap::new(),
+            places,
+            leases: BTreeMap::new(),
+            tasks: Arc::default(),
+            next_task: 0,
+            permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
+            sending: Arc::new(Semaphore::new(SENDING_PAGES_MAX)),
+        };
+        (connection, queue)
+    }
+
+    /// Hears the client out.
+    pub(super) async fn run<S: Source>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
+        let hello = tokio::time::timeout(HELLO_TIMEOUT, reader.next()).await;
+        let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
+        self.hello(&header, reader.body()).await?;
+        while let Some(header) = reader.next().await? {
+            let request = Request::decode(header.kind, reader.body()).map_err(invalid)?;
+            match request {
+                Request::Part { put, part, crcs } => self.receive_part(reader, &header, put, part, crcs).await?,
+                _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
+                request => self.dispatch(&header, request).await?,
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) async fn answer(&self, request: u64, response: Response) -> io::Result<()> {
+        send(&self.out, response.frame(request, None)).await
+    }
+
+    async fn hello(&mut self, header: &FrameHeader, body: &[u8]) -> io::Result<()> {
+        let message = Request::decode(header.kind, body).map_err(invalid)?;
+        let Request::Hello { version_min, version_max, name, namespace } = message else {
+            return Err(invalid(DecodeError::Invalid("first message")));
+        };
+        let version = version_max.min(PROTOCOL_VERSION);
+        if version < version_min.max(PROTOCOL_VERSION_MIN) || header.payload_bytes > 0 {
+            let message = format!(
+                "client speaks protocol {version_min} to {version_max}, this node {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+            );
+            self.shared.metrics.connections_rejected.inc();
+            tracing::warn!(client = %name, %message, "refused");
+            self.answer(header.request, Response::Error { code: ErrorCode::Version, message }).await?;
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        self.part_table = namespace.as_ref().map(|n| n.geometry.part_table()).unwrap_or_default();
+        self.namespace = namespace.map(|n| n.id());
+        if let Some(namespace) = self.namespace {
+            self.shared.store.welcome(namespace);
+        }
+        tracing::debug!(client = %name, namespace = ?self.namespace, "connected");
+        let identity = &self.shared.identity;
+        let (node_id, epoch) = (identity.node_id.clone(), identity.epoch);
+        let door = self.shared.door.clone();
+        self.answer(header.request, Response::Hello { version, node_id, epoch, namespace: self.namespace, door }).await
+    }
+
+    async fn dispatch(&mut self, header: &FrameHeader, message: Request) -> io::Result<()> {
+        let request = header.request;
+        let shared = self.shared.clone();
+        let response = match message {
+            Request::Hello { .. } => return Err(invalid(DecodeError::Invalid("second Hello"))),
+            Request::Cancel(other) => {
+                self.cancel(other);
+                return Ok(());
+            }
+            Request::Register { name, ttl_ms, info } => {
+                let ttl = Duration::from_millis(u64::from(ttl_ms));
+                Response::Count(u32::from(shared.members.register(name, info, ttl, now())))
+            }
+            Request::Withdraw(name) => Response::Count(u32::from(shared.members.withdraw(&name))),
+            Request::Members => Response::Members(shared.members.list(now())),
+            Request::Status => Response::Status(shared.status().to_string()),
+            message => match self.namespace {
+                Some(namespace) => return self.page_request(header, namespace, message).await,
+                None => Response::Error { code: ErrorCode::State, message: "this connection has no namespace".into() },
+            },
+        };
+        self.answer(request, response).await
+    }
+
+    /// Requests about pages of this connection's namespace.
+    async fn page_request(&mut self, header: &FrameHeader, ns: NamespaceId, message: Request) -> io::Result<()> {
+        let page = |key| PageId { namespace: ns, key };
+        let pages = |keys: Vec<PageKey>| keys.into_iter().map(page).collect::<Vec<_>>();
+        let shared = self.shared.clone();
+        let deadline = deadline(header);
+        let request = header.request;
+        match message {
+            Request::Locate(keys) => {
+                let tiers = keys.into_iter().map(|key| shared.store.locate(&page(key))).collect();
+                self.answer(request, Response::Located(tiers)).await
+            }
+            Request::Reserve(pages) => {
+                let outcomes = pages
+                    .into_iter()
+                    .zip(0..)
+                    .map(|(reserved, index)| self.reserve(Entry { request, index }, page(reserved.key), reserved));
+                let outcomes = outcomes.collect();
+                self.answer(request, Response::Reserved(outcomes)).await
+            }
+            Request::Commit(puts) => {
+                let outcomes = puts.iter().map(|name| match self.puts.remove(name) {
+                    Some(put) => shared.store.commit(&put),
+                    None => CommitOutcome::Incomplete,
+                });
+                let outcomes = outcomes.collect();
+                self.answer(request, Response::Committed(outcomes)).await
+            }
+            Request::Abort(name) => {
+                if let Some(put) = self.puts.remove(&name) {
+                    shared.store.abort(&put);
+                }
+                Ok(())
+            }
+            Request::Get { keys, in_place } => {
+                let ids = pages(keys);
+                let client = self.client(request);
+                let places = if in_place { self.places.clone() } else { Places::None };
+                self.spawn(request, ids.len(), async move { get(&shared, &client, ids, deadline, &places).await }).await
+            }
+            Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
+            Request::Release(entries) => {
+                if let Places::Some(held) = &self.places
+                    && !has(Bug::ReleaseUnheard)
+                {
+                    let gone: Vec<Option<Hold>> = {
+                        let mut held = held.lock();
+                        entries.iter().map(|entry| held.remove(entry)).collect()
+                    };
+                    drop(gone);
+                }
+                Ok(())
+            }
+            Request::Follow(key) => {
+                let (id, client) = (page(key), self.client(request));
+                shared.metrics.follows.inc();
+                self.spawn(request, 1, async move { follow(&shared, &client, id, deadline).await }).await
+            }
+            Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !(1..=MAX_PIN_MS).contains(&ttl_ms) => {
+                let message = format!("pins last from 1 to {MAX_PIN_MS} milliseconds, not {ttl_ms}");
+                self.answer(request, Response::Error { code: ErrorCode::Malformed, message }).await
+            }
+            message => {
+                let ids = match &message {
+                    Request::Warm(keys) | Request::Forget(keys) | Request::Pin { keys, .. } => pages(keys.clone()),
+                    Request::Suspect(key) | Request::Compare { key, .. } => vec![page(*key)],
+                    _ => return Err(invalid(DecodeError::Invalid("message"))),
+                };
+                let client = self.client(request);
+                self.spawn(request, ids.len(), async move {
+                    let response = administer(&shared, message, ids, deadline).await;
+                    client.send(response).await
+                })
+                .await
+            }
+        }
+    }
+
+    fn client(&self, request: u64) -> ToClient {
+        ToClient { out: self.out.clone(), request, sending: self.sending.clone() }
+    }
+    /// Ends the tasks of a request, and the puts it reserved.
+    fn cancel(&mut self, request: u64) {
+        // A task that has not begun cannot take itself off the list.
+        let tasks: Vec<RunningTask> =
+            self.tasks.lock().extract_if(.., |_, task| task.request == request).map(|(_, task)| task).collect();
+        tasks.iter().for_each(|task| task.handle.abort());
+        if !has(Bug::LeaseStays)
+            && let Some(lease) = self.leases.remove(&request)
+        {
+            lease.end();
+        }
+        if has(Bug::CancelKeepsPuts) {
+            return;
+        }
+        let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
+        for (_, put) in self.puts.extract_if(all, |_, _| true) {
+            self.shared.store.abort(&put);
+        }
+    }
+
+    /// Runs a request about `keys` keys that may wait, unless too much waits already.
+    async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let Some(permit) = self.permit(keys) else {
+            let message = format!("more than {REQUESTS_MAX} requests wait on this connection");
+            return self.answer(request, Response::Error { code: ErrorCode::Busy, message }).await;
+        };
+        self.start(request, async move {
+            let _permit = permit;
+            work.await
+        });
+        Ok(())
+    }
+
+    /// Leave for a request about `keys` keys to wait, unless too much waits already.
+    pub(super) fn permit(&self, keys: usize) -> Option<OwnedSemaphorePermit> {
+        let weight = 1 + (keys / KEYS_PER_PERMIT) as u32;
+        self.permits.clone().try_acquire_many_owned(weight).ok()
+    }
+
+    /// Runs a task of a request.
+    pub(super) fn start<F>(&mut self, request: u64, work: F)
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let number = self.next_task;
+        self.next_task += 1;
+        let tasks = self.tasks.clone();
+        // The lock is held over the spawn, so that the task cannot end before it is noted.
+        let mut running = self.tasks.lock();
+        let task = tokio::spawn(async move {
+            let _done = Done { tasks, number };
+            let _ = work.await;
+        });
+        running.insert(number, RunningTask { request, handle: task.abort_handle() });
+    }
+}
+
+fn deadline(header: &FrameHeader) -> Instant {
+    let patience = match header.deadline_ms {
+        0 => DEADLINE_DEFAULT,
+        ms => Duration::from_millis(u64::from(ms)).min(DEADLINE_MAX),
+    };
+    now() + patience
+}
+
+async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadline: Instant) -> Response {
+    match message {
+        Request::Warm(_) => Response::Count(shared.store.warm(&ids, deadline).await as u32),
+        Request::Forget(_) => match shared.store.forget(&ids, deadline).await {
+            Ok(count) => Response::Count(count as u32),
+            Err(error) => {
+                tracing::error!(%error, "forgetting did not reach L3");
+                Response::Error { code: ErrorCode::Internal, message: format!("not durably forgotten: {error}") }
+            }
+        },
+        Request::Pin { kind, ttl_ms, .. } => match shared.store.pin(&ids, kind, ttl_ms, deadline).await {
+            Ok(count) => Response::Count(count as u32),
+            Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
+        },
+        Request::Suspect(_) => Response::Count(shared.store.recheck(&ids[0]) as u32),
+        Request::Compare { crcs, .. } => {
+            Response::Committed(vec![shared.store.compare(&ids[0], &crcs, deadline).await])
+        }
+        _ => Response::Error { code: ErrorCode::Malformed, message: "not an administrative message".into() },
+    }
+}

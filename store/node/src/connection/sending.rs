@@ -1,0 +1,119 @@
+//! The way to one client: answers, page bytes from where they lie, and places.
+
+use super::invalid;
+use crate::holds::Hold;
+use crate::node::Shared;
+use crate::tiers::Page;
+use larder_format::codec::DecodeError;
+use larder_format::planted::{Bug, has};
+use larder_wire::{Entry, Frame, Payload, Response, TierCode};
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, btree_map};
+use std::io;
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+
+pub(super) async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
+    out.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+}
+
+/// The way to the client, for the answers of one request.
+pub(super) struct ToClient {
+    pub(super) out: mpsc::Sender<Frame>,
+    pub(super) request: u64,
+    pub(super) sending: Arc<Semaphore>,
+}
+
+impl ToClient {
+    pub(super) async fn send(&self, response: Response) -> io::Result<()> {
+        send(&self.out, response.frame(self.request, None)).await
+    }
+
+    /// Says where a page lies, which is held for the client from then on.
+    pub(super) async fn point_at(
+        &self,
+        held: &Mutex<BTreeMap<Entry, Hold>>,
+        hold: Hold,
+        index: u32,
+        tier: TierCode,
+    ) -> io::Result<()> {
+        // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
+        let room = self.out.reserve().await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        let page = hold.page().clone();
+        let place = Some(page.payload.arena_offset() as u64);
+        let entry = Entry { request: self.request, index };
+        if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
+            if !has(Bug::PlaceNotHeld) {
+                vacant.insert(hold);
+            }
+            room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(self.request, None));
+            return Ok(());
+        }
+        // Its memory must not move under who reads it.
+        Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
+    }
+
+    /// Waits until one more page may be on its way.
+    pub(super) async fn permit(&self) -> io::Result<OwnedSemaphorePermit> {
+        self.sending.clone().acquire_owned().await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+
+    /// Sends page bytes from where they lie; `permit` comes back when they have left.
+    pub(super) async fn send_bytes<P>(
+        &self,
+        shared: &Shared,
+        head: Response,
+        bytes: P,
+        permit: OwnedSemaphorePermit,
+    ) -> io::Result<()>
+    where
+        P: AsRef<[u8]> + Send + Sync + 'static,
+    {
+        shared.metrics.bytes_sent.inc_by(bytes.as_ref().len() as u64);
+        let payload: Payload = Box::new(Sending { bytes, _permit: permit });
+        send(&self.out, head.frame(self.request, Some(payload))).await
+    }
+}
+
+/// Page bytes in the send queue.
+struct Sending<P> {
+    bytes: P,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl<P: AsRef<[u8]>> AsRef<[u8]> for Sending<P> {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.as_ref()
+    }
+}
+
+/// A page's bytes, sent from its slot.
+pub(super) struct PagePayload(pub(super) Arc<Page>);
+
+impl AsRef<[u8]> for PagePayload {
+    fn as_ref(&self) -> &[u8] {
+        &self.0.payload
+    }
+}
+
+/// A part of a sealed page.
+pub(super) struct PartPayload {
+    pub(super) page: Arc<Page>,
+    pub(super) part: usize,
+}
+
+impl AsRef<[u8]> for PartPayload {
+    fn as_ref(&self) -> &[u8] {
+        let range = self.page.meta.part_range(self.part).unwrap_or_default();
+        &self.page.payload[range]
+    }
+}
+
+/// A landed part of a page that is still being written.
+pub(super) struct PiecePayload(pub(super) larder_device::Piece);
+
+impl AsRef<[u8]> for PiecePayload {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
