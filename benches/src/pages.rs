@@ -7,9 +7,11 @@
 use anyhow::{Result, ensure};
 use bytes::Bytes;
 use clap::Parser;
+use larder_benches::cpu::cpu_time;
 use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport, UrlError};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
+use std::fmt::{self, Display};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -29,16 +31,20 @@ struct Args {
     /// How pages move: tcp, shm or auto
     #[arg(long, default_value = "tcp", value_parser = transport)]
     transport: Transport,
+    /// Sizes of a page in KiB
+    #[arg(long = "page", default_values_t = [64, 256, 1024, 4096])]
+    pages_kib: Vec<usize>,
     /// Rounds; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
 }
 
-const PAGE_BYTES: [usize; 4] = [64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const L2_BYTES: u64 = 1 << 30;
 /// Keys asked for at a time, and how often.
 const EXISTS_BATCH: usize = 512;
 const EXISTS_BATCHES: usize = 400;
+/// Rounds that do not count: in them L2's memory is touched for the first time.
+const WARM_UP_ROUNDS: usize = 2;
 /// Most bytes the bare socket moves with one call.
 const BARE_CHUNK_BYTES: usize = 1 << 20;
 
@@ -51,30 +57,34 @@ fn main() -> Result<()> {
     let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let client = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     println!(
-        "{}, batches of {}, {} MB a round, median of {} rounds, GB/s (GB = 1e9 bytes)\n",
+        "{}, batches of {}, {} MB a round, median of {} rounds, GB/s (CPU seconds per GiB, both sides), GB = 1e9 bytes\n",
         args.transport, args.batch, args.megabytes, args.rounds
     );
     println!("| page KiB | put | get | view | bare | put / bare | get / bare | view / bare | exists, M keys/s |");
     println!("|---|---|---|---|---|---|---|---|---|");
-    for page_bytes in PAGE_BYTES {
+    for page_bytes in args.pages_kib.iter().map(|kib| kib << 10) {
         let options =
             NodeOptions { listen: SocketAddr::from(([127, 0, 0, 1], 0)), l2_bytes: L2_BYTES, ..NodeOptions::default() };
         let node = server.block_on(Node::start(options))?;
-        let mut figures = [const { Vec::new() }; 5];
-        for round in 0..args.rounds {
+        let mut figures = [const { Vec::new() }; 4];
+        let mut exist = Vec::new();
+        for round in 0..WARM_UP_ROUNDS + args.rounds {
             let seen = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
             let pages = pages_of(&args, page_bytes);
             let bare = match args.transport {
                 Transport::Tcp => bare_socket(pages, page_bytes, args.batch)?,
                 _ => bare_copy(pages, page_bytes, args.batch),
             };
-            let all = [seen.put, seen.get, seen.view, bare, seen.exists];
-            figures.iter_mut().zip(all).for_each(|(figures, figure)| figures.push(figure));
+            if round >= WARM_UP_ROUNDS {
+                figures.iter_mut().zip([seen.put, seen.get, seen.view, bare]).for_each(|(all, one)| all.push(one));
+                exist.push(seen.exists);
+            }
         }
-        let [put, get, view, bare, exists] = figures.map(median);
-        let (kib, of) = (page_bytes >> 10, |figure: f64| figure / bare);
+        let [put, get, view, bare] = figures.map(Speed::median);
+        let (kib, exists) = (page_bytes >> 10, median(exist));
+        let of = |speed: Speed| format!("{:.2}", speed.gb_per_s / bare.gb_per_s);
         println!(
-            "| {kib} | {put:.2} | {get:.2} | {view:.2} | {bare:.2} | {:.2} | {:.2} | {:.2} | {exists:.2} |",
+            "| {kib} | {put} | {get} | {view} | {bare} | {} | {} | {} | {exists:.2} |",
             of(put),
             of(get),
             of(view)
@@ -84,11 +94,55 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Figures of one round: GB/s, and millions of keys a second.
+/// How fast bytes were moved, and what it cost.
+#[derive(Clone, Copy)]
+struct Speed {
+    gb_per_s: f64,
+    cpu_s_per_gib: f64,
+}
+
+impl Display for Speed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2} ({:.2})", self.gb_per_s, self.cpu_s_per_gib)
+    }
+}
+
+impl Speed {
+    /// Of `bytes` that were moved since `stopwatch` was started.
+    fn of(bytes: usize, stopwatch: &Stopwatch) -> Speed {
+        let cpu_s = cpu_time().saturating_sub(stopwatch.cpu).as_secs_f64();
+        Speed {
+            gb_per_s: bytes as f64 / 1e9 / stopwatch.began.elapsed().as_secs_f64(),
+            cpu_s_per_gib: cpu_s * f64::from(1 << 30) / bytes as f64,
+        }
+    }
+
+    fn median(all: Vec<Speed>) -> Speed {
+        Speed {
+            gb_per_s: median(all.iter().map(|speed| speed.gb_per_s).collect()),
+            cpu_s_per_gib: median(all.iter().map(|speed| speed.cpu_s_per_gib).collect()),
+        }
+    }
+}
+
+/// Time and processor time at which something began.
+struct Stopwatch {
+    began: Instant,
+    cpu: Duration,
+}
+
+impl Stopwatch {
+    fn start() -> Self {
+        Self { began: Instant::now(), cpu: cpu_time() }
+    }
+}
+
+/// Figures of one round.
 struct Seen {
-    put: f64,
-    get: f64,
-    view: f64,
+    put: Speed,
+    get: Speed,
+    view: Speed,
+    /// Millions of keys a second.
     exists: f64,
 }
 
@@ -100,10 +154,6 @@ fn pages_of(args: &Args, page_bytes: usize) -> usize {
 fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     figures[figures.len() / 2]
-}
-
-fn gigabytes_per_second(bytes: usize, time: Duration) -> f64 {
-    bytes as f64 / 1e9 / time.as_secs_f64()
 }
 
 fn soon() -> Instant {
@@ -132,17 +182,17 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     let keys: Vec<PageKey> = (0..pages as u32).map(|i| PageKey::chain(None, &[round as u32, i])).collect();
     let payload = Bytes::from((0..page_bytes).map(|i| (i * 31) as u8).collect::<Vec<u8>>());
 
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     for batch in keys.chunks(args.batch) {
         let pages = batch.iter().map(|&key| (NewPage { key, parent: PageKey::NONE, position: 0 }, payload.clone()));
         for outcome in client.put_pages(pages.collect(), PutOptions::default(), soon()).await {
             ensure!(outcome == PutOutcome::Stored, "put: {outcome:?}");
         }
     }
-    let put = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+    let put = Speed::of(pages * page_bytes, &begin);
 
     let mut buffers: Vec<Vec<u8>> = (0..args.batch).map(|_| vec![1u8; page_bytes]).collect();
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     for batch in keys.chunks(args.batch) {
         let wanted = batch.iter().copied().zip(buffers.drain(..batch.len())).collect();
         for (buffer, tier) in client.get(wanted, soon()).await {
@@ -150,15 +200,15 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
             buffers.push(buffer);
         }
     }
-    let get = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+    let get = Speed::of(pages * page_bytes, &begin);
     ensure!(buffers[0][..] == payload[..], "the bytes are those that were put");
 
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     for batch in keys.chunks(args.batch) {
         let views = client.view(batch, soon()).await;
         ensure!(views.iter().all(Option::is_some), "a page that was just put is there");
     }
-    let view = gigabytes_per_second(pages * page_bytes, begin.elapsed());
+    let view = Speed::of(pages * page_bytes, &begin);
 
     let asked: Vec<PageKey> = keys.iter().copied().cycle().take(EXISTS_BATCH).collect();
     let begin = Instant::now();
@@ -169,22 +219,22 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     Ok(Seen { put, get, view, exists })
 }
 
-/// One thread that copies pages from where each lies into a batch's buffers; GB/s.
-fn bare_copy(pages: usize, page_bytes: usize, batch: usize) -> f64 {
+/// One thread that copies pages from where each lies into a batch's buffers.
+fn bare_copy(pages: usize, page_bytes: usize, batch: usize) -> Speed {
     let from = vec![7u8; pages * page_bytes];
     let mut into = vec![1u8; batch * page_bytes];
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     for (page, from) in from.chunks(page_bytes).enumerate() {
         let at = page % batch * page_bytes;
         into[at..at + page_bytes].copy_from_slice(from);
     }
     std::hint::black_box(&into);
-    gigabytes_per_second(pages * page_bytes, begin.elapsed())
+    Speed::of(pages * page_bytes, &begin)
 }
 
 /// One blocking stream that sends pages from where each lies and receives them into a batch's buffers, as a client and a node
-/// would; GB/s.
-fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
+/// would.
+fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<Speed> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
     let from = vec![7u8; pages * page_bytes];
@@ -194,7 +244,7 @@ fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
         from.chunks(page_bytes.max(BARE_CHUNK_BYTES)).try_for_each(|chunk| stream.write_all(chunk))
     });
     let mut stream = TcpStream::connect(address)?;
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     let mut received = 0;
     while received < pages * page_bytes {
         let at = received % into.len();
@@ -204,7 +254,7 @@ fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<f64> {
             read => read,
         };
     }
-    let speed = gigabytes_per_second(received, begin.elapsed());
+    let speed = Speed::of(received, &begin);
     sender.join().expect("the sender does not panic")?;
     Ok(speed)
 }

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use hdrhistogram::Histogram;
+use larder_benches::cpu::cpu_time;
 use std::time::{Duration, Instant};
 
 /// Which way bytes go.
@@ -94,14 +95,4 @@ impl Measured {
 /// Latencies in nanoseconds up to a minute, to three digits.
 pub fn histogram() -> Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000_000, 3)?)
-}
-
-/// CPU time of this process, its threads and the kernel's workers for it.
-fn cpu_time() -> Duration {
-    // SAFETY: rusage is plain numbers, for which zeros are values.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: the pointer is to a live rusage. It cannot fail for this process.
-    unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
-    let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-    time(usage.ru_utime) + time(usage.ru_stime)
 }
