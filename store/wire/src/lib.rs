@@ -21,15 +21,20 @@
 //! Versions: 1 is the first.
 #![forbid(unsafe_code)]
 
+mod codes;
+mod fields;
 mod frame;
-mod message;
+mod limits;
+mod request;
+mod response;
 mod stream;
 
+pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
+pub use fields::Entry;
 pub use frame::{Frame, FrameHeader, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload};
-pub use message::{
-    CommitOutcome, Entry, ErrorCode, FollowState, LocalDoor, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS,
-    MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS, MemberEntry, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
-};
+pub use limits::{MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS};
+pub use request::{Request, Reserved};
+pub use response::{LocalDoor, MemberEntry, Response};
 pub use stream::{Sink, Source};
 
 /// Protocol version of this build.

@@ -1,0 +1,333 @@
+//! Messages of clients.
+
+use crate::codes::PinKind;
+use crate::fields::{Entry, crcs, entry, flag, key, keys, optional, put_entry, put_keys};
+use crate::frame::{Frame, Payload};
+use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS};
+use larder_format::codec::{DecodeError, Put, Reader, Result};
+use larder_format::{MAX_PARTS, NamespaceDescriptor, PageKey};
+
+/// A request for room for one page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reserved {
+    /// Page key.
+    pub key: PageKey,
+    /// The page before it.
+    pub parent: PageKey,
+    /// Place in its sequence.
+    pub position: u32,
+    /// Milliseconds from its sealing after which the page is a miss; 0: never.
+    pub ttl_ms: u64,
+    /// Bytes of each part.
+    pub part_bytes: Vec<u32>,
+}
+
+/// From client to node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// First on every connection: versions spoken, who this is, and whose pages.
+    Hello {
+        /// Oldest version spoken.
+        version_min: u16,
+        /// Newest version spoken.
+        version_max: u16,
+        /// For logs.
+        name: String,
+        /// Absent on administrative connections.
+        namespace: Option<NamespaceDescriptor>,
+    },
+    /// Where each page lies → [`Response::Located`].
+    Locate(Vec<PageKey>),
+    /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
+    Get {
+        /// Page keys.
+        keys: Vec<PageKey>,
+        /// Say where the bytes lie in the node's arena, which the client has mapped, and hold them there, instead of sending
+        /// them. The node sends them all the same if it holds too much already.
+        in_place: bool,
+    },
+    /// The longest servable prefix of these pages, held for a while so that it can be read → [`Response::Looked`].
+    Lookup {
+        /// Page keys, from the start of a sequence.
+        keys: Vec<PageKey>,
+        /// Milliseconds for which pages are held, at most [`MAX_HOLD_MS`]; 0: not at all.
+        hold_ms: u32,
+    },
+    /// Pages that were held for requests are held no longer; no answer.
+    Release(Vec<Entry>),
+    /// Room for pages → [`Response::Reserved`]. What is granted is named by this request: the client can give up puts whose
+    /// grant it never heard of, and send parts before it has; those of pages that were not granted are thrown away.
+    Reserve(Vec<Reserved>),
+    /// One part of a put, as payload; no answer.
+    Part {
+        /// The put.
+        put: Entry,
+        /// Part index.
+        part: u32,
+        /// CRC of each chunk.
+        crcs: Vec<u32>,
+    },
+    /// Seals puts → [`Response::Committed`].
+    Commit(Vec<Entry>),
+    /// Gives a put up; no answer.
+    Abort(Entry),
+    /// A page that is there, being written or about to be → [`Response::Part`]s, then [`Response::FollowEnd`].
+    Follow(PageKey),
+    /// Brings pages into L2 → [`Response::Count`] of those in L2.
+    Warm(Vec<PageKey>),
+    /// Forgets pages durably → [`Response::Count`] of those that were there.
+    Forget(Vec<PageKey>),
+    /// The bytes of this page did not check at the reader: look at your copy → [`Response::Count`] of copies dropped.
+    Suspect(PageKey),
+    /// Registers or renews a member → [`Response::Count`].
+    Register {
+        /// Unique name.
+        name: String,
+        /// Forgotten after this many milliseconds without renewal.
+        ttl_ms: u32,
+        /// JSON.
+        info: String,
+    },
+    /// Withdraws a member → [`Response::Count`].
+    Withdraw(String),
+    /// All members → [`Response::Members`].
+    Members,
+    /// The node's state → [`Response::Status`].
+    Status,
+    /// Stop working on this request, and give up the puts it reserved; no answer.
+    Cancel(u64),
+    /// Is the page you hold the one with these chunk CRCs? → [`Response::Committed`]: already there, refused, or
+    /// incomplete if there is none.
+    Compare {
+        /// Page key.
+        key: PageKey,
+        /// CRC of each chunk, part by part.
+        crcs: Vec<u32>,
+    },
+    /// Holds pages in L2 for a while, or lets go of them → [`Response::Count`] of those that are held so now; Busy, and
+    /// nothing is held that was not before, if there is no room for hard pins.
+    Pin {
+        /// Page keys.
+        keys: Vec<PageKey>,
+        /// How.
+        kind: PinKind,
+        /// Milliseconds until the pins end: above 0 unless `kind` is [`PinKind::None`], and at most [`MAX_PIN_MS`].
+        ttl_ms: u64,
+    },
+}
+
+impl Request {
+    /// The kind and body of this message.
+    fn encode(&self) -> (u8, Vec<u8>) {
+        let mut out = Vec::new();
+        let kind = match self {
+            Request::Hello { version_min, version_max, name, namespace } => {
+                out.put_u16(*version_min);
+                out.put_u16(*version_max);
+                out.put_string(name);
+                out.put_u8(u8::from(namespace.is_some()));
+                if let Some(namespace) = namespace {
+                    namespace.encode(&mut out);
+                }
+                1
+            }
+            Request::Locate(keys) => {
+                put_keys(&mut out, keys);
+                2
+            }
+            Request::Get { keys, in_place } => {
+                put_keys(&mut out, keys);
+                out.put_u8(u8::from(*in_place));
+                3
+            }
+            Request::Reserve(pages) => {
+                out.put_list(pages, |out, page| {
+                    out.put(&page.key.0);
+                    out.put(&page.parent.0);
+                    out.put_u32(page.position);
+                    out.put_u64(page.ttl_ms);
+                    out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
+                });
+                4
+            }
+            Request::Part { put, part, crcs } => {
+                put_entry(&mut out, put);
+                out.put_u32(*part);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                5
+            }
+            Request::Commit(puts) => {
+                out.put_list(puts, put_entry);
+                6
+            }
+            Request::Abort(put) => {
+                put_entry(&mut out, put);
+                7
+            }
+            Request::Follow(key) => {
+                out.put(&key.0);
+                8
+            }
+            Request::Warm(keys) => {
+                put_keys(&mut out, keys);
+                9
+            }
+            Request::Forget(keys) => {
+                put_keys(&mut out, keys);
+                10
+            }
+            Request::Suspect(key) => {
+                out.put(&key.0);
+                11
+            }
+            Request::Register { name, ttl_ms, info } => {
+                out.put_string(name);
+                out.put_u32(*ttl_ms);
+                out.put_string(info);
+                12
+            }
+            Request::Withdraw(name) => {
+                out.put_string(name);
+                13
+            }
+            Request::Members => 14,
+            Request::Status => 15,
+            Request::Cancel(request) => {
+                out.put_u64(*request);
+                16
+            }
+            Request::Compare { key, crcs } => {
+                out.put(&key.0);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                17
+            }
+            Request::Pin { keys, kind, ttl_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u8(kind.code());
+                out.put_u64(*ttl_ms);
+                18
+            }
+            Request::Lookup { keys, hold_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u32(*hold_ms);
+                19
+            }
+            Request::Release(entries) => {
+                out.put_list(entries, put_entry);
+                20
+            }
+        };
+        (kind, out)
+    }
+
+    /// A frame of this request.
+    pub fn frame(&self, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
+        let (kind, body) = self.encode();
+        Frame::new(kind, request, deadline_ms, &body, payload)
+    }
+
+    /// Reads a body of kind `kind`.
+    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let message = match kind {
+            1 => Request::Hello {
+                version_min: r.u16("version")?,
+                version_max: r.u16("version")?,
+                name: r.string(MAX_NAME_BYTES, "client name")?,
+                namespace: optional(&mut r, NamespaceDescriptor::decode)?,
+            },
+            2 => Request::Locate(keys(&mut r)?),
+            3 => Request::Get { keys: keys(&mut r)?, in_place: flag(&mut r)? },
+            4 => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| {
+                Ok(Reserved {
+                    key: key(r)?,
+                    parent: key(r)?,
+                    position: r.u32("position")?,
+                    ttl_ms: r.u64("ttl")?,
+                    part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
+                })
+            })?),
+            5 => Request::Part { put: entry(&mut r)?, part: r.u32("part")?, crcs: crcs(&mut r)? },
+            6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
+            7 => Request::Abort(entry(&mut r)?),
+            8 => Request::Follow(key(&mut r)?),
+            9 => Request::Warm(keys(&mut r)?),
+            10 => Request::Forget(keys(&mut r)?),
+            11 => Request::Suspect(key(&mut r)?),
+            12 => Request::Register {
+                name: r.string(MAX_NAME_BYTES, "member name")?,
+                ttl_ms: r.u32("ttl")?,
+                info: r.string(MAX_INFO_BYTES, "member info")?,
+            },
+            13 => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
+            14 => Request::Members,
+            15 => Request::Status,
+            16 => Request::Cancel(r.u64("request")?),
+            17 => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
+            18 => Request::Pin {
+                keys: keys(&mut r)?,
+                kind: PinKind::from_code(r.u8("pin kind")?)?,
+                ttl_ms: r.u64("ttl")?,
+            },
+            19 => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold")? },
+            20 => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
+            _ => return Err(DecodeError::Invalid("request kind")),
+        };
+        r.finish()?;
+        Ok(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::chunk_crcs;
+    use proptest::prelude::*;
+
+    #[test]
+    fn requests_round_trip() {
+        let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
+        let put = Entry { request: 3, index: 1 };
+        for message in [
+            Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
+            Request::Locate(vec![PageKey([1; 32]); 3]),
+            Request::Get { keys: vec![], in_place: true },
+            Request::Lookup { keys: vec![PageKey([1; 32])], hold_ms: 5 },
+            Request::Release(vec![put; 2]),
+            Request::Reserve(vec![Reserved {
+                key: PageKey([1; 32]),
+                parent: PageKey::NONE,
+                position: 7,
+                ttl_ms: 1,
+                part_bytes: vec![1, 2],
+            }]),
+            Request::Part { put, part: 2, crcs },
+            Request::Commit(vec![put; 3]),
+            Request::Abort(put),
+            Request::Follow(PageKey([4; 32])),
+            Request::Warm(vec![PageKey([1; 32])]),
+            Request::Forget(vec![PageKey([1; 32])]),
+            Request::Suspect(PageKey([1; 32])),
+            Request::Register { name: "e".into(), ttl_ms: 1000, info: "{}".into() },
+            Request::Withdraw("e".into()),
+            Request::Members,
+            Request::Status,
+            Request::Cancel(9),
+            Request::Compare { key: PageKey([1; 32]), crcs: vec![1, 2] },
+            Request::Pin { keys: vec![PageKey([1; 32])], kind: PinKind::Soft, ttl_ms: 5 },
+        ] {
+            let (kind, body) = message.encode();
+            assert_eq!(Request::decode(kind, &body).unwrap(), message);
+            let mut longer = body.clone();
+            longer.push(0);
+            assert!(Request::decode(kind, &longer).is_err(), "{message:?} with a byte too many");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = Request::decode(kind, &body);
+        }
+    }
+}

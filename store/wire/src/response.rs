@@ -1,0 +1,302 @@
+//! Messages of nodes.
+
+use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
+use crate::fields::{crcs, optional};
+use crate::frame::{Frame, Payload};
+use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PUTS, MAX_TEXT_BYTES};
+use larder_format::codec::{DecodeError, Put, Reader, Result};
+use larder_format::{NamespaceId, PageMeta};
+
+/// A way to a node's memory for processes of its machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalDoor {
+    /// The machine and its present run.
+    pub machine: String,
+    /// Name of an abstract UNIX socket.
+    pub name: String,
+}
+
+/// A registered process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberEntry {
+    /// Unique name.
+    pub name: String,
+    /// JSON.
+    pub info: String,
+}
+
+/// From node to client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Response {
+    /// Answer to Hello.
+    Hello {
+        /// Version spoken from here on.
+        version: u16,
+        /// The node's name, kept in its data directory.
+        node_id: String,
+        /// Grows at each start of the node.
+        epoch: u64,
+        /// The namespace this connection works in.
+        namespace: Option<NamespaceId>,
+        /// How processes of the node's machine come to its memory, if they can.
+        door: Option<LocalDoor>,
+    },
+    /// Tiers, in the order of the keys.
+    Located(Vec<TierCode>),
+    /// What there is of a chain of pages.
+    Looked {
+        /// Tier of each page of the longest servable prefix.
+        tiers: Vec<TierCode>,
+        /// How many of them, from the first on, are held; each is an [`Entry`] of this request.
+        held: u32,
+        /// Microseconds that a page on [`TierCode::L3`] is expected to take.
+        l3_expected_us: u32,
+    },
+    /// A page; the payload holds its bytes, unless they are read in place.
+    Page {
+        /// Index in the request.
+        index: u32,
+        /// Where it was.
+        tier: TierCode,
+        /// Identity and checksums.
+        meta: PageMeta,
+        /// Offset in the node's arena. The bytes stay there until the page is released, or nobody has the arena any more.
+        place: Option<u64>,
+    },
+    /// A page that cannot be served.
+    Miss {
+        /// Index in the request.
+        index: u32,
+    },
+    /// All answers to a Get were sent.
+    End,
+    /// A part of a followed page, as payload.
+    Part {
+        /// Part index.
+        part: u32,
+        /// CRC of each chunk.
+        crcs: Vec<u32>,
+    },
+    /// The end of a followed page, with its identity and checksums if it was sealed.
+    FollowEnd {
+        /// How it ended.
+        state: FollowState,
+        /// Present if sealed.
+        meta: Option<PageMeta>,
+    },
+    /// Answer to Reserve, in the order of the pages: granted or why not.
+    Reserved(Vec<ReserveOutcome>),
+    /// Answer to Commit, in the order of the puts, and to Compare.
+    Committed(Vec<CommitOutcome>),
+    /// A number.
+    Count(u32),
+    /// All members.
+    Members(Vec<MemberEntry>),
+    /// The node's state, JSON.
+    Status(String),
+    /// The request failed.
+    Error {
+        /// What to do about it.
+        code: ErrorCode,
+        /// For people.
+        message: String,
+    },
+}
+
+impl Response {
+    fn encode(&self) -> (u8, Vec<u8>) {
+        let mut out = Vec::new();
+        let kind = match self {
+            Response::Hello { version, node_id, epoch, namespace, door } => {
+                out.put_u16(*version);
+                out.put_string(node_id);
+                out.put_u64(*epoch);
+                out.put_u8(u8::from(namespace.is_some()));
+                if let Some(namespace) = namespace {
+                    out.put(&namespace.0);
+                }
+                out.put_u8(u8::from(door.is_some()));
+                if let Some(LocalDoor { machine, name }) = door {
+                    out.put_string(machine);
+                    out.put_string(name);
+                }
+                128
+            }
+            Response::Located(tiers) => {
+                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
+                129
+            }
+            Response::Page { index, tier, meta, place } => {
+                out.put_u32(*index);
+                out.put_u8(tier.code());
+                meta.encode(&mut out);
+                out.put_u8(u8::from(place.is_some()));
+                if let Some(place) = place {
+                    out.put_u64(*place);
+                }
+                130
+            }
+            Response::Miss { index } => {
+                out.put_u32(*index);
+                131
+            }
+            Response::End => 132,
+            Response::Part { part, crcs } => {
+                out.put_u32(*part);
+                out.put_list(crcs, |out, &c| out.put_u32(c));
+                133
+            }
+            Response::FollowEnd { state, meta } => {
+                out.put_u8(state.code());
+                out.put_u8(u8::from(meta.is_some()));
+                if let Some(meta) = meta {
+                    meta.encode(&mut out);
+                }
+                134
+            }
+            Response::Reserved(outcomes) => {
+                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
+                135
+            }
+            Response::Committed(outcomes) => {
+                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
+                136
+            }
+            Response::Looked { tiers, held, l3_expected_us } => {
+                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
+                out.put_u32(*held);
+                out.put_u32(*l3_expected_us);
+                141
+            }
+            Response::Count(count) => {
+                out.put_u32(*count);
+                137
+            }
+            Response::Members(members) => {
+                out.put_list(members, |out, member| {
+                    out.put_string(&member.name);
+                    out.put_string(&member.info);
+                });
+                138
+            }
+            Response::Status(json) => {
+                out.put_string(json);
+                139
+            }
+            Response::Error { code, message } => {
+                out.put_u8(code.code());
+                out.put_string(message);
+                140
+            }
+        };
+        (kind, out)
+    }
+
+    /// A frame of this answer to `request`.
+    pub fn frame(&self, request: u64, payload: Option<Payload>) -> Frame {
+        let (kind, body) = self.encode();
+        Frame::new(kind, request, 0, &body, payload)
+    }
+
+    /// Reads a body of kind `kind`.
+    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let message = match kind {
+            128 => Response::Hello {
+                version: r.u16("version")?,
+                node_id: r.string(MAX_NAME_BYTES, "node id")?,
+                epoch: r.u64("epoch")?,
+                namespace: optional(&mut r, |r| Ok(NamespaceId(r.array("namespace")?)))?,
+                door: optional(&mut r, |r| {
+                    let machine = r.string(MAX_NAME_BYTES, "machine")?;
+                    Ok(LocalDoor { machine, name: r.string(MAX_NAME_BYTES, "door")? })
+                })?,
+            },
+            129 => Response::Located(r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?),
+            130 => Response::Page {
+                index: r.u32("index")?,
+                tier: TierCode::from_code(r.u8("tier")?)?,
+                meta: PageMeta::decode(&mut r)?,
+                place: optional(&mut r, |r| r.u64("place"))?,
+            },
+            131 => Response::Miss { index: r.u32("index")? },
+            132 => Response::End,
+            133 => Response::Part { part: r.u32("part")?, crcs: crcs(&mut r)? },
+            134 => Response::FollowEnd {
+                state: FollowState::from_code(r.u8("state")?)?,
+                meta: optional(&mut r, PageMeta::decode)?,
+            },
+            135 => Response::Reserved(r.list(MAX_PUTS, "outcomes", |r| ReserveOutcome::from_code(r.u8("outcome")?))?),
+            136 => Response::Committed(r.list(MAX_PUTS, "outcomes", |r| CommitOutcome::from_code(r.u8("outcome")?))?),
+            137 => Response::Count(r.u32("count")?),
+            138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
+                Ok(MemberEntry {
+                    name: r.string(MAX_NAME_BYTES, "member name")?,
+                    info: r.string(MAX_INFO_BYTES, "member info")?,
+                })
+            })?),
+            139 => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
+            140 => Response::Error {
+                code: ErrorCode::from_code(r.u8("error code")?)?,
+                message: r.string(MAX_TEXT_BYTES, "message")?,
+            },
+            141 => Response::Looked {
+                tiers: r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?,
+                held: r.u32("held")?,
+                l3_expected_us: r.u32("expected time")?,
+            },
+            _ => return Err(DecodeError::Invalid("response kind")),
+        };
+        r.finish()?;
+        Ok(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{PageId, PageKey};
+    use proptest::prelude::*;
+
+    fn meta() -> PageMeta {
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        PageMeta::describe(id, PageKey::NONE, 1, vec![3, 2], b"abcde")
+    }
+
+    #[test]
+    fn responses_round_trip() {
+        for message in [
+            Response::Hello {
+                version: 1,
+                node_id: "n".into(),
+                epoch: 3,
+                namespace: Some(NamespaceId([5; 32])),
+                door: Some(LocalDoor { machine: "m".into(), name: "d".into() }),
+            },
+            Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
+            Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: None },
+            Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Some(4096) },
+            Response::Looked { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
+            Response::Miss { index: 2 },
+            Response::End,
+            Response::Part { part: 1, crcs: vec![7] },
+            Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
+            Response::Reserved(vec![ReserveOutcome::Granted, ReserveOutcome::Busy]),
+            Response::Committed(vec![CommitOutcome::Refused]),
+            Response::Count(5),
+            Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
+            Response::Status("{}".into()),
+            Response::Error { code: ErrorCode::Busy, message: "later".into() },
+        ] {
+            let (kind, body) = message.encode();
+            assert_eq!(Response::decode(kind, &body).unwrap(), message);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = Response::decode(kind, &body);
+        }
+    }
+}
