@@ -1,7 +1,5 @@
-//! The public face of the client.
+//! The public face of the client. Reading pages is in `get`, what there is in `lookup`.
 
-use crate::buffer::{DynBuffer, downcast};
-use crate::clock::now;
 use crate::connect::{Connector, Sockets};
 use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
@@ -9,15 +7,13 @@ use crate::members::{self, Member, Registration};
 use crate::pin::{Pinned, milliseconds};
 use crate::put::{self, Budget, NewPage, PagePut, PutOptions, PutOutcome};
 use crate::put_pages::put_pages;
-use crate::sink::{Got, PageEnd, PageSink, Sink};
 use crate::stats::{ClientStats, Counters, count};
-use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use crate::{StoreUrl, Transport, spread};
 use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
-use larder_wire::{MAX_HOLD_MS, MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
+use larder_wire::{MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,47 +29,11 @@ pub enum Tier {
     L3,
 }
 
-fn tier(code: TierCode) -> Option<Tier> {
+pub(crate) fn tier(code: TierCode) -> Option<Tier> {
     match code {
         TierCode::Nowhere => None,
         TierCode::L2 => Some(Tier::L2),
         TierCode::L3 => Some(Tier::L3),
-    }
-}
-
-/// What the nodes hold of a chain of pages.
-#[derive(Debug, Default)]
-pub struct Lookup {
-    /// Tier of each page of the longest servable prefix; its length is the prefix in pages.
-    pub tiers: Vec<Tier>,
-    /// Whether every node that owns one of the keys answered in time. If not, an empty prefix does not mean that nothing
-    /// is there.
-    pub answered: bool,
-    /// How many of these pages, from the first on, are held in L2 already. The others are brought there, one after the other.
-    pub held: usize,
-    /// How long a page on L3 is expected to take.
-    pub l3_expected: Duration,
-    /// Keeps the pages readable. They are let go of when this is dropped, or the time is over that was asked for.
-    pub lease: Lease,
-}
-
-/// Pages that nodes keep readable for this client.
-#[derive(Default)]
-pub struct Lease {
-    lookups: Vec<(Arc<Live>, u64)>,
-}
-
-impl std::fmt::Debug for Lease {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lease").field("nodes", &self.lookups.len()).finish()
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        for (node, request) in &self.lookups {
-            node.tell_surely(&Request::Cancel(*request));
-        }
     }
 }
 
@@ -122,32 +82,27 @@ pub struct NodeView {
 
 /// How long [`Client::ready`] waits for the last nodes once the first is there.
 const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
-/// How long after its deadline a get still checks and copies pages that are there.
-const COPY_GRACE: Duration = Duration::from_secs(1);
-/// Pages asked for in one Get.
-const GET_PAGES_MAX: usize = 1024;
-
-struct Namespace {
-    id: NamespaceId,
-    geometry: PageGeometry,
+pub(crate) struct Namespace {
+    pub(crate) id: NamespaceId,
+    pub(crate) geometry: PageGeometry,
 }
 
-struct Inner {
+pub(crate) struct Inner {
     links: Vec<Arc<Link>>,
-    namespace: Option<Namespace>,
+    pub(crate) namespace: Option<Namespace>,
     budget: Arc<Budget>,
-    counters: Arc<Counters>,
+    pub(crate) counters: Arc<Counters>,
     _stop: DropGuard,
 }
 
 /// A store client; clones share connections, which end with the last clone.
 #[derive(Clone)]
 pub struct Client {
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
 }
 
 /// The nodes that are connected now, for one operation.
-struct Nodes {
+pub(crate) struct Nodes {
     live: Vec<Arc<Live>>,
     seeds: Vec<u64>,
 }
@@ -158,7 +113,7 @@ impl Nodes {
     }
 
     /// Without nodes an answer takes no time: whoever asks in a loop must still let others run, and nodes be connected.
-    async fn or_pause(&self) {
+    pub(crate) async fn or_pause(&self) {
         if self.live.is_empty() {
             tokio::task::yield_now().await;
         }
@@ -226,14 +181,14 @@ impl Client {
         self.inner.namespace.as_ref().map(|n| n.geometry)
     }
 
-    fn nodes(&self) -> Nodes {
+    pub(crate) fn nodes(&self) -> Nodes {
         let live: Vec<Arc<Live>> = self.inner.links.iter().filter_map(|link| link.live()).collect();
         let seeds = live.iter().map(|node| spread::seed(&node.node_id)).collect();
         Nodes { live, seeds }
     }
 
     /// Indices of `keys` by the node that owns them, in batches of at most `batch`. Keys without a node are in none.
-    fn batches(nodes: &Nodes, keys: &[PageKey], batch: usize) -> Vec<(Arc<Live>, Vec<usize>)> {
+    pub(crate) fn batches(nodes: &Nodes, keys: &[PageKey], batch: usize) -> Vec<(Arc<Live>, Vec<usize>)> {
         let mut by_node: Vec<Vec<usize>> = vec![Vec::new(); nodes.live.len()];
         for (index, key) in keys.iter().enumerate() {
             if let Some(owner) = nodes.owner(key) {
@@ -249,7 +204,7 @@ impl Client {
     }
 
     /// Asks every owner about its keys, all at once.
-    async fn ask_owners(
+    pub(crate) async fn ask_owners(
         &self,
         keys: &[PageKey],
         deadline: Instant,
@@ -265,152 +220,12 @@ impl Client {
         join_all(asks).await
     }
 
-    /// Where each page lies: `None` is nowhere.
-    pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
-        let mut located = vec![None; keys.len()];
-        for (indices, answer) in self.ask_owners(keys, deadline, Request::Locate).await {
-            if let Some(Response::Located(tiers)) = answer {
-                for (index, code) in indices.into_iter().zip(tiers) {
-                    located[index] = tier(code);
-                }
-            }
-        }
-        located
-    }
-
-    /// The longest prefix of `keys` that the nodes can serve, which they hold for `hold` (at most a minute; nothing is held
-    /// if it is zero) or until the lease is dropped.
-    pub async fn lookup(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
-        let hold_ms = u32::try_from(hold.as_millis()).unwrap_or(u32::MAX).min(MAX_HOLD_MS);
-        let asks = Self::batches(&self.nodes(), keys, MAX_KEYS).into_iter().map(|(node, indices)| {
-            let keys = indices.iter().map(|&index| keys[index]).collect();
-            async move {
-                let request = node.number();
-                // From now on, whatever comes of it, the node is told when it is over.
-                let lease = (hold_ms > 0).then(|| Lease { lookups: vec![(node.clone(), request)] });
-                let answer = node.ask_as(request, &Request::Lookup { keys, hold_ms }, deadline).await;
-                (indices, lease, answer)
-            }
-        });
-        let (mut located, mut is_held, mut answered) = (vec![None; keys.len()], vec![false; keys.len()], 0);
-        let mut lookup = Lookup::default();
-        for (indices, lease, answer) in join_all(asks).await {
-            let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
-            answered += indices.len();
-            for (place, (index, code)) in indices.into_iter().zip(tiers).enumerate() {
-                located[index] = tier(code);
-                is_held[index] = place < held as usize;
-            }
-            lookup.l3_expected = lookup.l3_expected.max(Duration::from_micros(l3_expected_us.into()));
-            lookup.lease.lookups.extend(lease.into_iter().flat_map(|mut lease| std::mem::take(&mut lease.lookups)));
-        }
-        lookup.answered = answered == keys.len();
-        lookup.tiers = located.into_iter().map_while(|tier| tier).collect();
-        lookup.held = is_held.iter().take(lookup.tiers.len()).take_while(|&&held| held).count();
-        lookup
-    }
-
-    /// Which of `keys` exist.
-    pub async fn exists(&self, keys: &[PageKey], deadline: Instant) -> Vec<bool> {
-        self.locate(keys, deadline).await.into_iter().map(|tier| tier.is_some()).collect()
-    }
-
-    /// Reads whole pages, each into its own buffer of exactly the page's size. The answer has the buffers in the order of
-    /// the request, with where the page came from, or `None` for a miss (the buffer then holds nothing of use).
-    pub async fn get<B: AsMut<[u8]> + Send + 'static>(
-        &self,
-        pages: Vec<(PageKey, B)>,
-        deadline: Instant,
-    ) -> Vec<(B, Option<Tier>)> {
-        let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
-        let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(_, b)| Some((b, None))).collect();
-        let nodes = self.nodes();
-        nodes.or_pause().await;
-        if let Some(namespace) = &self.inner.namespace {
-            let gets = Self::batches(&nodes, &keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
-                let wanted = indices.iter().map(|&index| {
-                    let (buffer, _) = buffers[index].take().expect("each index is in one batch");
-                    (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
-                });
-                let wanted: Vec<_> = wanted.collect();
-                async move {
-                    let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
-                    let pages = get_from(&node, wanted, deadline).await;
-                    (indices, copy_from(&node, &ids, pages, deadline).await)
-                }
-            });
-            let gets: Vec<_> = gets.collect();
-            for (indices, pages) in join_all(gets).await {
-                for (index, (buffer, got)) in indices.into_iter().zip(pages) {
-                    buffers[index] = Some((downcast(buffer), self.note(got)));
-                }
-            }
-        }
-        let answer: Vec<_> = buffers.into_iter().map(|b| b.expect("every batch hands its buffers back")).collect();
-        self.count_gets(answer.iter().filter(|(_, tier)| tier.is_some()).count(), answer.len());
-        answer
-    }
-
-    /// Reads whole pages where they lie: in the memory of nodes on this machine, which keep them there until the views are
-    /// dropped; others are copied. `None` is a miss.
-    ///
-    /// # Panics
-    /// If the client was attached without a namespace.
-    pub async fn view(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageView>> {
-        let Namespace { id: namespace, geometry } = *self.namespace();
-        let mut views: Vec<Option<PageView>> = keys.iter().map(|_| None).collect();
-        let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
-            let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
-            let wanted = indices.iter().map(|&index| (PageId { namespace, key: keys[index] }, buffer())).collect();
-            async move {
-                let pages = get_from(&node, wanted, deadline).await;
-                (node, indices, pages)
-            }
-        });
-        for (node, indices, pages) in join_all(gets).await {
-            for (index, PageEnd { buffer, got, held }) in indices.into_iter().zip(pages) {
-                let id = PageId { namespace, key: keys[index] };
-                let (bytes, got) = match held {
-                    Some(_) if now() > deadline + COPY_GRACE => (None, Got::Missed),
-                    Some((held, meta, code)) if meta.verify(&id, &held).is_ok() => {
-                        (Some(ViewBytes::Held(held)), Got::Had(code))
-                    }
-                    Some(_) => {
-                        node.suspect(&id);
-                        (None, Got::Corrupt)
-                    }
-                    None => (Some(ViewBytes::Copied(downcast::<Later>(buffer).bytes)), got),
-                };
-                views[index] = self.note(got).zip(bytes).map(|(tier, bytes)| PageView { bytes, tier });
-                tokio::task::yield_now().await;
-            }
-        }
-        self.count_gets(views.iter().filter(|view| view.is_some()).count(), views.len());
-        views
-    }
-
-    fn count_gets(&self, hits: usize, all: usize) {
-        count(&self.inner.counters.get_hits, hits);
-        count(&self.inner.counters.get_misses, all - hits);
-    }
-
-    fn note(&self, got: Got) -> Option<Tier> {
-        match got {
-            Got::Had(code) => tier(code),
-            Got::Missed => None,
-            Got::Corrupt => {
-                count(&self.inner.counters.corrupt, 1);
-                None
-            }
-        }
-    }
-
     fn owner(&self, key: &PageKey) -> Option<Arc<Live>> {
         let nodes = self.nodes();
         nodes.owner(key).map(|index| nodes.live[index].clone())
     }
 
-    fn namespace(&self) -> &Namespace {
+    pub(crate) fn namespace(&self) -> &Namespace {
         self.inner
             .namespace
             .as_ref()
@@ -607,35 +422,4 @@ impl Client {
     pub fn stats(&self) -> ClientStats {
         self.inner.counters.read()
     }
-}
-
-/// One Get at one node. Always hands every buffer back.
-async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<PageEnd> {
-    let keys = wanted.iter().map(|(id, _)| id.key).collect();
-    let (sink, done) = PageSink::new(wanted);
-    let in_place = node.transport() == Transport::Shm;
-    let begun = node.begin(node.number(), &Request::Get { keys, in_place }, Sink::Pages(sink), deadline).await;
-    node.settle(begun, done, deadline).await
-}
-
-/// Copies pages that lie in the node's memory into their buffers.
-async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
-    let mut copied = Vec::with_capacity(pages.len());
-    for (id, PageEnd { mut buffer, got, held }) in ids.iter().zip(pages) {
-        let got = match held {
-            None => got,
-            Some(_) if now() > deadline + COPY_GRACE => Got::Missed,
-            Some((held, meta, tier)) => match copy_checked(id, &meta, &held, buffer.bytes()) {
-                Ok(()) => Got::Had(tier),
-                Err(_) => {
-                    node.suspect(id);
-                    Got::Corrupt
-                }
-            },
-        };
-        copied.push((buffer, got));
-        // Copying takes the processor as long as it takes: others want it too.
-        tokio::task::yield_now().await;
-    }
-    copied
 }

@@ -8,7 +8,7 @@
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
 //! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) · `link` (one node: multiplex, receive) · `sink` (where
-//! answers go, and the checks) · `put`, `put_pages` · `view` (pages in place) · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
+//! answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` · `view` (pages in place) · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
 mod buffer;
@@ -16,7 +16,9 @@ mod client;
 mod clock;
 mod connect;
 mod follow;
+mod get;
 mod link;
+mod lookup;
 mod members;
 mod pin;
 mod put;
@@ -27,8 +29,9 @@ mod stats;
 mod url;
 mod view;
 
-pub use client::{Client, ClientOptions, Forgotten, Lease, Lookup, NodeView, Tier};
+pub use client::{Client, ClientOptions, Forgotten, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
+pub use lookup::{Lease, Lookup};
 pub use members::{Member, Registration};
 pub use pin::{PinKind, Pinned};
 pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
