@@ -4,6 +4,7 @@ use crate::connect::{Connector, Sockets};
 use crate::follow::{self, Follow};
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
+use crate::memory::{self, Buffer};
 use crate::pin::{Pinned, milliseconds};
 use crate::put::{self, Budget, NewPage, PagePut, PutOptions, PutOutcome};
 use crate::put_pages::put_pages;
@@ -13,6 +14,7 @@ use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
+use larder_share::Memory;
 use larder_wire::{MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -55,11 +57,19 @@ pub struct ClientOptions {
     pub connect_timeout: Duration,
     /// Most payload bytes of puts that wait in this client; above it new puts are given up; default 256 MiB.
     pub put_queue_bytes_max: usize,
+    /// Bytes of this client's own memory that nodes can be told places in, for [`Client::buffer`]; 0: none. It is address
+    /// space until it is used; default 256 MiB.
+    pub memory_bytes: usize,
 }
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        Self { name: "client".into(), connect_timeout: Duration::from_secs(1), put_queue_bytes_max: 256 << 20 }
+        Self {
+            name: "client".into(),
+            connect_timeout: Duration::from_secs(1),
+            put_queue_bytes_max: 256 << 20,
+            memory_bytes: 256 << 20,
+        }
     }
 }
 
@@ -92,6 +102,7 @@ pub(crate) struct Inner {
     pub(crate) namespace: Option<Namespace>,
     budget: Arc<Budget>,
     pub(crate) counters: Arc<Counters>,
+    memory: Option<Arc<Memory>>,
     _stop: DropGuard,
 }
 
@@ -153,6 +164,7 @@ impl Client {
             namespace: namespace.as_ref().map(|n| Namespace { id: n.id(), geometry: n.geometry }),
             budget: Arc::new(Budget::new(options.put_queue_bytes_max)),
             counters: Arc::default(),
+            memory: memory::map(options.memory_bytes),
             _stop: stop.drop_guard(),
         };
         Client { inner: Arc::new(inner) }
@@ -174,6 +186,12 @@ impl Client {
         tokio::time::timeout(timeout, work)
             .await
             .unwrap_or_else(|_| self.inner.links.iter().any(|l| l.live().is_some()))
+    }
+
+    /// Memory for `bytes` bytes, which come and go with it: those of an earlier owner, or zeros. Putting from it costs a copy
+    /// less where the node is on this machine. Never waits; plain memory if there is none of the other kind.
+    pub fn buffer(&self, bytes: usize) -> Buffer {
+        Buffer::new(self.inner.memory.as_ref(), bytes)
     }
 
     /// Shape of a page in this client's namespace.

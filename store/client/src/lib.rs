@@ -7,8 +7,10 @@
 //! The store is a cache: nothing here fails because a node is away. A page that cannot be had in time is a miss, a page that
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
-//! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) · `link` (one node: multiplex, receive) · `sink` (where
-//! answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` · `view` (pages in place) · `follow` · `pin` · `members` (registration) · `spread` (which node has which key) · [`StoreUrl`].
+//! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) ·
+//! `link` (one node: multiplex, receive) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` ·
+//! `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
+//! `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
 mod buffer;
@@ -20,6 +22,7 @@ mod get;
 mod link;
 mod lookup;
 mod members;
+mod memory;
 mod pin;
 mod put;
 mod put_pages;
@@ -33,6 +36,7 @@ pub use client::{Client, ClientOptions, Forgotten, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
 pub use lookup::{Lease, Lookup};
 pub use members::{Member, Registration};
+pub use memory::Buffer;
 pub use pin::{PinKind, Pinned};
 pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
 pub use stats::ClientStats;

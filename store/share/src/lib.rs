@@ -16,10 +16,12 @@
 
 mod copy;
 mod door;
+mod memory;
 mod window;
 
 pub use copy::copy_out;
 pub use door::{Door, Tenure, read_only};
+pub use memory::{Block, Memory};
 pub use window::{Held, Window, attach};
 
 use std::io;
