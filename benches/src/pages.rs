@@ -8,7 +8,9 @@ use anyhow::{Result, ensure};
 use bytes::Bytes;
 use clap::Parser;
 use larder_benches::cpu::cpu_time;
-use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport, UrlError};
+use larder_client::{
+    CONNECTIONS, Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport, UrlError,
+};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::fmt::{self, Display};
@@ -34,6 +36,9 @@ struct Args {
     /// Sizes of a page in KiB
     #[arg(long = "page", default_values_t = [64, 256, 1024, 4096])]
     pages_kib: Vec<usize>,
+    /// Connections of the client
+    #[arg(long, default_value_t = CONNECTIONS)]
+    connections: usize,
     /// Rounds; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -174,7 +179,7 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     ensure!(geometry.page_bytes() == page_bytes, "the geometry makes pages of {page_bytes} bytes");
     let namespace =
         NamespaceDescriptor { model: "bench".into(), weights: [round as u8; 32], geometry, tenant: "bench".into() };
-    let url = StoreUrl { nodes: vec![node.to_string()], transport: args.transport };
+    let url = StoreUrl { nodes: vec![node.to_string()], transport: args.transport, connections: args.connections };
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
     ensure!(client.ready(Duration::from_secs(5)).await, "the node answers");
     // No more than fits into L2 beside the rounds before it; those are evicted.

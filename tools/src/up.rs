@@ -7,7 +7,7 @@ use crate::{bundled, signals};
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::Parser;
-use larder_client::{StoreUrl, Transport};
+use larder_client::{CONNECTIONS, StoreUrl, Transport};
 use larder_model::{Model, Tokenizer};
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
@@ -137,7 +137,7 @@ async fn start(args: &Args, running: &mut Running) -> Result<()> {
         running.nodes.push(Node::start(options).await.with_context(|| format!("store node {number}"))?);
     }
     let nodes = running.nodes.iter().map(|node| node.addr().to_string()).collect();
-    let store = StoreUrl { nodes, transport: Transport::Auto };
+    let store = StoreUrl { nodes, transport: Transport::Auto, connections: CONNECTIONS };
     let preloaded = loading.await??;
     for role in [Role::Prefill, Role::Decode] {
         let mut options = EngineOptions::new(role, &folder, store.clone());

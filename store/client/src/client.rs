@@ -2,6 +2,7 @@
 
 use crate::connect::{Connector, Sockets};
 use crate::follow::{self, Follow};
+use crate::lanes;
 use crate::link::{Link, LinkOptions, Live};
 use crate::members::{self, Member, Registration};
 use crate::memory::{self, Buffer};
@@ -156,6 +157,7 @@ impl Client {
                 name: options.name.clone(),
                 namespace: namespace.clone(),
                 connect_timeout: options.connect_timeout,
+                connections: url.connections,
             };
             Arc::new(Link::start(options, connector.clone(), stop.child_token()))
         };
@@ -205,19 +207,27 @@ impl Client {
         Nodes { live, seeds }
     }
 
-    /// Indices of `keys` by the node that owns them, in batches of at most `batch`. Keys without a node are in none.
-    pub(crate) fn batches(nodes: &Nodes, keys: &[PageKey], batch: usize) -> Vec<(Arc<Live>, Vec<usize>)> {
+    /// Indices of `keys` by the node that owns them, in batches of at most `batch`, each with the connection it is to go by:
+    /// several if they are worth it, at `bytes_each` bytes. Keys without a node are in none.
+    pub(crate) fn batches(
+        nodes: &Nodes,
+        keys: &[PageKey],
+        batch: usize,
+        bytes_each: usize,
+    ) -> Vec<(Arc<Live>, Vec<usize>)> {
         let mut by_node: Vec<Vec<usize>> = vec![Vec::new(); nodes.live.len()];
         for (index, key) in keys.iter().enumerate() {
             if let Some(owner) = nodes.owner(key) {
                 by_node[owner].push(index);
             }
         }
-        let batches = nodes
-            .live
-            .iter()
-            .zip(&by_node)
-            .flat_map(|(node, indices)| indices.chunks(batch).map(|chunk| (node.clone(), chunk.to_vec())));
+        let batches =
+            nodes.live.iter().zip(&by_node).filter(|(_, indices)| !indices.is_empty()).flat_map(|(node, indices)| {
+                let lanes = lanes::for_bytes(node, indices.len() * bytes_each);
+                let chunk = indices.len().div_ceil(lanes.len()).min(batch);
+                let chunks = indices.chunks(chunk).map(<[usize]>::to_vec);
+                lanes.into_iter().cycle().zip(chunks).collect::<Vec<_>>()
+            });
         batches.collect()
     }
 
@@ -230,7 +240,7 @@ impl Client {
     ) -> Vec<(Vec<usize>, Option<Response>)> {
         let nodes = self.nodes();
         nodes.or_pause().await;
-        let batches = Self::batches(&nodes, keys, MAX_KEYS);
+        let batches = Self::batches(&nodes, keys, MAX_KEYS, 0);
         let asks = batches.into_iter().map(|(node, indices)| {
             let request = message(indices.iter().map(|&i| keys[i]).collect());
             async move { (indices, node.ask(&request, deadline).await) }
@@ -240,7 +250,7 @@ impl Client {
 
     fn owner(&self, key: &PageKey) -> Option<Arc<Live>> {
         let nodes = self.nodes();
-        nodes.owner(key).map(|index| nodes.live[index].clone())
+        nodes.owner(key).map(|index| lanes::idlest(&nodes.live[index]))
     }
 
     pub(crate) fn namespace(&self) -> &Namespace {
@@ -284,7 +294,7 @@ impl Client {
         let page_bytes = self.namespace().geometry.page_bytes();
         let keys: Vec<PageKey> = pages.iter().map(|(page, _)| page.key).collect();
         let mut outcomes = vec![PutOutcome::Lost; pages.len()];
-        let puts = Self::batches(&self.nodes(), &keys, MAX_PUTS).into_iter().map(|(node, mut indices)| {
+        let puts = Self::batches(&self.nodes(), &keys, MAX_PUTS, page_bytes).into_iter().map(|(node, mut indices)| {
             indices.retain(|&index| pages[index].1.len() == page_bytes);
             let pages = indices.iter().map(|&index| pages[index].clone()).collect();
             let part_table = &part_table;

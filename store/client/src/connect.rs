@@ -123,6 +123,21 @@ pub(crate) async fn reach<C: Connector>(connector: &C, options: &LinkOptions) ->
     Ok(reached)
 }
 
+/// Connects once more to a node whose data port was reached before.
+pub(crate) async fn again<C: Connector>(
+    connector: &C,
+    options: &LinkOptions,
+    node_id: &str,
+    epoch: u64,
+) -> io::Result<(FrameReader<C::Source>, FrameWriter<C::Sink>)> {
+    let (source, sink) = in_time(options, connector.connect(&options.address)).await?;
+    let (reached, _) = in_time(options, greet::<C>(source, sink, options)).await?;
+    if (reached.node_id.as_str(), reached.epoch) != (node_id, epoch) {
+        return Err(away("another node answers there"));
+    }
+    Ok((reached.reader, reached.writer))
+}
+
 /// Goes through the node's door, if it is on this machine and has one.
 async fn come_in<C: Connector>(
     connector: &C,

@@ -32,18 +32,20 @@ impl Client {
         let nodes = self.nodes();
         nodes.or_pause().await;
         if let Some(namespace) = &self.inner.namespace {
-            let gets = Self::batches(&nodes, &keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
-                let wanted = indices.iter().map(|&index| {
-                    let (buffer, _) = buffers[index].take().expect("each index is in one batch");
-                    (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
-                });
-                let wanted: Vec<_> = wanted.collect();
-                async move {
-                    let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
-                    let pages = get_from(&node, wanted, deadline).await;
-                    (indices, copy_from(&node, &ids, pages, deadline).await)
-                }
-            });
+            let gets = Self::batches(&nodes, &keys, GET_PAGES_MAX, namespace.geometry.page_bytes()).into_iter().map(
+                |(node, indices)| {
+                    let wanted = indices.iter().map(|&index| {
+                        let (buffer, _) = buffers[index].take().expect("each index is in one batch");
+                        (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
+                    });
+                    let wanted: Vec<_> = wanted.collect();
+                    async move {
+                        let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
+                        let pages = get_from(&node, wanted, deadline).await;
+                        (indices, copy_from(&node, &ids, pages, deadline).await)
+                    }
+                },
+            );
             let gets: Vec<_> = gets.collect();
             for (indices, pages) in join_all(gets).await {
                 for (index, (buffer, got)) in indices.into_iter().zip(pages) {
@@ -64,14 +66,16 @@ impl Client {
     pub async fn view(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageView>> {
         let Namespace { id: namespace, geometry } = *self.namespace();
         let mut views: Vec<Option<PageView>> = keys.iter().map(|_| None).collect();
-        let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX).into_iter().map(|(node, indices)| {
-            let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
-            let wanted = indices.iter().map(|&index| (PageId { namespace, key: keys[index] }, buffer())).collect();
-            async move {
-                let pages = get_from(&node, wanted, deadline).await;
-                (node, indices, pages)
-            }
-        });
+        let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX, geometry.page_bytes()).into_iter().map(
+            |(node, indices)| {
+                let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
+                let wanted = indices.iter().map(|&index| (PageId { namespace, key: keys[index] }, buffer())).collect();
+                async move {
+                    let pages = get_from(&node, wanted, deadline).await;
+                    (node, indices, pages)
+                }
+            },
+        );
         for (node, indices, pages) in join_all(gets).await {
             for (index, PageEnd { buffer, got, held }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };

@@ -8,7 +8,7 @@
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
 //! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) ·
-//! `link` (one node: multiplex, receive) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` ·
+//! `link` (one node: multiplex, receive) · `lanes` (more connections to it) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` ·
 //! `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
 //! `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
@@ -19,6 +19,7 @@ mod clock;
 mod connect;
 mod follow;
 mod get;
+mod lanes;
 mod link;
 mod lookup;
 mod members;
@@ -40,7 +41,7 @@ pub use memory::Buffer;
 pub use pin::{PinKind, Pinned};
 pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
 pub use stats::ClientStats;
-pub use url::{StoreUrl, Transport, UrlError};
+pub use url::{CONNECTIONS, StoreUrl, Transport, UrlError};
 pub use view::PageView;
 
 /// A client over other connections than sockets, and what it has under way: for simulations.

@@ -2,6 +2,7 @@
 
 use crate::clock::now;
 use crate::connect::{self, Connector, Reached};
+use crate::lanes::{self, Lanes};
 use crate::sink::Sink;
 use crate::url::Transport;
 use crate::view::Releases;
@@ -48,9 +49,11 @@ pub(crate) struct LinkOptions {
     pub(crate) namespace: Option<NamespaceDescriptor>,
     pub(crate) connect_timeout: Duration,
     pub(crate) transport: Transport,
+    /// Connections to a node, if pages move over them.
+    pub(crate) connections: usize,
 }
 
-/// A connected node.
+/// A connection to a node.
 pub(crate) struct Live {
     pub(crate) node_id: String,
     pub(crate) epoch: u64,
@@ -65,6 +68,8 @@ pub(crate) struct Live {
     /// The node's memory, if it is on this machine.
     window: Option<Arc<Window>>,
     releases: Arc<Releases>,
+    /// Further connections, if this is the first.
+    pub(crate) lanes: Lanes,
 }
 
 /// Where the answers of this connection's requests go.
@@ -138,7 +143,7 @@ impl Link {
         let state = Arc::<Bell<State>>::default();
         let link = Link { address: options.address.clone(), state: state.clone() };
         tokio::spawn(async move {
-            stop.run_until_cancelled(keep_connected(options, &*connector, &state)).await;
+            stop.run_until_cancelled(keep_connected(options, &connector, &state)).await;
             state.change(|state| *state = State::Ended);
         });
         link
@@ -170,18 +175,20 @@ impl Link {
     }
 }
 
-async fn keep_connected<C: Connector>(options: LinkOptions, connector: &C, state: &Bell<State>) {
+async fn keep_connected<C: Connector>(options: LinkOptions, connector: &Arc<C>, state: &Bell<State>) {
     let mut backoff = BACKOFF_MIN;
     let mut said_away = false;
     loop {
-        match connect::reach(connector, &options).await {
+        match connect::reach(&**connector, &options).await {
             Ok(Reached { node_id, epoch, reader, writer, window }) => {
                 let (live, queue) = Live::new(node_id, epoch, window);
                 let transport = live.transport();
                 tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, %transport, "store node connected");
                 (backoff, said_away) = (BACKOFF_MIN, false);
                 let connected = Connected::announce(state, live.clone());
+                let lanes = lanes::keep(&options, connector, &live);
                 let error = run(&live, reader, writer, queue).await;
+                drop(lanes);
                 drop(connected);
                 tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
             }
@@ -213,9 +220,7 @@ impl<'a> Connected<'a> {
 impl Drop for Connected<'_> {
     fn drop(&mut self) {
         self.state.change(|state| *state = State::Away);
-        self.live.broken.cancel();
-        let waiting = std::mem::take(&mut self.live.sinks.lock().waiting);
-        drop(waiting);
+        self.live.end();
     }
 }
 
@@ -224,7 +229,7 @@ fn invalid(error: DecodeError) -> io::Error {
 }
 
 /// Moves frames until the connection ends; returns why.
-async fn run<R: Source, W: ByteSink>(
+pub(crate) async fn run<R: Source, W: ByteSink>(
     live: &Arc<Live>,
     mut reader: FrameReader<R>,
     writer: FrameWriter<W>,
@@ -387,7 +392,7 @@ fn milliseconds_left(deadline: Instant) -> u32 {
 
 impl Live {
     /// A node that has said hello, and the frames that go to it.
-    fn new(node_id: String, epoch: u64, window: Option<Arc<Window>>) -> (Arc<Live>, mpsc::Receiver<Frame>) {
+    pub(crate) fn new(node_id: String, epoch: u64, window: Option<Arc<Window>>) -> (Arc<Live>, mpsc::Receiver<Frame>) {
         let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
         let live = Live {
             node_id,
@@ -400,6 +405,7 @@ impl Live {
             outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
             window,
             releases: Arc::default(),
+            lanes: Lanes::default(),
         };
         (Arc::new(live), queue)
     }
@@ -407,7 +413,27 @@ impl Live {
     /// Requests that wait for answers.
     pub(crate) fn waiting(&self) -> usize {
         let sinks = self.sinks.lock();
-        sinks.waiting.len() + usize::from(sinks.in_hand.is_some())
+        sinks.waiting.len() + usize::from(sinks.in_hand.is_some()) + self.lanes.waiting()
+    }
+
+    /// What there is to do: requests that wait for answers, and bytes that wait to leave, in units of
+    /// [`OUTGOING_UNIT_BYTES`].
+    pub(crate) fn load(&self) -> usize {
+        let leaving = OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES - self.outgoing.available_permits();
+        let sinks = self.sinks.lock();
+        leaving + sinks.waiting.len() + usize::from(sinks.in_hand.is_some())
+    }
+
+    /// Whether pages move over this connection, and not past it.
+    pub(crate) fn moves_pages_itself(&self) -> bool {
+        self.transport() == Transport::Tcp
+    }
+
+    /// The connection is over, and its requests with it.
+    pub(crate) fn end(&self) {
+        self.broken.cancel();
+        let waiting = std::mem::take(&mut self.sinks.lock().waiting);
+        drop(waiting);
     }
 
     /// How pages move.

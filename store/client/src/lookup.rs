@@ -62,7 +62,7 @@ impl Client {
     /// if it is zero) or until the lease is dropped.
     pub async fn lookup(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
         let hold_ms = u32::try_from(hold.as_millis()).unwrap_or(u32::MAX).min(MAX_HOLD_MS);
-        let asks = Self::batches(&self.nodes(), keys, MAX_KEYS).into_iter().map(|(node, indices)| {
+        let asks = Self::batches(&self.nodes(), keys, MAX_KEYS, 0).into_iter().map(|(node, indices)| {
             let keys = indices.iter().map(|&index| keys[index]).collect();
             async move {
                 let request = node.number();

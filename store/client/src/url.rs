@@ -1,4 +1,4 @@
-//! `larder://host:port[,host:port…]/[?transport=auto|tcp|shm]`.
+//! `larder://host:port[,host:port…]/[?transport=auto|tcp|shm][&connections=N]`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -12,6 +12,8 @@ pub struct StoreUrl {
     pub nodes: Vec<String>,
     /// How pages move.
     pub transport: Transport,
+    /// Connections to each node, if pages move over them; 1 to [`MAX_CONNECTIONS`], by default [`CONNECTIONS`].
+    pub connections: usize,
 }
 
 /// How pages move between a client and a node.
@@ -47,10 +49,14 @@ pub enum UrlError {
     #[error("'{0}' is not host:port")]
     Address(String),
     /// A query option that is not known, or not available.
-    #[error("unknown option '{0}' in store URL; known: transport=auto, transport=tcp, transport=shm")]
+    #[error("unknown option '{0}' in store URL; known: transport=auto|tcp|shm, connections=1..{MAX_CONNECTIONS}")]
     Option(String),
 }
 
+/// Connections to each node, if the URL does not say.
+pub const CONNECTIONS: usize = 2;
+/// Most connections to each node.
+pub const MAX_CONNECTIONS: usize = 16;
 /// Most nodes in a URL.
 pub const MAX_NODES: usize = 1024;
 
@@ -61,13 +67,21 @@ impl FromStr for StoreUrl {
         let rest = text.trim().strip_prefix("larder://").ok_or(UrlError::Scheme)?;
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let mut transport = Transport::default();
+        let mut connections = CONNECTIONS;
         for option in query.split('&').filter(|o| !o.is_empty()) {
-            transport = match option {
-                "transport=auto" => Transport::Auto,
-                "transport=tcp" => Transport::Tcp,
-                "transport=shm" => Transport::Shm,
-                _ => return Err(UrlError::Option(option.to_string())),
-            };
+            let unknown = || UrlError::Option(option.to_string());
+            match option.split_once('=') {
+                Some(("transport", "auto")) => transport = Transport::Auto,
+                Some(("transport", "tcp")) => transport = Transport::Tcp,
+                Some(("transport", "shm")) => transport = Transport::Shm,
+                Some(("connections", number)) => {
+                    connections = number.parse().map_err(|_| unknown())?;
+                    if !(1..=MAX_CONNECTIONS).contains(&connections) {
+                        return Err(unknown());
+                    }
+                }
+                _ => return Err(unknown()),
+            }
         }
         let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
         if !path.is_empty() {
@@ -85,17 +99,21 @@ impl FromStr for StoreUrl {
                 nodes.push(address.to_string());
             }
         }
-        Ok(StoreUrl { nodes, transport })
+        Ok(StoreUrl { nodes, transport, connections })
     }
 }
 
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "larder://{}/", self.nodes.join(","))?;
-        match self.transport {
-            Transport::Auto => Ok(()),
-            transport => write!(f, "?transport={transport}"),
+        let mut options = Vec::new();
+        if self.transport != Transport::Auto {
+            options.push(format!("transport={}", self.transport));
         }
+        if self.connections != CONNECTIONS {
+            options.push(format!("connections={}", self.connections));
+        }
+        if options.is_empty() { Ok(()) } else { write!(f, "?{}", options.join("&")) }
     }
 }
 
@@ -109,14 +127,25 @@ mod tests {
         assert_eq!(url.nodes, ["127.0.0.1:7700", "node-b:7700"]);
         assert_eq!(url.transport, Transport::Tcp);
         assert_eq!(url.to_string().parse::<StoreUrl>().unwrap(), url);
+        let several: StoreUrl = "larder://a:1/?connections=4&transport=auto".parse().unwrap();
+        assert_eq!((several.connections, several.transport), (4, Transport::Auto));
+        assert_eq!(several.to_string().parse::<StoreUrl>().unwrap(), several);
         assert_eq!("larder://a:1".parse::<StoreUrl>().unwrap().transport, Transport::Auto);
         assert_eq!("larder://[::1]:7700".parse::<StoreUrl>().unwrap().nodes, ["[::1]:7700"]);
     }
 
     #[test]
     fn refuses_with_a_reason() {
-        for bad in ["redis://a:1", "larder://", "larder://a", "larder://a:0", "larder://a:1/?x=y", "larder://a:1,,b:2"]
-        {
+        for bad in [
+            "redis://a:1",
+            "larder://",
+            "larder://a",
+            "larder://a:0",
+            "larder://a:1/?x=y",
+            "larder://a:1,,b:2",
+            "larder://a:1/?connections=0",
+            "larder://a:1/?connections=99",
+        ] {
             assert!(bad.parse::<StoreUrl>().is_err(), "{bad}");
         }
     }

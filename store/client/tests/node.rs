@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 use larder_client::{
-    Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier, Transport,
+    CONNECTIONS, Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier,
+    Transport,
 };
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
@@ -43,7 +44,12 @@ fn options(dir: Option<&Path>) -> NodeOptions {
 }
 
 async fn attach(nodes: &[&Node], weights: u8) -> Client {
-    let url = StoreUrl { nodes: nodes.iter().map(|n| n.addr().to_string()).collect(), transport: transport() };
+    attach_over(CONNECTIONS, nodes, weights).await
+}
+
+async fn attach_over(connections: usize, nodes: &[&Node], weights: u8) -> Client {
+    let nodes = nodes.iter().map(|n| n.addr().to_string()).collect();
+    let url = StoreUrl { nodes, transport: transport(), connections };
     let client = Client::attach(url, Some(descriptor(weights)), ClientOptions::default());
     assert!(client.ready(Duration::from_secs(5)).await);
     client
@@ -431,6 +437,31 @@ async fn settles(node: &Node, pointer: &str, value: u64) {
 }
 
 #[tokio::test]
+async fn several_connections_move_pages_and_end_with_the_first() {
+    // By way of shared memory pages do not move over connections: the one to the data port, and the one behind the door.
+    let connections = |several| if transport() == Transport::Tcp { several } else { 1 };
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach_over(4, &[&node], 1).await;
+    settles(&node, "/counters/connections", connections(4)).await;
+    let numbers: Vec<u32> = (0..80).collect();
+    for round in 0..3 {
+        let puts = client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+        assert!(puts.iter().all(|&put| put == if round == 0 { PutOutcome::Stored } else { PutOutcome::AlreadyThere }));
+        for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
+            assert!(tier.is_some() && bytes == payload(*number), "page {number}");
+        }
+    }
+    let address = node.addr();
+    node.shutdown().await;
+    let node = Node::start(NodeOptions { listen: address, ..options(None) }).await.unwrap();
+    settles(&node, "/counters/connections", connections(4)).await;
+    assert!(get(&client, &numbers).await.iter().all(|(_, tier)| tier.is_none()), "another life of the node");
+    drop(client);
+    settles(&node, "/counters/connections", 0).await;
+    node.shutdown().await;
+}
+
+#[tokio::test]
 async fn what_is_cancelled_leaves_nothing_behind() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
@@ -535,7 +566,7 @@ async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
 /// One thread, and nobody connected: whoever asks in a loop lets others run.
 #[tokio::test(flavor = "current_thread")]
 async fn without_a_node_requests_let_others_run() {
-    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()], transport: transport() };
+    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()], transport: transport(), connections: CONNECTIONS };
     let client = Client::attach(url, Some(descriptor(1)), ClientOptions::default());
     let ran = std::rc::Rc::new(std::cell::Cell::new(0u32));
     let local = tokio::task::LocalSet::new();

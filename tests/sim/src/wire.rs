@@ -28,7 +28,7 @@ pub mod stream;
 use crate::dice::{Dice, Stream};
 use crate::faults::{Faults, Profile};
 use crate::world::World;
-use larder_client::{Client, ClientOptions, StoreUrl, Transport};
+use larder_client::{CONNECTIONS, Client, ClientOptions, StoreUrl, Transport};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
 use larder_node::WritePolicy;
 use model::{Asked, Model};
@@ -148,7 +148,7 @@ impl Wire {
 
     /// Another client of all nodes.
     fn client(&self, name: &str, transport: Transport) -> Client {
-        let url = StoreUrl { nodes: (0..self.setup.nodes).map(address).collect(), transport };
+        let url = StoreUrl { nodes: (0..self.setup.nodes).map(address).collect(), transport, connections: CONNECTIONS };
         let options = ClientOptions {
             name: name.into(),
             put_queue_bytes_max: self.setup.budget_bytes,
