@@ -64,7 +64,7 @@ async fn strangers_on_the_data_port_harm_nothing() {
     let hello = |min: u16, max: u16| {
         let hello =
             larder_wire::Request::Hello { version_min: min, version_max: max, name: "test".into(), namespace: None };
-        hello.frame(1, 0, None).head
+        hello.frame(1, 1, 0, None).head
     };
     let mut huge = hello(1, 1);
     huge[16..20].copy_from_slice(&u32::MAX.to_le_bytes());
@@ -90,7 +90,7 @@ async fn strangers_on_the_data_port_harm_nothing() {
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
     let message = String::from_utf8_lossy(&answer);
-    assert!(message.contains("900 to 901") && message.contains("1 to 1"), "{message}");
+    assert!(message.contains("900 to 901") && message.contains("1 to 2"), "{message}");
     assert!(status_of(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4);
     assert_eq!(complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text, reference.greedy_text(&tokens, 32));
 }

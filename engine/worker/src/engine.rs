@@ -96,6 +96,7 @@ impl Engine {
             name: name.clone(),
             connect_timeout: CONNECT_TIMEOUT,
             put_queue_bytes_max: PUT_QUEUE_BYTES_MAX,
+            ..ClientOptions::default()
         };
         let client = Client::attach(options.store.clone(), Some(descriptor.clone()), client_options);
         // So that the first requests already find what the store has; a store that is away costs this once.

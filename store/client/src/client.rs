@@ -16,7 +16,7 @@ use futures::future::join_all;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
 use larder_share::Memory;
-use larder_wire::{MAX_KEYS, MAX_PUTS, PinKind, Request, Response, TierCode};
+use larder_wire::{MAX_KEYS, MAX_PUTS, PROTOCOL_VERSION, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -61,6 +61,9 @@ pub struct ClientOptions {
     /// Bytes of this client's own memory that nodes can be told places in, for [`Client::buffer`]; 0: none. It is address
     /// space until it is used; default 256 MiB.
     pub memory_bytes: usize,
+    /// Newest version of the protocol that is spoken; for tests. Default: this build's.
+    #[doc(hidden)]
+    pub protocol_max: u16,
 }
 
 impl Default for ClientOptions {
@@ -70,6 +73,7 @@ impl Default for ClientOptions {
             connect_timeout: Duration::from_secs(1),
             put_queue_bytes_max: 256 << 20,
             memory_bytes: 256 << 20,
+            protocol_max: PROTOCOL_VERSION,
         }
     }
 }
@@ -158,6 +162,7 @@ impl Client {
                 namespace: namespace.clone(),
                 connect_timeout: options.connect_timeout,
                 connections: url.connections,
+                protocol_max: options.protocol_max,
             };
             Arc::new(Link::start(options, connector.clone(), stop.child_token()))
         };

@@ -5,9 +5,7 @@ use crate::url::Transport;
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
 use larder_share::Window;
-use larder_wire::{
-    FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source,
-};
+use larder_wire::{FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use tokio::net::{TcpStream, tcp, unix};
@@ -87,6 +85,8 @@ impl Connector for Sockets {
 pub(crate) struct Reached<C: Connector> {
     pub(crate) node_id: String,
     pub(crate) epoch: u64,
+    /// Of the protocol, as agreed.
+    pub(crate) version: u16,
     pub(crate) reader: FrameReader<C::Source>,
     pub(crate) writer: FrameWriter<C::Sink>,
     /// Its memory, if it is on this machine.
@@ -129,13 +129,13 @@ pub(crate) async fn again<C: Connector>(
     options: &LinkOptions,
     node_id: &str,
     epoch: u64,
-) -> io::Result<(FrameReader<C::Source>, FrameWriter<C::Sink>)> {
+) -> io::Result<(u16, FrameReader<C::Source>, FrameWriter<C::Sink>)> {
     let (source, sink) = in_time(options, connector.connect(&options.address)).await?;
     let (reached, _) = in_time(options, greet::<C>(source, sink, options)).await?;
     if (reached.node_id.as_str(), reached.epoch) != (node_id, epoch) {
         return Err(away("another node answers there"));
     }
-    Ok((reached.reader, reached.writer))
+    Ok((reached.version, reached.reader, reached.writer))
 }
 
 /// Goes through the node's door, if it is on this machine and has one.
@@ -163,22 +163,23 @@ async fn greet<C: Connector>(
     let (mut reader, mut writer) = (FrameReader::new(source), FrameWriter::new(sink));
     let hello = Request::Hello {
         version_min: PROTOCOL_VERSION_MIN,
-        version_max: PROTOCOL_VERSION,
+        version_max: options.protocol_max,
         name: options.name.clone(),
         namespace: options.namespace.clone(),
     };
-    writer.send(hello.frame(0, 0, None)).await?;
+    writer.send(hello.frame(PROTOCOL_VERSION_MIN, 0, 0, None)).await?;
     let header = reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-    match Response::decode(header.kind, reader.body()).map_err(invalid)? {
+    // Every version has the same Hello.
+    match Response::decode(PROTOCOL_VERSION_MIN, header.kind, reader.body()).map_err(invalid)? {
         Response::Hello { node_id, epoch, version, namespace, door } => {
-            if !(PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION).contains(&version) {
+            if !(PROTOCOL_VERSION_MIN..=options.protocol_max).contains(&version) {
                 return Err(invalid(DecodeError::Invalid("protocol version")));
             }
             // Pages are read and written under this name: both sides must derive the same one.
             if namespace != options.namespace.as_ref().map(NamespaceDescriptor::id) {
                 return Err(invalid(DecodeError::Invalid("namespace in the node's hello")));
             }
-            Ok((Reached { node_id, epoch, reader, writer, window: None }, door))
+            Ok((Reached { node_id, epoch, version, reader, writer, window: None }, door))
         }
         Response::Error { message, .. } => Err(io::Error::other(format!("node refused: {message}"))),
         _ => Err(invalid(DecodeError::Invalid("answer to hello"))),

@@ -59,8 +59,8 @@ pub(crate) fn keep<C: Connector>(options: &LinkOptions, connector: &Arc<C>, node
 async fn keep_one<C: Connector>(options: LinkOptions, connector: Arc<C>, node: Arc<Live>) {
     loop {
         match connect::again(&*connector, &options, &node.node_id, node.epoch).await {
-            Ok((reader, writer)) => {
-                let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, None);
+            Ok((version, reader, writer)) => {
+                let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, version, None);
                 let open = Open::announce(&node, lane.clone());
                 let error = run(&lane, reader, writer, queue).await;
                 drop(open);
@@ -96,16 +96,16 @@ impl Drop for Open<'_> {
 mod tests {
     use super::*;
     use crate::sink::Sink;
-    use larder_wire::Request;
+    use larder_wire::{PROTOCOL_VERSION, Request};
     use std::time::Instant;
 
     fn lane() -> Arc<Live> {
-        Live::new("node".into(), 1, None).0
+        Live::new("node".into(), 1, PROTOCOL_VERSION, None).0
     }
 
     #[tokio::test]
     async fn what_is_large_goes_by_several_lanes_and_first_by_the_idlest() {
-        let (node, queue) = Live::new("node".into(), 1, None);
+        let (node, queue) = Live::new("node".into(), 1, PROTOCOL_VERSION, None);
         let (second, third) = (lane(), lane());
         let same = |a: &Arc<Live>, b: &Arc<Live>| Arc::ptr_eq(a, b);
         assert!(same(&idlest(&node), &node) && for_bytes(&node, 100 * LANE_BYTES).len() == 1);

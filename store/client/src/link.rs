@@ -51,12 +51,15 @@ pub(crate) struct LinkOptions {
     pub(crate) transport: Transport,
     /// Connections to a node, if pages move over them.
     pub(crate) connections: usize,
+    pub(crate) protocol_max: u16,
 }
 
 /// A connection to a node.
 pub(crate) struct Live {
     pub(crate) node_id: String,
     pub(crate) epoch: u64,
+    /// Of the protocol, as agreed.
+    pub(crate) version: u16,
     out: mpsc::Sender<Frame>,
     sinks: Mutex<Sinks>,
     next: AtomicU64,
@@ -180,10 +183,10 @@ async fn keep_connected<C: Connector>(options: LinkOptions, connector: &Arc<C>, 
     let mut said_away = false;
     loop {
         match connect::reach(&**connector, &options).await {
-            Ok(Reached { node_id, epoch, reader, writer, window }) => {
-                let (live, queue) = Live::new(node_id, epoch, window);
+            Ok(Reached { node_id, epoch, version, reader, writer, window }) => {
+                let (live, queue) = Live::new(node_id, epoch, version, window);
                 let transport = live.transport();
-                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, %transport, "store node connected");
+                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, version, %transport, "store node connected");
                 (backoff, said_away) = (BACKOFF_MIN, false);
                 let connected = Connected::announce(state, live.clone());
                 let lanes = lanes::keep(&options, connector, &live);
@@ -262,7 +265,7 @@ impl Drop for AbortOnDrop {
 async fn release(live: &Live) {
     loop {
         let entries = live.releases.take(MAX_KEYS).await;
-        if live.out.send(Request::Release(entries).frame(0, 0, None)).await.is_err() {
+        if live.out.send(Request::Release(entries).frame(live.version, 0, 0, None)).await.is_err() {
             return;
         }
     }
@@ -287,7 +290,7 @@ async fn watch_for_silence(live: &Arc<Live>) -> io::Error {
 async fn receive<S: Source>(live: &Arc<Live>, reader: &mut FrameReader<S>) -> io::Result<()> {
     while let Some(header) = reader.next().await? {
         live.frames.fetch_add(1, Ordering::Relaxed);
-        let response = Response::decode(header.kind, reader.body()).map_err(invalid)?;
+        let response = Response::decode(live.version, header.kind, reader.body()).map_err(invalid)?;
         let sink = live.sinks.lock().take(header.request);
         let step = place(live, reader, &header, response, sink);
         let kept =
@@ -392,11 +395,17 @@ fn milliseconds_left(deadline: Instant) -> u32 {
 
 impl Live {
     /// A node that has said hello, and the frames that go to it.
-    pub(crate) fn new(node_id: String, epoch: u64, window: Option<Arc<Window>>) -> (Arc<Live>, mpsc::Receiver<Frame>) {
+    pub(crate) fn new(
+        node_id: String,
+        epoch: u64,
+        version: u16,
+        window: Option<Arc<Window>>,
+    ) -> (Arc<Live>, mpsc::Receiver<Frame>) {
         let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
         let live = Live {
             node_id,
             epoch,
+            version,
             out,
             sinks: Mutex::default(),
             next: AtomicU64::new(1),
@@ -460,12 +469,12 @@ impl Live {
 
     /// Sends a frame without a request's answer, if there is room now.
     pub(crate) fn tell(&self, request: &Request) -> bool {
-        self.out.try_send(request.frame(0, 0, None)).is_ok()
+        self.out.try_send(request.frame(self.version, 0, 0, None)).is_ok()
     }
 
     /// Sends a frame without an answer, waiting for room until `deadline`.
     pub(crate) async fn send(&self, request: &Request, deadline: Instant) -> bool {
-        let send = self.out.send(request.frame(0, 0, None));
+        let send = self.out.send(request.frame(self.version, 0, 0, None));
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
     }
 
@@ -478,14 +487,14 @@ impl Live {
         let send = async {
             let permit = self.outgoing.clone().acquire_many_owned(units as u32).await.ok()?;
             let payload: Payload = Box::new(Leaving { bytes, frames: self.frames.clone(), _permit: permit });
-            self.out.send(request.frame(0, 0, Some(payload))).await.ok()
+            self.out.send(request.frame(self.version, 0, 0, Some(payload))).await.ok()
         };
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Some(())))
     }
 
     /// Sends a frame without an answer, after those that are queued, however long they take; nothing if the connection ends.
     pub(crate) fn tell_surely(&self, request: &Request) {
-        let Err(TrySendError::Full(frame)) = self.out.try_send(request.frame(0, 0, None)) else { return };
+        let Err(TrySendError::Full(frame)) = self.out.try_send(request.frame(self.version, 0, 0, None)) else { return };
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let out = self.out.clone();
             runtime.spawn(async move { out.send(frame).await });
@@ -507,7 +516,7 @@ impl Live {
     ) -> Option<Begun> {
         let begun = Begun { live: self.clone(), number };
         self.sinks.lock().waiting.insert(number, sink);
-        let send = self.out.send(request.frame(number, milliseconds_left(deadline), None));
+        let send = self.out.send(request.frame(self.version, number, milliseconds_left(deadline), None));
         match tokio::time::timeout_at(deadline.into(), send).await {
             // The connection may have ended, and its sinks been dropped, before ours was put in.
             Ok(Ok(())) if !self.broken.is_cancelled() => Some(begun),

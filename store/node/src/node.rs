@@ -73,6 +73,8 @@ pub(crate) struct Shared {
     pub(crate) registry: Registry,
     /// For processes of this machine.
     pub(crate) door: Option<LocalDoor>,
+    /// Newest version of the protocol that is spoken.
+    pub(crate) protocol_max: u16,
     started: Instant,
 }
 
@@ -122,6 +124,7 @@ impl Node {
             registry: metrics.registry(),
             metrics,
             door: local.as_ref().map(|(name, ..)| name.clone()),
+            protocol_max: options.protocol_max,
             started: now(),
             identity,
         });
@@ -183,8 +186,9 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves `store` under this name. Processes of its machine hear of `door`.
-    pub fn new(store: Store, node_id: String, epoch: u64, door: Option<LocalDoor>) -> Server {
+    /// Serves `store` under this name, by versions of the protocol up to `protocol_max`. Processes of its machine hear of
+    /// `door`.
+    pub fn new(store: Store, node_id: String, epoch: u64, door: Option<LocalDoor>, protocol_max: u16) -> Server {
         let metrics = store.metrics().clone();
         let shared = Shared {
             store,
@@ -192,6 +196,7 @@ impl Server {
             registry: metrics.registry(),
             metrics,
             door,
+            protocol_max,
             started: now(),
             identity: Identity { node_id, epoch },
         };

@@ -51,6 +51,9 @@ pub struct NodeOptions {
     pub connections_max: usize,
     /// Where all chance comes from; by default another one at every start.
     pub seed: Option<u64>,
+    /// Newest version of the protocol that is spoken; for tests. Default: this build's.
+    #[doc(hidden)]
+    pub protocol_max: u16,
 }
 
 impl Default for NodeOptions {
@@ -74,6 +77,7 @@ impl Default for NodeOptions {
             drain: Duration::from_secs(60),
             connections_max: 1024,
             seed: None,
+            protocol_max: larder_wire::PROTOCOL_VERSION,
         }
     }
 }

@@ -18,7 +18,8 @@
 //! The payload is page bytes and nothing else, so that it can be received straight into the memory where it stays; its CRCs
 //! (one per 64 KiB chunk) travel in the body. Everything is little-endian.
 //!
-//! Versions: 1 is the first.
+//! Versions: 1 is the first; 2 adds ranges of pages. Peers of both speak to each other: what a version has not, its messages
+//! have not, and what a kind of message is to a version that has it not is what it is to a stranger.
 #![forbid(unsafe_code)]
 
 mod codes;
@@ -38,6 +39,6 @@ pub use response::{LocalDoor, MemberEntry, Response};
 pub use stream::{Sink, Source};
 
 /// Protocol version of this build.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 /// Oldest version this build speaks.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;

@@ -220,14 +220,23 @@ impl Request {
         (kind, out)
     }
 
-    /// A frame of this request.
-    pub fn frame(&self, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
+    /// A frame of this request, as version `version` has it, in which there are such messages.
+    pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
         let (kind, body) = self.encode();
+        debug_assert!(Self::since(kind) <= version, "no version says what it has no word for");
         Frame::new(kind, request, deadline_ms, &body, payload)
     }
 
-    /// Reads a body of kind `kind`.
-    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+    /// The first version that has messages of this kind.
+    fn since(kind: u8) -> u16 {
+        if kind <= 20 { 1 } else { 2 }
+    }
+
+    /// Reads a body of kind `kind`, as version `version` of the protocol has it.
+    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
+        if version < Self::since(kind) {
+            return Err(DecodeError::Invalid("request kind in this version"));
+        }
         let mut r = Reader::new(body);
         let message = match kind {
             1 => Request::Hello {
@@ -281,6 +290,7 @@ impl Request {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PROTOCOL_VERSION;
     use larder_format::chunk_crcs;
     use proptest::prelude::*;
 
@@ -317,17 +327,17 @@ mod tests {
             Request::Pin { keys: vec![PageKey([1; 32])], kind: PinKind::Soft, ttl_ms: 5 },
         ] {
             let (kind, body) = message.encode();
-            assert_eq!(Request::decode(kind, &body).unwrap(), message);
+            assert_eq!(Request::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
             let mut longer = body.clone();
             longer.push(0);
-            assert!(Request::decode(kind, &longer).is_err(), "{message:?} with a byte too many");
+            assert!(Request::decode(PROTOCOL_VERSION, kind, &longer).is_err(), "{message:?} with a byte too many");
         }
     }
 
     proptest! {
         #[test]
         fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = Request::decode(kind, &body);
+            let _ = Request::decode(PROTOCOL_VERSION, kind, &body);
         }
     }
 }

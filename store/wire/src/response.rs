@@ -192,14 +192,23 @@ impl Response {
         (kind, out)
     }
 
-    /// A frame of this answer to `request`.
-    pub fn frame(&self, request: u64, payload: Option<Payload>) -> Frame {
+    /// A frame of this answer to `request`, as version `version` has it, in which there are such messages.
+    pub fn frame(&self, version: u16, request: u64, payload: Option<Payload>) -> Frame {
         let (kind, body) = self.encode();
+        debug_assert!(Self::since(kind) <= version, "no version says what it has no word for");
         Frame::new(kind, request, 0, &body, payload)
     }
 
-    /// Reads a body of kind `kind`.
-    pub fn decode(kind: u8, body: &[u8]) -> Result<Self> {
+    /// The first version that has messages of this kind.
+    fn since(kind: u8) -> u16 {
+        if kind <= 141 { 1 } else { 2 }
+    }
+
+    /// Reads a body of kind `kind`, as version `version` of the protocol has it.
+    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
+        if version < Self::since(kind) {
+            return Err(DecodeError::Invalid("response kind in this version"));
+        }
         let mut r = Reader::new(body);
         let message = match kind {
             128 => Response::Hello {
@@ -255,6 +264,7 @@ impl Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PROTOCOL_VERSION;
     use larder_format::{PageId, PageKey};
     use proptest::prelude::*;
 
@@ -289,14 +299,14 @@ mod tests {
             Response::Error { code: ErrorCode::Busy, message: "later".into() },
         ] {
             let (kind, body) = message.encode();
-            assert_eq!(Response::decode(kind, &body).unwrap(), message);
+            assert_eq!(Response::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
         }
     }
 
     proptest! {
         #[test]
         fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = Response::decode(kind, &body);
+            let _ = Response::decode(PROTOCOL_VERSION, kind, &body);
         }
     }
 }

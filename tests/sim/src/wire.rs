@@ -31,6 +31,7 @@ use crate::world::World;
 use larder_client::{CONNECTIONS, Client, ClientOptions, StoreUrl, Transport};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
 use larder_node::WritePolicy;
+use larder_wire::PROTOCOL_VERSION;
 use model::{Asked, Model};
 use net::Network;
 use nodes::{Host, address};
@@ -65,6 +66,9 @@ pub struct WireSetup {
     write_policy: WritePolicy,
     geometry: PageGeometry,
     transports: Vec<Transport>,
+    /// Newest version of the protocol that each node speaks, and each client: an old one here and there.
+    node_protocols: Vec<u16>,
+    client_protocols: Vec<u16>,
     mortal: u32,
     budget_bytes: usize,
 }
@@ -76,9 +80,16 @@ impl WireSetup {
         let transports = [Transport::Tcp, Transport::Auto, Transport::Auto, Transport::Shm];
         let policies = [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back];
         let (head_dim, scale) = [(8, 1), (32, 1), (96, 1), (96, 8)][[0, 0, 1, 1, 1, 2, 2, 3][dice.below(8) as usize]];
+        let nodes = dice.between(1, 3) as usize;
+        let mut protocols = |count: u64| {
+            let one = |_| if dice.chance(200_000) { PROTOCOL_VERSION - 1 } else { PROTOCOL_VERSION };
+            (0..count).map(one).collect()
+        };
         WireSetup {
             profile,
-            nodes: dice.between(1, 3) as usize,
+            nodes,
+            node_protocols: protocols(nodes as u64),
+            client_protocols: protocols(clients),
             workers: dice.between(1, 3),
             keys: [12, 40, 100][dice.below(3) as usize],
             l2_bytes: [128, 256, 512][dice.below(3) as usize] * KIB * scale,
@@ -147,11 +158,12 @@ impl Wire {
     }
 
     /// Another client of all nodes.
-    fn client(&self, name: &str, transport: Transport) -> Client {
+    fn client(&self, name: &str, transport: Transport, protocol_max: u16) -> Client {
         let url = StoreUrl { nodes: (0..self.setup.nodes).map(address).collect(), transport, connections: CONNECTIONS };
         let options = ClientOptions {
             name: name.into(),
             put_queue_bytes_max: self.setup.budget_bytes,
+            protocol_max,
             ..ClientOptions::default()
         };
         larder_client::sim::attach(self.network.clone(), url, self.setup.namespace(), options)
@@ -188,9 +200,11 @@ pub(crate) fn run(world: &Arc<World>, setup: WireSetup, operations: u64, dice: &
 async fn live(wire: &Arc<Wire>, lines: LineFaults, operations: u64) {
     let faults = *wire.world.faults.lock();
     let mut hosts: Vec<Host> = (0..wire.setup.nodes).map(|number| Host::new(wire.clone(), number)).collect();
-    let transports = wire.setup.transports.iter().enumerate();
-    let clients: Vec<Client> =
-        transports.map(|(number, transport)| wire.client(&format!("client-{number}"), *transport)).collect();
+    let speakers = wire.setup.transports.iter().zip(&wire.setup.client_protocols).enumerate();
+    let client = |(number, (transport, protocol)): (usize, (&Transport, &u16))| {
+        wire.client(&format!("client-{number}"), *transport, *protocol)
+    };
+    let clients: Vec<Client> = speakers.map(client).collect();
     for round in 0..ROUNDS {
         *wire.world.faults.lock() = faults;
         *wire.network.faults.lock() = lines;

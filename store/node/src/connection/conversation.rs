@@ -14,8 +14,8 @@ use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN, PinKind, Request, Response, Source,
+    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN, PinKind,
+    Request, Response, Source,
 };
 use std::collections::BTreeMap;
 use std::io;
@@ -42,6 +42,8 @@ const DEADLINE_MAX: Duration = Duration::from_secs(600);
 pub(super) struct Connection {
     pub(super) shared: Arc<Shared>,
     pub(super) out: mpsc::Sender<Frame>,
+    /// Of the protocol, as agreed.
+    pub(super) version: u16,
     pub(super) namespace: Option<NamespaceId>,
     /// Parts of a page of that namespace.
     pub(super) part_table: Vec<u32>,
@@ -76,6 +78,7 @@ impl Connection {
         let connection = Self {
             shared,
             out,
+            version: PROTOCOL_VERSION_MIN,
             namespace: None,
             part_table: Vec::new(),
             puts: BTreeMap::new(),
@@ -95,7 +98,14 @@ impl Connection {
         let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
         self.hello(&header, reader.body()).await?;
         while let Some(header) = reader.next().await? {
-            let request = Request::decode(header.kind, reader.body()).map_err(invalid)?;
+            let request = match Request::decode(self.version, header.kind, reader.body()) {
+                Ok(request) => request,
+                Err(error) => {
+                    let message = format!("a message of kind {}: {error}", header.kind);
+                    self.answer(header.request, Response::Error { code: ErrorCode::Malformed, message }).await?;
+                    return Err(invalid(error));
+                }
+            };
             match request {
                 Request::Part { put, part, crcs } => self.receive_part(reader, &header, put, part, crcs).await?,
                 _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
@@ -106,18 +116,20 @@ impl Connection {
     }
 
     pub(super) async fn answer(&self, request: u64, response: Response) -> io::Result<()> {
-        send(&self.out, response.frame(request, None)).await
+        send(&self.out, response.frame(self.version, request, None)).await
     }
 
     async fn hello(&mut self, header: &FrameHeader, body: &[u8]) -> io::Result<()> {
-        let message = Request::decode(header.kind, body).map_err(invalid)?;
+        // Every version has the same Hello.
+        let message = Request::decode(self.version, header.kind, body).map_err(invalid)?;
         let Request::Hello { version_min, version_max, name, namespace } = message else {
             return Err(invalid(DecodeError::Invalid("first message")));
         };
-        let version = version_max.min(PROTOCOL_VERSION);
+        let newest = self.shared.protocol_max;
+        let version = version_max.min(newest);
         if version < version_min.max(PROTOCOL_VERSION_MIN) || header.payload_bytes > 0 {
             let message = format!(
-                "client speaks protocol {version_min} to {version_max}, this node {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+                "client speaks protocol {version_min} to {version_max}, this node {PROTOCOL_VERSION_MIN} to {newest}"
             );
             self.shared.metrics.connections_rejected.inc();
             tracing::warn!(client = %name, %message, "refused");
@@ -129,7 +141,8 @@ impl Connection {
         if let Some(namespace) = self.namespace {
             self.shared.store.welcome(namespace);
         }
-        tracing::debug!(client = %name, namespace = ?self.namespace, "connected");
+        tracing::debug!(client = %name, version, namespace = ?self.namespace, "connected");
+        self.version = version;
         let identity = &self.shared.identity;
         let (node_id, epoch) = (identity.node_id.clone(), identity.epoch);
         let door = self.shared.door.clone();
@@ -239,8 +252,9 @@ impl Connection {
     }
 
     fn client(&self, request: u64) -> ToClient {
-        ToClient { out: self.out.clone(), request, sending: self.sending.clone() }
+        ToClient { out: self.out.clone(), version: self.version, request, sending: self.sending.clone() }
     }
+
     /// Ends the tasks of a request, and the puts it reserved.
     fn cancel(&mut self, request: u64) {
         // A task that has not begun cannot take itself off the list.

@@ -20,13 +20,15 @@ pub(super) async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<
 /// The way to the client, for the answers of one request.
 pub(super) struct ToClient {
     pub(super) out: mpsc::Sender<Frame>,
+    /// Of the protocol, as agreed.
+    pub(super) version: u16,
     pub(super) request: u64,
     pub(super) sending: Arc<Semaphore>,
 }
 
 impl ToClient {
     pub(super) async fn send(&self, response: Response) -> io::Result<()> {
-        send(&self.out, response.frame(self.request, None)).await
+        send(&self.out, response.frame(self.version, self.request, None)).await
     }
 
     /// Says where a page lies, which is held for the client from then on.
@@ -46,7 +48,11 @@ impl ToClient {
             if !has(Bug::PlaceNotHeld) {
                 vacant.insert(hold);
             }
-            room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(self.request, None));
+            room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(
+                self.version,
+                self.request,
+                None,
+            ));
             return Ok(());
         }
         // Its memory must not move under who reads it.
@@ -71,7 +77,7 @@ impl ToClient {
     {
         shared.metrics.bytes_sent.inc_by(bytes.as_ref().len() as u64);
         let payload: Payload = Box::new(Sending { bytes, _permit: permit });
-        send(&self.out, head.frame(self.request, Some(payload))).await
+        send(&self.out, head.frame(self.version, self.request, Some(payload))).await
     }
 }
 

@@ -5,7 +5,7 @@ use larder_format::footer::{Footer, RecordSummary};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PinKind, Request,
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION, PinKind, Request,
     ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
@@ -56,7 +56,7 @@ fn requests() -> Vec<Frame> {
         Request::Compare { key, crcs: vec![1] },
         Request::Pin { keys: vec![key], kind: PinKind::Hard, ttl_ms: 9 },
     ];
-    requests.iter().map(|request| request.frame(1, 2, None)).collect()
+    requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
 
 fn responses() -> Vec<Frame> {
@@ -77,7 +77,7 @@ fn responses() -> Vec<Frame> {
         Response::Status("{}".into()),
         Response::Error { code: ErrorCode::Busy, message: "b".into() },
     ];
-    responses.iter().map(|response| response.frame(1, None)).collect()
+    responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }
 
 fn write(dir: &Path, target: &str, inputs: Vec<Vec<u8>>) -> std::io::Result<()> {

@@ -6,6 +6,7 @@ use crate::payload::page_key;
 use crate::workload::Limit;
 use larder_client::{Client, PutOptions, PutOutcome, Transport};
 use larder_node::WritePolicy;
+use larder_wire::PROTOCOL_VERSION;
 use serde_json::Value;
 use std::time::Duration;
 use tokio::time::sleep;
@@ -140,7 +141,7 @@ async fn given_up(wire: &Wire, client: &Client, key: u64) {
         if !operations::forget(wire, client, vec![key], Limit::None, soon(PATIENCE)).await {
             return;
         }
-        let other = wire.client("another", Transport::Tcp);
+        let other = wire.client("another", Transport::Tcp, PROTOCOL_VERSION);
         if !other.ready(PATIENCE).await {
             return wire.violate("at rest, another client is not connected".into());
         }

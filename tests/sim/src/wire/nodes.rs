@@ -171,7 +171,13 @@ impl Host {
         let store = Store::new(&node, arena.clone(), devices, clock, self.epoch << 32);
         let address = address(self.number);
         let door = LocalDoor { machine: "simulated".into(), name: address.clone() };
-        let server = Server::new(store, format!("node-{}", self.number), self.epoch, Some(door));
+        let server = Server::new(
+            store,
+            format!("node-{}", self.number),
+            self.epoch,
+            Some(door),
+            setup.node_protocols[self.number],
+        );
         let stop = CancellationToken::new();
         let kept = (server.clone(), stop.clone());
         let upkeep = tokio::spawn(async move { kept.0.store().upkeep(kept.1).await });
