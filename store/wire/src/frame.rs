@@ -19,10 +19,13 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 const AHEAD_BYTES: usize = 4 << 10;
 /// Most bytes of a payload that are received at once: what the processor's cache holds while checksums are computed.
 const PIECE_BYTES: usize = 512 << 10;
-/// Most frames that leave at once.
+/// Most frames that leave at once, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
 const FRAMES_AT_ONCE: usize = 32;
+const BULK_AT_ONCE_BYTES: usize = 1 << 20;
 
 const MAGIC: [u8; 4] = *b"LRDR";
+/// Bytes of a body's memory that are kept for the next.
+const KEPT_BODY_BYTES: usize = 64 << 10;
 /// Where a header has its CRC.
 const CRC_AT: usize = 28;
 
@@ -158,6 +161,14 @@ impl<S: Source> FrameReader<S> {
     /// The next header; its body is then in [`FrameReader::body`], and its payload must be taken with
     /// [`FrameReader::payload`] or [`FrameReader::discard`] before the next. `None` at a clean end.
     pub async fn next(&mut self) -> io::Result<Option<FrameHeader>> {
+        let Some(head) = self.head().await? else { return Ok(None) };
+        self.take_body(&head).await?;
+        Ok(Some(head.header))
+    }
+
+    /// The next header, as [`FrameReader::next`], for those who look at it before they take the body: with
+    /// [`FrameReader::take_body`] or [`FrameReader::skip_body`]. Until then nothing but its lengths is known to be true.
+    pub async fn head(&mut self) -> io::Result<Option<FrameHead>> {
         while self.to - self.from < HEADER_BYTES {
             self.ahead.copy_within(self.from..self.to, 0);
             (self.from, self.to) = (0, self.to - self.from);
@@ -168,18 +179,38 @@ impl<S: Source> FrameReader<S> {
             }
         }
         let bytes = self.ahead[self.from..].first_chunk().expect("a header's bytes are there");
-        let (header, sum) = (FrameHeader::decode(bytes).map_err(invalid)?, *bytes);
+        let head = FrameHead { header: FrameHeader::decode(bytes).map_err(invalid)?, bytes: *bytes };
         self.from += HEADER_BYTES;
+        Ok(Some(head))
+    }
+
+    /// Reads the body of a header, and checks both.
+    pub async fn take_body(&mut self, head: &FrameHead) -> io::Result<()> {
         let mut body = std::mem::take(&mut self.body);
-        body.resize(header.body_bytes as usize, 0);
+        body.resize(head.header.body_bytes as usize, 0);
         self.payload(&mut body, |_| {}).await?;
+        // What one large body took is not kept for the small ones.
+        body.shrink_to(KEPT_BODY_BYTES);
         self.body = body;
-        let number = if has(Bug::FrameOutOfOrder) { crc(&sum, &self.body) ^ header.crc } else { self.frames };
-        if crc(&sum, &self.body) ^ number != header.crc && !has(Bug::FrameUnchecked) {
+        self.check(head, crc(&head.bytes, &self.body))
+    }
+
+    /// Reads the body of a header and checks both, without memory for it: [`FrameReader::body`] is empty then.
+    pub async fn skip_body(&mut self, head: &FrameHead) -> io::Result<()> {
+        self.body = Vec::new();
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&head.bytes[..CRC_AT]);
+        self.pass(head.header.body_bytes as usize, |piece| hasher.update(piece)).await?;
+        self.check(head, hasher.finalize())
+    }
+
+    fn check(&mut self, head: &FrameHead, crc: u32) -> io::Result<()> {
+        let number = if has(Bug::FrameOutOfOrder) { crc ^ head.header.crc } else { self.frames };
+        if crc ^ number != head.header.crc && !has(Bug::FrameUnchecked) {
             return Err(invalid(DecodeError::Checksum("frame")));
         }
         self.frames = self.frames.wrapping_add(1);
-        Ok(Some(header))
+        Ok(())
     }
 
     /// The body of the last header.
@@ -215,14 +246,72 @@ impl<S: Source> FrameReader<S> {
 
     /// Reads and throws away a payload that nobody wants.
     pub async fn discard(&mut self, bytes: usize) -> io::Result<()> {
+        self.pass(bytes, |_| {}).await
+    }
+
+    async fn pass(&mut self, bytes: usize, mut look: impl FnMut(&[u8])) -> io::Result<()> {
         let mut scratch = [0; AHEAD_BYTES];
         let mut left = bytes;
         while left > 0 {
             let now = left.min(scratch.len());
-            self.payload(&mut scratch[..now], |_| {}).await?;
+            self.payload(&mut scratch[..now], &mut look).await?;
             left -= now;
         }
         Ok(())
+    }
+}
+
+/// A header whose body is still to be read.
+pub struct FrameHead {
+    /// What it says.
+    pub header: FrameHeader,
+    bytes: [u8; HEADER_BYTES],
+}
+
+/// What waits to leave on one stream: what is urgent first, the bulk behind it.
+///
+/// Always true: each queue keeps its order, and what went into the urgent one before something went into the other leaves
+/// before it.
+pub struct FrameQueue {
+    urgent: mpsc::Receiver<Frame>,
+    bulk: mpsc::Receiver<Frame>,
+    /// Taken from the bulk, to leave next.
+    held: Option<Frame>,
+}
+
+impl From<mpsc::Receiver<Frame>> for FrameQueue {
+    /// One queue, in its order.
+    fn from(only: mpsc::Receiver<Frame>) -> Self {
+        Self::new(only, mpsc::channel(1).1)
+    }
+}
+
+impl FrameQueue {
+    /// Two queues; it ends when both are closed.
+    pub fn new(urgent: mpsc::Receiver<Frame>, bulk: mpsc::Receiver<Frame>) -> Self {
+        Self { urgent, bulk, held: None }
+    }
+
+    /// What waits now, of the bulk only if it may be.
+    fn take(&mut self, bulk: bool) -> Option<Frame> {
+        if bulk && self.held.is_none() {
+            self.held = self.bulk.try_recv().ok();
+        }
+        // Looked at last: it may have been urgent before that went into the bulk.
+        let urgent = self.urgent.try_recv().ok();
+        urgent.or_else(|| self.held.take_if(|_| bulk))
+    }
+
+    async fn next(&mut self) -> Option<Frame> {
+        if self.held.is_none() {
+            tokio::select! {
+                biased;
+                Some(frame) = self.urgent.recv() => return Some(frame),
+                Some(frame) = self.bulk.recv() => self.held = Some(frame),
+                else => return None,
+            }
+        }
+        self.take(true)
     }
 }
 
@@ -252,21 +341,23 @@ impl<S: Sink> FrameWriter<S> {
 
     /// Sends queued frames until the queue is closed, a frame takes longer than `stall`, or the stream fails. Frames that
     /// wait together leave together; each is dropped when it has left.
-    pub async fn send_all(mut self, mut queue: mpsc::Receiver<Frame>, stall: Duration) -> io::Result<()> {
+    pub async fn send_all(mut self, queue: impl Into<FrameQueue>, stall: Duration) -> io::Result<()> {
+        let mut queue = queue.into();
         let mut frames = VecDeque::with_capacity(FRAMES_AT_ONCE);
+        let mut gathered = 0;
         let mut sent = 0;
         let mut deadline = Instant::now() + stall;
         loop {
             while frames.len() < FRAMES_AT_ONCE
-                && let Ok(frame) = queue.try_recv()
+                && let Some(frame) = queue.take(gathered < BULK_AT_ONCE_BYTES)
             {
+                gathered += frame.len();
                 frames.push_back(self.next(frame));
             }
             if frames.is_empty() {
-                match queue.recv().await {
-                    Some(frame) => frames.push_back(self.next(frame)),
-                    None => return Ok(()),
-                }
+                let Some(frame) = queue.next().await else { return Ok(()) };
+                gathered += frame.len();
+                frames.push_back(self.next(frame));
                 deadline = Instant::now() + stall;
                 continue;
             }
@@ -276,6 +367,7 @@ impl<S: Sink> FrameWriter<S> {
                 && sent >= first
             {
                 sent -= first;
+                gathered -= first;
                 frames.pop_front();
                 deadline = Instant::now() + stall;
             }
@@ -355,6 +447,7 @@ mod tests {
 
     impl Sink for Narrow {
         async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            tokio::task::yield_now().await;
             let mut left = self.step;
             let mut taken = self.taken.lock().unwrap();
             for slice in from {
@@ -401,6 +494,56 @@ mod tests {
                 assert!(memory == expected.payload_bytes() && seen == memory, "frame {i}, step {step}");
             }
             assert!(reader.next().await.unwrap().is_none());
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_urgent_waits_for_little_of_the_bulk_and_never_changes_places() {
+        let frame = |request, bytes: usize| {
+            let payload: Option<Payload> = (bytes > 0).then(|| Box::new(vec![0u8; bytes]) as _);
+            Frame::new(9, request, 0, b"", payload)
+        };
+        let ((urgent, first), (bulk, then)) = (mpsc::channel(64), mpsc::channel(64));
+        let send = |queue: &mpsc::Sender<Frame>, frame| queue.try_send(frame).map_err(|_| ()).unwrap();
+        (0..40).for_each(|number| send(&bulk, frame(number, 600 << 10)));
+        let taken = Arc::<Mutex<Vec<u8>>>::default();
+        let writer = FrameWriter::new(Narrow { taken: taken.clone(), step: 100_000 });
+        let sending = tokio::spawn(writer.send_all(FrameQueue::new(first, then), Duration::from_secs(1)));
+        // The bulk is on its way when something urgent comes up, and behind that more of the bulk.
+        while taken.lock().unwrap().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        (100..103).for_each(|number| send(&urgent, frame(number, 0)));
+        send(&bulk, frame(200, 10));
+        drop((urgent, bulk));
+        sending.await.unwrap().unwrap();
+        let bytes = taken.lock().unwrap().clone();
+        let mut reader = FrameReader::new(Trickle { bytes, at: 0, step: 1 << 20 });
+        let mut order = Vec::new();
+        while let Some(header) = reader.next().await.unwrap() {
+            order.push(header.request);
+            reader.discard(header.payload_bytes as usize).await.unwrap();
+        }
+        let urgent: Vec<usize> = (0..order.len()).filter(|&at| (100..103).contains(&order[at])).collect();
+        assert!(urgent[2] <= 5 && urgent[2] == urgent[0] + 2, "{order:?}");
+        order.retain(|number| !(100..103).contains(number));
+        assert_eq!(order, (0..40).chain([200]).collect::<Vec<u64>>());
+    }
+
+    #[tokio::test]
+    async fn a_body_that_is_skipped_is_checked_all_the_same() {
+        for damage in [None, Some(8000)] {
+            let mut bytes = Frame::new(9, 1, 0, &[5; 9000], None).head;
+            let mut second = Frame::new(9, 2, 0, b"x", None);
+            second.number(1);
+            bytes.extend(second.head);
+            damage.inspect(|&at: &usize| bytes[at] ^= 1);
+            let mut reader = FrameReader::new(Trickle { bytes, at: 0, step: 1000 });
+            let head = reader.head().await.unwrap().unwrap();
+            assert_eq!(reader.skip_body(&head).await.is_ok(), damage.is_none());
+            if damage.is_none() {
+                assert_eq!(reader.next().await.unwrap().unwrap().request, 2);
+            }
         }
     }
 

@@ -32,7 +32,9 @@ mod stream;
 
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
 pub use fields::Entry;
-pub use frame::{Frame, FrameHeader, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload};
+pub use frame::{
+    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
+};
 pub use limits::{MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS};
 pub use request::{Request, Reserved};
 pub use response::{LocalDoor, MemberEntry, Response};
