@@ -1,3 +1,4 @@
 //! What the benches share.
 
 pub mod cpu;
+pub mod zero_copy;

@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use bytes::Bytes;
 use clap::Parser;
 use larder_benches::cpu::cpu_time;
+use larder_benches::zero_copy::{self, Sends};
 use larder_client::{
     CONNECTIONS, Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport, UrlError,
 };
@@ -39,6 +40,9 @@ struct Args {
     /// Connections of the client
     #[arg(long, default_value_t = CONNECTIONS)]
     connections: usize,
+    /// Show what the bare socket does with sends that leave the bytes where they are
+    #[arg(long)]
+    zero_copy: bool,
     /// Rounds; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -77,7 +81,7 @@ fn main() -> Result<()> {
             let seen = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
             let pages = pages_of(&args, page_bytes);
             let bare = match args.transport {
-                Transport::Tcp => bare_socket(pages, page_bytes, args.batch)?,
+                Transport::Tcp => bare_socket(pages, page_bytes, args.batch, false)?.0,
                 _ => bare_copy(pages, page_bytes, args.batch),
             };
             if round >= WARM_UP_ROUNDS {
@@ -95,6 +99,10 @@ fn main() -> Result<()> {
             of(view)
         );
         server.block_on(node.shutdown());
+        if args.zero_copy {
+            let (speed, sends) = bare_socket(pages_of(&args, page_bytes), page_bytes, args.batch, true)?;
+            println!("bare, zero-copy sends: {speed}; of {} the kernel copied {}", sends.all, sends.copied);
+        }
     }
     Ok(())
 }
@@ -239,14 +247,19 @@ fn bare_copy(pages: usize, page_bytes: usize, batch: usize) -> Speed {
 
 /// One blocking stream that sends pages from where each lies and receives them into a batch's buffers, as a client and a node
 /// would.
-fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<Speed> {
+fn bare_socket(pages: usize, page_bytes: usize, batch: usize, zero_copy: bool) -> Result<(Speed, Sends)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
     let from = vec![7u8; pages * page_bytes];
     let mut into = vec![1u8; batch * page_bytes];
-    let sender = std::thread::spawn(move || -> std::io::Result<()> {
+    let sender = std::thread::spawn(move || -> Result<Sends> {
         let (mut stream, _) = listener.accept()?;
-        from.chunks(page_bytes.max(BARE_CHUNK_BYTES)).try_for_each(|chunk| stream.write_all(chunk))
+        let mut chunks = from.chunks(page_bytes.max(BARE_CHUNK_BYTES));
+        if zero_copy {
+            return zero_copy::send_all(&stream, &chunks.collect::<Vec<_>>());
+        }
+        chunks.try_for_each(|chunk| stream.write_all(chunk))?;
+        Ok(Sends::default())
     });
     let mut stream = TcpStream::connect(address)?;
     let begin = Stopwatch::start();
@@ -260,6 +273,6 @@ fn bare_socket(pages: usize, page_bytes: usize, batch: usize) -> Result<Speed> {
         };
     }
     let speed = Speed::of(received, &begin);
-    sender.join().expect("the sender does not panic")?;
-    Ok(speed)
+    let sends = sender.join().expect("the sender does not panic")?;
+    Ok((speed, sends))
 }
