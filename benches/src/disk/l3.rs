@@ -2,6 +2,7 @@
 
 use super::figures::{Direction, Measured, Round, histogram};
 use anyhow::{Context, Result};
+use larder_device::arena::UNIT_BYTES;
 use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_l3::{L3, L3Options, L3Stats, RecoveryReport};
@@ -13,8 +14,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Bytes of pages that were read and are kept: most of the arena.
-const KEPT_BYTES: usize = super::ARENA_BYTES / 4 * 3;
+/// Most bytes of pages that were read and are kept: most of the arena.
+const KEPT_BYTES_MAX: usize = super::ARENA_BYTES / 4 * 3;
+/// What is left of the arena beside pages that are kept or being read: for footers, for a scrub, and for what lies scattered
+/// between pages.
+const SPARE_BYTES: usize = super::ARENA_BYTES / 8;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Reads choose among the newest pages, this share of those that are there: the oldest are on their way out.
 const READ_NEWEST: f64 = 0.8;
@@ -103,6 +107,7 @@ impl Pages {
     pub async fn run(&mut self, direction: Direction, count: usize) -> Result<Measured> {
         let left = Arc::new(AtomicU64::new(count as u64));
         let newest = (self.l3.stats().pages as f64 * READ_NEWEST) as u64;
+        let kept_max = kept_max(self.size, self.at_once);
         let mut workers = JoinSet::new();
         let round = Round::begin();
         for payload in &self.payloads {
@@ -112,7 +117,7 @@ impl Pages {
                 meta: self.meta.clone(),
                 payload: payload.clone(),
                 kept: self.kept.clone(),
-                kept_max: KEPT_BYTES / self.size,
+                kept_max,
                 written: self.written.clone(),
             };
             workers.spawn(async move {
@@ -159,6 +164,13 @@ impl Pages {
             during_us.get(during_us.len() / 2).copied().context("the scrub ended before anything was read")?;
         Ok(Some(DuringScrub { without_us, during_us }))
     }
+}
+
+/// Pages that may be kept, so that as many as are asked for at once find memory beside them.
+fn kept_max(size: usize, at_once: usize) -> usize {
+    let under_way = at_once * (size + UNIT_BYTES);
+    let kept = super::ARENA_BYTES.saturating_sub(under_way + SPARE_BYTES).min(KEPT_BYTES_MAX);
+    kept / size
 }
 
 struct Worker {

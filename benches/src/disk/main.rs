@@ -65,6 +65,12 @@ fn main() -> Result<()> {
         let bytes = size.as_u64();
         let fits = bytes.is_multiple_of(4096) && (4096..=PAGE_BYTES_MAX).contains(&bytes);
         ensure!(fits, "{size}: a page is a multiple of 4 KiB and at most 16 MiB here");
+        let under_way = args.at_once as u64 * (bytes + UNIT_BYTES as u64);
+        ensure!(
+            under_way <= ARENA_BYTES as u64 / 4 * 3,
+            "--at-once {}: of {size} that is too much memory",
+            args.at_once
+        );
         ensure!(args.bytes.as_u64() >= 64 * bytes, "a log of {} is too small for pages of {size}", args.bytes);
     }
     let dir = tempfile::Builder::new().prefix("larder-bench-disk-").tempdir_in(&args.dir);
