@@ -176,6 +176,8 @@ struct State {
     waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
     waiters: usize,
     waiters_ever: u64,
+    /// The node stops: none is begun any more.
+    ended: bool,
 }
 
 /// A reader that waits for a page to be begun. Dropping it, however that comes about, takes it off the list.
@@ -227,6 +229,10 @@ impl Puts {
     pub(crate) fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
         let bytes: usize = page.part_bytes.iter().map(|&b| b as usize).sum();
         let mut state = self.state.lock();
+        if state.ended {
+            self.metrics.puts_busy.inc();
+            return Err(ReserveOutcome::Busy);
+        }
         if state.open.contains_key(&id) {
             return Err(ReserveOutcome::InProgress);
         }
@@ -292,6 +298,15 @@ impl Puts {
             tracing::warn!(id = ?put.id, "nothing received for an open put: given up");
             self.abort(&put);
         }
+    }
+
+    /// Gives up all puts, and begins none any more: the room they have is needed for what is still to reach L3.
+    pub(crate) fn end(&self) {
+        let mut state = self.state.lock();
+        state.ended = true;
+        let open: Vec<Arc<Put>> = state.open.values().cloned().collect();
+        drop(state);
+        open.iter().for_each(|put| self.abort(put));
     }
 
     /// Gives up whatever is being written under these keys.

@@ -190,8 +190,9 @@ impl Store {
         self.tiers.recheck(id)
     }
 
-    /// Writes to L3 what waits for it, until `deadline`, and lets go of the devices.
+    /// Gives up open puts, writes to L3 what waits for it, until `deadline`, and lets go of the devices.
     pub async fn close(&self, deadline: Instant) {
+        self.puts.end();
         self.tiers.drain(deadline).await;
         self.tiers.devices().close().await;
     }

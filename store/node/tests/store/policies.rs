@@ -1,9 +1,12 @@
 //! When pages are written to L3, who has room, and what stays.
 
 use crate::common::*;
+use larder_format::PageKey;
+use larder_node::sim::Progress;
 use larder_node::{NodeOptions, WritePolicy};
-use larder_wire::{PinKind, ReserveOutcome, TierCode};
+use larder_wire::{PinKind, ReserveOutcome, Reserved, TierCode};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// Pages of 256 KiB that L2 holds.
 const L2_PAGES: u32 = 128;
@@ -57,6 +60,27 @@ async fn write_back_writes_nothing_before_it_must_and_all_when_it_stops() {
     assert_eq!((l3.stats().writes, figure(&store, "/tiers/l2/dirty_pages")), (100, 0));
     drop((store, l3));
     assert_eq!(survivors(dir.path(), 0..100).await.len(), 100);
+}
+
+#[tokio::test]
+async fn what_puts_without_an_end_have_is_given_up_when_it_stops() {
+    let dir = directory();
+    let budget = NodeOptions { in_flight_bytes: Some(2 * PAGE as u64), ..with_policy(WritePolicy::Back) };
+    let (store, l3) = with_log(&budget, dir.path()).await;
+    for number in 0..10 {
+        put(&store, number).await;
+    }
+    // All that may be on its way at a time.
+    let page =
+        Reserved { key: id(10).key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32] };
+    let open = store.reserve(id(10), page).ok().unwrap();
+    let began = Instant::now();
+    store.close(soon()).await;
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(open.progress() == Progress::Aborted && figure(&store, "/tiers/l2/in_flight_bytes") == 0);
+    assert_eq!(put_for(&store, 11, 0), Err(ReserveOutcome::Busy));
+    drop((store, l3, open));
+    assert_eq!(survivors(dir.path(), 0..12).await.len(), 10);
 }
 
 #[tokio::test]
