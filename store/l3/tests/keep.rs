@@ -4,8 +4,9 @@ mod common;
 
 use common::*;
 use larder_device::Clock;
-use larder_format::NamespaceId;
+use larder_format::{NamespaceId, PageMeta};
 use larder_l3::{L3Options, Pin};
+use std::time::{Duration, Instant};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pages_that_are_asked_for_outlive_those_that_are_not() {
@@ -94,4 +95,32 @@ async fn a_page_is_gone_when_its_time_is_over_and_after_a_restart() {
     let (l3, report) = open_with(at(1_700_000), &arena).await;
     assert_eq!((get(&l3, 1).await, get(&l3, 2).await), (None, Some(1)));
     assert_eq!(report.pages, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn copies_without_memory_are_given_up_before_writers_are() {
+    let (dir, arena) = (temp(), arena());
+    let (l3, _) = open(dir.path(), 6, &arena).await;
+    let mut hot = 0..400;
+    for n in hot.clone() {
+        put(&l3, &arena, n, 1, 4096).await;
+    }
+    for n in hot.clone() {
+        get(&l3, n).await;
+    }
+    let found = hot.all(|n| l3.find(&id(n)).is_some());
+    // Whoever writes has what is left of the memory.
+    let (meta, payload) = page(&arena, 1000, 1, 60_000);
+    let mut taken = Vec::new();
+    while let Some(slot) = arena.allocate(4096) {
+        taken.push(slot);
+    }
+    let began = Instant::now();
+    for n in 1000..1060 {
+        let meta = PageMeta { id: id(n), ..meta.clone() };
+        l3.write(meta, payload.clone(), deadline()).await.unwrap();
+    }
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let stats = l3.stats();
+    assert!(found && stats.evicted_pages > 100 && stats.rescued_pages == 0, "{stats:?}");
 }
