@@ -64,6 +64,8 @@ pub struct SeedReport {
     pub hash: u64,
     /// Number of events.
     pub events: u64,
+    /// Operations asked for.
+    pub operations_asked: u64,
     /// Operations done.
     pub operations: u64,
     /// Virtual milliseconds.
@@ -81,10 +83,11 @@ impl SeedReport {
     pub fn replay(&self) -> String {
         let subject = match self.subject {
             Subject::L3 => "",
-            Subject::Node => "--profile node ",
-            Subject::Wire => "--profile wire ",
+            Subject::Node => "node-",
+            Subject::Wire => "wire-",
         };
-        format!("{subject}--seed {} --verbose", self.seed)
+        let SeedReport { profile, seed, operations_asked, .. } = self;
+        format!("--profile {subject}{profile} --seed {seed} --operations {operations_asked} --verbose")
     }
 }
 
@@ -116,7 +119,7 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
             0
         }
     };
-    report(&world, options.subject, profile, operations)
+    report(&world, options, profile, operations)
 }
 
 /// Runs one seed of clients and nodes.
@@ -129,7 +132,7 @@ fn run_wire(seed: u64, profile: Profile, options: &Options, mut dice: Dice) -> S
         world.violate(panic);
         0
     });
-    report(&world, options.subject, profile, operations)
+    report(&world, options, profile, operations)
 }
 
 /// One life after the other until the operations are done.
@@ -180,15 +183,16 @@ fn plan(setup: &Setup, number: u64, left: u64, segments: u64, dice: &mut Dice) -
     Plan { number, operations, events, end, segments }
 }
 
-fn report(world: &World, subject: Subject, profile: Profile, operations: u64) -> SeedReport {
+fn report(world: &World, options: &Options, profile: Profile, operations: u64) -> SeedReport {
     let (hash, events) = world.hash();
     let violations = world.violations();
     SeedReport {
         seed: world.seed,
-        subject,
+        subject: options.subject,
         profile: profile.name(),
         hash,
         events,
+        operations_asked: options.operations,
         operations,
         virtual_ms: world.now_ms(),
         counts: world.counts(),
