@@ -1,16 +1,17 @@
-//! Reading whole pages: into callers' memory, or where they lie.
+//! Reading pages, and bytes of pages: into callers' memory, or where they lie.
 
 use crate::Transport;
 use crate::buffer::{DynBuffer, downcast};
 use crate::client::{Client, Namespace, Tier, tier};
 use crate::clock::now;
 use crate::link::Live;
-use crate::sink::{Got, PageEnd, PageSink, Sink};
+use crate::sink::{Found, Got, PageEnd, PageSink, Sink, Wanted};
 use crate::stats::count;
 use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use futures::future::join_all;
-use larder_format::{PageId, PageKey};
-use larder_wire::Request;
+use larder_format::{PageId, PageKey, whole_chunks};
+use larder_wire::{PageRange, Request, VERSION_OF_RANGES};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,25 +28,58 @@ impl Client {
         pages: Vec<(PageKey, B)>,
         deadline: Instant,
     ) -> Vec<(B, Option<Tier>)> {
-        let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
-        let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(_, b)| Some((b, None))).collect();
+        self.read(pages.into_iter().map(|(key, buffer)| (key, None, buffer)).collect(), deadline).await
+    }
+
+    /// Like [`Client::get`], but reads only these bytes of each page, into a buffer of just that length:
+    /// [`PageGeometry::part_range`] says where a part lies. What is empty, or not all in a page, is a miss.
+    ///
+    /// Nodes send the chunks that a range touches (see [`CHUNK_BYTES`]), so ranges of whole chunks, and parts, cost nothing
+    /// beside their bytes.
+    pub async fn get_ranges<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        ranges: Vec<(PageKey, Range<u32>, B)>,
+        deadline: Instant,
+    ) -> Vec<(B, Option<Tier>)> {
+        self.read(ranges.into_iter().map(|(key, bytes, buffer)| (key, Some(bytes), buffer)).collect(), deadline).await
+    }
+
+    /// Reads pages, or bytes of them.
+    async fn read<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        pages: Vec<(PageKey, Option<Range<u32>>, B)>,
+        deadline: Instant,
+    ) -> Vec<(B, Option<Tier>)> {
+        let keys: Vec<PageKey> = pages.iter().map(|(key, ..)| *key).collect();
+        let ranges: Vec<Option<Range<u32>>> = pages.iter().map(|(_, bytes, _)| bytes.clone()).collect();
+        let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(.., b)| Some((b, None))).collect();
         let nodes = self.nodes();
         nodes.or_pause().await;
         if let Some(namespace) = &self.inner.namespace {
-            let gets = Self::batches(&nodes, &keys, GET_PAGES_MAX, namespace.geometry.page_bytes()).into_iter().map(
-                |(node, indices)| {
+            let page_bytes = namespace.geometry.page_bytes();
+            let lengths = ranges.iter().map(|range| range.as_ref().map_or(page_bytes, |r| r.len().min(page_bytes)));
+            let bytes_each = lengths.sum::<usize>() / keys.len().max(1);
+            let part_table = namespace.geometry.part_table();
+            let in_page =
+                |index: &usize| ranges[*index].as_ref().is_none_or(|r| whole_chunks(&part_table, r).is_some());
+            let gets =
+                Self::batches(&nodes, &keys, GET_PAGES_MAX, bytes_each).into_iter().map(|(node, mut indices)| {
+                    indices.retain(in_page);
                     let wanted = indices.iter().map(|&index| {
                         let (buffer, _) = buffers[index].take().expect("each index is in one batch");
-                        (PageId { namespace: namespace.id, key: keys[index] }, Box::new(buffer) as DynBuffer)
+                        let id = PageId { namespace: namespace.id, key: keys[index] };
+                        Wanted { id, bytes: ranges[index].clone(), buffer: Box::new(buffer) }
                     });
-                    let wanted: Vec<_> = wanted.collect();
+                    let wanted: Vec<Wanted> = wanted.collect();
+                    let (keys, ranges, part_table) = (&keys, &ranges, &part_table);
                     async move {
-                        let ids: Vec<PageId> = wanted.iter().map(|(id, _)| *id).collect();
-                        let pages = get_from(&node, wanted, deadline).await;
-                        (indices, copy_from(&node, &ids, pages, deadline).await)
+                        let pages = get_from(&node, wanted, part_table, deadline).await;
+                        let ids = indices.iter().map(|&index| PageId { namespace: namespace.id, key: keys[index] });
+                        let asked: Vec<_> = ids.zip(indices.iter().map(|&index| ranges[index].as_ref())).collect();
+                        let copied = copy_from(&node, &asked, pages, deadline).await;
+                        (indices, copied)
                     }
-                },
-            );
+                });
             let gets: Vec<_> = gets.collect();
             for (indices, pages) in join_all(gets).await {
                 for (index, (buffer, got)) in indices.into_iter().zip(pages) {
@@ -69,20 +103,22 @@ impl Client {
         let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX, geometry.page_bytes()).into_iter().map(
             |(node, indices)| {
                 let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
-                let wanted = indices.iter().map(|&index| (PageId { namespace, key: keys[index] }, buffer())).collect();
+                let id = |index: usize| PageId { namespace, key: keys[index] };
+                let wanted =
+                    indices.iter().map(|&index| Wanted { id: id(index), bytes: None, buffer: buffer() }).collect();
                 async move {
-                    let pages = get_from(&node, wanted, deadline).await;
+                    let pages = get_from(&node, wanted, &[], deadline).await;
                     (node, indices, pages)
                 }
             },
         );
         for (node, indices, pages) in join_all(gets).await {
-            for (index, PageEnd { buffer, got, held }) in indices.into_iter().zip(pages) {
+            for (index, PageEnd { buffer, got, found }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };
-                let (bytes, got) = match held {
+                let (bytes, got) = match found {
                     Some(_) if now() > deadline + COPY_GRACE => (None, Got::Missed),
-                    Some((held, meta, code)) if meta.verify(&id, &held).is_ok() => {
-                        (Some(ViewBytes::Held(held)), Got::Had(code))
+                    Some(Found { held, meta, tier, .. }) if meta.verify(&id, &held).is_ok() => {
+                        (Some(ViewBytes::Held(held)), Got::Had(tier))
                     }
                     Some(_) => {
                         node.suspect(&id);
@@ -115,29 +151,49 @@ impl Client {
     }
 }
 
-/// One Get at one node. Always hands every buffer back.
-async fn get_from(node: &Arc<Live>, wanted: Vec<(PageId, DynBuffer)>, deadline: Instant) -> Vec<PageEnd> {
-    let keys = wanted.iter().map(|(id, _)| id.key).collect();
-    let (sink, done) = PageSink::new(wanted);
+/// What to ask a node for. One that does not know of ranges is asked for the pages.
+fn request(node: &Live, wanted: &[Wanted], part_table: &[u32]) -> Request {
     let in_place = node.transport() == Transport::Shm;
-    let begun = node.begin(node.number(), &Request::Get { keys, in_place }, Sink::Pages(sink), deadline).await;
+    let range = |Wanted { id, bytes, .. }: &Wanted| {
+        let bytes = whole_chunks(part_table, bytes.as_ref()?)?;
+        Some(PageRange { key: id.key, bytes })
+    };
+    let ranges = (node.version >= VERSION_OF_RANGES).then(|| wanted.iter().map(range).collect()).flatten();
+    match ranges {
+        Some(ranges) => Request::GetRanges { ranges, in_place },
+        None => Request::Get { keys: wanted.iter().map(|wanted| wanted.id.key).collect(), in_place },
+    }
+}
+
+/// One Get at one node, of pages or of ranges. Always hands every buffer back.
+async fn get_from(node: &Arc<Live>, wanted: Vec<Wanted>, part_table: &[u32], deadline: Instant) -> Vec<PageEnd> {
+    let request = request(node, &wanted, part_table);
+    let (sink, done) = PageSink::new(wanted);
+    let begun = node.begin(node.number(), &request, Sink::Pages(sink), deadline).await;
     node.settle(begun, done, deadline).await
 }
 
-/// Copies pages that lie in the node's memory into their buffers.
-async fn copy_from(node: &Live, ids: &[PageId], pages: Vec<PageEnd>, deadline: Instant) -> Vec<(DynBuffer, Got)> {
+/// Copies what lies in the node's memory into the buffers.
+async fn copy_from(
+    node: &Live,
+    asked: &[(PageId, Option<&Range<u32>>)],
+    pages: Vec<PageEnd>,
+    deadline: Instant,
+) -> Vec<(DynBuffer, Got)> {
     let mut copied = Vec::with_capacity(pages.len());
-    for (id, PageEnd { mut buffer, got, held }) in ids.iter().zip(pages) {
-        let got = match held {
+    for ((id, wanted), PageEnd { mut buffer, got, found }) in asked.iter().zip(pages) {
+        let got = match found {
             None => got,
             Some(_) if now() > deadline + COPY_GRACE => Got::Missed,
-            Some((held, meta, tier)) => match copy_checked(id, &meta, &held, buffer.bytes()) {
-                Ok(()) => Got::Had(tier),
-                Err(_) => {
-                    node.suspect(id);
-                    Got::Corrupt
+            Some(Found { held, meta, tier, bytes }) => {
+                match copy_checked(id, &meta, (&bytes, &held), *wanted, buffer.bytes()) {
+                    true => Got::Had(tier),
+                    false => {
+                        node.suspect(id);
+                        Got::Corrupt
+                    }
                 }
-            },
+            }
         };
         copied.push((buffer, got));
         // Copying takes the processor as long as it takes: others want it too.

@@ -3,7 +3,7 @@
 use crate::clock::now;
 use crate::connect::{self, Connector, Reached};
 use crate::lanes::{self, Lanes};
-use crate::sink::Sink;
+use crate::sink::{Found, Landing, Sink};
 use crate::url::Transport;
 use crate::view::Releases;
 use larder_bell::Bell;
@@ -12,11 +12,13 @@ use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
 use larder_share::{Held, Window};
 use larder_wire::{
-    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Request, Response, Sink as ByteSink, Source,
+    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Request, Response, Sink as ByteSink,
+    Source, TierCode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -312,9 +314,12 @@ async fn place<S: Source>(
     sink: Option<Sink>,
 ) -> io::Result<Option<Sink>> {
     let bytes = header.payload_bytes as usize;
+    let heard = Heard::of(response);
     // Whatever becomes of the answer, what is held for it is released.
-    let held = match &response {
-        Response::Page { index, meta, place: Some(place), .. } => live.hold(header.request, *index, *place, meta),
+    let held = match &heard {
+        Heard::Pages(Answer { index, bytes, place: Some(place), .. }) => {
+            live.hold(header.request, *index, *place, bytes.len())
+        }
         _ => None,
     };
     let Some(mut sink) = sink else {
@@ -322,18 +327,17 @@ async fn place<S: Source>(
         reader.discard(bytes).await?;
         return Ok(None);
     };
-    match (&mut sink, response) {
-        (Sink::Pages(pages), Response::Page { index, tier, meta, place: Some(_) }) => {
-            pages.found(index, tier, meta, held);
+    match (&mut sink, heard) {
+        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: there, place: Some(_) })) => {
+            pages.found(index, held.map(|held| Found { held, meta, tier, bytes: there }));
             reader.discard(bytes).await?;
             Ok(Some(sink))
         }
-        (Sink::Pages(pages), Response::Page { index, tier, meta, place: None }) => {
-            let good = match pages.expect(index, &meta, bytes) {
-                Some(memory) => {
-                    let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
-                    reader.payload(memory, |piece| arriving.take(piece)).await?;
-                    pages.landed(index, tier, arriving.finish().is_ok() || has(Bug::ReaderSkipsCrc))
+        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: come, place: None })) => {
+            let good = match pages.expect(index, &meta, &come, bytes) {
+                Some(landing) => {
+                    let good = land(reader, landing).await?;
+                    pages.landed(index, tier, good)
                 }
                 None => {
                     reader.discard(bytes).await?;
@@ -345,7 +349,7 @@ async fn place<S: Source>(
             }
             Ok(Some(sink))
         }
-        (Sink::Parts(parts), Response::Part { part, crcs }) => {
+        (Sink::Parts(parts), Heard::Other(Response::Part { part, crcs })) => {
             let good = match parts.expect(part, bytes) {
                 Some(memory) => {
                     let lengths = [header.payload_bytes];
@@ -365,11 +369,53 @@ async fn place<S: Source>(
             }
             Ok(Some(sink))
         }
-        (_, response) => {
+        (_, Heard::Other(response)) => {
             reader.discard(bytes).await?;
             Ok(finish(sink, response))
         }
+        // Nobody asked for pages: the request ends.
+        (_, Heard::Pages(_)) => reader.discard(bytes).await.map(|()| None),
     }
+}
+
+/// A page, or bytes of one, in an answer.
+struct Answer {
+    index: u32,
+    tier: TierCode,
+    meta: PageMeta,
+    bytes: Range<u32>,
+    place: Option<u64>,
+}
+
+/// What came.
+enum Heard {
+    Pages(Answer),
+    Other(Response),
+}
+
+impl Heard {
+    fn of(response: Response) -> Heard {
+        match response {
+            Response::Page { index, tier, meta, place } => {
+                let bytes = 0..meta.payload_bytes() as u32;
+                Heard::Pages(Answer { index, tier, meta, bytes, place })
+            }
+            Response::Range { index, tier, meta, bytes, place } => {
+                Heard::Pages(Answer { index, tier, meta, bytes, place })
+            }
+            other => Heard::Other(other),
+        }
+    }
+}
+
+/// Receives bytes of a page where they belong; whether they are what was put.
+async fn land<S: Source>(reader: &mut FrameReader<S>, landing: Landing<'_>) -> io::Result<bool> {
+    let Landing { before, memory, behind, mut arriving, is_range } = landing;
+    reader.pass(before, |piece| arriving.take(piece)).await?;
+    reader.payload(memory, |piece| arriving.take(piece)).await?;
+    reader.pass(behind, |piece| arriving.take(piece)).await?;
+    let unchecked = has(if is_range { Bug::RangeUnchecked } else { Bug::ReaderSkipsCrc });
+    Ok(arriving.finish().is_ok() || unchecked)
 }
 
 /// Answers without payload.
@@ -451,14 +497,14 @@ impl Live {
     }
 
     /// The bytes of a page that the node holds for a request; `None` if it has no such bytes, or we none of its memory.
-    fn hold(&self, request: u64, index: u32, place: u64, meta: &PageMeta) -> Option<Held> {
+    fn hold(&self, request: u64, index: u32, place: u64, bytes: usize) -> Option<Held> {
         let releases = self.releases.clone();
         if has(Bug::ReleasedEarly) {
             releases.add(Entry { request, index });
-            return self.window.as_ref()?.hold(place, meta.payload_bytes(), || {});
+            return self.window.as_ref()?.hold(place, bytes, || {});
         }
         let release = move || releases.add(Entry { request, index });
-        self.window.as_ref()?.hold(place, meta.payload_bytes(), release)
+        self.window.as_ref()?.hold(place, bytes, release)
     }
 
     /// The bytes of a page were not what was put: the node is to look at its copy.

@@ -5,7 +5,7 @@
 //! were checked count as had.
 
 use crate::buffer::DynBuffer;
-use larder_format::{PageGeometry, PageId, PageKey, PageMeta};
+use larder_format::{Arriving, PageGeometry, PageId, PageKey, PageMeta};
 use larder_share::Held;
 use larder_wire::{FollowState, Response, TierCode};
 use std::ops::Range;
@@ -30,8 +30,17 @@ pub(crate) enum Got {
     Corrupt,
 }
 
+/// A page that is asked for, or bytes of it, and where they are to go.
+pub(crate) struct Wanted {
+    pub(crate) id: PageId,
+    /// `None`: the whole page.
+    pub(crate) bytes: Option<Range<u32>>,
+    pub(crate) buffer: DynBuffer,
+}
+
 struct PageSlot {
     id: PageId,
+    wanted: Option<Range<u32>>,
     end: PageEnd,
 }
 
@@ -40,7 +49,26 @@ pub(crate) struct PageEnd {
     pub(crate) buffer: DynBuffer,
     pub(crate) got: Got,
     /// The bytes lie in the node's memory, and are not checked yet; the buffer holds nothing then.
-    pub(crate) held: Option<(Held, PageMeta, TierCode)>,
+    pub(crate) found: Option<Found>,
+}
+
+/// Bytes of a page in the node's memory.
+pub(crate) struct Found {
+    pub(crate) held: Held,
+    pub(crate) meta: PageMeta,
+    pub(crate) tier: TierCode,
+    /// Which bytes of the page.
+    pub(crate) bytes: Range<u32>,
+}
+
+/// Where an answer's payload goes: what is before and behind the wanted bytes is only checked.
+pub(crate) struct Landing<'a> {
+    pub(crate) before: usize,
+    pub(crate) memory: &'a mut [u8],
+    pub(crate) behind: usize,
+    /// Checks all of it.
+    pub(crate) arriving: Arriving<'a>,
+    pub(crate) is_range: bool,
 }
 
 /// Collects the pages of a Get.
@@ -50,24 +78,39 @@ pub(crate) struct PageSink {
 }
 
 impl PageSink {
-    pub(crate) fn new(pages: Vec<(PageId, DynBuffer)>) -> (Self, oneshot::Receiver<Vec<PageEnd>>) {
+    pub(crate) fn new(pages: Vec<Wanted>) -> (Self, oneshot::Receiver<Vec<PageEnd>>) {
         let (done, receiver) = oneshot::channel();
-        let slot = |(id, buffer)| PageSlot { id, end: PageEnd { buffer, got: Got::Missed, held: None } };
+        let slot = |Wanted { id, bytes, buffer }| PageSlot {
+            id,
+            wanted: bytes,
+            end: PageEnd { buffer, got: Got::Missed, found: None },
+        };
         let slots = pages.into_iter().map(slot).collect();
         (Self { slots, done: Some(done) }, receiver)
     }
 
-    /// Memory for the announced page, if it is the page that was asked for. Until [`PageSink::landed`] it counts as missed.
-    pub(crate) fn expect(&mut self, index: u32, meta: &PageMeta, bytes: usize) -> Option<&mut [u8]> {
-        let PageSlot { id, end } = self.slots.get_mut(index as usize)?;
-        end.held = None;
-        let fits = meta.payload_bytes() == bytes && end.buffer.bytes().len() == bytes;
-        if meta.id != *id || !fits {
-            end.got = Got::Corrupt;
+    /// Memory for the announced bytes of a page, if it is the page that was asked for and has what is wanted of it. Until
+    /// [`PageSink::landed`] it counts as missed.
+    pub(crate) fn expect<'a>(
+        &'a mut self,
+        index: u32,
+        meta: &'a PageMeta,
+        bytes: &Range<u32>,
+        payload_bytes: usize,
+    ) -> Option<Landing<'a>> {
+        let PageSlot { id, wanted, end } = self.slots.get_mut(index as usize)?;
+        (end.found, end.got) = (None, Got::Corrupt);
+        let arriving = Arriving::of(meta, bytes)?;
+        let is_range = wanted.is_some();
+        let wanted = wanted.clone().unwrap_or(0..meta.payload_bytes() as u32);
+        let has_all = bytes.start <= wanted.start && wanted.end <= bytes.end;
+        let memory = end.buffer.bytes();
+        if meta.id != *id || !has_all || bytes.len() != payload_bytes || memory.len() != wanted.len() {
             return None;
         }
         end.got = Got::Missed;
-        Some(end.buffer.bytes())
+        let (before, behind) = ((wanted.start - bytes.start) as usize, (bytes.end - wanted.end) as usize);
+        Some(Landing { before, memory, behind, arriving, is_range })
     }
 
     /// A page was received into the memory that was expected; `good` says whether its bytes were what was put.
@@ -78,10 +121,10 @@ impl PageSink {
     }
 
     /// A page lies in the node's memory; `None` if it cannot be reached there.
-    pub(crate) fn found(&mut self, index: u32, tier: TierCode, meta: PageMeta, held: Option<Held>) {
+    pub(crate) fn found(&mut self, index: u32, found: Option<Found>) {
         let Some(slot) = self.slots.get_mut(index as usize) else { return };
-        slot.end.got = if held.is_some() { Got::Missed } else { Got::Corrupt };
-        slot.end.held = held.map(|held| (held, meta, tier));
+        slot.end.got = if found.is_some() { Got::Missed } else { Got::Corrupt };
+        slot.end.found = found;
     }
 
     pub(crate) fn id(&self, index: u32) -> Option<PageId> {
@@ -129,8 +172,7 @@ impl PartSink {
     }
 
     fn range(&self, part: usize) -> Range<usize> {
-        let start: usize = (0..part).map(|p| self.geometry.part_bytes(p)).sum();
-        start..start + self.geometry.part_bytes(part)
+        self.geometry.part_range(part).map_or(0..0, |range| range.start as usize..range.end as usize)
     }
 
     /// Memory for an announced part, if there is such a part of that length.
@@ -214,13 +256,56 @@ mod tests {
     }
 
     fn get(meta: &PageMeta, payload: &[u8]) -> Got {
-        let (mut sink, mut done) = PageSink::new(vec![(id(7), Box::new(vec![0u8; geometry().page_bytes()]))]);
-        if let Some(memory) = sink.expect(0, meta, payload.len()) {
-            memory.copy_from_slice(payload);
-            sink.landed(0, TierCode::L2, meta.verify(&id(7), payload).is_ok());
+        get_bytes(meta, payload, &(0..payload.len() as u32), None, payload.len()).0
+    }
+
+    /// What a page is worth of which `wanted` was asked for, and `bytes` came.
+    fn get_bytes(
+        meta: &PageMeta,
+        payload: &[u8],
+        bytes: &Range<u32>,
+        wanted: Option<Range<u32>>,
+        buffer: usize,
+    ) -> (Got, Vec<u8>) {
+        let wanted = Wanted { id: id(7), bytes: wanted, buffer: Box::new(vec![0u8; buffer]) };
+        let (mut sink, mut done) = PageSink::new(vec![wanted]);
+        let come = payload.get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
+        if let Some(Landing { before, memory, behind, mut arriving, .. }) = sink.expect(0, meta, bytes, come.len()) {
+            memory.copy_from_slice(&come[before..come.len() - behind]);
+            arriving.take(come);
+            let good = arriving.finish().is_ok();
+            sink.landed(0, TierCode::L2, good);
         }
         drop(sink);
-        done.try_recv().unwrap()[0].got
+        let end = done.try_recv().unwrap().remove(0);
+        (end.got, crate::buffer::downcast(end.buffer))
+    }
+
+    #[test]
+    fn a_range_is_had_only_if_all_of_it_came_in_whole_chunks_and_every_byte_checks() {
+        let (meta, payload) = page(7);
+        // Each part is one chunk of 64 bytes.
+        let part = geometry().part_range(0).unwrap().end;
+        let got = |bytes: Range<u32>, wanted: Range<u32>| {
+            let (got, buffer) = get_bytes(&meta, &payload, &bytes, Some(wanted.clone()), wanted.len());
+            assert!(got != Got::Had(TierCode::L2) || buffer == payload[wanted.start as usize..wanted.end as usize]);
+            got
+        };
+        let had = Got::Had(TierCode::L2);
+        assert_eq!(got(0..part, 3..9), had);
+        assert_eq!(got(part..2 * part, part..2 * part), had);
+        assert_eq!(got(0..2 * part, part - 1..part + 1), had, "more than was asked for does no harm");
+        assert_eq!(got(0..part, part - 1..part + 1), Got::Corrupt, "not all of it");
+        assert_eq!(got(part..2 * part, 3..9), Got::Corrupt, "other chunks");
+        assert_eq!(got(3..9, 3..9), Got::Corrupt, "not whole chunks");
+        assert_eq!(get_bytes(&meta, &payload, &(0..part), Some(3..9), 7).0, Got::Corrupt, "another length");
+        let mut damaged = payload.clone();
+        damaged[1] ^= 1;
+        assert_eq!(
+            get_bytes(&meta, &damaged, &(0..part), Some(3..9), 6).0,
+            Got::Corrupt,
+            "beside the range, in its chunk"
+        );
     }
 
     #[test]

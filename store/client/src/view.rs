@@ -1,11 +1,12 @@
 //! Pages that are read where they lie.
 
 use crate::client::Tier;
-use larder_format::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
+use larder_format::planted::{Bug, has};
+use larder_format::{PageId, PageMeta, whole_chunks};
 use larder_share::{Held, copy_out};
 use larder_wire::Entry;
 use parking_lot::Mutex;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use tokio::sync::Notify;
 
 /// A page, checked: the bytes that were put. On the node's machine they are the node's memory, which it keeps until this is
@@ -57,29 +58,33 @@ impl AsMut<[u8]> for Later {
     }
 }
 
-/// Checks a page in place and copies it, chunk by chunk, so that memory is read once.
-pub(crate) fn copy_checked(id: &PageId, meta: &PageMeta, from: &[u8], into: &mut [u8]) -> Result<(), Mismatch> {
-    meta.check_identity(id)?;
-    let expected = meta.payload_bytes();
-    for found in [from.len(), into.len()] {
-        if found != expected {
-            return Err(Mismatch::Length { expected, found });
-        }
+/// Checks the chunks of a page that `wanted` touches, of which the bytes `there` lie at `from`, and copies what is wanted,
+/// chunk by chunk, so that memory is read once. `false` if they are not what was put.
+pub(crate) fn copy_checked(
+    id: &PageId,
+    meta: &PageMeta,
+    (there, from): (&Range<u32>, &[u8]),
+    wanted: Option<&Range<u32>>,
+    into: &mut [u8],
+) -> bool {
+    let is_range = wanted.is_some();
+    let wanted = wanted.cloned().unwrap_or(0..meta.payload_bytes() as u32);
+    let Some(needed) = whole_chunks(&meta.part_bytes, &wanted) else { return false };
+    let has_all = there.start <= needed.start && needed.end <= there.end;
+    if meta.id != *id || !has_all || from.len() != there.len() || into.len() != wanted.len() {
+        return false;
     }
-    let mut crcs = meta.chunk_crcs.iter();
-    let mut at = 0;
-    for (part, &bytes) in meta.part_bytes.iter().enumerate() {
-        let end = at + bytes as usize;
-        for (chunk, start) in (at..end).step_by(CHUNK_BYTES).enumerate() {
-            let range = start..end.min(start + CHUNK_BYTES);
-            if crcs.next() != Some(&crc32fast::hash(&from[range.clone()])) {
-                return Err(Mismatch::Crc { part, chunk });
-            }
-            copy_out(&from[range.clone()], &mut into[range]);
+    for (chunk, crc) in meta.chunks_in(&wanted) {
+        let at = |from: u32, byte: u32| (byte - from) as usize;
+        let checked = &from[at(there.start, chunk.start)..at(there.start, chunk.end)];
+        if crc32fast::hash(checked) != crc && !(is_range && has(Bug::RangeUnchecked)) {
+            return false;
         }
-        at = end;
+        let (start, end) = (chunk.start.max(wanted.start), chunk.end.min(wanted.end));
+        let copied = &checked[at(chunk.start, start)..at(chunk.start, end)];
+        copy_out(copied, &mut into[at(wanted.start, start)..at(wanted.start, end)]);
     }
-    Ok(())
+    true
 }
 
 /// Pages that were read in place and are to be released: the node hears of many at a time.
@@ -115,6 +120,7 @@ impl Releases {
 mod tests {
     use super::*;
     use larder_format::{NamespaceId, PageKey};
+    use proptest::prelude::*;
 
     #[test]
     fn a_copy_is_the_page_or_a_mismatch() {
@@ -123,16 +129,46 @@ mod tests {
         let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
         let meta = PageMeta::describe(id, PageKey::NONE, 0, parts.to_vec(), &payload);
         let mut into = vec![0; payload.len()];
-        copy_checked(&id, &meta, &payload, &mut into).unwrap();
-        assert!(into == payload);
+        let all = 0..payload.len() as u32;
+        assert!(copy_checked(&id, &meta, (&all, &payload), None, &mut into) && into == payload);
         for at in [0, 65_536, 149_999, 150_000, payload.len() - 1] {
             let mut bad = payload.clone();
             bad[at] ^= 1;
-            assert!(matches!(copy_checked(&id, &meta, &bad, &mut into), Err(Mismatch::Crc { .. })), "byte {at}");
+            assert!(!copy_checked(&id, &meta, (&all, &bad), None, &mut into), "byte {at}");
         }
         let other = PageId { key: PageKey([3; 32]), ..id };
-        assert!(copy_checked(&other, &meta, &payload, &mut into).is_err());
-        assert!(copy_checked(&id, &meta, &payload[1..], &mut into).is_err());
-        assert!(copy_checked(&id, &meta, &payload, &mut into[1..]).is_err());
+        assert!(!copy_checked(&other, &meta, (&all, &payload), None, &mut into));
+        assert!(!copy_checked(&id, &meta, (&all, &payload[1..]), None, &mut into));
+        assert!(!copy_checked(&id, &meta, (&all, &payload), None, &mut into[1..]));
+    }
+
+    proptest! {
+        #[test]
+        fn a_copied_range_is_the_plain_slice_or_nothing(
+            parts in prop::collection::vec(1u32..200_000, 1..6),
+            ends in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
+            flip in prop::option::of(any::<prop::sample::Index>()),
+            whole: bool,
+        ) {
+            let payload: Vec<u8> = (0..parts.iter().sum()).map(|i: u32| ((i * 31) >> 3) as u8).collect();
+            let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+            let meta = PageMeta::describe(id, PageKey::NONE, 0, parts, &payload);
+            let (from, to) = (ends.0.index(payload.len()) as u32, ends.1.index(payload.len()) as u32);
+            let wanted = from.min(to)..from.max(to) + 1;
+            let needed = whole_chunks(&meta.part_bytes, &wanted).unwrap();
+            // A node may show more than was asked for.
+            let there = if whole { 0..payload.len() as u32 } else { needed.clone() };
+            let mut memory = payload[there.start as usize..there.end as usize].to_vec();
+            let flipped = flip.map(|at| at.index(memory.len()));
+            flipped.into_iter().for_each(|at| memory[at] ^= 4);
+            let hit = flipped.is_some_and(|at| needed.contains(&(there.start + at as u32)));
+            let mut into = vec![0; wanted.len()];
+            let good = copy_checked(&id, &meta, (&there, &memory), Some(&wanted), &mut into);
+            prop_assert_eq!(good, !hit, "damage in a chunk of the range, and no other, is found");
+            prop_assert!(!good || into == payload[wanted.start as usize..wanted.end as usize]);
+            let less = needed.start + 1..needed.end;
+            let bytes = &payload[less.start as usize..less.end as usize];
+            prop_assert!(!copy_checked(&id, &meta, (&less, bytes), Some(&wanted), &mut into), "not whole chunks");
+        }
     }
 }

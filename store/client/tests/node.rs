@@ -11,6 +11,9 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+#[path = "cases/ranges.rs"]
+mod ranges;
+
 /// How pages move in this run of the tests.
 fn transport() -> Transport {
     if env!("CARGO_CRATE_NAME") == "local" { Transport::Shm } else { Transport::Tcp }

@@ -10,6 +10,7 @@
 //! - [`disk`]: the blocks of an L3 segment log.
 //! - [`footer`]: the table of a segment's records that stands at its end.
 //! - [`life`]: which life a segment has whose header cannot be read.
+//! - [`range`]: ranges of a page, and the chunks they touch;
 //! - [`planted`]: bugs that a simulation plants;
 //! - [`verify`]: checking a segment offline, and taking out what is damaged.
 #![forbid(unsafe_code)]
@@ -22,8 +23,10 @@ pub mod life;
 pub mod namespace;
 pub mod page;
 pub mod planted;
+pub mod range;
 pub mod verify;
 
 pub use key::{PageKey, page_keys};
 pub use namespace::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry};
 pub use page::{Arriving, CHUNK_BYTES, MAX_PAGE_BYTES, MAX_PARTS, Mismatch, PageId, PageMeta, chunk_crcs, is_expired};
+pub use range::whole_chunks;

@@ -149,6 +149,15 @@ impl PageGeometry {
             * self.dtype.bytes()
     }
 
+    /// Where part `part` lies in a page; `None` if there is no such part.
+    pub fn part_range(&self, part: usize) -> Option<Range<u32>> {
+        if part >= self.part_count() {
+            return None;
+        }
+        let start: usize = (0..part).map(|before| self.part_bytes(before)).sum();
+        Some(start as u32..(start + self.part_bytes(part)) as u32)
+    }
+
     /// Bytes of every part, in order.
     pub fn part_table(&self) -> Vec<u32> {
         (0..self.part_count()).map(|part| self.part_bytes(part) as u32).collect()

@@ -1,6 +1,7 @@
 //! What identifies a stored page, and how its bytes are checked.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
+use crate::range::whole_chunks;
 use crate::{NamespaceId, PageKey};
 use std::fmt;
 use std::ops::Range;
@@ -203,13 +204,15 @@ impl PageMeta {
     }
 }
 
-/// Checks the bytes of a page, or of one part, against its CRCs while they arrive, in order.
+/// Checks the bytes of a page, of one part, or of some chunks, against their CRCs while they arrive, in order.
 pub struct Arriving<'a> {
     part_bytes: &'a [u32],
     crcs: &'a [u32],
     /// Where the next byte belongs.
     part: usize,
     offset: usize,
+    /// Bytes still to come.
+    left: usize,
     /// Of the chunk that is arriving.
     hasher: crc32fast::Hasher,
     damaged: Option<Mismatch>,
@@ -218,16 +221,37 @@ pub struct Arriving<'a> {
 impl<'a> Arriving<'a> {
     /// Expects parts of these lengths with these CRCs, part by part.
     pub fn new(part_bytes: &'a [u32], crcs: &'a [u32]) -> Self {
-        Self { part_bytes, crcs, part: 0, offset: 0, hasher: crc32fast::Hasher::new(), damaged: None }
+        let left = part_bytes.iter().map(|&bytes| bytes as usize).sum();
+        Self { part_bytes, crcs, part: 0, offset: 0, left, hasher: crc32fast::Hasher::new(), damaged: None }
+    }
+
+    /// Expects these bytes of a page; `None` if they are not whole chunks of it.
+    pub fn of(meta: &'a PageMeta, bytes: &Range<u32>) -> Option<Self> {
+        if whole_chunks(&meta.part_bytes, bytes).as_ref() != Some(bytes) {
+            return None;
+        }
+        let mut before = bytes.start as usize;
+        let (mut part, mut chunks) = (0, 0);
+        while let Some(&length) = meta.part_bytes.get(part)
+            && before >= length as usize
+        {
+            (part, chunks, before) = (part + 1, chunks + PageMeta::chunks_of(length), before - length as usize);
+        }
+        let first = chunks + before / CHUNK_BYTES;
+        let crcs = meta.chunk_crcs.get(first..first + meta.chunks_in(bytes).count())?;
+        Some(Self { part, offset: before, left: bytes.len(), ..Self::new(&meta.part_bytes, crcs) })
     }
 
     /// Takes the next bytes.
     pub fn take(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let Some(&length) = self.part_bytes.get(self.part) else {
-                self.damaged.get_or_insert(Mismatch::Length { expected: 0, found: bytes.len() });
-                return;
-            };
+        if bytes.len() > self.left {
+            self.damaged.get_or_insert(Mismatch::Length { expected: self.left, found: bytes.len() });
+            bytes = &bytes[..self.left];
+        }
+        self.left -= bytes.len();
+        while let Some(&length) = self.part_bytes.get(self.part)
+            && !bytes.is_empty()
+        {
             let length = length as usize;
             let chunk_end = (self.offset / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES).min(length);
             let (now, later) = bytes.split_at(bytes.len().min(chunk_end - self.offset));
@@ -258,8 +282,8 @@ impl<'a> Arriving<'a> {
     pub fn finish(self) -> std::result::Result<(), Mismatch> {
         match self.damaged {
             Some(mismatch) => Err(mismatch),
-            None if self.part == self.part_bytes.len() && self.offset == 0 && self.crcs.is_empty() => Ok(()),
-            None => Err(Mismatch::Length { expected: self.part_bytes.len(), found: self.part }),
+            None if self.left == 0 && self.crcs.is_empty() => Ok(()),
+            None => Err(Mismatch::Length { expected: self.left, found: 0 }),
         }
     }
 }
@@ -314,10 +338,11 @@ mod tests {
             pieces in prop::collection::vec(1usize..150_000, 1..20),
             flip in prop::option::of(any::<prop::sample::Index>()),
             missing in 0usize..3,
+            range in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
         ) {
             let (meta, mut payload) = sample(&parts, 5);
-            if let Some(at) = flip {
-                let at = at.index(payload.len());
+            let flipped = flip.map(|at| at.index(payload.len()));
+            if let Some(at) = flipped {
                 payload[at] ^= 1;
             }
             let expected = meta.verify(&meta.id, &payload).is_ok() && missing == 0;
@@ -332,6 +357,19 @@ mod tests {
                 }
             }
             prop_assert_eq!(arriving.finish().is_ok(), expected);
+            // Nor are some chunks of it more or less than just those.
+            let (from, to) = (range.0.index(payload.len()) as u32, range.1.index(payload.len()) as u32);
+            let wanted = from.min(to)..from.max(to) + 1;
+            let bytes = whole_chunks(&meta.part_bytes, &wanted).unwrap();
+            let there = &payload[bytes.start as usize..bytes.end as usize];
+            let there = &there[..there.len() - missing.min(there.len())];
+            let mut arriving = Arriving::of(&meta, &bytes).unwrap();
+            there.chunks(pieces[0]).for_each(|piece| arriving.take(piece));
+            let damaged = |at: usize| there.len() > at - bytes.start as usize;
+            let hit = flipped.is_some_and(|at| bytes.contains(&(at as u32)) && damaged(at));
+            prop_assert_eq!(arriving.finish().is_ok(), missing == 0 && !hit);
+            let aligned = bytes == wanted;
+            prop_assert_eq!(Arriving::of(&meta, &wanted).is_some(), aligned);
             // More than a page is not that page either.
             let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
             arriving.take(&payload);

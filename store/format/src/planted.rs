@@ -126,6 +126,10 @@ pub enum Bug {
     PutsOutlive,
     /// Connection: a page is shown in place and not held.
     PlaceNotHeld,
+    /// Connection: a range is answered with other chunks of its page.
+    OtherChunks,
+    /// Client: a range is had whatever its checksums say.
+    RangeUnchecked,
     /// Holds: what was forgotten is served from what is held.
     HeldIsServed,
 }
@@ -185,7 +189,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 16] = [
+    pub const WIRE: [Bug; 18] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -201,6 +205,8 @@ impl Bug {
         Bug::CancelKeepsPuts,
         Bug::PutsOutlive,
         Bug::PlaceNotHeld,
+        Bug::OtherChunks,
+        Bug::RangeUnchecked,
         Bug::HeldIsServed,
     ];
 }

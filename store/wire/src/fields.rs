@@ -4,6 +4,7 @@ use crate::limits::MAX_KEYS;
 use larder_format::PageKey;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::page::MAX_CHUNKS;
+use std::ops::Range;
 
 /// One of the pages that a request named: a put that it reserved, or a page that is held for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -12,6 +13,24 @@ pub struct Entry {
     pub request: u64,
     /// Index in that request.
     pub index: u32,
+}
+
+/// Bytes of a page's payload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageRange {
+    /// Page key.
+    pub key: PageKey,
+    /// From the start of a chunk to the end of one.
+    pub bytes: Range<u32>,
+}
+
+pub(crate) fn put_range(out: &mut Vec<u8>, bytes: &Range<u32>) {
+    out.put_u32(bytes.start);
+    out.put_u32(bytes.end);
+}
+
+pub(crate) fn range(reader: &mut Reader<'_>) -> Result<Range<u32>> {
+    Ok(reader.u32("start of a range")?..reader.u32("end of a range")?)
 }
 
 pub(crate) fn put_keys(out: &mut Vec<u8>, keys: &[PageKey]) {

@@ -1,9 +1,9 @@
 //! Frames: header, body, payload.
 
 use crate::stream::{Sink, Source};
-use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
 use larder_format::planted::{Bug, has};
+use larder_format::{CHUNK_BYTES, MAX_PAGE_BYTES};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
@@ -17,6 +17,8 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 
 /// Most bytes that are received behind a payload and have to be copied to where they belong.
 const AHEAD_BYTES: usize = 4 << 10;
+/// Most bytes that are received at once and not kept: a chunk.
+const SCRATCH_BYTES: usize = CHUNK_BYTES;
 /// Most bytes of a payload that are received at once: what the processor's cache holds while checksums are computed.
 const PIECE_BYTES: usize = 512 << 10;
 /// Most frames that leave at once, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
@@ -249,12 +251,13 @@ impl<S: Source> FrameReader<S> {
         self.pass(bytes, |_| {}).await
     }
 
-    async fn pass(&mut self, bytes: usize, mut look: impl FnMut(&[u8])) -> io::Result<()> {
-        let mut scratch = [0; AHEAD_BYTES];
+    /// Reads the next bytes of the stream and keeps none of them; `landed` sees them as in [`FrameReader::payload`].
+    pub async fn pass(&mut self, bytes: usize, mut landed: impl FnMut(&[u8])) -> io::Result<()> {
+        let mut scratch = vec![0; bytes.min(SCRATCH_BYTES)];
         let mut left = bytes;
         while left > 0 {
             let now = left.min(scratch.len());
-            self.payload(&mut scratch[..now], &mut look).await?;
+            self.payload(&mut scratch[..now], &mut landed).await?;
             left -= now;
         }
         Ok(())

@@ -31,7 +31,7 @@ mod response;
 mod stream;
 
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
-pub use fields::Entry;
+pub use fields::{Entry, PageRange};
 pub use frame::{
     Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
 };
@@ -42,5 +42,7 @@ pub use stream::{Sink, Source};
 
 /// Protocol version of this build.
 pub const PROTOCOL_VERSION: u16 = 2;
+/// First version that has ranges of pages.
+pub const VERSION_OF_RANGES: u16 = 2;
 /// Oldest version this build speaks.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;

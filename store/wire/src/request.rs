@@ -1,7 +1,7 @@
 //! Messages of clients.
 
 use crate::codes::PinKind;
-use crate::fields::{Entry, crcs, entry, flag, key, keys, optional, put_entry, put_keys};
+use crate::fields::{Entry, PageRange, crcs, entry, flag, key, keys, optional, put_entry, put_keys, put_range, range};
 use crate::frame::{Frame, Payload};
 use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS};
 use larder_format::codec::{DecodeError, Put, Reader, Result};
@@ -44,6 +44,14 @@ pub enum Request {
         keys: Vec<PageKey>,
         /// Say where the bytes lie in the node's arena, which the client has mapped, and hold them there, instead of sending
         /// them. The node sends them all the same if it holds too much already.
+        in_place: bool,
+    },
+    /// Parts of pages, or any of their chunks → one [`Response::Range`] or [`Response::Miss`] each, in any order, then
+    /// [`Response::End`]. What is not whole chunks of a page is a miss.
+    GetRanges {
+        /// Which bytes of which pages.
+        ranges: Vec<PageRange>,
+        /// As in [`Request::Get`].
         in_place: bool,
     },
     /// The longest servable prefix of these pages, held for a while so that it can be read → [`Response::Looked`].
@@ -216,6 +224,14 @@ impl Request {
                 out.put_list(entries, put_entry);
                 20
             }
+            Request::GetRanges { ranges, in_place } => {
+                out.put_list(ranges, |out, range| {
+                    out.put(&range.key.0);
+                    put_range(out, &range.bytes);
+                });
+                out.put_u8(u8::from(*in_place));
+                24
+            }
         };
         (kind, out)
     }
@@ -280,6 +296,10 @@ impl Request {
             },
             19 => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold")? },
             20 => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
+            24 => Request::GetRanges {
+                ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
+                in_place: flag(&mut r)?,
+            },
             _ => return Err(DecodeError::Invalid("request kind")),
         };
         r.finish()?;
@@ -302,6 +322,7 @@ mod tests {
             Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
             Request::Locate(vec![PageKey([1; 32]); 3]),
             Request::Get { keys: vec![], in_place: true },
+            Request::GetRanges { ranges: vec![PageRange { key: PageKey([1; 32]), bytes: 3..9 }; 2], in_place: false },
             Request::Lookup { keys: vec![PageKey([1; 32])], hold_ms: 5 },
             Request::Release(vec![put; 2]),
             Request::Reserve(vec![Reserved {
@@ -330,6 +351,8 @@ mod tests {
             assert_eq!(Request::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
             let mut longer = body.clone();
             longer.push(0);
+            let known = Request::decode(1, kind, &body).is_ok();
+            assert_eq!(known, kind <= 20, "{message:?} in version 1");
             assert!(Request::decode(PROTOCOL_VERSION, kind, &longer).is_err(), "{message:?} with a byte too many");
         }
     }

@@ -1,11 +1,12 @@
 //! Messages of nodes.
 
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
-use crate::fields::{crcs, optional};
+use crate::fields::{crcs, optional, put_range, range};
 use crate::frame::{Frame, Payload};
 use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PUTS, MAX_TEXT_BYTES};
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
+use std::ops::Range;
 
 /// A way to a node's memory for processes of its machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,6 +64,19 @@ pub enum Response {
         /// Offset in the node's arena. The bytes stay there until the page is released, or nobody has the arena any more.
         place: Option<u64>,
     },
+    /// Bytes of a page, as payload unless they are read in place.
+    Range {
+        /// Index in the request.
+        index: u32,
+        /// Where it was.
+        tier: TierCode,
+        /// Identity and checksums of the page.
+        meta: PageMeta,
+        /// Which bytes.
+        bytes: Range<u32>,
+        /// Their offset in the node's arena, as in [`Response::Page`].
+        place: Option<u64>,
+    },
     /// A page that cannot be served.
     Miss {
         /// Index in the request.
@@ -103,6 +117,13 @@ pub enum Response {
     },
 }
 
+fn put_place(out: &mut Vec<u8>, place: Option<u64>) {
+    out.put_u8(u8::from(place.is_some()));
+    if let Some(place) = place {
+        out.put_u64(place);
+    }
+}
+
 impl Response {
     fn encode(&self) -> (u8, Vec<u8>) {
         let mut out = Vec::new();
@@ -130,11 +151,16 @@ impl Response {
                 out.put_u32(*index);
                 out.put_u8(tier.code());
                 meta.encode(&mut out);
-                out.put_u8(u8::from(place.is_some()));
-                if let Some(place) = place {
-                    out.put_u64(*place);
-                }
+                put_place(&mut out, *place);
                 130
+            }
+            Response::Range { index, tier, meta, bytes, place } => {
+                out.put_u32(*index);
+                out.put_u8(tier.code());
+                meta.encode(&mut out);
+                put_range(&mut out, bytes);
+                put_place(&mut out, *place);
+                145
             }
             Response::Miss { index } => {
                 out.put_u32(*index);
@@ -254,6 +280,13 @@ impl Response {
                 held: r.u32("held")?,
                 l3_expected_us: r.u32("expected time")?,
             },
+            145 => Response::Range {
+                index: r.u32("index")?,
+                tier: TierCode::from_code(r.u8("tier")?)?,
+                meta: PageMeta::decode(&mut r)?,
+                bytes: range(&mut r)?,
+                place: optional(&mut r, |r| r.u64("place"))?,
+            },
             _ => return Err(DecodeError::Invalid("response kind")),
         };
         r.finish()?;
@@ -286,6 +319,7 @@ mod tests {
             Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
             Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: None },
             Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Some(4096) },
+            Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, place: None },
             Response::Looked { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
             Response::Miss { index: 2 },
             Response::End,
@@ -300,6 +334,7 @@ mod tests {
         ] {
             let (kind, body) = message.encode();
             assert_eq!(Response::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
+            assert_eq!(Response::decode(1, kind, &body).is_ok(), kind <= 141, "{message:?} in version 1");
         }
     }
 

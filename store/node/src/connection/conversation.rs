@@ -2,7 +2,7 @@
 
 use super::following::follow;
 use super::lookup::Lease;
-use super::reading::get;
+use super::reading::{Asked, get};
 use super::sending::{ToClient, send};
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, invalid};
@@ -14,8 +14,8 @@ use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN, PinKind,
-    Request, Response, Source,
+    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN, PageRange,
+    PinKind, Request, Response, Source,
 };
 use std::collections::BTreeMap;
 use std::io;
@@ -208,10 +208,12 @@ impl Connection {
                 Ok(())
             }
             Request::Get { keys, in_place } => {
-                let ids = pages(keys);
-                let client = self.client(request);
-                let places = if in_place { self.places.clone() } else { Places::None };
-                self.spawn(request, ids.len(), async move { get(&shared, &client, ids, deadline, &places).await }).await
+                let asked = (0..).zip(keys).map(|(index, key)| Asked { index, id: page(key), bytes: None });
+                self.get(request, asked.collect(), in_place, deadline).await
+            }
+            Request::GetRanges { ranges, in_place } => {
+                let range = |(index, PageRange { key, bytes })| Asked { index, id: page(key), bytes: Some(bytes) };
+                self.get(request, (0..).zip(ranges).map(range).collect(), in_place, deadline).await
             }
             Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
             Request::Release(entries) => {
@@ -249,6 +251,12 @@ impl Connection {
                 .await
             }
         }
+    }
+
+    async fn get(&mut self, request: u64, asked: Vec<Asked>, in_place: bool, deadline: Instant) -> io::Result<()> {
+        let (shared, client) = (self.shared.clone(), self.client(request));
+        let places = if in_place { self.places.clone() } else { Places::None };
+        self.spawn(request, asked.len(), async move { get(&shared, &client, asked, deadline, &places).await }).await
     }
 
     fn client(&self, request: u64) -> ToClient {

@@ -1,6 +1,6 @@
 //! Streaming a page that is there, being written, or about to be.
 
-use super::sending::{PartPayload, PiecePayload, ToClient};
+use super::sending::{PagePayload, PiecePayload, ToClient};
 use crate::node::Shared;
 use crate::puts::{Presence, Progress, Put};
 use larder_format::PageId;
@@ -18,10 +18,11 @@ pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadl
                     return end(FollowState::Miss, None).await;
                 };
                 for part in 0..page.meta.part_bytes.len() {
+                    let bytes = page.meta.part_range(part).unwrap_or_default();
                     let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
                     let head = Response::Part { part: part as u32, crcs };
                     let permit = client.permit().await?;
-                    client.send_bytes(shared, head, PartPayload { page: page.clone(), part }, permit).await?;
+                    client.send_bytes(shared, head, PagePayload { page: page.clone(), bytes }, permit).await?;
                 }
                 return end(FollowState::Sealed, Some(page.meta.clone())).await;
             }

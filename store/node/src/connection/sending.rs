@@ -1,6 +1,7 @@
 //! The way to one client: answers, page bytes from where they lie, and places.
 
 use super::invalid;
+use super::reading::Asked;
 use crate::holds::Hold;
 use crate::node::Shared;
 use crate::tiers::Page;
@@ -10,6 +11,7 @@ use larder_wire::{Entry, Frame, Payload, Response, TierCode};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, btree_map};
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
@@ -36,23 +38,20 @@ impl ToClient {
         &self,
         held: &Mutex<BTreeMap<Entry, Hold>>,
         hold: Hold,
-        index: u32,
+        asked: &Asked,
+        bytes: &Range<usize>,
         tier: TierCode,
     ) -> io::Result<()> {
         // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
         let room = self.out.reserve().await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
         let page = hold.page().clone();
-        let place = Some(page.payload.arena_offset() as u64);
-        let entry = Entry { request: self.request, index };
+        let place = Some((page.payload.arena_offset() + bytes.start) as u64);
+        let entry = Entry { request: self.request, index: asked.index };
         if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
             if !has(Bug::PlaceNotHeld) {
                 vacant.insert(hold);
             }
-            room.send(Response::Page { index, tier, meta: page.meta.clone(), place }.frame(
-                self.version,
-                self.request,
-                None,
-            ));
+            room.send(asked.answer(&page, tier, place).frame(self.version, self.request, None));
             return Ok(());
         }
         // Its memory must not move under who reads it.
@@ -93,25 +92,15 @@ impl<P: AsRef<[u8]>> AsRef<[u8]> for Sending<P> {
     }
 }
 
-/// A page's bytes, sent from its slot.
-pub(super) struct PagePayload(pub(super) Arc<Page>);
+/// Bytes of a sealed page, sent from its slot.
+pub(super) struct PagePayload {
+    pub(super) page: Arc<Page>,
+    pub(super) bytes: Range<usize>,
+}
 
 impl AsRef<[u8]> for PagePayload {
     fn as_ref(&self) -> &[u8] {
-        &self.0.payload
-    }
-}
-
-/// A part of a sealed page.
-pub(super) struct PartPayload {
-    pub(super) page: Arc<Page>,
-    pub(super) part: usize,
-}
-
-impl AsRef<[u8]> for PartPayload {
-    fn as_ref(&self) -> &[u8] {
-        let range = self.page.meta.part_range(self.part).unwrap_or_default();
-        &self.page.payload[range]
+        &self.page.payload[self.bytes.clone()]
     }
 }
 

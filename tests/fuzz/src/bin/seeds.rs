@@ -5,7 +5,7 @@ use larder_format::footer::{Footer, RecordSummary};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION, PinKind, Request,
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION, PageRange, PinKind, Request,
     ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
@@ -38,6 +38,7 @@ fn requests() -> Vec<Frame> {
         hello(Some(descriptor())),
         Request::Locate(vec![key; 3]),
         Request::Get { keys: vec![key], in_place: true },
+        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], in_place: true },
         Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
         Request::Release(vec![entry; 2]),
         Request::Reserve(vec![reserved; 2]),
@@ -66,6 +67,7 @@ fn responses() -> Vec<Frame> {
         Response::Located(vec![TierCode::L2, TierCode::Nowhere]),
         Response::Looked { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
         Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Some(4096) },
+        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: None },
         Response::Miss { index: 2 },
         Response::End,
         Response::Part { part: 1, crcs: vec![2, 3] },

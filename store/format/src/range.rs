@@ -1,0 +1,96 @@
+//! Ranges of a page's bytes, and the chunks that they touch.
+//!
+//! Always true: bytes are checked by whole chunks, so whoever wants a range gets all of the chunks that it touches.
+
+use crate::page::{CHUNK_BYTES, PageMeta};
+use std::ops::Range;
+
+/// Where each chunk of a page lies, in order.
+fn chunks(part_bytes: &[u32]) -> impl Iterator<Item = Range<u32>> + '_ {
+    let parts = part_bytes.iter().scan(0u32, |start, &bytes| {
+        let part = *start..start.saturating_add(bytes);
+        *start = part.end;
+        Some(part)
+    });
+    parts.flat_map(|part| {
+        let end = part.end;
+        part.step_by(CHUNK_BYTES).map(move |start| start..end.min(start.saturating_add(CHUNK_BYTES as u32)))
+    })
+}
+
+/// The bytes of the chunks that `range` touches; `None` if it is empty, or not all of it is in the page.
+pub fn whole_chunks(part_bytes: &[u32], range: &Range<u32>) -> Option<Range<u32>> {
+    if range.is_empty() {
+        return None;
+    }
+    let mut touched =
+        chunks(part_bytes).skip_while(|chunk| chunk.end <= range.start).take_while(|chunk| chunk.start < range.end);
+    let first = touched.next()?;
+    let end = touched.last().map_or(first.end, |last| last.end);
+    (end >= range.end).then_some(first.start..end)
+}
+
+impl PageMeta {
+    /// The chunks that `range` touches, and their CRCs.
+    pub fn chunks_in(&self, range: &Range<u32>) -> impl Iterator<Item = (Range<u32>, u32)> {
+        chunks(&self.part_bytes)
+            .zip(self.chunk_crcs.iter().copied())
+            .skip_while(|(chunk, _)| chunk.end <= range.start)
+            .take_while(|(chunk, _)| chunk.start < range.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const CHUNK: u32 = CHUNK_BYTES as u32;
+
+    #[test]
+    fn a_range_is_widened_to_chunks_that_start_anew_at_parts() {
+        let parts = [CHUNK + 10, 5, 3 * CHUNK];
+        let end = 4 * CHUNK + 15;
+        for (range, chunks) in [
+            (0..1, Some(0..CHUNK)),
+            (CHUNK - 1..CHUNK, Some(0..CHUNK)),
+            (CHUNK - 1..CHUNK + 1, Some(0..CHUNK + 10)),
+            (CHUNK + 10..CHUNK + 15, Some(CHUNK + 10..CHUNK + 15)),
+            (CHUNK + 14..CHUNK + 16, Some(CHUNK + 10..2 * CHUNK + 15)),
+            (end - 1..end, Some(3 * CHUNK + 15..end)),
+            (0..end, Some(0..end)),
+            (7..7, None),
+            #[expect(clippy::reversed_empty_ranges, reason = "what a stranger may say")]
+            (9..7, None),
+            (end - 1..end + 1, None),
+            (end..end + 1, None),
+            (0..u32::MAX, None),
+            (u32::MAX - 1..u32::MAX, None),
+        ] {
+            assert_eq!(whole_chunks(&parts, &range), chunks, "{range:?}");
+        }
+        assert_eq!(
+            whole_chunks(&[u32::MAX, u32::MAX], &(u32::MAX - 1..u32::MAX)),
+            Some(u32::MAX - CHUNK + 1..u32::MAX)
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_widened_range_has_the_range_and_is_no_wider_than_it_must_be(
+            parts in prop::collection::vec(1u32..200_000, 1..8),
+            (from, to) in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
+        ) {
+            let bytes = parts.iter().sum::<u32>() as usize;
+            let (from, to) = (from.index(bytes) as u32, to.index(bytes) as u32);
+            let range = from.min(to)..from.max(to) + 1;
+            let wide = whole_chunks(&parts, &range).unwrap();
+            prop_assert!(wide.start <= range.start && range.end <= wide.end);
+            prop_assert!(range.start - wide.start < CHUNK && wide.end - range.end < CHUNK);
+            prop_assert_eq!(whole_chunks(&parts, &wide), Some(wide.clone()));
+            // Every edge is a chunk's.
+            let edges: Vec<u32> = chunks(&parts).map(|chunk| chunk.start).chain([bytes as u32]).collect();
+            prop_assert!(edges.contains(&wide.start) && edges.contains(&wide.end));
+        }
+    }
+}
