@@ -1,7 +1,7 @@
 //! Bytes of pages, and versions of the protocol beside each other.
 
 use super::{descriptor, get, key, nothing_is_held, options, pages, payload, put, soon, transport};
-use larder_client::{Client, ClientOptions, PutOptions, StoreUrl, Tier, Transport};
+use larder_client::{CONNECTIONS, Client, ClientOptions, PutOptions, StoreUrl, Tier, Transport};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use larder_wire::{
@@ -31,7 +31,7 @@ fn bytes_of(number: u32) -> Vec<u8> {
 }
 
 async fn attach(node: &Node, namespace: NamespaceDescriptor, protocol_max: u16) -> Client {
-    let url = StoreUrl { nodes: vec![node.addr().to_string()], transport: transport() };
+    let url = StoreUrl { nodes: vec![node.addr().to_string()], transport: transport(), connections: CONNECTIONS };
     let client = Client::attach(url, Some(namespace), ClientOptions { protocol_max, ..ClientOptions::default() });
     assert!(client.ready(Duration::from_secs(5)).await);
     client
