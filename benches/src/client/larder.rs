@@ -1,0 +1,197 @@
+//! A client of a Larder node. Every page is verified, identity and CRC, as always.
+
+use crate::drive::{Cell, Notes, Op, Subject};
+use anyhow::{Context, Result, ensure};
+use bytes::Bytes;
+use larder_client::{Client, ClientOptions, NewPage, PageView, PutOptions, PutOutcome, StoreUrl};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use std::time::{Duration, Instant};
+
+/// Most time for one operation.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Pause before pages are put again that the node had no room for: the first, and the longest, as they double.
+const BUSY_PAUSE: Duration = Duration::from_millis(1);
+const BUSY_PAUSE_MAX: Duration = Duration::from_millis(16);
+/// Most payload bytes of one put: those of 64 pages of 4 MiB, and some.
+const PUT_BYTES_MAX: usize = 512 << 20;
+
+pub struct Larder {
+    url: StoreUrl,
+    index: u32,
+    client: Option<Client>,
+    /// Of the data set, in order.
+    keys: Vec<PageKey>,
+    /// The pages of every batch.
+    payload: Vec<Bytes>,
+    buffers: Vec<Vec<u8>>,
+    views: Vec<PageView>,
+    notes: Notes,
+}
+
+fn by_then() -> Instant {
+    Instant::now() + DEADLINE
+}
+
+/// A namespace of pages of `page_bytes`, each of one part.
+fn namespace(page_bytes: usize) -> Result<NamespaceDescriptor> {
+    let mut geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers: 1,
+        kv_heads: 8,
+        head_dim: 128,
+        page_tokens: 1,
+        layers_per_part: 1,
+        head_groups: 1,
+    };
+    geometry.page_tokens = (page_bytes / geometry.page_bytes()) as u32;
+    ensure!(geometry.page_bytes() == page_bytes, "no geometry makes pages of {page_bytes} bytes");
+    Ok(NamespaceDescriptor { model: "bench".into(), weights: [0; 32], geometry, tenant: "bench".into() })
+}
+
+impl Larder {
+    pub fn new(url: StoreUrl, index: u32) -> Self {
+        Self {
+            url,
+            index,
+            client: None,
+            keys: Vec::new(),
+            payload: Vec::new(),
+            buffers: Vec::new(),
+            views: Vec::new(),
+            notes: Notes::default(),
+        }
+    }
+
+    fn client(&self) -> Result<&Client> {
+        self.client.as_ref().context("pages are put first")
+    }
+
+    fn key(&self, cell: &Cell, page: usize) -> PageKey {
+        PageKey::chain(None, &[cell.cell, self.index, page as u32])
+    }
+
+    /// Attaches if pages of another size were moved before, and makes keys, payload and buffers.
+    async fn prepare_put(&mut self, cell: &Cell) -> Result<()> {
+        if self.client.as_ref().and_then(Client::geometry).is_none_or(|geometry| geometry.page_bytes() != cell.size) {
+            let options = ClientOptions { put_queue_bytes_max: PUT_BYTES_MAX, ..ClientOptions::default() };
+            let client = Client::attach(self.url.clone(), Some(namespace(cell.size)?), options);
+            ensure!(client.ready(Duration::from_secs(10)).await, "the node answers");
+            self.client = Some(client);
+        }
+        self.keys = (0..cell.batch * cell.batches).map(|page| self.key(cell, page)).collect();
+        let payload: Vec<u8> = (0..cell.op_bytes()).map(|i| (i * 31 + i / cell.size * 7) as u8).collect();
+        let payload = Bytes::from(payload);
+        self.payload = (0..cell.batch).map(|page| payload.slice(page * cell.size..(page + 1) * cell.size)).collect();
+        self.buffers = (0..cell.batch).map(|_| vec![1; cell.size]).collect();
+        // What is done once only is done before.
+        self.put(vec![(self.key(cell, u32::MAX as usize), self.payload[0].clone())]).await
+    }
+
+    /// Puts pages until the node has them.
+    async fn put(&mut self, pages: Vec<(PageKey, Bytes)>) -> Result<()> {
+        let deadline = by_then();
+        let mut pause = BUSY_PAUSE;
+        let mut left: Vec<(NewPage, Bytes)> = pages
+            .into_iter()
+            .map(|(key, bytes)| (NewPage { key, parent: PageKey::NONE, position: 0 }, bytes))
+            .collect();
+        loop {
+            let outcomes = self.client()?.put_pages(left.clone(), PutOptions::default(), deadline).await;
+            let mut outcomes = outcomes.into_iter();
+            let mut busy = Vec::new();
+            for page in left {
+                match outcomes.next() {
+                    Some(PutOutcome::Stored) => {}
+                    Some(PutOutcome::Busy) => busy.push(page),
+                    outcome => anyhow::bail!("put: {outcome:?}"),
+                }
+            }
+            if busy.is_empty() {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "the node stays busy");
+            self.notes.busy += busy.len() as u64;
+            tokio::time::sleep(pause).await;
+            pause = BUSY_PAUSE_MAX.min(2 * pause);
+            left = busy;
+        }
+    }
+
+    fn batch(&self, cell: &Cell, batch: usize) -> &[PageKey] {
+        &self.keys[batch * cell.batch..][..cell.batch]
+    }
+
+    async fn get(&mut self, cell: &Cell, batch: usize) -> Result<()> {
+        let buffers = std::mem::take(&mut self.buffers);
+        let wanted = self.batch(cell, batch).iter().copied().zip(buffers).collect();
+        for (buffer, tier) in self.client()?.get(wanted, by_then()).await {
+            ensure!(tier.is_some(), "a page that was put is there");
+            self.buffers.push(buffer);
+        }
+        Ok(())
+    }
+
+    async fn view(&mut self, cell: &Cell, batch: usize) -> Result<()> {
+        self.views.clear();
+        for view in self.client()?.view(self.batch(cell, batch), by_then()).await {
+            let view = view.context("a page that was put is there")?;
+            self.notes.copied += u64::from(!view.in_place());
+            self.views.push(view);
+        }
+        Ok(())
+    }
+
+    async fn exists(&self, cell: &Cell, batch: usize) -> Result<()> {
+        ensure!(self.keys.len() >= cell.batch, "as many pages were put as are asked for");
+        let from = batch * cell.batch % (self.keys.len() - cell.batch + 1);
+        let there = self.client()?.exists(&self.keys[from..from + cell.batch], by_then()).await;
+        ensure!(there.iter().all(|&there| there), "pages that were put are there");
+        Ok(())
+    }
+
+    async fn clear(&mut self) -> Result<()> {
+        self.views.clear();
+        if let Some(client) = &self.client {
+            ensure!(client.forget(&self.keys, by_then()).await.complete, "the node forgets");
+        }
+        Ok(())
+    }
+}
+
+impl Subject for Larder {
+    async fn prepare(&mut self, cell: &Cell) -> Result<()> {
+        self.notes = Notes::default();
+        match cell.op {
+            Op::Put => self.prepare_put(cell).await,
+            Op::Clear => self.clear().await,
+            Op::Get | Op::View | Op::Exists => Ok(()),
+        }
+    }
+
+    async fn operate(&mut self, cell: &Cell, batch: usize) -> Result<()> {
+        match cell.op {
+            Op::Put => {
+                let pages = self.batch(cell, batch).iter().copied().zip(self.payload.iter().cloned()).collect();
+                self.put(pages).await
+            }
+            Op::Get => self.get(cell, batch).await,
+            Op::View => self.view(cell, batch).await,
+            Op::Exists => self.exists(cell, batch).await,
+            Op::Clear => Ok(()),
+        }
+    }
+
+    async fn check(&mut self, cell: &Cell, batch: usize) -> Result<Notes> {
+        if cell.op == Op::Put {
+            self.keys.truncate((batch + 1) * cell.batch);
+        }
+        let same = match cell.op {
+            Op::Get => self.buffers.iter().zip(&self.payload).all(|(got, put)| got[..] == put[..]),
+            Op::View => self.views.iter().zip(&self.payload).all(|(got, put)| got[..] == put[..]),
+            _ => true,
+        };
+        ensure!(same, "the bytes are those that were put");
+        self.views.clear();
+        Ok(std::mem::take(&mut self.notes))
+    }
+}
