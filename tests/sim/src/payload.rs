@@ -38,13 +38,36 @@ pub fn key_in(block: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(number.try_into().ok()?))
 }
 
-/// The words of a version's payload.
-fn words(key: u64, version: u64) -> impl Iterator<Item = [u8; 8]> {
-    let mut state = mix(key ^ mix(version));
-    [key.to_le_bytes(), version.to_le_bytes()].into_iter().chain(std::iter::repeat_with(move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+/// From one word's state to the next.
+const STEP: (u64, u64) = (6_364_136_223_846_793_005, 1_442_695_040_888_963_407);
+
+/// The state so many words later.
+fn skip(mut state: u64, mut words: usize) -> u64 {
+    let (mut factor, mut term) = STEP;
+    while words > 0 {
+        if words & 1 == 1 {
+            state = state.wrapping_mul(factor).wrapping_add(term);
+        }
+        // Twice as many at once.
+        term = term.wrapping_mul(factor.wrapping_add(1));
+        factor = factor.wrapping_mul(factor);
+        words >>= 1;
+    }
+    state
+}
+
+/// The words of a version's payload, from one of them on.
+fn words_from(key: u64, version: u64, first: usize) -> impl Iterator<Item = [u8; 8]> {
+    let names = [key.to_le_bytes(), version.to_le_bytes()];
+    let mut state = skip(mix(key ^ mix(version)), first.saturating_sub(names.len()));
+    names.into_iter().skip(first).chain(std::iter::repeat_with(move || {
+        state = state.wrapping_mul(STEP.0).wrapping_add(STEP.1);
         state.to_le_bytes()
     }))
+}
+
+fn words(key: u64, version: u64) -> impl Iterator<Item = [u8; 8]> {
+    words_from(key, version, 0)
 }
 
 /// Writes the bytes of a version.
@@ -67,6 +90,12 @@ pub fn check(key: u64, version: u64, bytes: &[u8]) -> Result<(), String> {
     ))
 }
 
+/// Whether these are bytes of the version, from byte `at` on.
+pub fn is_at(key: u64, version: u64, at: usize, bytes: &[u8]) -> bool {
+    let expected = words_from(key, version, at / 8).flatten().skip(at % 8);
+    expected.take(bytes.len()).eq(bytes.iter().copied())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,6 +109,16 @@ mod tests {
         assert!(check(4, 4, &bytes).is_err());
         bytes[1000] ^= 1;
         assert!(check(3, 4, &bytes).unwrap_err().contains("from byte 1000 on"));
+    }
+
+    #[test]
+    fn bytes_anywhere_are_known() {
+        let mut bytes = vec![0; 1001];
+        fill(3, 4, &mut bytes);
+        for range in [0..1001, 0..1, 7..9, 8..16, 13..17, 16..24, 17..990, 1000..1001, 5..5] {
+            assert!(is_at(3, 4, range.start, &bytes[range.clone()]), "{range:?}");
+        }
+        assert!(!is_at(3, 4, 17, &bytes[16..900]) && !is_at(3, 5, 16, &bytes[16..900]));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Clients and nodes together: [`larder_client::Client`] and the connections of [`larder_node::sim::Server`], over the fake
 //! transport of [`stream`], with and without the node's memory in place.
 //!
-//! One to three nodes, each a whole node on a simulated device, start, close and crash; two to four clients put, get, view,
-//! follow, look up and forget, cancel and run out of time, while lines between them are slow, break and lie, and devices and
+//! One to three nodes, each a whole node on a simulated device, start, close and crash; two to four clients put, get pages and
+//! ranges of them, view, follow, look up and forget, cancel and run out of time, while lines between them are slow, break and lie, and devices and
 //! memory fail as the profile says.
 //!
 //! Beside the promise, these must hold:

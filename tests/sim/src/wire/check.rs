@@ -2,7 +2,7 @@
 
 use super::nodes::Host;
 use super::{Wire, operations, put, soon};
-use crate::payload::page_key;
+use crate::payload::{self, page_key};
 use crate::workload::Limit;
 use larder_client::{Client, PutOptions, PutOutcome, Transport};
 use larder_node::WritePolicy;
@@ -131,7 +131,16 @@ async fn put_and_get(wire: &Wire, client: &Client, key: u64) {
         _ => Err("a miss".into()),
     };
     if found.as_ref() != Ok(&name.content) {
-        wire.violate(format!("at rest, put {} was stored and {found:?} is read", name.content));
+        return wire.violate(format!("at rest, put {} was stored and {found:?} is read", name.content));
+    }
+    let (table, end) = (wire.setup.geometry.part_table(), wire.setup.geometry.page_bytes() as u32);
+    let last_part = end - table.last().copied().unwrap_or_default()..end;
+    let ranges = [last_part, end - 9..end - 1, end / 3..end / 2, 0..end];
+    let asked = ranges.iter().map(|range| (page_key(key), range.clone(), vec![0; range.len()])).collect();
+    for (range, (bytes, tier)) in ranges.iter().zip(client.get_ranges(asked, soon(PATIENCE)).await) {
+        if tier.is_none() || !payload::is_at(key, name.content, range.start as usize, &bytes) {
+            wire.violate(format!("at rest, {range:?} of put {} is {tier:?}, and not what was put", name.content));
+        }
     }
 }
 

@@ -10,6 +10,7 @@
 
 use crate::model::Bytes;
 use crate::payload;
+use std::collections::BTreeSet;
 
 /// The first words of a payload are its key and its content.
 const NAME_BYTES: usize = 16;
@@ -53,6 +54,8 @@ pub(super) struct Model {
     clock: u64,
     puts: u64,
     keys: Vec<Vec<Put>>,
+    /// Every content that was ever put.
+    contents: Vec<BTreeSet<u64>>,
     /// When forgetting of a key was last asked for.
     forgotten: Vec<u64>,
 }
@@ -60,7 +63,8 @@ pub(super) struct Model {
 impl Model {
     pub(super) fn new(keys: u64) -> Model {
         let forgotten = vec![0; keys as usize];
-        Model { clock: 0, puts: 0, keys: (0..keys).map(|_| Vec::new()).collect(), forgotten }
+        let contents = vec![BTreeSet::new(); keys as usize];
+        Model { clock: 0, puts: 0, keys: (0..keys).map(|_| Vec::new()).collect(), contents, forgotten }
     }
 
     fn now(&mut self) -> u64 {
@@ -78,6 +82,7 @@ impl Model {
         let (number, content) = (self.puts, content.unwrap_or(self.puts));
         let put = Put { number, content, asked: false, ended: None, dead_since: None, over_unix_ms: u64::MAX };
         self.keys[key as usize].push(put);
+        self.contents[key as usize].insert(content);
         Name { key, number, content }
     }
 
@@ -166,6 +171,25 @@ impl Model {
         }
         let known: Vec<&Put> = self.keys[key as usize].iter().filter(|put| put.content == content).collect();
         Err(format!("key {key}: bytes of put {content}, which was forgotten, is over, or was never sealed: {known:?}"))
+    }
+}
+
+impl Model {
+    /// Like [`Model::check`], for bytes from byte `at` of a page on: whose they may be.
+    pub(super) fn check_range(
+        &self,
+        key: u64,
+        at: usize,
+        bytes: &[u8],
+        asked: Asked,
+        suspect: bool,
+    ) -> Result<u64, String> {
+        // A few bytes may be those of several puts.
+        let contents = self.contents[key as usize].iter().copied();
+        let had: Vec<u64> = contents.filter(|&content| payload::is_at(key, content, at, bytes)).collect();
+        let may_be = |content: &u64| suspect || self.may_be(key, Bytes::Same(*content), asked);
+        let what = || format!("key {key}: {} bytes at {at} are of puts {had:?}, none of which may be", bytes.len());
+        had.iter().copied().find(may_be).ok_or_else(what)
     }
 }
 

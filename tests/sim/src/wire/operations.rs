@@ -11,6 +11,7 @@ use futures::FutureExt;
 use larder_client::{Client, FollowEnd, Lease, PageView, PinKind, Tier};
 use larder_format::PageKey;
 use larder_wire::TierCode;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -71,7 +72,8 @@ impl Worker {
         match self.dice.below(1000) {
             ..170 => put::parts(self, key).await,
             170..300 => put::pages(self).await,
-            300..500 => self.get().await,
+            300..430 => self.get().await,
+            430..500 => self.ranges().await,
             500..620 => self.view().await,
             620..700 => self.lookup().await,
             700..740 => self.locate().await,
@@ -136,6 +138,50 @@ impl Worker {
             };
             let content = self.check("get", key, &bytes, asked);
             self.wire.world.event("hit", [key, content.unwrap_or(0), tier as u64]);
+            self.count_hit(tier);
+        }
+    }
+
+    /// A part, some bytes anywhere, a few, or none of a page.
+    fn range(&mut self) -> Range<u32> {
+        let geometry = self.wire.setup.geometry;
+        let bytes = geometry.page_bytes() as u64;
+        let start = self.dice.below(bytes);
+        let end = match self.dice.below(8) {
+            0..3 => {
+                let part = self.dice.below(geometry.part_count() as u64) as usize;
+                return geometry.part_range(part).unwrap_or(0..0);
+            }
+            3..6 => start + 1 + self.dice.below(bytes - start),
+            6 => (start + 1 + self.dice.below(16)).min(bytes),
+            _ => [start, bytes + 1][self.dice.below(2) as usize],
+        };
+        start as u32..end as u32
+    }
+
+    async fn ranges(&mut self) {
+        let asked: Vec<(u64, Range<u32>)> = self.picks(5).into_iter().map(|key| (key, self.range())).collect();
+        let ranges =
+            asked.iter().map(|(key, range)| (page_key(*key), range.clone(), vec![0xee; range.len()])).collect();
+        let ((limit, deadline), since) = (self.limit(), self.wire.asks());
+        let got = limit.run(self.client.get_ranges(ranges, deadline)).await;
+        self.wire.check_end("get of ranges", deadline, LANDING_MS + LATE_MS);
+        let Some(got) = got else { return self.wire.world.count("cancelled", 1) };
+        for ((key, range), (bytes, tier)) in asked.into_iter().zip(got) {
+            let Some(tier) = tier else {
+                self.wire.world.count("ranges missed", 1);
+                continue;
+            };
+            if range.is_empty() || range.end as usize > self.wire.setup.geometry.page_bytes() {
+                self.wire.violate(format!("key {key}: {range:?} is none of a page, and is had"));
+            }
+            let suspect = self.wire.world.is_suspect(key);
+            let checked = self.wire.model.lock().check_range(key, range.start as usize, &bytes, since, suspect);
+            self.wire.world.event("range", [key, range.start.into(), *checked.as_ref().unwrap_or(&0)]);
+            if let Err(problem) = checked {
+                self.wire.violate(format!("a range: {problem}"));
+            }
+            self.wire.world.count("ranges", 1);
             self.count_hit(tier);
         }
     }
