@@ -299,7 +299,9 @@ impl Client {
         let page_bytes = self.namespace().geometry.page_bytes();
         let keys: Vec<PageKey> = pages.iter().map(|(page, _)| page.key).collect();
         let mut outcomes = vec![PutOutcome::Lost; pages.len()];
-        let puts = Self::batches(&self.nodes(), &keys, MAX_PUTS, page_bytes).into_iter().map(|(node, mut indices)| {
+        let nodes = self.nodes();
+        nodes.or_pause().await;
+        let puts = Self::batches(&nodes, &keys, MAX_PUTS, page_bytes).into_iter().map(|(node, mut indices)| {
             indices.retain(|&index| pages[index].1.len() == page_bytes);
             let pages = indices.iter().map(|&index| pages[index].clone()).collect();
             let part_table = &part_table;

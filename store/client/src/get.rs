@@ -100,8 +100,10 @@ impl Client {
     pub async fn view(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageView>> {
         let Namespace { id: namespace, geometry } = *self.namespace();
         let mut views: Vec<Option<PageView>> = keys.iter().map(|_| None).collect();
-        let gets = Self::batches(&self.nodes(), keys, GET_PAGES_MAX, geometry.page_bytes()).into_iter().map(
-            |(node, indices)| {
+        let nodes = self.nodes();
+        nodes.or_pause().await;
+        let gets =
+            Self::batches(&nodes, keys, GET_PAGES_MAX, geometry.page_bytes()).into_iter().map(|(node, indices)| {
                 let buffer = || Box::new(Later { length: geometry.page_bytes(), bytes: Vec::new() }) as DynBuffer;
                 let id = |index: usize| PageId { namespace, key: keys[index] };
                 let wanted =
@@ -110,8 +112,7 @@ impl Client {
                     let pages = get_from(&node, wanted, &[], deadline).await;
                     (node, indices, pages)
                 }
-            },
-        );
+            });
         for (node, indices, pages) in join_all(gets).await {
             for (index, PageEnd { buffer, got, found }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };

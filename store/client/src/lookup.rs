@@ -4,7 +4,7 @@ use crate::client::{Client, Tier, tier};
 use crate::link::Live;
 use futures::future::join_all;
 use larder_format::PageKey;
-use larder_wire::{MAX_HOLD_MS, MAX_KEYS, Request, Response};
+use larder_wire::{MAX_HOLD_MS, MAX_KEYS, Request, Response, TierCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,8 +18,9 @@ pub struct Lookup {
     pub answered: bool,
     /// How many of these pages, from the first on, are held in L2 already. The others are brought there, one after the other.
     pub held: usize,
-    /// How long a page on L3 is expected to take.
-    pub l3_expected: Duration,
+    /// How long each of these pages is expected to take to come into DRAM: nothing if it is there, and what its node says of
+    /// its L3 otherwise.
+    pub expected: Vec<Duration>,
     /// Keeps the pages readable. They are let go of when this is dropped, or the time is over that was asked for.
     pub lease: Lease,
 }
@@ -62,7 +63,9 @@ impl Client {
     /// if it is zero) or until the lease is dropped.
     pub async fn lookup(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
         let hold_ms = u32::try_from(hold.as_millis()).unwrap_or(u32::MAX).min(MAX_HOLD_MS);
-        let asks = Self::batches(&self.nodes(), keys, MAX_KEYS, 0).into_iter().map(|(node, indices)| {
+        let nodes = self.nodes();
+        nodes.or_pause().await;
+        let asks = Self::batches(&nodes, keys, MAX_KEYS, 0).into_iter().map(|(node, indices)| {
             let keys = indices.iter().map(|&index| keys[index]).collect();
             async move {
                 let request = node.number();
@@ -77,15 +80,17 @@ impl Client {
         for (indices, lease, answer) in join_all(asks).await {
             let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
             answered += indices.len();
+            let l3_expected = Duration::from_micros(l3_expected_us.into());
             for (place, (index, code)) in indices.into_iter().zip(tiers).enumerate() {
-                located[index] = tier(code);
+                let expected = if code == TierCode::L3 { l3_expected } else { Duration::ZERO };
+                located[index] = tier(code).map(|tier| (tier, expected));
                 is_held[index] = place < held as usize;
             }
-            lookup.l3_expected = lookup.l3_expected.max(Duration::from_micros(l3_expected_us.into()));
             lookup.lease.lookups.extend(lease.into_iter().flat_map(|mut lease| std::mem::take(&mut lease.lookups)));
         }
         lookup.answered = answered == keys.len();
-        lookup.tiers = located.into_iter().map_while(|tier| tier).collect();
+        let prefix = located.into_iter().map_while(|found| found);
+        (lookup.tiers, lookup.expected) = prefix.unzip();
         lookup.held = is_held.iter().take(lookup.tiers.len()).take_while(|&&held| held).count();
         lookup
     }

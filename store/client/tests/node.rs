@@ -345,6 +345,8 @@ async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
         }
     }
     let keys: Vec<PageKey> = (0..40).map(key).collect();
+    let lookup = client.lookup(&keys, Duration::ZERO, soon()).await;
+    assert_eq!((lookup.tiers.len(), lookup.expected.len()), (3, 3), "up to the first that was forgotten");
     assert_eq!(client.warm(&keys, soon()).await, 38);
     assert_eq!(client.locate(&keys[..3], soon()).await, [Some(Tier::L2); 3]);
     node.shutdown().await;
@@ -581,7 +583,7 @@ async fn without_a_node_requests_let_others_run() {
         }
     });
     let requests = async {
-        for number in 0..6 {
+        for number in 0..9 {
             let before = ran.get();
             // A few turns, as it is the runtime's business whose comes first.
             for _ in 0..200 {
@@ -591,6 +593,9 @@ async fn without_a_node_requests_let_others_run() {
                     2 => drop(client.forget(&[key(1)], soon()).await),
                     3 => drop(client.members(soon()).await),
                     4 => drop(client.pin(&[key(1)], PinKind::Hard, Duration::from_secs(1), soon()).await),
+                    5 => drop(client.lookup(&[key(1)], Duration::ZERO, soon()).await),
+                    6 => drop(client.view(&[key(1)], soon()).await),
+                    7 => drop(client.put_pages(pages(&[1], payload), PutOptions::default(), soon()).await),
                     _ => drop(client.status(soon()).await),
                 }
             }

@@ -59,6 +59,8 @@ const MAKE_ROOM_BYTES: u64 = 64 << 20;
 const SLOT_UNIT: usize = 4096;
 /// Reads of L3 that count for what the next is expected to take.
 const L3_READS_WEIGHED: u32 = 16;
+/// What a read of L3 is expected to take before there was one.
+const L3_READ_GUESS: Duration = Duration::from_millis(1);
 /// Most namespaces in a status.
 const STATUS_NAMESPACES_MAX: usize = 64;
 /// How often a stop says what is still on its way to L3.
@@ -362,7 +364,10 @@ impl Tiers {
     }
 
     pub(crate) fn l3_expected(&self) -> Duration {
-        Duration::from_micros(self.l3_read_us.load(Ordering::Relaxed).into())
+        match self.l3_read_us.load(Ordering::Relaxed) {
+            0 => L3_READ_GUESS,
+            known => Duration::from_micros(known.into()),
+        }
     }
 
     /// Makes a sealed page visible and does with it what the write policy says; `false` if no tier takes it.

@@ -97,9 +97,15 @@ async fn a_range_is_a_miss_or_the_slice_of_what_was_put() {
 
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&node, wide(), PROTOCOL_VERSION).await;
+    let keys: Vec<PageKey> = (0..21).map(key).collect();
+    let on_l3 = client.lookup(&keys, Duration::ZERO, soon()).await;
+    assert_eq!((on_l3.tiers, on_l3.expected.len()), (vec![Tier::L3; 20], 20));
+    assert!(on_l3.expected.iter().all(|expected| !expected.is_zero()), "{:?}", on_l3.expected);
     let ranges: Vec<_> = (0..20).map(|number| (number, chance.range())).collect();
     assert_eq!(check_ranges(&client, &ranges).await, [Some(Tier::L3); 20]);
     assert_eq!(check_ranges(&client, &ranges).await, [Some(Tier::L2); 20], "the page is in L2 from then on");
+    let in_l2 = client.lookup(&keys, Duration::ZERO, soon()).await;
+    assert_eq!(in_l2.expected, [Duration::ZERO; 20]);
     node.shutdown().await;
 }
 
