@@ -7,7 +7,7 @@ use crate::output::say;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use larder_format::disk::{BLOCK_BYTES, Superblock};
-use larder_format::verify::{Damage, Repair, SegmentReport, header_life, repair, verify};
+use larder_format::verify::{Damage, Lives, Repair, SegmentReport, header_life, repair, verify};
 use serde::Serialize;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::Read;
@@ -17,6 +17,9 @@ use std::process::ExitCode;
 const SUPERBLOCK_FILE: &str = "larder.sb";
 const LOCK_FILE: &str = "larder.lock";
 const SEGMENT_SUFFIX: &str = ".seg";
+/// Digits before it.
+const SEGMENT_DIGITS: usize = 8;
+const STRAY_EXTENSION: &str = "stray";
 /// Where a node keeps its L3 in its data directory.
 const L3_DIR: &str = "l3";
 
@@ -49,6 +52,8 @@ struct Summary {
     segments_lost: u64,
     /// Segments that no repair helps, for which the next start removes others.
     segments_hopeless: u64,
+    /// Files with the name of a segment that are none of the log's.
+    strays: u64,
     /// Pages and regions taken out.
     voided: u64,
     /// Tombstones and footers written again.
@@ -74,13 +79,17 @@ fn check(args: &VerifyArgs) -> Result<u8> {
     let _lock = lock(&dir)?;
     let mut summary = Summary::default();
     let segments = segments(&dir)?;
-    let oldest = oldest(&superblock, &segments)?;
+    let lives = lives(&superblock, &segments)?;
     for (segment, path) in segments {
-        let done = look(args.repair, &superblock, segment, oldest, &path);
+        let done = look(args.repair, &superblock, segment, &lives, &path);
         let done = done.with_context(|| path.display().to_string())?;
         done.found.damages.iter().try_for_each(|damage| print_damage(args.json, damage))?;
         if args.repair && done.remove {
-            std::fs::remove_file(&path).with_context(|| path.display().to_string())?;
+            let away = match done.found.stray {
+                true => std::fs::rename(&path, path.with_extension(STRAY_EXTENSION)),
+                false => std::fs::remove_file(&path),
+            };
+            away.with_context(|| path.display().to_string())?;
         }
         summary.add(&done);
     }
@@ -92,22 +101,30 @@ fn check(args: &VerifyArgs) -> Result<u8> {
     Ok(if clean { CLEAN } else { DAMAGED })
 }
 
-fn oldest(superblock: &Superblock, segments: &[(u32, PathBuf)]) -> Result<Option<u64>> {
-    let mut oldest: Option<u64> = None;
+/// What the headers say, and for segments without one what else is in them.
+fn lives(superblock: &Superblock, segments: &[(u32, PathBuf)]) -> Result<Lives> {
+    let (mut lives, mut headless) = (Lives::default(), Vec::new());
     for (segment, path) in segments {
         let mut file = File::open(path).with_context(|| path.display().to_string())?;
-        let life = header_life(superblock, *segment, &mut file);
-        oldest = life.into_iter().chain(oldest).min();
+        match header_life(superblock, *segment, &mut file) {
+            Some(life) => lives.add(*segment, life),
+            None => headless.push((*segment, file)),
+        }
     }
-    Ok(oldest)
+    let by_header = lives.clone();
+    for (segment, mut file) in headless {
+        let found = verify(superblock, segment, &by_header, &mut file);
+        found.life.into_iter().for_each(|life| lives.add(segment, life));
+    }
+    Ok(lives)
 }
 
-fn look(fix: bool, superblock: &Superblock, segment: u32, oldest: Option<u64>, path: &Path) -> Result<Repair> {
+fn look(fix: bool, superblock: &Superblock, segment: u32, lives: &Lives, path: &Path) -> Result<Repair> {
     let mut file = OpenOptions::new().read(true).write(fix).open(path)?;
     if fix {
-        return Ok(repair(superblock, segment, oldest, &mut file)?);
+        return Ok(repair(superblock, segment, lives, &mut file)?);
     }
-    let found = verify(superblock, segment, oldest, &mut file);
+    let found = verify(superblock, segment, lives, &mut file);
     Ok(Repair { remove: found.life.is_none() && !found.hopeless, found, voided: 0, restored: 0 })
 }
 
@@ -137,7 +154,8 @@ fn segments(dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
     for entry in std::fs::read_dir(dir).with_context(|| dir.display().to_string())? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(SEGMENT_SUFFIX));
-        if let Some(number) = name.and_then(|name| name.parse().ok()) {
+        let digits = name.filter(|name| name.len() == SEGMENT_DIGITS && name.bytes().all(|byte| byte.is_ascii_digit()));
+        if let Some(number) = digits.and_then(|digits| digits.parse().ok()) {
             found.push((number, path));
         }
     }
@@ -166,13 +184,14 @@ fn hex(bytes: &[u8]) -> String {
 
 impl Summary {
     fn add(&mut self, done: &Repair) {
-        let SegmentReport { pages, payload_bytes, tombstones, damages, hopeless, .. } = &done.found;
+        let SegmentReport { pages, payload_bytes, tombstones, damages, hopeless, stray, .. } = &done.found;
         self.segments += 1;
         self.pages += pages;
         self.payload_bytes += payload_bytes;
         self.tombstones += tombstones;
         self.damages += damages.len() as u64;
-        self.segments_lost += u64::from(done.remove);
+        self.segments_lost += u64::from(done.remove && !stray);
+        self.strays += u64::from(*stray);
         self.segments_hopeless += u64::from(*hopeless);
         self.voided += done.voided;
         self.restored += done.restored;
@@ -196,6 +215,10 @@ impl Summary {
                     "{damages} damages: {voided} taken out, {restored} written again, {segments_lost} segments removed"
                 );
             }
+        }
+        if self.strays > 0 {
+            let they = if args.repair { "were set aside as *.stray" } else { "are to be set aside" };
+            say!("{} files are none of the log's segments, and {they}", self.strays);
         }
         if self.segments_hopeless > 0 {
             say!(

@@ -85,6 +85,13 @@ impl FileDevice {
         answer.await.map_err(|_| RingGone)?
     }
 
+    async fn detach(&self, segment: u32) {
+        let attached = self.files.write().remove(&segment);
+        if let Some(file) = attached {
+            self.ring.detach(file).await;
+        }
+    }
+
     async fn attach(&self, segment: u32, file: DeviceFile) -> io::Result<()> {
         if !file.direct() && !self.buffered.swap(true, Ordering::Relaxed) {
             let dir = self.path.display();
@@ -137,20 +144,25 @@ impl Device for FileDevice {
         })
     }
 
-    fn create(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>> {
+    fn create(&self, segment: u32, bytes: u64, header: Vec<u8>) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(async move {
-            let file = self.call(move |directory| directory.create_segment(segment, bytes)).await?;
+            self.detach(segment).await;
+            let file = self.call(move |directory| directory.create_segment(segment, bytes, &header)).await?;
             self.attach(segment, file).await
         })
     }
 
     fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(async move {
-            let attached = self.files.write().remove(&segment);
-            if let Some(file) = attached {
-                self.ring.detach(file).await;
-            }
+            self.detach(segment).await;
             self.call(move |directory| directory.remove_segment(segment)).await
+        })
+    }
+
+    fn set_aside(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>> {
+        Box::pin(async move {
+            self.detach(segment).await;
+            self.call(move |directory| directory.set_aside(segment)).await
         })
     }
 

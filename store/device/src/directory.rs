@@ -1,7 +1,8 @@
 //! The directory of a device: small files, `larder.lock`, and segments `00000000.seg`, `00000001.seg` ….
 //!
-//! Always true: whoever has a [`Directory`] holds its lock; a small file is there whole or not at all; what was made or
-//! removed here stays so after a crash of the machine.
+//! Always true: whoever has a [`Directory`] holds its lock; a small file, and a segment's first block and its room, are
+//! there whole or not at all, as all are made under other names; what was made, removed or set aside here stays so after
+//! a crash of the machine. What a crash left of something that was being made is removed when the directory is opened.
 //!
 //! Its methods block.
 
@@ -9,11 +10,16 @@ use crate::file::DeviceFile;
 use crate::seam::SmallFile;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use thiserror::Error;
 
 const LOCK: &str = "larder.lock";
+/// Of files that had the name of a segment and are none.
+const STRAY_EXTENSION: &str = "stray";
+/// Behind the name of a segment that is being made.
+const NEW: &str = ".new";
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(25);
 
@@ -57,11 +63,25 @@ impl Directory {
         let lock_path = path.join(LOCK);
         let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
         let lock = opened.map_err(OpenError::io("opening", &lock_path))?;
-        match take(&lock) {
-            Ok(()) => Ok(Directory { path: path.to_path_buf(), _lock: lock }),
-            Err(TryLockError::WouldBlock) => Err(OpenError::Locked(path.to_path_buf())),
-            Err(TryLockError::Error(error)) => Err(OpenError::io("locking", &lock_path)(error)),
+        let directory = match take(&lock) {
+            Ok(()) => Directory { path: path.to_path_buf(), _lock: lock },
+            Err(TryLockError::WouldBlock) => return Err(OpenError::Locked(path.to_path_buf())),
+            Err(TryLockError::Error(error)) => return Err(OpenError::io("locking", &lock_path)(error)),
+        };
+        directory.remove_begun().map_err(OpenError::io("removing what was begun in", path))?;
+        Ok(directory)
+    }
+
+    /// Removes segments that were being made. Not durably: they mean nothing, and the next one does it again.
+    fn remove_begun(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if name.to_str().and_then(|name| name.strip_suffix(NEW)).and_then(segment_number).is_some() {
+                fs::remove_file(entry.path())?;
+            }
         }
+        Ok(())
     }
 
     pub(crate) fn load(&self, file: SmallFile) -> io::Result<Option<Vec<u8>>> {
@@ -111,26 +131,47 @@ impl Directory {
         Ok((file, len.min(segment_bytes)))
     }
 
-    /// Makes a segment's file.
-    pub(crate) fn create_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<DeviceFile> {
+    /// Makes a segment's file anew, allocated and with `header` in front.
+    pub(crate) fn create_segment(&self, segment: u32, segment_bytes: u64, header: &[u8]) -> io::Result<DeviceFile> {
+        // What is there takes room that the new one needs.
+        self.remove_segment(segment)?;
         let path = self.segment_path(segment);
-        let made = DeviceFile::create(&path, segment_bytes).and_then(|file| {
+        let new = self.path.join(segment_name(segment) + NEW);
+        let made = DeviceFile::create(&new, segment_bytes).and_then(|file| {
+            let front = OpenOptions::new().write(true).open(&new)?;
+            front.write_all_at(header, 0)?;
+            front.sync_all()?;
+            fs::rename(&new, &path)?;
             self.sync()?;
             Ok(file)
         });
         if made.is_err() {
             // Whether that works, the caller finds out by `remove_segment`.
-            let _ = fs::remove_file(&path);
+            let _ = self.remove_segment(segment);
         }
         made
     }
 
-    /// Removes a segment's file for good.
+    /// Removes a segment's file for good, and what was begun of one.
     pub(crate) fn remove_segment(&self, segment: u32) -> io::Result<()> {
-        match fs::remove_file(self.segment_path(segment)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => self.sync(),
+        let name = segment_name(segment);
+        for name in [name.clone() + NEW, name] {
+            if let Err(error) = fs::remove_file(self.path.join(name))
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                return Err(error);
+            }
         }
+        self.sync()
+    }
+
+    /// Gives a segment's file a name that is none of a segment, and says which. One that has that name goes.
+    pub(crate) fn set_aside(&self, segment: u32) -> io::Result<PathBuf> {
+        let path = self.segment_path(segment);
+        let stray = path.with_extension(STRAY_EXTENSION);
+        fs::rename(&path, &stray)?;
+        self.sync()?;
+        Ok(stray)
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -169,5 +210,29 @@ mod tests {
         for name in ["12.seg", "000000012.seg", "0000001x.seg", "00000001.seg.new", "+0000001.seg", "larder.sb"] {
             assert_eq!(segment_number(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn a_segment_has_its_name_only_with_its_header_and_what_was_begun_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path();
+        let begun = path.join(segment_name(1) + NEW);
+        fs::write(&begun, [7; 4096]).unwrap();
+        fs::write(path.join("notes.new"), [7]).unwrap();
+        let directory = Directory::open(path).unwrap();
+        assert!(!begun.exists() && path.join("notes.new").exists());
+        for header in [[1; 4096], [2; 4096]] {
+            directory.create_segment(1, 3 * 4096, &header).unwrap();
+            let bytes = fs::read(path.join(segment_name(1))).unwrap();
+            assert!(bytes[..4096] == header && bytes[4096..] == [0; 2 * 4096]);
+        }
+        // A directory stands in its way.
+        fs::create_dir_all(begun.join("x")).unwrap();
+        assert!(directory.create_segment(1, 4096, &[3; 4096]).is_err());
+        assert_eq!(directory.segments().unwrap(), [1], "the old one is there until it could be removed");
+        fs::remove_dir_all(&begun).unwrap();
+        directory.set_aside(1).unwrap();
+        assert!(directory.segments().unwrap().is_empty() && path.join("00000001.stray").exists());
+        assert!(directory.set_aside(1).is_err());
     }
 }

@@ -1,7 +1,8 @@
 //! What a log needs of a device: numbered segments, a few small files, a queue of requests, and an executor.
 //!
 //! Always true: a request owns its memory until it is answered, and is answered at most once; what [`Device::save`],
-//! [`Device::create`] and [`Device::remove`] did stays so after a crash of the machine, once they returned; a write stays
+//! [`Device::create`], [`Device::remove`] and [`Device::set_aside`] did stays so after a crash of the machine, once they
+//! returned, and before that it was done whole or not at all; a write stays
 //! only once a [`Operation::Sync`] of its segment that began after its answer was answered.
 //!
 //! [`FileDevice`](crate::FileDevice) is the real one. The simulation has another, which tears, loses and delays.
@@ -10,7 +11,7 @@ use crate::request::{Done, Lane, Operation};
 use crate::ring::{RingGone, Share};
 use std::future::Future;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -72,12 +73,15 @@ pub trait Device: Send + Sync + 'static {
     /// Opens a segment for requests; how many of its `bytes` there are. What is behind them is cut off.
     fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>>;
 
-    /// Makes a segment that must not exist yet, all of it allocated, and opens it. If that fails, none is left as far as
-    /// the device can tell; [`Device::remove`] makes sure.
-    fn create(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>>;
+    /// Makes a segment in place of what is there, all of it allocated and with `header` as its first block, and opens it.
+    /// If that fails, none is left as far as the device can tell; [`Device::remove`] makes sure.
+    fn create(&self, segment: u32, bytes: u64, header: Vec<u8>) -> BoxFuture<'_, io::Result<()>>;
 
     /// Removes a segment if it exists. Requests on it that were taken before are done first.
     fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>>;
+
+    /// Makes a file with the name of a segment none of the segments, and keeps it for people: where it is then.
+    fn set_aside(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>>;
 
     /// Hands over a request on an open segment; waits while too many are waiting. `on_done` is dropped without a call only
     /// if the device goes before the request was started.

@@ -3,6 +3,8 @@
 //! ```text
 //! DIR/larder.sb                      superblock (one 4 KiB block): what must always be true of this log
 //! DIR/00000000.seg, 00000001.seg …   segments, all of one length, preallocated
+//! DIR/00000002.seg.new               a segment that is just being made: nothing in it counts
+//! DIR/00000099.stray                 what had the name of a segment and is none: to be looked at and removed by people
 //!
 //! segment:  ┌ segment header ┬ record header ┬ payload, padded ┬ record header ┬ payload … ┬ anything ┬ table    ┬ footer ┐
 //!           │ 4 KiB          │ 4 KiB         │ to 4 KiB        │               │           │ (old)    │ of footer│ 4 KiB  │
@@ -13,6 +15,11 @@
 //! *life* number than any before on this device, and every record repeats the life of its segment and its own offset.
 //! What a reader finds where a record of this life is missing (the remains of an earlier one, a torn block, a write that
 //! went astray) fails one of magic, CRC, log id, life and offset.
+//!
+//! A segment is made under another name, and gets its own once its header is durable. So one without a header, be it blank,
+//! is damaged, and one whose header says another number than its name was copied or renamed by somebody ([`crate::life`]).
+//! It is made anew, too, when it was made ready and never had a record: so the headers that are written in place, which a
+//! crash may tear, stand before records that say which life was there.
 //!
 //! Hopping costs a read per record. So a full segment is ended by a *footer* ([`crate::footer`]): a table of all its
 //! records, which one read of the segment's end finds. It repeats what the headers say, and is written when nothing of

@@ -6,9 +6,11 @@
 //! - if another segment is older than what was found, this one was not written anew since: that is its life;
 //! - if none is, it is the oldest, or it was written anew. Its first record is still there: then no record of another life
 //!   was lost, and the segment as it stands can go, as its tombstones have nothing left to kill;
-//! - the header of another log says that nothing in it is ours;
-//! - in all other cases it may have had tombstones of any age, and nothing in the log can be trusted. But a segment that
-//!   was never written had none.
+//! - if nothing in it is of this segment, and its header is whole and says another log or another number, it is a *stray*: a
+//!   file that somebody copied or renamed. It is set aside. If it is of this log, and the segment that it says is not there
+//!   or is older, what it forgot may come back: nothing that is not younger can be trusted;
+//! - in all other cases it may have had tombstones of any age, and nothing in the log can be trusted. That is so for a blank
+//!   segment, too: files get their names only once their header is durable.
 
 use crate::disk::{BLOCK_BYTES, LogId, RecordHeader, SegmentHeader, life_in};
 use crate::footer::FooterBlock;
@@ -24,8 +26,24 @@ pub enum Verdict {
     Life(u64),
     /// It is to be removed, and nothing else is lost with it.
     Remove,
+    /// Its file is to be set aside, as it is none of the log's segments.
+    Stray(Foreign),
     /// Nothing older than the newest segment can be trusted, nor that.
     DistrustAll,
+}
+
+/// What the header of a stray says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Foreign {
+    /// It is of another log.
+    Log,
+    /// It is of another segment of this log.
+    Segment {
+        /// Which one.
+        segment: u32,
+        /// In which life.
+        life: u64,
+    },
 }
 
 /// What a segment without a header says.
@@ -35,17 +53,17 @@ pub struct Headless {
     pub life: Option<u64>,
     /// The first record is of that life.
     pub begins: bool,
-    /// There is nothing but zeros behind the header.
-    pub blank: bool,
+    /// The header is whole, and not of this segment.
+    pub foreign: Option<Foreign>,
 }
 
 impl Headless {
     /// Judges it. `oldest` is the smallest life that the headers of the other segments say.
     pub fn verdict(&self, oldest: Option<u64>) -> Verdict {
-        match self.life {
-            None if self.blank => Verdict::Remove,
-            Some(life) if oldest.is_some_and(|oldest| oldest < life) => Verdict::Life(life),
-            Some(_) if self.begins => Verdict::Remove,
+        match (self.life, self.foreign) {
+            (None, Some(foreign)) => Verdict::Stray(foreign),
+            (Some(life), _) if oldest.is_some_and(|oldest| oldest < life) => Verdict::Life(life),
+            (Some(_), _) if self.begins => Verdict::Remove,
             _ => Verdict::DistrustAll,
         }
     }
@@ -67,15 +85,18 @@ impl LifeSearch {
     /// Begins on a segment of whose file `file_bytes` can be read.
     pub fn new(log_id: LogId, segment: u32, segment_bytes: u64, file_bytes: u64) -> LifeSearch {
         let readable_bytes = file_bytes.min(segment_bytes) / BLOCK * BLOCK;
-        let found = Headless { life: None, begins: false, blank: true };
+        let found = Headless { life: None, begins: false, foreign: None };
         LifeSearch { log_id, segment, segment_bytes, readable_bytes, cursor: BLOCK, first: None, found }
     }
 
-    /// Takes the segment's first block, if there is one: the header of another log's segment says that nothing here is ours.
+    /// Takes the segment's first block, if there is one.
     pub fn header(&mut self, block: &[u8]) {
-        if SegmentHeader::decode(block).is_ok_and(|header| header.log_id != self.log_id) {
-            self.readable_bytes = 0;
-        }
+        let Ok(SegmentHeader { log_id, segment, life }) = SegmentHeader::decode(block) else { return };
+        self.found.foreign = match log_id == self.log_id {
+            false => Some(Foreign::Log),
+            true if segment == self.segment => None,
+            true => Some(Foreign::Segment { segment, life }),
+        };
     }
 
     /// Offset and bytes of what to read and [`feed`](Self::feed) next, in whole blocks; `None` when all was read.
@@ -87,7 +108,6 @@ impl LifeSearch {
     /// Takes what was read: at least a block of it.
     pub fn feed(&mut self, bytes: &[u8]) {
         for block in bytes.chunks_exact(BLOCK_BYTES) {
-            self.found.blank &= block.iter().all(|&byte| byte == 0);
             if let Some(life) = self.life_of(block) {
                 self.found.life = self.found.life.max(Some(life));
                 if self.cursor == BLOCK {
@@ -157,13 +177,13 @@ mod tests {
     #[test]
     fn records_or_the_footer_say_it() {
         let mut bytes = full();
-        assert_eq!(search(&bytes), Headless { life: Some(5), begins: true, blank: false });
+        assert_eq!(search(&bytes), Headless { life: Some(5), begins: true, foreign: None });
         assert_eq!(search(&bytes).verdict(Some(4)), Verdict::Life(5));
         bytes[BYTES - BLOCK_BYTES..].fill(0);
         assert_eq!(search(&bytes).life, Some(5), "without its footer");
         let mut bytes = full();
         bytes[BLOCK_BYTES..20 * BLOCK_BYTES].fill(7);
-        assert_eq!(search(&bytes), Headless { life: Some(5), begins: false, blank: false }, "the footer alone");
+        assert_eq!(search(&bytes), Headless { life: Some(5), begins: false, foreign: None }, "the footer alone");
         assert_eq!(search(&bytes[..BYTES - 1]).life, None, "without the last block");
     }
 
@@ -171,10 +191,10 @@ mod tests {
     fn the_youngest_life_counts() {
         let mut bytes = full();
         put(&mut bytes, &tombstone(9, 1));
-        assert_eq!(search(&bytes), Headless { life: Some(9), begins: true, blank: false });
+        assert_eq!(search(&bytes), Headless { life: Some(9), begins: true, foreign: None });
         let mut bytes = full();
         put(&mut bytes, &tombstone(9, 2));
-        assert_eq!(search(&bytes), Headless { life: Some(9), begins: false, blank: false });
+        assert_eq!(search(&bytes), Headless { life: Some(9), begins: false, foreign: None });
     }
 
     #[test]
@@ -188,10 +208,24 @@ mod tests {
         assert_eq!(search(&vec![7; BYTES]).verdict(Some(4)), Verdict::DistrustAll);
         let mut blank = vec![0; BYTES];
         blank[..BLOCK_BYTES].fill(7);
-        assert_eq!(search(&blank).verdict(Some(4)), Verdict::Remove);
-        let mut foreign = vec![7; BYTES];
-        foreign[..BLOCK_BYTES].copy_from_slice(&SegmentHeader { log_id: [8; 16], segment: 3, life: 5 }.encode());
-        assert_eq!(search(&foreign).verdict(Some(4)), Verdict::Remove, "of another log");
-        assert_eq!(search(&[]).verdict(Some(4)), Verdict::Remove);
+        assert_eq!(search(&blank).verdict(Some(4)), Verdict::DistrustAll, "it had a header when it got its name");
+        assert_eq!(search(&[]).verdict(Some(4)), Verdict::DistrustAll);
+    }
+
+    #[test]
+    fn what_is_of_another_log_or_segment_is_set_aside() {
+        let with = |mut bytes: Vec<u8>, log_id, segment| {
+            bytes[..BLOCK_BYTES].copy_from_slice(&SegmentHeader { log_id, segment, life: 5 }.encode());
+            search(&bytes).verdict(Some(4))
+        };
+        assert_eq!(with(vec![7; BYTES], [8; 16], 3), Verdict::Stray(Foreign::Log));
+        let of_another = Foreign::Segment { segment: 2, life: 5 };
+        assert_eq!(with(vec![0; BYTES], LOG, 2), Verdict::Stray(of_another));
+        let mut copy = vec![0; BYTES];
+        let mut record = tombstone(5, 1);
+        record.place.segment = 2;
+        put(&mut copy, &record);
+        assert_eq!(with(copy, LOG, 2), Verdict::Stray(of_another), "a copy of segment 2");
+        assert_eq!(with(full(), LOG, 2), Verdict::Life(5), "a header that went astray");
     }
 }

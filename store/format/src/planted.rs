@@ -56,6 +56,8 @@ pub enum Bug {
     ExpiredIsServed,
     /// A segment without a header is taken for one that holds nothing.
     HeadlessIsNothing,
+    /// A segment that was renamed is set aside, and nobody asks what it forgot.
+    RenamedIsNotMissed,
     /// A hole is taken for what a crash leaves, wherever it is.
     HolesAreTorn,
     /// Node: a page is sealed though parts are missing.
@@ -136,7 +138,7 @@ pub enum Bug {
 
 impl Bug {
     /// Those of the log and of L3.
-    pub const CORE: [Bug; 26] = [
+    pub const CORE: [Bug; 27] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -162,6 +164,7 @@ impl Bug {
         Bug::TrustsCutShort,
         Bug::ExpiredIsServed,
         Bug::HeadlessIsNothing,
+        Bug::RenamedIsNotMissed,
         Bug::HolesAreTorn,
     ];
 

@@ -17,16 +17,18 @@
 //! 2. The footer, if there was one, is written again with what is there. Sync. A torn footer is one without which the
 //!    start hops. Beside a lost record there must be none.
 //!
-//! What no repair can help is left to the next start: a segment whose file is too short, and one without a header that says
-//! too little ([`crate::life`]). It removes them and all that they may have had tombstones for.
+//! What no repair can help is left to the next start: a segment whose file is too short, one without a header that says
+//! too little ([`crate::life`]), and a stray whose segment is not there. It removes them (the stray is set aside) and all that
+//! they may have had tombstones for. Other strays cost nothing.
 
 use crate::codec::DecodeError;
 use crate::disk::{
     BLOCK_BYTES, LOG_ID_AT, RECORD_MAGIC, RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock,
 };
 use crate::footer::{Footer, FooterBlock, RecordSummary, TombstoneSummary};
-use crate::life::{Headless, LifeSearch, Verdict};
+use crate::life::{Foreign, Headless, LifeSearch, Verdict};
 use crate::page::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use thiserror::Error;
@@ -63,6 +65,17 @@ pub enum Reason {
     /// The file is shorter than a segment.
     #[error("the file is cut short")]
     CutShort,
+    /// The file is a copy of another segment, or was renamed.
+    #[error("a stray file: its header says that it is segment {segment:08} in life {life}")]
+    Misnamed {
+        /// What it says.
+        segment: u32,
+        /// And which life of that.
+        life: u64,
+    },
+    /// The file is of another log.
+    #[error("a stray file: its header says that it is of another log")]
+    OfAnotherLog,
 }
 
 /// A damaged page, or a region of which nobody knows what it was.
@@ -109,6 +122,28 @@ pub struct SegmentReport {
     pub damages: Vec<Damage>,
     /// No repair helps: the next start removes the segment, and all in the log that it may have had tombstones for.
     pub hopeless: bool,
+    /// The file is none of the log's segments.
+    pub stray: bool,
+}
+
+/// What a log's segments say of themselves: by that a segment is judged that does not.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Lives(BTreeMap<u32, u64>);
+
+impl Lives {
+    /// A segment is there, in this life.
+    pub fn add(&mut self, segment: u32, life: u64) {
+        self.0.insert(segment, life);
+    }
+
+    fn oldest(&self) -> Option<u64> {
+        self.0.values().min().copied()
+    }
+
+    /// Whether a segment is there in this life or a later one.
+    fn has(&self, segment: u32, life: u64) -> bool {
+        self.0.get(&segment).is_some_and(|&found| found >= life)
+    }
 }
 
 /// What a repair did.
@@ -116,7 +151,8 @@ pub struct SegmentReport {
 pub struct Repair {
     /// What was found before.
     pub found: SegmentReport,
-    /// Nothing in the segment counts: its file is to be removed, and nothing was written to it.
+    /// Nothing in the segment counts: its file is to be removed, and nothing was written to it. A stray is to be set aside
+    /// instead, by another name.
     pub remove: bool,
     /// Pages and regions taken out.
     pub voided: u64,
@@ -136,30 +172,24 @@ impl Sync for std::fs::File {
     }
 }
 
-/// The life that a segment's header says. The smallest of a log judges its segments without one.
+/// The life that a segment's header says.
 pub fn header_life<F: Read + Seek>(superblock: &Superblock, segment: u32, file: &mut F) -> Option<u64> {
-    Survey::new(superblock, segment, None, file).header_life().ok()
+    Survey::new(superblock, segment, &Lives::default(), file).header_life().ok()
 }
 
-/// Checks one segment. What cannot be read is a damage, not an error. `oldest` is the smallest
-/// [`header_life`] of the log's segments.
-pub fn verify<F: Read + Seek>(
-    superblock: &Superblock,
-    segment: u32,
-    oldest: Option<u64>,
-    file: &mut F,
-) -> SegmentReport {
-    Survey::of(superblock, segment, oldest, file).report
+/// Checks one segment. What cannot be read is a damage, not an error. `lives` are the [`header_life`]s of the log's segments.
+pub fn verify<F: Read + Seek>(superblock: &Superblock, segment: u32, lives: &Lives, file: &mut F) -> SegmentReport {
+    Survey::of(superblock, segment, lives, file).report
 }
 
 /// Checks one segment, and takes out what is damaged; durable when it returns. An error is one of writing: try again.
 pub fn repair<F: Read + Write + Seek + Sync>(
     superblock: &Superblock,
     segment: u32,
-    oldest: Option<u64>,
+    lives: &Lives,
     file: &mut F,
 ) -> io::Result<Repair> {
-    let survey = Survey::of(superblock, segment, oldest, file);
+    let survey = Survey::of(superblock, segment, lives, file);
     let mut done = Repair { found: survey.report.clone(), remove: false, voided: 0, restored: 0 };
     if survey.report.hopeless {
         return Ok(done);
@@ -209,17 +239,17 @@ struct Survey<'a, F> {
     durable: u64,
     /// Where the last record ends.
     end: u64,
-    oldest: Option<u64>,
+    lives: &'a Lives,
 }
 
 impl<'a, F: Read + Seek> Survey<'a, F> {
-    fn of(superblock: &'a Superblock, segment: u32, oldest: Option<u64>, file: &'a mut F) -> Survey<'a, F> {
-        let mut survey = Survey::new(superblock, segment, oldest, file);
+    fn of(superblock: &'a Superblock, segment: u32, lives: &'a Lives, file: &'a mut F) -> Survey<'a, F> {
+        let mut survey = Survey::new(superblock, segment, lives, file);
         survey.look();
         survey
     }
 
-    fn new(superblock: &'a Superblock, segment: u32, oldest: Option<u64>, file: &'a mut F) -> Survey<'a, F> {
+    fn new(superblock: &'a Superblock, segment: u32, lives: &'a Lives, file: &'a mut F) -> Survey<'a, F> {
         let report = SegmentReport {
             segment,
             life: None,
@@ -229,6 +259,7 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             tombstones: 0,
             damages: Vec::new(),
             hopeless: false,
+            stray: false,
         };
         Survey {
             superblock,
@@ -240,7 +271,7 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             lost: false,
             durable: 0,
             end: BLOCK,
-            oldest,
+            lives,
         }
     }
 
@@ -248,11 +279,12 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         let (segment_bytes, file_bytes) = (self.superblock.segment_bytes, self.file_bytes());
         let life = match self.header_life() {
             Ok(life) => life,
-            Err(reason) => match self.headless(file_bytes).verdict(self.oldest) {
+            Err(reason) => match self.headless(file_bytes).verdict(self.lives.oldest()) {
                 Verdict::Life(life) => {
                     self.damage(0, BLOCK, None, reason);
                     life
                 }
+                Verdict::Stray(foreign) => return self.stray(foreign, file_bytes),
                 verdict => {
                     self.report.hopeless = verdict == Verdict::DistrustAll;
                     return self.damage(0, segment_bytes, None, reason);
@@ -268,6 +300,18 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             self.report.hopeless = true;
             self.damage(file_bytes, segment_bytes - file_bytes, None, Reason::CutShort);
         }
+    }
+
+    fn stray(&mut self, foreign: Foreign, file_bytes: u64) {
+        self.report.stray = true;
+        let reason = match foreign {
+            Foreign::Log => Reason::OfAnotherLog,
+            Foreign::Segment { segment, life } => {
+                self.report.hopeless = !self.lives.has(segment, life);
+                Reason::Misnamed { segment, life }
+            }
+        };
+        self.damage(0, file_bytes, None, reason);
     }
 
     /// What there is of the segment's bytes.
@@ -290,7 +334,7 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         while let Some((offset, len)) = search.next_read() {
             let mut bytes = vec![0; len];
             if self.read(offset, &mut bytes).is_err() {
-                // Nobody knows what stands in the first block of it, but that it is not blank; on with the next.
+                // Nobody knows what stands in the first block of it; on with the next.
                 bytes = vec![0xff; BLOCK_BYTES];
             }
             search.feed(&bytes);

@@ -99,7 +99,7 @@ async fn try_write_footer(shared: &Shared, planned: &PlannedFooter) -> io::Resul
     shared.run(planned.footer.segment, Lane::Background, write).await?.result
 }
 
-/// Makes the file if it is fresh, writes the segment's header, and makes both durable.
+/// Makes the file if it is fresh, or writes the segment's header, durably.
 async fn make_ready(shared: &Shared, prepare: &Prepare) -> Result<(), PrepareFailure> {
     match try_make_ready(shared, prepare).await {
         Ok(()) => Ok(()),
@@ -113,11 +113,11 @@ async fn make_ready(shared: &Shared, prepare: &Prepare) -> Result<(), PrepareFai
 
 async fn try_make_ready(shared: &Shared, prepare: &Prepare) -> io::Result<()> {
     let Prepare { segment, life, fresh } = *prepare;
+    let header = SegmentHeader { log_id: shared.log_id, segment, life }.encode();
     if fresh {
-        shared.device.create(segment, shared.segment_bytes).await?;
+        return shared.device.create(segment, shared.segment_bytes, header).await;
     }
-    let header = SegmentHeader { log_id: shared.log_id, segment, life };
-    let write = Operation::write(0, Block::of(&header.encode()), None);
+    let write = Operation::write(0, Block::of(&header), None);
     shared.run(segment, Lane::Demand, write).await?.result?;
     if has(Bug::HeaderNotSynced) {
         return Ok(());

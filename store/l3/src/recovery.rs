@@ -52,6 +52,8 @@ pub struct RecoveryReport {
     /// Segments removed: those that hold nothing, the oldest that are more than the capacity allows, and those that a
     /// damaged one may have held tombstones for.
     pub segments_removed: u64,
+    /// Files with the name of a segment that are none of the log's: copies, or renamed. They were set aside.
+    pub strays: u64,
     /// Segments that could not be read to their end, or in which something is lost.
     pub segments_cut_short: u64,
     /// Pages in these and in older ones, which are not served: they may have been forgotten.
@@ -155,6 +157,17 @@ async fn read_patiently(device: &dyn Device, segment: u32, offset: u64, mut slot
         tries += 1;
         device.sleep(READ_PAUSE).await;
     }
+}
+
+/// Sets aside what is none of the log's segments.
+pub(crate) async fn set_aside(device: &Arc<dyn Device>, strays: &[u32]) -> Result<(), L3Error> {
+    for &segment in strays {
+        let file = device.path().join(segment_name(segment));
+        let stray = device.set_aside(segment).await.map_err(L3Error::io("renaming", &file))?;
+        let (file, stray) = (file.display(), stray.display());
+        tracing::warn!(%file, %stray, "a copied or renamed file is none of the log's segments; it is set aside, to be removed");
+    }
+    Ok(())
 }
 
 /// Removes what must go before the log is used, durably and in this order. What stays is made durable as it was found before

@@ -71,10 +71,12 @@ impl L3 {
             hash_seed: options.seed.unwrap_or_else(rand::random),
         };
         let found = recovery::find_segments(&device, &arena, superblock.log_id, segment_bytes).await?;
-        let Recovery { log, discard, mend, order } = Recovery::new(config, found);
+        let Recovery { log, discard, strays, mend, order } = Recovery::new(config, found);
         recovery::discard(&device, &discard, &order).await?;
+        recovery::set_aside(&device, &strays).await?;
         recovery::mend(&device, superblock.log_id, &mend).await;
-        let report = RecoveryReport { created, segments_removed: discard.len() as u64, ..RecoveryReport::default() };
+        let (segments_removed, strays) = (discard.len() as u64, strays.len() as u64);
+        let report = RecoveryReport { created, segments_removed, strays, ..RecoveryReport::default() };
         let shared = Arc::new(Shared::new(arena, device, log, superblock.log_id, &options));
         let segments = order.len() as u64;
         shared.progress.change(|progress| progress.segments = segments);

@@ -6,7 +6,7 @@
 //! - requests take 0 to some milliseconds each and are done in any order; some take seconds, some ten;
 //! - a sync makes durable what was written before it was asked for; other writes may be kept, lost or torn by a loss of
 //!   power, in pieces of 512 bytes or 4 KiB, and so may those under way;
-//! - what makes, replaces and removes files is durable when it is answered, and whole or not done at all before;
+//! - what makes, replaces, renames and removes files is durable when it is answered, and whole or not done at all before;
 //! - each kind of [`Faults`](crate::faults::Faults) happens at its rate;
 //! - a device may refuse everything for a while or for good, or have no room for files for a while;
 //! - at a given event (a request taken or done, a file made or removed) power fails, and all devices stop answering.
@@ -220,7 +220,9 @@ impl SimDevice {
         // A request whose taking is the last event is under way when the device stops.
         self.event(serve::name_of(&operation), [u64::from(segment), offset, bytes]);
         let mut state = self.state.lock();
-        self.check_idle(&state, segment, &operation);
+        if matches!(&operation, Operation::Write { offset: 0, .. }) {
+            self.check_idle(&state, segment);
+        }
         let due = self.due_ms(&mut state.dice);
         state.taken += 1;
         let key = (due, state.taken);
@@ -229,10 +231,9 @@ impl SimDevice {
     }
 
     /// A segment is written anew only when nothing of it is under way.
-    fn check_idle(&self, state: &State, segment: u32, operation: &Operation) {
-        let anew = matches!(operation, Operation::Write { offset: 0, .. });
+    fn check_idle(&self, state: &State, segment: u32) {
         let moves = |flight: &&Flight| flight.segment == segment && !matches!(flight.operation, Operation::Sync);
-        let under_way = if anew { state.flights.values().filter(moves).count() } else { 0 };
+        let under_way = state.flights.values().filter(moves).count();
         if under_way > 0 {
             self.world.violate(format!("segment {segment} is written anew under {under_way} requests"));
         }
@@ -291,6 +292,11 @@ impl SimDevice {
         self.disk().lock().rot(dice)
     }
 
+    /// Somebody copies or renames a segment's file; from which number to which.
+    pub fn stray(&self, renames: bool, dice: &mut Dice) -> Option<(u32, u32)> {
+        self.disk().lock().stray(renames, dice)
+    }
+
     fn disk(&self) -> &Mutex<Disk> {
         &self.world.disks[self.number]
     }
@@ -336,12 +342,16 @@ impl Device for SimDevice {
         Box::pin(self.open_segment(segment, bytes))
     }
 
-    fn create(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<()>> {
-        Box::pin(self.create_segment(segment, bytes))
+    fn create(&self, segment: u32, bytes: u64, header: Vec<u8>) -> BoxFuture<'_, io::Result<()>> {
+        Box::pin(self.create_segment(segment, bytes, header))
     }
 
     fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(self.remove_segment(segment))
+    }
+
+    fn set_aside(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>> {
+        Box::pin(self.set_segment_aside(segment))
     }
 
     fn submit(

@@ -103,6 +103,27 @@ impl Disk {
         (segments + self.small.get(&SmallFile::Superblock).map_or(0, Vec::len)) as u64
     }
 
+    /// Makes a segment of zeros behind a header, durably.
+    pub fn create(&mut self, segment: u32, bytes: u64, header: &[u8]) {
+        self.remove(segment);
+        self.make(segment, bytes);
+        let Some(Segment { now, durable, .. }) = self.segments.get_mut(&segment) else { return };
+        [now, durable].into_iter().for_each(|bytes| bytes[..header.len()].copy_from_slice(header));
+    }
+
+    /// Somebody copies a segment, or renames it; from which number to which.
+    pub fn stray(&mut self, renames: bool, dice: &mut Dice) -> Option<(u32, u32)> {
+        let (&from, found) = self.segments.iter().nth(dice.below(self.segments.len().max(1) as u64) as usize)?;
+        let to = self.segments.last_key_value()?.0 + 1 + dice.below(3) as u32;
+        let stray = match renames {
+            false => Segment { now: found.now.clone(), durable: found.now.clone(), ..Segment::default() },
+            true => self.segments.remove(&from)?,
+        };
+        self.recent.retain(|(at, _)| !renames || *at != from);
+        self.segments.insert(to, stray);
+        Some((from, to))
+    }
+
     /// Makes a segment of zeros, or brings one to this length.
     pub fn make(&mut self, segment: u32, bytes: u64) {
         let found = self.segments.entry(segment).or_default();

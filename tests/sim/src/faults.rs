@@ -6,8 +6,8 @@
 //! | profile | what happens | what is asked of the store beside the promise |
 //! | --- | --- | --- |
 //! | calm | clean ends, no faults | every page that was put and not evicted is there; no damage is seen |
-//! | crash | loss of power, kills, torn and lost unsynced writes | what was acknowledged a second before is there |
-//! | errors | the same, EIO, ENOSPC, short reads, stalls; headers that rot between two lives | forgotten stays forgotten |
+//! | crash | loss of power, kills, torn and lost unsynced writes; segments that somebody copies between two lives | what was acknowledged a second before is there |
+//! | errors | the same, EIO, ENOSPC, short reads, stalls; headers that rot, and segments that are renamed, between two lives | forgotten stays forgotten |
 //! | lies | the same without errors: flipped bits, lost and misdirected requests | only what is there right |
 //! | memory | crashes, and bits that flip in slots | forgotten stays forgotten |
 //! | all | everything at once | |
@@ -114,6 +114,10 @@ pub struct Faults {
     pub disk_flip: u32,
     /// Between two lives the header of a segment, or of a record that a later one calls durable, is destroyed.
     pub rot: u32,
+    /// Between two lives somebody copies a segment's file …
+    pub copied: u32,
+    /// … or renames it.
+    pub renamed: u32,
     /// There is no room for another segment.
     pub no_space: u32,
     /// Listing, opening, making, removing, loading or saving a file fails.
@@ -142,7 +146,11 @@ impl Faults {
             2 => most / 4,
             _ => most,
         };
+        if profile.crashes() {
+            faults.copied = rate(200_000);
+        }
         if profile.has_errors() {
+            faults.renamed = rate(200_000);
             faults.read_error = rate(20_000);
             faults.short_read = rate(10_000);
             faults.bad_place = rate(600_000);

@@ -173,15 +173,22 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
         world.life_ends();
     });
     let devices = subject.end();
-    let rot = world.faults.lock().rot;
+    let faults = *world.faults.lock();
     // Every task goes here, with all it holds.
     drop(runtime);
     for device in devices {
         device.lose_power(loss, &mut dice);
-        if dice.chance(rot)
+        if dice.chance(faults.rot)
             && let Some((segment, offset)) = device.rot(&mut dice)
         {
             world.fault("rot", [segment.into(), offset, 0]);
+        }
+        for (what, rate, renames) in [("copied", faults.copied, false), ("renamed", faults.renamed, true)] {
+            if dice.chance(rate)
+                && let Some((from, to)) = device.stray(renames, &mut dice)
+            {
+                world.fault(what, [from.into(), to.into(), 0]);
+            }
         }
         if Arc::strong_count(&device) != 1 {
             world.violate(format!("{} owners of the device are left", Arc::strong_count(&device) - 1));

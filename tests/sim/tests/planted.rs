@@ -31,6 +31,7 @@ fn profile(bug: Bug) -> Option<Profile> {
         | Bug::TrustsCutShort
         | Bug::LeftOutForgets
         | Bug::HeadlessIsNothing
+        | Bug::RenamedIsNotMissed
         | Bug::HolesAreTorn => Some(Profile::Errors),
         _ => None,
     }

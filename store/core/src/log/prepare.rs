@@ -5,15 +5,17 @@ use super::{Intent, Log};
 use crate::log::segment::{Life, Segment};
 use crate::planted::{Bug, has};
 
-/// Make a segment ready for records. If it is `fresh`, make the file and preallocate it; write the header with this
-/// life; make all of that durable. Then report to [`Log::prepared`].
+/// Make a segment ready for records, and report to [`Log::prepared`]. If it is `fresh`, make the file anew, allocated and with
+/// this life in its header, durably and whole or not at all; nothing in one that is there counts any more. Otherwise
+/// write the header with this life, and make it durable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepare {
     /// The segment's number.
     pub segment: u32,
     /// Its life.
     pub life: u64,
-    /// Whether there is no such file yet.
+    /// Whether there is no such file yet, or none that ever had a record: what is left of a header that a crash tore in it
+    /// would say nothing.
     pub fresh: bool,
 }
 
@@ -72,10 +74,9 @@ impl Log {
 
     fn choose_spare(&mut self) {
         if let Some(number) = self.free_segment() {
-            return self.prepare(number, false);
+            return self.prepare(number, true);
         }
         if self.segments.len() < self.config.segments_max as usize + usize::from(has(Bug::OverCapacity)) {
-            // Behind all others: where that is cut short by a crash, nobody takes it for one that was there.
             let number = self.segments.last_key_value().map_or(0, |(&last, _)| last.saturating_add(1));
             return self.prepare(number, true);
         }
@@ -115,9 +116,9 @@ impl Log {
         if !life.is_idle() {
             return;
         }
-        let life = life.number;
+        let (life, fresh) = (life.number, life.completed == 0);
         self.by_life.remove(&life);
-        self.prepare(number, false);
+        self.prepare(number, fresh);
     }
 
     fn prepare(&mut self, segment: u32, fresh: bool) {

@@ -15,14 +15,14 @@
 //! 4. [`Log::settle`], until it says that there is no more: the keeper learns what there is, oldest first.
 //!
 //! A crash at any of these steps changes nothing but that segments of step 1 are gone, oldest first, so that what makes
-//! others go is gone after them.
+//! others go is gone or set aside after them.
 
 use super::index::Original;
 use super::scan::ScannedSegment;
 use super::*;
 use crate::planted::{Bug, has};
 use larder_format::footer::PageSummary;
-use larder_format::life::{Headless, Verdict};
+use larder_format::life::{Foreign, Headless, Verdict};
 use std::collections::BTreeSet;
 
 /// The newest segments, whose last second of writes may not be durable yet.
@@ -56,6 +56,8 @@ pub struct Recovery {
     /// Segments to remove from the device first, durably and in this order: those that hold nothing, the oldest of those
     /// that are more than the capacity allows, and what cannot be trusted.
     pub discard: Vec<u32>,
+    /// Files that are none of the log's segments: to be set aside when the others are gone.
+    pub strays: Vec<u32>,
     /// Segments whose header is to be written again, with this life: their records said it.
     pub mend: Vec<SegmentLife>,
     /// The others, in the order in which [`Log::restore`] takes them: youngest first.
@@ -154,8 +156,13 @@ impl Recovery {
     /// Sorts out what was found.
     pub fn new(config: LogConfig, found: Vec<FoundSegment>) -> Recovery {
         let mut log = Log::new(config);
-        let Sorted { mut kept, mut discard, headless, trusted_from, distrusted } = Sorted::of(found);
+        let Sorted { mut kept, mut discard, headless, trusted_from, distrusted, strays } = Sorted::of(found);
         log.next_life = kept.last_key_value().map_or(1, |(life, _)| life.saturating_add(1));
+        for (_, foreign) in &strays {
+            if let Foreign::Segment { life, .. } = foreign {
+                log.next_life = log.next_life.max(life.saturating_add(1));
+            }
+        }
         let segments_max = log.config.segments_max as usize;
         while kept.len() > segments_max || kept.first_key_value().is_some_and(|(life, _)| *life < trusted_from) {
             discard.extend(kept.pop_first().map(|(_, segment)| segment));
@@ -173,7 +180,8 @@ impl Recovery {
             report: RestoreReport::default(),
         });
         let mend = headless.into_iter().filter(|at| order.contains(at)).collect();
-        Recovery { log, discard, mend, order }
+        let strays = strays.into_iter().map(|(segment, _)| segment).collect();
+        Recovery { log, discard, strays, mend, order }
     }
 }
 
@@ -190,19 +198,16 @@ struct Sorted {
     trusted_from: u64,
     /// What nothing can be trusted for: to be removed last.
     distrusted: Vec<u32>,
+    /// None of the log's segments.
+    strays: Vec<(u32, Foreign)>,
 }
 
 impl Sorted {
     fn of(found: Vec<FoundSegment>) -> Sorted {
         let oldest = found.iter().filter_map(|found| found.life.ok()).min();
-        let last = found.iter().map(|found| found.segment).max();
         let mut sorted = Sorted::default();
         for FoundSegment { segment, life, short } in found {
             let verdict = match life {
-                // Segments are made in the order of their numbers: one before others had a header once.
-                Err(headless) if headless.blank && headless.life.is_none() && Some(segment) < last => {
-                    Verdict::DistrustAll
-                }
                 Err(headless) if !has(Bug::HeadlessIsNothing) => headless.verdict(oldest),
                 Err(_) => Verdict::Remove,
                 Ok(life) => Verdict::Life(life),
@@ -218,13 +223,26 @@ impl Sorted {
                     sorted.discard.extend(sorted.kept.insert(number, segment));
                 }
                 Verdict::Remove => sorted.discard.push(segment),
+                Verdict::Stray(foreign) => sorted.strays.push((segment, foreign)),
                 Verdict::DistrustAll => {
                     sorted.trusted_from = u64::MAX;
                     sorted.distrusted.push(segment);
                 }
             }
         }
+        sorted.miss_renamed();
         sorted
+    }
+
+    /// What stands under another name only is missing from the log, with all that it forgot.
+    fn miss_renamed(&mut self) {
+        for (_, foreign) in &self.strays {
+            let Foreign::Segment { segment, life } = foreign else { continue };
+            let there = self.kept.range(life..).any(|(_, kept)| kept == segment);
+            if !there && !has(Bug::RenamedIsNotMissed) {
+                self.trusted_from = self.trusted_from.max(life.saturating_add(1));
+            }
+        }
     }
 }
 
@@ -267,7 +285,7 @@ impl Log {
         }
         let young = restoring.total - restoring.order.len() <= UNSYNCED_SEGMENTS;
         let dirty = young || !footer;
-        let rebuilt = Life { end, completed: u64::from(dirty), ..Life::new(life) };
+        let rebuilt = Life { end, completed: 1, synced: u64::from(!dirty), ..Life::new(life) };
         self.segments.insert(segment, Segment::Sealed(rebuilt));
         self.by_life.insert(life, segment);
         restoring.take_killers(&records, dirty, now_unix_ms);

@@ -325,7 +325,7 @@ impl Model {
 
     fn prepare(&mut self, prepare: Prepare, fails: bool) {
         let Prepare { segment, life, fresh } = prepare;
-        assert_ne!(fresh, self.disk.segments().contains(&segment), "fresh means that there is no file");
+        assert!(fresh || self.disk.segments().contains(&segment), "there is a file");
         assert!(!self.writes.iter().any(|write| write.header.place.segment == segment), "written meanwhile");
         assert!(!self.footers.iter().any(|footer| footer.footer.segment == segment), "ended meanwhile");
         assert!(!self.reads.iter().any(|read| read.entry.place.segment == segment), "read meanwhile");
@@ -338,8 +338,14 @@ impl Model {
             return self.log.prepared(&prepare, PrepareOutcome::Removed);
         }
         let header = SegmentHeader { log_id: LOG, segment, life };
-        self.disk.cached.push(BlockWrite { at: (segment, 0), block: header.encode() });
-        self.disk.sync(segment);
+        let write = BlockWrite { at: (segment, 0), block: header.encode() };
+        if fresh {
+            self.disk.remove(segment);
+            self.disk.durable.insert(write.at, write.block);
+        } else {
+            self.disk.cached.push(write);
+            self.disk.sync(segment);
+        }
         self.log.prepared(&prepare, PrepareOutcome::Ready);
     }
 
@@ -535,7 +541,7 @@ impl Model {
     }
 
     fn restore(&mut self, segments_max: u32, quotas_first: bool, dice: &mut Dice) -> Result<(), String> {
-        let Recovery { log, discard, mend, mut order } = Recovery::new(config(segments_max), self.disk.headers());
+        let Recovery { log, discard, mend, mut order, .. } = Recovery::new(config(segments_max), self.disk.headers());
         discard.into_iter().for_each(|segment| self.disk.remove(segment));
         for SegmentLife { segment, life } in mend {
             let header = SegmentHeader { log_id: LOG, segment, life };

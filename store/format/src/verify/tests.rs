@@ -84,17 +84,24 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
     (bytes, records)
 }
 
+/// There is another segment of this life.
+fn beside(life: u64) -> Lives {
+    Lives([(SEGMENT + 1, life)].into())
+}
+
 /// There is an older segment, so that this one says its life without a header.
-const OLDEST: Option<u64> = Some(LIFE - 1);
+fn older() -> Lives {
+    beside(LIFE - 1)
+}
 
 fn check(bytes: &[u8]) -> SegmentReport {
-    verify(&SUPERBLOCK, SEGMENT, OLDEST, &mut Cursor::new(bytes))
+    verify(&SUPERBLOCK, SEGMENT, &older(), &mut Cursor::new(bytes))
 }
 
 /// The pages that a start would find and that read back whole, with whatever else it counts as whole.
 fn whole(bytes: &[u8]) -> Vec<RecordSummary> {
     let mut file = Cursor::new(bytes);
-    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).whole;
+    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, &older(), &mut file).whole;
     found.sort_unstable_by_key(RecordSummary::offset);
     found
 }
@@ -109,7 +116,7 @@ fn a_whole_segment_is_clean() {
         assert_eq!((report.life, report.payload_bytes), (Some(LIFE), 6 + 18 * 20_000));
         assert_eq!(whole(&bytes), records);
         let mut file = Cursor::new(bytes.clone());
-        assert!(!repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().remove);
+        assert!(!repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap().remove);
         assert_eq!(file.into_inner(), bytes, "nothing to repair, nothing written");
     }
 }
@@ -129,7 +136,7 @@ fn a_listed_tombstone_is_written_again() {
     let (mut bytes, records) = segment(true);
     bytes[records[3].offset() as usize + 200] ^= 4;
     let mut file = Cursor::new(bytes);
-    assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 0);
+    assert_eq!(repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap().voided, 0);
     assert_eq!(whole(file.get_ref()), records);
 }
 
@@ -148,14 +155,32 @@ fn a_short_file_is_damage_that_no_repair_helps() {
             );
             assert!(report.hopeless);
             let mut file = Cursor::new(cut.clone());
-            let done = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+            let done = repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
             assert!(!done.remove && file.into_inner() == cut, "removing it alone would bring back what it forgot");
         }
         for len in [0, 100] {
-            let mut file = Cursor::new(bytes[..len].to_vec());
-            assert!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().remove, "it never held anything");
+            assert!(check(&bytes[..len]).hopeless);
         }
     }
+}
+
+#[test]
+fn a_copy_of_another_segment_is_to_be_set_aside() {
+    let (bytes, _) = segment(true);
+    let mut at = Lives::default();
+    at.add(SEGMENT, LIFE);
+    for (number, lives, hopeless) in [(9, &at, false), (9, &beside(LIFE), true), (SEGMENT, &at, false)] {
+        let mut file = Cursor::new(bytes.clone());
+        let done = repair(&SUPERBLOCK, number, lives, &mut file).unwrap();
+        assert!(file.into_inner() == bytes, "nothing is written");
+        let stray = number != SEGMENT;
+        assert_eq!((done.found.stray, done.found.hopeless, done.remove), (stray, hopeless, stray && !hopeless));
+        let reason = Reason::Misnamed { segment: SEGMENT, life: LIFE };
+        assert_eq!(done.found.damages.first().map(|damage| damage.reason.clone()), stray.then_some(reason));
+    }
+    let other = Superblock { log_id: [1; 16], ..SUPERBLOCK };
+    let report = verify(&other, SEGMENT, &at, &mut Cursor::new(bytes));
+    assert!(report.stray && !report.hopeless && report.damages[0].reason == Reason::OfAnotherLog);
 }
 
 /// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in its place.
@@ -166,7 +191,7 @@ fn a_damaged_page_still_hides_older_puts_of_it() {
         let RecordSummary::Page(page) = records[5] else { panic!("a page") };
         bytes[page.offset as usize + 300 + if header { 0 } else { BLOCK_BYTES }] ^= 1;
         let mut file = Cursor::new(bytes);
-        assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 1);
+        assert_eq!(repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap().voided, 1);
         let PageSummary { id, offset, number, .. } = page;
         let left = whole(file.get_ref());
         assert_eq!(left[5], RecordSummary::Tombstone(TombstoneSummary { id, offset, number }));
@@ -181,7 +206,7 @@ fn a_lost_record_stays_lost() {
     bytes[records[3].offset() as usize + 200] ^= 4;
     assert_eq!(check(&bytes).damages[0].reason, Reason::Lost, "those behind it say that it was durable");
     let mut file = Cursor::new(bytes);
-    repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+    repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
     let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: records[3].offset() };
     let block = &file.get_ref()[place.offset as usize..][..BLOCK_BYTES];
     let header = RecordHeader::decode(block, &SUPERBLOCK.log_id, place).unwrap();
@@ -190,8 +215,8 @@ fn a_lost_record_stays_lost() {
     let (mut bytes, records) = segment(false);
     bytes[records[6].offset() as usize + 200] ^= 4;
     let mut file = Cursor::new(bytes);
-    assert_eq!(repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap().voided, 1, "the last one may have been torn");
-    assert!(!Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).lost);
+    assert_eq!(repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap().voided, 1, "the last one may have been torn");
+    assert!(!Survey::of(&SUPERBLOCK, SEGMENT, &older(), &mut file).lost);
 }
 
 #[test]
@@ -203,12 +228,15 @@ fn a_damaged_segment_header_is_written_again_if_the_rest_says_it() {
         assert_eq!(check(&bytes).life, Some(LIFE));
         assert_eq!(whole(&bytes), records);
         let mut file = Cursor::new(bytes.clone());
-        let done = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+        let done = repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
         assert!(!done.remove && file.into_inner() == good);
         let mut file = Cursor::new(bytes.clone());
-        assert!(repair(&SUPERBLOCK, SEGMENT, Some(LIFE + 1), &mut file).unwrap().remove, "it was to be written anew");
+        assert!(
+            repair(&SUPERBLOCK, SEGMENT, &beside(LIFE + 1), &mut file).unwrap().remove,
+            "it was to be written anew"
+        );
         bytes[BLOCK_BYTES + 300] ^= 1;
-        let report = verify(&SUPERBLOCK, SEGMENT, Some(LIFE + 1), &mut Cursor::new(bytes));
+        let report = verify(&SUPERBLOCK, SEGMENT, &beside(LIFE + 1), &mut Cursor::new(bytes));
         assert!(report.hopeless && report.life.is_none());
     }
 }
@@ -250,7 +278,7 @@ proptest! {
         };
 
         let mut dying = Dying { file: Cursor::new(bad.clone()), blocks_left: dies_after };
-        let died = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut dying).is_err();
+        let died = repair(&SUPERBLOCK, SEGMENT, &older(), &mut dying).is_err();
         let mut file = dying.file;
         if died {
             // Nothing appears that was not there, and what is untouched can still be found.
@@ -258,14 +286,14 @@ proptest! {
             prop_assert!(left.iter().all(was_there));
             prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
         }
-        let repaired = repair(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).unwrap();
+        let repaired = repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
         prop_assert!(!repaired.remove);
         prop_assert_eq!(check(file.get_ref()).damages, vec![]);
         let left = whole(file.get_ref());
         prop_assert!(left.iter().all(was_there));
         prop_assert!(records.iter().all(|record| !untouched(&good, &bad, record) || left.contains(record)));
         // A tombstone is there, or something says that it is not.
-        let lost = Survey::of(&SUPERBLOCK, SEGMENT, OLDEST, &mut file).lost;
+        let lost = Survey::of(&SUPERBLOCK, SEGMENT, &older(), &mut file).lost;
         prop_assert!(lost || left.contains(&records[3]));
     }
 }

@@ -2,7 +2,7 @@
 #![no_main]
 
 use larder_format::disk::{BLOCK_BYTES, SegmentHeader, Superblock};
-use larder_format::verify::verify;
+use larder_format::verify::{Lives, verify};
 use larder_fuzz::{LOG, SEGMENT_BYTES, block, magic};
 use std::io::Cursor;
 
@@ -17,5 +17,5 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     }
     segment.resize(SEGMENT_BYTES as usize, 0);
     let superblock = Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES };
-    let _ = verify(&superblock, 1, None, &mut Cursor::new(segment));
+    let _ = verify(&superblock, 1, &Lives::default(), &mut Cursor::new(segment));
 });

@@ -6,29 +6,35 @@ use super::SimDevice;
 use crate::disk::Disk;
 use larder_device::SmallFile;
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 /// Something that happens to a file.
 #[derive(Debug, Clone)]
 pub(super) enum FileChange {
     Save(SmallFile, Vec<u8>),
-    Make(u32, u64),
+    /// Number, bytes and header: it comes by its name when all of it is durable.
+    Make(u32, u64, Vec<u8>),
     Remove(u32),
+    /// It is no segment any more.
+    SetAside(u32),
 }
 
 impl FileChange {
     pub(super) fn apply(self, disk: &mut Disk) {
         match self {
             FileChange::Save(file, bytes) => disk.save(file, bytes),
-            FileChange::Make(segment, bytes) => disk.make(segment, bytes),
-            FileChange::Remove(segment) => disk.remove(segment),
+            FileChange::Make(segment, bytes, header) => disk.create(segment, bytes, &header),
+            FileChange::Remove(segment) | FileChange::SetAside(segment) => disk.remove(segment),
         }
     }
 
     fn number(&self) -> u64 {
         match self {
             FileChange::Save(file, _) => *file as u64,
-            FileChange::Make(segment, _) | FileChange::Remove(segment) => u64::from(*segment),
+            FileChange::Make(segment, ..) | FileChange::Remove(segment) | FileChange::SetAside(segment) => {
+                u64::from(*segment)
+            }
         }
     }
 }
@@ -81,10 +87,10 @@ impl SimDevice {
         Ok(bytes)
     }
 
-    pub(super) async fn create_segment(&self, segment: u32, bytes: u64) -> io::Result<()> {
+    pub(super) async fn create_segment(&self, segment: u32, bytes: u64, header: Vec<u8>) -> io::Result<()> {
         if self.disk().lock().has(segment) {
-            self.world.violate(format!("segment {segment} is made, and it exists"));
-            return Err(io::ErrorKind::AlreadyExists.into());
+            self.check_idle(&self.state.lock(), segment);
+            self.remove_segment(segment).await?;
         }
         let fails = self.world.faults.lock().no_space;
         let full = self.disk().lock().is_full(self.world.now_ms());
@@ -93,13 +99,26 @@ impl SimDevice {
             self.world.fault("no space", [u64::from(segment), 0, 0]);
             return Err(io::Error::from_raw_os_error(28));
         }
-        self.change_file("create", FileChange::Make(segment, bytes)).await?;
+        self.change_file("create", FileChange::Make(segment, bytes, header)).await?;
         self.state.lock().open.insert(segment);
         self.check_capacity();
         Ok(())
     }
 
     pub(super) async fn remove_segment(&self, segment: u32) -> io::Result<()> {
+        self.detach(segment).await;
+        self.change_file("remove", FileChange::Remove(segment)).await
+    }
+
+    pub(super) async fn set_segment_aside(&self, segment: u32) -> io::Result<PathBuf> {
+        self.detach(segment).await;
+        self.change_file("set aside", FileChange::SetAside(segment)).await?;
+        self.world.count("strays set aside", 1);
+        Ok(self.path.join(format!("{segment:08}.stray")))
+    }
+
+    /// Takes no more requests on a segment, and waits for those it has.
+    async fn detach(&self, segment: u32) {
         self.state.lock().open.remove(&segment);
         loop {
             let progress = self.progress.notified();
@@ -108,7 +127,6 @@ impl SimDevice {
             }
             progress.await;
         }
-        self.change_file("remove", FileChange::Remove(segment)).await
     }
 
     /// Files never take more than the node was given.

@@ -2,7 +2,7 @@
 
 use super::*;
 use larder_format::footer::{PageSummary, TombstoneSummary};
-use larder_format::life::Headless;
+use larder_format::life::{Foreign, Headless};
 
 const BIG: u64 = 4 << 20;
 
@@ -352,22 +352,31 @@ fn a_page_is_over_at_a_start() {
 /// What was cut off a file may have forgotten whatever is older; and a segment that says nothing may be of any age.
 #[test]
 fn what_may_have_been_forgotten_is_removed() {
-    let silent = Headless { life: None, begins: false, blank: false };
+    let silent = Headless { life: None, begins: false, foreign: None };
     let found = |segment, life, short| FoundSegment { segment, life, short };
     let sort = |segments: Vec<FoundSegment>| {
-        let Recovery { log, discard, mend, order } = Recovery::new(config(9), segments);
+        let Recovery { log, discard, strays, mend, order } = Recovery::new(config(9), segments);
         assert!(log.next_life > 30 || order.is_empty());
-        (discard, mend, order.iter().map(|at| at.life).collect::<Vec<u64>>())
+        (
+            discard.into_iter().chain(strays).collect::<Vec<u32>>(),
+            mend,
+            order.iter().map(|at| at.life).collect::<Vec<u64>>(),
+        )
     };
     let whole = || vec![found(7, Ok(10), false), found(4, Ok(30), false), found(5, Ok(20), false)];
     let with = |more: FoundSegment| whole().into_iter().chain([more]).collect();
     assert_eq!(sort(whole()), (vec![], vec![], vec![30, 20, 10]));
     assert_eq!(sort(with(found(1, Ok(25), true))), (vec![7, 5, 1], vec![], vec![30]));
     assert_eq!(sort(with(found(1, Err(silent), false))), (vec![7, 5, 4, 1], vec![], vec![]));
-    let blank = Headless { blank: true, ..silent };
-    // The last one may just have been made; one before others had a header.
-    assert_eq!(sort(with(found(9, Err(blank), true))), (vec![9], vec![], vec![30, 20, 10]));
-    assert_eq!(sort(with(found(1, Err(blank), true))), (vec![7, 5, 4, 1], vec![], vec![]));
+    // Copies cost nothing; what was renamed is not there any more. Both are set aside, last of all.
+    let stray = |foreign| found(9, Err(Headless { foreign: Some(foreign), ..silent }), false);
+    let of = |segment, life| stray(Foreign::Segment { segment, life });
+    for harmless in [stray(Foreign::Log), of(5, 20), of(5, 12)] {
+        assert_eq!(sort(with(harmless)), (vec![9], vec![], vec![30, 20, 10]));
+    }
+    assert_eq!(sort(with(of(5, 25))), (vec![7, 5, 9], vec![], vec![30]), "the one with this name is older");
+    assert_eq!(sort(with(of(6, 12))), (vec![7, 9], vec![], vec![30, 20]));
+    assert_eq!(Recovery::new(config(9), with(of(6, 77))).log.next_life, 78);
     let known = Headless { life: Some(25), ..silent };
     let mend = SegmentLife { segment: 1, life: 25 };
     assert_eq!(sort(with(found(1, Err(known), false))), (vec![], vec![mend], vec![30, 25, 20, 10]));
