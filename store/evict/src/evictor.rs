@@ -100,25 +100,37 @@ pub enum Refused {
     Pinned,
 }
 
+/// The memory of a page is what is spent most on, so this is packed: see [`PAGE_BYTES_MAX`].
 #[derive(Debug)]
 struct Page<T> {
-    /// `None`: the slot is empty.
-    name: Option<T>,
-    stamp: Stamp,
+    /// See [`Stamp`].
+    run: u64,
     /// `u64::MAX`: none.
     deadline_ms: u64,
-    parent: Option<Handle>,
+    name: T,
+    position: u32,
+    /// In [`NO_SLOT`] if there is none.
+    parent: Handle,
     namespace: NamespaceIndex,
     bytes: u32,
     life: u32,
     children: u32,
     pins: u16,
+    /// It is there; otherwise the slot is empty.
+    resident: bool,
     soft_pinned: bool,
     /// Stands in the orders of pages that may go.
     offered: bool,
     /// Its namespace had a quota when it was offered.
     in_quota_order: bool,
 }
+
+/// No page stands there: there are never so many.
+const NO_SLOT: Slot = Slot(u32::MAX);
+/// Most bytes of an entry, with a name of four. With what the policy has of a page and remembers of those that went, a page
+/// takes at most 124 bytes.
+const PAGE_BYTES_MAX: usize = 56;
+const _: () = assert!(size_of::<Page<u32>>() <= PAGE_BYTES_MAX);
 
 #[derive(Debug, Clone, Copy)]
 struct Account {
@@ -183,12 +195,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.tick += 1;
         let page = &self.pages[handle.slot.index()];
-        let stamp = Stamp::new(self.tick, page.position());
+        let stamp = Stamp::new(self.tick, page.position);
         let in_own_order = page.offered && (page.soft_pinned || page.in_quota_order);
         if in_own_order {
             self.withdraw(handle.slot);
         }
-        self.pages[handle.slot.index()].stamp = stamp;
+        self.pages[handle.slot.index()].run = stamp.run;
         self.policy.touch(handle.slot, stamp);
         if in_own_order {
             self.offer(handle.slot);
@@ -294,7 +306,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     fn page(&self, handle: Handle) -> Option<&Page<T>> {
-        self.pages.get(handle.slot.index()).filter(|page| page.life == handle.life && page.name.is_some())
+        self.pages.get(handle.slot.index()).filter(|page| page.life == handle.life && page.resident)
     }
 
     fn account(&self, namespace: NamespaceIndex) -> Account {
@@ -368,15 +380,17 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let slot = self.empty.pop().unwrap_or(Slot(self.pages.len() as u32));
         let life = self.pages.get(slot.index()).map_or(0, |before| before.life.wrapping_add(1));
         let page = Page {
-            name: Some(new.name),
-            stamp,
+            run: stamp.run,
             deadline_ms,
-            parent: new.parent,
+            name: new.name,
+            position: new.position,
+            parent: new.parent.unwrap_or(Handle { slot: NO_SLOT, life: 0 }),
             namespace: new.namespace,
             bytes: new.bytes,
             life,
             children: 0,
             pins: 0,
+            resident: true,
             soft_pinned: false,
             offered: false,
             in_quota_order: false,
@@ -399,12 +413,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.policy.remove(slot, farewell);
         let page = &mut self.pages[slot.index()];
-        let (name, parent, bytes) = (page.name.take(), page.parent, u64::from(page.bytes));
-        let namespace = page.namespace;
+        let name = std::mem::take(&mut page.resident).then_some(page.name);
+        let (parent, bytes, namespace) = (page.parent, u64::from(page.bytes), page.namespace);
         self.used_bytes -= bytes;
         self.credit(namespace, bytes);
         push_tight(&mut self.empty, slot);
-        if let Some(parent) = parent.filter(|parent| self.page(*parent).is_some()) {
+        if self.page(parent).is_some() {
             self.settle(parent.slot, |parent| parent.children -= 1);
         }
         name
@@ -436,12 +450,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         page.offered = true;
         page.in_quota_order = has_quota;
         if page.soft_pinned {
-            self.soft.insert((page.stamp, slot));
+            self.soft.insert((page.stamp(), slot));
         } else {
             self.policy.offer(slot);
         }
         if page.in_quota_order {
-            self.quota_order.insert((page.namespace, page.soft_pinned, page.stamp, slot));
+            self.quota_order.insert((page.namespace, page.soft_pinned, page.stamp(), slot));
         }
         if page.deadline_ms != u64::MAX {
             self.deadlines.insert((page.deadline_ms, slot));
@@ -452,12 +466,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let page = &mut self.pages[slot.index()];
         page.offered = false;
         if page.soft_pinned {
-            self.soft.remove(&(page.stamp, slot));
+            self.soft.remove(&(page.stamp(), slot));
         } else {
             self.policy.withdraw(slot);
         }
         if page.in_quota_order {
-            self.quota_order.remove(&(page.namespace, page.soft_pinned, page.stamp, slot));
+            self.quota_order.remove(&(page.namespace, page.soft_pinned, page.stamp(), slot));
         }
         if page.deadline_ms != u64::MAX {
             self.deadlines.remove(&(page.deadline_ms, slot));
@@ -466,8 +480,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 }
 
 impl<T> Page<T> {
-    fn position(&self) -> u32 {
-        self.stamp.position.0
+    fn stamp(&self) -> Stamp {
+        Stamp { run: self.run, position: std::cmp::Reverse(self.position) }
     }
 }
 

@@ -45,6 +45,8 @@ struct Page {
     span: u8,
 }
 
+const _: () = assert!(size_of::<Page>() <= 32);
+
 /// Hit density, learnt per class of pages.
 #[derive(Debug)]
 pub struct Larder {
