@@ -11,7 +11,7 @@ use hashbrown::HashTable;
 use larder_format::disk::{BLOCK_BYTES, RecordPlace, record_bytes};
 use larder_format::footer::PageSummary;
 use larder_format::{NamespaceId, PageId, PageKey};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hasher};
 
 /// No slot.
@@ -21,6 +21,8 @@ const CHUNK: usize = 4096;
 const SHARDS: usize = 64;
 /// Set in [`Stored::block`] of a page that was asked for: a segment has far fewer blocks.
 const USED: u32 = 1 << 31;
+/// Most namespaces that are known for their quota alone.
+pub(super) const WITHOUT_PAGES_MAX: usize = 4096;
 /// An expiry in seconds that never comes.
 const NEVER: u32 = u32::MAX;
 
@@ -108,12 +110,16 @@ pub(super) struct Namespace {
     pub(super) bytes: u64,
     /// `u64::MAX`: none.
     pub(super) quota_bytes: u64,
+    /// It stands in [`Index::without_pages`].
+    listed: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Index {
     seed: u64,
     quota_default: u64,
+    /// Namespaces with a quota of their own that lost their last page, or never had one, oldest first; some have pages again.
+    without_pages: VecDeque<u32>,
     chunks: Vec<Vec<Stored>>,
     free: Vec<u32>,
     shards: Vec<HashTable<u32>>,
@@ -129,6 +135,7 @@ impl Index {
         Index {
             seed,
             quota_default,
+            without_pages: VecDeque::new(),
             chunks: Vec::new(),
             free: Vec::new(),
             shards: (0..SHARDS).map(|_| HashTable::new()).collect(),
@@ -291,20 +298,43 @@ impl Index {
     }
 
     /// Sets a quota; the namespace's number. Its number is its own until [`release`](Self::release) finds it without
-    /// pages and quota.
+    /// pages, and without a quota or too many of its kind.
     pub(super) fn set_quota(&mut self, id: &NamespaceId, quota_bytes: u64) -> u32 {
         let number = self.intern(id);
         self.namespaces[number as usize].quota_bytes = quota_bytes;
         number
     }
 
-    /// Gives up the number of a namespace that has neither pages nor a quota of its own.
+    /// Gives up the number of a namespace that has neither pages nor a quota of its own. Of those that have only that, the
+    /// last ones are kept.
     pub(super) fn release(&mut self, number: u32) {
-        let namespace = &self.namespaces[number as usize];
-        if namespace.pages == 0
-            && namespace.quota_bytes == self.quota_default
-            && self.namespaces_by_id.remove(&namespace.id).is_some()
+        let namespace = &mut self.namespaces[number as usize];
+        if namespace.pages > 0 {
+            return;
+        }
+        if namespace.quota_bytes == self.quota_default {
+            return self.forget_namespace(number);
+        }
+        if std::mem::replace(&mut namespace.listed, true) {
+            return;
+        }
+        self.without_pages.push_back(number);
+        if self.without_pages.len() > WITHOUT_PAGES_MAX
+            && let Some(first) = self.without_pages.pop_front()
         {
+            let namespace = &mut self.namespaces[first as usize];
+            namespace.listed = false;
+            if namespace.pages == 0 {
+                self.forget_namespace(first);
+            }
+        }
+    }
+
+    fn forget_namespace(&mut self, number: u32) {
+        let id = self.namespaces[number as usize].id;
+        // It may have been forgotten before, and its number be another's.
+        if self.namespaces_by_id.get(&id) == Some(&number) {
+            self.namespaces_by_id.remove(&id);
             self.namespaces_free.push(number);
         }
     }
@@ -333,10 +363,12 @@ impl Index {
         if let Some(&number) = self.namespaces_by_id.get(id) {
             return number;
         }
-        let namespace = Namespace { id: *id, pages: 0, bytes: 0, quota_bytes: self.quota_default };
+        let namespace = Namespace { id: *id, pages: 0, bytes: 0, quota_bytes: self.quota_default, listed: false };
         let number = match self.namespaces_free.pop() {
             Some(number) => {
-                self.namespaces[number as usize] = namespace;
+                // Its number may stand in the list still.
+                let listed = self.namespaces[number as usize].listed;
+                self.namespaces[number as usize] = Namespace { listed, ..namespace };
                 number
             }
             None => {

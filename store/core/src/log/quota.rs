@@ -3,7 +3,8 @@
 //! Always true: the bytes of the findable pages of a namespace do not exceed its quota, or what pins held when the quota
 //! was lowered below that; when the pins are gone, the next page of the namespace makes what is over it go. A page that
 //! goes for it leaves a doubt, as its record stays on the device until the segment is reclaimed. A namespace without pages
-//! is known only if it has a quota of its own, other than [`LogConfig::quota_default`].
+//! is known only if it has a quota of its own, other than [`LogConfig::quota_default`], and was one of the last thousands that
+//! lost their pages or got their quota: strangers may use as many namespaces as they like.
 
 use super::*;
 use larder_format::footer::PageSummary;

@@ -467,7 +467,7 @@ fn a_copy_falls_back_as_long_as_its_original_is_there() {
     assert!(fell_back > 0);
 }
 
-/// Namespaces that come and go leave nothing behind, whatever the default; one with a quota of its own stays.
+/// Namespaces that come and go leave nothing behind, whatever the default; those with a quota of their own stay, up to so many.
 #[test]
 fn a_namespace_without_pages_is_forgotten() {
     let quota = 4 * BLOCK_BYTES as u64;
@@ -504,4 +504,12 @@ fn a_namespace_without_pages_is_forgotten() {
     assert_eq!(log.index.namespaces(), 10);
     (0..10).for_each(|n| log.set_quota(namespace(n), quota));
     assert!((0..10).all(|n| log.index.namespace_number(&namespace(n)).is_none()));
+    let last = 3 * index::WITHOUT_PAGES_MAX as u16;
+    for n in (0..last).chain([last - 1, last - 1]) {
+        log.set_quota(namespace(n), 1);
+    }
+    assert!(log.index.namespaces() <= index::WITHOUT_PAGES_MAX + 1, "one more until the oldest went");
+    let known = |n| log.index.namespace_number(&namespace(n)).is_some();
+    let kept = last - index::WITHOUT_PAGES_MAX as u16;
+    assert!((kept..last).all(known) && !(0..kept).any(known));
 }
