@@ -1,8 +1,8 @@
 //! A device that is a directory of files.
 //!
-//! Always true: the directory is locked until the device is closed and every request was answered, if need be until the
-//! process ends; what blocks (making,
-//! opening and removing files) runs on a thread of its own, so that neither the executor nor a caller stands still.
+//! Always true: the directory is locked until the device is closed and the ring's thread has ended, that is until every
+//! request was answered, if need be until the process ends; what blocks (making, opening and removing files) runs on a
+//! thread of its own, so that neither the executor nor a caller stands still.
 
 use crate::arena::Arena;
 use crate::directory::{Directory, OpenError, segment_name};
@@ -29,7 +29,7 @@ pub struct FileDevice {
     path: PathBuf,
     ring: Ring,
     files: RwLock<BTreeMap<u32, FileId>>,
-    /// `None` once it is closed; the thread then ends and lets go of the directory.
+    /// `None` once it is closed; when the ring has ended, the thread then lets go of the directory and ends.
     calls: Mutex<Option<flume::Sender<Call>>>,
     ended: flume::Receiver<()>,
     buffered: AtomicBool,
@@ -44,12 +44,15 @@ impl FileDevice {
         let ring = Ring::start(arena, options).map_err(OpenError::io("starting an executor for", path))?;
         let (calls, calls_in) = flume::bounded::<Call>(CALLS_MAX);
         let (end, ended) = flume::bounded(1);
+        let ring_ended = ring.end();
         std::thread::Builder::new()
             .name("larder-files".into())
             .spawn(move || {
                 for call in calls_in {
                     call(&directory);
                 }
+                // What is under way may still be written: nobody else must have the directory.
+                let _ = ring_ended.recv();
                 drop(directory);
                 drop(end);
             })
@@ -83,6 +86,10 @@ impl FileDevice {
         sender.send_async(boxed).await.map_err(|_| RingGone)?;
         drop(sender);
         answer.await.map_err(|_| RingGone)?
+    }
+
+    fn say_locked(&self) {
+        tracing::error!(dir = %self.path.display(), "the directory does not answer, and stays locked until it does");
     }
 
     async fn detach(&self, segment: u32) {
@@ -193,21 +200,21 @@ impl Device for FileDevice {
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(async move { self.close_now() })
+        Box::pin(async move {
+            let idle = self.ring.closed().await;
+            self.calls.lock().take();
+            // The thread ends when its last call is done, and lets go of the directory.
+            if idle && tokio::time::timeout(self.patience, self.ended.recv_async()).await.is_err() {
+                self.say_locked();
+            }
+        })
     }
 
     fn close_now(&self) {
         let idle = self.ring.close();
-        let calls = self.calls.lock().take();
-        if !idle {
-            // What is under way may still be written: nobody else must have the directory.
-            std::mem::forget(calls);
-            return;
-        }
-        drop(calls);
-        // The thread ends when its last call is done, and then lets go of the directory.
-        if self.ended.recv_timeout(self.patience) == Err(flume::RecvTimeoutError::Timeout) {
-            tracing::error!(dir = %self.path.display(), "the directory does not answer, and stays locked until it does");
+        self.calls.lock().take();
+        if idle && self.ended.recv_timeout(self.patience) == Err(flume::RecvTimeoutError::Timeout) {
+            self.say_locked();
         }
     }
 }

@@ -185,27 +185,50 @@ impl Ring {
     }
 
     /// Takes no more requests, drops the tasks, finishes the requests it has, and ends the thread. Blocks until then, but
-    /// no longer than its patience: `false` if the device does not answer. The thread and all memory that the kernel may
-    /// still write then stay as they are, until the process ends if need be.
+    /// no longer than its patience. `false` if the device does not answer: the thread and all memory that the kernel may
+    /// still write then stay as they are, until the process ends if need be. `false` also on the ring's own thread, which
+    /// then ends by itself: a completion may drop the last handle there.
     pub fn close(&self) -> bool {
         self.outbox.bell.close();
-        // A completion may drop the last handle on the ring's own thread, which then ends by itself.
-        if self.thread_id == std::thread::current().id() {
-            return true;
+        !self.is_own_thread() && {
+            let timeout = flume::RecvTimeoutError::Timeout;
+            self.note_end(self.ended.recv_timeout(self.patience_left()) != Err(timeout))
         }
+    }
+
+    /// The same for a task of a tokio runtime, whose thread others can use meanwhile.
+    pub async fn closed(&self) -> bool {
+        self.outbox.bell.close();
+        !self.is_own_thread() && {
+            let ended = tokio::time::timeout(self.patience_left(), self.ended.recv_async()).await;
+            self.note_end(ended.is_ok())
+        }
+    }
+
+    /// Hears when the thread has ended: nothing is sent, but there is nobody left who could.
+    pub(crate) fn end(&self) -> flume::Receiver<()> {
+        self.ended.clone()
+    }
+
+    fn is_own_thread(&self) -> bool {
+        self.thread_id == std::thread::current().id()
+    }
+
+    fn patience_left(&self) -> Duration {
+        if self.given_up.load(Ordering::Relaxed) { Duration::ZERO } else { self.patience }
+    }
+
+    fn note_end(&self, ended: bool) -> bool {
         let mut thread = self.thread.lock();
-        let patience = if self.given_up.load(Ordering::Relaxed) { Duration::ZERO } else { self.patience };
-        if self.ended.recv_timeout(patience) == Err(flume::RecvTimeoutError::Timeout) {
+        if !ended {
             if !self.given_up.swap(true, Ordering::Relaxed) {
-                let name = thread.as_ref().and_then(|thread| thread.thread().name());
+                let (name, patience) = (thread.as_ref().and_then(|thread| thread.thread().name()), self.patience);
                 tracing::error!(ring = name, ?patience, "the device does not answer: it keeps what it may still write");
             }
-            return false;
+        } else if let Some(thread) = thread.take() {
+            let _ = thread.join();
         }
-        if let Some(ended) = thread.take() {
-            let _ = ended.join();
-        }
-        true
+        ended
     }
 }
 

@@ -53,7 +53,7 @@ pub struct DeviceFacts {
     pub registered_files: bool,
 }
 
-/// A device. All methods but those on small files may be called from any thread and any executor.
+/// A device. All methods but those on small files, and [`Device::close`], may be called from any thread and any executor.
 pub trait Device: Send + Sync + 'static {
     /// The directory, for people.
     fn path(&self) -> &Path;
@@ -99,7 +99,8 @@ pub trait Device: Send + Sync + 'static {
     /// Ends after `duration`; for tasks of [`Device::spawn`].
     fn sleep(&self, duration: Duration) -> BoxFuture<'static, ()>;
 
-    /// Takes no more requests, finishes those it has, ends its tasks, and lets go of the directory.
+    /// Takes no more requests, finishes those it has, ends its tasks, and lets go of the directory. Needs a tokio runtime;
+    /// several devices can be waited for at once.
     fn close(&self) -> BoxFuture<'_, ()>;
 
     /// The same for those who cannot wait otherwise: blocks.
