@@ -5,8 +5,8 @@ use larder_format::footer::{Footer, RecordSummary};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION, PageRange, PinKind, Request,
-    ReserveOutcome, Reserved, Response, TierCode,
+    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION,
+    PageRange, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -38,7 +38,6 @@ fn requests() -> Vec<Frame> {
         hello(Some(descriptor())),
         Request::Locate(vec![key; 3]),
         Request::Get { keys: vec![key], in_place: true },
-        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], in_place: true },
         Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
         Request::Release(vec![entry; 2]),
         Request::Reserve(vec![reserved; 2]),
@@ -56,6 +55,7 @@ fn requests() -> Vec<Frame> {
         Request::Cancel(3),
         Request::Compare { key, crcs: vec![1] },
         Request::Pin { keys: vec![key], kind: PinKind::Hard, ttl_ms: 9 },
+        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], in_place: true },
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
@@ -67,7 +67,6 @@ fn responses() -> Vec<Frame> {
         Response::Located(vec![TierCode::L2, TierCode::Nowhere]),
         Response::Looked { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
         Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Some(4096) },
-        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: None },
         Response::Miss { index: 2 },
         Response::End,
         Response::Part { part: 1, crcs: vec![2, 3] },
@@ -78,6 +77,7 @@ fn responses() -> Vec<Frame> {
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
         Response::Error { code: ErrorCode::Busy, message: "b".into() },
+        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: None },
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }
@@ -113,14 +113,15 @@ fn main() -> std::io::Result<()> {
     write(dir, "frames", frames.to_vec())?;
 
     let place = RecordPlace { segment: 1, life: 2, offset: 4096 };
-    let record = |offset, number, body| RecordHeader { place: RecordPlace { offset, ..place }, number, body };
+    let record =
+        |offset, number, body| RecordHeader { place: RecordPlace { offset, ..place }, number, durable: offset, body };
     let page = record(4096, 3, RecordBody::Page(meta()));
     let tombstone = record(4096 + page.record_bytes() as u64, 4, RecordBody::Tombstone(meta().id));
     let records = [&page, &tombstone].map(|record| RecordSummary::of(record).expect("it has one"));
     let footer = Footer { segment: 1, life: 2, records: records.to_vec() };
     let table = footer.encode(&LOG);
     let first = RecordHeader { place, ..tombstone.clone() };
-    let void = RecordHeader { place, number: 5, body: RecordBody::Void { bytes: 8192 } };
+    let void = RecordHeader { place, number: 5, durable: 0, body: RecordBody::Void { bytes: 8192 } };
     let blocks = vec![
         fields(0, &Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES }.encode()),
         fields(1, &SegmentHeader { log_id: LOG, segment: 1, life: 2 }.encode()),

@@ -6,6 +6,7 @@ use crate::faults::Faults;
 use crate::life::CALM_DOWN;
 use crate::model::{Bytes, CHAIN, parent};
 use crate::payload::{self, page_id, page_key};
+use crate::rest::{self, figure};
 use larder_format::{NamespaceId, chunk_crcs};
 use larder_node::WritePolicy;
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
@@ -65,10 +66,6 @@ fn check_there(life: &NodeLife, key: u64) {
     }
 }
 
-fn figure(status: &Value, pointer: &str) -> u64 {
-    status.pointer(pointer).and_then(Value::as_u64).unwrap_or(u64::MAX)
-}
-
 fn check_bounds(life: &NodeLife) {
     let status = life.store.status();
     let bounds = [
@@ -123,36 +120,13 @@ pub(super) async fn come_to_rest(life: &NodeLife) {
         }
         check_there(life, key);
     }
-    let mut problems = Vec::new();
-    for _ in 0..SETTLE_SECONDS {
-        problems = left_over(life);
-        if problems.is_empty() {
-            return;
-        }
-        sleep(Duration::from_secs(1)).await;
-    }
-    problems.into_iter().for_each(|problem| life.violate(format!("at rest, {problem}")));
+    rest::settled(SETTLE_SECONDS, || left_over(life)).await.into_iter().for_each(|problem| life.violate(problem));
 }
 
 /// What is not at rest.
 fn left_over(life: &NodeLife) -> Vec<String> {
     let status = life.store.status();
-    let dirty = life.node.write_policy == WritePolicy::Back;
-    let nothing = [
-        "/puts_open",
-        "/readers_waiting",
-        "/tiers/writing",
-        "/tiers/l2/in_flight_bytes",
-        "/tiers/l2/pinned_pages",
-        "/tiers/l2/hard_pinned_bytes",
-        "/tiers/l2/dirty_pages",
-    ];
-    let nothing = nothing.into_iter().filter(|what| !(dirty && what.ends_with("dirty_pages")));
-    let mut problems: Vec<String> = nothing
-        .map(|what| (what, figure(&status, what)))
-        .filter(|(_, found)| *found != 0)
-        .map(|(what, found)| format!("{what} is {found}"))
-        .collect();
+    let mut problems = rest::under_way(&status, life.node.write_policy);
     let (held, used) = (bytes_found(life, None), figure(&status, "/tiers/l2/bytes_used"));
     let memory = life.arena.used() as u64;
     if held != used || memory != used {

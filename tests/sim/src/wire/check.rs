@@ -3,11 +3,10 @@
 use super::nodes::Host;
 use super::{Wire, operations, put, soon};
 use crate::payload::{self, page_key};
+use crate::rest::{self, figure};
 use crate::workload::Limit;
 use larder_client::{Client, PutOptions, PutOutcome, Transport};
-use larder_node::WritePolicy;
 use larder_wire::PROTOCOL_VERSION;
-use serde_json::Value;
 use std::time::Duration;
 use tokio::time::sleep;
 
@@ -40,49 +39,19 @@ pub(super) async fn come_to_rest(wire: &Wire, hosts: &[Host], clients: &[Client]
 }
 
 async fn settle(wire: &Wire, hosts: &[Host], clients: &[Client]) {
-    let mut problems = Vec::new();
-    for _ in 0..SETTLE_SECONDS {
-        problems = hosts.iter().flat_map(|host| left_over(wire, host)).collect();
-        for client in clients {
-            let under_way = larder_client::sim::under_way(client);
-            if under_way != (0, 0) {
-                problems.push(format!("a client has (bytes, requests) {under_way:?} under way"));
-            }
-        }
-        if problems.is_empty() {
-            return;
-        }
-        sleep(Duration::from_secs(1)).await;
-    }
-    problems.into_iter().for_each(|problem| wire.violate(format!("at rest, {problem}")));
-}
-
-fn figure(status: &Value, pointer: &str) -> u64 {
-    status.pointer(pointer).and_then(Value::as_u64).unwrap_or(u64::MAX)
+    let of_clients = || {
+        let under_way = clients.iter().map(larder_client::sim::under_way).filter(|under_way| *under_way != (0, 0));
+        under_way.map(|under_way| format!("a client has (bytes, requests) {under_way:?} under way"))
+    };
+    let problems = || hosts.iter().flat_map(|host| left_over(wire, host)).chain(of_clients()).collect();
+    rest::settled(SETTLE_SECONDS, problems).await.into_iter().for_each(|problem| wire.violate(problem));
 }
 
 /// What is not at rest.
 fn left_over(wire: &Wire, host: &Host) -> Vec<String> {
     let Some((server, arena)) = host.up() else { return vec!["a node is down".into()] };
     let status = server.store().status();
-    let dirty = wire.setup.write_policy == WritePolicy::Back;
-    let nothing = [
-        "/puts_open",
-        "/readers_waiting",
-        "/tiers/writing",
-        "/tiers/l2/in_flight_bytes",
-        "/tiers/l2/pinned_pages",
-        "/tiers/l2/hard_pinned_bytes",
-        "/tiers/l2/held_pages",
-        "/tiers/l2/held_bytes",
-        "/tiers/l2/dirty_pages",
-    ];
-    let nothing = nothing.into_iter().filter(|what| !(dirty && what.ends_with("dirty_pages")));
-    let mut problems: Vec<String> = nothing
-        .map(|what| (what, figure(&status, what)))
-        .filter(|(_, found)| *found != 0)
-        .map(|(what, found)| format!("{what} is {found}"))
-        .collect();
+    let mut problems = rest::under_way(&status, wire.setup.write_policy);
     let (used, memory) = (figure(&status, "/tiers/l2/bytes_used"), arena.used() as u64);
     if used != memory {
         problems.push(format!("L2 has {used} bytes, and {memory} are taken"));
