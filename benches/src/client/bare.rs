@@ -201,3 +201,47 @@ impl Subject for Copy {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cell(op: Op) -> Cell {
+        Cell { op, cell: 0, size: 3 << 19, batch: 2, batches: 2, seconds: 1.0 }
+    }
+
+    /// Does three operations, one more than the data set has, and how the server's side of it ended.
+    async fn moved(op: Op, asked: bool) -> (Vec<u8>, Result<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut bare = Bare::new(listener.local_addr().unwrap(), asked);
+        let server = std::thread::spawn(move || serve_one(tuned(listener.accept()?.0)?));
+        let cell = cell(op);
+        bare.prepare(&cell).await.unwrap();
+        for batch in [0, 1, 0] {
+            bare.operate(&cell, batch).await.unwrap();
+        }
+        bare.finish(&cell).await.unwrap();
+        (bare.memory, server.join().unwrap())
+    }
+
+    #[tokio::test]
+    async fn bytes_go_both_ways_asked_for_or_not() {
+        for asked in [false, true] {
+            let (memory, served) = moved(Op::Get, asked).await;
+            served.unwrap();
+            assert!(memory.len() == 3 << 20 && memory.iter().all(|&byte| byte == 7), "asked {asked}");
+            // Finishing a put has waited until the last byte was there.
+            moved(Op::Put, asked).await.1.unwrap();
+        }
+    }
+
+    #[test]
+    fn a_purpose_is_read_as_written_and_bounded() {
+        let purpose = Purpose { down: true, asked: false, op_bytes: 3, set_bytes: 9 };
+        let read = Purpose::decode(purpose.encode()).unwrap();
+        assert!(read.down && !read.asked && (read.op_bytes, read.set_bytes) == (3, 9));
+        for (op_bytes, set_bytes) in [(0, 9), (10, 9), (1, SET_BYTES_MAX + 1)] {
+            assert!(Purpose::decode(Purpose { op_bytes, set_bytes, ..purpose }.encode()).is_err());
+        }
+    }
+}

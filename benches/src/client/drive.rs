@@ -146,3 +146,58 @@ async fn measure(subject: &mut impl Subject, cell: &Cell, stored: &mut usize) ->
     let notes = subject.check(cell, done.saturating_sub(1) % limit.max(1)).await?;
     Ok(Seen { seconds, latencies_ns, notes })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Notes which batches are operated on, some milliseconds each.
+    #[derive(Default)]
+    struct Noted {
+        batches: Vec<usize>,
+        checked: Option<usize>,
+    }
+
+    impl Subject for Noted {
+        async fn prepare(&mut self, _cell: &Cell) -> Result<()> {
+            Ok(())
+        }
+
+        async fn operate(&mut self, _cell: &Cell, batch: usize) -> Result<()> {
+            self.batches.push(batch);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            Ok(())
+        }
+
+        async fn check(&mut self, _cell: &Cell, batch: usize) -> Result<Notes> {
+            self.checked = Some(batch);
+            Ok(Notes::default())
+        }
+    }
+
+    async fn seen(op: Op, batches: usize, seconds: f64, stored: &mut usize) -> (Noted, Seen) {
+        let mut noted = Noted::default();
+        let cell = Cell { op, cell: 0, size: 1, batch: 1, batches, seconds };
+        let seen = measure(&mut noted, &cell, stored).await.unwrap();
+        assert_eq!(seen.latencies_ns.len(), noted.batches.len());
+        assert!(
+            seen.latencies_ns.iter().all(|&ns| ns > 4_000_000) && seen.seconds > 0.004 * noted.batches.len() as f64
+        );
+        (noted, seen)
+    }
+
+    #[tokio::test]
+    async fn puts_end_and_gets_begin_anew_with_what_was_put() {
+        let mut stored = 0;
+        let (noted, _) = seen(Op::Put, 3, 60.0, &mut stored).await;
+        assert_eq!((noted.batches, noted.checked, stored), (vec![0, 1, 2], Some(2), 3));
+        // In no time at all there is one operation.
+        let (noted, _) = seen(Op::Put, 3, 0.0, &mut stored).await;
+        assert_eq!((noted.batches, stored), (vec![0], 1));
+        stored = 2;
+        let (noted, seen) = seen(Op::Get, 3, 0.1, &mut stored).await;
+        assert!(noted.batches.len() > 2 && noted.batches.iter().enumerate().all(|(i, &batch)| batch == i % 2));
+        assert_eq!(noted.checked, noted.batches.last().copied());
+        assert!((0.1..1.0).contains(&seen.seconds), "{seen:?}");
+    }
+}
