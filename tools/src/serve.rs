@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use larder_client::StoreUrl;
-use larder_node::{Executor, L3Device, Node, NodeOptions};
+use larder_node::{Executor, FabricOptions, L3Device, Node, NodeOptions, RdmaOptions};
 use larder_router::{Router, RouterOptions};
 use larder_worker::{Engine, EngineOptions, Role};
 use std::net::SocketAddr;
@@ -52,6 +52,12 @@ pub struct StoreArgs {
     /// there is no L3
     #[arg(long, default_value = "auto", value_name = "WHEN", value_parser = share_memory)]
     share_memory: ShareMemory,
+    /// Whether clients that can read and write pages by RDMA: auto (where this machine has devices) or off
+    #[arg(long, default_value = "auto", value_name = "WHEN", value_parser = rdma)]
+    rdma: RdmaEnabled,
+    /// RDMA devices, e.g. mlx5_0,mlx5_1; all with an active port if left out
+    #[arg(long, value_delimiter = ',', value_name = "DEVICES")]
+    rdma_devices: Vec<String>,
     /// What runs the devices of L3: glommio, or thread where that cannot be had
     #[arg(long, default_value_t)]
     l3_executor: Executor,
@@ -122,6 +128,18 @@ fn share_memory(when: &str) -> Result<ShareMemory, String> {
     }
 }
 
+/// Whether pages move by RDMA.
+#[derive(Debug, Clone, Copy)]
+struct RdmaEnabled(bool);
+
+fn rdma(when: &str) -> Result<RdmaEnabled, String> {
+    match when {
+        "auto" => Ok(RdmaEnabled(true)),
+        "off" => Ok(RdmaEnabled(false)),
+        _ => Err("auto or off".into()),
+    }
+}
+
 /// Runs a store node until it is asked to stop.
 pub async fn store(args: StoreArgs) -> Result<()> {
     let mut options = NodeOptions {
@@ -136,6 +154,10 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l3_executor: args.l3_executor,
         drain: Duration::from_secs(args.drain),
         share_memory: args.share_memory.0,
+        rdma: RdmaOptions {
+            enabled: args.rdma.0,
+            fabric: FabricOptions { devices: args.rdma_devices, ..FabricOptions::default() },
+        },
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);

@@ -15,6 +15,7 @@ use bytes::Bytes;
 use futures::future::join_all;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey};
+use larder_rdma::FabricOptions;
 use larder_share::Memory;
 use larder_wire::{MAX_KEYS, MAX_PUTS, PROTOCOL_VERSION, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
@@ -61,6 +62,8 @@ pub struct ClientOptions {
     /// Bytes of this client's own memory that nodes can be told places in, for [`Client::buffer`]; 0: none. It is address
     /// space until it is used; default 256 MiB.
     pub memory_bytes: usize,
+    /// RDMA devices that pages may move by, and how they behave; default all of them.
+    pub rdma: FabricOptions,
     /// Newest version of the protocol that is spoken; for tests. Default: this build's.
     #[doc(hidden)]
     pub protocol_max: u16,
@@ -73,6 +76,7 @@ impl Default for ClientOptions {
             connect_timeout: Duration::from_secs(1),
             put_queue_bytes_max: 256 << 20,
             memory_bytes: 256 << 20,
+            rdma: FabricOptions::default(),
             protocol_max: PROTOCOL_VERSION,
         }
     }
@@ -97,6 +101,9 @@ pub struct NodeView {
 
 /// How long [`Client::ready`] waits for the last nodes once the first is there.
 const STRAGGLER_WAIT: Duration = Duration::from_secs(1);
+/// Memory of a client that only asks for members and status.
+const STATUS_MEMORY_BYTES: usize = 64 << 10;
+
 pub(crate) struct Namespace {
     pub(crate) id: NamespaceId,
     pub(crate) geometry: PageGeometry,
@@ -142,7 +149,7 @@ impl Client {
     ///
     /// `namespace` is `None` for clients that only ask for members and status.
     pub fn attach(url: StoreUrl, namespace: Option<NamespaceDescriptor>, options: ClientOptions) -> Client {
-        Self::attach_by(Arc::new(Sockets), url, namespace, options)
+        Self::attach_by(Arc::new(Sockets::new(options.rdma.clone())), url, namespace, options)
     }
 
     /// Like [`Client::attach`], with connections that `connector` makes.
@@ -154,6 +161,9 @@ impl Client {
     ) -> Client {
         let stop = CancellationToken::new();
         let transport = url.transport;
+        // Whoever moves no pages only wants to know how they would move.
+        let memory_max = if namespace.is_some() { usize::MAX } else { STATUS_MEMORY_BYTES };
+        let memory = memory::map(options.memory_bytes.min(memory_max));
         let link = |address: String| {
             let options = LinkOptions {
                 transport,
@@ -163,6 +173,7 @@ impl Client {
                 connect_timeout: options.connect_timeout,
                 connections: url.connections,
                 protocol_max: options.protocol_max,
+                memory: memory.clone(),
             };
             Arc::new(Link::start(options, connector.clone(), stop.child_token()))
         };
@@ -171,7 +182,7 @@ impl Client {
             namespace: namespace.as_ref().map(|n| Namespace { id: n.id(), geometry: n.geometry }),
             budget: Arc::new(Budget::new(options.put_queue_bytes_max)),
             counters: Arc::default(),
-            memory: memory::map(options.memory_bytes),
+            memory: memory.clone(),
             _stop: stop.drop_guard(),
         };
         Client { inner: Arc::new(inner) }

@@ -1,14 +1,18 @@
-//! Reaching a node: its data port first, and from there, if it is on this machine, through its door to its memory.
+//! Reaching a node: its data port first, and from there, if it is on this machine, through its door to its memory. Lines by RDMA
+//! are made on the connection.
 
 use crate::link::LinkOptions;
+use crate::rdma::{self, Devices};
 use crate::url::Transport;
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
-use larder_share::Window;
+use larder_rdma::FabricOptions;
+use larder_share::{Memory, Window};
 use larder_wire::{FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use tokio::net::{TcpStream, tcp, unix};
+use tokio::sync::OnceCell;
 
 /// What makes connections.
 pub trait Connector: Send + Sync + 'static {
@@ -25,10 +29,26 @@ pub trait Connector: Send + Sync + 'static {
         &self,
         door: &LocalDoor,
     ) -> impl Future<Output = io::Result<(Self::Source, Self::Sink, Arc<Window>)>> + Send;
+
+    /// The RDMA devices of this machine, with which `memory` is registered; by default there are none.
+    fn devices(&self, _memory: Option<&Arc<Memory>>) -> impl Future<Output = Option<Arc<Devices>>> + Send {
+        std::future::ready(None)
+    }
 }
 
-/// Connections by sockets.
-pub(crate) struct Sockets;
+/// Connections by sockets, and the devices of this machine.
+#[derive(Default)]
+pub(crate) struct Sockets {
+    rdma: FabricOptions,
+    /// Opened when they are first wanted.
+    devices: OnceCell<Option<Arc<Devices>>>,
+}
+
+impl Sockets {
+    pub(crate) fn new(rdma: FabricOptions) -> Self {
+        Self { rdma, devices: OnceCell::new() }
+    }
+}
 
 /// The side of a socket that bytes come from.
 pub(crate) enum SocketSource {
@@ -79,6 +99,11 @@ impl Connector for Sockets {
         let (read, write) = stream.into_split();
         Ok((SocketSource::Local(read), SocketSink::Local(write), window))
     }
+
+    async fn devices(&self, memory: Option<&Arc<Memory>>) -> Option<Arc<Devices>> {
+        let memory = memory?;
+        self.devices.get_or_init(|| rdma::open(&self.rdma, memory)).await.clone()
+    }
 }
 
 /// A node that has said hello.
@@ -97,7 +122,7 @@ fn invalid(error: DecodeError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-fn away(what: &str) -> io::Error {
+pub(crate) fn away(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, what)
 }
 
@@ -110,7 +135,7 @@ async fn in_time<T>(options: &LinkOptions, work: impl Future<Output = io::Result
 pub(crate) async fn reach<C: Connector>(connector: &C, options: &LinkOptions) -> io::Result<Reached<C>> {
     let (source, sink) = in_time(options, connector.connect(&options.address)).await?;
     let (reached, door) = in_time(options, greet::<C>(source, sink, options)).await?;
-    if options.transport != Transport::Tcp {
+    if matches!(options.transport, Transport::Auto | Transport::Shm) {
         let known = (reached.node_id.clone(), reached.epoch);
         match in_time(options, come_in(connector, known, door, options)).await {
             Ok(reached) => return Ok(reached),

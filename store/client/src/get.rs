@@ -5,12 +5,14 @@ use crate::buffer::{DynBuffer, downcast};
 use crate::client::{Client, Namespace, Tier, tier};
 use crate::clock::now;
 use crate::link::Live;
-use crate::sink::{Found, Got, PageEnd, PageSink, Sink, Wanted};
+use crate::memory::Buffer;
+use crate::sink::{Found, Got, Lying, PageEnd, PageSink, Sink, Wanted};
 use crate::stats::count;
 use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use futures::future::join_all;
 use larder_format::{PageId, PageKey, whole_chunks};
-use larder_wire::{PageRange, Request, VERSION_OF_RANGES};
+use larder_share::{Block, Memory};
+use larder_wire::{Delivery, PageRange, Request, VERSION_OF_RANGES};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -99,6 +101,7 @@ impl Client {
     /// If the client was attached without a namespace.
     pub async fn view(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageView>> {
         let Namespace { id: namespace, geometry } = *self.namespace();
+        let part_table = geometry.part_table();
         let mut views: Vec<Option<PageView>> = keys.iter().map(|_| None).collect();
         let nodes = self.nodes();
         nodes.or_pause().await;
@@ -108,18 +111,19 @@ impl Client {
                 let id = |index: usize| PageId { namespace, key: keys[index] };
                 let wanted =
                     indices.iter().map(|&index| Wanted { id: id(index), bytes: None, buffer: buffer() }).collect();
+                let part_table = &part_table;
                 async move {
-                    let pages = get_from(&node, wanted, &[], deadline).await;
+                    let pages = get_from(&node, wanted, part_table, deadline).await;
                     (node, indices, pages)
                 }
             });
         for (node, indices, pages) in join_all(gets).await {
-            for (index, PageEnd { buffer, got, found }) in indices.into_iter().zip(pages) {
+            for (index, PageEnd { buffer, got, found, .. }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };
                 let (bytes, got) = match found {
                     Some(_) if now() > deadline + COPY_GRACE => (None, Got::Missed),
-                    Some(Found { held, meta, tier, .. }) if meta.verify(&id, &held).is_ok() => {
-                        (Some(ViewBytes::Held(held)), Got::Had(tier))
+                    Some(Found { lying, meta, tier, .. }) if meta.verify(&id, lying.bytes()).is_ok() => {
+                        (ViewBytes::of(lying), Got::Had(tier))
                     }
                     Some(_) => {
                         node.suspect(&id);
@@ -153,28 +157,75 @@ impl Client {
 }
 
 /// What to ask a node for. One that does not know of ranges is asked for the pages.
-fn request(node: &Live, wanted: &[Wanted], part_table: &[u32]) -> Request {
-    let in_place = node.transport() == Transport::Shm;
+fn request(node: &Live, wanted: &[Wanted], part_table: &[u32], by: Delivery) -> Request {
     let range = |Wanted { id, bytes, .. }: &Wanted| {
         let bytes = whole_chunks(part_table, bytes.as_ref()?)?;
         Some(PageRange { key: id.key, bytes })
     };
     let ranges = (node.version >= VERSION_OF_RANGES).then(|| wanted.iter().map(range).collect()).flatten();
     match ranges {
-        Some(ranges) => Request::GetRanges { ranges, in_place },
-        None => Request::Get { keys: wanted.iter().map(|wanted| wanted.id.key).collect(), in_place },
+        Some(ranges) => Request::GetRanges { ranges, by },
+        None => Request::Get { keys: wanted.iter().map(|wanted| wanted.id.key).collect(), by },
     }
 }
 
-/// One Get at one node, of pages or of ranges. Always hands every buffer back.
-async fn get_from(node: &Arc<Live>, wanted: Vec<Wanted>, part_table: &[u32], deadline: Instant) -> Vec<PageEnd> {
-    let request = request(node, &wanted, part_table);
-    let (sink, done) = PageSink::new(wanted);
-    let begun = node.begin(node.number(), &request, Sink::Pages(sink), deadline).await;
-    node.settle(begun, done, deadline).await
+/// Memory to read a page, or bytes of it, into by RDMA: that of its buffer if it is this client's and is to have all of it, else
+/// what the client has to spare.
+fn block_for(wanted: &mut Wanted, part_table: &[u32], memory: &Arc<Memory>) -> Option<Block> {
+    let page_bytes: usize = part_table.iter().map(|&bytes| bytes as usize).sum();
+    match &wanted.bytes {
+        Some(bytes) => memory.allocate(whole_chunks(part_table, bytes)?.len()),
+        None => {
+            let own = wanted.buffer.own().filter(|own| own.len() == page_bytes).and_then(Buffer::take);
+            own.or_else(|| memory.allocate(page_bytes))
+        }
+    }
 }
 
-/// Copies what lies in the node's memory into the buffers.
+/// Pages, or bytes of pages, of one node. Always hands every buffer back.
+async fn get_from(node: &Arc<Live>, wanted: Vec<Wanted>, part_table: &[u32], deadline: Instant) -> Vec<PageEnd> {
+    let Some((lines, devices)) = node.lines.for_reading() else {
+        let by = if node.transport() == Transport::Shm { Delivery::InPlace } else { Delivery::Sent };
+        return ask(node, wanted, Vec::new(), part_table, by, deadline).await;
+    };
+    // Those for which there is memory that devices know are read; the others are sent.
+    let (mut read, mut blocks, mut sent, mut is_read) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for mut wanted in wanted {
+        let block = block_for(&mut wanted, part_table, &devices.memory);
+        is_read.push(block.is_some());
+        if block.is_some() { &mut read } else { &mut sent }.push(wanted);
+        blocks.extend(block);
+    }
+    let read = ask(node, read, blocks, part_table, Delivery::Read(lines), deadline);
+    let (read, sent) = futures::join!(read, ask(node, sent, Vec::new(), part_table, Delivery::Sent, deadline));
+    let (mut read, mut sent) = (read.into_iter(), sent.into_iter());
+    is_read.into_iter().filter_map(|is_read| if is_read { read.next() } else { sent.next() }).collect()
+}
+
+/// One Get, with a block for each page if they are to be read by RDMA.
+async fn ask(
+    node: &Arc<Live>,
+    wanted: Vec<Wanted>,
+    blocks: Vec<Block>,
+    part_table: &[u32],
+    by: Delivery,
+    deadline: Instant,
+) -> Vec<PageEnd> {
+    if wanted.is_empty() {
+        return Vec::new();
+    }
+    let request = request(node, &wanted, part_table, by);
+    let (mut sink, done) = PageSink::new(wanted);
+    blocks.into_iter().enumerate().for_each(|(index, block)| sink.provide(index, block));
+    let begun = node.begin(node.number(), &request, Sink::Pages(sink), deadline).await;
+    let mut ends = node.settle(begun, done, deadline).await;
+    for end in &mut ends {
+        end.come(deadline).await;
+    }
+    ends
+}
+
+/// Checks what lies elsewhere than in the buffers, and copies it there, unless it is these buffers' own memory.
 async fn copy_from(
     node: &Live,
     asked: &[(PageId, Option<&Range<u32>>)],
@@ -182,18 +233,26 @@ async fn copy_from(
     deadline: Instant,
 ) -> Vec<(DynBuffer, Got)> {
     let mut copied = Vec::with_capacity(pages.len());
-    for ((id, wanted), PageEnd { mut buffer, got, found }) in asked.iter().zip(pages) {
-        let got = match found {
-            None => got,
-            Some(_) if now() > deadline + COPY_GRACE => Got::Missed,
-            Some(Found { held, meta, tier, bytes }) => {
-                match copy_checked(id, &meta, (&bytes, &held), *wanted, buffer.bytes()) {
-                    true => Got::Had(tier),
-                    false => {
-                        node.suspect(id);
-                        Got::Corrupt
-                    }
-                }
+    for ((id, wanted), PageEnd { mut buffer, got, found, .. }) in asked.iter().zip(pages) {
+        let Some(Found { lying, meta, tier, bytes }) = found else {
+            copied.push((buffer, got));
+            continue;
+        };
+        let in_time = now() <= deadline + COPY_GRACE;
+        let good = match (lying, buffer.own().filter(|own| own.is_away())) {
+            (Lying::Here(block), Some(own)) => {
+                let good = in_time.then(|| meta.verify(id, &block).is_ok());
+                own.restore(block);
+                good
+            }
+            (lying, _) => in_time.then(|| copy_checked(id, &meta, (&bytes, lying.bytes()), *wanted, buffer.bytes())),
+        };
+        let got = match good {
+            None => Got::Missed,
+            Some(true) => Got::Had(tier),
+            Some(false) => {
+                node.suspect(id);
+                Got::Corrupt
             }
         };
         copied.push((buffer, got));

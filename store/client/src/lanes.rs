@@ -5,6 +5,7 @@
 
 use crate::connect::{self, Connector};
 use crate::link::{LinkOptions, Live, run};
+use crate::url::Transport;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,6 +31,10 @@ impl Lanes {
 
 /// The connection to the node with the least to do.
 pub(crate) fn idlest(node: &Arc<Live>) -> Arc<Live> {
+    // What moves by RDMA is spoken of on the first.
+    if !node.moves_pages_itself() {
+        return node.clone();
+    }
     let lanes = node.lanes.open.lock();
     let all = std::iter::once(node).chain(lanes.iter());
     all.min_by_key(|lane| lane.load()).unwrap_or(node).clone()
@@ -38,7 +43,7 @@ pub(crate) fn idlest(node: &Arc<Live>) -> Arc<Live> {
 /// The connections over which `bytes` bytes are best moved, those with the least to do first.
 pub(crate) fn for_bytes(node: &Arc<Live>, bytes: usize) -> Vec<Arc<Live>> {
     let wanted = (bytes / LANE_BYTES).max(1);
-    if wanted == 1 {
+    if wanted == 1 || !node.moves_pages_itself() {
         return vec![idlest(node)];
     }
     let mut lanes: Vec<Arc<Live>> = vec![node.clone()];
@@ -50,7 +55,8 @@ pub(crate) fn for_bytes(node: &Arc<Live>, bytes: usize) -> Vec<Arc<Live>> {
 
 /// Keeps `options.connections` connections to a node to which there is one, as long as what this returns lives.
 pub(crate) fn keep<C: Connector>(options: &LinkOptions, connector: &Arc<C>, node: &Arc<Live>) -> JoinSet<()> {
-    let further = if node.moves_pages_itself() { options.connections.saturating_sub(1) } else { 0 };
+    let pages_come_so = node.moves_pages_itself() && options.transport != Transport::Rdma;
+    let further = if pages_come_so { options.connections.saturating_sub(1) } else { 0 };
     // Tasks of their own, so that each may have a processor of its own.
     let lanes = (0..further).map(|_| keep_one(options.clone(), connector.clone(), node.clone()));
     lanes.collect()
@@ -62,7 +68,7 @@ async fn keep_one<C: Connector>(options: LinkOptions, connector: Arc<C>, node: A
             Ok((version, reader, writer)) => {
                 let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, version, None);
                 let open = Open::announce(&node, lane.clone());
-                let error = run(&lane, reader, writer, queue).await;
+                let error = run(&lane, reader, writer, queue, std::future::pending()).await;
                 drop(open);
                 tracing::debug!(node = %options.address, %error, "a further connection was lost");
             }

@@ -9,7 +9,7 @@
 //!
 //! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) ·
 //! `link` (one node: multiplex, receive) · `lanes` (more connections to it) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` ·
-//! `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
+//! `rdma` (lines to a node) · `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
 //! `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
 
@@ -27,6 +27,7 @@ mod memory;
 mod pin;
 mod put;
 mod put_pages;
+mod rdma;
 mod sink;
 mod spread;
 mod stats;
@@ -35,6 +36,7 @@ mod view;
 
 pub use client::{Client, ClientOptions, Forgotten, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
+pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use lookup::{Lease, Lookup};
 pub use members::{Member, Registration};
 pub use memory::Buffer;

@@ -3,16 +3,17 @@
 use crate::clock::now;
 use crate::connect::{self, Connector, Reached};
 use crate::lanes::{self, Lanes};
-use crate::sink::{Found, Landing, Sink};
+use crate::rdma::{self, Lines, Promise};
+use crate::sink::{Found, Landing, Lying, Sink};
 use crate::url::Transport;
 use crate::view::Releases;
 use larder_bell::Bell;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
-use larder_share::{Held, Window};
+use larder_share::{Held, Memory, Window};
 use larder_wire::{
-    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Request, Response, Sink as ByteSink,
+    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Request, Response, Sink as ByteSink,
     Source, TierCode,
 };
 use parking_lot::Mutex;
@@ -20,7 +21,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
@@ -53,6 +54,8 @@ pub(crate) struct LinkOptions {
     pub(crate) transport: Transport,
     /// Connections to a node, if pages move over them.
     pub(crate) connections: usize,
+    /// What devices of this machine know.
+    pub(crate) memory: Option<Arc<Memory>>,
     pub(crate) protocol_max: u16,
 }
 
@@ -73,6 +76,8 @@ pub(crate) struct Live {
     /// The node's memory, if it is on this machine.
     window: Option<Arc<Window>>,
     releases: Arc<Releases>,
+    /// What moves by RDMA.
+    pub(crate) lines: Lines,
     /// Further connections, if this is the first.
     pub(crate) lanes: Lanes,
 }
@@ -187,38 +192,46 @@ async fn keep_connected<C: Connector>(options: LinkOptions, connector: &Arc<C>, 
         match connect::reach(&**connector, &options).await {
             Ok(Reached { node_id, epoch, version, reader, writer, window }) => {
                 let (live, queue) = Live::new(node_id, epoch, version, window);
-                let transport = live.transport();
-                tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, version, %transport, "store node connected");
-                (backoff, said_away) = (BACKOFF_MIN, false);
-                let connected = Connected::announce(state, live.clone());
+                let connected = Connected { state, live: live.clone(), announced: AtomicBool::new(false) };
                 let lanes = lanes::keep(&options, connector, &live);
-                let error = run(&live, reader, writer, queue).await;
+                let lines = rdma::keep(&live, &**connector, &options, || connected.announce(&options));
+                let error = run(&live, reader, writer, queue, lines).await;
                 drop(lanes);
-                drop(connected);
-                tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
-            }
-            Err(error) => {
-                if !said_away {
-                    tracing::warn!(node = %options.address, %error, "store node away; going on without it, retrying");
+                if connected.announced.load(Ordering::Relaxed) {
+                    (backoff, said_away) = (BACKOFF_MIN, false);
+                    tracing::warn!(node = %options.address, %error, "store node lost; reconnecting");
+                } else {
+                    say_away(&options, &error, &mut said_away);
                 }
-                said_away = true;
             }
+            Err(error) => say_away(&options, &error, &mut said_away),
         }
         tokio::time::sleep(backoff).await;
         backoff = (backoff * 2).min(BACKOFF_MAX);
     }
 }
 
-/// While it lives, the node counts as connected. However the connection ends, its requests end with it.
+fn say_away(options: &LinkOptions, error: &io::Error, said: &mut bool) {
+    if !*said {
+        tracing::warn!(node = %options.address, %error, "store node away; going on without it, retrying");
+    }
+    *said = true;
+}
+
+/// While it lives, the node counts as connected from when that is announced. However the connection ends, its requests end
+/// with it.
 struct Connected<'a> {
     state: &'a Bell<State>,
     live: Arc<Live>,
+    announced: AtomicBool,
 }
 
-impl<'a> Connected<'a> {
-    fn announce(state: &'a Bell<State>, live: Arc<Live>) -> Self {
-        state.change(|state| *state = State::Connected(live.clone()));
-        Self { state, live }
+impl Connected<'_> {
+    fn announce(&self, options: &LinkOptions) {
+        let (live, transport) = (&self.live, self.live.transport());
+        tracing::info!(node = %options.address, node_id = %live.node_id, epoch = live.epoch, version = live.version, %transport, "store node connected");
+        self.announced.store(true, Ordering::Relaxed);
+        self.state.change(|state| *state = State::Connected(live.clone()));
     }
 }
 
@@ -239,6 +252,7 @@ pub(crate) async fn run<R: Source, W: ByteSink>(
     mut reader: FrameReader<R>,
     writer: FrameWriter<W>,
     queue: mpsc::Receiver<Frame>,
+    lines: impl Future<Output = io::Error>,
 ) -> io::Error {
     // A task of its own: neither direction takes the other's turns, however much there is to move.
     let mut sending = tokio::spawn(writer.send_all(queue, STALL_TIMEOUT));
@@ -248,6 +262,7 @@ pub(crate) async fn run<R: Source, W: ByteSink>(
         () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
         silent = watch_for_silence(live) => Err(silent),
         () = release(live) => Ok(()),
+        useless = lines => Err(useless),
         sent = &mut sending => sent.unwrap_or_else(|error| Err(io::Error::other(error))),
         received = receive(live, &mut reader) => received,
     };
@@ -316,11 +331,14 @@ async fn place<S: Source>(
     let bytes = header.payload_bytes as usize;
     let heard = Heard::of(response);
     // Whatever becomes of the answer, what is held for it is released.
-    let held = match &heard {
-        Heard::Pages(Answer { index, bytes, place: Some(place), .. }) => {
-            live.hold(header.request, *index, *place, bytes.len())
+    let (held, promise) = match &heard {
+        Heard::Pages(Answer { index, bytes, place: Place::Arena(place), .. }) => {
+            (live.hold(header.request, *index, *place, bytes.len()), None)
         }
-        _ => None,
+        Heard::Pages(Answer { index, place: Place::Window(_), .. }) => {
+            (None, Some(live.promise(header.request, *index)))
+        }
+        _ => (None, None),
     };
     let Some(mut sink) = sink else {
         // Nobody waits for it any more.
@@ -328,12 +346,19 @@ async fn place<S: Source>(
         return Ok(None);
     };
     match (&mut sink, heard) {
-        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: there, place: Some(_) })) => {
-            pages.found(index, held.map(|held| Found { held, meta, tier, bytes: there }));
+        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: there, place: Place::Arena(_) })) => {
+            pages.found(index, held.map(|held| Found { lying: Lying::Held(held), meta, tier, bytes: there }));
             reader.discard(bytes).await?;
             Ok(Some(sink))
         }
-        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: come, place: None })) => {
+        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: open, place: Place::Window(window) })) => {
+            if let Some(promise) = promise {
+                pages.open(index, (meta, tier, open), |block| live.lines.read(window, block, promise));
+            }
+            reader.discard(bytes).await?;
+            Ok(Some(sink))
+        }
+        (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: come, place: Place::Payload })) => {
             let good = match pages.expect(index, &meta, &come, bytes) {
                 Some(landing) => {
                     let good = land(reader, landing).await?;
@@ -384,7 +409,7 @@ struct Answer {
     tier: TierCode,
     meta: PageMeta,
     bytes: Range<u32>,
-    place: Option<u64>,
+    place: Place,
 }
 
 /// What came.
@@ -460,6 +485,7 @@ impl Live {
             outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
             window,
             releases: Arc::default(),
+            lines: Lines::default(),
             lanes: Lanes::default(),
         };
         (Arc::new(live), queue)
@@ -487,13 +513,18 @@ impl Live {
     /// The connection is over, and its requests with it.
     pub(crate) fn end(&self) {
         self.broken.cancel();
+        self.lines.end();
         let waiting = std::mem::take(&mut self.sinks.lock().waiting);
         drop(waiting);
     }
 
     /// How pages move.
     pub(crate) fn transport(&self) -> Transport {
-        if self.window.is_some() { Transport::Shm } else { Transport::Tcp }
+        match () {
+            () if self.window.is_some() => Transport::Shm,
+            () if self.lines.is_up() => Transport::Rdma,
+            () => Transport::Tcp,
+        }
     }
 
     /// The bytes of a page that the node holds for a request; `None` if it has no such bytes, or we none of its memory.
@@ -505,6 +536,11 @@ impl Live {
         }
         let release = move || releases.add(Entry { request, index });
         self.window.as_ref()?.hold(place, bytes, release)
+    }
+
+    /// The node hears that a page need not be open any more when this is dropped.
+    fn promise(&self, request: u64, index: u32) -> Promise {
+        Promise { entry: Entry { request, index }, releases: self.releases.clone() }
     }
 
     /// The bytes of a page were not what was put: the node is to look at its copy.

@@ -25,6 +25,8 @@ pub struct Buffer {
 #[derive(Debug)]
 enum Kind {
     Shown(Block),
+    /// So many bytes, which a device is reading into.
+    Away(usize),
     Plain(Vec<u8>),
 }
 
@@ -39,6 +41,39 @@ impl Buffer {
         match self.bytes {
             Kind::Shown(block) => Bytes::from_owner(Shown(block)),
             Kind::Plain(bytes) => bytes.into(),
+            Kind::Away(len) => vec![0; len].into(),
+        }
+    }
+
+    /// Takes its memory out, for a device to read into; `None` if it is of the other kind. Until it is given back, or replaced, the
+    /// buffer has no bytes.
+    pub(crate) fn take(&mut self) -> Option<Block> {
+        let away = match &self.bytes {
+            Kind::Shown(block) => Kind::Away(block.len()),
+            Kind::Plain(_) | Kind::Away(_) => return None,
+        };
+        match std::mem::replace(&mut self.bytes, away) {
+            Kind::Shown(block) => Some(block),
+            Kind::Plain(_) | Kind::Away(_) => None,
+        }
+    }
+
+    /// Gives memory back that was taken out. A buffer whose memory was not takes none.
+    pub(crate) fn restore(&mut self, block: Block) {
+        if let Kind::Away(_) = self.bytes {
+            self.bytes = Kind::Shown(block);
+        }
+    }
+
+    /// Whether its memory was taken out.
+    pub(crate) fn is_away(&self) -> bool {
+        matches!(self.bytes, Kind::Away(_))
+    }
+
+    /// Puts plain memory in the place of what does not come back.
+    pub(crate) fn replace(&mut self) {
+        if let Kind::Away(len) = self.bytes {
+            self.bytes = Kind::Plain(vec![0; len]);
         }
     }
 
@@ -54,6 +89,7 @@ impl Deref for Buffer {
         match &self.bytes {
             Kind::Shown(block) => block,
             Kind::Plain(bytes) => bytes,
+            Kind::Away(_) => &[],
         }
     }
 }
@@ -63,6 +99,7 @@ impl DerefMut for Buffer {
         match &mut self.bytes {
             Kind::Shown(block) => block,
             Kind::Plain(bytes) => bytes,
+            Kind::Away(_) => &mut [],
         }
     }
 }

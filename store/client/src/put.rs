@@ -3,6 +3,7 @@
 use crate::clock::now;
 use crate::link::Live;
 use crate::pin::milliseconds;
+use crate::rdma::PartSource;
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::planted::{Bug, has};
@@ -95,6 +96,12 @@ impl Drop for Taken {
 struct Counted {
     bytes: Bytes,
     _taken: Taken,
+}
+
+impl PartSource for Counted {
+    fn shared(&self) -> Bytes {
+        self.bytes.clone()
+    }
 }
 
 impl AsRef<[u8]> for Counted {
@@ -197,7 +204,10 @@ async fn run(
     let put = node.number();
     // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
     let mut open = CancelOnDrop { node: &node, request: put, armed: true };
-    let answer = node.ask_as(put, &Request::Reserve(vec![reserve]), now() + ANSWER_TIMEOUT).await;
+    let deadline = now() + ANSWER_TIMEOUT;
+    let request = Request::Reserve(vec![reserve]);
+    // The node opens the parts, if they can be written by RDMA, when it has granted them.
+    let (answer, _open_parts) = futures::join!(node.ask_as(put, &request, deadline), node.open_parts(put, deadline));
     let outcome = match answer {
         Some(Response::Reserved(outcomes)) => outcomes.first().copied(),
         Some(Response::Error { .. }) => Some(ReserveOutcome::Busy),
@@ -233,9 +243,7 @@ async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut Queue) -> Ended {
         let deadline = now() + ANSWER_TIMEOUT;
         match step {
             Step::Part { part, bytes } => {
-                let crcs = chunk_crcs(bytes.as_ref()).collect();
-                let message = Request::Part { put, part: part as u32, crcs };
-                if !node.send_bytes(&message, bytes, deadline).await {
+                if !node.send_part(put, part as u32, bytes, deadline).await {
                     return drain(queue, PutOutcome::Lost).await;
                 }
             }

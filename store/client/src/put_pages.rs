@@ -4,6 +4,7 @@ use crate::link::Live;
 use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, outcome_of};
 use crate::sink::Sink;
 use bytes::Bytes;
+use futures::StreamExt;
 use futures::future::join_all;
 use larder_format::chunk_crcs;
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
@@ -13,6 +14,9 @@ use tokio::sync::oneshot;
 
 /// Bytes that are sent before the node has said which pages it wants: a round trip's worth.
 const EAGER_BYTES: usize = 1 << 20;
+
+/// Pages that are written by RDMA at a time.
+const WRITES_AT_ONCE: usize = 8;
 
 /// Pages of one reservation.
 struct Batch<'a> {
@@ -55,8 +59,11 @@ impl Batch<'_> {
         let begun = self.node.begin(self.number, &request, Sink::Reply(reply), self.deadline).await;
         let Some(_begun) = begun else { return lost() };
 
+        // Parts that can be written by RDMA are open when they were granted, and not before.
+        let open = self.node.open_parts(self.number, self.deadline).await;
+        let eager_bytes = if open.is_some() { 0 } else { EAGER_BYTES };
         let (mut sent, mut bytes, mut granted) = (0, 0, None);
-        while sent < count && bytes < EAGER_BYTES && granted.is_none() {
+        while sent < count && bytes < eager_bytes && granted.is_none() {
             if !self.send(sent).await {
                 return lost();
             }
@@ -76,10 +83,11 @@ impl Batch<'_> {
         };
         let Some(outcomes) = granted else { return lost() };
         let wanted: Vec<usize> = (0..count).filter(|&i| outcomes[i] == ReserveOutcome::Granted).collect();
-        for &index in wanted.iter().filter(|&&index| index >= sent) {
-            if !self.send(index).await {
-                return lost();
-            }
+        let rest: Vec<usize> = wanted.iter().copied().filter(|&index| index >= sent).collect();
+        let pages_at_once = if open.is_some() { WRITES_AT_ONCE } else { 1 };
+        let left = futures::stream::iter(rest).map(|index| self.send(index)).buffered(pages_at_once);
+        if !left.all(std::future::ready).await {
+            return lost();
         }
         let committed = self.commit(wanted).await;
         self.conclude(&outcomes, committed).await
@@ -108,8 +116,7 @@ impl Batch<'_> {
         for (part, &length) in (0..).zip(self.part_table) {
             let bytes = self.pages[index].1.slice(from..from + length as usize);
             from += length as usize;
-            let message = Request::Part { put: self.name(index), part, crcs: chunk_crcs(&bytes).collect() };
-            if !self.node.send_bytes(&message, bytes, self.deadline).await {
+            if !self.node.send_part(self.name(index), part, bytes, self.deadline).await {
                 return false;
             }
         }

@@ -6,9 +6,10 @@
 
 use crate::buffer::DynBuffer;
 use larder_format::{Arriving, PageGeometry, PageId, PageKey, PageMeta};
-use larder_share::Held;
+use larder_share::{Block, Held};
 use larder_wire::{FollowState, Response, TierCode};
 use std::ops::Range;
+use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Where answers go.
@@ -48,13 +49,64 @@ struct PageSlot {
 pub(crate) struct PageEnd {
     pub(crate) buffer: DynBuffer,
     pub(crate) got: Got,
-    /// The bytes lie in the node's memory, and are not checked yet; the buffer holds nothing then.
+    /// The bytes lie elsewhere than in the buffer, and are not checked yet; the buffer holds nothing then.
     pub(crate) found: Option<Found>,
+    /// Memory to read them into by RDMA.
+    block: Option<Block>,
 }
 
-/// Bytes of a page in the node's memory.
+impl PageEnd {
+    /// The buffer has its own memory back, if no device has got it.
+    fn restore(&mut self) {
+        if let (Some(block), Some(buffer)) = (self.block.take(), self.buffer.own()) {
+            buffer.restore(block);
+        }
+    }
+
+    /// Waits until `deadline` for bytes that are being read. If they do not come, the page was missed, and the buffer has other
+    /// memory than before.
+    pub(crate) async fn come(&mut self, deadline: Instant) {
+        self.restore();
+        self.found = match self.found.take() {
+            Some(Found { lying: Lying::Coming(read), meta, tier, bytes }) => {
+                let read = tokio::time::timeout_at(deadline.into(), read).await;
+                let block = read.ok().and_then(Result::ok);
+                block.map(|block| Found { lying: Lying::Here(block), meta, tier, bytes })
+            }
+            found => found,
+        };
+        if self.found.is_none()
+            && let Some(buffer) = self.buffer.own()
+        {
+            buffer.replace();
+        }
+    }
+}
+
+/// Where bytes lie that are not in the caller's buffer.
+pub(crate) enum Lying {
+    /// In the node's memory.
+    Held(Held),
+    /// In this client's memory.
+    Here(Block),
+    /// They are being read into it.
+    Coming(oneshot::Receiver<Block>),
+}
+
+impl Lying {
+    /// The bytes, if they are there.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Lying::Held(held) => held,
+            Lying::Here(block) => block,
+            Lying::Coming(_) => &[],
+        }
+    }
+}
+
+/// Bytes of a page that are not in the caller's buffer.
 pub(crate) struct Found {
-    pub(crate) held: Held,
+    pub(crate) lying: Lying,
     pub(crate) meta: PageMeta,
     pub(crate) tier: TierCode,
     /// Which bytes of the page.
@@ -83,10 +135,15 @@ impl PageSink {
         let slot = |Wanted { id, bytes, buffer }| PageSlot {
             id,
             wanted: bytes,
-            end: PageEnd { buffer, got: Got::Missed, found: None },
+            end: PageEnd { buffer, got: Got::Missed, found: None, block: None },
         };
         let slots = pages.into_iter().map(slot).collect();
         (Self { slots, done: Some(done) }, receiver)
+    }
+
+    /// Gives the page of index `index` memory to be read into by RDMA: that of its buffer, or what stands in for it.
+    pub(crate) fn provide(&mut self, index: usize, block: Block) {
+        self.slots[index].end.block = Some(block);
     }
 
     /// Memory for the announced bytes of a page, if it is the page that was asked for and has what is wanted of it. Until
@@ -100,6 +157,7 @@ impl PageSink {
     ) -> Option<Landing<'a>> {
         let PageSlot { id, wanted, end } = self.slots.get_mut(index as usize)?;
         (end.found, end.got) = (None, Got::Corrupt);
+        end.restore();
         let arriving = Arriving::of(meta, bytes)?;
         let is_range = wanted.is_some();
         let wanted = wanted.clone().unwrap_or(0..meta.payload_bytes() as u32);
@@ -118,6 +176,20 @@ impl PageSink {
         let Some(slot) = self.slots.get_mut(index as usize) else { return false };
         slot.end.got = if good { Got::Had(tier) } else { Got::Corrupt };
         good
+    }
+
+    /// The announced bytes of a page can be read by RDMA, which `read` begins if they are as many as there is memory for.
+    pub(crate) fn open(
+        &mut self,
+        index: u32,
+        (meta, tier, bytes): (PageMeta, TierCode, Range<u32>),
+        read: impl FnOnce(Block) -> oneshot::Receiver<Block>,
+    ) {
+        let Some(PageSlot { end, .. }) = self.slots.get_mut(index as usize) else { return };
+        (end.found, end.got) = (None, Got::Missed);
+        if let Some(block) = end.block.take_if(|block| block.len() == bytes.len()) {
+            end.found = Some(Found { lying: Lying::Coming(read(block)), meta, tier, bytes });
+        }
     }
 
     /// A page lies in the node's memory; `None` if it cannot be reached there.

@@ -1,4 +1,4 @@
-//! `larder://host:port[,host:port…]/[?transport=auto|tcp|shm][&connections=N]`.
+//! `larder://host:port[,host:port…]/[?transport=auto|tcp|rdma|shm][&connections=N]`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -20,11 +20,14 @@ pub struct StoreUrl {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Transport {
-    /// The best that both ends can: shared memory on one machine, else TCP.
+    /// The best that both ends can: shared memory on one machine, else RDMA, else TCP.
     #[default]
     Auto,
     /// TCP.
     Tcp,
+    /// RDMA, by which pages are read from the node's memory and written to it. A node for which this is not possible counts as
+    /// away.
+    Rdma,
     /// The node's memory, read in place. A node for which this is not possible counts as away.
     Shm,
 }
@@ -34,6 +37,7 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Transport::Auto => "auto",
             Transport::Tcp => "tcp",
+            Transport::Rdma => "rdma",
             Transport::Shm => "shm",
         })
     }
@@ -49,7 +53,7 @@ pub enum UrlError {
     #[error("'{0}' is not host:port")]
     Address(String),
     /// A query option that is not known, or not available.
-    #[error("unknown option '{0}' in store URL; known: transport=auto|tcp|shm, connections=1..{MAX_CONNECTIONS}")]
+    #[error("unknown option '{0}' in store URL; known: transport=auto|tcp|rdma|shm, connections=1..{MAX_CONNECTIONS}")]
     Option(String),
 }
 
@@ -73,6 +77,7 @@ impl FromStr for StoreUrl {
             match option.split_once('=') {
                 Some(("transport", "auto")) => transport = Transport::Auto,
                 Some(("transport", "tcp")) => transport = Transport::Tcp,
+                Some(("transport", "rdma")) => transport = Transport::Rdma,
                 Some(("transport", "shm")) => transport = Transport::Shm,
                 Some(("connections", number)) => {
                     connections = number.parse().map_err(|_| unknown())?;

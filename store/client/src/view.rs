@@ -1,9 +1,10 @@
 //! Pages that are read where they lie.
 
 use crate::client::Tier;
+use crate::sink::Lying;
 use larder_format::planted::{Bug, has};
 use larder_format::{PageId, PageMeta, whole_chunks};
-use larder_share::{Held, copy_out};
+use larder_share::{Block, Held, copy_out};
 use larder_wire::Entry;
 use parking_lot::Mutex;
 use std::ops::{Deref, Range};
@@ -20,7 +21,19 @@ pub struct PageView {
 #[derive(Debug)]
 pub(crate) enum ViewBytes {
     Held(Held),
+    Read(Block),
     Copied(Vec<u8>),
+}
+
+impl ViewBytes {
+    /// Bytes that are there.
+    pub(crate) fn of(lying: Lying) -> Option<ViewBytes> {
+        match lying {
+            Lying::Held(held) => Some(ViewBytes::Held(held)),
+            Lying::Here(block) => Some(ViewBytes::Read(block)),
+            Lying::Coming(_) => None,
+        }
+    }
 }
 
 impl PageView {
@@ -40,6 +53,7 @@ impl Deref for PageView {
     fn deref(&self) -> &[u8] {
         match &self.bytes {
             ViewBytes::Held(held) => held,
+            ViewBytes::Read(block) => block,
             ViewBytes::Copied(bytes) => bytes,
         }
     }

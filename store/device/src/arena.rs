@@ -90,8 +90,7 @@ impl Arena {
         unsafe { *self.mapping.start().add(byte).as_ptr() ^= 1 << (bit % 8) };
     }
 
-    /// Where its first byte is. For simulations.
-    #[cfg(feature = "faults")]
+    /// Where its first byte is. No right to touch what lies there.
     pub fn start(&self) -> NonNull<u8> {
         self.mapping.start()
     }

@@ -25,7 +25,7 @@ async fn scrub(State(shared): State<Arc<Shared>>) -> &'static str {
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     let mut text = String::new();
-    shared.store.refresh_metrics();
+    shared.refresh_metrics();
     match prometheus_client::encoding::text::encode(&mut text, &shared.registry) {
         Ok(()) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()

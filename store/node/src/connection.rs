@@ -7,6 +7,7 @@
 mod conversation;
 mod following;
 mod lookup;
+mod rdma;
 mod reading;
 mod receiving;
 mod sending;

@@ -9,7 +9,7 @@
 //! - everything that a stranger can make grow has a bound: connections, requests, puts, waiting readers, members.
 //!
 //! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `store` (all but the sockets) ·
-//! `holds` (pages held for readers) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
+//! `holds` (pages held for readers) · `rdma` (devices, and what is open through them) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
 //! L3 when) · `writing` (pages on their way to L3) · `devices`, `health` (the logs of L3) · `scrub` · `members` (who
 //! registered) · `clock` · `metrics`, `admin` (axum).
 #![forbid(unsafe_code)]
@@ -27,14 +27,17 @@ pub mod node;
 pub mod options;
 mod policy;
 mod puts;
+mod rdma;
 mod scrub;
 mod store;
 mod tiers;
 mod writing;
 
 pub use larder_device::Executor;
+pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use node::{Node, NodeError};
 pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
+pub use rdma::RdmaOptions;
 
 /// A node without sockets, on any streams or on none, and its rules without a node: for simulations.
 #[doc(hidden)]

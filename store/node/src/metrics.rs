@@ -13,6 +13,8 @@ macro_rules! counters {
         pub(crate) struct Metrics {
             $($(#[doc = $help])+ pub(crate) $field: Counter,)+
             pub(crate) connections: Gauge,
+            pub(crate) rdma_lines: Gauge,
+            pub(crate) rdma_windows: Gauge,
             /// One per device of L3: 1 if it is in use.
             pub(crate) devices: Family<Vec<(String, String)>, Gauge>,
             /// Bytes in DRAM of the namespaces with most.
@@ -25,6 +27,9 @@ macro_rules! counters {
                 let mut registry = Registry::with_prefix("larder_store");
                 $(registry.register(stringify!($field), concat!($($help),+).trim(), self.$field.clone());)+
                 registry.register("connections", "Open connections", self.connections.clone());
+                registry.register("rdma_lines", "RDMA lines to clients", self.rdma_lines.clone());
+                let help = "Pages and parts that clients can reach by RDMA";
+                registry.register("rdma_windows", help, self.rdma_windows.clone());
                 let help = "Whether the device of L3 is in use, and why not";
                 registry.register("l3_device_up", help, self.devices.clone());
                 registry.register("l2_namespace_bytes", "Bytes in DRAM of a namespace", self.namespaces.clone());
@@ -33,7 +38,10 @@ macro_rules! counters {
 
             /// Name and value of each.
             pub(crate) fn json(&self) -> serde_json::Value {
-                serde_json::json!({ $(stringify!($field): self.$field.get(),)+ "connections": self.connections.get() })
+                let mut counters = serde_json::Map::new();
+                $(counters.insert(stringify!($field).into(), self.$field.get().into());)+
+                counters.insert("connections".into(), self.connections.get().into());
+                counters.into()
             }
         }
     };
@@ -78,6 +86,14 @@ counters! {
     bytes_received,
     /// Payload bytes sent
     bytes_sent,
+    /// Payload bytes that clients of this machine were pointed at
+    bytes_in_place,
+    /// Payload bytes opened to clients that read by RDMA
+    bytes_opened_rdma,
+    /// Payload bytes that clients wrote by RDMA
+    bytes_written_rdma,
+    /// RDMA lines to clients made; those beyond the first of a client replace others
+    rdma_lines_made,
     /// Connections accepted
     connections_accepted,
     /// Connections closed because of what they sent

@@ -8,9 +8,10 @@ use crate::members::Members;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::store::Store;
-use crate::{admin, connection};
+use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
 use larder_device::Arena;
+use larder_rdma::{Fabric, NicStats};
 use larder_share::Door;
 use larder_wire::{LocalDoor, Sink, Source};
 use prometheus_client::registry::Registry;
@@ -75,6 +76,8 @@ pub(crate) struct Shared {
     pub(crate) door: Option<LocalDoor>,
     /// Newest version of the protocol that is spoken.
     pub(crate) protocol_max: u16,
+    /// RDMA devices, if there are any.
+    pub(crate) fabric: Option<Fabric>,
     started: Instant,
 }
 
@@ -85,8 +88,20 @@ impl Shared {
         status["node_id"] = self.identity.node_id.clone().into();
         status["epoch"] = self.identity.epoch.into();
         status["uptime_seconds"] = now().saturating_duration_since(self.started).as_secs().into();
+        if let Some(fabric) = &self.fabric {
+            status["rdma"] = rdma::status(fabric);
+        }
         status["members"] = self.members.list(now()).len().into();
         status
+    }
+
+    /// Gauges are up to date only after this.
+    pub(crate) fn refresh_metrics(&self) {
+        self.store.refresh_metrics();
+        let stats: Vec<NicStats> = self.fabric.iter().flat_map(Fabric::nics).map(|nic| nic.stats()).collect();
+        let sum = |of: fn(&NicStats) -> u64| i64::try_from(stats.iter().map(of).sum::<u64>()).unwrap_or(i64::MAX);
+        self.metrics.rdma_lines.set(sum(|stats| stats.endpoints));
+        self.metrics.rdma_windows.set(sum(|stats| stats.windows));
     }
 }
 
@@ -115,6 +130,7 @@ impl Node {
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
         let local = open_door(&arena, &options, &identity, &mut chance);
+        let fabric = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
@@ -125,6 +141,7 @@ impl Node {
             metrics,
             door: local.as_ref().map(|(name, ..)| name.clone()),
             protocol_max: options.protocol_max,
+            fabric,
             started: now(),
             identity,
         });
@@ -197,6 +214,7 @@ impl Server {
             metrics,
             door,
             protocol_max,
+            fabric: None,
             started: now(),
             identity: Identity { node_id, epoch },
         };

@@ -1,5 +1,6 @@
 //! Settings of a node. The comments are the manual.
 
+use crate::rdma::RdmaOptions;
 use larder_device::{Executor, Sharing};
 use larder_format::NamespaceId;
 use std::fmt;
@@ -45,6 +46,8 @@ pub struct NodeOptions {
     /// Whether processes of this machine and user may read pages in place. By default if that costs no huge pages, or
     /// there is no L3: devices move small pages more slowly.
     pub share_memory: Option<bool>,
+    /// Whether clients that can read and write pages by RDMA, and by which devices.
+    pub rdma: RdmaOptions,
     /// Most time that a stop waits for pages on their way to L3. Default one minute.
     pub drain: Duration,
     /// Most connections. Default 1024.
@@ -74,6 +77,7 @@ impl Default for NodeOptions {
             l3_scrub_bytes_per_second: 32 << 20,
             l3_executor: Executor::default(),
             share_memory: None,
+            rdma: RdmaOptions::default(),
             drain: Duration::from_secs(60),
             connections_max: 1024,
             seed: None,

@@ -1,11 +1,12 @@
 //! Pages that are being put, and who waits for them.
 //!
 //! A put goes *reserved → parts land in any order → sealed or aborted*. There is at most one put of a page at a time. Each
-//! part has its own piece of the page's slot: it belongs to the connection that receives it until its bytes have checked,
-//! and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
+//! part has its own piece of the page's slot: it belongs to the connection that receives it, or to a window through which it is
+//! written from afar, until its bytes have checked, and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
 
 use crate::clock::now;
 use crate::metrics::Metrics;
+use crate::rdma::OpenPart;
 use crate::tiers::{Page, Room, Tiers};
 use larder_core::planted::{Bug, has};
 use larder_device::{Bell, Piece, PieceMut, Slot};
@@ -24,7 +25,14 @@ const WAITERS_MAX: usize = 65_536;
 enum PartState {
     Open(PieceMut),
     Receiving,
-    Landed { bytes: Piece, crcs: Vec<u32> },
+    /// A client may write it.
+    Lent(OpenPart),
+    /// It was written, and its window is being withdrawn.
+    Withdrawing,
+    Landed {
+        bytes: Piece,
+        crcs: Vec<u32>,
+    },
 }
 
 /// What a follower sees of a put.
@@ -81,6 +89,59 @@ impl Put {
         self.page.part_bytes.len()
     }
 
+    /// Bytes of a part.
+    pub(crate) fn part_bytes(&self, part: usize) -> Option<usize> {
+        self.page.part_bytes.get(part).map(|&bytes| bytes as usize)
+    }
+
+    /// Takes the memory of a part that nothing has come for.
+    pub(crate) fn take_open(&self, part: usize) -> Option<PieceMut> {
+        self.take_part(part, self.part_bytes(part)?)
+    }
+
+    /// A part whose memory was taken is open for writing; `false` if the put was given up meanwhile.
+    pub(crate) fn lend(&self, part: usize, window: OpenPart) -> bool {
+        let mut parts = self.parts.lock();
+        let state = parts.get_mut(part).filter(|state| matches!(state, PartState::Receiving));
+        let taken = state.is_some();
+        let rest = match state {
+            Some(state) => std::mem::replace(state, PartState::Lent(window)),
+            None => PartState::Lent(window),
+        };
+        drop(parts);
+        drop(rest);
+        taken
+    }
+
+    /// Takes the window of a part that was written.
+    pub(crate) fn take_lent(&self, part: usize) -> Option<OpenPart> {
+        let mut parts = self.parts.lock();
+        let state = parts.get_mut(part)?;
+        match std::mem::replace(state, PartState::Withdrawing) {
+            PartState::Lent(window) => Some(window),
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    /// Whether a part was written whose window is being withdrawn.
+    pub(crate) fn withdraws(&self) -> bool {
+        self.parts.lock().iter().any(|state| matches!(state, PartState::Withdrawing))
+    }
+
+    /// Waits until no window is being withdrawn, or the put is over.
+    pub(crate) async fn written(&self) {
+        loop {
+            let seen = self.progress();
+            if !self.withdraws() || !matches!(seen, Progress::Open(_)) {
+                return;
+            }
+            self.progress_after(seen).await;
+        }
+    }
+
     /// Takes the memory of a part to receive into; `None` if there is no such part of `bytes` bytes, or it was taken.
     pub fn take_part(&self, part: usize, bytes: usize) -> Option<PieceMut> {
         let mut parts = self.parts.lock();
@@ -108,7 +169,7 @@ impl Put {
     pub(crate) fn land_checked(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) {
         let bytes = slot.freeze();
         match self.parts.lock().get_mut(part) {
-            Some(state @ PartState::Receiving) => *state = PartState::Landed { bytes, crcs },
+            Some(state @ (PartState::Receiving | PartState::Withdrawing)) => *state = PartState::Landed { bytes, crcs },
             // It was given up meanwhile.
             _ => return,
         }
@@ -283,8 +344,10 @@ impl Puts {
     /// Gives a put up. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
         let Some(room) = put.room.lock().take() else { return };
-        // The connection may hold on to the put for long; its memory is needed now.
-        put.parts.lock().clear();
+        // The connection may hold on to the put for long; its memory is needed now. What a client may still write comes back
+        // when it no longer can.
+        let parts = std::mem::take(&mut *put.parts.lock());
+        drop(parts);
         drop(room);
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);

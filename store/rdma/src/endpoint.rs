@@ -289,6 +289,11 @@ impl Endpoint {
         }
     }
 
+    /// Waits until it is dead and the device has let go of all memory, which a device that fails may never do.
+    pub async fn ended(&self) {
+        self.link.ended().await;
+    }
+
     /// The device it is on.
     pub fn nic(&self) -> &Arc<Nic> {
         &self.link.nic

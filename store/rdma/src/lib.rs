@@ -19,32 +19,42 @@
 //! 4. One side opens a window ([`Endpoint::readable`], [`Endpoint::writable`]) and sends its [`RemoteRange`]; the other one
 //!    [reads](Endpoint::read) or [writes](Endpoint::write); then the first side [withdraws](Window::withdraw) it.
 //!
+//! [`Fabric`] does the first three for all devices of a machine.
+//!
 //! Memory comes in as values that own it, see [`memory`]; a call takes such a value and gives it back. All calls need a tokio
 //! runtime that drives I/O and time. What is `unsafe` here lies in `verbs`, and where `link` and `region` hand addresses to a device.
 //!
 //! Proven with the kernel's soft-RoCE in a virtual machine (`tests/rdma`). It has never run on a real network card.
 
 mod address;
+#[cfg(feature = "arena")]
+mod arena;
 mod counters;
 mod device;
 mod driver;
 mod endpoint;
 mod error;
+mod fabric;
 mod link;
 pub mod memory;
 mod nic;
 mod path;
 mod probe;
 mod region;
+#[cfg(feature = "share")]
+mod share;
 mod verbs;
 mod window;
 
 pub use address::{AddressError, EndpointAddress, RemoteRange};
+#[cfg(feature = "arena")]
+pub use arena::SlotSlice;
 pub use counters::NicStats;
 pub use device::{DeviceInfo, GidInfo, GidKind, PortInfo, devices};
 pub use endpoint::{Endpoint, EndpointOptions};
 pub use error::{Death, Error, Unavailable};
-pub use memory::{Bytes, BytesMut, Memory, Span};
+pub use fabric::{Credit, Fabric, FabricOptions, Line};
+pub use memory::{Bytes, BytesMut, Kept, Memory, Span};
 pub use nic::{Nic, NicOptions, WindowKind};
 pub use path::{Gid, LinkLayer, Path, pairs};
 pub use region::Region;

@@ -2,7 +2,8 @@
 //!
 //! A device writes and reads behind the compiler's back, so what it may touch is said by ownership: [`Memory`] is what gets
 //! registered, once and as a whole; [`Bytes`] and [`BytesMut`] are handles to some bytes of it, which a transfer or a window takes
-//! and gives back when no device can touch them any more. For an arena that cuts slots from one mapping:
+//! and gives back when no device can touch them any more. For an arena that cuts slots from one mapping (the feature `arena` brings
+//! this for `larder_device`):
 //!
 //! ```
 //! use larder_device::{Arena, Slot, SlotMut};
@@ -111,3 +112,28 @@ pub unsafe trait Bytes: Send + Sync + 'static {
 /// # Safety
 /// As for [`Bytes`]; and while the value lives and is not borrowed, nobody reads the bytes either, nor holds a reference into them.
 pub unsafe trait BytesMut: Bytes {}
+
+// SAFETY: nobody writes to them, and they stay where they are while a handle lives.
+unsafe impl Bytes for bytes::Bytes {
+    fn span(&self) -> Span {
+        Span::of(self)
+    }
+}
+
+/// Bytes, and something that is kept as long as they are.
+#[derive(Debug)]
+pub struct Kept<B, K> {
+    /// The bytes.
+    pub bytes: B,
+    /// What is kept with them. Dropped after them.
+    pub keeper: K,
+}
+
+// SAFETY: the bytes vouch for themselves.
+unsafe impl<B: Bytes, K: Send + Sync + 'static> Bytes for Kept<B, K> {
+    fn span(&self) -> Span {
+        self.bytes.span()
+    }
+}
+// SAFETY: as above.
+unsafe impl<B: BytesMut, K: Send + Sync + 'static> BytesMut for Kept<B, K> {}

@@ -69,6 +69,11 @@ impl Region {
         self.span.is_empty()
     }
 
+    /// Whether these bytes, of which there are some, lie in it.
+    pub fn contains(&self, bytes: &[u8]) -> bool {
+        self.check(&self.nic, Span::of(bytes)).is_ok()
+    }
+
     pub(crate) fn nic_domain(&self) -> &Arc<Domain> {
         &self.nic.domain
     }

@@ -31,18 +31,22 @@ mod response;
 mod stream;
 
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
-pub use fields::{Entry, PageRange};
+pub use fields::{Delivery, Entry, LineEnd, LineWindow, PageRange, PartBytes, Place};
 pub use frame::{
     Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
 };
-pub use limits::{MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS};
+pub use limits::{
+    MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS, MAX_WINDOWS,
+};
 pub use request::{Request, Reserved};
-pub use response::{LocalDoor, MemberEntry, Response};
+pub use response::{LocalDoor, MemberEntry, PartWindow, Response};
 pub use stream::{Sink, Source};
 
 /// Protocol version of this build.
 pub const PROTOCOL_VERSION: u16 = 2;
 /// First version that has ranges of pages.
 pub const VERSION_OF_RANGES: u16 = 2;
+/// First version in which pages move by RDMA.
+pub const VERSION_OF_LINES: u16 = 2;
 /// Oldest version this build speaks.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;

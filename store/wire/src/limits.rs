@@ -14,5 +14,9 @@ pub const MAX_INFO_BYTES: usize = 16 << 10;
 pub const MAX_HOLD_MS: u32 = 60_000;
 /// Longest time for which pages are pinned, in milliseconds: 30 days.
 pub const MAX_PIN_MS: u64 = 30 * 24 * 3_600_000;
+/// Most RDMA lines of a connection.
+pub const MAX_LINES: usize = 16;
+/// Most windows told in one message.
+pub const MAX_WINDOWS: usize = 4096;
 /// Most bytes of any other text.
 pub(crate) const MAX_TEXT_BYTES: usize = 256 << 10;

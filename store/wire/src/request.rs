@@ -1,11 +1,17 @@
 //! Messages of clients.
 
 use crate::codes::PinKind;
-use crate::fields::{Entry, PageRange, crcs, entry, flag, key, keys, optional, put_entry, put_keys, put_range, range};
+use crate::fields::{
+    Delivery, Entry, LineEnd, PageRange, PartBytes, crcs, entry, key, keys, lines, optional, part_bytes, put_entry,
+    put_keys, put_lines, put_part_bytes, put_range, range,
+};
 use crate::frame::{Frame, Payload};
-use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS};
+use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_NAME_BYTES, MAX_PUTS};
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{MAX_PARTS, NamespaceDescriptor, PageKey};
+
+/// The first version in which the bytes of a part may be elsewhere than in the payload.
+const PARTS_ELSEWHERE: u16 = 2;
 
 /// A request for room for one page.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,9 +48,8 @@ pub enum Request {
     Get {
         /// Page keys.
         keys: Vec<PageKey>,
-        /// Say where the bytes lie in the node's arena, which the client has mapped, and hold them there, instead of sending
-        /// them. The node sends them all the same if it holds too much already.
-        in_place: bool,
+        /// How they come. What the node cannot deliver so, or not now, it sends all the same.
+        by: Delivery,
     },
     /// Parts of pages, or any of their chunks → one [`Response::Range`] or [`Response::Miss`] each, in any order, then
     /// [`Response::End`]. What is not whole chunks of a page is a miss.
@@ -52,7 +57,7 @@ pub enum Request {
         /// Which bytes of which pages.
         ranges: Vec<PageRange>,
         /// As in [`Request::Get`].
-        in_place: bool,
+        by: Delivery,
     },
     /// The longest servable prefix of these pages, held for a while so that it can be read → [`Response::Looked`].
     Lookup {
@@ -66,7 +71,7 @@ pub enum Request {
     /// Room for pages → [`Response::Reserved`]. What is granted is named by this request: the client can give up puts whose
     /// grant it never heard of, and send parts before it has; those of pages that were not granted are thrown away.
     Reserve(Vec<Reserved>),
-    /// One part of a put, as payload; no answer.
+    /// One part of a put; no answer.
     Part {
         /// The put.
         put: Entry,
@@ -74,6 +79,8 @@ pub enum Request {
         part: u32,
         /// CRC of each chunk.
         crcs: Vec<u32>,
+        /// Where its bytes are.
+        bytes: PartBytes,
     },
     /// Seals puts → [`Response::Committed`].
     Commit(Vec<Entry>),
@@ -122,11 +129,26 @@ pub enum Request {
         /// Milliseconds until the pins end: above 0 unless `kind` is [`PinKind::None`], and at most [`MAX_PIN_MS`].
         ttl_ms: u64,
     },
+    /// RDMA lines are made, and others have ended → [`Response::Lines`].
+    Lines {
+        /// Lines that are of no use any more.
+        gone: Vec<u32>,
+        /// The client's ends of new ones.
+        offered: Vec<LineEnd>,
+    },
+    /// Windows for writing the parts of puts by RDMA → [`Response::Windows`], for those parts of what was granted that nothing has
+    /// come for yet, as far as the node can.
+    OpenParts {
+        /// Number of the Reserve, which came before.
+        reserve: u64,
+        /// Lines that may be used, in turn.
+        lines: Vec<u32>,
+    },
 }
 
 impl Request {
     /// The kind and body of this message.
-    fn encode(&self) -> (u8, Vec<u8>) {
+    fn encode(&self, version: u16) -> (u8, Vec<u8>) {
         let mut out = Vec::new();
         let kind = match self {
             Request::Hello { version_min, version_max, name, namespace } => {
@@ -143,9 +165,9 @@ impl Request {
                 put_keys(&mut out, keys);
                 2
             }
-            Request::Get { keys, in_place } => {
+            Request::Get { keys, by } => {
                 put_keys(&mut out, keys);
-                out.put_u8(u8::from(*in_place));
+                by.put(&mut out);
                 3
             }
             Request::Reserve(pages) => {
@@ -158,10 +180,13 @@ impl Request {
                 });
                 4
             }
-            Request::Part { put, part, crcs } => {
+            Request::Part { put, part, crcs, bytes } => {
                 put_entry(&mut out, put);
                 out.put_u32(*part);
                 out.put_list(crcs, |out, &c| out.put_u32(c));
+                if version >= PARTS_ELSEWHERE {
+                    put_part_bytes(&mut out, bytes);
+                }
                 5
             }
             Request::Commit(puts) => {
@@ -224,13 +249,23 @@ impl Request {
                 out.put_list(entries, put_entry);
                 20
             }
-            Request::GetRanges { ranges, in_place } => {
+            Request::GetRanges { ranges, by } => {
                 out.put_list(ranges, |out, range| {
                     out.put(&range.key.0);
                     put_range(out, &range.bytes);
                 });
-                out.put_u8(u8::from(*in_place));
+                by.put(&mut out);
                 24
+            }
+            Request::Lines { gone, offered } => {
+                put_lines(&mut out, gone);
+                out.put_list(offered, |out, end| end.put(out));
+                21
+            }
+            Request::OpenParts { reserve, lines } => {
+                out.put_u64(*reserve);
+                put_lines(&mut out, lines);
+                22
             }
         };
         (kind, out)
@@ -238,7 +273,7 @@ impl Request {
 
     /// A frame of this request, as version `version` has it, in which there are such messages.
     pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
-        let (kind, body) = self.encode();
+        let (kind, body) = self.encode(version);
         debug_assert!(Self::since(kind) <= version, "no version says what it has no word for");
         Frame::new(kind, request, deadline_ms, &body, payload)
     }
@@ -262,7 +297,7 @@ impl Request {
                 namespace: optional(&mut r, NamespaceDescriptor::decode)?,
             },
             2 => Request::Locate(keys(&mut r)?),
-            3 => Request::Get { keys: keys(&mut r)?, in_place: flag(&mut r)? },
+            3 => Request::Get { keys: keys(&mut r)?, by: Delivery::read(&mut r)? },
             4 => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| {
                 Ok(Reserved {
                     key: key(r)?,
@@ -272,7 +307,15 @@ impl Request {
                     part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
                 })
             })?),
-            5 => Request::Part { put: entry(&mut r)?, part: r.u32("part")?, crcs: crcs(&mut r)? },
+            5 => Request::Part {
+                put: entry(&mut r)?,
+                part: r.u32("part")?,
+                crcs: crcs(&mut r)?,
+                bytes: match version {
+                    PARTS_ELSEWHERE.. => part_bytes(&mut r)?,
+                    _ => PartBytes::Payload,
+                },
+            },
             6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
             7 => Request::Abort(entry(&mut r)?),
             8 => Request::Follow(key(&mut r)?),
@@ -296,9 +339,11 @@ impl Request {
             },
             19 => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold")? },
             20 => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
+            21 => Request::Lines { gone: lines(&mut r)?, offered: r.list(MAX_LINES, "ends of lines", LineEnd::read)? },
+            22 => Request::OpenParts { reserve: r.u64("reserve")?, lines: lines(&mut r)? },
             24 => Request::GetRanges {
                 ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
-                in_place: flag(&mut r)?,
+                by: Delivery::read(&mut r)?,
             },
             _ => return Err(DecodeError::Invalid("request kind")),
         };
@@ -321,8 +366,14 @@ mod tests {
         for message in [
             Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
             Request::Locate(vec![PageKey([1; 32]); 3]),
-            Request::Get { keys: vec![], in_place: true },
-            Request::GetRanges { ranges: vec![PageRange { key: PageKey([1; 32]), bytes: 3..9 }; 2], in_place: false },
+            Request::Get { keys: vec![], by: Delivery::Sent },
+            Request::Get { keys: vec![], by: Delivery::InPlace },
+            Request::Lines { gone: vec![1], offered: vec![LineEnd { line: 2, address: [7; 32] }] },
+            Request::OpenParts { reserve: 3, lines: vec![1, 2] },
+            Request::GetRanges {
+                ranges: vec![PageRange { key: PageKey([1; 32]), bytes: 3..9 }; 2],
+                by: Delivery::Read(vec![3, 1]),
+            },
             Request::Lookup { keys: vec![PageKey([1; 32])], hold_ms: 5 },
             Request::Release(vec![put; 2]),
             Request::Reserve(vec![Reserved {
@@ -332,7 +383,7 @@ mod tests {
                 ttl_ms: 1,
                 part_bytes: vec![1, 2],
             }]),
-            Request::Part { put, part: 2, crcs },
+            Request::Part { put, part: 2, crcs, bytes: PartBytes::Window },
             Request::Commit(vec![put; 3]),
             Request::Abort(put),
             Request::Follow(PageKey([4; 32])),
@@ -347,11 +398,11 @@ mod tests {
             Request::Compare { key: PageKey([1; 32]), crcs: vec![1, 2] },
             Request::Pin { keys: vec![PageKey([1; 32])], kind: PinKind::Soft, ttl_ms: 5 },
         ] {
-            let (kind, body) = message.encode();
+            let (kind, body) = message.encode(PROTOCOL_VERSION);
             assert_eq!(Request::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
             let mut longer = body.clone();
             longer.push(0);
-            let known = Request::decode(1, kind, &body).is_ok();
+            let known = Request::decode(1, kind, &message.encode(1).1).is_ok();
             assert_eq!(known, kind <= 20, "{message:?} in version 1");
             assert!(Request::decode(PROTOCOL_VERSION, kind, &longer).is_err(), "{message:?} with a byte too many");
         }

@@ -1,9 +1,11 @@
 //! Messages of nodes.
 
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
-use crate::fields::{crcs, optional, put_range, range};
+use crate::fields::{LineEnd, LineWindow, Place, crcs, optional, put_range, range};
 use crate::frame::{Frame, Payload};
-use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PUTS, MAX_TEXT_BYTES};
+use crate::limits::{
+    MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PUTS, MAX_TEXT_BYTES, MAX_WINDOWS,
+};
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
 use std::ops::Range;
@@ -24,6 +26,17 @@ pub struct MemberEntry {
     pub name: String,
     /// JSON.
     pub info: String,
+}
+
+/// A part of a put, open for writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartWindow {
+    /// Index of the page in the Reserve.
+    pub index: u32,
+    /// Part index.
+    pub part: u32,
+    /// Where it is written to.
+    pub window: LineWindow,
 }
 
 /// From node to client.
@@ -53,7 +66,7 @@ pub enum Response {
         /// Microseconds that a page on [`TierCode::L3`] is expected to take.
         l3_expected_us: u32,
     },
-    /// A page; the payload holds its bytes, unless they are read in place.
+    /// A page, with a payload if its bytes are sent.
     Page {
         /// Index in the request.
         index: u32,
@@ -61,10 +74,10 @@ pub enum Response {
         tier: TierCode,
         /// Identity and checksums.
         meta: PageMeta,
-        /// Offset in the node's arena. The bytes stay there until the page is released, or nobody has the arena any more.
-        place: Option<u64>,
+        /// Where its bytes are.
+        place: Place,
     },
-    /// Bytes of a page, as payload unless they are read in place.
+    /// Bytes of a page, with a payload if they are sent.
     Range {
         /// Index in the request.
         index: u32,
@@ -74,8 +87,8 @@ pub enum Response {
         meta: PageMeta,
         /// Which bytes.
         bytes: Range<u32>,
-        /// Their offset in the node's arena, as in [`Response::Page`].
-        place: Option<u64>,
+        /// Where they are.
+        place: Place,
     },
     /// A page that cannot be served.
     Miss {
@@ -108,6 +121,10 @@ pub enum Response {
     Members(Vec<MemberEntry>),
     /// The node's state, JSON.
     Status(String),
+    /// The node's ends of the lines that it has connected to the client's.
+    Lines(Vec<LineEnd>),
+    /// Parts that are open for writing.
+    Windows(Vec<PartWindow>),
     /// The request failed.
     Error {
         /// What to do about it.
@@ -115,13 +132,6 @@ pub enum Response {
         /// For people.
         message: String,
     },
-}
-
-fn put_place(out: &mut Vec<u8>, place: Option<u64>) {
-    out.put_u8(u8::from(place.is_some()));
-    if let Some(place) = place {
-        out.put_u64(place);
-    }
 }
 
 impl Response {
@@ -151,7 +161,7 @@ impl Response {
                 out.put_u32(*index);
                 out.put_u8(tier.code());
                 meta.encode(&mut out);
-                put_place(&mut out, *place);
+                place.put(&mut out);
                 130
             }
             Response::Range { index, tier, meta, bytes, place } => {
@@ -159,7 +169,7 @@ impl Response {
                 out.put_u8(tier.code());
                 meta.encode(&mut out);
                 put_range(&mut out, bytes);
-                put_place(&mut out, *place);
+                place.put(&mut out);
                 145
             }
             Response::Miss { index } => {
@@ -193,6 +203,18 @@ impl Response {
                 out.put_u32(*held);
                 out.put_u32(*l3_expected_us);
                 141
+            }
+            Response::Lines(ends) => {
+                out.put_list(ends, |out, end| end.put(out));
+                142
+            }
+            Response::Windows(windows) => {
+                out.put_list(windows, |out, open| {
+                    out.put_u32(open.index);
+                    out.put_u32(open.part);
+                    open.window.put(out);
+                });
+                143
             }
             Response::Count(count) => {
                 out.put_u32(*count);
@@ -252,7 +274,7 @@ impl Response {
                 index: r.u32("index")?,
                 tier: TierCode::from_code(r.u8("tier")?)?,
                 meta: PageMeta::decode(&mut r)?,
-                place: optional(&mut r, |r| r.u64("place"))?,
+                place: Place::read(&mut r)?,
             },
             131 => Response::Miss { index: r.u32("index")? },
             132 => Response::End,
@@ -280,12 +302,16 @@ impl Response {
                 held: r.u32("held")?,
                 l3_expected_us: r.u32("expected time")?,
             },
+            142 => Response::Lines(r.list(MAX_LINES, "ends of lines", LineEnd::read)?),
+            143 => Response::Windows(r.list(MAX_WINDOWS, "windows", |r| {
+                Ok(PartWindow { index: r.u32("index")?, part: r.u32("part")?, window: LineWindow::read(r)? })
+            })?),
             145 => Response::Range {
                 index: r.u32("index")?,
                 tier: TierCode::from_code(r.u8("tier")?)?,
                 meta: PageMeta::decode(&mut r)?,
                 bytes: range(&mut r)?,
-                place: optional(&mut r, |r| r.u64("place"))?,
+                place: Place::read(&mut r)?,
             },
             _ => return Err(DecodeError::Invalid("response kind")),
         };
@@ -308,6 +334,7 @@ mod tests {
 
     #[test]
     fn responses_round_trip() {
+        let window = LineWindow { line: 1, address: 1 << 40, len: 5, key: 9 };
         for message in [
             Response::Hello {
                 version: 1,
@@ -317,9 +344,11 @@ mod tests {
                 door: Some(LocalDoor { machine: "m".into(), name: "d".into() }),
             },
             Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
-            Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: None },
-            Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Some(4096) },
-            Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, place: None },
+            Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Place::Payload },
+            Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Arena(4096) },
+            Response::Lines(vec![LineEnd { line: 2, address: [7; 32] }]),
+            Response::Windows(vec![PartWindow { index: 1, part: 2, window }]),
+            Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, place: Place::Window(window) },
             Response::Looked { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
             Response::Miss { index: 2 },
             Response::End,

@@ -5,7 +5,8 @@ use larder_client::{CONNECTIONS, Client, ClientOptions, PutOptions, StoreUrl, Ti
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use larder_wire::{
-    ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PageRange, Request, Response,
+    Delivery, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PageRange, Place, Request,
+    Response,
 };
 use std::ops::Range;
 use std::time::Duration;
@@ -147,7 +148,7 @@ async fn what_is_no_range_of_a_page_is_a_miss_and_harms_nothing() {
     #[expect(clippy::reversed_empty_ranges, reason = "what a stranger may say")]
     let ranges = [7..7, 9..3, 3..9, 0..65_537, 65_536..98_305, 0..u32::MAX, end..end + 65_536, 65_536..98_304];
     let ranges: Vec<PageRange> = ranges.into_iter().map(|bytes| PageRange { key, bytes }).collect();
-    let request = Request::GetRanges { ranges, in_place: true };
+    let request = Request::GetRanges { ranges, by: Delivery::InPlace };
     writer.send(request.frame(PROTOCOL_VERSION, 5, 1000, None)).await.unwrap();
     let mut misses = 0;
     loop {
@@ -157,7 +158,7 @@ async fn what_is_no_range_of_a_page_is_a_miss_and_harms_nothing() {
         match answer {
             Response::Miss { .. } => misses += 1,
             Response::Range { index, bytes, place, .. } => {
-                assert_eq!((index, bytes, place, header.payload_bytes), (7, 65_536..98_304, None, 32_768));
+                assert_eq!((index, bytes, place, header.payload_bytes), (7, 65_536..98_304, Place::Payload, 32_768));
             }
             Response::End => break,
             other => panic!("{other:?}"),
@@ -219,7 +220,7 @@ async fn versions_speak_to_each_other() {
 async fn what_a_version_has_not_is_malformed_and_ends_the_connection() {
     let node = Node::start(options(None)).await.unwrap();
     let ranges = vec![PageRange { key: key(0), bytes: 0..1 }];
-    let request = Request::GetRanges { ranges, in_place: false };
+    let request = Request::GetRanges { ranges, by: Delivery::Sent };
     let frame = || request.frame(PROTOCOL_VERSION, 9, 0, None);
     let (mut reader, mut writer, version) = greet(&node, 1, Some(wide())).await;
     assert_eq!(version, Some(1));

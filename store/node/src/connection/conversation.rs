@@ -2,7 +2,8 @@
 
 use super::following::follow;
 use super::lookup::Lease;
-use super::reading::{Asked, get};
+use super::rdma::{Lines, Unsealed};
+use super::reading::{Asked, Way, get};
 use super::sending::{ToClient, send};
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, invalid};
@@ -14,8 +15,8 @@ use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN, PageRange,
-    PinKind, Request, Response, Source,
+    CommitOutcome, Delivery, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN,
+    PageRange, PartBytes, PinKind, Request, Response, Source,
 };
 use std::collections::BTreeMap;
 use std::io;
@@ -50,6 +51,8 @@ pub(super) struct Connection {
     /// Open puts.
     pub(super) puts: BTreeMap<Entry, Arc<Put>>,
     pub(super) places: Places,
+    /// What it reaches by RDMA.
+    pub(super) lines: Arc<Lines>,
     /// What lookups promised, by the number of the request.
     pub(super) leases: BTreeMap<u64, Arc<Lease>>,
     pub(super) tasks: Tasks,
@@ -83,6 +86,7 @@ impl Connection {
             part_table: Vec::new(),
             puts: BTreeMap::new(),
             places,
+            lines: Arc::default(),
             leases: BTreeMap::new(),
             tasks: Arc::default(),
             next_task: 0,
@@ -107,7 +111,12 @@ impl Connection {
                 }
             };
             match request {
-                Request::Part { put, part, crcs } => self.receive_part(reader, &header, put, part, crcs).await?,
+                Request::Part { put, part, crcs, bytes: PartBytes::Window } if header.payload_bytes == 0 => {
+                    self.land_written(put, part, crcs);
+                }
+                Request::Part { put, part, crcs, bytes: PartBytes::Payload } => {
+                    self.receive_part(reader, &header, put, part, crcs).await?;
+                }
                 _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
                 request => self.dispatch(&header, request).await?,
             }
@@ -194,12 +203,12 @@ impl Connection {
                 self.answer(request, Response::Reserved(outcomes)).await
             }
             Request::Commit(puts) => {
-                let outcomes = puts.iter().map(|name| match self.puts.remove(name) {
-                    Some(put) => shared.store.commit(&put),
-                    None => CommitOutcome::Incomplete,
-                });
-                let outcomes = outcomes.collect();
-                self.answer(request, Response::Committed(outcomes)).await
+                let puts: Vec<Option<Arc<Put>>> = puts.iter().map(|name| self.puts.remove(name)).collect();
+                if !puts.iter().flatten().any(|put| put.withdraws()) {
+                    return self.answer(request, commit(&shared, &puts)).await;
+                }
+                let (unsealed, client) = (Unsealed { shared, puts }, self.client(request));
+                self.spawn(request, 1, async move { unsealed.seal(&client, deadline).await }).await
             }
             Request::Abort(name) => {
                 if let Some(put) = self.puts.remove(&name) {
@@ -207,16 +216,26 @@ impl Connection {
                 }
                 Ok(())
             }
-            Request::Get { keys, in_place } => {
+            Request::Get { keys, by } => {
                 let asked = (0..).zip(keys).map(|(index, key)| Asked { index, id: page(key), bytes: None });
-                self.get(request, asked.collect(), in_place, deadline).await
+                self.get(request, asked.collect(), by, deadline).await
             }
-            Request::GetRanges { ranges, in_place } => {
+            Request::GetRanges { ranges, by } => {
                 let range = |(index, PageRange { key, bytes })| Asked { index, id: page(key), bytes: Some(bytes) };
-                self.get(request, (0..).zip(ranges).map(range).collect(), in_place, deadline).await
+                self.get(request, (0..).zip(ranges).map(range).collect(), by, deadline).await
             }
+            Request::Lines { gone, offered } => {
+                let (lines, client) = (self.lines.clone(), self.client(request));
+                self.spawn(request, 1, async move {
+                    let response = lines.make(&shared, &gone, offered, deadline).await;
+                    client.send(response).await
+                })
+                .await
+            }
+            Request::OpenParts { reserve, lines } => self.open_parts(request, reserve, lines).await,
             Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
             Request::Release(entries) => {
+                self.lines.release(&entries);
                 if let Places::Some(held) = &self.places
                     && !has(Bug::ReleaseUnheard)
                 {
@@ -253,13 +272,17 @@ impl Connection {
         }
     }
 
-    async fn get(&mut self, request: u64, asked: Vec<Asked>, in_place: bool, deadline: Instant) -> io::Result<()> {
+    async fn get(&mut self, request: u64, asked: Vec<Asked>, by: Delivery, deadline: Instant) -> io::Result<()> {
         let (shared, client) = (self.shared.clone(), self.client(request));
-        let places = if in_place { self.places.clone() } else { Places::None };
-        self.spawn(request, asked.len(), async move { get(&shared, &client, asked, deadline, &places).await }).await
+        let way = match by {
+            Delivery::Sent => Way::Sent,
+            Delivery::InPlace => Way::InPlace(self.places.clone()),
+            Delivery::Read(lines) => Way::Read(self.lines.clone(), lines),
+        };
+        self.spawn(request, asked.len(), async move { get(&shared, &client, asked, deadline, &way).await }).await
     }
 
-    fn client(&self, request: u64) -> ToClient {
+    pub(super) fn client(&self, request: u64) -> ToClient {
         ToClient { out: self.out.clone(), version: self.version, request, sending: self.sending.clone() }
     }
 
@@ -284,7 +307,7 @@ impl Connection {
     }
 
     /// Runs a request about `keys` keys that may wait, unless too much waits already.
-    async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
+    pub(super) async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
@@ -321,6 +344,15 @@ impl Connection {
         });
         running.insert(number, RunningTask { request, handle: task.abort_handle() });
     }
+}
+
+/// Seals puts, those that are known.
+pub(super) fn commit(shared: &Shared, puts: &[Option<Arc<Put>>]) -> Response {
+    let outcomes = puts.iter().map(|put| match put {
+        Some(put) => shared.store.commit(put),
+        None => CommitOutcome::Incomplete,
+    });
+    Response::Committed(outcomes.collect())
 }
 
 fn deadline(header: &FrameHeader) -> Instant {

@@ -2,10 +2,13 @@
 
 use super::STALL_TIMEOUT;
 use super::conversation::Connection;
+use crate::puts::Put;
+use larder_device::PieceMut;
 use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, PageId};
 use larder_wire::{Entry, FrameHeader, FrameReader, ReserveOutcome, Reserved, Source};
 use std::io;
+use std::sync::Arc;
 
 /// Most puts of one connection that are open at a time; more are answered "busy".
 const PUTS_MAX: usize = 4096;
@@ -40,8 +43,10 @@ impl Connection {
     ) -> io::Result<()> {
         let bytes = header.payload_bytes as usize;
         let stalled = |_| io::Error::from(io::ErrorKind::TimedOut);
-        let put = self.puts.get(&name).cloned();
-        let taken = put.and_then(|put| put.take_part(part as usize, bytes).map(|slot| (put, slot)));
+        let taken = match self.puts.get(&name).cloned() {
+            Some(put) => self.take(&put, part as usize, bytes).await.map(|slot| (put, slot)),
+            None => None,
+        };
         let Some((put, mut slot)) = taken else {
             return tokio::time::timeout(STALL_TIMEOUT, reader.discard(bytes)).await.map_err(stalled)?;
         };
@@ -61,5 +66,24 @@ impl Connection {
             put.land_checked(part as usize, slot, crcs);
         }
         Ok(())
+    }
+
+    /// The memory of a part to receive into. If the client may write it, it may not any more.
+    async fn take(&self, put: &Arc<Put>, part: usize, bytes: usize) -> Option<PieceMut> {
+        if let Some(slot) = put.take_part(part, bytes) {
+            return Some(slot);
+        }
+        if put.part_bytes(part) != Some(bytes) {
+            return None;
+        }
+        // Nothing of this client's is heard meanwhile: its own choice, and mostly some microseconds.
+        match put.take_lent(part)?.withdraw().await {
+            Ok(kept) => Some(kept.bytes),
+            Err(error) => {
+                tracing::warn!(id = ?put.id, part, %error, "memory of a part did not come back: put given up");
+                self.shared.store.abort(put);
+                None
+            }
+        }
     }
 }

@@ -7,7 +7,7 @@ use crate::node::Shared;
 use crate::tiers::Page;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
-use larder_wire::{Entry, Frame, Payload, Response, TierCode};
+use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, btree_map};
 use std::io;
@@ -33,6 +33,11 @@ impl ToClient {
         send(&self.out, response.frame(self.version, self.request, None)).await
     }
 
+    /// Waits for room for a frame in the queue.
+    pub(super) async fn room(&self) -> io::Result<mpsc::Permit<'_, Frame>> {
+        self.out.reserve().await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+
     /// Says where a page lies, which is held for the client from then on.
     pub(super) async fn point_at(
         &self,
@@ -43,9 +48,9 @@ impl ToClient {
         tier: TierCode,
     ) -> io::Result<()> {
         // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
-        let room = self.out.reserve().await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        let room = self.room().await?;
         let page = hold.page().clone();
-        let place = Some((page.payload.arena_offset() + bytes.start) as u64);
+        let place = Place::Arena((page.payload.arena_offset() + bytes.start) as u64);
         let entry = Entry { request: self.request, index: asked.index };
         if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
             if !has(Bug::PlaceNotHeld) {

@@ -5,8 +5,8 @@ use larder_format::footer::{Footer, RecordSummary};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    CommitOutcome, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LocalDoor, MemberEntry, PROTOCOL_VERSION,
-    PageRange, PinKind, Request, ReserveOutcome, Reserved, Response, TierCode,
+    CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LineEnd, LineWindow, LocalDoor,
+    MemberEntry, PROTOCOL_VERSION, PageRange, PartBytes, PartWindow, PinKind, Place, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -37,11 +37,11 @@ fn requests() -> Vec<Frame> {
         hello(None),
         hello(Some(descriptor())),
         Request::Locate(vec![key; 3]),
-        Request::Get { keys: vec![key], in_place: true },
+        Request::Get { keys: vec![key], by: Delivery::InPlace },
         Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
         Request::Release(vec![entry; 2]),
         Request::Reserve(vec![reserved; 2]),
-        Request::Part { put: entry, part: 1, crcs: vec![8, 9] },
+        Request::Part { put: entry, part: 1, crcs: vec![8, 9], bytes: PartBytes::Window },
         Request::Commit(vec![entry]),
         Request::Abort(entry),
         Request::Follow(key),
@@ -55,18 +55,21 @@ fn requests() -> Vec<Frame> {
         Request::Cancel(3),
         Request::Compare { key, crcs: vec![1] },
         Request::Pin { keys: vec![key], kind: PinKind::Hard, ttl_ms: 9 },
-        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], in_place: true },
+        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], by: Delivery::Read(vec![1, 2]) },
+        Request::Lines { gone: vec![1], offered: vec![LineEnd { line: 2, address: [3; 32] }; 2] },
+        Request::OpenParts { reserve: 5, lines: vec![2, 3] },
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
 
 fn responses() -> Vec<Frame> {
     let door = Some(LocalDoor { machine: "m".into(), name: "d".into() });
+    let window = LineWindow { line: 1, address: 1 << 40, len: 70_005, key: 7 };
     let responses = [
         Response::Hello { version: 1, node_id: "n".into(), epoch: 2, namespace: Some(NamespaceId([3; 32])), door },
         Response::Located(vec![TierCode::L2, TierCode::Nowhere]),
         Response::Looked { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
-        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Some(4096) },
+        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Place::Arena(4096) },
         Response::Miss { index: 2 },
         Response::End,
         Response::Part { part: 1, crcs: vec![2, 3] },
@@ -77,7 +80,10 @@ fn responses() -> Vec<Frame> {
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
         Response::Error { code: ErrorCode::Busy, message: "b".into() },
-        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: None },
+        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: Place::Payload },
+        Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Window(window) },
+        Response::Lines(vec![LineEnd { line: 2, address: [3; 32] }; 2]),
+        Response::Windows(vec![PartWindow { index: 1, part: 2, window }; 2]),
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }

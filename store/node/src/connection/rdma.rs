@@ -1,0 +1,236 @@
+//! What one client reaches by RDMA: its lines, pages that it reads, and parts that it writes.
+//!
+//! Always true:
+//! - a page behind a window is held until the window's key is provably dead, whatever the client says or leaves out: the window
+//!   owns the hold;
+//! - a part that a client wrote is looked at after its window was withdrawn, and not before;
+//! - what a client gets of this is bounded: lines by [`MAX_LINES`], windows by the credits of each line.
+
+use super::conversation::{Connection, commit};
+use super::invalid;
+use super::reading::Asked;
+use super::sending::ToClient;
+use crate::holds::Hold;
+use crate::node::Shared;
+use crate::puts::Put;
+use crate::rdma::{OpenPage, OpenPart, Turn, describe};
+use futures::StreamExt;
+use larder_format::codec::DecodeError;
+use larder_rdma::{EndpointAddress, Kept, Line, SlotSlice};
+use larder_wire::{Entry, ErrorCode, LineEnd, MAX_LINES, MAX_WINDOWS, PartWindow, Place, Response, TierCode};
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, BTreeSet, btree_map};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::Semaphore;
+
+/// Windows that are opened at a time for one request.
+const OPENINGS_AT_ONCE: usize = 16;
+
+/// The lines of one client, and the pages that are open on them.
+pub(super) struct Lines {
+    lines: Mutex<BTreeMap<u32, Arc<Line>>>,
+    pages: Mutex<BTreeMap<Entry, OpenPage>>,
+    /// Lines are made by one request at a time.
+    making: Semaphore,
+}
+
+impl Default for Lines {
+    fn default() -> Self {
+        Self { lines: Mutex::default(), pages: Mutex::default(), making: Semaphore::new(1) }
+    }
+}
+
+impl Lines {
+    /// Ends lines, and makes new ones with the client's ends, as far as they can be made before `deadline`.
+    pub(super) async fn make(
+        &self,
+        shared: &Shared,
+        gone: &[u32],
+        offered: Vec<LineEnd>,
+        deadline: Instant,
+    ) -> Response {
+        let Ok(_alone) = self.making.try_acquire() else {
+            let message = "lines are being made".into();
+            return Response::Error { code: ErrorCode::Busy, message };
+        };
+        let ended: Vec<Arc<Line>> = {
+            let mut lines = self.lines.lock();
+            lines.extract_if(.., |number, line| gone.contains(number) || line.is_dead()).map(|(_, line)| line).collect()
+        };
+        drop(ended);
+        let (numbers, addresses) = self.acceptable(offered);
+        let Some(fabric) = shared.fabric.as_ref().filter(|_| !addresses.is_empty()) else {
+            return Response::Lines(Vec::new());
+        };
+        let answer = tokio::time::timeout_at(deadline.into(), fabric.answer(&addresses));
+        let made = answer.await.unwrap_or_default();
+        let mut ends = Vec::new();
+        for (number, line) in numbers.into_iter().zip(made) {
+            if let Some(line) = line {
+                shared.metrics.rdma_lines_made.inc();
+                ends.push(LineEnd { line: number, address: line.local().encode() });
+                self.lines.lock().insert(number, Arc::new(line));
+            }
+        }
+        Response::Lines(ends)
+    }
+
+    /// Ends of lines that have new numbers and may be addresses, no more than there is room for.
+    fn acceptable(&self, offered: Vec<LineEnd>) -> (Vec<u32>, Vec<EndpointAddress>) {
+        let lines = self.lines.lock();
+        let mut seen: BTreeSet<u32> = lines.keys().copied().collect();
+        let new = offered.into_iter().filter(|end| seen.insert(end.line));
+        let ends = new.filter_map(|end| Some((end.line, EndpointAddress::decode(&end.address).ok()?)));
+        ends.take(MAX_LINES - lines.len().min(MAX_LINES)).unzip()
+    }
+
+    /// The `turn`th of these lines, if it can be used.
+    fn line(&self, numbers: &[u32], turn: usize) -> Option<Turn> {
+        let number = *numbers.get(turn.checked_rem(numbers.len())?)?;
+        let line = self.lines.lock().get(&number).cloned()?;
+        (!line.is_dead()).then_some((number, line))
+    }
+
+    /// Opens these bytes of a held page, and tells the client. `false` if it cannot be opened now.
+    pub(super) async fn open_page(
+        &self,
+        client: &ToClient,
+        numbers: &[u32],
+        hold: Hold,
+        asked: &Asked,
+        bytes: &Range<usize>,
+        tier: TierCode,
+    ) -> io::Result<bool> {
+        let Some((number, line)) = self.line(numbers, asked.index as usize) else { return Ok(false) };
+        let Some(credit) = line.credit() else { return Ok(false) };
+        let page = hold.page().clone();
+        let Some(slice) = SlotSlice::new(page.payload.clone(), bytes.clone()) else { return Ok(false) };
+        let Ok(window) = line.readable(Kept { bytes: slice, keeper: hold }, credit).await else { return Ok(false) };
+        // With room in the queue at hand, keeping it open and telling are one step: none is open that the client never hears of.
+        let room = client.room().await?;
+        let place = Place::Window(describe(number, &window));
+        match self.pages.lock().entry(Entry { request: client.request, index: asked.index }) {
+            btree_map::Entry::Vacant(vacant) => vacant.insert(window),
+            // Its memory must not move under who reads it.
+            btree_map::Entry::Occupied(_) => {
+                return Err(invalid(DecodeError::Invalid("a request number whose pages are still open")));
+            }
+        };
+        room.send(asked.answer(&page, tier, place).frame(client.version, client.request, None));
+        Ok(true)
+    }
+
+    /// The client has read these.
+    pub(super) fn release(&self, entries: &[Entry]) {
+        let read: Vec<Option<OpenPage>> = {
+            let mut pages = self.pages.lock();
+            entries.iter().map(|entry| pages.remove(entry)).collect()
+        };
+        // Withdraws them; their memory is let go of when that is done.
+        drop(read);
+    }
+
+    /// Opens parts of puts for writing, as far as they can be opened; which.
+    async fn open_parts(&self, puts: Vec<(u32, Arc<Put>)>, numbers: &[u32]) -> Vec<PartWindow> {
+        let mut parts = Vec::new();
+        for (index, put) in puts {
+            parts.extend((0..put.part_count()).map(|part| (index, part, put.clone())));
+        }
+        parts.truncate(MAX_WINDOWS);
+        let openings = parts.into_iter().enumerate().map(|(turn, (index, part, put))| {
+            let line = self.line(numbers, turn);
+            async move {
+                let (number, line) = line?;
+                let window = lend(&put, part, &line).await?;
+                let told = PartWindow { index, part: part as u32, window: describe(number, &window) };
+                put.lend(part, window).then_some(told)
+            }
+        });
+        let openings: Vec<_> = openings.collect();
+        let opened = futures::stream::iter(openings).buffered(OPENINGS_AT_ONCE);
+        opened.filter_map(std::future::ready).collect().await
+    }
+}
+
+/// Opens a part that nothing has come for yet. One that is lost on the way costs its put.
+async fn lend(put: &Put, part: usize, line: &Line) -> Option<OpenPart> {
+    let credit = line.credit()?;
+    let slot = put.take_open(part)?;
+    match line.writable(slot, credit).await {
+        Ok(window) => Some(window),
+        Err(error) => {
+            tracing::debug!(id = ?put.id, part, %error, "a part cannot be opened, and its memory is with the device");
+            None
+        }
+    }
+}
+
+impl Connection {
+    /// Opens the parts of what a request reserved.
+    pub(super) async fn open_parts(&mut self, request: u64, reserve: u64, numbers: Vec<u32>) -> io::Result<()> {
+        let all = Entry { request: reserve, index: 0 }..=Entry { request: reserve, index: u32::MAX };
+        let puts: Vec<(u32, Arc<Put>)> = self.puts.range(all).map(|(name, put)| (name.index, put.clone())).collect();
+        let (lines, client) = (self.lines.clone(), self.client(request));
+        self.spawn(request, puts.len(), async move {
+            let windows = lines.open_parts(puts, &numbers).await;
+            client.send(Response::Windows(windows)).await
+        })
+        .await
+    }
+
+    /// A part was written through its window, or so the client says.
+    pub(super) fn land_written(&mut self, name: Entry, part: u32, crcs: Vec<u32>) {
+        let Some(put) = self.puts.get(&name).cloned() else { return };
+        let Some(window) = put.take_lent(part as usize) else { return };
+        let shared = self.shared.clone();
+        self.start(name.request, async move {
+            if !land(&shared, &put, part as usize, window, crcs).await {
+                shared.store.abort(&put);
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Withdraws a part's window, and only then looks at its bytes.
+async fn land(shared: &Shared, put: &Put, part: usize, window: OpenPart, crcs: Vec<u32>) -> bool {
+    let slot = match window.withdraw().await {
+        Ok(Kept { bytes, .. }) => bytes,
+        Err(error) => {
+            tracing::warn!(id = ?put.id, part, %error, "memory of a part did not come back: put given up");
+            return false;
+        }
+    };
+    shared.metrics.bytes_written_rdma.inc_by(slot.len() as u64);
+    let good = put.land(part, slot, crcs);
+    if !good {
+        shared.metrics.parts_corrupt.inc();
+        tracing::warn!(id = ?put.id, part, "part damaged on its way: put given up");
+    }
+    good
+}
+
+/// Gives puts up unless they were sealed.
+pub(super) struct Unsealed {
+    pub(super) shared: Arc<Shared>,
+    pub(super) puts: Vec<Option<Arc<Put>>>,
+}
+
+impl Drop for Unsealed {
+    fn drop(&mut self) {
+        self.puts.iter().flatten().for_each(|put| self.shared.store.abort(put));
+    }
+}
+
+impl Unsealed {
+    /// Seals the puts when the parts that were written have landed, or at the deadline, and tells the client.
+    pub(super) async fn seal(self, client: &ToClient, deadline: Instant) -> io::Result<()> {
+        let landed = futures::future::join_all(self.puts.iter().flatten().map(|put| put.written()));
+        // What has not landed by then is incomplete.
+        let _ = tokio::time::timeout_at(deadline.into(), landed).await;
+        client.send(commit(&self.shared, &self.puts)).await
+    }
+}
