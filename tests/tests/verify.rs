@@ -102,6 +102,15 @@ async fn damage_is_reported_repaired_and_the_rest_is_served() {
     let (code, repaired) = verify(dir.path(), &[]);
     assert_eq!((code, &repaired["pages"], &repaired["damages"]), (Some(0), &damaged["pages"], &0.into()));
 
+    // Somebody copied a segment.
+    let (segment, copy) = (dir.path().join("l3/00000000.seg"), dir.path().join("l3/00000099.seg"));
+    std::fs::copy(segment, &copy).expect("there is a first segment");
+    let (code, stray) = verify(dir.path(), &[]);
+    assert_eq!((code, &stray["strays"], &stray["pages"]), (Some(1), &1.into(), &repaired["pages"]), "{stray}");
+    assert_eq!(verify(dir.path(), &["--repair"]).0, Some(0));
+    assert!(!copy.exists() && copy.with_extension("stray").exists());
+    assert_eq!(verify(dir.path(), &[]).0, Some(0));
+
     let mut node = start(dir.path());
     let client = attach(&mut node).await;
     let wanted = (0..PAGES).map(|n| (key(n), vec![0u8; bytes])).collect();

@@ -366,7 +366,7 @@ impl Client {
         let mut forgotten = Forgotten { pages: 0, complete: true };
         for batch in keys.chunks(MAX_KEYS) {
             let mut pages = 0;
-            let mut answers = self.ask_all(&Request::Forget(batch.to_vec()), deadline).await;
+            let mut answers = self.ask_all_lanes(&Request::Forget(batch.to_vec()), deadline).await;
             if has(Bug::ForgetAsksOwner) {
                 answers = self.ask_owners(batch, deadline, Request::Forget).await.into_iter().map(|a| a.1).collect();
             }
@@ -420,6 +420,18 @@ impl Client {
                 None => None,
             }
         });
+        join_all(asks).await
+    }
+
+    /// Asks on every connection to every node: each answer comes after all that went before it on that connection, so no put
+    /// that was given up is still on its way then. `None` for each node that is away.
+    async fn ask_all_lanes(&self, request: &Request, deadline: Instant) -> Vec<Option<Response>> {
+        self.nodes().or_pause().await;
+        let lanes = self.inner.links.iter().flat_map(|link| match link.live() {
+            Some(node) => lanes::all(&node).into_iter().map(Some).collect(),
+            None => vec![None],
+        });
+        let asks = lanes.map(|lane| async move { lane?.ask(request, deadline).await });
         join_all(asks).await
     }
 

@@ -13,8 +13,9 @@ use tokio::task::JoinSet;
 
 /// Bytes that are worth a connection of their own.
 const LANE_BYTES: usize = 2 << 20;
-/// After a lane was lost, or could not be had.
-const RETRY: Duration = Duration::from_millis(500);
+/// After a lane was lost, or could not be had: longer each time, as a node without room for more is not to be asked often.
+const RETRY_MIN: Duration = Duration::from_millis(500);
+const RETRY_MAX: Duration = Duration::from_secs(30);
 
 /// The further connections to a node.
 #[derive(Default)]
@@ -29,15 +30,20 @@ impl Lanes {
     }
 }
 
+/// Every connection to the node.
+pub(crate) fn all(node: &Arc<Live>) -> Vec<Arc<Live>> {
+    let mut all = vec![node.clone()];
+    all.extend(node.lanes.open.lock().iter().cloned());
+    all
+}
+
 /// The connection to the node with the least to do.
 pub(crate) fn idlest(node: &Arc<Live>) -> Arc<Live> {
     // What moves by RDMA is spoken of on the first.
     if !node.moves_pages_itself() {
         return node.clone();
     }
-    let lanes = node.lanes.open.lock();
-    let all = std::iter::once(node).chain(lanes.iter());
-    all.min_by_key(|lane| lane.load()).unwrap_or(node).clone()
+    all(node).into_iter().min_by_key(|lane| lane.load()).unwrap_or_else(|| node.clone())
 }
 
 /// The connections over which `bytes` bytes are best moved, those with the least to do first.
@@ -46,9 +52,8 @@ pub(crate) fn for_bytes(node: &Arc<Live>, bytes: usize) -> Vec<Arc<Live>> {
     if wanted == 1 || !node.moves_pages_itself() {
         return vec![idlest(node)];
     }
-    let mut lanes: Vec<Arc<Live>> = vec![node.clone()];
-    lanes.extend(node.lanes.open.lock().iter().cloned());
-    lanes.sort_by_key(|lane| lane.load());
+    let mut lanes = all(node);
+    lanes.sort_by_cached_key(|lane| lane.load());
     lanes.truncate(wanted);
     lanes
 }
@@ -63,10 +68,12 @@ pub(crate) fn keep<C: Connector>(options: &LinkOptions, connector: &Arc<C>, node
 }
 
 async fn keep_one<C: Connector>(options: LinkOptions, connector: Arc<C>, node: Arc<Live>) {
+    let mut retry = RETRY_MIN;
     loop {
         match connect::again(&*connector, &options, &node.node_id, node.epoch).await {
             Ok((version, reader, writer)) => {
                 let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, version, None);
+                retry = RETRY_MIN;
                 let open = Open::announce(&node, lane.clone());
                 let error = run(&lane, reader, writer, queue, std::future::pending()).await;
                 drop(open);
@@ -74,7 +81,8 @@ async fn keep_one<C: Connector>(options: LinkOptions, connector: Arc<C>, node: A
             }
             Err(error) => tracing::debug!(node = %options.address, %error, "no further connection"),
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::time::sleep(retry).await;
+        retry = (retry * 2).min(RETRY_MAX);
     }
 }
 

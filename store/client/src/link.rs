@@ -493,16 +493,19 @@ impl Live {
 
     /// Requests that wait for answers.
     pub(crate) fn waiting(&self) -> usize {
+        self.own_waiting() + self.lanes.waiting()
+    }
+
+    fn own_waiting(&self) -> usize {
         let sinks = self.sinks.lock();
-        sinks.waiting.len() + usize::from(sinks.in_hand.is_some()) + self.lanes.waiting()
+        sinks.waiting.len() + usize::from(sinks.in_hand.is_some())
     }
 
     /// What there is to do: requests that wait for answers, and bytes that wait to leave, in units of
     /// [`OUTGOING_UNIT_BYTES`].
     pub(crate) fn load(&self) -> usize {
         let leaving = OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES - self.outgoing.available_permits();
-        let sinks = self.sinks.lock();
-        leaving + sinks.waiting.len() + usize::from(sinks.in_hand.is_some())
+        leaving + self.own_waiting()
     }
 
     /// Whether pages move over this connection, and not past it.

@@ -6,7 +6,7 @@ use super::rdma::{Lines, Unsealed};
 use super::reading::{Asked, Way, get};
 use super::sending::{ToClient, send};
 use super::tasks::{Done, RunningTask, Tasks};
-use super::{HELLO_TIMEOUT, Places, invalid};
+use super::{HELLO_TIMEOUT, Places, STALL_TIMEOUT, invalid};
 use crate::clock::now;
 use crate::holds::Hold;
 use crate::node::Shared;
@@ -101,7 +101,11 @@ impl Connection {
         let hello = tokio::time::timeout(HELLO_TIMEOUT, reader.next()).await;
         let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
         self.hello(&header, reader.body()).await?;
-        while let Some(header) = reader.next().await? {
+        while let Some(head) = reader.head().await? {
+            // A frame that was begun has an end soon.
+            let stalled = |_| io::Error::from(io::ErrorKind::TimedOut);
+            tokio::time::timeout(STALL_TIMEOUT, reader.take_body(&head)).await.map_err(stalled)??;
+            let header = head.header;
             let request = match Request::decode(self.version, header.kind, reader.body()) {
                 Ok(request) => request,
                 Err(error) => {
