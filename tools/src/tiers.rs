@@ -6,7 +6,7 @@ use larder_node::{L3Device, NamespaceQuota, NodeOptions, WritePolicy};
 use std::str::FromStr;
 use std::time::Duration;
 
-/// When pages are written to L3, and how much of it a namespace may have.
+/// When pages are written to L3, how much of it a namespace may have, and how much may be under way.
 #[derive(Debug, Args)]
 pub struct TierArgs {
     /// When a page is written to L3: write-through (when it is stored), write-through-selective (when it was read from L2
@@ -20,6 +20,23 @@ pub struct TierArgs {
     /// hex name as `larder status` shows it. May be given several times
     #[arg(long, value_name = "[NAMESPACE=]SIZE")]
     quota: Vec<Quota>,
+    /// DRAM beside L2 for pages on their way in and out; an eighth of L2 and at least 64 MiB if left out. Half of it is for
+    /// puts, half for reads; what does not fit is answered "busy" at once
+    #[arg(long, value_name = "SIZE")]
+    in_flight: Option<ByteSize>,
+    /// Most bytes of one connection's puts that are not sealed; all there is for puts if left out
+    #[arg(long, value_name = "SIZE")]
+    in_flight_connection: Option<ByteSize>,
+    /// Most bytes of pages that are read and sent for one connection at a time; an eighth of --in-flight if left out
+    #[arg(long, value_name = "SIZE")]
+    in_flight_window: Option<ByteSize>,
+    /// Most bytes of pages that readers wait for; more are answered "busy" at once. As much as L2, and at least 256 MiB, if
+    /// left out
+    #[arg(long, value_name = "SIZE")]
+    in_flight_asked: Option<ByteSize>,
+    /// Most memory for connections and requests, beside the pages
+    #[arg(long, default_value = "64MiB")]
+    request_memory: ByteSize,
 }
 
 impl TierArgs {
@@ -27,6 +44,12 @@ impl TierArgs {
     pub fn apply(&self, options: &mut NodeOptions) {
         options.write_policy = self.write_policy;
         options.write_after_hits = self.write_after_hits;
+        let bytes = |size: Option<ByteSize>| size.map(|size| size.as_u64());
+        options.in_flight_bytes = bytes(self.in_flight);
+        options.connection_bytes = bytes(self.in_flight_connection);
+        options.window_bytes = bytes(self.in_flight_window);
+        options.asked_bytes = bytes(self.in_flight_asked);
+        options.request_bytes = self.request_memory.as_u64();
         for quota in &self.quota {
             match quota {
                 Quota::Each(bytes) => options.quota_default = Some(*bytes),

@@ -162,7 +162,7 @@ impl Metrics {
             PutOutcome::AlreadyThere => "already_there",
             PutOutcome::Refused => "refused",
             PutOutcome::InProgress => "in_progress",
-            PutOutcome::Busy => "busy",
+            PutOutcome::Busy { .. } => "busy",
             PutOutcome::Lost => "lost",
         };
         self.published.get_or_create(&[("outcome", outcome)]).inc();

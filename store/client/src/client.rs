@@ -1,5 +1,6 @@
 //! The public face of the client. Reading pages is in `get`, what there is in `lookup`.
 
+use crate::clock::now;
 use crate::connect::{Connector, Sockets};
 use crate::follow::{self, Follow};
 use crate::lanes;
@@ -20,6 +21,7 @@ use larder_share::Memory;
 use larder_wire::{MAX_KEYS, MAX_PUTS, PROTOCOL_VERSION, PinKind, Request, Response, TierCode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -67,6 +69,8 @@ pub struct ClientOptions {
     /// Newest version of the protocol that is spoken; for tests. Default: this build's.
     #[doc(hidden)]
     pub protocol_max: u16,
+    /// Where all chance comes from; by default another one for every client.
+    pub seed: Option<u64>,
 }
 
 impl Default for ClientOptions {
@@ -78,6 +82,7 @@ impl Default for ClientOptions {
             memory_bytes: 256 << 20,
             rdma: FabricOptions::default(),
             protocol_max: PROTOCOL_VERSION,
+            seed: None,
         }
     }
 }
@@ -164,6 +169,7 @@ impl Client {
         // Whoever moves no pages only wants to know how they would move.
         let memory_max = if namespace.is_some() { usize::MAX } else { STATUS_MEMORY_BYTES };
         let memory = memory::map(options.memory_bytes.min(memory_max));
+        let seed = options.seed.unwrap_or_else(|| RandomState::new().hash_one(&options.name));
         let link = |address: String| {
             let options = LinkOptions {
                 transport,
@@ -174,6 +180,7 @@ impl Client {
                 connections: url.connections,
                 protocol_max: options.protocol_max,
                 memory: memory.clone(),
+                seed,
             };
             Arc::new(Link::start(options, connector.clone(), stop.child_token()))
         };
@@ -314,19 +321,30 @@ impl Client {
         nodes.or_pause().await;
         let puts = Self::batches(&nodes, &keys, MAX_PUTS, page_bytes).into_iter().map(|(node, mut indices)| {
             indices.retain(|&index| pages[index].1.len() == page_bytes);
-            let pages = indices.iter().map(|&index| pages[index].clone()).collect();
-            let part_table = &part_table;
-            async move { (indices, put_pages(&node, pages, options, part_table, deadline).await) }
-        });
-        for (indices, ends) in join_all(puts).await {
-            for (index, end) in indices.into_iter().zip(ends) {
-                outcomes[index] = end;
+            let (pages, part_table) = (&pages, &part_table);
+            async move {
+                let (mut ends, mut retries) = (Vec::new(), options.busy_retries);
+                loop {
+                    let pages = indices.iter().map(|&index| pages[index].clone()).collect();
+                    let outcomes = put_pages(&node, pages, options, part_table, deadline).await;
+                    let again = again_after(&outcomes, &node, deadline).filter(|_| retries > 0);
+                    ends.extend(indices.iter().copied().zip(outcomes));
+                    let Some(pause) = again else { return ends };
+                    retries -= 1;
+                    tokio::time::sleep(pause).await;
+                    indices = ends.extract_if(.., |(_, outcome)| outcome.is_busy()).map(|(index, _)| index).collect();
+                }
             }
+        });
+        for (index, end) in join_all(puts).await.into_iter().flatten() {
+            outcomes[index] = end;
         }
         let stored = outcomes.iter().filter(|&&outcome| outcome == PutOutcome::Stored).count();
-        let lost = outcomes.iter().filter(|outcome| matches!(outcome, PutOutcome::Lost | PutOutcome::Busy)).count();
+        let busy = outcomes.iter().filter(|outcome| outcome.is_busy()).count();
+        let lost = outcomes.iter().filter(|&&outcome| outcome == PutOutcome::Lost).count();
         count(&self.inner.counters.puts, stored);
-        count(&self.inner.counters.puts_lost, lost);
+        count(&self.inner.counters.puts_busy, busy);
+        count(&self.inner.counters.puts_lost, lost + busy);
         outcomes
     }
 
@@ -480,4 +498,14 @@ impl Client {
     pub fn stats(&self) -> ClientStats {
         self.inner.counters.read()
     }
+}
+
+/// After which time to try those pages again that the node is too busy for; `None` if there are none, or the deadline comes
+/// first.
+fn again_after(outcomes: &[PutOutcome], node: &Live, deadline: Instant) -> Option<Duration> {
+    let times = outcomes.iter().filter_map(|outcome| match outcome {
+        PutOutcome::Busy { retry_after } => Some(*retry_after),
+        _ => None,
+    });
+    times.max().map(|time| node.jittered(time)).filter(|&time| now() + time < deadline)
 }

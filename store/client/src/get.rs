@@ -7,7 +7,7 @@ use crate::clock::now;
 use crate::link::Live;
 use crate::memory::Buffer;
 use crate::sink::{Found, Got, Lying, PageEnd, PageSink, Sink, Wanted};
-use crate::stats::count;
+use crate::stats::{Counters, count};
 use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use futures::future::join_all;
 use larder_format::{PageId, PageKey, whole_chunks};
@@ -22,6 +22,49 @@ const COPY_GRACE: Duration = Duration::from_secs(1);
 /// Pages asked for in one Get.
 const GET_PAGES_MAX: usize = 1024;
 
+/// What a get may do beside waiting for its deadline.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GetOptions {
+    /// A node that has not begun to answer after so long is waited for no more: its pages are misses. They come back with
+    /// their buffers at once, for nothing is being received into these. Default: only at the deadline.
+    pub hedge_after: Option<Duration>,
+    /// How often pages that a node was too busy for are asked for again, before the deadline: each time after as long as the
+    /// node says, give or take half of it. Default 0.
+    pub busy_retries: u32,
+}
+
+/// How a page was had, or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fetched {
+    /// It is in the buffer and checked.
+    Had(Tier),
+    /// It is not there, or cannot be had in time.
+    Miss,
+    /// The node has too much under way to say. To be taken for a miss by who does not want to try again.
+    Busy {
+        /// When it is worth trying again, as the node says.
+        retry_after: Duration,
+    },
+}
+
+impl Fetched {
+    /// Where the page came from, if it was had.
+    pub fn tier(self) -> Option<Tier> {
+        match self {
+            Fetched::Had(tier) => Some(tier),
+            Fetched::Miss | Fetched::Busy { .. } => None,
+        }
+    }
+}
+
+/// A page of a get, or bytes of it, by its place in there.
+struct Ask {
+    index: usize,
+    id: PageId,
+    bytes: Option<Range<u32>>,
+    buffer: DynBuffer,
+}
+
 impl Client {
     /// Reads whole pages, each into its own buffer of exactly the page's size. The answer has the buffers in the order of
     /// the request, with where the page came from, or `None` for a miss (the buffer then holds nothing of use).
@@ -30,7 +73,18 @@ impl Client {
         pages: Vec<(PageKey, B)>,
         deadline: Instant,
     ) -> Vec<(B, Option<Tier>)> {
-        self.read(pages.into_iter().map(|(key, buffer)| (key, None, buffer)).collect(), deadline).await
+        let got = self.get_with(pages, GetOptions::default(), deadline).await;
+        got.into_iter().map(|(buffer, fetched)| (buffer, fetched.tier())).collect()
+    }
+
+    /// Like [`Client::get`], with options; a miss because a node is too busy says so.
+    pub async fn get_with<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        pages: Vec<(PageKey, B)>,
+        options: GetOptions,
+        deadline: Instant,
+    ) -> Vec<(B, Fetched)> {
+        self.read(pages.into_iter().map(|(key, buffer)| (key, None, buffer)).collect(), options, deadline).await
     }
 
     /// Like [`Client::get`], but reads only these bytes of each page, into a buffer of just that length:
@@ -43,18 +97,22 @@ impl Client {
         ranges: Vec<(PageKey, Range<u32>, B)>,
         deadline: Instant,
     ) -> Vec<(B, Option<Tier>)> {
-        self.read(ranges.into_iter().map(|(key, bytes, buffer)| (key, Some(bytes), buffer)).collect(), deadline).await
+        let ranges = ranges.into_iter().map(|(key, bytes, buffer)| (key, Some(bytes), buffer)).collect();
+        let got = self.read(ranges, GetOptions::default(), deadline).await;
+        got.into_iter().map(|(buffer, fetched)| (buffer, fetched.tier())).collect()
     }
 
     /// Reads pages, or bytes of them.
     async fn read<B: AsMut<[u8]> + Send + 'static>(
         &self,
         pages: Vec<(PageKey, Option<Range<u32>>, B)>,
+        options: GetOptions,
         deadline: Instant,
-    ) -> Vec<(B, Option<Tier>)> {
+    ) -> Vec<(B, Fetched)> {
         let keys: Vec<PageKey> = pages.iter().map(|(key, ..)| *key).collect();
         let ranges: Vec<Option<Range<u32>>> = pages.iter().map(|(_, bytes, _)| bytes.clone()).collect();
-        let mut buffers: Vec<Option<(B, Option<Tier>)>> = pages.into_iter().map(|(.., b)| Some((b, None))).collect();
+        let mut buffers: Vec<Option<(B, Fetched)>> =
+            pages.into_iter().map(|(.., b)| Some((b, Fetched::Miss))).collect();
         let nodes = self.nodes();
         nodes.or_pause().await;
         if let Some(namespace) = &self.inner.namespace {
@@ -67,30 +125,28 @@ impl Client {
             let gets =
                 Self::batches(&nodes, &keys, GET_PAGES_MAX, bytes_each).into_iter().map(|(node, mut indices)| {
                     indices.retain(in_page);
-                    let wanted = indices.iter().map(|&index| {
+                    let asks = indices.into_iter().map(|index| {
                         let (buffer, _) = buffers[index].take().expect("each index is in one batch");
                         let id = PageId { namespace: namespace.id, key: keys[index] };
-                        Wanted { id, bytes: ranges[index].clone(), buffer: Box::new(buffer) }
+                        Ask { index, id, bytes: ranges[index].clone(), buffer: Box::new(buffer) }
                     });
-                    let wanted: Vec<Wanted> = wanted.collect();
-                    let (keys, ranges, part_table) = (&keys, &ranges, &part_table);
-                    async move {
-                        let pages = get_from(&node, wanted, part_table, deadline).await;
-                        let ids = indices.iter().map(|&index| PageId { namespace: namespace.id, key: keys[index] });
-                        let asked: Vec<_> = ids.zip(indices.iter().map(|&index| ranges[index].as_ref())).collect();
-                        let copied = copy_from(&node, &asked, pages, deadline).await;
-                        (indices, copied)
-                    }
+                    let (asks, part_table): (Vec<Ask>, _) = (asks.collect(), &part_table);
+                    async move { get_at(&node, asks, part_table, options, &self.inner.counters, deadline).await }
                 });
             let gets: Vec<_> = gets.collect();
-            for (indices, pages) in join_all(gets).await {
-                for (index, (buffer, got)) in indices.into_iter().zip(pages) {
-                    buffers[index] = Some((downcast(buffer), self.note(got)));
-                }
+            for (Ask { index, buffer, .. }, got) in join_all(gets).await.into_iter().flatten() {
+                let fetched = match (got, self.note(got)) {
+                    (Got::Busy(ms), _) => Fetched::Busy { retry_after: Duration::from_millis(ms.into()) },
+                    (_, Some(tier)) => Fetched::Had(tier),
+                    (_, None) => Fetched::Miss,
+                };
+                buffers[index] = Some((downcast(buffer), fetched));
             }
         }
         let answer: Vec<_> = buffers.into_iter().map(|b| b.expect("every batch hands its buffers back")).collect();
-        self.count_gets(answer.iter().filter(|(_, tier)| tier.is_some()).count(), answer.len());
+        self.count_gets(answer.iter().filter(|(_, fetched)| fetched.tier().is_some()).count(), answer.len());
+        let busy = answer.iter().filter(|(_, fetched)| matches!(fetched, Fetched::Busy { .. })).count();
+        count(&self.inner.counters.gets_busy, busy);
         answer
     }
 
@@ -113,7 +169,7 @@ impl Client {
                     indices.iter().map(|&index| Wanted { id: id(index), bytes: None, buffer: buffer() }).collect();
                 let part_table = &part_table;
                 async move {
-                    let pages = get_from(&node, wanted, part_table, deadline).await;
+                    let (pages, _) = get_from(&node, wanted, part_table, GetOptions::default(), deadline).await;
                     (node, indices, pages)
                 }
             });
@@ -147,13 +203,20 @@ impl Client {
     fn note(&self, got: Got) -> Option<Tier> {
         match got {
             Got::Had(code) => tier(code),
-            Got::Missed => None,
+            Got::Missed | Got::Busy(_) => None,
             Got::Corrupt => {
                 count(&self.inner.counters.corrupt, 1);
                 None
             }
         }
     }
+}
+
+/// Until when an answer must have begun, and until when it must be there.
+#[derive(Clone, Copy)]
+struct Patience {
+    hedge_at: Instant,
+    deadline: Instant,
 }
 
 /// What to ask a node for. One that does not know of ranges is asked for the pages.
@@ -166,6 +229,34 @@ fn request(node: &Live, wanted: &[Wanted], part_table: &[u32], by: Delivery) -> 
     match ranges {
         Some(ranges) => Request::GetRanges { ranges, by },
         None => Request::Get { keys: wanted.iter().map(|wanted| wanted.id.key).collect(), by },
+    }
+}
+
+/// Gets pages at one node, and again those that it is too busy for, as often as the options say.
+async fn get_at(
+    node: &Arc<Live>,
+    mut asks: Vec<Ask>,
+    part_table: &[u32],
+    options: GetOptions,
+    counters: &Counters,
+    deadline: Instant,
+) -> Vec<(Ask, Got)> {
+    let (mut ends, mut retries) = (Vec::with_capacity(asks.len()), options.busy_retries);
+    loop {
+        let names: Vec<_> = asks.iter().map(|ask| (ask.index, ask.id, ask.bytes.clone())).collect();
+        let wanted = asks.into_iter().map(|Ask { id, bytes, buffer, .. }| Wanted { id, bytes, buffer }).collect();
+        let (pages, hedged) = get_from(node, wanted, part_table, options, deadline).await;
+        count(&counters.gets_hedged, hedged.into());
+        let asked: Vec<_> = names.iter().map(|(_, id, bytes)| (*id, bytes.as_ref())).collect();
+        let copied = copy_from(node, &asked, pages, deadline).await;
+        let ended = names.into_iter().zip(copied);
+        ends.extend(ended.map(|((index, id, bytes), (buffer, got))| (Ask { index, id, bytes, buffer }, got)));
+        let busy = |end: &(Ask, Got)| if let Got::Busy(ms) = end.1 { Some(ms) } else { None };
+        let longest = ends.iter().filter_map(busy).max().map(|ms| node.jittered(Duration::from_millis(ms.into())));
+        let Some(pause) = longest.filter(|&pause| retries > 0 && now() + pause < deadline) else { return ends };
+        retries -= 1;
+        tokio::time::sleep(pause).await;
+        asks = ends.extract_if(.., |end| busy(end).is_some()).map(|(ask, _)| ask).collect();
     }
 }
 
@@ -182,11 +273,19 @@ fn block_for(wanted: &mut Wanted, part_table: &[u32], memory: &Arc<Memory>) -> O
     }
 }
 
-/// Pages, or bytes of pages, of one node. Always hands every buffer back.
-async fn get_from(node: &Arc<Live>, wanted: Vec<Wanted>, part_table: &[u32], deadline: Instant) -> Vec<PageEnd> {
+/// Pages, or bytes of pages, of one owner. Always hands every buffer back; and says whether it was given up before it had begun
+/// to answer, so that another owner could be asked, if there was one.
+async fn get_from(
+    node: &Arc<Live>,
+    wanted: Vec<Wanted>,
+    part_table: &[u32],
+    options: GetOptions,
+    deadline: Instant,
+) -> (Vec<PageEnd>, bool) {
+    let by = Patience { hedge_at: options.hedge_after.map_or(deadline, |after| deadline.min(now() + after)), deadline };
     let Some((lines, devices)) = node.lines.for_reading() else {
-        let by = if node.transport() == Transport::Shm { Delivery::InPlace } else { Delivery::Sent };
-        return ask(node, wanted, Vec::new(), part_table, by, deadline).await;
+        let way = if node.transport() == Transport::Shm { Delivery::InPlace } else { Delivery::Sent };
+        return ask(node, wanted, Vec::new(), part_table, way, by).await;
     };
     // Those for which there is memory that devices know are read; the others are sent.
     let (mut read, mut blocks, mut sent, mut is_read) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -196,10 +295,12 @@ async fn get_from(node: &Arc<Live>, wanted: Vec<Wanted>, part_table: &[u32], dea
         if block.is_some() { &mut read } else { &mut sent }.push(wanted);
         blocks.extend(block);
     }
-    let read = ask(node, read, blocks, part_table, Delivery::Read(lines), deadline);
-    let (read, sent) = futures::join!(read, ask(node, sent, Vec::new(), part_table, Delivery::Sent, deadline));
+    let read = ask(node, read, blocks, part_table, Delivery::Read(lines), by);
+    let sent = ask(node, sent, Vec::new(), part_table, Delivery::Sent, by);
+    let ((read, read_hedged), (sent, sent_hedged)) = futures::join!(read, sent);
     let (mut read, mut sent) = (read.into_iter(), sent.into_iter());
-    is_read.into_iter().filter_map(|is_read| if is_read { read.next() } else { sent.next() }).collect()
+    let ends = is_read.into_iter().filter_map(|is_read| if is_read { read.next() } else { sent.next() }).collect();
+    (ends, read_hedged || sent_hedged)
 }
 
 /// One Get, with a block for each page if they are to be read by RDMA.
@@ -208,21 +309,20 @@ async fn ask(
     wanted: Vec<Wanted>,
     blocks: Vec<Block>,
     part_table: &[u32],
-    by: Delivery,
-    deadline: Instant,
-) -> Vec<PageEnd> {
+    way: Delivery,
+    by: Patience,
+) -> (Vec<PageEnd>, bool) {
     if wanted.is_empty() {
-        return Vec::new();
+        return (Vec::new(), false);
     }
-    let request = request(node, &wanted, part_table, by);
+    let request = request(node, &wanted, part_table, way);
     let (mut sink, done) = PageSink::new(wanted);
     blocks.into_iter().enumerate().for_each(|(index, block)| sink.provide(index, block));
-    let begun = node.begin(node.number(), &request, Sink::Pages(sink), deadline).await;
-    let mut ends = node.settle(begun, done, deadline).await;
+    let (mut ends, hedged) = node.get(&request, Sink::Pages(sink), done, by.hedge_at, by.deadline).await;
     for end in &mut ends {
-        end.come(deadline).await;
+        end.come(by.deadline).await;
     }
-    ends
+    (ends, hedged)
 }
 
 /// Checks what lies elsewhere than in the buffers, and copies it there, unless it is these buffers' own memory.

@@ -72,7 +72,7 @@ async fn keep_one<C: Connector>(options: LinkOptions, connector: Arc<C>, node: A
     loop {
         match connect::again(&*connector, &options, &node.node_id, node.epoch).await {
             Ok((version, reader, writer)) => {
-                let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, version, None);
+                let (lane, queue) = Live::new(node.node_id.clone(), node.epoch, version, None, node.seed);
                 retry = RETRY_MIN;
                 let open = Open::announce(&node, lane.clone());
                 let error = run(&lane, reader, writer, queue, std::future::pending()).await;
@@ -114,12 +114,12 @@ mod tests {
     use std::time::Instant;
 
     fn lane() -> Arc<Live> {
-        Live::new("node".into(), 1, PROTOCOL_VERSION, None).0
+        Live::new("node".into(), 1, PROTOCOL_VERSION, None, 0).0
     }
 
     #[tokio::test]
     async fn what_is_large_goes_by_several_lanes_and_first_by_the_idlest() {
-        let (node, queue) = Live::new("node".into(), 1, PROTOCOL_VERSION, None);
+        let (node, queue) = Live::new("node".into(), 1, PROTOCOL_VERSION, None, 0);
         let (second, third) = (lane(), lane());
         let same = |a: &Arc<Live>, b: &Arc<Live>| Arc::ptr_eq(a, b);
         assert!(same(&idlest(&node), &node) && for_bytes(&node, 100 * LANE_BYTES).len() == 1);

@@ -36,6 +36,7 @@ mod view;
 
 pub use client::{Client, ClientOptions, Forgotten, NodeView, Tier};
 pub use follow::{Follow, FollowEnd};
+pub use get::{Fetched, GetOptions};
 pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use lookup::{Lease, Lookup};
 pub use members::{Member, Registration};

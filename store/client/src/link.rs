@@ -5,6 +5,7 @@ use crate::connect::{self, Connector, Reached};
 use crate::lanes::{self, Lanes};
 use crate::rdma::{self, Lines, Promise};
 use crate::sink::{Found, Landing, Lying, Sink};
+use crate::spread;
 use crate::url::Transport;
 use crate::view::Releases;
 use larder_bell::Bell;
@@ -57,6 +58,8 @@ pub(crate) struct LinkOptions {
     /// What devices of this machine know.
     pub(crate) memory: Option<Arc<Memory>>,
     pub(crate) protocol_max: u16,
+    /// Where chance comes from.
+    pub(crate) seed: u64,
 }
 
 /// A connection to a node.
@@ -80,6 +83,9 @@ pub(crate) struct Live {
     pub(crate) lines: Lines,
     /// Further connections, if this is the first.
     pub(crate) lanes: Lanes,
+    pub(crate) seed: u64,
+    /// Until when it is too busy for puts, as it said.
+    pressed: Mutex<Option<Instant>>,
 }
 
 /// Where the answers of this connection's requests go.
@@ -119,6 +125,12 @@ impl Sinks {
             *cancelled = true;
         }
         (sink, waiting)
+    }
+
+    /// Whether an answer to a Get has come, or is coming.
+    fn has_begun(&self, request: u64) -> bool {
+        let in_hand = self.in_hand.is_some_and(|(in_hand, _)| in_hand == request);
+        in_hand || matches!(self.waiting.get(&request), Some(Sink::Pages(pages)) if pages.has_begun())
     }
 }
 
@@ -191,7 +203,7 @@ async fn keep_connected<C: Connector>(options: LinkOptions, connector: &Arc<C>, 
     loop {
         match connect::reach(&**connector, &options).await {
             Ok(Reached { node_id, epoch, version, reader, writer, window }) => {
-                let (live, queue) = Live::new(node_id, epoch, version, window);
+                let (live, queue) = Live::new(node_id, epoch, version, window, options.seed);
                 let connected = Connected { state, live: live.clone(), announced: AtomicBool::new(false) };
                 let lanes = lanes::keep(&options, connector, &live);
                 let lines = rdma::keep(&live, &**connector, &options, || connected.announce(&options));
@@ -345,6 +357,9 @@ async fn place<S: Source>(
         reader.discard(bytes).await?;
         return Ok(None);
     };
+    if let Sink::Pages(pages) = &mut sink {
+        pages.heard();
+    }
     match (&mut sink, heard) {
         (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: there, place: Place::Arena(_) })) => {
             pages.found(index, held.map(|held| Found { lying: Lying::Held(held), meta, tier, bytes: there }));
@@ -447,6 +462,10 @@ async fn land<S: Source>(reader: &mut FrameReader<S>, landing: Landing<'_>) -> i
 fn finish(mut sink: Sink, response: Response) -> Option<Sink> {
     match (&mut sink, response) {
         (Sink::Pages(_), Response::Miss { .. }) => return Some(sink),
+        (Sink::Pages(pages), Response::Busy { index, retry_after_ms }) => {
+            pages.busy(index, retry_after_ms);
+            return index.is_some().then_some(sink);
+        }
         (Sink::Parts(parts), Response::FollowEnd { state, meta }) => parts.end(state, meta),
         (Sink::Reply(_), response) => {
             if let Sink::Reply(reply) = sink {
@@ -471,6 +490,7 @@ impl Live {
         epoch: u64,
         version: u16,
         window: Option<Arc<Window>>,
+        seed: u64,
     ) -> (Arc<Live>, mpsc::Receiver<Frame>) {
         let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
         let live = Live {
@@ -487,6 +507,8 @@ impl Live {
             releases: Arc::default(),
             lines: Lines::default(),
             lanes: Lanes::default(),
+            seed,
+            pressed: Mutex::default(),
         };
         (Arc::new(live), queue)
     }
@@ -586,6 +608,20 @@ impl Live {
         }
     }
 
+    /// It is too busy for puts, and will be for so long.
+    pub(crate) fn press(&self, time: Duration) {
+        *self.pressed.lock() = Some(now() + time);
+    }
+
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.pressed.lock().is_some_and(|until| now() < until)
+    }
+
+    /// A time, give or take half of it: those who were sent away together do not come back together.
+    pub(crate) fn jittered(&self, time: Duration) -> Duration {
+        spread::jittered(time, self.seed ^ self.number())
+    }
+
     /// A number for a request.
     pub(crate) fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
@@ -599,10 +635,22 @@ impl Live {
         sink: Sink,
         deadline: Instant,
     ) -> Option<Begun> {
+        self.begin_by(deadline, number, request, sink, deadline).await
+    }
+
+    /// Like [`Live::begin`], if there is room for the request by then.
+    async fn begin_by(
+        self: &Arc<Self>,
+        by: Instant,
+        number: u64,
+        request: &Request,
+        sink: Sink,
+        deadline: Instant,
+    ) -> Option<Begun> {
         let begun = Begun { live: self.clone(), number };
         self.sinks.lock().waiting.insert(number, sink);
         let send = self.out.send(request.frame(self.version, number, milliseconds_left(deadline), None));
-        match tokio::time::timeout_at(deadline.into(), send).await {
+        match tokio::time::timeout_at(by.into(), send).await {
             // The connection may have ended, and its sinks been dropped, before ours was put in.
             Ok(Ok(())) if !self.broken.is_cancelled() => Some(begun),
             _ => None,
@@ -624,6 +672,32 @@ impl Live {
         let (sender, receiver) = oneshot::channel();
         let _begun = self.begin(number, request, Sink::Reply(sender), deadline).await?;
         tokio::time::timeout_at(deadline.into(), receiver).await.ok()?.ok()
+    }
+
+    /// One Get: what its sink hands back, and whether it was given up because no answer had begun at `hedge_at`.
+    pub(crate) async fn get<T>(
+        self: &Arc<Self>,
+        request: &Request,
+        sink: Sink,
+        mut done: oneshot::Receiver<T>,
+        hedge_at: Instant,
+        deadline: Instant,
+    ) -> (T, bool) {
+        let number = self.number();
+        let by = hedge_at.min(deadline);
+        let Some(begun) = self.begin_by(by, number, request, sink, deadline).await else {
+            return (self.settle(None, done, deadline).await, by < deadline);
+        };
+        if by < deadline {
+            match tokio::time::timeout_at(by.into(), &mut done).await {
+                Ok(ended) => return (ended.expect("a sink always hands back what it was given"), false),
+                Err(_) if !self.sinks.lock().has_begun(number) => {
+                    return (self.settle(Some(begun), done, by).await, true);
+                }
+                Err(_) => {}
+            }
+        }
+        (self.settle(Some(begun), done, deadline).await, false)
     }
 
     /// Waits for what a sink hands back when it ends: at the last answer, or at `deadline`, when the request is given up.

@@ -4,6 +4,7 @@ use crate::client::{Client, Tier, tier};
 use crate::link::Live;
 use futures::future::join_all;
 use larder_format::PageKey;
+use larder_format::planted::{Bug, has};
 use larder_wire::{MAX_HOLD_MS, MAX_KEYS, Request, Response, TierCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ pub struct Lookup {
     /// Whether every node that owns one of the keys answered in time. If not, an empty prefix does not mean that nothing
     /// is there.
     pub answered: bool,
+    /// If not because a node was too busy: when it is worth trying again.
+    pub retry_after: Option<Duration>,
     /// How many of these pages, from the first on, are held in L2 already. The others are brought there, one after the other.
     pub held: usize,
     /// How long each of these pages is expected to take to come into DRAM: nothing if it is there, and what its node says of
@@ -78,6 +81,10 @@ impl Client {
         let (mut located, mut is_held, mut answered) = (vec![None; keys.len()], vec![false; keys.len()], 0);
         let mut lookup = Lookup::default();
         for (indices, lease, answer) in join_all(asks).await {
+            if let Some(Response::Busy { retry_after_ms, .. }) = answer {
+                lookup.retry_after = lookup.retry_after.max(Some(Duration::from_millis(retry_after_ms.into())));
+                answered += if has(Bug::BusyIsNowhere) { indices.len() } else { 0 };
+            }
             let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
             answered += indices.len();
             let l3_expected = Duration::from_micros(l3_expected_us.into());

@@ -24,6 +24,9 @@ impl Pinned {
             Some(Response::Error { message, .. }) => {
                 self.refused.get_or_insert(message);
             }
+            Some(Response::Busy { .. }) => {
+                self.refused.get_or_insert_with(|| "the node has too much under way".into());
+            }
             _ => self.complete = false,
         }
     }

@@ -31,6 +31,9 @@ pub struct NewPage {
 pub struct PutOptions {
     /// The page is a miss so long after it was sealed; `None`: never. Rounded up to milliseconds.
     pub ttl: Option<Duration>,
+    /// How often it is tried again, before the deadline, when the node is too busy: each time after as long as the node says,
+    /// give or take half of it. Default 0.
+    pub busy_retries: u32,
 }
 
 impl PutOptions {
@@ -51,9 +54,25 @@ pub enum PutOutcome {
     /// Another writer is writing this key now.
     InProgress,
     /// The node has no room now.
-    Busy,
+    Busy {
+        /// When it is worth trying again, as the node says.
+        retry_after: Duration,
+    },
     /// No node could be reached, or the put was given up.
     Lost,
+}
+
+/// When to try again at a node that does not say.
+const RETRY_DEFAULT: Duration = Duration::from_millis(100);
+
+impl PutOutcome {
+    pub(crate) fn busy(retry_after_ms: u32) -> PutOutcome {
+        PutOutcome::Busy { retry_after: Duration::from_millis(retry_after_ms.into()) }
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(self, PutOutcome::Busy { .. })
+    }
 }
 
 /// Payload bytes that wait in this client.
@@ -174,7 +193,11 @@ pub(crate) fn begin(
         };
         match outcome {
             PutOutcome::Stored => count(&counters.puts, 1),
-            PutOutcome::Lost | PutOutcome::Busy => count(&counters.puts_lost, 1),
+            PutOutcome::Lost => count(&counters.puts_lost, 1),
+            PutOutcome::Busy { .. } => {
+                count(&counters.puts_lost, 1);
+                count(&counters.puts_busy, 1);
+            }
             PutOutcome::AlreadyThere | PutOutcome::Refused | PutOutcome::InProgress => {}
         }
         if let Some(reply) = reply {
@@ -201,29 +224,48 @@ async fn run(
     let parts = part_table.len();
     let NewPage { key, parent, position } = page;
     let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table };
-    let put = node.number();
-    // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
-    let mut open = CancelOnDrop { node: &node, request: put, armed: true };
-    let deadline = now() + ANSWER_TIMEOUT;
     let request = Request::Reserve(vec![reserve]);
-    // The node opens the parts, if they can be written by RDMA, when it has granted them.
-    let (answer, _open_parts) = futures::join!(node.ask_as(put, &request, deadline), node.open_parts(put, deadline));
-    let outcome = match answer {
-        Some(Response::Reserved(outcomes)) => outcomes.first().copied(),
-        Some(Response::Error { .. }) => Some(ReserveOutcome::Busy),
+    let mut retries = options.busy_retries;
+    loop {
+        let put = node.number();
+        // Whatever ends this before the commit, the node hears of it: it may have granted what we were not told.
+        let mut open = CancelOnDrop { node: &node, request: put, armed: true };
+        let deadline = now() + ANSWER_TIMEOUT;
+        // The node opens the parts, if they can be written by RDMA, when it has granted them.
+        let (answer, _open_parts) =
+            futures::join!(node.ask_as(put, &request, deadline), node.open_parts(put, deadline));
+        let Some((outcomes, retry_after)) = answer.and_then(|answer| grants(answer, 1)) else {
+            return drain(&mut queue, PutOutcome::Lost).await;
+        };
+        let refused = match outcomes[0] {
+            ReserveOutcome::Granted => return send_parts(&mut open, &mut queue).await,
+            ReserveOutcome::Exists => None,
+            ReserveOutcome::InProgress => Some(PutOutcome::InProgress),
+            ReserveOutcome::Busy => Some(PutOutcome::Busy { retry_after }),
+            ReserveOutcome::Malformed => return drain(&mut queue, PutOutcome::Lost).await,
+        };
+        open.armed = false;
+        match refused {
+            Some(PutOutcome::Busy { .. }) if retries > 0 => {
+                retries -= 1;
+                tokio::time::sleep(node.jittered(retry_after)).await;
+            }
+            Some(outcome) => return drain(&mut queue, outcome).await,
+            None => return compare_parts(&node, page.key, parts, &mut queue).await,
+        }
+    }
+}
+
+/// What a node says to a reservation of `count` pages, and after which time to try again those that are busy.
+pub(crate) fn grants(answer: Response, count: usize) -> Option<(Vec<ReserveOutcome>, Duration)> {
+    let all_busy = |retry_after| Some((vec![ReserveOutcome::Busy; count], retry_after));
+    match answer {
+        Response::Reserved { outcomes, retry_after_ms } if outcomes.len() == count => {
+            Some((outcomes, Duration::from_millis(retry_after_ms.into())))
+        }
+        Response::Busy { retry_after_ms, .. } => all_busy(Duration::from_millis(retry_after_ms.into())),
+        Response::Error { .. } => all_busy(RETRY_DEFAULT),
         _ => None,
-    };
-    let refused = match outcome {
-        Some(ReserveOutcome::Granted) => return send_parts(&mut open, &mut queue).await,
-        Some(ReserveOutcome::Exists) => None,
-        Some(ReserveOutcome::InProgress) => Some(PutOutcome::InProgress),
-        Some(ReserveOutcome::Busy) => Some(PutOutcome::Busy),
-        Some(ReserveOutcome::Malformed) | None => return drain(&mut queue, PutOutcome::Lost).await,
-    };
-    open.armed = false;
-    match refused {
-        Some(outcome) => drain(&mut queue, outcome).await,
-        None => compare_parts(&node, page.key, parts, &mut queue).await,
     }
 }
 
@@ -287,6 +329,7 @@ fn committed(answer: Option<Response>) -> PutOutcome {
         Some(Response::Committed(outcomes)) => {
             outcomes.first().map_or(PutOutcome::Lost, |&outcome| outcome_of(outcome))
         }
+        Some(Response::Busy { retry_after_ms, .. }) => PutOutcome::busy(retry_after_ms),
         _ => PutOutcome::Lost,
     }
 }

@@ -1,7 +1,7 @@
 //! Putting whole pages, many at a time: one reservation, all parts behind each other, one commit.
 
 use crate::link::Live;
-use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, outcome_of};
+use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, grants, outcome_of};
 use crate::sink::Sink;
 use bytes::Bytes;
 use futures::StreamExt;
@@ -9,7 +9,7 @@ use futures::future::join_all;
 use larder_format::chunk_crcs;
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 /// Bytes that are sent before the node has said which pages it wants: a round trip's worth.
@@ -61,7 +61,8 @@ impl Batch<'_> {
 
         // Parts that can be written by RDMA are open when they were granted, and not before.
         let open = self.node.open_parts(self.number, self.deadline).await;
-        let eager_bytes = if open.is_some() { 0 } else { EAGER_BYTES };
+        // Nor is sent before it has said so what a busy node will hardly take.
+        let eager_bytes = if open.is_some() || self.node.is_pressed() { 0 } else { EAGER_BYTES };
         let (mut sent, mut bytes, mut granted) = (0, 0, None);
         while sent < count && bytes < eager_bytes && granted.is_none() {
             if !self.send(sent).await {
@@ -74,15 +75,15 @@ impl Batch<'_> {
         if sent == count && granted.is_none() {
             // All of it is on its way: so may be the commit.
             let (granted, committed) = futures::join!(self.hear(answer), self.commit((0..count).collect()));
-            let Some(outcomes) = granted else { return lost() };
-            return self.conclude(&outcomes, committed).await;
+            let Some(granted) = granted else { return lost() };
+            return self.conclude(granted, committed).await;
         }
         let granted = match granted {
-            Some(response) => self.outcomes(response),
+            Some(response) => grants(response, count),
             None => self.hear(answer).await,
         };
-        let Some(outcomes) = granted else { return lost() };
-        let wanted: Vec<usize> = (0..count).filter(|&i| outcomes[i] == ReserveOutcome::Granted).collect();
+        let Some(granted) = granted else { return lost() };
+        let wanted: Vec<usize> = (0..count).filter(|&i| granted.0[i] == ReserveOutcome::Granted).collect();
         let rest: Vec<usize> = wanted.iter().copied().filter(|&index| index >= sent).collect();
         let pages_at_once = if open.is_some() { WRITES_AT_ONCE } else { 1 };
         let left = futures::stream::iter(rest).map(|index| self.send(index)).buffered(pages_at_once);
@@ -90,20 +91,12 @@ impl Batch<'_> {
             return lost();
         }
         let committed = self.commit(wanted).await;
-        self.conclude(&outcomes, committed).await
+        self.conclude(granted, committed).await
     }
 
-    async fn hear(&self, answer: oneshot::Receiver<Response>) -> Option<Vec<ReserveOutcome>> {
+    async fn hear(&self, answer: oneshot::Receiver<Response>) -> Option<(Vec<ReserveOutcome>, Duration)> {
         let response = tokio::time::timeout_at(self.deadline.into(), answer).await.ok()?.ok()?;
-        self.outcomes(response)
-    }
-
-    fn outcomes(&self, response: Response) -> Option<Vec<ReserveOutcome>> {
-        match response {
-            Response::Reserved(outcomes) if outcomes.len() == self.pages.len() => Some(outcomes),
-            Response::Error { .. } => Some(vec![ReserveOutcome::Busy; self.pages.len()]),
-            _ => None,
-        }
+        grants(response, self.pages.len())
     }
 
     fn name(&self, index: usize) -> Entry {
@@ -139,9 +132,12 @@ impl Batch<'_> {
 
     async fn conclude(
         &self,
-        reserved: &[ReserveOutcome],
+        (reserved, retry_after): (Vec<ReserveOutcome>, Duration),
         committed: Option<Vec<(usize, CommitOutcome)>>,
     ) -> Vec<PutOutcome> {
+        if reserved.contains(&ReserveOutcome::Busy) {
+            self.node.press(retry_after);
+        }
         let mut sealed = vec![None; self.pages.len()];
         for (index, outcome) in committed.into_iter().flatten() {
             sealed[index] = Some(outcome);
@@ -159,7 +155,7 @@ impl Batch<'_> {
                     compare(self.node, page.key, crcs.collect(), self.deadline).await
                 }
                 ReserveOutcome::InProgress => PutOutcome::InProgress,
-                ReserveOutcome::Busy => PutOutcome::Busy,
+                ReserveOutcome::Busy => PutOutcome::Busy { retry_after },
                 ReserveOutcome::Malformed => PutOutcome::Lost,
             }
         });

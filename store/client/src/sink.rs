@@ -27,6 +27,8 @@ pub(crate) enum Sink {
 pub(crate) enum Got {
     Had(TierCode),
     Missed,
+    /// The node does not take it on before so many milliseconds are over.
+    Busy(u32),
     /// Something came, and it was not the page.
     Corrupt,
 }
@@ -126,6 +128,8 @@ pub(crate) struct Landing<'a> {
 /// Collects the pages of a Get.
 pub(crate) struct PageSink {
     slots: Vec<PageSlot>,
+    /// Whether the node has begun to answer.
+    begun: bool,
     done: Option<oneshot::Sender<Vec<PageEnd>>>,
 }
 
@@ -138,7 +142,7 @@ impl PageSink {
             end: PageEnd { buffer, got: Got::Missed, found: None, block: None },
         };
         let slots = pages.into_iter().map(slot).collect();
-        (Self { slots, done: Some(done) }, receiver)
+        (Self { slots, begun: false, done: Some(done) }, receiver)
     }
 
     /// Gives the page of index `index` memory to be read into by RDMA: that of its buffer, or what stands in for it.
@@ -197,6 +201,27 @@ impl PageSink {
         let Some(slot) = self.slots.get_mut(index as usize) else { return };
         slot.end.got = if found.is_some() { Got::Missed } else { Got::Corrupt };
         slot.end.found = found;
+    }
+
+    /// The node does not take on this page, or any, now.
+    pub(crate) fn busy(&mut self, index: Option<u32>, retry_after_ms: u32) {
+        let slots = match index {
+            Some(index) => self.slots.get_mut(index as usize..).unwrap_or_default(),
+            None => &mut self.slots[..],
+        };
+        for slot in slots.iter_mut().take(if index.is_some() { 1 } else { usize::MAX }) {
+            slot.end.found = None;
+            slot.end.got = Got::Busy(retry_after_ms);
+        }
+    }
+
+    /// An answer came.
+    pub(crate) fn heard(&mut self) {
+        self.begun = true;
+    }
+
+    pub(crate) fn has_begun(&self) -> bool {
+        self.begun
     }
 
     pub(crate) fn id(&self, index: u32) -> Option<PageId> {

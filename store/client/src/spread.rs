@@ -6,6 +6,7 @@
 
 use larder_format::PageKey;
 use sha2::{Digest, Sha256};
+use std::time::Duration;
 
 /// A node's name as a number.
 pub(crate) fn seed(node_id: &str) -> u64 {
@@ -18,6 +19,11 @@ fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
+}
+
+/// Between half of `time` and one and a half.
+pub(crate) fn jittered(time: Duration, chance: u64) -> Duration {
+    time.mul_f64(0.5 + (mix(chance) >> 11) as f64 / (1u64 << 53) as f64)
 }
 
 /// Index of the node that owns `key`, among nodes with these seeds; `None` if there are none.
@@ -51,6 +57,14 @@ mod tests {
         }
         assert!(counts.iter().all(|&c| (850..1150).contains(&c)), "{counts:?}");
         assert_eq!(owner(&keys()[0], &[]), None);
+    }
+
+    #[test]
+    fn who_comes_back_does_so_about_when_it_was_told_to() {
+        let second = Duration::from_secs(1);
+        let times: Vec<u128> = (0..1000).map(|chance| jittered(second, chance).as_millis()).collect();
+        assert!(times.iter().all(|time| (500..=1500).contains(time)));
+        assert!((950..1050).contains(&(times.iter().sum::<u128>() / 1000)) && times[0] != times[1]);
     }
 
     #[test]

@@ -359,7 +359,7 @@ async fn more_than_l2_holds_is_served_from_l3() {
     let client = attach(&[&node], 1).await;
     // 450 pages of 96 KiB are 43 MiB; L2 holds 32.
     for number in 0..450 {
-        while put(&client, number).await == PutOutcome::Busy {
+        while matches!(put(&client, number).await, PutOutcome::Busy { .. }) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -530,7 +530,7 @@ async fn a_page_with_a_time_to_live_is_a_miss_after_it() {
     let page = NewPage { key: key(1), parent: PageKey::NONE, position: 0 };
     let ttl = Some(Duration::from_millis(300));
     let begin = Instant::now();
-    let mut put = client.put_with(page, PutOptions { ttl }, soon());
+    let mut put = client.put_with(page, PutOptions { ttl, ..PutOptions::default() }, soon());
     for (part, bytes) in parts(&payload(1)).into_iter().enumerate() {
         put.part(part, bytes);
     }

@@ -134,6 +134,10 @@ pub enum Bug {
     RangeUnchecked,
     /// Holds: what was forgotten is served from what is held.
     HeldIsServed,
+    /// Budget: what has left is still counted.
+    ChargeLeaks,
+    /// Client: a lookup that the node was too busy for is taken for one that found nothing.
+    BusyIsNowhere,
 }
 
 impl Bug {
@@ -192,7 +196,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 18] = [
+    pub const WIRE: [Bug; 20] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -211,6 +215,8 @@ impl Bug {
         Bug::OtherChunks,
         Bug::RangeUnchecked,
         Bug::HeldIsServed,
+        Bug::ChargeLeaks,
+        Bug::BusyIsNowhere,
     ];
 }
 

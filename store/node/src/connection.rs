@@ -1,8 +1,10 @@
 //! One client.
 //!
 //! The reading half decodes frames, receives parts straight into their slots, answers what is quick at once, and starts a
-//! task for what has to wait. Everything that is sent goes through one bounded queue to the writing half, so a client that
-//! does not read holds up nobody but itself. When the connection ends, its tasks end and its open puts are given up.
+//! task for what has to wait. Everything that is sent goes through two bounded queues to the writing half, page bytes in one
+//! and what is short in the other, which goes first: so a client that does not read holds up nobody but itself, and one that
+//! reads much hears at once what else it asks. What it has under way is counted ([`crate::budget`]); what is too much is
+//! refused at once. When the connection ends, its tasks end and its open puts are given up.
 
 mod conversation;
 mod following;
@@ -10,6 +12,7 @@ mod lookup;
 mod rdma;
 mod reading;
 mod receiving;
+mod refusing;
 mod sending;
 mod tasks;
 
@@ -19,7 +22,7 @@ use conversation::Connection;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_share::Tenure;
-use larder_wire::{Entry, FrameReader, FrameWriter, Sink, Source};
+use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source};
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
 use std::collections::BTreeMap;
@@ -38,6 +41,9 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most time to send one frame, or to receive one payload, before the client is given up.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Most time to tell a connection that there is no memory for it.
+const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serves one client over TCP until it leaves, misbehaves, or the node stops.
 pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
@@ -117,10 +123,29 @@ enum Places {
 }
 
 async fn converse<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W, places: Places) {
-    let (connection, queue) = Connection::new(shared.clone(), places);
-    let mut writer = AbortOnDrop(tokio::spawn(FrameWriter::new(write).send_all(queue, STALL_TIMEOUT)));
+    let mut writer = FrameWriter::new(write);
+    let Some(account) = shared.store.budget().open() else {
+        shared.metrics.connections_rejected.inc();
+        tracing::warn!(%peer, "no memory for another connection: refused");
+        // No version was agreed on: this is what every one has.
+        let message = "no memory for another connection now".to_string();
+        let refusal = Response::Error { code: ErrorCode::Busy, message }.frame(PROTOCOL_VERSION_MIN, 0, None);
+        let _ = tokio::time::timeout(REFUSED_TIMEOUT, writer.send(refusal)).await;
+        return;
+    };
+    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places);
+    let mut writer = AbortOnDrop(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
     let mut reader = FrameReader::new(read);
-    match connection.run(&mut reader).await {
+    let ended = tokio::select! {
+        biased;
+        () = account.given_up() => None,
+        ended = connection.run(&mut reader) => Some(ended),
+    };
+    let Some(ended) = ended else {
+        // Without leave to send what is queued: that is what nobody takes.
+        return tracing::warn!(%peer, "a reader that takes nothing was in the way of others: disconnected");
+    };
+    match ended {
         Ok(()) => tracing::debug!(%peer, "client left"),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
             shared.metrics.connections_rejected.inc();

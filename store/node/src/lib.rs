@@ -9,12 +9,13 @@
 //! - everything that a stranger can make grow has a bound: connections, requests, puts, waiting readers, members.
 //!
 //! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `store` (all but the sockets) ·
-//! `holds` (pages held for readers) · `rdma` (devices, and what is open through them) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
+//! `budget` (bytes in flight) · `holds` (pages held for readers) · `rdma` (devices, and what is open through them) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
 //! L3 when) · `writing` (pages on their way to L3) · `devices`, `health` (the logs of L3) · `scrub` · `members` (who
 //! registered) · `clock` · `metrics`, `admin` (axum).
 #![forbid(unsafe_code)]
 
 mod admin;
+mod budget;
 mod clock;
 mod connection;
 mod devices;

@@ -15,6 +15,8 @@ macro_rules! counters {
             pub(crate) connections: Gauge,
             pub(crate) rdma_lines: Gauge,
             pub(crate) rdma_windows: Gauge,
+            /// Bytes under way by kind.
+            pub(crate) in_flight: Family<Vec<(String, String)>, Gauge>,
             /// One per device of L3: 1 if it is in use.
             pub(crate) devices: Family<Vec<(String, String)>, Gauge>,
             /// Bytes in DRAM of the namespaces with most.
@@ -30,6 +32,8 @@ macro_rules! counters {
                 registry.register("rdma_lines", "RDMA lines to clients", self.rdma_lines.clone());
                 let help = "Pages and parts that clients can reach by RDMA";
                 registry.register("rdma_windows", help, self.rdma_windows.clone());
+                let help = "Bytes under way: puts, reads, pages asked for, requests";
+                registry.register("in_flight_bytes", help, self.in_flight.clone());
                 let help = "Whether the device of L3 is in use, and why not";
                 registry.register("l3_device_up", help, self.devices.clone());
                 registry.register("l2_namespace_bytes", "Bytes in DRAM of a namespace", self.namespaces.clone());
@@ -58,6 +62,14 @@ counters! {
     pages_put,
     /// Reservations answered: there already
     puts_existing,
+    /// Answers that said busy
+    refusals,
+    /// Answers that said busy later than a millisecond after the request, to clients that keep up
+    refusals_late,
+    /// Pages of Gets that were refused
+    pages_refused,
+    /// Readers that took nothing while others were refused for want of what waited for them: disconnected
+    readers_given_up,
     /// Puts of other bytes under a key that was there: refused
     puts_refused,
     /// Reservations refused for want of room

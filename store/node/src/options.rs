@@ -23,6 +23,20 @@ pub struct NodeOptions {
     pub l2_bytes: u64,
     /// Bytes of the arena beyond L2, for pages on their way in and out. Default: an eighth of L2, at least 64 MiB.
     pub in_flight_bytes: Option<u64>,
+    /// Most bytes of one connection's puts that are not sealed. Default: half of the room for pages on their way, which is all
+    /// that there is for puts.
+    pub connection_bytes: Option<u64>,
+    /// Most bytes of pages that are read and sent for one connection at a time; two pages are always allowed. Default: an
+    /// eighth of the room for pages on their way.
+    pub window_bytes: Option<u64>,
+    /// Most bytes of pages that readers asked for and that have not left yet. They take no memory, but the time of those who
+    /// come later. Default: as much as L2, at least 256 MiB.
+    pub asked_bytes: Option<u64>,
+    /// Most bytes of memory beside the arena for connections, of which each counts 48 KiB, and for requests that are being
+    /// worked on. Default 64 MiB, at least 1 MiB.
+    pub request_bytes: u64,
+    /// Most of these for the requests of one connection, of which each counts 1 KiB and 4 times its body. Default a quarter.
+    pub connection_request_bytes: Option<u64>,
     /// Most bytes of the L3 in the data directory. Default 4 GiB; 0 means none there. Of no effect if [`NodeOptions::l3`] is
     /// given.
     pub l3_bytes: u64,
@@ -67,6 +81,11 @@ impl Default for NodeOptions {
             data_dir: None,
             l2_bytes: 1 << 30,
             in_flight_bytes: None,
+            connection_bytes: None,
+            window_bytes: None,
+            asked_bytes: None,
+            request_bytes: 64 << 20,
+            connection_request_bytes: None,
             l3_bytes: 4 << 30,
             l3: Vec::new(),
             write_policy: WritePolicy::Through,
@@ -176,6 +195,8 @@ pub struct NamespaceQuota {
 
 /// Smallest L2.
 pub const L2_BYTES_MIN: u64 = 32 << 20;
+/// Least memory for requests: some dozen of them, whatever they say.
+pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
 /// Most devices.
 pub const L3_DEVICES_MAX: usize = 64;
 
@@ -184,6 +205,10 @@ impl NodeOptions {
     pub fn validate(&self) -> Result<(), String> {
         if self.l2_bytes < L2_BYTES_MIN {
             return Err(format!("L2 of {} bytes is too small, the minimum is {L2_BYTES_MIN}", self.l2_bytes));
+        }
+        if self.request_bytes < REQUEST_BYTES_MIN {
+            let given = self.request_bytes;
+            return Err(format!("{given} bytes for requests are too few, the minimum is {REQUEST_BYTES_MIN}"));
         }
         if self.connections_max == 0 {
             return Err("a node needs at least one connection".into());
@@ -228,6 +253,21 @@ impl NodeOptions {
     /// Room for pages on their way in and out, in bytes.
     pub fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.unwrap_or_else(|| (self.l2_bytes / 8).max(64 << 20))
+    }
+
+    /// Most bytes of one connection's open puts.
+    pub fn connection_bytes(&self) -> u64 {
+        self.connection_bytes.unwrap_or_else(|| self.dirty_bytes_max())
+    }
+
+    /// Most bytes that are read and sent for one connection at a time, of pages of `page_bytes`.
+    pub fn window_bytes(&self, page_bytes: u64) -> u64 {
+        self.window_bytes.unwrap_or_else(|| self.in_flight_bytes() / 8).max(2 * page_bytes)
+    }
+
+    /// Most bytes that readers wait for.
+    pub fn asked_bytes(&self) -> u64 {
+        self.asked_bytes.unwrap_or_else(|| self.l2_bytes.max(256 << 20))
     }
 
     /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.
@@ -280,6 +320,7 @@ mod tests {
         assert!(twice.validate().unwrap_err().contains("twice"));
         let nowhere = NodeOptions { write_policy: WritePolicy::Back, ..NodeOptions::default() };
         assert!(nowhere.validate().unwrap_err().contains("write-back needs"));
-        assert!(NodeOptions { write_after_hits: 0, ..good }.validate().is_err());
+        assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
+        assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));
     }
 }

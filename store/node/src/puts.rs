@@ -4,6 +4,7 @@
 //! part has its own piece of the page's slot: it belongs to the connection that receives it, or to a window through which it is
 //! written from afar, until its bytes have checked, and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
 
+use crate::budget::Charge;
 use crate::clock::now;
 use crate::metrics::Metrics;
 use crate::rdma::OpenPart;
@@ -286,8 +287,14 @@ impl Puts {
         Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(generation_first) }
     }
 
-    /// Room for a page, if nobody has it or writes it.
-    pub(crate) fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
+    /// Room for a page, if nobody has it or writes it, and `charge` counts its bytes to somebody. They are until it is sealed
+    /// or given up.
+    pub(crate) fn reserve(
+        &self,
+        id: PageId,
+        page: Reserved,
+        charge: impl FnOnce(u64) -> Option<Option<Charge>>,
+    ) -> Result<Arc<Put>, ReserveOutcome> {
         let bytes: usize = page.part_bytes.iter().map(|&b| b as usize).sum();
         let mut state = self.state.lock();
         if state.ended {
@@ -301,7 +308,8 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
-        let Some((slot, room)) = self.tiers.reserve(bytes) else {
+        let reserved = charge(bytes as u64).and_then(|charge| self.tiers.reserve(bytes, charge));
+        let Some((slot, room)) = reserved else {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };

@@ -1,5 +1,6 @@
 //! Puts and tiers as one: all of a node but its sockets. Connections use it, and a simulation can.
 
+use crate::budget::{Account, Budget, Kind};
 use crate::clock::Clock;
 use crate::devices::Devices;
 use crate::holds::Hold;
@@ -31,7 +32,8 @@ pub struct Store {
     tiers: Arc<Tiers>,
     puts: Puts,
     metrics: Arc<Metrics>,
-    scrub_bytes_per_second: u64,
+    budget: Arc<Budget>,
+    options: NodeOptions,
 }
 
 impl Store {
@@ -47,7 +49,8 @@ impl Store {
         let metrics = Arc::new(Metrics::default());
         let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
         let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first);
-        Store { tiers, puts, metrics, scrub_bytes_per_second: options.scrub_bytes_per_second }
+        let budget = Budget::new(options, metrics.clone());
+        Store { tiers, puts, metrics, budget, options: options.clone() }
     }
 
     /// What has to be done regularly, until `stop`: ends what is over, and verifies L2.
@@ -61,7 +64,7 @@ impl Store {
                 }
             }
         };
-        tokio::join!(tick, scrub::run(self.tiers.clone(), self.scrub_bytes_per_second, stop.clone()));
+        tokio::join!(tick, scrub::run(self.tiers.clone(), self.options.scrub_bytes_per_second, stop.clone()));
     }
 
     /// Begins a pass over all that L3 holds.
@@ -82,7 +85,27 @@ impl Store {
 
     /// Room for a page, if nobody has it or writes it.
     pub fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
-        self.puts.reserve(id, page)
+        self.puts.reserve(id, page, |_| Some(None))
+    }
+
+    /// Like [`Store::reserve`], counted for a connection.
+    pub(crate) fn reserve_for(
+        &self,
+        account: &Arc<Account>,
+        id: PageId,
+        page: Reserved,
+    ) -> Result<Arc<Put>, ReserveOutcome> {
+        self.puts.reserve(id, page, |bytes| account.charge(Kind::Puts, bytes).ok().map(Some))
+    }
+
+    /// What connections have under way.
+    pub(crate) fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    /// The settings it was made with.
+    pub(crate) fn options(&self) -> &NodeOptions {
+        &self.options
     }
 
     /// Seals a put whose parts have landed.
@@ -139,6 +162,11 @@ impl Store {
     /// A page and where it was, or a miss. The bytes of one from L2 are to be verified by the reader.
     pub async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
         self.tiers.get(id, deadline).await
+    }
+
+    /// Pages were asked for that are nowhere.
+    pub(crate) fn missed(&self, pages: usize) {
+        self.metrics.pages_missed.inc_by(pages as u64);
     }
 
     /// Whether a page that is there has these checksums: what a second writer wants to know.
@@ -204,6 +232,7 @@ impl Store {
             "tiers": self.tiers.status(),
             "puts_open": open,
             "readers_waiting": waiting,
+            "budget": self.budget.status(),
             "counters": self.metrics.json(),
         })
     }
@@ -224,6 +253,12 @@ impl Store {
             (vec![label("namespace", namespace.to_string())], i64::try_from(bytes).unwrap_or(i64::MAX))
         });
         metrics::show(&self.metrics.namespaces, namespaces.collect());
+        let in_flight = self
+            .budget
+            .usage()
+            .into_iter()
+            .map(|(kind, bytes)| (vec![label("kind", kind.to_string())], i64::try_from(bytes).unwrap_or(i64::MAX)));
+        metrics::show(&self.metrics.in_flight, in_flight.collect());
     }
 }
 

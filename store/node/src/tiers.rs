@@ -8,6 +8,7 @@
 //! - however many ask for a page on L3, it is read once;
 //! - a page whose time is over is a miss, wherever it lies.
 
+use crate::budget::Charge;
 use crate::clock::{Clock, now};
 use crate::devices::{Devices, ForgetError};
 use crate::holds::{Hold, Holds};
@@ -90,6 +91,7 @@ struct Missed;
 pub(crate) struct Room {
     tiers: Arc<Tiers>,
     bytes: u32,
+    _charge: Option<Charge>,
 }
 
 impl Room {
@@ -199,9 +201,9 @@ impl Tiers {
         &self.devices
     }
 
-    /// Memory and room for a page of `bytes`; `None` means busy.
-    pub(crate) fn reserve(&self, bytes: usize) -> Option<(SlotMut, Room)> {
-        let room = self.room(bytes)?;
+    /// Memory and room for a page of `bytes`, counted by `charge`; `None` means busy.
+    pub(crate) fn reserve(&self, bytes: usize, charge: Option<Charge>) -> Option<(SlotMut, Room)> {
+        let room = self.room(bytes, charge)?;
         let slot = self.arena.allocate(bytes).or_else(|| {
             self.make_room();
             self.arena.allocate(bytes)
@@ -209,7 +211,7 @@ impl Tiers {
         Some((slot?, room))
     }
 
-    fn room(&self, bytes: usize) -> Option<Room> {
+    fn room(&self, bytes: usize, charge: Option<Charge>) -> Option<Room> {
         let tiers = self.this.upgrade()?;
         let bytes = u32::try_from(bytes.next_multiple_of(SLOT_UNIT)).ok()?;
         let writable = self.devices.writable();
@@ -218,7 +220,7 @@ impl Tiers {
         let reserved = state.policy.reserve(bytes);
         drop(state);
         // Not `then_some`: room that was not had must not be given back.
-        reserved.then(|| Room { tiers, bytes })
+        reserved.then(|| Room { tiers, bytes, _charge: charge })
     }
 
     /// Where a page lies now.

@@ -50,3 +50,5 @@ pub const VERSION_OF_RANGES: u16 = 2;
 pub const VERSION_OF_LINES: u16 = 2;
 /// Oldest version this build speaks.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
+/// First version in which a node that is too busy says when to try again.
+pub const VERSION_OF_BUSY: u16 = 2;

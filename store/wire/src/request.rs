@@ -147,6 +147,21 @@ pub enum Request {
 }
 
 impl Request {
+    /// Whether a node that has too much under way may refuse requests of this kind unread. Those that end something, and
+    /// those that keep an installation together, are always heard.
+    pub fn may_be_refused(kind: u8) -> bool {
+        const LOCATE: u8 = 2;
+        const GET: u8 = 3;
+        const RESERVE: u8 = 4;
+        const FOLLOW: u8 = 8;
+        const WARM: u8 = 9;
+        const COMPARE: u8 = 17;
+        const PIN: u8 = 18;
+        const LOOKUP: u8 = 19;
+        const GET_RANGES: u8 = 24;
+        matches!(kind, LOCATE | GET | RESERVE | FOLLOW | WARM | COMPARE | PIN | LOOKUP | GET_RANGES)
+    }
+
     /// The kind and body of this message.
     fn encode(&self, version: u16) -> (u8, Vec<u8>) {
         let mut out = Vec::new();
@@ -400,6 +415,19 @@ mod tests {
         ] {
             let (kind, body) = message.encode(PROTOCOL_VERSION);
             assert_eq!(Request::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
+            let asks_for_work = matches!(
+                message,
+                Request::Locate(_)
+                    | Request::Get { .. }
+                    | Request::GetRanges { .. }
+                    | Request::Reserve(_)
+                    | Request::Follow(_)
+                    | Request::Warm(_)
+                    | Request::Compare { .. }
+                    | Request::Pin { .. }
+                    | Request::Lookup { .. }
+            );
+            assert_eq!(Request::may_be_refused(kind), asks_for_work, "{message:?}");
             let mut longer = body.clone();
             longer.push(0);
             let known = Request::decode(1, kind, &message.encode(1).1).is_ok();

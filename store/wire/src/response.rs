@@ -95,6 +95,14 @@ pub enum Response {
         /// Index in the request.
         index: u32,
     },
+    /// A page of a Get, or a whole request, that the node does not take on now: it has too much under way. Nothing is said
+    /// about whether the page is there.
+    Busy {
+        /// Index in the request; `None`: all of the request, and no other answer follows.
+        index: Option<u32>,
+        /// Milliseconds after which it is worth trying again, at least 1.
+        retry_after_ms: u32,
+    },
     /// All answers to a Get were sent.
     End,
     /// A part of a followed page, as payload.
@@ -111,8 +119,13 @@ pub enum Response {
         /// Present if sealed.
         meta: Option<PageMeta>,
     },
-    /// Answer to Reserve, in the order of the pages: granted or why not.
-    Reserved(Vec<ReserveOutcome>),
+    /// Answer to Reserve.
+    Reserved {
+        /// Granted or why not, in the order of the pages.
+        outcomes: Vec<ReserveOutcome>,
+        /// Milliseconds after which it is worth trying again those that are busy; 0 if none is.
+        retry_after_ms: u32,
+    },
     /// Answer to Commit, in the order of the puts, and to Compare.
     Committed(Vec<CommitOutcome>),
     /// A number.
@@ -132,6 +145,10 @@ pub enum Response {
         /// For people.
         message: String,
     },
+}
+
+fn outcomes(r: &mut Reader<'_>) -> Result<Vec<ReserveOutcome>> {
+    r.list(MAX_PUTS, "outcomes", |r| ReserveOutcome::from_code(r.u8("outcome")?))
 }
 
 impl Response {
@@ -190,9 +207,20 @@ impl Response {
                 }
                 134
             }
-            Response::Reserved(outcomes) => {
+            Response::Reserved { outcomes, retry_after_ms } => {
                 out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
-                135
+                if *retry_after_ms > 0 {
+                    out.put_u32(*retry_after_ms);
+                }
+                if *retry_after_ms > 0 { 147 } else { 135 }
+            }
+            Response::Busy { index, retry_after_ms } => {
+                out.put_u8(u8::from(index.is_some()));
+                if let Some(index) = index {
+                    out.put_u32(*index);
+                }
+                out.put_u32(*retry_after_ms);
+                146
             }
             Response::Committed(outcomes) => {
                 out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
@@ -283,7 +311,11 @@ impl Response {
                 state: FollowState::from_code(r.u8("state")?)?,
                 meta: optional(&mut r, PageMeta::decode)?,
             },
-            135 => Response::Reserved(r.list(MAX_PUTS, "outcomes", |r| ReserveOutcome::from_code(r.u8("outcome")?))?),
+            135 => Response::Reserved { outcomes: outcomes(&mut r)?, retry_after_ms: 0 },
+            147 => match (outcomes(&mut r)?, r.u32("retry after")?) {
+                (_, 0) => return Err(DecodeError::Invalid("retry after")),
+                (outcomes, retry_after_ms) => Response::Reserved { outcomes, retry_after_ms },
+            },
             136 => Response::Committed(r.list(MAX_PUTS, "outcomes", |r| CommitOutcome::from_code(r.u8("outcome")?))?),
             137 => Response::Count(r.u32("count")?),
             138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
@@ -313,6 +345,9 @@ impl Response {
                 bytes: range(&mut r)?,
                 place: Place::read(&mut r)?,
             },
+            146 => {
+                Response::Busy { index: optional(&mut r, |r| r.u32("index"))?, retry_after_ms: r.u32("retry after")? }
+            }
             _ => return Err(DecodeError::Invalid("response kind")),
         };
         r.finish()?;
@@ -354,7 +389,10 @@ mod tests {
             Response::End,
             Response::Part { part: 1, crcs: vec![7] },
             Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
-            Response::Reserved(vec![ReserveOutcome::Granted, ReserveOutcome::Busy]),
+            Response::Reserved { outcomes: vec![ReserveOutcome::Granted, ReserveOutcome::Busy], retry_after_ms: 7 },
+            Response::Reserved { outcomes: vec![ReserveOutcome::Exists], retry_after_ms: 0 },
+            Response::Busy { index: Some(3), retry_after_ms: 1 },
+            Response::Busy { index: None, retry_after_ms: 1000 },
             Response::Committed(vec![CommitOutcome::Refused]),
             Response::Count(5),
             Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),

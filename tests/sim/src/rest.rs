@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 /// What is 0 at rest.
-const NOTHING: [&str; 9] = [
+const NOTHING: [&str; 13] = [
     "/puts_open",
     "/readers_waiting",
     "/tiers/writing",
@@ -16,6 +16,10 @@ const NOTHING: [&str; 9] = [
     "/tiers/l2/held_pages",
     "/tiers/l2/held_bytes",
     "/tiers/l2/dirty_pages",
+    "/budget/puts/bytes",
+    "/budget/reads/bytes",
+    "/budget/asked/bytes",
+    "/budget/requests/bytes",
 ];
 
 /// A number of a status; one that is not there is far above any bound.

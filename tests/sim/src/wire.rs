@@ -11,9 +11,10 @@
 //! - nothing ends later than its deadline and what the client says that may add;
 //! - bytes that are read in place do not change before they are let go of, whatever becomes of page, connection and node;
 //! - pages that a lookup holds are had as long as nothing fails;
+//! - a node that is too busy to say what it has is not taken for one that has nothing;
 //! - a put that its writer gave up, or whose writer is gone, does not stand in the way of another;
-//! - when all is at rest, no put is open, nobody waits, nothing is held, no bytes are under way at either end, and a node's
-//!   memory holds what L2 has and nothing else.
+//! - when all is at rest, no put is open, nobody waits, nothing is held, no bytes are under way at either end, all budgets are
+//!   whole again, and a node's memory holds what L2 has and nothing else.
 //!
 //! Only in profiles without lies of the line, a node never finds damage in memory that does not fail.
 
@@ -31,7 +32,7 @@ use crate::world::World;
 use larder_client::{CONNECTIONS, Client, ClientOptions, StoreUrl, Transport};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
 use larder_node::WritePolicy;
-use larder_wire::PROTOCOL_VERSION;
+use larder_wire::{PROTOCOL_VERSION, VERSION_OF_BUSY};
 use model::{Asked, Model};
 use net::Network;
 use nodes::{Host, address};
@@ -71,6 +72,8 @@ pub struct WireSetup {
     client_protocols: Vec<u16>,
     mortal: u32,
     budget_bytes: usize,
+    /// Whether nodes have budgets that are often too small.
+    tight: bool,
 }
 
 impl WireSetup {
@@ -108,7 +111,14 @@ impl WireSetup {
             transports: (0..clients).map(|_| transports[dice.below(4) as usize]).collect(),
             mortal: [0, 50_000, 300_000][dice.below(3) as usize],
             budget_bytes: [1 << 30, 1 << 20, 100_000][dice.below(3) as usize],
+            tight: dice.chance(500_000),
         }
+    }
+
+    /// Whether clients hear it when a node is too busy for a page: in old versions that is a miss.
+    fn busy_is_told(&self) -> bool {
+        let mut versions = self.node_protocols.iter().chain(&self.client_protocols);
+        !self.tight || versions.all(|&version| version >= VERSION_OF_BUSY)
     }
 
     fn namespace(&self) -> NamespaceDescriptor {
@@ -164,6 +174,7 @@ impl Wire {
             name: name.into(),
             put_queue_bytes_max: self.setup.budget_bytes,
             protocol_max,
+            seed: Some(self.world.seed),
             ..ClientOptions::default()
         };
         larder_client::sim::attach(self.network.clone(), url, self.setup.namespace(), options)

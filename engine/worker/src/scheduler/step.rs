@@ -217,7 +217,7 @@ impl Scheduler {
 /// Whether the store does not have the page after this, as far as the engine knows.
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
-        PutOutcome::Lost | PutOutcome::Busy | PutOutcome::Refused => true,
+        PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused => true,
         PutOutcome::Stored | PutOutcome::AlreadyThere | PutOutcome::InProgress => false,
     }
 }

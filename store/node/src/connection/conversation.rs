@@ -3,10 +3,11 @@
 use super::following::follow;
 use super::lookup::Lease;
 use super::rdma::{Lines, Unsealed};
-use super::reading::{Asked, Way, get};
-use super::sending::{ToClient, send};
+use super::reading::Asked;
+use super::sending::{ToClient, WINDOW_UNIT, send};
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, STALL_TIMEOUT, invalid};
+use crate::budget::{Account, Busy, Charge, Kind};
 use crate::clock::now;
 use crate::holds::Hold;
 use crate::node::Shared;
@@ -15,7 +16,7 @@ use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_wire::{
-    CommitOutcome, Delivery, Entry, ErrorCode, Frame, FrameHeader, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN,
+    CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameQueue, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN,
     PageRange, PartBytes, PinKind, Request, Response, Source,
 };
 use std::collections::BTreeMap;
@@ -28,10 +29,12 @@ use tokio::task::AbortHandle;
 /// Most requests of one connection that wait at a time, those with many keys counted several times; more are answered
 /// "busy".
 const REQUESTS_MAX: usize = 4096;
-/// Most pages that a connection holds for sending: a client that does not read pins no more.
-const SENDING_PAGES_MAX: usize = 32;
-/// Frames queued towards the client.
+/// Frames in each queue towards the client.
 const SEND_QUEUE_FRAMES: usize = 32;
+/// Pages that one request brings into L2 at a time.
+const LOADS_AT_ONCE: usize = 16;
+/// When a client is to try again that has too many requests waiting.
+const CROWDED_RETRY: Duration = Duration::from_millis(10);
 /// Keys that count as one request.
 const KEYS_PER_PERMIT: usize = 64;
 /// For requests that do not say how long they wait.
@@ -42,9 +45,12 @@ const DEADLINE_MAX: Duration = Duration::from_secs(600);
 /// One client, and what it has under way.
 pub(super) struct Connection {
     pub(super) shared: Arc<Shared>,
+    pub(super) account: Arc<Account>,
+    /// To the client: what is short, and page bytes.
     pub(super) out: mpsc::Sender<Frame>,
     /// Of the protocol, as agreed.
     pub(super) version: u16,
+    pub(super) bulk: mpsc::Sender<Frame>,
     pub(super) namespace: Option<NamespaceId>,
     /// Parts of a page of that namespace.
     pub(super) part_table: Vec<u32>,
@@ -59,8 +65,11 @@ pub(super) struct Connection {
     pub(super) next_task: u64,
     /// What waits, in units of [`KEYS_PER_PERMIT`] keys.
     pub(super) permits: Arc<Semaphore>,
-    /// Pages on their way to this client.
-    pub(super) sending: Arc<Semaphore>,
+    /// Room for bytes on their way to this client, in units of [`WINDOW_UNIT`].
+    pub(super) window: Arc<Semaphore>,
+    /// When the request came that is being worked on, and what it is counted for until somebody takes that over.
+    pub(super) heard: Instant,
+    pub(super) charge: Option<Charge>,
 }
 
 impl Drop for Connection {
@@ -76,12 +85,14 @@ impl Drop for Connection {
 
 impl Connection {
     /// A client of which nothing is known yet, and the queue of what goes to it.
-    pub(super) fn new(shared: Arc<Shared>, places: Places) -> (Self, mpsc::Receiver<Frame>) {
-        let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+    pub(super) fn new(shared: Arc<Shared>, account: Arc<Account>, places: Places) -> (Self, FrameQueue) {
+        let ((out, first), (bulk, then)) = (mpsc::channel(SEND_QUEUE_FRAMES), mpsc::channel(SEND_QUEUE_FRAMES));
         let connection = Self {
             shared,
+            account,
             out,
             version: PROTOCOL_VERSION_MIN,
+            bulk,
             namespace: None,
             part_table: Vec::new(),
             puts: BTreeMap::new(),
@@ -91,9 +102,11 @@ impl Connection {
             tasks: Arc::default(),
             next_task: 0,
             permits: Arc::new(Semaphore::new(REQUESTS_MAX)),
-            sending: Arc::new(Semaphore::new(SENDING_PAGES_MAX)),
+            window: Arc::new(Semaphore::new(0)),
+            heard: now(),
+            charge: None,
         };
-        (connection, queue)
+        (connection, FrameQueue::new(first, then))
     }
 
     /// Hears the client out.
@@ -102,10 +115,22 @@ impl Connection {
         let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
         self.hello(&header, reader.body()).await?;
         while let Some(head) = reader.head().await? {
-            // A frame that was begun has an end soon.
-            let stalled = |_| io::Error::from(io::ErrorKind::TimedOut);
-            tokio::time::timeout(STALL_TIMEOUT, reader.take_body(&head)).await.map_err(stalled)??;
             let header = head.header;
+            let stalled = |_| io::Error::from(io::ErrorKind::TimedOut);
+            match self.account.request(header.body_bytes, !Request::may_be_refused(header.kind)) {
+                Ok(charge) => self.charge = Some(charge),
+                Err(busy) => {
+                    tokio::time::timeout(STALL_TIMEOUT, reader.skip_body(&head)).await.map_err(stalled)??;
+                    if header.payload_bytes > 0 {
+                        return Err(invalid(DecodeError::Invalid("payload")));
+                    }
+                    self.heard = now();
+                    self.refuse(header.request, busy).await?;
+                    continue;
+                }
+            }
+            tokio::time::timeout(STALL_TIMEOUT, reader.take_body(&head)).await.map_err(stalled)??;
+            self.heard = now();
             let request = match Request::decode(self.version, header.kind, reader.body()) {
                 Ok(request) => request,
                 Err(error) => {
@@ -124,6 +149,7 @@ impl Connection {
                 _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
                 request => self.dispatch(&header, request).await?,
             }
+            self.charge = None;
         }
         Ok(())
     }
@@ -149,7 +175,12 @@ impl Connection {
             self.answer(header.request, Response::Error { code: ErrorCode::Version, message }).await?;
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        self.part_table = namespace.as_ref().map(|n| n.geometry.part_table()).unwrap_or_default();
+        if let Some(namespace) = &namespace {
+            self.part_table = namespace.geometry.part_table();
+            self.account.belongs_to(&namespace.tenant);
+            let window = self.shared.store.options().window_bytes(self.page_bytes());
+            self.window.add_permits(window.div_ceil(WINDOW_UNIT) as usize);
+        }
         self.namespace = namespace.map(|n| n.id());
         if let Some(namespace) = self.namespace {
             self.shared.store.welcome(namespace);
@@ -204,14 +235,14 @@ impl Connection {
                     .zip(0..)
                     .map(|(reserved, index)| self.reserve(Entry { request, index }, page(reserved.key), reserved));
                 let outcomes = outcomes.collect();
-                self.answer(request, Response::Reserved(outcomes)).await
+                self.answer_reserved(request, outcomes).await
             }
             Request::Commit(puts) => {
                 let puts: Vec<Option<Arc<Put>>> = puts.iter().map(|name| self.puts.remove(name)).collect();
                 if !puts.iter().flatten().any(|put| put.withdraws()) {
                     return self.answer(request, commit(&shared, &puts)).await;
                 }
-                let (unsealed, client) = (Unsealed { shared, puts }, self.client(request));
+                let (unsealed, client) = (Unsealed { shared, puts }, self.client(request, deadline));
                 self.spawn(request, 1, async move { unsealed.seal(&client, deadline).await }).await
             }
             Request::Abort(name) => {
@@ -229,14 +260,14 @@ impl Connection {
                 self.get(request, (0..).zip(ranges).map(range).collect(), by, deadline).await
             }
             Request::Lines { gone, offered } => {
-                let (lines, client) = (self.lines.clone(), self.client(request));
+                let (lines, client) = (self.lines.clone(), self.client(request, deadline));
                 self.spawn(request, 1, async move {
                     let response = lines.make(&shared, &gone, offered, deadline).await;
                     client.send(response).await
                 })
                 .await
             }
-            Request::OpenParts { reserve, lines } => self.open_parts(request, reserve, lines).await,
+            Request::OpenParts { reserve, lines } => self.open_parts(request, reserve, lines, deadline).await,
             Request::Lookup { keys, hold_ms } => self.lookup(request, pages(keys), hold_ms, deadline).await,
             Request::Release(entries) => {
                 self.lines.release(&entries);
@@ -252,7 +283,7 @@ impl Connection {
                 Ok(())
             }
             Request::Follow(key) => {
-                let (id, client) = (page(key), self.client(request));
+                let (id, client) = (page(key), self.client(request, deadline));
                 shared.metrics.follows.inc();
                 self.spawn(request, 1, async move { follow(&shared, &client, id, deadline).await }).await
             }
@@ -266,9 +297,19 @@ impl Connection {
                     Request::Suspect(key) | Request::Compare { key, .. } => vec![page(*key)],
                     _ => return Err(invalid(DecodeError::Invalid("message"))),
                 };
-                let client = self.client(request);
+                let loads = match &message {
+                    Request::Warm(_) | Request::Compare { .. } => ids.len().min(LOADS_AT_ONCE),
+                    Request::Pin { kind, .. } if *kind != PinKind::None => ids.len().min(LOADS_AT_ONCE),
+                    _ => 0,
+                };
+                let loads = match self.account.charge(Kind::Reads, loads as u64 * self.page_bytes()) {
+                    Ok(charge) => charge,
+                    Err(busy) => return self.refuse(request, busy).await,
+                };
+                let client = self.client(request, deadline);
                 self.spawn(request, ids.len(), async move {
                     let response = administer(&shared, message, ids, deadline).await;
+                    drop(loads);
                     client.send(response).await
                 })
                 .await
@@ -276,18 +317,13 @@ impl Connection {
         }
     }
 
-    async fn get(&mut self, request: u64, asked: Vec<Asked>, by: Delivery, deadline: Instant) -> io::Result<()> {
-        let (shared, client) = (self.shared.clone(), self.client(request));
-        let way = match by {
-            Delivery::Sent => Way::Sent,
-            Delivery::InPlace => Way::InPlace(self.places.clone()),
-            Delivery::Read(lines) => Way::Read(self.lines.clone(), lines),
-        };
-        self.spawn(request, asked.len(), async move { get(&shared, &client, asked, deadline, &way).await }).await
+    pub(super) fn client(&self, request: u64, deadline: Instant) -> ToClient {
+        ToClient::new(self, request, deadline)
     }
 
-    pub(super) fn client(&self, request: u64) -> ToClient {
-        ToClient { out: self.out.clone(), version: self.version, request, sending: self.sending.clone() }
+    /// Bytes of a page of this connection's namespace.
+    pub(super) fn page_bytes(&self) -> u64 {
+        self.part_table.iter().map(|&bytes| u64::from(bytes)).sum()
     }
 
     /// Ends the tasks of a request, and the puts it reserved.
@@ -316,8 +352,7 @@ impl Connection {
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
         let Some(permit) = self.permit(keys) else {
-            let message = format!("more than {REQUESTS_MAX} requests wait on this connection");
-            return self.answer(request, Response::Error { code: ErrorCode::Busy, message }).await;
+            return self.refuse(request, Busy { retry_after: CROWDED_RETRY }).await;
         };
         self.start(request, async move {
             let _permit = permit;
@@ -339,11 +374,11 @@ impl Connection {
     {
         let number = self.next_task;
         self.next_task += 1;
-        let tasks = self.tasks.clone();
+        let (tasks, charge) = (self.tasks.clone(), self.charge.take());
         // The lock is held over the spawn, so that the task cannot end before it is noted.
         let mut running = self.tasks.lock();
         let task = tokio::spawn(async move {
-            let _done = Done { tasks, number };
+            let (_done, _charge) = (Done { tasks, number }, charge);
             let _ = work.await;
         });
         running.insert(number, RunningTask { request, handle: task.abort_handle() });

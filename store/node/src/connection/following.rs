@@ -10,7 +10,7 @@ use std::time::Instant;
 
 /// Sends a page that is there, being written, or about to be, part by part.
 pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadline: Instant) -> io::Result<()> {
-    let end = |state, meta| client.send(Response::FollowEnd { state, meta });
+    let end = |state, meta| client.end(Response::FollowEnd { state, meta });
     loop {
         match shared.store.presence(&id) {
             Presence::Sealed => {
@@ -21,8 +21,10 @@ pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadl
                     let bytes = page.meta.part_range(part).unwrap_or_default();
                     let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
                     let head = Response::Part { part: part as u32, crcs };
-                    let permit = client.permit().await?;
-                    client.send_bytes(shared, head, PagePayload { page: page.clone(), bytes }, permit).await?;
+                    let Ok(leave) = client.leave(bytes.len() as u64).await? else {
+                        return end(FollowState::Miss, None).await;
+                    };
+                    client.send_bytes(shared, head, PagePayload { page: page.clone(), bytes }, leave).await?;
                 }
                 return end(FollowState::Sealed, Some(page.meta.clone())).await;
             }
@@ -49,7 +51,7 @@ pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadl
     }
 }
 
-/// Sends parts as they land; returns how the put ended, or `Open` at the deadline.
+/// Sends parts as they land; returns how the put ended, or `Open` at the deadline, or when the node has too much under way.
 async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Instant) -> io::Result<Progress> {
     let mut now = put.progress();
     let mut sent = vec![false; put.part_count()];
@@ -58,8 +60,8 @@ async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Ins
             if let Some((bytes, crcs)) = put.landed(part) {
                 *sent = true;
                 let head = Response::Part { part: part as u32, crcs };
-                let permit = client.permit().await?;
-                client.send_bytes(shared, head, PiecePayload(bytes), permit).await?;
+                let Ok(leave) = client.leave(bytes.len() as u64).await? else { return Ok(Progress::Open(0)) };
+                client.send_bytes(shared, head, PiecePayload(bytes), leave).await?;
             }
         }
         if !matches!(now, Progress::Open(_)) {

@@ -2,6 +2,7 @@
 
 use super::conversation::Connection;
 use super::reading::GET_PAGES_AT_ONCE;
+use crate::budget::Kind;
 use crate::clock::now;
 use crate::holds::Hold;
 use futures::StreamExt;
@@ -72,11 +73,14 @@ impl Connection {
         }
         self.leases.insert(request, lease.clone());
         let until = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
+        let (account, page_bytes) = (self.account.clone(), self.page_bytes());
         self.start(request, async move {
             futures::stream::iter(on_l3)
                 .for_each_concurrent(GET_PAGES_AT_ONCE, |id| {
-                    let (shared, lease) = (&shared, &lease);
+                    let (shared, lease, account) = (&shared, &lease, &account);
                     async move {
+                        // What there is no room for now is not held: it can be read all the same.
+                        let Ok(_read) = account.charge(Kind::Reads, page_bytes) else { return };
                         let page = shared.store.fetch(&id, deadline.min(until)).await;
                         if let Some(hold) = page.and_then(|page| shared.store.hold(&page)) {
                             lease.add(hold);

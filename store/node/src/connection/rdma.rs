@@ -170,10 +170,16 @@ async fn lend(put: &Put, part: usize, line: &Line) -> Option<OpenPart> {
 
 impl Connection {
     /// Opens the parts of what a request reserved.
-    pub(super) async fn open_parts(&mut self, request: u64, reserve: u64, numbers: Vec<u32>) -> io::Result<()> {
+    pub(super) async fn open_parts(
+        &mut self,
+        request: u64,
+        reserve: u64,
+        numbers: Vec<u32>,
+        deadline: Instant,
+    ) -> io::Result<()> {
         let all = Entry { request: reserve, index: 0 }..=Entry { request: reserve, index: u32::MAX };
         let puts: Vec<(u32, Arc<Put>)> = self.puts.range(all).map(|(name, put)| (name.index, put.clone())).collect();
-        let (lines, client) = (self.lines.clone(), self.client(request));
+        let (lines, client) = (self.lines.clone(), self.client(request, deadline));
         self.spawn(request, puts.len(), async move {
             let windows = lines.open_parts(puts, &numbers).await;
             client.send(Response::Windows(windows)).await

@@ -1,19 +1,23 @@
 //! Pages, and bytes of pages, many at a time.
+//!
+//! What a Get asks for is counted at once, and what is too much of it refused at once. A page that was taken on waits until
+//! the client has taken those before it; whether the node has room for it then is said at once again.
 
 use super::Places;
+use super::conversation::Connection;
 use super::rdma::Lines;
-use super::sending::{PagePayload, ToClient};
+use super::sending::{Leave, PagePayload, ToClient};
+use crate::budget::{Busy, Charge, Kind};
 use crate::node::Shared;
 use crate::tiers::Page;
 use futures::{StreamExt, TryStreamExt};
 use larder_format::planted::{Bug, has};
 use larder_format::{PageId, whole_chunks};
-use larder_wire::{Place, Response, TierCode};
+use larder_wire::{Delivery, Place, Response, TierCode};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-use tokio::sync::OwnedSemaphorePermit;
 
 /// Pages of one Get that are read at a time.
 pub(super) const GET_PAGES_AT_ONCE: usize = 16;
@@ -60,77 +64,169 @@ pub(super) enum Way {
     Read(Arc<Lines>, Vec<u32>),
 }
 
-/// Delivers a page, or bytes of it; as payload if they cannot come the other way now.
-async fn deliver(
-    shared: &Shared,
-    client: &ToClient,
-    way: &Way,
-    asked: &Asked,
-    (page, tier): (Arc<Page>, TierCode),
-    permit: OwnedSemaphorePermit,
-) -> io::Result<()> {
-    let Some(bytes) = asked.within(&page) else { return client.send(Response::Miss { index: asked.index }).await };
-    match way {
-        Way::InPlace(Places::Some(held)) if held.lock().len() < PLACES_MAX => {
-            if let Some(hold) = shared.store.hold(&page) {
-                shared.metrics.bytes_in_place.inc_by(bytes.len() as u64);
-                return client.point_at(held, hold, asked, &bytes, tier).await;
-            }
-        }
-        Way::Read(lines, numbers) => {
-            if let Some(hold) = shared.store.hold(&page)
-                && lines.open_page(client, numbers, hold, asked, &bytes, tier).await?
-            {
-                shared.metrics.bytes_opened_rdma.inc_by(bytes.len() as u64);
-                return Ok(());
-            }
-        }
-        Way::Sent | Way::InPlace(_) => {}
-    }
-    let head = asked.answer(&page, tier, Place::Payload);
-    client.send_bytes(shared, head, PagePayload { page, bytes }, permit).await
+/// One that was taken on.
+struct Taken {
+    asked: Asked,
+    _charge: Charge,
 }
 
-pub(super) async fn get(
-    shared: &Shared,
-    client: &ToClient,
-    asked: Vec<Asked>,
-    deadline: Instant,
-    way: &Way,
-) -> io::Result<()> {
-    // Opening a window takes a while, so it is done for several pages at a time, like reading them from L3.
-    let opens = matches!(way, Way::Read(..));
-    let (there, elsewhere): (Vec<Asked>, Vec<Asked>) =
-        asked.into_iter().partition(|asked| !opens && shared.store.locate(&asked.id) == TierCode::L2);
-    let send_page = async |asked: &Asked, page, permit| deliver(shared, client, way, asked, page, permit).await;
-    let at_once = async {
-        // A few at a time, so that a client that does not read holds no more than that.
-        for group in there.chunks(GET_PAGES_AT_ONCE) {
-            let ids: Vec<PageId> = group.iter().map(|asked| asked.id).collect();
-            for (asked, page) in group.iter().zip(shared.store.get_l2(&ids)) {
-                let permit = client.permit().await?;
-                match page {
-                    Some(page) => send_page(asked, (page, TierCode::L2), permit).await?,
-                    // It left L2 meanwhile.
-                    None => match shared.store.get(&asked.id, deadline).await {
-                        Some(page) => send_page(asked, page, permit).await?,
-                        None => client.send(Response::Miss { index: asked.index }).await?,
-                    },
+/// The pages of a Get by what is made of them.
+#[derive(Default)]
+struct Sorted {
+    at_once: Vec<Taken>,
+    later: Vec<Taken>,
+    nowhere: Vec<u32>,
+    refused: Vec<u32>,
+    busy: Option<Busy>,
+}
+
+impl Connection {
+    /// Takes on a Get, or what may be taken on of it.
+    pub(super) async fn get(
+        &mut self,
+        request: u64,
+        asked: Vec<Asked>,
+        by: Delivery,
+        deadline: Instant,
+    ) -> io::Result<()> {
+        let way = match by {
+            Delivery::Sent => Way::Sent,
+            Delivery::InPlace => Way::InPlace(self.places.clone()),
+            Delivery::Read(lines) => Way::Read(self.lines.clone(), lines),
+        };
+        // Opening a window takes a while, so it is done for several pages at a time, like reading them from L3.
+        let sorted = self.sort(asked, matches!(way, Way::Read(..)));
+        if let Some(busy) = sorted.busy {
+            self.refuse_pages(request, &sorted.refused, busy).await?;
+        }
+        self.shared.store.missed(sorted.nowhere.len());
+        for &index in &sorted.nowhere {
+            self.answer(request, Response::Miss { index }).await?;
+        }
+        let taken = sorted.at_once.len() + sorted.later.len();
+        if taken == 0 {
+            return self.answer(request, Response::End).await;
+        }
+        let (shared, client, page_bytes) = (self.shared.clone(), self.client(request, deadline), self.page_bytes());
+        let reading = async move { Reading { shared, client, way, page_bytes, deadline }.run(sorted).await };
+        self.spawn(request, taken, reading).await
+    }
+
+    /// Counts the pages that are there, as long as there is room for them.
+    fn sort(&self, asked: Vec<Asked>, opens: bool) -> Sorted {
+        let (mut sorted, page_bytes) = (Sorted::default(), self.page_bytes());
+        for asked in asked {
+            let tier = self.shared.store.locate(&asked.id);
+            if tier == TierCode::Nowhere {
+                sorted.nowhere.push(asked.index);
+                continue;
+            }
+            // From the first page on that is too much, all are: who reads a sequence needs its beginning.
+            if sorted.busy.is_some() {
+                sorted.refused.push(asked.index);
+                continue;
+            }
+            let bytes = asked.bytes.as_ref().map_or(page_bytes, |bytes| page_bytes.min(bytes.len() as u64));
+            match self.account.charge(Kind::Asked, bytes) {
+                Ok(charge) => {
+                    let at_once = tier == TierCode::L2 && !opens;
+                    let list = if at_once { &mut sorted.at_once } else { &mut sorted.later };
+                    list.push(Taken { asked, _charge: charge });
+                }
+                Err(busy) => {
+                    sorted.busy = Some(busy);
+                    sorted.refused.push(asked.index);
                 }
             }
         }
-        io::Result::Ok(())
-    };
-    let after_a_while = async {
-        let pages = futures::stream::iter(elsewhere).map(|asked| async move {
-            let permit = client.permit().await?;
-            match shared.store.get(&asked.id, deadline).await {
-                Some(page) => deliver(shared, client, way, &asked, page, permit).await,
-                None => client.send(Response::Miss { index: asked.index }).await,
+        sorted
+    }
+}
+
+/// The pages of one Get on their way to the client.
+struct Reading {
+    shared: Arc<Shared>,
+    client: ToClient,
+    way: Way,
+    page_bytes: u64,
+    deadline: Instant,
+}
+
+impl Reading {
+    async fn run(self, sorted: Sorted) -> io::Result<()> {
+        futures::try_join!(self.at_once(sorted.at_once), self.after_a_while(sorted.later))?;
+        self.client.end(Response::End).await
+    }
+
+    /// Pages in L2.
+    async fn at_once(&self, pages: Vec<Taken>) -> io::Result<()> {
+        let mut pages = pages.into_iter();
+        while let Some(first) = pages.next() {
+            let leave = match self.client.leave(self.page_bytes).await? {
+                Ok(leave) => leave,
+                Err(busy) => {
+                    self.client.refuse(&self.shared, first.asked.index, busy).await?;
+                    continue;
+                }
+            };
+            // As many as may be on their way are looked up together.
+            let mut group = vec![(first, leave)];
+            while group.len() < GET_PAGES_AT_ONCE
+                && pages.len() > 0
+                && let Some(leave) = self.client.leave_now(self.page_bytes)
+            {
+                group.extend(pages.next().map(|next| (next, leave)));
+            }
+            let ids: Vec<PageId> = group.iter().map(|(taken, _)| taken.asked.id).collect();
+            for ((taken, leave), page) in group.into_iter().zip(self.shared.store.get_l2(&ids)) {
+                let found = match page {
+                    Some(page) => Some((page, TierCode::L2)),
+                    // It left L2 meanwhile.
+                    None => self.shared.store.get(&taken.asked.id, self.deadline).await,
+                };
+                self.answer(&taken.asked, found, leave).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages that have to be read, or opened, first.
+    async fn after_a_while(&self, pages: Vec<Taken>) -> io::Result<()> {
+        let pages = futures::stream::iter(pages).map(|taken| async move {
+            match self.client.leave(self.page_bytes).await? {
+                Ok(leave) => {
+                    let found = self.shared.store.get(&taken.asked.id, self.deadline).await;
+                    self.answer(&taken.asked, found, leave).await
+                }
+                Err(busy) => self.client.refuse(&self.shared, taken.asked.index, busy).await,
             }
         });
         pages.buffer_unordered(GET_PAGES_AT_ONCE).try_collect::<()>().await
-    };
-    futures::try_join!(at_once, after_a_while)?;
-    client.send(Response::End).await
+    }
+
+    /// Delivers a page, or bytes of it; as payload if they cannot come the other way now.
+    async fn answer(&self, asked: &Asked, found: Option<(Arc<Page>, TierCode)>, leave: Leave) -> io::Result<()> {
+        let (shared, client, miss) = (&self.shared, &self.client, Response::Miss { index: asked.index });
+        let Some((page, tier)) = found else { return client.send(miss).await };
+        let Some(bytes) = asked.within(&page) else { return client.send(miss).await };
+        match &self.way {
+            Way::InPlace(Places::Some(held)) if held.lock().len() < PLACES_MAX => {
+                if let Some(hold) = shared.store.hold(&page) {
+                    shared.metrics.bytes_in_place.inc_by(bytes.len() as u64);
+                    return client.point_at(held, hold, asked, &bytes, tier).await;
+                }
+            }
+            Way::Read(lines, numbers) => {
+                if let Some(hold) = shared.store.hold(&page)
+                    && lines.open_page(client, numbers, hold, asked, &bytes, tier).await?
+                {
+                    shared.metrics.bytes_opened_rdma.inc_by(bytes.len() as u64);
+                    return Ok(());
+                }
+            }
+            Way::Sent | Way::InPlace(_) => {}
+        }
+        let head = asked.answer(&page, tier, Place::Payload);
+        client.send_bytes(shared, head, PagePayload { page, bytes }, leave).await
+    }
 }

@@ -22,7 +22,7 @@ impl Connection {
         if self.puts.len() >= PUTS_MAX {
             return ReserveOutcome::Busy;
         }
-        match self.shared.store.reserve(id, page) {
+        match self.shared.store.reserve_for(&self.account, id, page) {
             Ok(put) => {
                 self.puts.insert(name, put);
                 ReserveOutcome::Granted

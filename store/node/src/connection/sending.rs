@@ -1,34 +1,65 @@
 //! The way to one client: answers, page bytes from where they lie, and places.
 
+use super::conversation::Connection;
 use super::invalid;
 use super::reading::Asked;
+use crate::budget::{Account, Busy, Charge, Kind};
 use crate::holds::Hold;
 use crate::node::Shared;
 use crate::tiers::Page;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
-use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode};
+use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode, VERSION_OF_BUSY};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, btree_map};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 pub(super) async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
     out.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
 }
 
+/// The unit in which bytes on their way to one client are bounded.
+pub(super) const WINDOW_UNIT: u64 = 4096;
+
+/// Leave for bytes to be on their way to the client, until this is dropped.
+pub(super) struct Leave {
+    charge: Charge,
+    _window: OwnedSemaphorePermit,
+}
+
 /// The way to the client, for the answers of one request.
 pub(super) struct ToClient {
-    pub(super) out: mpsc::Sender<Frame>,
+    out: mpsc::Sender<Frame>,
+    bulk: mpsc::Sender<Frame>,
     /// Of the protocol, as agreed.
     pub(super) version: u16,
     pub(super) request: u64,
-    pub(super) sending: Arc<Semaphore>,
+    account: Arc<Account>,
+    window: Arc<Semaphore>,
+    deadline: Instant,
+    /// Whether page bytes were sent for this request.
+    sent_bulk: AtomicBool,
 }
 
 impl ToClient {
+    pub(super) fn new(connection: &Connection, request: u64, deadline: Instant) -> Self {
+        Self {
+            out: connection.out.clone(),
+            bulk: connection.bulk.clone(),
+            version: connection.version,
+            request,
+            account: connection.account.clone(),
+            window: connection.window.clone(),
+            deadline,
+            sent_bulk: AtomicBool::new(false),
+        }
+    }
+
     pub(super) async fn send(&self, response: Response) -> io::Result<()> {
         send(&self.out, response.frame(self.version, self.request, None)).await
     }
@@ -36,6 +67,18 @@ impl ToClient {
     /// Waits for room for a frame in the queue.
     pub(super) async fn room(&self) -> io::Result<mpsc::Permit<'_, Frame>> {
         self.out.reserve().await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+
+    /// Sends the last answer of this request: behind the page bytes of others, if there are any.
+    pub(super) async fn end(&self, response: Response) -> io::Result<()> {
+        let queue = if self.sent_bulk.load(Ordering::Relaxed) { &self.bulk } else { &self.out };
+        send(queue, response.frame(self.version, self.request, None)).await
+    }
+
+    /// Says that a page is not taken on now.
+    pub(super) async fn refuse(&self, shared: &Shared, index: u32, busy: Busy) -> io::Result<()> {
+        shared.metrics.pages_refused.inc();
+        self.send(busy_with(self.version, index, busy)).await
     }
 
     /// Says where a page lies, which is held for the client from then on.
@@ -63,32 +106,60 @@ impl ToClient {
         Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
     }
 
-    /// Waits until one more page may be on its way.
-    pub(super) async fn permit(&self) -> io::Result<OwnedSemaphorePermit> {
-        self.sending.clone().acquire_owned().await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    /// Waits until the client has taken so much of what is on its way that `bytes` more may be, at most until the deadline of
+    /// the request. Whether the node has room for them besides is said at once.
+    pub(super) async fn leave(&self, bytes: u64) -> io::Result<Result<Leave, Busy>> {
+        let leave = async {
+            let window = self.window.clone().acquire_many_owned(units(bytes)).await;
+            let window = window.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+            Ok(self.account.charge_read(bytes).await.map(|charge| Leave { charge, _window: window }))
+        };
+        let late = |_| Ok(Err(Busy { retry_after: Duration::from_millis(1) }));
+        tokio::time::timeout_at(self.deadline.into(), leave).await.unwrap_or_else(late)
     }
 
-    /// Sends page bytes from where they lie; `permit` comes back when they have left.
+    /// Leave for `bytes` more, if it can be had without waiting.
+    pub(super) fn leave_now(&self, bytes: u64) -> Option<Leave> {
+        let window = self.window.clone().try_acquire_many_owned(units(bytes)).ok()?;
+        let charge = self.account.charge(Kind::Reads, bytes).ok()?;
+        Some(Leave { charge, _window: window })
+    }
+
+    /// Sends page bytes from where they lie; `leave` comes back when they have left.
     pub(super) async fn send_bytes<P>(
         &self,
         shared: &Shared,
         head: Response,
         bytes: P,
-        permit: OwnedSemaphorePermit,
+        mut leave: Leave,
     ) -> io::Result<()>
     where
         P: AsRef<[u8]> + Send + Sync + 'static,
     {
         shared.metrics.bytes_sent.inc_by(bytes.as_ref().len() as u64);
-        let payload: Payload = Box::new(Sending { bytes, _permit: permit });
-        send(&self.out, head.frame(self.version, self.request, Some(payload))).await
+        leave.charge.queue();
+        self.sent_bulk.store(true, Ordering::Relaxed);
+        let payload: Payload = Box::new(Sending { bytes, _leave: leave });
+        send(&self.bulk, head.frame(self.version, self.request, Some(payload))).await
     }
 }
 
 /// Page bytes in the send queue.
 struct Sending<P> {
     bytes: P,
-    _permit: OwnedSemaphorePermit,
+    _leave: Leave,
+}
+
+/// That a page of a Get is not taken on now: a miss for who does not know the word.
+pub(super) fn busy_with(version: u16, index: u32, busy: Busy) -> Response {
+    if version < VERSION_OF_BUSY {
+        return Response::Miss { index };
+    }
+    Response::Busy { index: Some(index), retry_after_ms: busy.milliseconds() }
+}
+
+fn units(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(WINDOW_UNIT)).unwrap_or(u32::MAX)
 }
 
 impl<P: AsRef<[u8]>> AsRef<[u8]> for Sending<P> {

@@ -74,7 +74,8 @@ fn responses() -> Vec<Frame> {
         Response::End,
         Response::Part { part: 1, crcs: vec![2, 3] },
         Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
-        Response::Reserved(vec![ReserveOutcome::Granted]),
+        Response::Reserved { outcomes: vec![ReserveOutcome::Granted], retry_after_ms: 0 },
+        Response::Reserved { outcomes: vec![ReserveOutcome::Busy], retry_after_ms: 5 },
         Response::Committed(vec![CommitOutcome::Stored]),
         Response::Count(1),
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
@@ -84,6 +85,8 @@ fn responses() -> Vec<Frame> {
         Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Window(window) },
         Response::Lines(vec![LineEnd { line: 2, address: [3; 32] }; 2]),
         Response::Windows(vec![PartWindow { index: 1, part: 2, window }; 2]),
+        Response::Busy { index: Some(1), retry_after_ms: 2 },
+        Response::Busy { index: None, retry_after_ms: 3 },
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }

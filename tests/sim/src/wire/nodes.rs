@@ -28,6 +28,8 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
 const CLOSE_MAX: Duration = Duration::from_secs(120);
 const POWER_FAILED: &str = "power failed";
 const SEGMENT_BYTES: u64 = 1 << 20;
+/// Some six requests of one connection at a time.
+const TIGHT_REQUEST_BYTES: u64 = 8 << 10;
 
 /// A node that is up.
 struct Running {
@@ -160,11 +162,15 @@ impl Host {
         };
         let place = L3Device { dir: format!("/simulated/{}", self.number).into(), bytes: capacity };
         let devices = Devices::of(vec![(place, Ok(l3.clone()))]).map_err(|error| error.to_string())?;
+        let page_bytes = setup.geometry.page_bytes() as u64;
         let node = NodeOptions {
             l2_bytes: setup.l2_bytes,
             in_flight_bytes: Some(setup.in_flight_bytes),
             write_policy: setup.write_policy,
             scrub_bytes_per_second: 1 << 20,
+            connection_bytes: setup.tight.then_some(3 * page_bytes),
+            asked_bytes: setup.tight.then_some(6 * page_bytes),
+            connection_request_bytes: setup.tight.then_some(TIGHT_REQUEST_BYTES),
             seed: Some(world.seed),
             ..NodeOptions::default()
         };

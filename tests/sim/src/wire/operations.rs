@@ -8,7 +8,7 @@ use crate::payload::page_key;
 use crate::wire::model::Asked;
 use crate::workload::Limit;
 use futures::FutureExt;
-use larder_client::{Client, FollowEnd, Lease, PageView, PinKind, Tier};
+use larder_client::{Client, Fetched, FollowEnd, GetOptions, Lease, PageView, PinKind, Tier};
 use larder_format::PageKey;
 use larder_wire::TierCode;
 use std::ops::Range;
@@ -127,13 +127,16 @@ impl Worker {
         let bytes = self.wire.setup.geometry.page_bytes();
         let pages = keys.iter().map(|&key| (page_key(key), vec![0xee; bytes])).collect();
         let ((limit, deadline), asked) = (self.limit(), self.wire.asks());
-        let got = limit.run(self.client.get(pages, deadline)).await;
+        let hedge = self.dice.chance(200_000).then(|| Duration::from_millis(self.dice.below(300)));
+        let options = GetOptions { hedge_after: hedge, busy_retries: self.dice.below(3) as u32 };
+        let got = limit.run(self.client.get_with(pages, options, deadline)).await;
         self.wire.check_end("get", deadline, LANDING_MS + LATE_MS);
         let Some(got) = got else { return self.wire.world.count("cancelled", 1) };
-        for (key, (bytes, tier)) in keys.into_iter().zip(got) {
-            let Some(tier) = tier else {
-                self.wire.world.event("miss", [key, 0, 0]);
-                self.wire.world.count("misses", 1);
+        for (key, (bytes, fetched)) in keys.into_iter().zip(got) {
+            let Some(tier) = fetched.tier() else {
+                let busy = matches!(fetched, Fetched::Busy { .. });
+                self.wire.world.event("miss", [key, busy.into(), 0]);
+                self.wire.world.count(if busy { "busy" } else { "misses" }, 1);
                 continue;
             };
             let content = self.check("get", key, &bytes, asked);
@@ -259,14 +262,23 @@ impl Worker {
         sleep(Duration::from_millis(self.dice.below(800))).await;
         let bytes = self.wire.setup.geometry.page_bytes();
         let pages = keys.iter().map(|&key| (page_key(key), vec![0; bytes])).collect();
-        let got = self.client.get(pages, soon(Duration::from_secs(1))).await;
-        for (&key, (_, tier)) in keys.iter().zip(got) {
+        let got = self.client.get_with(pages, GetOptions::default(), soon(Duration::from_secs(1))).await;
+        let names: Vec<PageKey> = keys.iter().map(|&key| page_key(key)).collect();
+        let again = self.client.lookup(&names, Duration::ZERO, soon(Duration::from_secs(1))).await;
+        let mut untouched_so_far = true;
+        for (place, (&key, (_, fetched))) in keys.iter().zip(got).enumerate() {
             let closed = self.wire.world.counts().get("nodes closed").copied() != closed_before;
-            if !closed && self.wire.model.lock().untouched(key, asked) {
+            let untouched = !closed && self.wire.model.lock().untouched(key, asked);
+            if untouched {
                 self.wire.world.count("held pages read", 1);
-                if tier.is_none() {
+                if fetched == Fetched::Miss && self.wire.setup.busy_is_told() {
                     self.wire.violate(format!("key {key} is held for a lookup, and is a miss"));
                 }
+            }
+            // Behind a page that may be gone, a prefix says nothing.
+            untouched_so_far &= untouched;
+            if untouched_so_far && again.answered && again.tiers.len() <= place {
+                self.wire.violate(format!("key {key} is held for a lookup, and another says that it is nowhere"));
             }
         }
     }

@@ -31,12 +31,24 @@ fn begin(wire: &Wire, key: u64, dice: &mut Dice) -> Name {
 
 fn options(wire: &Wire, dice: &mut Dice) -> PutOptions {
     let mortal = dice.chance(wire.setup.mortal);
-    PutOptions { ttl: mortal.then(|| Duration::from_millis(dice.between(1, 20_000))) }
+    let ttl = mortal.then(|| Duration::from_millis(dice.between(1, 20_000)));
+    PutOptions { ttl, busy_retries: dice.below(3) as u32 }
+}
+
+fn code(outcome: PutOutcome) -> u64 {
+    match outcome {
+        PutOutcome::Stored => 0,
+        PutOutcome::AlreadyThere => 1,
+        PutOutcome::Refused => 2,
+        PutOutcome::InProgress => 3,
+        PutOutcome::Busy { .. } => 4,
+        PutOutcome::Lost => 5,
+    }
 }
 
 /// What the model makes of the end of a put, and whether it can be true.
 pub(super) fn ended(wire: &Wire, name: Name, options: PutOptions, outcome: Option<PutOutcome>, asked: Asked) {
-    let answer = outcome.map_or(9, |outcome| outcome as u64);
+    let answer = outcome.map_or(9, code);
     wire.world.event("put", [name.key, name.content, answer]);
     wire.world.count(
         match outcome {
@@ -44,7 +56,7 @@ pub(super) fn ended(wire: &Wire, name: Name, options: PutOptions, outcome: Optio
             Some(PutOutcome::AlreadyThere) => "puts already there",
             Some(PutOutcome::Refused) => "puts refused",
             Some(PutOutcome::InProgress) => "puts in progress",
-            Some(PutOutcome::Busy) => "puts busy",
+            Some(PutOutcome::Busy { .. }) => "puts busy",
             Some(PutOutcome::Lost) => "puts lost",
             None => "puts cancelled",
         },

@@ -148,7 +148,7 @@ impl Aisle<'_> {
                 let words = format!("{}: version {version} refused, but no other can be there", self.name(key));
                 tally.violation(&tally.impossible, words);
             }
-            PutOutcome::Refused | PutOutcome::Busy | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
             PutOutcome::Lost => self.shelf.ledger.put_unknown(key),
         }
     }
@@ -162,7 +162,7 @@ impl Aisle<'_> {
         match self.put_version(key, version).await {
             PutOutcome::Stored | PutOutcome::AlreadyThere => self.shelf.ledger.stored(key, version),
             PutOutcome::Lost => self.shelf.ledger.put_unknown(key),
-            PutOutcome::Refused | PutOutcome::Busy | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
         }
     }
 
@@ -187,7 +187,7 @@ impl Aisle<'_> {
             PutOutcome::Stored => &tally.stored,
             PutOutcome::AlreadyThere => &tally.already_there,
             PutOutcome::Refused => &tally.refused,
-            PutOutcome::InProgress | PutOutcome::Busy | PutOutcome::Lost => &tally.puts_lost,
+            PutOutcome::InProgress | PutOutcome::Busy { .. } | PutOutcome::Lost => &tally.puts_lost,
         });
         outcome
     }

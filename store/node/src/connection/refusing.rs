@@ -1,0 +1,72 @@
+//! Saying "busy": at once, and with a word on when to try again.
+
+use super::conversation::Connection;
+use super::sending::{busy_with, send};
+use crate::budget::{Busy, Kind};
+use crate::clock::now;
+use crate::metrics::Metrics;
+use larder_wire::{ErrorCode, Payload, ReserveOutcome, Response, VERSION_OF_BUSY};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A refusal that takes longer is late.
+const REFUSAL_MAX: Duration = Duration::from_millis(1);
+
+impl Connection {
+    /// Says that a request is not taken on now.
+    pub(super) async fn refuse(&self, request: u64, busy: Busy) -> io::Result<()> {
+        let response = if self.version < VERSION_OF_BUSY {
+            Response::Error { code: ErrorCode::Busy, message: format!("try again after {:?}", busy.retry_after) }
+        } else {
+            Response::Busy { index: None, retry_after_ms: busy.milliseconds() }
+        };
+        send(&self.out, response.frame(self.version, request, self.timed())).await
+    }
+
+    /// Says that pages of a Get are not taken on now.
+    pub(super) async fn refuse_pages(&self, request: u64, indices: &[u32], busy: Busy) -> io::Result<()> {
+        self.shared.metrics.pages_refused.inc_by(indices.len() as u64);
+        for &index in indices {
+            send(&self.out, busy_with(self.version, index, busy).frame(self.version, request, self.timed())).await?;
+        }
+        Ok(())
+    }
+
+    /// Answers a reservation.
+    pub(super) async fn answer_reserved(&self, request: u64, outcomes: Vec<ReserveOutcome>) -> io::Result<()> {
+        let refused = outcomes.iter().filter(|&&outcome| outcome == ReserveOutcome::Busy).count() as u64;
+        let hint = (refused > 0).then(|| self.account.retry_after(Kind::Puts, refused * self.page_bytes()));
+        let retry_after_ms = hint.filter(|_| self.version >= VERSION_OF_BUSY).map_or(0, Busy::milliseconds);
+        let timed = hint.and_then(|_| self.timed());
+        send(&self.out, Response::Reserved { outcomes, retry_after_ms }.frame(self.version, request, timed)).await
+    }
+
+    /// Measures how long a refusal takes from its request to the socket.
+    fn timed(&self) -> Option<Payload> {
+        self.shared.metrics.refusals.inc();
+        // Who does not take the bytes that are queued for it does not take this either.
+        let keeps_up = self.window.available_permits() > 0;
+        keeps_up.then(|| Box::new(Timed { heard: self.heard, metrics: self.shared.metrics.clone() }) as _)
+    }
+}
+
+/// No bytes; dropped with its frame, which is when that has left.
+struct Timed {
+    heard: Instant,
+    metrics: Arc<Metrics>,
+}
+
+impl AsRef<[u8]> for Timed {
+    fn as_ref(&self) -> &[u8] {
+        &[]
+    }
+}
+
+impl Drop for Timed {
+    fn drop(&mut self) {
+        if now().saturating_duration_since(self.heard) > REFUSAL_MAX {
+            self.metrics.refusals_late.inc();
+        }
+    }
+}

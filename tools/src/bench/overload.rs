@@ -1,0 +1,174 @@
+//! A store node is asked for ten times what it can do.
+//!
+//! What must be seen: its memory stays within its budgets, what it does remains nearly what it can do, and what it refuses
+//! it refuses at once. Beside clients that behave there are some that never read what they asked for, some that vanish in the
+//! middle of what they send, and a probe that times refusals on a connection of its own.
+//!
+//! The node is a process of its own; the load is made by this one, on the same machine.
+
+mod bad;
+mod load;
+mod node;
+
+use crate::output::say;
+use anyhow::{Result, ensure};
+use clap::Parser;
+use load::{Load, Tally};
+use node::Process;
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+
+/// Settings of the overload.
+#[derive(Debug, Parser)]
+pub struct Args {
+    /// Seconds of overload
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    seconds: u64,
+    /// Minutes of overload, instead
+    #[arg(long)]
+    minutes: Option<u64>,
+    /// One JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// How much more is asked for than can be done.
+const TIMES: f64 = 10.0;
+/// Least part of that which is to be offered in fact: this process shares the machine with the node.
+const TIMES_MIN: f64 = 7.0;
+/// Operations at a time among which the best goodput is looked for, and for how long each.
+const LEVELS: [usize; 4] = [2, 4, 8, 16];
+const LEVEL_TIME: Duration = Duration::from_secs(2);
+const RSS_EVERY: Duration = Duration::from_millis(100);
+/// Least goodput, of the best.
+const GOODPUT_MIN: f64 = 0.8;
+/// Most resident memory, of the budget.
+const RSS_MAX: f64 = 1.05;
+/// Refusals that may take longer than a millisecond in the node, of 100.
+const LATE_PERCENT_MAX: f64 = 1.0;
+/// Most time of 99 of 100 refusals as the probe sees them. It has to be given a processor as well, twice for each, on a machine
+/// that has none to spare: the node's own figure is the measure, and this guards it against measuring the wrong thing.
+const PROBE_P99_MAX: Duration = Duration::from_millis(25);
+
+/// What was seen.
+#[derive(Debug, Serialize)]
+struct Seen {
+    /// Best goodput without overload, in MB/s (1e6): bytes put and bytes had, checked.
+    best_mb_s: f64,
+    /// Goodput under overload.
+    goodput_mb_s: f64,
+    /// Operations begun, of those that make the best goodput.
+    load_times: f64,
+    pages_had: u64,
+    pages_put: u64,
+    pages_busy: u64,
+    pages_missed: u64,
+    wrong_bytes: u64,
+    /// Most resident memory of the node under overload, and its budget.
+    rss_max_mib: f64,
+    rss_budget_mib: f64,
+    /// Busy answers as the node counts them, and those that took more than a millisecond from the request to the socket.
+    refusals: u64,
+    refusals_late: u64,
+    /// Busy answers as the probe times them.
+    probe_refusals: u64,
+    probe_p50_us: u64,
+    probe_p99_us: u64,
+    /// Readers that took nothing and were disconnected.
+    readers_given_up: u64,
+    /// Clients that vanished half-way.
+    vanished: u64,
+    /// Bytes under way when all had left.
+    left_over: u64,
+}
+
+impl Seen {
+    fn verdict(&self) -> Result<()> {
+        ensure!(self.wrong_bytes == 0, "{} pages were wrong", self.wrong_bytes);
+        ensure!(self.load_times >= TIMES_MIN, "the load was only {:.1} times what can be done", self.load_times);
+        let rss = self.rss_max_mib / self.rss_budget_mib;
+        ensure!(rss <= RSS_MAX, "{:.0} MiB are resident, of a budget of {:.0}", self.rss_max_mib, self.rss_budget_mib);
+        let goodput = self.goodput_mb_s / self.best_mb_s;
+        ensure!(goodput >= GOODPUT_MIN, "the goodput is {:.0} % of the best", goodput * 100.0);
+        let late = self.refusals_late as f64 * 100.0 / self.refusals.max(1) as f64;
+        ensure!(self.refusals > 0 && late <= LATE_PERCENT_MAX, "{late:.2} % of {} refusals are late", self.refusals);
+        let p99 = Duration::from_micros(self.probe_p99_us);
+        ensure!(self.probe_refusals >= 100, "the probe was refused only {} times", self.probe_refusals);
+        ensure!(p99 <= PROBE_P99_MAX, "a refusal takes {p99:?} at the probe");
+        ensure!(self.left_over == 0, "{} bytes are still counted as under way", self.left_over);
+        Ok(())
+    }
+}
+
+/// Runs it. Fails if anything is not as it must be.
+pub async fn run(args: Args) -> Result<()> {
+    let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
+    let node = Process::start().await?;
+    let load = Load::attach(node.address()).await?;
+    let (mut best, mut operations) = (0.0, 0.0);
+    for level in LEVELS {
+        let (goodput, rate) = load.sustained(level, LEVEL_TIME).await;
+        if !args.json {
+            say!("{level:>3} operations at a time: {:.0} MB/s", goodput / 1e6);
+        }
+        if goodput > best {
+            (best, operations) = (goodput, rate);
+        }
+    }
+    let seen = overload(&node, &load, best, operations * TIMES, time).await?;
+    if args.json {
+        say!("{}", serde_json::to_string(&seen)?);
+    } else {
+        say!("{}", serde_json::to_string_pretty(&seen)?);
+    }
+    seen.verdict()
+}
+
+async fn overload(node: &Process, load: &Arc<Load>, best: f64, rate: f64, time: Duration) -> Result<Seen> {
+    let stop = CancellationToken::new();
+    let before = node.counters().await?;
+    let bad = bad::start(node.address(), &stop);
+    let probe = bad::probe(node.address(), &stop);
+    load.tally.reset();
+    let begin = Instant::now();
+    let (mut rss_max, mut looked) = (0, Instant::now());
+    let offered = load.offer(rate, time, || {
+        if looked.elapsed() >= RSS_EVERY {
+            looked = Instant::now();
+            rss_max = rss_max.max(node.rss().unwrap_or(0));
+        }
+    });
+    let offered = offered.await;
+    let seconds = begin.elapsed().as_secs_f64();
+    let tally: Tally = load.tally.read();
+    stop.cancel();
+    load.rest().await;
+    let vanished = bad.await?;
+    let times = probe.await??;
+    let after = node.counters().await?;
+    let left_over = node.left_over().await?;
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let count = |name: &str| after.get(name).unwrap_or(0) - before.get(name).unwrap_or(0);
+    Ok(Seen {
+        best_mb_s: best / 1e6,
+        goodput_mb_s: tally.bytes as f64 / seconds / 1e6,
+        load_times: offered as f64 / seconds / (rate / TIMES),
+        pages_had: tally.had,
+        pages_put: tally.put,
+        pages_busy: tally.busy,
+        pages_missed: tally.missed,
+        wrong_bytes: tally.wrong,
+        rss_max_mib: mib(rss_max),
+        rss_budget_mib: mib(node::BUDGET_BYTES),
+        refusals: count("refusals"),
+        refusals_late: count("refusals_late"),
+        probe_refusals: times.len(),
+        probe_p50_us: times.value_at_quantile(0.5),
+        probe_p99_us: times.value_at_quantile(0.99),
+        readers_given_up: count("readers_given_up"),
+        vanished,
+        left_over,
+    })
+}
