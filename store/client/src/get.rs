@@ -13,6 +13,7 @@ use futures::future::join_all;
 use larder_format::{PageId, PageKey, whole_chunks};
 use larder_share::{Block, Memory};
 use larder_wire::{Delivery, PageRange, Request, VERSION_OF_RANGES};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -90,6 +91,8 @@ impl Client {
     /// Like [`Client::get`], but reads only these bytes of each page, into a buffer of just that length:
     /// [`PageGeometry::part_range`] says where a part lies. What is empty, or not all in a page, is a miss.
     ///
+    /// Ranges of one page that are asked for together are of one put of it, or misses.
+    ///
     /// Nodes send the chunks that a range touches (see [`CHUNK_BYTES`]), so ranges of whole chunks, and parts, cost nothing
     /// beside their bytes.
     pub async fn get_ranges<B: AsMut<[u8]> + Send + 'static>(
@@ -134,7 +137,10 @@ impl Client {
                     async move { get_at(&node, asks, part_table, options, &self.inner.counters, deadline).await }
                 });
             let gets: Vec<_> = gets.collect();
-            for (Ask { index, buffer, .. }, got) in join_all(gets).await.into_iter().flatten() {
+            let ends: Vec<(Ask, Got)> = join_all(gets).await.into_iter().flatten().collect();
+            let mixed = mixed(&ends);
+            for (Ask { index, id, buffer, .. }, got) in ends {
+                let got = if mixed.contains(&id) { Got::Missed } else { got };
                 let fetched = match (got, self.note(got)) {
                     (Got::Busy(ms), _) => Fetched::Busy { retry_after: Duration::from_millis(ms.into()) },
                     (_, Some(tier)) => Fetched::Had(tier),
@@ -179,7 +185,7 @@ impl Client {
                 let (bytes, got) = match found {
                     Some(_) if now() > deadline + COPY_GRACE => (None, Got::Missed),
                     Some(Found { lying, meta, tier, .. }) if meta.verify(&id, lying.bytes()).is_ok() => {
-                        (ViewBytes::of(lying), Got::Had(tier))
+                        (ViewBytes::of(lying), Got::Had(tier, meta.generation))
                     }
                     Some(_) => {
                         node.suspect(&id);
@@ -202,7 +208,7 @@ impl Client {
 
     fn note(&self, got: Got) -> Option<Tier> {
         match got {
-            Got::Had(code) => tier(code),
+            Got::Had(code, _) => tier(code),
             Got::Missed | Got::Busy(_) => None,
             Got::Corrupt => {
                 count(&self.inner.counters.corrupt, 1);
@@ -210,6 +216,21 @@ impl Client {
             }
         }
     }
+}
+
+/// Pages of which several ranges were had, and not all of the same put: one that was forgotten between two of them, and put anew,
+/// perhaps with other bytes.
+fn mixed(ends: &[(Ask, Got)]) -> BTreeSet<PageId> {
+    let mut mixed = BTreeSet::new();
+    let mut seen = BTreeMap::new();
+    for (ask, got) in ends.iter().filter(|(ask, _)| ask.bytes.is_some()) {
+        if let Got::Had(_, generation) = *got
+            && *seen.entry(ask.id).or_insert(generation) != generation
+        {
+            mixed.insert(ask.id);
+        }
+    }
+    mixed
 }
 
 /// Until when an answer must have begun, and until when it must be there.
@@ -349,7 +370,7 @@ async fn copy_from(
         };
         let got = match good {
             None => Got::Missed,
-            Some(true) => Got::Had(tier),
+            Some(true) => Got::Had(tier, meta.generation),
             Some(false) => {
                 node.suspect(id);
                 Got::Corrupt
@@ -360,4 +381,30 @@ async fn copy_from(
         tokio::task::yield_now().await;
     }
     copied
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::NamespaceId;
+    use larder_wire::TierCode;
+
+    #[test]
+    fn ranges_of_two_puts_of_a_page_are_not_had_together() {
+        let end = |key: u8, bytes, got| {
+            let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([key; 32]) };
+            (Ask { index: 0, id, bytes, buffer: Box::new(Vec::<u8>::new()) }, got)
+        };
+        let had = |generation| Got::Had(TierCode::L2, generation);
+        let ends = [
+            end(1, Some(0..1), had(7)),
+            end(1, Some(1..2), had(7)),
+            end(1, Some(2..3), Got::Missed),
+            end(2, Some(0..1), had(7)),
+            end(2, Some(1..2), had(8)),
+            end(3, None, had(1)),
+            end(3, None, had(2)),
+        ];
+        assert_eq!(mixed(&ends).iter().map(|id| id.key.0[0]).collect::<Vec<u8>>(), [2]);
+    }
 }

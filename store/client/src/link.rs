@@ -377,7 +377,7 @@ async fn place<S: Source>(
             let good = match pages.expect(index, &meta, &come, bytes) {
                 Some(landing) => {
                     let good = land(reader, landing).await?;
-                    pages.landed(index, tier, good)
+                    pages.landed(index, (tier, meta.generation), good)
                 }
                 None => {
                     reader.discard(bytes).await?;

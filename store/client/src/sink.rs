@@ -25,7 +25,8 @@ pub(crate) enum Sink {
 /// How one page of a Get ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Got {
-    Had(TierCode),
+    /// The tier it came from, and the generation of the page: which put it is of.
+    Had(TierCode, u64),
     Missed,
     /// The node does not take it on before so many milliseconds are over.
     Busy(u32),
@@ -176,9 +177,9 @@ impl PageSink {
     }
 
     /// A page was received into the memory that was expected; `good` says whether its bytes were what was put.
-    pub(crate) fn landed(&mut self, index: u32, tier: TierCode, good: bool) -> bool {
+    pub(crate) fn landed(&mut self, index: u32, (tier, generation): (TierCode, u64), good: bool) -> bool {
         let Some(slot) = self.slots.get_mut(index as usize) else { return false };
-        slot.end.got = if good { Got::Had(tier) } else { Got::Corrupt };
+        slot.end.got = if good { Got::Had(tier, generation) } else { Got::Corrupt };
         good
     }
 
@@ -371,7 +372,7 @@ mod tests {
             memory.copy_from_slice(&come[before..come.len() - behind]);
             arriving.take(come);
             let good = arriving.finish().is_ok();
-            sink.landed(0, TierCode::L2, good);
+            sink.landed(0, (TierCode::L2, meta.generation), good);
         }
         drop(sink);
         let end = done.try_recv().unwrap().remove(0);
@@ -385,10 +386,10 @@ mod tests {
         let part = geometry().part_range(0).unwrap().end;
         let got = |bytes: Range<u32>, wanted: Range<u32>| {
             let (got, buffer) = get_bytes(&meta, &payload, &bytes, Some(wanted.clone()), wanted.len());
-            assert!(got != Got::Had(TierCode::L2) || buffer == payload[wanted.start as usize..wanted.end as usize]);
+            assert!(!matches!(got, Got::Had(..)) || buffer == payload[wanted.start as usize..wanted.end as usize]);
             got
         };
-        let had = Got::Had(TierCode::L2);
+        let had = Got::Had(TierCode::L2, meta.generation);
         assert_eq!(got(0..part, 3..9), had);
         assert_eq!(got(part..2 * part, part..2 * part), had);
         assert_eq!(got(0..2 * part, part - 1..part + 1), had, "more than was asked for does no harm");
@@ -408,7 +409,7 @@ mod tests {
     #[test]
     fn a_page_is_had_only_if_it_is_the_page_and_every_byte_checks() {
         let (meta, mut payload) = page(7);
-        assert_eq!(get(&meta, &payload), Got::Had(TierCode::L2));
+        assert_eq!(get(&meta, &payload), Got::Had(TierCode::L2, meta.generation));
         payload[5] ^= 1;
         assert_eq!(get(&meta, &payload), Got::Corrupt);
         let (other, payload) = page(8);
