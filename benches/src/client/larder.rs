@@ -102,7 +102,7 @@ impl Larder {
             for page in left {
                 match outcomes.next() {
                     Some(PutOutcome::Stored) => {}
-                    Some(PutOutcome::Busy) => busy.push(page),
+                    Some(PutOutcome::Busy { .. }) => busy.push(page),
                     outcome => anyhow::bail!("put: {outcome:?}"),
                 }
             }
