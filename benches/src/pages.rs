@@ -69,13 +69,15 @@ fn main() -> Result<()> {
         "{}, batches of {}, {} MB a round, median of {} rounds, GB/s (CPU seconds per GiB, both sides), GB = 1e9 bytes\n",
         args.transport, args.batch, args.megabytes, args.rounds
     );
-    println!("| page KiB | put | get | view | bare | put / bare | get / bare | view / bare | exists, M keys/s |");
-    println!("|---|---|---|---|---|---|---|---|---|");
+    println!(
+        "| page KiB | put | put, other memory | get | view | bare | put / bare | get / bare | view / bare | exists, M keys/s |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     for page_bytes in args.pages_kib.iter().map(|kib| kib << 10) {
         let options =
             NodeOptions { listen: SocketAddr::from(([127, 0, 0, 1], 0)), l2_bytes: L2_BYTES, ..NodeOptions::default() };
         let node = server.block_on(Node::start(options))?;
-        let mut figures = [const { Vec::new() }; 4];
+        let mut figures = [const { Vec::new() }; 5];
         let mut exist = Vec::new();
         for round in 0..WARM_UP_ROUNDS + args.rounds {
             let seen = client.block_on(round_trip(&args, node.addr(), page_bytes, round))?;
@@ -85,15 +87,18 @@ fn main() -> Result<()> {
                 _ => bare_copy(pages, page_bytes, args.batch),
             };
             if round >= WARM_UP_ROUNDS {
-                figures.iter_mut().zip([seen.put, seen.get, seen.view, bare]).for_each(|(all, one)| all.push(one));
+                figures
+                    .iter_mut()
+                    .zip([seen.put, seen.put_plain, seen.get, seen.view, bare])
+                    .for_each(|(all, one)| all.push(one));
                 exist.push(seen.exists);
             }
         }
-        let [put, get, view, bare] = figures.map(Speed::median);
+        let [put, plain, get, view, bare] = figures.map(Speed::median);
         let (kib, exists) = (page_bytes >> 10, median(exist));
         let of = |speed: Speed| format!("{:.2}", speed.gb_per_s / bare.gb_per_s);
         println!(
-            "| {kib} | {put} | {get} | {view} | {bare} | {} | {} | {} | {exists:.2} |",
+            "| {kib} | {put} | {plain} | {get} | {view} | {bare} | {} | {} | {} | {exists:.2} |",
             of(put),
             of(get),
             of(view)
@@ -152,7 +157,10 @@ impl Stopwatch {
 
 /// Figures of one round.
 struct Seen {
+    /// From memory of the client's own.
     put: Speed,
+    /// From any other.
+    put_plain: Speed,
     get: Speed,
     view: Speed,
     /// Millions of keys a second.
@@ -195,14 +203,11 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
     let keys: Vec<PageKey> = (0..pages as u32).map(|i| PageKey::chain(None, &[round as u32, i])).collect();
     let payload = Bytes::from((0..page_bytes).map(|i| (i * 31) as u8).collect::<Vec<u8>>());
 
-    let begin = Stopwatch::start();
-    for batch in keys.chunks(args.batch) {
-        let pages = batch.iter().map(|&key| (NewPage { key, parent: PageKey::NONE, position: 0 }, payload.clone()));
-        for outcome in client.put_pages(pages.collect(), PutOptions::default(), soon()).await {
-            ensure!(outcome == PutOutcome::Stored, "put: {outcome:?}");
-        }
-    }
-    let put = Speed::of(pages * page_bytes, &begin);
+    let mut lent = client.buffer(page_bytes);
+    lent.copy_from_slice(&payload);
+    let put_plain = put_all(args, &client, &keys, &payload).await?;
+    ensure!(client.forget(&keys, soon()).await.pages > 0, "what was put is forgotten");
+    let put = put_all(args, &client, &keys, &lent.freeze()).await?;
 
     let mut buffers: Vec<Vec<u8>> = (0..args.batch).map(|_| vec![1u8; page_bytes]).collect();
     let begin = Stopwatch::start();
@@ -229,7 +234,19 @@ async fn round_trip(args: &Args, node: SocketAddr, page_bytes: usize, round: usi
         ensure!(client.exists(&asked, soon()).await.iter().all(|&there| there), "they exist");
     }
     let exists = (EXISTS_BATCH * EXISTS_BATCHES) as f64 / 1e6 / begin.elapsed().as_secs_f64();
-    Ok(Seen { put, get, view, exists })
+    Ok(Seen { put, put_plain, get, view, exists })
+}
+
+/// Puts the same bytes under all keys, in batches.
+async fn put_all(args: &Args, client: &Client, keys: &[PageKey], payload: &Bytes) -> Result<Speed> {
+    let begin = Stopwatch::start();
+    for batch in keys.chunks(args.batch) {
+        let pages = batch.iter().map(|&key| (NewPage { key, parent: PageKey::NONE, position: 0 }, payload.clone()));
+        for outcome in client.put_pages(pages.collect(), PutOptions::default(), soon()).await {
+            ensure!(outcome == PutOutcome::Stored, "put: {outcome:?}");
+        }
+    }
+    Ok(Speed::of(keys.len() * payload.len(), &begin))
 }
 
 /// One thread that copies pages from where each lies into a batch's buffers.

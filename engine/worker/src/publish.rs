@@ -6,7 +6,6 @@
 
 use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore};
-use bytes::Bytes;
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
 use larder_model::{Chunk, LayerHooks};
@@ -76,7 +75,7 @@ impl Publisher {
     pub(crate) fn put_sealed(&self, keys: &[PageKey], position: usize, payload: &[u8]) -> JoinHandle<PutOutcome> {
         let mut put = self.open(keys, position);
         for (part, (range, _)) in self.parts.parts.iter().enumerate() {
-            put.part(part, Bytes::copy_from_slice(&payload[range.clone()]));
+            put.part(part, &payload[range.clone()]);
         }
         self.commit(put)
     }
@@ -118,7 +117,7 @@ impl LayerHooks for PublishHooks {
         for (part, range) in self.parts.ended_by(layer) {
             for completing in &mut self.pages {
                 let payload: &[u8] = batch[completing.chunk].pages[completing.page].page().as_ref();
-                completing.put.part(part, Bytes::copy_from_slice(&payload[range.clone()]));
+                completing.put.part(part, &payload[range.clone()]);
             }
         }
     }
@@ -132,13 +131,13 @@ mod tests {
     use larder_model::{KvPool, LogitRows, PageSlot};
     use parking_lot::Mutex;
 
-    type Parts = Arc<Mutex<Vec<(usize, Bytes)>>>;
+    type Parts = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
     struct Recorder(Parts);
 
     impl OpenPut for Recorder {
-        fn part(&mut self, part: usize, bytes: Bytes) {
-            self.0.lock().push((part, bytes));
+        fn part(&mut self, part: usize, bytes: &[u8]) {
+            self.0.lock().push((part, bytes.to_vec()));
         }
 
         fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
@@ -177,6 +176,6 @@ mod tests {
         assert_eq!(sent, [0, 1, 1, 2, 3]);
         let parts = parts.lock();
         assert_eq!(parts.iter().map(|(part, _)| *part).collect::<Vec<_>>(), [0, 1, 2]);
-        assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.to_vec()).collect::<Vec<_>>(), expected);
+        assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>(), expected);
     }
 }

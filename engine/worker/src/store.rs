@@ -4,7 +4,6 @@
 //! that cannot be had is a miss, a page that cannot be put is lost. [`larder_client::Client`] is the store in use; tests
 //! bring their own.
 
-use bytes::Bytes;
 use futures::future::BoxFuture;
 use larder_client::{Client, FollowEnd, Lookup, NewPage, PagePut, PutOutcome, Tier};
 use larder_format::PageKey;
@@ -34,20 +33,28 @@ pub trait PageStore: Send + Sync + 'static {
 
 /// A page that is being put.
 pub trait OpenPut: Send {
-    /// Hands over part `part`. MUST NOT wait for the network.
-    fn part(&mut self, part: usize, bytes: Bytes);
+    /// Hands over a copy of part `part`. MUST NOT wait for the network.
+    fn part(&mut self, part: usize, bytes: &[u8]);
 
     /// Seals the page.
     fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome>;
 }
 
-impl OpenPut for PagePut {
-    fn part(&mut self, part: usize, bytes: Bytes) {
-        PagePut::part(self, part, bytes);
+/// A put whose parts lie in the client's memory, from where a node on this machine takes them.
+struct ClientPut {
+    client: Client,
+    put: PagePut,
+}
+
+impl OpenPut for ClientPut {
+    fn part(&mut self, part: usize, bytes: &[u8]) {
+        let mut copy = self.client.buffer(bytes.len());
+        copy.copy_from_slice(bytes);
+        self.put.part(part, copy.freeze());
     }
 
     fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome> {
-        Box::pin(PagePut::commit(*self, deadline))
+        Box::pin(self.put.commit(deadline))
     }
 }
 
@@ -68,7 +75,7 @@ impl PageStore for Client {
     }
 
     fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut> {
-        Box::new(Client::put(self, page, deadline))
+        Box::new(ClientPut { client: self.clone(), put: Client::put(self, page, deadline) })
     }
 
     fn up(&self) -> BoxFuture<'_, bool> {

@@ -488,10 +488,11 @@ impl Client {
         views.collect()
     }
 
-    /// Payload bytes of puts that wait in this client, and requests that wait for answers.
-    pub(crate) fn under_way(&self) -> (usize, usize) {
+    /// Payload bytes of puts that wait in this client, requests that wait for answers, and bytes of its memory that are taken.
+    pub(crate) fn under_way(&self) -> (usize, usize, usize) {
         let waiting = self.inner.links.iter().filter_map(|link| link.live()).map(|node| node.waiting());
-        (self.inner.budget.used(), waiting.sum())
+        let memory = self.inner.memory.as_ref().map_or(0, |memory| memory.used());
+        (self.inner.budget.used(), waiting.sum(), memory)
     }
 
     /// Counters.

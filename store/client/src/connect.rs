@@ -8,7 +8,9 @@ use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
 use larder_rdma::FabricOptions;
 use larder_share::{Memory, Window};
-use larder_wire::{FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source};
+use larder_wire::{
+    FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source, VERSION_OF_LENDING,
+};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use tokio::net::{TcpStream, tcp, unix};
@@ -24,10 +26,12 @@ pub trait Connector: Send + Sync + 'static {
     /// Connects to a node's data port.
     fn connect(&self, address: &str) -> impl Future<Output = io::Result<(Self::Source, Self::Sink)>> + Send;
 
-    /// Goes through a node's door, if it is on this machine: another connection, and the node's memory.
+    /// Goes through a node's door, if it is on this machine: another connection, and the node's memory. The node is lent
+    /// `memory` to copy from.
     fn come_in(
         &self,
         door: &LocalDoor,
+        memory: Option<&Arc<Memory>>,
     ) -> impl Future<Output = io::Result<(Self::Source, Self::Sink, Arc<Window>)>> + Send;
 
     /// The RDMA devices of this machine, with which `memory` is registered; by default there are none.
@@ -91,11 +95,15 @@ impl Connector for Sockets {
         Ok((SocketSource::Tcp(read), SocketSink::Tcp(write)))
     }
 
-    async fn come_in(&self, door: &LocalDoor) -> io::Result<(SocketSource, SocketSink, Arc<Window>)> {
+    async fn come_in(
+        &self,
+        door: &LocalDoor,
+        memory: Option<&Arc<Memory>>,
+    ) -> io::Result<(SocketSource, SocketSink, Arc<Window>)> {
         if larder_share::machine().as_ref() != Some(&door.machine) {
             return Err(away("the node is on another machine"));
         }
-        let (stream, window) = larder_share::attach(&door.name).await?;
+        let (stream, window) = larder_share::attach(&door.name, memory.map(|memory| &**memory)).await?;
         let (read, write) = stream.into_split();
         Ok((SocketSource::Local(read), SocketSink::Local(write), window))
     }
@@ -136,7 +144,7 @@ pub(crate) async fn reach<C: Connector>(connector: &C, options: &LinkOptions) ->
     let (source, sink) = in_time(options, connector.connect(&options.address)).await?;
     let (reached, door) = in_time(options, greet::<C>(source, sink, options)).await?;
     if matches!(options.transport, Transport::Auto | Transport::Shm) {
-        let known = (reached.node_id.clone(), reached.epoch);
+        let known = (reached.node_id.clone(), reached.epoch, reached.version);
         match in_time(options, come_in(connector, known, door, options)).await {
             Ok(reached) => return Ok(reached),
             Err(error) if options.transport == Transport::Shm => {
@@ -166,14 +174,15 @@ pub(crate) async fn again<C: Connector>(
 /// Goes through the node's door, if it is on this machine and has one.
 async fn come_in<C: Connector>(
     connector: &C,
-    known: (String, u64),
+    known: (String, u64, u16),
     door: Option<LocalDoor>,
     options: &LinkOptions,
 ) -> io::Result<Reached<C>> {
     let door = door.ok_or_else(|| away("the node shares none"))?;
-    let (source, sink, window) = connector.come_in(&door).await?;
+    let memory = options.memory.as_ref().filter(|_| known.2 >= VERSION_OF_LENDING);
+    let (source, sink, window) = connector.come_in(&door, memory).await?;
     let (inside, _) = greet::<C>(source, sink, options).await?;
-    if (&inside.node_id, inside.epoch) != (&known.0, known.1) {
+    if (&inside.node_id, inside.epoch, inside.version) != (&known.0, known.1, known.2) {
         return Err(away("another node is behind the door"));
     }
     Ok(Reached { window: Some(window), ..inside })

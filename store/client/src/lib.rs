@@ -8,7 +8,7 @@
 //! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
 //!
 //! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) ·
-//! `link` (one node: multiplex, receive) · `lanes` (more connections to it) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages` ·
+//! `link` (one node: multiplex, receive) · `lanes` (more connections to it) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages`, `parts` ·
 //! `rdma` (lines to a node) · `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
 //! `spread` (which node has which key) · [`StoreUrl`].
 #![forbid(unsafe_code)]
@@ -24,6 +24,7 @@ mod link;
 mod lookup;
 mod members;
 mod memory;
+mod parts;
 mod pin;
 mod put;
 mod put_pages;
@@ -66,8 +67,8 @@ pub mod sim {
         Client::attach_by(connector, url, Some(namespace), options)
     }
 
-    /// Payload bytes of puts that wait in this client, and requests that wait for answers.
-    pub fn under_way(client: &Client) -> (usize, usize) {
+    /// Payload bytes of puts that wait in this client, requests that wait for answers, and bytes of its memory that are taken.
+    pub fn under_way(client: &Client) -> (usize, usize, usize) {
         client.under_way()
     }
 }

@@ -3,6 +3,7 @@
 use crate::clock::now;
 use crate::connect::{self, Connector, Reached};
 use crate::lanes::{self, Lanes};
+use crate::parts::{LENT_BYTES_MAX, LENT_UNIT_BYTES};
 use crate::rdma::{self, Lines, Promise};
 use crate::sink::{Found, Landing, Lying, Sink};
 use crate::spread;
@@ -15,7 +16,7 @@ use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
 use larder_share::{Held, Memory, Window};
 use larder_wire::{
     Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Request, Response, Sink as ByteSink,
-    Source, TierCode,
+    Source, TierCode, VERSION_OF_LENDING,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -62,6 +63,9 @@ pub(crate) struct LinkOptions {
     pub(crate) seed: u64,
 }
 
+/// The memory of a node on this machine, and what that node may copy from.
+type Shared = (Arc<Window>, Option<Arc<Memory>>);
+
 /// A connection to a node.
 pub(crate) struct Live {
     pub(crate) node_id: String,
@@ -78,6 +82,10 @@ pub(crate) struct Live {
     outgoing: Arc<Semaphore>,
     /// The node's memory, if it is on this machine.
     window: Option<Arc<Window>>,
+    /// This client's memory, if the node copies from it.
+    pub(crate) lent: Option<Arc<Memory>>,
+    /// Bytes whose places the node may be told, in units of [`LENT_UNIT_BYTES`].
+    pub(crate) lending: Arc<Semaphore>,
     releases: Arc<Releases>,
     /// What moves by RDMA.
     pub(crate) lines: Lines,
@@ -203,7 +211,13 @@ async fn keep_connected<C: Connector>(options: LinkOptions, connector: &Arc<C>, 
     loop {
         match connect::reach(&**connector, &options).await {
             Ok(Reached { node_id, epoch, version, reader, writer, window }) => {
-                let (live, queue) = Live::new(node_id, epoch, version, window, options.seed);
+                let (live, queue) = Live::new(
+                    node_id,
+                    epoch,
+                    version,
+                    window.map(|window| (window, options.memory.clone())),
+                    options.seed,
+                );
                 let connected = Connected { state, live: live.clone(), announced: AtomicBool::new(false) };
                 let lanes = lanes::keep(&options, connector, &live);
                 let lines = rdma::keep(&live, &**connector, &options, || connected.announce(&options));
@@ -489,10 +503,11 @@ impl Live {
         node_id: String,
         epoch: u64,
         version: u16,
-        window: Option<Arc<Window>>,
+        shared: Option<Shared>,
         seed: u64,
     ) -> (Arc<Live>, mpsc::Receiver<Frame>) {
         let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+        let (window, memory) = shared.map_or((None, None), |(window, memory)| (Some(window), memory));
         let live = Live {
             node_id,
             epoch,
@@ -504,6 +519,8 @@ impl Live {
             frames: Arc::default(),
             outgoing: Arc::new(Semaphore::new(OUTGOING_BYTES_MAX / OUTGOING_UNIT_BYTES)),
             window,
+            lent: memory.filter(|_| version >= VERSION_OF_LENDING),
+            lending: Arc::new(Semaphore::new(LENT_BYTES_MAX / LENT_UNIT_BYTES)),
             releases: Arc::default(),
             lines: Lines::default(),
             lanes: Lanes::default(),

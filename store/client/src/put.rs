@@ -2,6 +2,7 @@
 
 use crate::clock::now;
 use crate::link::Live;
+use crate::parts::Sent;
 use crate::pin::milliseconds;
 use crate::rdma::PartSource;
 use crate::stats::{Counters, count};
@@ -111,7 +112,7 @@ impl Drop for Taken {
     }
 }
 
-/// Bytes that count until they have been sent.
+/// Bytes that count until they have been sent, or their put has ended.
 struct Counted {
     bytes: Bytes,
     _taken: Taken,
@@ -281,14 +282,15 @@ async fn drain(queue: &mut Queue, outcome: PutOutcome) -> Ended {
 
 async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut Queue) -> Ended {
     let (node, put) = (open.node, Entry { request: open.request, index: 0 });
+    let mut lent = Vec::new();
     while let Some(step) = queue.recv().await {
         let deadline = now() + ANSWER_TIMEOUT;
         match step {
-            Step::Part { part, bytes } => {
-                if !node.send_part(put, part as u32, bytes, deadline).await {
-                    return drain(queue, PutOutcome::Lost).await;
-                }
-            }
+            Step::Part { part, bytes } => match node.send_part(put, part as u32, bytes, deadline).await {
+                Some(Sent::Place(bytes)) => lent.push(bytes),
+                Some(Sent::Payload | Sent::Written) => {}
+                None => return drain(queue, PutOutcome::Lost).await,
+            },
             Step::Commit(reply) => {
                 let answer = node.ask(&Request::Commit(vec![put]), deadline).await;
                 open.armed = answer.is_none();

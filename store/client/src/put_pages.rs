@@ -1,6 +1,8 @@
-//! Putting whole pages, many at a time: one reservation, all parts behind each other, one commit.
+//! Putting whole pages, many at a time: one reservation, all parts behind each other, and a commit for every few megabytes, so
+//! that the node has a turn for others.
 
 use crate::link::Live;
+use crate::parts::Sent;
 use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, grants, outcome_of};
 use crate::sink::Sink;
 use bytes::Bytes;
@@ -10,10 +12,13 @@ use larder_format::chunk_crcs;
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-/// Bytes that are sent before the node has said which pages it wants: a round trip's worth.
+/// Payload bytes that are sent before the node has said which pages it wants: a round trip's worth.
 const EAGER_BYTES: usize = 1 << 20;
+/// Bytes of pages that are committed together, at least one page; and how many such groups are under way at a time.
+const GROUP_BYTES: usize = 16 << 20;
+const GROUPS_AT_ONCE: usize = 2;
 
 /// Pages that are written by RDMA at a time.
 const WRITES_AT_ONCE: usize = 8;
@@ -61,20 +66,21 @@ impl Batch<'_> {
 
         // Parts that can be written by RDMA are open when they were granted, and not before.
         let open = self.node.open_parts(self.number, self.deadline).await;
+        let pages_at_once = if open.is_some() { WRITES_AT_ONCE } else { 1 };
         // Nor is sent before it has said so what a busy node will hardly take.
-        let eager_bytes = if open.is_some() || self.node.is_pressed() { 0 } else { EAGER_BYTES };
-        let (mut sent, mut bytes, mut granted) = (0, 0, None);
-        while sent < count && bytes < eager_bytes && granted.is_none() {
-            if !self.send(sent).await {
-                return lost();
-            }
-            bytes += self.pages[sent].1.len();
+        let first = if open.is_some() || self.node.is_pressed() { 0 } else { count.min(self.group_pages()) };
+        let first: Vec<usize> = (0..first).collect();
+        let Some(leave) = self.lend(&first).await else { return lost() };
+        let (mut sent, mut payload_bytes, mut granted) = (0, 0, None);
+        while sent < first.len() && payload_bytes < EAGER_BYTES && granted.is_none() {
+            let Some(bytes) = self.send(sent).await else { return lost() };
+            payload_bytes += bytes;
             sent += 1;
             granted = answer.try_recv().ok();
         }
         if sent == count && granted.is_none() {
             // All of it is on its way: so may be the commit.
-            let (granted, committed) = futures::join!(self.hear(answer), self.commit((0..count).collect()));
+            let (granted, committed) = futures::join!(self.hear(answer), self.commit(&first));
             let Some(granted) = granted else { return lost() };
             return self.conclude(granted, committed).await;
         }
@@ -84,14 +90,53 @@ impl Batch<'_> {
         };
         let Some(granted) = granted else { return lost() };
         let wanted: Vec<usize> = (0..count).filter(|&i| granted.0[i] == ReserveOutcome::Granted).collect();
-        let rest: Vec<usize> = wanted.iter().copied().filter(|&index| index >= sent).collect();
-        let pages_at_once = if open.is_some() { WRITES_AT_ONCE } else { 1 };
-        let left = futures::stream::iter(rest).map(|index| self.send(index)).buffered(pages_at_once);
-        if !left.all(std::future::ready).await {
-            return lost();
+        // Those that were sent are all in the first group.
+        let mut leave = Some(leave).filter(|_| sent > 0);
+        let mut groups = Vec::new();
+        for group in wanted.chunks(self.group_pages()) {
+            groups.push(self.finish(group, sent, leave.take(), pages_at_once));
         }
-        let committed = self.commit(wanted).await;
-        self.conclude(granted, committed).await
+        let committed: Vec<_> = futures::stream::iter(groups).buffered(GROUPS_AT_ONCE).collect().await;
+        self.conclude(granted, committed.concat()).await
+    }
+
+    fn group_pages(&self) -> usize {
+        let page_bytes: usize = self.part_table.iter().map(|&bytes| bytes as usize).sum();
+        (GROUP_BYTES / page_bytes.max(1)).max(1)
+    }
+
+    /// Leave to tell the places of those pages that the node can copy; `None` if there is none in time.
+    async fn lend(&self, pages: &[usize]) -> Option<OwnedSemaphorePermit> {
+        let pages = pages.iter().map(|&index| &self.pages[index].1);
+        let bytes = pages.filter(|bytes| self.node.copies_from(bytes)).map(Bytes::len).sum();
+        self.node.lend(bytes, self.deadline).await
+    }
+
+    /// Sends what was not among the first `sent`, and seals; how that went, by page.
+    async fn finish(
+        &self,
+        group: &[usize],
+        sent: usize,
+        leave: Option<OwnedSemaphorePermit>,
+        pages_at_once: usize,
+    ) -> Vec<(usize, CommitOutcome)> {
+        let rest = &group[group.partition_point(|&index| index < sent)..];
+        let _leave = match leave {
+            Some(leave) => leave,
+            None => match self.lend(rest).await {
+                Some(leave) => leave,
+                None => return Vec::new(),
+            },
+        };
+        let mut pages = Vec::with_capacity(rest.len());
+        for &index in rest {
+            pages.push(self.send(index));
+        }
+        let left = futures::stream::iter(pages).buffered(pages_at_once);
+        if !left.all(|sent| std::future::ready(sent.is_some())).await {
+            return Vec::new();
+        }
+        self.commit(group).await
     }
 
     async fn hear(&self, answer: oneshot::Receiver<Response>) -> Option<(Vec<ReserveOutcome>, Duration)> {
@@ -103,43 +148,45 @@ impl Batch<'_> {
         Entry { request: self.number, index: index as u32 }
     }
 
-    /// Sends the parts of a page.
-    async fn send(&self, index: usize) -> bool {
-        let mut from = 0;
+    /// Sends the parts of a page; how many of its bytes travel as payload.
+    async fn send(&self, index: usize) -> Option<usize> {
+        let (mut from, mut payload_bytes) = (0, 0);
         for (part, &length) in (0..).zip(self.part_table) {
             let bytes = self.pages[index].1.slice(from..from + length as usize);
             from += length as usize;
-            if !self.node.send_part(self.name(index), part, bytes, self.deadline).await {
-                return false;
+            // A batch keeps its pages until it has ended.
+            match self.node.send_part(self.name(index), part, bytes, self.deadline).await? {
+                Sent::Payload => payload_bytes += length as usize,
+                Sent::Place(_) | Sent::Written => {}
             }
         }
-        true
+        Some(payload_bytes)
     }
 
-    /// Seals pages; how that went, by page.
-    async fn commit(&self, indices: Vec<usize>) -> Option<Vec<(usize, CommitOutcome)>> {
+    /// Seals pages; how that went, by page. Nothing of those of which it is not known.
+    async fn commit(&self, indices: &[usize]) -> Vec<(usize, CommitOutcome)> {
         if indices.is_empty() {
-            return Some(Vec::new());
+            return Vec::new();
         }
         let request = Request::Commit(indices.iter().map(|&index| self.name(index)).collect());
-        match self.node.ask(&request, self.deadline).await? {
-            Response::Committed(outcomes) if outcomes.len() == indices.len() => {
-                Some(indices.into_iter().zip(outcomes).collect())
+        match self.node.ask(&request, self.deadline).await {
+            Some(Response::Committed(outcomes)) if outcomes.len() == indices.len() => {
+                indices.iter().copied().zip(outcomes).collect()
             }
-            _ => None,
+            _ => Vec::new(),
         }
     }
 
     async fn conclude(
         &self,
         (reserved, retry_after): (Vec<ReserveOutcome>, Duration),
-        committed: Option<Vec<(usize, CommitOutcome)>>,
+        committed: Vec<(usize, CommitOutcome)>,
     ) -> Vec<PutOutcome> {
         if reserved.contains(&ReserveOutcome::Busy) {
             self.node.press(retry_after);
         }
         let mut sealed = vec![None; self.pages.len()];
-        for (index, outcome) in committed.into_iter().flatten() {
+        for (index, outcome) in committed {
             sealed[index] = Some(outcome);
         }
         let ends = reserved.iter().zip(sealed).zip(&self.pages).map(|((reserved, sealed), (page, bytes))| async move {

@@ -174,21 +174,8 @@ impl Live {
         Some(OpenParts { live: self.clone(), reserve })
     }
 
-    /// Sends a part the best way there is; `false` if it is lost.
-    pub(crate) async fn send_part<P: PartSource>(&self, put: Entry, part: u32, bytes: P, by: Instant) -> bool {
-        match self.write_part(put, part, bytes, by).await {
-            Written::Told => true,
-            Written::Lost => false,
-            Written::No(bytes) => {
-                let crcs = chunk_crcs(bytes.as_ref()).collect();
-                let message = Request::Part { put, part, crcs, bytes: PartBytes::Payload };
-                self.send_bytes(&message, bytes, by).await
-            }
-        }
-    }
-
     /// Writes a part by RDMA if it is open: from where it lies if devices know that memory, otherwise from a copy.
-    async fn write_part<P: PartSource>(&self, put: Entry, part: u32, bytes: P, by: Instant) -> Written<P> {
+    pub(crate) async fn write_part<P: PartSource>(&self, put: Entry, part: u32, bytes: P, by: Instant) -> Written<P> {
         let Some((line, window, devices)) = self.lines.part(put, part) else { return Written::No(bytes) };
         let shared = bytes.shared();
         let (written, crcs) = if line.reaches(&shared) {

@@ -11,6 +11,8 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+#[path = "cases/places.rs"]
+mod places;
 #[path = "cases/ranges.rs"]
 mod ranges;
 

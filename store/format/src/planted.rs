@@ -116,6 +116,8 @@ pub enum Bug {
     BudgetLeaks,
     /// Connection: a part lands though its bytes are not what its checksums say.
     PartUnchecked,
+    /// Connection: a part is taken from the client's memory though the bytes are not what its checksums say.
+    LentUnchecked,
     /// Connection: what is read in place is held no longer than the connection lasts.
     HoldsEndEarly,
     /// Connection: releases are not heard.
@@ -196,7 +198,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 20] = [
+    pub const WIRE: [Bug; 21] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -206,6 +208,7 @@ impl Bug {
         Bug::ForgetWithoutAll,
         Bug::BudgetLeaks,
         Bug::PartUnchecked,
+        Bug::LentUnchecked,
         Bug::HoldsEndEarly,
         Bug::ReleaseUnheard,
         Bug::LeaseStays,

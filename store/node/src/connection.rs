@@ -21,7 +21,7 @@ use crate::node::Shared;
 use conversation::Connection;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
-use larder_share::Tenure;
+use larder_share::{Lender, Lent, Tenure};
 use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source};
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
@@ -62,7 +62,7 @@ pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
 
 /// Serves one client on any streams.
 pub(crate) async fn serve<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W) {
-    converse(shared, peer, read, write, Places::None).await;
+    converse(shared, peer, (read, write), Places::None, None).await;
 }
 
 /// Serves a process of this machine until it leaves, misbehaves, or the node stops. What it reads in place stays where it is
@@ -71,9 +71,12 @@ pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory:
     // Who finds no place here comes by TCP.
     let Ok(place) = memory.tenures.clone().try_acquire_owned() else { return };
     let peer = "a process of this machine".to_string();
-    let begin = Tenure::begin(&stream, memory.file.as_fd(), memory.bytes);
-    let tenure = match tokio::time::timeout(HELLO_TIMEOUT, begin).await {
-        Ok(Ok(tenure)) => tenure,
+    let begin = async {
+        let tenure = Tenure::begin(&stream, memory.file.as_fd(), memory.bytes).await?;
+        io::Result::Ok((tenure, Lent::receive(&stream).await?))
+    };
+    let (tenure, lent) = match tokio::time::timeout(HELLO_TIMEOUT, begin).await {
+        Ok(Ok(begun)) => begun,
         Ok(Err(error)) => return tracing::warn!(%error, "a process of this machine was not let in"),
         Err(_) => return,
     };
@@ -82,15 +85,17 @@ pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory:
         tenure.over().await;
         drop(place);
     };
-    serve_in_place(shared, peer, read, write, over).await;
+    let lent = lent.map(|lent| Arc::new(lent) as Arc<dyn Lender>);
+    serve_in_place(shared, peer, (read, write), lent, over).await;
 }
 
-/// Serves one client on any streams that reads pages in place until its tenure is over.
+/// Serves one client on any streams that reads pages in place until its tenure is over. Parts that it puts may be copied from
+/// what it lent.
 pub(crate) async fn serve_in_place<R: Source, W: Sink>(
     shared: Arc<Shared>,
     peer: String,
-    read: R,
-    write: W,
+    streams: (R, W),
+    lent: Option<Arc<dyn Lender>>,
     over: impl Future<Output = ()> + Send + 'static,
 ) {
     let held = Arc::<Mutex<BTreeMap<Entry, Hold>>>::default();
@@ -100,7 +105,7 @@ pub(crate) async fn serve_in_place<R: Source, W: Sink>(
         over.await;
         drop(after);
     });
-    converse(shared, peer, read, write, Places::Some(held.clone())).await;
+    converse(shared, peer, streams, Places::Some(held.clone()), lent).await;
     if has(Bug::HoldsEndEarly) {
         held.lock().clear();
     }
@@ -122,7 +127,13 @@ enum Places {
     Some(Arc<Mutex<BTreeMap<Entry, Hold>>>),
 }
 
-async fn converse<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W, places: Places) {
+async fn converse<R: Source, W: Sink>(
+    shared: Arc<Shared>,
+    peer: String,
+    (read, write): (R, W),
+    places: Places,
+    lent: Option<Arc<dyn Lender>>,
+) {
     let mut writer = FrameWriter::new(write);
     let Some(account) = shared.store.budget().open() else {
         shared.metrics.connections_rejected.inc();
@@ -133,7 +144,7 @@ async fn converse<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R
         let _ = tokio::time::timeout(REFUSED_TIMEOUT, writer.send(refusal)).await;
         return;
     };
-    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places);
+    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places, lent);
     let mut writer = AbortOnDrop(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
     let mut reader = FrameReader::new(read);
     let ended = tokio::select! {

@@ -96,6 +96,8 @@ counters! {
     pages_forgotten,
     /// Payload bytes received
     bytes_received,
+    /// Bytes of parts copied from the memory of clients on this machine
+    bytes_copied,
     /// Payload bytes sent
     bytes_sent,
     /// Payload bytes that clients of this machine were pointed at

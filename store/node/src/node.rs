@@ -12,7 +12,7 @@ use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
 use larder_device::Arena;
 use larder_rdma::{Fabric, NicStats};
-use larder_share::Door;
+use larder_share::{Door, Lender};
 use larder_wire::{LocalDoor, Sink, Source};
 use prometheus_client::registry::Registry;
 use rand::rngs::StdRng;
@@ -231,14 +231,16 @@ impl Server {
         Box::pin(connection::serve(self.shared.clone(), "a client".into(), read, write))
     }
 
-    /// Serves a client that reads pages in place until `over`.
+    /// Serves a client that reads pages in place until `over`, and puts what is in the memory that it lends.
     pub fn serve_in_place(
         &self,
         read: impl Source,
         write: impl Sink,
+        lent: Option<Arc<dyn Lender>>,
         over: impl Future<Output = ()> + Send + 'static,
     ) -> BoxFuture<'static, ()> {
-        Box::pin(connection::serve_in_place(self.shared.clone(), "a client in place".into(), read, write, over))
+        let (shared, peer) = (self.shared.clone(), "a client in place".into());
+        Box::pin(connection::serve_in_place(shared, peer, (read, write), lent, over))
     }
 }
 

@@ -1,14 +1,13 @@
 //! The node's side.
 
-use crate::{GREETING, check_user};
+use crate::check_user;
+use crate::greeting::say;
 use rustix::fs::{Mode, OFlags, open};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use std::io::{self, IoSlice};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream};
-use tokio::io::{AsyncReadExt, Interest};
+use tokio::io::AsyncReadExt;
 use tokio::net::{UnixListener, UnixStream};
 
 /// Where processes of this machine come in.
@@ -49,19 +48,7 @@ impl Tenure {
         check_user(guest)?;
         let (end, far_end) = StdStream::pair()?;
         end.set_nonblocking(true)?;
-        let descriptors = [arena, far_end.as_fd()];
-        let size = bytes.to_le_bytes();
-        let send = || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-            let mut ancillary = SendAncillaryBuffer::new(&mut space);
-            ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-            let message = [IoSlice::new(&GREETING), IoSlice::new(&size)];
-            Ok(sendmsg(guest, &message, &mut ancillary, SendFlags::NOSIGNAL)?)
-        };
-        let sent = guest.async_io(Interest::WRITABLE, send).await?;
-        if sent != GREETING.len() + size.len() {
-            return Err(io::ErrorKind::WriteZero.into());
-        }
+        say(guest, bytes, &[arena, far_end.as_fd()]).await?;
         Ok(Tenure { end: UnixStream::from_std(end)? })
     }
 

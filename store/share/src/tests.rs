@@ -1,4 +1,4 @@
-use crate::{Door, Tenure, attach, read_only};
+use crate::{Door, Lender, Lent, Memory, Tenure, attach, read_only};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ async fn admit(door: &Door, arena: &std::fs::File, bytes: u64) -> (UnixStream, T
 async fn bytes_are_read_in_place_and_the_tenure_lasts_as_long_as_anybody_can_look() {
     let (door, arena) = (Door::open(&name("tenure")).unwrap(), arena());
     let far = name("tenure");
-    let (attached, (guest, tenure)) = tokio::join!(attach(&far), admit(&door, &arena, BYTES as u64));
+    let (attached, (guest, tenure)) = tokio::join!(attach(&far, None), admit(&door, &arena, BYTES as u64));
     let (stream, window) = attached.unwrap();
     let released = Arc::new(AtomicUsize::new(0));
     let hold = |offset, len| {
@@ -58,9 +58,9 @@ async fn bytes_are_read_in_place_and_the_tenure_lasts_as_long_as_anybody_can_loo
 async fn an_arena_longer_than_its_file_is_refused() {
     let (door, arena) = (Door::open(&name("long")).unwrap(), arena());
     let far = name("long");
-    let (attached, _) = tokio::join!(attach(&far), admit(&door, &arena, BYTES as u64 + 4096));
+    let (attached, _) = tokio::join!(attach(&far, None), admit(&door, &arena, BYTES as u64 + 4096));
     assert_eq!(attached.unwrap_err().kind(), std::io::ErrorKind::InvalidData);
-    assert!(attach(&name("nobody")).await.is_err());
+    assert!(attach(&name("nobody"), None).await.is_err());
 }
 
 #[test]
@@ -68,4 +68,40 @@ fn what_is_handed_over_cannot_be_written() {
     let arena = arena();
     let shown = std::fs::File::from(read_only(arena.as_fd()).unwrap());
     assert!((&shown).write_all(b"x").is_err());
+}
+
+#[tokio::test]
+async fn what_a_guest_lends_is_read_and_what_says_nothing_lends_nothing() {
+    let (door, arena, far) = (Door::open(&name("lent")).unwrap(), arena(), name("lent"));
+    let memory = Memory::new(10_000).unwrap();
+    let mut block = memory.allocate(5000).unwrap();
+    block.fill(7);
+    let admitting = async {
+        let (guest, _tenure) = admit(&door, &arena, BYTES as u64).await;
+        Lent::receive(&guest).await.unwrap()
+    };
+    let (attached, lent) = tokio::join!(attach(&far, Some(&memory)), admitting);
+    let (stream, lent) = (attached.unwrap().0, lent.expect("it lends"));
+    let mut seen = vec![0; 5000];
+    lent.read(block.offset(), &mut seen).unwrap();
+    assert!(seen.iter().all(|&byte| byte == 7));
+    let length = memory.span().1 as u64;
+    for offset in [length - 4999, length, u64::MAX] {
+        assert!(lent.read(offset, &mut seen).is_err(), "from {offset}");
+    }
+    // As long as it is looked at, it is there.
+    drop((stream, block, memory));
+    lent.read(0, &mut seen).unwrap();
+
+    let admitting = async {
+        let (guest, _tenure) = admit(&door, &arena, BYTES as u64).await;
+        Lent::receive(&guest).await.unwrap()
+    };
+    let come = async {
+        let (mut stream, _) = attach(&far, None).await.unwrap();
+        tokio::io::AsyncWriteExt::write_all(&mut stream, b"LRDR\x01 is how a frame begins").await.unwrap();
+        stream
+    };
+    let (_stream, none) = tokio::join!(come, admitting);
+    assert!(none.is_none());
 }

@@ -1,35 +1,30 @@
 //! The reader's side.
 
-use crate::{GREETING, check_user};
+use crate::greeting::{hear, say};
+use crate::{Memory, check_user};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix, SocketFlags, SocketType,
-    connect, recvmsg, socket_with,
-};
-use std::io::{self, IoSliceMut};
-use std::mem::MaybeUninit;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use std::io;
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// Goes through the door of that name: the stream to talk to the node on, and its arena. Must be called inside a tokio
-/// runtime; waits for the node as long as it takes.
-pub async fn attach(name: &str) -> io::Result<(UnixStream, Arc<Window>)> {
+/// Goes through the door of that name: the stream to talk to the node on, and its arena. The node is lent `memory` to copy
+/// from. Must be called inside a tokio runtime; waits for the node as long as it takes.
+pub async fn attach(name: &str, memory: Option<&Memory>) -> io::Result<(UnixStream, Arc<Window>)> {
     // A door at which too many wait is no door, and nothing to wait for.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     let stream = UnixStream::from_std(socket.into())?;
     check_user(&stream)?;
-    let mut size = [0; 8];
-    let descriptors = stream.async_io(Interest::READABLE, || greeting(&stream, &mut size)).await?;
+    let (size, descriptors) = hear(&stream).await?;
     let invalid = |what| io::Error::new(io::ErrorKind::InvalidData, what);
     let [arena, tenure]: [OwnedFd; 2] =
         descriptors.try_into().map_err(|_| invalid("the node's greeting has not two descriptors"))?;
-    let len = usize::try_from(u64::from_le_bytes(size)).map_err(|_| invalid("size of the node's arena"))?;
+    let len = usize::try_from(size).map_err(|_| invalid("size of the node's arena"))?;
     // Memory behind the end of the file would be fatal to touch.
     let file_bytes = rustix::fs::fstat(&arena)?.st_size;
     if len == 0 || u64::try_from(file_bytes).is_ok_and(|bytes| bytes < len as u64) {
@@ -38,34 +33,22 @@ pub async fn attach(name: &str) -> io::Result<(UnixStream, Arc<Window>)> {
     // SAFETY: a new mapping at an address that the kernel chooses.
     let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
     let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    Ok((stream, Arc::new(Window { start, len, memory: Memory::Mapped(tenure) })))
-}
-
-fn greeting(stream: &UnixStream, size: &mut [u8; 8]) -> io::Result<Vec<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut word = [0; GREETING.len()];
-    let into = &mut [IoSliceMut::new(&mut word), IoSliceMut::new(size)];
-    let received = recvmsg(stream, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
-    if received != GREETING.len() + size.len() || word != GREETING {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the node's greeting"));
+    let window = Arc::new(Window { start, len, memory: Backing::Mapped(tenure) });
+    if let Some(memory) = memory {
+        say(&stream, memory.span().1 as u64, &[memory.file()]).await?;
     }
-    let rights = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-        _ => None,
-    });
-    Ok(rights.flatten().collect())
+    Ok((stream, window))
 }
 
 /// A node's arena, for reading.
 pub struct Window {
     start: NonNull<u8>,
     len: usize,
-    memory: Memory,
+    memory: Backing,
 }
 
 /// Whose memory it is.
-enum Memory {
+enum Backing {
     /// Another process's, and the tenure; closed after the mapping is gone, which `drop` sees to.
     Mapped(#[expect(dead_code, reason = "held until it is dropped")] OwnedFd),
     /// This process's, and what keeps it.
@@ -79,7 +62,7 @@ unsafe impl Sync for Window {}
 
 impl Drop for Window {
     fn drop(&mut self) {
-        if let Memory::Mapped(_) = self.memory {
+        if let Backing::Mapped(_) = self.memory {
             // SAFETY: exactly what was mapped; every `Held` has its window, so nobody looks any more.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
@@ -99,7 +82,7 @@ impl Window {
     /// The `len` bytes from `start` on are initialised and stay where they are until `keeper` is dropped.
     #[doc(hidden)]
     pub unsafe fn onto(start: NonNull<u8>, len: usize, keeper: Box<dyn Send + Sync>) -> Arc<Window> {
-        Arc::new(Window { start, len, memory: Memory::Lent(keeper) })
+        Arc::new(Window { start, len, memory: Backing::Lent(keeper) })
     }
 
     /// Bytes of the arena.

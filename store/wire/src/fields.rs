@@ -38,6 +38,14 @@ pub(crate) fn range(reader: &mut Reader<'_>) -> Result<Range<u32>> {
 pub enum PartBytes {
     /// In the payload.
     Payload,
+    /// In the memory that this client lent when it came in. The node copies them from there and checks what it copied: what does
+    /// not stay as it is until the put has ended is damaged.
+    Lent {
+        /// From the start of the memory.
+        offset: u64,
+        /// How many.
+        bytes: u32,
+    },
     /// Where the part's window let the client write them. The window is withdrawn before they are looked at.
     Window,
 }
@@ -195,6 +203,11 @@ pub(crate) fn crcs(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
 pub(crate) fn put_part_bytes(out: &mut Vec<u8>, bytes: &PartBytes) {
     match bytes {
         PartBytes::Payload => out.put_u8(0),
+        PartBytes::Lent { offset, bytes } => {
+            out.put_u8(1);
+            out.put_u64(*offset);
+            out.put_u32(*bytes);
+        }
         PartBytes::Window => out.put_u8(2),
     }
 }
@@ -202,6 +215,7 @@ pub(crate) fn put_part_bytes(out: &mut Vec<u8>, bytes: &PartBytes) {
 pub(crate) fn part_bytes(reader: &mut Reader<'_>) -> Result<PartBytes> {
     match reader.u8("where a part is")? {
         0 => Ok(PartBytes::Payload),
+        1 => Ok(PartBytes::Lent { offset: reader.u64("offset of a part")?, bytes: reader.u32("bytes of a part")? }),
         2 => Ok(PartBytes::Window),
         _ => Err(DecodeError::Invalid("where a part is")),
     }

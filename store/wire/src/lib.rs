@@ -46,6 +46,8 @@ pub use stream::{Sink, Source};
 pub const PROTOCOL_VERSION: u16 = 2;
 /// First version that has ranges of pages.
 pub const VERSION_OF_RANGES: u16 = 2;
+/// First version in which a client lends memory, and puts from there.
+pub const VERSION_OF_LENDING: u16 = 2;
 /// First version in which pages move by RDMA.
 pub const VERSION_OF_LINES: u16 = 2;
 /// Oldest version this build speaks.

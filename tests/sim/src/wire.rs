@@ -9,6 +9,7 @@
 //! - what a client is told (stored, there already, other bytes, where a page is) fits what was put;
 //! - what was forgotten completely is a miss, until it is put again;
 //! - nothing ends later than its deadline and what the client says that may add;
+//! - what a node copies from memory that a client lent is what was put there, or that put is lost;
 //! - bytes that are read in place do not change before they are let go of, whatever becomes of page, connection and node;
 //! - pages that a lookup holds are had as long as nothing fails;
 //! - a node that is too busy to say what it has is not taken for one that has nothing;
@@ -72,6 +73,8 @@ pub struct WireSetup {
     client_protocols: Vec<u16>,
     mortal: u32,
     budget_bytes: usize,
+    /// Of each client, to be lent.
+    memory_bytes: usize,
     /// Whether nodes have budgets that are often too small.
     tight: bool,
 }
@@ -111,6 +114,7 @@ impl WireSetup {
             transports: (0..clients).map(|_| transports[dice.below(4) as usize]).collect(),
             mortal: [0, 50_000, 300_000][dice.below(3) as usize],
             budget_bytes: [1 << 30, 1 << 20, 100_000][dice.below(3) as usize],
+            memory_bytes: [0, 32, 128, 1024][dice.below(4) as usize] * (KIB * scale) as usize,
             tight: dice.chance(500_000),
         }
     }
@@ -173,6 +177,7 @@ impl Wire {
         let options = ClientOptions {
             name: name.into(),
             put_queue_bytes_max: self.setup.budget_bytes,
+            memory_bytes: self.setup.memory_bytes,
             protocol_max,
             seed: Some(self.world.seed),
             ..ClientOptions::default()

@@ -161,6 +161,10 @@ fn clients_and_nodes_over_a_line_that_breaks_and_lies() {
         ("pages recovered", 5_000),
         ("damaged in L2", 50),
         ("L2 flip", 100),
+        ("reads of lent memory", 10_000),
+        ("lent memory is short", 40),
+        ("lent memory from elsewhere", 50),
+        ("lent memory changes", 20),
         ("line cut", 300),
         ("line dies", 150),
         ("line broken", 300),
@@ -168,8 +172,8 @@ fn clients_and_nodes_over_a_line_that_breaks_and_lies() {
         ("line flips a bit", 200),
         ("line swallows", 200),
         ("line repeats", 300),
-        ("line replays", 800),
-        ("line swaps", 100),
+        ("line replays", 500),
+        ("line swaps", 60),
     ];
     check_coverage(&summary, &least);
 }

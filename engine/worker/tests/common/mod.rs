@@ -1,7 +1,6 @@
 //! A store in memory that can be told to misbehave, engines over it, and what they should answer.
 #![allow(dead_code)]
 
-use bytes::Bytes;
 use futures::future::BoxFuture;
 use larder_client::{FollowEnd, Lookup, NewPage, PutOutcome, Tier};
 use larder_format::PageKey;
@@ -131,7 +130,7 @@ impl MemoryStore {
 struct MemoryPut {
     store: Arc<MemoryStore>,
     key: PageKey,
-    parts: Vec<Bytes>,
+    parts: Vec<Vec<u8>>,
 }
 
 /// The store as engines see it.
@@ -206,9 +205,9 @@ impl PageStore for Attached {
 }
 
 impl OpenPut for MemoryPut {
-    fn part(&mut self, part: usize, bytes: Bytes) {
+    fn part(&mut self, part: usize, bytes: &[u8]) {
         assert_eq!(part, self.parts.len(), "each part once");
-        self.parts.push(bytes);
+        self.parts.push(bytes.to_vec());
     }
 
     fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {

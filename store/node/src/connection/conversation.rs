@@ -4,6 +4,7 @@ use super::following::follow;
 use super::lookup::Lease;
 use super::rdma::{Lines, Unsealed};
 use super::reading::Asked;
+use super::receiving::Part;
 use super::sending::{ToClient, WINDOW_UNIT, send};
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, STALL_TIMEOUT, invalid};
@@ -15,6 +16,7 @@ use crate::puts::Put;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{NamespaceId, PageId, PageKey};
+use larder_share::Lender;
 use larder_wire::{
     CommitOutcome, Entry, ErrorCode, Frame, FrameHeader, FrameQueue, FrameReader, MAX_PIN_MS, PROTOCOL_VERSION_MIN,
     PageRange, PartBytes, PinKind, Request, Response, Source,
@@ -57,6 +59,10 @@ pub(super) struct Connection {
     /// Open puts.
     pub(super) puts: BTreeMap<Entry, Arc<Put>>,
     pub(super) places: Places,
+    /// What parts may be copied from.
+    pub(super) lent: Option<Arc<dyn Lender>>,
+    /// Bytes copied from there since others had their turn.
+    pub(super) copied: usize,
     /// What it reaches by RDMA.
     pub(super) lines: Arc<Lines>,
     /// What lookups promised, by the number of the request.
@@ -85,7 +91,12 @@ impl Drop for Connection {
 
 impl Connection {
     /// A client of which nothing is known yet, and the queue of what goes to it.
-    pub(super) fn new(shared: Arc<Shared>, account: Arc<Account>, places: Places) -> (Self, FrameQueue) {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        account: Arc<Account>,
+        places: Places,
+        lent: Option<Arc<dyn Lender>>,
+    ) -> (Self, FrameQueue) {
         let ((out, first), (bulk, then)) = (mpsc::channel(SEND_QUEUE_FRAMES), mpsc::channel(SEND_QUEUE_FRAMES));
         let connection = Self {
             shared,
@@ -97,6 +108,8 @@ impl Connection {
             part_table: Vec::new(),
             puts: BTreeMap::new(),
             places,
+            lent,
+            copied: 0,
             lines: Arc::default(),
             leases: BTreeMap::new(),
             tasks: Arc::default(),
@@ -144,7 +157,13 @@ impl Connection {
                     self.land_written(put, part, crcs);
                 }
                 Request::Part { put, part, crcs, bytes: PartBytes::Payload } => {
-                    self.receive_part(reader, &header, put, part, crcs).await?;
+                    let bytes = header.payload_bytes;
+                    self.receive_part(reader, Part { put, part, crcs, bytes, lent_at: None }).await?;
+                }
+                Request::Part { put, part, crcs, bytes: PartBytes::Lent { offset, bytes } }
+                    if header.payload_bytes == 0 =>
+                {
+                    self.receive_part(reader, Part { put, part, crcs, bytes, lent_at: Some(offset) }).await?;
                 }
                 _ if header.payload_bytes > 0 => return Err(invalid(DecodeError::Invalid("payload"))),
                 request => self.dispatch(&header, request).await?,

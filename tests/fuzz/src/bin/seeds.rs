@@ -58,6 +58,12 @@ fn requests() -> Vec<Frame> {
         Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], by: Delivery::Read(vec![1, 2]) },
         Request::Lines { gone: vec![1], offered: vec![LineEnd { line: 2, address: [3; 32] }; 2] },
         Request::OpenParts { reserve: 5, lines: vec![2, 3] },
+        Request::Part {
+            put: entry,
+            part: 1,
+            crcs: vec![8, 9],
+            bytes: PartBytes::Lent { offset: 1 << 32, bytes: 70_000 },
+        },
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }

@@ -40,8 +40,8 @@ pub(super) async fn come_to_rest(wire: &Wire, hosts: &[Host], clients: &[Client]
 
 async fn settle(wire: &Wire, hosts: &[Host], clients: &[Client]) {
     let of_clients = || {
-        let under_way = clients.iter().map(larder_client::sim::under_way).filter(|under_way| *under_way != (0, 0));
-        under_way.map(|under_way| format!("a client has (bytes, requests) {under_way:?} under way"))
+        let under_way = clients.iter().map(larder_client::sim::under_way).filter(|under_way| *under_way != (0, 0, 0));
+        under_way.map(|under_way| format!("a client has (bytes, requests, memory) {under_way:?} under way"))
     };
     let problems = || hosts.iter().flat_map(|host| left_over(wire, host)).chain(of_clients()).collect();
     rest::settled(SETTLE_SECONDS, problems).await.into_iter().for_each(|problem| wire.violate(problem));

@@ -8,11 +8,13 @@ use crate::world::World;
 use larder_client::sim::Connector;
 use larder_device::Arena;
 use larder_node::sim::Server;
-use larder_share::Window;
+use larder_share::{Lender, Memory, Window};
 use larder_wire::LocalDoor;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -80,7 +82,13 @@ impl Network {
         lines[which as usize].cut(dice.chance(200_000));
     }
 
-    async fn dial(&self, address: &str, in_place: bool) -> io::Result<(LineEnd, Option<Arc<Window>>)> {
+    /// Another line to an address; through the door if `inside` says what is lent there.
+    async fn dial(
+        &self,
+        address: &str,
+        inside: Option<Option<&Arc<Memory>>>,
+    ) -> io::Result<(LineEnd, Option<Arc<Window>>)> {
+        let in_place = inside.is_some();
         let (delay, refused) = {
             let (faults, mut dice) = (*self.faults.lock(), self.dice.lock());
             (dice.between(0, faults.latency_ms_max), dice.chance(faults.refuse))
@@ -103,7 +111,8 @@ impl Network {
         hosted.lines.push(Arc::downgrade(&line));
         hosted.tasks.retain(|task| !task.is_finished());
         let mut window = None;
-        let serve = if in_place {
+        let serve = if let Some(memory) = inside {
+            let lent = memory.map(|memory| self.lent(memory, number)).transpose()?;
             let (held, over) = oneshot::channel();
             window = Some(window_onto(&hosted.arena, held));
             // The kernel says so a little later.
@@ -111,12 +120,50 @@ impl Network {
                 let _ = over.await;
                 sleep(Duration::from_millis(1)).await;
             };
-            hosted.server.serve_in_place(read, write, over)
+            hosted.server.serve_in_place(read, write, lent, over)
         } else {
             hosted.server.serve(read, write)
         };
         hosted.tasks.push(tokio::spawn(serve).abort_handle());
         Ok((near, window))
+    }
+
+    /// A client's memory, as the node at the end of line `number` reads it.
+    fn lent(&self, memory: &Memory, number: u64) -> io::Result<Arc<dyn Lender>> {
+        let file = File::from(memory.file().try_clone_to_owned()?);
+        let dice = Mutex::new(Dice::new(self.world.seed, Stream::Line(number, 3)));
+        Ok(Arc::new(LentMemory { file, world: self.world.clone(), faults: self.faults.clone(), dice }))
+    }
+}
+
+/// Memory that a client lent: what is read is not always what was meant.
+struct LentMemory {
+    file: File,
+    world: Arc<World>,
+    faults: Arc<Mutex<LineFaults>>,
+    dice: Mutex<Dice>,
+}
+
+impl Lender for LentMemory {
+    fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let (faults, mut dice) = (*self.faults.lock(), self.dice.lock());
+        self.world.count("reads of lent memory", 1);
+        if dice.chance(faults.lent_short) {
+            self.world.fault("lent memory is short", [offset, into.len() as u64, 0]);
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut from = offset;
+        if dice.chance(faults.lent_elsewhere) {
+            from = dice.below(offset + 8192);
+            self.world.fault("lent memory from elsewhere", [offset, from, 0]);
+        }
+        self.file.read_exact_at(into, from)?;
+        if dice.chance(faults.lent_flip) {
+            let at = dice.below(into.len() as u64);
+            self.world.fault("lent memory changes", [offset, at, 0]);
+            into[at as usize] ^= 1 << dice.below(8);
+        }
+        Ok(())
     }
 }
 
@@ -131,11 +178,15 @@ impl Connector for Network {
     type Sink = FakeSink;
 
     async fn connect(&self, address: &str) -> io::Result<(FakeSource, FakeSink)> {
-        Ok(self.dial(address, false).await?.0)
+        Ok(self.dial(address, None).await?.0)
     }
 
-    async fn come_in(&self, door: &LocalDoor) -> io::Result<(FakeSource, FakeSink, Arc<Window>)> {
-        let ((source, sink), window) = self.dial(&door.name, true).await?;
+    async fn come_in(
+        &self,
+        door: &LocalDoor,
+        memory: Option<&Arc<Memory>>,
+    ) -> io::Result<(FakeSource, FakeSink, Arc<Window>)> {
+        let ((source, sink), window) = self.dial(&door.name, Some(memory)).await?;
         Ok((source, sink, window.ok_or(io::ErrorKind::Unsupported)?))
     }
 }

@@ -3,11 +3,11 @@
 use super::operations::Worker;
 use super::{LATE_MS, Wire, soon};
 use crate::dice::Dice;
-use crate::model::{Bytes, CHAIN, parent};
+use crate::model::{Bytes as Content, CHAIN, parent};
 use crate::payload::{self, page_key};
 use crate::wire::model::{Asked, Name};
 use crate::workload::Limit;
-use bytes::Bytes as Buffer;
+use bytes::Bytes;
 use larder_client::{Client, NewPage, PutOptions, PutOutcome};
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
@@ -16,10 +16,11 @@ pub(super) fn page(key: u64) -> NewPage {
     NewPage { key: page_key(key), parent: parent(key), position: (key % CHAIN) as u32 }
 }
 
-pub(super) fn bytes_of(wire: &Wire, name: Name) -> Buffer {
-    let mut bytes = vec![0; wire.setup.geometry.page_bytes()];
-    payload::fill(name.key, name.content, &mut bytes);
-    bytes.into()
+/// In memory that the client lends, while it has some: it is soon another page's when this one's put is given up.
+fn bytes_of(wire: &Wire, client: &Client, name: Name) -> Bytes {
+    let mut buffer = client.buffer(wire.setup.geometry.page_bytes());
+    payload::fill(name.key, name.content, &mut buffer);
+    buffer.freeze()
 }
 
 /// A put begins; some have the bytes of an earlier one.
@@ -63,8 +64,8 @@ pub(super) fn ended(wire: &Wire, name: Name, options: PutOptions, outcome: Optio
         1,
     );
     let needed = match outcome {
-        Some(PutOutcome::AlreadyThere) => Some(Bytes::Same(name.content)),
-        Some(PutOutcome::Refused) => Some(Bytes::Other(name.content)),
+        Some(PutOutcome::AlreadyThere) => Some(Content::Same(name.content)),
+        Some(PutOutcome::Refused) => Some(Content::Other(name.content)),
         _ => None,
     };
     let mut model = wire.model.lock();
@@ -95,7 +96,7 @@ pub(super) async fn parts(worker: &mut Worker, key: u64) {
 
 async fn write(wire: &Wire, client: &Client, name: Name, options: PutOptions, deadline: Instant, dice: &mut Dice) {
     let table = wire.setup.geometry.part_table();
-    let bytes = bytes_of(wire, name);
+    let bytes = bytes_of(wire, client, name);
     let asked = wire.asks();
     let mut put = client.put_with(page(name.key), options, deadline);
     let mut order: Vec<usize> = (0..table.len()).collect();
@@ -148,7 +149,7 @@ async fn put_pages(worker: &mut Worker, keys: Vec<u64>, limit: Limit, deadline: 
     let options = options(&wire, dice);
     let asked = wire.asks();
     let names: Vec<Name> = keys.into_iter().map(|key| begin(&wire, key, dice)).collect();
-    let pages = names.iter().map(|&name| (page(name.key), bytes_of(&wire, name))).collect();
+    let pages = names.iter().map(|&name| (page(name.key), bytes_of(&wire, &worker.client, name))).collect();
     names.iter().for_each(|&name| wire.model.lock().commits(name));
     let outcomes = limit.run(worker.client.put_pages(pages, options, deadline)).await;
     wire.check_end("put of pages", deadline, LATE_MS);
@@ -162,7 +163,7 @@ pub(super) async fn alone(wire: &Wire, client: &Client, key: u64) -> (Name, PutO
     let name = wire.model.lock().begins(key, None);
     let asked = wire.asks();
     wire.model.lock().commits(name);
-    let pages = vec![(page(key), bytes_of(wire, name))];
+    let pages = vec![(page(key), bytes_of(wire, client, name))];
     let outcomes = client.put_pages(pages, PutOptions::default(), soon(Duration::from_secs(60))).await;
     ended(wire, name, PutOptions::default(), Some(outcomes[0]), asked);
     (name, outcomes[0])

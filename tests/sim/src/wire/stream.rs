@@ -49,6 +49,12 @@ pub struct LineFaults {
     pub replay: u32,
     /// Pieces: one overtakes the one before.
     pub overtake: u32,
+    /// Reads of a client's memory: not all of it is there.
+    pub lent_short: u32,
+    /// Reads of a client's memory: what lies elsewhere.
+    pub lent_elsewhere: u32,
+    /// Reads of a client's memory: a bit is another meanwhile.
+    pub lent_flip: u32,
     /// Most milliseconds of any piece.
     pub latency_ms_max: u64,
 }
@@ -70,6 +76,9 @@ impl LineFaults {
             faults.repeat = rate(10_000);
             faults.replay = rate(20_000);
             faults.overtake = rate(10_000);
+            faults.lent_short = rate(50_000);
+            faults.lent_elsewhere = rate(50_000);
+            faults.lent_flip = rate(50_000);
         }
         faults
     }

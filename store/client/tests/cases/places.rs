@@ -1,0 +1,322 @@
+//! Puts from memory that a client lends, and clients that lend what they should not, or do not keep it as it is.
+
+use super::{attach, descriptor, geometry, get, key, options, pages, payload, put, settles, soon, transport};
+use bytes::Bytes;
+use larder_client::{Buffer, CONNECTIONS, Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport};
+use larder_format::{PageKey, chunk_crcs};
+use larder_node::{Node, NodeOptions};
+use larder_wire::{
+    CommitOutcome, Entry, FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PartBytes,
+    Request, ReserveOutcome, Reserved, Response, Sink, Source,
+};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{SocketAddr, UnixStream as StdStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpStream, UnixStream};
+
+/// A client with so much memory to lend.
+async fn lender(node: &Node, memory_bytes: usize) -> Client {
+    let url = StoreUrl { nodes: vec![node.addr().to_string()], transport: transport(), connections: CONNECTIONS };
+    let client = Client::attach(url, Some(descriptor(1)), ClientOptions { memory_bytes, ..ClientOptions::default() });
+    assert!(client.ready(Duration::from_secs(5)).await);
+    client
+}
+
+fn filled(client: &Client, number: u32) -> Buffer {
+    let mut buffer = client.buffer(geometry().page_bytes());
+    buffer.copy_from_slice(&payload(number));
+    buffer
+}
+
+fn copied(node: &Node) -> u64 {
+    node.status()["counters"]["bytes_copied"].as_u64().expect("a number")
+}
+
+#[tokio::test]
+async fn what_lies_in_memory_that_is_lent_is_copied_from_there() {
+    let node = Node::start(options(None)).await.unwrap();
+    let page_bytes = geometry().page_bytes();
+    let client = lender(&node, 10 * page_bytes.next_multiple_of(4096)).await;
+    // More than is sent before the node has answered; the last pages find no room, and travel.
+    let mut shown = 0;
+    let page = |number| {
+        let buffer = filled(&client, number);
+        shown += usize::from(buffer.is_shown());
+        (NewPage { key: key(number), parent: PageKey::NONE, position: 0 }, buffer.freeze())
+    };
+    let all: Vec<(NewPage, Bytes)> = (0..30).map(page).collect();
+    assert_eq!(shown, 10);
+    let outcomes = client.put_pages(all, PutOptions::default(), soon()).await;
+    assert!(outcomes.iter().all(|&outcome| outcome == PutOutcome::Stored), "{outcomes:?}");
+    let places = if transport() == Transport::Shm { 1 } else { 0 };
+    assert_eq!(copied(&node), places * 10 * page_bytes as u64);
+    // The memory is there again. Part by part, and the same page again.
+    let bytes = filled(&client, 40).freeze();
+    let mut put = client.put(NewPage { key: key(40), parent: PageKey::NONE, position: 0 }, soon());
+    let mut from = 0;
+    for (part, length) in geometry().part_table().into_iter().enumerate() {
+        put.part(part, bytes.slice(from..from + length as usize));
+        from += length as usize;
+    }
+    assert_eq!(put.commit(soon()).await, PutOutcome::Stored);
+    assert_eq!(copied(&node), places * 11 * page_bytes as u64);
+    let again = vec![(NewPage { key: key(40), parent: PageKey::NONE, position: 0 }, bytes)];
+    assert_eq!(client.put_pages(again, PutOptions::default(), soon()).await, [PutOutcome::AlreadyThere]);
+    let buffers = (0..30).chain([40]).map(|number| (key(number), client.buffer(page_bytes))).collect();
+    for (number, (bytes, tier)) in (0..30).chain([40]).zip(client.get(buffers, soon()).await) {
+        assert!(tier.is_some() && bytes[..] == payload(number), "page {number}");
+    }
+    assert!((0..10).map(|_| client.buffer(page_bytes)).collect::<Vec<_>>().iter().all(Buffer::is_shown));
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn more_than_a_node_copies_at_a_time_is_put_all_the_same() {
+    let room = NodeOptions { l2_bytes: 256 << 20, in_flight_bytes: Some(128 << 20), ..options(None) };
+    let node = Node::start(room).await.unwrap();
+    let client = lender(&node, 256 << 20).await;
+    let bytes: Vec<Bytes> = (0..20).map(|number| filled(&client, number).freeze()).collect();
+    let put = |batch: u32| {
+        let page = |index: u32| {
+            let page = NewPage { key: key(1000 * batch + index), parent: PageKey::NONE, position: 0 };
+            (page, bytes[index as usize % 20].clone())
+        };
+        client.put_pages((0..200).map(page).collect(), PutOptions::default(), soon())
+    };
+    let (one, two) = tokio::join!(put(1), put(2));
+    let ends: Vec<PutOutcome> = one.into_iter().chain(two).collect();
+    assert!(ends.iter().all(|&end| end == PutOutcome::Stored), "{ends:?}");
+    assert!(get(&client, &[1000, 1199, 2101]).await.iter().zip([0, 19, 1]).all(|((got, _), n)| *got == payload(n)));
+    node.shutdown().await;
+}
+
+/// What a client says and hears, frame by frame.
+struct Raw<R, W> {
+    reader: FrameReader<R>,
+    writer: FrameWriter<W>,
+    requests: u64,
+}
+
+impl<R: Source, W: Sink> Raw<R, W> {
+    async fn greet(read: R, write: W) -> io::Result<(Self, Option<LocalDoor>)> {
+        let mut raw = Raw { reader: FrameReader::new(read), writer: FrameWriter::new(write), requests: 0 };
+        let hello = Request::Hello {
+            version_min: PROTOCOL_VERSION_MIN,
+            version_max: PROTOCOL_VERSION,
+            name: "raw".into(),
+            namespace: Some(descriptor(1)),
+        };
+        match raw.ask(hello).await? {
+            Response::Hello { door, .. } => Ok((raw, door)),
+            other => panic!("{other:?} to hello"),
+        }
+    }
+
+    async fn tell(&mut self, request: Request) -> io::Result<()> {
+        self.requests += 1;
+        self.writer.send(request.frame(PROTOCOL_VERSION, self.requests, 0, None)).await
+    }
+
+    async fn ask(&mut self, request: Request) -> io::Result<Response> {
+        self.tell(request).await?;
+        let header = self.reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        Ok(Response::decode(PROTOCOL_VERSION, header.kind, self.reader.body()).unwrap())
+    }
+
+    /// Reserves a page; its name.
+    async fn reserve(&mut self, number: u32) -> Entry {
+        let part_bytes = geometry().part_table();
+        let page = Reserved { key: key(number), parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes };
+        let granted = self.ask(Request::Reserve(vec![page])).await.unwrap();
+        let is_granted =
+            matches!(granted, Response::Reserved { outcomes, .. } if outcomes == [ReserveOutcome::Granted]);
+        assert!(is_granted);
+        Entry { request: self.requests, index: 0 }
+    }
+
+    /// Says that the parts of a page with these bytes lie behind each other from `offset` on.
+    async fn parts(&mut self, put: Entry, bytes: &[u8], mut offset: u64) -> io::Result<()> {
+        let mut rest = bytes;
+        for (part, length) in (0..).zip(geometry().part_table()) {
+            let (now, later) = rest.split_at(length as usize);
+            let crcs = chunk_crcs(now).collect();
+            let bytes = PartBytes::Lent { offset, bytes: length };
+            self.tell(Request::Part { put, part, crcs, bytes }).await?;
+            offset = offset.wrapping_add(length.into());
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Puts a page from `offset` on; whether it was stored.
+    async fn put(&mut self, number: u32, bytes: &[u8], offset: u64) -> bool {
+        let put = self.reserve(number).await;
+        self.parts(put, bytes, offset).await.unwrap();
+        match self.ask(Request::Commit(vec![put])).await.unwrap() {
+            Response::Committed(outcomes) => outcomes == [CommitOutcome::Stored],
+            other => panic!("{other:?} to commit"),
+        }
+    }
+}
+
+type Local = Raw<tokio::net::unix::OwnedReadHalf, tokio::net::unix::OwnedWriteHalf>;
+
+async fn door(node: &Node) -> LocalDoor {
+    let (read, write) = TcpStream::connect(node.addr()).await.unwrap().into_split();
+    Raw::greet(read, write).await.unwrap().1.expect("the node has a door")
+}
+
+/// Comes in and lends `bytes` bytes of `file`.
+async fn come_in(door: &LocalDoor, file: BorrowedFd<'_>, bytes: u64) -> io::Result<Local> {
+    let address = SocketAddr::from_abstract_name(&door.name).unwrap();
+    let stream = StdStream::connect_addr(&address)?;
+    stream.set_nonblocking(true)?;
+    let mut stream = UnixStream::from_std(stream)?;
+    stream.read_exact(&mut [0; 16]).await?;
+    let files = [file];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&files)));
+    let greeting = [b"LRDRMEM1".as_slice(), &bytes.to_le_bytes()].concat();
+    sendmsg(&stream, &[IoSlice::new(&greeting)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    let (read, write) = stream.into_split();
+    Ok(Raw::greet(read, write).await?.0)
+}
+
+/// A file that its owner can do anything with.
+fn memory(bytes: &[u8]) -> File {
+    let file = File::from(memfd_create(c"test", MemfdFlags::CLOEXEC).unwrap());
+    file.write_all_at(bytes, 0).unwrap();
+    file
+}
+
+fn sharing() -> NodeOptions {
+    NodeOptions { share_memory: Some(true), ..options(None) }
+}
+
+#[tokio::test]
+async fn a_place_that_is_not_what_was_said_costs_that_put_and_no_other() {
+    let node = Node::start(sharing()).await.unwrap();
+    let honest = attach(&[&node], 1).await;
+    assert_eq!(put(&honest, 1).await, PutOutcome::Stored);
+    let (page, bytes) = (payload(50), geometry().page_bytes() as u64);
+    let file = memory(&[&payload(49)[..], &page].concat());
+    let mut raw = come_in(&door(&node).await, file.as_fd(), 2 * bytes).await.unwrap();
+    for (number, offset) in (100..).zip([0, bytes - 1, bytes + 1, 2 * bytes, 1 << 40, u64::MAX, u64::MAX - 5]) {
+        assert!(!raw.put(number, &page, offset).await, "from {offset}");
+        assert_eq!(put(&honest, number).await, PutOutcome::Stored, "the key is free again");
+    }
+    assert!(raw.put(50, &page, bytes).await);
+    // Cut short, and long again, but with nothing in it.
+    file.set_len(bytes + 5000).unwrap();
+    assert!(!raw.put(200, &page, bytes).await);
+    file.set_len(2 * bytes).unwrap();
+    assert!(!raw.put(201, &page, bytes).await);
+    file.write_all_at(&page, bytes).unwrap();
+    assert!(raw.put(202, &page, bytes).await);
+    for (number, content) in [(1, 1), (50, 50), (202, 50), (100, 100)] {
+        let (got, tier) = get(&honest, &[number]).await.remove(0);
+        assert!(tier.is_some() && got == payload(content), "page {number}");
+    }
+    let in_vain = get(&honest, &[200, 201]).await;
+    assert!(in_vain.iter().all(|(_, tier)| tier.is_none()));
+    settles(&node, "/puts_open", 0).await;
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn bytes_that_change_while_they_are_copied_are_served_as_they_were_or_not_at_all() {
+    let node = Node::start(NodeOptions { l2_bytes: 128 << 20, ..sharing() }).await.unwrap();
+    let page = payload(7);
+    let file = Arc::new(memory(&page));
+    let mut raw = come_in(&door(&node).await, file.as_fd(), page.len() as u64).await.unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (other, stopped, first) = (file.clone(), stop.clone(), page[60_000]);
+    let changing = std::thread::spawn(move || {
+        while !stopped.load(Ordering::Relaxed) {
+            for byte in [first ^ 0x55, first] {
+                other.write_all_at(&[byte], 60_000).unwrap();
+                std::thread::yield_now();
+            }
+        }
+    });
+    let mut stored = Vec::new();
+    for number in 0..200 {
+        if raw.put(number, &page, 0).await {
+            stored.push(number);
+        }
+    }
+    stop.store(true, Ordering::Relaxed);
+    changing.join().unwrap();
+    assert!(raw.put(1000, &page, 0).await, "the last write put it right");
+    let reader = attach(&[&node], 1).await;
+    for (number, (got, tier)) in stored.iter().zip(get(&reader, &stored).await) {
+        assert!(tier.is_some() && got == page, "page {number}");
+    }
+    assert_eq!(reader.stats().corrupt, 0);
+    println!("{} of 200 puts were stored", stored.len());
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn what_is_not_a_file_in_memory_is_not_taken() {
+    let node = Node::start(sharing()).await.unwrap();
+    let (door, page) = (door(&node).await, payload(3));
+    let (pipe, _writer) = io::pipe().unwrap();
+    let disk = tempfile::tempfile_in("/var/tmp").unwrap();
+    disk.set_len(1 << 20).unwrap();
+    let (zero, dir, memory) = (File::open("/dev/zero").unwrap(), File::open("/").unwrap(), memory(&page));
+    let refused: [(&str, BorrowedFd<'_>, u64); 5] = [
+        ("a pipe", pipe.as_fd(), 4096),
+        ("a file on disk", disk.as_fd(), 4096),
+        ("a device", zero.as_fd(), 4096),
+        ("a folder", dir.as_fd(), 1),
+        ("less than was said", memory.as_fd(), page.len() as u64 + 1),
+    ];
+    for (what, file, bytes) in refused {
+        let came = tokio::time::timeout(Duration::from_secs(3), come_in(&door, file, bytes)).await;
+        assert!(came.expect("at once").is_err(), "{what} is taken");
+    }
+    // Nobody lent anything, and a part is said to lie there.
+    let (read, write) = TcpStream::connect(node.addr()).await.unwrap().into_split();
+    let mut raw = Raw::greet(read, write).await.unwrap().0;
+    let put = raw.reserve(3).await;
+    let _ = raw.parts(put, &page, 0).await;
+    let end = async {
+        while raw.reader.next().await?.is_some() {}
+        io::Result::Ok(())
+    };
+    assert!(tokio::time::timeout(Duration::from_secs(3), end).await.is_ok(), "the connection ends");
+    let mut good = come_in(&door, memory.as_fd(), page.len() as u64).await.unwrap();
+    assert!(good.put(3, &page, 0).await);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_client_that_dies_before_its_commit_leaves_nothing_open() {
+    let node = Node::start(sharing()).await.unwrap();
+    let page = payload(5);
+    let file = memory(&page);
+    let mut raw = come_in(&door(&node).await, file.as_fd(), page.len() as u64).await.unwrap();
+    let open = raw.reserve(5).await;
+    raw.parts(open, &page, 0).await.unwrap();
+    raw.reserve(6).await;
+    assert_eq!(node.status()["puts_open"], 2);
+    drop((raw, file));
+    settles(&node, "/puts_open", 0).await;
+    let other = attach(&[&node], 1).await;
+    assert!(get(&other, &[5]).await[0].1.is_none(), "it was not sealed");
+    let outcomes = other.put_pages(pages(&[5, 6], payload), PutOptions::default(), soon()).await;
+    assert_eq!(outcomes, [PutOutcome::Stored; 2]);
+    node.shutdown().await;
+}
