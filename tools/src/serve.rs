@@ -157,6 +157,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         rdma: RdmaOptions {
             enabled: args.rdma.0,
             fabric: FabricOptions { devices: args.rdma_devices, ..FabricOptions::default() },
+            ..RdmaOptions::default()
         },
         ..NodeOptions::default()
     };

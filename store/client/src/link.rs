@@ -381,6 +381,7 @@ async fn place<S: Source>(
             Ok(Some(sink))
         }
         (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: open, place: Place::Window(window) })) => {
+            live.lines.answered(true);
             if let Some(promise) = promise {
                 pages.open(index, (meta, tier, open), |block| live.lines.read(window, block, promise));
             }
@@ -388,6 +389,9 @@ async fn place<S: Source>(
             Ok(Some(sink))
         }
         (Sink::Pages(pages), Heard::Pages(Answer { index, tier, meta, bytes: come, place: Place::Payload })) => {
+            if pages.is_to_be_read(index) {
+                live.lines.answered(false);
+            }
             let good = match pages.expect(index, &meta, &come, bytes) {
                 Some(landing) => {
                     let good = land(reader, landing).await?;

@@ -9,6 +9,7 @@ use crate::link::Live;
 use crate::rdma::{PartSource, Written};
 use larder_format::chunk_crcs;
 use larder_wire::{Entry, PartBytes, Request};
+use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -48,7 +49,7 @@ impl Live {
 
     /// Sends a part the best way there is; `None` if it is lost, or there was no room for it on the way before `by`.
     pub(crate) async fn send_part<P: PartSource>(
-        &self,
+        self: &Arc<Self>,
         put: Entry,
         part: u32,
         bytes: P,

@@ -4,7 +4,7 @@ use crate::clock::now;
 use crate::link::Live;
 use crate::parts::Sent;
 use crate::pin::milliseconds;
-use crate::rdma::PartSource;
+use crate::rdma::{OpenParts, PartSource};
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::planted::{Bug, has};
@@ -233,13 +233,15 @@ async fn run(
         let mut open = CancelOnDrop { node: &node, request: put, armed: true };
         let deadline = now() + ANSWER_TIMEOUT;
         // The node opens the parts, if they can be written by RDMA, when it has granted them.
-        let (answer, _open_parts) =
-            futures::join!(node.ask_as(put, &request, deadline), node.open_parts(put, deadline));
+        let (answer, open_parts) = futures::join!(node.ask_as(put, &request, deadline), node.open_parts(put, deadline));
         let Some((outcomes, retry_after)) = answer.and_then(|answer| grants(answer, 1)) else {
             return drain(&mut queue, PutOutcome::Lost).await;
         };
         let refused = match outcomes[0] {
-            ReserveOutcome::Granted => return send_parts(&mut open, &mut queue).await,
+            ReserveOutcome::Granted => {
+                open_parts.iter().for_each(OpenParts::granted);
+                return send_parts(&mut open, &mut queue).await;
+            }
             ReserveOutcome::Exists => None,
             ReserveOutcome::InProgress => Some(PutOutcome::InProgress),
             ReserveOutcome::Busy => Some(PutOutcome::Busy { retry_after }),
@@ -311,7 +313,7 @@ pub(crate) struct CancelOnDrop<'a> {
 impl Drop for CancelOnDrop<'_> {
     fn drop(&mut self) {
         if self.armed {
-            self.node.tell_surely(&Request::Cancel(self.request));
+            self.node.cancel_puts(self.request);
         }
     }
 }

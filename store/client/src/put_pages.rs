@@ -4,6 +4,7 @@
 use crate::link::Live;
 use crate::parts::Sent;
 use crate::put::{CancelOnDrop, NewPage, PutOptions, PutOutcome, compare, grants, outcome_of};
+use crate::rdma::OpenParts;
 use crate::sink::Sink;
 use bytes::Bytes;
 use futures::StreamExt;
@@ -90,6 +91,9 @@ impl Batch<'_> {
         };
         let Some(granted) = granted else { return lost() };
         let wanted: Vec<usize> = (0..count).filter(|&i| granted.0[i] == ReserveOutcome::Granted).collect();
+        if !wanted.is_empty() {
+            open.iter().for_each(OpenParts::granted);
+        }
         // Those that were sent are all in the first group.
         let mut leave = Some(leave).filter(|_| sent > 0);
         let mut groups = Vec::new();

@@ -5,7 +5,9 @@
 //!   is its caller's all the time, only the memory in it changes;
 //! - what was read counts only after it was checked, like what comes any other way;
 //! - a page that is open is released when it was read, or will not be;
-//! - lines that died are made anew, with growing pauses; until then pages come over TCP, unless the URL wants nothing but RDMA.
+//! - lines that died, or that the node does not use, are made anew, with growing pauses; until then pages come over TCP, unless the
+//!   URL wants nothing but RDMA;
+//! - a put is not given up at the node while a part of it is being written: that would cost the line.
 
 use crate::connect::{Connector, away};
 use crate::link::{LinkOptions, Live};
@@ -13,7 +15,7 @@ use crate::url::Transport;
 use crate::view::Releases;
 use bytes::Bytes;
 use larder_format::{CHUNK_BYTES, chunk_crcs};
-use larder_rdma::{EndpointAddress, Error, Fabric, Kept, Line, RemoteRange};
+use larder_rdma::{EndpointAddress, Error, Fabric, Line, RemoteRange};
 use larder_share::{Block, Memory};
 use larder_wire::{Entry, LineEnd, LineWindow, MAX_LINES, PartBytes, PartWindow, Request, Response, VERSION_OF_LINES};
 use parking_lot::Mutex;
@@ -22,7 +24,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 /// Most time for the node to answer an offer of lines.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(15);
@@ -31,6 +33,8 @@ const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// A line that lived so long was a good one: the next pause is the shortest again.
 const LIFE_GOOD: Duration = Duration::from_secs(10);
+/// So often in a row a node may answer without a window what asked for one, before its ends of the lines are taken for dead.
+const UNUSED_MAX: usize = 64;
 
 /// Devices, and the memory that they know.
 pub struct Devices {
@@ -45,6 +49,10 @@ pub struct Devices {
 pub(crate) struct Lines {
     state: Mutex<State>,
     turn: AtomicUsize,
+    /// How often in a row a window was asked for, and none came.
+    unused: AtomicUsize,
+    /// Lines were given up here.
+    given_up: Notify,
 }
 
 #[derive(Default)]
@@ -53,6 +61,16 @@ struct State {
     devices: Option<Arc<Devices>>,
     /// Parts that may be written, by the number of their Reserve.
     parts: BTreeMap<u64, BTreeMap<(u32, u32), LineWindow>>,
+    /// Parts that are being written, by the number of their Reserve.
+    writing: BTreeMap<u64, Writing>,
+}
+
+/// Writes of one Reserve's parts that are under way.
+#[derive(Default)]
+struct Writing {
+    writes: usize,
+    /// The node is told to give the puts up when the last has ended.
+    cancelled: bool,
 }
 
 /// A page that the node keeps open until this is dropped.
@@ -108,6 +126,28 @@ impl Lines {
         read
     }
 
+    /// A window was asked for, and came or did not.
+    pub(crate) fn answered(&self, with_window: bool) {
+        if with_window {
+            return self.unused.store(0, Ordering::Relaxed);
+        }
+        if self.unused.fetch_add(1, Ordering::Relaxed) + 1 < UNUSED_MAX {
+            return;
+        }
+        self.unused.store(0, Ordering::Relaxed);
+        // What is under way on them keeps them until it is over.
+        let unused = std::mem::take(&mut self.state.lock().lines);
+        if !unused.is_empty() {
+            tracing::debug!(lines = unused.len(), "a node does not use RDMA lines: they are given up");
+            self.given_up.notify_one();
+        }
+    }
+
+    /// Whether parts of this Reserve are being written. If so, its Cancel goes out when that is over.
+    fn cancel_later(&self, reserve: u64) -> bool {
+        self.state.lock().writing.get_mut(&reserve).map(|writing| writing.cancelled = true).is_some()
+    }
+
     /// Nothing moves here any more.
     pub(crate) fn end(&self) {
         let state = std::mem::take(&mut *self.state.lock());
@@ -117,7 +157,39 @@ impl Lines {
     fn part(&self, put: Entry, part: u32) -> Option<(Arc<Line>, LineWindow, Arc<Devices>)> {
         let mut state = self.state.lock();
         let window = state.parts.get_mut(&put.request)?.remove(&(put.index, part))?;
-        Some((state.lines.get(&window.line)?.clone(), window, state.devices.clone()?))
+        let line = state.lines.get(&window.line).filter(|line| !line.is_dead())?;
+        Some((line.clone(), window, state.devices.clone()?))
+    }
+}
+
+/// A write of a part of a Reserve, until this is dropped.
+struct Write {
+    live: Arc<Live>,
+    reserve: u64,
+}
+
+impl Write {
+    fn begin(live: &Arc<Live>, reserve: u64) -> Write {
+        live.lines.state.lock().writing.entry(reserve).or_default().writes += 1;
+        Write { live: live.clone(), reserve }
+    }
+}
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        let last = {
+            let mut state = self.live.lines.state.lock();
+            match state.writing.get_mut(&self.reserve) {
+                Some(others) if others.writes > 1 => {
+                    others.writes -= 1;
+                    None
+                }
+                _ => state.writing.remove(&self.reserve),
+            }
+        };
+        if last.is_some_and(|last| last.cancelled) {
+            self.live.tell_surely(&Request::Cancel(self.reserve));
+        }
     }
 }
 
@@ -129,6 +201,15 @@ fn range(window: LineWindow) -> RemoteRange {
 pub(crate) struct OpenParts {
     live: Arc<Live>,
     reserve: u64,
+    /// How many.
+    opened: usize,
+}
+
+impl OpenParts {
+    /// The node granted some of the pages, so that it could have opened parts.
+    pub(crate) fn granted(&self) {
+        self.live.lines.answered(self.opened > 0);
+    }
 }
 
 impl Drop for OpenParts {
@@ -169,35 +250,54 @@ impl Live {
         let answer = self.ask(&Request::OpenParts { reserve, lines }, deadline).await;
         let Some(Response::Windows(windows)) = answer else { return None };
         let by_part = |open: PartWindow| ((open.index, open.part), open.window);
-        let windows = windows.into_iter().map(by_part).collect();
+        let windows: BTreeMap<_, _> = windows.into_iter().map(by_part).collect();
+        let opened = windows.len();
         self.lines.state.lock().parts.insert(reserve, windows);
-        Some(OpenParts { live: self.clone(), reserve })
+        Some(OpenParts { live: self.clone(), reserve, opened })
     }
 
-    /// Writes a part by RDMA if it is open: from where it lies if devices know that memory, otherwise from a copy.
-    pub(crate) async fn write_part<P: PartSource>(&self, put: Entry, part: u32, bytes: P, by: Instant) -> Written<P> {
+    /// Has the node give up the puts of a Reserve, and forget what it has not answered of it.
+    pub(crate) fn cancel_puts(&self, reserve: u64) {
+        if !self.lines.cancel_later(reserve) {
+            self.tell_surely(&Request::Cancel(reserve));
+        }
+    }
+
+    /// Writes a part by RDMA if it is open: from where it lies if devices know that memory, otherwise from a copy. A write that
+    /// began goes on if nobody waits for it any more. The node takes back what it lent when the bytes come another way.
+    pub(crate) async fn write_part<P: PartSource>(
+        self: &Arc<Self>,
+        put: Entry,
+        part: u32,
+        bytes: P,
+        by: Instant,
+    ) -> Written<P> {
         let Some((line, window, devices)) = self.lines.part(put, part) else { return Written::No(bytes) };
         let shared = bytes.shared();
-        let (written, crcs) = if line.reaches(&shared) {
-            let crcs = chunk_crcs(&shared).collect();
-            let written = line.write(Kept { bytes: shared, keeper: bytes }, range(window)).await;
-            (written.map(drop), crcs)
-        } else if let Some(mut block) = devices.memory.allocate(shared.len()) {
-            let crcs = copy_with_crcs(&shared, &mut block);
-            drop(bytes);
-            (line.write(block, range(window)).await.map(drop), crcs)
+        let mut block = None;
+        let crcs = if line.reaches(&shared) {
+            chunk_crcs(&shared).collect()
         } else {
-            // The node takes back what it lent when the bytes come another way.
-            return Written::No(bytes);
+            let Some(copy) = devices.memory.allocate(shared.len()) else { return Written::No(bytes) };
+            copy_with_crcs(&shared, block.insert(copy))
         };
+        let write = Write::begin(self, put.request);
+        let writing = tokio::spawn(async move {
+            let written = match block {
+                Some(block) => line.write(block, range(window)).await.map(drop),
+                None => line.write(shared, range(window)).await.map(drop),
+            };
+            drop(write);
+            (written, bytes)
+        });
         let message = Request::Part { put, part, crcs, bytes: PartBytes::Window };
-        match written {
-            Ok(()) if self.send(&message, by).await => Written::Told,
-            Ok(()) => Written::Lost,
-            Err(error) => {
+        match writing.await {
+            Ok((Ok(()), _)) if self.send(&message, by).await => Written::Told,
+            Ok((Err(error), bytes)) => {
                 tracing::debug!(%error, line = window.line, "a part was not written");
-                Written::Lost
+                Written::No(bytes)
             }
+            Ok((Ok(()), _)) | Err(_) => Written::Lost,
         }
     }
 }
@@ -295,7 +395,13 @@ impl Maker<'_> {
         self.bury();
         let (mut offered, mut ends) = (BTreeMap::new(), Vec::new());
         for port in (0..self.ports.len()).filter(|&port| self.ports[port].is_none()).take(MAX_LINES) {
-            let line = self.devices.fabric.line(port)?;
+            let line = match self.devices.fabric.line(port) {
+                Ok(line) => line,
+                Err(error) => {
+                    tracing::debug!(port, %error, "no RDMA line from a device");
+                    continue;
+                }
+            };
             ends.push(LineEnd { line: self.next, address: line.local().encode() });
             offered.insert(self.next, (port, line));
             self.next += 1;
@@ -341,13 +447,17 @@ impl Maker<'_> {
         }
     }
 
-    /// Waits until there is something to do: until a line died, and for `pause` at least; only so long if some are missing.
+    /// Waits until there is something to do: until a line died or was given up, and for `pause` at least; only so long if some are
+    /// missing.
     async fn wait(&self, pause: Duration) {
         let lines: Vec<Arc<Line>> = self.live.lines.state.lock().lines.values().cloned().collect();
         let missing = self.ports.iter().any(Option::is_none);
         if !missing && !lines.is_empty() {
             let ends = lines.iter().map(|line| Box::pin(line.ended()));
-            futures::future::select_all(ends).await;
+            tokio::select! {
+                _ = futures::future::select_all(ends) => {}
+                () = self.live.lines.given_up.notified() => {}
+            }
         }
         tokio::time::sleep(pause).await;
     }

@@ -151,6 +151,11 @@ impl PageSink {
         self.slots[index].end.block = Some(block);
     }
 
+    /// Whether this page was asked for by RDMA, and is not being read yet.
+    pub(crate) fn is_to_be_read(&self, index: u32) -> bool {
+        self.slots.get(index as usize).is_some_and(|slot| slot.end.block.is_some())
+    }
+
     /// Memory for the announced bytes of a page, if it is the page that was asked for and has what is wanted of it. Until
     /// [`PageSink::landed`] it counts as missed.
     pub(crate) fn expect<'a>(

@@ -10,8 +10,8 @@ use larder_node::{Node, NodeOptions, RdmaOptions};
 use larder_rdma::{EndpointAddress, EndpointOptions, Fabric, FabricOptions, Line, RemoteRange};
 use larder_share::Memory;
 use larder_wire::{
-    CommitOutcome, Entry, FrameReader, FrameWriter, LineEnd, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PartBytes,
-    PartWindow, Request, ReserveOutcome, Reserved, Response,
+    CommitOutcome, Delivery, Entry, FrameReader, FrameWriter, LineEnd, LineWindow, PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN, PartBytes, PartWindow, Place, Request, ReserveOutcome, Reserved, Response,
 };
 use std::net::SocketAddr;
 use std::process::{Child, Command};
@@ -49,11 +49,15 @@ fn fabric(devices: &[&str], endpoint: EndpointOptions) -> FabricOptions {
 }
 
 async fn start(devices: &[&str], endpoint: EndpointOptions) -> Node {
+    start_with(RdmaOptions { fabric: fabric(devices, endpoint), ..RdmaOptions::default() }).await
+}
+
+async fn start_with(rdma: RdmaOptions) -> Node {
     let options = NodeOptions {
         listen: SocketAddr::from(([127, 0, 0, 1], 0)),
         l2_bytes: 32 << 20,
         share_memory: Some(false),
-        rdma: RdmaOptions { enabled: true, fabric: fabric(devices, endpoint) },
+        rdma,
         ..NodeOptions::default()
     };
     Node::start(options).await.unwrap()
@@ -461,8 +465,26 @@ impl Liar {
 
     async fn ask(&mut self, request: &Request) -> Response {
         self.tell(request).await;
+        self.hear().await
+    }
+
+    async fn hear(&mut self) -> Response {
         let header = timeout(LONG, self.reader.next()).await.unwrap().unwrap().unwrap();
         Response::decode(PROTOCOL_VERSION, header.kind, self.reader.body()).unwrap()
+    }
+
+    /// Has a page opened, and does not release it.
+    async fn open(&mut self, number: u32) -> LineWindow {
+        let answer = self.ask(&Request::Get { keys: vec![key(number)], by: Delivery::Read(vec![7]) }).await;
+        let Response::Page { place: Place::Window(window), .. } = answer else { panic!("{answer:?}") };
+        assert_eq!(self.hear().await, Response::End);
+        window
+    }
+
+    async fn read(&self, from: LineWindow) -> Option<Vec<u8>> {
+        let block = self.memory.allocate(from.len as usize).unwrap();
+        let range = RemoteRange { address: from.address, len: from.len, key: from.key };
+        self.line.read(block, range).await.ok().map(|block| block.to_vec())
     }
 
     /// The number of the reservation, and the windows of its parts.
@@ -470,7 +492,8 @@ impl Liar {
         let NewPage { key, parent, position } = page(number);
         let reserved = Reserved { key, parent, position, ttl_ms: 0, part_bytes: geometry().part_table() };
         let answer = self.ask(&Request::Reserve(vec![reserved])).await;
-        assert_eq!(answer, Response::Reserved(vec![ReserveOutcome::Granted]));
+        let Response::Reserved { outcomes, .. } = answer else { panic!("{answer:?}") };
+        assert_eq!(outcomes, [ReserveOutcome::Granted]);
         let reserve = self.requests;
         let answer = self.ask(&Request::OpenParts { reserve, lines: vec![7] }).await;
         let Response::Windows(windows) = answer else { panic!("{answer:?}") };
@@ -541,6 +564,116 @@ fn who_writes_other_bytes_than_it_says_or_too_late_harms_nobody() {
         liar.reserve(6).await;
         drop(liar);
         assert_eq!(client.stats().corrupt, 0);
+        finish(node, client).await;
+    });
+}
+
+#[test]
+fn a_page_is_not_open_for_ever() {
+    in_guest(async {
+        let age = Duration::from_secs(3);
+        let node =
+            start_with(RdmaOptions { fabric: fabric(&["rxe0"], patient()), page_age_max: age, enabled: true }).await;
+        let client = attach(&node, &["rxe1"], patient()).await;
+        assert_eq!(put(&client, 1, &payload(1)).await, PutOutcome::Stored);
+        let mut liar = Liar::connect(&node).await;
+        let begin = Instant::now();
+        let window = liar.open(1).await;
+        assert_eq!(liar.read(window).await.unwrap(), payload(1));
+        assert!(of_devices(&node, "windows") == 1 || begin.elapsed() > age);
+        at_rest(&node).await;
+        assert!(begin.elapsed() > age);
+        assert!(liar.read(window).await.is_none());
+        drop(liar);
+        finish(node, client).await;
+    });
+}
+
+/// Descriptors on which this process hears of completions: one for each connection that its devices keep anything of.
+fn completion_channels() -> usize {
+    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap();
+    let names = descriptors.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    names.filter(|name| name.to_string_lossy().contains("infiniband")).count()
+}
+
+#[test]
+fn what_was_open_on_lines_that_are_gone_goes_with_them() {
+    in_guest(async {
+        let node = start(&["rxe0"], patient()).await;
+        let client = attach(&node, &["rxe1"], patient()).await;
+        assert_eq!(put(&client, 1, &payload(1)).await, PutOutcome::Stored);
+        let mut liar = Liar::connect(&node).await;
+        let channels = completion_channels();
+        assert!(channels >= 4, "both ends of two lines: {channels}");
+        liar.open(1).await;
+        let (reserve, _) = liar.reserve(2).await;
+        assert!(of_devices(&node, "windows") > 1);
+        assert_eq!(liar.ask(&Request::Lines { gone: vec![7], offered: Vec::new() }).await, Response::Lines(Vec::new()));
+        let begin = Instant::now();
+        // The put is still open, and the page was not released.
+        while of_devices(&node, "windows") > 0 || completion_channels() > channels - 1 {
+            assert!(begin.elapsed() < LONG, "{} {} {channels}", node.status(), completion_channels());
+            sleep(Duration::from_millis(20)).await;
+        }
+        liar.tell(&Request::Cancel(reserve)).await;
+        drop(liar);
+        finish(node, client).await;
+    });
+}
+
+#[test]
+fn lines_that_the_node_does_not_use_are_made_anew() {
+    in_guest(async {
+        // It has lines and no windows, as if its ends were dead.
+        let node = start(&["rxe0"], EndpointOptions { windows: 0, ..patient() }).await;
+        let client = attach(&node, &["rxe1"], patient()).await;
+        assert_eq!(put(&client, 1, &payload(1)).await, PutOutcome::Stored);
+        let begin = Instant::now();
+        while counter(&node, "rdma_lines_made") < 2 {
+            assert!(begin.elapsed() < LONG, "the client goes on asking by lines that are not used");
+            assert!(get(&client, &[1; 8]).await.iter().all(|(bytes, _)| *bytes == payload(1)));
+        }
+        assert_eq!(counter(&node, "bytes_opened_rdma"), 0);
+        finish(node, client).await;
+    });
+}
+
+#[test]
+fn a_put_that_is_given_up_while_it_is_written_costs_no_line() {
+    in_guest(async {
+        let node = start(&["rxe0"], patient()).await;
+        let client = attach(&node, &["rxe1"], patient()).await;
+        assert_eq!(put(&client, 1, &payload(1)).await, PutOutcome::Stored);
+        {
+            let _weather = Weather::new("delay 300ms limit 100000");
+            // A write is on its way for 600 ms.
+            let early = || Instant::now() + Duration::from_millis(300);
+            let mut given_up = client.put(page(2), early());
+            let len = geometry().part_table()[0] as usize;
+            given_up.part(0, Bytes::from(payload(2)).slice(..len));
+            let outcomes =
+                client.put_pages(vec![(page(3), Bytes::from(payload(3)))], PutOptions::default(), early()).await;
+            assert_eq!((given_up.commit(soon()).await, outcomes), (PutOutcome::Lost, vec![PutOutcome::Lost]));
+            at_rest(&node).await;
+        }
+        assert!(get(&client, &[1]).await[0].0 == payload(1));
+        assert_eq!(put(&client, 2, &payload(2)).await, PutOutcome::Stored);
+        assert_eq!((counter(&node, "rdma_lines_made"), of_devices(&node, "lines_died")), (1, 0));
+        finish(node, client).await;
+    });
+}
+
+#[test]
+fn a_part_whose_line_dies_goes_over_the_stream() {
+    in_guest(async {
+        let node = start(&["rxe0"], impatient()).await;
+        let client = attach(&node, &["rxe1"], impatient()).await;
+        assert_eq!(put(&client, 1, &payload(1)).await, PutOutcome::Stored);
+        assert_eq!(counter(&node, "bytes_received"), 0);
+        let _weather = Weather::new("loss 100%");
+        assert_eq!(put(&client, 2, &payload(2)).await, PutOutcome::Stored);
+        assert!(get(&client, &[2]).await[0].0 == payload(2));
+        assert!(counter(&node, "bytes_received") > 0);
         finish(node, client).await;
     });
 }

@@ -7,11 +7,12 @@ use crate::identity::Identity;
 use crate::members::Members;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
+use crate::rdma::Rdma;
 use crate::store::Store;
 use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
 use larder_device::Arena;
-use larder_rdma::{Fabric, NicStats};
+use larder_rdma::NicStats;
 use larder_share::{Door, Lender};
 use larder_wire::{LocalDoor, Sink, Source};
 use prometheus_client::registry::Registry;
@@ -76,8 +77,8 @@ pub(crate) struct Shared {
     pub(crate) door: Option<LocalDoor>,
     /// Newest version of the protocol that is spoken.
     pub(crate) protocol_max: u16,
-    /// RDMA devices, if there are any.
-    pub(crate) fabric: Option<Fabric>,
+    /// What pages move with by RDMA, if there are devices.
+    pub(crate) rdma: Option<Rdma>,
     started: Instant,
 }
 
@@ -88,8 +89,8 @@ impl Shared {
         status["node_id"] = self.identity.node_id.clone().into();
         status["epoch"] = self.identity.epoch.into();
         status["uptime_seconds"] = now().saturating_duration_since(self.started).as_secs().into();
-        if let Some(fabric) = &self.fabric {
-            status["rdma"] = rdma::status(fabric);
+        if let Some(rdma) = &self.rdma {
+            status["rdma"] = rdma::status(&rdma.fabric);
         }
         status["members"] = self.members.list(now()).len().into();
         status
@@ -98,7 +99,8 @@ impl Shared {
     /// Gauges are up to date only after this.
     pub(crate) fn refresh_metrics(&self) {
         self.store.refresh_metrics();
-        let stats: Vec<NicStats> = self.fabric.iter().flat_map(Fabric::nics).map(|nic| nic.stats()).collect();
+        let stats: Vec<NicStats> =
+            self.rdma.iter().flat_map(|rdma| rdma.fabric.nics()).map(|nic| nic.stats()).collect();
         let sum = |of: fn(&NicStats) -> u64| i64::try_from(stats.iter().map(of).sum::<u64>()).unwrap_or(i64::MAX);
         self.metrics.rdma_lines.set(sum(|stats| stats.endpoints));
         self.metrics.rdma_windows.set(sum(|stats| stats.windows));
@@ -130,7 +132,7 @@ impl Node {
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
         let local = open_door(&arena, &options, &identity, &mut chance);
-        let fabric = rdma::open(&options.rdma, &arena).await;
+        let rdma = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
@@ -141,7 +143,7 @@ impl Node {
             metrics,
             door: local.as_ref().map(|(name, ..)| name.clone()),
             protocol_max: options.protocol_max,
-            fabric,
+            rdma,
             started: now(),
             identity,
         });
@@ -214,7 +216,7 @@ impl Server {
             metrics,
             door,
             protocol_max,
-            fabric: None,
+            rdma: None,
             started: now(),
             identity: Identity { node_id, epoch },
         };

@@ -4,7 +4,14 @@ use crate::holds::Hold;
 use larder_device::{Arena, PieceMut};
 use larder_rdma::{Credit, Fabric, FabricOptions, Kept, Line, RemoteRange, SlotSlice, Window};
 use larder_wire::LineWindow;
+use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Most lines of a node, over all connections.
+const LINES_MAX: usize = 256;
 
 /// Whether pages move by RDMA, and how.
 #[derive(Debug, Clone)]
@@ -13,11 +20,55 @@ pub struct RdmaOptions {
     pub enabled: bool,
     /// Which devices, and how connections behave. Default all of them.
     pub fabric: FabricOptions,
+    /// How long a page stays open to a client that does not say that it has read it. Default 60 s.
+    pub page_age_max: Duration,
 }
 
 impl Default for RdmaOptions {
     fn default() -> Self {
-        Self { enabled: true, fabric: FabricOptions::default() }
+        Self { enabled: true, fabric: FabricOptions::default(), page_age_max: Duration::from_secs(60) }
+    }
+}
+
+/// What a node moves pages with.
+pub(crate) struct Rdma {
+    /// Its devices.
+    pub(crate) fabric: Fabric,
+    /// One for each line that may still be made.
+    pub(crate) room: Arc<Semaphore>,
+    /// As in [`RdmaOptions`].
+    pub(crate) page_age_max: Duration,
+}
+
+/// A line to a client, counted among the node's.
+pub(crate) struct ClientLine {
+    line: Line,
+    /// Whether windows for writing could be opened on it so far.
+    writable: AtomicBool,
+    _room: OwnedSemaphorePermit,
+}
+
+impl ClientLine {
+    pub(crate) fn new(line: Line, room: OwnedSemaphorePermit) -> ClientLine {
+        ClientLine { line, writable: AtomicBool::new(true), _room: room }
+    }
+
+    /// Leave to open a window for writing, if there is one now and such windows can be opened.
+    pub(crate) fn credit_to_write(&self) -> Option<Credit> {
+        if !self.writable.load(Ordering::Relaxed) { None } else { self.credit() }
+    }
+
+    /// A window for writing could not be opened, and none is tried any more; whether that is news.
+    pub(crate) fn refuses_writing(&self) -> bool {
+        self.writable.swap(false, Ordering::Relaxed)
+    }
+}
+
+impl Deref for ClientLine {
+    type Target = Line;
+
+    fn deref(&self) -> &Line {
+        &self.line
     }
 }
 
@@ -27,7 +78,7 @@ pub(crate) type OpenPage = Window<Kept<Kept<SlotSlice, Hold>, Credit>>;
 pub(crate) type OpenPart = Window<Kept<PieceMut, Credit>>;
 
 /// Opens the devices, if there are any, and registers the arena with them.
-pub(crate) async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Fabric> {
+pub(crate) async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Rdma> {
     if !options.enabled {
         return None;
     }
@@ -35,7 +86,8 @@ pub(crate) async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Fa
         Ok(fabric) => {
             let devices: Vec<&str> = fabric.nics().map(|nic| nic.name()).collect();
             tracing::info!(?devices, "pages move by RDMA to clients that can");
-            Some(fabric)
+            let room = Arc::new(Semaphore::new(LINES_MAX));
+            Some(Rdma { fabric, room, page_age_max: options.page_age_max })
         }
         Err(error) if options.fabric.devices.is_empty() => {
             tracing::debug!(%error, "no RDMA");
@@ -67,4 +119,4 @@ pub(crate) fn describe<B>(number: u32, window: &Window<B>) -> LineWindow {
 }
 
 /// A line that can be used now, with its number.
-pub(crate) type Turn = (u32, Arc<Line>);
+pub(crate) type Turn = (u32, Arc<ClientLine>);

@@ -257,14 +257,14 @@ impl Endpoint {
                 // SAFETY: `hold` and `region` keep the memory, and the table keeps both until the registration has ended.
                 let registration = unsafe { Registration::new(region.nic_domain(), span, access) }?;
                 let (number, remote) = link.adopt(registration, region, hold.clone())?;
-                Ok(Window::new(link, number, hold, remote))
+                Ok(Window::new(&link, number, hold, remote))
             };
             return tokio::task::spawn_blocking(adopt).await.map_err(|_| Error::NoRuntime)?;
         };
         let deadline = Instant::now() + link.options.deadline;
         let (number, remote, open) = link.bind(region, registration, span, access, hold.clone(), deadline)?;
         // Dropped from here on, it is withdrawn.
-        let window = Window::new(link.clone(), number, hold, remote);
+        let window = Window::new(link, number, hold, remote);
         match timeout_at(deadline, open).await {
             Ok(Ok(Ok(()))) => Ok(window),
             Ok(Ok(Err(death))) => Err(death.into()),
@@ -289,9 +289,9 @@ impl Endpoint {
         }
     }
 
-    /// Waits until it is dead and the device has let go of all memory, which a device that fails may never do.
-    pub async fn ended(&self) {
-        self.link.ended().await;
+    /// Waits until it is dead and the device has let go of all memory; `false` if the device does not let go of it.
+    pub async fn ended(&self) -> bool {
+        self.link.ended().await
     }
 
     /// The device it is on.
@@ -303,7 +303,7 @@ impl Endpoint {
     pub async fn close(self, deadline: Duration) -> bool {
         let link = self.link.clone();
         drop(self);
-        timeout(deadline, link.ended()).await.is_ok()
+        timeout(deadline, link.ended()).await.unwrap_or(false)
     }
 }
 

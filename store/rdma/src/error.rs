@@ -31,6 +31,9 @@ pub enum Error {
         /// Its error number.
         code: i32,
     },
+    /// A device did not do this in time; should it be done later, it is undone.
+    #[error("{0} took too long")]
+    Late(&'static str),
     /// There is no tokio runtime.
     #[error("not in a tokio runtime")]
     NoRuntime,

@@ -13,7 +13,15 @@ use crate::region::Region;
 use crate::window::Window;
 use crate::{EndpointAddress, RemoteRange};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+/// Longest time to look for devices, and to open one. A device that is slower is not used.
+const OPEN_MAX: Duration = Duration::from_secs(10);
+/// Longest time to register memory: for any, and for each of its GiB.
+const REGISTER_MAX: Duration = Duration::from_secs(10);
+const REGISTER_MAX_PER_GIB: Duration = Duration::from_secs(2);
 
 /// Which devices are used, and how their connections behave.
 #[derive(Debug, Clone, Default)]
@@ -33,10 +41,12 @@ pub struct Fabric {
 
 impl Fabric {
     /// Opens the devices and registers `memory` with each. This pins the memory: seconds for many gigabytes. Devices that cannot be
-    /// used are left out, with a warning; without any, this is an error. Must be called inside a tokio runtime.
+    /// used, or not in time, are left out, with a warning if they were named; without any, this is an error. Must be called inside
+    /// a tokio runtime.
     pub async fn open(options: &FabricOptions, memory: Arc<dyn Memory>) -> Result<Fabric, Error> {
         let blocking = |_| Error::NoRuntime;
-        let found = tokio::task::spawn_blocking(devices).await.map_err(blocking)??;
+        let looking = timeout(OPEN_MAX, tokio::task::spawn_blocking(devices));
+        let found = looking.await.map_err(|_| Error::Late("looking for RDMA devices"))?.map_err(blocking)??;
         let usable = found.into_iter().filter(|device| device.ports.iter().any(|port| port.path().is_some()));
         let names: Vec<String> = match options.devices.is_empty() {
             true => usable.map(|device| device.name).collect(),
@@ -44,8 +54,11 @@ impl Fabric {
         };
         let mut ports = Vec::new();
         for name in names {
-            match open(&name, memory.clone()).await {
+            match open(&name, &options.endpoint, memory.clone()).await {
                 Ok(port) => ports.push(port),
+                Err(error) if options.devices.is_empty() => {
+                    tracing::debug!(device = name, %error, "an RDMA device is not used");
+                }
                 Err(error) => tracing::warn!(device = name, %error, "an RDMA device is not used"),
             }
         }
@@ -90,11 +103,23 @@ impl Fabric {
     }
 }
 
-async fn open(name: &str, memory: Arc<dyn Memory>) -> Result<(Arc<Nic>, Arc<Region>), Error> {
-    let nic = Nic::open(name, &NicOptions::default()).await?;
+async fn open(
+    name: &str,
+    options: &EndpointOptions,
+    memory: Arc<dyn Memory>,
+) -> Result<(Arc<Nic>, Arc<Region>), Error> {
+    let as_usual = NicOptions::default();
+    let opening = timeout(OPEN_MAX, Nic::open(name, &as_usual));
+    let nic = opening.await.map_err(|_| Error::Late("opening an RDMA device"))??;
+    // A device that has no such endpoints is known before all memory is pinned for it.
+    if !Endpoint::new(&nic, options.clone())?.close(OPEN_MAX).await {
+        return Err(Error::Stuck);
+    }
     let known = nic.clone();
-    let region = tokio::task::spawn_blocking(move || Region::register(&known, memory));
-    Ok((nic, region.await.map_err(|_| Error::NoRuntime)??))
+    let patience = REGISTER_MAX + REGISTER_MAX_PER_GIB * (memory.span().len() >> 30) as u32;
+    let registering = timeout(patience, tokio::task::spawn_blocking(move || Region::register(&known, memory)));
+    let region = registering.await.map_err(|_| Error::Late("registering memory"))?.map_err(|_| Error::NoRuntime)??;
+    Ok((nic, region))
 }
 
 /// One end of a connection, for transfers between the peer's memory and that of the [`Fabric`] it is of.
@@ -126,9 +151,9 @@ impl Line {
         self.endpoint.is_dead()
     }
 
-    /// Waits until it can never transfer anything again, and no device touches memory for it.
-    pub async fn ended(&self) {
-        self.endpoint.ended().await;
+    /// As [`Endpoint::ended`].
+    pub async fn ended(&self) -> bool {
+        self.endpoint.ended().await
     }
 
     /// Whether these bytes lie in the memory.

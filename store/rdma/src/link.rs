@@ -159,8 +159,8 @@ pub(crate) struct Link {
     /// Wakes the driver: there is a new deadline, or the link was condemned.
     pub(crate) wake: Notify,
     pub(crate) runtime: Handle,
-    /// Whether the queue pair is destroyed.
-    ended: watch::Sender<bool>,
+    /// Whether the device has let go of all memory: that it has when the queue pair is destroyed, that it does not if that failed.
+    ended: watch::Sender<Option<bool>>,
     state: Mutex<State>,
 }
 
@@ -178,7 +178,7 @@ impl Link {
             permits,
             wake: Notify::new(),
             runtime,
-            ended: watch::Sender::new(false),
+            ended: watch::Sender::new(None),
             state: Mutex::new(state),
         });
         nic.add_link(objects, &link);
@@ -465,29 +465,31 @@ impl Link {
         // Memory windows first: one that is bound to a queue pair may keep it from being destroyed.
         windows.values_mut().for_each(Bound::end_window);
         drop(spare);
+        // The next queue pair may get the address of this one.
+        self.nic.remove_link([self.pair.object(), self.pair.completions.object()]);
         match self.pair.close() {
             Ok(()) => {
-                self.nic.remove_link([self.pair.object(), self.pair.completions.object()]);
                 drop((work, windows));
-                self.ended.send_replace(true);
+                self.ended.send_replace(Some(true));
             }
             Err(error) => {
                 let held = work.len() + windows.len();
                 tracing::error!(device = self.nic.name(), %error, held, "a device does not let go of memory, which is not freed");
                 self.nic.counters.stuck.add(held as u64);
                 std::mem::forget((work, windows));
+                self.ended.send_replace(Some(false));
             }
         }
     }
 
     /// Whether the queue pair is destroyed.
     pub(crate) fn is_ended(&self) -> bool {
-        *self.ended.borrow()
+        *self.ended.borrow() == Some(true)
     }
 
-    /// Waits until the queue pair is destroyed.
-    pub(crate) async fn ended(&self) {
-        let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
+    /// Waits until the queue pair is destroyed; `false` if it cannot be.
+    pub(crate) async fn ended(&self) -> bool {
+        self.ended.subscribe().wait_for(Option::is_some).await.is_ok_and(|ended| *ended == Some(true))
     }
 }
 

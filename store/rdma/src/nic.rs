@@ -85,15 +85,22 @@ impl Nic {
     /// answer.
     pub async fn open(name: &str, options: &NicOptions) -> Result<Arc<Nic>, Error> {
         if let Some(kind) = options.windows {
-            return Nic::open_as(name, options, kind);
+            return Nic::open_blocking(name, options, kind).await;
         }
-        let kind = match Nic::open_as(name, options, WindowKind::Type2) {
+        let kind = match Nic::open_blocking(name, options, WindowKind::Type2).await {
             Ok(nic) if probe::windows_hold(&nic).await => WindowKind::Type2,
             Ok(_) | Err(Error::NotFound(_)) => WindowKind::Registration,
             Err(error) => return Err(error),
         };
         tracing::debug!(device = name, ?kind, "an RDMA device is opened");
-        Nic::open_as(name, options, kind)
+        Nic::open_blocking(name, options, kind).await
+    }
+
+    /// Opens it where calls into the kernel hold nobody up.
+    async fn open_blocking(name: &str, options: &NicOptions, windows: WindowKind) -> Result<Arc<Nic>, Error> {
+        let (name, options) = (name.to_string(), options.clone());
+        let opening = tokio::task::spawn_blocking(move || Nic::open_as(&name, &options, windows));
+        opening.await.map_err(|_| Error::NoRuntime)?
     }
 
     fn open_as(name: &str, options: &NicOptions, windows: WindowKind) -> Result<Arc<Nic>, Error> {

@@ -3,7 +3,7 @@
 use crate::address::RemoteRange;
 use crate::error::{Death, Error};
 use crate::link::Link;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -16,7 +16,8 @@ const END_MAX: Duration = Duration::from_secs(5);
 /// The memory comes back from [`Window::withdraw`]. A window that is dropped is withdrawn as well, and its memory is dropped when
 /// that is done; a window whose connection dies is dead when the connection's queue pair has been destroyed.
 pub struct Window<B> {
-    link: Arc<Link>,
+    /// Of itself it keeps no link that nobody else needs: one that ended is gone, however many windows it had.
+    link: Weak<Link>,
     number: u64,
     /// `None` once it is being withdrawn.
     memory: Option<Arc<B>>,
@@ -24,8 +25,8 @@ pub struct Window<B> {
 }
 
 impl<B> Window<B> {
-    pub(crate) fn new(link: Arc<Link>, number: u64, memory: Arc<B>, remote: RemoteRange) -> Window<B> {
-        Window { link, number, memory: Some(memory), remote }
+    pub(crate) fn new(link: &Arc<Link>, number: u64, memory: Arc<B>, remote: RemoteRange) -> Window<B> {
+        Window { link: Arc::downgrade(link), number, memory: Some(memory), remote }
     }
 
     /// What the peer needs to use it.
@@ -38,11 +39,18 @@ impl<B> Window<B> {
     /// [`Error::Stuck`], and the memory is never freed.
     pub async fn withdraw(mut self) -> Result<B, Error> {
         let memory = self.memory.take().ok_or(Error::Stuck)?;
-        let (done, mut gone) = oneshot::channel();
-        self.link.withdraw(self.number, Some(done));
-        if timeout(self.link.options.deadline, &mut gone).await.is_err() {
-            self.link.condemn(Death::Deadline);
-            let _ = timeout(END_MAX, &mut gone).await;
+        if let Some(link) = self.link.upgrade() {
+            let (done, mut gone) = oneshot::channel();
+            link.withdraw(self.number, Some(done));
+            match timeout(link.options.deadline, &mut gone).await {
+                Ok(Ok(())) => {}
+                // The queue pair is being destroyed just now, and the window with it.
+                Ok(Err(_)) => _ = timeout(END_MAX, link.ended()).await,
+                Err(_) => {
+                    link.condemn(Death::Deadline);
+                    let _ = timeout(END_MAX, &mut gone).await;
+                }
+            }
         }
         // The connection's own share of it is dropped with the proof that the key is dead, and not before.
         Arc::into_inner(memory).ok_or(Error::Stuck)
@@ -51,8 +59,10 @@ impl<B> Window<B> {
 
 impl<B> Drop for Window<B> {
     fn drop(&mut self) {
-        if self.memory.take().is_some() {
-            self.link.withdraw(self.number, None);
+        if self.memory.take().is_some()
+            && let Some(link) = self.link.upgrade()
+        {
+            link.withdraw(self.number, None);
         }
     }
 }

@@ -4,49 +4,72 @@
 //! - a page behind a window is held until the window's key is provably dead, whatever the client says or leaves out: the window
 //!   owns the hold;
 //! - a part that a client wrote is looked at after its window was withdrawn, and not before;
-//! - what a client gets of this is bounded: lines by [`MAX_LINES`], windows by the credits of each line.
+//! - what a client gets of this is bounded: lines by [`MAX_LINES`] and by what the node has left, windows by the credits of each line,
+//!   the time that a page is open to it by [`RdmaOptions::page_age_max`](crate::RdmaOptions);
+//! - what is open on a line goes with it.
 
 use super::conversation::{Connection, commit};
 use super::invalid;
 use super::reading::Asked;
 use super::sending::ToClient;
+use crate::clock::now;
 use crate::holds::Hold;
 use crate::node::Shared;
 use crate::puts::Put;
-use crate::rdma::{OpenPage, OpenPart, Turn, describe};
+use crate::rdma::{ClientLine, OpenPage, OpenPart, Turn, describe};
 use futures::StreamExt;
 use larder_format::codec::DecodeError;
-use larder_rdma::{EndpointAddress, Kept, Line, SlotSlice};
+use larder_rdma::{Credit, EndpointAddress, Error, Kept, SlotSlice};
 use larder_wire::{Entry, ErrorCode, LineEnd, MAX_LINES, MAX_WINDOWS, PartWindow, Place, Response, TierCode};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Instant;
-use tokio::sync::Semaphore;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Windows that are opened at a time for one request.
 const OPENINGS_AT_ONCE: usize = 16;
 
+/// How often pages are looked for that are open for too long.
+const AGE_STEP: Duration = Duration::from_secs(1);
+
+/// A page that is open on a line.
+struct Opened {
+    line: u32,
+    since: Instant,
+    /// Withdrawn when this is dropped.
+    _page: OpenPage,
+}
+
 /// The lines of one client, and the pages that are open on them.
 pub(super) struct Lines {
-    lines: Mutex<BTreeMap<u32, Arc<Line>>>,
-    pages: Mutex<BTreeMap<Entry, OpenPage>>,
+    /// Locked after `pages` by whoever needs both.
+    lines: Mutex<BTreeMap<u32, Arc<ClientLine>>>,
+    pages: Mutex<BTreeMap<Entry, Opened>>,
     /// Lines are made by one request at a time.
     making: Semaphore,
+    /// Whether somebody watches the age of pages.
+    watched: AtomicBool,
 }
 
 impl Default for Lines {
     fn default() -> Self {
-        Self { lines: Mutex::default(), pages: Mutex::default(), making: Semaphore::new(1) }
+        Self {
+            lines: Mutex::default(),
+            pages: Mutex::default(),
+            making: Semaphore::new(1),
+            watched: AtomicBool::new(false),
+        }
     }
 }
 
 impl Lines {
     /// Ends lines, and makes new ones with the client's ends, as far as they can be made before `deadline`.
     pub(super) async fn make(
-        &self,
+        self: &Arc<Self>,
         shared: &Shared,
         gone: &[u32],
         offered: Vec<LineEnd>,
@@ -56,26 +79,43 @@ impl Lines {
             let message = "lines are being made".into();
             return Response::Error { code: ErrorCode::Busy, message };
         };
-        let ended: Vec<Arc<Line>> = {
-            let mut lines = self.lines.lock();
-            lines.extract_if(.., |number, line| gone.contains(number) || line.is_dead()).map(|(_, line)| line).collect()
-        };
-        drop(ended);
+        self.take_out(gone);
+        let Some(rdma) = &shared.rdma else { return Response::Lines(Vec::new()) };
         let (numbers, addresses) = self.acceptable(offered);
-        let Some(fabric) = shared.fabric.as_ref().filter(|_| !addresses.is_empty()) else {
+        let rooms: Vec<OwnedSemaphorePermit> =
+            addresses.iter().map_while(|_| rdma.room.clone().try_acquire_owned().ok()).collect();
+        if rooms.is_empty() {
             return Response::Lines(Vec::new());
-        };
-        let answer = tokio::time::timeout_at(deadline.into(), fabric.answer(&addresses));
+        }
+        if !self.watched.swap(true, Ordering::Relaxed) {
+            tokio::spawn(watch_age(Arc::downgrade(self), rdma.page_age_max));
+        }
+        let answer = tokio::time::timeout_at(deadline.into(), rdma.fabric.answer(&addresses[..rooms.len()]));
         let made = answer.await.unwrap_or_default();
         let mut ends = Vec::new();
-        for (number, line) in numbers.into_iter().zip(made) {
+        for ((number, line), room) in numbers.into_iter().zip(made).zip(rooms) {
             if let Some(line) = line {
                 shared.metrics.rdma_lines_made.inc();
                 ends.push(LineEnd { line: number, address: line.local().encode() });
-                self.lines.lock().insert(number, Arc::new(line));
+                self.lines.lock().insert(number, Arc::new(ClientLine::new(line, room)));
             }
         }
         Response::Lines(ends)
+    }
+
+    /// Ends these lines and those that died, and what is open on them.
+    fn take_out(&self, gone: &[u32]) {
+        let ended: BTreeMap<u32, Arc<ClientLine>> = {
+            let mut lines = self.lines.lock();
+            lines.extract_if(.., |number, line| gone.contains(number) || line.is_dead()).collect()
+        };
+        self.close_pages(|page| ended.contains_key(&page.line));
+    }
+
+    /// Withdraws pages; their memory is let go of when that is done.
+    fn close_pages(&self, which: impl Fn(&Opened) -> bool) {
+        let closed: Vec<(Entry, Opened)> = self.pages.lock().extract_if(.., |_, page| which(page)).collect();
+        drop(closed);
     }
 
     /// Ends of lines that have new numbers and may be addresses, no more than there is room for.
@@ -112,20 +152,28 @@ impl Lines {
         // With room in the queue at hand, keeping it open and telling are one step: none is open that the client never hears of.
         let room = client.room().await?;
         let place = Place::Window(describe(number, &window));
-        match self.pages.lock().entry(Entry { request: client.request, index: asked.index }) {
-            btree_map::Entry::Vacant(vacant) => vacant.insert(window),
+        let mut pages = self.pages.lock();
+        if !self.lines.lock().get(&number).is_some_and(|known| Arc::ptr_eq(known, &line)) {
+            // The line was taken out meanwhile, and nobody would withdraw this with it.
+            return Ok(false);
+        }
+        match pages.entry(Entry { request: client.request, index: asked.index }) {
+            btree_map::Entry::Vacant(vacant) => {
+                vacant.insert(Opened { line: number, since: now(), _page: window });
+            }
             // Its memory must not move under who reads it.
             btree_map::Entry::Occupied(_) => {
                 return Err(invalid(DecodeError::Invalid("a request number whose pages are still open")));
             }
-        };
+        }
+        drop(pages);
         room.send(asked.answer(&page, tier, place).frame(client.version, client.request, None));
         Ok(true)
     }
 
     /// The client has read these.
     pub(super) fn release(&self, entries: &[Entry]) {
-        let read: Vec<Option<OpenPage>> = {
+        let read: Vec<Option<Opened>> = {
             let mut pages = self.pages.lock();
             entries.iter().map(|entry| pages.remove(entry)).collect()
         };
@@ -135,34 +183,57 @@ impl Lines {
 
     /// Opens parts of puts for writing, as far as they can be opened; which.
     async fn open_parts(&self, puts: Vec<(u32, Arc<Put>)>, numbers: &[u32]) -> Vec<PartWindow> {
-        let mut parts = Vec::new();
-        for (index, put) in puts {
-            parts.extend((0..put.part_count()).map(|part| (index, part, put.clone())));
-        }
-        parts.truncate(MAX_WINDOWS);
-        let openings = parts.into_iter().enumerate().map(|(turn, (index, part, put))| {
-            let line = self.line(numbers, turn);
-            async move {
-                let (number, line) = line?;
-                let window = lend(&put, part, &line).await?;
-                let told = PartWindow { index, part: part as u32, window: describe(number, &window) };
-                put.lend(part, window).then_some(told)
-            }
+        let parts = puts.into_iter().flat_map(|(index, put)| {
+            let count = put.part_count();
+            (0..count).map(move |part| (index, part, put.clone()))
+        });
+        // As many as the lines can take.
+        let credited = parts.take(MAX_WINDOWS).enumerate().map_while(|(turn, part)| {
+            let (line, credit) = self.line_to_write(numbers, turn)?;
+            Some((part, line, credit))
+        });
+        let openings = credited.map(|((index, part, put), (number, line), credit)| async move {
+            let window = lend(&put, part, &line, credit).await?;
+            let told = PartWindow { index, part: part as u32, window: describe(number, &window) };
+            put.lend(part, window).then_some(told)
         });
         let openings: Vec<_> = openings.collect();
         let opened = futures::stream::iter(openings).buffered(OPENINGS_AT_ONCE);
         opened.filter_map(std::future::ready).collect().await
     }
+
+    /// The `turn`th of these lines, or the next on which a part can be opened now.
+    fn line_to_write(&self, numbers: &[u32], turn: usize) -> Option<(Turn, Credit)> {
+        (turn..turn + numbers.len()).find_map(|turn| {
+            let (number, line) = self.line(numbers, turn)?;
+            let credit = line.credit_to_write()?;
+            Some(((number, line), credit))
+        })
+    }
 }
 
-/// Opens a part that nothing has come for yet. One that is lost on the way costs its put.
-async fn lend(put: &Put, part: usize, line: &Line) -> Option<OpenPart> {
-    let credit = line.credit()?;
+/// Withdraws pages that are open for longer than `most`, as long as there are lines for them.
+async fn watch_age(lines: Weak<Lines>, most: Duration) {
+    loop {
+        tokio::time::sleep(AGE_STEP.min(most)).await;
+        let Some(lines) = lines.upgrade() else { return };
+        lines.close_pages(|page| now().saturating_duration_since(page.since) > most);
+    }
+}
+
+/// Opens a part that nothing has come for yet. One that is lost on the way costs its put, so it is tried once on a line that cannot.
+async fn lend(put: &Put, part: usize, line: &ClientLine, credit: Credit) -> Option<OpenPart> {
     let slot = put.take_open(part)?;
     match line.writable(slot, credit).await {
         Ok(window) => Some(window),
+        Err(error @ (Error::Dead(_) | Error::NotConnected)) => {
+            tracing::debug!(id = ?put.id, part, %error, "a part was lost with its line");
+            None
+        }
         Err(error) => {
-            tracing::debug!(id = ?put.id, part, %error, "a part cannot be opened, and its memory is with the device");
+            if line.refuses_writing() {
+                tracing::warn!(%error, "parts cannot be opened on an RDMA line to a client, and come over the stream");
+            }
             None
         }
     }

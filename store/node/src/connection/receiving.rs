@@ -11,6 +11,7 @@ use larder_share::Lender;
 use larder_wire::{Entry, FrameReader, ReserveOutcome, Reserved, Source};
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Most puts of one connection that are open at a time; more are answered "busy".
 const PUTS_MAX: usize = 4096;
@@ -26,6 +27,8 @@ pub(super) struct Part {
     /// Where in the client's memory; `None`: they are the payload.
     pub(super) lent_at: Option<u64>,
 }
+/// Most time for the memory of a part to come back from a window, if its bytes come another way.
+const WITHDRAW_MAX: Duration = Duration::from_secs(1);
 
 impl Connection {
     pub(super) fn reserve(&mut self, name: Entry, id: PageId, page: Reserved) -> ReserveOutcome {
@@ -119,13 +122,14 @@ impl Connection {
             return None;
         }
         // Nothing of this client's is heard meanwhile: its own choice, and mostly some microseconds.
-        match put.take_lent(part)?.withdraw().await {
-            Ok(kept) => Some(kept.bytes),
-            Err(error) => {
+        match tokio::time::timeout(WITHDRAW_MAX, put.take_lent(part)?.withdraw()).await {
+            Ok(Ok(kept)) => return Some(kept.bytes),
+            Ok(Err(error)) => {
                 tracing::warn!(id = ?put.id, part, %error, "memory of a part did not come back: put given up");
-                self.shared.store.abort(put);
-                None
             }
+            Err(_) => tracing::warn!(id = ?put.id, part, "memory of a part is slow to come back: put given up"),
         }
+        self.shared.store.abort(put);
+        None
     }
 }
