@@ -181,36 +181,6 @@ async fn a_put_beyond_the_budget_is_refused_with_a_hint_and_done_by_who_tries_ag
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn readers_that_take_nothing_hold_nobody_up() {
-    let node = Node::start(options()).await.unwrap();
-    let client = attach(&node.addr().to_string(), "good").await;
-    fill(&client, 0..100).await;
-    // More of them than there is room for.
-    let mut stuck = Vec::new();
-    for _ in 0..12 {
-        let mut raw = Raw::attach(&node, "good").await;
-        for number in 1..5 {
-            raw.say(number, &Request::Get { keys: (0..100).map(key).collect(), by: Delivery::Sent }).await;
-        }
-        stuck.push(raw);
-    }
-    let max = figure(&node, "/budget/reads/bytes_max");
-    // How much the kernel takes of them first is its own affair.
-    eventually("they are in the way", || figure(&node, "/budget/reads/bytes") > 0).await;
-    let options = GetOptions { busy_retries: 100, ..GetOptions::default() };
-    let begin = Instant::now();
-    for round in 0..20 {
-        let got = client.get_with(wanted(round..round + 20), options, soon()).await;
-        assert!(got.iter().all(|(_, fetched)| fetched.tier().is_some()), "round {round}");
-        assert!(figure(&node, "/budget/reads/bytes") <= max);
-    }
-    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
-    drop(stuck);
-    at_rest(&node).await;
-    node.shutdown().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_short_answer_does_not_wait_behind_the_readers_own_pages() {
     let node = Node::start(options()).await.unwrap();
     let client = attach(&node.addr().to_string(), "t").await;
