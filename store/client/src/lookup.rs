@@ -4,7 +4,6 @@ use crate::client::{Client, Tier, tier};
 use crate::link::Live;
 use futures::future::join_all;
 use larder_format::PageKey;
-use larder_format::planted::{Bug, has};
 use larder_wire::{MAX_HOLD_MS, MAX_KEYS, Request, Response, TierCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,7 +82,6 @@ impl Client {
         for (indices, lease, answer) in join_all(asks).await {
             if let Some(Response::Busy { retry_after_ms, .. }) = answer {
                 lookup.retry_after = lookup.retry_after.max(Some(Duration::from_millis(retry_after_ms.into())));
-                answered += if has(Bug::BusyIsNowhere) { indices.len() } else { 0 };
             }
             let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
             answered += indices.len();

@@ -138,8 +138,6 @@ pub enum Bug {
     HeldIsServed,
     /// Budget: what has left is still counted.
     ChargeLeaks,
-    /// Client: a lookup that the node was too busy for is taken for one that found nothing.
-    BusyIsNowhere,
 }
 
 impl Bug {
@@ -198,7 +196,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 21] = [
+    pub const WIRE: [Bug; 20] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -219,7 +217,6 @@ impl Bug {
         Bug::RangeUnchecked,
         Bug::HeldIsServed,
         Bug::ChargeLeaks,
-        Bug::BusyIsNowhere,
     ];
 }
 
