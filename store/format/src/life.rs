@@ -7,8 +7,9 @@
 //! - if none is, it is the oldest, or it was written anew. Its first record is still there: then no record of another life
 //!   was lost, and the segment as it stands can go, as its tombstones have nothing left to kill;
 //! - if nothing in it is of this segment, and its header is whole and says another log or another number, it is a *stray*: a
-//!   file that somebody copied or renamed. It is set aside. If it is of this log, and the segment that it says is not there
-//!   or is older, what it forgot may come back: nothing that is not younger can be trusted;
+//!   file that somebody copied or renamed. It is set aside. If a segment of the log may have stood there ([`may_replace`]), that
+//!   may have forgotten anything: nothing in the log can be trusted. If it is of this log, and the segment that it says is not
+//!   there or is older, what it forgot may come back: nothing that is not younger can be trusted;
 //! - in all other cases it may have had tombstones of any age, and nothing in the log can be trusted. That is so for a blank
 //!   segment, too: files get their names only once their header is durable.
 
@@ -44,6 +45,12 @@ pub enum Foreign {
         /// In which life.
         life: u64,
     },
+}
+
+/// Whether a stray of this number may lie where a segment of the log was, if none is known with a number above `last`. Segments
+/// are numbered one after the other, so the one above that may have been there.
+pub fn may_replace(stray: u32, last: Option<u32>) -> bool {
+    last.is_some_and(|last| stray <= last.saturating_add(1))
 }
 
 /// What a segment without a header says.
@@ -210,6 +217,12 @@ mod tests {
         blank[..BLOCK_BYTES].fill(7);
         assert_eq!(search(&blank).verdict(Some(4)), Verdict::DistrustAll, "it had a header when it got its name");
         assert_eq!(search(&[]).verdict(Some(4)), Verdict::DistrustAll);
+    }
+
+    #[test]
+    fn only_far_above_the_log_no_segment_of_it_was() {
+        assert!(may_replace(0, Some(7)) && may_replace(7, Some(7)) && may_replace(8, Some(7)));
+        assert!(!may_replace(9, Some(7)) && !may_replace(0, None) && may_replace(u32::MAX, Some(u32::MAX)));
     }
 
     #[test]

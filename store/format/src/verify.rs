@@ -18,7 +18,7 @@
 //!    start hops. Beside a lost record there must be none.
 //!
 //! What no repair can help is left to the next start: a segment whose file is too short, one without a header that says
-//! too little ([`crate::life`]), and a stray whose segment is not there. It removes them (the stray is set aside) and all that
+//! too little ([`crate::life`]), a stray that lies where a segment was, and one whose segment is not there. It removes them (the stray is set aside) and all that
 //! they may have had tombstones for. Other strays cost nothing.
 
 use crate::codec::DecodeError;
@@ -26,7 +26,7 @@ use crate::disk::{
     BLOCK_BYTES, LOG_ID_AT, RECORD_MAGIC, RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock,
 };
 use crate::footer::{Footer, FooterBlock, RecordSummary, TombstoneSummary};
-use crate::life::{Foreign, Headless, LifeSearch, Verdict};
+use crate::life::{Foreign, Headless, LifeSearch, Verdict, may_replace};
 use crate::page::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -138,6 +138,10 @@ impl Lives {
 
     fn oldest(&self) -> Option<u64> {
         self.0.values().min().copied()
+    }
+
+    fn last(&self) -> Option<u32> {
+        self.0.last_key_value().map(|(&segment, _)| segment)
     }
 
     /// Whether a segment is there in this life or a later one.
@@ -304,13 +308,11 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
 
     fn stray(&mut self, foreign: Foreign, file_bytes: u64) {
         self.report.stray = true;
-        let reason = match foreign {
-            Foreign::Log => Reason::OfAnotherLog,
-            Foreign::Segment { segment, life } => {
-                self.report.hopeless = !self.lives.has(segment, life);
-                Reason::Misnamed { segment, life }
-            }
+        let (reason, missed) = match foreign {
+            Foreign::Log => (Reason::OfAnotherLog, false),
+            Foreign::Segment { segment, life } => (Reason::Misnamed { segment, life }, !self.lives.has(segment, life)),
         };
+        self.report.hopeless = missed || may_replace(self.report.segment, self.lives.last());
         self.damage(0, file_bytes, None, reason);
     }
 

@@ -114,7 +114,8 @@ impl Disk {
     /// Somebody copies a segment, or renames it; from which number to which.
     pub fn stray(&mut self, renames: bool, dice: &mut Dice) -> Option<(u32, u32)> {
         let (&from, found) = self.segments.iter().nth(dice.below(self.segments.len().max(1) as u64) as usize)?;
-        let to = self.segments.last_key_value()?.0 + 1 + dice.below(3) as u32;
+        // Where no segment can have been: those cost nothing that was not renamed.
+        let to = self.segments.last_key_value()?.0 + 2 + dice.below(3) as u32;
         let stray = match renames {
             false => Segment { now: found.now.clone(), durable: found.now.clone(), ..Segment::default() },
             true => self.segments.remove(&from)?,

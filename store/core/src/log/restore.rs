@@ -22,7 +22,7 @@ use super::scan::ScannedSegment;
 use super::*;
 use crate::planted::{Bug, has};
 use larder_format::footer::PageSummary;
-use larder_format::life::{Foreign, Headless, Verdict};
+use larder_format::life::{Foreign, Headless, Verdict, may_replace};
 use std::collections::BTreeSet;
 
 /// The newest segments, whose last second of writes may not be durable yet.
@@ -156,7 +156,7 @@ impl Recovery {
     /// Sorts out what was found.
     pub fn new(config: LogConfig, found: Vec<FoundSegment>) -> Recovery {
         let mut log = Log::new(config);
-        let Sorted { mut kept, mut discard, headless, trusted_from, distrusted, strays } = Sorted::of(found);
+        let Sorted { mut kept, mut discard, headless, trusted_from, distrusted, strays, replaced } = Sorted::of(found);
         log.next_life = kept.last_key_value().map_or(1, |(life, _)| life.saturating_add(1));
         for (_, foreign) in &strays {
             if let Foreign::Segment { life, .. } = foreign {
@@ -168,6 +168,10 @@ impl Recovery {
             discard.extend(kept.pop_first().map(|(_, segment)| segment));
         }
         discard.extend(distrusted);
+        if replaced {
+            // All go, and a crash must not make what is left look as if the stray lay above it.
+            discard.sort_unstable();
+        }
         let oldest_first: Vec<SegmentLife> =
             kept.into_iter().map(|(life, segment)| SegmentLife { segment, life }).collect();
         let order: Vec<SegmentLife> = oldest_first.iter().rev().copied().collect();
@@ -200,18 +204,27 @@ struct Sorted {
     distrusted: Vec<u32>,
     /// None of the log's segments.
     strays: Vec<(u32, Foreign)>,
+    /// One of them lies where a segment of the log may have been, with tombstones of anything.
+    replaced: bool,
 }
 
 impl Sorted {
     fn of(found: Vec<FoundSegment>) -> Sorted {
         let oldest = found.iter().filter_map(|found| found.life.ok()).min();
         let mut sorted = Sorted::default();
+        // The largest number that one of the log's segments has, or had before it was renamed.
+        let mut last = None;
         for FoundSegment { segment, life, short } in found {
             let verdict = match life {
                 Err(headless) if !has(Bug::HeadlessIsNothing) => headless.verdict(oldest),
                 Err(_) => Verdict::Remove,
                 Ok(life) => Verdict::Life(life),
             };
+            last = last.max(match verdict {
+                Verdict::Stray(Foreign::Log) => None,
+                Verdict::Stray(Foreign::Segment { segment, .. }) => Some(segment),
+                _ => Some(segment),
+            });
             match verdict {
                 Verdict::Life(number) => {
                     if short {
@@ -231,6 +244,10 @@ impl Sorted {
             }
         }
         sorted.miss_renamed();
+        sorted.replaced = sorted.strays.iter().any(|(segment, _)| may_replace(*segment, last));
+        if sorted.replaced {
+            sorted.trusted_from = u64::MAX;
+        }
         sorted
     }
 

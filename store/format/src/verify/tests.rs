@@ -179,8 +179,11 @@ fn a_copy_of_another_segment_is_to_be_set_aside() {
         assert_eq!(done.found.damages.first().map(|damage| damage.reason.clone()), stray.then_some(reason));
     }
     let other = Superblock { log_id: [1; 16], ..SUPERBLOCK };
-    let report = verify(&other, SEGMENT, &at, &mut Cursor::new(bytes));
-    assert!(report.stray && !report.hopeless && report.damages[0].reason == Reason::OfAnotherLog);
+    for (number, hopeless) in [(SEGMENT, true), (SEGMENT + 1, true), (SEGMENT + 2, false)] {
+        let report = verify(&other, number, &at, &mut Cursor::new(&bytes));
+        assert!(report.stray && report.damages[0].reason == Reason::OfAnotherLog);
+        assert_eq!(report.hopeless, hopeless, "{number}: one of the log's segments may have been there");
+    }
 }
 
 /// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in its place.

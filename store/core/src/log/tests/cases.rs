@@ -377,6 +377,11 @@ fn what_may_have_been_forgotten_is_removed() {
     assert_eq!(sort(with(of(5, 25))), (vec![7, 5, 9], vec![], vec![30]), "the one with this name is older");
     assert_eq!(sort(with(of(6, 12))), (vec![7, 9], vec![], vec![30, 20]));
     assert_eq!(Recovery::new(config(9), with(of(6, 77))).log.next_life, 78);
+    // What lies where a segment may have been took its tombstones. The largest number goes last: it says that one was there.
+    for (at, foreign) in [(6, Foreign::Log), (8, Foreign::Log), (6, Foreign::Segment { segment: 5, life: 20 })] {
+        let over = found(at, Err(Headless { foreign: Some(foreign), ..silent }), false);
+        assert_eq!(sort(with(over)), (vec![4, 5, 7, at], vec![], vec![]), "{foreign:?} at {at}");
+    }
     let known = Headless { life: Some(25), ..silent };
     let mend = SegmentLife { segment: 1, life: 25 };
     assert_eq!(sort(with(found(1, Err(known), false))), (vec![], vec![mend], vec![30, 25, 20, 10]));
