@@ -386,14 +386,20 @@ impl Client {
             let mut pages = 0;
             let mut answers = self.ask_all_lanes(&Request::Forget(batch.to_vec()), deadline).await;
             if has(Bug::ForgetAsksOwner) {
-                answers = self.ask_owners(batch, deadline, Request::Forget).await.into_iter().map(|a| a.1).collect();
+                answers =
+                    self.ask_owners(batch, deadline, Request::Forget).await.into_iter().map(|a| vec![a.1]).collect();
             }
-            for answer in answers {
-                match answer {
-                    Some(Response::Count(count)) => pages += count as usize,
-                    _ if has(Bug::ForgetWithoutAll) => {}
-                    _ => forgotten.complete = false,
+            for lanes in answers {
+                // Each lane of a node may have found the page there while another was about to end it.
+                let mut here = 0;
+                for answer in lanes {
+                    match answer {
+                        Some(Response::Count(count)) => here = here.max(count as usize),
+                        _ if has(Bug::ForgetWithoutAll) => {}
+                        _ => forgotten.complete = false,
+                    }
                 }
+                pages += here;
             }
             forgotten.pages += pages.min(batch.len());
         }
@@ -442,15 +448,17 @@ impl Client {
     }
 
     /// Asks on every connection to every node: each answer comes after all that went before it on that connection, so no put
-    /// that was given up is still on its way then. `None` for each node that is away.
-    async fn ask_all_lanes(&self, request: &Request, deadline: Instant) -> Vec<Option<Response>> {
+    /// that was given up is still on its way then. A node that is away has one answer, `None`.
+    async fn ask_all_lanes(&self, request: &Request, deadline: Instant) -> Vec<Vec<Option<Response>>> {
         self.nodes().or_pause().await;
-        let lanes = self.inner.links.iter().flat_map(|link| match link.live() {
-            Some(node) => lanes::all(&node).into_iter().map(Some).collect(),
-            None => vec![None],
+        let nodes = self.inner.links.iter().map(|link| async move {
+            let lanes = match link.live() {
+                Some(node) => lanes::all(&node).into_iter().map(Some).collect(),
+                None => vec![None],
+            };
+            join_all(lanes.into_iter().map(|lane| async move { lane?.ask(request, deadline).await })).await
         });
-        let asks = lanes.map(|lane| async move { lane?.ask(request, deadline).await });
-        join_all(asks).await
+        join_all(nodes).await
     }
 
     /// Members that the nodes know, merged by name. `None` if no node answers in time.
