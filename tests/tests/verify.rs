@@ -104,12 +104,24 @@ async fn damage_is_reported_repaired_and_the_rest_is_served() {
 
     // Somebody copied a segment.
     let (segment, copy) = (dir.path().join("l3/00000000.seg"), dir.path().join("l3/00000099.seg"));
-    std::fs::copy(segment, &copy).expect("there is a first segment");
-    let (code, stray) = verify(dir.path(), &[]);
-    assert_eq!((code, &stray["strays"], &stray["pages"]), (Some(1), &1.into(), &repaired["pages"]), "{stray}");
-    assert_eq!(verify(dir.path(), &["--repair"]).0, Some(0));
-    assert!(!copy.exists() && copy.with_extension("stray").exists());
-    assert_eq!(verify(dir.path(), &[]).0, Some(0));
+    for name in ["stray", "stray.1"] {
+        std::fs::copy(&segment, &copy).expect("there is a first segment");
+        let (code, stray) = verify(dir.path(), &[]);
+        assert_eq!((code, &stray["strays"], &stray["pages"]), (Some(1), &1.into(), &repaired["pages"]), "{stray}");
+        assert_eq!(verify(dir.path(), &["--repair"]).0, Some(0));
+        assert!(!copy.exists() && copy.with_extension(name).exists());
+        assert_eq!(verify(dir.path(), &[]).0, Some(0));
+    }
+
+    // Where a segment may have been, that is for the next start to judge, by all files that there are.
+    let next = dir.path().join(format!("l3/{:08}.seg", repaired["segments"].as_u64().expect("a number")));
+    let copies = [copy, next];
+    for copy in &copies {
+        std::fs::copy(&segment, copy).expect("there is a first segment");
+    }
+    let (code, stray) = verify(dir.path(), &["--repair"]);
+    assert_eq!((code, &stray["strays"], &stray["segments_hopeless"]), (Some(1), &2.into(), &1.into()), "{stray}");
+    copies.iter().for_each(|copy| std::fs::remove_file(copy).expect("nothing was moved"));
 
     let mut node = start(dir.path());
     let client = attach(&mut node).await;

@@ -6,7 +6,7 @@
 use crate::output::say;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use larder_format::disk::{BLOCK_BYTES, Superblock};
+use larder_format::disk::{BLOCK_BYTES, Superblock, stray_names};
 use larder_format::verify::{Damage, Lives, Repair, SegmentReport, header_life, repair, verify};
 use serde::Serialize;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -19,7 +19,6 @@ const LOCK_FILE: &str = "larder.lock";
 const SEGMENT_SUFFIX: &str = ".seg";
 /// Digits before it.
 const SEGMENT_DIGITS: usize = 8;
-const STRAY_EXTENSION: &str = "stray";
 /// Where a node keeps its L3 in its data directory.
 const L3_DIR: &str = "l3";
 
@@ -80,20 +79,22 @@ fn check(args: &VerifyArgs) -> Result<u8> {
     let mut summary = Summary::default();
     let segments = segments(&dir)?;
     let lives = lives(&superblock, &segments)?;
+    let mut useless = Vec::new();
     for (segment, path) in segments {
         let done = look(args.repair, &superblock, segment, &lives, &path);
         let done = done.with_context(|| path.display().to_string())?;
         done.found.damages.iter().try_for_each(|damage| print_damage(args.json, damage))?;
-        if args.repair && done.remove {
-            let away = match done.found.stray {
-                true => std::fs::rename(&path, path.with_extension(STRAY_EXTENSION)),
-                false => std::fs::remove_file(&path),
-            };
-            away.with_context(|| path.display().to_string())?;
-        }
         summary.add(&done);
+        if done.remove {
+            useless.push((segment, path, done.found.stray));
+        }
     }
-    if args.repair {
+    // The next start judges what is hopeless by all the files that there are.
+    if args.repair && summary.segments_hopeless == 0 {
+        for (segment, path, stray) in useless {
+            let gone = if stray { set_aside(&dir, segment, &path) } else { Ok(std::fs::remove_file(&path)?) };
+            gone.with_context(|| path.display().to_string())?;
+        }
         File::open(&dir)?.sync_all()?;
     }
     summary.print(args, &dir)?;
@@ -114,9 +115,16 @@ fn lives(superblock: &Superblock, segments: &[(u32, PathBuf)]) -> Result<Lives> 
     let by_header = lives.clone();
     for (segment, mut file) in headless {
         let found = verify(superblock, segment, &by_header, &mut file);
-        found.life.into_iter().for_each(|life| lives.add(segment, life));
+        lives.learn(&found);
     }
     Ok(lives)
+}
+
+/// Gives a stray the first of its names that no file has.
+fn set_aside(dir: &Path, segment: u32, path: &Path) -> Result<()> {
+    let free = stray_names(segment).map(|name| dir.join(name)).find(|stray| stray.symlink_metadata().is_err());
+    let stray = free.context("too many files were set aside: remove them")?;
+    Ok(std::fs::rename(path, stray)?)
 }
 
 fn look(fix: bool, superblock: &Superblock, segment: u32, lives: &Lives, path: &Path) -> Result<Repair> {
@@ -211,19 +219,21 @@ impl Summary {
             (0, _) => say!("no damage"),
             (_, false) => say!("{damages} damages, {segments_lost} segments lost; --repair takes them out"),
             (_, true) => {
+                let removed = if self.segments_hopeless > 0 { "to be removed" } else { "removed" };
                 say!(
-                    "{damages} damages: {voided} taken out, {restored} written again, {segments_lost} segments removed"
+                    "{damages} damages: {voided} taken out, {restored} written again, {segments_lost} segments {removed}"
                 );
             }
         }
         if self.strays > 0 {
-            let they = if args.repair { "were set aside as *.stray" } else { "are to be set aside" };
+            let set_aside = args.repair && self.segments_hopeless == 0;
+            let they = if set_aside { "were set aside as *.stray" } else { "are to be set aside" };
             say!("{} files are none of the log's segments, and {they}", self.strays);
         }
         if self.segments_hopeless > 0 {
             say!(
-                "{} segments cannot be repaired: the next start removes them and every segment that they may have had \
-                 tombstones for",
+                "{} segments cannot be repaired: the next start removes them, or sets them aside, and removes every segment \
+                 that they may have had tombstones for",
                 self.segments_hopeless
             );
         }

@@ -8,6 +8,7 @@
 
 use crate::file::DeviceFile;
 use crate::seam::SmallFile;
+use larder_format::disk::stray_names;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -16,8 +17,6 @@ use std::time::Duration;
 use thiserror::Error;
 
 const LOCK: &str = "larder.lock";
-/// Of files that had the name of a segment and are none.
-const STRAY_EXTENSION: &str = "stray";
 /// Behind the name of a segment that is being made.
 const NEW: &str = ".new";
 const LOCK_TRIES: u32 = 20;
@@ -165,13 +164,20 @@ impl Directory {
         self.sync()
     }
 
-    /// Gives a segment's file a name that is none of a segment, and says which. One that has that name goes.
+    /// Gives a segment's file a name that is none of a segment and that no file has, and says which.
     pub(crate) fn set_aside(&self, segment: u32) -> io::Result<PathBuf> {
-        let path = self.segment_path(segment);
-        let stray = path.with_extension(STRAY_EXTENSION);
-        fs::rename(&path, &stray)?;
-        self.sync()?;
-        Ok(stray)
+        for name in stray_names(segment) {
+            let stray = self.path.join(name);
+            match fs::symlink_metadata(&stray) {
+                Ok(_) => continue,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+            fs::rename(self.segment_path(segment), &stray)?;
+            self.sync()?;
+            return Ok(stray);
+        }
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, "too many files were set aside: remove them"))
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -234,5 +240,22 @@ mod tests {
         directory.set_aside(1).unwrap();
         assert!(directory.segments().unwrap().is_empty() && path.join("00000001.stray").exists());
         assert!(directory.set_aside(1).is_err());
+    }
+
+    #[test]
+    fn what_is_set_aside_replaces_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = Directory::open(dir.path()).unwrap();
+        let file = dir.path().join(segment_name(3));
+        for (text, name) in [("first", "00000003.stray"), ("second", "00000003.stray.1"), ("third", "00000003.stray.2")]
+        {
+            fs::write(&file, text).unwrap();
+            assert_eq!(directory.set_aside(3).unwrap(), dir.path().join(name));
+        }
+        let texts: Vec<_> = stray_names(3).map_while(|name| fs::read_to_string(dir.path().join(name)).ok()).collect();
+        assert_eq!(texts, ["first", "second", "third"]);
+        stray_names(3).skip(3).for_each(|name| fs::write(dir.path().join(name), "").unwrap());
+        fs::write(&file, "one too many").unwrap();
+        assert!(directory.set_aside(3).is_err() && file.exists(), "there is a bound");
     }
 }

@@ -80,7 +80,8 @@ pub trait Device: Send + Sync + 'static {
     /// Removes a segment if it exists. Requests on it that were taken before are done first.
     fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>>;
 
-    /// Makes a file with the name of a segment none of the segments, and keeps it for people: where it is then.
+    /// Makes a file with the name of a segment none of the segments, and keeps it for people, beside those that were set aside
+    /// before: where it is then.
     fn set_aside(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>>;
 
     /// Hands over a request on an open segment; waits while too many are waiting. `on_done` is dropped without a call only

@@ -4,7 +4,7 @@
 //! DIR/larder.sb                      superblock (one 4 KiB block): what must always be true of this log
 //! DIR/00000000.seg, 00000001.seg …   segments, all of one length, preallocated
 //! DIR/00000002.seg.new               a segment that is just being made: nothing in it counts
-//! DIR/00000099.stray                 what had the name of a segment and is none: to be looked at and removed by people
+//! DIR/00000099.stray, ….stray.1 …    what had the name of a segment and is none: to be looked at and removed by people
 //!
 //! segment:  ┌ segment header ┬ record header ┬ payload, padded ┬ record header ┬ payload … ┬ anything ┬ table    ┬ footer ┐
 //!           │ 4 KiB          │ 4 KiB         │ to 4 KiB        │               │           │ (old)    │ of footer│ 4 KiB  │
@@ -49,6 +49,17 @@
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::page::{PageId, PageMeta};
 use crate::{NamespaceId, PageKey};
+
+/// Most files of one number that are set aside.
+const STRAYS_MAX: u32 = 1000;
+
+/// The names that a stray with the name of a segment may get: it gets the first that no file has.
+pub fn stray_names(segment: u32) -> impl Iterator<Item = String> {
+    (0..STRAYS_MAX).map(move |nth| match nth {
+        0 => format!("{segment:08}.stray"),
+        _ => format!("{segment:08}.stray.{nth}"),
+    })
+}
 
 /// Every block, and the alignment of every record.
 pub const BLOCK_BYTES: usize = 4096;

@@ -18,8 +18,9 @@
 //!    start hops. Beside a lost record there must be none.
 //!
 //! What no repair can help is left to the next start: a segment whose file is too short, one without a header that says
-//! too little ([`crate::life`]), a stray that lies where a segment was, and one whose segment is not there. It removes them (the stray is set aside) and all that
-//! they may have had tombstones for. Other strays cost nothing.
+//! too little ([`crate::life`]), a stray that lies where a segment was, and one whose segment is not there. It removes them
+//! (the stray is set aside) and all that they may have had tombstones for. Other strays cost nothing. As a start judges by all
+//! the files that there are, none is to be removed or set aside beside one that is left to it.
 
 use crate::codec::DecodeError;
 use crate::disk::{
@@ -128,25 +129,38 @@ pub struct SegmentReport {
 
 /// What a log's segments say of themselves: by that a segment is judged that does not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Lives(BTreeMap<u32, u64>);
+pub struct Lives {
+    lives: BTreeMap<u32, u64>,
+    /// The largest number that one of them has, or had before it was renamed.
+    last: Option<u32>,
+}
 
 impl Lives {
     /// A segment is there, in this life.
     pub fn add(&mut self, segment: u32, life: u64) {
-        self.0.insert(segment, life);
+        self.lives.insert(segment, life);
+        self.last = self.last.max(Some(segment));
+    }
+
+    /// Takes what was found of a segment without a header.
+    pub fn learn(&mut self, found: &SegmentReport) {
+        if let Some(life) = found.life {
+            return self.add(found.segment, life);
+        }
+        self.last = self.last.max(match found.damages.first().map(|damage| &damage.reason) {
+            Some(Reason::OfAnotherLog) => None,
+            Some(&Reason::Misnamed { segment, .. }) => Some(segment),
+            _ => Some(found.segment),
+        });
     }
 
     fn oldest(&self) -> Option<u64> {
-        self.0.values().min().copied()
-    }
-
-    fn last(&self) -> Option<u32> {
-        self.0.last_key_value().map(|(&segment, _)| segment)
+        self.lives.values().min().copied()
     }
 
     /// Whether a segment is there in this life or a later one.
     fn has(&self, segment: u32, life: u64) -> bool {
-        self.0.get(&segment).is_some_and(|&found| found >= life)
+        self.lives.get(&segment).is_some_and(|&found| found >= life)
     }
 }
 
@@ -156,7 +170,7 @@ pub struct Repair {
     /// What was found before.
     pub found: SegmentReport,
     /// Nothing in the segment counts: its file is to be removed, and nothing was written to it. A stray is to be set aside
-    /// instead, by another name.
+    /// instead, by another name ([`crate::disk::stray_names`]). Neither is to be done while a segment is hopeless.
     pub remove: bool,
     /// Pages and regions taken out.
     pub voided: u64,
@@ -312,7 +326,7 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             Foreign::Log => (Reason::OfAnotherLog, false),
             Foreign::Segment { segment, life } => (Reason::Misnamed { segment, life }, !self.lives.has(segment, life)),
         };
-        self.report.hopeless = missed || may_replace(self.report.segment, self.lives.last());
+        self.report.hopeless = missed || may_replace(self.report.segment, self.lives.last);
         self.damage(0, file_bytes, None, reason);
     }
 

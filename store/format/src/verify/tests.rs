@@ -86,7 +86,9 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
 
 /// There is another segment of this life.
 fn beside(life: u64) -> Lives {
-    Lives([(SEGMENT + 1, life)].into())
+    let mut lives = Lives::default();
+    lives.add(SEGMENT + 1, life);
+    lives
 }
 
 /// There is an older segment, so that this one says its life without a header.
@@ -184,6 +186,25 @@ fn a_copy_of_another_segment_is_to_be_set_aside() {
         assert!(report.stray && report.damages[0].reason == Reason::OfAnotherLog);
         assert_eq!(report.hopeless, hopeless, "{number}: one of the log's segments may have been there");
     }
+}
+
+/// Whether a stray lies where a segment was is told by the numbers of all that are there, whatever is left of them.
+#[test]
+fn every_number_of_the_log_counts() {
+    let (bytes, _) = segment(true);
+    let report = |number, bytes: &[u8]| verify(&SUPERBLOCK, number, &Lives::default(), &mut Cursor::new(bytes));
+    let is_hopeless = |other: Option<SegmentReport>| {
+        let mut lives = Lives::default();
+        lives.add(SEGMENT, LIFE);
+        other.iter().for_each(|other| lives.learn(other));
+        verify(&SUPERBLOCK, 50, &lives, &mut Cursor::new(&bytes)).hopeless
+    };
+    assert!(!is_hopeless(None) && !is_hopeless(Some(report(60, &bytes))), "a stray is none of them");
+    assert!(is_hopeless(Some(report(49, &[]))), "one that is damaged is");
+    let mut renamed = bytes.clone();
+    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: 49, life: LIFE };
+    renamed[..BLOCK_BYTES].copy_from_slice(&header.encode());
+    assert!(is_hopeless(Some(report(60, &renamed))), "one was there that has another name now");
 }
 
 /// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in its place.
