@@ -115,17 +115,13 @@ impl Directory {
         self.path.join(segment_name(segment))
     }
 
-    /// Opens a segment's file; how many of its bytes there are. One that is too long is cut.
+    /// Opens a segment's file; how many of its bytes there are. One that is too long stays so: it may be none of the log's.
     pub(crate) fn open_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<(DeviceFile, u64)> {
         let path = self.segment_path(segment);
         let file = DeviceFile::open(&path)?;
         let len = file.len()?;
-        if len > segment_bytes {
-            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too long and is cut");
-            file.truncate(segment_bytes)?;
-        }
-        if len < segment_bytes {
-            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file is too short");
+        if len != segment_bytes {
+            tracing::warn!(file = %path.display(), len, segment_bytes, "segment file has another length");
         }
         Ok((file, len.min(segment_bytes)))
     }

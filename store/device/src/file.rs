@@ -59,11 +59,6 @@ impl DeviceFile {
         }
     }
 
-    /// Cuts it to `bytes`.
-    pub fn truncate(&self, bytes: u64) -> io::Result<()> {
-        self.file.set_len(bytes)
-    }
-
     /// Bytes, as the file system says.
     pub fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())

@@ -70,7 +70,7 @@ pub trait Device: Send + Sync + 'static {
     /// Numbers of the segments that exist, in order.
     fn segments(&self) -> BoxFuture<'_, io::Result<Vec<u32>>>;
 
-    /// Opens a segment for requests; how many of its `bytes` there are. What is behind them is cut off.
+    /// Opens a segment for requests; how many of its `bytes` there are. What is behind them counts for nothing.
     fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>>;
 
     /// Makes a segment in place of what is there, all of it allocated and with `header` as its first block, and opens it.

@@ -164,6 +164,25 @@ async fn a_copied_segment_costs_nothing_and_a_renamed_one_what_it_may_have_forgo
     takes_pages(&l3, dir.path(), &arena).await;
 }
 
+/// What is behind the end of a segment counts for nothing, and what is set aside is kept whole, beside what was before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_that_are_too_long_are_not_cut() {
+    let (dir, arena) = (temp(), arena());
+    let files = filled(dir.path(), &arena).await;
+    let longer =
+        std::fs::read(&files[1]).unwrap().into_iter().chain(bytes_of(1, 1, 2 * MIB as usize)).collect::<Vec<u8>>();
+    let copy = dir.path().join("00000099.seg");
+    for name in ["00000099.stray", "00000099.stray.1"] {
+        std::fs::write(&copy, &longer).unwrap();
+        OpenOptions::new().write(true).open(&files[0]).unwrap().set_len(3 * MIB).unwrap();
+        let (l3, report) = open(dir.path(), 8, &arena).await;
+        assert_eq!((report.strays, report.segments_removed, hits(&l3).await.len()), (1, 0, 60), "{report:?}");
+        assert!(std::fs::read(dir.path().join(name)).unwrap() == longer);
+        assert_eq!(std::fs::metadata(&files[0]).unwrap().len(), 3 * MIB);
+        l3.close().await;
+    }
+}
+
 /// A tombstone in a segment without a footer is damaged, and a record behind it says that it was durable.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_damaged_tombstone_does_not_bring_its_page_back() {
