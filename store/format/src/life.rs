@@ -47,8 +47,9 @@ pub enum Foreign {
     },
 }
 
-/// Whether a stray of this number may lie where a segment of the log was, if none is known with a number above `last`. Segments
-/// are numbered one after the other, so the one above that may have been there.
+/// Whether a stray of this number may lie where a segment of the log was, if none is known with a number above `last`. A new
+/// segment gets the smallest number that is free, so the one above that may have been there. (What lay above a gap, which a
+/// failure or a smaller capacity left just then, nobody can tell.)
 pub fn may_replace(stray: u32, last: Option<u32>) -> bool {
     last.is_some_and(|last| stray <= last.saturating_add(1))
 }

@@ -178,8 +178,11 @@ impl Shared {
     pub(crate) fn report_prepared(&self, prepare: &larder_core::log::Prepare, result: Result<(), PrepareFailure>) {
         let outcome = match &result {
             Ok(()) => PrepareOutcome::Ready,
-            Err(PrepareFailure { removed: true, .. }) => PrepareOutcome::Removed,
             Err(PrepareFailure { removed: false, .. }) => PrepareOutcome::Stuck,
+            Err(PrepareFailure { error, .. }) => match error.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => PrepareOutcome::Full,
+                _ => PrepareOutcome::Removed,
+            },
         };
         self.change(|log| log.prepared(prepare, outcome));
         self.prepared.change(|preparations| {

@@ -24,8 +24,10 @@ pub struct Prepare {
 pub enum PrepareOutcome {
     /// The header is durable.
     Ready,
-    /// It failed, and the segment's file is durably gone.
+    /// It failed, and the segment's file is durably gone. Another try may succeed.
     Removed,
+    /// The same, and the device says that it has no room.
+    Full,
     /// It failed, and the file may still be there with anything in it.
     Stuck,
 }
@@ -40,6 +42,8 @@ pub(super) enum Spare {
     Reclaiming(u32),
     Preparing,
     Ready(u32),
+    /// It could not be made. The next try waits until somebody has no room without it, and hears of it if that fails too.
+    Failed,
 }
 
 impl Log {
@@ -57,11 +61,12 @@ impl Log {
 
     /// Gets a segment ready before the open one is full, so that writers need not wait for it.
     pub(super) fn prepare_ahead(&mut self) {
-        if !matches!(self.spare, Spare::None) {
+        if !matches!(self.spare, Spare::None | Spare::Failed) {
             return;
         }
         let needed = match self.open.and_then(|open| self.segments.get(&open)) {
             None => true,
+            Some(_) if matches!(self.spare, Spare::Failed) => false,
             // With very few segments, giving one up early would cost too much of what is kept.
             Some(open) => {
                 self.config.segments_max > 3 && open.room(self.config.segment_bytes) < self.config.segment_bytes / 4
@@ -76,8 +81,10 @@ impl Log {
         if let Some(number) = self.free_segment() {
             return self.prepare(number, true);
         }
-        if self.segments.len() < self.config.segments_max as usize + usize::from(has(Bug::OverCapacity)) {
-            let number = self.segments.last_key_value().map_or(0, |(&last, _)| last.saturating_add(1));
+        // The smallest number that is free: a start tells by the numbers where a segment may have been.
+        if self.segments.len() < self.config.segments_max as usize + usize::from(has(Bug::OverCapacity))
+            && let Some(number) = (0..).find(|number| !self.segments.contains_key(number))
+        {
             return self.prepare(number, true);
         }
         self.take_oldest(None);
@@ -139,11 +146,13 @@ impl Log {
                 self.segments.insert(segment, Segment::Ready(life));
                 self.spare = Spare::Ready(segment);
             }
-            PrepareOutcome::Removed => {
+            PrepareOutcome::Removed | PrepareOutcome::Full => {
                 self.segments.remove(&segment);
-                // The device has no room for another: go on with those that there are.
-                if fresh && !self.segments.is_empty() {
+                self.spare = Spare::Failed;
+                // There is no room for another: go on with those that there are.
+                if outcome == PrepareOutcome::Full && fresh && !self.segments.is_empty() {
                     self.config.segments_max = self.segments.len() as u32;
+                    self.spare = Spare::None;
                 }
             }
             PrepareOutcome::Stuck => self.stopped = true,

@@ -332,10 +332,11 @@ impl Model {
         if fails {
             self.pinned.clear();
             self.disk.remove(segment);
-            if fresh && !self.disk.segments().is_empty() {
+            let outcome = if life % 2 == 0 { PrepareOutcome::Full } else { PrepareOutcome::Removed };
+            if outcome == PrepareOutcome::Full && fresh && !self.disk.segments().is_empty() {
                 self.segments_max = self.disk.segments().len() as u32;
             }
-            return self.log.prepared(&prepare, PrepareOutcome::Removed);
+            return self.log.prepared(&prepare, outcome);
         }
         let header = SegmentHeader { log_id: LOG, segment, life };
         let write = BlockWrite { at: (segment, 0), block: header.encode() };

@@ -319,6 +319,64 @@ fn what_a_quota_drops_is_in_doubt() {
     assert_eq!(calm.log.counts().pages, 6);
 }
 
+/// Only a device without room makes the log smaller, and no number stays free.
+#[test]
+fn a_segment_that_could_not_be_made_is_made_later() {
+    for (outcome, segments) in [(PrepareOutcome::Removed, 5), (PrepareOutcome::Full, 3)] {
+        let config = LogConfig { keep_percent: 0, ..config(5) };
+        let mut log = restored(config, (0..4).map(|n| scanned(n, u64::from(n) + 1, Vec::new())).collect());
+        let mut failed = false;
+        let mut ready = BTreeSet::new();
+        for n in 0..200 {
+            let write = loop {
+                match log.append(&meta(n, 1, 1, 0)).unwrap() {
+                    Append::Write(write) => break write,
+                    _ => match log.next_intent() {
+                        Some(Intent::Prepare(prepare)) if prepare.segment == 2 && !failed => {
+                            failed = true;
+                            log.prepared(&prepare, outcome);
+                        }
+                        Some(Intent::Prepare(prepare)) => {
+                            ready.insert(prepare.segment);
+                            log.prepared(&prepare, PrepareOutcome::Ready);
+                        }
+                        other => panic!("{other:?}"),
+                    },
+                }
+            };
+            log.write_done(write, WriteOutcome::Written);
+        }
+        assert!(failed);
+        assert_eq!((log.counts().segments_max, ready.len() as u64), (segments, segments));
+        assert!(outcome == PrepareOutcome::Full || ready == (0..5).collect(), "{ready:?}");
+    }
+}
+
+/// A segment that is made ahead and fails is not tried again at every put, but when the open one is full.
+#[test]
+fn a_failure_is_not_repeated_before_somebody_needs_the_segment() {
+    let mut log = Log::new(LogConfig { segment_bytes: BIG, ..config(9) });
+    let (mut tries, mut puts) = (0, 0);
+    for generation in 1.. {
+        match log.append(&meta(1, generation, 8, 0)).unwrap() {
+            Append::Write(write) => {
+                puts += u32::from(tries > 0);
+                log.write_done(write, WriteOutcome::Written);
+            }
+            _ if tries > 0 => break,
+            _ => {}
+        }
+        while let Some(Intent::Prepare(prepare)) = log.next_intent() {
+            tries += prepare.segment;
+            log.prepared(&prepare, [PrepareOutcome::Ready, PrepareOutcome::Removed][prepare.segment as usize]);
+        }
+    }
+    assert!(tries == 1 && puts > 20, "{tries} tries, {puts} puts");
+    let Some(Intent::Prepare(prepare)) = log.next_intent() else { panic!("it is tried again") };
+    log.prepared(&prepare, PrepareOutcome::Ready);
+    assert!(matches!(log.append(&meta(1, 1000, 8, 0)), Ok(Append::Write(_))));
+}
+
 /// A page whose record of the largest number is over does not come back as an older put.
 #[test]
 fn a_page_is_over_at_a_start() {
