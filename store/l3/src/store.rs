@@ -110,9 +110,15 @@ impl L3 {
         self.shared().scrub_wanted.store(true, Ordering::Relaxed);
     }
 
-    /// Most bytes of a namespace's pages; `u64::MAX` for no limit. What is over it goes.
+    /// Most bytes of a namespace's pages; `u64::MAX` for no limit. What is over it goes. If it has no pages, that is forgotten
+    /// when thousands of others were told of after it.
     pub fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
         self.shared().change(|log| log.set_quota(namespace, bytes));
+    }
+
+    /// What holds for a namespace: [`L3Options::quota_default`], unless it was told of and is not forgotten.
+    pub fn quota(&self, namespace: &NamespaceId) -> u64 {
+        self.shared().look(|log| log.quota(namespace))
     }
 
     /// Holds pages, or lets them go; the number of pages that are held so now. Hard pins are refused beyond a quarter of the

@@ -185,8 +185,8 @@ impl Devices {
         Ok(None)
     }
 
-    /// Writes a page to the device where it belongs, or the next one that takes it.
-    pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot) -> Result<(), L3Error> {
+    /// Writes a page to the device where it belongs, or the next one that takes it. `quota` is that of its namespace.
+    pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot, quota: Option<u64>) -> Result<(), L3Error> {
         let usable = self.devices.iter().filter(|device| device.writes.lock().usable(now()));
         let mut ranked: Vec<&Device> = usable.collect();
         // While one is being scanned nobody can write there, and nobody waits for that who can go elsewhere.
@@ -203,7 +203,14 @@ impl Devices {
                 continue;
             }
             let Some(asking) = device.ask(Kind::Writes) else { continue };
-            match device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await {
+            let written = device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await;
+            // A log forgets the quotas of namespaces without pages. This one has some from now on.
+            if let Some(bytes) = quota.map(|quota| part(quota, device.bytes, self.bytes))
+                && device.l3.quota(&meta.id.namespace) != bytes
+            {
+                device.l3.set_quota(meta.id.namespace, bytes);
+            }
+            match written {
                 Ok(()) => {
                     asking.succeeded();
                     return Ok(());

@@ -440,7 +440,9 @@ impl Tiers {
         self.runtime.spawn(async move {
             // However this ends, the page is held here no longer, and who waits for that hears of it.
             let mut write = Write { tiers, page, landed: false, ticket };
-            match write.tiers.devices.write(&write.page.meta, &write.page.payload).await {
+            let Page { meta, payload } = &*write.page;
+            let quota = write.tiers.state.lock().policy.quota(meta.id.namespace);
+            match write.tiers.devices.write(meta, payload, quota).await {
                 Ok(()) => write.landed = true,
                 Err(error) => {
                     write.tiers.metrics.l3_writes_failed.inc();

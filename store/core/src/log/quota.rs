@@ -10,6 +10,11 @@ use super::*;
 use larder_format::footer::PageSummary;
 
 impl Log {
+    /// What holds for a namespace: the default, if it is not known.
+    pub fn quota(&self, namespace: &NamespaceId) -> u64 {
+        self.index.quota(namespace)
+    }
+
     /// Limits the bytes that the records of a namespace's findable pages take; `u64::MAX`: no limit. What is over it
     /// goes: first what would not be copied, oldest first, then what the keeper gives up. Takes time in proportion to
     /// the pages in the log. Does not outlive a restart.

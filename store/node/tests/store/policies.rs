@@ -1,7 +1,7 @@
 //! When pages are written to L3, who has room, and what stays.
 
 use crate::common::*;
-use larder_format::PageKey;
+use larder_format::{NamespaceId, PageKey};
 use larder_node::sim::Progress;
 use larder_node::{NodeOptions, WritePolicy};
 use larder_wire::{PinKind, ReserveOutcome, Reserved, TierCode};
@@ -159,6 +159,30 @@ async fn a_namespace_stays_in_its_quota_and_its_bytes_are_shown() {
     assert_eq!(figure(&store, "/tiers/namespaces/0/bytes"), 4 << 20);
     assert_eq!(figure(&store, "/tiers/namespaces/0/quota_bytes"), 4 << 20);
     assert_eq!(figure(&store, "/tiers/l2/pages"), 16);
+}
+
+/// A log forgets the quotas of namespaces without pages when it was told of many others.
+#[tokio::test]
+async fn a_quota_holds_on_l3_whenever_pages_come() {
+    let quota = larder_node::NamespaceQuota { namespace: "0707".parse().unwrap(), bytes: 4 << 20 };
+    let dir = directory();
+    let options = NodeOptions { quotas: vec![quota], quota_default: Some(64 << 20), ..options() };
+    let (store, l3) = with_log(&options, dir.path()).await;
+    let namespace = id(0).namespace;
+    store.welcome(namespace);
+    assert_eq!(l3.quota(&namespace), 4 << 20);
+    for number in 0..5000u32 {
+        store.welcome(NamespaceId([number.to_le_bytes(); 8].concat().try_into().unwrap()));
+    }
+    assert_ne!(l3.quota(&namespace), 4 << 20, "it was forgotten");
+    for number in 0..50 {
+        put(&store, number).await;
+    }
+    settles(&store, "/tiers/writing", 0).await;
+    assert_eq!(l3.quota(&namespace), 4 << 20);
+    let bytes = figure(&store, "/tiers/l3/bytes_used");
+    assert!((3 << 20..=4 << 20).contains(&bytes), "{bytes}");
+    store.close(soon()).await;
 }
 
 #[tokio::test]
