@@ -58,6 +58,8 @@ pub enum Bug {
     HeadlessIsNothing,
     /// A segment that was renamed is set aside, and nobody asks what it forgot.
     RenamedIsNotMissed,
+    /// What another file was written over is not missed.
+    ReplacedIsNotMissed,
     /// A hole is taken for what a crash leaves, wherever it is.
     HolesAreTorn,
     /// Node: a page is sealed though parts are missing.
@@ -142,7 +144,7 @@ pub enum Bug {
 
 impl Bug {
     /// Those of the log and of L3.
-    pub const CORE: [Bug; 27] = [
+    pub const CORE: [Bug; 28] = [
         Bug::SkipCrc,
         Bug::SkipIdentity,
         Bug::AckBeforeWrite,
@@ -169,6 +171,7 @@ impl Bug {
         Bug::ExpiredIsServed,
         Bug::HeadlessIsNothing,
         Bug::RenamedIsNotMissed,
+        Bug::ReplacedIsNotMissed,
         Bug::HolesAreTorn,
     ];
 

@@ -292,9 +292,9 @@ impl SimDevice {
         self.disk().lock().rot(dice)
     }
 
-    /// Somebody copies or renames a segment's file; from which number to which.
-    pub fn stray(&self, renames: bool, dice: &mut Dice) -> Option<(u32, u32)> {
-        self.disk().lock().stray(renames, dice)
+    /// Somebody copies or renames a segment's file, `over` another one or not; from which number to which.
+    pub fn stray(&self, renames: bool, over: bool, dice: &mut Dice) -> Option<(u32, u32)> {
+        self.disk().lock().stray(renames, over, dice)
     }
 
     fn disk(&self) -> &Mutex<Disk> {

@@ -111,13 +111,29 @@ impl Disk {
         [now, durable].into_iter().for_each(|bytes| bytes[..header.len()].copy_from_slice(header));
     }
 
-    /// Somebody copies a segment, or renames it; from which number to which.
-    pub fn stray(&mut self, renames: bool, dice: &mut Dice) -> Option<(u32, u32)> {
-        let (&from, found) = self.segments.iter().nth(dice.below(self.segments.len().max(1) as u64) as usize)?;
-        // Where no segment can have been: those cost nothing that was not renamed.
-        let to = self.segments.last_key_value()?.0 + 2 + dice.below(3) as u32;
+    /// Somebody copies a segment, or renames it, `over` another one or to where none can have been; from which number to which.
+    /// Not a file of which that was done before: nobody could tell any more what it was, or what lay there.
+    pub fn stray(&mut self, renames: bool, over: bool, dice: &mut Dice) -> Option<(u32, u32)> {
+        let is_stray = |(number, segment): &(&u32, &Segment)| {
+            SegmentHeader::decode(&segment.now).is_ok_and(|header| header.segment != **number)
+        };
+        let own = self.segments.iter().filter(|segment| !is_stray(segment));
+        let mut own: Vec<u32> = own.map(|(&number, _)| number).collect();
+        let any = |of: &[u32], dice: &mut Dice| of.get(dice.below(of.len().max(1) as u64) as usize).copied();
+        let from = any(&own, dice)?;
+        let to = if over {
+            // Nor one above a gap: that it was the last one nobody could tell either.
+            let known = own.clone();
+            own.retain(|&to| to != from && known.iter().any(|&other| other != to && other + 1 >= to));
+            any(&own, dice)?
+        } else {
+            self.segments.last_key_value()?.0 + 2 + dice.below(3) as u32
+        };
         let stray = match renames {
-            false => Segment { now: found.now.clone(), durable: found.now.clone(), ..Segment::default() },
+            false => {
+                let now = self.segments.get(&from)?.now.clone();
+                Segment { durable: now.clone(), now, ..Segment::default() }
+            }
             true => self.segments.remove(&from)?,
         };
         self.recent.retain(|(at, _)| !renames || *at != from);

@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | calm | clean ends, no faults | every page that was put and not evicted is there; no damage is seen |
 //! | crash | loss of power, kills, torn and lost unsynced writes; segments that somebody copies between two lives | what was acknowledged a second before is there |
-//! | errors | the same, EIO, ENOSPC, short reads, stalls; headers that rot, and segments that are renamed, between two lives | forgotten stays forgotten |
+//! | errors | the same, EIO, ENOSPC, short reads, stalls; headers that rot, and segments that are renamed or written over, between two lives | forgotten stays forgotten |
 //! | lies | the same without errors: flipped bits, lost and misdirected requests | only what is there right |
 //! | memory | crashes, and bits that flip in slots | forgotten stays forgotten |
 //! | all | everything at once | |
@@ -116,8 +116,10 @@ pub struct Faults {
     pub rot: u32,
     /// Between two lives somebody copies a segment's file …
     pub copied: u32,
-    /// … or renames it.
+    /// … or renames it …
     pub renamed: u32,
+    /// … to where another one is.
+    pub written_over: u32,
     /// There is no room for another segment.
     pub no_space: u32,
     /// Listing, opening, making, removing, loading or saving a file fails.
@@ -171,6 +173,9 @@ impl Faults {
         if profile.memory_fails() {
             faults.read_flip = rate(30_000);
             faults.write_flip = rate(30_000);
+        }
+        if profile.has_errors() {
+            faults.written_over = rate(500_000);
         }
         faults
     }

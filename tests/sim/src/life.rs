@@ -183,11 +183,14 @@ fn run_life(ground: &Ground, plan: Plan, subject: &mut impl Lives) {
         {
             world.fault("rot", [segment.into(), offset, 0]);
         }
-        for (what, rate, renames) in [("copied", faults.copied, false), ("renamed", faults.renamed, true)] {
-            if dice.chance(rate)
-                && let Some((from, to)) = device.stray(renames, &mut dice)
-            {
-                world.fault(what, [from.into(), to.into(), 0]);
+        let kinds = [("copied", "copied over", faults.copied), ("renamed", "renamed over", faults.renamed)];
+        for ((what, what_over, rate), renames) in kinds.into_iter().zip([false, true]) {
+            if !dice.chance(rate) {
+                continue;
+            }
+            let over = dice.chance(faults.written_over);
+            if let Some((from, to)) = device.stray(renames, over, &mut dice) {
+                world.fault(if over { what_over } else { what }, [from.into(), to.into(), 0]);
             }
         }
         if Arc::strong_count(&device) != 1 {

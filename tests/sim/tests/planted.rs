@@ -32,6 +32,7 @@ fn profile(bug: Bug) -> Option<Profile> {
         | Bug::LeftOutForgets
         | Bug::HeadlessIsNothing
         | Bug::RenamedIsNotMissed
+        | Bug::ReplacedIsNotMissed
         | Bug::HolesAreTorn => Some(Profile::Errors),
         _ => None,
     }

@@ -60,6 +60,8 @@ fn five_million_operations_and_no_wrong_byte() {
         ("disk flip", 500),
         ("no space", 20),
         ("rot", 50),
+        ("copied over", 10),
+        ("renamed over", 10),
         ("file error", 20),
         ("slow", 100),
         ("stall", 20),

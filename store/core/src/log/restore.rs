@@ -244,7 +244,8 @@ impl Sorted {
             }
         }
         sorted.miss_renamed();
-        sorted.replaced = sorted.strays.iter().any(|(segment, _)| may_replace(*segment, last));
+        let replaces = |(segment, _): &(u32, Foreign)| may_replace(*segment, last) && !has(Bug::ReplacedIsNotMissed);
+        sorted.replaced = sorted.strays.iter().any(replaces);
         if sorted.replaced {
             sorted.trusted_from = u64::MAX;
         }
