@@ -13,6 +13,7 @@ use larder_format::chunk_crcs;
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 /// Payload bytes that are sent before the node has said which pages it wants: a round trip's worth.
@@ -77,7 +78,12 @@ impl Batch<'_> {
             let Some(bytes) = self.send(sent).await else { return lost() };
             payload_bytes += bytes;
             sent += 1;
-            granted = answer.try_recv().ok();
+            granted = match answer.try_recv() {
+                Ok(response) => Some(response),
+                Err(TryRecvError::Empty) => None,
+                // The connection ended, and there will be no answer.
+                Err(TryRecvError::Closed) => return lost(),
+            };
         }
         if sent == count && granted.is_none() {
             // All of it is on its way: so may be the commit.
@@ -211,5 +217,42 @@ impl Batch<'_> {
             }
         });
         join_all(ends).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::PageKey;
+    use larder_wire::{FrameWriter, PROTOCOL_VERSION, Sink as ByteSink};
+    use std::io::{self, IoSlice};
+
+    /// A connection that takes all there is.
+    struct Nowhere;
+
+    impl ByteSink for Nowhere {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            Ok(from.iter().map(|slice| slice.len()).sum())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_in_the_middle_of_a_batch_loses_it() {
+        let (node, queue) = Live::new("node".into(), 1, PROTOCOL_VERSION, None, 0);
+        // More than the queue takes at once.
+        let page = |number| {
+            let key = PageKey::chain(None, &[number]);
+            (NewPage { key, parent: PageKey::NONE, position: 0 }, Bytes::from(vec![1; 1024]))
+        };
+        let (pages, deadline) = ((0..400).map(page).collect(), Instant::now() + Duration::from_secs(10));
+        let putting = {
+            let node = node.clone();
+            tokio::spawn(async move { put_pages(&node, pages, PutOptions::default(), &[1024], deadline).await })
+        };
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        node.end();
+        tokio::spawn(FrameWriter::new(Nowhere).send_all(queue, Duration::from_secs(1)));
+        let outcomes = putting.await.unwrap();
+        assert!(outcomes.len() == 400 && outcomes.iter().all(|outcome| *outcome == PutOutcome::Lost));
     }
 }
