@@ -21,6 +21,9 @@ const AHEAD_BYTES: usize = 4 << 10;
 const SCRATCH_BYTES: usize = CHUNK_BYTES;
 /// Most bytes of a payload that are received at once: what the processor's cache holds while checksums are computed.
 const PIECE_BYTES: usize = 512 << 10;
+/// Bytes after which other tasks of the thread have their turn, timers and other sockets among them: some 200 µs. The runtime
+/// would count them as one step, like a frame of a few bytes.
+const TURN_BYTES: usize = 1 << 20;
 /// Most frames that leave at once, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
 const FRAMES_AT_ONCE: usize = 32;
 const BULK_AT_ONCE_BYTES: usize = 1 << 20;
@@ -152,12 +155,30 @@ pub struct FrameReader<S> {
     from: usize,
     to: usize,
     body: Vec<u8>,
+    turn: Turn,
+}
+
+/// What a task has moved since others had their turn.
+#[derive(Default)]
+struct Turn {
+    bytes: usize,
+}
+
+impl Turn {
+    async fn moved(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        if self.bytes >= TURN_BYTES {
+            self.bytes = 0;
+            tokio::task::yield_now().await;
+        }
+    }
 }
 
 impl<S: Source> FrameReader<S> {
     /// Reads frames from `source`.
     pub fn new(source: S) -> Self {
-        Self { source, frames: 0, ahead: Box::new([0; AHEAD_BYTES]), from: 0, to: 0, body: Vec::new() }
+        let ahead = Box::new([0; AHEAD_BYTES]);
+        Self { source, frames: 0, ahead, from: 0, to: 0, body: Vec::new(), turn: Turn::default() }
     }
 
     /// The next header; its body is then in [`FrameReader::body`], and its payload must be taken with
@@ -242,6 +263,7 @@ impl<S: Source> FrameReader<S> {
             self.to = received - here;
             landed(&memory[at..at + here]);
             at += here;
+            self.turn.moved(received).await;
         }
         Ok(())
     }
@@ -324,12 +346,13 @@ pub struct FrameWriter<S> {
     sink: S,
     /// Frames so far, modulo 2^32.
     frames: u32,
+    turn: Turn,
 }
 
 impl<S: Sink> FrameWriter<S> {
     /// Sends frames to `sink`.
     pub fn new(sink: S) -> Self {
-        Self { sink, frames: 0 }
+        Self { sink, frames: 0, turn: Turn::default() }
     }
 
     /// Sends one frame.
@@ -389,7 +412,10 @@ impl<S: Sink> FrameWriter<S> {
         let count = gather(frames, sent, &mut slices);
         match self.sink.send(&slices[..count]).await? {
             0 => Err(io::ErrorKind::WriteZero.into()),
-            now => Ok(now),
+            now => {
+                self.turn.moved(now).await;
+                Ok(now)
+            }
         }
     }
 }
@@ -531,6 +557,43 @@ mod tests {
         assert!(urgent[2] <= 5 && urgent[2] == urgent[0] + 2, "{order:?}");
         order.retain(|number| !(100..103).contains(number));
         assert_eq!(order, (0..40).chain([200]).collect::<Vec<u64>>());
+    }
+
+    #[tokio::test]
+    async fn who_moves_much_lets_others_have_their_turns() {
+        async fn turns_beside<T>(work: impl Future<Output = T> + Send + 'static) -> u32
+        where
+            T: Send + 'static,
+        {
+            let (work, mut turns) = (tokio::spawn(work), 0);
+            while !work.is_finished() {
+                turns += 1;
+                tokio::task::yield_now().await;
+            }
+            turns
+        }
+        struct Ready;
+        impl Source for Ready {
+            async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+                Ok(into[0].len())
+            }
+        }
+        impl Sink for Ready {
+            async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+                Ok(from.iter().map(|slice| slice.len()).sum())
+            }
+        }
+        let reading = async { FrameReader::new(Ready).discard(16 << 20).await };
+        assert!(turns_beside(reading).await >= 16);
+        let (sender, queue) = mpsc::channel(16);
+        for _ in 0..16 {
+            let frame = Frame::new(9, 0, 0, b"", Some(Box::new(vec![0u8; 1 << 20])));
+            sender.try_send(frame).map_err(|_| ()).unwrap();
+        }
+        drop(sender);
+        let bulk = FrameQueue::new(mpsc::channel(1).1, queue);
+        let writing = FrameWriter::new(Ready).send_all(bulk, Duration::from_secs(1));
+        assert!(turns_beside(writing).await >= 4);
     }
 
     #[tokio::test]
