@@ -30,8 +30,8 @@ pub struct TierArgs {
     /// Most bytes of pages that are read and sent for one connection at a time; an eighth of --in-flight if left out
     #[arg(long, value_name = "SIZE")]
     in_flight_window: Option<ByteSize>,
-    /// Most bytes of pages that readers wait for; more are answered "busy" at once. As much as L2, and at least 256 MiB, if
-    /// left out
+    /// Most bytes of pages that one connection waits for, however fast it takes them; more are answered "busy" at once. As
+    /// much as L2, and at least 256 MiB, if left out
     #[arg(long, value_name = "SIZE")]
     in_flight_asked: Option<ByteSize>,
     /// Most memory for connections and requests, beside the pages

@@ -5,7 +5,7 @@
 //! bring their own.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, FollowEnd, Lookup, NewPage, PagePut, PutOutcome, Tier};
+use larder_client::{Client, FollowEnd, GetOptions, Lookup, NewPage, PagePut, PutOutcome, Tier};
 use larder_format::PageKey;
 use larder_model::KvPage;
 use std::time::{Duration, Instant};
@@ -58,6 +58,8 @@ impl OpenPut for ClientPut {
     }
 }
 
+/// How often a node that is too busy is asked again: computing a page takes longer than a short while.
+const BUSY_RETRIES: u32 = 3;
 /// How long the store keeps what a lookup found for the reads that follow it.
 const HOLD: Duration = Duration::from_secs(30);
 
@@ -67,7 +69,11 @@ impl PageStore for Client {
     }
 
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {
-        Box::pin(Client::get(self, pages, deadline))
+        Box::pin(async move {
+            let options = GetOptions { busy_retries: BUSY_RETRIES, ..GetOptions::default() };
+            let got = Client::get_with(self, pages, options, deadline).await;
+            got.into_iter().map(|(page, fetched)| (page, fetched.tier())).collect()
+        })
     }
 
     fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {

@@ -255,6 +255,8 @@ impl Client {
     }
 
     /// Asks every owner about its keys, all at once.
+    ///
+    /// A node that is too busy is asked again, each time after as long as it says, until the deadline.
     pub(crate) async fn ask_owners(
         &self,
         keys: &[PageKey],
@@ -266,7 +268,7 @@ impl Client {
         let batches = Self::batches(&nodes, keys, MAX_KEYS, 0);
         let asks = batches.into_iter().map(|(node, indices)| {
             let request = message(indices.iter().map(|&i| keys[i]).collect());
-            async move { (indices, node.ask(&request, deadline).await) }
+            async move { (indices, ask_until(&node, &request, deadline).await) }
         });
         join_all(asks).await
     }
@@ -506,6 +508,21 @@ impl Client {
     /// Counters.
     pub fn stats(&self) -> ClientStats {
         self.inner.counters.read()
+    }
+}
+
+/// Asks a node, and again while it is too busy. Its last word on that comes at the deadline, so that nobody takes it for an
+/// answer while there is time.
+async fn ask_until(node: &Arc<Live>, request: &Request, deadline: Instant) -> Option<Response> {
+    loop {
+        let answer = node.ask(request, deadline).await;
+        let Some(Response::Busy { retry_after_ms, .. }) = answer else { return answer };
+        let pause = node.jittered(put::hint(retry_after_ms));
+        let again = now() + pause;
+        tokio::time::sleep_until(again.min(deadline).into()).await;
+        if again >= deadline {
+            return answer;
+        }
     }
 }
 

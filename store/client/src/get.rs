@@ -6,6 +6,7 @@ use crate::client::{Client, Namespace, Tier, tier};
 use crate::clock::now;
 use crate::link::Live;
 use crate::memory::Buffer;
+use crate::put::hint;
 use crate::sink::{Found, Got, Lying, PageEnd, PageSink, Sink, Wanted};
 use crate::stats::{Counters, count};
 use crate::view::{Later, PageView, ViewBytes, copy_checked};
@@ -142,7 +143,7 @@ impl Client {
             for (Ask { index, id, buffer, .. }, got) in ends {
                 let got = if mixed.contains(&id) { Got::Missed } else { got };
                 let fetched = match (got, self.note(got)) {
-                    (Got::Busy(ms), _) => Fetched::Busy { retry_after: Duration::from_millis(ms.into()) },
+                    (Got::Busy(ms), _) => Fetched::Busy { retry_after: hint(ms) },
                     (_, Some(tier)) => Fetched::Had(tier),
                     (_, None) => Fetched::Miss,
                 };
@@ -273,7 +274,7 @@ async fn get_at(
         let ended = names.into_iter().zip(copied);
         ends.extend(ended.map(|((index, id, bytes), (buffer, got))| (Ask { index, id, bytes, buffer }, got)));
         let busy = |end: &(Ask, Got)| if let Got::Busy(ms) = end.1 { Some(ms) } else { None };
-        let longest = ends.iter().filter_map(busy).max().map(|ms| node.jittered(Duration::from_millis(ms.into())));
+        let longest = ends.iter().filter_map(busy).max().map(|ms| node.jittered(hint(ms)));
         let Some(pause) = longest.filter(|&pause| retries > 0 && now() + pause < deadline) else { return ends };
         retries -= 1;
         tokio::time::sleep(pause).await;

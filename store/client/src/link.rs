@@ -15,8 +15,8 @@ use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
 use larder_share::{Held, Memory, Window};
 use larder_wire::{
-    Entry, Frame, FrameHeader, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Request, Response, Sink as ByteSink,
-    Source, TierCode, VERSION_OF_LENDING,
+    Entry, Frame, FrameHeader, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Request, Response,
+    Sink as ByteSink, Source, TierCode, VERSION_OF_LENDING,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
-/// Frames queued towards the node.
+/// Frames in each queue towards the node.
 const SEND_QUEUE_FRAMES: usize = 256;
 /// Most payload bytes that wait to leave on one connection, and the unit in which they are counted.
 const OUTGOING_BYTES_MAX: usize = 64 << 20;
@@ -43,6 +43,8 @@ const SILENCE_PROBED: Duration = Duration::from_secs(2);
 const SILENCE_MAX: Duration = Duration::from_secs(3);
 /// How long after its deadline a payload that is just being received may still land.
 const LANDING_GRACE: Duration = Duration::from_secs(1);
+/// A node that refused puts is sent no bytes of puts for so long but those it said it would take.
+const PRESSED_MIN: Duration = Duration::from_secs(1);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
@@ -72,7 +74,9 @@ pub(crate) struct Live {
     pub(crate) epoch: u64,
     /// Of the protocol, as agreed.
     pub(crate) version: u16,
+    /// To the node: what is short, and what belongs to puts once they are reserved, in its order.
     out: mpsc::Sender<Frame>,
+    bulk: mpsc::Sender<Frame>,
     sinks: Mutex<Sinks>,
     next: AtomicU64,
     broken: CancellationToken,
@@ -277,7 +281,7 @@ pub(crate) async fn run<R: Source, W: ByteSink>(
     live: &Arc<Live>,
     mut reader: FrameReader<R>,
     writer: FrameWriter<W>,
-    queue: mpsc::Receiver<Frame>,
+    queue: FrameQueue,
     lines: impl Future<Output = io::Error>,
 ) -> io::Error {
     // A task of its own: neither direction takes the other's turns, however much there is to move.
@@ -481,7 +485,7 @@ fn finish(mut sink: Sink, response: Response) -> Option<Sink> {
     match (&mut sink, response) {
         (Sink::Pages(_), Response::Miss { .. }) => return Some(sink),
         (Sink::Pages(pages), Response::Busy { index, retry_after_ms }) => {
-            pages.busy(index, retry_after_ms);
+            pages.busy(index.unwrap_or(0), retry_after_ms);
             return index.is_some().then_some(sink);
         }
         (Sink::Parts(parts), Response::FollowEnd { state, meta }) => parts.end(state, meta),
@@ -509,14 +513,15 @@ impl Live {
         version: u16,
         shared: Option<Shared>,
         seed: u64,
-    ) -> (Arc<Live>, mpsc::Receiver<Frame>) {
-        let (out, queue) = mpsc::channel(SEND_QUEUE_FRAMES);
+    ) -> (Arc<Live>, FrameQueue) {
+        let ((out, first), (bulk, then)) = (mpsc::channel(SEND_QUEUE_FRAMES), mpsc::channel(SEND_QUEUE_FRAMES));
         let (window, memory) = shared.map_or((None, None), |(window, memory)| (Some(window), memory));
         let live = Live {
             node_id,
             epoch,
             version,
             out,
+            bulk,
             sinks: Mutex::default(),
             next: AtomicU64::new(1),
             broken: CancellationToken::new(),
@@ -531,7 +536,7 @@ impl Live {
             seed,
             pressed: Mutex::default(),
         };
-        (Arc::new(live), queue)
+        (Arc::new(live), FrameQueue::new(first, then))
     }
 
     /// Requests that wait for answers.
@@ -595,6 +600,14 @@ impl Live {
         self.tell(&Request::Suspect(id.key));
     }
 
+    /// Where a request waits to leave. Nothing that is short waits behind the bytes of puts.
+    fn queue(&self, request: &Request) -> &mpsc::Sender<Frame> {
+        match request {
+            Request::Part { .. } | Request::Commit(_) => &self.bulk,
+            _ => &self.out,
+        }
+    }
+
     /// Sends a frame without a request's answer, if there is room now.
     pub(crate) fn tell(&self, request: &Request) -> bool {
         self.out.try_send(request.frame(self.version, 0, 0, None)).is_ok()
@@ -602,7 +615,7 @@ impl Live {
 
     /// Sends a frame without an answer, waiting for room until `deadline`.
     pub(crate) async fn send(&self, request: &Request, deadline: Instant) -> bool {
-        let send = self.out.send(request.frame(self.version, 0, 0, None));
+        let send = self.queue(request).send(request.frame(self.version, 0, 0, None));
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
     }
 
@@ -615,7 +628,7 @@ impl Live {
         let send = async {
             let permit = self.outgoing.clone().acquire_many_owned(units as u32).await.ok()?;
             let payload: Payload = Box::new(Leaving { bytes, frames: self.frames.clone(), _permit: permit });
-            self.out.send(request.frame(self.version, 0, 0, Some(payload))).await.ok()
+            self.queue(request).send(request.frame(self.version, 0, 0, Some(payload))).await.ok()
         };
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Some(())))
     }
@@ -629,9 +642,9 @@ impl Live {
         }
     }
 
-    /// It is too busy for puts, and will be for so long.
+    /// It is too busy for puts, and may be for so long.
     pub(crate) fn press(&self, time: Duration) {
-        *self.pressed.lock() = Some(now() + time);
+        *self.pressed.lock() = Some(now() + time.max(PRESSED_MIN));
     }
 
     pub(crate) fn is_pressed(&self) -> bool {
@@ -670,7 +683,7 @@ impl Live {
     ) -> Option<Begun> {
         let begun = Begun { live: self.clone(), number };
         self.sinks.lock().waiting.insert(number, sink);
-        let send = self.out.send(request.frame(self.version, number, milliseconds_left(deadline), None));
+        let send = self.queue(request).send(request.frame(self.version, number, milliseconds_left(deadline), None));
         match tokio::time::timeout_at(by.into(), send).await {
             // The connection may have ended, and its sinks been dropped, before ours was put in.
             Ok(Ok(())) if !self.broken.is_cancelled() => Some(begun),

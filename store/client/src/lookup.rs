@@ -2,6 +2,7 @@
 
 use crate::client::{Client, Tier, tier};
 use crate::link::Live;
+use crate::put::hint;
 use futures::future::join_all;
 use larder_format::PageKey;
 use larder_wire::{MAX_HOLD_MS, MAX_KEYS, Request, Response, TierCode};
@@ -48,7 +49,8 @@ impl Drop for Lease {
 }
 
 impl Client {
-    /// Where each page lies: `None` is nowhere.
+    /// Where each page lies: `None` is nowhere, or not known by the deadline; a node that is too busy to say is asked again
+    /// until then.
     pub async fn locate(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<Tier>> {
         let mut located = vec![None; keys.len()];
         for (indices, answer) in self.ask_owners(keys, deadline, Request::Locate).await {
@@ -81,7 +83,7 @@ impl Client {
         let mut lookup = Lookup::default();
         for (indices, lease, answer) in join_all(asks).await {
             if let Some(Response::Busy { retry_after_ms, .. }) = answer {
-                lookup.retry_after = lookup.retry_after.max(Some(Duration::from_millis(retry_after_ms.into())));
+                lookup.retry_after = lookup.retry_after.max(Some(hint(retry_after_ms)));
             }
             let Some(Response::Looked { tiers, held, l3_expected_us }) = answer else { continue };
             answered += indices.len();

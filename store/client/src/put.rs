@@ -66,9 +66,14 @@ pub enum PutOutcome {
 /// When to try again at a node that does not say.
 const RETRY_DEFAULT: Duration = Duration::from_millis(100);
 
+/// When to try again at a node that is too busy, by what it says, in milliseconds: 0 is nothing.
+pub(crate) fn hint(retry_after_ms: u32) -> Duration {
+    if retry_after_ms == 0 { RETRY_DEFAULT } else { Duration::from_millis(retry_after_ms.into()) }
+}
+
 impl PutOutcome {
     pub(crate) fn busy(retry_after_ms: u32) -> PutOutcome {
-        PutOutcome::Busy { retry_after: Duration::from_millis(retry_after_ms.into()) }
+        PutOutcome::Busy { retry_after: hint(retry_after_ms) }
     }
 
     pub(crate) fn is_busy(&self) -> bool {
@@ -186,7 +191,7 @@ pub(crate) fn begin(
     let part_table = geometry.part_table();
     let put = PagePut { steps: Some(steps), budget, parts_left: part_table.clone() };
     tokio::spawn(async move {
-        let work = run(node, page, options, part_table, queue);
+        let work = run(node, page, options, part_table, queue, deadline);
         let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
         let (reply, outcome) = match ended {
             Some((reply, outcome)) => (Some(reply), outcome),
@@ -220,6 +225,7 @@ async fn run(
     options: PutOptions,
     part_table: Vec<u32>,
     mut queue: Queue,
+    put_by: Instant,
 ) -> Ended {
     let Some(node) = node else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
@@ -249,9 +255,13 @@ async fn run(
         };
         open.armed = false;
         match refused {
-            Some(PutOutcome::Busy { .. }) if retries > 0 => {
+            Some(outcome @ PutOutcome::Busy { .. }) if retries > 0 => {
+                let pause = node.jittered(retry_after);
+                if now() + pause >= put_by {
+                    return drain(&mut queue, outcome).await;
+                }
                 retries -= 1;
-                tokio::time::sleep(node.jittered(retry_after)).await;
+                tokio::time::sleep(pause).await;
             }
             Some(outcome) => return drain(&mut queue, outcome).await,
             None => return compare_parts(&node, page.key, parts, &mut queue).await,
@@ -264,9 +274,9 @@ pub(crate) fn grants(answer: Response, count: usize) -> Option<(Vec<ReserveOutco
     let all_busy = |retry_after| Some((vec![ReserveOutcome::Busy; count], retry_after));
     match answer {
         Response::Reserved { outcomes, retry_after_ms } if outcomes.len() == count => {
-            Some((outcomes, Duration::from_millis(retry_after_ms.into())))
+            Some((outcomes, hint(retry_after_ms)))
         }
-        Response::Busy { retry_after_ms, .. } => all_busy(Duration::from_millis(retry_after_ms.into())),
+        Response::Busy { retry_after_ms, .. } => all_busy(hint(retry_after_ms)),
         Response::Error { .. } => all_busy(RETRY_DEFAULT),
         _ => None,
     }

@@ -209,13 +209,9 @@ impl PageSink {
         slot.end.found = found;
     }
 
-    /// The node does not take on this page, or any, now.
-    pub(crate) fn busy(&mut self, index: Option<u32>, retry_after_ms: u32) {
-        let slots = match index {
-            Some(index) => self.slots.get_mut(index as usize..).unwrap_or_default(),
-            None => &mut self.slots[..],
-        };
-        for slot in slots.iter_mut().take(if index.is_some() { 1 } else { usize::MAX }) {
+    /// The node does not take on pages now, from this one on.
+    pub(crate) fn busy(&mut self, from: u32, retry_after_ms: u32) {
+        for slot in self.slots.get_mut(from as usize..).unwrap_or_default() {
             slot.end.found = None;
             slot.end.got = Got::Busy(retry_after_ms);
         }

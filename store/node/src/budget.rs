@@ -4,22 +4,28 @@
 //! - what is under way is counted by a [`Charge`], and counted no more when that is dropped, however that comes about;
 //! - of each [`Kind`], a node's charges are within its bound, but for one piece of work when there is no other, so that a page
 //!   larger than a bound still moves, and for requests that must be heard;
-//! - who asks is answered at once: granted, or [`Busy`];
+//! - who asks is answered at once: granted, or [`Busy`]. What was granted to a reader waits for its turn: tenants in turns,
+//!   each in its order;
 //! - a tenant alone may use all there is; when others want some too, no more than its share;
+//! - a reader may ask for what it can be expected to take in a part of the time it has, going by how fast it and all took bytes
+//!   lately; that others take nothing is no reason to refuse it something;
 //! - however many readers are slow, something is left for the others: what waits for one is at most a part of what is free
 //!   (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998);
-//! - a reader that takes nothing, while others are refused for want of what waits for it, is given up.
+//! - a reader that takes nothing, while others wait for want of what waits for it, is given up.
+
+mod pace;
 
 use crate::clock::now;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use larder_format::planted::{Bug, has};
+use pace::{Drain, Pace};
 use parking_lot::Mutex;
 use serde_json::json;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 
 /// What an open connection is counted for beside its requests: buffers, queues and its task.
@@ -29,18 +35,23 @@ const REQUEST_BYTES: u64 = 1 << 10;
 const BODY_TIMES: u64 = 4;
 /// Of the memory for requests, connections may take 3 of 4 parts, and the requests of one connection 1 of 4 by default.
 const QUARTERS: u64 = 4;
-/// What waits for one reader is at most such a part of what is free.
+/// What is read and waits for one reader is at most such a part of what is free.
 const FREE_FOR_ONE: u64 = 4;
 /// However many tenants there are, each may have a 16th.
 const TENANTS_SHARING_MAX: u64 = 16;
-/// A tenant that was refused wants something for so long.
-const WANTED: Duration = Duration::from_secs(1);
+/// A tenant that was refused wants something for so long: until it comes back, however it was told to.
+const WANTED: Duration = Duration::from_secs(3);
 /// A reader that has taken nothing for so long may be given up.
 const SLOW_AFTER: Duration = Duration::from_secs(1);
-const RETRY_MIN: Duration = Duration::from_millis(1);
-const RETRY_MAX: Duration = Duration::from_secs(1);
-/// Over how long the rate at which bytes leave is measured.
-const RATE_WINDOW: Duration = Duration::from_millis(100);
+/// A reader may ask for what it can be expected to take in a quarter of the time it has, as much waits beyond what is seen
+/// here: at the pace that it had lately, or the readers have together, which changes at once when there are more of them.
+const TIME_PARTS: u32 = 4;
+/// However slowly a reader takes bytes, it may ask for so many.
+const ASKED_MIN: u64 = 4 << 20;
+/// However little is free, so many pages may be under way for one reader: one while another is read.
+const PAGES_FOR_ONE: u64 = 2;
+/// Those that no longer wait for their turn are looked for whenever so many do.
+const WAITING_STEP: usize = 64;
 
 /// What bytes are counted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +60,7 @@ pub(crate) enum Kind {
     Puts,
     /// Pages that are read from L3 for readers, or wait to leave: memory of the arena.
     Reads,
-    /// Pages that readers asked for and that have not left yet: no memory, but time.
+    /// Pages that readers asked for and that have not left yet: no memory, but the reader's time. Bounded for each alone.
     Asked,
     /// Connections and requests, and what is made of them: memory beside the arena.
     Requests,
@@ -87,8 +98,13 @@ struct State {
     used: Amounts,
     drains: [Drain; KINDS.len()],
     tenants: BTreeMap<Arc<str>, Tenant>,
+    /// Tenants with readers that wait for their turn; the first one is next.
+    turns: VecDeque<Arc<str>>,
     connections: BTreeMap<u64, Connection>,
     connections_ever: u64,
+    /// Readers that asked for something that has not left yet, and how fast they take it together.
+    readers: u64,
+    pace: Pace,
 }
 
 #[derive(Default)]
@@ -96,47 +112,26 @@ struct Tenant {
     connections: usize,
     used: Amounts,
     wanted: [Option<Instant>; KINDS.len()],
+    waiting: VecDeque<Waiting>,
+}
+
+/// A page that is to be read for a reader, when there is room.
+struct Waiting {
+    account: Weak<Account>,
+    bytes: u64,
+    /// Dropped: the reader has to take something first.
+    turn: oneshot::Sender<Charge>,
 }
 
 struct Connection {
     tenant: Arc<str>,
     used: Amounts,
+    /// How fast it takes what it asked for.
+    pace: Pace,
     /// Bytes that wait for this reader to take them, and when it last took some or had none.
     queued: u64,
     progress: Instant,
     given_up: CancellationToken,
-}
-
-/// How fast bytes of a kind come back.
-#[derive(Default)]
-struct Drain {
-    since: Option<Instant>,
-    bytes: u64,
-    per_second: u64,
-}
-
-impl Drain {
-    fn add(&mut self, now: Instant, bytes: u64) {
-        let since = *self.since.get_or_insert(now);
-        self.bytes += bytes;
-        let passed = now.saturating_duration_since(since);
-        if passed >= RATE_WINDOW {
-            let measured = u128::from(self.bytes) * 1_000_000 / passed.as_micros();
-            // What was measured over a long time counts for all of it.
-            let before = if passed >= RATE_WINDOW * 8 { measured } else { u128::from(self.per_second) };
-            self.per_second = u64::try_from((before + measured) / 2).unwrap_or(u64::MAX);
-            (self.since, self.bytes) = (Some(now), 0);
-        }
-    }
-
-    fn time_for(&mut self, now: Instant, bytes: u64) -> Duration {
-        self.add(now, 0);
-        if self.per_second == 0 {
-            return RETRY_MAX;
-        }
-        let micros = u128::from(bytes) * 1_000_000 / u128::from(self.per_second);
-        Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).clamp(RETRY_MIN, RETRY_MAX)
-    }
 }
 
 impl State {
@@ -153,32 +148,73 @@ impl State {
         max / (1 + others).min(TENANTS_SHARING_MAX)
     }
 
-    fn count(&mut self, number: u64, kind: Kind, bytes: u64) {
-        let kind = kind as usize;
-        self.used[kind] += bytes;
+    fn count(&mut self, number: u64, kind: Kind, bytes: u64, now: Instant) {
+        let of = kind as usize;
+        self.used[of] += bytes;
         let Some(connection) = self.connections.get_mut(&number) else { return };
-        connection.used[kind] += bytes;
+        if kind == Kind::Asked && connection.used[of] == 0 {
+            connection.pace.since = Some(now);
+            if self.readers == 0 {
+                self.pace.since = Some(now);
+            }
+            self.readers += 1;
+        }
+        connection.used[of] += bytes;
         if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            tenant.used[kind] += bytes;
+            tenant.used[of] += bytes;
         }
     }
 
-    fn give_back(&mut self, number: u64, kind: Kind, bytes: u64, now: Instant) {
-        let kind = kind as usize;
-        self.used[kind] -= bytes;
-        self.drains[kind].add(now, bytes);
+    fn give_back(&mut self, number: u64, kind: Kind, bytes: u64) {
+        let of = kind as usize;
+        self.used[of] -= bytes;
         let Some(connection) = self.connections.get_mut(&number) else { return };
-        connection.used[kind] -= bytes;
+        connection.used[of] -= bytes;
+        if kind == Kind::Asked && connection.used[of] == 0 {
+            connection.pace.since = None;
+            self.readers -= 1;
+            if self.readers == 0 {
+                self.pace.since = None;
+            }
+        }
         if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            tenant.used[kind] -= bytes;
+            tenant.used[of] -= bytes;
         }
     }
 
-    /// The reader that has taken nothing for longest, if that is too long.
-    fn slowest(&self, now: Instant) -> Option<&Connection> {
+    /// A connection is told that there is no room now, or waits for it.
+    fn wants(&mut self, number: u64, kind: Kind, now: Instant) {
+        let tenant = self.connections.get(&number).and_then(|connection| self.tenants.get_mut(&connection.tenant));
+        if let Some(tenant) = tenant {
+            tenant.wanted[kind as usize] = Some(now);
+        }
+    }
+
+    /// A connection waits for its turn.
+    fn wait(&mut self, account: &Arc<Account>, bytes: u64, turn: oneshot::Sender<Charge>, now: Instant) {
+        self.wants(account.number, Kind::Reads, now);
+        let Some(connection) = self.connections.get(&account.number) else { return };
+        let Some(tenant) = self.tenants.get_mut(&connection.tenant) else { return };
+        if tenant.waiting.is_empty() && !self.turns.contains(&connection.tenant) {
+            self.turns.push_back(connection.tenant.clone());
+        }
+        tenant.waiting.push_back(Waiting { account: Arc::downgrade(account), bytes, turn });
+        if tenant.waiting.len().is_multiple_of(WAITING_STEP) {
+            tenant.waiting.retain(|waiting| !waiting.turn.is_closed());
+        }
+    }
+
+    /// The reader, out of all or of a tenant's, that has taken nothing for longest, if that is too long; `None` as well while
+    /// those that were given up have yet to give back the `bytes` there are too many.
+    fn slowest(&self, kind: Kind, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) -> Option<&Connection> {
         let idle = |connection: &&Connection| now.saturating_duration_since(connection.progress);
-        let waited_for = self.connections.values().filter(|connection| connection.queued > 0);
-        waited_for.filter(|one| idle(one) >= SLOW_AFTER && !one.given_up.is_cancelled()).max_by_key(idle)
+        let whose = |connection: &&Connection| tenant.is_none_or(|tenant| connection.tenant == *tenant);
+        let (given_up, others): (Vec<&Connection>, Vec<&Connection>) =
+            self.connections.values().filter(whose).partition(|one| one.given_up.is_cancelled());
+        if given_up.iter().map(|one| one.used[kind as usize]).sum::<u64>() >= bytes {
+            return None;
+        }
+        others.into_iter().filter(|one| one.queued > 0 && idle(one) >= SLOW_AFTER).max_by_key(idle)
     }
 
     fn leave(&mut self, tenant: &str) {
@@ -197,7 +233,7 @@ impl Budget {
         let (reads, asked) = (options.in_flight_bytes() - puts, options.asked_bytes());
         let requests = options.request_bytes;
         Arc::new(Budget {
-            node_max: [puts, reads, asked, requests],
+            node_max: [puts, reads, u64::MAX, requests],
             connection_max: [
                 options.connection_bytes(),
                 reads,
@@ -220,8 +256,14 @@ impl Budget {
         state.connections_ever += 1;
         let tenant: Arc<str> = "".into();
         let given_up = CancellationToken::new();
-        let connection =
-            Connection { tenant: tenant.clone(), used: [0; 4], queued: 0, progress: now(), given_up: given_up.clone() };
+        let connection = Connection {
+            tenant: tenant.clone(),
+            used: [0; 4],
+            pace: Pace::default(),
+            queued: 0,
+            progress: now(),
+            given_up: given_up.clone(),
+        };
         state.connections.insert(number, connection);
         state.tenants.entry(tenant).or_default().connections += 1;
         state.used[Kind::Requests as usize] += CONNECTION_BYTES;
@@ -229,12 +271,88 @@ impl Budget {
         Some(Arc::new(Account { budget: self.clone(), number, given_up, left: Notify::new() }))
     }
 
+    /// How many bytes too many there would be with `bytes` more of a connection.
+    fn excess(&self, state: &State, number: u64, kind: Kind, bytes: u64, now: Instant) -> Excess {
+        let of = kind as usize;
+        let node_max = self.node_max[of];
+        let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
+        let node = over(state.used[of], node_max);
+        let Some(connection) = state.connections.get(&number) else {
+            return Excess { node, ..Excess::default() };
+        };
+        let free = node_max.saturating_sub(state.used[of]);
+        let connection_max = match kind {
+            Kind::Reads => (free / FREE_FOR_ONE).max(PAGES_FOR_ONE * bytes),
+            Kind::Puts | Kind::Asked | Kind::Requests => self.connection_max[of],
+        };
+        let tenant_used = state.tenants.get(&connection.tenant).map_or(0, |tenant| tenant.used[of]);
+        let share = state.share(&connection.tenant, kind, node_max, now);
+        Excess { connection: over(connection.used[of], connection_max), tenant: over(tenant_used, share), node }
+    }
+
+    /// Gives readers their turns, as far as there is room, and gives up one that takes nothing if there is none.
+    fn serve(&self) {
+        // Dropped without the lock.
+        let (mut served, mut seen) = (Vec::new(), Vec::new());
+        let mut state = self.state.lock();
+        let (now, mut passed) = (now(), 0);
+        while passed < state.turns.len() {
+            let Some(name) = state.turns.pop_front() else { break };
+            let next = state.tenants.get_mut(&name).and_then(|tenant| tenant.waiting.pop_front());
+            let Some(next) = next else { continue };
+            seen.extend(next.account.upgrade());
+            let Some(account) = seen.last().filter(|_| !next.turn.is_closed()) else {
+                state.turns.push_front(name);
+                continue;
+            };
+            let excess = self.excess(&state, account.number, Kind::Reads, next.bytes, now);
+            if excess.connection > 0 {
+                // Since it began to wait, its reader was sent something.
+                state.turns.push_front(name);
+                served.push((next.turn, None));
+            } else if excess.tenant > 0 || excess.node > 0 {
+                let node_full = excess.node > 0;
+                self.give_up(&state, (!node_full).then_some(&name), excess.most(), now);
+                if let Some(tenant) = state.tenants.get_mut(&name) {
+                    tenant.waiting.push_front(next);
+                }
+                if node_full {
+                    // Nobody overtakes it, or a large page would wait for ever.
+                    state.turns.push_front(name);
+                    break;
+                }
+                state.turns.push_back(name);
+                passed += 1;
+            } else {
+                let charge = account.granted(&mut state, Kind::Reads, next.bytes, now);
+                served.push((next.turn, Some(charge)));
+                state.turns.push_back(name);
+                passed = 0;
+            }
+        }
+        drop(state);
+        for (turn, charge) in served {
+            // Who does not wait any more gives it back by that.
+            let _ = charge.map(|charge| turn.send(charge));
+        }
+    }
+
+    fn give_up(&self, state: &State, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
+        if let Some(slowest) = state.slowest(Kind::Reads, tenant, bytes, now) {
+            slowest.given_up.cancel();
+            self.metrics.readers_given_up.inc();
+        }
+    }
+
     /// Bytes under way and their bounds, for people and scripts. Connections are counted by their number.
     pub(crate) fn status(&self) -> serde_json::Value {
         let state = self.state.lock();
         let mut status = json!({ "connections": state.connections.len(), "tenants": state.tenants.len() });
         for (kind, name) in KINDS {
-            status[name] = json!({ "bytes": state.bytes(kind), "bytes_max": self.node_max[kind as usize] });
+            status[name] = json!({ "bytes": state.bytes(kind) });
+            if kind != Kind::Asked {
+                status[name]["bytes_max"] = self.node_max[kind as usize].into();
+            }
         }
         status
     }
@@ -293,58 +411,81 @@ impl Account {
     pub(crate) fn charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Result<Charge, Busy> {
         let (of, now) = (kind as usize, now());
         let mut state = self.budget.state.lock();
-        let (own, others) = self.beyond(&state, kind, bytes, now);
-        if own.max(others) == 0 {
-            state.count(self.number, kind, bytes);
-            drop(state);
-            return Ok(Charge { account: self.clone(), kind, bytes, queued: false });
+        let excess = self.budget.excess(&state, self.number, kind, bytes, now).most();
+        if excess == 0 {
+            return Ok(self.granted(&mut state, kind, bytes, now));
         }
-        let tenant = state.connections.get(&self.number).map(|connection| connection.tenant.clone());
-        if let Some(tenant) = tenant.and_then(|tenant| state.tenants.get_mut(&tenant)) {
-            tenant.wanted[of] = Some(now);
-        }
-        if kind == Kind::Reads
-            && others > 0
-            && let Some(slowest) = state.slowest(now)
-        {
-            slowest.given_up.cancel();
-            self.budget.metrics.readers_given_up.inc();
-        }
-        Err(Busy { retry_after: state.drains[of].time_for(now, own.max(others)) })
+        state.wants(self.number, kind, now);
+        Err(Busy { retry_after: state.drains[of].time_for(now, excess) })
     }
 
-    /// Counts bytes that are to be read and sent. While some of its own are on their way, it is a matter of the reader itself to
-    /// take them, and this waits for that; else it is said at once whether there is room.
-    pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Result<Charge, Busy> {
+    /// Counts bytes that its reader asks for, if it can be expected to take them by `deadline`.
+    pub(crate) fn charge_asked(self: &Arc<Self>, bytes: u64, deadline: Instant) -> Result<Charge, Busy> {
+        let (kind, now) = (Kind::Asked, now());
+        let mut state = self.budget.state.lock();
+        state.pace.took(now, 0);
+        let time = deadline.saturating_duration_since(now) / TIME_PARTS;
+        let (all, readers) = (state.pace.bytes_in(time), state.readers);
+        if let Some(own) = state.connections.get_mut(&self.number) {
+            own.pace.took(now, 0);
+            let used = own.used[kind as usize];
+            let readers = readers + u64::from(used == 0);
+            let share = all.map_or(u64::MAX, |all| all / readers);
+            let in_time = own.pace.bytes_in(time).unwrap_or(u64::MAX).min(share);
+            let max = in_time.max(ASKED_MIN).min(self.budget.connection_max[kind as usize]).max(PAGES_FOR_ONE * bytes);
+            if used > 0 && used + bytes > max {
+                return Err(Busy { retry_after: own.pace.time_for(used + bytes - max) });
+            }
+        }
+        Ok(self.granted(&mut state, kind, bytes, now))
+    }
+
+    /// Counts bytes, if they may be under way now, and nobody waits for his turn; nothing comes of it if not.
+    pub(crate) fn try_charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Option<Charge> {
+        let now = now();
+        let mut state = self.budget.state.lock();
+        let fits = state.turns.is_empty() && self.budget.excess(&state, self.number, kind, bytes, now).most() == 0;
+        fits.then(|| self.granted(&mut state, kind, bytes, now))
+    }
+
+    fn granted(self: &Arc<Self>, state: &mut State, kind: Kind, bytes: u64, now: Instant) -> Charge {
+        state.count(self.number, kind, bytes, now);
+        Charge { account: self.clone(), kind, bytes, queued: false, counts: kind != Kind::Asked }
+    }
+
+    /// Counts bytes that are to be read and sent, as soon as its reader has taken enough of what is on its way to it, and then
+    /// as there is room in the node.
+    pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
         loop {
             let mut left = std::pin::pin!(self.left.notified());
             left.as_mut().enable();
-            let refused = match self.charge(Kind::Reads, bytes) {
-                Ok(charge) => return Ok(charge),
-                Err(busy) => busy,
+            let turn = {
+                let now = now();
+                let mut state = self.budget.state.lock();
+                let excess = self.budget.excess(&state, self.number, Kind::Reads, bytes, now);
+                if excess.connection > 0 {
+                    None
+                } else if excess.most() == 0 && state.turns.is_empty() {
+                    return self.granted(&mut state, Kind::Reads, bytes, now);
+                } else {
+                    let (turn, wait) = oneshot::channel();
+                    state.wait(self, bytes, turn, now);
+                    Some(wait)
+                }
             };
-            let own = |connection: &Connection| connection.used[Kind::Reads as usize] > 0;
-            if !self.budget.state.lock().connections.get(&self.number).is_some_and(own) {
-                return Err(refused);
+            let Some(mut turn) = turn else {
+                left.await;
+                continue;
+            };
+            self.budget.serve();
+            loop {
+                match tokio::time::timeout(SLOW_AFTER, &mut turn).await {
+                    Ok(Ok(charge)) => return charge,
+                    Ok(Err(_)) => break,
+                    Err(_) => self.budget.serve(),
+                }
             }
-            left.await;
         }
-    }
-
-    /// How many bytes too many there would be with `bytes` more: for this connection, and for its tenant or the node.
-    fn beyond(&self, state: &State, kind: Kind, bytes: u64, now: Instant) -> (u64, u64) {
-        let of = kind as usize;
-        let node_max = self.budget.node_max[of];
-        let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
-        let node = over(state.used[of], node_max);
-        let Some(connection) = state.connections.get(&self.number) else { return (0, node) };
-        let connection_max = match kind {
-            Kind::Reads => node_max.saturating_sub(state.used[of]) / FREE_FOR_ONE,
-            _ => self.budget.connection_max[of],
-        };
-        let tenant_used = state.tenants.get(&connection.tenant).map_or(0, |tenant| tenant.used[of]);
-        let share = state.share(&connection.tenant, kind, node_max, now);
-        (over(connection.used[of], connection_max), node.max(over(tenant_used, share)))
     }
 
     /// When it is worth trying again to reserve `bytes` that there was no room for.
@@ -359,8 +500,21 @@ impl Account {
         if !must {
             return self.charge(kind, bytes);
         }
-        self.budget.state.lock().count(self.number, kind, bytes);
-        Ok(Charge { account: self.clone(), kind, bytes, queued: false })
+        Ok(self.granted(&mut self.budget.state.lock(), kind, bytes, now()))
+    }
+}
+
+/// Bytes too many: for a connection, its tenant and the node.
+#[derive(Default)]
+struct Excess {
+    connection: u64,
+    tenant: u64,
+    node: u64,
+}
+
+impl Excess {
+    fn most(&self) -> u64 {
+        self.connection.max(self.tenant).max(self.node)
     }
 }
 
@@ -370,9 +524,21 @@ pub(crate) struct Charge {
     kind: Kind,
     bytes: u64,
     queued: bool,
+    /// Whether giving it back says something about how fast bytes come back.
+    counts: bool,
 }
 
 impl Charge {
+    /// Nothing came of it.
+    pub(crate) fn unused(mut self) {
+        self.counts = false;
+    }
+
+    /// What was asked for has been sent.
+    pub(crate) fn sent(mut self) {
+        self.counts = true;
+    }
+
     /// From now on it is for the reader to take them.
     pub(crate) fn queue(&mut self) {
         let mut state = self.account.budget.state.lock();
@@ -390,18 +556,30 @@ impl Drop for Charge {
         if has(Bug::ChargeLeaks) && self.kind == Kind::Reads {
             return;
         }
-        let now = now();
-        let mut state = self.account.budget.state.lock();
-        state.give_back(self.account.number, self.kind, self.bytes, now);
-        if self.queued
-            && let Some(connection) = state.connections.get_mut(&self.account.number)
-        {
-            connection.queued -= self.bytes;
-            connection.progress = now;
+        let (budget, number, now) = (&self.account.budget, self.account.number, now());
+        let mut state = budget.state.lock();
+        if self.counts {
+            state.drains[self.kind as usize].add(now, self.bytes);
         }
+        if let Some(connection) = state.connections.get_mut(&number) {
+            if self.queued {
+                connection.queued -= self.bytes;
+                connection.progress = now;
+            }
+            if self.kind == Kind::Asked {
+                let taken = if self.counts { self.bytes } else { 0 };
+                connection.pace.took(now, taken);
+                state.pace.took(now, taken);
+            }
+        }
+        state.give_back(number, self.kind, self.bytes);
+        let somebody_waits = self.kind == Kind::Reads && !state.turns.is_empty();
         drop(state);
         if self.kind == Kind::Reads {
             self.account.left.notify_waiters();
+        }
+        if somebody_waits {
+            budget.serve();
         }
     }
 }

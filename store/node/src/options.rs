@@ -29,8 +29,8 @@ pub struct NodeOptions {
     /// Most bytes of pages that are read and sent for one connection at a time; two pages are always allowed. Default: an
     /// eighth of the room for pages on their way.
     pub window_bytes: Option<u64>,
-    /// Most bytes of pages that readers asked for and that have not left yet. They take no memory, but the time of those who
-    /// come later. Default: as much as L2, at least 256 MiB.
+    /// Most bytes of pages that one connection asked for and that have not left yet. They take no memory, but time. Default: as
+    /// much as L2, at least 256 MiB.
     pub asked_bytes: Option<u64>,
     /// Most bytes of memory beside the arena for connections, of which each counts 48 KiB, and for requests that are being
     /// worked on. Default 64 MiB, at least 1 MiB.
@@ -265,9 +265,14 @@ impl NodeOptions {
         self.window_bytes.unwrap_or_else(|| self.in_flight_bytes() / 8).max(2 * page_bytes)
     }
 
-    /// Most bytes that readers wait for.
+    /// Most bytes that one connection may wait for, however fast it takes them.
     pub fn asked_bytes(&self) -> u64 {
         self.asked_bytes.unwrap_or_else(|| self.l2_bytes.max(256 << 20))
+    }
+
+    /// Most readers that wait for pages nobody has begun to write. Each is a request meanwhile; a quarter is theirs.
+    pub(crate) fn waiters_max(&self) -> usize {
+        usize::try_from(self.request_bytes >> 12).unwrap_or(usize::MAX)
     }
 
     /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.

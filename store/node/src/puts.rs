@@ -20,9 +20,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Most readers that wait for pages nobody has begun to write.
-const WAITERS_MAX: usize = 65_536;
-
 enum PartState {
     Open(PieceMut),
     Receiving,
@@ -230,6 +227,7 @@ pub(crate) struct Puts {
     metrics: Arc<Metrics>,
     state: Mutex<State>,
     generation: AtomicU64,
+    waiters_max: usize,
 }
 
 #[derive(Default)]
@@ -282,9 +280,10 @@ pub enum Presence<'a> {
 }
 
 impl Puts {
-    /// Puts are numbered from `generation_first` on; it must be above every generation that L3 holds.
-    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64) -> Self {
-        Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(generation_first) }
+    /// Puts are numbered from `generation_first` on; it must be above every generation that L3 holds. At most `waiters_max`
+    /// readers wait for pages nobody has begun to write.
+    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64, waiters_max: usize) -> Self {
+        Self { tiers, metrics, state: Mutex::default(), generation: AtomicU64::new(generation_first), waiters_max }
     }
 
     /// Room for a page, if nobody has it or writes it, and `charge` counts its bytes to somebody. They are until it is sealed
@@ -408,7 +407,7 @@ impl Puts {
         if self.tiers.locate(id) != TierCode::Nowhere {
             return Presence::Sealed;
         }
-        if state.waiters >= WAITERS_MAX {
+        if state.waiters >= self.waiters_max {
             return Presence::Crowded;
         }
         let (sender, changed) = oneshot::channel();

@@ -48,7 +48,7 @@ impl Store {
     ) -> Store {
         let metrics = Arc::new(Metrics::default());
         let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
-        let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first);
+        let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first, options.waiters_max());
         let budget = Budget::new(options, metrics.clone());
         Store { tiers, puts, metrics, budget, options: options.clone() }
     }
@@ -184,10 +184,32 @@ impl Store {
 
     /// Brings pages into L2; how many of them could be read.
     pub async fn warm(&self, ids: &[PageId], deadline: Instant) -> usize {
+        self.warm_for(None, ids, deadline).await
+    }
+
+    /// Like [`Store::warm`], with what is on its way from L3 counted to an account, for pages of so many bytes.
+    pub(crate) async fn warm_for(
+        &self,
+        whose: Option<&(Arc<Account>, u64)>,
+        ids: &[PageId],
+        deadline: Instant,
+    ) -> usize {
         let loads = futures::stream::iter(ids.to_vec())
-            .map(|id| async move { self.tiers.get(&id, deadline).await.is_some() })
+            .map(|id| self.load(whose, id, deadline))
             .buffer_unordered(LOADS_AT_ONCE);
         loads.filter(|&there| std::future::ready(there)).count().await
+    }
+
+    /// Brings one page into L2, if the account has room for it in time; whether it could be read.
+    async fn load(&self, whose: Option<&(Arc<Account>, u64)>, id: PageId, deadline: Instant) -> bool {
+        let load = async {
+            let _charge = match whose.filter(|_| self.locate(&id) == TierCode::L3) {
+                Some((account, page_bytes)) => Some(account.charge_read(*page_bytes).await),
+                None => None,
+            };
+            self.tiers.get(&id, deadline).await.is_some()
+        };
+        tokio::time::timeout_at(deadline.into(), load).await.unwrap_or(false)
     }
 
     /// Forgets pages, and gives up puts of them; the number that were there. After an error it is to be tried again.
@@ -205,9 +227,21 @@ impl Store {
         ttl_ms: u64,
         deadline: Instant,
     ) -> Result<usize, PinRefused> {
+        self.pin_for(None, ids, kind, ttl_ms, deadline).await
+    }
+
+    /// Like [`Store::pin`], with what is on its way from L3 counted to an account, for pages of so many bytes.
+    pub(crate) async fn pin_for(
+        &self,
+        whose: Option<&(Arc<Account>, u64)>,
+        ids: &[PageId],
+        kind: PinKind,
+        ttl_ms: u64,
+        deadline: Instant,
+    ) -> Result<usize, PinRefused> {
         if kind != PinKind::None {
             let on_l3: Vec<PageId> = ids.iter().copied().filter(|id| self.locate(id) == TierCode::L3).collect();
-            self.warm(&on_l3, deadline).await;
+            self.warm_for(whose, &on_l3, deadline).await;
         }
         let ids: BTreeSet<PageId> = ids.iter().copied().collect();
         self.tiers.pin(&ids, kind, ttl_ms)

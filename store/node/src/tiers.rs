@@ -91,7 +91,7 @@ struct Missed;
 pub(crate) struct Room {
     tiers: Arc<Tiers>,
     bytes: u32,
-    _charge: Option<Charge>,
+    charge: Option<Charge>,
 }
 
 impl Room {
@@ -203,12 +203,18 @@ impl Tiers {
 
     /// Memory and room for a page of `bytes`, counted by `charge`; `None` means busy.
     pub(crate) fn reserve(&self, bytes: usize, charge: Option<Charge>) -> Option<(SlotMut, Room)> {
-        let room = self.room(bytes, charge)?;
+        let mut room = self.room(bytes, charge)?;
         let slot = self.arena.allocate(bytes).or_else(|| {
             self.make_room();
             self.arena.allocate(bytes)
         });
-        Some((slot?, room))
+        let Some(slot) = slot else {
+            if let Some(charge) = room.charge.take() {
+                charge.unused();
+            }
+            return None;
+        };
+        Some((slot, room))
     }
 
     fn room(&self, bytes: usize, charge: Option<Charge>) -> Option<Room> {
@@ -220,7 +226,13 @@ impl Tiers {
         let reserved = state.policy.reserve(bytes);
         drop(state);
         // Not `then_some`: room that was not had must not be given back.
-        reserved.then(|| Room { tiers, bytes, _charge: charge })
+        if !reserved {
+            if let Some(charge) = charge {
+                charge.unused();
+            }
+            return None;
+        }
+        Some(Room { tiers, bytes, charge })
     }
 
     /// Where a page lies now.

@@ -95,10 +95,10 @@ pub enum Response {
         /// Index in the request.
         index: u32,
     },
-    /// A page of a Get, or a whole request, that the node does not take on now: it has too much under way. Nothing is said
-    /// about whether the page is there.
+    /// The last pages of a Get, or a whole request, that the node does not take on now: it has too much under way. Nothing is
+    /// said about whether they are there.
     Busy {
-        /// Index in the request; `None`: all of the request, and no other answer follows.
+        /// From this index in the request on; `None`: all of the request, and no other answer follows.
         index: Option<u32>,
         /// Milliseconds after which it is worth trying again, at least 1.
         retry_after_ms: u32,

@@ -82,7 +82,8 @@ impl Prefix {
         if before.contains(&Some(Tier::L3)) {
             self.model.pages.warm(self.keys.clone(), deadline.into_std()).await;
         }
-        if before.contains(&None) {
+        // What nobody could say by the deadline is not known to be missing.
+        if before.contains(&None) && Instant::now() < deadline {
             self.compute(before.iter().filter(|tier| tier.is_none()).count(), deadline).await;
         }
         let after = if before.iter().all(|tier| *tier == Some(Tier::L2)) {

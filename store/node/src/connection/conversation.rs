@@ -8,7 +8,7 @@ use super::receiving::Part;
 use super::sending::{ToClient, WINDOW_UNIT, send};
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, STALL_TIMEOUT, invalid};
-use crate::budget::{Account, Busy, Charge, Kind};
+use crate::budget::{Account, Busy, Charge};
 use crate::clock::now;
 use crate::holds::Hold;
 use crate::node::Shared;
@@ -33,8 +33,8 @@ use tokio::task::AbortHandle;
 const REQUESTS_MAX: usize = 4096;
 /// Frames in each queue towards the client.
 const SEND_QUEUE_FRAMES: usize = 32;
-/// Pages that one request brings into L2 at a time.
-const LOADS_AT_ONCE: usize = 16;
+/// A Hello says who and of which namespace; whoever it is may have no more than this of the node's memory.
+const HELLO_BODY_MAX: u32 = 16 << 10;
 /// When a client is to try again that has too many requests waiting.
 const CROWDED_RETRY: Duration = Duration::from_millis(10);
 /// Keys that count as one request.
@@ -124,7 +124,15 @@ impl Connection {
 
     /// Hears the client out.
     pub(super) async fn run<S: Source>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
-        let hello = tokio::time::timeout(HELLO_TIMEOUT, reader.next()).await;
+        let hello = async {
+            let Some(head) = reader.head().await? else { return Ok(None) };
+            if head.header.body_bytes > HELLO_BODY_MAX {
+                return Err(invalid(DecodeError::Invalid("length of the first message")));
+            }
+            reader.take_body(&head).await?;
+            Ok(Some(head.header))
+        };
+        let hello = tokio::time::timeout(HELLO_TIMEOUT, hello).await;
         let Some(header) = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else { return Ok(()) };
         self.hello(&header, reader.body()).await?;
         while let Some(head) = reader.head().await? {
@@ -316,19 +324,9 @@ impl Connection {
                     Request::Suspect(key) | Request::Compare { key, .. } => vec![page(*key)],
                     _ => return Err(invalid(DecodeError::Invalid("message"))),
                 };
-                let loads = match &message {
-                    Request::Warm(_) | Request::Compare { .. } => ids.len().min(LOADS_AT_ONCE),
-                    Request::Pin { kind, .. } if *kind != PinKind::None => ids.len().min(LOADS_AT_ONCE),
-                    _ => 0,
-                };
-                let loads = match self.account.charge(Kind::Reads, loads as u64 * self.page_bytes()) {
-                    Ok(charge) => charge,
-                    Err(busy) => return self.refuse(request, busy).await,
-                };
-                let client = self.client(request, deadline);
+                let (client, loads) = (self.client(request, deadline), (self.account.clone(), self.page_bytes()));
                 self.spawn(request, ids.len(), async move {
-                    let response = administer(&shared, message, ids, deadline).await;
-                    drop(loads);
+                    let response = administer(&shared, message, ids, loads, deadline).await;
                     client.send(response).await
                 })
                 .await
@@ -421,9 +419,16 @@ fn deadline(header: &FrameHeader) -> Instant {
     now() + patience
 }
 
-async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadline: Instant) -> Response {
+/// `loads` says whose the pages are that it brings into L2, and how large one is.
+async fn administer(
+    shared: &Shared,
+    message: Request,
+    ids: Vec<PageId>,
+    loads: (Arc<Account>, u64),
+    deadline: Instant,
+) -> Response {
     match message {
-        Request::Warm(_) => Response::Count(shared.store.warm(&ids, deadline).await as u32),
+        Request::Warm(_) => Response::Count(shared.store.warm_for(Some(&loads), &ids, deadline).await as u32),
         Request::Forget(_) => match shared.store.forget(&ids, deadline).await {
             Ok(count) => Response::Count(count as u32),
             Err(error) => {
@@ -431,13 +436,21 @@ async fn administer(shared: &Shared, message: Request, ids: Vec<PageId>, deadlin
                 Response::Error { code: ErrorCode::Internal, message: format!("not durably forgotten: {error}") }
             }
         },
-        Request::Pin { kind, ttl_ms, .. } => match shared.store.pin(&ids, kind, ttl_ms, deadline).await {
-            Ok(count) => Response::Count(count as u32),
-            Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
-        },
+        Request::Pin { kind, ttl_ms, .. } => {
+            match shared.store.pin_for(Some(&loads), &ids, kind, ttl_ms, deadline).await {
+                Ok(count) => Response::Count(count as u32),
+                Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
+            }
+        }
         Request::Suspect(_) => Response::Count(shared.store.recheck(&ids[0]) as u32),
         Request::Compare { crcs, .. } => {
-            Response::Committed(vec![shared.store.compare(&ids[0], &crcs, deadline).await])
+            let (account, page_bytes) = &loads;
+            let compare = async {
+                let _read = account.charge_read(*page_bytes).await;
+                shared.store.compare(&ids[0], &crcs, deadline).await
+            };
+            let outcome = tokio::time::timeout_at(deadline.into(), compare).await;
+            Response::Committed(vec![outcome.unwrap_or(CommitOutcome::Incomplete)])
         }
         _ => Response::Error { code: ErrorCode::Malformed, message: "not an administrative message".into() },
     }

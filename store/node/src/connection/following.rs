@@ -21,7 +21,7 @@ pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadl
                     let bytes = page.meta.part_range(part).unwrap_or_default();
                     let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
                     let head = Response::Part { part: part as u32, crcs };
-                    let Ok(leave) = client.leave(bytes.len() as u64).await? else {
+                    let Some(leave) = client.leave(bytes.len() as u64).await? else {
                         return end(FollowState::Miss, None).await;
                     };
                     client.send_bytes(shared, head, PagePayload { page: page.clone(), bytes }, leave).await?;
@@ -51,7 +51,7 @@ pub(super) async fn follow(shared: &Shared, client: &ToClient, id: PageId, deadl
     }
 }
 
-/// Sends parts as they land; returns how the put ended, or `Open` at the deadline, or when the node has too much under way.
+/// Sends parts as they land; returns how the put ended, or `Open` at the deadline.
 async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Instant) -> io::Result<Progress> {
     let mut now = put.progress();
     let mut sent = vec![false; put.part_count()];
@@ -60,7 +60,9 @@ async fn follow_put(shared: &Shared, client: &ToClient, put: &Put, deadline: Ins
             if let Some((bytes, crcs)) = put.landed(part) {
                 *sent = true;
                 let head = Response::Part { part: part as u32, crcs };
-                let Ok(leave) = client.leave(bytes.len() as u64).await? else { return Ok(Progress::Open(0)) };
+                let Some(leave) = client.leave(bytes.len() as u64).await? else {
+                    return Ok(Progress::Open(0));
+                };
                 client.send_bytes(shared, head, PiecePayload(bytes), leave).await?;
             }
         }

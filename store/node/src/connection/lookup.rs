@@ -73,14 +73,14 @@ impl Connection {
         }
         self.leases.insert(request, lease.clone());
         let until = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
-        let (account, page_bytes) = (self.account.clone(), self.page_bytes());
+        let (account, page_bytes, charge) = (self.account.clone(), self.page_bytes(), self.charge.take());
         self.start(request, async move {
             futures::stream::iter(on_l3)
                 .for_each_concurrent(GET_PAGES_AT_ONCE, |id| {
                     let (shared, lease, account) = (&shared, &lease, &account);
                     async move {
                         // What there is no room for now is not held: it can be read all the same.
-                        let Ok(_read) = account.charge(Kind::Reads, page_bytes) else { return };
+                        let Some(_read) = account.try_charge(Kind::Reads, page_bytes) else { return };
                         let page = shared.store.fetch(&id, deadline.min(until)).await;
                         if let Some(hold) = page.and_then(|page| shared.store.hold(&page)) {
                             lease.add(hold);
@@ -88,7 +88,8 @@ impl Connection {
                     }
                 })
                 .await;
-            drop(permit);
+            // What waits now is the holds, not a request.
+            drop((permit, charge));
             tokio::time::sleep_until(until.into()).await;
             lease.end();
             Ok(())

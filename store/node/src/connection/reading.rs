@@ -1,13 +1,13 @@
 //! Pages, and bytes of pages, many at a time.
 //!
 //! What a Get asks for is counted at once, and what is too much of it refused at once. A page that was taken on waits until
-//! the client has taken those before it; whether the node has room for it then is said at once again.
+//! the client has taken those before it, and then for its turn.
 
 use super::Places;
 use super::conversation::Connection;
 use super::rdma::Lines;
 use super::sending::{Leave, PagePayload, ToClient};
-use crate::budget::{Busy, Charge, Kind};
+use crate::budget::{Busy, Charge};
 use crate::node::Shared;
 use crate::tiers::Page;
 use futures::{StreamExt, TryStreamExt};
@@ -67,7 +67,7 @@ pub(super) enum Way {
 /// One that was taken on.
 struct Taken {
     asked: Asked,
-    _charge: Charge,
+    charge: Charge,
 }
 
 /// The pages of a Get by what is made of them.
@@ -76,8 +76,8 @@ struct Sorted {
     at_once: Vec<Taken>,
     later: Vec<Taken>,
     nowhere: Vec<u32>,
-    refused: Vec<u32>,
-    busy: Option<Busy>,
+    /// From this page on.
+    refused: Option<(u32, Busy)>,
 }
 
 impl Connection {
@@ -95,9 +95,15 @@ impl Connection {
             Delivery::Read(lines) => Way::Read(self.lines.clone(), lines),
         };
         // Opening a window takes a while, so it is done for several pages at a time, like reading them from L3.
-        let sorted = self.sort(asked, matches!(way, Way::Read(..)));
-        if let Some(busy) = sorted.busy {
-            self.refuse_pages(request, &sorted.refused, busy).await?;
+        let count = asked.len() as u32;
+        let sorted = self.sort(asked, matches!(way, Way::Read(..)), deadline);
+        match sorted.refused {
+            Some((0, busy)) => {
+                self.shared.metrics.pages_refused.inc_by(count.into());
+                return self.refuse(request, busy).await;
+            }
+            Some((first, busy)) => self.refuse_pages(request, first..count, busy).await?,
+            None => {}
         }
         self.shared.store.missed(sorted.nowhere.len());
         for &index in &sorted.nowhere {
@@ -113,7 +119,7 @@ impl Connection {
     }
 
     /// Counts the pages that are there, as long as there is room for them.
-    fn sort(&self, asked: Vec<Asked>, opens: bool) -> Sorted {
+    fn sort(&self, asked: Vec<Asked>, opens: bool, deadline: Instant) -> Sorted {
         let (mut sorted, page_bytes) = (Sorted::default(), self.page_bytes());
         for asked in asked {
             let tier = self.shared.store.locate(&asked.id);
@@ -121,21 +127,17 @@ impl Connection {
                 sorted.nowhere.push(asked.index);
                 continue;
             }
-            // From the first page on that is too much, all are: who reads a sequence needs its beginning.
-            if sorted.busy.is_some() {
-                sorted.refused.push(asked.index);
-                continue;
-            }
             let bytes = asked.bytes.as_ref().map_or(page_bytes, |bytes| page_bytes.min(bytes.len() as u64));
-            match self.account.charge(Kind::Asked, bytes) {
+            match self.account.charge_asked(bytes, deadline) {
                 Ok(charge) => {
                     let at_once = tier == TierCode::L2 && !opens;
                     let list = if at_once { &mut sorted.at_once } else { &mut sorted.later };
-                    list.push(Taken { asked, _charge: charge });
+                    list.push(Taken { asked, charge });
                 }
+                // With the first page that is too much all behind it are: who reads a sequence needs its beginning.
                 Err(busy) => {
-                    sorted.busy = Some(busy);
-                    sorted.refused.push(asked.index);
+                    sorted.refused = Some((asked.index, busy));
+                    break;
                 }
             }
         }
@@ -158,17 +160,20 @@ impl Reading {
         self.client.end(Response::End).await
     }
 
+    /// Leave for a page to be on its way; by the deadline of the request it is a miss.
+    async fn leave(&self, asked: &Asked) -> io::Result<Option<Leave>> {
+        let leave = self.client.leave(self.page_bytes).await?;
+        if leave.is_none() {
+            self.client.send(Response::Miss { index: asked.index }).await?;
+        }
+        Ok(leave)
+    }
+
     /// Pages in L2.
     async fn at_once(&self, pages: Vec<Taken>) -> io::Result<()> {
         let mut pages = pages.into_iter();
         while let Some(first) = pages.next() {
-            let leave = match self.client.leave(self.page_bytes).await? {
-                Ok(leave) => leave,
-                Err(busy) => {
-                    self.client.refuse(&self.shared, first.asked.index, busy).await?;
-                    continue;
-                }
-            };
+            let Some(leave) = self.leave(&first.asked).await? else { continue };
             // As many as may be on their way are looked up together.
             let mut group = vec![(first, leave)];
             while group.len() < GET_PAGES_AT_ONCE
@@ -184,7 +189,7 @@ impl Reading {
                     // It left L2 meanwhile.
                     None => self.shared.store.get(&taken.asked.id, self.deadline).await,
                 };
-                self.answer(&taken.asked, found, leave).await?;
+                self.answer(taken, found, leave).await?;
             }
         }
         Ok(())
@@ -193,19 +198,22 @@ impl Reading {
     /// Pages that have to be read, or opened, first.
     async fn after_a_while(&self, pages: Vec<Taken>) -> io::Result<()> {
         let pages = futures::stream::iter(pages).map(|taken| async move {
-            match self.client.leave(self.page_bytes).await? {
-                Ok(leave) => {
-                    let found = self.shared.store.get(&taken.asked.id, self.deadline).await;
-                    self.answer(&taken.asked, found, leave).await
-                }
-                Err(busy) => self.client.refuse(&self.shared, taken.asked.index, busy).await,
-            }
+            let Some(leave) = self.leave(&taken.asked).await? else { return Ok(()) };
+            let found = self.shared.store.get(&taken.asked.id, self.deadline).await;
+            self.answer(taken, found, leave).await
         });
         pages.buffer_unordered(GET_PAGES_AT_ONCE).try_collect::<()>().await
     }
 
+    async fn answer(&self, taken: Taken, found: Option<(Arc<Page>, TierCode)>, leave: Leave) -> io::Result<()> {
+        let Taken { asked, charge } = taken;
+        self.deliver(&asked, found, leave).await?;
+        charge.sent();
+        Ok(())
+    }
+
     /// Delivers a page, or bytes of it; as payload if they cannot come the other way now.
-    async fn answer(&self, asked: &Asked, found: Option<(Arc<Page>, TierCode)>, leave: Leave) -> io::Result<()> {
+    async fn deliver(&self, asked: &Asked, found: Option<(Arc<Page>, TierCode)>, leave: Leave) -> io::Result<()> {
         let (shared, client, miss) = (&self.shared, &self.client, Response::Miss { index: asked.index });
         let Some((page, tier)) = found else { return client.send(miss).await };
         let Some(bytes) = asked.within(&page) else { return client.send(miss).await };

@@ -1,12 +1,13 @@
 //! Saying "busy": at once, and with a word on when to try again.
 
 use super::conversation::Connection;
-use super::sending::{busy_with, send};
+use super::sending::send;
 use crate::budget::{Busy, Kind};
 use crate::clock::now;
 use crate::metrics::Metrics;
 use larder_wire::{ErrorCode, Payload, ReserveOutcome, Response, VERSION_OF_BUSY};
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,11 +25,15 @@ impl Connection {
         send(&self.out, response.frame(self.version, request, self.timed())).await
     }
 
-    /// Says that pages of a Get are not taken on now.
-    pub(super) async fn refuse_pages(&self, request: u64, indices: &[u32], busy: Busy) -> io::Result<()> {
+    /// Says that the last pages of a Get are not taken on now: misses for who does not know the word.
+    pub(super) async fn refuse_pages(&self, request: u64, indices: Range<u32>, busy: Busy) -> io::Result<()> {
         self.shared.metrics.pages_refused.inc_by(indices.len() as u64);
-        for &index in indices {
-            send(&self.out, busy_with(self.version, index, busy).frame(self.version, request, self.timed())).await?;
+        if self.version >= VERSION_OF_BUSY {
+            let response = Response::Busy { index: Some(indices.start), retry_after_ms: busy.milliseconds() };
+            return send(&self.out, response.frame(self.version, request, self.timed())).await;
+        }
+        for index in indices {
+            self.answer(request, Response::Miss { index }).await?;
         }
         Ok(())
     }

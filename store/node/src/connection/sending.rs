@@ -3,20 +3,20 @@
 use super::conversation::Connection;
 use super::invalid;
 use super::reading::Asked;
-use crate::budget::{Account, Busy, Charge, Kind};
+use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
 use crate::node::Shared;
 use crate::tiers::Page;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
-use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode, VERSION_OF_BUSY};
+use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, btree_map};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 pub(super) async fn send(out: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
@@ -75,12 +75,6 @@ impl ToClient {
         send(queue, response.frame(self.version, self.request, None)).await
     }
 
-    /// Says that a page is not taken on now.
-    pub(super) async fn refuse(&self, shared: &Shared, index: u32, busy: Busy) -> io::Result<()> {
-        shared.metrics.pages_refused.inc();
-        self.send(busy_with(self.version, index, busy)).await
-    }
-
     /// Says where a page lies, which is held for the client from then on.
     pub(super) async fn point_at(
         &self,
@@ -106,22 +100,21 @@ impl ToClient {
         Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
     }
 
-    /// Waits until the client has taken so much of what is on its way that `bytes` more may be, at most until the deadline of
-    /// the request. Whether the node has room for them besides is said at once.
-    pub(super) async fn leave(&self, bytes: u64) -> io::Result<Result<Leave, Busy>> {
+    /// Waits until the client has taken so much of what is on its way that `bytes` more may be, and the node has room for them;
+    /// `None`: not by the deadline of the request.
+    pub(super) async fn leave(&self, bytes: u64) -> io::Result<Option<Leave>> {
         let leave = async {
             let window = self.window.clone().acquire_many_owned(units(bytes)).await;
-            let window = window.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-            Ok(self.account.charge_read(bytes).await.map(|charge| Leave { charge, _window: window }))
+            let _window = window.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+            Ok(Leave { charge: self.account.charge_read(bytes).await, _window })
         };
-        let late = |_| Ok(Err(Busy { retry_after: Duration::from_millis(1) }));
-        tokio::time::timeout_at(self.deadline.into(), leave).await.unwrap_or_else(late)
+        tokio::time::timeout_at(self.deadline.into(), leave).await.ok().transpose()
     }
 
     /// Leave for `bytes` more, if it can be had without waiting.
     pub(super) fn leave_now(&self, bytes: u64) -> Option<Leave> {
         let window = self.window.clone().try_acquire_many_owned(units(bytes)).ok()?;
-        let charge = self.account.charge(Kind::Reads, bytes).ok()?;
+        let charge = self.account.try_charge(Kind::Reads, bytes)?;
         Some(Leave { charge, _window: window })
     }
 
@@ -148,14 +141,6 @@ impl ToClient {
 struct Sending<P> {
     bytes: P,
     _leave: Leave,
-}
-
-/// That a page of a Get is not taken on now: a miss for who does not know the word.
-pub(super) fn busy_with(version: u16, index: u32, busy: Busy) -> Response {
-    if version < VERSION_OF_BUSY {
-        return Response::Miss { index };
-    }
-    Response::Busy { index: Some(index), retry_after_ms: busy.milliseconds() }
 }
 
 fn units(bytes: u64) -> u32 {

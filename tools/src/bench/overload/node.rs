@@ -1,6 +1,6 @@
 //! The node: a process of this very program, with small budgets, and what can be seen of it from outside.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use larder_client::{Client, ClientOptions, StoreUrl, Transport};
 use serde_json::Value;
 use std::process::Stdio;
@@ -17,7 +17,7 @@ const FIXED_MIB: u64 = 48;
 pub const BUDGET_BYTES: u64 = (L2_MIB + IN_FLIGHT_MIB + REQUESTS_MIB + FIXED_MIB) << 20;
 const START_MAX: Duration = Duration::from_secs(10);
 /// Most time to say how it is.
-const STATUS_MAX: Duration = Duration::from_secs(10);
+const STATUS_MAX: Duration = Duration::from_secs(20);
 /// By then nothing is under way any more.
 const REST_MAX: Duration = Duration::from_secs(15);
 
@@ -75,9 +75,16 @@ impl Process {
     }
 
     async fn status(&self) -> Result<Value> {
-        let answer = self.admin.status(Instant::now() + STATUS_MAX).await;
-        let status = answer.into_iter().find_map(|node| node.status);
-        status.context("the node does not say how it is")
+        let begin = Instant::now();
+        loop {
+            let answer = self.admin.status(Instant::now() + STATUS_MAX).await;
+            if let Some(status) = answer.into_iter().find_map(|node| node.status) {
+                return Ok(status);
+            }
+            ensure!(begin.elapsed() < STATUS_MAX, "the node does not say how it is");
+            // The connection may have been lost, with so much else to do here.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// What it counted so far.
