@@ -43,6 +43,8 @@ const TENANTS_SHARING_MAX: u64 = 16;
 const WANTED: Duration = Duration::from_secs(3);
 /// A reader that has taken nothing for so long may be given up.
 const SLOW_AFTER: Duration = Duration::from_secs(1);
+/// It is looked for no oftener, as all connections are looked at for that.
+const SEEK_EVERY: Duration = Duration::from_millis(20);
 /// A reader may ask for what it can be expected to take in a quarter of the time it has, as much waits beyond what is seen
 /// here: at the pace that it had lately, or the readers have together, which changes at once when there are more of them.
 const TIME_PARTS: u32 = 4;
@@ -105,6 +107,8 @@ struct State {
     /// Readers that asked for something that has not left yet, and how fast they take it together.
     readers: u64,
     pace: Pace,
+    /// When a reader that takes nothing was last looked for.
+    sought: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -311,8 +315,9 @@ impl Budget {
                 state.turns.push_front(name);
                 served.push((next.turn, None));
             } else if excess.tenant > 0 || excess.node > 0 {
-                let node_full = excess.node > 0;
-                self.give_up(&state, (!node_full).then_some(&name), excess.most(), now);
+                // Who has his share waits for his like, and for nobody else.
+                let node_full = excess.node > 0 && excess.tenant == 0;
+                self.give_up(&mut state, (!node_full).then_some(&name), excess.most(), now);
                 if let Some(tenant) = state.tenants.get_mut(&name) {
                     tenant.waiting.push_front(next);
                 }
@@ -337,7 +342,11 @@ impl Budget {
         }
     }
 
-    fn give_up(&self, state: &State, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
+    fn give_up(&self, state: &mut State, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
+        if state.sought.is_some_and(|at| now.saturating_duration_since(at) < SEEK_EVERY) {
+            return;
+        }
+        state.sought = Some(now);
         if let Some(slowest) = state.slowest(Kind::Reads, tenant, bytes, now) {
             slowest.given_up.cancel();
             self.metrics.readers_given_up.inc();
@@ -430,7 +439,7 @@ impl Account {
             own.pace.took(now, 0);
             let used = own.used[kind as usize];
             let readers = readers + u64::from(used == 0);
-            let share = all.map_or(u64::MAX, |all| all / readers);
+            let share = all.map_or(u64::MAX, |all| all / readers.max(1));
             let in_time = own.pace.bytes_in(time).unwrap_or(u64::MAX).min(share);
             let max = in_time.max(ASKED_MIN).min(self.budget.connection_max[kind as usize]).max(PAGES_FOR_ONE * bytes);
             if used > 0 && used + bytes > max {
@@ -449,6 +458,8 @@ impl Account {
     }
 
     fn granted(self: &Arc<Self>, state: &mut State, kind: Kind, bytes: u64, now: Instant) -> Charge {
+        // Nothing would be taken for not having been there.
+        let bytes = bytes.max(1);
         state.count(self.number, kind, bytes, now);
         Charge { account: self.clone(), kind, bytes, queued: false, counts: kind != Kind::Asked }
     }
@@ -532,6 +543,13 @@ impl Charge {
     /// Nothing came of it.
     pub(crate) fn unused(mut self) {
         self.counts = false;
+    }
+
+    /// From now on it is for no more than `bytes`.
+    pub(crate) fn shrink_to(&mut self, bytes: u64) {
+        let back = self.bytes.saturating_sub(bytes.max(1));
+        self.bytes -= back;
+        self.account.budget.state.lock().give_back(self.account.number, self.kind, back);
     }
 
     /// What was asked for has been sent.

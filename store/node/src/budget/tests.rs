@@ -150,9 +150,9 @@ async fn who_waits_for_room_has_it_in_turn() {
         turn(&others[2], "last", MIB),
         given_up,
     );
-    // The large one is first and leaves no room for the other tenant, which nobody overtakes then.
+    // It was the turn of the other tenant, as all was the first one's, and neither large page was overtaken by a small one.
     let order = order.into_inner();
-    assert_eq!((&order[..2], order.len()), (&["large", "of another tenant"][..], 4));
+    assert_eq!((&order[..2], order.len()), (&["of another tenant", "large"][..], 4));
     assert_eq!(used_of(&budget), [0; 4]);
     assert!(b.try_charge(Kind::Reads, 1).is_some(), "nobody waits any more");
 }
@@ -187,6 +187,42 @@ async fn a_reader_asks_for_what_it_can_take_in_its_time() {
     assert_eq!(least.len() as u64, ASKED_MIN / MIB);
     let others = account(&budget, "t");
     assert!(others.charge_asked(100 * MIB, now() + soon).is_ok(), "that is its own affair");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_for_nothing_is_counted_like_others() {
+    let budget = budget();
+    let (one, other) = (account(&budget, "t"), account(&budget, "t"));
+    let soon = || now() + Duration::from_secs(1);
+    for _ in 0..3 {
+        let some = one.charge_asked(MIB, soon()).ok().unwrap();
+        let nothing = one.charge_asked(0, soon()).ok().unwrap();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        some.sent();
+        assert_eq!(budget.state.lock().readers, 1);
+        drop(nothing);
+        assert_eq!(budget.state.lock().readers, 0);
+        assert!(other.charge_asked(MIB, soon()).is_ok());
+    }
+    assert_eq!(used_of(&budget), [0; 4]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tenant_with_its_share_holds_nobody_else_up() {
+    let budget = budget();
+    let (a, b, more_a, more_b) =
+        (account(&budget, "a"), account(&budget, "b"), account(&budget, "a"), account(&budget, "b"));
+    let large = a.charge(Kind::Reads, 16 * MIB).ok().unwrap();
+    let mut small: Vec<Charge> = (0..16).map_while(|_| b.charge(Kind::Reads, MIB).ok()).collect();
+    let other: Vec<Charge> =
+        (small.len()..16).map(|_| account(&budget, "b").charge(Kind::Reads, MIB).ok().unwrap()).collect();
+    let waiting = tokio::spawn(async move { more_a.charge_read(16 * MIB).await });
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    assert!(waits(more_b.charge_read(MIB)).await, "all is taken");
+    small.pop();
+    assert!(!waits(more_b.charge_read(MIB)).await && !waiting.is_finished());
+    drop((large, small, other));
+    assert!(waiting.await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]

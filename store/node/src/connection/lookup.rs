@@ -31,6 +31,12 @@ impl Lease {
         }
     }
 
+    /// Memory that it takes beside the pages, about.
+    fn bytes(&self) -> u64 {
+        let holds = self.holds.lock().as_ref().map_or(0, Vec::capacity);
+        (size_of::<Self>() + holds * size_of::<Hold>()) as u64
+    }
+
     pub(super) fn end(&self) {
         if has(Bug::LeaseStays) {
             return;
@@ -73,7 +79,7 @@ impl Connection {
         }
         self.leases.insert(request, lease.clone());
         let until = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
-        let (account, page_bytes, charge) = (self.account.clone(), self.page_bytes(), self.charge.take());
+        let (account, page_bytes, mut charge) = (self.account.clone(), self.page_bytes(), self.charge.take());
         self.start(request, async move {
             futures::stream::iter(on_l3)
                 .for_each_concurrent(GET_PAGES_AT_ONCE, |id| {
@@ -89,7 +95,10 @@ impl Connection {
                 })
                 .await;
             // What waits now is the holds, not a request.
-            drop((permit, charge));
+            drop(permit);
+            if let Some(charge) = &mut charge {
+                charge.shrink_to(lease.bytes());
+            }
             tokio::time::sleep_until(until.into()).await;
             lease.end();
             Ok(())

@@ -215,12 +215,18 @@ impl Reading {
     /// Delivers a page, or bytes of it; as payload if they cannot come the other way now.
     async fn deliver(&self, asked: &Asked, found: Option<(Arc<Page>, TierCode)>, leave: Leave) -> io::Result<()> {
         let (shared, client, miss) = (&self.shared, &self.client, Response::Miss { index: asked.index });
-        let Some((page, tier)) = found else { return client.send(miss).await };
-        let Some(bytes) = asked.within(&page) else { return client.send(miss).await };
+        let found = found.and_then(|(page, tier)| asked.within(&page).map(|bytes| (page, tier, bytes)));
+        let Some((page, tier, bytes)) = found else {
+            // What waits from here on is no page.
+            drop(leave);
+            return client.send(miss).await;
+        };
         match &self.way {
             Way::InPlace(Places::Some(held)) if held.lock().len() < PLACES_MAX => {
                 if let Some(hold) = shared.store.hold(&page) {
                     shared.metrics.bytes_in_place.inc_by(bytes.len() as u64);
+                    // What waits from here on is counted by the hold.
+                    drop(leave);
                     return client.point_at(held, hold, asked, &bytes, tier).await;
                 }
             }
