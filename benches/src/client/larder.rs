@@ -73,15 +73,20 @@ impl Larder {
     /// Attaches if pages of another size were moved before, and makes keys, payload and buffers.
     async fn prepare_put(&mut self, cell: &Cell) -> Result<()> {
         if self.client.as_ref().and_then(Client::geometry).is_none_or(|geometry| geometry.page_bytes() != cell.size) {
-            let options = ClientOptions { put_queue_bytes_max: PUT_BYTES_MAX, ..ClientOptions::default() };
+            let (put_queue_bytes_max, memory_bytes) = (PUT_BYTES_MAX, PUT_BYTES_MAX);
+            let options = ClientOptions { put_queue_bytes_max, memory_bytes, ..ClientOptions::default() };
             let client = Client::attach(self.url.clone(), Some(namespace(cell.size)?), options);
             ensure!(client.ready(Duration::from_secs(10)).await, "the node answers");
             self.client = Some(client);
         }
         self.keys = (0..cell.batch * cell.batches).map(|page| self.key(cell, page)).collect();
-        let payload: Vec<u8> = (0..cell.op_bytes()).map(|i| (i * 31 + i / cell.size * 7) as u8).collect();
-        let payload = Bytes::from(payload);
-        self.payload = (0..cell.batch).map(|page| payload.slice(page * cell.size..(page + 1) * cell.size)).collect();
+        self.payload.clear();
+        for page in 0..cell.batch {
+            // A node on this machine copies it from there.
+            let mut payload = self.client()?.buffer(cell.size);
+            payload.iter_mut().zip(page * cell.size..).for_each(|(byte, i)| *byte = (i * 31 + i / cell.size * 7) as u8);
+            self.payload.push(payload.freeze());
+        }
         self.buffers = (0..cell.batch).map(|_| vec![1; cell.size]).collect();
         // What is done once only is done before.
         self.put(vec![(self.key(cell, u32::MAX as usize), self.payload[0].clone())]).await
