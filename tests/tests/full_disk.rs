@@ -1,0 +1,142 @@
+//! A node whose L3 lies on a file system that is smaller than it was told: real `ENOSPC`, from a file system in memory that is
+//! mounted where nobody else sees it.
+
+use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_tests::{Process, larder};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const PAGE_BYTES: usize = 1 << 20;
+/// The file system at first, and when it has grown.
+const SMALL_MIB: u64 = 128;
+const LARGE_MIB: u64 = 320;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
+}
+
+fn payload(number: u32) -> Vec<u8> {
+    (0..PAGE_BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(number) >> 13) as u8).collect()
+}
+
+fn start(dir: &Path) -> Process {
+    let dir = dir.to_str().expect("a UTF-8 path");
+    Process::start(&["store", "--listen", "127.0.0.1:0", "--data-dir", dir, "--l2", "32MiB", "--l3-bytes", "384MiB"])
+}
+
+async fn attach(node: &mut Process) -> Client {
+    let (layers, kv_heads, head_dim, page_tokens) = (8, 8, 128, 32);
+    let geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers,
+        kv_heads,
+        head_dim,
+        page_tokens,
+        layers_per_part: 4,
+        head_groups: 1,
+    };
+    assert_eq!(geometry.page_bytes(), PAGE_BYTES);
+    let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
+    let url = node.url("larder://").parse().expect("a node says its URL");
+    let client = Client::attach(url, Some(namespace), ClientOptions::default());
+    assert!(client.ready(Duration::from_secs(10)).await);
+    client
+}
+
+/// Puts pages one after the other, and again those for which there is no room yet.
+async fn put(client: &Client, numbers: std::ops::Range<u32>) {
+    for number in numbers {
+        let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
+        let deadline = soon();
+        loop {
+            let pages = vec![(page.clone(), payload(number).into())];
+            match client.put_pages(pages, PutOptions::default(), deadline).await.pop() {
+                Some(PutOutcome::Stored) => break,
+                Some(PutOutcome::Busy { .. }) if Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                outcome => panic!("page {number}: {outcome:?}"),
+            }
+        }
+    }
+}
+
+/// How many of the pages are there; each of them is what was put.
+async fn had(client: &Client, numbers: std::ops::Range<u32>) -> usize {
+    let mut had = 0;
+    for number in numbers {
+        let (bytes, tier) = client.get(vec![(key(number), vec![0; PAGE_BYTES])], soon()).await.remove(0);
+        assert!(tier.is_none() || bytes == payload(number), "page {number} is wrong");
+        had += usize::from(tier.is_some());
+    }
+    had
+}
+
+fn mounted(dir: &Path, options: &str) {
+    let status = Command::new("mount").args(["-t", "tmpfs", "-o", options, "larder-test"]).arg(dir).status();
+    assert!(status.expect("mount runs").success(), "a tmpfs of {options}");
+}
+
+/// In a mount namespace of its own.
+async fn on_a_small_file_system(dir: &Path) {
+    mounted(dir, &format!("size={SMALL_MIB}m"));
+    let mut node = start(dir);
+    let client = attach(&mut node).await;
+    put(&client, 0..150).await;
+    assert!(had(&client, 0..150).await > 60, "L3 takes nothing once it is full");
+    drop(client);
+    node.kill9();
+
+    // What it wrote to a full device is whole.
+    let verified = Command::new(larder()).arg("verify").arg(dir).output().expect("larder runs");
+    assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stdout));
+    let mut node = start(dir);
+    let client = attach(&mut node).await;
+    let small = had(&client, 0..150).await;
+    assert!((60..SMALL_MIB as usize).contains(&small), "{small} pages were found");
+    let late = had(&client, 90..150).await;
+    assert!(late > 30, "of the last 60 pages {late} were found: it does not write over its oldest");
+    put(&client, 150..200).await;
+    drop(client);
+    assert!(node.stop().success());
+
+    // A start is what makes it look for room again.
+    mounted(dir, &format!("remount,size={LARGE_MIB}m"));
+    let mut node = start(dir);
+    let client = attach(&mut node).await;
+    put(&client, 200..400).await;
+    drop(client);
+    assert!(node.stop().success());
+    let mut node = start(dir);
+    let client = attach(&mut node).await;
+    let large = had(&client, 0..400).await;
+    assert!(large > small * 3 / 2, "{small} pages at first, {large} with more room");
+    drop(client);
+    assert!(node.stop().success());
+}
+
+#[test]
+fn a_full_device_costs_pages_and_nothing_else() {
+    const INSIDE: &str = "LARDER_TEST_SMALL_FILE_SYSTEM";
+    if let Some(dir) = std::env::var_os(INSIDE) {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        return runtime.expect("a runtime").block_on(on_a_small_file_system(Path::new(&dir)));
+    }
+    larder();
+    let dir = tempfile::tempdir().expect("a directory");
+    let output = Command::new("unshare")
+        .args(["--map-root-user", "--mount"])
+        .arg(std::env::current_exe().expect("a test has a path"))
+        .args(["--exact", "a_full_device_costs_pages_and_nothing_else", "--nocapture"])
+        .env(INSIDE, dir.path())
+        .output()
+        .expect("unshare runs");
+    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && said.contains("1 passed"), "{said}\n{errors}");
+}
