@@ -1,5 +1,6 @@
-//! A store node is asked for far more than it can do; `larder bench overload` says what it saw. Here its memory and its pages are
-//! judged; goodput and the time that refusals take are judged by the command alone, on a machine with nothing else to do.
+//! A store node is asked for far more than it can do; `larder bench overload` says what it saw. Here memory, pages and refusals are
+//! judged as there; goodput, for which two moments are compared, less strictly: this machine may have other things to do in
+//! one of them.
 
 use larder_tests::larder;
 use std::process::Command;
@@ -11,7 +12,6 @@ fn a_node_that_is_asked_for_too_much_stays_calm() {
         .output()
         .expect("larder runs");
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    // Its own verdict is stricter, also on speed, which a machine that runs node, load and other tests at once cannot show.
     println!("{said}\n{errors}");
     let seen: serde_json::Value = serde_json::from_str(&said).expect("one JSON object");
     let figure = |name: &str| seen[name].as_f64().unwrap_or_else(|| panic!("no {name} in {said}"));
@@ -21,4 +21,6 @@ fn a_node_that_is_asked_for_too_much_stays_calm() {
     }
     assert_eq!((figure("wrong_bytes"), figure("left_over")), (0.0, 0.0), "{said}");
     assert!(figure("rss_max_mib") <= 1.05 * figure("rss_budget_mib"), "{said}");
+    assert!(figure("load_times") >= 7.0 && figure("goodput_mb_s") >= 0.5 * figure("best_mb_s"), "{said}");
+    assert!(figure("refusals_late") <= 0.01 * figure("refusals"), "{said}");
 }

@@ -58,14 +58,10 @@ enum Command {
     Bench(bench::Bench),
 }
 
-/// Tasks that a thread runs before it looks at sockets and timers: a task that moves pages takes some 200 µs.
-const EVENT_INTERVAL: u32 = 16;
-
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(&cli);
-    let runtime = match tokio::runtime::Builder::new_multi_thread().event_interval(EVENT_INTERVAL).enable_all().build()
-    {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("larder: cannot start: {error}");

@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
-use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 /// Frames in each queue towards the node.
 const SEND_QUEUE_FRAMES: usize = 256;
@@ -285,8 +285,7 @@ pub(crate) async fn run<R: Source, W: ByteSink>(
     lines: impl Future<Output = io::Error>,
 ) -> io::Error {
     // A task of its own: neither direction takes the other's turns, however much there is to move.
-    let mut sending = tokio::spawn(writer.send_all(queue, STALL_TIMEOUT));
-    let _abort = AbortOnDrop(sending.abort_handle());
+    let mut sending = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
     let ended = tokio::select! {
         biased;
         () = live.broken.cancelled() => Err(io::Error::other("given up by a reader whose deadline passed")),
@@ -297,15 +296,6 @@ pub(crate) async fn run<R: Source, W: ByteSink>(
         received = receive(live, &mut reader) => received,
     };
     ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
-}
-
-/// Ends a task with its owner.
-struct AbortOnDrop(AbortHandle);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 /// Tells the node which pages need not be held any more, until the connection ends.

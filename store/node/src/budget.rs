@@ -304,8 +304,9 @@ impl Budget {
             let Some(name) = state.turns.pop_front() else { break };
             let next = state.tenants.get_mut(&name).and_then(|tenant| tenant.waiting.pop_front());
             let Some(next) = next else { continue };
-            seen.extend(next.account.upgrade());
-            let Some(account) = seen.last().filter(|_| !next.turn.is_closed()) else {
+            let account = next.account.upgrade();
+            seen.extend(account.clone());
+            let Some(account) = account.filter(|_| !next.turn.is_closed()) else {
                 state.turns.push_front(name);
                 continue;
             };

@@ -14,6 +14,7 @@ mod reading;
 mod receiving;
 mod refusing;
 mod sending;
+mod socket;
 mod tasks;
 
 use crate::holds::Hold;
@@ -24,6 +25,8 @@ use larder_format::planted::{Bug, has};
 use larder_share::{Lender, Lent, Tenure};
 use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source};
 use parking_lot::Mutex;
+pub(crate) use socket::Turns;
+use socket::{FromSocket, ToSocket};
 use socket2::{SockRef, TcpKeepalive};
 use std::collections::BTreeMap;
 use std::io;
@@ -32,7 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 /// A client that says nothing for so long is asked whether it is there, and then again and again.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
@@ -134,6 +137,7 @@ async fn converse<R: Source, W: Sink>(
     places: Places,
     lent: Option<Arc<dyn Lender>>,
 ) {
+    let (write, free_since) = ToSocket::new(write, shared.turns.clone());
     let mut writer = FrameWriter::new(write);
     let Some(account) = shared.store.budget().open() else {
         shared.metrics.connections_rejected.inc();
@@ -144,9 +148,9 @@ async fn converse<R: Source, W: Sink>(
         let _ = tokio::time::timeout(REFUSED_TIMEOUT, writer.send(refusal)).await;
         return;
     };
-    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places, lent);
-    let mut writer = AbortOnDrop(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
-    let mut reader = FrameReader::new(read);
+    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places, lent, free_since);
+    let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
+    let mut reader = FrameReader::new(FromSocket::new(read, shared.turns.clone()));
     let ended = tokio::select! {
         biased;
         () = account.given_up() => None,
@@ -165,16 +169,7 @@ async fn converse<R: Source, W: Sink>(
         Err(error) => tracing::debug!(%peer, %error, "connection ended"),
     }
     // The queue's senders are gone with the connection and its tasks; what is queued may still leave.
-    let _ = tokio::time::timeout(Duration::from_secs(1), &mut writer.0).await;
-}
-
-/// A task that ends with its owner.
-struct AbortOnDrop(JoinHandle<io::Result<()>>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
+    let _ = tokio::time::timeout(Duration::from_secs(1), &mut writer).await;
 }
 
 fn invalid(error: DecodeError) -> io::Error {

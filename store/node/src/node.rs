@@ -1,7 +1,7 @@
 //! Start, accept, stop.
 
 use crate::clock::{Clock, now};
-use crate::connection::LocalMemory;
+use crate::connection::{LocalMemory, Turns};
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::members::Members;
@@ -79,6 +79,8 @@ pub(crate) struct Shared {
     pub(crate) protocol_max: u16,
     /// What pages move with by RDMA, if there are devices.
     pub(crate) rdma: Option<Rdma>,
+    /// To move page bytes.
+    pub(crate) turns: Turns,
     started: Instant,
 }
 
@@ -144,6 +146,7 @@ impl Node {
             door: local.as_ref().map(|(name, ..)| name.clone()),
             protocol_max: options.protocol_max,
             rdma,
+            turns: Turns::new(),
             started: now(),
             identity,
         });
@@ -217,6 +220,7 @@ impl Server {
             door,
             protocol_max,
             rdma: None,
+            turns: Turns::new(),
             started: now(),
             identity: Identity { node_id, epoch },
         };

@@ -24,7 +24,9 @@ const PIECE_BYTES: usize = 512 << 10;
 /// Bytes after which other tasks of the thread have their turn, timers and other sockets among them: some 200 µs. The runtime
 /// would count them as one step, like a frame of a few bytes.
 const TURN_BYTES: usize = 1 << 20;
-/// Most frames that leave at once, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
+/// Most bytes that leave at once: others want the processor, too.
+const SEND_BYTES: usize = 512 << 10;
+/// Most frames that wait to leave together, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
 const FRAMES_AT_ONCE: usize = 32;
 const BULK_AT_ONCE_BYTES: usize = 1 << 20;
 
@@ -317,14 +319,14 @@ impl FrameQueue {
         Self { urgent, bulk, held: None }
     }
 
-    /// What waits now, of the bulk only if it may be.
+    /// What waits now; page bytes only if they may be.
     fn take(&mut self, bulk: bool) -> Option<Frame> {
-        if bulk && self.held.is_none() {
+        if self.held.is_none() {
             self.held = self.bulk.try_recv().ok();
         }
         // Looked at last: it may have been urgent before that went into the bulk.
         let urgent = self.urgent.try_recv().ok();
-        urgent.or_else(|| self.held.take_if(|_| bulk))
+        urgent.or_else(|| self.held.take_if(|frame| bulk || frame.payload.is_none()))
     }
 
     async fn next(&mut self) -> Option<Frame> {
@@ -420,14 +422,17 @@ impl<S: Sink> FrameWriter<S> {
     }
 }
 
-/// What is left of the frames behind the first `sent` bytes, which lie in the first frame; how many slices that are.
+/// What is left of the frames behind the first `sent` bytes, which lie in the first frame, up to [`SEND_BYTES`]; how many slices
+/// that are.
 fn gather<'a>(frames: &'a VecDeque<Frame>, sent: usize, slices: &mut [IoSlice<'a>]) -> usize {
     let mut skip = sent;
-    let mut count = 0;
+    let (mut count, mut room) = (0, SEND_BYTES);
     for frame in frames {
         for bytes in [frame.head.as_slice(), frame.payload_bytes()] {
             let left = &bytes[skip.min(bytes.len())..];
             skip -= bytes.len() - left.len();
+            let left = &left[..left.len().min(room)];
+            room -= left.len();
             if !left.is_empty() {
                 slices[count] = IoSlice::new(left);
                 count += 1;

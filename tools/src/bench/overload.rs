@@ -4,9 +4,10 @@
 //! it refuses at once. Beside clients that behave there are some that never read what they asked for, some that vanish in the
 //! middle of what they send, and a probe that times refusals on a connection of its own.
 //!
-//! The node is a process of its own; the load is made by this one, on the same machine.
+//! The node is a process of its own; the load is made by this one, on the other half of the machine's processors.
 
 mod bad;
+mod line;
 mod load;
 mod node;
 
@@ -15,9 +16,10 @@ use anyhow::{Result, ensure};
 use clap::Parser;
 use load::{Load, Tally};
 use node::Process;
+use rustix::thread::CpuSet;
 use serde::Serialize;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
 
 /// Settings of the overload.
@@ -36,7 +38,7 @@ pub struct Args {
 
 /// How much more is asked for than can be done.
 const TIMES: f64 = 10.0;
-/// Least part of that which is to be offered in fact: this process shares the machine with the node.
+/// Least part of that which is to be offered in fact.
 const TIMES_MIN: f64 = 7.0;
 /// Operations at a time among which the best goodput is looked for, and for how long each.
 const LEVELS: [usize; 4] = [2, 4, 8, 16];
@@ -105,19 +107,11 @@ impl Seen {
 /// Runs it. Fails if anything is not as it must be.
 pub async fn run(args: Args) -> Result<()> {
     let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
-    let node = Process::start().await?;
-    let load = Load::attach(node.address()).await?;
-    let (mut best, mut operations) = (0.0, 0.0);
-    for level in LEVELS {
-        let (goodput, rate) = load.sustained(level, LEVEL_TIME).await;
-        if !args.json {
-            say!("{level:>3} operations at a time: {:.0} MB/s", goodput / 1e6);
-        }
-        if goodput > best {
-            (best, operations) = (goodput, rate);
-        }
-    }
-    let seen = overload(&node, &load, best, operations * TIMES, time).await?;
+    let [for_node, for_load] = halves()?;
+    let threads = load_threads(for_load)?;
+    let seen = see(&args, for_node, &threads, time).await;
+    threads.shutdown_background();
+    let seen = seen?;
     if args.json {
         say!("{}", serde_json::to_string(&seen)?);
     } else {
@@ -126,21 +120,74 @@ pub async fn run(args: Args) -> Result<()> {
     seen.verdict()
 }
 
-async fn overload(node: &Process, load: &Arc<Load>, best: f64, rate: f64, time: Duration) -> Result<Seen> {
+/// The halves of this machine: the node's and the load's, as if each had one of its own; with one processor, they share it.
+fn halves() -> Result<[CpuSet; 2]> {
+    let ours = rustix::thread::sched_getaffinity(None)?;
+    let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&number| ours.is_set(number)).collect();
+    let of = |numbers: &[usize]| {
+        let mut half = CpuSet::new();
+        numbers.iter().for_each(|&number| half.set(number));
+        half
+    };
+    let (node, load) = processors.split_at(processors.len() / 2);
+    Ok([of(if node.is_empty() { load } else { node }), of(load)])
+}
+
+/// What the load is made with.
+fn load_threads(processors: CpuSet) -> Result<Runtime> {
+    let stay = move || {
+        if let Err(error) = rustix::thread::sched_setaffinity(None, &processors) {
+            tracing::warn!(%error, "the load uses the node's processors, too");
+        }
+    };
+    let threads = processors.count() as usize;
+    Ok(Builder::new_multi_thread().worker_threads(threads).on_thread_start(stay).enable_all().build()?)
+}
+
+async fn see(args: &Args, for_node: CpuSet, threads: &Runtime, time: Duration) -> Result<Seen> {
+    let node = Process::start(for_node).await?;
+    let (address, json) = (node.address().to_string(), args.json);
+    let measured = threads.spawn(async move {
+        let mut load = Load::attach(&address).await?;
+        let (mut best, mut operations) = (0.0, 0.0);
+        for level in LEVELS {
+            let (goodput, rate) = load.sustained(level, LEVEL_TIME).await?;
+            if !json {
+                say!("{level:>3} operations at a time: {:.0} MB/s", goodput / 1e6);
+            }
+            if goodput > best {
+                (best, operations) = (goodput, rate);
+            }
+        }
+        anyhow::Ok((load, best, operations * TIMES))
+    });
+    let (load, best, rate) = measured.await??;
+    overload(&node, threads, load, (best, rate), time).await
+}
+
+async fn overload(
+    node: &Process,
+    threads: &Runtime,
+    mut load: Load,
+    (best, rate): (f64, f64),
+    time: Duration,
+) -> Result<Seen> {
     let stop = CancellationToken::new();
     let before = node.counters().await?;
     let bad = bad::start(node.address(), &stop);
     let probe = bad::probe(node.address(), &stop);
     load.tally.reset();
     let begin = Instant::now();
-    let (mut rss_max, mut looked) = (0, Instant::now());
-    let offered = load.offer(rate, time, || {
-        if looked.elapsed() >= RSS_EVERY {
-            looked = Instant::now();
-            rss_max = rss_max.max(node.rss().unwrap_or(0));
-        }
+    let offering = threads.spawn(async move {
+        let offered = load.offer(rate, time).await?;
+        anyhow::Ok((load, offered))
     });
-    let offered = offered.await;
+    let mut rss_max = 0;
+    while !offering.is_finished() {
+        tokio::time::sleep(RSS_EVERY).await;
+        rss_max = rss_max.max(node.rss().unwrap_or(0));
+    }
+    let (load, offered) = offering.await??;
     let seconds = begin.elapsed().as_secs_f64();
     let tally: Tally = load.tally.read();
     stop.cancel();

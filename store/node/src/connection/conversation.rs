@@ -6,6 +6,7 @@ use super::rdma::{Lines, Unsealed};
 use super::reading::Asked;
 use super::receiving::Part;
 use super::sending::{ToClient, WINDOW_UNIT, send};
+use super::socket::FreeSince;
 use super::tasks::{Done, RunningTask, Tasks};
 use super::{HELLO_TIMEOUT, Places, STALL_TIMEOUT, invalid};
 use crate::budget::{Account, Busy, Charge};
@@ -53,6 +54,7 @@ pub(super) struct Connection {
     /// Of the protocol, as agreed.
     pub(super) version: u16,
     pub(super) bulk: mpsc::Sender<Frame>,
+    pub(super) free_since: FreeSince,
     pub(super) namespace: Option<NamespaceId>,
     /// Parts of a page of that namespace.
     pub(super) part_table: Vec<u32>,
@@ -96,6 +98,7 @@ impl Connection {
         account: Arc<Account>,
         places: Places,
         lent: Option<Arc<dyn Lender>>,
+        free_since: FreeSince,
     ) -> (Self, FrameQueue) {
         let ((out, first), (bulk, then)) = (mpsc::channel(SEND_QUEUE_FRAMES), mpsc::channel(SEND_QUEUE_FRAMES));
         let connection = Self {
@@ -104,6 +107,7 @@ impl Connection {
             out,
             version: PROTOCOL_VERSION_MIN,
             bulk,
+            free_since,
             namespace: None,
             part_table: Vec::new(),
             puts: BTreeMap::new(),
@@ -371,10 +375,14 @@ impl Connection {
         let Some(permit) = self.permit(keys) else {
             return self.refuse(request, Busy { retry_after: CROWDED_RETRY }).await;
         };
-        self.start(request, async move {
+        let mut work = Box::pin(async move {
             let _permit = permit;
             work.await
         });
+        // What is about one page mostly need not wait; of several, the first leave while the next are looked up.
+        if keys > 1 || futures::poll!(&mut work).is_pending() {
+            self.start(request, work);
+        }
         Ok(())
     }
 

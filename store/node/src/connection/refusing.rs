@@ -2,6 +2,7 @@
 
 use super::conversation::Connection;
 use super::sending::send;
+use super::socket::FreeSince;
 use crate::budget::{Busy, Kind};
 use crate::clock::now;
 use crate::metrics::Metrics;
@@ -22,7 +23,7 @@ impl Connection {
         } else {
             Response::Busy { index: None, retry_after_ms: busy.milliseconds() }
         };
-        send(&self.out, response.frame(self.version, request, self.timed())).await
+        send(&self.out, response.frame(self.version, request, Some(self.timed()))).await
     }
 
     /// Says that the last pages of a Get are not taken on now: misses for who does not know the word.
@@ -30,7 +31,7 @@ impl Connection {
         self.shared.metrics.pages_refused.inc_by(indices.len() as u64);
         if self.version >= VERSION_OF_BUSY {
             let response = Response::Busy { index: Some(indices.start), retry_after_ms: busy.milliseconds() };
-            return send(&self.out, response.frame(self.version, request, self.timed())).await;
+            return send(&self.out, response.frame(self.version, request, Some(self.timed()))).await;
         }
         for index in indices {
             self.answer(request, Response::Miss { index }).await?;
@@ -43,22 +44,22 @@ impl Connection {
         let refused = outcomes.iter().filter(|&&outcome| outcome == ReserveOutcome::Busy).count() as u64;
         let hint = (refused > 0).then(|| self.account.retry_after(Kind::Puts, refused * self.page_bytes()));
         let retry_after_ms = hint.filter(|_| self.version >= VERSION_OF_BUSY).map_or(0, Busy::milliseconds);
-        let timed = hint.and_then(|_| self.timed());
+        let timed = hint.map(|_| self.timed());
         send(&self.out, Response::Reserved { outcomes, retry_after_ms }.frame(self.version, request, timed)).await
     }
 
     /// Measures how long a refusal takes from its request to the socket.
-    fn timed(&self) -> Option<Payload> {
+    fn timed(&self) -> Payload {
         self.shared.metrics.refusals.inc();
-        // Who does not take the bytes that are queued for it does not take this either.
-        let keeps_up = self.window.available_permits() > 0;
-        keeps_up.then(|| Box::new(Timed { heard: self.heard, metrics: self.shared.metrics.clone() }) as _)
+        let (heard, free_since, metrics) = (self.heard, self.free_since.clone(), self.shared.metrics.clone());
+        Box::new(Timed { heard, free_since, metrics })
     }
 }
 
 /// No bytes; dropped with its frame, which is when that has left.
 struct Timed {
     heard: Instant,
+    free_since: FreeSince,
     metrics: Arc<Metrics>,
 }
 
@@ -70,7 +71,9 @@ impl AsRef<[u8]> for Timed {
 
 impl Drop for Timed {
     fn drop(&mut self) {
-        if now().saturating_duration_since(self.heard) > REFUSAL_MAX {
+        // What the client asked for before, and has to take first, is not the refusal's time.
+        let since = self.heard.max(self.free_since.get());
+        if now().saturating_duration_since(since) > REFUSAL_MAX {
             self.metrics.refusals_late.inc();
         }
     }

@@ -1,19 +1,14 @@
 //! Clients that do not behave, and a probe: they speak frames themselves.
 
-use super::load::namespace;
-use anyhow::{Context, Result, bail};
+use super::line::Line;
+use super::load::tenant;
+use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
 use larder_format::PageKey;
-use larder_wire::{
-    Delivery, Entry, Frame, FrameReader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PartBytes, Request, ReserveOutcome,
-    Reserved, Response,
-};
+use larder_wire::{Delivery, Entry, Frame, PROTOCOL_VERSION, PartBytes, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::io::AsyncWriteExt;
-use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -27,52 +22,12 @@ const VANISH: usize = 4;
 const VANISH_EVERY: Duration = Duration::from_millis(100);
 /// How often the probe asks.
 const PROBE_EVERY: Duration = Duration::from_millis(5);
-const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Writes frames as they come to it.
-struct Raw {
-    reader: FrameReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-    frames: u32,
-}
-
-impl Raw {
-    async fn attach(address: &str, tenant: &str) -> Result<Raw> {
-        let stream = TcpStream::connect(address).await?;
-        stream.set_nodelay(true)?;
-        let (read, writer) = stream.into_split();
-        let mut raw = Raw { reader: FrameReader::new(read), writer, frames: 0 };
-        let hello = Request::Hello {
-            version_min: PROTOCOL_VERSION_MIN,
-            version_max: PROTOCOL_VERSION,
-            name: "overload".into(),
-            namespace: Some(namespace(PAGE_BYTES, tenant)),
-        };
-        raw.say(hello.frame(PROTOCOL_VERSION_MIN, 0, 0, None)).await?;
-        raw.hear().await?;
-        Ok(raw)
-    }
-
-    async fn say(&mut self, mut frame: Frame) -> Result<()> {
-        frame.number(self.frames);
-        self.frames += 1;
-        Ok(tokio::time::timeout(PATIENCE, self.writer.write_all(&frame.head)).await??)
-    }
-
-    async fn hear(&mut self) -> Result<Response> {
-        let header = tokio::time::timeout(PATIENCE, self.reader.next()).await??.context("the node hung up")?;
-        // Hello is the same in every version.
-        let version = if self.frames == 1 { PROTOCOL_VERSION_MIN } else { PROTOCOL_VERSION };
-        let response = Response::decode(version, header.kind, self.reader.body())?;
-        self.reader.discard(header.payload_bytes as usize).await?;
-        Ok(response)
-    }
-
-    async fn reserve(&mut self, request: u64, key: PageKey) -> Result<()> {
-        let part_bytes = vec![PAGE_BYTES as u32];
-        let page = Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes };
-        self.say(Request::Reserve(vec![page]).frame(PROTOCOL_VERSION, request, 1000, None)).await
-    }
+/// Asks for room for one page.
+fn reserve(request: u64, key: PageKey) -> Frame {
+    let part_bytes = vec![PAGE_BYTES as u32];
+    let page = Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes };
+    Request::Reserve(vec![page]).frame(PROTOCOL_VERSION, request, 1000, None)
 }
 
 fn key(of: &str, number: u64) -> PageKey {
@@ -119,31 +74,37 @@ pub fn start(address: &str, stop: &CancellationToken) -> JoinHandle<u64> {
 /// Asks for much and takes none of it, until the node has enough.
 async fn never_read(address: &str) -> Result<()> {
     // Of the tenant whose pages there are.
-    let mut raw = Raw::attach(address, &format!("pages of {PAGE_BYTES}")).await?;
+    let mut line = Line::attach(address, PAGE_BYTES, &tenant(PAGE_BYTES)).await?;
     let keys: Vec<PageKey> = (0..NEVER_READ_PAGES).map(|number| PageKey::chain(None, &[number as u32, 0])).collect();
     for request in 1..=NEVER_READ_GETS {
-        raw.say(Request::Get { keys: keys.clone(), by: Delivery::Sent }.frame(PROTOCOL_VERSION, request, 60_000, None))
-            .await?;
+        line.say(Request::Get { keys: keys.clone(), by: Delivery::Sent }.frame(
+            PROTOCOL_VERSION,
+            request,
+            60_000,
+            None,
+        ))
+        .await?;
     }
     // The node ends it, or nothing does.
     loop {
         tokio::time::sleep(Duration::from_millis(200)).await;
-        raw.say(Request::Cancel(u64::MAX).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
+        line.say(Request::Cancel(u64::MAX).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
     }
 }
 
 /// Begins a put and is gone in the middle of its bytes.
 async fn vanish(address: &str, key: PageKey) -> Result<()> {
-    let mut raw = Raw::attach(address, "vanishing").await?;
-    raw.reserve(1, key).await?;
+    let mut line = Line::attach_for(address, PAGE_BYTES, "vanishing", PAGE_BYTES / 2).await?;
+    line.say(reserve(1, key)).await?;
     let part = Request::Part {
         put: Entry { request: 1, index: 0 },
         part: 0,
         crcs: vec![0; PAGE_BYTES >> 16],
         bytes: PartBytes::Payload,
     };
-    raw.say(part.frame(PROTOCOL_VERSION, 2, 0, Some(Box::new(vec![0u8; PAGE_BYTES])))).await?;
-    Ok(tokio::time::timeout(PATIENCE, raw.writer.write_all(&vec![7; PAGE_BYTES / 2])).await??)
+    let said = line.say(part.frame(PROTOCOL_VERSION, 2, 0, Some(Box::new(vec![7u8; PAGE_BYTES])))).await;
+    ensure!(said.is_err(), "all of the page was sent");
+    Ok(())
 }
 
 /// Times refusals on a thread and a connection of its own, until `stop`, in microseconds.
@@ -153,14 +114,14 @@ pub fn probe(address: &str, stop: &CancellationToken) -> JoinHandle<Result<Histo
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async move {
             let mut times = Histogram::new(3)?;
-            let mut raw = Raw::attach(&address, "probe").await?;
+            let mut line = Line::attach(&address, PAGE_BYTES, &tenant(PAGE_BYTES)).await?;
             for request in 1.. {
                 if stop.run_until_cancelled(tokio::time::sleep(PROBE_EVERY)).await.is_none() {
                     break;
                 }
                 let begin = Instant::now();
-                raw.reserve(request, key("probe", request)).await?;
-                let outcome = match raw.hear().await? {
+                line.say(reserve(request, key("probe", request))).await?;
+                let outcome = match line.hear().await? {
                     Response::Reserved { outcomes, .. } => outcomes.first().copied(),
                     Response::Busy { .. } => Some(ReserveOutcome::Busy),
                     other => bail!("the probe was answered {other:?}"),
@@ -169,7 +130,7 @@ pub fn probe(address: &str, stop: &CancellationToken) -> JoinHandle<Result<Histo
                     Some(ReserveOutcome::Busy) => times.record(begin.elapsed().as_micros() as u64)?,
                     _ => {
                         let put = Entry { request, index: 0 };
-                        raw.say(Request::Abort(put).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
+                        line.say(Request::Abort(put).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
                     }
                 }
             }

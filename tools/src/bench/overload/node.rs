@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use larder_client::{Client, ClientOptions, StoreUrl, Transport};
+use rustix::thread::CpuSet;
 use serde_json::Value;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -40,17 +41,21 @@ impl Counters {
 }
 
 impl Process {
-    /// Starts it, without L3.
-    pub async fn start() -> Result<Process> {
+    /// Starts it on these processors, without L3.
+    pub async fn start(processors: CpuSet) -> Result<Process> {
         let mib = |mib: u64| format!("{mib}MiB");
-        let mut child = Command::new(std::env::current_exe()?)
+        // It gets those of the thread that starts it.
+        let here = rustix::thread::sched_getaffinity(None)?;
+        rustix::thread::sched_setaffinity(None, &processors)?;
+        let child = Command::new(std::env::current_exe()?)
             .args(["--log", "error", "store", "--listen", "127.0.0.1:0", "--share-memory", "never"])
             .args(["--l2", &mib(L2_MIB), "--in-flight", &mib(IN_FLIGHT_MIB), "--request-memory", &mib(REQUESTS_MIB)])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
-            .spawn()
-            .context("cannot start a store node")?;
+            .spawn();
+        rustix::thread::sched_setaffinity(None, &here)?;
+        let mut child = child.context("cannot start a store node")?;
         let mut lines = BufReader::new(child.stdout.take().context("stdout is piped")?).lines();
         let line = tokio::time::timeout(START_MAX, lines.next_line()).await.context("the node does not start")??;
         let line = line.context("the node ended at once")?;

@@ -1,0 +1,225 @@
+//! The stream of one client: page bytes move on it in turns, and it notes since when nothing is in the way.
+//!
+//! A thread of the runtime moves the bytes of one client at a time, some hundred microseconds long, and only when nothing else
+//! waits for it: requests and short answers never stand behind pages of other clients.
+
+use crate::clock::now;
+use larder_wire::{Sink, Source};
+use parking_lot::Mutex;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
+use std::time::Instant;
+use tokio::runtime::Handle;
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+/// What is no longer takes no turn.
+const SHORT_BYTES: usize = 16 << 10;
+
+/// Turns to move page bytes, in the order in which they were asked for.
+#[derive(Clone)]
+pub(crate) struct Turns {
+    threads: usize,
+    free: Arc<Semaphore>,
+    /// Those who move page bytes, or wait for a turn or for their client.
+    moving: Arc<AtomicUsize>,
+}
+
+impl Turns {
+    /// As many at a time as the runtime has threads.
+    pub(crate) fn new() -> Turns {
+        let threads = Handle::try_current().map_or(1, |runtime| runtime.metrics().num_workers());
+        Turns { threads, free: Arc::new(Semaphore::new(threads)), moving: Arc::default() }
+    }
+
+    /// Moves bytes with `step`, in turns if they are many; `waited` hears whenever it had to wait for the client.
+    async fn take<T>(&self, bytes: usize, step: impl Future<Output = T>, mut waited: impl FnMut()) -> T {
+        let many = bytes > SHORT_BYTES;
+        let _moving = many.then(|| Moving::begin(&self.moving));
+        let mut step = pin!(step);
+        loop {
+            let turn = if many { self.turn().await } else { None };
+            let polled = futures::poll!(&mut step);
+            drop(turn);
+            if let Poll::Ready(done) = polled {
+                return done;
+            }
+            futures::pending!();
+            waited();
+        }
+    }
+
+    async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        let turn = self.free.acquire().await.ok();
+        // Among many, whoever has the turn goes on when the thread has nothing else to do: a task that yields comes behind
+        // all that wait for the thread, and those that may not go on wait elsewhere.
+        if self.moving.load(Ordering::Relaxed) > self.threads {
+            tokio::task::yield_now().await;
+        }
+        turn
+    }
+}
+
+/// Counts one.
+struct Moving<'a>(&'a AtomicUsize);
+
+impl<'a> Moving<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Moving(count)
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Since when a way to a client is free: before that it was full of what the client had not taken, or pages were leaving that
+/// the client had asked for.
+#[derive(Clone)]
+pub(super) struct FreeSince(Arc<Mutex<Instant>>);
+
+impl FreeSince {
+    pub(super) fn get(&self) -> Instant {
+        *self.0.lock()
+    }
+}
+
+/// The way to a client.
+pub(super) struct ToSocket<W> {
+    way: W,
+    turns: Turns,
+    free_since: FreeSince,
+}
+
+impl<W: Sink> ToSocket<W> {
+    pub(super) fn new(way: W, turns: Turns) -> (Self, FreeSince) {
+        let free_since = FreeSince(Arc::new(Mutex::new(now())));
+        (Self { way, turns, free_since: free_since.clone() }, free_since)
+    }
+}
+
+impl<W: Sink> Sink for ToSocket<W> {
+    async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        let bytes = from.iter().map(|slice| slice.len()).sum();
+        let free_since = &self.free_since.0;
+        let sent = self.turns.take(bytes, self.way.send(from), || *free_since.lock() = now()).await;
+        if bytes > SHORT_BYTES {
+            *free_since.lock() = now();
+        }
+        sent
+    }
+}
+
+/// The way from a client.
+pub(super) struct FromSocket<R> {
+    way: R,
+    turns: Turns,
+}
+
+impl<R: Source> FromSocket<R> {
+    pub(super) fn new(way: R, turns: Turns) -> Self {
+        Self { way, turns }
+    }
+}
+
+impl<R: Source> Source for FromSocket<R> {
+    async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let bytes = into.iter().map(|slice| slice.len()).sum();
+        self.turns.take(bytes, self.way.receive(into), || {}).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::sync::mpsc;
+
+    const MANY: usize = 64 << 10;
+
+    /// Has room for one send again as soon as it has none.
+    struct Quick(Arc<AtomicUsize>);
+
+    impl Sink for Quick {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            let mut full = true;
+            std::future::poll_fn(|context| match std::mem::take(&mut full) {
+                true => {
+                    context.waker().wake_by_ref();
+                    Poll::Pending
+                }
+                false => Poll::Ready(()),
+            })
+            .await;
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Ok(from.iter().map(|slice| slice.len()).sum())
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn what_is_short_does_not_stand_behind_the_pages_of_others() {
+        let (turns, sent) = (Turns::new(), Arc::new(AtomicUsize::new(0)));
+        let bulk = vec![0; MANY];
+        let movers: Vec<_> = (0..8)
+            .map(|_| {
+                let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone());
+                let bulk = bulk.clone();
+                tokio::spawn(async move {
+                    for _ in 0..400 {
+                        way.send(&[IoSlice::new(&bulk)]).await.unwrap();
+                    }
+                })
+            })
+            .collect();
+        // Two that hand a word to and fro, 200 times.
+        let ((to, mut from), (back, mut answers)) = (mpsc::channel(1), mpsc::channel(1));
+        let other = tokio::spawn(async move {
+            while let Some(word) = from.recv().await {
+                back.send(word).await.unwrap();
+            }
+        });
+        let one = tokio::spawn(async move {
+            for word in 0..200 {
+                to.send(word).await.unwrap();
+                assert_eq!(answers.recv().await, Some(word));
+            }
+            sent.load(Ordering::Relaxed)
+        });
+        let meanwhile = one.await.unwrap();
+        assert!(meanwhile < 600, "{meanwhile} pages went before 400 words");
+        other.await.unwrap();
+        for mover in movers {
+            mover.await.unwrap();
+        }
+    }
+
+    /// Is full until a word comes.
+    struct Full(mpsc::Receiver<()>);
+
+    impl Sink for Full {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            self.0.recv().await;
+            Ok(from[0].len())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_way_is_free_when_it_takes_bytes_again_and_nobody_waits_with_his_turn() {
+        let (room, full) = mpsc::channel(1);
+        let turns = Turns::new();
+        let (mut way, free_since) = ToSocket::new(Full(full), turns.clone());
+        let begin = now();
+        let sending = tokio::spawn(async move { way.send(&[IoSlice::new(&[0; MANY])]).await });
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!((free_since.get(), turns.free.available_permits()), (begin, 1));
+        room.send(()).await.unwrap();
+        assert_eq!(sending.await.unwrap().unwrap(), MANY);
+        assert_eq!(free_since.get(), begin + Duration::from_secs(2));
+        assert_eq!(turns.moving.load(Ordering::Relaxed), 0);
+    }
+}
