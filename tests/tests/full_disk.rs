@@ -130,13 +130,13 @@ fn a_full_device_costs_pages_and_nothing_else() {
     }
     larder();
     let dir = tempfile::tempdir().expect("a directory");
-    let output = Command::new("unshare")
-        .args(["--map-root-user", "--mount"])
+    let output = Command::new("timeout")
+        .args(["--signal=KILL", "300", "unshare", "--map-root-user", "--mount"])
         .arg(std::env::current_exe().expect("a test has a path"))
         .args(["--exact", "a_full_device_costs_pages_and_nothing_else", "--nocapture"])
         .env(INSIDE, dir.path())
         .output()
-        .expect("unshare runs");
+        .expect("timeout runs");
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && said.contains("1 passed"), "{said}\n{errors}");
 }

@@ -64,7 +64,7 @@ counters! {
     puts_existing,
     /// Answers that said busy
     refusals,
-    /// Answers that said busy later than a millisecond after the request, or after what the client had to take first
+    /// Answers that said busy later than a millisecond after the request was read, or the pages ahead for the same client had left
     refusals_late,
     /// Pages of Gets that were refused
     pages_refused,

@@ -422,12 +422,19 @@ impl<S: Sink> FrameWriter<S> {
     }
 }
 
-/// What is left of the frames behind the first `sent` bytes, which lie in the first frame, up to [`SEND_BYTES`]; how many slices
-/// that are.
+/// What is left of the frames behind the first `sent` bytes, which lie in the first frame, up to [`SEND_BYTES`], and up to the first
+/// page bytes if what stands before them is short; how many slices that are.
 fn gather<'a>(frames: &'a VecDeque<Frame>, sent: usize, slices: &mut [IoSlice<'a>]) -> usize {
     let mut skip = sent;
     let (mut count, mut room) = (0, SEND_BYTES);
+    let mut short = true;
     for frame in frames {
+        // Whoever sends page bytes may have to wait longer than what is short and stands before them.
+        let has_payload = !frame.payload_bytes().is_empty();
+        if short && has_payload && count > 0 {
+            break;
+        }
+        short &= !has_payload;
         for bytes in [frame.head.as_slice(), frame.payload_bytes()] {
             let left = &bytes[skip.min(bytes.len())..];
             skip -= bytes.len() - left.len();
@@ -562,6 +569,27 @@ mod tests {
         assert!(urgent[2] <= 5 && urgent[2] == urgent[0] + 2, "{order:?}");
         order.retain(|number| !(100..103).contains(number));
         assert_eq!(order, (0..40).chain([200]).collect::<Vec<u64>>());
+    }
+
+    #[tokio::test]
+    async fn what_is_short_leaves_before_the_pages_behind_it() {
+        struct Sends(Arc<Mutex<Vec<usize>>>);
+        impl Sink for Sends {
+            async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+                let bytes = from.iter().map(|slice| slice.len()).sum();
+                self.0.lock().unwrap().push(bytes);
+                Ok(bytes)
+            }
+        }
+        let (sender, queue) = mpsc::channel(16);
+        for bytes in [0, 0, 70_000, 0, 70_000] {
+            let payload: Payload = Box::new(vec![0u8; bytes]);
+            sender.try_send(Frame::new(9, 0, 0, b"", Some(payload))).map_err(|_| ()).unwrap();
+        }
+        drop(sender);
+        let sends = Arc::default();
+        FrameWriter::new(Sends(Arc::clone(&sends))).send_all(queue, Duration::from_secs(1)).await.unwrap();
+        assert_eq!(*sends.lock().unwrap(), [2 * HEADER_BYTES, 3 * HEADER_BYTES + 140_000]);
     }
 
     #[tokio::test]

@@ -12,7 +12,7 @@ mod load;
 mod node;
 
 use crate::output::say;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use load::{Load, Tally};
 use node::Process;
@@ -71,7 +71,8 @@ struct Seen {
     /// Most resident memory of the node under overload, and its budget.
     rss_max_mib: f64,
     rss_budget_mib: f64,
-    /// Busy answers as the node counts them, and those that took more than a millisecond from the request to the socket.
+    /// Busy answers as the node counts them, and those that took more than a millisecond to the socket, from when the request was
+    /// read or the pages ahead for the same client had left.
     refusals: u64,
     refusals_late: u64,
     /// Busy answers as the probe times them.
@@ -135,10 +136,11 @@ fn halves() -> Result<[CpuSet; 2]> {
 
 /// What the load is made with.
 fn load_threads(processors: CpuSet) -> Result<Runtime> {
+    let here = rustix::thread::sched_getaffinity(None)?;
+    rustix::thread::sched_setaffinity(None, &processors).context("the load must stay on its processors")?;
+    rustix::thread::sched_setaffinity(None, &here)?;
     let stay = move || {
-        if let Err(error) = rustix::thread::sched_setaffinity(None, &processors) {
-            tracing::warn!(%error, "the load uses the node's processors, too");
-        }
+        let _ = rustix::thread::sched_setaffinity(None, &processors);
     };
     let threads = processors.count() as usize;
     Ok(Builder::new_multi_thread().worker_threads(threads).on_thread_start(stay).enable_all().build()?)
@@ -174,8 +176,10 @@ async fn overload(
 ) -> Result<Seen> {
     let stop = CancellationToken::new();
     let before = node.counters().await?;
-    let bad = bad::start(node.address(), &stop);
-    let probe = bad::probe(node.address(), &stop);
+    let (bad, probe) = {
+        let _theirs = threads.enter();
+        (bad::start(node.address(), &stop), bad::probe(node.address(), &stop))
+    };
     load.tally.reset();
     let begin = Instant::now();
     let offering = threads.spawn(async move {
@@ -187,17 +191,20 @@ async fn overload(
         tokio::time::sleep(RSS_EVERY).await;
         rss_max = rss_max.max(node.rss().unwrap_or(0));
     }
-    let (load, offered) = offering.await??;
+    let (mut load, offered) = offering.await??;
     let seconds = begin.elapsed().as_secs_f64();
     let tally: Tally = load.tally.read();
     stop.cancel();
-    load.rest().await;
+    load.rest().await?;
     let vanished = bad.await?;
     let times = probe.await??;
     let after = node.counters().await?;
     let left_over = node.left_over().await?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let count = |name: &str| after.get(name).unwrap_or(0) - before.get(name).unwrap_or(0);
+    let count = |name: &str| {
+        let counted = after.get(name).zip(before.get(name)).and_then(|(after, before)| after.checked_sub(before));
+        counted.with_context(|| format!("the node does not count {name}"))
+    };
     Ok(Seen {
         best_mb_s: best / 1e6,
         goodput_mb_s: tally.bytes as f64 / seconds / 1e6,
@@ -209,12 +216,12 @@ async fn overload(
         wrong_bytes: tally.wrong,
         rss_max_mib: mib(rss_max),
         rss_budget_mib: mib(node::BUDGET_BYTES),
-        refusals: count("refusals"),
-        refusals_late: count("refusals_late"),
+        refusals: count("refusals")?,
+        refusals_late: count("refusals_late")?,
         probe_refusals: times.len(),
         probe_p50_us: times.value_at_quantile(0.5),
         probe_p99_us: times.value_at_quantile(0.99),
-        readers_given_up: count("readers_given_up"),
+        readers_given_up: count("readers_given_up")?,
         vanished,
         left_over,
     })

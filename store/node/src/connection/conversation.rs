@@ -367,7 +367,8 @@ impl Connection {
         }
     }
 
-    /// Runs a request about `keys` keys that may wait, unless too much waits already.
+    /// Runs a request about `keys` keys that may wait, unless too much waits already. What is about one is begun here, as it
+    /// mostly need not wait; of several pages the first leave while others are looked up.
     pub(super) async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
@@ -375,12 +376,16 @@ impl Connection {
         let Some(permit) = self.permit(keys) else {
             return self.refuse(request, Busy { retry_after: CROWDED_RETRY }).await;
         };
-        let mut work = Box::pin(async move {
+        let work = async move {
             let _permit = permit;
             work.await
-        });
-        // What is about one page mostly need not wait; of several, the first leave while the next are looked up.
-        if keys > 1 || futures::poll!(&mut work).is_pending() {
+        };
+        if keys > 1 {
+            self.start(request, work);
+            return Ok(());
+        }
+        let mut work = Box::pin(work);
+        if futures::poll!(&mut work).is_pending() {
             self.start(request, work);
         }
         Ok(())

@@ -48,7 +48,7 @@ impl Connection {
         send(&self.out, Response::Reserved { outcomes, retry_after_ms }.frame(self.version, request, timed)).await
     }
 
-    /// Measures how long a refusal takes from its request to the socket.
+    /// Measures how long a refusal takes to the socket, from when its request was read, or its way is free.
     fn timed(&self) -> Payload {
         self.shared.metrics.refusals.inc();
         let (heard, free_since, metrics) = (self.heard, self.free_since.clone(), self.shared.metrics.clone());

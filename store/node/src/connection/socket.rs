@@ -1,7 +1,8 @@
 //! The stream of one client: page bytes move on it in turns, and it notes since when nothing is in the way.
 //!
-//! A thread of the runtime moves the bytes of one client at a time, some hundred microseconds long, and only when nothing else
-//! waits for it: requests and short answers never stand behind pages of other clients.
+//! No more clients have a turn at a time than the runtime has threads. When others want one, who has it lets all go first that
+//! the thread was asked to do before, or as much of it as the runtime does before it looks at sockets again; so bulk gets on,
+//! and what is short does not stand behind the pages of other clients. A client's own pages it may stand behind.
 
 use crate::clock::now;
 use larder_wire::{Sink, Source};
@@ -15,15 +16,15 @@ use std::time::Instant;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// What is no longer takes no turn.
-const SHORT_BYTES: usize = 16 << 10;
+/// What is no longer takes no turn: bodies, short answers.
+const SHORT_BYTES: usize = 64 << 10;
 
 /// Turns to move page bytes, in the order in which they were asked for.
 #[derive(Clone)]
 pub(crate) struct Turns {
     threads: usize,
     free: Arc<Semaphore>,
-    /// Those who move page bytes, or wait for a turn or for their client.
+    /// Those who move page bytes, or wait for a turn or for their client: whoever may want a turn in a moment.
     moving: Arc<AtomicUsize>,
 }
 
@@ -53,8 +54,6 @@ impl Turns {
 
     async fn turn(&self) -> Option<SemaphorePermit<'_>> {
         let turn = self.free.acquire().await.ok();
-        // Among many, whoever has the turn goes on when the thread has nothing else to do: a task that yields comes behind
-        // all that wait for the thread, and those that may not go on wait elsewhere.
         if self.moving.load(Ordering::Relaxed) > self.threads {
             tokio::task::yield_now().await;
         }
@@ -78,8 +77,8 @@ impl Drop for Moving<'_> {
     }
 }
 
-/// Since when a way to a client is free: before that it was full of what the client had not taken, or pages were leaving that
-/// the client had asked for.
+/// Since when a way to a client is free: before that it was full of what the client had not taken, or pages that the client had
+/// asked for were leaving, or waited for their turn to.
 #[derive(Clone)]
 pub(super) struct FreeSince(Arc<Mutex<Instant>>);
 
@@ -140,7 +139,7 @@ mod tests {
     use std::time::Duration;
     use tokio::sync::mpsc;
 
-    const MANY: usize = 64 << 10;
+    const MANY: usize = 128 << 10;
 
     /// Has room for one send again as soon as it has none.
     struct Quick(Arc<AtomicUsize>);
@@ -164,38 +163,44 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn what_is_short_does_not_stand_behind_the_pages_of_others() {
         let (turns, sent) = (Turns::new(), Arc::new(AtomicUsize::new(0)));
-        let bulk = vec![0; MANY];
-        let movers: Vec<_> = (0..8)
-            .map(|_| {
-                let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone());
-                let bulk = bulk.clone();
-                tokio::spawn(async move {
-                    for _ in 0..400 {
-                        way.send(&[IoSlice::new(&bulk)]).await.unwrap();
-                    }
+        // All of them begin when this thread has begun them.
+        let all = tokio::spawn(async move {
+            let movers: Vec<_> = (0..8)
+                .map(|_| {
+                    let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone());
+                    tokio::spawn(async move {
+                        let bulk = vec![0; MANY];
+                        for _ in 0..400 {
+                            way.send(&[IoSlice::new(&bulk)]).await.unwrap();
+                        }
+                    })
                 })
-            })
-            .collect();
-        // Two that hand a word to and fro, 200 times.
-        let ((to, mut from), (back, mut answers)) = (mpsc::channel(1), mpsc::channel(1));
-        let other = tokio::spawn(async move {
-            while let Some(word) = from.recv().await {
-                back.send(word).await.unwrap();
+                .collect();
+            // Two that hand a word to and fro, 200 times.
+            let ((to, mut from), (back, mut answers)) = (mpsc::channel(1), mpsc::channel(1));
+            let other = tokio::spawn(async move {
+                while let Some(word) = from.recv().await {
+                    back.send(word).await.unwrap();
+                }
+            });
+            let one = tokio::spawn(async move {
+                let begun = sent.load(Ordering::Relaxed);
+                for word in 0..200 {
+                    to.send(word).await.unwrap();
+                    assert_eq!(answers.recv().await, Some(word));
+                }
+                sent.load(Ordering::Relaxed) - begun
+            });
+            let meanwhile = one.await.unwrap();
+            assert!(movers.iter().all(|mover| !mover.is_finished()));
+            other.await.unwrap();
+            for mover in movers {
+                mover.await.unwrap();
             }
+            meanwhile
         });
-        let one = tokio::spawn(async move {
-            for word in 0..200 {
-                to.send(word).await.unwrap();
-                assert_eq!(answers.recv().await, Some(word));
-            }
-            sent.load(Ordering::Relaxed)
-        });
-        let meanwhile = one.await.unwrap();
+        let meanwhile = all.await.unwrap();
         assert!(meanwhile < 600, "{meanwhile} pages went before 400 words");
-        other.await.unwrap();
-        for mover in movers {
-            mover.await.unwrap();
-        }
     }
 
     /// Is full until a word comes.

@@ -29,8 +29,10 @@ const HOT_BYTES: usize = 24 << 20;
 const PINNED: Duration = Duration::from_secs(24 * 3600);
 /// Different bytes that pages have.
 const CONTENTS: usize = 16;
-/// How long an operation waits.
+/// The deadline of an operation: what comes later does not count.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// By then all are answered, in one way or another.
+const ANSWERED: Duration = Duration::from_secs(10);
 /// How often operations are begun.
 const TICK: Duration = Duration::from_millis(2);
 /// Most operations at a time; the load is less than asked for if that is reached.
@@ -109,7 +111,6 @@ impl Operation {
 impl Drop for Operation {
     fn drop(&mut self) {
         self.tally.under_way.fetch_sub(1, Ordering::Relaxed);
-        add(&self.tally.operations, 1);
     }
 }
 
@@ -195,21 +196,23 @@ struct Asker {
 }
 
 impl Asker {
-    /// Asks for pages, or for room for some, if there is room in the queue.
-    fn ask(&self, request: &Request, waiting: Waiting) {
-        let Ok(place) = self.out.try_reserve() else { return };
+    /// Asks for pages, or for room for some; `false` if so much waits to leave that this cannot.
+    fn ask(&self, request: &Request, waiting: Waiting) -> bool {
+        let Ok(place) = self.out.try_reserve() else { return false };
+        add(&self.tally.operations, 1);
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.waiting.lock().insert(number, waiting);
         place.send(request.frame(PROTOCOL_VERSION, number, PATIENCE.as_millis() as u32, None));
+        true
     }
 
-    fn get(&self, numbers: Vec<u64>, operation: Operation) {
+    fn get(&self, numbers: Vec<u64>, operation: Operation) -> bool {
         let keys = numbers.iter().map(|&number| Shelf::key(number)).collect();
         let waiting = Waiting::Get(numbers.into_iter().map(Some).collect(), operation);
-        self.ask(&Request::Get { keys, by: Delivery::Sent }, waiting);
+        self.ask(&Request::Get { keys, by: Delivery::Sent }, waiting)
     }
 
-    fn put(&self, numbers: Vec<u64>, operation: Operation) {
+    fn put(&self, numbers: Vec<u64>, operation: Operation) -> bool {
         let reserved = |&number| Reserved {
             key: Shelf::key(number),
             parent: PageKey::NONE,
@@ -218,7 +221,7 @@ impl Asker {
             part_bytes: vec![self.shelf.page_bytes as u32],
         };
         let request = Request::Reserve(numbers.iter().map(reserved).collect());
-        self.ask(&request, Waiting::Reserve(numbers, operation));
+        self.ask(&request, Waiting::Reserve(numbers, operation))
     }
 
     /// Sends the pages for which there is room, and has them sealed.
@@ -309,7 +312,6 @@ impl Asker {
                     }
                     None
                 }
-                (Some(Waiting::Commit(_)), Response::Busy { .. }) => None,
                 (_, response) => bail!("the node answered {response:?}"),
             };
             if let Some(left) = left {
@@ -344,24 +346,28 @@ impl Load {
             let asker = Arc::new(Asker { shelf: shelf.clone(), tally: load.tally.clone(), out, waiting, next });
             load.askers.push(asker.clone());
             load.connections.spawn(async move { Ok(line.writer.send_all(queue, PATIENCE * 10).await?) });
-            load.connections.spawn(async move { asker.hear(line.reader).await });
+            load.connections.spawn(async move {
+                let heard = asker.hear(line.reader).await;
+                asker.waiting.lock().clear();
+                heard
+            });
         }
         Ok(load)
     }
 
-    /// One get, or one put, of the next connection.
-    fn begin(&self, tell: Option<oneshot::Sender<()>>) {
+    /// One get, or one put, of the next connection, if it can send one.
+    fn begin(&self, tell: Option<oneshot::Sender<()>>) -> bool {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let (round, asker) = (turn / self.askers.len() as u64, &self.askers[turn as usize % self.askers.len()]);
         let (shelf, operation) = (&asker.shelf, Operation::begin(&self.tally, tell));
         if (round + turn / PAGE_BYTES.len() as u64).is_multiple_of(2) {
             let (pages, hot) = ((GET_BYTES / shelf.page_bytes) as u64, shelf.hot());
             let first = turn.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-            asker.get((0..pages).map(|page| (first + page) % hot).collect(), operation);
+            asker.get((0..pages).map(|page| (first + page) % hot).collect(), operation)
         } else {
             let pages = (PUT_BYTES / shelf.page_bytes) as u64;
             let first = shelf.next.fetch_add(pages, Ordering::Relaxed);
-            asker.put((first..first + pages).collect(), operation);
+            asker.put((first..first + pages).collect(), operation)
         }
     }
 
@@ -372,11 +378,13 @@ impl Load {
         let work = (0..at_a_time).map(|_| async {
             while begin.elapsed() < time {
                 let (tell, ended) = oneshot::channel();
-                self.begin(Some(tell));
-                let _ = ended.await;
+                ensure!(self.begin(Some(tell)), "a request could not be sent");
+                // It is dropped at its end, unsent.
+                let _ = tokio::time::timeout(ANSWERED, ended).await.context("a request was not answered")?;
             }
+            Ok(())
         });
-        futures::future::join_all(work.collect::<Vec<_>>()).await;
+        futures::future::try_join_all(work.collect::<Vec<_>>()).await?;
         let (seconds, tally) = (begin.elapsed().as_secs_f64(), self.tally.read());
         self.connected()?;
         Ok((tally.bytes as f64 / seconds, tally.operations as f64 / seconds))
@@ -391,11 +399,14 @@ impl Load {
     }
 
     /// Waits until what was begun has ended.
-    pub async fn rest(&self) {
+    pub async fn rest(&mut self) -> Result<()> {
         let begin = Instant::now();
-        while self.tally.under_way.load(Ordering::Relaxed) > 0 && begin.elapsed() < PATIENCE * 5 {
+        let under_way = || self.tally.under_way.load(Ordering::Relaxed);
+        while under_way() > 0 && begin.elapsed() < ANSWERED {
             tokio::time::sleep(TICK).await;
         }
+        ensure!(under_way() == 0, "{} requests were not answered", under_way());
+        self.connected()
     }
 
     /// Begins `rate` operations per second, whatever becomes of them; how many were begun.
@@ -408,8 +419,7 @@ impl Load {
             last = Instant::now();
             while due >= 1.0 && self.tally.under_way.load(Ordering::Relaxed) < OPERATIONS_MAX {
                 due -= 1.0;
-                begun += 1;
-                self.begin(None);
+                begun += u64::from(self.begin(None));
             }
             due = due.min(1.0 + rate * LATE_MAX.as_secs_f64());
             self.connected()?;
