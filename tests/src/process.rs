@@ -267,9 +267,14 @@ impl Stack {
                 .filter_map(|engine| engine["url"].as_str().map(str::to_string))
                 .collect();
             known.sort();
+            // Each has connections of its own, and finds them again in its own time.
+            let attached = listed("engines").iter().all(|engine| engine["state"]["store_nodes"] == nodes);
             // A model is listed once its tokenizer has been loaded.
             let served = !listed("models").is_empty() || engines.is_empty();
-            served && known == engines && listed("nodes").iter().filter(|node| node["up"] == true).count() == nodes
+            served
+                && attached
+                && known == engines
+                && listed("nodes").iter().filter(|node| node["up"] == true).count() == nodes
         })
         .await;
     }

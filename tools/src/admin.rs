@@ -212,7 +212,7 @@ fn show_status(status: &StatusResponse) {
     say!("larder {}, router up {} s, store {}", status.version, status.uptime_seconds, status.store);
     nodes::show(&status.nodes);
     say!("\nengines");
-    let mut engines = table(&["NAME", "ROLE", "URL", "MODEL", "STATE", "RUNNING", "L1 PAGES"]);
+    let mut engines = table(&["NAME", "ROLE", "URL", "MODEL", "STATE", "STORE NODES", "RUNNING", "L1 PAGES"]);
     for engine in &status.engines {
         engines.add_row(engine_row(engine));
     }
@@ -230,17 +230,18 @@ fn show_status(status: &StatusResponse) {
     say!("{models}");
 }
 
-fn engine_row(engine: &EngineStatus) -> [String; 7] {
-    let (running, pages) = match &engine.state {
+fn engine_row(engine: &EngineStatus) -> [String; 8] {
+    let (nodes, running, pages) = match &engine.state {
         Some(state) => (
+            state.store_nodes.to_string(),
             format!("{} (+{} waiting)", state.running, state.queue),
             format!("{} of {}", state.l1_pages - state.l1_pages_free.min(state.l1_pages), state.l1_pages),
         ),
-        None => ("-".into(), "-".into()),
+        None => ("-".into(), "-".into(), "-".into()),
     };
     let state = if engine.up { "up" } else { "left alone after a failure" };
     let (name, url, model) = (engine.name.clone(), engine.url.clone(), engine.model.clone());
-    [name, engine.role.to_string(), url, model, state.to_string(), running, pages]
+    [name, engine.role.to_string(), url, model, state.to_string(), nodes, running, pages]
 }
 
 fn show_inspection(answer: &InspectResponse) {

@@ -146,7 +146,7 @@ impl Plan {
         let (cached_pages, prefill) = (0, None);
         let mut plan = Plan { shared, model, request_id, prompt, cache, deadline, tokens_asked, cached_pages, prefill };
         // A prefill whose pages cannot reach the decode engine is work for nothing.
-        if cache.uses_store() && !plan.prompt.keys.is_empty() && plan.model.pages.up().await {
+        if cache.uses_store() && !plan.prompt.keys.is_empty() && plan.model.pages.up() {
             plan.cached_pages = plan.lookup().await.min(plan.prompt.keys.len());
             let uncached = (plan.prompt.keys.len() - plan.cached_pages) * plan.model.page_tokens;
             let pays = uncached >= plan.shared.options.prefill_min_tokens as usize;

@@ -9,9 +9,6 @@ use larder_format::{NamespaceDescriptor, PageKey};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time within which a connected client says so: it only has to look.
-const UP_PROBE: Duration = Duration::from_millis(1);
-
 /// Who is there.
 pub trait Directory: Send + Sync + 'static {
     /// Everyone who registered; `None` if no node answers in time.
@@ -26,8 +23,8 @@ pub trait Directory: Send + Sync + 'static {
 
 /// What the store holds of one namespace. Answers are hints: a page may be gone a moment later.
 pub trait PageIndex: Send + Sync + 'static {
-    /// Whether any node is connected now.
-    fn up(&self) -> BoxFuture<'_, bool>;
+    /// Whether any node is connected now. MUST return at once.
+    fn up(&self) -> bool;
 
     /// Pages in the longest prefix of `keys` that can be served; 0 if no node answers in time.
     fn lookup(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize>;
@@ -78,8 +75,8 @@ impl Directory for StoreDirectory {
 }
 
 impl PageIndex for Client {
-    fn up(&self) -> BoxFuture<'_, bool> {
-        Box::pin(self.ready(UP_PROBE))
+    fn up(&self) -> bool {
+        self.nodes_connected() > 0
     }
 
     fn lookup(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize> {

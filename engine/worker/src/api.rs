@@ -291,8 +291,8 @@ pub struct EngineState {
     pub prefill_tokens_per_second: f64,
     /// Smoothed time of one step, milliseconds; 0 until measured.
     pub step_ms: f64,
-    /// Whether a store node is connected.
-    pub store_up: bool,
+    /// Store nodes that it is connected to.
+    pub store_nodes: u32,
 }
 
 #[cfg(test)]

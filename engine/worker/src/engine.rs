@@ -188,7 +188,8 @@ async fn launch(
         files: model_files(&options.model_dir),
         info,
         metrics: metrics.clone(),
-        state: state.clone(),
+        state,
+        store: store.clone(),
         queue: Arc::new(Semaphore::new(options.queue_max.min(Semaphore::MAX_PERMITS))),
         sender,
         next_id: AtomicU64::new(1),
@@ -198,7 +199,7 @@ async fn launch(
         .name(format!("larder-{}", options.role))
         .spawn(move || scheduler.run())
         .map_err(EngineError::Thread)?;
-    tokio::spawn(watch_store(store, metrics, state, stop.clone()));
+    tokio::spawn(watch_store(store, metrics, stop.clone()));
     let server = tokio::spawn(serve(listener, app.clone(), stop.clone()));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })
 }
@@ -252,15 +253,12 @@ async fn serve(listener: TcpListener, app: Arc<App>, stop: CancellationToken) {
 }
 
 /// Tells when the store goes away and when it comes back, once each time.
-async fn watch_store(
-    store: Arc<dyn PageStore>,
-    metrics: Arc<Metrics>,
-    state: Arc<Mutex<EngineState>>,
-    stop: CancellationToken,
-) {
+async fn watch_store(store: Arc<dyn PageStore>, metrics: Arc<Metrics>, stop: CancellationToken) {
     let mut was_up = None;
     loop {
-        let up = store.up().await;
+        let nodes = store.nodes_connected();
+        metrics.store_nodes.set(nodes as i64);
+        let up = nodes > 0;
         if was_up != Some(up) {
             match (was_up, up) {
                 (_, true) => tracing::info!("the store is connected"),
@@ -270,8 +268,6 @@ async fn watch_store(
             if was_up.is_some() {
                 metrics.store_transitions.inc();
             }
-            metrics.store_up.set(i64::from(up));
-            state.lock().store_up = up;
             was_up = Some(up);
         }
         tokio::select! {
@@ -299,7 +295,7 @@ impl EngineHandle {
 
     /// How it is doing.
     pub fn state(&self) -> EngineState {
-        self.app.state.lock().clone()
+        self.app.state()
     }
 
     /// Ends the engine in order: withdraws it from the store, refuses new requests, ends the running ones with an error,

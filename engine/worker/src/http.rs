@@ -12,6 +12,7 @@ use crate::api::{
 use crate::metrics::{Ending, Metrics};
 use crate::scheduler::{Event, RETRY_AFTER_MS};
 use crate::sequence::{DecodeWork, NewSequence, PrefillWork, Sequence, Work};
+use crate::store::PageStore;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::BytesRejection;
@@ -49,12 +50,22 @@ pub(crate) struct App {
     pub(crate) ends: Arc<[u32]>,
     pub(crate) files: BTreeMap<&'static str, Bytes>,
     pub(crate) metrics: Arc<Metrics>,
+    /// How the scheduler is doing; [`App::state`] adds the store.
     pub(crate) state: Arc<Mutex<EngineState>>,
+    pub(crate) store: Arc<dyn PageStore>,
     /// Places in the queue.
     pub(crate) queue: Arc<Semaphore>,
     pub(crate) sender: flume::Sender<Event>,
     pub(crate) next_id: AtomicU64,
     pub(crate) stop: CancellationToken,
+}
+
+impl App {
+    /// How the engine is doing now.
+    pub(crate) fn state(&self) -> EngineState {
+        let state = self.state.lock().clone();
+        EngineState { store_nodes: self.store.nodes_connected() as u32, ..state }
+    }
 }
 
 /// The routes.
@@ -275,7 +286,7 @@ async fn model_file(State(app): State<Arc<App>>, Path(name): Path<String>) -> Re
 }
 
 async fn state(State(app): State<Arc<App>>) -> Json<EngineState> {
-    Json(app.state.lock().clone())
+    Json(app.state())
 }
 
 async fn health(State(app): State<Arc<App>>) -> Result<&'static str, ApiError> {

@@ -87,7 +87,7 @@ pub struct Metrics {
     pub(crate) l1_pages: Gauge,
     pub(crate) l1_pages_free: Gauge,
     pub(crate) l1_pages_cached: Gauge,
-    pub(crate) store_up: Gauge,
+    pub(crate) store_nodes: Gauge,
     pub(crate) store_transitions: Counter,
 }
 
@@ -129,7 +129,7 @@ impl Metrics {
             l1_pages: add(r, "l1_pages", "Pages of the L1 pool", Gauge::default()),
             l1_pages_free: add(r, "l1_pages_free", "Pages of the L1 pool that are free", Gauge::default()),
             l1_pages_cached: add(r, "l1_pages_cached", "Pages kept for later requests", Gauge::default()),
-            store_up: add(r, "store_up", "1 while a store node is connected", Gauge::default()),
+            store_nodes: add(r, "store_nodes", "Store nodes that are connected", Gauge::default()),
             store_transitions: add(
                 r,
                 "store_transitions",

@@ -10,9 +10,6 @@ use larder_format::PageKey;
 use larder_model::KvPage;
 use std::time::{Duration, Instant};
 
-/// Time within which a connected client says so: it only has to look.
-const UP_PROBE: Duration = Duration::from_millis(1);
-
 /// What an engine needs of a store.
 pub trait PageStore: Send + Sync + 'static {
     /// The longest prefix of `keys` that can be served; empty if no node answers, and then not `answered`.
@@ -27,8 +24,8 @@ pub trait PageStore: Send + Sync + 'static {
     /// Begins to put a page. MUST return at once; dropping the put aborts it.
     fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut>;
 
-    /// Whether any node is connected now.
-    fn up(&self) -> BoxFuture<'_, bool>;
+    /// Nodes that are connected now. MUST return at once.
+    fn nodes_connected(&self) -> usize;
 }
 
 /// A page that is being put.
@@ -84,7 +81,7 @@ impl PageStore for Client {
         Box::new(ClientPut { client: self.clone(), put: Client::put(self, page, deadline) })
     }
 
-    fn up(&self) -> BoxFuture<'_, bool> {
-        Box::pin(self.ready(UP_PROBE))
+    fn nodes_connected(&self) -> usize {
+        Client::nodes_connected(self)
     }
 }

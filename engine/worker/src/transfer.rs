@@ -179,7 +179,7 @@ impl Following<'_> {
                 continue;
             }
             writer.doubt.get_or_insert_with(Instant::now);
-            if Instant::now() >= self.patience.until || !self.store.up().await {
+            if Instant::now() >= self.patience.until || self.store.nodes_connected() == 0 {
                 loaded.spare.push(page);
                 break;
             }

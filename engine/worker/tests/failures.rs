@@ -26,7 +26,7 @@ async fn goes_on_without_the_store() {
     assert_eq!((response.pages_l1, response.pages_lost), (6, 0), "a store that is away is not known to lack anything");
     assert_eq!(store.puts_begun(), begun, "so nothing is put again");
     assert_eq!(metric(&prefiller, r#"larder_engine_pages_published_total{role="prefill",outcome="lost"}"#).await, 6.0);
-    assert!(!prefiller.state().store_up);
+    assert_eq!(prefiller.state().store_nodes, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

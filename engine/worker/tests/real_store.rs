@@ -28,10 +28,10 @@ async fn attached(role: Role, node: &Node) -> EngineHandle {
 
 async fn store_is(engine: &EngineHandle, up: bool) -> bool {
     let until = Instant::now() + Duration::from_secs(5);
-    while engine.state().store_up != up && Instant::now() < until {
+    while (engine.state().store_nodes > 0) != up && Instant::now() < until {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    engine.state().store_up == up
+    (engine.state().store_nodes > 0) == up
 }
 
 fn any_port() -> SocketAddr {

@@ -213,6 +213,11 @@ impl Client {
             .unwrap_or_else(|_| self.inner.links.iter().any(|l| l.live().is_some()))
     }
 
+    /// Nodes that are connected now, of all that the URL names.
+    pub fn nodes_connected(&self) -> usize {
+        self.inner.links.iter().filter(|link| link.live().is_some()).count()
+    }
+
     /// Memory for `bytes` bytes, which come and go with it: those of an earlier owner, or zeros. Putting from it costs a copy
     /// less where the node is on this machine. Never waits; plain memory if there is none of the other kind.
     pub fn buffer(&self, bytes: usize) -> Buffer {

@@ -56,6 +56,8 @@ counters! {
     pages_hit_l2,
     /// Pages served from NVMe
     pages_hit_l3,
+    /// Pages read from NVMe for whoever wanted them, lookups that hold included
+    pages_read_l3,
     /// Pages asked for and not had
     pages_missed,
     /// Pages sealed

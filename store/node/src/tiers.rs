@@ -346,6 +346,7 @@ impl Tiers {
             None
         });
         let (meta, payload) = found?;
+        self.metrics.pages_read_l3.inc();
         self.note_l3_read(now().saturating_duration_since(begin));
         let page = Arc::new(Page { meta, payload });
         // L3 goes by the same clock, and drops it by itself.

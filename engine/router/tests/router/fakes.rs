@@ -71,8 +71,8 @@ impl Directory for StoreHandle {
 }
 
 impl PageIndex for StoreHandle {
-    fn up(&self) -> BoxFuture<'_, bool> {
-        Box::pin(async { self.0.is_up() })
+    fn up(&self) -> bool {
+        self.0.is_up()
     }
 
     fn lookup(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, usize> {

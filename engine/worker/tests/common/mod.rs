@@ -199,8 +199,8 @@ impl PageStore for Attached {
         Box::new(MemoryPut { store: self.0.clone(), key: page.key, parts: Vec::new() })
     }
 
-    fn up(&self) -> BoxFuture<'_, bool> {
-        Box::pin(async { !self.0.inner.lock().down })
+    fn nodes_connected(&self) -> usize {
+        usize::from(!self.0.inner.lock().down)
     }
 }
 
