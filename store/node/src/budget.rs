@@ -272,7 +272,13 @@ impl Budget {
         state.tenants.entry(tenant).or_default().connections += 1;
         state.used[Kind::Requests as usize] += CONNECTION_BYTES;
         drop(state);
-        Some(Arc::new(Account { budget: self.clone(), number, given_up, left: Notify::new() }))
+        Some(Arc::new(Account {
+            budget: self.clone(),
+            number,
+            given_up,
+            left: Notify::new(),
+            first: Default::default(),
+        }))
     }
 
     /// How many bytes too many there would be with `bytes` more of a connection.
@@ -389,6 +395,8 @@ pub(crate) struct Account {
     given_up: CancellationToken,
     /// Told when bytes that were read for it have left.
     left: Notify,
+    /// Of its pages that wait for that, the first.
+    first: tokio::sync::Mutex<()>,
 }
 
 impl Drop for Account {
@@ -469,25 +477,9 @@ impl Account {
     /// as there is room in the node.
     pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
         loop {
-            let mut left = std::pin::pin!(self.left.notified());
-            left.as_mut().enable();
-            let turn = {
-                let now = now();
-                let mut state = self.budget.state.lock();
-                let excess = self.budget.excess(&state, self.number, Kind::Reads, bytes, now);
-                if excess.connection > 0 {
-                    None
-                } else if excess.most() == 0 && state.turns.is_empty() {
-                    return self.granted(&mut state, Kind::Reads, bytes, now);
-                } else {
-                    let (turn, wait) = oneshot::channel();
-                    state.wait(self, bytes, turn, now);
-                    Some(wait)
-                }
-            };
-            let Some(mut turn) = turn else {
-                left.await;
-                continue;
+            let mut turn = match self.reader_took_enough(bytes).await {
+                Ok(charge) => return charge,
+                Err(turn) => turn,
             };
             self.budget.serve();
             loop {
@@ -497,6 +489,31 @@ impl Account {
                     Err(_) => self.budget.serve(),
                 }
             }
+        }
+    }
+
+    /// Waits until its reader has taken so much that `bytes` more may be on their way to it. Then they are granted, or what is
+    /// returned is the turn for which they wait.
+    async fn reader_took_enough(self: &Arc<Self>, bytes: u64) -> Result<Charge, oneshot::Receiver<Charge>> {
+        // However many wait, one of them is woken when something has left, and the others when it is done.
+        let _first = self.first.lock().await;
+        loop {
+            let mut left = std::pin::pin!(self.left.notified());
+            left.as_mut().enable();
+            {
+                let now = now();
+                let mut state = self.budget.state.lock();
+                let excess = self.budget.excess(&state, self.number, Kind::Reads, bytes, now);
+                if excess.most() == 0 && state.turns.is_empty() {
+                    return Ok(self.granted(&mut state, Kind::Reads, bytes, now));
+                }
+                if excess.connection == 0 {
+                    let (turn, wait) = oneshot::channel();
+                    state.wait(self, bytes, turn, now);
+                    return Err(wait);
+                }
+            }
+            left.await;
         }
     }
 
