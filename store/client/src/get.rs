@@ -13,7 +13,7 @@ use crate::view::{Later, PageView, ViewBytes, copy_checked};
 use futures::future::join_all;
 use larder_format::{PageId, PageKey, whole_chunks};
 use larder_share::{Block, Memory};
-use larder_wire::{Delivery, PageRange, Request, VERSION_OF_RANGES};
+use larder_wire::{Delivery, PageRange, Request, Turn, VERSION_OF_RANGES};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -181,6 +181,7 @@ impl Client {
                 }
             });
         for (node, indices, pages) in join_all(gets).await {
+            let mut turn = Turn::default();
             for (index, PageEnd { buffer, got, found, .. }) in indices.into_iter().zip(pages) {
                 let id = PageId { namespace, key: keys[index] };
                 let (bytes, got) = match found {
@@ -195,7 +196,7 @@ impl Client {
                     None => (Some(ViewBytes::Copied(downcast::<Later>(buffer).bytes)), got),
                 };
                 views[index] = self.note(got).zip(bytes).map(|(tier, bytes)| PageView { bytes, tier });
-                tokio::task::yield_now().await;
+                turn.moved(geometry.page_bytes()).await;
             }
         }
         self.count_gets(views.iter().filter(|view| view.is_some()).count(), views.len());
@@ -354,7 +355,7 @@ async fn copy_from(
     pages: Vec<PageEnd>,
     deadline: Instant,
 ) -> Vec<(DynBuffer, Got)> {
-    let mut copied = Vec::with_capacity(pages.len());
+    let (mut copied, mut turn) = (Vec::with_capacity(pages.len()), Turn::default());
     for ((id, wanted), PageEnd { mut buffer, got, found, .. }) in asked.iter().zip(pages) {
         let Some(Found { lying, meta, tier, bytes }) = found else {
             copied.push((buffer, got));
@@ -378,8 +379,7 @@ async fn copy_from(
             }
         };
         copied.push((buffer, got));
-        // Copying takes the processor as long as it takes: others want it too.
-        tokio::task::yield_now().await;
+        turn.moved(bytes.len()).await;
     }
     copied
 }

@@ -15,8 +15,8 @@ use larder_format::planted::{Bug, has};
 use larder_format::{Arriving, NamespaceDescriptor, PageId, PageMeta};
 use larder_share::{Held, Memory, Window};
 use larder_wire::{
-    Entry, Frame, FrameHeader, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Request, Response,
-    Sink as ByteSink, Source, TierCode, VERSION_OF_LENDING,
+    Entry, Frame, FrameHeader, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Payload, Place, Placed, Request,
+    Response, Sink as ByteSink, Source, TierCode, VERSION_OF_LENDING,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -349,7 +349,18 @@ async fn place<S: Source>(
     sink: Option<Sink>,
 ) -> io::Result<Option<Sink>> {
     let bytes = header.payload_bytes as usize;
-    let heard = Heard::of(response);
+    let heard = match Heard::of(response) {
+        Heard::Places(places) => {
+            // Whatever becomes of them, what is held is released.
+            let found: Vec<_> = places.into_iter().map(|placed| live.find(header.request, placed)).collect();
+            reader.discard(bytes).await?;
+            let Some(Sink::Pages(mut pages)) = sink else { return Ok(None) };
+            pages.heard();
+            found.into_iter().for_each(|(index, found)| pages.found(index, found));
+            return Ok(Some(Sink::Pages(pages)));
+        }
+        heard => heard,
+    };
     // Whatever becomes of the answer, what is held for it is released.
     let (held, promise) = match &heard {
         Heard::Pages(Answer { index, bytes, place: Place::Arena(place), .. }) => {
@@ -426,7 +437,7 @@ async fn place<S: Source>(
             Ok(finish(sink, response))
         }
         // Nobody asked for pages: the request ends.
-        (_, Heard::Pages(_)) => reader.discard(bytes).await.map(|()| None),
+        (_, Heard::Pages(_) | Heard::Places(_)) => reader.discard(bytes).await.map(|()| None),
     }
 }
 
@@ -442,6 +453,7 @@ struct Answer {
 /// What came.
 enum Heard {
     Pages(Answer),
+    Places(Vec<Placed>),
     Other(Response),
 }
 
@@ -455,6 +467,7 @@ impl Heard {
             Response::Range { index, tier, meta, bytes, place } => {
                 Heard::Pages(Answer { index, tier, meta, bytes, place })
             }
+            Response::Places(places) => Heard::Places(places),
             other => Heard::Other(other),
         }
     }
@@ -577,6 +590,12 @@ impl Live {
         }
         let release = move || releases.add(Entry { request, index });
         self.window.as_ref()?.hold(place, bytes, release)
+    }
+
+    /// Bytes of a page in the node's memory, and which of the request; as [`Live::hold`].
+    fn find(&self, request: u64, Placed { index, tier, meta, bytes, offset }: Placed) -> (u32, Option<Found>) {
+        let held = self.hold(request, index, offset, bytes.len());
+        (index, held.map(|held| Found { lying: Lying::Held(held), meta, tier, bytes }))
     }
 
     /// The node hears that a page need not be open any more when this is dropped.

@@ -101,7 +101,7 @@ pub(crate) async fn serve_in_place<R: Source, W: Sink>(
     lent: Option<Arc<dyn Lender>>,
     over: impl Future<Output = ()> + Send + 'static,
 ) {
-    let held = Arc::<Mutex<BTreeMap<Entry, Hold>>>::default();
+    let held = Arc::<Held>::default();
     let after = Arc::clone(&held);
     // Not one of the node's tasks: it takes as long as that process does, and stopping the node does not wait for it.
     tokio::spawn(async move {
@@ -127,8 +127,11 @@ pub(crate) struct LocalMemory {
 #[derive(Clone)]
 enum Places {
     None,
-    Some(Arc<Mutex<BTreeMap<Entry, Hold>>>),
+    Some(Arc<Held>),
 }
+
+/// Pages that a client reads in place, until it releases them.
+type Held = Mutex<BTreeMap<Entry, Hold>>;
 
 async fn converse<R: Source, W: Sink>(
     shared: Arc<Shared>,

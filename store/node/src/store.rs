@@ -144,6 +144,11 @@ impl Store {
         self.tiers.hold(page)
     }
 
+    /// Holds those of the pages that are in L2, and can be held, for readers who read them at once.
+    pub(crate) fn hold_all_l2(&self, ids: &[PageId]) -> Vec<Option<Hold>> {
+        self.tiers.hold_all_l2(ids)
+    }
+
     /// Holds a page that is in L2.
     pub(crate) fn hold_l2(&self, id: &PageId) -> Option<Hold> {
         self.tiers.get_l2(id).and_then(|page| self.tiers.hold(&page))

@@ -263,17 +263,35 @@ impl Tiers {
     /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held, or the page
     /// is not the one that is served now: it may have been forgotten since it was found.
     pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
-        let PageMeta { id, generation, .. } = &page.meta;
         // Forgetting withholds under this lock, last of all: a page that is current now is withheld then.
-        let state = self.state.lock();
+        self.hold_in(&self.state.lock(), page)
+    }
+
+    fn hold_in(&self, state: &State, page: &Arc<Page>) -> Option<Hold> {
+        let PageMeta { id, generation, .. } = &page.meta;
         let is_this = |found: &Arc<Page>| found.meta.generation == *generation;
         let current = state.policy.generation(id) == Some(*generation)
             || self.writing.get(id).is_some_and(|found| is_this(&found))
             || self.holds.get(id).is_some_and(|found| is_this(&found))
             || self.devices.generation(id) == Some(*generation);
-        let hold = current.then(|| self.holds.hold(page)).flatten();
-        drop(state);
-        hold
+        current.then(|| self.holds.hold(page)).flatten()
+    }
+
+    /// Holds those of the pages that are in L2, each a hit, as [`Tiers::hold`].
+    pub(crate) fn hold_all_l2(&self, ids: &[PageId]) -> Vec<Option<Hold>> {
+        let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
+        let (mut out, now_ms) = (Decisions::default(), self.clock.now_unix_ms());
+        let mut state = self.state.lock();
+        let hold = |page: Option<Arc<Page>>| {
+            let hold = self.hold_in(&state, &page?)?;
+            let PageMeta { id, generation, .. } = &hold.page().meta;
+            state.policy.hit(id, *generation, now_ms, &mut out);
+            Some(hold)
+        };
+        let holds: Vec<_> = found.into_iter().map(hold).collect();
+        self.carry_out(state, out, None);
+        self.metrics.pages_hit_l2.inc_by(holds.iter().flatten().count() as u64);
+        holds
     }
 
     /// Those of the pages that are in L2, each a hit.
@@ -563,9 +581,9 @@ impl Tiers {
         }
     }
 
-    /// The next page in L2 behind `cursor`.
-    pub(crate) fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
-        self.state.lock().policy.next_after(cursor)
+    /// As [`Residency::page_before`].
+    pub(crate) fn page_before(&self, place: usize) -> Option<(PageId, usize)> {
+        self.state.lock().policy.page_before(place)
     }
 
     /// Writes what only L2 has and write-back would have written later, and waits until nothing waits for L3, or

@@ -161,13 +161,14 @@ pub struct FrameReader<S> {
 }
 
 /// What a task has moved since others had their turn.
-#[derive(Default)]
-struct Turn {
+#[derive(Debug, Default)]
+pub struct Turn {
     bytes: usize,
 }
 
 impl Turn {
-    async fn moved(&mut self, bytes: usize) {
+    /// It has moved so many more. Lets the other tasks of this thread go first, once it was a mebibyte.
+    pub async fn moved(&mut self, bytes: usize) {
         self.bytes += bytes;
         if self.bytes >= TURN_BYTES {
             self.bytes = 0;

@@ -33,13 +33,14 @@ mod stream;
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
 pub use fields::{Delivery, Entry, LineEnd, LineWindow, PageRange, PartBytes, Place};
 pub use frame::{
-    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
+    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload, Turn,
 };
 pub use limits::{
-    MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PUTS, MAX_WINDOWS,
+    MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PLACES, MAX_PUTS,
+    MAX_WINDOWS,
 };
 pub use request::{Request, Reserved};
-pub use response::{LocalDoor, MemberEntry, PartWindow, Response};
+pub use response::{LocalDoor, MemberEntry, PartWindow, Placed, Response};
 pub use stream::{Sink, Source};
 
 /// Protocol version of this build.
@@ -48,6 +49,8 @@ pub const PROTOCOL_VERSION: u16 = 2;
 pub const VERSION_OF_RANGES: u16 = 2;
 /// First version in which a client lends memory, and puts from there.
 pub const VERSION_OF_LENDING: u16 = 2;
+/// First version in which one message says where many pages lie.
+pub const VERSION_OF_PLACES: u16 = 2;
 /// First version in which pages move by RDMA.
 pub const VERSION_OF_LINES: u16 = 2;
 /// Oldest version this build speaks.

@@ -18,5 +18,7 @@ pub const MAX_PIN_MS: u64 = 30 * 24 * 3_600_000;
 pub const MAX_LINES: usize = 16;
 /// Most windows told in one message.
 pub const MAX_WINDOWS: usize = 4096;
+/// Most pages that one message says the places of.
+pub const MAX_PLACES: usize = 16;
 /// Most bytes of any other text.
 pub(crate) const MAX_TEXT_BYTES: usize = 256 << 10;

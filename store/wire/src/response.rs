@@ -4,7 +4,7 @@ use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCo
 use crate::fields::{LineEnd, LineWindow, Place, crcs, optional, put_range, range};
 use crate::frame::{Frame, Payload};
 use crate::limits::{
-    MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PUTS, MAX_TEXT_BYTES, MAX_WINDOWS,
+    MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PLACES, MAX_PUTS, MAX_TEXT_BYTES, MAX_WINDOWS,
 };
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
@@ -37,6 +37,21 @@ pub struct PartWindow {
     pub part: u32,
     /// Where it is written to.
     pub window: LineWindow,
+}
+
+/// A page, or bytes of one, in the arena of a node on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placed {
+    /// Index in the request.
+    pub index: u32,
+    /// Where it was.
+    pub tier: TierCode,
+    /// Identity and checksums of the page.
+    pub meta: PageMeta,
+    /// Which bytes of it.
+    pub bytes: Range<u32>,
+    /// Where they begin in the arena.
+    pub offset: u64,
 }
 
 /// From node to client.
@@ -90,6 +105,8 @@ pub enum Response {
         /// Where they are.
         place: Place,
     },
+    /// Pages, or bytes of pages, that are read in place.
+    Places(Vec<Placed>),
     /// A page that cannot be served.
     Miss {
         /// Index in the request.
@@ -188,6 +205,16 @@ impl Response {
                 put_range(&mut out, bytes);
                 place.put(&mut out);
                 145
+            }
+            Response::Places(places) => {
+                out.put_list(places, |out, Placed { index, tier, meta, bytes, offset }| {
+                    out.put_u32(*index);
+                    out.put_u8(tier.code());
+                    meta.encode(out);
+                    put_range(out, bytes);
+                    out.put_u64(*offset);
+                });
+                148
             }
             Response::Miss { index } => {
                 out.put_u32(*index);
@@ -348,6 +375,15 @@ impl Response {
             146 => {
                 Response::Busy { index: optional(&mut r, |r| r.u32("index"))?, retry_after_ms: r.u32("retry after")? }
             }
+            148 => Response::Places(r.list(MAX_PLACES, "places", |r| {
+                Ok(Placed {
+                    index: r.u32("index")?,
+                    tier: TierCode::from_code(r.u8("tier")?)?,
+                    meta: PageMeta::decode(r)?,
+                    bytes: range(r)?,
+                    offset: r.u64("offset in the arena")?,
+                })
+            })?),
             _ => return Err(DecodeError::Invalid("response kind")),
         };
         r.finish()?;
@@ -381,6 +417,10 @@ mod tests {
             Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
             Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Place::Payload },
             Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Arena(4096) },
+            Response::Places(vec![
+                Placed { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, offset: 4096 },
+                Placed { index: 0, tier: TierCode::L2, meta: meta(), bytes: 1..2, offset: 1 << 40 },
+            ]),
             Response::Lines(vec![LineEnd { line: 2, address: [7; 32] }]),
             Response::Windows(vec![PartWindow { index: 1, part: 2, window }]),
             Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, place: Place::Window(window) },

@@ -373,6 +373,14 @@ impl Connection {
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
+        self.run_here(request, keys, keys <= 1, work).await
+    }
+
+    /// The same, begun here or not.
+    pub(super) async fn run_here<F>(&mut self, request: u64, keys: usize, here: bool, work: F) -> io::Result<()>
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
         let Some(permit) = self.permit(keys) else {
             return self.refuse(request, Busy { retry_after: CROWDED_RETRY }).await;
         };
@@ -380,7 +388,7 @@ impl Connection {
             let _permit = permit;
             work.await
         };
-        if keys > 1 {
+        if !here {
             self.start(request, work);
             return Ok(());
         }

@@ -3,17 +3,18 @@
 //! What a Get asks for is counted at once, and what is too much of it refused at once. A page that was taken on waits until
 //! the client has taken those before it, and then for its turn.
 
-use super::Places;
 use super::conversation::Connection;
 use super::rdma::Lines;
 use super::sending::{Leave, PagePayload, ToClient};
+use super::{Held, Places};
 use crate::budget::{Busy, Charge};
+use crate::holds::Hold;
 use crate::node::Shared;
 use crate::tiers::Page;
 use futures::{StreamExt, TryStreamExt};
 use larder_format::planted::{Bug, has};
 use larder_format::{PageId, whole_chunks};
-use larder_wire::{Delivery, Place, Response, TierCode};
+use larder_wire::{Delivery, MAX_PLACES, Place, Placed, Response, TierCode, VERSION_OF_PLACES};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +24,8 @@ use std::time::Instant;
 pub(super) const GET_PAGES_AT_ONCE: usize = 16;
 /// Most pages that one client reads in place at a time; more are sent.
 const PLACES_MAX: usize = 65_536;
+/// Most pages read in place whose places are told before the next request is looked at.
+const PLACED_HERE_MAX: usize = 256;
 
 /// A page that is asked for, or bytes of it.
 pub(super) struct Asked {
@@ -42,6 +45,13 @@ impl Asked {
             return Some(0..chunks.len());
         }
         Some(chunks.start as usize..chunks.end as usize)
+    }
+
+    /// What the client is told of bytes that it reads in place.
+    fn placed(&self, page: &Page, tier: TierCode, bytes: &Range<usize>) -> Placed {
+        let offset = (page.payload.arena_offset() + bytes.start) as u64;
+        let (index, meta, bytes) = (self.index, page.meta.clone(), bytes.start as u32..bytes.end as u32);
+        Placed { index, tier, meta, bytes, offset }
     }
 
     /// What the client is told; `place` is where the bytes are.
@@ -113,9 +123,12 @@ impl Connection {
         if taken == 0 {
             return self.answer(request, Response::End).await;
         }
+        // No bytes have to leave for a page that is read in place.
+        let here =
+            taken <= 1 || (taken <= PLACED_HERE_MAX && sorted.later.is_empty() && matches!(way, Way::InPlace(_)));
         let (shared, client, page_bytes) = (self.shared.clone(), self.client(request, deadline), self.page_bytes());
         let reading = async move { Reading { shared, client, way, page_bytes, deadline }.run(sorted).await };
-        self.spawn(request, taken, reading).await
+        self.run_here(request, taken, here, reading).await
     }
 
     /// Counts the pages that are there, as long as there is room for them.
@@ -156,7 +169,8 @@ struct Reading {
 
 impl Reading {
     async fn run(self, sorted: Sorted) -> io::Result<()> {
-        futures::try_join!(self.at_once(sorted.at_once), self.after_a_while(sorted.later))?;
+        let at_once = self.in_place(sorted.at_once).await?;
+        futures::try_join!(self.at_once(at_once), self.after_a_while(sorted.later))?;
         self.client.end(Response::End).await
     }
 
@@ -167,6 +181,49 @@ impl Reading {
             self.client.send(Response::Miss { index: asked.index }).await?;
         }
         Ok(leave)
+    }
+
+    /// Pages in L2 that the client reads in place; the others are returned.
+    async fn in_place(&self, pages: Vec<Taken>) -> io::Result<Vec<Taken>> {
+        let Way::InPlace(Places::Some(held)) = &self.way else { return Ok(pages) };
+        if self.client.version < VERSION_OF_PLACES || pages.len() < 2 {
+            return Ok(pages);
+        }
+        let (mut pages, mut left) = (pages.into_iter(), Vec::new());
+        while pages.len() > 0 {
+            // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
+            let room = self.client.room().await?;
+            let group: Vec<Taken> = pages.by_ref().take(MAX_PLACES).collect();
+            let ids: Vec<PageId> = group.iter().map(|taken| taken.asked.id).collect();
+            let holds = self.shared.store.hold_all_l2(&ids);
+            let (mut places, mut charges) = (Vec::with_capacity(group.len()), Vec::with_capacity(group.len()));
+            for (taken, hold) in group.into_iter().zip(holds) {
+                match self.place(held, &taken.asked, hold)? {
+                    Some(placed) => {
+                        places.push(placed);
+                        charges.push(taken.charge);
+                    }
+                    None => left.push(taken),
+                }
+            }
+            if !places.is_empty() {
+                let bytes: usize = places.iter().map(|placed| placed.bytes.len()).sum();
+                self.shared.metrics.bytes_in_place.inc_by(bytes as u64);
+                room.send(Response::Places(places).frame(self.client.version, self.client.request, None));
+            }
+            charges.into_iter().for_each(Charge::sent);
+        }
+        Ok(left)
+    }
+
+    /// Keeps a page for the client to read in place; `None` if it cannot now.
+    fn place(&self, held: &Held, asked: &Asked, hold: Option<Hold>) -> io::Result<Option<Placed>> {
+        let Some(hold) = hold.filter(|_| held.lock().len() < PLACES_MAX) else { return Ok(None) };
+        let page = hold.page().clone();
+        let Some(bytes) = asked.within(&page) else { return Ok(None) };
+        let placed = asked.placed(&page, TierCode::L2, &bytes);
+        self.client.keep(held, hold, asked.index)?;
+        Ok(Some(placed))
     }
 
     /// Pages in L2.

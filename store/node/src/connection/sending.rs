@@ -1,8 +1,8 @@
 //! The way to one client: answers, page bytes from where they lie, and places.
 
 use super::conversation::Connection;
-use super::invalid;
 use super::reading::Asked;
+use super::{Held, invalid};
 use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
 use crate::node::Shared;
@@ -10,8 +10,7 @@ use crate::tiers::Page;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode};
-use parking_lot::Mutex;
-use std::collections::{BTreeMap, btree_map};
+use std::collections::btree_map;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -78,7 +77,7 @@ impl ToClient {
     /// Says where a page lies, which is held for the client from then on.
     pub(super) async fn point_at(
         &self,
-        held: &Mutex<BTreeMap<Entry, Hold>>,
+        held: &Held,
         hold: Hold,
         asked: &Asked,
         bytes: &Range<usize>,
@@ -88,16 +87,25 @@ impl ToClient {
         let room = self.room().await?;
         let page = hold.page().clone();
         let place = Place::Arena((page.payload.arena_offset() + bytes.start) as u64);
-        let entry = Entry { request: self.request, index: asked.index };
-        if let btree_map::Entry::Vacant(vacant) = held.lock().entry(entry) {
-            if !has(Bug::PlaceNotHeld) {
-                vacant.insert(hold);
+        self.keep(held, hold, asked.index)?;
+        room.send(asked.answer(&page, tier, place).frame(self.version, self.request, None));
+        Ok(())
+    }
+
+    /// Keeps a page of this request for the client until it releases it.
+    pub(super) fn keep(&self, held: &Held, hold: Hold, index: u32) -> io::Result<()> {
+        match held.lock().entry(Entry { request: self.request, index }) {
+            btree_map::Entry::Vacant(vacant) => {
+                if !has(Bug::PlaceNotHeld) {
+                    vacant.insert(hold);
+                }
+                Ok(())
             }
-            room.send(asked.answer(&page, tier, place).frame(self.version, self.request, None));
-            return Ok(());
+            // Its memory must not move under who reads it.
+            btree_map::Entry::Occupied(_) => {
+                Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
+            }
         }
-        // Its memory must not move under who reads it.
-        Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
     }
 
     /// Waits until the client has taken so much of what is on its way that `bytes` more may be, and the node has room for them;

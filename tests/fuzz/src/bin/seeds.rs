@@ -6,7 +6,7 @@ use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, Pag
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
     CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LineEnd, LineWindow, LocalDoor,
-    MemberEntry, PROTOCOL_VERSION, PageRange, PartBytes, PartWindow, PinKind, Place, Request, ReserveOutcome, Reserved, Response, TierCode,
+    MemberEntry, PROTOCOL_VERSION, PageRange, PartBytes, PartWindow, PinKind, Place, Placed, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -93,6 +93,7 @@ fn responses() -> Vec<Frame> {
         Response::Windows(vec![PartWindow { index: 1, part: 2, window }; 2]),
         Response::Busy { index: Some(1), retry_after_ms: 2 },
         Response::Busy { index: None, retry_after_ms: 3 },
+        Response::Places(vec![Placed { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..70_005, offset: 1 << 20 }; 2]),
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }
