@@ -268,7 +268,8 @@ impl Stack {
                 .collect();
             known.sort();
             // Each has connections of its own, and finds them again in its own time.
-            let attached = listed("engines").iter().all(|engine| engine["state"]["store_nodes"] == nodes);
+            let up = |engine: &&serde_json::Value| engine["up"] == true;
+            let attached = listed("engines").iter().filter(up).all(|engine| engine["state"]["store_nodes"] == nodes);
             // A model is listed once its tokenizer has been loaded.
             let served = !listed("models").is_empty() || engines.is_empty();
             served

@@ -7,7 +7,7 @@ import os
 import sys
 
 TARGET = os.environ.get("PEERS_TARGET", "target")
-RELEASE = os.path.join(TARGET, "release")
+BUILT = os.path.join(TARGET, "dist")
 
 
 class System:

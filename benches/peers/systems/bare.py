@@ -2,9 +2,9 @@
 
 import os
 
-from . import RELEASE, System
+from . import BUILT, System
 
-CLIENT = os.path.join(RELEASE, "bench-client")
+CLIENT = os.path.join(BUILT, "bench-client")
 
 
 class Bare(System):

@@ -5,7 +5,7 @@
 
 import os
 
-from . import RELEASE, System
+from . import BUILT, System
 
 # Data sets fit twice. Half of an eighth is for pages that are being put: in 4 GiB, one batch of 64 pages of 4 MiB.
 L2_BYTES_MIN = 1 << 30
@@ -26,7 +26,7 @@ class Larder(System):
         node = children.start(
             "larder",
             [
-                os.path.join(RELEASE, "larder"),
+                os.path.join(BUILT, "larder"),
                 "store",
                 "--listen",
                 "127.0.0.1:0",
@@ -41,7 +41,7 @@ class Larder(System):
 
     def client(self, index):
         """The command of a client."""
-        return [os.path.join(RELEASE, "bench-client"), "larder", "--index", index, "--url", self.url]
+        return [os.path.join(BUILT, "bench-client"), "larder", "--index", index, "--url", self.url]
 
 
 class LarderShm(Larder):

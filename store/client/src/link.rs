@@ -349,18 +349,17 @@ async fn place<S: Source>(
     sink: Option<Sink>,
 ) -> io::Result<Option<Sink>> {
     let bytes = header.payload_bytes as usize;
-    let heard = match Heard::of(response) {
-        Heard::Places(places) => {
-            // Whatever becomes of them, what is held is released.
-            let found: Vec<_> = places.into_iter().map(|placed| live.find(header.request, placed)).collect();
-            reader.discard(bytes).await?;
-            let Some(Sink::Pages(mut pages)) = sink else { return Ok(None) };
-            pages.heard();
-            found.into_iter().for_each(|(index, found)| pages.found(index, found));
-            return Ok(Some(Sink::Pages(pages)));
-        }
-        heard => heard,
-    };
+    if let Response::Places(places) = response {
+        // Whatever becomes of them, what is held is released.
+        let found: Vec<_> = places.into_iter().map(|placed| live.find(header.request, placed)).collect();
+        reader.discard(bytes).await?;
+        // Nobody asked for pages, or waits for them any more: the request ends.
+        let Some(Sink::Pages(mut pages)) = sink else { return Ok(None) };
+        pages.heard();
+        found.into_iter().for_each(|(index, found)| pages.found(index, found));
+        return Ok(Some(Sink::Pages(pages)));
+    }
+    let heard = Heard::of(response);
     // Whatever becomes of the answer, what is held for it is released.
     let (held, promise) = match &heard {
         Heard::Pages(Answer { index, bytes, place: Place::Arena(place), .. }) => {
@@ -437,7 +436,7 @@ async fn place<S: Source>(
             Ok(finish(sink, response))
         }
         // Nobody asked for pages: the request ends.
-        (_, Heard::Pages(_) | Heard::Places(_)) => reader.discard(bytes).await.map(|()| None),
+        (_, Heard::Pages(_)) => reader.discard(bytes).await.map(|()| None),
     }
 }
 
@@ -453,7 +452,6 @@ struct Answer {
 /// What came.
 enum Heard {
     Pages(Answer),
-    Places(Vec<Placed>),
     Other(Response),
 }
 
@@ -467,7 +465,6 @@ impl Heard {
             Response::Range { index, tier, meta, bytes, place } => {
                 Heard::Pages(Answer { index, tier, meta, bytes, place })
             }
-            Response::Places(places) => Heard::Places(places),
             other => Heard::Other(other),
         }
     }

@@ -474,7 +474,7 @@ impl Account {
     }
 
     /// Counts bytes that are to be read and sent, as soon as its reader has taken enough of what is on its way to it, and then
-    /// as there is room in the node.
+    /// as there is room in the node; in the order in which it was asked, whatever the sizes.
     pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
         loop {
             let mut turn = match self.reader_took_enough(bytes).await {
@@ -529,7 +529,12 @@ impl Account {
         if !must {
             return self.charge(kind, bytes);
         }
-        Ok(self.granted(&mut self.budget.state.lock(), kind, bytes, now()))
+        Ok(self.counted(kind, bytes))
+    }
+
+    /// Counts bytes that are there, whether they may be or not.
+    pub(crate) fn counted(self: &Arc<Self>, kind: Kind, bytes: u64) -> Charge {
+        self.granted(&mut self.budget.state.lock(), kind, bytes, now())
     }
 }
 

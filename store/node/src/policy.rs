@@ -18,12 +18,12 @@ mod tests;
 
 use crate::options::{NamespaceQuota, WritePolicy};
 use accounts::Accounts;
-use indexmap::IndexMap;
 use larder_core::planted::{Bug, has};
 use larder_evict::{Evicted, Evictor, Handle, Larder, NamespaceIndex, NewPage, Reason};
 use larder_format::{NamespaceId, PageId, PageKey};
 use pins::{Pin, Pins};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Unbounded};
 
 pub use pins::PinRefused;
 
@@ -123,7 +123,7 @@ struct Entry {
 pub struct Residency {
     options: PolicyOptions,
     evictor: Evictor<PageId, Larder>,
-    entries: IndexMap<PageId, Entry>,
+    entries: BTreeMap<PageId, Entry>,
     dirty: BTreeSet<PageId>,
     accounts: Accounts,
     pins: Pins,
@@ -137,7 +137,7 @@ impl Residency {
     pub fn new(options: PolicyOptions) -> Residency {
         Residency {
             evictor: Evictor::new(options.capacity_bytes, Larder::new(options.seed)),
-            entries: IndexMap::new(),
+            entries: BTreeMap::new(),
             dirty: BTreeSet::new(),
             accounts: Accounts::new(options.quota_default, options.quotas.clone()),
             pins: Pins::default(),
@@ -294,12 +294,12 @@ impl Residency {
         true
     }
 
-    /// A page in L2, and what to ask for the next with. Who begins with `usize::MAX` and goes on until there is none has met
-    /// each page that was there all the time, whatever came and went meanwhile.
-    pub fn page_before(&self, place: usize) -> Option<(PageId, usize)> {
-        // Whatever leaves has the last one take its place, which was met already or will be.
-        let place = place.min(self.entries.len()).checked_sub(1)?;
-        self.entries.get_index(place).map(|(id, _)| (*id, place))
+    /// The next page in L2 behind `cursor`, in the order of names.
+    pub fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
+        match cursor {
+            Some(cursor) => self.entries.range((Excluded(cursor), Unbounded)).next().map(|(id, _)| *id),
+            None => self.entries.keys().next().copied(),
+        }
     }
 
     /// Which put of a page is in L2.
@@ -436,7 +436,7 @@ impl Residency {
     /// Drops what is known of a page that the evictor has no more.
     fn left(&mut self, id: &PageId) -> Option<Entry> {
         self.drop_holds(id);
-        let entry = self.entries.swap_remove(id)?;
+        let entry = self.entries.remove(id)?;
         self.dirty.remove(id);
         self.accounts.left(id.namespace);
         Some(entry)

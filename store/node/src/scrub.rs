@@ -49,18 +49,18 @@ pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: Cancella
     if bytes_per_second == 0 {
         return;
     }
-    let mut place = usize::MAX;
+    let mut cursor = None;
     loop {
-        let pause = match tiers.page_before(place) {
-            Some((id, here)) => {
-                place = here;
+        let pause = match tiers.next_after(cursor.as_ref()) {
+            Some(id) => {
+                cursor = Some(id);
                 let bytes = tiers.get_l2(&id).map_or(0, |page| page.payload.len() as u64);
                 tiers.scrubbed.page(bytes, tiers.recheck(&id) as u64);
                 tiers.metrics().scrub_bytes.inc_by(bytes);
                 Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64)
             }
             None => {
-                place = usize::MAX;
+                cursor = None;
                 tiers.scrubbed.pass_ended();
                 PASS_PAUSE
             }

@@ -144,9 +144,9 @@ impl Store {
         self.tiers.hold(page)
     }
 
-    /// Holds those of the pages that are in L2, and can be held, for readers who read them at once.
-    pub(crate) fn hold_all_l2(&self, ids: &[PageId]) -> Vec<Option<Hold>> {
-        self.tiers.hold_all_l2(ids)
+    /// Holds those of the pages that are in L2 and `wanted`, by their place among `ids`, each a hit; as [`Store::hold`].
+    pub(crate) fn hold_all_l2(&self, ids: &[PageId], wanted: impl Fn(usize, &Page) -> bool) -> Vec<Option<Hold>> {
+        self.tiers.hold_all_l2(ids, wanted)
     }
 
     /// Holds a page that is in L2.

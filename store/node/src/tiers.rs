@@ -277,18 +277,21 @@ impl Tiers {
         current.then(|| self.holds.hold(page)).flatten()
     }
 
-    /// Holds those of the pages that are in L2, each a hit, as [`Tiers::hold`].
-    pub(crate) fn hold_all_l2(&self, ids: &[PageId]) -> Vec<Option<Hold>> {
-        let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
+    /// Holds those of the pages that are in L2 and that are `wanted`, going by their place among `ids`, each a hit; as
+    /// [`Tiers::hold`].
+    pub(crate) fn hold_all_l2(&self, ids: &[PageId], wanted: impl Fn(usize, &Page) -> bool) -> Vec<Option<Hold>> {
+        let find = |(at, id)| self.get_l2(id).filter(|page| wanted(at, page));
+        // Dropped without the lock.
+        let found: Vec<_> = ids.iter().enumerate().map(find).collect();
         let (mut out, now_ms) = (Decisions::default(), self.clock.now_unix_ms());
         let mut state = self.state.lock();
-        let hold = |page: Option<Arc<Page>>| {
-            let hold = self.hold_in(&state, &page?)?;
+        let hold = |page: &Option<Arc<Page>>| {
+            let hold = self.hold_in(&state, page.as_ref()?)?;
             let PageMeta { id, generation, .. } = &hold.page().meta;
             state.policy.hit(id, *generation, now_ms, &mut out);
             Some(hold)
         };
-        let holds: Vec<_> = found.into_iter().map(hold).collect();
+        let holds: Vec<_> = found.iter().map(hold).collect();
         self.carry_out(state, out, None);
         self.metrics.pages_hit_l2.inc_by(holds.iter().flatten().count() as u64);
         holds
@@ -581,9 +584,9 @@ impl Tiers {
         }
     }
 
-    /// As [`Residency::page_before`].
-    pub(crate) fn page_before(&self, place: usize) -> Option<(PageId, usize)> {
-        self.state.lock().policy.page_before(place)
+    /// The next page in L2 behind `cursor`.
+    pub(crate) fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
+        self.state.lock().policy.next_after(cursor)
     }
 
     /// Writes what only L2 has and write-back would have written later, and waits until nothing waits for L3, or

@@ -1,13 +1,17 @@
-//! Puts from memory that a client lends, and clients that lend what they should not, or do not keep it as it is.
+//! Puts from memory that a client lends, and clients that lend what they should not, or do not keep it as it is; and places of
+//! pages that are read where they lie.
 
-use super::{attach, descriptor, geometry, get, key, options, pages, payload, put, settles, soon, transport};
+use super::{
+    attach, descriptor, geometry, get, held_bytes, key, nothing_is_held, options, pages, payload, put, settles, soon,
+    transport,
+};
 use bytes::Bytes;
 use larder_client::{Buffer, CONNECTIONS, Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport};
 use larder_format::{PageKey, chunk_crcs};
 use larder_node::{Node, NodeOptions};
 use larder_wire::{
-    CommitOutcome, Entry, FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PartBytes,
-    Request, ReserveOutcome, Reserved, Response, Sink, Source,
+    CommitOutcome, Delivery, Entry, FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN,
+    PartBytes, Request, ReserveOutcome, Reserved, Response, Sink, Source,
 };
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -318,5 +322,51 @@ async fn a_client_that_dies_before_its_commit_leaves_nothing_open() {
     assert!(get(&other, &[5]).await[0].1.is_none(), "it was not sealed");
     let outcomes = other.put_pages(pages(&[5, 6], payload), PutOptions::default(), soon()).await;
     assert_eq!(outcomes, [PutOutcome::Stored; 2]);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn places_come_many_at_a_time_and_stay_until_they_are_released() {
+    let node = Node::start(sharing()).await.unwrap();
+    let writer = attach(&[&node], 1).await;
+    let numbers: Vec<u32> = (0..20).collect();
+    writer.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
+    let file = memory(&[0; 4096]);
+    let mut raw = come_in(&door(&node).await, file.as_fd(), 4096).await.unwrap();
+    let held = 20 * geometry().page_bytes().next_multiple_of(4096) as u64;
+    for round in 0..2 {
+        raw.tell(Request::Get { keys: (0..21).map(key).collect(), by: Delivery::InPlace }).await.unwrap();
+        let (mut messages, mut found, mut places) = (0, Vec::new(), Vec::new());
+        loop {
+            let header = raw.reader.next().await.unwrap().expect("an answer");
+            match Response::decode(PROTOCOL_VERSION, header.kind, raw.reader.body()).unwrap() {
+                Response::Places(placed) => {
+                    messages += 1;
+                    found.extend(placed.iter().map(|placed| (placed.index, placed.meta.id.key, placed.bytes.len())));
+                    places.extend(placed.iter().map(|placed| placed.offset));
+                }
+                Response::Miss { index: 20 } => {}
+                Response::End => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        let all: Vec<_> = numbers.iter().map(|&number| (number, key(number), geometry().page_bytes())).collect();
+        assert_eq!((messages, &found), (2, &all), "round {round}");
+        places.sort();
+        places.dedup();
+        assert_eq!((places.len(), held_bytes(&node).await), (20, held));
+        let entries = numbers.iter().map(|&index| Entry { request: raw.requests, index }).collect();
+        if round == 0 {
+            raw.tell(Request::Release(entries)).await.unwrap();
+            nothing_is_held(&node).await;
+        }
+    }
+    // The same request number again: what it names is still being read.
+    raw.requests -= 1;
+    raw.tell(Request::Get { keys: vec![key(3), key(4)], by: Delivery::InPlace }).await.unwrap();
+    let end = async { while let Ok(Some(_)) = raw.reader.next().await {} };
+    tokio::time::timeout(Duration::from_secs(3), end).await.expect("the connection ends");
+    // It let go of the node's memory when it came in.
+    nothing_is_held(&node).await;
     node.shutdown().await;
 }

@@ -106,6 +106,40 @@ async fn waits<T>(future: impl Future<Output = T>) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
+async fn pages_that_wait_for_their_reader_go_in_order_and_who_gives_up_is_passed_over() {
+    let budget = budget();
+    let reader = account(&budget, "t");
+    // A quarter of what is left when it has them.
+    let mut on_their_way = vec![reader.charge_read(3 * MIB).await, reader.charge_read(3 * MIB).await];
+    let order = Arc::<Mutex<Vec<u32>>>::default();
+    let waiters: Vec<_> = (0..6)
+        .map(|number| {
+            let (reader, order) = (reader.clone(), order.clone());
+            tokio::spawn(async move {
+                let charge = reader.charge_read(3 * MIB).await;
+                order.lock().push(number);
+                charge
+            })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    assert!(order.lock().is_empty());
+    // The first, which looks, and one in the middle of those that wait for it.
+    waiters[0].abort();
+    waiters[3].abort();
+    drop(on_their_way.pop());
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    assert_eq!(*order.lock(), [1]);
+    drop(on_their_way);
+    for (number, waiter) in waiters.into_iter().enumerate() {
+        let had = tokio::time::timeout(Duration::from_secs(1), waiter).await.expect("nobody waits for ever");
+        assert_eq!(had.is_ok(), number != 0 && number != 3, "{number}");
+    }
+    assert_eq!(*order.lock(), [1, 2, 4, 5]);
+    assert_eq!(used_of(&budget), [0; 4]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn however_many_readers_are_stuck_some_is_left_and_a_reader_waits_for_itself() {
     let budget = budget();
     let stuck: Vec<_> = (0..12).map(|_| account(&budget, "t")).collect();

@@ -25,6 +25,7 @@ use larder_wire::{
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
@@ -393,10 +394,13 @@ impl Connection {
             return Ok(());
         }
         let mut work = Box::pin(work);
-        if futures::poll!(&mut work).is_pending() {
-            self.start(request, work);
+        match futures::poll!(&mut work) {
+            Poll::Ready(ended) => ended,
+            Poll::Pending => {
+                self.start(request, work);
+                Ok(())
+            }
         }
-        Ok(())
     }
 
     /// Leave for a request about `keys` keys to wait, unless too much waits already.

@@ -103,6 +103,12 @@ impl Lines {
         Response::Lines(ends)
     }
 
+    /// Whether pages of a request of this number are open.
+    pub(super) fn is_open(&self, request: u64) -> bool {
+        let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
+        self.pages.lock().range(all).next().is_some()
+    }
+
     /// Ends these lines and those that died, and what is open on them.
     fn take_out(&self, gone: &[u32]) {
         let ended: BTreeMap<u32, Arc<ClientLine>> = {

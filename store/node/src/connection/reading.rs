@@ -6,15 +6,15 @@
 use super::conversation::Connection;
 use super::rdma::Lines;
 use super::sending::{Leave, PagePayload, ToClient};
-use super::{Held, Places};
+use super::{Held, Places, invalid};
 use crate::budget::{Busy, Charge};
-use crate::holds::Hold;
 use crate::node::Shared;
 use crate::tiers::Page;
 use futures::{StreamExt, TryStreamExt};
+use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_format::{PageId, whole_chunks};
-use larder_wire::{Delivery, MAX_PLACES, Place, Placed, Response, TierCode, VERSION_OF_PLACES};
+use larder_wire::{Delivery, Entry, MAX_PLACES, Place, Placed, Response, TierCode, VERSION_OF_PLACES};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,11 +47,12 @@ impl Asked {
         Some(chunks.start as usize..chunks.end as usize)
     }
 
-    /// What the client is told of bytes that it reads in place.
-    fn placed(&self, page: &Page, tier: TierCode, bytes: &Range<usize>) -> Placed {
-        let offset = (page.payload.arena_offset() + bytes.start) as u64;
+    /// What the client is told of a page in L2 that it reads in place; `None` as in [`Asked::within`].
+    fn placed(&self, page: &Page) -> Option<Placed> {
+        let bytes = self.within(page)?;
+        let offset = offset(page, &bytes);
         let (index, meta, bytes) = (self.index, page.meta.clone(), bytes.start as u32..bytes.end as u32);
-        Placed { index, tier, meta, bytes, offset }
+        Some(Placed { index, tier: TierCode::L2, meta, bytes, offset })
     }
 
     /// What the client is told; `place` is where the bytes are.
@@ -72,6 +73,21 @@ pub(super) enum Way {
     InPlace(Places),
     /// It reads them by RDMA, on these lines.
     Read(Arc<Lines>, Vec<u32>),
+}
+
+impl Way {
+    /// What the client reads in place, if it hears of many pages at a time.
+    fn places(&self, version: u16) -> Option<&Held> {
+        match self {
+            Way::InPlace(Places::Some(held)) if version >= VERSION_OF_PLACES => Some(held),
+            _ => None,
+        }
+    }
+}
+
+/// Where bytes of a page lie in the arena.
+pub(super) fn offset(page: &Page, bytes: &Range<usize>) -> u64 {
+    (page.payload.arena_offset() + bytes.start) as u64
 }
 
 /// One that was taken on.
@@ -104,6 +120,10 @@ impl Connection {
             Delivery::InPlace => Way::InPlace(self.places.clone()),
             Delivery::Read(lines) => Way::Read(self.lines.clone(), lines),
         };
+        if self.is_kept(request) {
+            // Its memory must not move under who reads it.
+            return Err(invalid(DecodeError::Invalid("a request number whose pages are still held")));
+        }
         // Opening a window takes a while, so it is done for several pages at a time, like reading them from L3.
         let count = asked.len() as u32;
         let sorted = self.sort(asked, matches!(way, Way::Read(..)), deadline);
@@ -124,11 +144,21 @@ impl Connection {
             return self.answer(request, Response::End).await;
         }
         // No bytes have to leave for a page that is read in place.
-        let here =
-            taken <= 1 || (taken <= PLACED_HERE_MAX && sorted.later.is_empty() && matches!(way, Way::InPlace(_)));
+        let placed = way.places(self.version).is_some() && sorted.later.is_empty();
+        let here = taken <= 1 || (placed && taken <= PLACED_HERE_MAX);
         let (shared, client, page_bytes) = (self.shared.clone(), self.client(request, deadline), self.page_bytes());
         let reading = async move { Reading { shared, client, way, page_bytes, deadline }.run(sorted).await };
         self.run_here(request, taken, here, reading).await
+    }
+
+    /// Whether the client reads pages that were asked for by a request of this number.
+    fn is_kept(&self, request: u64) -> bool {
+        let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
+        let in_place = match &self.places {
+            Places::Some(held) => held.lock().range(all).next().is_some(),
+            Places::None => false,
+        };
+        in_place || self.lines.is_open(request)
     }
 
     /// Counts the pages that are there, as long as there is room for them.
@@ -169,8 +199,11 @@ struct Reading {
 
 impl Reading {
     async fn run(self, sorted: Sorted) -> io::Result<()> {
-        let at_once = self.in_place(sorted.at_once).await?;
-        futures::try_join!(self.at_once(at_once), self.after_a_while(sorted.later))?;
+        let in_l2 = async {
+            let left = self.in_place(sorted.at_once).await?;
+            self.at_once(left).await
+        };
+        futures::try_join!(in_l2, self.after_a_while(sorted.later))?;
         self.client.end(Response::End).await
     }
 
@@ -185,48 +218,44 @@ impl Reading {
 
     /// Pages in L2 that the client reads in place; the others are returned.
     async fn in_place(&self, pages: Vec<Taken>) -> io::Result<Vec<Taken>> {
-        let Way::InPlace(Places::Some(held)) = &self.way else { return Ok(pages) };
-        if self.client.version < VERSION_OF_PLACES || pages.len() < 2 {
-            return Ok(pages);
-        }
+        let Some(held) = self.way.places(self.client.version) else { return Ok(pages) };
         let (mut pages, mut left) = (pages.into_iter(), Vec::new());
-        while pages.len() > 0 {
+        loop {
+            let most = MAX_PLACES.min(PLACES_MAX.saturating_sub(held.lock().len()));
+            let group: Vec<Taken> = pages.by_ref().take(most).collect();
+            if group.len() < 2 {
+                left.extend(group.into_iter().chain(pages));
+                return Ok(left);
+            }
             // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
             let room = self.client.room().await?;
-            let group: Vec<Taken> = pages.by_ref().take(MAX_PLACES).collect();
             let ids: Vec<PageId> = group.iter().map(|taken| taken.asked.id).collect();
-            let holds = self.shared.store.hold_all_l2(&ids);
-            let (mut places, mut charges) = (Vec::with_capacity(group.len()), Vec::with_capacity(group.len()));
+            let wanted = |at: usize, page: &Page| group[at].asked.within(page).is_some();
+            let holds = self.shared.store.hold_all_l2(&ids, wanted);
+            let (mut places, mut kept, mut charges) = (Vec::new(), Vec::new(), Vec::new());
             for (taken, hold) in group.into_iter().zip(holds) {
-                match self.place(held, &taken.asked, hold)? {
-                    Some(placed) => {
-                        places.push(placed);
-                        charges.push(taken.charge);
-                    }
-                    None => left.push(taken),
-                }
+                let found = hold.and_then(|hold| Some((taken.asked.placed(hold.page())?, hold)));
+                let Some((placed, hold)) = found else {
+                    left.push(taken);
+                    continue;
+                };
+                kept.push((placed.index, hold));
+                charges.push(taken.charge);
+                places.push(placed);
             }
-            if !places.is_empty() {
-                let bytes: usize = places.iter().map(|placed| placed.bytes.len()).sum();
-                self.shared.metrics.bytes_in_place.inc_by(bytes as u64);
-                room.send(Response::Places(places).frame(self.client.version, self.client.request, None));
+            if places.is_empty() {
+                continue;
             }
+            let bytes: usize = places.iter().map(|placed| placed.bytes.len()).sum();
+            let frame = self.client.places(places);
+            self.client.keep(held, kept)?;
+            room.send(frame);
+            self.shared.metrics.bytes_in_place.inc_by(bytes as u64);
             charges.into_iter().for_each(Charge::sent);
         }
-        Ok(left)
     }
 
-    /// Keeps a page for the client to read in place; `None` if it cannot now.
-    fn place(&self, held: &Held, asked: &Asked, hold: Option<Hold>) -> io::Result<Option<Placed>> {
-        let Some(hold) = hold.filter(|_| held.lock().len() < PLACES_MAX) else { return Ok(None) };
-        let page = hold.page().clone();
-        let Some(bytes) = asked.within(&page) else { return Ok(None) };
-        let placed = asked.placed(&page, TierCode::L2, &bytes);
-        self.client.keep(held, hold, asked.index)?;
-        Ok(Some(placed))
-    }
-
-    /// Pages in L2.
+    /// The other pages in L2.
     async fn at_once(&self, pages: Vec<Taken>) -> io::Result<()> {
         let mut pages = pages.into_iter();
         while let Some(first) = pages.next() {

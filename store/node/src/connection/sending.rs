@@ -1,7 +1,7 @@
 //! The way to one client: answers, page bytes from where they lie, and places.
 
 use super::conversation::Connection;
-use super::reading::Asked;
+use super::reading::{Asked, offset};
 use super::{Held, invalid};
 use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
@@ -9,8 +9,7 @@ use crate::node::Shared;
 use crate::tiers::Page;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
-use larder_wire::{Entry, Frame, Payload, Place, Response, TierCode};
-use std::collections::btree_map;
+use larder_wire::{Entry, Frame, Payload, Place, Placed, Response, TierCode};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -86,26 +85,32 @@ impl ToClient {
         // With room in the queue at hand, holding and telling are one step: no page is held that the client never hears of.
         let room = self.room().await?;
         let page = hold.page().clone();
-        let place = Place::Arena((page.payload.arena_offset() + bytes.start) as u64);
-        self.keep(held, hold, asked.index)?;
+        let place = Place::Arena(offset(&page, bytes));
+        self.keep(held, vec![(asked.index, hold)])?;
         room.send(asked.answer(&page, tier, place).frame(self.version, self.request, None));
         Ok(())
     }
 
-    /// Keeps a page of this request for the client until it releases it.
-    pub(super) fn keep(&self, held: &Held, hold: Hold, index: u32) -> io::Result<()> {
-        match held.lock().entry(Entry { request: self.request, index }) {
-            btree_map::Entry::Vacant(vacant) => {
-                if !has(Bug::PlaceNotHeld) {
-                    vacant.insert(hold);
-                }
-                Ok(())
-            }
+    /// Keeps pages of this request, by their index, for the client until it releases them: all, or none.
+    pub(super) fn keep(&self, held: &Held, pages: Vec<(u32, Hold)>) -> io::Result<()> {
+        let mut held = held.lock();
+        let entry = |index| Entry { request: self.request, index };
+        if pages.iter().any(|(index, _)| held.contains_key(&entry(*index))) {
+            drop(held);
             // Its memory must not move under who reads it.
-            btree_map::Entry::Occupied(_) => {
-                Err(invalid(DecodeError::Invalid("a request number whose pages are still held")))
-            }
+            return Err(invalid(DecodeError::Invalid("a request number whose pages are still held")));
         }
+        if !has(Bug::PlaceNotHeld) {
+            held.extend(pages.into_iter().map(|(index, hold)| (entry(index), hold)));
+        }
+        Ok(())
+    }
+
+    /// Says where many pages lie. The message is counted until it has left.
+    pub(super) fn places(&self, places: Vec<Placed>) -> Frame {
+        let mut frame = Response::Places(places).frame(self.version, self.request, None);
+        frame.payload = Some(Box::new(Counted(self.account.counted(Kind::Requests, frame.len() as u64))));
+        frame
     }
 
     /// Waits until the client has taken so much of what is on its way that `bytes` more may be, and the node has room for them;
@@ -142,6 +147,15 @@ impl ToClient {
         self.sent_bulk.store(true, Ordering::Relaxed);
         let payload: Payload = Box::new(Sending { bytes, _leave: leave });
         send(&self.bulk, head.frame(self.version, self.request, Some(payload))).await
+    }
+}
+
+/// No bytes, and what counts a message until it is dropped.
+struct Counted(#[expect(dead_code, reason = "held until it is dropped")] Charge);
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &[]
     }
 }
 

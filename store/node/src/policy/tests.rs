@@ -4,7 +4,6 @@ mod model;
 
 use super::*;
 use larder_evict::Lru;
-use std::collections::BTreeMap;
 
 const UNIT: u32 = 4096;
 
@@ -290,28 +289,6 @@ fn room_is_made_as_far_as_may_be() {
     policy.make_room(8 * UNIT, 0, &mut out);
     assert_eq!(policy.len(), 1, "the pinned one");
     assert_eq!(policy.used_bytes(), u64::from(UNIT));
-}
-
-#[test]
-fn a_pass_meets_every_page_that_stays() {
-    let mut policy = Residency::new(options(300, WritePolicy::Through));
-    for number in 0..200 {
-        put(&mut policy, page(number));
-    }
-    let (mut met, mut place, mut step) = (BTreeSet::new(), usize::MAX, 0);
-    while let Some((id, here)) = policy.page_before(place) {
-        met.insert(id);
-        place = here;
-        // Every fifth of the first goes, the older half before the younger, and others come.
-        step += 1;
-        if step % 2 == 0 {
-            policy.forget(&self::id(1, step / 2 * 5 % 200));
-            put(&mut policy, page(1000 + step));
-        }
-    }
-    let stay: BTreeSet<PageId> = (0..200).filter(|number| number % 5 != 0).map(|number| id(1, number)).collect();
-    assert_eq!(stay.difference(&met).count(), 0);
-    assert_eq!(policy.page_before(0), None);
 }
 
 #[test]

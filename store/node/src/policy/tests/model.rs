@@ -212,12 +212,10 @@ impl Model {
     }
 
     fn check(&self) {
-        let (mut in_policy, mut place) = (Vec::new(), usize::MAX);
-        while let Some((id, here)) = self.policy.page_before(place) {
+        let mut in_policy = Vec::new();
+        while let Some(id) = self.policy.next_after(in_policy.last()) {
             in_policy.push(id);
-            place = here;
         }
-        in_policy.sort();
         assert_eq!(in_policy, self.residents.keys().copied().collect::<Vec<_>>());
         let bytes = |resident: &Resident| u64::from(resident.page.bytes);
         let used: u64 = self.residents.values().map(bytes).sum();
