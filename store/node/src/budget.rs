@@ -43,6 +43,8 @@ const TENANTS_SHARING_MAX: u64 = 16;
 const WANTED: Duration = Duration::from_secs(3);
 /// A reader that has taken nothing for so long may be given up.
 const SLOW_AFTER: Duration = Duration::from_secs(1);
+/// So many bytes are something; of a page that is smaller, all of it.
+const PROGRESS_BYTES: u64 = 256 << 10;
 /// It is looked for no oftener, as all connections are looked at for that.
 const SEEK_EVERY: Duration = Duration::from_millis(20);
 /// A reader may ask for what it can be expected to take in a quarter of the time it has, as much waits beyond what is seen
@@ -135,6 +137,8 @@ struct Connection {
     /// Bytes that wait for this reader to take them, and when it last took some or had none.
     queued: u64,
     progress: Instant,
+    /// Bytes taken since then.
+    taken: u64,
     given_up: CancellationToken,
 }
 
@@ -266,6 +270,7 @@ impl Budget {
             pace: Pace::default(),
             queued: 0,
             progress: now(),
+            taken: 0,
             given_up: given_up.clone(),
         };
         state.connections.insert(number, connection);
@@ -418,6 +423,16 @@ impl Account {
         let before = std::mem::replace(&mut connection.tenant, tenant.clone());
         state.tenants.entry(tenant).or_default().connections += 1;
         state.leave(&before);
+    }
+
+    /// Its reader took so many of the bytes that wait for it.
+    pub(crate) fn took(&self, bytes: u64) {
+        let mut state = self.budget.state.lock();
+        let Some(connection) = state.connections.get_mut(&self.number) else { return };
+        connection.taken += bytes;
+        if connection.taken >= PROGRESS_BYTES {
+            (connection.taken, connection.progress) = (0, now());
+        }
     }
 
     /// Ends when this reader was given up.

@@ -140,9 +140,10 @@ async fn converse<R: Source, W: Sink>(
     places: Places,
     lent: Option<Arc<dyn Lender>>,
 ) {
-    let (write, free_since) = ToSocket::new(write, shared.turns.clone());
+    let account = shared.store.budget().open();
+    let (write, free_since) = ToSocket::new(write, shared.turns.clone(), account.clone());
     let mut writer = FrameWriter::new(write);
-    let Some(account) = shared.store.budget().open() else {
+    let Some(account) = account else {
         shared.metrics.connections_rejected.inc();
         tracing::warn!(%peer, "no memory for another connection: refused");
         // No version was agreed on: this is what every one has.

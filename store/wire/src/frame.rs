@@ -94,12 +94,23 @@ fn crc(header: &[u8], body: &[u8]) -> u32 {
 /// Page bytes that travel with a frame, from whatever memory holds them.
 pub type Payload = Box<dyn AsRef<[u8]> + Send + Sync>;
 
+/// No bytes, and what is kept with them.
+struct Kept<T>(T);
+
+impl<T> AsRef<[u8]> for Kept<T> {
+    fn as_ref(&self) -> &[u8] {
+        &[]
+    }
+}
+
 /// A frame ready to be sent.
 pub struct Frame {
     /// Header and body.
     pub head: Vec<u8>,
     /// Page bytes, sent from where they lie.
-    pub payload: Option<Payload>,
+    payload: Option<Payload>,
+    /// How many: whoever only counts them does not look where they lie.
+    payload_len: usize,
 }
 
 impl Frame {
@@ -121,12 +132,18 @@ impl Frame {
         let mut head = header.encode();
         head.put_u32(crc(&head, body));
         head.put(body);
-        Frame { head, payload }
+        Frame { head, payload, payload_len: payload_bytes }
+    }
+
+    /// Keeps something until the frame has left. It has no payload.
+    pub fn keep(&mut self, keeper: impl Send + Sync + 'static) {
+        debug_assert!(self.payload.is_none(), "a payload is what is kept");
+        self.payload = Some(Box::new(Kept(keeper)));
     }
 
     /// Bytes of head and payload.
     pub fn len(&self) -> usize {
-        self.head.len() + self.payload_bytes().len()
+        self.head.len() + self.payload_len
     }
 
     fn payload_bytes(&self) -> &[u8] {
@@ -327,7 +344,7 @@ impl FrameQueue {
         }
         // Looked at last: it may have been urgent before that went into the bulk.
         let urgent = self.urgent.try_recv().ok();
-        urgent.or_else(|| self.held.take_if(|frame| bulk || frame.payload.is_none()))
+        urgent.or_else(|| self.held.take_if(|frame| bulk || frame.payload_len == 0))
     }
 
     async fn next(&mut self) -> Option<Frame> {
@@ -431,8 +448,8 @@ fn gather<'a>(frames: &'a VecDeque<Frame>, sent: usize, slices: &mut [IoSlice<'a
     let mut short = true;
     for frame in frames {
         // Whoever sends page bytes may have to wait longer than what is short and stands before them.
-        let has_payload = !frame.payload_bytes().is_empty();
-        if short && has_payload && count > 0 {
+        let has_payload = frame.payload_len > 0;
+        if room == 0 || (short && has_payload && count > 0) {
             break;
         }
         short &= !has_payload;

@@ -288,6 +288,29 @@ async fn a_reader_that_takes_nothing_is_given_up_only_when_others_wait() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_takes_a_large_page_slowly_is_not_given_up() {
+    let budget = budget();
+    let (stuck, slow, third) = (account(&budget, "t"), account(&budget, "t"), account(&budget, "t"));
+    let queue = |client: &Arc<Account>| {
+        let mut charge = client.charge(Kind::Reads, 16 * MIB).ok().unwrap();
+        charge.queue();
+        charge
+    };
+    let _waiting = [queue(&stuck), queue(&slow)];
+    let taking = async {
+        for _ in 0..10 {
+            tokio::time::sleep(Duration::from_millis(400)).await;
+            slow.took(MIB / 8);
+            stuck.took(MIB / 1000);
+        }
+    };
+    let waiting = tokio::time::timeout(Duration::from_secs(4), third.charge_read(MIB));
+    let (had, ()) = tokio::join!(waiting, taking);
+    assert!(had.is_err(), "neither gave anything back");
+    assert_eq!((slow.given_up.is_cancelled(), stuck.given_up.is_cancelled()), (false, true));
+}
+
+#[tokio::test(start_paused = true)]
 async fn no_more_readers_are_given_up_than_need_be_and_only_where_there_is_too_much() {
     let budget = budget();
     let queue = |client: &Arc<Account>, bytes| {

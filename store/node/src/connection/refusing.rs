@@ -6,7 +6,7 @@ use super::socket::FreeSince;
 use crate::budget::{Busy, Kind};
 use crate::clock::now;
 use crate::metrics::Metrics;
-use larder_wire::{ErrorCode, Payload, ReserveOutcome, Response, VERSION_OF_BUSY};
+use larder_wire::{ErrorCode, ReserveOutcome, Response, VERSION_OF_BUSY};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ impl Connection {
         } else {
             Response::Busy { index: None, retry_after_ms: busy.milliseconds() }
         };
-        send(&self.out, response.frame(self.version, request, Some(self.timed()))).await
+        self.send_timed(request, &response).await
     }
 
     /// Says that the last pages of a Get are not taken on now: misses for who does not know the word.
@@ -31,7 +31,7 @@ impl Connection {
         self.shared.metrics.pages_refused.inc_by(indices.len() as u64);
         if self.version >= VERSION_OF_BUSY {
             let response = Response::Busy { index: Some(indices.start), retry_after_ms: busy.milliseconds() };
-            return send(&self.out, response.frame(self.version, request, Some(self.timed()))).await;
+            return self.send_timed(request, &response).await;
         }
         for index in indices {
             self.answer(request, Response::Miss { index }).await?;
@@ -44,29 +44,28 @@ impl Connection {
         let refused = outcomes.iter().filter(|&&outcome| outcome == ReserveOutcome::Busy).count() as u64;
         let hint = (refused > 0).then(|| self.account.retry_after(Kind::Puts, refused * self.page_bytes()));
         let retry_after_ms = hint.filter(|_| self.version >= VERSION_OF_BUSY).map_or(0, Busy::milliseconds);
-        let timed = hint.map(|_| self.timed());
-        send(&self.out, Response::Reserved { outcomes, retry_after_ms }.frame(self.version, request, timed)).await
+        let response = Response::Reserved { outcomes, retry_after_ms };
+        match hint {
+            Some(_) => self.send_timed(request, &response).await,
+            None => self.answer(request, response).await,
+        }
     }
 
     /// Measures how long a refusal takes to the socket, from when its request was read, or its way is free.
-    fn timed(&self) -> Payload {
+    async fn send_timed(&self, request: u64, refusal: &Response) -> io::Result<()> {
         self.shared.metrics.refusals.inc();
         let (heard, free_since, metrics) = (self.heard, self.free_since.clone(), self.shared.metrics.clone());
-        Box::new(Timed { heard, free_since, metrics })
+        let mut frame = refusal.frame(self.version, request, None);
+        frame.keep(Timed { heard, free_since, metrics });
+        send(&self.out, frame).await
     }
 }
 
-/// No bytes; dropped with its frame, which is when that has left.
+/// Dropped with its frame, which is when that has left.
 struct Timed {
     heard: Instant,
     free_since: FreeSince,
     metrics: Arc<Metrics>,
-}
-
-impl AsRef<[u8]> for Timed {
-    fn as_ref(&self) -> &[u8] {
-        &[]
-    }
 }
 
 impl Drop for Timed {

@@ -109,7 +109,7 @@ impl ToClient {
     /// Says where many pages lie. The message is counted until it has left.
     pub(super) fn places(&self, places: Vec<Placed>) -> Frame {
         let mut frame = Response::Places(places).frame(self.version, self.request, None);
-        frame.payload = Some(Box::new(Counted(self.account.counted(Kind::Requests, frame.len() as u64))));
+        frame.keep(self.account.counted(Kind::Requests, frame.len() as u64));
         frame
     }
 
@@ -147,15 +147,6 @@ impl ToClient {
         self.sent_bulk.store(true, Ordering::Relaxed);
         let payload: Payload = Box::new(Sending { bytes, _leave: leave });
         send(&self.bulk, head.frame(self.version, self.request, Some(payload))).await
-    }
-}
-
-/// No bytes, and what counts a message until it is dropped.
-struct Counted(#[expect(dead_code, reason = "held until it is dropped")] Charge);
-
-impl AsRef<[u8]> for Counted {
-    fn as_ref(&self) -> &[u8] {
-        &[]
     }
 }
 

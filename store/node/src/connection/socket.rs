@@ -4,6 +4,7 @@
 //! the thread was asked to do before, or as much of it as the runtime does before it looks at sockets again; so bulk gets on,
 //! and what is short does not stand behind the pages of other clients. A client's own pages it may stand behind.
 
+use crate::budget::Account;
 use crate::clock::now;
 use larder_wire::{Sink, Source};
 use parking_lot::Mutex;
@@ -93,12 +94,14 @@ pub(super) struct ToSocket<W> {
     way: W,
     turns: Turns,
     free_since: FreeSince,
+    /// Hears what the client takes.
+    account: Option<Arc<Account>>,
 }
 
 impl<W: Sink> ToSocket<W> {
-    pub(super) fn new(way: W, turns: Turns) -> (Self, FreeSince) {
+    pub(super) fn new(way: W, turns: Turns, account: Option<Arc<Account>>) -> (Self, FreeSince) {
         let free_since = FreeSince(Arc::new(Mutex::new(now())));
-        (Self { way, turns, free_since: free_since.clone() }, free_since)
+        (Self { way, turns, free_since: free_since.clone(), account }, free_since)
     }
 }
 
@@ -109,6 +112,9 @@ impl<W: Sink> Sink for ToSocket<W> {
         let sent = self.turns.take(bytes, self.way.send(from), || *free_since.lock() = now()).await;
         if bytes > SHORT_BYTES {
             *free_since.lock() = now();
+            if let (Some(account), Ok(sent)) = (&self.account, &sent) {
+                account.took(*sent as u64);
+            }
         }
         sent
     }
@@ -167,7 +173,7 @@ mod tests {
         let all = tokio::spawn(async move {
             let movers: Vec<_> = (0..8)
                 .map(|_| {
-                    let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone());
+                    let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone(), None);
                     tokio::spawn(async move {
                         let bulk = vec![0; MANY];
                         for _ in 0..400 {
@@ -217,7 +223,7 @@ mod tests {
     async fn a_way_is_free_when_it_takes_bytes_again_and_nobody_waits_with_his_turn() {
         let (room, full) = mpsc::channel(1);
         let turns = Turns::new();
-        let (mut way, free_since) = ToSocket::new(Full(full), turns.clone());
+        let (mut way, free_since) = ToSocket::new(Full(full), turns.clone(), None);
         let begin = now();
         let sending = tokio::spawn(async move { way.send(&[IoSlice::new(&[0; MANY])]).await });
         tokio::time::sleep(Duration::from_secs(2)).await;
