@@ -56,6 +56,7 @@ pub mod sim {
     use std::sync::Arc;
 
     pub use crate::connect::Connector;
+    pub use crate::rdma::{Devices, open as open_devices};
 
     /// Like [`Client::attach`], with connections that `connector` makes.
     pub fn attach(

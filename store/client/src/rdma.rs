@@ -14,6 +14,7 @@ use crate::link::{LinkOptions, Live};
 use crate::url::Transport;
 use crate::view::Releases;
 use bytes::Bytes;
+use larder_format::planted::{Bug, has};
 use larder_format::{CHUNK_BYTES, chunk_crcs};
 use larder_rdma::{EndpointAddress, Error, Fabric, Line, RemoteRange};
 use larder_share::{Block, Memory};
@@ -115,6 +116,7 @@ impl Lines {
         let (done, read) = oneshot::channel();
         let line = self.state.lock().lines.get(&window.line).cloned();
         if let Some(line) = line {
+            let promise = Some(promise).filter(|_| !has(Bug::ReadReleasedEarly));
             tokio::spawn(async move {
                 match line.read(into, range(window)).await {
                     Ok(block) => _ = done.send(block),
@@ -258,13 +260,13 @@ impl Live {
 
     /// Has the node give up the puts of a Reserve, and forget what it has not answered of it.
     pub(crate) fn cancel_puts(&self, reserve: u64) {
-        if !self.lines.cancel_later(reserve) {
+        if has(Bug::CancelUnderWrite) || !self.lines.cancel_later(reserve) {
             self.tell_surely(&Request::Cancel(reserve));
         }
     }
 
     /// Writes a part by RDMA if it is open: from where it lies if devices know that memory, otherwise from a copy. A write that
-    /// began goes on if nobody waits for it any more. The node takes back what it lent when the bytes come another way.
+    /// began goes on if nobody waits for it any more, as after `by`. The node takes back what it lent when the bytes come another way.
     pub(crate) async fn write_part<P: PartSource>(
         self: &Arc<Self>,
         put: Entry,
@@ -291,13 +293,13 @@ impl Live {
             (written, bytes)
         });
         let message = Request::Part { put, part, crcs, bytes: PartBytes::Window };
-        match writing.await {
-            Ok((Ok(()), _)) if self.send(&message, by).await => Written::Told,
-            Ok((Err(error), bytes)) => {
+        match tokio::time::timeout_at(by.into(), writing).await {
+            Ok(Ok((Ok(()), _))) if self.send(&message, by).await => Written::Told,
+            Ok(Ok((Err(error), bytes))) => {
                 tracing::debug!(%error, line = window.line, "a part was not written");
                 Written::No(bytes)
             }
-            Ok((Ok(()), _)) | Err(_) => Written::Lost,
+            Ok(Ok((Ok(()), _)) | Err(_)) | Err(_) => Written::Lost,
         }
     }
 }
@@ -464,7 +466,7 @@ impl Maker<'_> {
 }
 
 /// Opens this machine's devices and registers `memory` with them; `None` if there are none.
-pub(crate) async fn open(options: &larder_rdma::FabricOptions, memory: &Arc<Memory>) -> Option<Arc<Devices>> {
+pub async fn open(options: &larder_rdma::FabricOptions, memory: &Arc<Memory>) -> Option<Arc<Devices>> {
     match Fabric::open(options, memory.clone()).await {
         Ok(fabric) => Some(Arc::new(Devices { fabric, memory: memory.clone() })),
         Err(error) if options.devices.is_empty() => {

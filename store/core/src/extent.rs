@@ -46,6 +46,12 @@ impl ExtentAllocator {
         self.by_start.len()
     }
 
+    /// Whether none of the `len` units from `start` is free.
+    pub fn is_taken(&self, start: u64, len: u64) -> bool {
+        let before_end = self.by_start.range(..start.saturating_add(len)).next_back();
+        before_end.is_none_or(|(first, free)| first + free <= start)
+    }
+
     /// Takes `len` units; the first of them is returned. `None` if no free extent is that long, or `len` is 0.
     pub fn allocate(&mut self, len: u64) -> Option<u64> {
         if len == 0 {
@@ -67,10 +73,9 @@ impl ExtentAllocator {
     pub fn release(&mut self, start: u64, len: u64) {
         let end = start + len;
         assert!(len > 0 && end <= self.units, "released extent lies in the range");
+        assert!(self.is_taken(start, len), "released extent was taken");
         let before = self.by_start.range(..=start).next_back().map(|(&s, &l)| (s, l));
         let after = self.by_start.range(start..).next().map(|(&s, &l)| (s, l));
-        assert!(before.is_none_or(|(s, l)| s + l <= start), "released extent was taken");
-        assert!(after.is_none_or(|(s, _)| s >= end), "released extent was taken");
         let (mut first, mut last) = (start, end);
         if let Some((s, l)) = before.filter(|&(s, l)| s + l == start) {
             self.remove(s, l);
@@ -151,6 +156,9 @@ mod tests {
                     owner[start as usize..(start + len) as usize].fill(None);
                 }
                 prop_assert_eq!(allocator.free_units(), owner.iter().filter(|unit| unit.is_none()).count() as u64);
+                let (from, to) = (which.index(250), which.index(250) + len.min(6) as usize);
+                let taken = owner[from..to].iter().all(Option::is_some);
+                prop_assert_eq!(allocator.is_taken(from as u64, (to - from) as u64), taken);
             }
             for (start, len) in held {
                 allocator.release(start, len);

@@ -7,7 +7,7 @@ use larder_core::ExtentAllocator;
 use larder_format::disk::BLOCK_BYTES;
 use parking_lot::Mutex;
 use std::io;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -88,6 +88,12 @@ impl Arena {
         assert!(byte < self.capacity(), "inside the arena");
         // SAFETY: inside the mapping by the assertion; the caller vouches that nobody looks.
         unsafe { *self.mapping.start().add(byte).as_ptr() ^= 1 << (bit % 8) };
+    }
+
+    /// Whether each of these bytes, some from its start, lies in a unit that a slot has.
+    pub fn is_taken(&self, bytes: &Range<usize>) -> bool {
+        let units = bytes.start / UNIT_BYTES..bytes.end.div_ceil(UNIT_BYTES);
+        self.extents.lock().is_taken(units.start as u64, units.len() as u64)
     }
 
     /// Where its first byte is. No right to touch what lies there.

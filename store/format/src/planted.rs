@@ -140,6 +140,16 @@ pub enum Bug {
     HeldIsServed,
     /// Budget: what has left is still counted.
     ChargeLeaks,
+    /// RDMA: memory comes back when a connection dies, not when the device is done with it.
+    MemoryBackEarly,
+    /// RDMA: memory comes back before the key that opens it is dead.
+    WindowBackEarly,
+    /// RDMA: windows that were withdrawn stay open.
+    WindowStays,
+    /// Client: a page is released before it was read by RDMA.
+    ReadReleasedEarly,
+    /// Client: puts are given up while their parts are being written by RDMA.
+    CancelUnderWrite,
 }
 
 impl Bug {
@@ -199,7 +209,7 @@ impl Bug {
     ];
 
     /// Those of what is between a client and a node, and of the client.
-    pub const WIRE: [Bug; 20] = [
+    pub const WIRE: [Bug; 25] = [
         Bug::FrameUnchecked,
         Bug::FrameOutOfOrder,
         Bug::ReaderSkipsCrc,
@@ -220,6 +230,11 @@ impl Bug {
         Bug::RangeUnchecked,
         Bug::HeldIsServed,
         Bug::ChargeLeaks,
+        Bug::MemoryBackEarly,
+        Bug::WindowBackEarly,
+        Bug::WindowStays,
+        Bug::ReadReleasedEarly,
+        Bug::CancelUnderWrite,
     ];
 }
 

@@ -11,8 +11,9 @@
 
 use libloading::Library;
 use std::error::Error as _;
+use std::mem::transmute;
 use std::os::raw::{c_char, c_int, c_uint, c_void};
-use std::ptr::null_mut;
+use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -67,9 +68,29 @@ fn library() -> Result<&'static Library, &'static str> {
     library.as_ref().map_err(String::as_str)
 }
 
+/// What is asked for functions by their names.
+type Symbols = fn(&str) -> Option<NonNull<c_void>>;
+
+static STAND_IN: OnceLock<Symbols> = OnceLock::new();
+
+/// Takes functions from `symbols` for as long as the process lives, and not from libibverbs: a simulation's devices. `false` if
+/// something stands in already.
+///
+/// # Safety
+/// What `symbols` answers is a function that does what the manual page of that name says. No function of this crate was called
+/// before.
+pub unsafe fn stand_in(symbols: Symbols) -> bool {
+    STAND_IN.set(symbols).is_ok()
+}
+
+/// Whether something stands in for libibverbs. Its functions make no calls into the kernel that take time.
+pub fn has_stand_in() -> bool {
+    STAND_IN.get().is_some()
+}
+
 /// Why there is no libibverbs; `None` if there is.
 pub fn missing() -> Option<&'static str> {
-    library().err()
+    if has_stand_in() { None } else { library().err() }
 }
 
 fn set_errno(code: c_int) {
@@ -88,6 +109,10 @@ macro_rules! functions {
             type Function = unsafe extern "C" fn($($type),*) -> $result;
             static FUNCTION: OnceLock<Option<Function>> = OnceLock::new();
             let found = FUNCTION.get_or_init(|| {
+                if let Some(symbols) = STAND_IN.get() {
+                    // SAFETY: whoever stands in vouches for its functions' types.
+                    return symbols(stringify!($name)).map(|found| unsafe { transmute::<NonNull<c_void>, Function>(found) });
+                }
                 // SAFETY: the symbol of that name has this type (verbs.h), and the library is never unloaded.
                 unsafe { library().ok()?.get::<Function>(concat!(stringify!($name), "\0")) }.ok().map(|symbol| *symbol)
             });

@@ -48,6 +48,7 @@ pub mod sim {
     pub use crate::node::Server;
     pub use crate::policy::*;
     pub use crate::puts::{Presence, Progress, Put, Waiter};
+    pub use crate::rdma::{Rdma, open as open_rdma};
     pub use crate::store::Store;
     pub use crate::tiers::{Page, TiersError};
 }

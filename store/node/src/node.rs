@@ -209,8 +209,14 @@ pub struct Server {
 
 impl Server {
     /// Serves `store` under this name, by versions of the protocol up to `protocol_max`. Processes of its machine hear of
-    /// `door`.
-    pub fn new(store: Store, node_id: String, epoch: u64, door: Option<LocalDoor>, protocol_max: u16) -> Server {
+    /// `door`; others may reach it by `rdma`.
+    pub fn new(
+        store: Store,
+        (node_id, epoch): (String, u64),
+        door: Option<LocalDoor>,
+        rdma: Option<Rdma>,
+        protocol_max: u16,
+    ) -> Server {
         let metrics = store.metrics().clone();
         let shared = Shared {
             store,
@@ -219,7 +225,7 @@ impl Server {
             metrics,
             door,
             protocol_max,
-            rdma: None,
+            rdma,
             turns: Turns::new(),
             started: now(),
             identity: Identity { node_id, epoch },
@@ -230,6 +236,11 @@ impl Server {
     /// What it serves.
     pub fn store(&self) -> &Store {
         &self.shared.store
+    }
+
+    /// State for people and scripts.
+    pub fn status(&self) -> serde_json::Value {
+        self.shared.status()
     }
 
     /// Serves a client until it leaves or misbehaves.

@@ -15,8 +15,8 @@ use larder_format::{PageId, PageMeta, chunk_crcs};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
@@ -31,6 +31,8 @@ enum PartState {
         bytes: Piece,
         crcs: Vec<u32>,
     },
+    /// The put was given up.
+    Over,
 }
 
 /// What a follower sees of a put.
@@ -54,6 +56,8 @@ pub struct Put {
     progress: Bell<Progress>,
     /// Taken by whoever ends the put.
     room: Mutex<Option<Room>>,
+    /// The room of a put that was given up, while a client may write parts of it.
+    lingers: Mutex<Option<Room>>,
     /// When something was last received for it.
     last: Mutex<Instant>,
 }
@@ -166,17 +170,30 @@ impl Put {
     /// Shows a part to followers that was checked against `crcs` while it arrived.
     pub(crate) fn land_checked(&self, part: usize, slot: PieceMut, crcs: Vec<u32>) {
         let bytes = slot.freeze();
-        match self.parts.lock().get_mut(part) {
-            Some(state @ (PartState::Receiving | PartState::Withdrawing)) => *state = PartState::Landed { bytes, crcs },
+        let mut parts = self.parts.lock();
+        match parts.get_mut(part) {
             // It was given up meanwhile.
+            Some(state @ PartState::Withdrawing) if self.progress() == Progress::Aborted => {
+                *state = PartState::Over;
+                return;
+            }
+            Some(state @ (PartState::Receiving | PartState::Withdrawing)) => *state = PartState::Landed { bytes, crcs },
             _ => return,
         }
+        drop(parts);
         *self.last.lock() = now();
         self.progress.change(|progress| {
             if let Progress::Open(landed) = progress {
                 *landed += 1;
             }
         });
+    }
+
+    /// Withdraws what a client may still write, and gives all memory back.
+    fn let_go(&self) {
+        let parts = std::mem::take(&mut *self.parts.lock());
+        drop(parts);
+        drop(self.lingers.lock().take());
     }
 
     /// For a planted bug: parts that nobody sent count as landed.
@@ -233,6 +250,8 @@ pub(crate) struct Puts {
 #[derive(Default)]
 struct State {
     open: BTreeMap<PageId, Arc<Put>>,
+    /// Given up, and parts of them may be written by their client, or could a while ago.
+    lingering: Vec<Weak<Put>>,
     waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
     waiters: usize,
     waiters_ever: u64,
@@ -321,6 +340,7 @@ impl Puts {
             parts: Mutex::new(parts),
             progress: Bell::new(Progress::Open(0)),
             room: Mutex::new(Some(room)),
+            lingers: Mutex::new(None),
             last: Mutex::new(now()),
         });
         state.open.insert(id, put.clone());
@@ -351,23 +371,41 @@ impl Puts {
     /// Gives a put up. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
         let Some(room) = put.room.lock().take() else { return };
-        // The connection may hold on to the put for long; its memory is needed now. What a client may still write comes back
-        // when it no longer can.
-        let parts = std::mem::take(&mut *put.parts.lock());
+        // The connection may hold on to the put for long; its memory is needed now.
+        let mut over = Vec::new();
+        let mut parts = put.parts.lock();
+        for state in parts.iter_mut().filter(|state| !matches!(state, PartState::Lent(_))) {
+            over.push(std::mem::replace(state, PartState::Over));
+        }
+        let lent = over.len() < parts.len();
         drop(parts);
-        drop(room);
+        drop(over);
+        if lent {
+            // To a client that writes, a key that is dead costs its line and what else moves there: it hears first, and says when
+            // it is done, or is gone.
+            *put.lingers.lock() = Some(room);
+            self.state.lock().lingering.push(Arc::downgrade(put));
+        } else {
+            drop(room);
+        }
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
     }
 
     /// Gives up puts that nothing was received for since `patience`: their writers are gone without a word.
     pub(crate) fn abort_idle(&self, now: Instant, patience: Duration) {
-        let idle = |put: &&Arc<Put>| now.saturating_duration_since(*put.last.lock()) > patience;
-        let stale: Vec<Arc<Put>> = self.state.lock().open.values().filter(idle).cloned().collect();
+        let idle = |put: &Arc<Put>| now.saturating_duration_since(*put.last.lock()) > patience;
+        let stale: Vec<Arc<Put>> = self.state.lock().open.values().filter(|put| idle(put)).cloned().collect();
         for put in stale {
             tracing::warn!(id = ?put.id, "nothing received for an open put: given up");
             self.abort(&put);
         }
+        let lingering: Vec<Arc<Put>> = {
+            let mut state = self.state.lock();
+            state.lingering.retain(|put| put.strong_count() > 0);
+            state.lingering.iter().filter_map(Weak::upgrade).filter(idle).collect()
+        };
+        lingering.iter().for_each(|put| put.let_go());
     }
 
     /// Gives up all puts, and begins none any more: the room they have is needed for what is still to reach L3.
@@ -375,8 +413,10 @@ impl Puts {
         let mut state = self.state.lock();
         state.ended = true;
         let open: Vec<Arc<Put>> = state.open.values().cloned().collect();
+        let lingering: Vec<Arc<Put>> = state.lingering.iter().filter_map(Weak::upgrade).collect();
         drop(state);
         open.iter().for_each(|put| self.abort(put));
+        open.iter().chain(&lingering).for_each(|put| put.let_go());
     }
 
     /// Gives up whatever is being written under these keys.

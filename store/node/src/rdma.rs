@@ -31,7 +31,7 @@ impl Default for RdmaOptions {
 }
 
 /// What a node moves pages with.
-pub(crate) struct Rdma {
+pub struct Rdma {
     /// Its devices.
     pub(crate) fabric: Fabric,
     /// One for each line that may still be made.
@@ -78,7 +78,7 @@ pub(crate) type OpenPage = Window<Kept<Kept<SlotSlice, Hold>, Credit>>;
 pub(crate) type OpenPart = Window<Kept<PieceMut, Credit>>;
 
 /// Opens the devices, if there are any, and registers the arena with them.
-pub(crate) async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Rdma> {
+pub async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Rdma> {
     if !options.enabled {
         return None;
     }

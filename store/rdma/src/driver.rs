@@ -3,6 +3,7 @@
 //! Always true: it sleeps when there is nothing to do; no completion is missed between looking and sleeping; when it ends, however
 //! that comes, the queue pair is destroyed.
 
+use crate::apart;
 use crate::error::Death;
 use crate::link::{Link, Phase};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -109,7 +110,7 @@ async fn turn(link: &Arc<Link>, announcements: &AsyncFd<Announcements>) -> Resul
 async fn end(link: &Arc<Link>) {
     let begin = Instant::now();
     let pair = link.clone();
-    let failed = tokio::task::spawn_blocking(move || {
+    let failed = apart(move || {
         let to = ibverbs_sys::ibv_qp_attr { qp_state: ibverbs_sys::ibv_qp_state::IBV_QPS_ERR, ..Default::default() };
         pair.pair.modify(to, ibverbs_sys::ibv_qp_attr_mask(0))
     });
@@ -122,7 +123,7 @@ async fn end(link: &Arc<Link>) {
         }
     }
     let ended = link.clone();
-    if tokio::task::spawn_blocking(move || ended.destroy()).await.is_err() {
+    if apart(move || ended.destroy()).await.is_err() {
         tracing::debug!("the runtime ended before an RDMA connection did");
     }
 }

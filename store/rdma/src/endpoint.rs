@@ -3,6 +3,7 @@
 //! Always true: a call that takes memory gives it back, or it stays with the connection until the device is done with it.
 
 use crate::address::{EndpointAddress, RemoteRange};
+use crate::apart;
 use crate::driver;
 use crate::error::{Death, Error};
 use crate::link::{Direction, Link, Phase, Transfer};
@@ -126,7 +127,7 @@ impl Endpoint {
         }
         // The kernel may have to ask the network where the peer is.
         let (link, packet, remote) = (self.link.clone(), self.packet, *remote);
-        let steps = tokio::task::spawn_blocking(move || introduce(&link, packet, &remote));
+        let steps = apart(move || introduce(&link, packet, &remote));
         let death = match timeout(self.link.options.connect_deadline, steps).await {
             Ok(Ok(Ok(()))) if self.link.advance(&Phase::Connecting, Phase::Ready) => return Ok(()),
             Ok(Ok(Ok(()))) => Death::Closed,
@@ -259,7 +260,7 @@ impl Endpoint {
                 let (number, remote) = link.adopt(registration, region, hold.clone())?;
                 Ok(Window::new(&link, number, hold, remote))
             };
-            return tokio::task::spawn_blocking(adopt).await.map_err(|_| Error::NoRuntime)?;
+            return apart(adopt).await.map_err(|_| Error::NoRuntime)?;
         };
         let deadline = Instant::now() + link.options.deadline;
         let (number, remote, open) = link.bind(region, registration, span, access, hold.clone(), deadline)?;

@@ -3,6 +3,7 @@
 //! Always true: a line transfers between its peer and that memory, and nothing else. Addresses of a peer are believed no further than
 //! that: a line to a wrong one is a line that does not work.
 
+use crate::apart;
 use crate::device::devices;
 use crate::endpoint::{Endpoint, EndpointOptions};
 use crate::error::Error;
@@ -45,7 +46,7 @@ impl Fabric {
     /// a tokio runtime.
     pub async fn open(options: &FabricOptions, memory: Arc<dyn Memory>) -> Result<Fabric, Error> {
         let blocking = |_| Error::NoRuntime;
-        let looking = timeout(OPEN_MAX, tokio::task::spawn_blocking(devices));
+        let looking = timeout(OPEN_MAX, apart(devices));
         let found = looking.await.map_err(|_| Error::Late("looking for RDMA devices"))?.map_err(blocking)??;
         let usable = found.into_iter().filter(|device| device.ports.iter().any(|port| port.path().is_some()));
         let names: Vec<String> = match options.devices.is_empty() {
@@ -117,7 +118,7 @@ async fn open(
     }
     let known = nic.clone();
     let patience = REGISTER_MAX + REGISTER_MAX_PER_GIB * (memory.span().len() >> 30) as u32;
-    let registering = timeout(patience, tokio::task::spawn_blocking(move || Region::register(&known, memory)));
+    let registering = timeout(patience, apart(move || Region::register(&known, memory)));
     let region = registering.await.map_err(|_| Error::Late("registering memory"))?.map_err(|_| Error::NoRuntime)??;
     Ok((nic, region))
 }

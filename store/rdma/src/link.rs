@@ -8,6 +8,7 @@
 //! - the queue pair has room: transfers hold a permit per request, and a window has at most two requests, bind and withdrawal;
 //! - a condemned link posts nothing, and all who wait have been told.
 
+use crate::apart;
 use crate::endpoint::EndpointOptions;
 use crate::error::{Death, Error};
 use crate::nic::Nic;
@@ -15,8 +16,9 @@ use crate::region::Region;
 use crate::verbs::{Local, MemoryWindow, POLL_MAX, QueuePair, Registration, Remote, Request};
 use crate::{RemoteRange, Span};
 use ibverbs_sys::{ibv_access_flags, ibv_wc_status};
+use larder_format::planted::{Bug, has};
 use parking_lot::Mutex;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::runtime::Handle;
@@ -135,7 +137,7 @@ struct State {
     phase: Phase,
     next: u64,
     work: VecDeque<Work>,
-    windows: HashMap<u64, Bound>,
+    windows: BTreeMap<u64, Bound>,
     /// Windows that are not bound.
     spare: Vec<MemoryWindow>,
 }
@@ -169,7 +171,7 @@ impl Link {
         let pair = QueuePair::new(&nic.domain, options.requests())?;
         let permits = Semaphore::new(options.transfers as usize);
         let state =
-            State { phase: Phase::Fresh, next: 0, work: VecDeque::new(), windows: HashMap::new(), spare: Vec::new() };
+            State { phase: Phase::Fresh, next: 0, work: VecDeque::new(), windows: BTreeMap::new(), spare: Vec::new() };
         let objects = [pair.object(), pair.completions.object()];
         let link = Arc::new(Link {
             nic: nic.clone(),
@@ -222,6 +224,9 @@ impl Link {
             tracing::debug!(device = self.nic.name(), pair = self.pair.number(), %death, "an RDMA connection died");
         }
         state.work.iter_mut().for_each(|work| work.fail(&death));
+        if has(Bug::MemoryBackEarly) {
+            state.work.clear();
+        }
         state.phase = Phase::Dead(death);
         self.permits.close();
         self.wake.notify_one();
@@ -347,12 +352,19 @@ impl Link {
         let state = &mut *guard;
         let Some(bound) = state.windows.get_mut(&number) else { return };
         bound.done = done;
+        if has(Bug::WindowBackEarly) {
+            bound.hold = None;
+            let _ = bound.done.take().map(|done| done.send(()));
+        }
+        if has(Bug::WindowStays) {
+            return;
+        }
         if let Opened::Registration(_) = bound.access {
             let bound = state.windows.remove(&number);
             // Ending a registration is a call into the kernel. Should the runtime be at its end, the entry is dropped here, and with
             // it code of the owner may run, so not under the lock.
             drop(guard);
-            self.runtime.spawn_blocking(move || drop(bound));
+            self.runtime.spawn(apart(move || drop(bound)));
             return;
         }
         if state.phase != Phase::Ready {

@@ -2,6 +2,7 @@
 //!
 //! Always true: whatever the device reports reaches the endpoints it is about, for as long as they exist.
 
+use crate::apart;
 use crate::counters::{Counters, NicStats};
 use crate::device::PortInfo;
 use crate::error::{Death, Error, Unavailable};
@@ -99,7 +100,7 @@ impl Nic {
     /// Opens it where calls into the kernel hold nobody up.
     async fn open_blocking(name: &str, options: &NicOptions, windows: WindowKind) -> Result<Arc<Nic>, Error> {
         let (name, options) = (name.to_string(), options.clone());
-        let opening = tokio::task::spawn_blocking(move || Nic::open_as(&name, &options, windows));
+        let opening = apart(move || Nic::open_as(&name, &options, windows));
         opening.await.map_err(|_| Error::NoRuntime)?
     }
 
@@ -200,7 +201,10 @@ impl Nic {
             }
             IBV_EVENT_DEVICE_FATAL => {
                 self.alive.store(false, Ordering::Relaxed);
-                self.links.lock().values().cloned().collect()
+                let mut all: Vec<Weak<Link>> = self.links.lock().values().cloned().collect();
+                // Where they lie says nothing of their order.
+                all.sort_by_key(|link| link.upgrade().map(|link| link.pair.number()));
+                all
             }
             // Its connections recover or die by their own timers.
             IBV_EVENT_PORT_ERR if event.object == usize::from(self.port.number) => {

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -70,6 +70,12 @@ impl Memory {
     pub fn used(&self) -> usize {
         let extents = self.extents.lock();
         (extents.units() - extents.free_units()) as usize * UNIT_BYTES
+    }
+
+    /// Whether each of these bytes, some from its start, lies in a unit that a block has.
+    pub fn is_taken(&self, bytes: &Range<usize>) -> bool {
+        let units = bytes.start / UNIT_BYTES..bytes.end.div_ceil(UNIT_BYTES);
+        self.extents.lock().is_taken(units.start as u64, units.len() as u64)
     }
 
     /// The file, open for reading alone.

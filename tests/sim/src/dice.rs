@@ -25,6 +25,8 @@ pub enum Stream {
     Line(u64, u64),
     /// What becomes of the nodes at one address.
     Host(u64),
+    /// RDMA devices.
+    Rdma,
 }
 
 impl Stream {
@@ -38,6 +40,7 @@ impl Stream {
             Stream::Network => 5 << 56,
             Stream::Line(line, side) => 6 << 56 | line << 8 | side,
             Stream::Host(number) => 7 << 56 | number,
+            Stream::Rdma => 8 << 56,
         }
     }
 }

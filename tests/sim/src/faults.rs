@@ -70,6 +70,11 @@ impl Profile {
         matches!(self, Profile::Memory | Profile::All)
     }
 
+    /// Whether devices and lines do other things than they say.
+    pub fn lies(self) -> bool {
+        matches!(self, Profile::Lies | Profile::All)
+    }
+
     /// Whether lives may end without a word.
     pub fn crashes(self) -> bool {
         self != Profile::Calm
@@ -164,7 +169,7 @@ impl Faults {
             faults.slow = rate(2_000);
             faults.stall = rate(500);
         }
-        if matches!(profile, Profile::Lies | Profile::All) {
+        if profile.lies() {
             faults.misdirected_read = rate(20_000);
             faults.lost_write = rate(10_000);
             faults.misdirected_write = rate(10_000);

@@ -23,6 +23,7 @@ pub mod model;
 pub mod node;
 pub mod panics;
 pub mod payload;
+pub mod rdma;
 mod rest;
 pub mod run;
 pub mod setup;

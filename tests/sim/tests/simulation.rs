@@ -7,7 +7,7 @@ const SEEDS: u64 = 256;
 const OPERATIONS: u64 = 20_000;
 const NODE_SEEDS: u64 = 192;
 const NODE_OPERATIONS: u64 = 10_000;
-const WIRE_SEEDS: u64 = 96;
+const WIRE_SEEDS: u64 = 144;
 const WIRE_OPERATIONS: u64 = 2_000;
 
 fn explain(failed: &[SeedReport]) -> String {
@@ -176,6 +176,16 @@ fn clients_and_nodes_over_a_line_that_breaks_and_lies() {
         ("line repeats", 300),
         ("line replays", 500),
         ("line swaps", 60),
+        ("rdma reads", 3_000),
+        ("rdma writes", 2_000),
+        ("rdma windows", 5_000),
+        ("rdma calls refused", 150),
+        ("rdma late", 60),
+        ("rdma lost", 20),
+        ("rdma pair fails", 15),
+        ("rdma stragglers", 20),
+        ("rdma flips a bit", 10),
+        ("rdma ends early", 6),
     ];
     check_coverage(&summary, &least);
 }

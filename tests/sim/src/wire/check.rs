@@ -1,11 +1,12 @@
 //! What must hold when all is at rest, and at the end.
 
+use super::net::Machine;
 use super::nodes::Host;
 use super::{Wire, operations, put, soon};
 use crate::payload::{self, page_key};
 use crate::rest::{self, figure};
 use crate::workload::Limit;
-use larder_client::{Client, PutOptions, PutOutcome, Transport};
+use larder_client::{Client, FabricOptions, PutOptions, PutOutcome, Transport};
 use larder_wire::PROTOCOL_VERSION;
 use std::time::Duration;
 use tokio::time::sleep;
@@ -35,7 +36,7 @@ pub(super) async fn come_to_rest(wire: &Wire, hosts: &[Host], clients: &[Client]
     }
     settle(wire, hosts, clients).await;
     wire.model.lock().rests();
-    damage(wire, hosts);
+    damage(wire, hosts, clients);
 }
 
 async fn settle(wire: &Wire, hosts: &[Host], clients: &[Client]) {
@@ -50,8 +51,14 @@ async fn settle(wire: &Wire, hosts: &[Host], clients: &[Client]) {
 /// What is not at rest.
 fn left_over(wire: &Wire, host: &Host) -> Vec<String> {
     let Some((server, arena)) = host.up() else { return vec!["a node is down".into()] };
-    let status = server.store().status();
+    let status = server.status();
     let mut problems = rest::under_way(&status, wire.setup.write_policy);
+    for device in status.get("rdma").and_then(|devices| devices.as_array()).into_iter().flatten() {
+        let left = ["/windows", "/stuck"].map(|what| figure(device, what));
+        if left != [0, 0] {
+            problems.push(format!("(windows, memory) {left:?} of {} are not let go of", device["device"]));
+        }
+    }
     let (used, memory) = (figure(&status, "/tiers/l2/bytes_used"), arena.used() as u64);
     if used != memory {
         problems.push(format!("L2 has {used} bytes, and {memory} are taken"));
@@ -119,7 +126,8 @@ async fn given_up(wire: &Wire, client: &Client, key: u64) {
         if !operations::forget(wire, client, vec![key], Limit::None, soon(PATIENCE)).await {
             return;
         }
-        let other = wire.client("another", Transport::Tcp, PROTOCOL_VERSION);
+        let machine = Machine::new(wire.network.clone(), true, FabricOptions::default());
+        let other = wire.client("another", machine, Transport::Tcp, PROTOCOL_VERSION);
         if !other.ready(PATIENCE).await {
             return wire.violate("at rest, another client is not connected".into());
         }
@@ -139,8 +147,13 @@ async fn given_up(wire: &Wire, client: &Client, key: u64) {
     }
 }
 
-/// Memory that does not fail holds no damage, whatever lines did.
-fn damage(wire: &Wire, hosts: &[Host]) {
+/// Memory that does not fail holds no damage, whatever lines did; and if these did not lie, either, nobody was sent any.
+fn damage(wire: &Wire, hosts: &[Host], clients: &[Client]) {
+    let found: u64 = clients.iter().map(|client| client.stats().corrupt).sum();
+    wire.world.count("damaged on the way", found);
+    if found > 0 && !wire.setup.profile.memory_fails() && !wire.setup.profile.lies() {
+        wire.violate(format!("clients found {found} pages damaged on lines that do not lie"));
+    }
     for (server, _) in hosts.iter().filter_map(Host::up) {
         let found = figure(&server.store().status(), "/counters/pages_corrupt_l2");
         wire.world.count("damaged in L2", found);

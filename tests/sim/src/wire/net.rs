@@ -4,8 +4,10 @@
 
 use super::stream::{FakeSink, FakeSource, Line, LineEnd, LineFaults};
 use crate::dice::{Dice, Stream};
+use crate::rdma::{self, Shelter};
 use crate::world::World;
-use larder_client::sim::Connector;
+use larder_client::FabricOptions;
+use larder_client::sim::{Connector, Devices};
 use larder_device::Arena;
 use larder_node::sim::Server;
 use larder_share::{Lender, Memory, Window};
@@ -17,7 +19,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tokio::sync::oneshot;
+use tokio::sync::{OnceCell, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
@@ -173,12 +175,28 @@ fn window_onto(arena: &Arc<Arena>, held: oneshot::Sender<()>) -> Arc<Window> {
     unsafe { Window::onto(arena.start(), arena.capacity(), Box::new(tenure)) }
 }
 
-impl Connector for Network {
+/// Where a client is.
+pub(super) struct Machine {
+    network: Arc<Network>,
+    /// Whether all nodes are here, too.
+    is_theirs: bool,
+    fabric: FabricOptions,
+    devices: OnceCell<Arc<Devices>>,
+}
+
+impl Machine {
+    /// One with the devices of `fabric`.
+    pub(super) fn new(network: Arc<Network>, is_theirs: bool, fabric: FabricOptions) -> Machine {
+        Machine { network, is_theirs, fabric, devices: OnceCell::new() }
+    }
+}
+
+impl Connector for Machine {
     type Source = FakeSource;
     type Sink = FakeSink;
 
     async fn connect(&self, address: &str) -> io::Result<(FakeSource, FakeSink)> {
-        Ok(self.dial(address, None).await?.0)
+        Ok(self.network.dial(address, None).await?.0)
     }
 
     async fn come_in(
@@ -186,7 +204,21 @@ impl Connector for Network {
         door: &LocalDoor,
         memory: Option<&Arc<Memory>>,
     ) -> io::Result<(FakeSource, FakeSink, Arc<Window>)> {
-        let ((source, sink), window) = self.dial(&door.name, Some(memory)).await?;
+        if !self.is_theirs {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let ((source, sink), window) = self.network.dial(&door.name, Some(memory)).await?;
         Ok((source, sink, window.ok_or(io::ErrorKind::Unsupported)?))
+    }
+
+    async fn devices(&self, memory: Option<&Arc<Memory>>) -> Option<Arc<Devices>> {
+        let memory = memory.filter(|_| !self.fabric.devices.is_empty())?;
+        let open = || async {
+            let _sheltered = Shelter::begin();
+            let ((start, len), known) = (memory.span(), Arc::downgrade(memory));
+            rdma::watch(start, len, move |bytes| Some(known.upgrade()?.is_taken(bytes)));
+            larder_client::sim::open_devices(&self.fabric, memory).await.ok_or(())
+        };
+        self.devices.get_or_try_init(open).await.ok().cloned()
     }
 }

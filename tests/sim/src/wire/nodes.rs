@@ -8,10 +8,11 @@ use crate::dice::{Dice, Stream};
 use crate::disk::Loss;
 use crate::faults::Faults;
 use crate::life::{STARTS_MAX, world_is_calm};
+use crate::rdma::{self, Shelter};
 use larder_device::{Arena, Clock, Device};
 use larder_l3::{L3, L3Options};
-use larder_node::sim::{Devices, Server, Store};
-use larder_node::{L3Device, NodeOptions};
+use larder_node::sim::{Devices, Rdma, Server, Store};
+use larder_node::{L3Device, NodeOptions, RdmaOptions};
 use larder_wire::LocalDoor;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -177,13 +178,9 @@ impl Host {
         let store = Store::new(&node, arena.clone(), devices, clock, self.epoch << 32);
         let address = address(self.number);
         let door = LocalDoor { machine: "simulated".into(), name: address.clone() };
-        let server = Server::new(
-            store,
-            format!("node-{}", self.number),
-            self.epoch,
-            Some(door),
-            setup.node_protocols[self.number],
-        );
+        let name = (format!("node-{}", self.number), self.epoch);
+        let rdma = self.open_rdma(&arena).await;
+        let server = Server::new(store, name, Some(door), rdma, setup.node_protocols[self.number]);
         let stop = CancellationToken::new();
         let kept = (server.clone(), stop.clone());
         let upkeep = tokio::spawn(async move { kept.0.store().upkeep(kept.1).await });
@@ -199,6 +196,20 @@ impl Host {
         });
         self.running = Some(Running { server, arena, device, power, l3, stop, upkeep });
         Ok(())
+    }
+
+    async fn open_rdma(&self, arena: &Arc<Arena>) -> Option<Rdma> {
+        let setup = &self.wire.setup;
+        let fabric = setup.fabric(&setup.node_devices[self.number]);
+        let options = RdmaOptions {
+            enabled: !fabric.devices.is_empty(),
+            fabric,
+            page_age_max: Duration::from_millis(setup.page_age_ms),
+        };
+        let _sheltered = Shelter::begin();
+        let known = Arc::downgrade(arena);
+        rdma::watch(arena.start(), arena.capacity(), move |bytes| Some(known.upgrade()?.is_taken(bytes)));
+        larder_node::sim::open_rdma(&options, arena).await
     }
 
     /// It is gone, without a word or with the machine.

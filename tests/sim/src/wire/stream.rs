@@ -70,7 +70,7 @@ impl LineFaults {
             faults.slow = rate(50_000);
             faults.stall = rate(2_000);
         }
-        if matches!(profile, Profile::Lies | Profile::All) {
+        if profile.lies() {
             faults.flip = rate(10_000);
             faults.swallow = rate(10_000);
             faults.repeat = rate(10_000);
