@@ -19,16 +19,17 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 const AHEAD_BYTES: usize = 4 << 10;
 /// Most bytes that are received at once and not kept: a chunk.
 const SCRATCH_BYTES: usize = CHUNK_BYTES;
-/// Most bytes of a payload that are received at once: what the processor's cache holds while checksums are computed.
+/// Most bytes of a payload that are received at once: their checksums are computed while more arrives.
 const PIECE_BYTES: usize = 512 << 10;
 /// Bytes after which other tasks of the thread have their turn, timers and other sockets among them: some 200 µs. The runtime
 /// would count them as one step, like a frame of a few bytes.
 const TURN_BYTES: usize = 1 << 20;
-/// Most bytes that leave at once: others want the processor, too.
-const SEND_BYTES: usize = 512 << 10;
+/// Most bytes that leave at once: others want the processor, too. What leaves last goes in halves, so that one is copied in while the
+/// other is copied out.
+const SEND_BYTES: usize = 1 << 20;
 /// Most frames that wait to leave together, and bytes after which no frame of bulk joins them: what is urgent waits for no more.
 const FRAMES_AT_ONCE: usize = 32;
-const BULK_AT_ONCE_BYTES: usize = 1 << 20;
+const BULK_AT_ONCE_BYTES: usize = SEND_BYTES + SEND_BYTES / 2;
 
 const MAGIC: [u8; 4] = *b"LRDR";
 /// Bytes of a body's memory that are kept for the next.
@@ -444,7 +445,9 @@ impl<S: Sink> FrameWriter<S> {
 /// page bytes if what stands before them is short; how many slices that are.
 fn gather<'a>(frames: &'a VecDeque<Frame>, sent: usize, slices: &mut [IoSlice<'a>]) -> usize {
     let mut skip = sent;
-    let (mut count, mut room) = (0, SEND_BYTES);
+    let waiting = frames.iter().map(Frame::len).sum::<usize>() - sent;
+    let most = if waiting > SEND_BYTES + SEND_BYTES / 4 { SEND_BYTES } else { SEND_BYTES / 2 };
+    let (mut count, mut room) = (0, most);
     let mut short = true;
     for frame in frames {
         // Whoever sends page bytes may have to wait longer than what is short and stands before them.
