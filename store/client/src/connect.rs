@@ -44,8 +44,8 @@ pub trait Connector: Send + Sync + 'static {
 #[derive(Default)]
 pub(crate) struct Sockets {
     rdma: FabricOptions,
-    /// Opened when they are first wanted; looked for again with the next connection if there are none.
-    devices: OnceCell<Arc<Devices>>,
+    /// Opened when they are first wanted.
+    devices: OnceCell<Option<Arc<Devices>>>,
 }
 
 impl Sockets {
@@ -110,8 +110,7 @@ impl Connector for Sockets {
 
     async fn devices(&self, memory: Option<&Arc<Memory>>) -> Option<Arc<Devices>> {
         let memory = memory?;
-        let open = || async { rdma::open(&self.rdma, memory).await.ok_or(()) };
-        self.devices.get_or_try_init(open).await.ok().cloned()
+        self.devices.get_or_init(|| rdma::open(&self.rdma, memory)).await.clone()
     }
 }
 

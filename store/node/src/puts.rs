@@ -2,7 +2,9 @@
 //!
 //! A put goes *reserved → parts land in any order → sealed or aborted*. There is at most one put of a page at a time. Each
 //! part has its own piece of the page's slot: it belongs to the connection that receives it, or to a window through which it is
-//! written from afar, until its bytes have checked, and is shared and unchangeable from then on. So followers read landed parts while others are still being received.
+//! written from afar, until its bytes have checked, and is shared and unchangeable from then on. So followers read landed parts
+//! while others are still being received. A put that somebody else than its writer gives up lingers while parts of it are open to
+//! the writer, with the room that it has.
 
 use crate::budget::Charge;
 use crate::clock::now;
@@ -175,6 +177,10 @@ impl Put {
             // It was given up meanwhile.
             Some(state @ PartState::Withdrawing) if self.progress() == Progress::Aborted => {
                 *state = PartState::Over;
+                let is_lent = |state: &PartState| matches!(state, PartState::Lent(_) | PartState::Withdrawing);
+                let room = if parts.iter().any(is_lent) { None } else { self.lingers.lock().take() };
+                drop(parts);
+                drop(room);
                 return;
             }
             Some(state @ (PartState::Receiving | PartState::Withdrawing)) => *state = PartState::Landed { bytes, crcs },
@@ -191,9 +197,10 @@ impl Put {
 
     /// Withdraws what a client may still write, and gives all memory back.
     fn let_go(&self) {
-        let parts = std::mem::take(&mut *self.parts.lock());
+        let mut parts = self.parts.lock();
+        let all = (std::mem::take(&mut *parts), self.lingers.lock().take());
         drop(parts);
-        drop(self.lingers.lock().take());
+        drop(all);
     }
 
     /// For a planted bug: parts that nobody sent count as landed.
@@ -368,8 +375,18 @@ impl Puts {
         CommitOutcome::Stored
     }
 
-    /// Gives a put up. Does nothing to one that is sealed.
+    /// Gives a put up whose writer is done with it, or gone. Does nothing to one that is sealed.
     pub(crate) fn abort(&self, put: &Arc<Put>) {
+        self.give_up(put);
+        if put.progress() == Progress::Aborted {
+            put.let_go();
+        }
+    }
+
+    /// Gives a put up of which its writer does not know it yet. What it may write by itself stays open until it says that it is done,
+    /// or says nothing for long: a key that is dead would cost it its line, and what else moves there. Does nothing to one that is
+    /// sealed.
+    pub(crate) fn give_up(&self, put: &Arc<Put>) {
         let Some(room) = put.room.lock().take() else { return };
         // The connection may hold on to the put for long; its memory is needed now.
         let mut over = Vec::new();
@@ -378,15 +395,12 @@ impl Puts {
             over.push(std::mem::replace(state, PartState::Over));
         }
         let lent = over.len() < parts.len();
+        let room = if lent { put.lingers.lock().replace(room) } else { Some(room) };
         drop(parts);
-        drop(over);
+        drop((over, room));
         if lent {
-            // To a client that writes, a key that is dead costs its line and what else moves there: it hears first, and says when
-            // it is done, or is gone.
-            *put.lingers.lock() = Some(room);
+            *put.last.lock() = now();
             self.state.lock().lingering.push(Arc::downgrade(put));
-        } else {
-            drop(room);
         }
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
@@ -403,9 +417,9 @@ impl Puts {
         let lingering: Vec<Arc<Put>> = {
             let mut state = self.state.lock();
             state.lingering.retain(|put| put.strong_count() > 0);
-            state.lingering.iter().filter_map(Weak::upgrade).filter(idle).collect()
+            state.lingering.iter().filter_map(Weak::upgrade).collect()
         };
-        lingering.iter().for_each(|put| put.let_go());
+        lingering.iter().filter(|put| idle(put)).for_each(|put| put.let_go());
     }
 
     /// Gives up all puts, and begins none any more: the room they have is needed for what is still to reach L3.
@@ -416,7 +430,7 @@ impl Puts {
         let lingering: Vec<Arc<Put>> = state.lingering.iter().filter_map(Weak::upgrade).collect();
         drop(state);
         open.iter().for_each(|put| self.abort(put));
-        open.iter().chain(&lingering).for_each(|put| put.let_go());
+        lingering.iter().for_each(|put| put.let_go());
     }
 
     /// Gives up whatever is being written under these keys.
@@ -424,7 +438,7 @@ impl Puts {
         for id in ids {
             let put = self.state.lock().open.get(id).cloned();
             if let Some(put) = put {
-                self.abort(&put);
+                self.give_up(&put);
             }
         }
     }

@@ -113,9 +113,14 @@ impl Store {
         self.puts.commit(put)
     }
 
-    /// Gives a put up. Does nothing to one that is sealed.
+    /// Gives a put up whose writer is done with it, or gone. Does nothing to one that is sealed.
     pub fn abort(&self, put: &Arc<Put>) {
         self.puts.abort(put);
+    }
+
+    /// Gives a put up of which its writer does not know it yet. Does nothing to one that is sealed.
+    pub(crate) fn give_up(&self, put: &Arc<Put>) {
+        self.puts.give_up(put);
     }
 
     /// What there is of a page, and how to learn that it changed.

@@ -201,10 +201,7 @@ impl Nic {
             }
             IBV_EVENT_DEVICE_FATAL => {
                 self.alive.store(false, Ordering::Relaxed);
-                let mut all: Vec<Weak<Link>> = self.links.lock().values().cloned().collect();
-                // Where they lie says nothing of their order.
-                all.sort_by_key(|link| link.upgrade().map(|link| link.pair.number()));
-                all
+                self.links.lock().values().cloned().collect()
             }
             // Its connections recover or die by their own timers.
             IBV_EVENT_PORT_ERR if event.object == usize::from(self.port.number) => {
@@ -218,7 +215,10 @@ impl Nic {
             _ => Vec::new(),
         };
         tracing::debug!(device = self.name, event = event.kind, "an event of an RDMA device");
-        concerned.iter().filter_map(Weak::upgrade).for_each(|link| link.condemn(Death::Event(event.kind)));
+        let mut concerned: Vec<Arc<Link>> = concerned.iter().filter_map(Weak::upgrade).collect();
+        // Where they lie says nothing of their order.
+        concerned.sort_by_key(|link| link.pair.number());
+        concerned.iter().for_each(|link| link.condemn(Death::Event(event.kind)));
     }
 }
 

@@ -279,6 +279,7 @@ struct Channel {
 
 struct Queue {
     channel: usize,
+    entries: usize,
     completions: VecDeque<ibv_wc>,
     armed: bool,
     raw: Raw<ibverbs_sys::ibv_cq>,
@@ -322,6 +323,7 @@ struct Request {
 
 struct Pair {
     state: u32,
+    requests_max: usize,
     peer: Option<u32>,
     requests: VecDeque<Request>,
     /// Whether it keeps what it has until it is destroyed, once it failed.
@@ -452,12 +454,16 @@ impl Machine {
         let Some(pair) = self.pairs.get(&number) else { return };
         let at = pair.queue;
         let Some(queue) = self.queues.get_mut(&at) else { return };
+        let is_full = queue.completions.len() >= queue.entries;
         queue.completions.push_back(ibv_wc { wr_id: id, status, qp_num: number, ..ibv_wc::default() });
         if std::mem::take(&mut queue.armed)
             && let Some(channel) = self.channels.get_mut(&queue.channel)
         {
             channel.events.push_back(at);
             channel.bell.ring();
+        }
+        if is_full {
+            self.misused("completions come for which their queue has no room");
         }
     }
 
@@ -770,8 +776,8 @@ async fn drive(number: u32, wake: Arc<Notify>) {
     }
 }
 
-/// Lets others run until they have heard what was announced. A clock that stands still would jump over the time in which the
-/// runtime looks at descriptors.
+/// Lets others run until they have heard what was announced, or clearly do not listen, as who has given a queue pair up. A clock that
+/// stands still would jump over the time in which the runtime looks at descriptors.
 async fn heard() {
     for _ in 0..HEARD_MAX {
         if !machine(|machine| machine.is_unheard()).unwrap_or(false) {

@@ -11,8 +11,7 @@
 //! - nothing ends later than its deadline and what the client says that may add;
 //! - what a node copies from memory that a client lent is what was put there, or that put is lost;
 //! - bytes that are read in place do not change before they are let go of, whatever becomes of page, connection and node;
-//! - memory that an RDMA device may still touch is nobody else's, on either side, whatever becomes of request, line and node, and
-//!   no key outlives what it was for;
+//! - memory that an RDMA device may still touch has an owner, on either side, whatever becomes of request, line and node;
 //! - while nothing fails, no device is asked for what a dead key was for: that costs a line, and what else moves on it;
 //! - pages that a lookup holds are had as long as nothing fails;
 //! - a node that is too busy to say what it has is not taken for one that has nothing;

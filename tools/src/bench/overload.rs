@@ -46,6 +46,8 @@ const LEVEL_TIME: Duration = Duration::from_secs(2);
 const RSS_EVERY: Duration = Duration::from_millis(100);
 /// Least goodput, of the best.
 const GOODPUT_MIN: f64 = 0.8;
+/// Least that a node does when the overload is over, of the mean of before and after: less is more than these machines differ by.
+const AFTER_MIN: f64 = 0.5;
 /// Most resident memory, of the budget.
 const RSS_MAX: f64 = 1.05;
 /// Refusals that may take longer than a millisecond in the node, of 100.
@@ -60,6 +62,8 @@ struct Seen {
     /// Best goodput without overload, in MB/s (1e6): bytes put and bytes had, checked. The mean of before and after: how much this
     /// machine does differs from one moment to another.
     best_mb_s: f64,
+    /// Of these two, that after.
+    best_after_mb_s: f64,
     /// Goodput under overload.
     goodput_mb_s: f64,
     /// Operations begun, of those that make the best goodput.
@@ -96,6 +100,8 @@ impl Seen {
         ensure!(rss <= RSS_MAX, "{:.0} MiB are resident, of a budget of {:.0}", self.rss_max_mib, self.rss_budget_mib);
         let goodput = self.goodput_mb_s / self.best_mb_s;
         ensure!(goodput >= GOODPUT_MIN, "the goodput is {:.0} % of the best", goodput * 100.0);
+        let after = self.best_after_mb_s / self.best_mb_s;
+        ensure!(after >= AFTER_MIN, "after it, the node does {:.0} % of what it did before and after", after * 100.0);
         let late = self.refusals_late as f64 * 100.0 / self.refusals.max(1) as f64;
         ensure!(self.refusals > 0 && late <= LATE_PERCENT_MAX, "{late:.2} % of {} refusals are late", self.refusals);
         let p99 = Duration::from_micros(self.probe_p99_us);
@@ -203,13 +209,14 @@ async fn overload(node: &Process, threads: &Runtime, mut load: Load, best: Susta
     let vanished = bad.await?;
     let times = probe.await??;
     let after = node.counters().await?;
+    let left_over = node.left_over().await?;
     let again = threads.spawn(async move {
         let (goodput, _) = load.sustained(best.at_a_time, LEVEL_TIME).await?;
         load.rest().await?;
         anyhow::Ok(goodput)
     });
     let again = again.await??;
-    let left_over = node.left_over().await?;
+    let left_over = left_over.max(node.left_over().await?);
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let count = |name: &str| {
         let counted = after.get(name).zip(before.get(name)).and_then(|(after, before)| after.checked_sub(before));
@@ -217,6 +224,7 @@ async fn overload(node: &Process, threads: &Runtime, mut load: Load, best: Susta
     };
     Ok(Seen {
         best_mb_s: (best.goodput + again) / 2e6,
+        best_after_mb_s: again / 1e6,
         goodput_mb_s: tally.bytes as f64 / seconds / 1e6,
         load_times: offered as f64 / seconds / best.operations,
         pages_had: tally.had,

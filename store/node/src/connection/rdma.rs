@@ -271,7 +271,7 @@ impl Connection {
         let shared = self.shared.clone();
         self.start(name.request, async move {
             if !land(&shared, &put, part as usize, window, crcs).await {
-                shared.store.abort(&put);
+                shared.store.give_up(&put);
             }
             Ok(())
         });

@@ -84,8 +84,7 @@ impl Connection {
         {
             self.shared.metrics.parts_corrupt.inc();
             tracing::warn!(id = ?put.id, part, %mismatch, "part damaged on its way: put given up");
-            self.puts.remove(&name);
-            self.shared.store.abort(&put);
+            self.shared.store.give_up(&put);
         } else {
             put.land_checked(part as usize, slot, crcs);
         }

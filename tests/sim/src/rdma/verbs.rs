@@ -256,6 +256,7 @@ unsafe extern "C" fn ibv_reg_mr(domain: *mut ibv_pd, start: *mut c_void, len: us
 
 unsafe extern "C" fn ibv_dereg_mr(registration: *mut ibv_mr) -> c_int {
     done(|machine| {
+        machine.check_owners();
         let found = machine.registrations.iter().find(|(_, known)| known.raw.as_ptr() == registration);
         let Some(number) = found.map(|(number, _)| *number) else {
             return ended(machine, "registration", false, None::<()>);
@@ -316,7 +317,7 @@ unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) ->
 
 unsafe extern "C" fn ibv_create_cq(
     context: *mut ibv_context,
-    _entries: c_int,
+    entries: c_int,
     _user: *mut c_void,
     channel: *mut ibv_comp_channel,
     _vector: c_int,
@@ -325,7 +326,9 @@ unsafe extern "C" fn ibv_create_cq(
         machine.device_of(context as usize)?;
         let raw = Raw::new(ibv_cq { context, channel, ..ibv_cq::default() });
         let (address, channel) = (raw.as_ptr(), channel as usize);
-        machine.queues.insert(address as usize, Queue { channel, completions: VecDeque::new(), armed: false, raw });
+        let entries = usize::try_from(entries).ok()?;
+        let queue = Queue { channel, entries, completions: VecDeque::new(), armed: false, raw };
+        machine.queues.insert(address as usize, queue);
         Some(address)
     })
 }
@@ -385,7 +388,7 @@ unsafe extern "C" fn req_notify_cq(queue: *mut ibv_cq, _solicited: c_int) -> c_i
 
 unsafe extern "C" fn ibv_create_qp(domain: *mut ibv_pd, attributes: *mut ibv_qp_init_attr) -> *mut ibv_qp {
     // SAFETY: the caller filled it in.
-    let queue = unsafe { (*attributes).send_cq };
+    let (queue, requests_max) = unsafe { ((*attributes).send_cq, (*attributes).cap.max_send_wr as usize) };
     made(|machine| {
         let context = machine.domains.get(&(domain as usize))?.context;
         if machine.refuses("rdma: no queue pair") {
@@ -398,6 +401,7 @@ unsafe extern "C" fn ibv_create_qp(domain: *mut ibv_pd, attributes: *mut ibv_qp_
         tokio::spawn(drive(number, wake.clone()));
         let pair = Pair {
             state: ibv_qp_state::IBV_QPS_RESET,
+            requests_max,
             peer: None,
             requests: VecDeque::new(),
             hangs: false,
@@ -447,6 +451,7 @@ unsafe extern "C" fn ibv_modify_qp(pair: *mut ibv_qp, attributes: *mut ibv_qp_at
 unsafe extern "C" fn ibv_destroy_qp(pair: *mut ibv_qp) -> c_int {
     let number = number(pair);
     done(|machine| {
+        machine.check_owners();
         // What is not withdrawn is over with it.
         for window in machine.windows.values_mut() {
             window.bound.take_if(|bound| bound.pair == number);
@@ -512,8 +517,13 @@ unsafe extern "C" fn post_send(pair: *mut ibv_qp, first: *mut ibv_send_wr, refus
                 return EINVAL;
             };
             pair.requests.push_back(Request { id: entry.wr_id, what, plan: None });
+            let in_order = [ibv_qp_state::IBV_QPS_RTS, ibv_qp_state::IBV_QPS_ERR].contains(&pair.state);
+            if !in_order || pair.requests.len() > pair.requests_max {
+                machine.misused("a request is posted for which there is no room, or before a pair may speak");
+            }
             at = entry.next;
         }
+        machine.check_owners();
         if let Some(pair) = machine.pairs.get(&number) {
             pair.wake.notify_one();
         }

@@ -53,7 +53,11 @@ fn left_over(wire: &Wire, host: &Host) -> Vec<String> {
     let Some((server, arena)) = host.up() else { return vec!["a node is down".into()] };
     let status = server.status();
     let mut problems = rest::under_way(&status, wire.setup.write_policy);
-    for device in status.get("rdma").and_then(|devices| devices.as_array()).into_iter().flatten() {
+    let devices = status.get("rdma").and_then(|devices| devices.as_array());
+    if devices.map_or(0, Vec::len) != host.devices() {
+        problems.push(format!("a node says of its RDMA devices: {:?}", status.get("rdma")));
+    }
+    for device in devices.into_iter().flatten() {
         let left = ["/windows", "/stuck"].map(|what| figure(device, what));
         if left != [0, 0] {
             problems.push(format!("(windows, memory) {left:?} of {} are not let go of", device["device"]));

@@ -253,6 +253,11 @@ impl Host {
         }
     }
 
+    /// RDMA devices that it has.
+    pub(super) fn devices(&self) -> usize {
+        self.wire.setup.node_devices[self.number].len()
+    }
+
     /// What it serves from, if it is up.
     pub(super) fn up(&self) -> Option<(&Server, &Arc<Arena>)> {
         self.running.as_ref().map(|running| (&running.server, &running.arena))

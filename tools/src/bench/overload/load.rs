@@ -387,6 +387,7 @@ impl Load {
         futures::future::try_join_all(work.collect::<Vec<_>>()).await?;
         let (seconds, tally) = (begin.elapsed().as_secs_f64(), self.tally.read());
         self.connected()?;
+        ensure!(tally.wrong == 0, "{} pages were wrong", tally.wrong);
         Ok((tally.bytes as f64 / seconds, tally.operations as f64 / seconds))
     }
 
