@@ -195,6 +195,11 @@ impl Put {
         });
     }
 
+    /// Whether it was given up, and its client may still write parts of it.
+    pub(crate) fn lingers(&self) -> bool {
+        self.lingers.lock().is_some()
+    }
+
     /// Withdraws what a client may still write, and gives all memory back.
     fn let_go(&self) {
         let mut parts = self.parts.lock();

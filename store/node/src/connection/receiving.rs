@@ -85,6 +85,9 @@ impl Connection {
             self.shared.metrics.parts_corrupt.inc();
             tracing::warn!(id = ?put.id, part, %mismatch, "part damaged on its way: put given up");
             self.shared.store.give_up(&put);
+            if !put.lingers() {
+                self.puts.remove(&name);
+            }
         } else {
             put.land_checked(part as usize, slot, crcs);
         }
