@@ -58,6 +58,10 @@ pub struct StoreArgs {
     /// RDMA devices, e.g. mlx5_0,mlx5_1; all with an active port if left out
     #[arg(long, value_delimiter = ',', value_name = "DEVICES")]
     rdma_devices: Vec<String>,
+    /// Most microseconds for which the node looks for a client's next request again and again before it sleeps, where the last
+    /// ones came as soon and nobody else wants the processor; 0 for never
+    #[arg(long, default_value_t = 200, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=10_000))]
+    spin: u64,
     /// What runs the devices of L3: glommio, or thread where that cannot be had
     #[arg(long, default_value_t)]
     l3_executor: Executor,
@@ -153,6 +157,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l3_scrub_bytes_per_second: args.l3_scrub.as_u64(),
         l3_executor: args.l3_executor,
         drain: Duration::from_secs(args.drain),
+        spin: Duration::from_micros(args.spin),
         share_memory: args.share_memory.0,
         rdma: RdmaOptions {
             enabled: args.rdma.0,

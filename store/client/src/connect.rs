@@ -9,10 +9,12 @@ use larder_format::codec::DecodeError;
 use larder_rdma::FabricOptions;
 use larder_share::{Memory, Window};
 use larder_wire::{
-    FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source, VERSION_OF_LENDING,
+    FrameReader, FrameWriter, LocalDoor, PROTOCOL_VERSION_MIN, Request, Response, Sink, Source, Spinning,
+    VERSION_OF_LENDING,
 };
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::{TcpStream, tcp, unix};
 use tokio::sync::OnceCell;
 
@@ -41,22 +43,23 @@ pub trait Connector: Send + Sync + 'static {
 }
 
 /// Connections by sockets, and the devices of this machine.
-#[derive(Default)]
 pub(crate) struct Sockets {
+    /// Most time for which a message is waited for without sleep.
+    spin: Duration,
     rdma: FabricOptions,
     /// Opened when they are first wanted.
     devices: OnceCell<Option<Arc<Devices>>>,
 }
 
 impl Sockets {
-    pub(crate) fn new(rdma: FabricOptions) -> Self {
-        Self { rdma, devices: OnceCell::new() }
+    pub(crate) fn new(spin: Duration, rdma: FabricOptions) -> Self {
+        Self { spin, rdma, devices: OnceCell::new() }
     }
 }
 
 /// The side of a socket that bytes come from.
 pub(crate) enum SocketSource {
-    Tcp(tcp::OwnedReadHalf),
+    Tcp(Spinning<tcp::OwnedReadHalf>),
     Local(unix::OwnedReadHalf),
 }
 
@@ -71,6 +74,13 @@ impl Source for SocketSource {
         match self {
             SocketSource::Tcp(source) => source.receive(into).await,
             SocketSource::Local(source) => source.receive(into).await,
+        }
+    }
+
+    async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            SocketSource::Tcp(source) => source.receive_next(into).await,
+            SocketSource::Local(source) => source.receive_next(into).await,
         }
     }
 }
@@ -92,7 +102,7 @@ impl Connector for Sockets {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let (read, write) = stream.into_split();
-        Ok((SocketSource::Tcp(read), SocketSink::Tcp(write)))
+        Ok((SocketSource::Tcp(Spinning::new(read, self.spin)), SocketSink::Tcp(write)))
     }
 
     async fn come_in(

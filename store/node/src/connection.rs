@@ -23,7 +23,7 @@ use conversation::Connection;
 use larder_format::codec::DecodeError;
 use larder_format::planted::{Bug, has};
 use larder_share::{Lender, Lent, Tenure};
-use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source};
+use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source, Spinning};
 use parking_lot::Mutex;
 pub(crate) use socket::Turns;
 use socket::{FromSocket, ToSocket};
@@ -60,6 +60,7 @@ pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
         tracing::debug!(%peer, %error, "TCP keepalive");
     }
     let (read, write) = stream.into_split();
+    let read = Spinning::new(read, shared.spin);
     serve(shared, peer, read, write).await;
 }
 

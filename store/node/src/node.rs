@@ -77,6 +77,8 @@ pub(crate) struct Shared {
     pub(crate) door: Option<LocalDoor>,
     /// Newest version of the protocol that is spoken.
     pub(crate) protocol_max: u16,
+    /// Most time for which a client's next message is waited for without sleep.
+    pub(crate) spin: Duration,
     /// What pages move with by RDMA, if there are devices.
     pub(crate) rdma: Option<Rdma>,
     /// To move page bytes.
@@ -145,6 +147,7 @@ impl Node {
             metrics,
             door: local.as_ref().map(|(name, ..)| name.clone()),
             protocol_max: options.protocol_max,
+            spin: options.spin,
             rdma,
             turns: Turns::new(),
             started: now(),
@@ -225,6 +228,7 @@ impl Server {
             metrics,
             door,
             protocol_max,
+            spin: Duration::ZERO,
             rdma,
             turns: Turns::new(),
             started: now(),

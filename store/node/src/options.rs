@@ -66,6 +66,9 @@ pub struct NodeOptions {
     pub drain: Duration,
     /// Most connections. Default 1024.
     pub connections_max: usize,
+    /// Most time for which a thread that waits for a client's next message looks for it again and again before it sleeps, where
+    /// the last ones came as soon and no other thread wants the processor (over TCP); zero: it sleeps at once. Default 200 µs.
+    pub spin: Duration,
     /// Where all chance comes from; by default another one at every start.
     pub seed: Option<u64>,
     /// Newest version of the protocol that is spoken; for tests. Default: this build's.
@@ -99,6 +102,7 @@ impl Default for NodeOptions {
             rdma: RdmaOptions::default(),
             drain: Duration::from_secs(60),
             connections_max: 1024,
+            spin: larder_wire::SPIN,
             seed: None,
             protocol_max: larder_wire::PROTOCOL_VERSION,
         }

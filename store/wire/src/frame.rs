@@ -216,7 +216,12 @@ impl<S: Source> FrameReader<S> {
         while self.to - self.from < HEADER_BYTES {
             self.ahead.copy_within(self.from..self.to, 0);
             (self.from, self.to) = (0, self.to - self.from);
-            match self.source.receive(&mut [IoSliceMut::new(&mut self.ahead[self.to..])]).await? {
+            let into = &mut [IoSliceMut::new(&mut self.ahead[self.to..])];
+            let received = match self.to {
+                0 => self.source.receive_next(into).await?,
+                _ => self.source.receive(into).await?,
+            };
+            match received {
                 0 if self.to == 0 => return Ok(None),
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 received => self.to += received,

@@ -28,6 +28,7 @@ mod frame;
 mod limits;
 mod request;
 mod response;
+mod spin;
 mod stream;
 
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
@@ -41,7 +42,8 @@ pub use limits::{
 };
 pub use request::{Request, Reserved};
 pub use response::{LocalDoor, MemberEntry, PartWindow, Placed, Response};
-pub use stream::{Sink, Source};
+pub use spin::{SPIN, Spinning};
+pub use stream::{Ready, Sink, Source};
 
 /// Protocol version of this build.
 pub const PROTOCOL_VERSION: u16 = 2;

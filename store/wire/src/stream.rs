@@ -9,6 +9,17 @@ pub trait Source: Send + 'static {
     /// Waits for bytes and puts them into the buffers, one after the other; 0 at the end of the stream. Dropping the future
     /// loses nothing.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> impl Future<Output = io::Result<usize>> + Send;
+
+    /// The same for the beginning of a message: nothing is under way that must come, so it may be worth being awake.
+    fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> impl Future<Output = io::Result<usize>> + Send {
+        self.receive(into)
+    }
+}
+
+/// A side of a socket that can be looked at without waiting.
+pub trait Ready {
+    /// Puts bytes into the buffers, as [`Source::receive`], if there are any.
+    fn receive_now(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>>;
 }
 
 /// The side of a stream that bytes go to.
@@ -27,6 +38,15 @@ macro_rules! sockets {
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                         received => return received,
                     }
+                }
+            }
+        }
+
+        impl Ready for $source {
+            fn receive_now(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>> {
+                match rustix::io::readv(self.as_ref(), into) {
+                    Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => None,
+                    received => Some(received.map_err(io::Error::from)),
                 }
             }
         }

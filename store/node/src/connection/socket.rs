@@ -124,18 +124,28 @@ impl<W: Sink> Sink for ToSocket<W> {
 pub(super) struct FromSocket<R> {
     way: R,
     turns: Turns,
+    /// Many bytes were received last: there are likely more, and who sleeps until they come gets more of them at once.
+    in_bulk: bool,
 }
 
 impl<R: Source> FromSocket<R> {
     pub(super) fn new(way: R, turns: Turns) -> Self {
-        Self { way, turns }
+        Self { way, turns, in_bulk: false }
     }
 }
 
 impl<R: Source> Source for FromSocket<R> {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let bytes = into.iter().map(|slice| slice.len()).sum();
+        self.in_bulk = bytes > SHORT_BYTES;
         self.turns.take(bytes, self.way.receive(into), || {}).await
+    }
+
+    async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match std::mem::take(&mut self.in_bulk) {
+            true => self.way.receive(into).await,
+            false => self.way.receive_next(into).await,
+        }
     }
 }
 
@@ -232,5 +242,37 @@ mod tests {
         assert_eq!(sending.await.unwrap().unwrap(), MANY);
         assert_eq!(free_since.get(), begin + Duration::from_secs(2));
         assert_eq!(turns.moving.load(Ordering::Relaxed), 0);
+    }
+
+    /// Notes how it was waited for.
+    #[derive(Default)]
+    struct Noting(Vec<&'static str>);
+
+    impl Source for Noting {
+        async fn receive(&mut self, _into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+            self.0.push("asleep");
+            Ok(1)
+        }
+
+        async fn receive_next(&mut self, _into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+            self.0.push("looking");
+            Ok(1)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_message_is_looked_for_unless_many_bytes_came_before_it() {
+        let mut way = FromSocket::new(Noting::default(), Turns::new());
+        let (mut few, mut many) = ([0; 32], vec![0; MANY]);
+        for _ in 0..2 {
+            way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+        }
+        way.receive(&mut [IoSliceMut::new(&mut many)]).await.unwrap();
+        for _ in 0..2 {
+            way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+        }
+        way.receive(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+        way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+        assert_eq!(way.way.0, ["looking", "looking", "asleep", "asleep", "looking", "asleep", "looking"]);
     }
 }
