@@ -171,6 +171,13 @@ mod tests {
         assert_eq!(waits(&[1], Duration::ZERO, LONG, 1).await, [(0, true)]);
     }
 
+    #[tokio::test]
+    async fn what_this_thread_has_to_do_goes_before_other_threads() {
+        let done = tokio::spawn(async {});
+        assert_eq!(waits(&[], Duration::from_secs(60), Duration::ZERO, 1).await, [(1, true)]);
+        assert!(done.is_finished());
+    }
+
     /// Waits that are slept through before the next without sleep.
     fn slept(habit: &mut Habit) -> u32 {
         (0..)
