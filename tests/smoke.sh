@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts `larder up` as the README says and uses it as a person would: curl, the openai package, the admin commands, the
-# benchmark. Usage: tests/smoke.sh WORK_DIR
+# Starts `larder up` as the README says, and uses it with curl, the openai package, the admin commands
+# and the benchmark. Usage: tests/smoke.sh WORK_DIR
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$1
@@ -29,7 +29,7 @@ done
 cat "$data/out"
 api=$(grep -o 'http://[0-9.:]*/v1' "$data/out" | head -n 1)
 
-# The very command that `up` prints.
+# The printed command itself is under test. The second answer must come from the cache.
 ask=$(grep -A 1 '^  curl' "$data/out")
 eval "$ask" && echo
 eval "$ask" | tee "$data/answer" && echo

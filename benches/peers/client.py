@@ -1,7 +1,7 @@
-"""A client process of a peer: `python -m client SYSTEM INDEX ARGUMENT…`. The same loop as `src/client/drive.rs`.
+"""A client process of a peer: `python -m client SYSTEM INDEX ARGUMENT…`. Runs the same loop as `src/client/drive.rs`.
 
-What a system's `Client` has: `prepare(cell)`, not timed; `put`, `get` and `exists(cell, batch)`, timed;
-`check(cell, batch)` and `clear()`, not timed. The pages of every batch are the same bytes under keys of their own.
+A system's `Client` has timed methods, `put`, `get` and `exists(cell, batch)`, and untimed ones, `prepare(cell)`,
+`check(cell, batch)` and `clear()`. Every batch has the same bytes under different keys.
 """
 
 import importlib
@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 
 def payload(cell):
-    """The bytes of a batch."""
+    """Bytes of the pages of a batch."""
     pages = (bytes((i * 31 + page * 7) & 255 for i in range(256)) * (cell.size // 256) for page in range(cell.batch))
     return b"".join(pages)
 
 
 def measure(client, cell, stored):
-    """Times a cell; the batches below `stored` have been put."""
+    """Times a cell. Batches below `stored` have been put."""
     operate = getattr(client, cell.op)
     end, limit = (cell.batches, cell.batches) if cell.op == "put" else (sys.maxsize, stored)
     latencies = []
@@ -36,7 +36,7 @@ def measure(client, cell, stored):
 
 
 def main():
-    """Does what the standard input says until it ends."""
+    """Runs the cells that arrive on standard input until it ends."""
     system, index, *arguments = sys.argv[1:]
     client = importlib.import_module(f"systems.{system}").Client(int(index), *arguments)
     stored = 0
@@ -49,11 +49,11 @@ def main():
             break
         if cell.op == "clear":
             client.clear()
-            seen = {"seconds": 0, "latencies_ns": [], "notes": {}}
+            result = {"seconds": 0, "latencies_ns": [], "notes": {}}
         else:
-            seen, done = measure(client, cell, stored)
+            result, done = measure(client, cell, stored)
             stored = done if cell.op == "put" else stored
-        print(json.dumps(seen), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

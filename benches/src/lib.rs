@@ -1,4 +1,4 @@
-//! What the benches share.
+//! Helpers that several benchmarks share.
 
 pub mod cpu;
 pub mod zero_copy;

@@ -1,49 +1,49 @@
-//! Sends that leave the bytes where they are (`IORING_OP_SEND_ZC`, Linux 6.0), and what the kernel says it did: over loopback it
-//! copies all the same.
+//! Zero-copy sends (`IORING_OP_SEND_ZC`, Linux 6.0). The kernel reports in each notification
+//! whether it copied the bytes after all. Over loopback it always does.
 
 use anyhow::{Context, Result, ensure};
 use io_uring::{IoUring, cqueue, opcode, types};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
-/// `IORING_SEND_ZC_REPORT_USAGE`: notifications say whether the bytes were copied after all.
+/// `IORING_SEND_ZC_REPORT_USAGE`: requests that report in notifications.
 const REPORT_USAGE: u16 = 1 << 3;
-/// `IORING_NOTIF_USAGE_ZC_COPIED`: they were.
+/// `IORING_NOTIF_USAGE_ZC_COPIED`: the kernel copied the bytes.
 const COPIED: u32 = 1 << 31;
 
-/// Sends that ended.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Sends {
-    /// All.
     pub all: u64,
-    /// Those whose bytes the kernel copied.
     pub copied: u64,
 }
 
-/// Sends `chunks` one after the other, and waits until the kernel needs none of them any more.
+/// Sends `chunks` in order. Returns once the kernel holds no reference to their memory, or with an
+/// error of the ring.
 pub fn send_all(stream: &TcpStream, chunks: &[&[u8]]) -> Result<Sends> {
     let mut ring = IoUring::new(8)?;
-    let (mut sends, mut notices) = (Sends::default(), 0);
+    let mut sends = Sends::default();
+    let mut notices = 0;
     for chunk in chunks {
-        // The kernel sends all of it before it says so.
+        // MSG_WAITALL: one completion for the whole chunk, so that short sends need no handling.
         let send = opcode::SendZc::new(types::Fd(stream.as_raw_fd()), chunk.as_ptr(), chunk.len() as u32)
             .flags(libc::MSG_WAITALL)
             .zc_flags(REPORT_USAGE)
             .build();
-        // SAFETY: the kernel only reads the chunk, and this returns, unless the ring fails, when it has no use for it any more.
-        unsafe { ring.submission().push(&send) }.context("one request at a time fits")?;
+        // SAFETY: the kernel only reads the chunk. Unless the ring fails, this function returns
+        // after the notification that the kernel has released it.
+        unsafe { ring.submission().push(&send) }.context("the submission queue is full")?;
         let mut sent = false;
         while !sent {
             sent = reap(&mut ring, chunk.len(), &mut sends, &mut notices)?;
         }
     }
+    // A completion alone does not release the memory: its notification does.
     while notices > 0 {
         reap(&mut ring, 0, &mut sends, &mut notices)?;
     }
     Ok(sends)
 }
 
-/// Waits for completions; whether one of them was that of a send.
 fn reap(ring: &mut IoUring, bytes: usize, sends: &mut Sends, notices: &mut u64) -> Result<bool> {
     ring.submit_and_wait(1)?;
     let mut sent = false;
@@ -54,7 +54,9 @@ fn reap(ring: &mut IoUring, bytes: usize, sends: &mut Sends, notices: &mut u64) 
             continue;
         }
         ensure!(entry.result() == bytes as i32, "sent {} of {bytes} bytes", entry.result());
-        (sends.all, sent) = (sends.all + 1, true);
+        sends.all += 1;
+        sent = true;
+        // MORE: a notification will follow this completion.
         *notices += u64::from(cqueue::more(entry.flags()));
     }
     Ok(sent)

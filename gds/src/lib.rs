@@ -1,18 +1,19 @@
-//! Moving bytes between storage and device memory.
+//! Transfers between storage and device memory.
 //!
-//! There are three ways, and [`ways`] says which of them this machine has:
+//! There are three paths. [`transfer_paths`] lists the ones this machine supports:
 //!
-//! | way | how | needs |
+//! | path | transfer | requirements |
 //! | --- | --- | --- |
-//! | [`Way::CuFile`] | NVMe straight to GPU memory (GPUDirect Storage) | a CUDA device and libcufile |
-//! | [`Way::Pinned`] | direct I/O into pinned host memory, then a device copy | a CUDA device |
-//! | [`Way::Host`] | direct I/O into the arena | nothing |
+//! | [`TransferPath::CuFile`] | NVMe to GPU memory (GPUDirect Storage) | CUDA device, libcufile |
+//! | [`TransferPath::Pinned`] | direct I/O to pinned memory, then a device copy | CUDA device |
+//! | [`TransferPath::Host`] | direct I/O to the arena | none |
 //!
-//! Only [`Way::Host`] moves bytes in this version: the CPU engine computes where the arena lies. The GPU ways are found, and
-//! reported, so that an operator sees what a machine could do.
+//! Only [`TransferPath::Host`] transfers bytes in this version, because the CPU engine computes on
+//! host memory. The probe still reports the GPU paths, so that an operator sees which ones the
+//! machine would offer.
 
 mod host;
 mod probe;
 
-pub use host::{HostMover, MoveError};
-pub use probe::{Way, ways};
+pub use host::{HostTransfer, TransferError};
+pub use probe::{TransferPath, transfer_paths};

@@ -1,34 +1,33 @@
-//! Which ways this machine has.
+//! Detects the transfer paths of this machine.
 
 use serde::Serialize;
 
-/// A way for bytes between storage and device memory, best first.
+/// Path for bytes between storage and device memory, ordered from fastest to slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Way {
-    /// GPUDirect Storage.
+pub enum TransferPath {
     CuFile,
-    /// Through pinned host memory.
     Pinned,
-    /// Host memory is where the bytes are wanted.
     Host,
 }
 
-/// The ways this machine has, best first. Never empty: [`Way::Host`] is always there.
-pub fn ways() -> Vec<Way> {
-    let mut ways = Vec::new();
+/// Returns the paths of this machine, fastest first. The last is always [`TransferPath::Host`], so
+/// a caller can fall back without a check.
+pub fn transfer_paths() -> Vec<TransferPath> {
+    let mut paths = Vec::new();
     if cuda_devices() > 0 {
         if cufile_present() {
-            ways.push(Way::CuFile);
+            paths.push(TransferPath::CuFile);
         }
-        ways.push(Way::Pinned);
+        paths.push(TransferPath::Pinned);
     }
-    ways.push(Way::Host);
-    ways
+    paths.push(TransferPath::Host);
+    paths
 }
 
 fn cuda_devices() -> usize {
-    // SAFETY: only looks for the library. Calling into it without this check would panic where there is none.
+    // SAFETY: only loads the library. Without this check, a call into the bindings panics where the
+    // library is missing.
     if !unsafe { cudarc::driver::sys::is_culib_present() } || cudarc::driver::result::init().is_err() {
         return 0;
     }
@@ -36,7 +35,7 @@ fn cuda_devices() -> usize {
 }
 
 fn cufile_present() -> bool {
-    // SAFETY: only looks for the library.
+    // SAFETY: only loads the library.
     unsafe { cudarc::cufile::sys::is_culib_present() }
 }
 
@@ -45,9 +44,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_host_way_is_last_and_always_there() {
-        let ways = ways();
-        assert_eq!(ways.last(), Some(&Way::Host));
-        assert!(ways.is_sorted());
+    fn host_path_is_always_present_and_last() {
+        let paths = transfer_paths();
+        assert_eq!(paths.last(), Some(&TransferPath::Host));
+        assert!(paths.is_sorted());
     }
 }

@@ -1,9 +1,11 @@
-// Device kernels of Larder. Compiled at run time by nvrtc; each has a CPU reference it is tested against.
+// Device kernels of Larder. nvrtc compiles them at run time. Tests compare each with its CPU reference.
 //
-// What must always hold: the result for one row does not depend on the other rows of the launch.
+// Invariant: the result for one row does not depend on the other rows of the launch.
 
-// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. Shapes: x, out [gridDim.x][width], weight [width].
-// One block per row; blockDim.x is a power of two, and the launch gives blockDim.x floats of shared memory.
+// Computes out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight.
+// Shapes: x and out [gridDim.x][width], weight [width].
+// One block per row. blockDim.x is a power of two, for the tree reduction.
+// The launch provides blockDim.x floats of shared memory.
 extern "C" __global__ void rms_norm(const float *x, const float *weight, float eps, int width, float *out) {
     extern __shared__ float partial[];
     const float *row = x + (size_t)blockIdx.x * width;
@@ -20,9 +22,9 @@ extern "C" __global__ void rms_norm(const float *x, const float *weight, float e
     for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = row[i] * scale * weight[i];
 }
 
-// Collects the keys (or values) of one head from the pages of a sequence: out [tokens][head_dim].
-// pool holds pages of page_elements floats; page_of[p] is where the sequence's page p lies in it. In a page, token t of
-// the head begins at start + t * stride. One block per token.
+// Gathers the keys (or values) of one head from the pages of a sequence into out [tokens][head_dim].
+// pool holds pages of page_elements floats. page_of[p] is the index of the sequence's page p in pool.
+// In a page, token t of the head begins at start + t * stride. One block per token.
 extern "C" __global__ void gather_head(const float *pool, const unsigned int *page_of, size_t page_elements,
                                        int page_tokens, int start, int stride, int head_dim, float *out) {
     const int token = blockIdx.x;

@@ -1,61 +1,54 @@
 //! Kernels for CUDA devices.
 //!
-//! What must always hold: this module can be called on any machine. The driver and the run-time compiler are looked for
-//! first (the bindings panic where a library is absent), and what is missing is an error that says so.
+//! Invariant: every function can be called on any machine. The bindings panic where a library is
+//! missing, so each entry point first looks for the driver and the compiler. A missing library is
+//! an error that names it.
 
-use crate::cpu::HeadPlace;
+use crate::cpu::HeadLayout;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg, result, sys};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// The kernels' source; see the comments there for shapes.
+/// Source of the kernels. The comments there give the shapes.
 pub const SOURCE: &str = include_str!("../cuda/larder.cu");
 
-/// Threads of a block; a power of two, which `rms_norm` needs.
+/// Threads per block. A power of two, as the tree reduction of `rms_norm` requires.
 const BLOCK_THREADS: u32 = 256;
 
-/// Why a device cannot be used.
+/// Reasons for which a device cannot be used.
 #[derive(Debug, Error)]
 pub enum CudaError {
-    /// The driver (libcuda) is not installed.
-    #[error("the CUDA driver (libcuda) is not installed")]
+    #[error("the CUDA driver (libcuda) is not installed; install the NVIDIA driver")]
     NoDriver,
-    /// The run-time compiler (libnvrtc) is not installed.
-    #[error("the CUDA run-time compiler (libnvrtc) is not installed")]
+    #[error("the CUDA run-time compiler (libnvrtc) is not installed; install the CUDA toolkit")]
     NoCompiler,
-    /// There is no device of this number.
-    #[error("there is no CUDA device {0}")]
+    #[error("this machine has no CUDA device {0}")]
     NoDevice(usize),
-    /// The kernels do not compile.
-    #[error("the CUDA kernels do not compile: {0}")]
+    #[error("nvrtc rejected the CUDA kernels: {0}")]
     Compile(String),
-    /// Arguments whose shapes do not agree, or that point outside their buffers.
+    /// The arguments have disagreeing shapes, or point outside their buffers.
     #[error("{0}")]
     Shape(&'static str),
-    /// The driver refused.
-    #[error("CUDA: {0}")]
+    #[error("the CUDA driver reported {0}")]
     Driver(#[from] DriverError),
 }
 
-/// A CUDA device of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its number.
     pub ordinal: usize,
-    /// Its name.
     pub name: String,
-    /// Bytes of its memory.
     pub memory_bytes: usize,
-    /// Compute capability, major and minor.
     pub compute_capability: (i32, i32),
 }
 
 fn has_driver() -> bool {
-    // SAFETY: only looks for the library and loads it; the driver's own initialisers run as in any program that uses it.
+    // SAFETY: only loads the library. Its initialisers run as in any program that links to the
+    // driver.
     unsafe { sys::is_culib_present() }
 }
 
-/// The devices of this machine; none where there is no driver, or where it does not work.
+/// Lists the CUDA devices of this machine. Returns an empty list where the driver is missing or
+/// fails to initialise.
 pub fn devices() -> Vec<DeviceInfo> {
     if !has_driver() || result::init().is_err() {
         return Vec::new();
@@ -67,7 +60,7 @@ pub fn devices() -> Vec<DeviceInfo> {
 fn device(ordinal: i32) -> Result<DeviceInfo, DriverError> {
     use sys::CUdevice_attribute as Attribute;
     let handle = result::device::get(ordinal)?;
-    // SAFETY: `handle` is a device the driver has just named, and the driver is initialised.
+    // SAFETY: the driver is initialised and has just returned `handle`.
     let (memory_bytes, major, minor) = unsafe {
         (
             result::device::total_mem(handle)?,
@@ -79,19 +72,20 @@ fn device(ordinal: i32) -> Result<DeviceInfo, DriverError> {
     Ok(DeviceInfo { ordinal: ordinal as usize, name, memory_bytes, compute_capability: (major, minor) })
 }
 
-/// Compiles the kernels; needs the compiler, not a device.
+/// Compiles the kernels. Needs the run-time compiler, but no device.
 ///
 /// # Errors
-/// If the compiler is not installed, or does not accept the source.
+/// If the compiler is not installed, or if it rejects the source.
 pub fn compile() -> Result<cudarc::nvrtc::Ptx, CudaError> {
-    // SAFETY: as for the driver: only looks for the library and loads it.
+    // SAFETY: only loads the library, as for the driver.
     if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
         return Err(CudaError::NoCompiler);
     }
     cudarc::nvrtc::compile_ptx(SOURCE).map_err(|e| CudaError::Compile(e.to_string()))
 }
 
-/// The kernels on one device. Arguments and results are in host memory: these launchers are for checks, not for speed.
+/// Kernels loaded onto one device. Arguments and results live in host memory, and every call copies
+/// them: these launchers serve correctness checks, not speed.
 pub struct CudaKernels {
     stream: Arc<CudaStream>,
     rms_norm: CudaFunction,
@@ -99,10 +93,10 @@ pub struct CudaKernels {
 }
 
 impl CudaKernels {
-    /// Compiles the kernels and loads them onto device `ordinal`.
+    /// Compiles the kernels and loads them onto the device `ordinal`.
     ///
     /// # Errors
-    /// If the driver, the device or the compiler is missing, or one of them fails.
+    /// If the driver, the device or the compiler is missing, or if one of them fails.
     pub fn load(ordinal: usize) -> Result<CudaKernels, CudaError> {
         if !has_driver() {
             return Err(CudaError::NoDriver);
@@ -120,32 +114,35 @@ impl CudaKernels {
         })
     }
 
-    /// As [`cpu::rms_norm`](crate::cpu::rms_norm), up to the order of the sum.
+    /// Computes the same as [`cpu::rms_norm`](crate::cpu::rms_norm), except for the order of the
+    /// sum.
     ///
     /// # Errors
-    /// If shapes do not agree or the device fails.
+    /// If the shapes disagree, or if the device fails.
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32) -> Result<Vec<f32>, CudaError> {
         let width = weight.len();
         if width == 0 || x.is_empty() || !x.len().is_multiple_of(width) || i32::try_from(width).is_err() {
-            return Err(CudaError::Shape("the norm needs whole rows of the weight's length"));
+            return Err(CudaError::Shape("rms_norm: the input is not a whole number of rows of the weight's length"));
         }
-        let rows = u32::try_from(x.len() / width).map_err(|_| CudaError::Shape("the norm has too many rows"))?;
+        let rows =
+            u32::try_from(x.len() / width).map_err(|_| CudaError::Shape("rms_norm: the input has too many rows"))?;
         let (x, weight) = (self.stream.clone_htod(x)?, self.stream.clone_htod(weight)?);
         let mut out = self.stream.alloc_zeros::<f32>(rows as usize * width)?;
         let width = width as i32;
         let mut launch = self.stream.launch_builder(&self.rms_norm);
         launch.arg(&x).arg(&weight).arg(&eps).arg(&width).arg(&mut out);
-        // SAFETY: arguments are the kernel's, in its order; block r touches row r of `x` and `out` and all of `weight`,
-        // which have these sizes; the launch gives one float of shared memory per thread.
+        // SAFETY: the arguments match the kernel's parameters in order and size. Block `r` accesses
+        // row `r` of `x` and `out`, and all of `weight`. The launch provides one float of shared
+        // memory per thread.
         unsafe { launch.launch(grid(rows, BLOCK_THREADS * 4)) }?;
         Ok(self.stream.clone_dtoh(&out)?)
     }
 
-    /// Collects the first `tokens` keys (or values) of one head: `[tokens][head_dim]`. `pool` holds whole pages,
-    /// `page_of` says which of them are the sequence's.
+    /// Gathers the first `tokens` keys (or values) of one head into `[tokens][head_dim]`. `pool`
+    /// holds whole pages, and `page_of` lists the indices of the sequence's pages.
     ///
     /// # Errors
-    /// If an index points outside `pool` or the device fails.
+    /// If an index points outside `pool`, or if the device fails.
     pub fn gather_head(
         &self,
         pool: &[f32],
@@ -153,33 +150,29 @@ impl CudaKernels {
         head: PagedHead,
         tokens: usize,
     ) -> Result<Vec<f32>, CudaError> {
-        let PagedHead { page_elements, page_tokens, place, head_dim } = head;
+        let PagedHead { page_elements, page_tokens, layout, head_dim } = head;
         if tokens == 0 || tokens > i32::MAX as usize || !head.is_inside(pool, page_of, tokens) {
-            return Err(CudaError::Shape("the gathered tokens do not lie inside the pages"));
+            return Err(CudaError::Shape("gather_head: the tokens do not lie inside the pages"));
         }
         let (pool, page_of) = (self.stream.clone_htod(pool)?, self.stream.clone_htod(page_of)?);
         let mut out = self.stream.alloc_zeros::<f32>(tokens * head_dim)?;
-        let [page_tokens, start, stride, dim] = [page_tokens, place.start, place.stride, head_dim].map(|v| v as i32);
+        let [page_tokens, start, stride, dim] = [page_tokens, layout.start, layout.stride, head_dim].map(|v| v as i32);
         let mut launch = self.stream.launch_builder(&self.gather_head);
         launch.arg(&pool).arg(&page_of).arg(&page_elements).arg(&page_tokens);
         launch.arg(&start).arg(&stride).arg(&dim).arg(&mut out);
-        // SAFETY: arguments are the kernel's, in its order; it was checked above that every token read lies inside a page
-        // of `pool`, and `out` has a row per block.
+        // SAFETY: the arguments match the kernel's parameters in order. `is_inside` has checked
+        // that every token lies inside a page of `pool`, and `out` has one row per block.
         unsafe { launch.launch(grid(tokens as u32, 0)) }?;
         Ok(self.stream.clone_dtoh(&out)?)
     }
 }
 
-/// Where a head lies in the pages of a pool.
+/// Position of one head in the pages of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PagedHead {
-    /// Elements of a page.
     pub page_elements: usize,
-    /// Tokens of a page.
     pub page_tokens: usize,
-    /// Where the head's keys (or values) lie in a page.
-    pub place: HeadPlace,
-    /// Elements per token.
+    pub layout: HeadLayout,
     pub head_dim: usize,
 }
 
@@ -188,7 +181,7 @@ impl PagedHead {
         if self.page_elements == 0 || self.page_tokens == 0 || self.head_dim == 0 {
             return false;
         }
-        let last_token = (self.page_tokens - 1).saturating_mul(self.place.stride).saturating_add(self.place.start);
+        let last_token = (self.page_tokens - 1).saturating_mul(self.layout.stride).saturating_add(self.layout.start);
         last_token.saturating_add(self.head_dim) <= self.page_elements
             && self.page_elements <= i32::MAX as usize
             && self.page_tokens <= i32::MAX as usize
@@ -207,7 +200,7 @@ mod tests {
     use crate::cpu;
 
     #[test]
-    fn the_kernels_compile_where_there_is_a_compiler() {
+    fn kernels_compile_if_a_compiler_is_installed() {
         match compile() {
             Ok(_) => println!("compiled"),
             Err(CudaError::NoCompiler) => println!("no compiler here"),
@@ -216,9 +209,9 @@ mod tests {
     }
 
     #[test]
-    fn tokens_outside_the_pages_are_found() {
-        let place = HeadPlace { start: 27, stride: 6 };
-        let head = PagedHead { page_elements: 48, page_tokens: 4, place, head_dim: 3 };
+    fn is_inside_rejects_tokens_outside_the_pages() {
+        let layout = HeadLayout { start: 27, stride: 6 };
+        let head = PagedHead { page_elements: 48, page_tokens: 4, layout, head_dim: 3 };
         let pool = [0.0; 5 * 48];
         assert!(head.is_inside(&pool, &[3, 0, 4], 12));
         assert!(!head.is_inside(&pool, &[3, 0, 4], 13));
@@ -229,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_agree_with_the_cpu_where_there_are_devices() {
+    fn device_results_agree_with_the_cpu_if_a_device_exists() {
         let found = devices();
         println!("devices: {found:?}");
         let kernels = match CudaKernels::load(0) {
@@ -249,13 +242,13 @@ mod tests {
         assert!(norm.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5));
 
         let (page_tokens, head_dim, tokens) = (4, 3, 10);
-        let place = HeadPlace { start: 24 + 3, stride: 6 };
-        let head = PagedHead { page_elements: 48, page_tokens, place, head_dim };
+        let layout = HeadLayout { start: 24 + 3, stride: 6 };
+        let head = PagedHead { page_elements: 48, page_tokens, layout, head_dim };
         let pool: Vec<f32> = (0..5 * 48).map(|i| i as f32).collect();
         let page_of = [3, 0, 4];
         let expected: Vec<f32> = (0..tokens)
             .flat_map(|t| {
-                let at = page_of[t / page_tokens] as usize * 48 + place.start + t % page_tokens * place.stride;
+                let at = page_of[t / page_tokens] as usize * 48 + layout.start + t % page_tokens * layout.stride;
                 pool[at..at + head_dim].to_vec()
             })
             .collect();

@@ -1,10 +1,13 @@
-//! Compute kernels of Larder: CPU and CUDA.
+//! Compute kernels of the inference engine, for the CPU and for CUDA.
 //!
-//! What must always hold: what a kernel gives for one row (a token) does not depend, in a single bit, on the other rows it
-//! is computed with, nor on how the work is spread over threads. Everything is `f32`, row-major.
+//! Invariants:
+//! - The result for one row (one token) is bit-identical whatever other rows share the call and
+//!   however many threads run it.
+//! - All values are `f32`, all matrices row-major.
 //!
-//! - [`cpu`]: what the engine computes with, and the reference for device kernels.
-//! - [`cuda`]: device kernels and their launchers; usable only where there is a device.
+//! Layout:
+//! - [`cpu`]: kernels of the engine, and the reference for the device kernels.
+//! - [`cuda`]: device kernels and their launchers. They need a CUDA device.
 
 pub mod cpu;
 pub mod cuda;

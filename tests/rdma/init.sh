@@ -1,12 +1,12 @@
 #!/bin/busybox sh
-# The first process of the guest (see vm.sh): loads modules, makes two RDMA devices, runs /command, tells its status, powers off.
+# First process of the guest (see vm.sh): loads modules, creates two RDMA devices, runs /command, reports its status, powers off.
 export PATH=/bin HOME=/tmp LARDER_RDMA_VM=1
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 mkdir -p /dev/shm
 mount -t tmpfs tmpfs /dev/shm
-while read -r module; do insmod "/modules/$module.ko" || echo "init: $module was not loaded"; done </modules/order
+while read -r module; do insmod "/modules/$module.ko" || echo "init: module $module could not be loaded"; done </modules/order
 ulimit -l unlimited
 
 # MTU 4500 leaves room for the largest RDMA MTU, 4096.
@@ -15,8 +15,8 @@ for end in all ve0 ve1; do
     echo 1 >/proc/sys/net/ipv4/conf/$end/accept_local
     echo 0 >/proc/sys/net/ipv4/conf/$end/rp_filter
 done
-# Both ends are addresses of this machine, so the kernel would deliver packets between them by `lo`, where no RDMA device listens.
-# Hence: a packet leaves by the device it was sent from (tables 10 and 11), and is delivered here only if it came in by a device.
+# Both addresses belong to this machine, so the kernel would route packets between them over `lo`, where no RDMA device listens.
+# These rules send a packet out of the device it was sent from (tables 10 and 11). It is delivered locally only on arrival at a device.
 /bin/ip -batch - <<'IP'
 link set lo up
 addr add 10.77.0.1/24 dev ve0

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Runs a program in a small virtual machine that has two RDMA devices: soft-RoCE (rdma_rxe) over the two ends of a veth pair.
 #
-#     vm.sh build                          fetch Debian's packages and make the image (once; 75 MB, no root, nothing is installed)
+#     vm.sh build                          download Debian packages and build the image (once; 75 MB, no root, installs nothing)
 #     vm.sh run [-t SECONDS] -- PROGRAM [ARGUMENT...]
 #
-# `run` copies PROGRAM and the libraries it is linked to into a fresh guest, runs it there as root, prints what it prints, and
-# ends with its exit status; 124 after SECONDS (default 120), 125 if the guest ended without one. In the guest: devices rxe0
-# (10.77.0.1 on ve0) and rxe1 (10.77.1.1 on ve1), a shell, ip, tc and rdma. The guest is told apart by LARDER_RDMA_VM=1.
+# `run` copies PROGRAM and its shared libraries into a fresh guest, runs it there as root and forwards its output. The exit status
+# is that of PROGRAM; 124 after SECONDS (default 120); 125 if the guest ended without a status. The guest has the devices rxe0
+# (10.77.0.1 on ve0) and rxe1 (10.77.1.1 on ve1), a shell, ip, tc and rdma. LARDER_RDMA_VM=1 is set inside the guest.
 #
-# Needs an x86-64 Debian with qemu-system-x86_64, cpio, xz and python3, and apt's lists (apt-get update). Without hardware
-# virtualisation it is emulated, which is slow and sound: nothing here measures speed. LARDER_RDMA_VM_DIR is where the image is kept
-# (target/rdma-vm).
+# Needs an x86-64 Debian with qemu-system-x86_64, cpio, xz and python3, and package lists (apt-get update). Without hardware
+# virtualization the guest is emulated. That is slow but correct: nothing here measures speed. LARDER_RDMA_VM_DIR is the directory
+# of the image (default target/rdma-vm).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cache=${LARDER_RDMA_VM_DIR:-$here/../../target/rdma-vm}
@@ -22,9 +22,9 @@ work=
 trap '[ -z "$work" ] || rm -rf "$work"' EXIT
 
 fail() { echo "vm.sh: $*" >&2; exit 125; }
-need() { command -v "$1" >/dev/null || fail "no $1"; }
+need() { command -v "$1" >/dev/null || fail "$1 is not installed"; }
 
-# Copies the shared libraries that the given files are linked to into the root $1, as the loader will look for them there.
+# Copies the shared libraries of the given files into the root $1, under the paths where the loader searches.
 libraries() {
     local root=$1 line
     shift
@@ -39,7 +39,7 @@ libraries() {
 
 archive() { (cd "$1" && find . -print0 | cpio --quiet --null -o -H newc); }
 
-# The kernel's ELF image, taken out of the compressed bzImage $1: QEMU starts it directly, and an emulated CPU need not unpack it.
+# Extracts the ELF image from the compressed bzImage $1 into $2. QEMU boots it directly, so the emulated CPU need not decompress it.
 unpack_kernel() {
     python3 - "$1" "$2" <<'PY'
 import lzma, struct, sys
@@ -53,21 +53,21 @@ open(sys.argv[2], "wb").write(elf)
 PY
 }
 
-# Module $1 and whatever it needs, in an order in which they can be loaded, appended to `order`.
+# Appends module $1 and its dependencies to `order`, in load order.
 order=()
 add_module() {
     local name=$1 file dependency
     [[ " ${order[*]:-} " != *" $name "* ]] || return 0
     file=$(find "$cache/kernel/lib/modules" -name "${name//_/[-_]}.ko*" -print -quit)
     if [ -z "$file" ]; then
-        grep -qE "/${name//_/[-_]}\.ko" "$cache"/kernel/lib/modules/*/modules.builtin || fail "no module $name"
+        grep -qE "/${name//_/[-_]}\.ko" "$cache"/kernel/lib/modules/*/modules.builtin || fail "the kernel package has no module $name"
         return 0
     fi
     case $file in
     *.xz) xz -dc "$file" ;;
     *) cat "$file" ;;
     esac >"$root/modules/$name.ko"
-    # `depends=a,b` is one of the NUL-ended strings of the module's information section.
+    # `depends=a,b` is one of the NUL-terminated strings in the module's .modinfo section.
     for dependency in $(tr '\0' '\n' <"$root/modules/$name.ko" | grep -a '^depends=' | head -1 | cut -d= -f2 | tr ',-' ' _'); do
         add_module "$dependency"
     done
@@ -84,9 +84,9 @@ build() {
     [ "$(cat "$cache/complete" 2>/dev/null)" != "$version" ] || return 0
     rm -rf "$cache"/{complete,packages,files,kernel,root}
     mkdir -p "$cache"/{packages,files,kernel}
-    # The newest kernel of this release: older ones leave the mirrors. The `cloud` flavour has no rdma_rxe.
+    # The newest kernel of this release, because mirrors drop older ones. The `cloud` flavor has no rdma_rxe.
     kernel=$(apt-cache depends linux-image-amd64 | grep -oE 'linux-image-[0-9][^ ]*' | head -1) || true
-    [ -n "$kernel" ] || fail "apt knows no linux-image-amd64 (apt-get update?)"
+    [ -n "$kernel" ] || fail "apt has no package linux-image-amd64; run apt-get update"
     (cd "$cache/packages" && apt-get -qq -o APT::Sandbox::User=root download "$kernel" busybox-static iproute2 libbpf1 libbsd0 \
         libcap2 libdb5.3 libelf1 libmd0 libmnl0 libtirpc3 zlib1g libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200)
     for package in "$cache"/packages/*.deb; do
@@ -109,12 +109,12 @@ build() {
     local tool
     for tool in sh mount insmod cat echo ls mkdir ln sleep poweroff dmesg; do ln -s busybox "$root/bin/$tool"; done
     install "$cache/files/bin/ip" "$cache/files/sbin/tc" "$cache/files/usr/bin/rdma" "$root/bin/"
-    # libibverbs finds its providers by these files; the libraries must be of its own version.
+    # libibverbs finds its providers through these files. The provider must have the same version as the library.
     install -m 644 "$cache/files/etc/libibverbs.d/rxe.driver" "$root/etc/libibverbs.d/"
     install "$cache/files/$multiarch"/libibverbs/librxe-* "$root/$multiarch/libibverbs/"
     cp -L "$cache/files/$multiarch/libibverbs.so.1" "$root/$multiarch/"
     libraries "$root" "$root"/bin/{ip,tc,rdma} "$root"/$multiarch/libibverbs/* "$root/$multiarch/libibverbs.so.1"
-    # rdma_rxe asks for "crc32" by name, which no dependency tells.
+    # rdma_rxe requests "crc32" by name at run time, so no dependency lists it.
     local module
     for module in crc32_generic rdma_rxe ib_uverbs veth sch_netem; do add_module "$module"; done
     printf '%s\n' "${order[@]}" >"$root/modules/order"
@@ -135,21 +135,21 @@ run() {
         *) fail "unknown option $1" ;;
         esac
     done
-    [ $# -gt 0 ] || fail "no program"
+    [ $# -gt 0 ] || fail "no PROGRAM given"
     need qemu-system-x86_64; need cpio
     (build)
-    program=$(readlink -f "$1") || fail "no $1"
+    program=$(readlink -f "$1") || fail "$1 does not exist"
     shift
     work=$(mktemp -d)
     mkdir -p "$work/root"
     install "$program" "$work/root/program"
     libraries "$work/root" "$program"
-    # Loaded by name when a thread ends, so no program is linked to it.
+    # glibc loads it by name when a thread exits, so ldd does not list it.
     install -D "$(ldconfig -p | grep -m1 -oE '/[^ ]*libgcc_s.so.1')" "$work/root/$multiarch/libgcc_s.so.1"
     { printf 'exec /program'; [ $# -eq 0 ] || printf ' %q' "$@"; echo; } >"$work/root/command"
     { cat "$cache/base.cpio"; archive "$work/root"; } >"$work/initramfs"
     accelerator=(-accel tcg,thread=multi -cpu max)
-    # /dev/kvm alone proves nothing: some hosts have one that interprets the kernel, and cannot run this one.
+    # /dev/kvm alone is no proof: on some hosts it exists without vmx or svm and cannot run this guest.
     if grep -qE '\b(vmx|svm)\b' /proc/cpuinfo && [ -w /dev/kvm ]; then accelerator=(-accel kvm -cpu host); fi
     timeout -k 5 "$seconds" qemu-system-x86_64 -machine pc "${accelerator[@]}" -smp 2 -m 1024 -nodefaults -display none -no-reboot \
         -kernel "$cache/vmlinux" -initrd "$work/initramfs" -serial stdio -serial "file:$work/status" \
@@ -157,7 +157,7 @@ run() {
         </dev/null | tr -d '\r' || status=${PIPESTATUS[0]}
     code=$(grep -aoE 'status=[0-9]+' "$work/status" 2>/dev/null | tail -1 | cut -d= -f2) || true
     [ -z "$code" ] || exit "$code"
-    [ "$status" != 124 ] || { echo "vm.sh: not done after $seconds s" >&2; exit 124; }
+    [ "$status" != 124 ] || { echo "vm.sh: stopped the guest after $seconds s" >&2; exit 124; }
     fail "the guest ended without an exit status (qemu: $status)"
 }
 

@@ -1,31 +1,33 @@
-//! Real `larder` processes for tests, and the reference they are held against.
+//! Real `larder` processes for tests, and a reference implementation to compare their answers with.
 //!
-//! A [`Process`] is killed when it is dropped. Whatever a test waits for, it waits at most [`PATIENCE`].
+//! Invariants:
+//! - A [`Process`] is killed when it is dropped.
+//! - No step of a test waits longer than [`PATIENCE`].
 
 mod process;
 mod reference;
 mod request;
 
 pub use process::{Process, Stack, data_dir, larder, unused_address};
-pub use reference::{Reference, tiny_folder};
-pub use request::{Answer, Ask, complete, get_json, status_of};
+pub use reference::{Reference, tiny_model_dir};
+pub use request::{Completion, CompletionRequest, complete, get_json, node_statuses};
 
 use std::time::Duration;
 
-/// Most time any step of a test waits.
+/// Deadline of every step of a test.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until `condition` holds, looking often.
+/// Polls until `condition` holds.
 ///
 /// # Panics
-/// If it does not within [`PATIENCE`].
-pub async fn eventually<F>(what: &str, mut condition: impl FnMut() -> F)
+/// Panics if it does not hold within [`PATIENCE`].
+pub async fn eventually<F>(condition_name: &str, mut condition: impl FnMut() -> F)
 where
     F: Future<Output = bool>,
 {
     let deadline = tokio::time::Instant::now() + PATIENCE;
     while !condition().await {
-        assert!(tokio::time::Instant::now() < deadline, "waited in vain for: {what}");
+        assert!(tokio::time::Instant::now() < deadline, "timed out waiting for: {condition_name}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }

@@ -1,6 +1,6 @@
-//! Starting, killing and addressing `larder` processes.
+//! Start, stop and addresses of `larder` processes.
 
-use crate::{PATIENCE, get_json, tiny_folder};
+use crate::{PATIENCE, get_json, tiny_model_dir};
 use std::io::{BufRead, BufReader, Read};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -8,7 +8,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
-/// The `larder` binary of this build, made now if it is not there or old; or the one that `LARDER_BIN` names.
+/// Path of the `larder` binary: `LARDER_BIN` if set, else the release build of this workspace.
+/// Builds it once per test process.
 pub fn larder() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
@@ -28,26 +29,24 @@ pub fn larder() -> &'static Path {
     })
 }
 
-/// A directory on a real file system (the default one may be in memory, without direct I/O).
+/// Temporary directory on a real file system. The default one may be in memory, without direct I/O.
 pub fn data_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("larder-test").tempdir_in("/var/tmp").expect("a directory below /var/tmp")
 }
 
-/// An address nobody listens on now.
+/// Loopback address that is free now. Another process may take it before the test does.
 pub fn unused_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
 }
 
-/// A running `larder` process.
 pub struct Process {
     child: Child,
     lines: mpsc::Receiver<String>,
-    said: Vec<String>,
+    output: Vec<String>,
     errors: Arc<Mutex<String>>,
 }
 
 impl Process {
-    /// Starts `larder` with these arguments.
     pub fn start(arguments: &[&str]) -> Process {
         let mut child = Command::new(larder())
             .args(arguments)
@@ -64,86 +63,86 @@ impl Process {
             }
         });
         let errors = Arc::new(Mutex::new(String::new()));
-        let (sink, mut stderr) = (errors.clone(), child.stderr.take().expect("stderr is piped"));
+        let sink = errors.clone();
+        let mut stderr = child.stderr.take().expect("stderr is piped");
         std::thread::spawn(move || {
             let mut chunk = [0u8; 4096];
             while let Ok(read @ 1..) = stderr.read(&mut chunk) {
                 sink.lock().expect("no panic under this lock").push_str(&String::from_utf8_lossy(&chunk[..read]));
             }
         });
-        Process { child, lines, said: Vec::new(), errors }
+        Process { child, lines, output: Vec::new(), errors }
     }
 
-    /// A line of its output that contains `text`.
+    /// Waits for a line of stdout that contains `text`.
     ///
     /// # Panics
-    /// If it ends, or says nothing of the kind in time.
-    pub fn line_with(&mut self, text: &str) -> String {
+    /// Panics if the process ends first, or after [`PATIENCE`].
+    pub fn wait_for_line(&mut self, text: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            if let Some(line) = self.said.iter().find(|line| line.contains(text)) {
+            if let Some(line) = self.output.iter().find(|line| line.contains(text)) {
                 return line.clone();
             }
             match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(line) => self.said.push(line),
-                Err(_) => panic!("larder never said '{text}'; said {:?}; errors:\n{}", self.said, self.errors()),
+                Ok(line) => self.output.push(line),
+                Err(_) => panic!("larder did not print '{text}'; stdout {:?}; stderr:\n{}", self.output, self.stderr()),
             }
         }
     }
 
-    /// The word of its output that begins with `scheme`, e.g. `http://`, without a trailing slash or comma.
+    /// First word of stdout that starts with `scheme`, such as `http://`, without a trailing slash
+    /// or comma.
     pub fn url(&mut self, scheme: &str) -> String {
-        let line = self.line_with(scheme);
+        let line = self.wait_for_line(scheme);
         let word = line.split_whitespace().find(|word| word.starts_with(scheme)).expect("the line has it");
         word.trim_end_matches(',').to_string()
     }
 
-    /// What it wrote to stderr so far.
-    pub fn errors(&self) -> String {
+    pub fn stderr(&self) -> String {
         self.errors.lock().expect("no panic under this lock").clone()
     }
 
-    /// SIGKILL, and waits until it is gone.
-    pub fn kill9(mut self) {
+    /// Sends SIGKILL and waits for the end of the process.
+    pub fn sigkill(mut self) {
         self.child.kill().expect("it can be killed");
         self.child.wait().expect("it can be waited for");
     }
 
-    /// SIGSTOP: alive, and silent.
-    pub fn freeze(&self) {
-        // SAFETY: a signal to a child that has not been waited for.
+    /// Sends SIGSTOP: the process stays alive and stops responding.
+    pub fn sigstop(&self) {
+        // SAFETY: the child has not been waited for, so its process id is not reused.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGSTOP) };
     }
 
-    /// SIGCONT.
-    pub fn thaw(&self) {
-        // SAFETY: as above.
+    pub fn sigcont(&self) {
+        // SAFETY: the child has not been waited for, so its process id is not reused.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGCONT) };
     }
 
-    /// SIGTERM, and waits until it is gone.
+    /// Sends SIGTERM and waits for the end of the process.
     ///
     /// # Panics
-    /// If it does not end in time.
+    /// Panics if it does not end within [`PATIENCE`].
     pub fn stop(mut self) -> ExitStatus {
-        // SAFETY: a signal to a child that has not been waited for.
+        // SAFETY: the child has not been waited for, so its process id is not reused.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
         self.wait()
     }
 
-    /// Waits until it ends by itself.
+    /// Waits for the end of the process.
     ///
     /// # Panics
-    /// If it does not end in time.
+    /// Panics if it does not end within [`PATIENCE`].
     pub fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("it can be waited for") {
-                // Let the readers take the last lines.
+                // The reader threads need a moment to collect the last output.
                 std::thread::sleep(Duration::from_millis(20));
                 return status;
             }
-            assert!(Instant::now() < deadline, "larder does not end; errors:\n{}", self.errors());
+            assert!(Instant::now() < deadline, "larder does not exit; stderr:\n{}", self.stderr());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -156,28 +155,22 @@ impl Drop for Process {
     }
 }
 
-/// Store nodes, engines and a router, each a process of its own.
+/// Store nodes, engines and a router, each in its own process. Dropping it kills all of them.
 pub struct Stack {
-    /// Store nodes by number.
+    /// Store nodes by number. `None` while a node is stopped.
     pub nodes: Vec<Option<Process>>,
-    /// Prefill engine.
     pub prefill: Option<Process>,
-    /// Decode engine.
     pub decode: Option<Process>,
-    /// Router.
     pub router: Option<Process>,
-    /// The store's URL.
     pub store_url: String,
-    /// URL of the OpenAI API, without `/v1`.
     pub api: String,
-    /// URL of the admin API.
     pub admin: String,
     addresses: Vec<SocketAddr>,
     dir: tempfile::TempDir,
 }
 
 impl Stack {
-    /// Starts `nodes` store nodes, a prefill and a decode engine, and a router, with the bundled model.
+    /// Starts store nodes, a prefill engine, a decode engine and a router, with the bundled model.
     pub async fn start(nodes: usize) -> Stack {
         let addresses: Vec<SocketAddr> = (0..nodes).map(|_| unused_address()).collect();
         let list: Vec<String> = addresses.iter().map(|a| a.to_string()).collect();
@@ -201,14 +194,13 @@ impl Stack {
         stack
     }
 
-    /// Directory of node `number`.
     pub fn node_dir(&self, number: usize) -> PathBuf {
         self.dir.path().join(format!("node-{number}"))
     }
 
-    /// Starts node `number` on its directory and address.
     pub fn start_node(&mut self, number: usize) {
-        let (dir, address) = (self.node_dir(number), self.addresses[number].to_string());
+        let dir = self.node_dir(number);
+        let address = self.addresses[number].to_string();
         let mut node = Process::start(&[
             "store",
             "--listen",
@@ -220,39 +212,37 @@ impl Stack {
             "--l3-bytes",
             "256MiB",
         ]);
-        node.line_with("larder://");
+        node.wait_for_line("larder://");
         self.nodes[number] = Some(node);
     }
 
-    /// An engine of the bundled model, attached to this store.
+    /// Starts an engine of the bundled model, attached to this store.
     pub fn engine(&self, role: &str, more: &[&str]) -> Process {
-        let folder = tiny_folder();
+        let folder = tiny_model_dir();
         let folder = folder.to_str().expect("a UTF-8 path");
         let mut engine =
             Process::start(&[&[role, "--store", &self.store_url, "--model", folder, "--l1", "64MiB"], more].concat());
-        engine.line_with("http://");
+        engine.wait_for_line("http://");
         engine
     }
 
-    /// Starts (or replaces) both engines.
     pub fn start_engines(&mut self) {
         self.prefill = Some(self.engine("prefill", &[]));
         self.decode = Some(self.engine("decode", &[]));
     }
 
-    /// Starts the router.
     pub fn start_router(&mut self) {
         let free = "127.0.0.1:0";
         let mut router =
             Process::start(&["router", "--store", &self.store_url, "--listen", free, "--admin-listen", free]);
-        let line = router.line_with("OpenAI API");
+        let line = router.wait_for_line("OpenAI API");
         let mut urls = line.split_whitespace().filter(|word| word.starts_with("http://"));
         self.api = urls.next().expect("the API's URL").trim_end_matches("/v1,").to_string();
         self.admin = urls.next().expect("the admin URL").to_string();
         self.router = Some(router);
     }
 
-    /// Waits until the router knows just the engines and nodes that run.
+    /// Waits until the router knows exactly the running engines and nodes.
     pub async fn ready(&mut self) {
         let nodes = self.nodes.iter().flatten().count();
         let mut engines: Vec<String> =
@@ -267,7 +257,8 @@ impl Stack {
                 .filter_map(|engine| engine["url"].as_str().map(str::to_string))
                 .collect();
             known.sort();
-            // Each has connections of its own, and finds them again in its own time.
+            // Every engine has its own connections to the nodes, and reconnects with its own
+            // backoff.
             let up = |engine: &&serde_json::Value| engine["up"] == true;
             let attached = listed("engines").iter().filter(up).all(|engine| engine["state"]["store_nodes"] == nodes);
             // A model is listed once its tokenizer has been loaded.

@@ -1,29 +1,28 @@
-//! What the answer must be: the model, alone, in this process.
+//! Reference answers: the bundled model runs alone in the test process.
 
 use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot, Sampler, SamplingParams, Tokenizer};
 use std::path::PathBuf;
 
-/// Folder of the bundled model.
-pub fn tiny_folder() -> PathBuf {
+pub fn tiny_model_dir() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../engine/models/larder-tiny")
 }
 
-/// The bundled model, computed without engine, store or router.
+/// The bundled model without engine, store or router. Tests compare completions with its output,
+/// which no cache influences.
 pub struct Reference {
     model: Model,
-    /// Its tokenizer.
     pub tokenizer: Tokenizer,
 }
 
 impl Reference {
-    /// Loads it.
     pub fn load() -> Reference {
-        let folder = tiny_folder();
+        let folder = tiny_model_dir();
         let model = Model::load(&folder).expect("the bundled model loads");
         Reference { model, tokenizer: Tokenizer::load(&folder).expect("its tokenizer loads") }
     }
 
-    /// The greedy continuation of `prompt`, `count` tokens long whatever they are.
+    /// Greedy continuation of `prompt`, exactly `count` tokens long, past any end-of-sequence
+    /// token.
     pub fn greedy(&self, prompt: &[u32], count: usize) -> Vec<u32> {
         let geometry = self.model.geometry(64);
         let pages = (prompt.len() + count).div_ceil(64);
@@ -44,12 +43,11 @@ impl Reference {
         generated
     }
 
-    /// The text of [`Reference::greedy`].
     pub fn greedy_text(&self, prompt: &[u32], count: usize) -> String {
         self.tokenizer.decode(&self.greedy(prompt, count))
     }
 
-    /// A prompt of exactly `count` tokens of plain text, different for every `seed`.
+    /// Prompt of exactly `count` tokens of plain text. Different seeds share no prefix pages.
     pub fn prompt(&self, seed: usize, count: usize) -> Vec<u32> {
         let text = "And it came to pass in those days, that there went out a decree, and the people heard it gladly; ";
         let text = format!("Chapter {seed}. {}", text.repeat(count / 8 + 1));

@@ -1,13 +1,15 @@
-//! Bad input gets a clear error and harms nothing.
+//! Bad input gets a clear error and does no harm.
 
-use larder_tests::{Ask, Process, Reference, Stack, complete, data_dir, status_of, tiny_folder, unused_address};
+use larder_tests::{
+    CompletionRequest, Process, Reference, Stack, complete, data_dir, node_statuses, tiny_model_dir, unused_address,
+};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::time::Duration;
 
 fn copy_model(to: &Path) {
-    for entry in std::fs::read_dir(tiny_folder()).unwrap() {
+    for entry in std::fs::read_dir(tiny_model_dir()).unwrap() {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
@@ -19,17 +21,16 @@ fn edit(path: &Path, change: impl FnOnce(&mut serde_json::Value)) {
     std::fs::write(path, serde_json::to_vec(&json).unwrap()).unwrap();
 }
 
-/// What `larder decode` says of a model folder it cannot use.
 fn refused(folder: &Path) -> String {
     let store = format!("larder://{}/", unused_address());
     let mut engine = Process::start(&["decode", "--store", &store, "--model", folder.to_str().unwrap()]);
     let status = engine.wait();
-    assert_eq!(status.code(), Some(1), "an error, not a panic: {}", engine.errors());
-    engine.errors()
+    assert_eq!(status.code(), Some(1), "an error, not a panic: {}", engine.stderr());
+    engine.stderr()
 }
 
 #[test]
-fn model_folders_that_cannot_be_used_are_refused_by_name() {
+fn decode_names_the_problem_of_an_unusable_model_folder() {
     let dir = data_dir();
     assert!(refused(&dir.path().join("absent")).contains("absent"));
 
@@ -56,7 +57,7 @@ fn model_folders_that_cannot_be_used_are_refused_by_name() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn strangers_on_the_data_port_harm_nothing() {
+async fn foreign_protocols_on_the_data_port_do_no_harm() {
     let reference = Reference::load();
     let tokens = reference.prompt(1, 200);
     let stack = Stack::start(1).await;
@@ -82,7 +83,7 @@ async fn strangers_on_the_data_port_harm_nothing() {
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
-        assert!(answer.is_empty(), "no answer to what is not a client");
+        assert!(answer.is_empty(), "the node answers no foreign protocol");
     }
     let mut stream = TcpStream::connect(&address).unwrap();
     stream.write_all(&hello(900, 901)).unwrap();
@@ -90,39 +91,44 @@ async fn strangers_on_the_data_port_harm_nothing() {
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
     let message = String::from_utf8_lossy(&answer);
-    assert!(message.contains("900 to 901") && message.contains("1 to 2"), "{message}");
-    assert!(status_of(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4);
-    assert_eq!(complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text, reference.greedy_text(&tokens, 32));
+    let supported = format!("{} to {}", larder_wire::PROTOCOL_VERSION_MIN, larder_wire::PROTOCOL_VERSION);
+    assert!(message.contains("900 to 901") && message.contains(&supported), "{message}");
+    assert!(node_statuses(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4);
+    assert_eq!(
+        complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap().text,
+        reference.greedy_text(&tokens, 32)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_prompt_longer_than_the_context_is_refused_as_openai_does() {
+async fn prompt_longer_than_the_context_gets_the_error_of_openai() {
     let reference = Reference::load();
     let stack = Stack::start(1).await;
-    let error = complete(&stack.api, &Ask::new(&reference.prompt(1, 5000))).await.unwrap_err().to_string();
+    let error =
+        complete(&stack.api, &CompletionRequest::new(&reference.prompt(1, 5000))).await.unwrap_err().to_string();
     assert!(error.starts_with("400") && error.contains("context_length_exceeded"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn damaged_pages_on_disk_are_misses_and_counted() {
+async fn damaged_pages_on_disk_are_counted_as_misses() {
     let reference = Reference::load();
     let tokens = reference.prompt(1, 1000);
     let mut stack = Stack::start(1).await;
-    let expected = complete(&stack.api, &Ask::new(&tokens)).await.unwrap().text;
+    let expected = complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap().text;
     assert!(stack.nodes[0].take().unwrap().stop().success());
     let damaged = damage(&stack.node_dir(0).join("l3"));
     assert!(damaged > 10);
     stack.start_node(0);
     stack.start_engines();
     stack.ready().await;
-    let answer = complete(&stack.api, &Ask::new(&tokens)).await.unwrap();
-    assert_eq!(answer.text, expected, "damage costs time, not truth");
+    let answer = complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap();
+    assert_eq!(answer.text, expected, "damage never changes the answer");
     assert!(answer.cached < 992, "damaged pages were not served");
-    let status = status_of(&stack.admin).await;
+    let status = node_statuses(&stack.admin).await;
     assert!(status[0]["tiers"]["l3"]["corrupt"].as_u64().unwrap() > 0, "{}", status[0]["tiers"]);
 }
 
-/// Flips a bit in every 150th kilobyte that is not zero; the number of bits flipped.
+/// Flips a bit every 150 KiB, unless the byte is zero. Returns the number of flipped bits.
 fn damage(dir: &Path) -> usize {
     let mut damaged = 0;
     for entry in std::fs::read_dir(dir).unwrap() {
@@ -143,7 +149,7 @@ fn damage(dir: &Path) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_l3_evicts_and_stays_within_its_bytes() {
+async fn full_l3_evicts_pages_and_stays_within_its_size() {
     let reference = Reference::load();
     let dir = data_dir();
     let address = unused_address().to_string();
@@ -159,15 +165,15 @@ async fn a_full_l3_evicts_and_stays_within_its_bytes() {
         "--l3-bytes",
         "24MiB",
     ]);
-    node.line_with("larder://");
+    node.wait_for_line("larder://");
     let store = format!("larder://{address}/");
-    let folder = tiny_folder();
+    let folder = tiny_model_dir();
     let mut engine =
         Process::start(&["decode", "--store", &store, "--model", folder.to_str().unwrap(), "--l1", "32MiB"]);
-    engine.line_with("http://");
+    engine.wait_for_line("http://");
     let free = "127.0.0.1:0";
     let mut router = Process::start(&["router", "--store", &store, "--listen", free, "--admin-listen", free]);
-    let line = router.line_with("OpenAI API");
+    let line = router.wait_for_line("OpenAI API");
     let urls: Vec<&str> = line.split_whitespace().filter(|w| w.starts_with("http://")).collect();
     let (api, admin) = (urls[0].trim_end_matches("/v1,"), urls[1]);
     larder_tests::eventually("the engine is known", || async {
@@ -175,13 +181,13 @@ async fn a_full_l3_evicts_and_stays_within_its_bytes() {
     })
     .await;
     for seed in 0..12 {
-        // 3 KiB a token: 12 × 3000 tokens are some 105 MiB.
+        // 12 prompts of 3,000 tokens at 3 KiB per token are about 105 MiB, more than four times L3.
         let tokens = reference.prompt(seed, 3000);
-        let ask = Ask { max_tokens: 1, ..Ask::new(&tokens) };
+        let ask = CompletionRequest { max_tokens: 1, ..CompletionRequest::new(&tokens) };
         let answer = complete(api, &ask).await.unwrap();
         assert_eq!(answer.text, reference.greedy_text(&tokens, 1));
     }
-    let status = status_of(admin).await;
+    let status = node_statuses(admin).await;
     let stats = &status[0]["tiers"]["l3"];
     assert!(stats["evicted_pages"].as_u64().unwrap() > 100, "{stats}");
     let on_disk: u64 =

@@ -1,12 +1,12 @@
-//! `larder bench` as a script uses it.
+//! `larder bench trace` with `--json`.
 
 use larder_tests::{data_dir, larder};
 use std::fmt::Write;
 use std::process::Command;
 
 #[test]
-fn a_trace_is_replayed_with_every_policy() {
-    // Ten conversations take turns; each turn asks for all blocks so far and one more.
+fn trace_replay_reports_every_policy() {
+    // Ten conversations alternate. Each turn reads all earlier blocks and adds one.
     let mut trace = String::new();
     for turn in 0..30u64 {
         for conversation in 0..10u64 {
@@ -36,7 +36,7 @@ fn a_trace_is_replayed_with_every_policy() {
         let line = lines.iter().find(|l| l["policy"] == policy && l["capacity_tokens"] == capacity);
         line.and_then(|l| l["hit_rate"].as_f64()).unwrap()
     };
-    // With room for everything, only the first sight of each block misses: 300 of 4650.
+    // With room for everything, only the first access to each block misses: 300 of 4650.
     for policy in ["lru", "s3-fifo", "larder", "belady"] {
         assert!((rate(policy, 10_000_000) - 4350.0 / 4650.0).abs() < 1e-9, "{policy}");
         assert!(rate(policy, 20_000) <= rate("belady", 20_000), "nothing beats the optimum: {policy}");

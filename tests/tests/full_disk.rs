@@ -1,5 +1,5 @@
-//! A node whose L3 lies on a file system that is smaller than it was told: real `ENOSPC`, from a file system in memory that is
-//! mounted where nobody else sees it.
+//! A node on a file system that is smaller than its configured L3. The test mounts a tmpfs in a
+//! private mount namespace, so the kernel returns real `ENOSPC` errors.
 
 use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 const PAGE_BYTES: usize = 1 << 20;
-/// The file system at first, and when it has grown.
+/// Size of the file system at first, and after it was enlarged, in MiB.
 const SMALL_MIB: u64 = 128;
 const LARGE_MIB: u64 = 320;
 
@@ -31,7 +31,10 @@ fn start(dir: &Path) -> Process {
 }
 
 async fn attach(node: &mut Process) -> Client {
-    let (layers, kv_heads, head_dim, page_tokens) = (8, 8, 128, 32);
+    let layers = 8;
+    let kv_heads = 8;
+    let head_dim = 128;
+    let page_tokens = 32;
     let geometry = PageGeometry {
         dtype: KvDtype::F16,
         layers,
@@ -43,13 +46,13 @@ async fn attach(node: &mut Process) -> Client {
     };
     assert_eq!(geometry.page_bytes(), PAGE_BYTES);
     let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
-    let url = node.url("larder://").parse().expect("a node says its URL");
+    let url = node.url("larder://").parse().expect("a node prints its URL");
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
     assert!(client.ready(Duration::from_secs(10)).await);
     client
 }
 
-/// Puts pages one after the other, and again those for which there is no room yet.
+/// Puts pages one after the other. Retries while the node is busy.
 async fn put(client: &Client, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
@@ -67,47 +70,46 @@ async fn put(client: &Client, numbers: std::ops::Range<u32>) {
     }
 }
 
-/// How many of the pages are there; each of them is what was put.
-async fn had(client: &Client, numbers: std::ops::Range<u32>) -> usize {
-    let mut had = 0;
+/// Number of pages present. Fails if a page has wrong bytes.
+async fn count_hits(client: &Client, numbers: std::ops::Range<u32>) -> usize {
+    let mut hits = 0;
     for number in numbers {
         let (bytes, tier) = client.get(vec![(key(number), vec![0; PAGE_BYTES])], soon()).await.remove(0);
-        assert!(tier.is_none() || bytes == payload(number), "page {number} is wrong");
-        had += usize::from(tier.is_some());
+        assert!(tier.is_none() || bytes == payload(number), "page {number} has wrong bytes");
+        hits += usize::from(tier.is_some());
     }
-    had
+    hits
 }
 
-fn mounted(dir: &Path, options: &str) {
+fn mount_tmpfs(dir: &Path, options: &str) {
     let status = Command::new("mount").args(["-t", "tmpfs", "-o", options, "larder-test"]).arg(dir).status();
-    assert!(status.expect("mount runs").success(), "a tmpfs of {options}");
+    assert!(status.expect("mount runs").success(), "mount tmpfs with {options}");
 }
 
-/// In a mount namespace of its own.
-async fn on_a_small_file_system(dir: &Path) {
-    mounted(dir, &format!("size={SMALL_MIB}m"));
+async fn run_on_small_file_system(dir: &Path) {
+    mount_tmpfs(dir, &format!("size={SMALL_MIB}m"));
     let mut node = start(dir);
     let client = attach(&mut node).await;
     put(&client, 0..150).await;
-    assert!(had(&client, 0..150).await > 60, "L3 takes nothing once it is full");
+    assert!(count_hits(&client, 0..150).await > 60, "L3 stores no pages once the device is full");
     drop(client);
-    node.kill9();
+    node.sigkill();
 
-    // What it wrote to a full device is whole.
+    // All records written to the full device must be intact.
     let verified = Command::new(larder()).arg("verify").arg(dir).output().expect("larder runs");
     assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stdout));
     let mut node = start(dir);
     let client = attach(&mut node).await;
-    let small = had(&client, 0..150).await;
+    let small = count_hits(&client, 0..150).await;
     assert!((60..SMALL_MIB as usize).contains(&small), "{small} pages were found");
-    let late = had(&client, 90..150).await;
-    assert!(late > 30, "of the last 60 pages {late} were found: it does not write over its oldest");
+    let late = count_hits(&client, 90..150).await;
+    assert!(late > 30, "of the last 60 pages {late} were found: the log does not reclaim its oldest segments");
     put(&client, 150..200).await;
     drop(client);
     assert!(node.stop().success());
 
-    // A start is what makes it look for room again.
-    mounted(dir, &format!("remount,size={LARGE_MIB}m"));
+    // A node checks for more space when it starts.
+    mount_tmpfs(dir, &format!("remount,size={LARGE_MIB}m"));
     let mut node = start(dir);
     let client = attach(&mut node).await;
     put(&client, 200..400).await;
@@ -115,28 +117,29 @@ async fn on_a_small_file_system(dir: &Path) {
     assert!(node.stop().success());
     let mut node = start(dir);
     let client = attach(&mut node).await;
-    let large = had(&client, 0..400).await;
+    let large = count_hits(&client, 0..400).await;
     assert!(large > small * 3 / 2, "{small} pages at first, {large} with more room");
     drop(client);
     assert!(node.stop().success());
 }
 
 #[test]
-fn a_full_device_costs_pages_and_nothing_else() {
+fn full_device_loses_pages_only() {
     const INSIDE: &str = "LARDER_TEST_SMALL_FILE_SYSTEM";
     if let Some(dir) = std::env::var_os(INSIDE) {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        return runtime.expect("a runtime").block_on(on_a_small_file_system(Path::new(&dir)));
+        return runtime.expect("a runtime").block_on(run_on_small_file_system(Path::new(&dir)));
     }
     larder();
     let dir = tempfile::tempdir().expect("a directory");
     let output = Command::new("timeout")
         .args(["--signal=KILL", "300", "unshare", "--map-root-user", "--mount"])
         .arg(std::env::current_exe().expect("a test has a path"))
-        .args(["--exact", "a_full_device_costs_pages_and_nothing_else", "--nocapture"])
+        .args(["--exact", "full_device_loses_pages_only", "--nocapture"])
         .env(INSIDE, dir.path())
         .output()
         .expect("timeout runs");
-    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && said.contains("1 passed"), "{said}\n{errors}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}\n{errors}");
 }

@@ -28,7 +28,7 @@ async fn attach(node: &mut Process) -> Client {
         head_groups: 1,
     };
     let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
-    let url = node.url("larder://").parse().expect("a node says its URL");
+    let url = node.url("larder://").parse().expect("the node prints its URL");
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
     assert!(client.ready(Duration::from_secs(10)).await);
     client
@@ -42,22 +42,21 @@ fn key(n: u32) -> PageKey {
     PageKey::chain(None, &[n])
 }
 
-/// No byte of a page is zero, so that blocks with bytes in them can be found.
+/// Bytes of page `n`, none of them zero, so that blocks in use can be recognized.
 fn payload(n: u32, bytes: usize) -> Vec<u8> {
     (0..bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(n) >> 16) as u8 | 1).collect()
 }
 
-/// Exit code, and the last line as JSON.
 fn verify(dir: &Path, more: &[&str]) -> (Option<i32>, serde_json::Value) {
     let output = Command::new(larder()).args(["verify", "--json"]).args(more).arg(dir).output().expect("larder runs");
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let last = said.lines().last().and_then(|line| serde_json::from_str(line).ok());
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    let last = printed.lines().last().and_then(|line| serde_json::from_str(line).ok());
     (output.status.code(), last.unwrap_or_default())
 }
 
-/// Flips a bit in blocks here and there that hold something.
+/// Flips one bit in each of [`DAMAGES`] blocks in use.
 fn damage(dir: &Path) {
-    let entries = std::fs::read_dir(dir.join("l3")).expect("the node made it");
+    let entries = std::fs::read_dir(dir.join("l3")).expect("the node created it");
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "seg"));
     files.sort();
@@ -67,21 +66,22 @@ fn damage(dir: &Path) {
         let blocks = bytes.chunks(BLOCK as usize).zip(0..).skip(1);
         full.extend(blocks.filter(|(block, _)| block[4000..].iter().all(|&b| b != 0)).map(|(_, n)| (path, n)));
     }
-    for turn in 0..DAMAGES {
-        let (path, block) = full[(turn * 2 + 1) * full.len() / (DAMAGES * 2)];
+    for index in 0..DAMAGES {
+        let (path, block) = full[(index * 2 + 1) * full.len() / (DAMAGES * 2)];
         let file = std::fs::OpenOptions::new().read(true).write(true).open(path).expect("a segment");
-        let (mut byte, at) = ([0], block * BLOCK + 123);
-        file.read_exact_at(&mut byte, at).expect("it is there");
-        file.write_all_at(&[byte[0] ^ 0x40], at).expect("it can be written");
+        let mut byte = [0];
+        let at = block * BLOCK + 123;
+        file.read_exact_at(&mut byte, at).expect("the block can be read");
+        file.write_all_at(&[byte[0] ^ 0x40], at).expect("the block can be written");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn damage_is_reported_repaired_and_the_rest_is_served() {
+async fn verify_reports_and_repairs_damage_and_the_node_serves_the_rest() {
     let dir = data_dir();
     let mut node = start(dir.path());
     let client = attach(&mut node).await;
-    let bytes = client.geometry().expect("it has a namespace").page_bytes();
+    let bytes = client.geometry().expect("the client has a namespace").page_bytes();
     for n in 0..PAGES {
         let mut put = client.put(NewPage { key: key(n), parent: PageKey::NONE, position: 0 }, deadline());
         for (part, piece) in payload(n, bytes).chunks(bytes / 2).enumerate() {
@@ -89,7 +89,7 @@ async fn damage_is_reported_repaired_and_the_rest_is_served() {
         }
         assert_eq!(put.commit(deadline()).await, PutOutcome::Stored);
     }
-    assert_eq!(verify(dir.path(), &[]).0, Some(2), "a node runs on it");
+    assert_eq!(verify(dir.path(), &[]).0, Some(2), "a running node holds the lock");
     assert!(node.stop().success());
 
     let (code, clean) = verify(dir.path(), &[]);
@@ -102,26 +102,36 @@ async fn damage_is_reported_repaired_and_the_rest_is_served() {
     let (code, repaired) = verify(dir.path(), &[]);
     assert_eq!((code, &repaired["pages"], &repaired["damages"]), (Some(0), &damaged["pages"], &0.into()));
 
-    // Somebody copied a segment.
-    let (segment, copy) = (dir.path().join("l3/00000000.seg"), dir.path().join("l3/00000099.seg"));
+    // A copy of a segment under another number is misplaced.
+    let segment = dir.path().join("l3/00000000.seg");
+    let copy = dir.path().join("l3/00000099.seg");
     for name in ["stray", "stray.1"] {
         std::fs::copy(&segment, &copy).expect("there is a first segment");
-        let (code, stray) = verify(dir.path(), &[]);
-        assert_eq!((code, &stray["strays"], &stray["pages"]), (Some(1), &1.into(), &repaired["pages"]), "{stray}");
+        let (code, misplaced) = verify(dir.path(), &[]);
+        assert_eq!(
+            (code, &misplaced["misplaced_files"], &misplaced["pages"]),
+            (Some(1), &1.into(), &repaired["pages"]),
+            "{misplaced}"
+        );
         assert_eq!(verify(dir.path(), &["--repair"]).0, Some(0));
         assert!(!copy.exists() && copy.with_extension(name).exists());
         assert_eq!(verify(dir.path(), &[]).0, Some(0));
     }
 
-    // Where a segment may have been, that is for the next start to judge, by all files that there are.
+    // A copy under the number of a segment that may have existed: only the next start can decide,
+    // and it needs every file for that.
     let next = dir.path().join(format!("l3/{:08}.seg", repaired["segments"].as_u64().expect("a number")));
     let copies = [copy, next];
     for copy in &copies {
         std::fs::copy(&segment, copy).expect("there is a first segment");
     }
-    let (code, stray) = verify(dir.path(), &["--repair"]);
-    assert_eq!((code, &stray["strays"], &stray["segments_hopeless"]), (Some(1), &2.into(), &1.into()), "{stray}");
-    copies.iter().for_each(|copy| std::fs::remove_file(copy).expect("nothing was moved"));
+    let (code, misplaced) = verify(dir.path(), &["--repair"]);
+    assert_eq!(
+        (code, &misplaced["misplaced_files"], &misplaced["segments_unrepairable"]),
+        (Some(1), &2.into(), &1.into()),
+        "{misplaced}"
+    );
+    copies.iter().for_each(|copy| std::fs::remove_file(copy).expect("the copy is still there"));
 
     let mut node = start(dir.path());
     let client = attach(&mut node).await;

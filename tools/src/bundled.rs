@@ -1,10 +1,9 @@
-//! The model that comes with the binary: `larder up` works with nothing else on the machine.
+//! Model compiled into the binary, so that `larder up` needs no download.
 
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Name of the bundled model.
 pub const NAME: &str = "larder-tiny";
 
 macro_rules! files {
@@ -16,19 +15,21 @@ macro_rules! files {
 const FILES: &[(&str, &[u8])] =
     files!["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
 
-/// Writes the model folder below `data_dir`, unless it is there, and returns its path.
+/// Writes the bundled model below `data_dir` and returns its folder. Files that are already there
+/// with the same content are left alone.
 pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
     let folder = data_dir.join("models").join(NAME);
-    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     for (name, bytes) in FILES {
         let path = folder.join(name);
         if fs::read(&path).is_ok_and(|there| there == *bytes) {
             continue;
         }
+        // A crash between the two steps leaves an old file or none, never half of a new one.
         let staged = folder.join(format!("{name}.new"));
         fs::write(&staged, bytes)
             .and_then(|()| fs::rename(&staged, &path))
-            .with_context(|| path.display().to_string())?;
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(folder)
 }

@@ -1,17 +1,24 @@
-//! The `larder` command: serve, run, administer, benchmark.
+//! The `larder` command.
 //!
-//! `up` starts everything on this machine; `store`, `prefill`, `decode` and `router` start one process of a larger
-//! installation; `status` and `prefix` talk to a router's admin address; `verify` reads the disk of a
-//! stopped node; `bench` measures.
+//! - `up` starts a complete installation in one process.
+//! - `store`, `prefill`, `decode` and `router` start one process of a larger installation.
+//! - `status` and `prefix` send requests to a router's admin API.
+//! - `verify` checks the L3 logs of stopped nodes.
+//! - `bench` runs measurements.
+//! - `docs` prints reference pages for docs/. It is hidden from the help.
 #![forbid(unsafe_code)]
 
 mod admin;
 mod bench;
 mod bundled;
-mod nodes;
+mod docs;
+mod errors;
 mod output;
+mod prefix;
 mod serve;
 mod signals;
+mod status;
+mod table;
 mod tiers;
 mod up;
 mod verify;
@@ -22,12 +29,13 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
-/// A distributed store for the KV cache of large language models, with compute attached
+/// A distributed KV cache store for large language models, with compute attached
 #[derive(Debug, Parser)]
 #[command(name = "larder", version, propagate_version = true, max_term_width = 110)]
-struct Cli {
-    /// What to log, e.g. `info` or `larder_node=debug,warn`
-    #[arg(long, env = "LARDER_LOG", global = true, hide_env_values = true)]
+pub struct Cli {
+    /// Log filter, e.g. `info` or `larder_node=debug,warn`. Servers log at `info` by default, other
+    /// commands at `warn`. Logs go to standard error
+    #[arg(long, env = "LARDER_LOG", global = true, hide_env_values = true, value_name = "FILTER")]
     log: Option<String>,
 
     #[command(subcommand)]
@@ -36,7 +44,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run everything on this machine: store, prefill and decode engines, router
+    /// Run a store, a prefill engine, a decode engine and a router in one process
     Up(up::Args),
     /// Run a store node
     Store(serve::StoreArgs),
@@ -44,18 +52,22 @@ enum Command {
     Prefill(serve::EngineArgs),
     /// Run a decode engine
     Decode(serve::EngineArgs),
-    /// Run a router: the OpenAI API, and the admin API
+    /// Run a router: OpenAI API and admin API
     Router(serve::RouterArgs),
-    /// Show nodes, engines and models
-    Status(admin::StatusArgs),
-    /// Inspect, warm, pin or forget the cached pages of a text
+    /// Show store nodes, engines and models
+    Status(status::StatusArgs),
+    /// Inspect, warm, pin or forget the cached pages of a prompt
     #[command(subcommand)]
-    Prefix(admin::Prefix),
-    /// Look through the L3 of a stopped node: 0 clean or repaired, 1 damage found, 2 cannot be read
+    Prefix(prefix::Prefix),
+    /// Verify the L3 logs of stopped nodes. Exit codes: 0 clean or repaired, 1 damage found, 2
+    /// unreadable
     Verify(verify::VerifyArgs),
-    /// Measure
+    /// Run a measurement
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Print a generated reference page
+    #[command(subcommand, hide = true)]
+    Docs(docs::Docs),
 }
 
 fn main() -> ExitCode {
@@ -64,27 +76,28 @@ fn main() -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("larder: cannot start: {error}");
+            eprintln!("larder: cannot start worker threads: {error}");
             return ExitCode::FAILURE;
         }
     };
-    let ended = runtime.block_on(run(cli.command));
-    // What is left is detached work without anything to save.
+    let result = runtime.block_on(run(cli.command));
+    // Only detached tasks are left. They hold no state that needs saving.
     runtime.shutdown_background();
-    match ended {
+    match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("larder: {error:#}");
+            eprintln!("larder: {}", errors::describe(&error));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Servers say what they do; `up` and the tools only what goes wrong.
+/// Starts logging to standard error. Without `--log`, servers log at `info`, other commands at
+/// `warn`.
 fn start_logging(cli: &Cli) {
     let default = match &cli.command {
         Command::Store(_) | Command::Prefill(_) | Command::Decode(_) | Command::Router(_) => "info",
-        Command::Up(_) | Command::Status(_) | Command::Prefix(_) | Command::Verify(_) | Command::Bench(_) => "warn",
+        _ => "warn",
     };
     let filter = EnvFilter::new(cli.log.as_deref().unwrap_or(default));
     let ansi = std::io::stderr().is_terminal();
@@ -98,15 +111,20 @@ fn start_logging(cli: &Cli) {
 
 async fn run(command: Command) -> Result<ExitCode> {
     match command {
+        // The exit code tells scripts more than success or failure.
         Command::Verify(args) => return Ok(verify::run(args).await),
         Command::Up(args) => up::run(args).await,
         Command::Store(args) => serve::store(args).await,
         Command::Prefill(args) => serve::engine(larder_worker::Role::Prefill, args).await,
         Command::Decode(args) => serve::engine(larder_worker::Role::Decode, args).await,
         Command::Router(args) => serve::router(args).await,
-        Command::Status(args) => admin::status(args).await,
-        Command::Prefix(args) => admin::prefix(args).await,
+        Command::Status(args) => status::run(args).await,
+        Command::Prefix(args) => prefix::run(args).await,
         Command::Bench(args) => bench::run(args).await,
+        Command::Docs(page) => {
+            docs::print(&page);
+            Ok(())
+        }
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,4 +1,4 @@
-//! One process of an installation: a store node, an engine, a router.
+//! Commands that run one process of an installation: a store node, an engine or a router.
 
 use crate::output::say;
 use crate::signals;
@@ -14,137 +14,142 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// `larder store`
 #[derive(Debug, Args)]
 pub struct StoreArgs {
     /// Address of the data port
-    #[arg(long, default_value = "127.0.0.1:7700")]
+    #[arg(long, default_value = "127.0.0.1:7700", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Address of /healthz, /metrics and /status
-    #[arg(long)]
+    /// Address of the HTTP endpoints /healthz, /metrics, /status and /scrub. Without it they are
+    /// off
+    #[arg(long, value_name = "ADDRESS")]
     admin_listen: Option<SocketAddr>,
-    /// Directory of the node's identity and, unless --l3 is given, its L3; without both the node keeps pages in DRAM only,
-    /// and with --l3 alone its identity is kept beside the first log
-    #[arg(long)]
+    /// Directory of the node's identity and, unless --l3 is given, of its L3. Without it and --l3
+    /// the node keeps pages in DRAM only and loses them when it stops. With --l3 alone, the
+    /// identity is stored beside the first log
+    #[arg(long, value_name = "DIRECTORY")]
     data_dir: Option<PathBuf>,
-    /// DRAM for pages (L2)
-    #[arg(long, default_value = "1GiB")]
+    /// DRAM for cached pages (L2), at least 32 MiB
+    #[arg(long, default_value = "1GiB", value_name = "SIZE")]
     l2: ByteSize,
-    /// Most disk for pages in the data directory (L3); 0 for none
-    #[arg(long, default_value = "4GiB", conflicts_with = "l3")]
+    /// Maximum disk space of the L3 in the data directory. 0 disables it
+    #[arg(long, default_value = "4GiB", conflicts_with = "l3", value_name = "SIZE")]
     l3_bytes: ByteSize,
-    /// Directory on a device, and most bytes of pages there (L3), e.g. /mnt/nvme0/larder:1TiB; may be given several times,
-    /// once per device
+    /// Directory on an NVMe device and maximum size of the L3 log there, e.g.
+    /// `/mnt/nvme0/larder:1TiB`. Give it once per device
     #[arg(long, value_name = "DIRECTORY:SIZE", value_parser = tiers::device)]
     l3: Vec<L3Device>,
     #[command(flatten)]
     tiers: TierArgs,
-    /// Bytes of L2 that are verified per second in the background; 0 for none
-    #[arg(long, default_value = "64MiB")]
-    scrub: ByteSize,
-    /// Bytes per second that are read at most to verify each L3 device, once a day; 0 for only when asked (POST /scrub)
-    #[arg(long, default_value = "32MiB")]
-    l3_scrub: ByteSize,
-    /// Most seconds that a stop waits for pages on their way to L3; what is left then is lost, and the log says how much
+    /// Rate of the background checksum verification of L2, in bytes per second. 0 disables it
+    #[arg(long, default_value = "64MiB", value_name = "SIZE")]
+    l2_scrub_rate: ByteSize,
+    /// Maximum rate of the daily checksum verification of each L3 device, in bytes per second. With
+    /// 0 it runs only on request (POST /scrub)
+    #[arg(long, default_value = "32MiB", value_name = "SIZE")]
+    l3_scrub_rate: ByteSize,
+    /// Maximum time to flush pages to L3 on shutdown, in seconds. Pages not flushed by then are
+    /// lost; the log reports how many
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
-    drain: u64,
-    /// Whether processes of this machine and user read pages in place: always, never, or auto: if that costs no huge pages, or
-    /// there is no L3
-    #[arg(long, default_value = "auto", value_name = "WHEN", value_parser = share_memory)]
+    drain_timeout: u64,
+    /// Shared memory for clients of the same machine and user, which then read pages in place:
+    /// `always`, `never`, or `auto`. With `auto` the node shares memory unless that costs its L3
+    /// huge pages
+    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = share_memory)]
     share_memory: ShareMemory,
-    /// Whether clients that can read and write pages by RDMA: auto (where this machine has devices) or off
-    #[arg(long, default_value = "auto", value_name = "WHEN", value_parser = rdma)]
-    rdma: RdmaEnabled,
-    /// RDMA devices, e.g. mlx5_0,mlx5_1; all with an active port if left out
+    /// RDMA transfers: `auto` uses them where this machine has devices, `off` never
+    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = rdma)]
+    rdma: RdmaMode,
+    /// RDMA devices, e.g. `mlx5_0,mlx5_1`. Default: all devices with an active port
     #[arg(long, value_delimiter = ',', value_name = "DEVICES")]
     rdma_devices: Vec<String>,
-    /// Most microseconds for which the node looks for a client's next request again and again before it sleeps, where the last
-    /// ones came as soon and nobody else wants the processor; 0 for never
+    /// Maximum time that a TCP connection polls for the next request before its thread sleeps, in
+    /// microseconds. It polls only while requests arrive that fast and no other thread needs the
+    /// processor. 0 disables polling
     #[arg(long, default_value_t = 200, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=10_000))]
-    spin: u64,
-    /// What runs the devices of L3: glommio, or thread where that cannot be had
-    #[arg(long, default_value_t)]
+    busy_poll_us: u64,
+    /// Executor of L3 I/O: `glommio`, or `thread` where glommio is not available
+    #[arg(long, default_value_t, value_name = "EXECUTOR")]
     l3_executor: Executor,
 }
 
-/// `larder prefill`, `larder decode`
 #[derive(Debug, Args)]
 pub struct EngineArgs {
-    /// The store, e.g. larder://10.0.0.1:7700,10.0.0.2:7700/
-    #[arg(long, env = "LARDER_STORE")]
+    /// URL of the store, e.g. `larder://10.0.0.1:7700,10.0.0.2:7700/`
+    #[arg(long, env = "LARDER_STORE", hide_env_values = true, value_name = "URL")]
     store: StoreUrl,
-    /// Model folder as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json
-    #[arg(long)]
+    /// Model folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json
+    #[arg(long, value_name = "DIRECTORY")]
     model: PathBuf,
-    /// Name under which the model is served; the folder's name if left out
-    #[arg(long)]
+    /// Model name in the API. Default: the name of the folder
+    #[arg(long, value_name = "NAME")]
     model_name: Option<String>,
-    /// Address of the engine's HTTP server; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:0")]
+    /// Address of the engine's HTTP server. Port 0 picks a free port
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// URL under which routers reach this engine, if it is not the address listened on
-    #[arg(long)]
+    /// URL that routers use to reach this engine. Default: the listen address
+    #[arg(long, value_name = "URL")]
     advertise: Option<String>,
-    /// Tokens per page; all engines of a model must agree
-    #[arg(long, default_value_t = 32)]
+    /// Tokens per page. Must be the same for all engines of a model
+    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     page_tokens: u32,
-    /// Memory for the engine's own pages (L1)
-    #[arg(long, default_value = "256MiB")]
+    /// Memory for the engine's own KV pages (L1)
+    #[arg(long, default_value = "256MiB", value_name = "SIZE")]
     l1: ByteSize,
-    /// Prompt tokens computed in one step
-    #[arg(long, default_value_t = 512)]
+    /// Maximum number of prompt tokens computed in one step
+    #[arg(long, default_value_t = 512, value_name = "TOKENS")]
     chunk_tokens: usize,
-    /// Sequences in one step
-    #[arg(long, default_value_t = 64)]
+    /// Maximum number of sequences in one step
+    #[arg(long, default_value_t = 64, value_name = "SEQUENCES")]
     max_batch: usize,
 }
 
-/// `larder router`
 #[derive(Debug, Args)]
 pub struct RouterArgs {
-    /// The store, e.g. larder://10.0.0.1:7700,10.0.0.2:7700/
-    #[arg(long, env = "LARDER_STORE")]
+    /// URL of the store, e.g. `larder://10.0.0.1:7700,10.0.0.2:7700/`
+    #[arg(long, env = "LARDER_STORE", hide_env_values = true, value_name = "URL")]
     store: StoreUrl,
     /// Address of the OpenAI API
-    #[arg(long, default_value = "127.0.0.1:8000")]
+    #[arg(long, default_value = "127.0.0.1:8000", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Address of the admin API and the metrics
-    #[arg(long, default_value = "127.0.0.1:8001")]
+    /// Address of the admin API and of /metrics
+    #[arg(long, default_value = "127.0.0.1:8001", value_name = "ADDRESS")]
     admin_listen: SocketAddr,
-    /// Prompt tokens to be computed below which the decode engine computes them itself
-    #[arg(long, default_value_t = 64)]
+    /// Minimum number of uncached prompt tokens for a separate prefill engine. Shorter prompts are
+    /// computed by the decode engine
+    #[arg(long, default_value_t = 64, value_name = "TOKENS")]
     prefill_min_tokens: u32,
-    /// Most seconds for a request
-    #[arg(long, default_value_t = 120)]
+    /// Maximum duration of a request, in seconds
+    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     request_timeout: u64,
 }
 
-/// Whether a node shares its memory; `None` is for it to decide.
 #[derive(Debug, Clone, Copy)]
 struct ShareMemory(Option<bool>);
 
-fn share_memory(when: &str) -> Result<ShareMemory, String> {
-    match when {
+fn share_memory(mode: &str) -> Result<ShareMemory, String> {
+    match mode {
         "auto" => Ok(ShareMemory(None)),
         "always" => Ok(ShareMemory(Some(true))),
         "never" => Ok(ShareMemory(Some(false))),
-        _ => Err("auto, always or never".into()),
+        _ => Err("expected auto, always or never".into()),
     }
 }
 
-/// Whether pages move by RDMA.
 #[derive(Debug, Clone, Copy)]
-struct RdmaEnabled(bool);
+struct RdmaMode {
+    enabled: bool,
+}
 
-fn rdma(when: &str) -> Result<RdmaEnabled, String> {
-    match when {
-        "auto" => Ok(RdmaEnabled(true)),
-        "off" => Ok(RdmaEnabled(false)),
-        _ => Err("auto or off".into()),
+fn rdma(mode: &str) -> Result<RdmaMode, String> {
+    match mode {
+        "auto" => Ok(RdmaMode { enabled: true }),
+        "off" => Ok(RdmaMode { enabled: false }),
+        _ => Err("expected auto or off".into()),
     }
 }
 
-/// Runs a store node until it is asked to stop.
+/// Runs a store node until SIGINT or SIGTERM. It then stops accepting work and flushes pages to L3
+/// before it returns.
 pub async fn store(args: StoreArgs) -> Result<()> {
     let mut options = NodeOptions {
         listen: args.listen,
@@ -153,31 +158,30 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l2_bytes: args.l2.as_u64(),
         l3_bytes: args.l3_bytes.as_u64(),
         l3: args.l3,
-        scrub_bytes_per_second: args.scrub.as_u64(),
-        l3_scrub_bytes_per_second: args.l3_scrub.as_u64(),
+        scrub_bytes_per_second: args.l2_scrub_rate.as_u64(),
+        l3_scrub_bytes_per_second: args.l3_scrub_rate.as_u64(),
         l3_executor: args.l3_executor,
-        drain: Duration::from_secs(args.drain),
-        spin: Duration::from_micros(args.spin),
+        drain_timeout: Duration::from_secs(args.drain_timeout),
+        busy_poll: Duration::from_micros(args.busy_poll_us),
         share_memory: args.share_memory.0,
         rdma: RdmaOptions {
-            enabled: args.rdma.0,
+            enabled: args.rdma.enabled,
             fabric: FabricOptions { devices: args.rdma_devices, ..FabricOptions::default() },
             ..RdmaOptions::default()
         },
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);
-    let node = Node::start(options).await?;
+    let node = Node::start(options).await.context("the store node cannot start")?;
     say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
-        say!("admin at http://{addr}");
+        say!("metrics at http://{addr}/metrics, status at http://{addr}/status");
     }
     signals::stop_requested().await?;
     node.shutdown().await;
     Ok(())
 }
 
-/// Runs an engine until it is asked to stop.
 pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     let mut options = EngineOptions::new(role, args.model, args.store);
     options.model_name = args.model_name;
@@ -187,22 +191,21 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.l1_bytes = args.l1.as_u64() as usize;
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
-    let engine = Engine::start(options).await?;
+    let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
     say!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
     signals::stop_requested().await?;
     engine.shutdown().await;
     Ok(())
 }
 
-/// Runs a router until it is asked to stop.
 pub async fn router(args: RouterArgs) -> Result<()> {
     let mut options = RouterOptions::new(args.store);
     options.listen = args.listen;
     options.admin_listen = args.admin_listen;
     options.prefill_min_tokens = args.prefill_min_tokens;
     options.request_timeout = Duration::from_secs(args.request_timeout);
-    let router = Router::start(options).await.context("router")?;
-    say!("OpenAI API at http://{}/v1, admin at http://{}", router.addr(), router.admin_addr());
+    let router = Router::start(options).await.context("the router cannot start")?;
+    say!("OpenAI API at http://{}/v1, admin API at http://{}", router.addr(), router.admin_addr());
     signals::stop_requested().await?;
     router.shutdown().await;
     Ok(())

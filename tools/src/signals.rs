@@ -1,8 +1,7 @@
-//! Waiting for the end.
+//! Signals that stop a process.
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Returns at the first SIGINT (Ctrl-C) or SIGTERM.
 pub async fn stop_requested() -> std::io::Result<()> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;

@@ -1,77 +1,84 @@
-//! `larder up`: store, engines and router in one process, connected as they would be across machines: over the data port and
-//! HTTP, by URL.
+//! `larder up`: store nodes, engines and a router in one process.
+//!
+//! The parts talk to each other exactly as they would across machines: over the data port and HTTP,
+//! by URL.
 
 use crate::output::say;
 use crate::tiers::TierArgs;
+use crate::verify::NODE_DIR_PREFIX;
 use crate::{bundled, signals};
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::Parser;
-use larder_client::{CONNECTIONS, StoreUrl, Transport};
+use larder_client::{DEFAULT_CONNECTIONS, StoreUrl, Transport};
 use larder_model::{Model, Tokenizer};
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Where everything is kept, unless said otherwise.
 pub const DATA_DIR: &str = "larder-data";
-/// File in the data directory with the URL of the admin API, while `up` runs.
+/// File with the URL of the router's admin API, in the data directory. Each node directory has one
+/// with the URL of the node's admin endpoints. The files exist while `up` runs.
 pub const ADMIN_URL_FILE: &str = "admin.url";
-/// Longer than a page, so that asking twice shows cached tokens.
+/// Longer than one page, so that the second identical request reports cached tokens.
 const PROMPT: &str = "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
                       and darkness was upon the face of the deep. And the Spirit of God";
-/// Most time until the router knows its engines.
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// `larder up`
 #[derive(Debug, Parser)]
 pub struct Args {
     /// Address of the OpenAI API
-    #[arg(long, default_value = "127.0.0.1:8000")]
+    #[arg(long, default_value = "127.0.0.1:8000", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Address of the admin API; a free port if left out
-    #[arg(long, default_value = "127.0.0.1:0", hide_default_value = true)]
+    /// Address of the router's admin API. Default: a free port on 127.0.0.1
+    #[arg(long, default_value = "127.0.0.1:0", hide_default_value = true, value_name = "ADDRESS")]
     admin_listen: SocketAddr,
-    /// Directory of everything that is kept; the next start finds its pages there
-    #[arg(long, default_value = DATA_DIR)]
+    /// Directory of pages and models. The next start finds its pages there
+    #[arg(long, default_value = DATA_DIR, value_name = "DIRECTORY")]
     data_dir: PathBuf,
-    /// Model folder as Hugging Face lays it out; the bundled model if left out
-    #[arg(long)]
+    /// Model folder in Hugging Face layout. Default: the bundled model
+    #[arg(long, value_name = "DIRECTORY")]
     model: Option<PathBuf>,
-    /// Store nodes
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    /// Number of store nodes
+    #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
-    /// DRAM for pages (L2) of each store node
-    #[arg(long, default_value = "256MiB")]
+    /// DRAM for cached pages (L2) of each store node, at least 32 MiB
+    #[arg(long, default_value = "256MiB", value_name = "SIZE")]
     l2: ByteSize,
-    /// Most disk for pages (L3) of each store node
-    #[arg(long, default_value = "1GiB")]
+    /// Maximum disk space for pages (L3) of each store node. 0 disables L3
+    #[arg(long, default_value = "1GiB", value_name = "SIZE")]
     l3_bytes: ByteSize,
     #[command(flatten)]
     tiers: TierArgs,
-    /// Memory for the own pages (L1) of each engine
-    #[arg(long, default_value = "128MiB")]
+    /// Memory for the KV pages (L1) of each engine
+    #[arg(long, default_value = "128MiB", value_name = "SIZE")]
     l1: ByteSize,
     /// Tokens per page
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     page_tokens: u32,
 }
 
-/// What runs, in the order in which it was started.
+/// Everything that `up` has started, in this order. Shutdown goes the other way, so no part
+/// outlives a part that it needs.
 #[derive(Default)]
-struct Running {
+struct LocalCluster {
     nodes: Vec<Node>,
     engines: Vec<EngineHandle>,
     router: Option<RouterHandle>,
+    url_files: Vec<PathBuf>,
 }
 
-impl Running {
-    /// Stops in the opposite order: nobody loses what it still needs.
+impl LocalCluster {
+    /// Stops everything, clients before servers, so that no part fails for lack of another one. The
+    /// URL files go first, so that no command finds a node that stops.
     async fn shutdown(self) {
+        for file in &self.url_files {
+            let _ = std::fs::remove_file(file);
+        }
         if let Some(router) = self.router {
             router.shutdown().await;
         }
@@ -82,97 +89,145 @@ impl Running {
             node.shutdown().await;
         }
     }
+
+    fn write_url(&mut self, dir: &Path, address: SocketAddr) -> Result<()> {
+        let file = dir.join(ADMIN_URL_FILE);
+        std::fs::write(&file, format!("http://{address}\n"))
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        self.url_files.push(file);
+        Ok(())
+    }
+
+    async fn start_nodes(&mut self, args: &Args) -> Result<()> {
+        let free_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        for number in 0..args.nodes {
+            let dir = node_dir(&args.data_dir, number);
+            let mut options = NodeOptions {
+                listen: free_port,
+                admin_listen: Some(free_port),
+                data_dir: Some(dir.clone()),
+                l2_bytes: args.l2.as_u64(),
+                l3_bytes: args.l3_bytes.as_u64(),
+                ..NodeOptions::default()
+            };
+            args.tiers.apply(&mut options);
+            let node = Node::start(options).await.with_context(|| format!("store node {number} cannot start"))?;
+            let admin = node.admin_addr();
+            self.nodes.push(node);
+            if let Some(admin) = admin {
+                self.write_url(&dir, admin)?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn start_serving(&mut self, args: &Args, folder: &Path, preloaded: Preloaded) -> Result<()> {
+        let nodes = self.nodes.iter().map(|node| node.addr().to_string()).collect();
+        let store = StoreUrl { nodes, transport: Transport::Auto, connections: DEFAULT_CONNECTIONS };
+        for role in [Role::Prefill, Role::Decode] {
+            let mut options = EngineOptions::new(role, folder, store.clone());
+            options.preloaded = Some(preloaded.clone());
+            options.page_tokens = args.page_tokens;
+            options.l1_bytes = args.l1.as_u64() as usize;
+            let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
+            self.engines.push(engine);
+        }
+        let mut options = RouterOptions::new(store);
+        options.listen = args.listen;
+        options.admin_listen = args.admin_listen;
+        let router = Router::start(options).await.context("the router cannot start")?;
+        let ready = router.wait_ready(READY_TIMEOUT).await;
+        let admin = router.admin_addr();
+        self.router = Some(router);
+        if !ready {
+            bail!(
+                "the engines did not register with the router within {} s; `--log info` shows why",
+                READY_TIMEOUT.as_secs()
+            );
+        }
+        self.write_url(&args.data_dir, admin)
+    }
 }
 
-/// Starts everything, says where, and runs until it is asked to stop.
+/// Starts everything, prints the addresses, and runs until SIGINT or SIGTERM. If a part cannot
+/// start, those that run are stopped first.
 pub async fn run(args: Args) -> Result<()> {
     let begin = Instant::now();
-    let mut running = Running::default();
-    let admin_file = args.data_dir.join(ADMIN_URL_FILE);
+    let mut cluster = LocalCluster::default();
     let started = tokio::select! {
-        started = start(&args, &mut running) => started,
-        stopped = signals::stop_requested() => stopped.map_err(Into::into).and_then(|()| bail!("stopped while starting")),
+        started = start(&args, &mut cluster) => started,
+        stopped = signals::stop_requested() => stopped.map_err(Into::into).and_then(|()| bail!("stopped before the start was complete")),
     };
     if let Err(error) = started {
-        running.shutdown().await;
+        cluster.shutdown().await;
         return Err(error);
     }
-    if let Some(router) = &running.router {
-        std::fs::write(&admin_file, format!("http://{}\n", router.admin_addr()))
-            .with_context(|| format!("cannot write {}", admin_file.display()))?;
-        announce(&args, router, &running, begin.elapsed());
-    }
+    print_addresses(&args, &cluster, begin.elapsed());
     signals::stop_requested().await?;
     eprintln!("stopping");
-    let _ = std::fs::remove_file(&admin_file);
-    running.shutdown().await;
+    cluster.shutdown().await;
     Ok(())
 }
 
-async fn start(args: &Args, running: &mut Running) -> Result<()> {
-    // Tried first: that the port is in use should not be found out after everything else has been started.
-    drop(
-        tokio::net::TcpListener::bind(args.listen)
-            .await
-            .with_context(|| format!("cannot listen on {}", args.listen))?,
-    );
-    std::fs::create_dir_all(&args.data_dir).with_context(|| format!("cannot make {}", args.data_dir.display()))?;
+async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<()> {
+    // Fails on a port in use before anything is created on disk or started.
+    if let Err(error) = tokio::net::TcpListener::bind(args.listen).await {
+        bail!("cannot listen on {}: {error}; choose another address with --listen [LRD0501]", args.listen);
+    }
+    if let Err(error) = std::fs::create_dir_all(&args.data_dir) {
+        bail!("cannot create {}: {error}; choose another --data-dir [LRD0103]", args.data_dir.display());
+    }
     let folder = match &args.model {
         Some(folder) => folder.clone(),
         None => bundled::unpack(&args.data_dir)?,
     };
+    // The model loads while the nodes recover.
     let loading = tokio::task::spawn_blocking({
         let folder = folder.clone();
         move || load(&folder)
     });
-    for number in 0..args.nodes {
-        let mut options = NodeOptions {
-            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-            data_dir: Some(args.data_dir.join(format!("node-{number}"))),
-            l2_bytes: args.l2.as_u64(),
-            l3_bytes: args.l3_bytes.as_u64(),
-            ..NodeOptions::default()
-        };
-        args.tiers.apply(&mut options);
-        running.nodes.push(Node::start(options).await.with_context(|| format!("store node {number}"))?);
-    }
-    let nodes = running.nodes.iter().map(|node| node.addr().to_string()).collect();
-    let store = StoreUrl { nodes, transport: Transport::Auto, connections: CONNECTIONS };
+    cluster.start_nodes(args).await?;
     let preloaded = loading.await??;
-    for role in [Role::Prefill, Role::Decode] {
-        let mut options = EngineOptions::new(role, &folder, store.clone());
-        options.preloaded = Some(preloaded.clone());
-        options.page_tokens = args.page_tokens;
-        options.l1_bytes = args.l1.as_u64() as usize;
-        running.engines.push(Engine::start(options).await.with_context(|| format!("{role} engine"))?);
-    }
-    let mut options = RouterOptions::new(store);
-    options.listen = args.listen;
-    options.admin_listen = args.admin_listen;
-    let router = Router::start(options).await.context("router")?;
-    let ready = router.wait_ready(READY_TIMEOUT).await;
-    running.router = Some(router);
-    if !ready {
-        bail!("the engines did not register within {} s", READY_TIMEOUT.as_secs());
-    }
-    Ok(())
+    cluster.start_serving(args, &folder, preloaded).await
+}
+
+fn node_dir(data_dir: &Path, number: u16) -> PathBuf {
+    data_dir.join(format!("{NODE_DIR_PREFIX}{number}"))
+}
+
+/// Returns the URLs of the node admin endpoints that a running `up` wrote below its data directory.
+/// Shutdown removes them, so they may be stale only after a crash.
+pub fn node_admin_urls(data_dir: &Path) -> Vec<String> {
+    // `up` numbers its nodes without gaps.
+    let urls = (0..).map_while(|number| std::fs::read_to_string(node_dir(data_dir, number).join(ADMIN_URL_FILE)).ok());
+    urls.map(|url| url.trim().to_string()).collect()
 }
 
 fn load(folder: &Path) -> Result<Preloaded> {
-    let model = Model::load(folder).with_context(|| format!("model {}", folder.display()))?;
-    let tokenizer = Tokenizer::load(folder).with_context(|| format!("tokenizer of {}", folder.display()))?;
+    let model = Model::load(folder).with_context(|| format!("cannot load the model {}", folder.display()))?;
+    let tokenizer =
+        Tokenizer::load(folder).with_context(|| format!("cannot load the tokenizer of {}", folder.display()))?;
     Ok(Preloaded { model: Arc::new(model), tokenizer: Arc::new(tokenizer) })
 }
 
-fn announce(args: &Args, router: &RouterHandle, running: &Running, took: Duration) {
-    let model = running.engines.first().map(|engine| engine.info().model.clone()).unwrap_or_default();
+fn print_addresses(args: &Args, cluster: &LocalCluster, duration: Duration) {
+    let Some(router) = &cluster.router else { return };
+    let model = cluster.engines.first().map(|engine| engine.info().model.clone()).unwrap_or_default();
     let address = router.addr();
-    let store: Vec<String> = running.nodes.iter().map(|node| node.addr().to_string()).collect();
-    say!("larder is up ({:.1} s): http://{address}/v1 serves {model}", took.as_secs_f64());
-    say!("  store  larder://{}/   admin  http://{}", store.join(","), router.admin_addr());
-    say!("  data   {}   Ctrl-C stops; the next start finds its pages again", args.data_dir.display());
+    let store: Vec<String> = cluster.nodes.iter().map(|node| node.addr().to_string()).collect();
+    let data = args.data_dir.display();
+    say!("larder is up ({:.1} s): http://{address}/v1 serves {model}", duration.as_secs_f64());
+    say!("  store    larder://{}/", store.join(","));
+    say!("  router   http://{}   admin API and /metrics", router.admin_addr());
+    for (number, node) in cluster.nodes.iter().enumerate() {
+        if let Some(admin) = node.admin_addr() {
+            say!("  node {number}   http://{admin}   /metrics, /status, POST /scrub");
+        }
+    }
+    say!("  data     {data}   kept for the next start; `larder verify {data}` checks it when stopped");
     say!("");
     say!("  curl http://{address}/v1/completions -H 'content-type: application/json' \\");
     say!("    -d '{{\"model\": \"{model}\", \"max_tokens\": 40, \"temperature\": 0.7, \"prompt\": \"{PROMPT}\"}}'");
     say!("");
+    say!("`larder status` shows the state, Ctrl-C stops");
 }

@@ -1,28 +1,40 @@
-"""What is measured: a module each.
+"""The systems under test, one module each.
 
-It has a `System` for the side that starts servers and, if its clients are in Python, a `Client`.
+A module has a `System`, which starts the servers. If the clients of a system are in Python, it also has a `Client`.
 """
 
 import os
-import sys
 
-TARGET = os.environ.get("PEERS_TARGET", "target")
-BUILT = os.path.join(TARGET, "dist")
+
+class Programs:
+    """Paths of the programs that systems start. `bench.py` sets them before the first turn."""
+
+    larder = ""
+    bench_client = ""
+    # Interpreter of the environment that has the peers' packages.
+    python = ""
+
+    @classmethod
+    def of_package(cls, package, name):
+        """Path of a program that a Python package of the peers ships."""
+        version = os.listdir(os.path.join(os.path.dirname(cls.python), "../lib"))[0]
+        site = os.path.join(os.path.dirname(cls.python), "../lib", version, "site-packages")
+        return os.path.normpath(os.path.join(site, package, name))
 
 
 class System:
-    """One of them, while it runs: `servers` are its processes, `client(index)` is the command of a client."""
+    """A running system: `servers` are its processes, `client(index)` is the command that starts a client."""
 
     ops = ("put", "get")
-    # Whether it answers whether keys exist.
+    # True if the system answers existence checks.
     exists = True
     client_env = {}
 
     def __init__(self, children, size):
-        """`size`: bytes of a page."""
+        """Starts the servers for pages of `size` bytes."""
         self.servers = []
         self.start(children, size)
 
     def python(self, module, index, *arguments):
         """The command of a client in Python."""
-        return [sys.executable, "-m", "client", module, index, *arguments]
+        return [Programs.python, "-m", "client", module, index, *arguments]

@@ -1,36 +1,32 @@
-"""The limits: bare sockets between two processes, and a copy by one thread in each."""
+"""The limits: TCP streams between two processes, and copies in memory by one thread of each client."""
 
-import os
-
-from . import BUILT, System
-
-CLIENT = os.path.join(BUILT, "bench-client")
+from . import Programs, System
 
 
-class Bare(System):
-    """A stream: nobody waits for anybody."""
+class TcpStream(System):
+    """A one-way TCP stream; no side waits for an answer."""
 
     exists = False
     options = ()
 
     def start(self, children, _size):
-        server = children.start("bare", [CLIENT, "bare-server"])
+        server = children.start("tcp-server", [Programs.bench_client, "bare-server"])
         self.servers = [server]
-        self.address = server.hear().strip()
+        self.address = server.read_line().strip()
 
     def client(self, _index):
         """The command of a client."""
-        return [CLIENT, "bare", "--server", self.address, *self.options]
+        return [Programs.bench_client, "bare", "--server", self.address, *self.options]
 
 
-class BareAsked(Bare):
-    """The client asks for each batch, or waits until it has arrived."""
+class TcpRoundTrip(TcpStream):
+    """A TCP stream whose client requests each batch, or waits for its acknowledgement."""
 
-    options = ("--asked",)
+    options = ("--round-trip",)
 
 
-class Copy(System):
-    """No server."""
+class Memcpy(System):
+    """Copies in the client's memory; there is no server."""
 
     ops = ("get",)
     exists = False
@@ -40,4 +36,4 @@ class Copy(System):
 
     def client(self, _index):
         """The command of a client."""
-        return [CLIENT, "copy"]
+        return [Programs.bench_client, "copy"]

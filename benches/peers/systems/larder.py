@@ -1,19 +1,21 @@
-"""Larder: one node, DRAM only, with its defaults but for its size.
+"""Larder: one node with DRAM only. Every option but the size of L2 has its default.
 
-`larder-shm` is the same with pages read from the node's memory.
+`larder` moves pages over TCP. `larder-shm` has clients that map the node's memory.
 """
 
-import os
+import re
 
-from . import BUILT, System
+from processes import START_SECONDS
 
-# Data sets fit twice. Half of an eighth is for pages that are being put: in 4 GiB, one batch of 64 pages of 4 MiB.
+from . import Programs, System
+
+# Each data set fits twice. Puts in progress may use half of an eighth of L2, in 4 GiB one batch of 64 pages of 4 MiB.
 L2_BYTES_MIN = 1 << 30
 L2_BYTES_MAX = 4 << 30
 
 
 def l2_bytes(size):
-    """Enough for the batches of four clients, within limits."""
+    """Room for the batches of four clients, within limits."""
     return min(max(16 * 4 * 64 * size, L2_BYTES_MIN), L2_BYTES_MAX)
 
 
@@ -26,7 +28,7 @@ class Larder(System):
         node = children.start(
             "larder",
             [
-                os.path.join(BUILT, "larder"),
+                Programs.larder,
                 "store",
                 "--listen",
                 "127.0.0.1:0",
@@ -37,15 +39,17 @@ class Larder(System):
             ],
         )
         self.servers = [node]
-        self.url = node.hear().split()[-1] + "?transport=" + self.transport
+        while not (url := re.search(r"larder://[^\s,]+", node.read_line(START_SECONDS))):
+            pass
+        self.url = url[0] + "?transport=" + self.transport
 
     def client(self, index):
         """The command of a client."""
-        return [os.path.join(BUILT, "bench-client"), "larder", "--index", index, "--url", self.url]
+        return [Programs.bench_client, "larder", "--index", index, "--url", self.url]
 
 
 class LarderShm(Larder):
-    """Pages are read where they lie (`view`), or copied from there (`get`)."""
+    """Over shared memory: `view` reads pages in place, `get` copies them out."""
 
     ops = ("put", "get", "view")
     transport = "shm"

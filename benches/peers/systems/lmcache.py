@@ -1,23 +1,25 @@
-"""LMCache: its `lm://` server, unmodified, and a client that does what its connector does.
+"""LMCache: its unmodified `lm://` server, and a client that works like its connector.
 
-The server answers a connection's requests one after the other, and does not answer puts, so a batch of puts ends with a
-question. The client makes its messages with the package and receives into memory it has. It does two things for speed that
-the connector does not: it sends a batch's requests at once, and has its kernel confirm at once what came, because the server
-sends a page's head and bytes by themselves and waits for that (40 ms, for small pages).
+The server answers the requests of a connection in order. It does not acknowledge puts, so a batch of puts ends with an
+existence check. The client encodes messages with the package and receives into preallocated memory.
+
+The client does two things for speed that the connector does not:
+- It pipelines the requests of a batch.
+- It sets TCP_QUICKACK. The server sends the header and the bytes of a page separately, and Nagle's algorithm holds the
+  bytes until the header is acknowledged. With delayed acknowledgements a small page takes 40 ms.
 """
 
 import socket
-import sys
 
 from processes import free_port
 
-from . import System
+from . import Programs, System
 
 ENV = {"LMCACHE_LOG_LEVEL": "ERROR"}
 
 
 class LMCache(System):
-    """One server."""
+    """One server process."""
 
     client_env = ENV
 
@@ -25,7 +27,7 @@ class LMCache(System):
         port = free_port()
         self.port = str(port)
         self.servers = [
-            children.start_server("lmcache", port, [sys.executable, "-m", "systems.lmcache", "127.0.0.1", port], ENV)
+            children.start_server("lmcache", port, [Programs.python, "-m", "systems.lmcache", "127.0.0.1", port], ENV)
         ]
 
     def client(self, index):
@@ -53,29 +55,30 @@ class Client:
         self.keys = []
 
     def message(self, command, key, length=0):
-        """A request, as bytes."""
+        """An encoded request."""
         shape = self.torch.Size((length, 0, 0, 0))
         return self.protocol.ClientMetaMessage(command, key, length, self.format, self.torch.uint8, shape).serialize()
 
     def receive(self, into):
-        """Fills `into`."""
+        """Receives until `into` is full."""
         while into:
             received = self.socket.recv_into(into)
             if not received:
-                raise RuntimeError("lmcache: the server has ended")
+                raise RuntimeError("lmcache: the server closed the connection")
             into = into[received:]
 
     def answer(self):
-        """The head of the next answer; what was asked for must be there."""
+        """The header of the next answer. Raises if the server does not have the page."""
+        # The kernel clears this flag by itself, so it is set before each answer.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         self.receive(self.header)
         answer = self.protocol.ServerMetaMessage.deserialize(self.header)
         if answer.code != self.protocol.ServerReturnCode.SUCCESS:
-            raise RuntimeError("lmcache: keys that were put are not there")
+            raise RuntimeError("lmcache: the server misses a page that was put")
         return answer
 
     def prepare(self, cell):
-        """Keys, a batch to put, and memory for one that is got."""
+        """Makes the keys, the pages of a batch, and memory to receive a batch."""
         from client import payload
 
         whole = memoryview(payload(cell))
@@ -91,7 +94,7 @@ class Client:
         ]
 
     def put(self, cell, batch):
-        """Puts a batch, and asks for the last of it."""
+        """Puts a batch, and waits for it with an existence check of its last page."""
         for key, page in zip(self.keys[batch], self.pages):
             self.socket.sendall(self.message(self.protocol.ClientCommand.PUT, key, cell.size))
             self.socket.sendall(page)
@@ -103,26 +106,26 @@ class Client:
         self.socket.sendall(b"".join(self.message(self.protocol.ClientCommand.GET, key) for key in self.keys[batch]))
         for memory in self.memory:
             if self.answer().length != cell.size:
-                raise RuntimeError("lmcache: a page of another length")
+                raise RuntimeError("lmcache: the length of a page is wrong")
             self.receive(memory)
 
     def exists(self, cell, batch):
-        """Asks for keys that are there, one by one, as there is no other way."""
+        """Checks keys one by one, pipelined: the protocol has no batch for it."""
         at = batch * cell.batch % (len(self.flat) - cell.batch + 1)
-        ask = self.protocol.ClientCommand.EXIST
-        self.socket.sendall(b"".join(self.message(ask, key) for key in self.flat[at : at + cell.batch]))
+        check = self.protocol.ClientCommand.EXIST
+        self.socket.sendall(b"".join(self.message(check, key) for key in self.flat[at : at + cell.batch]))
         for _ in range(cell.batch):
             self.answer()
 
     def check(self, cell, batch):
-        """Compares what was got last."""
+        """Compares the last batch with the bytes that were put."""
         if cell.op == "put":
             self.flat = [key for keys in self.keys[: batch + 1] for key in keys]
         if cell.op == "get" and self.memory != self.pages:
-            raise RuntimeError("lmcache: other bytes than were put")
+            raise RuntimeError("lmcache: the bytes differ from those that were put")
 
     def clear(self):
-        """The server removes nothing: every page is replaced by one of a byte."""
+        """Replaces every page by one of a single byte, as the server cannot remove pages."""
         for key in self.flat:
             self.socket.sendall(self.message(self.protocol.ClientCommand.PUT, key, 1) + b"0")
         if self.flat:
@@ -131,7 +134,7 @@ class Client:
 
 
 def serve():
-    """The package's own server."""
+    """Runs the package's own server."""
     from . import no_torch
 
     no_torch.install()

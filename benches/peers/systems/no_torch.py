@@ -1,6 +1,6 @@
-"""Inert stand-ins for torch, which is several GB with its CUDA libraries.
+"""Stubs for torch, which is several GB with its CUDA libraries.
 
-LMCache's server needs of it names of data types and a tuple for shapes, and never a tensor.
+LMCache's server uses only the names of data types and a tuple for shapes. It never makes a tensor.
 """
 
 import importlib.abc
@@ -50,24 +50,24 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
-        """Only torch."""
+        """Finds torch and its submodules, and leaves the rest to other finders."""
         if fullname.split(".")[0] == "torch":
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
     def create_module(self, spec):
-        """An empty one."""
+        """Makes an empty module."""
         return _Module(spec.name)
 
     def exec_module(self, module):
-        """The two names that are classes."""
+        """Adds the two names that must be classes."""
         if module.__name__ == "torch":
             module.Size = tuple
             module.Tensor = type("Tensor", (), {})
 
 
 def install():
-    """Before anything of lmcache is imported."""
+    """Installs the stubs. Must run before anything of lmcache is imported."""
     sys.meta_path.insert(0, _Finder())
     import lmcache
 

@@ -8,13 +8,13 @@ from . import System
 
 
 def io_threads():
-    """As its configuration file advises: from four CPUs on, with one to spare; eight at most."""
+    """Number of I/O threads by the advice in redis.conf: one fewer than CPUs, at most eight; one below four CPUs."""
     cpus = os.cpu_count()
     return min(cpus - 1, 8) if cpus >= 4 else 1
 
 
 class Redis(System):
-    """One server."""
+    """One server process."""
 
     def start(self, children, _size):
         port = free_port()
@@ -59,13 +59,13 @@ class Client:
         import redis
 
         self.index = index
-        # Reads of 1 MiB instead of 64 KiB.
+        # redis-py reads 64 KiB at a time by default, which costs more system calls.
         self.redis = redis.Redis(port=int(port), socket_read_size=1 << 20, socket_timeout=60)
         self.keys = []
         self.got = []
 
     def prepare(self, cell):
-        """The pages of a batch, as slices of its bytes."""
+        """Makes the keys and the pages of a batch."""
         from client import payload
 
         whole = payload(cell)
@@ -84,24 +84,25 @@ class Client:
 
     def get(self, _cell, batch):
         """Gets a batch."""
+        # Frees the last batch first, so that memory holds one batch at a time.
         self.got = None
         self.got = self.redis.mget(self.keys[batch])
 
     def exists(self, cell, batch):
-        """Asks how many of the keys are there: the fastest that Redis can, though it does not say which."""
+        """Counts keys: the fastest check Redis has, although the answer does not tell which keys exist."""
         at = batch * cell.batch % (len(self.flat) - cell.batch + 1)
         if self.redis.exists(*self.flat[at : at + cell.batch]) != cell.batch:
-            raise RuntimeError("redis: keys that were put are not there")
+            raise RuntimeError("redis: the server misses a key that was put")
 
     def check(self, cell, batch):
-        """Compares what was got last."""
+        """Compares the last batch with the bytes that were put."""
         if cell.op == "put":
             self.flat = [key for keys in self.keys[: batch + 1] for key in keys]
         if cell.op == "get" and self.got != self.pages:
-            raise RuntimeError("redis: other bytes than were put")
+            raise RuntimeError("redis: the bytes differ from those that were put")
 
     def clear(self):
-        """Removes everything. One client does it for all."""
+        """Removes all keys. The first client does so for all clients."""
         self.got = []
         if self.index == 0:
             self.redis.flushall()

@@ -1,38 +1,35 @@
-//! A client of a Larder node. Every page is verified, identity and CRC, as always.
+//! Client of a Larder node. It verifies identity and CRC of every page, like any client.
 
-use crate::drive::{Cell, Notes, Op, Subject};
+use crate::drive::{Cell, Notes, Op, Workload};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use larder_client::{Client, ClientOptions, NewPage, PageView, PutOptions, PutOutcome, StoreUrl};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use std::time::{Duration, Instant};
 
-/// Most time for one operation.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Pause before pages are put again that the node had no room for: the first, and the longest, as they double.
+/// First and longest pause before the client repeats puts that the node refused as busy. The pause
+/// doubles in between.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 const BUSY_PAUSE_MAX: Duration = Duration::from_millis(16);
-/// Most payload bytes of one put: those of 64 pages of 4 MiB, and some.
+/// Maximum payload bytes of one put, with room to spare for 64 pages of 4 MiB.
 const PUT_BYTES_MAX: usize = 512 << 20;
 
 pub struct Larder {
     url: StoreUrl,
     index: u32,
     client: Option<Client>,
-    /// Of the data set, in order.
     keys: Vec<PageKey>,
-    /// The pages of every batch.
     payload: Vec<Bytes>,
     buffers: Vec<Vec<u8>>,
     views: Vec<PageView>,
     notes: Notes,
 }
 
-fn by_then() -> Instant {
+fn deadline() -> Instant {
     Instant::now() + DEADLINE
 }
 
-/// A namespace of pages of `page_bytes`, each of one part.
 fn namespace(page_bytes: usize) -> Result<NamespaceDescriptor> {
     let mut geometry = PageGeometry {
         dtype: KvDtype::F16,
@@ -44,7 +41,10 @@ fn namespace(page_bytes: usize) -> Result<NamespaceDescriptor> {
         head_groups: 1,
     };
     geometry.page_tokens = (page_bytes / geometry.page_bytes()) as u32;
-    ensure!(geometry.page_bytes() == page_bytes, "no geometry makes pages of {page_bytes} bytes");
+    ensure!(
+        geometry.page_bytes() == page_bytes,
+        "pages of {page_bytes} bytes: not a multiple of the bytes of one token"
+    );
     Ok(NamespaceDescriptor { model: "bench".into(), weights: [0; 32], geometry, tenant: "bench".into() })
 }
 
@@ -63,38 +63,41 @@ impl Larder {
     }
 
     fn client(&self) -> Result<&Client> {
-        self.client.as_ref().context("pages are put first")
+        self.client.as_ref().context("get, view or exists before the first put")
     }
 
     fn key(&self, cell: &Cell, page: usize) -> PageKey {
         PageKey::chain(None, &[cell.cell, self.index, page as u32])
     }
 
-    /// Attaches if pages of another size were moved before, and makes keys, payload and buffers.
+    /// Makes keys, payload and buffers. Attaches anew if the page size changed, as a namespace has
+    /// one page size.
     async fn prepare_put(&mut self, cell: &Cell) -> Result<()> {
         if self.client.as_ref().and_then(Client::geometry).is_none_or(|geometry| geometry.page_bytes() != cell.size) {
-            let (put_queue_bytes_max, memory_bytes) = (PUT_BYTES_MAX, PUT_BYTES_MAX);
-            let options = ClientOptions { put_queue_bytes_max, memory_bytes, ..ClientOptions::default() };
+            let options = ClientOptions {
+                put_queue_bytes_max: PUT_BYTES_MAX,
+                memory_bytes: PUT_BYTES_MAX,
+                ..ClientOptions::default()
+            };
             let client = Client::attach(self.url.clone(), Some(namespace(cell.size)?), options);
-            ensure!(client.ready(Duration::from_secs(10)).await, "the node answers");
+            ensure!(client.ready(Duration::from_secs(10)).await, "the node did not answer within 10 s");
             self.client = Some(client);
         }
         self.keys = (0..cell.batch * cell.batches).map(|page| self.key(cell, page)).collect();
         self.payload.clear();
         for page in 0..cell.batch {
-            // A node on this machine copies it from there.
+            // A node on this machine copies pages from this buffer, which it has mapped.
             let mut payload = self.client()?.buffer(cell.size);
             payload.iter_mut().zip(page * cell.size..).for_each(|(byte, i)| *byte = (i * 31 + i / cell.size * 7) as u8);
             self.payload.push(payload.freeze());
         }
         self.buffers = (0..cell.batch).map(|_| vec![1; cell.size]).collect();
-        // What is done once only is done before.
+        // One-time work, such as connecting, must not count.
         self.put(vec![(self.key(cell, u32::MAX as usize), self.payload[0].clone())]).await
     }
 
-    /// Puts pages until the node has them.
     async fn put(&mut self, pages: Vec<(PageKey, Bytes)>) -> Result<()> {
-        let deadline = by_then();
+        let deadline = deadline();
         let mut pause = BUSY_PAUSE;
         let mut left: Vec<(NewPage, Bytes)> = pages
             .into_iter()
@@ -114,7 +117,7 @@ impl Larder {
             if busy.is_empty() {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "the node stays busy");
+            ensure!(Instant::now() < deadline, "the node was busy until the deadline");
             self.notes.busy += busy.len() as u64;
             tokio::time::sleep(pause).await;
             pause = BUSY_PAUSE_MAX.min(2 * pause);
@@ -129,17 +132,18 @@ impl Larder {
     async fn get(&mut self, cell: &Cell, batch: usize) -> Result<()> {
         let buffers = std::mem::take(&mut self.buffers);
         let wanted = self.batch(cell, batch).iter().copied().zip(buffers).collect();
-        for (buffer, tier) in self.client()?.get(wanted, by_then()).await {
-            ensure!(tier.is_some(), "a page that was put is there");
+        for (buffer, tier) in self.client()?.get(wanted, deadline()).await {
+            ensure!(tier.is_some(), "get missed a page that was put");
             self.buffers.push(buffer);
         }
         Ok(())
     }
 
     async fn view(&mut self, cell: &Cell, batch: usize) -> Result<()> {
+        // Drops the last batch first, as the node limits the memory that readers hold.
         self.views.clear();
-        for view in self.client()?.view(self.batch(cell, batch), by_then()).await {
-            let view = view.context("a page that was put is there")?;
+        for view in self.client()?.view(self.batch(cell, batch), deadline()).await {
+            let view = view.context("view missed a page that was put")?;
             self.notes.copied += u64::from(!view.in_place());
             self.views.push(view);
         }
@@ -147,23 +151,23 @@ impl Larder {
     }
 
     async fn exists(&self, cell: &Cell, batch: usize) -> Result<()> {
-        ensure!(self.keys.len() >= cell.batch, "as many pages were put as are asked for");
+        ensure!(self.keys.len() >= cell.batch, "exists: the batch has more keys than were put");
         let from = batch * cell.batch % (self.keys.len() - cell.batch + 1);
-        let there = self.client()?.exists(&self.keys[from..from + cell.batch], by_then()).await;
-        ensure!(there.iter().all(|&there| there), "pages that were put are there");
+        let there = self.client()?.exists(&self.keys[from..from + cell.batch], deadline()).await;
+        ensure!(there.iter().all(|&there| there), "exists missed a page that was put");
         Ok(())
     }
 
     async fn clear(&mut self) -> Result<()> {
         self.views.clear();
         if let Some(client) = &self.client {
-            ensure!(client.forget(&self.keys, by_then()).await.complete, "the node forgets");
+            ensure!(client.forget(&self.keys, deadline()).await.complete, "the node did not forget all pages");
         }
         Ok(())
     }
 }
 
-impl Subject for Larder {
+impl Workload for Larder {
     async fn prepare(&mut self, cell: &Cell) -> Result<()> {
         self.notes = Notes::default();
         match cell.op {
@@ -195,7 +199,7 @@ impl Subject for Larder {
             Op::View => self.views.iter().zip(&self.payload).all(|(got, put)| got[..] == put[..]),
             _ => true,
         };
-        ensure!(same, "the bytes are those that were put");
+        ensure!(same, "the bytes differ from those that were put");
         self.views.clear();
         Ok(std::mem::take(&mut self.notes))
     }

@@ -1,8 +1,11 @@
-//! `bench-client`: the processes of `benches/peers/run` that are not Python: a client of a Larder node, and the limits that
-//! all are measured against, a bare socket and a bare copy.
+//! `bench-client`: client processes of `benches/peers/run`.
 //!
-//! A client reads one line of JSON for each measurement from its standard input, answers when it is ready, begins on the next
-//! line, and answers with what it has seen (`drive`). The clients of other stores, in Python, speak the same.
+//! A process is a client of a Larder node, or one of the baselines: a bare TCP stream or a copy in
+//! memory. It takes measurements from standard input as lines of JSON (see `drive`). The Python
+//! clients of the other stores speak the same protocol.
+//!
+//! `run --bench-client` starts programs of other builds. Subcommands and options must stay
+//! compatible for such comparisons.
 
 mod bare;
 mod drive;
@@ -14,7 +17,7 @@ use larder_client::StoreUrl;
 use std::net::SocketAddr;
 
 #[derive(Parser)]
-#[command(name = "bench-client", about = "One process of benches/peers/run")]
+#[command(name = "bench-client", about = "Client processes of benches/peers/run")]
 struct Args {
     #[command(subcommand)]
     role: Role,
@@ -22,37 +25,37 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Role {
-    /// A client of a Larder node
+    /// Run a client of a Larder node
     Larder {
-        /// Where the node is, and how pages move
+        /// Address and transport of the node
         #[arg(long)]
         url: StoreUrl,
-        /// Which of the clients this is: each has pages of its own
+        /// Number of this client; clients with different numbers use different keys
         #[arg(long)]
         index: u32,
     },
-    /// The far end of bare sockets; says where it listens
+    /// Serve bare TCP streams and print the address
     BareServer,
-    /// A bare socket
+    /// Run a client of a bare TCP stream
     Bare {
-        /// Where the far end listens
+        /// Address that `bare-server` printed
         #[arg(long)]
         server: SocketAddr,
-        /// Wait for the far end after each operation, as a client of a store must
+        /// Request or await each batch in a round trip, as a client of a store must
         #[arg(long)]
-        asked: bool,
+        round_trip: bool,
     },
-    /// One thread that copies
+    /// Copy pages in memory with one thread
     Copy,
 }
 
 fn main() -> Result<()> {
-    // One thread: what a client does beside waiting would otherwise be handed from core to core.
+    // A multi-threaded runtime would move the work of this one client between cores.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match Args::parse().role {
         Role::Larder { url, index } => runtime.block_on(drive::drive(larder::Larder::new(url, index))),
         Role::BareServer => bare::serve(),
-        Role::Bare { server, asked } => runtime.block_on(drive::drive(bare::Bare::new(server, asked))),
-        Role::Copy => runtime.block_on(drive::drive(bare::Copy::default())),
+        Role::Bare { server, round_trip } => runtime.block_on(drive::drive(bare::Bare::new(server, round_trip))),
+        Role::Copy => runtime.block_on(drive::drive(bare::Memcpy::default())),
     }
 }

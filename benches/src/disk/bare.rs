@@ -1,13 +1,13 @@
-//! The limit: a loop that keeps a ring full and does nothing else.
+//! Baseline: a loop that keeps an io_uring queue full and does nothing else.
 //!
-//! One thread, registered buffers on huge pages, a registered file opened past the page cache, completions run when the
-//! thread asks for them.
+//! It has one thread, registered buffers on huge pages, and a registered file opened with O_DIRECT.
+//! Completions are processed only when the thread asks for them (DEFER_TASKRUN).
 
 use super::QUEUE_DEPTH;
-use super::figures::{Direction, Measured, Round, histogram};
+use super::figures::{Direction, RoundFigures, Stopwatch, histogram};
 use anyhow::{Context, Result, ensure};
 use io_uring::{IoUring, opcode, types};
-use larder_device::{Arena, SlotMut};
+use larder_memory::{Arena, SlotMut};
 use rand::Rng;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -17,7 +17,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Writes a whole file, so that nobody measures the first use of its blocks.
+/// Writes a whole file and syncs it. Blocks that were never written would be slower to write and
+/// faster to read.
 pub fn make_file(path: &Path, bytes: u64) -> Result<()> {
     let file = File::create_new(path).with_context(|| path.display().to_string())?;
     let chunk: Vec<u8> = (0..4 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
@@ -28,8 +29,11 @@ pub fn make_file(path: &Path, bytes: u64) -> Result<()> {
     Ok(file.sync_all()?)
 }
 
-/// The ring is dropped before the memory. Were a request still with the kernel then, after an error, it would write to the
-/// pages that registering has pinned, whatever is mapped.
+/// An open file with its ring and memory.
+///
+/// The field order matters: the ring is dropped before the memory. After an error, requests may
+/// still be in flight. The kernel completes them to pages that it pinned at registration, so they
+/// never reach memory that was mapped again.
 pub struct Bare {
     ring: IoUring,
     memory: SlotMut,
@@ -37,62 +41,63 @@ pub struct Bare {
 }
 
 impl Bare {
-    /// Opens the file and registers it and the whole arena.
+    /// Opens the file with O_DIRECT, and registers it and the whole arena with a new ring. Fails if
+    /// another user holds a part of the arena.
     pub fn new(path: &Path, arena: Arc<Arena>) -> Result<Bare> {
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
-        let file = file.with_context(|| format!("{}: no direct I/O?", path.display()))?;
+        let file = file.with_context(|| format!("open {} with O_DIRECT", path.display()))?;
         let bytes = file.metadata()?.len();
         let ring = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(QUEUE_DEPTH as u32)?;
-        let mut memory = arena.allocate(arena.capacity()).context("a fresh arena is free")?;
+        let mut memory = arena.allocate(arena.capacity()).context("the arena is in use")?;
         let buffer = libc::iovec { iov_base: memory.as_mut_ptr().cast(), iov_len: memory.len() };
-        // SAFETY: the memory lives as long as this, and the ring is dropped before it.
+        // SAFETY: the memory is a field of the result, and the ring is dropped before it.
         unsafe { ring.submitter().register_buffers(&[buffer])? };
-        // The ring keeps the file open from here on.
+        // The ring holds its own reference, so the file can be closed.
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         Ok(Bare { ring, memory, bytes })
     }
 
-    /// Moves `count` pages of `size` bytes from or to random places.
-    pub fn run(&mut self, direction: Direction, size: usize, count: usize) -> Result<Measured> {
-        // One place of the arena after the other, as a store's pages lie: what is in flight is long done when a place's turn
-        // comes again.
-        let places = self.memory.len() / size;
-        ensure!(2 * QUEUE_DEPTH <= places, "the arena holds all requests in flight");
+    pub fn run(&mut self, direction: Direction, size: usize, count: usize) -> Result<RoundFigures> {
+        // Requests use one buffer of the arena after the other, as pages of a store do. With twice
+        // the queue depth, a buffer is normally free again when its turn comes.
+        let buffers = self.memory.len() / size;
+        ensure!(2 * QUEUE_DEPTH <= buffers, "the arena is too small for pages of {size} bytes");
         let mut latencies = histogram()?;
         let mut began = [Instant::now(); QUEUE_DEPTH];
         let mut free: Vec<usize> = (0..QUEUE_DEPTH).collect();
-        let (mut asked, mut done) = (0, 0);
-        let round = Round::begin();
+        let mut submitted = 0;
+        let mut done = 0;
+        let round = Stopwatch::start();
         while done < count {
-            while asked < count
-                && let Some(place) = free.pop()
+            while submitted < count
+                && let Some(request) = free.pop()
             {
-                began[place] = Instant::now();
-                self.push(direction, place, asked % places, size)?;
-                asked += 1;
+                began[request] = Instant::now();
+                self.push(direction, request, submitted % buffers, size)?;
+                submitted += 1;
             }
             self.wait()?;
             for entry in self.ring.completion() {
-                let place = entry.user_data() as usize;
-                ensure!(entry.result() == size as i32, "{}: {}", direction.name(), entry.result());
-                latencies.saturating_record(began[place].elapsed().as_nanos() as u64);
-                free.push(place);
+                let request = entry.user_data() as usize;
+                ensure!(entry.result() == size as i32, "{} returned {}", direction.name(), entry.result());
+                latencies.saturating_record(began[request].elapsed().as_nanos() as u64);
+                free.push(request);
                 done += 1;
             }
         }
-        Ok(round.end(count * size).with(&latencies))
+        Ok(round.stop(count * size).with(&latencies))
     }
 
-    fn push(&mut self, direction: Direction, number: usize, place: usize, size: usize) -> Result<()> {
+    fn push(&mut self, direction: Direction, request: usize, buffer: usize, size: usize) -> Result<()> {
         let offset = rand::rng().random_range(0..self.bytes / size as u64) * size as u64;
-        let start = self.memory[place * size..].as_mut_ptr();
+        let start = self.memory[buffer * size..].as_mut_ptr();
         let entry = match direction {
             Direction::Read => opcode::ReadFixed::new(types::Fixed(0), start, size as u32, 0).offset(offset).build(),
             Direction::Write => opcode::WriteFixed::new(types::Fixed(0), start, size as u32, 0).offset(offset).build(),
         };
-        // SAFETY: place < places, so `size` bytes from `start` lie in the memory, which lives longer than the ring; nobody
-        // looks at them.
-        unsafe { self.ring.submission().push(&entry.user_data(number as u64))? };
+        // SAFETY: the buffer is inside the memory, which outlives the ring. Nothing ever looks at
+        // its bytes, so a late request that still uses it does no harm.
+        unsafe { self.ring.submission().push(&entry.user_data(request as u64))? };
         Ok(())
     }
 

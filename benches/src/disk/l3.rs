@@ -1,11 +1,11 @@
-//! Our side: pages in an L3, written and read at random.
+//! Larder's side: pages in an L3, written in order and read at random.
 
-use super::figures::{Direction, Measured, Round, histogram};
+use super::figures::{Direction, RoundFigures, Stopwatch, histogram};
 use anyhow::{Context, Result};
-use larder_device::arena::UNIT_BYTES;
-use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
-use larder_l3::{L3, L3Options, L3Stats, RecoveryReport};
+use larder_log::{L3, L3Options, L3Stats, RecoveryReport};
+use larder_memory::arena::UNIT_BYTES;
+use larder_memory::{Arena, Slot};
 use rand::Rng;
 use std::collections::VecDeque;
 use std::path::Path;
@@ -14,18 +14,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Most bytes of pages that were read and are kept: most of the arena.
+/// Maximum bytes of pages that were read and are kept in the arena. The rest is for pages in flight
+/// and for the log itself.
 const KEPT_BYTES_MAX: usize = super::ARENA_BYTES / 4 * 3;
-/// What is left of the arena beside pages that are kept or being read: for footers, for a scrub, and for what lies scattered
-/// between pages.
+/// Bytes of the arena for anything but pages that are kept or being read: footers, a scrub, and
+/// fragmentation.
 const SPARE_BYTES: usize = super::ARENA_BYTES / 8;
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Reads choose among the newest pages, this share of those that are there: the oldest are on their way out.
+const IO_TIMEOUT: Duration = Duration::from_secs(60);
+/// Share of the log's pages, newest first, that reads choose from. The log evicts the oldest pages,
+/// so reads of those could miss.
 const READ_NEWEST: f64 = 0.8;
-
-/// Begins a full scrub and returns the task that ends with it.
-type StartScrub = fn(&L3) -> JoinHandle<()>;
-const SCRUB: Option<StartScrub> = Some(start_scrub);
 
 fn start_scrub(l3: &L3) -> JoinHandle<()> {
     let l3 = l3.clone();
@@ -38,41 +36,42 @@ fn start_scrub(l3: &L3) -> JoinHandle<()> {
     })
 }
 
-/// Latency of reads during a full scrub and without one, p99 in microseconds.
 #[derive(Debug, Clone, Copy)]
-pub struct DuringScrub {
-    /// Without.
+pub struct ScrubLatency {
     pub without_us: f64,
-    /// During.
     pub during_us: f64,
 }
 
-/// An L3 full of pages of one size. Page `n` is the `n`th that was written.
+/// An L3 full of pages of one size. Pages are numbered in the order of their writes.
 pub struct Pages {
     l3: L3,
     size: usize,
-    at_once: usize,
+    concurrency: usize,
     meta: PageMeta,
-    /// One for each that writes, as pages have memory of their own.
+    /// One page per concurrent writer, as each page of a node has its own memory. Sharing one page
+    /// would keep it in the CPU cache.
     payloads: Vec<Slot>,
-    /// The pages that were read last, as a store keeps them: so each is read to other memory than the one before.
+    /// Pages that were read last. A node keeps them in L2, so each read goes to other memory than
+    /// the read before.
     kept: Arc<Mutex<VecDeque<Slot>>>,
     written: Arc<AtomicU64>,
 }
 
 impl Pages {
-    /// Makes a log of `bytes`, to be asked for `at_once` pages at a time, and writes it full, and a little more, so that segments are used for the second time.
-    pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, at_once: usize) -> Result<Pages> {
+    /// Creates a log of `bytes` for `concurrency` requests at a time. Writes until it evicts, so
+    /// that measurements include the reuse of segments.
+    pub async fn fill(dir: &Path, bytes: u64, arena: Arc<Arena>, size: usize, concurrency: usize) -> Result<Pages> {
         let l3 = L3::open(options(dir, bytes), arena.clone()).await?;
-        let mut pages = Pages::of(l3, &arena, size, 0, at_once)?;
+        let mut pages = Pages::of(l3, &arena, size, 0, concurrency)?;
         while pages.stats().evicted_pages == 0 {
-            pages.run(Direction::Write, at_once * 4).await?;
+            pages.run(Direction::Write, concurrency * 4).await?;
         }
         Ok(pages)
     }
 
-    /// An open log, to which `written` pages were written.
-    pub fn of(l3: L3, arena: &Arc<Arena>, size: usize, written: u64, at_once: usize) -> Result<Pages> {
+    /// Wraps an open log that holds the last of `written` pages. Fails if the arena has no memory
+    /// for one page per concurrent writer.
+    pub fn of(l3: L3, arena: &Arc<Arena>, size: usize, written: u64, concurrency: usize) -> Result<Pages> {
         let bytes: Vec<u8> = (0..size as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
         let meta = PageMeta::describe(id(0), PageKey::NONE, 0, vec![size as u32], &bytes);
         let payload = || {
@@ -80,36 +79,35 @@ impl Pages {
             slot.copy_from_slice(&bytes);
             Some(slot.freeze())
         };
-        let payloads =
-            (0..at_once).map(|_| payload()).collect::<Option<_>>().context("an arena for so many at once")?;
+        let payloads = (0..concurrency)
+            .map(|_| payload())
+            .collect::<Option<_>>()
+            .context("the arena is too small for this concurrency")?;
         let written = Arc::new(AtomicU64::new(written));
-        Ok(Pages { l3, size, at_once, meta, payloads, kept: Arc::default(), written })
+        Ok(Pages { l3, size, concurrency, meta, payloads, kept: Arc::default(), written })
     }
 
-    /// The number of the page that was written last.
     pub fn newest(&self) -> u64 {
         self.written.load(Ordering::Relaxed).saturating_sub(1)
     }
 
-    /// Figures of the log.
     pub fn stats(&self) -> L3Stats {
         self.l3.stats()
     }
 
-    /// Closes the log.
     pub async fn close(self) {
         self.clear();
         self.l3.close().await;
     }
 
-    /// Moves `count` pages, `at_once` at a time; so many are with the device as its queue is deep, the others wait or are
-    /// being verified.
-    pub async fn run(&mut self, direction: Direction, count: usize) -> Result<Measured> {
+    /// Moves `count` pages with `concurrency` requests at a time. The device has as many of them as
+    /// its queue is deep. The others wait or are being verified.
+    pub async fn run(&mut self, direction: Direction, count: usize) -> Result<RoundFigures> {
         let left = Arc::new(AtomicU64::new(count as u64));
         let newest = (self.l3.stats().pages as f64 * READ_NEWEST) as u64;
-        let kept_max = kept_max(self.size, self.at_once);
+        let kept_max = kept_max(self.size, self.concurrency);
         let mut workers = JoinSet::new();
-        let round = Round::begin();
+        let round = Stopwatch::start();
         for payload in &self.payloads {
             let left = left.clone();
             let worker = Worker {
@@ -133,43 +131,41 @@ impl Pages {
                 anyhow::Ok(latencies)
             });
         }
-        let mut latencies = Vec::with_capacity(self.at_once);
+        let mut latencies = Vec::with_capacity(self.concurrency);
         while let Some(worker) = workers.join_next().await {
             latencies.push(worker??);
         }
-        let round = round.end(count * self.size);
-        // Telling them apart is no part of what is measured.
+        let round = round.stop(count * self.size);
+        // After the clock has stopped: sorting latencies is not part of the measurement.
         let mut histogram = histogram()?;
         latencies.iter().flatten().for_each(|latency| histogram.saturating_record(latency.as_nanos() as u64));
         Ok(round.with(&histogram))
     }
 
-    /// Lets go of pages that were read.
     fn clear(&self) {
-        self.kept.lock().expect("nobody panics with it").clear();
+        self.kept.lock().expect("no holder of this lock panics").clear();
     }
 
-    /// Reads without a scrub, and reads until a full scrub has ended. `None` while L3 has no scrub.
-    pub async fn reads_during_scrub(&mut self, count: usize) -> Result<Option<DuringScrub>> {
-        let Some(start) = SCRUB else { return Ok(None) };
+    /// Measures reads without a scrub, then reads until a full scrub has ended.
+    pub async fn reads_during_scrub(&mut self, count: usize) -> Result<ScrubLatency> {
         let without_us = self.run(Direction::Read, count).await?.p99_us;
-        let scrub = start(&self.l3);
+        let scrub = start_scrub(&self.l3);
         let mut during_us = Vec::new();
         while !scrub.is_finished() {
-            during_us.push(self.run(Direction::Read, count / 8 + self.at_once).await?.p99_us);
+            during_us.push(self.run(Direction::Read, count / 8 + self.concurrency).await?.p99_us);
         }
         scrub.await?;
         during_us.sort_by(f64::total_cmp);
-        let during_us =
-            during_us.get(during_us.len() / 2).copied().context("the scrub ended before anything was read")?;
-        Ok(Some(DuringScrub { without_us, during_us }))
+        let during_us = during_us.get(during_us.len() / 2).copied().context("the scrub ended before the first read")?;
+        Ok(ScrubLatency { without_us, during_us })
     }
 }
 
-/// Pages that may be kept, so that as many as are asked for at once find memory beside them.
-fn kept_max(size: usize, at_once: usize) -> usize {
-    let under_way = at_once * (size + UNIT_BYTES);
-    let kept = super::ARENA_BYTES.saturating_sub(under_way + SPARE_BYTES).min(KEPT_BYTES_MAX);
+/// Maximum number of kept pages that leaves memory for all concurrent reads. 0 if those reads need
+/// all of it.
+fn kept_max(size: usize, concurrency: usize) -> usize {
+    let in_flight = concurrency * (size + UNIT_BYTES);
+    let kept = super::ARENA_BYTES.saturating_sub(in_flight + SPARE_BYTES).min(KEPT_BYTES_MAX);
     kept / size
 }
 
@@ -186,10 +182,11 @@ impl Worker {
     async fn read(&self, newest: u64) -> Result<()> {
         let written = self.written.load(Ordering::Relaxed);
         let number = rand::rng().random_range(written - newest.min(written)..written);
-        let found = self.l3.read(&id(number), Instant::now() + PATIENCE).await?;
-        let (_, payload) =
-            found.filter(|(_, payload)| payload.len() == self.payload.len()).context("a page is not there")?;
-        let mut kept = self.kept.lock().expect("nobody panics with it");
+        let found = self.l3.read(&id(number), Instant::now() + IO_TIMEOUT).await?;
+        let (_, payload) = found
+            .filter(|(_, payload)| payload.len() == self.payload.len())
+            .with_context(|| format!("L3 missed page {number}"))?;
+        let mut kept = self.kept.lock().expect("no holder of this lock panics");
         kept.push_back(payload);
         while kept.len() > self.kept_max {
             kept.pop_front();
@@ -197,27 +194,27 @@ impl Worker {
         Ok(())
     }
 
-    /// The checksums of a page are computed where it is received, once, and not by L3.
+    /// Writes one page. Its checksums are precomputed, as a node computes them when it receives a
+    /// page.
     async fn write(&self) -> Result<()> {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
         let meta = PageMeta { id: id(number), generation: number + 1, ..self.meta.clone() };
-        Ok(self.l3.write(meta, self.payload.clone(), Instant::now() + PATIENCE).await?)
+        Ok(self.l3.write(meta, self.payload.clone(), Instant::now() + IO_TIMEOUT).await?)
     }
 }
 
-/// Nothing is rescued out of old segments: how fast the log is, is measured here, and not what it keeps.
 pub fn options(dir: &Path, bytes: u64) -> L3Options {
     L3Options { keep_percent: 0, ..L3Options::new(dir, bytes) }
 }
 
-/// Name of page `number`.
 pub fn id(number: u64) -> PageId {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&number.to_le_bytes());
     PageId { namespace: NamespaceId([7; 32]), key: PageKey(key) }
 }
 
-/// Opens the log again, as after a crash, and closes it.
+/// Opens the log again, waits until it has recovered, and closes it. The duration of the recovery
+/// is in the report.
 pub async fn recover(dir: &Path, bytes: u64, arena: Arc<Arena>) -> Result<RecoveryReport> {
     let l3 = L3::open(options(dir, bytes), arena).await?;
     let report = l3.recovered().await?;

@@ -1,4 +1,5 @@
-//! Measures prefill and decode of a model folder: `cargo run --release -p larder-model --example measure -- [FOLDER]`.
+//! Measures prefill and decode times of a model folder: `cargo run --release -p larder-model
+//! --example measure -- [FOLDER]`.
 
 use larder_kernels::cpu::argmax;
 use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot};

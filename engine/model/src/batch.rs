@@ -1,40 +1,39 @@
-//! What a forward pass computes together: chunks of sequences, and the rules they must keep.
+//! Input of a forward pass: chunks of sequences, and their validation.
 //!
-//! What must always hold: a batch is checked as a whole before anything is computed, so a [`ForwardError`] leaves every
-//! page as it was. Only open pages are written, and of them only the slots of the chunk's own tokens.
+//! Invariants:
+//! - The whole batch is validated before any computation. A [`ForwardError`] leaves every page
+//!   unchanged.
+//! - The forward pass writes only to open pages, and there only to the slots of the chunk's own
+//!   tokens.
 
 use crate::config::ModelConfig;
 use crate::kv::{self, PageSlot};
 use larder_format::PageGeometry;
 use thiserror::Error;
 
-/// Some consecutive tokens of one sequence.
 #[derive(Debug)]
 pub struct Chunk<'a> {
-    /// The tokens to compute; at least one.
     pub tokens: &'a [u32],
-    /// Position of `tokens[0]` in its sequence. Keys and values of all earlier positions are in `pages` already.
+    /// Position of `tokens[0]` in its sequence. `pages` already holds the keys and values of all
+    /// earlier positions.
     pub position: usize,
-    /// The sequence's pages from its start; they cover at least `position + tokens.len()` tokens.
+    /// The sequence's pages from position 0. They cover at least `position + tokens.len()` tokens.
     pub pages: &'a mut [PageSlot],
-    /// Which rows of logits are wanted.
     pub logits: LogitRows,
 }
 
-/// Which rows of logits are wanted of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogitRows {
-    /// None: the keys and values are what matters.
+    /// No row: the caller needs only the keys and values.
     None,
-    /// That of the last token.
     Last,
-    /// One for every token.
     All,
 }
 
-/// Told as the forward pass goes on.
+/// Observer of a forward pass. The engine uses it to publish a layer's pages while later layers are
+/// computed.
 pub trait LayerHooks {
-    /// Keys and values of `layer` for all tokens of the batch are in their pages now.
+    /// Called when the keys and values of `layer` are in their pages, for all tokens of the batch.
     fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]);
 }
 
@@ -42,75 +41,36 @@ impl LayerHooks for () {
     fn layer_done(&mut self, _layer: usize, _batch: &[Chunk<'_>]) {}
 }
 
-/// Why a batch cannot be computed. The pages are unchanged.
+/// Reasons for which a batch is refused. No page has changed. `chunk` is an index into the batch.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ForwardError {
-    /// A chunk without tokens.
     #[error("chunk {chunk} has no tokens")]
-    Empty {
-        /// Index in the batch.
-        chunk: usize,
-    },
-    /// A token id that the model does not have.
-    #[error("chunk {chunk}: token {token} is not in the vocabulary of {vocab}")]
-    Token {
-        /// Index in the batch.
-        chunk: usize,
-        /// The token.
-        token: u32,
-        /// Size of the vocabulary.
-        vocab: usize,
-    },
-    /// The sequence would be longer than the model's context.
-    #[error("chunk {chunk} ends at position {end}, the context is {max_context} tokens")]
-    Context {
-        /// Index in the batch.
-        chunk: usize,
-        /// Position behind the last token.
-        end: usize,
-        /// The model's context.
-        max_context: usize,
-    },
-    /// Too few pages for the tokens.
-    #[error("chunk {chunk} needs {needed} pages, it has {found}")]
-    Pages {
-        /// Index in the batch.
-        chunk: usize,
-        /// Pages that cover the chunk.
-        needed: usize,
-        /// Pages given.
-        found: usize,
-    },
-    /// A token would be written into a sealed page.
+    Empty { chunk: usize },
+    #[error("chunk {chunk}: token {token} is outside the vocabulary of {vocab} tokens")]
+    Token { chunk: usize, token: u32, vocab: usize },
+    #[error("chunk {chunk} ends at position {end}, beyond the model's context of {max_context} tokens")]
+    Context { chunk: usize, end: usize, max_context: usize },
+    #[error("chunk {chunk} needs {needed} pages, but has {found}")]
+    Pages { chunk: usize, needed: usize, found: usize },
     #[error("chunk {chunk} would write into page {page}, which is sealed")]
-    Sealed {
-        /// Index in the batch.
-        chunk: usize,
-        /// Index of the page in its sequence.
-        page: usize,
-    },
-    /// A page that is not of this model's shape, or not of its neighbours'.
-    #[error("chunk {chunk}: page {page} does not have the model's shape, or differs from the pages before it")]
-    Geometry {
-        /// Index in the batch.
-        chunk: usize,
-        /// Index of the page in its sequence.
-        page: usize,
-    },
+    Sealed { chunk: usize, page: usize },
+    /// A page has another shape than the model requires, or than the earlier pages of its sequence.
+    #[error("chunk {chunk}: page {page} has another shape than the model requires, or than the pages before it")]
+    Geometry { chunk: usize, page: usize },
 }
 
 impl Chunk<'_> {
-    /// Position behind the last token.
+    /// Position after the last token. Saturates, so that a hostile position fails the context check
+    /// instead of wrapping.
     pub fn end(&self) -> usize {
         self.position.saturating_add(self.tokens.len())
     }
 
-    /// Shape of the chunk's pages. A checked chunk has at least one.
+    /// Shape of the chunk's pages. Call it only on a validated chunk, which has at least one page.
     pub(crate) fn geometry(&self) -> &PageGeometry {
         self.pages[0].page().geometry()
     }
 
-    /// Rows of logits wanted.
     pub(crate) fn logit_rows(&self) -> std::ops::Range<usize> {
         let len = self.tokens.len();
         match self.logits {
@@ -136,7 +96,7 @@ impl Chunk<'_> {
             return Err(ForwardError::Pages { chunk, needed: 1, found });
         };
         let geometry = *first.page().geometry();
-        if !fits(&geometry, config) {
+        if !has_shape_of(&geometry, config) {
             return Err(ForwardError::Geometry { chunk, page: 0 });
         }
         let page_tokens = geometry.page_tokens as usize;
@@ -155,7 +115,7 @@ impl Chunk<'_> {
     }
 }
 
-fn fits(geometry: &PageGeometry, config: &ModelConfig) -> bool {
+fn has_shape_of(geometry: &PageGeometry, config: &ModelConfig) -> bool {
     geometry.validate().is_ok()
         && kv::is_computable(geometry)
         && geometry.layers as usize == config.layers
@@ -163,7 +123,8 @@ fn fits(geometry: &PageGeometry, config: &ModelConfig) -> bool {
         && geometry.head_dim as usize == config.head_dim
 }
 
-/// Checks the whole batch.
+/// Validates the whole batch before anything is computed, so that an error leaves every page
+/// unchanged. Returns the error of the first invalid chunk.
 pub(crate) fn check(batch: &[Chunk<'_>], config: &ModelConfig) -> Result<(), ForwardError> {
     batch.iter().enumerate().try_for_each(|(index, chunk)| chunk.check(index, config))
 }

@@ -1,7 +1,9 @@
 //! Chat templates: Jinja as Hugging Face renders it.
 //!
-//! What must always hold: a template is a stranger's program. It sees the messages and the special tokens and nothing
-//! else, does a bounded amount of work ([`FUEL`]), and its failures are errors.
+//! Invariants:
+//! - A template is untrusted code. It sees the messages and the special tokens, and nothing else.
+//! - A rendering does a bounded amount of work ([`FUEL`]). Every failure is an error, never a
+//!   panic.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
@@ -9,31 +11,30 @@ use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Most template instructions of one rendering. A message costs some tens.
+/// Maximum template instructions per rendering. A message takes some tens of them. Templates come
+/// with the model folder and could loop for ever.
 pub const FUEL: u64 = 20_000_000;
 
 const NAME: &str = "chat_template";
 
-/// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatMessage {
-    /// Who speaks: `system`, `user`, `assistant`, …
     pub role: String,
-    /// What is said.
     pub content: String,
 }
 
-/// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
 }
 
 impl ChatTemplate {
-    /// Compiles `source`.
+    /// Compiles `source` with the settings of transformers, so that templates render as in
+    /// training. Fails on a syntax error.
     pub fn new(source: &str) -> Result<ChatTemplate, Error> {
         let mut environment = Environment::new();
-        // As in transformers: trim_blocks, lstrip_blocks, loop controls, Python's methods, no escaping.
+        // The settings of transformers: trim_blocks, lstrip_blocks, loop controls, Python methods,
+        // no escaping.
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -45,7 +46,8 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment })
     }
 
-    /// Renders a conversation; `bos` and `eos` are the special tokens' texts, empty where the model has none.
+    /// Renders a conversation. `bos` and `eos` are the texts of the special tokens, empty if the
+    /// model has none.
     pub fn render(&self, messages: &[ChatMessage], generate: bool, bos: &str, eos: &str) -> Result<String, Error> {
         let messages: Vec<Value> =
             messages.iter().map(|m| context! { role => &m.role, content => &m.content }).collect();
@@ -62,7 +64,7 @@ fn raise_exception(message: String) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// `json.dumps(value, ensure_ascii=False)`: as minijinja's own filter, without its escapes for HTML.
+/// Implements `json.dumps(value, ensure_ascii=False)`: minijinja's filter without its HTML escapes.
 fn to_json(value: &Value, indent: Option<Value>, args: Kwargs) -> Result<String, Error> {
     let escaped = minijinja::filters::tojson(value, indent, args)?;
     let mut json = String::new();
@@ -71,19 +73,21 @@ fn to_json(value: &Value, indent: Option<Value>, args: Kwargs) -> Result<String,
         let plain = [("\\u003c", "<"), ("\\u003e", ">"), ("\\u0026", "&"), ("\\u0027", "'")];
         json.push_str(&rest[..at]);
         rest = &rest[at..];
-        let (taken, text) = match plain.iter().find(|(code, _)| rest.starts_with(code)) {
+        let (escape_len, text) = match plain.iter().find(|(code, _)| rest.starts_with(code)) {
             Some((code, text)) => (code.len(), *text),
-            // An escape is a backslash and one more ASCII character; so an escaped backslash is stepped over whole.
+            // An escape is a backslash and one ASCII character. Skipping both keeps the second half
+            // of an escaped backslash from starting an escape.
             None => (2.min(rest.len()), rest.get(..2).unwrap_or(rest)),
         };
         json.push_str(text);
-        rest = &rest[taken..];
+        rest = &rest[escape_len..];
     }
     json.push_str(rest);
     Ok(json)
 }
 
-/// `{% generation %}` marks what an assistant says, for training. It changes nothing in the text, so it becomes `if true`.
+/// Replaces `{% generation %}` by `{% if true %}`. The tag marks the assistant's text for training,
+/// and does not change the rendering.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -120,7 +124,8 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 
-/// The directives of `strftime` that templates use, in UTC; others are left as they are.
+/// Formats a UTC time with the `strftime` directives that templates use. Copies other directives
+/// unchanged.
 fn strftime(format: &str, time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let days = seconds / 86_400;
@@ -156,7 +161,8 @@ fn strftime(format: &str, time: SystemTime) -> String {
     out
 }
 
-/// Year, month and day of a day counted from 1970-01-01 (the proleptic Gregorian calendar, in eras of 400 years).
+/// Converts days since 1970-01-01 to year, month and day (proleptic Gregorian calendar, eras of 400
+/// years).
 fn civil_date(days: u64) -> (u64, u64, u64) {
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
@@ -184,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn renders_as_transformers_does() {
+    fn rendering_matches_transformers() {
         let source = "{{ bos_token }}{% for message in messages %}\n    {% if message['role'].upper() == 'SYSTEM' %}\n\
                       [{{ message.content.strip() }}]\n    {%- else %}\n{{ message.role }}: {{ message.content }}\n\
                       {{ eos_token }}\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}assistant:{% endif %}";
@@ -193,14 +199,14 @@ mod tests {
     }
 
     #[test]
-    fn json_is_not_escaped_for_html() {
+    fn tojson_does_not_escape_html() {
         let json = render("{{ messages[1].content | tojson }}").unwrap();
         assert_eq!(json, r#""2 < 3 & \"x\" 'y' \\u003c?""#);
         assert_eq!(render("{{ {'a': [1, true]} | tojson }}").unwrap(), r#"{"a": [1, true]}"#);
     }
 
     #[test]
-    fn templates_can_refuse_and_cannot_run_for_ever() {
+    fn endless_and_refusing_templates_return_errors() {
         let refused = render("{{ raise_exception('no such role') }}").unwrap_err();
         assert!(refused.to_string().contains("no such role"));
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
@@ -209,13 +215,13 @@ mod tests {
     }
 
     #[test]
-    fn generation_tags_are_transparent() {
+    fn generation_tags_do_not_change_the_rendering() {
         let source = "{% for m in messages %}{%- generation -%} {{ m.role }} {%- endgeneration %};{% endfor %}";
         assert_eq!(render(source).unwrap(), "system;user;");
     }
 
     #[test]
-    fn dates() {
+    fn strftime_formats_utc_dates() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         assert_eq!(strftime("%d %b %Y, %A %H:%M:%S %q%", at(0)), "01 Jan 1970, Thursday 00:00:00 %q%");
         assert_eq!(strftime("%Y-%m-%d %a %I%p %y %B", at(951_827_696)), "2000-02-29 Tue 12PM 00 February");

@@ -1,31 +1,26 @@
 //! `config.json` of a model folder, in its older and newer shapes.
 //!
-//! What must always hold: a [`ModelConfig`] is something this engine computes exactly. What it does not know (another
-//! architecture, a kind of position encoding, a sliding window, quantised weights) is refused by name, never ignored.
+//! Invariant: this engine computes every accepted [`ModelConfig`] exactly. It refuses an
+//! unsupported architecture, position encoding, sliding window or quantisation by name, and ignores
+//! none of them.
 
 use crate::weights::LoadError;
 use serde_json::Value;
 use std::fmt;
 
-/// The architectures this engine computes.
+/// Architectures this engine computes. Others are refused with [`LoadError::Architecture`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Architecture {
-    /// Llama 2 and 3, and what shares their shape.
     Llama,
-    /// Mistral.
     Mistral,
-    /// Qwen2 and Qwen2.5: biases on queries, keys and values.
     Qwen2,
-    /// Qwen3: a norm on each query and key head.
     Qwen3,
 }
 
 impl Architecture {
-    /// All of them.
     pub const ALL: [Architecture; 4] =
         [Architecture::Llama, Architecture::Mistral, Architecture::Qwen2, Architecture::Qwen3];
 
-    /// The name in `config.json`.
     pub fn name(self) -> &'static str {
         match self {
             Architecture::Llama => "LlamaForCausalLM",
@@ -44,61 +39,50 @@ impl fmt::Display for Architecture {
 
 pub use larder_kernels::cpu::Rope;
 
-/// What decides a model's computation, and its limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Architecture.
     pub architecture: Architecture,
-    /// Transformer layers.
     pub layers: usize,
-    /// Elements of the residual stream.
     pub hidden: usize,
-    /// Elements inside the MLP.
     pub intermediate: usize,
-    /// Query heads per layer.
     pub heads: usize,
-    /// Key/value heads per layer; divides `heads`.
+    /// Key and value heads per layer. Divides `heads`.
     pub kv_heads: usize,
-    /// Elements per head.
+    /// Elements per head. Even, because rotary embedding needs pairs.
     pub head_dim: usize,
-    /// Tokens in the vocabulary.
     pub vocab: usize,
-    /// Most tokens of a sequence (`max_position_embeddings`).
+    /// Maximum tokens of a sequence (`max_position_embeddings`). Positions beyond it were not
+    /// trained, so the engine refuses them.
     pub max_context: usize,
-    /// Tokens that end a generation, from `generation_config.json` or `config.json`; may be empty.
+    /// Tokens that end a generation, from `generation_config.json` or `config.json`. May be empty.
     pub eos_token_ids: Vec<u32>,
-    /// Added to the mean square in every norm.
     pub rms_eps: f32,
-    /// Position encoding.
     pub rope: Rope,
-    /// The output matrix is the embedding matrix.
     pub tied_embeddings: bool,
-    /// Biases on the projections to queries, keys and values.
     pub qkv_bias: bool,
-    /// A bias on the projection out of attention.
     pub output_bias: bool,
-    /// Biases in the MLP.
     pub mlp_bias: bool,
-    /// A norm on each query and key head.
     pub qk_norm: bool,
 }
 
-/// Largest accepted values. They are far above any real model and keep all arithmetic on sizes from overflowing.
+/// Largest accepted values. They are far above any real model, and keep arithmetic on sizes from
+/// overflowing.
 const LAYERS_MAX: u64 = 1024;
 const HEADS_MAX: u64 = 1024;
 const HEAD_DIM_MAX: u64 = 4096;
 const WIDTH_MAX: u64 = 1 << 20;
 const VOCAB_MAX: u64 = 1 << 24;
 const CONTEXT_MAX: u64 = 1 << 24;
-/// Tokens of the sliding window of Mistral and Qwen where `config.json` does not say.
+/// Sliding window of Mistral and Qwen, in tokens, if `config.json` has no such field.
 const SLIDING_WINDOW_DEFAULT: u32 = 4096;
 
 impl ModelConfig {
-    /// Reads the content of `config.json`, and of `generation_config.json` (`null` if there is none).
+    /// Parses the content of `config.json` and of `generation_config.json` (`null` if that file
+    /// does not exist).
     pub fn from_json(config: &Value, generation: &Value) -> Result<ModelConfig, LoadError> {
-        let fields = Fields(config);
+        let fields = ConfigFields(config);
         let architecture = architecture(config)?;
-        fields.refuse_what_is_not_computed(architecture)?;
+        fields.refuse_unsupported_features(architecture)?;
         let is_llama = architecture == Architecture::Llama;
         let hidden = fields.size("hidden_size", None, WIDTH_MAX)?;
         let heads = fields.size("num_attention_heads", None, HEADS_MAX)?;
@@ -121,7 +105,7 @@ impl ModelConfig {
             head_dim,
             vocab: fields.size("vocab_size", None, VOCAB_MAX)?,
             max_context,
-            eos_token_ids: eos_ids_of(generation, config),
+            eos_token_ids: eos_token_ids(generation, config),
             rms_eps: fields.number(config, "rms_norm_eps", Some(1e-6))?,
             rope: fields.rope()?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
@@ -139,26 +123,30 @@ impl ModelConfig {
 
     fn check(self) -> Result<ModelConfig, LoadError> {
         if !self.heads.is_multiple_of(self.kv_heads) {
-            let (heads, kv_heads) = (self.heads, self.kv_heads);
-            return Err(invalid("num_key_value_heads", format!("{kv_heads} does not divide the {heads} heads")));
+            let reason = format!("{} does not divide the {} heads", self.kv_heads, self.heads);
+            return Err(invalid("num_key_value_heads", reason));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(invalid("head_dim", format!("{} is odd; rotary positions need pairs", self.head_dim)));
+            return Err(invalid(
+                "head_dim",
+                format!("{} is odd; rotary position embedding needs pairs", self.head_dim),
+            ));
         }
         Ok(self)
     }
 
-    /// Elements of all query heads of a token.
+    /// Width of all query heads of a token, in elements.
     pub fn query_width(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Elements of all key (or value) heads of a token.
+    /// Width of all key (or value) heads of a token, in elements.
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
 
-    /// Everything that decides the numbers, in one canonical text; equal for the older and newer shape of one model.
+    /// Canonical text of every parameter that affects results. The older and newer shape of one
+    /// model give the same text.
     pub(crate) fn canonical(&self) -> String {
         let bits = |x: f32| format!("{:08x}", x.to_bits());
         let rope = match self.rope {
@@ -190,8 +178,9 @@ impl ModelConfig {
     }
 }
 
-/// End-of-sequence ids: a number or a list, of `generation_config.json` or, if that names none, of `config.json`.
-pub(crate) fn eos_ids_of(generation: &Value, config: &Value) -> Vec<u32> {
+/// Returns the end-of-sequence ids, given as a number or a list. `generation_config.json` takes
+/// precedence over `config.json`.
+pub(crate) fn eos_token_ids(generation: &Value, config: &Value) -> Vec<u32> {
     let ids = |file: &Value| -> Vec<u32> {
         let id = &file["eos_token_id"];
         let one = std::slice::from_ref(id);
@@ -215,10 +204,10 @@ fn invalid(field: &str, reason: impl Into<String>) -> LoadError {
     LoadError::Config { field: field.to_owned(), reason: reason.into() }
 }
 
-/// Typed access to the fields of `config.json`. A field that is `null` counts as absent.
-struct Fields<'a>(&'a Value);
+/// Typed access to the fields of `config.json`. Treats a `null` field as absent.
+struct ConfigFields<'a>(&'a Value);
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     fn size(&self, name: &str, default: Option<usize>, max: u64) -> Result<usize, LoadError> {
         let value = match (&self.0[name], default) {
             (Value::Null, Some(value)) => value as u64,
@@ -239,7 +228,6 @@ impl Fields<'_> {
         }
     }
 
-    /// A positive number of `object`.
     fn number(&self, object: &Value, name: &str, default: Option<f32>) -> Result<f32, LoadError> {
         let value = match (&object[name], default) {
             (Value::Null, Some(value)) => value,
@@ -252,43 +240,50 @@ impl Fields<'_> {
         Err(invalid(name, format!("{value} is not a positive number")))
     }
 
-    fn refuse_what_is_not_computed(&self, architecture: Architecture) -> Result<(), LoadError> {
+    fn refuse_unsupported_features(&self, architecture: Architecture) -> Result<(), LoadError> {
         match self.0["hidden_act"].as_str().unwrap_or("silu") {
             "silu" => {}
-            other => return Err(invalid("hidden_act", format!("{other:?} is not supported; silu is"))),
+            other => return Err(invalid("hidden_act", format!("{other:?} is not supported; only silu is"))),
         }
         if !self.0["quantization_config"].is_null() {
             return Err(invalid("quantization_config", "quantised weights are not supported; f32, bf16 and f16 are"));
         }
         let rotary = &self.0["partial_rotary_factor"];
         if !rotary.is_null() && rotary.as_f64() != Some(1.0) {
-            return Err(invalid("partial_rotary_factor", format!("{rotary} is not supported; 1 is")));
+            return Err(invalid("partial_rotary_factor", format!("{rotary} is not supported; only 1 is")));
         }
         let kinds = self.0["layer_types"].as_array().map_or(&[][..], Vec::as_slice);
         match kinds.iter().find(|kind| *kind != "full_attention") {
-            Some(kind) => Err(invalid("layer_types", format!("{kind} is not supported by {architecture} here"))),
+            Some(kind) => {
+                Err(invalid("layer_types", format!("this engine does not support {kind} for {architecture}")))
+            }
             None => Ok(()),
         }
     }
 
-    /// A window that is at least the context changes nothing; any other is refused.
+    /// Refuses an active sliding window that is shorter than the context. A longer one has no
+    /// effect.
     fn refuse_sliding_window(&self, architecture: Architecture, max_context: usize) -> Result<(), LoadError> {
         let is_on = match architecture {
             Architecture::Llama => false,
             Architecture::Mistral => true,
             Architecture::Qwen2 | Architecture::Qwen3 => self.flag("use_sliding_window", false)?,
         };
-        // What transformers assumes where the field is absent (not where it is null).
+        // transformers assumes this default if the field is absent, but not if it is null.
         let absent = Value::from(SLIDING_WINDOW_DEFAULT);
         let window = self.0.get("sliding_window").unwrap_or(&absent);
         if !is_on || window.is_null() || window.as_u64().is_some_and(|window| window >= max_context as u64) {
             return Ok(());
         }
-        Err(invalid("sliding_window", format!("a window of {window} tokens is not supported; null or off is")))
+        Err(invalid(
+            "sliding_window",
+            format!("a window of {window} tokens is not supported; only null or a disabled window is"),
+        ))
     }
 
     fn rope(&self) -> Result<Rope, LoadError> {
-        // Newer: `rope_parameters` with everything. Older: `rope_theta` beside `rope_scaling`.
+        // Newer files put everything in `rope_parameters`. Older ones put `rope_theta` beside
+        // `rope_scaling`.
         let newer = &self.0["rope_parameters"];
         let scaling = if newer.is_null() { &self.0["rope_scaling"] } else { newer };
         let theta_in = if newer["rope_theta"].is_null() { self.0 } else { newer };

@@ -1,46 +1,40 @@
-//! The forward pass.
+//! The forward pass over a batch.
 //!
-//! What must always hold: see the crate's first paragraph; each step is either a kernel whose rows do not see each other,
-//! or attention, whose result for a query depends on its position and its sequence's keys and values alone.
+//! Invariant: no row influences another row's bits. Every step is either a kernel that treats rows
+//! independently, or attention. The attention of a query depends only on its position and on its
+//! sequence's keys and values.
 //!
-//! The tokens of all chunks are rows of one matrix, chunk after chunk. In the last layer only the rows whose logits are
-//! wanted go on once their keys and values are written.
+//! The tokens of all chunks form the rows of one matrix, chunk after chunk. The last layer writes
+//! the keys and values of all rows, then continues only with the rows whose logits are requested.
 
 use crate::batch::{self, Chunk, ForwardError, LayerHooks};
-use crate::kv::{KvKind, PageSlot, head_place};
+use crate::kv::{KvKind, PageSlot, head_layout};
 use crate::model::{LayerWeights, Linear, Model};
 use larder_format::PageGeometry;
 use larder_kernels::cpu::{
-    AttentionChunk, AttentionShape, HeadPlace, RopeTable, add, attention, matmul, rms_norm, silu_mul,
+    AttentionChunk, AttentionShape, HeadLayout, RopeTable, add, attention, matmul, rms_norm, silu_mul,
 };
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Buffers of one forward pass, kept for the next.
+/// Buffers of one forward pass, reused by later passes.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// `[rows][hidden]`: the residual stream.
     stream: Vec<f32>,
-    /// `[rows][hidden]`: its norm.
     normed: Vec<f32>,
-    /// `[rows][queries + keys + values]`.
     qkv: Vec<f32>,
-    /// `[rows][queries]`: what attention gives.
     attended: Vec<f32>,
-    /// `[rows][hidden]`: what goes back into the stream.
     projected: Vec<f32>,
-    /// `[rows][2 · intermediate]`.
     gate_up: Vec<f32>,
-    /// `[rows][intermediate]`.
     activated: Vec<f32>,
     rope: RopeTable,
 }
 
-/// Most buffers kept; as many passes can run at once without allocating.
+/// Maximum number of buffer sets kept. Up to this many concurrent passes run without allocating.
 const SCRATCH_KEPT_MAX: usize = 4;
 
-/// Buffers that no pass is using.
+/// Buffer sets that no pass uses at the moment. A pass holds the lock only to take or return a set.
 #[derive(Default)]
 pub(crate) struct ScratchPool(Mutex<Vec<Scratch>>);
 
@@ -57,7 +51,8 @@ impl ScratchPool {
     }
 }
 
-/// The first `len` elements of a buffer, whatever they hold.
+/// Returns the first `len` elements of a buffer and grows it if needed. Their content is
+/// unspecified.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
@@ -66,30 +61,33 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 impl Model {
-    /// Computes keys and values of all tokens of `batch` into their pages, and the wanted logits: per chunk its rows of
-    /// `vocab` logits, one after the other. `hooks` hears of every layer.
+    /// Computes the keys and values of all tokens of `batch` into their pages, and the requested
+    /// logits. Returns per chunk its rows of `vocab` logits, concatenated. Calls `hooks` after each
+    /// layer, on the caller's thread.
     ///
     /// # Errors
-    /// If the batch breaks a rule (see [`ForwardError`]); nothing was computed then.
+    /// If the batch is invalid (see [`ForwardError`]). No page has changed then.
     pub fn forward(&self, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) -> Result<Vec<Vec<f32>>, ForwardError> {
         batch::check(batch, &self.config)?;
         let mut scratch = self.scratch.take();
-        in_pool(|| self.embed(batch, &mut scratch));
+        on_rayon(|| self.embed(batch, &mut scratch));
         let mut rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
         for (layer, weights) in self.weights.layers.iter().enumerate() {
-            in_pool(|| self.keys_and_values(layer, weights, batch, &mut scratch));
+            on_rayon(|| self.keys_and_values(layer, weights, batch, &mut scratch));
+            // After all keys and values of the layer are written, before attention: the hook may
+            // already publish them.
             hooks.layer_done(layer, batch);
             if layer + 1 == self.weights.layers.len() {
-                self.keep_wanted(batch, &mut rows, &mut scratch);
+                self.retain_requested_rows(batch, &mut rows, &mut scratch);
             }
             if rows.iter().any(|rows| !rows.is_empty()) {
-                in_pool(|| {
+                on_rayon(|| {
                     self.attend(layer, batch, &rows, &mut scratch);
                     self.finish_layer(weights, &rows, &mut scratch);
                 });
             }
         }
-        let logits = in_pool(|| self.logits(&rows, &mut scratch));
+        let logits = on_rayon(|| self.logits(&rows, &mut scratch));
         self.scratch.put(scratch);
         Ok(logits)
     }
@@ -112,7 +110,6 @@ impl Model {
         });
     }
 
-    /// Queries, keys and values of all rows; keys and values go into the pages.
     fn keys_and_values(&self, layer: usize, weights: &LayerWeights, batch: &mut [Chunk<'_>], scratch: &mut Scratch) {
         let config = &self.config;
         let rows: usize = batch.iter().map(|chunk| chunk.tokens.len()).sum();
@@ -122,9 +119,9 @@ impl Model {
         let width = self.qkv_width();
         let qkv = sized(qkv, rows * width);
         project(normed, &weights.qkv, qkv);
-        let turned = config.query_width() + config.kv_width();
+        let rotated_width = config.query_width() + config.kv_width();
         qkv.par_chunks_exact_mut(width).with_min_len(32).enumerate().for_each(|(row, values)| {
-            for (head, values) in values[..turned].chunks_exact_mut(config.head_dim).enumerate() {
+            for (head, values) in values[..rotated_width].chunks_exact_mut(config.head_dim).enumerate() {
                 if let Some((query_norm, key_norm)) = &weights.qk_norm {
                     let norm = if head < config.heads { query_norm } else { key_norm };
                     let head = values.to_vec();
@@ -141,49 +138,51 @@ impl Model {
         }
     }
 
-    /// Copies keys and values of a chunk's rows into its open pages.
     fn write_pages(&self, layer: usize, chunk: &mut Chunk<'_>, qkv: &[f32]) {
         let geometry = *chunk.geometry();
         let page_tokens = geometry.page_tokens as usize;
-        let (keys, values) = places(&geometry, layer);
+        let (keys, values) = head_layouts(&geometry, layer);
         let head_dim = self.config.head_dim;
         for (index, row) in qkv.chunks_exact(self.qkv_width()).enumerate() {
             let position = chunk.position + index;
             let PageSlot::Open(page) = &mut chunk.pages[position / page_tokens] else {
-                unreachable!("the batch was checked: pages that are written are open");
+                unreachable!("validation has checked that the pages to write are open");
             };
             let page = page.as_f32_mut();
             let slot = position % page_tokens;
             let heads = row[self.config.query_width()..].chunks_exact(head_dim);
-            for (place, head) in keys.iter().chain(&values).zip(heads) {
-                page[place.start + slot * place.stride..][..head_dim].copy_from_slice(head);
+            for (layout, head) in keys.iter().chain(&values).zip(heads) {
+                page[layout.start + slot * layout.stride..][..head_dim].copy_from_slice(head);
             }
         }
     }
 
-    /// Keeps only the rows whose logits are wanted: the last ones of each chunk.
-    fn keep_wanted(&self, batch: &[Chunk<'_>], rows: &mut [Range<usize>], scratch: &mut Scratch) {
-        let (hidden, width) = (self.config.hidden, self.qkv_width());
-        let (mut source, mut target) = (0, 0);
+    /// Drops the rows without requested logits by moving the requested ones, the last of each
+    /// chunk, to the front.
+    fn retain_requested_rows(&self, batch: &[Chunk<'_>], rows: &mut [Range<usize>], scratch: &mut Scratch) {
+        let hidden = self.config.hidden;
+        let width = self.qkv_width();
+        let mut source = 0;
+        let mut target = 0;
         for (chunk, rows) in batch.iter().zip(rows) {
-            let wanted = chunk.logit_rows();
-            let from = source + wanted.start..source + wanted.end;
+            let requested = chunk.logit_rows();
+            let from = source + requested.start..source + requested.end;
             scratch.stream.copy_within(from.start * hidden..from.end * hidden, target * hidden);
             scratch.qkv.copy_within(from.start * width..from.end * width, target * width);
             source += chunk.tokens.len();
-            target += wanted.len();
-            *rows = wanted;
+            target += requested.len();
+            *rows = requested;
         }
     }
 
-    /// Attention of the rows `rows` of each chunk.
     fn attend(&self, layer: usize, batch: &[Chunk<'_>], rows: &[Range<usize>], scratch: &mut Scratch) {
         let config = &self.config;
         let count: usize = rows.iter().map(Range::len).sum();
-        let (query_width, width) = (config.query_width(), self.qkv_width());
+        let query_width = config.query_width();
+        let width = self.qkv_width();
         let pages: Vec<Vec<&[f32]>> =
             batch.iter().map(|chunk| chunk.pages.iter().map(|slot| slot.page().as_f32()).collect()).collect();
-        let places: Vec<_> = batch.iter().map(|chunk| places(chunk.geometry(), layer)).collect();
+        let layouts: Vec<_> = batch.iter().map(|chunk| head_layouts(chunk.geometry(), layer)).collect();
         let mut queries = &scratch.qkv[..count * width];
         let mut out = sized(&mut scratch.attended, count * query_width);
         let mut chunks = Vec::with_capacity(batch.len());
@@ -198,8 +197,8 @@ impl Model {
                 query_stride: width,
                 pages: &pages[index],
                 page_tokens: chunk.geometry().page_tokens as usize,
-                keys: &places[index].0,
-                values: &places[index].1,
+                keys: &layouts[index].0,
+                values: &layouts[index].1,
                 out: own_out,
             });
         }
@@ -212,7 +211,6 @@ impl Model {
         attention(&shape, &mut chunks);
     }
 
-    /// The layer's second half: out of attention, through the MLP.
     fn finish_layer(&self, weights: &LayerWeights, rows: &[Range<usize>], scratch: &mut Scratch) {
         let config = &self.config;
         let count: usize = rows.iter().map(Range::len).sum();
@@ -248,9 +246,9 @@ impl Model {
     }
 }
 
-/// Runs several kernels on a thread of rayon's pool: from outside, each of them would wake the pool and be woken by it.
-/// Hooks are called on the caller's own thread.
-fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+/// Runs `work`, a sequence of kernels, on a rayon thread. From an outside thread, every kernel
+/// would wake the pool and wait for it again.
+fn on_rayon<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     rayon::scope(|_| work())
 }
 
@@ -258,8 +256,7 @@ fn project(x: &[f32], linear: &Linear, out: &mut [f32]) {
     matmul(x, &linear.weight, linear.bias.as_deref(), out);
 }
 
-/// Where the keys and the values of every head of a layer lie in a page.
-fn places(geometry: &PageGeometry, layer: usize) -> (Vec<HeadPlace>, Vec<HeadPlace>) {
-    let of_kind = |kind| (0..geometry.kv_heads as usize).map(|head| head_place(geometry, layer, kind, head)).collect();
+fn head_layouts(geometry: &PageGeometry, layer: usize) -> (Vec<HeadLayout>, Vec<HeadLayout>) {
+    let of_kind = |kind| (0..geometry.kv_heads as usize).map(|head| head_layout(geometry, layer, kind, head)).collect();
     (of_kind(KvKind::Key), of_kind(KvKind::Value))
 }

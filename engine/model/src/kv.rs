@@ -1,22 +1,26 @@
 //! Pages of keys and values in memory: the engine's L1.
 //!
-//! What must always hold: a [`KvPage`] is exactly `geometry.page_bytes()` bytes in the layout documented at
-//! [`PageGeometry`], so its bytes *are* the page's payload in the store. A pool never hands out more pages than its
-//! capacity; a page's buffer is handed out again only after the page was dropped, and may then still hold old bytes.
+//! Invariants:
+//! - A [`KvPage`] is exactly `geometry.page_bytes()` bytes in the layout of [`PageGeometry`]. Its
+//!   bytes are the payload of the page in the store, without conversion.
+//! - A pool hands out at most `capacity_pages` pages at a time.
+//! - A buffer returns to the pool when its page is dropped. The next owner may find old bytes in
+//!   it.
 
 use larder_format::{KvDtype, PageGeometry};
-use larder_kernels::cpu::HeadPlace;
+use larder_kernels::cpu::HeadLayout;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Unit of a page buffer: a cache line, so that every buffer begins at one.
+/// Unit of a page buffer, one cache line, so that every buffer starts on a cache line.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([u32; 16]);
+struct CacheLine([u32; 16]);
 
-const LINE_BYTES: usize = size_of::<Line>();
+const CACHE_LINE_BYTES: usize = size_of::<CacheLine>();
 
-/// A bounded number of equal pages. Buffers are made when first needed (so an idle pool costs nothing) and kept.
+/// Bounded pool of equal pages. Allocates each buffer on first use and keeps it, so an idle pool
+/// costs nothing.
 pub struct KvPool {
     geometry: PageGeometry,
     capacity_pages: usize,
@@ -25,17 +29,18 @@ pub struct KvPool {
 
 struct PoolState {
     in_use: usize,
-    spare: Vec<Box<[Line]>>,
+    spare: Vec<Box<[CacheLine]>>,
 }
 
 impl KvPool {
-    /// A pool of at most `capacity_pages` pages of `geometry`.
+    /// Creates a pool of at most `capacity_pages` pages of `geometry`. Allocates no buffer yet.
     pub fn new(geometry: PageGeometry, capacity_pages: usize) -> Arc<KvPool> {
         let state = Mutex::new(PoolState { in_use: 0, spare: Vec::new() });
         Arc::new(KvPool { geometry, capacity_pages, state })
     }
 
-    /// Takes a page, or `None` if all are in use. What it holds is not defined.
+    /// Takes a page, or returns `None` if all are in use. The content of the page is unspecified,
+    /// because buffers are reused without clearing.
     pub fn allocate(self: &Arc<Self>) -> Option<KvPage> {
         let spare = {
             let mut state = self.lock();
@@ -45,28 +50,27 @@ impl KvPool {
             state.in_use += 1;
             state.spare.pop()
         };
-        let lines = self.geometry.page_bytes().div_ceil(LINE_BYTES);
-        let buffer = spare.unwrap_or_else(|| vec![Line([0; 16]); lines].into_boxed_slice());
+        // Outside the lock: zeroing a new buffer may take milliseconds, and other threads may
+        // allocate meanwhile.
+        let lines = self.geometry.page_bytes().div_ceil(CACHE_LINE_BYTES);
+        let buffer = spare.unwrap_or_else(|| vec![CacheLine([0; 16]); lines].into_boxed_slice());
         Some(KvPage { pool: Arc::clone(self), buffer })
     }
 
-    /// Pages that [`allocate`](Self::allocate) can still hand out.
     pub fn free_pages(&self) -> usize {
         self.capacity_pages - self.lock().in_use
     }
 
-    /// Most pages in use at once.
     pub fn capacity_pages(&self) -> usize {
         self.capacity_pages
     }
 
-    /// Shape of every page.
     pub fn geometry(&self) -> &PageGeometry {
         &self.geometry
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, PoolState> {
-        // Nothing that holds the lock can panic half-way through a change.
+        // Ignoring poison is sound: no holder of the lock can panic between two related changes.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -77,25 +81,24 @@ impl fmt::Debug for KvPool {
     }
 }
 
-/// Keys and values of `page_tokens` consecutive tokens in all layers. The buffer goes back to its pool on drop.
+/// Keys and values of `page_tokens` consecutive tokens in all layers. Drop returns the buffer to
+/// the pool.
 pub struct KvPage {
     pool: Arc<KvPool>,
-    buffer: Box<[Line]>,
+    buffer: Box<[CacheLine]>,
 }
 
 impl KvPage {
-    /// Shape of the page.
     pub fn geometry(&self) -> &PageGeometry {
         &self.pool.geometry
     }
 
-    /// The page as `f32`. Meaningful for pages of [`KvDtype::F32`] only.
+    /// Views the page as `f32`. Meaningful only for pages of [`KvDtype::F32`].
     pub fn as_f32(&self) -> &[f32] {
         let values = bytemuck::cast_slice(&self.buffer);
         &values[..self.geometry().page_bytes() / 4]
     }
 
-    /// As [`as_f32`](Self::as_f32), for writing.
     pub fn as_f32_mut(&mut self) -> &mut [f32] {
         let len = self.geometry().page_bytes() / 4;
         &mut bytemuck::cast_slice_mut(&mut self.buffer)[..len]
@@ -131,17 +134,15 @@ impl fmt::Debug for KvPage {
     }
 }
 
-/// One page of a sequence, as the forward pass sees it.
 #[derive(Debug)]
 pub enum PageSlot {
-    /// Still being filled, by this sequence alone.
+    /// Partly filled, and owned by this sequence alone.
     Open(KvPage),
-    /// Full and immutable, perhaps shared with other sequences.
+    /// Full and immutable. Other sequences with the same prefix may share it.
     Sealed(Arc<KvPage>),
 }
 
 impl PageSlot {
-    /// The page, for reading.
     pub fn page(&self) -> &KvPage {
         match self {
             PageSlot::Open(page) => page,
@@ -149,7 +150,6 @@ impl PageSlot {
         }
     }
 
-    /// Makes an open page immutable; a sealed one stays as it is.
     pub fn seal(self) -> PageSlot {
         match self {
             PageSlot::Open(page) => PageSlot::Sealed(Arc::new(page)),
@@ -158,17 +158,16 @@ impl PageSlot {
     }
 }
 
-/// Keys or values.
+/// Selects the keys or the values. The numbers give their order in the page layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvKind {
-    /// Keys.
     Key = 0,
-    /// Values.
     Value = 1,
 }
 
-/// Finds `kind` of KV head `head` in layer `layer` of a page of `geometry`; the layout itself is documented there.
-pub fn head_place(geometry: &PageGeometry, layer: usize, kind: KvKind, head: usize) -> HeadPlace {
+/// Computes the position of `kind` of KV head `head` in layer `layer`, by the layout of
+/// [`PageGeometry`].
+pub fn head_layout(geometry: &PageGeometry, layer: usize, kind: KvKind, head: usize) -> HeadLayout {
     let head_dim = geometry.head_dim as usize;
     let group_heads = (geometry.kv_heads / geometry.head_groups) as usize;
     let layer_group = layer / geometry.layers_per_part as usize;
@@ -177,10 +176,11 @@ pub fn head_place(geometry: &PageGeometry, layer: usize, kind: KvKind, head: usi
     let layer_in_part = layer % geometry.layers_per_part as usize;
     let stride = group_heads * head_dim;
     let block = (2 * layer_in_part + kind as usize) * geometry.page_tokens as usize * stride;
-    HeadPlace { start: part_start + block + (head % group_heads) * head_dim, stride }
+    HeadLayout { start: part_start + block + (head % group_heads) * head_dim, stride }
 }
 
-/// Whether this build computes on pages of `geometry`.
+/// Returns `true` if this build can compute on pages of `geometry`. The kernels need little-endian
+/// `f32`.
 pub fn is_computable(geometry: &PageGeometry) -> bool {
     geometry.dtype == KvDtype::F32 && cfg!(target_endian = "little")
 }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_is_bounded_and_takes_pages_back() {
+    fn allocate_fails_at_capacity_and_succeeds_after_a_drop() {
         let pool = KvPool::new(geometry(2, 1), 2);
         let first = pool.allocate().unwrap();
         let second = pool.allocate().unwrap();
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_the_payload() {
+    fn page_bytes_are_the_store_payload() {
         let pool = KvPool::new(geometry(2, 1), 1);
         let mut page = pool.allocate().unwrap();
         assert_eq!(page.as_ref().len(), pool.geometry().page_bytes());
@@ -227,18 +227,19 @@ mod tests {
     }
 
     #[test]
-    fn heads_tile_every_layout_in_the_documented_order() {
+    fn head_layouts_cover_the_page_in_the_documented_order() {
         for (layers_per_part, head_groups) in [(1, 1), (2, 1), (2, 2), (5, 4), (3, 2)] {
             let g = geometry(layers_per_part, head_groups);
             let mut expected = 0;
-            // The documented order: part by part, layer by layer, K then V, token by token, head by head.
+            // The documented order: part by part, layer by layer, keys before values, token by
+            // token, head by head.
             for part in 0..g.part_count() {
                 for layer in g.part_layers(part) {
                     for kind in [KvKind::Key, KvKind::Value] {
                         for slot in 0..g.page_tokens as usize {
                             for head in g.part_heads(part) {
-                                let place = head_place(&g, layer, kind, head);
-                                assert_eq!(place.start + slot * place.stride, expected);
+                                let layout = head_layout(&g, layer, kind, head);
+                                assert_eq!(layout.start + slot * layout.stride, expected);
                                 expected += g.head_dim as usize;
                             }
                         }

@@ -1,18 +1,21 @@
 //! Hugging Face model folders: configuration, weights, tokenizer, chat template, forward pass.
 //!
-//! What must always hold: the logits and the keys and values of a token are **bit-identical** whatever chunks, batch
-//! neighbours, page size or number of threads they were computed with. So a page computed by one engine continues a
-//! sequence on another exactly as if the other had computed it. And nothing here panics on what is read from a folder:
-//! a hostile one gives a [`LoadError`] or a [`TokenizerError`].
+//! Invariants:
+//! - The logits, keys and values of a token are **bit-identical** for every chunking, batch, page
+//!   size and number of threads. So one engine can continue a sequence from the pages of another,
+//!   and gets the same tokens.
+//! - No content of a model folder causes a panic. A hostile folder gives a [`LoadError`] or a
+//!   [`TokenizerError`].
 //!
+//! Layout:
 //! - [`config`]: `config.json`, in its older and newer shapes.
 //! - [`weights`]: safetensors files, checked against the configuration.
-//! - [`model`]: a loaded [`Model`]: weights laid out for the kernels, fingerprint, page geometry.
-//! - [`batch`]: what is computed together: [`Chunk`]s of sequences, and the rules they must keep.
+//! - [`model`]: a loaded [`Model`]: packed weights, fingerprint, page geometry.
+//! - [`batch`]: the input of a forward pass, [`Chunk`]s of sequences, and its validation.
 //! - [`forward`]: the forward pass over a batch.
 //! - [`kv`]: pages of keys and values in memory ([`KvPool`], [`KvPage`]), in the store's layout.
-//! - [`sampling`]: from logits to a token.
-//! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text on its way in and out.
+//! - [`sampling`]: selection of a token from logits.
+//! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
 
 pub mod batch;
 pub mod chat;

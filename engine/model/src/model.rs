@@ -1,65 +1,63 @@
-//! A loaded model: weights laid out for the kernels, its fingerprint, the shape of its pages.
+//! A loaded model: packed weights, fingerprint, page geometry.
 //!
-//! What must always hold: a [`Model`] never changes. Its fingerprint covers all that decides its numbers: the
-//! configuration in canonical form and every tensor that is used, as it is in the files.
+//! Invariants:
+//! - A [`Model`] never changes after loading.
+//! - Its fingerprint covers everything that determines its results: the configuration in canonical
+//!   form, and the bytes of every tensor it uses.
 
 use crate::config::ModelConfig;
 use crate::forward::ScratchPool;
 use crate::weights::{LoadError, Tensor, Tensors, WeightFiles, read_json, read_optional_json};
 use larder_format::{KvDtype, MAX_PARTS, PageGeometry};
-use larder_kernels::cpu::Packed;
+use larder_kernels::cpu::PackedMatrix;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 
-/// A part of a page is as many layers as fit into this, so that layers travel while others are computed, in pieces that
-/// are still worth a transfer.
+/// Target size of a page part. Parts are the unit of transfer: small enough to overlap with the
+/// computation of later layers, large enough to be worth a request.
 const PART_BYTES_TARGET: usize = 256 << 10;
 
-/// Configuration and weights.
 pub struct Model {
     pub(crate) config: ModelConfig,
     pub(crate) weights: Weights,
-    /// Radians per position of each rotary pair.
     pub(crate) frequencies: Vec<f32>,
     pub(crate) scratch: ScratchPool,
     fingerprint: [u8; 32],
 }
 
-/// All weights, in `f32`.
 pub(crate) struct Weights {
-    /// The embedding matrix, unless it is the output matrix.
+    /// Embedding matrix. `None` if the model ties it to the output matrix.
     pub(crate) embedding: Option<Vec<f32>>,
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
-    pub(crate) output: Packed,
+    pub(crate) output: PackedMatrix,
 }
 
-/// Weights of one layer. Projections that read the same input are one matrix.
+/// Weights of one layer. Projections with a common input are concatenated into one matrix.
 pub(crate) struct LayerWeights {
     pub(crate) attention_norm: Vec<f32>,
-    /// Queries, keys, values.
     pub(crate) qkv: Linear,
-    /// Norms of each query and each key head.
+    /// Norm weights of the query heads and of the key heads.
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     pub(crate) attention_output: Linear,
     pub(crate) mlp_norm: Vec<f32>,
-    /// Gates, then ups.
     pub(crate) gate_up: Linear,
     pub(crate) down: Linear,
 }
 
-/// A projection.
 pub(crate) struct Linear {
-    pub(crate) weight: Packed,
+    pub(crate) weight: PackedMatrix,
     pub(crate) bias: Option<Vec<f32>>,
 }
 
 impl Model {
-    /// Loads the model folder `dir`: `config.json`, `generation_config.json` if there is one, and the weights.
+    /// Loads the model folder `dir`: `config.json`, the optional `generation_config.json`, and the
+    /// weights. Converts all weights to `f32`, so memory use is 4 bytes per parameter.
     ///
     /// # Errors
-    /// If the folder is incomplete or malformed, or asks for something that is not computed here. The error names it.
+    /// If the folder is incomplete or malformed, or if it needs a feature this engine lacks. The
+    /// error names the file, field or tensor.
     pub fn load(dir: &Path) -> Result<Model, LoadError> {
         if !dir.is_dir() {
             return Err(LoadError::NoFolder(dir.to_owned()));
@@ -74,18 +72,18 @@ impl Model {
         Ok(Model { config, weights, frequencies, scratch: ScratchPool::default(), fingerprint })
     }
 
-    /// What decides the computation, and its limits.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// SHA-256 over all that decides the numbers.
+    /// SHA-256 over the canonical configuration and all used tensors. It is part of the namespace,
+    /// so models with other weights never share pages.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
 
-    /// The shape of a page of `page_tokens` tokens. Whether a page of that many tokens is within the store's limits is told
-    /// by [`PageGeometry::validate`].
+    /// Returns the shape of a page of `page_tokens` tokens. The caller checks it against the
+    /// store's limits with [`PageGeometry::validate`].
     pub fn geometry(&self, page_tokens: u32) -> PageGeometry {
         let config = &self.config;
         let layer_bytes = 2 * config.kv_width() * page_tokens as usize * KvDtype::F32.bytes();
@@ -109,7 +107,7 @@ impl std::fmt::Debug for Model {
     }
 }
 
-/// Takes tensors by name and remembers which were used.
+/// Reads tensors by name and records the ones used, for the fingerprint.
 struct Loader<'a> {
     tensors: Tensors<'a>,
     used: Vec<Tensor<'a>>,
@@ -131,20 +129,22 @@ impl<'a> Loader<'a> {
 
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, LoadError> {
         let name = |suffix: &str| format!("model.layers.{layer}.{suffix}");
-        let (hidden, queries, keys) = (config.hidden, config.query_width(), config.kv_width());
+        let hidden = config.hidden;
+        let queries = config.query_width();
+        let keys = config.kv_width();
         let mut norm = |suffix: &str, len: usize| Ok(self.take(&name(suffix), &[len])?.to_vec());
         let attention_norm = norm("input_layernorm.weight", hidden)?;
         let mlp_norm = norm("post_attention_layernorm.weight", hidden)?;
-        let qk_norm = match config.qk_norm {
-            true => Some((
-                norm("self_attn.q_norm.weight", config.head_dim)?,
-                norm("self_attn.k_norm.weight", config.head_dim)?,
-            )),
-            false => None,
+        let qk_norm = if config.qk_norm {
+            let query_norm = norm("self_attn.q_norm.weight", config.head_dim)?;
+            Some((query_norm, norm("self_attn.k_norm.weight", config.head_dim)?))
+        } else {
+            None
         };
         let qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)];
         let gate_up = [("mlp.gate_proj", config.intermediate), ("mlp.up_proj", config.intermediate)];
-        let (attention, down) = ([("self_attn.o_proj", hidden)], [("mlp.down_proj", hidden)]);
+        let attention = [("self_attn.o_proj", hidden)];
+        let down = [("mlp.down_proj", hidden)];
         Ok(LayerWeights {
             attention_norm,
             qkv: self.linear(&name, &qkv, hidden, config.qkv_bias)?,
@@ -156,7 +156,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// Several projections of one input, one under the other.
+    /// Loads several projections of one input as one matrix, with their outputs concatenated.
     fn linear(
         &mut self,
         name: &impl Fn(&str) -> String,
@@ -191,8 +191,7 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Lays out matrices of equal row length, one under the other.
-fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<Packed, LoadError> {
+fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<PackedMatrix, LoadError> {
     let outputs = parts.iter().map(Tensor::rows).sum();
     let fill = |mut output: usize, row: &mut [f32]| {
         for part in parts {
@@ -202,5 +201,6 @@ fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<Packed, LoadError> {
             output -= part.rows();
         }
     };
-    Packed::new(outputs, inputs, fill).map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
+    PackedMatrix::new(outputs, inputs, fill)
+        .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
 }

@@ -1,29 +1,29 @@
-//! From logits to a token.
+//! Selection of a token from logits.
 //!
-//! What must always hold: the same parameters with the same seed give the same tokens for the same logits, on any
-//! machine; temperature 0 is the largest logit, the lowest id among equals.
+//! Invariants:
+//! - Equal parameters, seed and logits give equal tokens on every machine.
+//! - Temperature 0 selects the largest logit, and the lowest id among equals.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// How a completion is sampled. Fields that are absent in JSON take their defaults.
+/// Sampling parameters of a completion. Fields that are absent in JSON take their defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SamplingParams {
-    /// Divides the logits; 0 (the default) takes the best token always.
+    /// Divides the logits. 0 (the default) always selects the best token.
     pub temperature: f32,
-    /// Samples from the smallest set of best tokens whose probabilities reach this; 1 (the default) is off.
+    /// Samples from the smallest set of best tokens whose probabilities reach this sum. 1 (the
+    /// default) disables the cut.
     pub top_p: f32,
-    /// Samples from this many best tokens; 0 (the default) is off.
+    /// Samples from this many best tokens. 0 (the default) disables the cut.
     pub top_k: u32,
-    /// Makes sampling reproducible; absent: a new seed each time.
+    /// Seed for reproducible sampling. If absent, each request gets a random seed.
     pub seed: Option<u64>,
-    /// Most tokens to generate. Default 256.
     pub max_tokens: usize,
-    /// Generation ends before any of these strings. Default none.
+    /// Ends the generation before the first of these strings. Default: none.
     pub stop: Vec<String>,
-    /// Goes on after the model's end-of-sequence token. Default no.
     pub ignore_eos: bool,
 }
 
@@ -41,7 +41,6 @@ impl Default for SamplingParams {
     }
 }
 
-/// Samples the tokens of one sequence.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     temperature: f32,
@@ -51,7 +50,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler for one sequence. Temperatures that are not positive numbers mean greedy.
+    /// Creates the sampler of one sequence. A temperature that is not a positive number selects
+    /// greedily.
     pub fn new(params: &SamplingParams) -> Sampler {
         let rng = match params.seed {
             Some(seed) => ChaCha8Rng::seed_from_u64(seed),
@@ -66,7 +66,7 @@ impl Sampler {
         }
     }
 
-    /// Picks a token id, an index into `logits`. NaN counts as impossible; of an empty row, 0.
+    /// Selects a token id, an index into `logits`. Never selects NaN. Returns 0 for an empty row.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         if self.temperature == 0.0 || self.top_k == 1 {
             return larder_kernels::cpu::argmax(logits);
@@ -75,7 +75,7 @@ impl Sampler {
         self.draw(&candidates)
     }
 
-    /// Ids and their unnormalised probabilities, in the order they are drawn from.
+    /// Returns ids and their unnormalised probabilities, in the order that `draw` visits.
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let mut kept: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|(_, x)| !x.is_nan()).collect();
         let best_first = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
@@ -83,8 +83,8 @@ impl Sampler {
             kept.select_nth_unstable_by(self.top_k - 1, best_first);
             kept.truncate(self.top_k);
         }
-        let is_cut = self.top_k > 0 || self.top_p < 1.0;
-        if is_cut {
+        let needs_order = self.top_k > 0 || self.top_p < 1.0;
+        if needs_order {
             kept.sort_unstable_by(best_first);
         }
         let max = kept.iter().map(|c| c.1).fold(f32::NEG_INFINITY, f32::max);
@@ -105,12 +105,13 @@ impl Sampler {
                 return id;
             }
         }
-        // Rounding may leave a little; the last token that can be drawn takes it.
+        // Rounding can leave a remainder. The last token with a non-zero probability takes it.
         candidates.iter().rev().find(|c| c.1 > 0.0).or(candidates.first()).map_or(0, |c| c.0)
     }
 }
 
-/// How many of the best tokens reach `top_p` of the probability; the one that crosses it counts, and one always remains.
+/// Number of best tokens whose probabilities reach `top_p`, including the token that crosses it. At
+/// least one.
 fn nucleus(weighted: &[(u32, f64)], top_p: f64) -> usize {
     let threshold = top_p * weighted.iter().map(|c| c.1).sum::<f64>();
     let mut sum = 0.0;
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn greedy_takes_the_lowest_id_of_the_best() {
+    fn greedy_selects_the_lowest_id_of_equal_maxima() {
         let logits = [0.5, 2.0, f32::NAN, 2.0, f32::NEG_INFINITY];
         for temperature in [0.0, -1.0, f32::NAN, f32::INFINITY] {
             assert_eq!(Sampler::new(&params(temperature, 0, 1.0)).sample(&logits), 1);
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_keep_the_best() {
+    fn top_k_and_top_p_keep_the_best_tokens() {
         let logits = [0.1f32.ln(), 0.5f32.ln(), 0.15f32.ln(), 0.25f32.ln()];
         let drawn = |p: &SamplingParams| -> Vec<bool> { histogram(p, &logits, 5000).iter().map(|&c| c > 0).collect() };
         assert_eq!(drawn(&params(1.0, 2, 1.0)), [false, true, false, true]);
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_reproduces_and_another_differs() {
+    fn equal_seeds_reproduce_and_other_seeds_differ() {
         let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin()).collect();
         let draw = |seed| {
             let mut sampler = Sampler::new(&SamplingParams { seed: Some(seed), ..params(1.0, 0, 0.95) });
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_never_panics() {
+    fn invalid_logits_never_panic() {
         let mut sampler = Sampler::new(&params(1.0, 3, 0.5));
         for logits in [&[][..], &[f32::NAN; 3], &[f32::NEG_INFINITY; 3], &[f32::INFINITY, 1.0, f32::INFINITY]] {
             assert!((sampler.sample(logits) as usize) < logits.len().max(1));

@@ -1,18 +1,17 @@
 //! Stop strings in streamed text.
 //!
-//! What must always hold: what was emitted never contains a stop string nor any part of the one that ended the text,
-//! however the text was cut into pieces; and what is held back is shorter than the longest stop string.
+//! Invariants, for every way to cut the text into pieces:
+//! - Emitted text contains no stop string, nor any part of the stop string that ended the text.
+//! - The text held back is shorter than the longest stop string.
 
-/// What one piece of text gave.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StopStep {
-    /// Text that is safe to emit.
     pub text: String,
-    /// A stop string was found; nothing follows.
     pub stopped: bool,
 }
 
-/// Finds the first stop string in text that arrives piece by piece.
+/// Finds the first stop string in text that arrives in pieces. Text that may be the beginning of a
+/// stop string is held back until the next piece decides.
 #[derive(Debug, Clone)]
 pub struct StopMatcher {
     stops: Vec<String>,
@@ -21,13 +20,13 @@ pub struct StopMatcher {
 }
 
 impl StopMatcher {
-    /// Looks for `stops`; empty ones are ignored.
+    /// Creates a matcher for `stops`. Ignores empty strings, which would match everywhere.
     pub fn new(mut stops: Vec<String>) -> StopMatcher {
         stops.retain(|stop| !stop.is_empty());
         StopMatcher { stops, held: String::new(), stopped: false }
     }
 
-    /// Takes the next piece. After a stop nothing more is emitted.
+    /// Takes the next piece. Emits nothing after a stop.
     pub fn push(&mut self, text: &str) -> StopStep {
         if self.stopped {
             return StopStep { text: String::new(), stopped: true };
@@ -38,24 +37,24 @@ impl StopMatcher {
             self.held.truncate(at);
             return StopStep { text: std::mem::take(&mut self.held), stopped: true };
         }
-        let keep_from = self.held.len() - self.possible_beginning();
+        let keep_from = self.held.len() - self.partial_match_len();
         let tail = self.held.split_off(keep_from);
         StopStep { text: std::mem::replace(&mut self.held, tail), stopped: false }
     }
 
-    /// Ends the text: what was held back.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Bytes at the end of what is held that may be the beginning of a stop string.
-    fn possible_beginning(&self) -> usize {
+    /// Length of the held-back suffix that may begin a stop string, in bytes.
+    fn partial_match_len(&self) -> usize {
         let longest = |stop: &String| {
-            let most = (stop.len() - 1).min(self.held.len());
-            (1..=most).rev().find(|&len| self.held.as_bytes().ends_with(&stop.as_bytes()[..len])).unwrap_or(0)
+            let longest_prefix = (stop.len() - 1).min(self.held.len());
+            (1..=longest_prefix).rev().find(|&len| self.held.as_bytes().ends_with(&stop.as_bytes()[..len])).unwrap_or(0)
         };
         let bytes = self.stops.iter().map(longest).max().unwrap_or(0);
-        // A beginning may be cut inside a character (both strings begin it alike); hold the whole character.
+        // The match may end inside a character that both strings begin alike. Hold back the whole
+        // character.
         (bytes..=self.held.len()).find(|&len| self.held.is_char_boundary(self.held.len() - len)).unwrap_or(0)
     }
 }
@@ -79,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn the_earliest_stop_wins_however_the_text_is_cut() {
+    fn earliest_stop_ends_the_text_for_every_way_to_cut_it() {
         let text = "naïve user: hello\nUser: bye é";
         let cuts: Vec<usize> = (0..=text.len()).filter(|&at| text.is_char_boundary(at)).collect();
         for &a in &cuts {
@@ -93,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_possible_beginning_is_held_back() {
+    fn push_holds_back_only_a_partial_match() {
         let mut matcher = StopMatcher::new(vec!["STOP".into(), "ést".into()]);
         assert_eq!(matcher.push("abc S").text, "abc ");
         assert_eq!(matcher.push("TO").text, "");

@@ -1,16 +1,21 @@
 //! Text from tokens that arrive one by one.
 //!
-//! What must always hold: the pieces put together are the text that [`Tokenizer::decode`](crate::Tokenizer::decode) gives
-//! for all tokens at once, and no piece ends inside a character. (The one exception is a run of more than
-//! [`HELD_TOKENS_MAX`] byte tokens that are not valid text as a whole: pieces of it may be.)
+//! Invariants:
+//! - The concatenated pieces equal the text that [`Tokenizer::decode`](crate::Tokenizer::decode)
+//!   returns for all tokens at once.
+//! - No piece ends inside a character.
+//!
+//! One exception: a run of more than [`HELD_TOKENS_MAX`] byte tokens that is not valid UTF-8 as a
+//! whole may have valid pieces.
 
 use std::sync::Arc;
 
-/// The tokenizer, and what a stream must know of its decoder.
+/// Tokenizer, and the property of its decoder that streams depend on.
 pub(crate) struct Decoder {
     pub(crate) tokenizer: tokenizers::Tokenizer,
-    /// Whether tokens such as `<0xE2>` stand for bytes. A run of them is decoded as a whole: if it is not valid UTF-8, then
-    /// every byte of it becomes a replacement character, even those before the fault.
+    /// `true` if tokens such as `<0xE2>` stand for bytes. The decoder treats a run of them as a
+    /// whole. If the run is not valid UTF-8, every byte of it becomes a replacement character, even
+    /// a byte before the fault.
     has_byte_tokens: bool,
 }
 
@@ -20,12 +25,11 @@ impl Decoder {
         Decoder { has_byte_tokens: decoder.is_some_and(|d| d.contains("ByteFallback")), tokenizer }
     }
 
-    /// The text of `ids`, without special tokens.
     pub(crate) fn decode(&self, ids: &[u32]) -> String {
         self.tokenizer.decode(ids, true).unwrap_or_default()
     }
 
-    /// Whether `id` stands for a byte; `None` if decoding skips it.
+    /// Returns `true` if `id` stands for a byte, and `None` if decoding skips it.
     fn is_byte(&self, id: u32) -> Option<bool> {
         let token = self.tokenizer.id_to_token(id)?;
         if self.tokenizer.get_added_vocabulary().is_special_token(&token) {
@@ -35,27 +39,28 @@ impl Decoder {
     }
 }
 
-/// Decodes the tokens of one sequence as they come.
+/// Decoder of one sequence whose tokens arrive one by one.
 ///
-/// What a token adds can depend on the tokens before it (a leading space is dropped at the start of a text, a character may
-/// be spread over tokens). So each step decodes a short window twice, without and with the new token, and emits what the
-/// second has more. The window begins with the tokens that gave the last piece.
+/// The text of a token can depend on the tokens before it. For example, a decoder drops a leading
+/// space at the start of a text, and several tokens can share one character. So each step decodes a
+/// short window twice, without and with the new token, and emits the difference. The window begins
+/// with the tokens of the last piece.
 #[derive(Clone)]
 pub struct TokenStream {
     decoder: Arc<Decoder>,
-    /// Tokens of the window.
     window: Vec<u32>,
-    /// Of these, how many were emitted.
     emitted: usize,
-    /// The last token that was not skipped is one of a run of bytes, which may go on.
+    /// `true` if the last token that was not skipped belongs to a run of byte tokens, which may
+    /// continue.
     in_bytes: bool,
 }
 
-/// What decoders give for bytes that are not, or not yet, a character.
+/// Character that decoders return for bytes that do not form a character, or do not yet.
 const REPLACEMENT: char = '\u{FFFD}';
-/// Most tokens held back, so that a step stays short even if a model writes bytes that never become text.
+/// Maximum tokens held back. Bounds the cost of a step if a model writes bytes that never form a
+/// character.
 pub const HELD_TOKENS_MAX: usize = 256;
-/// Most tokens an unfinished character can be spread over: all of its bytes but one.
+/// Maximum tokens of an unfinished character: all of its UTF-8 bytes but one.
 const UNFINISHED_TOKENS_MAX: usize = 3;
 
 impl TokenStream {
@@ -63,7 +68,6 @@ impl TokenStream {
         TokenStream { decoder, window: Vec::new(), emitted: 0, in_bytes: false }
     }
 
-    /// Takes a token; gives the text that is complete now, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
         self.window.push(id);
         self.in_bytes = self.decoder.is_byte(id).unwrap_or(self.in_bytes);
@@ -77,12 +81,12 @@ impl TokenStream {
         None
     }
 
-    /// Ends the text; gives what was held back, if anything.
     pub fn finish(&mut self) -> Option<String> {
         self.emit(self.window.len())
     }
 
-    /// Emits the window's tokens up to `end`. If they add no text they stay, to be emitted with the next ones.
+    /// Emits the window's tokens up to `end`. Tokens without text stay in the window until later
+    /// tokens add some.
     fn emit(&mut self, end: usize) -> Option<String> {
         let before = self.decoder.decode(&self.window[..self.emitted]);
         let after = self.decoder.decode(&self.window[..end]);
@@ -92,8 +96,8 @@ impl TokenStream {
         Some(piece)
     }
 
-    /// The last place, before the last token, that does not lie inside an unfinished character: there the text of the
-    /// window is the text of its two sides.
+    /// Returns the last cut, before the last token, outside an unfinished character. At such a cut,
+    /// the texts of the two sides concatenate to the text of the window.
     fn safe_cut(&self, text: &str) -> usize {
         let len = self.window.len();
         let is_safe = |cut: &usize| {

@@ -1,4 +1,5 @@
-//! Hostile and incomplete model folders: every one is refused with an error that names what is wrong.
+//! Hostile and incomplete model folders. The loader refuses each with an error that names the
+//! fault.
 
 use larder_model::{Chunk, ForwardError};
 use larder_model::{KvPool, LoadError, LogitRows, Model, PageSlot};
@@ -10,11 +11,11 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
 }
 
-/// A copy of a golden model that can be damaged; removed on drop.
-struct Folder(PathBuf);
+/// Copy of a golden model that a test can damage. Removed on drop.
+struct ModelFolder(PathBuf);
 
-impl Folder {
-    fn copy_of(name: &str) -> Folder {
+impl ModelFolder {
+    fn copy_of(name: &str) -> ModelFolder {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("larder-model-{}-{number}", std::process::id()));
@@ -23,7 +24,7 @@ impl Folder {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), dir.join(entry.file_name())).unwrap();
         }
-        Folder(dir)
+        ModelFolder(dir)
     }
 
     fn edit(&self, file: &str, change: impl FnOnce(&mut Value)) {
@@ -38,7 +39,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for ModelFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -46,9 +47,8 @@ impl Drop for Folder {
 
 const LLAMA: &str = "llama-gqa-untied-f32";
 
-/// The error after changing fields of a golden model's config.json.
 fn config_error(name: &str, changes: &[(&str, Value)]) -> String {
-    let folder = Folder::copy_of(name);
+    let folder = ModelFolder::copy_of(name);
     folder.edit("config.json", |config| {
         for (field, value) in changes {
             config[*field] = value.clone();
@@ -58,22 +58,22 @@ fn config_error(name: &str, changes: &[(&str, Value)]) -> String {
 }
 
 #[test]
-fn missing_files_are_named() {
+fn error_names_the_missing_file() {
     assert!(matches!(Model::load(Path::new("/no/such/folder")), Err(LoadError::NoFolder(_))));
     for (file, expected) in
         [("config.json", "config.json"), ("model.safetensors", "neither model.safetensors nor model.safetensors.index")]
     {
-        let folder = Folder::copy_of(LLAMA);
+        let folder = ModelFolder::copy_of(LLAMA);
         std::fs::remove_file(folder.0.join(file)).unwrap();
         assert!(folder.error().contains(expected), "{}", folder.error());
     }
-    let folder = Folder::copy_of("qwen3-sharded-f32");
+    let folder = ModelFolder::copy_of("qwen3-sharded-f32");
     std::fs::remove_file(folder.0.join("model-00002-of-00004.safetensors")).unwrap();
     assert!(folder.error().contains("model-00002-of-00004.safetensors"), "{}", folder.error());
 }
 
 #[test]
-fn what_is_not_computed_is_refused_by_name() {
+fn error_names_the_unsupported_feature() {
     let cases: &[(&str, &str, Value, &[&str])] = &[
         (LLAMA, "architectures", json!(["MambaForCausalLM"]), &["MambaForCausalLM", "LlamaForCausalLM, Mistral"]),
         (LLAMA, "architectures", json!("x"), &["(none)"]),
@@ -98,25 +98,25 @@ fn what_is_not_computed_is_refused_by_name() {
     }
     let window = [("use_sliding_window", json!(true)), ("sliding_window", json!(8))];
     assert!(config_error("qwen3-sharded-f32", &window).contains("a window of 8 tokens"));
-    // A window that is no window is none.
-    let folder = Folder::copy_of("mistral-f32");
+    // A window as long as the context has no effect.
+    let folder = ModelFolder::copy_of("mistral-f32");
     folder.edit("config.json", |config| config["sliding_window"] = json!(256));
     Model::load(&folder.0).unwrap();
 }
 
 #[test]
-fn wrong_tensors_are_named() {
+fn error_names_the_wrong_tensor() {
     let error = config_error(LLAMA, &[("num_hidden_layers", json!(3))]);
     assert!(error.contains("tensor model.layers.2.input_layernorm.weight is missing"), "{error}");
     let error = config_error(LLAMA, &[("vocab_size", json!(321))]);
     assert!(error.contains("model.embed_tokens.weight has shape [320, 64]"), "{error}");
-    assert!(error.contains("demands [321, 64]"), "{error}");
+    assert!(error.contains("requires [321, 64]"), "{error}");
     let error = config_error("llama3-rope-tied-bf16", &[("tie_word_embeddings", json!(false))]);
     assert!(error.contains("lm_head.weight is missing"), "{error}");
     let error = config_error(LLAMA, &[("attention_bias", json!(true))]);
     assert!(error.contains("model.layers.0.self_attn.q_proj.bias is missing"), "{error}");
-    // The same bytes under another type.
-    let folder = Folder::copy_of(LLAMA);
+    // The same bytes under another element type.
+    let folder = ModelFolder::copy_of(LLAMA);
     let path = folder.0.join("model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     let at = bytes.windows(7).position(|w| w == b"\"F32\",\"").unwrap();
@@ -128,14 +128,15 @@ fn wrong_tensors_are_named() {
 #[test]
 fn damaged_files_never_panic() {
     let whole = std::fs::read(golden(LLAMA).join("model.safetensors")).unwrap();
-    let folder = Folder::copy_of(LLAMA);
+    let folder = ModelFolder::copy_of(LLAMA);
     let path = folder.0.join("model.safetensors");
     for len in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&path, &whole[..len]).unwrap();
         let error = folder.error();
         assert!(error.contains("model.safetensors"), "{len}: {error}");
     }
-    // Any byte of the header changed: an error, or a model (a name that is not used, white space).
+    // A changed byte of the header gives an error, or a model if the byte has no meaning (an unused
+    // name, white space).
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     for at in (0..header.min(3000)).step_by(13) {
         let mut bytes = whole.clone();
@@ -150,21 +151,21 @@ fn damaged_files_never_panic() {
 }
 
 #[test]
-fn an_index_names_files_of_its_folder_only() {
+fn index_with_a_path_outside_the_folder_is_refused() {
     for name in ["../config.json", "/etc/passwd", "a/b", "", ".."] {
-        let folder = Folder::copy_of("qwen3-sharded-f32");
+        let folder = ModelFolder::copy_of("qwen3-sharded-f32");
         folder.edit("model.safetensors.index.json", |index| index["weight_map"]["lm_head.weight"] = json!(name));
         assert!(folder.error().contains("not the name of a file in this folder"), "{name}: {}", folder.error());
     }
-    let folder = Folder::copy_of("qwen3-sharded-f32");
+    let folder = ModelFolder::copy_of("qwen3-sharded-f32");
     folder.edit("model.safetensors.index.json", |index| index["weight_map"] = json!(3));
     assert!(folder.error().contains("weight_map"));
 }
 
 #[test]
-fn the_fingerprint_follows_what_decides_the_numbers() {
+fn fingerprint_changes_with_weights_and_configuration_only() {
     let original = Model::load(&golden("llama3-rope-tied-bf16")).unwrap().fingerprint();
-    let folder = Folder::copy_of("llama3-rope-tied-bf16");
+    let folder = ModelFolder::copy_of("llama3-rope-tied-bf16");
     // The older shape of the same configuration.
     let older = golden("llama3-rope-tied-bf16-oldconfig").join("config.json");
     std::fs::copy(older, folder.0.join("config.json")).unwrap();
@@ -183,7 +184,7 @@ fn the_fingerprint_follows_what_decides_the_numbers() {
 }
 
 #[test]
-fn a_batch_that_breaks_a_rule_changes_nothing() {
+fn invalid_batch_leaves_all_pages_unchanged() {
     let model = Model::load(&golden(LLAMA)).unwrap();
     let geometry = model.geometry(16);
     geometry.validate().unwrap();
@@ -224,9 +225,9 @@ fn a_batch_that_breaks_a_rule_changes_nothing() {
 }
 
 #[test]
-fn hooks_hear_of_every_layer_when_its_pages_are_written() {
-    struct Heard(Vec<usize>);
-    impl larder_model::LayerHooks for Heard {
+fn layer_hook_runs_after_the_pages_of_its_layer_are_written() {
+    struct LayerRecorder(Vec<usize>);
+    impl larder_model::LayerHooks for LayerRecorder {
         fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]) {
             let page = batch[0].pages[0].page();
             let layer_elements = page.as_f32().len() / page.geometry().layers as usize;
@@ -242,8 +243,8 @@ fn hooks_hear_of_every_layer_when_its_pages_are_written() {
     page.as_f32_mut().fill(f32::NAN);
     let mut pages = [PageSlot::Open(page)];
     let chunk = Chunk { tokens: &[5, 6, 7, 8], position: 0, pages: &mut pages, logits: LogitRows::None };
-    let mut heard = Heard(Vec::new());
-    let logits = model.forward(&mut [chunk], &mut heard).unwrap();
-    assert_eq!(heard.0, [0, 1]);
+    let mut recorder = LayerRecorder(Vec::new());
+    let logits = model.forward(&mut [chunk], &mut recorder).unwrap();
+    assert_eq!(recorder.0, [0, 1]);
     assert_eq!(logits, [Vec::<f32>::new()]);
 }

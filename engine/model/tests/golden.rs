@@ -1,8 +1,9 @@
 //! The forward pass against Hugging Face transformers, and against itself.
 //!
-//! Every folder of `tests/golden` with a `golden.safetensors` is a small random model with the logits and the greedy
-//! continuation that transformers computes. Tolerance: each logit within 1e-5 of the largest absolute logit of its row.
-//! The three ways to compute (one chunk, uneven chunks, token by token) must agree in every bit.
+//! Every folder of `tests/golden` with a `golden.safetensors` is a small random model. The file
+//! holds the logits and the greedy continuation that transformers computes.
+//! - Tolerance: each logit within 1e-5 of the largest absolute logit of its row.
+//! - One chunk, uneven chunks and single tokens must agree in every bit.
 
 use larder_kernels::cpu::argmax;
 use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot};
@@ -30,7 +31,7 @@ fn goldens() -> Vec<Golden> {
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(golden_dir()).unwrap().map(|e| e.unwrap().path()).collect();
     dirs.retain(|dir| dir.join("golden.safetensors").is_file());
     dirs.sort();
-    assert!(dirs.len() >= 6, "the goldens are there: {dirs:?}");
+    assert!(dirs.len() >= 6, "golden models are missing: {dirs:?}");
     dirs.iter().map(|dir| golden(dir)).collect()
 }
 
@@ -50,7 +51,6 @@ fn golden(dir: &Path) -> Golden {
     }
 }
 
-/// A sequence with pages of its own.
 struct Sequence {
     pages: Vec<PageSlot>,
     page_tokens: usize,
@@ -64,7 +64,7 @@ impl Sequence {
         let pool: Arc<KvPool> = KvPool::new(model.geometry(page_tokens), count);
         let page = || {
             let mut page = pool.allocate().unwrap();
-            // What was not computed must not be read: it would show.
+            // NaN makes a read of a slot that was not computed visible in the result.
             page.as_f32_mut().fill(f32::NAN);
             PageSlot::Open(page)
         };
@@ -75,7 +75,7 @@ impl Sequence {
     fn chunk(&mut self, len: usize, logits: LogitRows) -> Chunk<'_> {
         let position = self.computed;
         self.computed += len;
-        // Pages that are full already are sealed, as an engine does.
+        // An engine seals pages once they are full.
         for slot in &mut self.pages[..position / self.page_tokens] {
             if let PageSlot::Open(_) = slot {
                 let filler = KvPool::new(*slot.page().geometry(), 1).allocate().unwrap();
@@ -90,7 +90,7 @@ impl Sequence {
         model.forward(&mut [self.chunk(len, logits)], &mut ()).unwrap().remove(0)
     }
 
-    /// Bytes of the keys and values computed so far, token by token.
+    /// Returns the bits of the keys and values computed so far, token by token.
     fn kv_bits(&self) -> Vec<u32> {
         let geometry = *self.pages[0].page().geometry();
         let width = (geometry.kv_heads * geometry.head_dim) as usize;
@@ -110,7 +110,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// The largest difference, relative to the largest absolute logit of its row.
+/// Largest difference, relative to the largest absolute logit of its row.
 fn worst_difference(found: &[f32], expected: &[f32], vocab: usize) -> f32 {
     assert_eq!(found.len(), expected.len());
     let of_row = |(found, expected): (&[f32], &[f32])| {
@@ -123,7 +123,8 @@ fn worst_difference(found: &[f32], expected: &[f32], vocab: usize) -> f32 {
     found.chunks(vocab).zip(expected.chunks(vocab)).map(of_row).fold(0.0, f32::max)
 }
 
-/// Computes prompt and greedy continuation in chunks of `lens` (repeated) and in pages of `page_tokens`.
+/// Computes prompt and greedy continuation in chunks of `lens` (repeated), in pages of
+/// `page_tokens`.
 fn logits_in_chunks(golden: &Golden, lens: &[usize], page_tokens: u32) -> (Vec<f32>, Vec<u32>) {
     let tokens = [&golden.prompt[..], &golden.greedy[..golden.greedy.len() - 1]].concat();
     let mut sequence = Sequence::new(&golden.model, page_tokens, &tokens, tokens.len());
@@ -139,7 +140,7 @@ fn logits_in_chunks(golden: &Golden, lens: &[usize], page_tokens: u32) -> (Vec<f
 }
 
 #[test]
-fn logits_are_those_of_transformers_in_every_chunking() {
+fn logits_agree_with_transformers_for_every_chunking() {
     for golden in goldens() {
         let vocab = golden.model.config().vocab;
         let (logits, kv) = logits_in_chunks(&golden, &[usize::MAX], 16);
@@ -156,7 +157,7 @@ fn logits_are_those_of_transformers_in_every_chunking() {
 }
 
 #[test]
-fn greedy_tokens_are_those_of_transformers() {
+fn greedy_tokens_equal_those_of_transformers() {
     for mut golden in goldens() {
         let room = golden.prompt.len() + golden.greedy.len();
         for prefill in [&[usize::MAX][..], &[9, 30, 2], &[1]] {
@@ -178,7 +179,7 @@ fn greedy_tokens_are_those_of_transformers() {
             }
             assert_eq!(generated, golden.greedy, "{}", golden.name);
         }
-        // The test can fail: another prompt gives other tokens.
+        // Negative control: another prompt gives other logits.
         golden.prompt[40] ^= 1;
         let mut sequence = Sequence::new(&golden.model, 16, &golden.prompt, room);
         let logits = sequence.run(&golden.model, golden.prompt.len(), LogitRows::Last);
@@ -188,7 +189,7 @@ fn greedy_tokens_are_those_of_transformers() {
 }
 
 #[test]
-fn neighbours_in_the_batch_change_no_bit() {
+fn batch_neighbours_change_no_bit() {
     for golden in goldens() {
         let (model, vocab) = (&golden.model, golden.model.config().vocab as u32);
         let lens = [48, 1, 96, 70, 2];
@@ -201,7 +202,8 @@ fn neighbours_in_the_batch_change_no_bit() {
                 (sequence.run(model, tokens.len(), LogitRows::All), sequence.kv_bits())
             })
             .collect();
-        // Together, in steps of different size each, with different pages, the logits of some rows dropped.
+        // Together, in steps of different sizes and with different pages. Some rows of logits are
+        // dropped.
         let mut sequences: Vec<_> = tokens
             .iter()
             .enumerate()
@@ -241,7 +243,7 @@ fn neighbours_in_the_batch_change_no_bit() {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn thread_count_changes_no_bit() {
     let golden = golden(&golden_dir().join("llama-gqa-untied-f32"));
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -255,7 +257,7 @@ fn the_number_of_threads_changes_no_bit() {
 }
 
 #[test]
-fn the_older_shape_of_a_config_is_the_same_model() {
+fn older_and_newer_config_shapes_give_the_same_model() {
     let read = |name: &str| {
         let bytes = std::fs::read(golden_dir().join(name).join("config.json")).unwrap();
         let config = serde_json::from_slice(&bytes).unwrap();

@@ -1,4 +1,4 @@
-//! The bundled model's tokenizer, and tokenizers of other kinds.
+//! Tokenizers: the bundled model's, and synthetic ones of other kinds.
 
 use larder_model::{ChatMessage, Tokenizer, TokenizerError};
 use serde_json::{Value, json};
@@ -41,7 +41,8 @@ fn byte_level() -> Tokenizer {
     }))
 }
 
-/// As Llama 2: spaces are a letter, the first is dropped, unknown characters fall back to bytes.
+/// Tokenizer of Llama 2's kind: spaces become a letter, the decoder drops the first one, unknown
+/// characters fall back to bytes.
 fn sentence_piece() -> Tokenizer {
     let mut vocab = serde_json::Map::new();
     vocab.insert("<unk>".into(), json!(0));
@@ -81,7 +82,7 @@ fn stream_all(tokenizer: &Tokenizer, ids: &[u32]) -> String {
 }
 
 #[test]
-fn text_round_trips_and_streams_as_it_decodes() {
+fn text_round_trips_and_streams_as_decoded() {
     for (name, tokenizer) in [("bundled", bundled()), ("bytes", byte_level()), ("sentencepiece", sentence_piece())] {
         for text in TEXTS {
             let ids = tokenizer.encode(text, false).unwrap();
@@ -92,8 +93,8 @@ fn text_round_trips_and_streams_as_it_decodes() {
 }
 
 #[test]
-fn any_tokens_stream_as_they_decode() {
-    let kinds = [("bundled", bundled(), 4096), ("bytes", byte_level(), 257), ("pieces", sentence_piece(), 301)];
+fn random_tokens_stream_as_decoded() {
+    let kinds = [("bundled", bundled(), 4096), ("bytes", byte_level(), 257), ("sentencepiece", sentence_piece(), 301)];
     for (name, tokenizer, vocab) in kinds {
         let mut state = 12_345u32;
         for len in (0..600).map(|n| n % 60) {
@@ -108,9 +109,10 @@ fn any_tokens_stream_as_they_decode() {
 }
 
 #[test]
-fn endless_noise_is_not_held_for_ever() {
+fn stream_holds_back_at_most_a_bounded_run_of_noise() {
     let tokenizer = byte_level();
-    // Bytes that never become a character, then one that does, cut at every phase of the bound.
+    // Bytes that never form a character, then a character, with the bound at every offset inside
+    // it.
     for noise in 250..270 {
         let mut ids = vec![0xBF; noise];
         ids.extend(tokenizer.encode("🦀 ok", false).unwrap());
@@ -125,7 +127,7 @@ fn endless_noise_is_not_held_for_ever() {
 }
 
 #[test]
-fn a_character_comes_whole() {
+fn stream_emits_whole_characters() {
     let tokenizer = byte_level();
     let ids = tokenizer.encode("a🦀b", false).unwrap();
     assert_eq!(ids.len(), 6);
@@ -140,7 +142,7 @@ fn a_character_comes_whole() {
 }
 
 #[test]
-fn the_bundled_model_can_chat() {
+fn bundled_model_renders_chats() {
     let tokenizer = bundled();
     assert!(tokenizer.has_chat_template());
     assert_eq!(tokenizer.eos_ids(), [2]);
@@ -149,13 +151,13 @@ fn the_bundled_model_can_chat() {
     let text = tokenizer.chat(&messages, true).unwrap();
     let ids = tokenizer.encode(&text, false).unwrap();
     assert!(text.contains("Be kind.") && text.contains("Who are you?"), "{text}");
-    // The role marks are one token each.
+    // Each role mark is one token.
     assert!(ids.contains(&3) && ids.contains(&4) && ids.contains(&5), "{text}: {ids:?}");
     assert!(text.starts_with(&tokenizer.chat(&messages, false).unwrap()));
 }
 
 #[test]
-fn end_tokens_come_from_where_they_are_named() {
+fn eos_ids_follow_the_precedence_of_the_files() {
     let tokenizer = serde_json::to_vec(&json!({
         "version": "1.0", "added_tokens": [special(1, "<e>")],
         "model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"},

@@ -1,42 +1,42 @@
-//! When an engine that failed is left alone, and for how long.
+//! Circuit breaker of one engine.
 //!
-//! An engine that cannot be reached is excluded at once, for [`EXCLUDED_MIN`], then twice as long each time up to
-//! [`EXCLUDED_MAX`]. An engine that answers with faults is excluded after [`FAULTS_MAX`] in a row only: one request that
-//! no engine can bear must not take them all out. A success resets everything.
+//! - A lost connection excludes the engine at once, for [`EXCLUDED_MIN`]. Each further exclusion
+//!   lasts twice as long, up to [`EXCLUDED_MAX`].
+//! - Error answers exclude it only after [`FAULTS_MAX`] in a row. One request that makes every
+//!   engine fail must not exclude them all.
+//! - A success resets everything.
 
 use std::time::{Duration, Instant};
 
-/// First exclusion.
 pub const EXCLUDED_MIN: Duration = Duration::from_secs(2);
-/// Longest exclusion.
+/// Longest exclusion. It bounds the time until a repaired engine gets requests again.
 pub const EXCLUDED_MAX: Duration = Duration::from_secs(30);
-/// Faults in a row that count like a lost connection.
+/// Consecutive error answers that count like a lost connection. A single one may be the fault of
+/// one request.
 pub const FAULTS_MAX: u32 = 3;
 
-/// State of one engine.
+/// Failure history of one engine. Callers pass the time, so tests need no clock.
 #[derive(Debug, Default)]
-pub struct Breaker {
+pub struct CircuitBreaker {
     excluded_until: Option<Instant>,
     excluded_for: Duration,
     faults: u32,
 }
 
-impl Breaker {
-    /// Whether requests may go there.
+impl CircuitBreaker {
     pub fn admits(&self, now: Instant) -> bool {
         self.excluded_until.is_none_or(|until| now >= until)
     }
 
-    /// The engine could not be reached, or the connection broke.
     pub fn lost(&mut self, now: Instant) {
-        // Requests that were on their way together fail together: that is one failure.
+        // Requests that were in flight together fail together. They count as one failure, or the
+        // exclusion would double for each of them.
         if self.admits(now) {
             self.excluded_for = (self.excluded_for * 2).clamp(EXCLUDED_MIN, EXCLUDED_MAX);
             self.excluded_until = Some(now + self.excluded_for);
         }
     }
 
-    /// The engine answered that it failed.
     pub fn fault(&mut self, now: Instant) {
         self.faults += 1;
         if self.faults >= FAULTS_MAX {
@@ -45,7 +45,7 @@ impl Breaker {
         }
     }
 
-    /// The engine answered well.
+    /// Records a good answer: closes the breaker and forgets all failures.
     pub fn success(&mut self) {
         *self = Self::default();
     }
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn exclusion_doubles_to_its_maximum_and_a_success_resets_it() {
-        let mut breaker = Breaker::default();
+        let mut breaker = CircuitBreaker::default();
         let mut now = Instant::now();
         for seconds in [2, 4, 8, 16, 30, 30] {
             assert!(breaker.admits(now));
@@ -73,8 +73,8 @@ mod tests {
     }
 
     #[test]
-    fn single_faults_do_not_exclude() {
-        let mut breaker = Breaker::default();
+    fn fewer_faults_in_a_row_than_the_limit_do_not_exclude() {
+        let mut breaker = CircuitBreaker::default();
         let now = Instant::now();
         for _ in 0..10 {
             breaker.fault(now);

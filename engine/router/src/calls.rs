@@ -1,9 +1,14 @@
-//! Calls to an engine: the only place that speaks its HTTP interface.
+//! Client of the engines' HTTP interface. No other module of the router speaks it.
 //!
-//! What always holds: every call ends by its deadline; no answer takes more memory than its named bound; and dropping a
-//! call, or the stream it returned, closes the connection, which is how an engine learns that nobody waits any more.
+//! Invariants:
+//!
+//! - Every call ends by its deadline.
+//! - No answer takes more memory than its named bound.
+//! - Dropping a call, or the stream it returned, closes the connection. The engine takes that as a
+//!   cancellation.
 
-use crate::engines::Engine;
+use crate::engines::RemoteEngine;
+use crate::json::reason;
 use bytes::BytesMut;
 use larder_worker::api::{
     ApiError, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode, HEADER_RETRY_AFTER_MS, PATH_DECODE,
@@ -16,36 +21,22 @@ use std::time::Duration;
 use thiserror::Error;
 use tokio::time::Instant;
 
-/// Most bytes of a JSON answer, and of one line of a stream.
+/// Maximum size of a JSON answer and of one line of a stream, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Time an idle connection to an engine is kept; shorter than servers usually keep theirs.
+/// Time an idle pooled connection stays open. It is shorter than usual server timeouts: reusing a
+/// connection that the server is just closing would look like a lost engine.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a call failed.
+/// Failure of a call to an engine. `engine` is its name, or its URL before it has joined.
 #[derive(Debug, Clone, Error)]
 pub enum CallError {
-    /// No connection, or it broke, or what came is not an answer.
-    #[error("engine {engine} was lost: {reason}")]
-    Lost {
-        /// Its name or URL.
-        engine: String,
-        /// What happened.
-        reason: String,
-    },
-    /// The engine said no.
-    #[error("engine {engine}: {error}")]
-    Refused {
-        /// Its name or URL.
-        engine: String,
-        /// What it said.
-        error: ApiError,
-    },
-    /// The deadline passed.
-    #[error("engine {engine} did not answer in time")]
-    Deadline {
-        /// Its name or URL.
-        engine: String,
-    },
+    /// The connection failed or broke, or the answer violates the interface.
+    #[error("lost engine {engine}: {reason}")]
+    Lost { engine: String, reason: String },
+    #[error("engine {engine} refused the request: {error}")]
+    Refused { engine: String, error: ApiError },
+    #[error("engine {engine} did not answer before the deadline")]
+    Deadline { engine: String },
 }
 
 impl CallError {
@@ -53,8 +44,8 @@ impl CallError {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
     }
 
-    /// Whether another engine may do better.
-    pub fn is_worth_another(&self) -> bool {
+    /// Returns `true` if another engine may succeed. After the deadline no engine has time left.
+    pub fn is_retryable(&self) -> bool {
         match self {
             CallError::Lost { .. } => true,
             CallError::Refused { error, .. } => {
@@ -64,13 +55,15 @@ impl CallError {
         }
     }
 
-    /// Whether the request does not fit the engine's context.
-    pub fn is_too_long(&self) -> bool {
+    /// Returns `true` if the request does not fit this engine's context. An engine with a longer
+    /// one may succeed.
+    pub fn exceeds_context(&self) -> bool {
         matches!(self, CallError::Refused { error, .. } if error.code == ErrorCode::ContextLengthExceeded)
     }
 
-    /// Tells the engine's breaker.
-    pub fn note(&self, engine: &Engine) {
+    /// Reports the failure to the engine's circuit breaker. Refusals that are the client's fault or
+    /// plain overload do not count against the engine.
+    pub fn note(&self, engine: &RemoteEngine) {
         match self {
             CallError::Lost { .. } => engine.note_lost(),
             CallError::Refused { error, .. } if error.code == ErrorCode::Internal => engine.note_fault(),
@@ -79,14 +72,16 @@ impl CallError {
     }
 }
 
-/// Makes calls; clones share connections.
+/// HTTP client for engines. Clones share one connection pool. Every call has a deadline, because an
+/// engine may accept a connection and never answer.
 #[derive(Debug, Clone)]
-pub struct Calls {
+pub struct EngineClient {
     http: reqwest::Client,
 }
 
-impl Calls {
-    /// Calls that take at most `connect_timeout` to connect.
+impl EngineClient {
+    /// Creates a client that follows no redirects and uses no proxy: engine URLs come from the
+    /// store, not from users.
     pub fn new(connect_timeout: Duration) -> Result<Self, reqwest::Error> {
         let http = reqwest::Client::builder()
             .connect_timeout(connect_timeout)
@@ -97,17 +92,16 @@ impl Calls {
         Ok(Self { http })
     }
 
-    /// What the engine at `url` says of itself.
     pub async fn model(&self, url: &str, deadline: Instant) -> Result<EngineInfo, CallError> {
         self.get_json(url, PATH_MODEL, deadline).await
     }
 
-    /// How the engine at `url` is doing.
     pub async fn state(&self, url: &str, deadline: Instant) -> Result<EngineState, CallError> {
         self.get_json(url, PATH_STATE, deadline).await
     }
 
-    /// A file of the tokenizer, of at most `bytes_max` bytes; `None` if the engine has none of this name.
+    /// Fetches a tokenizer file of at most `bytes_max` bytes. Returns `None` if the engine has no
+    /// file `name`.
     pub async fn file(
         &self,
         url: &str,
@@ -118,6 +112,7 @@ impl Calls {
         let request = self.http.get(format!("{}{PATH_MODEL_FILES}/{name}", url.trim_end_matches('/')));
         within(url, deadline, async {
             let mut response = send(url, request).await?;
+            // Most tokenizer files are optional, so their absence is no error.
             if response.status() == reqwest::StatusCode::NOT_FOUND {
                 return Ok(None);
             }
@@ -129,10 +124,11 @@ impl Calls {
         .await
     }
 
-    /// Has pages computed and published.
+    /// Has the engine compute and publish the pages of a prompt. Returns when the pages are
+    /// computed; the last puts may still be on their way.
     pub async fn prefill(
         &self,
-        engine: &Engine,
+        engine: &RemoteEngine,
         request: &PrefillRequest,
         deadline: Instant,
     ) -> Result<PrefillResponse, CallError> {
@@ -140,10 +136,10 @@ impl Calls {
         self.json(&engine.name, request, deadline).await
     }
 
-    /// Begins to generate.
+    /// Starts a generation. Returns with the response headers, before the first event.
     pub async fn decode(
         &self,
-        engine: &Engine,
+        engine: &RemoteEngine,
         request: &DecodeRequest,
         deadline: Instant,
     ) -> Result<EventStream, CallError> {
@@ -156,7 +152,7 @@ impl Calls {
             }
         })
         .await?;
-        Ok(EventStream { engine: engine.name.clone(), response, lines: Lines::default(), deadline })
+        Ok(EventStream { engine: engine.name.clone(), response, lines: LineSplitter::default(), deadline })
     }
 
     async fn get_json<T: DeserializeOwned>(&self, url: &str, path: &str, deadline: Instant) -> Result<T, CallError> {
@@ -176,17 +172,20 @@ impl Calls {
                 return Err(refusal(engine, response).await);
             }
             let body = read_body(engine, &mut response, ANSWER_BYTES_MAX).await?;
-            serde_json::from_slice(&body).map_err(|error| CallError::lost(engine, format!("answer: {error}")))
+            serde_json::from_slice(&body).map_err(|error| {
+                CallError::lost(engine, format!("it sent an answer of another form: {}", reason(&error)))
+            })
         })
         .await
     }
 }
 
-fn path(engine: &Engine, path: &str) -> String {
+fn path(engine: &RemoteEngine, path: &str) -> String {
     format!("{}{path}", engine.info.url.trim_end_matches('/'))
 }
 
-/// Milliseconds until `deadline`, at least 1: what an engine is told.
+/// Milliseconds until `deadline`, for the engine's own time limit. At least 1, because engines
+/// refuse 0.
 pub fn remaining_ms(deadline: Instant) -> u64 {
     (deadline.saturating_duration_since(Instant::now()).as_millis() as u64).max(1)
 }
@@ -206,7 +205,7 @@ async fn send(engine: &str, request: reqwest::RequestBuilder) -> Result<reqwest:
     request.send().await.map_err(|error| CallError::lost(engine, describe(&error)))
 }
 
-/// The innermost cause says what happened; the outer ones repeat the URL.
+/// Innermost cause of an error. The outer ones repeat the URL, which the message has already.
 fn describe(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {
@@ -217,15 +216,18 @@ fn describe(error: &reqwest::Error) -> String {
 
 async fn read_body(engine: &str, response: &mut reqwest::Response, bytes_max: usize) -> Result<Vec<u8>, CallError> {
     let mut body = Vec::new();
-    while let Some(piece) = response.chunk().await.map_err(|error| CallError::lost(engine, describe(&error)))? {
-        if body.len() + piece.len() > bytes_max {
-            return Err(CallError::lost(engine, format!("its answer is longer than {bytes_max} bytes")));
+    while let Some(chunk) = response.chunk().await.map_err(|error| CallError::lost(engine, describe(&error)))? {
+        // Checked on the received bytes: Content-Length may be absent or wrong.
+        if body.len() + chunk.len() > bytes_max {
+            return Err(CallError::lost(engine, format!("its answer exceeds {bytes_max} bytes")));
         }
-        body.extend_from_slice(&piece);
+        body.extend_from_slice(&chunk);
     }
     Ok(body)
 }
 
+/// Error in a response without a success status. Proxies answer without the interface's error body;
+/// the status stands in for it then.
 async fn refusal(engine: &str, mut response: reqwest::Response) -> CallError {
     let status = response.status();
     let header = response.headers().get(HEADER_RETRY_AFTER_MS).and_then(|v| v.to_str().ok()?.parse().ok());
@@ -241,70 +243,74 @@ async fn refusal(engine: &str, mut response: reqwest::Response) -> CallError {
             400..500 => ErrorCode::BadRequest,
             _ => ErrorCode::Internal,
         };
-        ApiError::new(code, format!("status {status}"))
+        ApiError::new(code, format!("HTTP status {status}"))
     });
+    // The body of a proxy has no retry time, but the header may have survived it.
     error.retry_after_ms = error.retry_after_ms.or(header);
     CallError::Refused { engine: engine.into(), error }
 }
 
-/// The events of a running generation.
+/// Event stream of a running generation. Dropping it cancels the generation.
 #[derive(Debug)]
 pub struct EventStream {
     engine: String,
     response: reqwest::Response,
-    lines: Lines,
+    lines: LineSplitter,
     deadline: Instant,
 }
 
 impl EventStream {
-    /// The next event. A stream that ends without its last event is an error, as is an `error` event.
+    /// Waits for the next event. Returns `error` events, and a stream that ends without an `end`
+    /// event, as errors.
     pub async fn next(&mut self) -> Result<DecodeEvent, CallError> {
         let line = loop {
             if let Some(line) = self.lines.take() {
                 break line;
             }
             let engine = &self.engine;
-            let piece = within(engine, self.deadline, async {
+            let chunk = within(engine, self.deadline, async {
                 self.response.chunk().await.map_err(|error| CallError::lost(engine, describe(&error)))
             })
             .await?;
-            let piece = piece.ok_or_else(|| CallError::lost(engine, "its answer ended before the end"))?;
-            self.lines.push(&piece).map_err(|reason| CallError::lost(engine, reason))?;
+            let chunk = chunk.ok_or_else(|| CallError::lost(engine, "its stream ended without an end event"))?;
+            self.lines.push(&chunk).map_err(|reason| CallError::lost(engine, reason))?;
         };
         match serde_json::from_slice(&line) {
             Ok(DecodeEvent::Error(error)) => Err(CallError::Refused { engine: self.engine.clone(), error }),
             Ok(event) => Ok(event),
-            Err(error) => Err(CallError::lost(&self.engine, format!("event: {error}"))),
+            Err(error) => {
+                Err(CallError::lost(&self.engine, format!("it sent an event of another form: {}", reason(&error))))
+            }
         }
     }
 }
 
-/// Cuts a stream of bytes into lines.
 #[derive(Debug, Default)]
-struct Lines {
-    begun: BytesMut,
-    whole: VecDeque<BytesMut>,
+struct LineSplitter {
+    partial: BytesMut,
+    complete: VecDeque<BytesMut>,
 }
 
-impl Lines {
-    fn push(&mut self, mut piece: &[u8]) -> Result<(), String> {
-        while let Some(end) = piece.iter().position(|&b| b == b'\n') {
-            self.begun.extend_from_slice(&piece[..end]);
-            let line = self.begun.split();
+impl LineSplitter {
+    fn push(&mut self, mut chunk: &[u8]) -> Result<(), String> {
+        while let Some(end) = chunk.iter().position(|&b| b == b'\n') {
+            self.partial.extend_from_slice(&chunk[..end]);
+            let line = self.partial.split();
             if !line.trim_ascii().is_empty() {
-                self.whole.push_back(line);
+                self.complete.push_back(line);
             }
-            piece = &piece[end + 1..];
+            chunk = &chunk[end + 1..];
         }
-        if self.begun.len() + piece.len() > ANSWER_BYTES_MAX {
-            return Err(format!("a line is longer than {ANSWER_BYTES_MAX} bytes"));
+        // Checked before copying, so that an endless line cannot exhaust memory.
+        if self.partial.len() + chunk.len() > ANSWER_BYTES_MAX {
+            return Err(format!("a line of its stream exceeds {ANSWER_BYTES_MAX} bytes"));
         }
-        self.begun.extend_from_slice(piece);
+        self.partial.extend_from_slice(chunk);
         Ok(())
     }
 
     fn take(&mut self) -> Option<BytesMut> {
-        self.whole.pop_front()
+        self.complete.pop_front()
     }
 }
 
@@ -313,10 +319,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_come_out_whole_however_they_arrive() {
+    fn splitter_returns_whole_lines_for_every_cut() {
         let text = b"one\n\ntwo three\r\nfour\n";
         for cut in 0..text.len() {
-            let mut lines = Lines::default();
+            let mut lines = LineSplitter::default();
             lines.push(&text[..cut]).unwrap();
             lines.push(&text[cut..]).unwrap();
             let got: Vec<String> =
@@ -326,22 +332,22 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_line_is_refused() {
-        let mut lines = Lines::default();
-        let piece = vec![b'x'; ANSWER_BYTES_MAX / 2];
-        lines.push(&piece).unwrap();
-        lines.push(&piece).unwrap();
+    fn splitter_refuses_an_endless_line() {
+        let mut lines = LineSplitter::default();
+        let chunk = vec![b'x'; ANSWER_BYTES_MAX / 2];
+        lines.push(&chunk).unwrap();
+        lines.push(&chunk).unwrap();
         assert!(lines.push(b"x").is_err());
     }
 
     #[test]
-    fn only_what_another_engine_can_mend_is_tried_again() {
+    fn only_failures_of_the_engine_are_retryable() {
         let refused = |code| CallError::Refused { engine: "e".into(), error: ApiError::new(code, "") };
-        assert!(CallError::lost("e", "x").is_worth_another());
-        assert!(refused(ErrorCode::Busy).is_worth_another());
-        assert!(refused(ErrorCode::Internal).is_worth_another());
-        assert!(!refused(ErrorCode::BadRequest).is_worth_another());
-        assert!(!refused(ErrorCode::ContextLengthExceeded).is_worth_another());
-        assert!(!CallError::Deadline { engine: "e".into() }.is_worth_another());
+        assert!(CallError::lost("e", "x").is_retryable());
+        assert!(refused(ErrorCode::Busy).is_retryable());
+        assert!(refused(ErrorCode::Internal).is_retryable());
+        assert!(!refused(ErrorCode::BadRequest).is_retryable());
+        assert!(!refused(ErrorCode::ContextLengthExceeded).is_retryable());
+        assert!(!CallError::Deadline { engine: "e".into() }.is_retryable());
     }
 }

@@ -1,11 +1,14 @@
-//! Finds engines and models.
+//! Discovery of engines and models.
 //!
-//! What always holds: an engine is in the table only if the store names it now (or a moment ago, see [`UNNAMED_GRACE`])
-//! and it said itself, over HTTP, that it is the one the store means: a member that died may have left its port to
-//! another. One task owns all of this; what takes time runs beside it, so that a slow engine delays nobody else.
+//! Invariants:
+//!
+//! - An engine is in the table only if the store names it, or named it within [`UNNAMED_GRACE`].
+//! - It has also confirmed its identity over HTTP. A dead engine's port may belong to another
+//!   process by now.
+//! - One task owns all state. Slow calls run beside it, so that a slow engine delays no other.
 
-use crate::Shared;
-use crate::engines::{ENGINES_MAX, Engine};
+use crate::RouterState;
+use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::models::{MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use larder_client::Member;
 use larder_model::Tokenizer;
@@ -17,83 +20,77 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-/// Most time for the store to name its members.
 const MEMBERS_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time between two looks while no engine is known.
+/// Poll interval while no engine is known, and the minimum interval between refreshes that requests
+/// ask for.
 const EMPTY_INTERVAL: Duration = Duration::from_millis(50);
-/// Most time for an engine to say what it is.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Most time to fetch a tokenizer.
 const TOKENIZER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Most bytes of one file of a tokenizer.
 const TOKENIZER_FILE_BYTES_MAX: usize = 64 << 20;
-/// Pause after a failure; doubles up to [`PAUSE_MAX`].
-const PAUSE_MIN: Duration = Duration::from_millis(250);
-/// Longest pause.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A store node that restarts names an engine only when that has registered again. For so long after it named it, an
-/// engine that answers for itself stays.
+/// Backoff after the first failure. It doubles up to [`BACKOFF_MAX`], so that an engine that is
+/// down costs few probes and a quick restart is noticed soon.
+const BACKOFF_MIN: Duration = Duration::from_millis(250);
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+/// Time an engine stays in the table after the store last named it, provided that it still answers.
+/// A restarted store node does not name an engine until that has registered again.
 const UNNAMED_GRACE: Duration = Duration::from_secs(10);
-/// Most time for an engine to answer for itself then.
+/// Maximum time for an unnamed engine to confirm its identity. Short, because the refresh waits for
+/// it.
 const UNNAMED_PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// When to try again.
-struct Pause {
+struct Backoff {
     until: Instant,
     length: Duration,
 }
 
-impl Pause {
-    fn after_failure(previous: Option<&Pause>) -> Self {
-        let length = previous.map_or(PAUSE_MIN, |p| (p.length * 2).min(PAUSE_MAX));
+impl Backoff {
+    fn after_failure(previous: Option<&Backoff>) -> Self {
+        let length = previous.map_or(BACKOFF_MIN, |p| (p.length * 2).min(BACKOFF_MAX));
         Self { until: Instant::now() + length, length }
     }
 }
 
-fn is_due<K: std::hash::Hash + Eq>(pauses: &HashMap<K, Pause>, key: &K) -> bool {
-    pauses.get(key).is_none_or(|pause| Instant::now() >= pause.until)
+fn is_due<K: std::hash::Hash + Eq>(backoffs: &HashMap<K, Backoff>, key: &K) -> bool {
+    backoffs.get(key).is_none_or(|backoff| Instant::now() >= backoff.until)
 }
 
-/// The task's own state.
 struct Discovery {
-    shared: Arc<Shared>,
+    router: Arc<RouterState>,
     probes: JoinSet<(String, Result<EngineInfo, String>)>,
     probing: HashSet<String>,
-    probe_pauses: HashMap<String, Pause>,
+    probe_backoffs: HashMap<String, Backoff>,
     loads: JoinSet<(ModelKey, Result<ServedModel, String>)>,
     loading: HashSet<ModelKey>,
-    load_pauses: HashMap<ModelKey, Pause>,
-    /// What the store named at the last look.
+    load_backoffs: HashMap<ModelKey, Backoff>,
     named: BTreeMap<String, EngineInfo>,
-    /// When the store last named an engine that is in the table.
     last_named: HashMap<String, Instant>,
 }
 
-/// Runs until `stop`.
-pub(crate) async fn run(shared: Arc<Shared>, stop: CancellationToken) {
+pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
     let mut discovery = Discovery {
-        shared: shared.clone(),
+        router: router.clone(),
         probes: JoinSet::new(),
         probing: HashSet::new(),
-        probe_pauses: HashMap::new(),
+        probe_backoffs: HashMap::new(),
         loads: JoinSet::new(),
         loading: HashSet::new(),
-        load_pauses: HashMap::new(),
+        load_backoffs: HashMap::new(),
         named: BTreeMap::new(),
         last_named: HashMap::new(),
     };
-    let mut next_look = Instant::now();
-    // Requests may ask for a look, but not for one after the other.
-    let mut may_look = next_look;
+    let mut next_refresh = Instant::now();
+    // Requests may bring a refresh forward, but only to this time. It keeps a burst of requests
+    // from flooding the store.
+    let mut earliest_refresh = next_refresh;
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            () = sleep_until(next_look) => {
-                discovery.look().await;
-                may_look = Instant::now() + EMPTY_INTERVAL;
-                next_look = Instant::now() + discovery.interval();
+            () = sleep_until(next_refresh) => {
+                discovery.refresh().await;
+                earliest_refresh = Instant::now() + EMPTY_INTERVAL;
+                next_refresh = Instant::now() + discovery.interval();
             }
-            () = shared.look_soon.notified() => next_look = next_look.min(may_look),
+            () = router.refresh_soon.notified() => next_refresh = next_refresh.min(earliest_refresh),
             Some(ended) = discovery.probes.join_next() => if let Ok((name, result)) = ended {
                 discovery.probed(name, result);
             },
@@ -106,39 +103,43 @@ pub(crate) async fn run(shared: Arc<Shared>, stop: CancellationToken) {
 
 impl Discovery {
     fn interval(&self) -> Duration {
-        let interval = self.shared.options.poll_interval;
-        if self.shared.engines.is_empty() { interval.min(EMPTY_INTERVAL) } else { interval }
+        let interval = self.router.options.poll_interval;
+        if self.router.engines.is_empty() { interval.min(EMPTY_INTERVAL) } else { interval }
     }
 
-    async fn look(&mut self) {
+    async fn refresh(&mut self) {
         let deadline = std::time::Instant::now() + MEMBERS_TIMEOUT;
-        let members = tokio::time::timeout(MEMBERS_TIMEOUT * 2, self.shared.directory.members(deadline)).await;
-        // While no store node answers, the last table is the best there is.
+        // The client keeps the deadline itself. The timeout guards against one that does not:
+        // discovery must never stall.
+        let members = tokio::time::timeout(MEMBERS_TIMEOUT * 2, self.router.directory.members(deadline)).await;
+        // No store node answered. Keep the table: its engines still serve, and their circuit
+        // breakers catch those that do not.
         let Ok(Some(members)) = members else { return };
         self.named = named_engines(members);
         self.drop_replaced();
         self.check_unnamed().await;
-        self.probe_pauses.retain(|name, _| self.named.contains_key(name));
+        // Bounds the map. An engine that leaves and returns starts without a backoff.
+        self.probe_backoffs.retain(|name, _| self.named.contains_key(name));
         self.begin_probes();
         self.begin_loads();
     }
 
-    /// Takes out engines in whose name others registered.
+    /// Removes engines whose name another engine has registered since.
     fn drop_replaced(&self) {
-        for engine in self.shared.engines.list() {
+        for engine in self.router.engines.list() {
             if self.named.get(&engine.name).is_some_and(|info| *info != engine.info) {
                 self.remove(&engine);
             }
         }
     }
 
-    /// Takes out engines that the store does not name and that do not answer for themselves, and after the grace those that
-    /// do.
+    /// Removes engines that the store does not name and that do not confirm their identity. After
+    /// [`UNNAMED_GRACE`] it removes those that do as well.
     async fn check_unnamed(&mut self) {
         let now = Instant::now();
-        let engines = self.shared.engines.list();
+        let engines = self.router.engines.list();
         let (named, unnamed): (Vec<_>, Vec<_>) = engines.into_iter().partition(|e| self.named.contains_key(&e.name));
-        // Without an entry an engine came in this moment: the store named it.
+        // An engine without an entry joined since the last refresh, so the store named it just now.
         let mut last_named: HashMap<_, _> = named.into_iter().map(|engine| (engine.name.clone(), now)).collect();
         for engine in &unnamed {
             last_named.insert(engine.name.clone(), self.last_named.get(&engine.name).copied().unwrap_or(now));
@@ -148,32 +149,36 @@ impl Discovery {
         let this = &*self;
         let checks = unnamed.into_iter().map(|engine| async move {
             let is_over = this.last_named.get(&engine.name).is_none_or(|at| at.elapsed() >= UNNAMED_GRACE);
-            let answer = this.shared.calls.model(&engine.info.url, deadline).await;
+            let answer = this.router.engine_client.model(&engine.info.url, deadline).await;
             let answers_for_itself = answer.is_ok_and(|info| info == engine.info);
             (is_over || !answers_for_itself).then_some(engine)
         });
+        // All checks run at once, so the refresh waits for the slowest and not for their sum.
         let gone: Vec<_> = futures::future::join_all(checks).await;
         gone.into_iter().flatten().for_each(|engine| self.remove(&engine));
     }
 
-    fn remove(&self, engine: &Engine) {
-        if self.shared.engines.remove(&engine.name) {
+    fn remove(&self, engine: &RemoteEngine) {
+        if self.router.engines.remove(&engine.name) {
             tracing::info!(engine = %engine.name, url = %engine.info.url, "engine left");
         }
     }
 
     fn begin_probes(&mut self) {
         for (name, info) in &self.named {
-            if self.shared.engines.get(name).is_some()
+            if self.router.engines.get(name).is_some()
                 || self.probing.contains(name)
-                || !is_due(&self.probe_pauses, name)
+                || !is_due(&self.probe_backoffs, name)
             {
                 continue;
             }
+            // At most one probe per engine, however often the store names it meanwhile.
             self.probing.insert(name.clone());
-            let (calls, name, url) = (self.shared.calls.clone(), name.clone(), info.url.clone());
+            let client = self.router.engine_client.clone();
+            let name = name.clone();
+            let url = info.url.clone();
             self.probes.spawn(async move {
-                let answer = calls.model(&url, Instant::now() + PROBE_TIMEOUT).await;
+                let answer = client.model(&url, Instant::now() + PROBE_TIMEOUT).await;
                 (name, answer.map_err(|error| error.to_string()))
             });
         }
@@ -181,36 +186,40 @@ impl Discovery {
 
     fn probed(&mut self, name: String, result: Result<EngineInfo, String>) {
         self.probing.remove(&name);
+        // The engine may have withdrawn while the probe was running.
         let Some(expected) = self.named.get(&name) else { return };
         let problem = match result {
             Ok(info) if info == *expected => {
                 tracing::info!(engine = %name, role = %info.role, model = %info.model, url = %info.url, "engine joined");
-                self.probe_pauses.remove(&name);
-                self.shared.engines.insert(Engine::new(name, info));
+                self.probe_backoffs.remove(&name);
+                self.router.engines.insert(RemoteEngine::new(name, info));
+                // Without waiting for the next refresh: requests may be waiting for this model
+                // already.
                 self.begin_loads();
                 return;
             }
-            Ok(info) => format!("it is another engine now: {} of {}", info.role, info.model),
+            Ok(info) => format!("its URL now belongs to a {} engine of model {}", info.role, info.model),
             Err(error) => error,
         };
-        tracing::debug!(engine = %name, %problem, "engine not taken");
-        let pause = Pause::after_failure(self.probe_pauses.get(&name));
-        self.probe_pauses.insert(name, pause);
+        tracing::debug!(engine = %name, %problem, "engine registered but not confirmed; discovery will retry");
+        let backoff = Backoff::after_failure(self.probe_backoffs.get(&name));
+        self.probe_backoffs.insert(name, backoff);
     }
 
     fn begin_loads(&mut self) {
-        for engine in self.shared.engines.list() {
+        for engine in self.router.engines.list() {
             let key = (engine.info.model.clone(), engine.namespace);
-            if self.shared.models.contains(&key)
+            if self.router.models.contains(&key)
                 || self.loading.contains(&key)
+                // Bounds the memory of downloads in progress.
                 || self.loading.len() >= MODELS_MAX
-                || !is_due(&self.load_pauses, &key)
+                || !is_due(&self.load_backoffs, &key)
             {
                 continue;
             }
             self.loading.insert(key.clone());
-            let shared = self.shared.clone();
-            self.loads.spawn(async move { (key, load(shared, engine).await) });
+            let router = self.router.clone();
+            self.loads.spawn(async move { (key, load(router, engine).await) });
         }
     }
 
@@ -218,51 +227,57 @@ impl Discovery {
         self.loading.remove(&key);
         match result {
             Ok(model) => {
-                tracing::info!(model = %key.0, namespace = ?key.1, "model ready");
-                self.load_pauses.remove(&key);
-                self.shared.models.insert(model, &self.shared.engines);
+                tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
+                self.load_backoffs.remove(&key);
+                self.router.models.insert(model, &self.router.engines);
             }
             Err(error) => {
-                tracing::warn!(model = %key.0, %error, "tokenizer not loaded");
-                if self.load_pauses.len() >= MODELS_MAX {
-                    self.load_pauses.clear();
+                tracing::warn!(model = %key.0, %error, "cannot load the tokenizer; discovery will retry");
+                // Bounds the map. Losing the backoffs only makes some retries come early.
+                if self.load_backoffs.len() >= MODELS_MAX {
+                    self.load_backoffs.clear();
                 }
-                let pause = Pause::after_failure(self.load_pauses.get(&key));
-                self.load_pauses.insert(key, pause);
+                let backoff = Backoff::after_failure(self.load_backoffs.get(&key));
+                self.load_backoffs.insert(key, backoff);
             }
         }
     }
 }
 
-/// The members that are engines and say of themselves what can be true.
+/// Members that describe themselves as engines with a valid page geometry and URL. Other members of
+/// the store, such as benchmarks, are skipped.
 fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
     let mut named = BTreeMap::new();
+    // The list comes from the network, so bound it before parsing.
     for member in members.into_iter().take(ENGINES_MAX) {
         let Ok(info) = serde_json::from_value::<EngineInfo>(member.info) else {
-            tracing::debug!(member = %member.name, "not an engine");
+            tracing::debug!(member = %member.name, "member of the store is not an engine; skipped");
             continue;
         };
         let geometry = &info.descriptor.geometry;
+        // Page keys depend on the page size. Two different sizes would make every lookup miss.
         let is_possible = geometry.validate().is_ok() && geometry.page_tokens == info.page_tokens;
         if is_possible && info.url.starts_with("http://") {
             named.insert(member.name, info);
         } else {
-            tracing::warn!(member = %member.name, url = %info.url, "engine ignored: wrong page shape or URL");
+            tracing::warn!(member = %member.name, url = %info.url, "engine ignored: its page geometry or URL is invalid; check its version and options");
         }
     }
     named
 }
 
-/// Fetches the tokenizer from `engine` and attaches to the pages of its namespace.
-async fn load(shared: Arc<Shared>, engine: Arc<Engine>) -> Result<ServedModel, String> {
+/// Fetches the tokenizer from `engine` and attaches to the pages of its namespace. The tokenizer is
+/// built off the event loop: that takes up to seconds.
+async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<ServedModel, String> {
     let deadline = Instant::now() + TOKENIZER_TIMEOUT;
     let mut files = BTreeMap::new();
     for &name in Tokenizer::FILES {
-        let file = shared.calls.file(&engine.info.url, name, TOKENIZER_FILE_BYTES_MAX, deadline).await;
+        let file = router.engine_client.file(&engine.info.url, name, TOKENIZER_FILE_BYTES_MAX, deadline).await;
         if let Some(bytes) = file.map_err(|error| error.to_string())? {
             files.insert(name.to_string(), bytes);
         }
     }
+    let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
     let tokenizer = tokio::task::spawn_blocking(move || Tokenizer::from_files(&files).map_err(|e| e.to_string()))
         .await
         .map_err(|error| error.to_string())??;
@@ -270,10 +285,18 @@ async fn load(shared: Arc<Shared>, engine: Arc<Engine>) -> Result<ServedModel, S
         name: engine.info.model.clone(),
         namespace: engine.namespace,
         page_tokens: engine.info.page_tokens as usize,
+        vocab_size,
         tokenizer: Arc::new(tokenizer),
-        pages: shared.directory.pages(&engine.info.descriptor),
+        pages: router.directory.pages(&engine.info.descriptor),
         created: unix_seconds(),
     })
+}
+
+/// Field `vocab_size` of a model's `config.json`. Engines use the same field to validate tokens. It
+/// may exceed the tokenizer's own vocabulary, because models pad their embeddings.
+fn vocab_size(config: &[u8]) -> Option<u32> {
+    let config: serde_json::Value = serde_json::from_slice(config).ok()?;
+    config.get("vocab_size")?.as_u64()?.try_into().ok()
 }
 
 #[cfg(test)]
@@ -283,7 +306,7 @@ mod tests {
     use larder_worker::api::Role;
 
     #[test]
-    fn members_that_are_no_engines_are_left_out() {
+    fn named_engines_skips_members_that_are_not_valid_engines() {
         let good = info(Role::Prefill, 1, 10);
         let wrong_pages = EngineInfo { page_tokens: 5, ..good.clone() };
         let wrong_url = EngineInfo { url: "ftp://a".into(), ..good.clone() };
@@ -298,10 +321,18 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_to_their_maximum() {
-        let mut pause = Pause::after_failure(None);
-        assert_eq!(pause.length, PAUSE_MIN);
-        (0..10).for_each(|_| pause = Pause::after_failure(Some(&pause)));
-        assert_eq!(pause.length, PAUSE_MAX);
+    fn vocab_size_is_read_from_the_config() {
+        assert_eq!(vocab_size(br#"{"vocab_size": 501, "hidden_size": 8}"#), Some(501));
+        for config in [&b"{}"[..], b"not JSON", br#"{"vocab_size": -1}"#] {
+            assert_eq!(vocab_size(config), None);
+        }
+    }
+
+    #[test]
+    fn backoff_doubles_up_to_its_maximum() {
+        let mut backoff = Backoff::after_failure(None);
+        assert_eq!(backoff.length, BACKOFF_MIN);
+        (0..10).for_each(|_| backoff = Backoff::after_failure(Some(&backoff)));
+        assert_eq!(backoff.length, BACKOFF_MAX);
     }
 }

@@ -1,9 +1,12 @@
-//! The engines that are there, and which of them gets a request.
+//! Table of known engines, and the load balancer that picks one for a request.
 //!
-//! What always holds: an engine's outstanding work is the sum of the [`Work`] guards that are alive, so a request that
-//! ends in any way gives its share back; and an engine that a request has tried is never chosen for it again.
+//! Invariants:
+//!
+//! - The outstanding load of an engine is the sum of its live [`LoadGuard`]s. A request gives its
+//!   share back however it ends.
+//! - The balancer never picks an engine that the request has already tried.
 
-use crate::breaker::Breaker;
+use crate::breaker::CircuitBreaker;
 use larder_format::{NamespaceId, PageKey};
 use larder_worker::api::{EngineInfo, Role};
 use parking_lot::{Mutex, RwLock};
@@ -12,25 +15,26 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Most engines in the table; further members are ignored.
+/// Maximum number of engines in the table. Further members of the store are ignored.
 pub const ENGINES_MAX: usize = 4096;
 
-/// One engine.
+/// Engine as seen by this router: its self-description, its circuit breaker and the load this
+/// router put on it.
 #[derive(Debug)]
-pub struct Engine {
-    /// The name it registered under.
+pub struct RemoteEngine {
     pub name: String,
-    /// What it said of itself.
+    /// Self-description, confirmed over HTTP before the engine enters the table. It never changes:
+    /// an engine with another description replaces this one.
     pub info: EngineInfo,
-    /// The namespace of its pages.
     pub namespace: NamespaceId,
-    breaker: Mutex<Breaker>,
+    breaker: Mutex<CircuitBreaker>,
+    // Load counters are heuristics of the balancer and guard no other data: relaxed ordering is
+    // enough for all of them.
     outstanding_tokens: AtomicU64,
     requests: AtomicU64,
 }
 
-impl Engine {
-    /// An engine that just came.
+impl RemoteEngine {
     pub fn new(name: String, info: EngineInfo) -> Self {
         let namespace = info.descriptor.id();
         Self {
@@ -43,160 +47,164 @@ impl Engine {
         }
     }
 
-    /// Whether requests may go there now.
     pub fn is_admitted(&self) -> bool {
         self.breaker.lock().admits(Instant::now())
     }
 
-    /// It could not be reached, or the connection broke.
+    /// Reports to the circuit breaker that the engine could not be reached, or that a connection
+    /// broke.
     pub fn note_lost(&self) {
         self.breaker.lock().lost(Instant::now());
     }
 
-    /// It answered that it failed.
     pub fn note_fault(&self) {
         self.breaker.lock().fault(Instant::now());
     }
 
-    /// It answered well.
     pub fn note_success(&self) {
         self.breaker.lock().success();
     }
 
-    /// Tokens it was asked for and has not answered for yet.
+    /// Tokens that this router requested and that the engine has not finished yet.
     pub fn outstanding_tokens(&self) -> u64 {
         self.outstanding_tokens.load(Ordering::Relaxed)
     }
 
-    /// Requests it is working on for this router.
     pub fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Books `tokens` of work until the guard is dropped.
-    pub fn book(self: &Arc<Self>, tokens: u64) -> Work {
+    /// Adds one request of `tokens` tokens to the engine's load until the guard is dropped.
+    pub fn add_load(self: &Arc<Self>, tokens: u64) -> LoadGuard {
         self.outstanding_tokens.fetch_add(tokens, Ordering::Relaxed);
         self.requests.fetch_add(1, Ordering::Relaxed);
-        Work { engine: self.clone(), tokens }
+        LoadGuard { engine: self.clone(), tokens }
     }
 }
 
-/// A share of an engine's outstanding work.
+/// One request's share of an engine's load. Dropping it gives the share back.
 #[derive(Debug)]
-pub struct Work {
-    engine: Arc<Engine>,
+pub struct LoadGuard {
+    engine: Arc<RemoteEngine>,
     tokens: u64,
 }
 
-impl Work {
-    /// Who does the work.
-    pub fn engine(&self) -> &Engine {
+impl LoadGuard {
+    pub fn engine(&self) -> &RemoteEngine {
         &self.engine
     }
 
-    /// Part of it is done: `tokens` are left at most.
+    /// Lowers the share to `tokens` because part of the request is finished. A share that is lower
+    /// already stays.
     pub fn reduce_to(&mut self, tokens: u64) {
-        let done = self.tokens.saturating_sub(tokens);
+        let done = self.tokens - self.tokens.min(tokens);
         self.engine.outstanding_tokens.fetch_sub(done, Ordering::Relaxed);
         self.tokens -= done;
     }
 }
 
-impl Drop for Work {
+impl Drop for LoadGuard {
     fn drop(&mut self) {
-        self.engine.outstanding_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-        self.engine.requests.fetch_sub(1, Ordering::Relaxed);
+        let tokens_before = self.engine.outstanding_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        let requests_before = self.engine.requests.fetch_sub(1, Ordering::Relaxed);
+        // Every guard added exactly these amounts, so a smaller counter means that some guard gave
+        // back twice.
+        debug_assert!(tokens_before >= self.tokens && requests_before >= 1, "load of {} underflows", self.engine.name);
     }
 }
 
-/// What a request needs of an engine.
 #[derive(Debug, Clone, Copy)]
-pub struct Need<'a> {
-    /// Prefill or decode.
+pub struct EngineRequirement<'a> {
     pub role: Role,
-    /// Whose pages.
     pub namespace: NamespaceId,
-    /// Tokens that must fit its context: the prompt and the first one of the answer.
+    /// Minimum context of the engine, in tokens: the prompt and the first token of the answer.
     pub context: usize,
-    /// Tokens that should fit it: an engine that has so much is taken before any that has not.
-    pub context_wanted: usize,
-    /// Draws requests with one beginning to one engine, among equals.
+    /// Preferred context, in tokens: prompt and whole answer. Engines with less are picked only if
+    /// no engine has as much.
+    pub context_preferred: usize,
+    /// Key of the prompt's beginning. Among equally loaded engines, requests with one beginning go
+    /// to one engine, because its L1 may hold their pages.
     pub affinity: PageKey,
-    /// Names of the engines that this request has tried.
     pub tried: &'a [String],
 }
 
-/// The table.
 #[derive(Debug, Default)]
 pub struct EngineTable {
-    engines: RwLock<BTreeMap<String, Arc<Engine>>>,
+    engines: RwLock<BTreeMap<String, Arc<RemoteEngine>>>,
 }
 
 impl EngineTable {
-    /// Adds an engine, or replaces the one of this name.
-    pub fn insert(&self, engine: Engine) {
+    /// Adds an engine, or replaces the one of the same name. A full table ignores new names, which
+    /// bounds memory against a faulty store.
+    pub fn insert(&self, engine: RemoteEngine) {
+        // One lock for check and insert, so that two engines joining at once cannot exceed the
+        // limit.
         let mut engines = self.engines.write();
         if engines.len() < ENGINES_MAX || engines.contains_key(&engine.name) {
             engines.insert(engine.name.clone(), Arc::new(engine));
         }
     }
 
-    /// Takes an engine out; requests that it works on go on.
+    /// Removes an engine. Requests that it is serving continue. Returns `false` if the table has no
+    /// such engine.
     pub fn remove(&self, name: &str) -> bool {
         self.engines.write().remove(name).is_some()
     }
 
-    /// The engine of this name.
-    pub fn get(&self, name: &str) -> Option<Arc<Engine>> {
+    pub fn get(&self, name: &str) -> Option<Arc<RemoteEngine>> {
         self.engines.read().get(name).cloned()
     }
 
-    /// All engines, by name.
-    pub fn list(&self) -> Vec<Arc<Engine>> {
+    /// Snapshot of all engines, ordered by name. The order keeps status output stable.
+    pub fn list(&self) -> Vec<Arc<RemoteEngine>> {
+        // Clones the handles, so that no caller holds the lock across an await.
         self.engines.read().values().cloned().collect()
     }
 
-    /// Whether there is none at all.
     pub fn is_empty(&self) -> bool {
         self.engines.read().is_empty()
     }
 
-    /// Engines of `role` in `namespace` that requests may go to.
     pub fn admitted(&self, role: Role, namespace: NamespaceId) -> usize {
-        let fits = |e: &&Arc<Engine>| e.info.role == role && e.namespace == namespace && e.is_admitted();
+        let fits = |e: &&Arc<RemoteEngine>| e.info.role == role && e.namespace == namespace && e.is_admitted();
         self.engines.read().values().filter(fits).count()
     }
 
-    /// The longest context that any engine of `role` in `namespace` offers, in tokens; `None` if there is no such engine.
+    /// Longest context among the engines of `role` in `namespace`, in tokens. Excluded engines
+    /// count too. Returns `None` if there is no such engine.
     pub fn context_max(&self, role: Role, namespace: NamespaceId) -> Option<usize> {
         let engines = self.engines.read();
         let fitting = engines.values().filter(|e| e.info.role == role && e.namespace == namespace);
         fitting.map(|e| e.info.max_context as usize).max()
     }
 
-    /// The engine with the least outstanding work among those that can serve `need`, and among those that can serve it
-    /// wholly if there is any; ties go by prefix affinity.
-    pub fn choose(&self, need: &Need<'_>) -> Option<Arc<Engine>> {
+    /// Picks the least loaded admitted engine that meets `need`.
+    ///
+    /// Engines with the preferred context come before those without. Ties go by prefix affinity.
+    /// Returns `None` if no engine qualifies. Costs a scan of the table.
+    pub fn choose(&self, need: &EngineRequirement<'_>) -> Option<Arc<RemoteEngine>> {
         let engines = self.engines.read();
         let fitting = engines.values().filter(|e| {
             e.info.role == need.role
                 && e.namespace == need.namespace
                 && e.info.max_context as usize >= need.context
                 && !need.tried.contains(&e.name)
+                // Last, because it is the only condition that takes a lock.
                 && e.is_admitted()
         });
         fitting
             .min_by_key(|e| {
-                let is_short = (e.info.max_context as usize) < need.context_wanted;
-                (is_short, e.outstanding_tokens(), std::cmp::Reverse(attraction(&e.name, &need.affinity)))
+                let is_short = (e.info.max_context as usize) < need.context_preferred;
+                (is_short, e.outstanding_tokens(), std::cmp::Reverse(rendezvous_weight(&e.name, &need.affinity)))
             })
             .cloned()
     }
 }
 
-/// Rendezvous weight of an engine for a beginning: the same in every router, and it moves only the requests of engines
-/// that come or go.
-fn attraction(name: &str, affinity: &PageKey) -> u64 {
+/// Rendezvous hash of an engine and a prompt's beginning. All routers compute the same weight. An
+/// engine that joins or leaves moves only the prompts that it wins or held.
+fn rendezvous_weight(name: &str, affinity: &PageKey) -> u64 {
+    // Reuses the page-key hash, which is stable across builds. The standard hasher is not.
     let letters: Vec<u32> = name.bytes().map(u32::from).collect();
     PageKey::chain(Some(affinity), &letters).prefix_u64()
 }
@@ -231,46 +239,54 @@ pub(crate) mod tests {
     fn table() -> EngineTable {
         let table = EngineTable::default();
         for name in ["d1", "d2", "d3"] {
-            table.insert(Engine::new(name.into(), info(Role::Decode, 1, 100)));
+            table.insert(RemoteEngine::new(name.into(), info(Role::Decode, 1, 100)));
         }
-        table.insert(Engine::new("p1".into(), info(Role::Prefill, 1, 100)));
-        table.insert(Engine::new("other".into(), info(Role::Decode, 2, 1000)));
+        table.insert(RemoteEngine::new("p1".into(), info(Role::Prefill, 1, 100)));
+        table.insert(RemoteEngine::new("other".into(), info(Role::Decode, 2, 1000)));
         table
     }
 
-    fn need(tried: &[String]) -> Need<'_> {
+    fn need(tried: &[String]) -> EngineRequirement<'_> {
         let namespace = info(Role::Decode, 1, 0).descriptor.id();
-        Need { role: Role::Decode, namespace, context: 50, context_wanted: 0, affinity: PageKey([9; 32]), tried }
+        EngineRequirement {
+            role: Role::Decode,
+            namespace,
+            context: 50,
+            context_preferred: 0,
+            affinity: PageKey([9; 32]),
+            tried,
+        }
     }
 
     #[test]
-    fn the_least_loaded_engine_is_chosen() {
+    fn choose_picks_the_least_loaded_engine() {
         let table = table();
         let loads = [("d1", 10), ("d2", 3), ("d3", 10)];
-        let mut booked: Vec<Work> = loads.iter().map(|(name, tokens)| table.get(name).unwrap().book(*tokens)).collect();
+        let mut booked: Vec<LoadGuard> =
+            loads.iter().map(|(name, tokens)| table.get(name).unwrap().add_load(*tokens)).collect();
         assert_eq!(table.choose(&need(&[])).unwrap().name, "d2");
         booked[2].reduce_to(1);
         assert_eq!(table.choose(&need(&[])).unwrap().name, "d3");
     }
 
     #[test]
-    fn work_is_given_back_in_steps() {
+    fn load_guard_gives_its_share_back_in_steps() {
         let table = table();
         let engine = table.get("d1").unwrap();
-        let mut work = engine.book(100);
-        work.reduce_to(30);
-        work.reduce_to(60);
+        let mut load = engine.add_load(100);
+        load.reduce_to(30);
+        load.reduce_to(60);
         assert_eq!((engine.outstanding_tokens(), engine.requests()), (30, 1));
-        drop(work);
+        drop(load);
         assert_eq!((engine.outstanding_tokens(), engine.requests()), (0, 0));
     }
 
     #[test]
-    fn ties_go_by_the_beginning_of_the_prompt() {
+    fn choose_breaks_ties_by_prefix_affinity() {
         let table = table();
         let mut chosen = std::collections::BTreeMap::<String, usize>::new();
         for i in 0..90u8 {
-            let need = Need { affinity: PageKey([i; 32]), ..need(&[]) };
+            let need = EngineRequirement { affinity: PageKey([i; 32]), ..need(&[]) };
             let first = table.choose(&need).unwrap().name.clone();
             assert_eq!(table.choose(&need).unwrap().name, first);
             *chosen.entry(first).or_default() += 1;
@@ -280,19 +296,23 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_engine_that_has_room_for_the_whole_answer_goes_first() {
+    fn choose_prefers_engines_with_room_for_the_whole_answer() {
         let table = table();
-        table.insert(Engine::new("large".into(), info(Role::Decode, 1, 200)));
-        let busy = table.get("large").unwrap().book(1000);
-        let wants = |context_wanted| Need { context_wanted, ..need(&[]) };
+        table.insert(RemoteEngine::new("large".into(), info(Role::Decode, 1, 200)));
+        let busy = table.get("large").unwrap().add_load(1000);
+        let wants = |context_preferred| EngineRequirement { context_preferred, ..need(&[]) };
         assert_ne!(table.choose(&wants(100)).unwrap().name, "large");
         assert_eq!(table.choose(&wants(101)).unwrap().name, "large");
-        assert_ne!(table.choose(&wants(201)).unwrap().name, "large", "none has it all: the least loaded");
+        assert_ne!(
+            table.choose(&wants(201)).unwrap().name,
+            "large",
+            "no engine fits the whole answer, so load decides"
+        );
         drop(busy);
     }
 
     #[test]
-    fn what_cannot_serve_is_not_chosen() {
+    fn choose_skips_tried_short_and_excluded_engines() {
         let table = table();
         let mut tried = Vec::new();
         while let Some(engine) = table.choose(&need(&tried)) {
@@ -300,7 +320,7 @@ pub(crate) mod tests {
             tried.push(engine.name.clone());
         }
         assert_eq!(tried.len(), 3);
-        assert!(table.choose(&Need { context: 101, ..need(&[]) }).is_none(), "the context is too short");
+        assert!(table.choose(&EngineRequirement { context: 101, ..need(&[]) }).is_none(), "the context is too short");
         for name in ["d1", "d3"] {
             table.get(name).unwrap().note_lost();
         }

@@ -1,17 +1,29 @@
 //! OpenAI-compatible router and admin API.
 //!
-//! The router knows from the store which engines there are and what is cached, and sends each prompt where it is cheapest:
-//! a prefill engine computes and publishes the pages that the store lacks, while a decode engine follows them and
-//! generates. What must always hold:
+//! The router reads from the store which engines are registered and which pages are cached. It
+//! sends each prompt to the engines that can serve it at the lowest cost. A prefill engine computes
+//! and publishes the pages that the store lacks. A decode engine follows those pages and generates
+//! the answer.
 //!
-//! - nothing here is needed for correct answers but the tokens themselves: what the store says are hints, and an engine
-//!   that is lost costs time, never wrong text;
-//! - everything is bounded: answers in progress, bodies, engines, attempts; and every wait has a deadline;
-//! - a client that goes away takes all the work for it along.
+//! Invariants:
 //!
-//! Where things are: [`options`] · [`store`] (the seam to the page store) · [`discovery`] (who is there) · [`engines`] (the
-//! table, choice) and [`breaker`] · [`models`] (names, tokenizers) · [`calls`] (the engines' HTTP interface) · [`route`]
-//! (prefill and decode of one prompt) · [`openai`] (the API) · [`admin`] (for people and scripts) · [`metrics`].
+//! - Nothing but the prompt's tokens affects the text of an answer. The store's replies are hints.
+//!   Losing an engine costs time and never yields wrong text.
+//! - Everything is bounded: answers in progress, request bodies, engines, attempts. Every wait has
+//!   a deadline.
+//! - A client that disconnects cancels all work done for it.
+//!
+//! Layout:
+//!
+//! - [`options`]: settings and their limits.
+//! - [`store`]: the interface to the page store.
+//! - [`discovery`]: finds engines and loads tokenizers.
+//! - [`engines`], [`breaker`]: the engine table, load balancing and circuit breaking.
+//! - [`models`]: model names, tokenizers and page indexes.
+//! - [`calls`]: client of the engines' HTTP interface.
+//! - [`route`]: prefill and decode of one prompt.
+//! - [`openai`], [`admin`]: the two HTTP servers.
+//! - [`metrics`]: Prometheus metrics and the counters of the status page.
 #![forbid(unsafe_code)]
 
 pub mod admin;
@@ -19,6 +31,7 @@ pub mod breaker;
 pub mod calls;
 pub mod discovery;
 pub mod engines;
+mod json;
 pub mod metrics;
 pub mod models;
 pub mod openai;
@@ -40,54 +53,48 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Time between two looks of [`RouterHandle::wait_ready`].
 const READY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Most time that a request waits for an engine to come when there is none: it may be about to be replaced.
+/// Maximum time a request waits for an engine to appear. An engine that is being restarted or
+/// replaced usually registers within this time, so the client sees a slow answer instead of a 503.
 const ENGINE_WAIT: Duration = Duration::from_secs(1);
-/// Time between two looks for it.
 const ENGINE_WAIT_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Why a router did not start.
 #[derive(Debug, Error)]
 pub enum RouterError {
-    /// A setting out of range.
-    #[error(transparent)]
+    #[error("invalid router option {0} [LRD0502]")]
     Options(#[from] OptionsError),
-    /// An address that cannot be listened on.
-    #[error("cannot listen on {address}: {source}")]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// The HTTP client could not be set up.
-    #[error("HTTP client: {0}")]
+    #[error("cannot listen on {address}: {source}; check --listen and --admin-listen [LRD0501]")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("cannot set up the HTTP client for engines: {0}")]
     Http(#[from] reqwest::Error),
 }
 
-/// What every part of a router works with.
-pub(crate) struct Shared {
+pub(crate) struct RouterState {
     pub(crate) options: RouterOptions,
+    /// Bound address of the OpenAI API. Differs from `options.listen` when that has port 0.
+    pub(crate) api_addr: SocketAddr,
+    pub(crate) admin_addr: SocketAddr,
     pub(crate) directory: Arc<dyn Directory>,
     pub(crate) engines: engines::EngineTable,
     pub(crate) models: models::ModelTable,
-    pub(crate) calls: calls::Calls,
+    pub(crate) engine_client: calls::EngineClient,
     pub(crate) metrics: Arc<metrics::Metrics>,
-    /// One permit for each answer in progress.
+    /// Admission control: one permit per answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
     pub(crate) started: Instant,
-    /// Asks discovery to look at the members soon.
-    pub(crate) look_soon: Notify,
+    pub(crate) refresh_soon: Notify,
 }
 
-impl Shared {
-    /// Has discovery look for engines until `find` finds what it needs; `None` after a moment, or at `deadline`.
+impl RouterState {
+    /// Wakes discovery and retries `find` until it returns a value. Gives up with `None` after
+    /// [`ENGINE_WAIT`] or at `deadline`, whichever comes first.
     pub(crate) async fn wait_for<T>(&self, deadline: Instant, find: impl Fn() -> Option<T>) -> Option<T> {
         let give_up = deadline.min(Instant::now() + ENGINE_WAIT);
         while Instant::now() < give_up {
-            self.look_soon.notify_one();
+            // Discovery may be in the middle of a refresh that began too early, so ask again on
+            // every turn. It limits its own rate.
+            self.refresh_soon.notify_one();
             tokio::time::sleep_until(give_up.min(Instant::now() + ENGINE_WAIT_INTERVAL)).await;
             if let Some(found) = find() {
                 return Some(found);
@@ -97,44 +104,48 @@ impl Shared {
     }
 }
 
-/// Starts routers.
 pub struct Router;
 
 impl Router {
-    /// Attaches to the store, listens, and looks for engines. Must be called inside a tokio runtime. Returns before any
-    /// engine is known: see [`RouterHandle::wait_ready`].
+    /// Attaches to the store, binds both listeners and starts discovery. Must be called inside a
+    /// tokio runtime. Returns before any engine is known: see [`RouterHandle::wait_ready`].
     pub async fn start(options: RouterOptions) -> Result<RouterHandle, RouterError> {
+        // Before attaching: an invalid option must not open connections to the store.
         options.validate()?;
         let directory = Arc::new(StoreDirectory::attach(options.store.clone()));
         Self::start_with(options, directory).await
     }
 
-    /// As [`Router::start`], with another store than the one behind `options.store`.
+    /// Starts like [`Router::start`], but reads engines and pages from `directory` instead of
+    /// `options.store`. Tests pass a fake.
     pub async fn start_with(
         options: RouterOptions,
         directory: Arc<dyn Directory>,
     ) -> Result<RouterHandle, RouterError> {
         options.validate()?;
         let (listener, addr) = listen(options.listen).await?;
+        // Bind both ports before any task starts, so that a failure leaves nothing running.
         let (admin_listener, admin_addr) = listen(options.admin_listen).await?;
-        let shared = Arc::new(Shared {
+        let router = Arc::new(RouterState {
+            api_addr: addr,
+            admin_addr,
             directory,
             engines: Default::default(),
             models: Default::default(),
-            calls: calls::Calls::new(options.connect_timeout)?,
+            engine_client: calls::EngineClient::new(options.connect_timeout)?,
             metrics: Default::default(),
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
             started: Instant::now(),
-            look_soon: Notify::new(),
+            refresh_soon: Notify::new(),
             options,
         });
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
-        tasks.spawn(discovery::run(shared.clone(), stop.clone()));
-        serve(&tasks, &stop, listener, openai::routes(shared.clone()));
-        serve(&tasks, &stop, admin_listener, admin::handlers::routes(shared.clone()));
-        tracing::info!(%addr, %admin_addr, "router ready");
-        Ok(RouterHandle { shared, addr, admin_addr, stop, tasks })
+        tasks.spawn(discovery::run(router.clone(), stop.clone()));
+        serve(&tasks, &stop, listener, openai::routes(router.clone()));
+        serve(&tasks, &stop, admin_listener, admin::handlers::routes(router.clone()));
+        tracing::info!(%addr, %admin_addr, "router listens for requests");
+        Ok(RouterHandle { router, addr, admin_addr, stop, tasks })
     }
 }
 
@@ -146,23 +157,30 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Router
 }
 
 fn serve(tasks: &TaskTracker, stop: &CancellationToken, listener: TcpListener, routes: axum::Router) {
-    // Tokens are small and each one matters: they must not wait for more to share a segment.
+    // Streamed tokens are small and latency-sensitive. Nagle's algorithm would hold them back to
+    // fill a segment.
     let listener = listener.tap_io(|socket| {
         if let Err(error) = socket.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
+            tracing::debug!(%error, "cannot set TCP_NODELAY; streamed tokens may be delayed");
         }
     });
     let stopped = stop.clone().cancelled_owned();
     tasks.spawn(async move {
         if let Err(error) = axum::serve(listener, routes).with_graceful_shutdown(stopped).await {
-            tracing::error!(%error, "server ended");
+            tracing::error!(%error, "HTTP server stopped unexpectedly; restart the router");
         }
     });
 }
 
-/// A running router.
+/// Location of the other port for an error message. A listener on an unspecified address (0.0.0.0
+/// or ::) is reachable under several addresses, so only the port is named.
+pub(crate) fn location(addr: SocketAddr) -> String {
+    if addr.ip().is_unspecified() { format!("port {} of this host", addr.port()) } else { format!("http://{addr}") }
+}
+
+/// Handle of a running router. Dropping it leaves the router running without a way to stop it.
 pub struct RouterHandle {
-    shared: Arc<Shared>,
+    router: Arc<RouterState>,
     addr: SocketAddr,
     admin_addr: SocketAddr,
     stop: CancellationToken,
@@ -170,22 +188,20 @@ pub struct RouterHandle {
 }
 
 impl RouterHandle {
-    /// Address of the OpenAI API.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Address of the admin API.
     pub fn admin_addr(&self) -> SocketAddr {
         self.admin_addr
     }
 
-    /// Waits until a model can be asked for: its tokenizer is loaded and a decode engine is up. `false` if that takes
-    /// longer than `timeout`. Prefill engines may still be on their way.
+    /// Waits until some model can serve requests: its tokenizer is loaded and a decode engine is
+    /// admitted. Returns `false` after `timeout`. Prefill engines may still be missing.
     pub async fn wait_ready(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         loop {
-            if self.shared.models.is_ready(&self.shared.engines) {
+            if self.router.models.is_ready(&self.router.engines) {
                 return true;
             }
             if Instant::now() >= deadline {
@@ -195,23 +211,38 @@ impl RouterHandle {
         }
     }
 
-    /// The engines in the table now.
-    pub fn engines(&self) -> Vec<Arc<engines::Engine>> {
-        self.shared.engines.list()
+    pub fn engines(&self) -> Vec<Arc<engines::RemoteEngine>> {
+        self.router.engines.list()
     }
 
-    /// Counters.
     pub fn counters(&self) -> metrics::Counters {
-        self.shared.metrics.counters()
+        self.router.metrics.counters()
     }
 
-    /// Stops: no new connections; running answers may go on for the option `shutdown_grace`.
+    /// Closes both listeners and waits up to the option `shutdown_grace` for running answers.
+    /// Answers still running after that are cut off when the runtime ends.
     pub async fn shutdown(self) {
+        // Cancel before waiting: the listeners must stop accepting, or the wait might never end.
         self.stop.cancel();
         self.tasks.close();
-        if tokio::time::timeout(self.shared.options.shutdown_grace, self.tasks.wait()).await.is_err() {
-            tracing::warn!("stopped with answers still running");
+        let grace = self.router.options.shutdown_grace;
+        if tokio::time::timeout(grace, self.tasks.wait()).await.is_err() {
+            tracing::warn!(
+                ?grace,
+                "router stopped while answers were running; raise the shutdown grace to let them finish"
+            );
         }
         tracing::info!(addr = %self.addr, "router stopped");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn location_names_only_the_port_of_an_unspecified_address() {
+        assert_eq!(location(SocketAddr::from(([10, 0, 0, 7], 8001))), "http://10.0.0.7:8001");
+        assert_eq!(location(SocketAddr::from(([0, 0, 0, 0], 8001))), "port 8001 of this host");
     }
 }

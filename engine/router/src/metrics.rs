@@ -1,4 +1,7 @@
-//! Counters of a router, as Prometheus and as JSON.
+//! Metrics of a router in Prometheus text form, and the subset of counters that the status page
+//! shows.
+//!
+//! All counters use relaxed ordering: readers need no consistency between two of them.
 
 use crate::engines::EngineTable;
 use larder_worker::api::Role;
@@ -13,7 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Status under which a request is counted whose client went away before its answer was complete.
+/// Status label of requests whose client disconnected before the answer was complete. nginx
+/// established the number; no client ever receives it.
 pub const STATUS_CLIENT_GONE: u16 = 499;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -27,7 +31,6 @@ struct RoleLabels {
     role: &'static str,
 }
 
-/// All counters of a router.
 pub struct Metrics {
     requests: Family<RequestLabels, Counter>,
     ttft_seconds: Histogram,
@@ -43,31 +46,26 @@ pub struct Metrics {
     registry: Registry,
 }
 
-/// The counters that `status` shows.
+/// Counters in the admin API's status response. Fields that the sender did not know read as 0.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Counters {
-    /// Requests answered, in whatever way.
     pub requests: u64,
-    /// Of those, with a status of 400 or above, clients that went away included.
+    /// Part of `requests` with a status of 400 or above. Includes requests whose client
+    /// disconnected.
     pub requests_failed: u64,
-    /// Requests being answered now.
     pub inflight: u64,
-    /// Prompt tokens of complete answers.
     pub tokens_in: u64,
-    /// Generated tokens of complete answers.
     pub tokens_out: u64,
-    /// Prompt tokens that came from a cache.
     pub tokens_cached: u64,
-    /// Prefills that went to another engine after a failure.
     pub retries_prefill: u64,
-    /// Decodes that went to another engine after a failure.
     pub retries_decode: u64,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        // 1 ms to 131 s.
+        // Buckets from 1 ms to 131 s: from a cached one-token answer to the default request
+        // timeout.
         let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 18));
         let mut metrics = Self {
             requests: Family::default(),
@@ -83,6 +81,7 @@ impl Default for Metrics {
             failed: AtomicU64::new(0),
             registry: Registry::default(),
         };
+        // Registered after construction: the registry holds clones that share the counters.
         metrics.registry = metrics.register();
         metrics
     }
@@ -91,45 +90,59 @@ impl Default for Metrics {
 impl Metrics {
     fn register(&self) -> Registry {
         let mut r = Registry::with_prefix("larder_router");
-        r.register("requests", "Requests by endpoint and HTTP status", self.requests.clone());
+        r.register(
+            "requests",
+            "Finished requests by endpoint and HTTP status; 499 means that the client disconnected",
+            self.requests.clone(),
+        );
         let ttft = self.ttft_seconds.clone();
-        r.register_with_unit("ttft", "Time from a request's arrival to its first token", Unit::Seconds, ttft);
+        r.register_with_unit("ttft", "Time from the arrival of a request to its first token", Unit::Seconds, ttft);
         let whole = self.request_seconds.clone();
-        r.register_with_unit("request", "Time from a request's arrival to its end", Unit::Seconds, whole);
-        r.register("tokens_in", "Prompt tokens of complete answers", self.tokens_in.clone());
-        r.register("tokens_out", "Generated tokens of complete answers", self.tokens_out.clone());
-        r.register("tokens_cached", "Prompt tokens that came from a cache", self.tokens_cached.clone());
-        r.register("retries", "Calls that went to another engine after a failure", self.retries.clone());
-        r.register("inflight", "Requests being answered", self.inflight.clone());
-        r.register("engines_up", "Engines that requests may go to", self.engines_up.clone());
+        r.register_with_unit(
+            "request",
+            "Time from the arrival of a request to the end of its answer",
+            Unit::Seconds,
+            whole,
+        );
+        r.register("tokens_in", "Prompt tokens of completed answers", self.tokens_in.clone());
+        r.register("tokens_out", "Generated tokens of completed answers", self.tokens_out.clone());
+        r.register("tokens_cached", "Prompt tokens that a cache provided", self.tokens_cached.clone());
+        r.register("retries", "Calls repeated on another engine after a failure, by role", self.retries.clone());
+        r.register("inflight", "Requests in progress", self.inflight.clone());
+        r.register(
+            "engines_up",
+            "Engines that accept requests, by role; excludes engines behind an open circuit breaker",
+            self.engines_up.clone(),
+        );
         r
     }
 
-    /// Counts a request until the record is dropped.
-    pub fn begin(self: &Arc<Self>, endpoint: &'static str) -> Record {
+    pub fn begin(self: &Arc<Self>, endpoint: &'static str) -> RequestRecord {
         self.inflight.inc();
-        Record { metrics: self.clone(), endpoint, arrived: Instant::now(), status: STATUS_CLIENT_GONE }
+        RequestRecord { metrics: self.clone(), endpoint, arrived: Instant::now(), status: STATUS_CLIENT_GONE }
     }
 
-    /// A call went to another engine after a failure.
     pub fn count_retry(&self, role: Role) {
         self.retries.get_or_create(&RoleLabels { role: role.as_str() }).inc();
     }
 
-    /// Tokens of a complete answer.
+    /// Adds the token counts of a completed answer. `cached` is a part of `tokens_in`.
     pub fn count_tokens(&self, tokens_in: u32, tokens_out: u32, cached: u32) {
         self.tokens_in.inc_by(u64::from(tokens_in));
         self.tokens_out.inc_by(u64::from(tokens_out));
         self.tokens_cached.inc_by(u64::from(cached));
     }
 
-    /// The counters for people.
+    /// Snapshot of the counters. Values may be a few requests apart.
     pub fn counters(&self) -> Counters {
+        // Each record increments once and decrements once on drop.
+        let inflight = self.inflight.get();
+        debug_assert!(inflight >= 0, "requests in progress: {inflight}");
         let retries = |role: Role| self.retries.get_or_create(&RoleLabels { role: role.as_str() }).get();
         Counters {
             requests: self.finished.load(Ordering::Relaxed),
             requests_failed: self.failed.load(Ordering::Relaxed),
-            inflight: self.inflight.get().max(0) as u64,
+            inflight: u64::try_from(inflight).unwrap_or(0),
             tokens_in: self.tokens_in.get(),
             tokens_out: self.tokens_out.get(),
             tokens_cached: self.tokens_cached.get(),
@@ -138,9 +151,12 @@ impl Metrics {
         }
     }
 
-    /// All metrics in Prometheus text form.
+    /// All metrics in OpenMetrics text form. Counts the admitted `engines` at the time of the
+    /// scrape.
     pub fn text(&self, engines: &EngineTable) -> Result<String, std::fmt::Error> {
         for role in [Role::Prefill, Role::Decode] {
+            // Computed at scrape time. A gauge kept up to date would need a hook in the circuit
+            // breaker.
             let up = engines.list().iter().filter(|e| e.info.role == role && e.is_admitted()).count();
             self.engines_up.get_or_create(&RoleLabels { role: role.as_str() }).set(up as i64);
         }
@@ -150,38 +166,48 @@ impl Metrics {
     }
 }
 
-/// One request's entry in the metrics, made when it is dropped. Unless an end was noted, its client went away.
-pub struct Record {
+/// Returns a registry with all metrics of a router at zero, for generated documentation.
+///
+/// Labelled metrics have one sample each: an exporter leaves out a family without samples.
+pub fn metrics_registry() -> Registry {
+    let metrics = Metrics::default();
+    drop(metrics.requests.get_or_create(&RequestLabels { endpoint: "", status: 0 }));
+    drop(metrics.retries.get_or_create(&RoleLabels { role: "" }));
+    drop(metrics.engines_up.get_or_create(&RoleLabels { role: "" }));
+    metrics.registry
+}
+
+/// Record of one request, written to the metrics on drop. Without a call to [`RequestRecord::end`]
+/// it counts as [`STATUS_CLIENT_GONE`], because only a disconnect drops a request early.
+pub struct RequestRecord {
     metrics: Arc<Metrics>,
     endpoint: &'static str,
     arrived: Instant,
     status: u16,
 }
 
-impl Record {
-    /// When the request came.
+impl RequestRecord {
     pub fn arrived(&self) -> Instant {
         self.arrived
     }
 
-    /// The first token is there.
     pub fn first_token(&self) {
         self.metrics.ttft_seconds.observe(self.arrived.elapsed().as_secs_f64());
     }
 
-    /// The answer is complete, with this HTTP status; for a stream that failed, the status it would have had.
+    /// Ends the record with an HTTP status. A stream that failed after its headers passes the
+    /// status that it would have had.
     pub fn end(mut self, status: u16) {
         self.status = status;
     }
 
-    /// The answer is complete, and these are its tokens.
     pub fn end_with_tokens(self, tokens_in: u32, tokens_out: u32, cached: u32) {
         self.metrics.count_tokens(tokens_in, tokens_out, cached);
         self.end(200);
     }
 }
 
-impl Drop for Record {
+impl Drop for RequestRecord {
     fn drop(&mut self) {
         let m = &self.metrics;
         m.inflight.dec();
@@ -199,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_record_counts_as_a_client_that_left() {
+    fn dropped_record_counts_as_a_client_disconnect() {
         let metrics = Arc::new(Metrics::default());
         metrics.begin("completions").end_with_tokens(10, 5, 8);
         drop(metrics.begin("completions"));

@@ -1,4 +1,4 @@
-//! The models that can be asked for: a name, a tokenizer, and whose pages they read.
+//! Models that clients can request: name, tokenizer and page index.
 
 use crate::engines::EngineTable;
 use crate::store::PageIndex;
@@ -10,61 +10,58 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Most models that are kept. Above it those without engines are dropped, and new ones are not taken.
+/// Maximum number of models in the table. A full table drops models without engines and then
+/// ignores new ones.
 pub const MODELS_MAX: usize = 64;
 
-/// Name for people, and namespace: engines may serve two namespaces under one name while one replaces the other.
+/// Name and namespace of a model. Two namespaces may share a name while new weights replace old
+/// ones.
 pub type ModelKey = (String, NamespaceId);
 
-/// One model.
 pub struct ServedModel {
-    /// The name that requests give.
     pub name: String,
-    /// Whose pages.
     pub namespace: NamespaceId,
-    /// Tokens per page.
+    /// Tokens per page, at least 1.
     pub page_tokens: usize,
-    /// Text to tokens and back.
+    /// Number of token ids in the vocabulary, from the model's `config.json`. `None` if that does
+    /// not say. Valid ids are below it.
+    pub vocab_size: Option<u32>,
     pub tokenizer: Arc<Tokenizer>,
-    /// What the store holds of it.
     pub pages: Arc<dyn PageIndex>,
-    /// When it was first seen, seconds since 1970.
+    /// Time at which the router first loaded it, in seconds since 1970. The API reports it as
+    /// `created`.
     pub created: u64,
 }
 
 impl ServedModel {
-    /// Its place in the table.
     pub fn key(&self) -> ModelKey {
         (self.name.clone(), self.namespace)
     }
 }
 
-/// Seconds since 1970.
 pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Which model a request means.
-pub enum Found {
-    /// This one.
+pub enum ModelLookup {
     Model(Arc<ServedModel>),
-    /// There is no such model.
+    /// Some models are known, but none of this name.
     Unknown,
-    /// No engine has come yet, so nothing can be said.
-    NothingKnown,
+    /// No model is known yet, so the name may still turn out valid. Callers answer 503 instead of
+    /// 404.
+    NoneKnown,
 }
 
-/// All models.
 #[derive(Default)]
 pub struct ModelTable {
     models: RwLock<BTreeMap<ModelKey, Arc<ServedModel>>>,
 }
 
 impl ModelTable {
-    /// Adds a model, or replaces it.
     pub fn insert(&self, model: ServedModel, engines: &EngineTable) {
         let mut models = self.models.write();
         if models.len() >= MODELS_MAX {
+            // Only models without engines may go: clients can still be using the others.
             models.retain(|_, m| engines.context_max(Role::Decode, m.namespace).is_some());
         }
         if models.len() < MODELS_MAX {
@@ -72,14 +69,15 @@ impl ModelTable {
         }
     }
 
-    /// Whether it is known already.
     pub fn contains(&self, key: &ModelKey) -> bool {
         self.models.read().contains_key(key)
     }
 
-    /// Models that have a decode engine, by name. A name stands for one namespace: the one with most engines.
+    /// Models that have a decode engine, ordered by name. A name stands for one namespace: the one
+    /// with the most admitted engines.
     pub fn served(&self, engines: &EngineTable) -> Vec<Arc<ServedModel>> {
         let mut by_name: BTreeMap<String, (usize, Arc<ServedModel>)> = BTreeMap::new();
+        // Lock order: models before engines. Nothing takes them the other way round.
         for model in self.models.read().values() {
             if engines.context_max(Role::Decode, model.namespace).is_none() {
                 continue;
@@ -93,20 +91,21 @@ impl ModelTable {
         by_name.into_values().map(|(_, model)| model).collect()
     }
 
-    /// The model called `name`; one that is known but has no engine now is found, too.
-    pub fn find(&self, name: &str, engines: &EngineTable) -> Found {
+    /// Finds a model by name. A known model whose engines are all gone is found too: they may be
+    /// restarting.
+    pub fn find(&self, name: &str, engines: &EngineTable) -> ModelLookup {
         if let Some(model) = self.served(engines).into_iter().find(|m| m.name == name) {
-            return Found::Model(model);
+            return ModelLookup::Model(model);
         }
+        // `served` has released the lock. A model added in between is found here.
         let models = self.models.read();
         match models.values().find(|m| m.name == name) {
-            Some(model) => Found::Model(model.clone()),
-            None if models.is_empty() => Found::NothingKnown,
-            None => Found::Unknown,
+            Some(model) => ModelLookup::Model(model.clone()),
+            None if models.is_empty() => ModelLookup::NoneKnown,
+            None => ModelLookup::Unknown,
         }
     }
 
-    /// Whether any model can be served now.
     pub fn is_ready(&self, engines: &EngineTable) -> bool {
         self.models.read().values().any(|m| engines.admitted(Role::Decode, m.namespace) > 0)
     }

@@ -1,54 +1,52 @@
-//! Settings of a router. The comments are the manual.
+//! Settings of a router. The comments of the fields are the manual.
 
 use larder_client::StoreUrl;
 use std::net::SocketAddr;
 use std::time::Duration;
 use thiserror::Error;
 
-/// Everything a router needs to know at start.
 #[derive(Debug, Clone)]
 pub struct RouterOptions {
-    /// The store: where engines register and pages are looked up.
     pub store: StoreUrl,
-    /// Address of the OpenAI API; port 0 takes a free one. Default `127.0.0.1:8000`.
+    /// Address of the OpenAI API. Port 0 takes a free one. Default `127.0.0.1:8000`.
     pub listen: SocketAddr,
-    /// Address of the admin API and the metrics; port 0 takes a free one. Default `127.0.0.1:8001`.
+    /// Address of the admin API and the metrics. Port 0 takes a free one. Default `127.0.0.1:8001`.
     pub admin_listen: SocketAddr,
-    /// Prompt tokens in whole pages that the store lacks, below which no prefill engine is asked and the decode engine
-    /// computes them itself. Default 64, minimum 1.
+    /// Minimum number of uncached prompt tokens in whole pages for which the router uses a prefill
+    /// engine. Below it the decode engine computes them itself. Default 64, minimum 1.
     pub prefill_min_tokens: u32,
-    /// Most time for a request, from its arrival to its last token. Default 120 s, minimum 100 ms.
+    /// Maximum time of a request, from its arrival to its last token. Default 120 s, minimum 100
+    /// ms.
     pub request_timeout: Duration,
-    /// Answers being generated at one time (a request counts once for each of its choices); above it requests are answered
-    /// 429. Default 1024, minimum 1.
+    /// Maximum number of answers in progress. A request counts once for each of its choices. The
+    /// router answers 429 to requests above the limit. Default 1024, minimum 1.
     pub max_inflight: usize,
-    /// Time between two looks at which engines are there. Default 250 ms, minimum 10 ms.
+    /// Interval at which discovery reads the registered engines from the store. Default 250 ms,
+    /// minimum 10 ms.
     pub poll_interval: Duration,
-    /// Most time a request waits for the store to say what it holds; then everything counts as missing. Default 50 ms,
-    /// minimum 1 ms.
+    /// Maximum time a request waits for the store's lookup. After it every page counts as missing.
+    /// Default 50 ms, minimum 1 ms.
     pub lookup_timeout: Duration,
-    /// Most time to connect to an engine. Default 1 s, minimum 1 ms.
+    /// Maximum time to connect to an engine. Default 1 s, minimum 1 ms.
     pub connect_timeout: Duration,
-    /// Engines of one role that one request tries before it fails. Default 3, minimum 1.
+    /// Maximum number of engines of one role that one request tries before it fails. Default 3,
+    /// minimum 1.
     pub attempts_max: usize,
-    /// Most bytes of a request body. Default 16 MiB, minimum 1 KiB.
+    /// Maximum size of a request body, in bytes. Default 16 MiB, minimum 1 KiB.
     pub body_bytes_max: usize,
-    /// Most time a stopping router lets running answers go on. Default 5 s, minimum 0.
+    /// Maximum time a stopping router waits for running answers. Default 5 s, minimum 0.
     pub shutdown_grace: Duration,
 }
 
-/// Which option is wrong, and what it may be.
+/// Setting out of range. The message names the option and its limits.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{option}: {requirement}")]
 pub struct OptionsError {
-    /// The field.
     pub option: &'static str,
-    /// What it must be.
     pub requirement: String,
 }
 
 impl RouterOptions {
-    /// Default settings.
     pub fn new(store: StoreUrl) -> Self {
         Self {
             store,
@@ -66,7 +64,7 @@ impl RouterOptions {
         }
     }
 
-    /// Checks every setting.
+    /// Checks every setting against its limits. The error names the first one that is out of range.
     pub fn validate(&self) -> Result<(), OptionsError> {
         let wrong = |option, requirement: String| Err(OptionsError { option, requirement });
         for (option, value, least) in [
@@ -79,7 +77,7 @@ impl RouterOptions {
                 return wrong(option, format!("is {value}, must be at least {least}"));
             }
         }
-        // A semaphore counts no further.
+        // `Semaphore::new` panics above this number of permits.
         if self.max_inflight > tokio::sync::Semaphore::MAX_PERMITS {
             return wrong("max_inflight", format!("must be at most {}", tokio::sync::Semaphore::MAX_PERMITS));
         }
@@ -102,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_are_valid_and_each_error_names_its_option() {
+    fn validate_accepts_defaults_and_names_the_option_out_of_range() {
         let options = || RouterOptions::new("larder://127.0.0.1:1".parse().unwrap());
         assert_eq!(options().validate(), Ok(()));
         type Break = (&'static str, fn(&mut RouterOptions));

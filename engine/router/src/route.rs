@@ -1,15 +1,18 @@
-//! One prompt's way through the engines.
+//! Serving one prompt: lookup, prefill and decode.
 //!
-//! What always holds:
-//! - prefill and decode run at the same time, and meet in the store only: decode follows the pages that prefill writes;
-//! - a prefill that fails costs its unsealed pages only: another engine goes on from there, and if there is none, the
-//!   decode engine computes the rest, at once;
-//! - an engine that failed is not asked again for this prompt; once text may have been sent, nobody else is asked;
-//! - dropping a [`Plan`] and its [`Generation`]s drops every call that was made for them.
+//! Invariants:
+//!
+//! - Prefill and decode run concurrently and meet only in the store: decode follows the pages that
+//!   prefill publishes.
+//! - A failed prefill loses only its unpublished pages. Another engine continues from there.
+//!   Without one, the decode engine computes the rest at once.
+//! - A prompt never goes twice to an engine that failed it. Once text may have reached the client,
+//!   no other engine is tried.
+//! - Dropping a [`PromptPlan`] and its [`Generation`]s cancels every call made for them.
 
-use crate::Shared;
+use crate::RouterState;
 use crate::calls::{CallError, EventStream, remaining_ms};
-use crate::engines::{Engine, Need, Work};
+use crate::engines::{EngineRequirement, LoadGuard, RemoteEngine};
 use crate::models::ServedModel;
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -24,54 +27,47 @@ use thiserror::Error;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Generated tokens that a request counts for in its engine's outstanding work, at most: generating is cheap beside
-/// computing a prompt, because sequences share each step.
-const BOOKED_GENERATION_TOKENS: u64 = 64;
-/// Most time the end of an answer waits for the prefill engine to say what it found cached.
+/// Maximum number of generated tokens that one request adds to its engine's load. Generation costs
+/// far less per token than prefill, because all sequences of a batch share each step.
+const GENERATION_LOAD_TOKENS_MAX: u64 = 64;
+/// Maximum time the end of an answer waits for the prefill engine's report of cached pages. Only
+/// the field `cached_tokens` depends on it.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
 
-/// Bytes of text that one generated token comes to, at most, on the average of an answer: the longest tokens in use are
+/// Upper bound of the average text per generated token, in bytes. The longest tokens in use are
 /// runs of 128 blanks, and a character takes up to four bytes.
 const TOKEN_BYTES_MAX: usize = 256;
-/// Bytes of text beyond that.
+/// Constant slack on top of [`TOKEN_BYTES_MAX`], in bytes, for text that a decoder held back and
+/// releases at once.
 const TEXT_BYTES_SPARE: usize = 4 << 10;
 
-/// Why a prompt got no answer.
+/// Failure of a prompt. The messages reach API users.
 #[derive(Debug, Clone, Error)]
 pub enum RouteError {
-    /// No engine of this role may be asked.
     #[error("no {0} engine of this model is available now")]
     NoEngine(Role),
-    /// Every engine is full.
+    /// Every engine that was tried is at its limit.
     #[error("all engines of this model are busy; try again later")]
-    Busy {
-        /// When to ask again, milliseconds.
-        retry_after_ms: u64,
-    },
-    /// Every engine that was asked failed before it answered.
+    Busy { retry_after_ms: u64 },
+    /// Every engine that was tried failed before its first token.
     #[error("{0}")]
     Unavailable(CallError),
-    /// The engine failed in the middle of its answer.
     #[error("{0}")]
-    BrokeOff(CallError),
-    /// The request itself cannot be served.
+    Interrupted(CallError),
+    /// The engine found the request itself invalid, so other engines would too.
     #[error("{message}")]
-    Refused {
-        /// Why.
-        code: ErrorCode,
-        /// The engine's words.
-        message: String,
-    },
-    /// The request's time was over.
+    Refused { code: ErrorCode, message: String },
     #[error("the request took longer than its time limit")]
     Deadline,
 }
 
 impl RouteError {
+    /// Classifies the failure of a call. `has_begun` says that the call had returned its first
+    /// token.
     fn new(error: CallError, has_begun: bool) -> Self {
         match error {
-            // Also `busy`: an engine that shuts down says so to whom it was answering.
-            error if has_begun && error.is_worth_another() => RouteError::BrokeOff(error),
+            // Includes `busy`: an engine that shuts down sends that to the requests it is serving.
+            error if has_begun && error.is_retryable() => RouteError::Interrupted(error),
             CallError::Deadline { .. } => RouteError::Deadline,
             CallError::Refused { error, .. } if error.code == ErrorCode::Deadline => RouteError::Deadline,
             CallError::Refused { error, .. } if error.code == ErrorCode::Busy => {
@@ -82,34 +78,38 @@ impl RouteError {
             {
                 RouteError::Refused { code: error.code, message: error.message }
             }
-            error if has_begun => RouteError::BrokeOff(error),
+            error if has_begun => RouteError::Interrupted(error),
             error => RouteError::Unavailable(error),
         }
     }
 
-    /// Whether an engine that comes now could help: engines that are being replaced must not fail requests.
-    fn is_for_want_of_engines(&self) -> bool {
+    /// Returns `true` if an engine that joins now could serve the prompt. Requests wait for it
+    /// while engines are being replaced.
+    fn is_missing_engine(&self) -> bool {
         matches!(self, RouteError::NoEngine(_) | RouteError::Unavailable(CallError::Lost { .. }))
     }
 }
 
-/// A tokenised prompt.
 #[derive(Debug, Clone)]
 pub struct Prompt {
-    /// Its tokens, at least one.
+    /// Token ids. At least one by the time a plan is made.
     pub tokens: Vec<u32>,
-    /// Keys of the whole pages below its last token: what prefill publishes and decode needs.
+    /// Keys of the whole pages before the last token. Prefill publishes exactly these, and decode
+    /// needs them. The decode engine always computes the last token itself, because that yields the
+    /// logits of the first answer token.
     pub keys: Arc<[PageKey]>,
 }
 
 impl Prompt {
-    /// Computes the keys: a hash over all tokens, so not for the event loop if there are many.
+    /// Computes the page keys. Hashes all tokens: run it off the event loop for long prompts.
     pub fn new(tokens: Vec<u32>, page_tokens: usize) -> Self {
         let below_last = tokens.len().saturating_sub(1);
         let keys = larder_format::page_keys(&tokens[..below_last], page_tokens.max(1)).into();
         Self { tokens, keys }
     }
 
+    /// First page key, which all prompts with the same beginning share. A prompt below one page
+    /// uses all its tokens.
     fn affinity(&self) -> PageKey {
         self.keys.first().copied().unwrap_or_else(|| PageKey::chain(None, &self.tokens))
     }
@@ -117,62 +117,83 @@ impl Prompt {
 
 type PrefillTask = futures::future::Shared<BoxFuture<'static, Option<PrefillResponse>>>;
 
-/// How one prompt is served; shared by all its choices.
-pub struct Plan {
-    shared: Arc<Shared>,
+/// Plan for one prompt, shared by all its choices. The prompt is looked up and prefilled once,
+/// however many choices decode it.
+pub struct PromptPlan {
+    router: Arc<RouterState>,
     model: Arc<ServedModel>,
     request_id: String,
     prompt: Prompt,
     cache: CacheMode,
     deadline: Instant,
-    /// Tokens that the request asks for; 0 if it does not say.
-    tokens_asked: usize,
-    /// Pages at the start that the store held when it was asked.
+    tokens_requested: usize,
+    /// Leading pages that the store held at the time of the lookup. Some may be gone when the
+    /// engine reads them.
     cached_pages: usize,
     prefill: Option<PrefillTask>,
 }
 
-impl Plan {
-    /// Asks the store what it holds and sets a prefill going if that pays.
+impl PromptPlan {
+    /// Looks the prompt's pages up and starts a prefill if enough of them are missing. Waits for
+    /// the lookup only.
     pub(crate) async fn make(
-        shared: Arc<Shared>,
+        router: Arc<RouterState>,
         model: Arc<ServedModel>,
         request_id: String,
         prompt: Prompt,
         cache: CacheMode,
         deadline: Instant,
-        tokens_asked: usize,
-    ) -> Arc<Plan> {
-        let (cached_pages, prefill) = (0, None);
-        let mut plan = Plan { shared, model, request_id, prompt, cache, deadline, tokens_asked, cached_pages, prefill };
-        // A prefill whose pages cannot reach the decode engine is work for nothing.
+        tokens_requested: usize,
+    ) -> Arc<PromptPlan> {
+        let mut plan = PromptPlan {
+            router,
+            model,
+            request_id,
+            prompt,
+            cache,
+            deadline,
+            tokens_requested,
+            cached_pages: 0,
+            prefill: None,
+        };
+        // Without the store, prefilled pages could not reach the decode engine and the work would
+        // be wasted.
         if cache.uses_store() && !plan.prompt.keys.is_empty() && plan.model.pages.up() {
             plan.cached_pages = plan.lookup().await.min(plan.prompt.keys.len());
             let uncached = (plan.prompt.keys.len() - plan.cached_pages) * plan.model.page_tokens;
-            let pays = uncached >= plan.shared.options.prefill_min_tokens as usize;
-            if pays && plan.shared.engines.choose(&plan.need(Role::Prefill, &[])).is_some() {
-                plan.prefill = Some(plan.begin_prefill(uncached as u64));
+            // Below the threshold, a second engine and the store cost more than they save.
+            let pays = uncached >= plan.router.options.prefill_min_tokens as usize;
+            if pays && plan.router.engines.choose(&plan.need(Role::Prefill, &[])).is_some() {
+                plan.prefill = Some(plan.spawn_prefill(uncached as u64));
             }
         }
         Arc::new(plan)
     }
 
     async fn lookup(&self) -> usize {
-        let timeout = self.shared.options.lookup_timeout;
+        let timeout = self.router.options.lookup_timeout;
         let lookup = self.model.pages.lookup(self.prompt.keys.clone(), std::time::Instant::now() + timeout);
+        // The timeout also covers a store client that misses its own deadline.
         tokio::time::timeout(timeout, lookup).await.unwrap_or(0)
     }
 
-    fn need<'a>(&self, role: Role, tried: &'a [String]) -> Need<'a> {
+    fn need<'a>(&self, role: Role, tried: &'a [String]) -> EngineRequirement<'a> {
         let context = self.prompt.tokens.len() + 1;
-        let context_wanted = match role {
+        let context_preferred = match role {
             Role::Prefill => context,
-            Role::Decode => self.prompt.tokens.len().saturating_add(self.tokens_asked),
+            Role::Decode => self.prompt.tokens.len().saturating_add(self.tokens_requested),
         };
-        Need { role, namespace: self.model.namespace, context, context_wanted, affinity: self.prompt.affinity(), tried }
+        EngineRequirement {
+            role,
+            namespace: self.model.namespace,
+            context,
+            context_preferred,
+            affinity: self.prompt.affinity(),
+            tried,
+        }
     }
 
-    fn begin_prefill(&self, uncached_tokens: u64) -> PrefillTask {
+    fn spawn_prefill(&self, uncached_tokens: u64) -> PrefillTask {
         let request = PrefillRequest {
             request_id: self.request_id.clone(),
             tokens: self.prompt.tokens.clone(),
@@ -180,18 +201,21 @@ impl Plan {
             deadline_ms: 0,
         };
         let job = PrefillJob {
-            shared: self.shared.clone(),
+            router: self.router.clone(),
             model: self.model.clone(),
             affinity: self.prompt.affinity(),
             request,
             uncached_tokens,
             deadline: self.deadline,
         };
+        // A task of its own, so that prefill progresses while nothing polls the plan. Aborting it
+        // on drop cancels the call.
         let task = AbortOnDropHandle::new(tokio::spawn(async move { job.run().await.ok() }));
         async move { task.await.ok().flatten() }.boxed().shared()
     }
 
-    /// Begins to generate; returns with the first token. Engines that fail are added to `tried`.
+    /// Starts a generation and waits for its first token. Tries up to `attempts_max` engines and
+    /// adds those that fail to `tried`.
     pub async fn generate(
         self: &Arc<Self>,
         sampling: &SamplingParams,
@@ -199,16 +223,18 @@ impl Plan {
     ) -> Result<Generation, RouteError> {
         let mut failure: Option<RouteError> = None;
         let mut context = self.prompt.tokens.len() + 1;
-        while tried.len() < self.shared.options.attempts_max {
-            let need = Need { context, ..self.need(Role::Decode, tried) };
-            let may_wait = failure.as_ref().is_none_or(RouteError::is_for_want_of_engines);
-            let engine = match self.shared.engines.choose(&need) {
-                None if may_wait => self.shared.wait_for(self.deadline, || self.shared.engines.choose(&need)).await,
+        while tried.len() < self.router.options.attempts_max {
+            let need = EngineRequirement { context, ..self.need(Role::Decode, tried) };
+            // Waiting helps only if engines are missing. Busy engines would still be busy.
+            let may_wait = failure.as_ref().is_none_or(RouteError::is_missing_engine);
+            let engine = match self.router.engines.choose(&need) {
+                None if may_wait => self.router.wait_for(self.deadline, || self.router.engines.choose(&need)).await,
                 engine => engine,
             };
             let Some(engine) = engine else { break };
+            // Counted only when a second engine is found: giving up is not a retry.
             if failure.is_some() {
-                self.shared.metrics.count_retry(Role::Decode);
+                self.router.metrics.count_retry(Role::Decode);
             }
             let error = match self.start(&engine, sampling).await {
                 Ok(generation) => {
@@ -217,25 +243,31 @@ impl Plan {
                 }
                 Err(error) => error,
             };
-            tracing::info!(request = %self.request_id, %error, "decode failed before its first token");
+            tracing::info!(
+                request = %self.request_id, engine = %engine.name, %error,
+                "decode failed before its first token; trying another engine if one can help"
+            );
+            // Before the next choice, so that the balancer skips an engine that was lost.
             error.note(&engine);
             if matches!(error, CallError::Deadline { .. }) {
-                // It may be hung: it had all the time that there was, and gave nothing.
+                // A single timeout may be the client's short limit. Several in a row mean a hung
+                // engine.
                 engine.note_fault();
             }
             tried.push(engine.name.clone());
-            let mut is_worth_another = error.is_worth_another();
-            if error.is_too_long() {
-                // Only one with more room can do better.
+            let mut is_retryable = error.is_retryable();
+            if error.exceeds_context() {
+                // Only an engine with a longer context can serve it.
                 context = context.max(engine.info.max_context as usize + 1);
-                let larger = Need { context, ..self.need(Role::Decode, tried) };
-                is_worth_another = self.shared.engines.choose(&larger).is_some();
+                let larger = EngineRequirement { context, ..self.need(Role::Decode, tried) };
+                is_retryable = self.router.engines.choose(&larger).is_some();
             }
             let error = RouteError::new(error, false);
-            if !is_worth_another {
+            // The same request would fail on every engine.
+            if !is_retryable {
                 return Err(error);
             }
-            // A full engine is there and will serve later: that is the better thing to report.
+            // Busy is the better report: it tells the client to retry, and a retry will succeed.
             failure = match failure {
                 Some(busy @ RouteError::Busy { .. }) => Some(busy),
                 _ => Some(error),
@@ -244,27 +276,36 @@ impl Plan {
         Err(failure.unwrap_or(RouteError::NoEngine(Role::Decode)))
     }
 
-    /// Begins on `engine`. It follows the prefill's pages while there is hope for them. If the prefill fails for good, the
-    /// engine need not find that out by waiting: it is asked anew, takes what was sealed, and computes the rest.
-    async fn start(self: &Arc<Self>, engine: &Arc<Engine>, sampling: &SamplingParams) -> Result<Generation, CallError> {
+    /// Starts decoding on `engine`, which follows the pages of the running prefill. If the prefill
+    /// fails for good, the call is repeated without waiting for pages: the engine then takes the
+    /// published ones and computes the rest. Without the repeat it would wait for pages that never
+    /// come.
+    async fn start(
+        self: &Arc<Self>,
+        engine: &Arc<RemoteEngine>,
+        sampling: &SamplingParams,
+    ) -> Result<Generation, CallError> {
         if let Some(prefill) = self.prefill.clone() {
             tokio::select! {
-                started = self.ask(engine, sampling, self.prompt.keys.len()) => return started,
+                started = self.call(engine, sampling, self.prompt.keys.len()) => return started,
                 () = failure_of(prefill) => {}
             }
         }
-        self.ask(engine, sampling, 0).await
+        self.call(engine, sampling, 0).await
     }
 
-    async fn ask(
+    /// Calls `engine` and waits for its first token. The engine waits for the first `await_pages`
+    /// pages.
+    async fn call(
         self: &Arc<Self>,
-        engine: &Arc<Engine>,
+        engine: &Arc<RemoteEngine>,
         sampling: &SamplingParams,
         await_pages: usize,
     ) -> Result<Generation, CallError> {
+        // Pages that the engine reads from the store cost it no computation.
         let ready_tokens = await_pages.max(self.cached_pages) * self.model.page_tokens;
         let uncached_tokens = (self.prompt.tokens.len() - ready_tokens) as u64;
-        let mut work = engine.book(uncached_tokens + generation_tokens(sampling));
+        let mut load = engine.add_load(uncached_tokens + generation_tokens(sampling));
         let request = DecodeRequest {
             request_id: self.request_id.clone(),
             tokens: self.prompt.tokens.clone(),
@@ -273,19 +314,21 @@ impl Plan {
             cache: self.cache,
             deadline_ms: remaining_ms(self.deadline),
         };
-        let mut events = self.shared.calls.decode(engine, &request, self.deadline).await?;
+        let mut events = self.router.engine_client.decode(engine, &request, self.deadline).await?;
         let start = match events.next().await? {
             DecodeEvent::Start(start) => start,
-            other => return Err(unexpected(&work, &other)),
+            other => return Err(unexpected(&load, &other)),
         };
         let first = events.next().await?;
-        work.reduce_to(generation_tokens(sampling));
-        let bounds = Bounds::new(sampling.max_tokens);
-        Ok(Generation { plan: self.clone(), start, first: Some(first), events, work, bounds })
+        // The prompt is computed. Only the generation still loads the engine.
+        load.reduce_to(generation_tokens(sampling));
+        let limits = OutputLimits::new(sampling.max_tokens);
+        Ok(Generation { plan: self.clone(), start, first: Some(first), events, load, limits })
     }
 
-    /// Tokens of the prompt whose keys and values nobody computed for this request. Waits a little for the prefill engine
-    /// to answer if `may_wait`.
+    /// Prompt tokens whose keys and values came from a cache. With `may_wait` it waits up to
+    /// [`USAGE_WAIT`] for the prefill engine's report. Otherwise it falls back to the lookup's
+    /// result.
     async fn cached_tokens(&self, start: &DecodeStart, may_wait: bool) -> u32 {
         let pages = match &self.prefill {
             None => sum([start.pages_l1, start.pages_l2, start.pages_l3]),
@@ -296,24 +339,25 @@ impl Plan {
                     task.clone().now_or_never().flatten()
                 };
                 let pages = answer.map_or(self.cached_pages as u32, |a| sum([a.pages_l1, a.pages_l2, a.pages_l3]));
+                // The decode engine's own L1 may have held more than the prefill engine found.
                 pages.max(start.pages_l1)
             }
         };
         pages.saturating_mul(self.model.page_tokens as u32).min(self.prompt_tokens())
     }
 
-    /// Tokens of the prompt.
     pub fn prompt_tokens(&self) -> u32 {
         self.prompt.tokens.len() as u32
     }
 }
 
-/// Sums up what an engine says: any number.
+/// Saturating sum. The numbers come from an engine and may be anything.
 fn sum(numbers: [u32; 3]) -> u32 {
     numbers.into_iter().fold(0, u32::saturating_add)
 }
 
-/// Ends if the prefill fails, or if pages of it did not reach the store; never if it succeeds.
+/// Completes when the prefill fails or some of its pages did not reach the store. Never completes
+/// on success, so that a `select!` waits for the decode engine instead.
 async fn failure_of(prefill: PrefillTask) {
     if prefill.await.is_some_and(|answer| answer.pages_lost == 0) {
         std::future::pending::<()>().await;
@@ -321,41 +365,48 @@ async fn failure_of(prefill: PrefillTask) {
 }
 
 fn generation_tokens(sampling: &SamplingParams) -> u64 {
-    (sampling.max_tokens as u64).min(BOOKED_GENERATION_TOKENS)
+    (sampling.max_tokens as u64).min(GENERATION_LOAD_TOKENS_MAX)
 }
 
-fn unexpected(work: &Work, event: &DecodeEvent) -> CallError {
-    CallError::Lost { engine: work.engine().name.clone(), reason: format!("unexpected event {event:?}") }
+/// Name of an event in the engines' interface. Debug output would expose tokens of the answer and
+/// Rust types.
+fn event_name(event: &DecodeEvent) -> &'static str {
+    match event {
+        DecodeEvent::Start(_) => "start",
+        DecodeEvent::Token { .. } => "token",
+        DecodeEvent::End { .. } => "end",
+        DecodeEvent::Error(_) => "error",
+    }
 }
 
-/// A part of an answer.
+fn unexpected(load: &LoadGuard, event: &DecodeEvent) -> CallError {
+    CallError::Lost {
+        engine: load.engine().name.clone(),
+        reason: format!("it sent an unexpected {} event", event_name(event)),
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
-    /// Text, never empty.
+pub enum Delta {
     Text(String),
-    /// The end.
-    End {
-        /// Why.
-        finish_reason: FinishReason,
-        /// Tokens generated.
-        completion_tokens: u32,
-    },
+    End { finish_reason: FinishReason, completion_tokens: u32 },
 }
 
-/// What an engine may still send for one answer, so that one gone wild cannot make the router keep more and more.
+/// Remaining output that one generation may send. Bounds the router's memory against an engine that
+/// never stops.
 #[derive(Debug)]
-struct Bounds {
+struct OutputLimits {
     tokens: usize,
     text_bytes: usize,
 }
 
-impl Bounds {
+impl OutputLimits {
     fn new(max_tokens: usize) -> Self {
         let text_bytes = max_tokens.saturating_mul(TOKEN_BYTES_MAX).saturating_add(TEXT_BYTES_SPARE);
         Self { tokens: max_tokens, text_bytes }
     }
 
-    /// Counts one token; `false` if it is too much.
+    /// Counts one token. Returns `false`, and counts nothing, if it exceeds a limit.
     fn take(&mut self, text: &str) -> bool {
         match (self.tokens.checked_sub(1), self.text_bytes.checked_sub(text.len())) {
             (Some(tokens), Some(text_bytes)) => {
@@ -367,89 +418,88 @@ impl Bounds {
     }
 }
 
-/// A running answer: it has its first token.
+/// Running generation that has received its first token. Dropping it cancels the generation.
 pub struct Generation {
-    plan: Arc<Plan>,
+    plan: Arc<PromptPlan>,
     start: DecodeStart,
     first: Option<DecodeEvent>,
     events: EventStream,
-    work: Work,
-    bounds: Bounds,
+    load: LoadGuard,
+    limits: OutputLimits,
 }
 
 impl Generation {
-    /// The next piece. An error is final.
-    pub async fn next(&mut self) -> Result<Piece, RouteError> {
+    pub async fn next(&mut self) -> Result<Delta, RouteError> {
         loop {
             let event = match self.first.take() {
                 Some(event) => event,
                 None => self.events.next().await.map_err(|error| self.fail(error))?,
             };
             match event {
-                DecodeEvent::Token { text, .. } if !self.bounds.take(&text) => {
-                    let reason = format!("it sent more than was asked for ({} bytes at last)", text.len());
+                DecodeEvent::Token { text, .. } if !self.limits.take(&text) => {
+                    let reason = format!("it sent more than the requested tokens (last event: {} bytes)", text.len());
                     return Err(self.fail(CallError::lost(self.engine_name(), reason)));
                 }
+                // A token inside a character or a possible stop string has no text yet.
                 DecodeEvent::Token { text, .. } if text.is_empty() => {}
-                DecodeEvent::Token { text, .. } => return Ok(Piece::Text(text)),
+                DecodeEvent::Token { text, .. } => return Ok(Delta::Text(text)),
                 DecodeEvent::End { finish_reason, completion_tokens } => {
-                    return Ok(Piece::End { finish_reason, completion_tokens });
+                    return Ok(Delta::End { finish_reason, completion_tokens });
                 }
-                other => return Err(self.fail(unexpected(&self.work, &other))),
+                other => return Err(self.fail(unexpected(&self.load, &other))),
             }
         }
     }
 
     fn fail(&self, error: CallError) -> RouteError {
-        tracing::info!(request = %self.plan.request_id, %error, "decode failed after its first token");
-        error.note(self.work.engine());
+        tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, "decode failed after its first token");
+        // The client has part of the answer, so only the breaker learns of this: there is no retry.
+        error.note(self.load.engine());
         RouteError::new(error, true)
     }
 
-    /// Who generates.
     pub fn engine_name(&self) -> &str {
-        &self.work.engine().name
+        &self.load.engine().name
     }
 
-    /// See [`Plan`]: tokens of the prompt that came from a cache.
     pub async fn cached_tokens(&self, may_wait: bool) -> u32 {
         self.plan.cached_tokens(&self.start, may_wait).await
     }
 }
 
-/// Pages to be computed by whichever prefill engine can.
 pub(crate) struct PrefillJob {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) router: Arc<RouterState>,
     pub(crate) model: Arc<ServedModel>,
     pub(crate) affinity: PageKey,
-    /// `deadline_ms` is set for each attempt.
+    /// [`PrefillJob::run`] sets `deadline_ms` anew for each attempt.
     pub(crate) request: PrefillRequest,
     pub(crate) uncached_tokens: u64,
     pub(crate) deadline: Instant,
 }
 
 impl PrefillJob {
-    /// Tries one engine after the other, never one twice.
+    /// Tries engines one after the other until one succeeds, at most `attempts_max` and none twice.
     pub(crate) async fn run(mut self) -> Result<PrefillResponse, RouteError> {
         let mut tried = Vec::new();
         let mut failure = RouteError::NoEngine(Role::Prefill);
-        while tried.len() < self.shared.options.attempts_max {
-            let need = Need {
+        while tried.len() < self.router.options.attempts_max {
+            let need = EngineRequirement {
                 role: Role::Prefill,
                 namespace: self.model.namespace,
                 context: self.request.tokens.len() + 1,
-                context_wanted: 0,
+                context_preferred: 0,
                 affinity: self.affinity,
                 tried: &tried,
             };
-            let Some(engine) = self.shared.engines.choose(&need) else { break };
+            let Some(engine) = self.router.engines.choose(&need) else { break };
             if !tried.is_empty() {
-                self.shared.metrics.count_retry(Role::Prefill);
+                self.router.metrics.count_retry(Role::Prefill);
             }
             self.request.deadline_ms = remaining_ms(self.deadline);
-            let work = engine.book(self.uncached_tokens);
-            let answer = self.shared.calls.prefill(&engine, &self.request, self.deadline).await;
-            drop(work);
+            let load = engine.add_load(self.uncached_tokens);
+            let answer = self.router.engine_client.prefill(&engine, &self.request, self.deadline).await;
+            // Before the next attempt is balanced: a failed engine's load is over.
+            drop(load);
             let error = match answer {
                 Ok(answer) => {
                     engine.note_success();
@@ -457,11 +507,14 @@ impl PrefillJob {
                 }
                 Err(error) => error,
             };
-            tracing::info!(request = %self.request.request_id, %error, "prefill failed");
+            tracing::info!(
+                request = %self.request.request_id, engine = %engine.name, %error,
+                "prefill failed; trying another engine if one can help"
+            );
             error.note(&engine);
-            let is_worth_another = error.is_worth_another();
+            let is_retryable = error.is_retryable();
             failure = RouteError::new(error, false);
-            if !is_worth_another {
+            if !is_retryable {
                 break;
             }
             tried.push(engine.name.clone());
@@ -475,24 +528,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_token_is_in_no_page() {
+    fn prompt_keys_exclude_the_last_token() {
         for (tokens, pages) in [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)] {
             assert_eq!(Prompt::new(vec![7; tokens], 4).keys.len(), pages, "{tokens} tokens");
         }
     }
 
     #[test]
-    fn an_answer_is_bounded_in_tokens_and_text() {
-        let mut bounds = Bounds::new(2);
-        assert!(bounds.take("") && bounds.take("a") && !bounds.take(""));
-        let mut bounds = Bounds::new(2);
-        assert!(bounds.take(&"x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE)) && !bounds.take("x"));
-        Bounds::new(usize::MAX);
+    fn output_limits_bound_tokens_and_text() {
+        let mut limits = OutputLimits::new(2);
+        assert!(limits.take("") && limits.take("a") && !limits.take(""));
+        let mut limits = OutputLimits::new(2);
+        assert!(limits.take(&"x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE)) && !limits.take("x"));
+        OutputLimits::new(usize::MAX);
     }
 
     #[test]
-    fn a_prompt_below_one_page_has_an_affinity_of_its_own() {
-        let (a, b) = (Prompt::new(vec![1, 2], 4), Prompt::new(vec![1, 3], 4));
+    fn prompt_below_one_page_has_its_own_affinity() {
+        let a = Prompt::new(vec![1, 2], 4);
+        let b = Prompt::new(vec![1, 3], 4);
         assert_ne!(a.affinity(), b.affinity());
         assert_eq!(a.affinity(), Prompt::new(vec![1, 2], 4).affinity());
     }

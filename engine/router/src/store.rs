@@ -1,56 +1,63 @@
-//! The seam between the router and the page store.
+//! Interface between the router and the page store.
 //!
-//! The router learns from the store which engines there are and what is cached; nothing behind this seam may fail a
-//! request. [`StoreDirectory`] is the store in use; tests bring their own.
+//! The router learns from the store which engines are registered and which pages are cached. No
+//! failure of the store fails a request: lookups time out and count as misses. [`StoreDirectory`]
+//! is the production implementation. Tests provide fakes.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, PinKind, Pinned, StoreUrl, Tier};
+use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, PagePin, PinKind, Pinned, StoreUrl, Tier};
 use larder_format::{NamespaceDescriptor, PageKey};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Who is there.
 pub trait Directory: Send + Sync + 'static {
-    /// Everyone who registered; `None` if no node answers in time.
+    /// All registered members. Returns `None` if no node answers by `deadline`.
     fn members(&self, deadline: Instant) -> BoxFuture<'_, Option<Vec<Member>>>;
 
-    /// The nodes and how they are.
+    /// Status of every node. A node that does not answer by `deadline` is listed as down.
     fn status(&self, deadline: Instant) -> BoxFuture<'_, Vec<NodeView>>;
 
-    /// The pages of one namespace. MUST return at once.
+    /// Page index of one namespace. MUST return without waiting for the network.
     fn pages(&self, namespace: &NamespaceDescriptor) -> Arc<dyn PageIndex>;
 }
 
-/// What the store holds of one namespace. Answers are hints: a page may be gone a moment later.
+/// Pages of one namespace in the store. Every answer is a hint: the store may evict a page a moment
+/// later.
 pub trait PageIndex: Send + Sync + 'static {
-    /// Whether any node is connected now. MUST return at once.
+    /// Returns `true` if at least one node is connected. MUST return without waiting for the
+    /// network.
     fn up(&self) -> bool;
 
-    /// Pages in the longest prefix of `keys` that can be served; 0 if no node answers in time.
+    /// Length, in pages, of the longest prefix of `keys` that the store can serve. Returns 0 if no
+    /// node answers by `deadline`.
     fn lookup(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize>;
 
-    /// Where each page lies; `None` is nowhere.
+    /// Tier of each page, in the order of `keys`. `None` means that no node reported the page.
     fn locate(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<Tier>>>;
 
-    /// Brings pages from L3 to L2; the number in L2 afterwards.
+    /// Loads pages from L3 into L2. Returns the number of pages in L2 afterwards.
     fn warm(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, usize>;
 
-    /// Forgets pages durably.
+    /// Deletes pages durably: they do not reappear after a crash.
     fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten>;
 
-    /// Pins pages in L2 for `ttl`, or ends their pins.
+    /// Pin of each page, in the order of `keys`. `None` means no pin, or that no node reported it.
+    fn pins(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<PagePin>>>;
+
+    /// Pins pages in L2 for `ttl`. With [`PinKind::None`] it ends their pins and ignores `ttl`.
     fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned>;
 }
 
-/// The store behind a URL.
 pub struct StoreDirectory {
     url: StoreUrl,
     client: Client,
 }
 
 impl StoreDirectory {
-    /// Attaches inside a tokio runtime. Returns at once; connections are made in the background.
+    /// Attaches to the store at `url`. Must be called inside a tokio runtime. Returns at once: the
+    /// client connects in the background.
     pub fn attach(url: StoreUrl) -> Self {
+        // Without a namespace: this client reads members and status, never pages.
         let client = Client::attach(url.clone(), None, options());
         Self { url, client }
     }
@@ -93,6 +100,10 @@ impl PageIndex for Client {
 
     fn forget(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Forgotten> {
         Box::pin(async move { Client::forget(self, &keys, deadline).await })
+    }
+
+    fn pins(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<PagePin>>> {
+        Box::pin(async move { Client::pins(self, &keys, deadline).await })
     }
 
     fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned> {

@@ -1,12 +1,17 @@
-//! Starting and ending an engine.
+//! Start and shutdown of an engine.
+//!
+//! Invariants:
+//! - The engine serves with or without a store. It registers once, and the store client reconnects
+//!   on its own.
+//! - Every wait during shutdown has a time limit.
 
 use crate::api::{EngineInfo, EngineState, Role};
 use crate::batch::StepLimits;
-use crate::http::{self, App};
+use crate::http::{self, AppState};
 use crate::metrics::Metrics;
 use crate::options::{EngineOptions, OptionsError, Preloaded};
 use crate::publish::Publisher;
-use crate::scheduler::{Event, Limits, Parts, Scheduler};
+use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
 use crate::store::PageStore;
 use axum::body::Bytes;
 use axum::serve::ListenerExt;
@@ -29,55 +34,46 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Reports that may wait for the scheduler beside the requests in the queue.
-const EVENTS_MAX: usize = 1024;
-/// How often the engine looks whether the store is there.
-const STORE_WATCH: Duration = Duration::from_millis(500);
-/// Most time for each part of an orderly end.
-const SHUTDOWN_STEP: Duration = Duration::from_secs(5);
-/// Time for one connection attempt to a store node.
+/// Capacity of the event channel beyond queued requests. The channel then absorbs load results and
+/// wake-ups without blocking the senders.
+const REPORTS_MAX: usize = 1024;
+/// Interval at which the engine samples its connection to the store, for metrics and the log.
+/// Transitions within one interval go unnoticed.
+const STORE_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Time limit of each shutdown phase: scheduler, puts, HTTP server.
+const SHUTDOWN_STEP_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit of one connection attempt to a store node, and of the wait for the store at start.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Payload bytes of puts that may wait in the client.
+/// Maximum payload bytes of puts queued in the store client. Beyond it the client drops the put,
+/// and its page counts as lost.
 const PUT_QUEUE_BYTES_MAX: usize = 256 << 20;
 
-/// Why an engine cannot start.
 #[derive(Debug, Error)]
 pub enum EngineError {
-    /// A setting is out of range.
-    #[error("engine option {0}")]
+    #[error("invalid engine option {0} [LRD0407]")]
     Options(#[from] OptionsError),
-    /// The model cannot be loaded.
-    #[error("model: {0}")]
+    #[error("cannot load the model: {0}")]
     Model(#[from] LoadError),
-    /// The tokenizer cannot be loaded.
-    #[error("tokenizer: {0}")]
+    #[error("cannot load the tokenizer: {0}")]
     Tokenizer(#[from] TokenizerError),
-    /// A page of this model and size cannot be stored.
-    #[error("pages of this model cannot be stored: {0}")]
+    /// The page size or geometry exceeds the limits of the page format.
+    #[error("the store cannot hold pages of this model: {0}; try another page_tokens")]
     Geometry(DecodeError),
-    /// The address cannot be listened on.
-    #[error("cannot listen on {address}: {source}")]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The scheduler's thread could not be started.
-    #[error("cannot start the scheduler: {0}")]
+    #[error("cannot listen on {address}: {source}; choose another --listen address [LRD0406]")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("cannot start the scheduler thread: {0}")]
     Thread(std::io::Error),
-    /// Loading the model panicked.
-    #[error("loading the model failed unexpectedly")]
+    #[error("loading the model panicked; see the log above")]
     Loader,
 }
 
-/// An engine: a model, its L1, and an HTTP server.
 pub struct Engine;
 
-/// A running engine. Dropping it ends the engine without waiting; [`EngineHandle::shutdown`] waits.
+/// A running engine: the scheduler thread, the HTTP server and the registration. Dropping it stops
+/// the engine without waiting; [`EngineHandle::shutdown`] waits.
 pub struct EngineHandle {
     address: SocketAddr,
-    app: Arc<App>,
+    app: Arc<AppState>,
     registration: Option<Registration>,
     scheduler: Option<std::thread::JoinHandle<()>>,
     server: Option<JoinHandle<()>>,
@@ -86,8 +82,9 @@ pub struct EngineHandle {
 }
 
 impl Engine {
-    /// Starts an engine attached to the store at `options.store`, inside a tokio runtime, and registers it there. A store
-    /// that is away does not matter: the engine computes without it until it comes.
+    /// Starts an engine attached to the store at `options.store` and registers it there. Must run
+    /// inside a tokio runtime. An unreachable store delays the start by one connection timeout; the
+    /// engine then computes all pages itself until a node answers.
     pub async fn start(options: EngineOptions) -> Result<EngineHandle, EngineError> {
         options.validate()?;
         let (loaded, descriptor) = prepare(&options).await?;
@@ -99,16 +96,17 @@ impl Engine {
             ..ClientOptions::default()
         };
         let client = Client::attach(options.store.clone(), Some(descriptor.clone()), client_options);
-        // So that the first requests already find what the store has; a store that is away costs this once.
+        // Wait, so that the first requests find stored pages. An unreachable store costs the
+        // timeout once.
         client.ready(CONNECT_TIMEOUT).await;
         let mut handle = launch(options, loaded, descriptor, Arc::new(client.clone())).await?;
         let info = serde_json::to_value(handle.info()).unwrap_or_default();
         handle.registration = Some(client.register(Member { name, info }));
-        tracing::info!(url = %handle.info().url, role = %handle.info().role, "engine serves");
+        tracing::info!(url = %handle.info().url, role = %handle.info().role, "engine is serving requests");
         Ok(handle)
     }
 
-    /// Starts an engine over any store, without registering it.
+    /// Starts an engine over any [`PageStore`], without registration. Tests use it.
     pub async fn start_with_store(
         options: EngineOptions,
         store: Arc<dyn PageStore>,
@@ -119,12 +117,12 @@ impl Engine {
     }
 }
 
-/// Loads what is not loaded yet, and says whose pages the engine reads and writes.
 async fn prepare(options: &EngineOptions) -> Result<(Preloaded, NamespaceDescriptor), EngineError> {
     let loaded = match options.preloaded.clone() {
         Some(loaded) => loaded,
         None => {
             let folder = options.model_dir.clone();
+            // Loading reads gigabytes and would block the event loop.
             let load = move || -> Result<Preloaded, EngineError> {
                 let model = Arc::new(Model::load(&folder)?);
                 let tokenizer = Arc::new(Tokenizer::load(&folder)?);
@@ -152,6 +150,7 @@ async fn launch(
     let geometry = descriptor.geometry;
     let capacity_pages = options.l1_pages(geometry.page_bytes())?;
     let listen_error = |source| EngineError::Listen { address: options.listen, source };
+    // Bind before building the pool: a taken port should fail fast.
     let listener = TcpListener::bind(options.listen).await.map_err(listen_error)?;
     let address = listener.local_addr().map_err(listen_error)?;
     let info = EngineInfo {
@@ -164,13 +163,15 @@ async fn launch(
     };
     let metrics = Arc::new(Metrics::new(options.role));
     let state = Arc::new(Mutex::new(EngineState::default()));
-    let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
-    let (sender, events) = flume::bounded(options.queue_max + EVENTS_MAX);
-    let scheduler = Scheduler::new(Parts {
+    let stop = CancellationToken::new();
+    let tasks = TaskTracker::new();
+    // Every queued request and every load result fits, so senders rarely wait.
+    let (sender, events) = flume::bounded(options.queue_max + REPORTS_MAX);
+    let scheduler = Scheduler::new(SchedulerContext {
         model: loaded.model.clone(),
         pool: KvPool::new(geometry, capacity_pages),
         store: store.clone(),
-        publisher: Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, options.publish_limit),
+        publisher: Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, options.publish_timeout),
         metrics: metrics.clone(),
         limits: limits(&options),
         runtime: Handle::current(),
@@ -180,16 +181,17 @@ async fn launch(
         events,
         sender: sender.clone(),
     });
-    let app = Arc::new(App {
+    let app = Arc::new(AppState {
         vocab: loaded.model.config().vocab,
-        request_limit: options.request_limit,
-        ends: end_tokens(&loaded),
+        request_timeout: options.request_timeout,
+        eos_tokens: eos_tokens(&loaded),
         tokenizer: loaded.tokenizer,
         files: model_files(&options.model_dir),
         info,
         metrics: metrics.clone(),
         state,
         store: store.clone(),
+        // The semaphore panics above its maximum.
         queue: Arc::new(Semaphore::new(options.queue_max.min(Semaphore::MAX_PERMITS))),
         sender,
         next_id: AtomicU64::new(1),
@@ -199,41 +201,43 @@ async fn launch(
         .name(format!("larder-{}", options.role))
         .spawn(move || scheduler.run())
         .map_err(EngineError::Thread)?;
+    // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
     tokio::spawn(watch_store(store, metrics, stop.clone()));
     let server = tokio::spawn(serve(listener, app.clone(), stop.clone()));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })
 }
 
-/// Tokens of prompt and answer that the model allows and the L1 can hold.
+/// Maximum tokens of prompt and answer together: the model's limit, or the capacity of L1 if that
+/// is smaller.
 fn context_limit(model: &Model, capacity_pages: usize, page_tokens: u32) -> u32 {
     let held = capacity_pages.saturating_mul(page_tokens as usize);
     u32::try_from(model.config().max_context.min(held)).unwrap_or(u32::MAX)
 }
 
-fn limits(options: &EngineOptions) -> Limits {
-    Limits {
+fn limits(options: &EngineOptions) -> SchedulerLimits {
+    SchedulerLimits {
         step: StepLimits {
             page_tokens: options.page_tokens as usize,
             chunk_tokens: options.chunk_tokens,
             max_batch: options.max_batch,
         },
-        follow_grace: options.follow_grace,
-        follow_limit: options.follow_limit,
-        queue_limit: options.queue_limit,
-        load_limit: options.load_limit,
+        follow_stall_timeout: options.follow_stall_timeout,
+        follow_start_timeout: options.follow_start_timeout,
+        queue_timeout: options.queue_timeout,
+        load_timeout: options.load_timeout,
     }
 }
 
-/// The tokens at which an answer ends: what the configuration and the tokenizer name.
-fn end_tokens(loaded: &Preloaded) -> Arc<[u32]> {
-    let mut ends = loaded.model.config().eos_token_ids.clone();
-    ends.extend(loaded.tokenizer.eos_ids());
-    ends.sort_unstable();
-    ends.dedup();
-    ends.into()
+/// End-of-sequence tokens from both the model configuration and the tokenizer, sorted.
+fn eos_tokens(loaded: &Preloaded) -> Arc<[u32]> {
+    let mut tokens = loaded.model.config().eos_token_ids.clone();
+    tokens.extend(loaded.tokenizer.eos_ids());
+    tokens.sort_unstable();
+    tokens.dedup();
+    tokens.into()
 }
 
-/// The tokenizer's files, for routers that do not have them; those absent are left out.
+/// The tokenizer's files, which routers download. Skips files that the model folder lacks.
 fn model_files(folder: &Path) -> BTreeMap<&'static str, Bytes> {
     Tokenizer::FILES
         .iter()
@@ -241,18 +245,19 @@ fn model_files(folder: &Path) -> BTreeMap<&'static str, Bytes> {
         .collect()
 }
 
-async fn serve(listener: TcpListener, app: Arc<App>, stop: CancellationToken) {
-    // Tokens are small and must not wait for more bytes.
+async fn serve(listener: TcpListener, app: Arc<AppState>, stop: CancellationToken) {
+    // Disable Nagle's algorithm: each token is a small write that the client waits for.
     let listener = listener.tap_io(|socket| {
         let _ = socket.set_nodelay(true);
     });
     let server = axum::serve(listener, http::router(app)).with_graceful_shutdown(stop.cancelled_owned());
     if let Err(error) = server.await {
-        tracing::error!(%error, "the HTTP server failed");
+        tracing::error!(%error, "the HTTP server failed; the engine accepts no more requests");
     }
 }
 
-/// Tells when the store goes away and when it comes back, once each time.
+/// Watches the connection to the store until `stop` is cancelled. Logs and counts each transition
+/// once, not each sample.
 async fn watch_store(store: Arc<dyn PageStore>, metrics: Arc<Metrics>, stop: CancellationToken) {
     let mut was_up = None;
     loop {
@@ -261,74 +266,82 @@ async fn watch_store(store: Arc<dyn PageStore>, metrics: Arc<Metrics>, stop: Can
         let up = nodes > 0;
         if was_up != Some(up) {
             match (was_up, up) {
-                (_, true) => tracing::info!("the store is connected"),
-                (Some(_), false) => tracing::warn!("the store is away; computing without it"),
-                (None, false) => tracing::info!("the store is not connected yet; computing without it"),
+                (_, true) => tracing::info!(nodes, "connected to the store"),
+                (Some(_), false) => tracing::warn!(
+                    "lost the connection to every store node; computing all pages locally until one is back"
+                ),
+                (None, false) => {
+                    tracing::info!("no store node is connected yet; computing all pages locally until one is")
+                }
             }
+            // The first sample is no transition.
             if was_up.is_some() {
-                metrics.store_transitions.inc();
+                metrics.store_connection_changes.inc();
             }
             was_up = Some(up);
         }
         tokio::select! {
-            () = tokio::time::sleep(STORE_WATCH) => {}
+            () = tokio::time::sleep(STORE_POLL_INTERVAL) => {}
             () = stop.cancelled() => return,
         }
     }
 }
 
 impl EngineHandle {
-    /// Where it listens.
     pub fn addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// What it says of itself.
     pub fn info(&self) -> &EngineInfo {
         &self.app.info
     }
 
-    /// Prefill or decode.
     pub fn role(&self) -> Role {
         self.app.info.role
     }
 
-    /// How it is doing.
     pub fn state(&self) -> EngineState {
         self.app.state()
     }
 
-    /// Ends the engine in order: withdraws it from the store, refuses new requests, ends the running ones with an error,
-    /// waits for puts under way. Takes no more than a few seconds.
+    /// Stops the engine in order: withdraws its registration, refuses new requests, fails running
+    /// ones, and waits for puts in flight. Takes at most three times the limit of one phase.
     pub async fn shutdown(mut self) {
-        self.begin_end();
+        // Withdraw first, so that routers stop choosing this engine while it drains.
+        self.begin_shutdown();
         if let Some(thread) = self.scheduler.take() {
+            // `JoinHandle::join` blocks, so it must not run on the event loop.
             let join = tokio::task::spawn_blocking(move || thread.join().is_ok());
-            if !matches!(tokio::time::timeout(SHUTDOWN_STEP, join).await, Ok(Ok(true))) {
-                tracing::warn!("the scheduler did not end in order");
+            if !matches!(tokio::time::timeout(SHUTDOWN_STEP_TIMEOUT, join).await, Ok(Ok(true))) {
+                tracing::warn!(timeout = ?SHUTDOWN_STEP_TIMEOUT, "the scheduler thread did not stop cleanly in time");
             }
         }
+        // `wait` returns only after the tracker is closed.
         self.tasks.close();
-        if tokio::time::timeout(SHUTDOWN_STEP, self.tasks.wait()).await.is_err() {
-            tracing::warn!("puts were still under way at the end");
+        if tokio::time::timeout(SHUTDOWN_STEP_TIMEOUT, self.tasks.wait()).await.is_err() {
+            tracing::warn!(timeout = ?SHUTDOWN_STEP_TIMEOUT, "abandoned puts that were still in flight at shutdown; their pages are lost");
         }
         if let Some(mut server) = self.server.take()
-            && tokio::time::timeout(SHUTDOWN_STEP, &mut server).await.is_err()
+            && tokio::time::timeout(SHUTDOWN_STEP_TIMEOUT, &mut server).await.is_err()
         {
+            // Connections that outlive the limit belong to clients that do not read.
             server.abort();
         }
     }
 
-    fn begin_end(&mut self) {
+    fn begin_shutdown(&mut self) {
+        // Dropping the registration withdraws it from the store.
         self.registration = None;
         self.stop.cancel();
-        let _ = self.app.sender.try_send(Event::Nudge);
+        // A full channel means that the thread is awake and will see `stop`.
+        let _ = self.app.sender.try_send(SchedulerEvent::Wake);
     }
 }
 
 impl Drop for EngineHandle {
     fn drop(&mut self) {
-        self.begin_end();
+        self.begin_shutdown();
+        // `Drop` cannot wait, so open connections are cut.
         if let Some(server) = self.server.take() {
             server.abort();
         }

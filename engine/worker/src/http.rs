@@ -1,7 +1,11 @@
-//! The HTTP server of an engine: it checks what comes in, hands it to the scheduler, and streams what comes out.
+//! HTTP server of an engine: validates requests, hands them to the scheduler, and streams the
+//! answers.
 //!
-//! What always holds: a request is handed on only if it can be served at all; and when its caller goes away, in whatever
-//! state it is, the scheduler is told at once.
+//! Invariants:
+//! - The scheduler receives only requests that fit the model's context and vocabulary.
+//! - When a client disconnects, the scheduler learns of it at once, whatever the state of the
+//!   request.
+//! - Every wait for the scheduler ends shortly after the request's deadline.
 
 use crate::api::{
     ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState,
@@ -9,9 +13,9 @@ use crate::api::{
     PATH_PREFILL, PATH_STATE, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX, STOP_BYTES_MAX, STOP_STRINGS_MAX,
     SamplingParams,
 };
-use crate::metrics::{Ending, Metrics};
-use crate::scheduler::{Event, RETRY_AFTER_MS};
-use crate::sequence::{DecodeWork, NewSequence, PrefillWork, Sequence, Work};
+use crate::metrics::{Metrics, RequestOutcome};
+use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
+use crate::sequence::{DecodeOutput, PrefillOutput, RequestKind, Sequence, SequenceParams};
 use crate::store::PageStore;
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -31,45 +35,44 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
-/// Events of a stream beside its tokens: start, and end or error.
-const EVENTS_BESIDE_TOKENS: usize = 3;
+/// Maximum number of stream events beside the tokens: start, and end or error, with one to spare.
+const NON_TOKEN_EVENTS_MAX: usize = 3;
 
-/// Time beyond a request's deadline after which its answer is given up: the scheduler ends it by its deadline, so this
-/// never happens unless something is broken.
-const ANSWER_OVERRUN: Duration = Duration::from_secs(1);
-/// Bytes of a body from which on it is parsed off the event loop.
+/// Slack beyond a request's deadline before the handler abandons it. The scheduler enforces the
+/// deadline, so only a stuck scheduler makes this expire.
+const RESPONSE_GRACE: Duration = Duration::from_secs(1);
+/// Largest body parsed on the event loop, in bytes. Larger bodies would delay other connections and
+/// go to a blocking thread.
 const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
 
-/// What the handlers share.
-pub(crate) struct App {
+pub(crate) struct AppState {
     pub(crate) info: EngineInfo,
     pub(crate) vocab: usize,
-    pub(crate) request_limit: Duration,
+    pub(crate) request_timeout: Duration,
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// End-of-sequence tokens.
-    pub(crate) ends: Arc<[u32]>,
+    pub(crate) eos_tokens: Arc<[u32]>,
     pub(crate) files: BTreeMap<&'static str, Bytes>,
     pub(crate) metrics: Arc<Metrics>,
-    /// How the scheduler is doing; [`App::state`] adds the store.
+    /// Latest snapshot of the scheduler. [`AppState::state`] adds the number of store nodes.
     pub(crate) state: Arc<Mutex<EngineState>>,
     pub(crate) store: Arc<dyn PageStore>,
-    /// Places in the queue.
+    /// Free places in the queue. A request holds one permit until it is admitted, so the semaphore
+    /// bounds the scheduler's queue.
     pub(crate) queue: Arc<Semaphore>,
-    pub(crate) sender: flume::Sender<Event>,
+    pub(crate) sender: flume::Sender<SchedulerEvent>,
     pub(crate) next_id: AtomicU64,
     pub(crate) stop: CancellationToken,
 }
 
-impl App {
-    /// How the engine is doing now.
+impl AppState {
     pub(crate) fn state(&self) -> EngineState {
+        // Clone under the lock, which the scheduler takes in every loop.
         let state = self.state.lock().clone();
         EngineState { store_nodes: self.store.nodes_connected() as u32, ..state }
     }
 }
 
-/// The routes.
-pub(crate) fn router(app: Arc<App>) -> Router {
+pub(crate) fn router(app: Arc<AppState>) -> Router {
     Router::new()
         .route(PATH_PREFILL, post(prefill))
         .route(PATH_DECODE, post(decode))
@@ -78,7 +81,9 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route(PATH_STATE, get(state))
         .route(PATH_HEALTH, get(health))
         .route(PATH_METRICS, get(metrics))
-        .fallback(|| async { ApiError::new(ErrorCode::NotFound, "there is nothing under this path") })
+        .fallback(|| async {
+            ApiError::new(ErrorCode::NotFound, "no such endpoint; see the list of paths in the documentation")
+        })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(app)
 }
@@ -95,31 +100,32 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// The caller of a request; tells the scheduler when it goes away.
-struct Caller {
+/// Represents the client of a request. Its drop, e.g. on disconnect, cancels the request and wakes
+/// the scheduler.
+struct CallerGuard {
     cancel: CancellationToken,
-    sender: flume::Sender<Event>,
-    /// When the scheduler's answer is no longer waited for.
-    give_up_at: tokio::time::Instant,
+    sender: flume::Sender<SchedulerEvent>,
+    answer_deadline: tokio::time::Instant,
 }
 
-impl Caller {
-    /// What the scheduler answers, or that it does not.
+impl CallerGuard {
+    /// Waits for an answer of the scheduler. Fails with an internal error at the deadline or if the
+    /// channel closes.
     async fn wait<T>(&self, answer: impl Future<Output = Option<T>>) -> Result<T, ApiError> {
-        tokio::time::timeout_at(self.give_up_at, answer).await.ok().flatten().ok_or_else(stopped)
+        tokio::time::timeout_at(self.answer_deadline, answer).await.ok().flatten().ok_or_else(engine_stopped)
     }
 }
 
-impl Drop for Caller {
+impl Drop for CallerGuard {
     fn drop(&mut self) {
+        // Cancel before the wake-up: the scheduler must see the flag when it looks.
         self.cancel.cancel();
-        // If the channel is full the scheduler is awake anyway.
-        let _ = self.sender.try_send(Event::Nudge);
+        // A full channel means that the scheduler is awake already.
+        let _ = self.sender.try_send(SchedulerEvent::Wake);
     }
 }
 
-/// What both kinds of request have.
-struct Ticket {
+struct RequestParams {
     request_id: String,
     tokens: Vec<u32>,
     cache: CacheMode,
@@ -127,63 +133,69 @@ struct Ticket {
 }
 
 async fn prefill(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Json<PrefillResponse>, ApiError> {
     let PrefillRequest { request_id, tokens, cache, deadline_ms } = app.accept(body).await?;
-    let ticket = Ticket { request_id, tokens, cache, deadline_ms };
-    app.check(&ticket).map_err(|e| app.refused(e))?;
-    let pages = (ticket.tokens.len() - 1) / app.info.page_tokens as usize;
+    let params = RequestParams { request_id, tokens, cache, deadline_ms };
+    app.check(&params).map_err(|e| app.refused(e))?;
+    let pages = (params.tokens.len() - 1) / app.info.page_tokens as usize;
+    // No whole page to publish: answer without the scheduler.
     if pages == 0 || !cache.uses_store() {
-        app.metrics.request_ended(Ending::Done);
+        app.metrics.request_ended(RequestOutcome::Done);
         return Ok(Json(PrefillResponse::default()));
     }
     let (reply, answer) = oneshot::channel();
-    let work = Work::Prefill(PrefillWork { reply, commits: Vec::new() });
-    let caller = app.submit(ticket, work).await.map_err(|e| app.refused(e))?;
+    let kind = RequestKind::Prefill(PrefillOutput { reply, commits: Vec::new() });
+    let caller = app.submit(params, kind).await.map_err(|e| app.refused(e))?;
     caller.wait(async { answer.await.ok() }).await?.map(Json)
 }
 
-async fn decode(State(app): State<Arc<App>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
+async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
     let DecodeRequest { request_id, tokens, sampling, await_pages, cache, deadline_ms } = app.accept(body).await?;
-    let ticket = Ticket { request_id, tokens, cache, deadline_ms };
-    app.check(&ticket).and_then(|()| check_sampling(&sampling)).map_err(|e| app.refused(e))?;
-    let max_tokens = sampling.max_tokens.min(app.info.max_context as usize - ticket.tokens.len());
-    let (events, mut answer) = mpsc::channel(max_tokens + EVENTS_BESIDE_TOKENS);
-    let work = DecodeWork::new(&sampling, max_tokens, await_pages as usize, &app.tokenizer, app.ends.clone(), events);
-    let caller = app.submit(ticket, Work::Decode(Box::new(work))).await.map_err(|e| app.refused(e))?;
-    // Until the first event the answer may still be a plain error.
+    let params = RequestParams { request_id, tokens, cache, deadline_ms };
+    app.check(&params).and_then(|()| check_sampling(&sampling)).map_err(|e| app.refused(e))?;
+    let max_tokens = sampling.max_tokens.min(app.info.max_context as usize - params.tokens.len());
+    // Room for the whole answer, so that a slow client never blocks a step.
+    let (events, mut answer) = mpsc::channel(max_tokens + NON_TOKEN_EVENTS_MAX);
+    let output =
+        DecodeOutput::new(&sampling, max_tokens, await_pages as usize, &app.tokenizer, app.eos_tokens.clone(), events);
+    let caller = app.submit(params, RequestKind::Decode(Box::new(output))).await.map_err(|e| app.refused(e))?;
+    // The status line is not sent before the first event, so an error can still set the HTTP
+    // status.
     match caller.wait(answer.recv()).await? {
         DecodeEvent::Error(error) => Err(error),
         first => Ok(stream(first, answer, caller)),
     }
 }
 
-/// The events as lines; ends after `end` or `error`, and with an `error` if the engine stops.
-fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: Caller) -> Response {
-    let lines =
-        futures::stream::unfold((Some(first), answer, caller, false), |(first, mut answer, caller, over)| async move {
-            if over {
+/// Streams the events as lines. The stream ends after `end` or `error`, and with an `error` if the
+/// engine stops.
+fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: CallerGuard) -> Response {
+    let lines = futures::stream::unfold(
+        (Some(first), answer, caller, false),
+        |(first, mut answer, caller, ended)| async move {
+            if ended {
                 return None;
             }
             let event = match first {
                 Some(event) => event,
                 None => caller.wait(answer.recv()).await.unwrap_or_else(DecodeEvent::Error),
             };
-            let over = matches!(event, DecodeEvent::End { .. } | DecodeEvent::Error(_));
+            let ended = matches!(event, DecodeEvent::End { .. } | DecodeEvent::Error(_));
             let mut line = serde_json::to_vec(&event).unwrap_or_default();
             line.push(b'\n');
-            Some((Ok::<_, Infallible>(Bytes::from(line)), (None, answer, caller, over)))
-        });
+            Some((Ok::<_, Infallible>(Bytes::from(line)), (None, answer, caller, ended)))
+        },
+    );
     ([(header::CONTENT_TYPE, CONTENT_TYPE_NDJSON)], Body::from_stream(lines)).into_response()
 }
 
-fn stopped() -> ApiError {
-    ApiError::new(ErrorCode::Internal, "the engine stopped before the request was done")
+fn engine_stopped() -> ApiError {
+    ApiError::new(ErrorCode::Internal, "the engine stopped before it finished the request; send it to another engine")
 }
 
-impl App {
-    /// The body, if it is what it should be.
+impl AppState {
     async fn accept<T: DeserializeOwned + Send + 'static>(
         &self,
         body: Result<Bytes, BytesRejection>,
@@ -191,6 +203,7 @@ impl App {
         let parse = |bytes: Bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string());
         let parsed = match body {
             Ok(bytes) if bytes.len() <= PARSE_INLINE_BYTES_MAX => parse(bytes),
+            // Parsing a long prompt takes milliseconds.
             Ok(bytes) => tokio::task::spawn_blocking(move || parse(bytes)).await.unwrap_or_else(|e| Err(e.to_string())),
             Err(rejection) => Err(rejection.body_text()),
         };
@@ -198,28 +211,32 @@ impl App {
     }
 
     fn refused(&self, error: ApiError) -> ApiError {
-        self.metrics.request_ended(Ending::Refused);
+        self.metrics.request_ended(RequestOutcome::Refused);
         error
     }
 
-    fn check(&self, ticket: &Ticket) -> Result<(), ApiError> {
+    fn check(&self, params: &RequestParams) -> Result<(), ApiError> {
         let bad = |message: String| Err(ApiError::new(ErrorCode::BadRequest, message));
-        if ticket.request_id.len() > REQUEST_ID_BYTES_MAX {
-            return bad(format!("request_id is longer than {REQUEST_ID_BYTES_MAX} bytes"));
+        if params.request_id.len() > REQUEST_ID_BYTES_MAX {
+            return bad(format!(
+                "request_id has {} bytes; at most {REQUEST_ID_BYTES_MAX} are allowed",
+                params.request_id.len()
+            ));
         }
-        if ticket.tokens.is_empty() {
-            return bad("tokens is empty".into());
+        if params.tokens.is_empty() {
+            return bad("tokens must hold at least one token".into());
         }
-        if let Some(token) = ticket.tokens.iter().find(|&&token| token as usize >= self.vocab) {
-            return bad(format!("token {token} is not in the model's vocabulary of {}", self.vocab));
+        if let Some(token) = params.tokens.iter().find(|&&token| token as usize >= self.vocab) {
+            return bad(format!("token {token} is outside the model's vocabulary of {} tokens", self.vocab));
         }
-        if ticket.deadline_ms == 0 {
+        if params.deadline_ms == 0 {
             return bad("deadline_ms must be at least 1".into());
         }
-        if ticket.tokens.len() >= self.info.max_context as usize {
+        // `>=` leaves room for one generated token at least.
+        if params.tokens.len() >= self.info.max_context as usize {
             let message = format!(
-                "the prompt has {} tokens; prompt and answer together may have {}",
-                ticket.tokens.len(),
+                "the prompt has {} tokens; prompt and answer together must fit a context of {} tokens",
+                params.tokens.len(),
                 self.info.max_context
             );
             return Err(ApiError::new(ErrorCode::ContextLengthExceeded, message));
@@ -227,29 +244,40 @@ impl App {
         Ok(())
     }
 
-    /// Hands a checked request to the scheduler.
-    async fn submit(&self, ticket: Ticket, work: Work) -> Result<Caller, ApiError> {
+    /// Hands a validated request to the scheduler. Refuses it with `busy` if the queue is full or
+    /// the engine is stopping.
+    async fn submit(&self, params: RequestParams, kind: RequestKind) -> Result<CallerGuard, ApiError> {
         if self.stop.is_cancelled() {
-            return Err(ApiError::busy("the engine is shutting down", RETRY_AFTER_MS));
+            return Err(ApiError::busy(
+                "the engine is shutting down; send the request to another engine",
+                RETRY_AFTER_MS,
+            ));
         }
-        let Ok(queue_slot) = self.queue.clone().try_acquire_owned() else {
-            return Err(ApiError::busy("the engine's queue is full", RETRY_AFTER_MS));
+        // `try_acquire`: a full queue refuses at once, so that the router can try another engine.
+        let Ok(queue_permit) = self.queue.clone().try_acquire_owned() else {
+            return Err(ApiError::busy(
+                "the engine's queue is full; retry later or use another engine",
+                RETRY_AFTER_MS,
+            ));
         };
         let cancel = CancellationToken::new();
-        let deadline = Instant::now() + Duration::from_millis(ticket.deadline_ms).min(self.request_limit);
-        let new = NewSequence {
+        // The cap bounds the time that a client can hold pages.
+        let deadline = Instant::now() + Duration::from_millis(params.deadline_ms).min(self.request_timeout);
+        let new = SequenceParams {
+            // Relaxed: ids need to be unique and increasing only. The channel orders the requests.
             id: self.next_id.fetch_add(1, Ordering::Relaxed),
-            request_id: ticket.request_id,
-            cache: ticket.cache,
-            tokens: ticket.tokens,
-            work,
+            request_id: params.request_id,
+            cache: params.cache,
+            tokens: params.tokens,
+            kind,
             deadline,
             cancel: cancel.clone(),
-            queue_slot,
+            queue_permit,
         };
-        let caller = Caller { cancel, sender: self.sender.clone(), give_up_at: (deadline + ANSWER_OVERRUN).into() };
+        let caller =
+            CallerGuard { cancel, sender: self.sender.clone(), answer_deadline: (deadline + RESPONSE_GRACE).into() };
         let sequence = Sequence::new(new, self.info.page_tokens as usize, self.metrics.clone());
-        caller.wait(async { self.sender.send_async(Event::Submit(Box::new(sequence))).await.ok() }).await?;
+        caller.wait(async { self.sender.send_async(SchedulerEvent::Submit(Box::new(sequence))).await.ok() }).await?;
         Ok(caller)
     }
 }
@@ -257,46 +285,47 @@ impl App {
 fn check_sampling(sampling: &SamplingParams) -> Result<(), ApiError> {
     let bad = |message: String| Err(ApiError::new(ErrorCode::BadRequest, message));
     if !(sampling.temperature.is_finite() && sampling.temperature >= 0.0) {
-        return bad(format!("temperature {} is not a number from 0", sampling.temperature));
+        return bad(format!("temperature is {}; it must be a finite number of at least 0", sampling.temperature));
     }
     if !(0.0..=1.0).contains(&sampling.top_p) {
-        return bad(format!("top_p {} is not from 0 to 1", sampling.top_p));
+        return bad(format!("top_p is {}; it must be within 0 to 1", sampling.top_p));
     }
     if sampling.max_tokens == 0 {
         return bad("max_tokens must be at least 1".into());
     }
     if sampling.stop.len() > STOP_STRINGS_MAX {
-        return bad(format!("more than {STOP_STRINGS_MAX} stop strings"));
+        return bad(format!("stop has {} strings; at most {STOP_STRINGS_MAX} are allowed", sampling.stop.len()));
     }
     if sampling.stop.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MAX) {
-        return bad(format!("a stop string must have 1 to {STOP_BYTES_MAX} bytes"));
+        return bad(format!("each stop string must have 1 to {STOP_BYTES_MAX} bytes"));
     }
     Ok(())
 }
 
-async fn model(State(app): State<Arc<App>>) -> Json<EngineInfo> {
+async fn model(State(app): State<Arc<AppState>>) -> Json<EngineInfo> {
     Json(app.info.clone())
 }
 
-async fn model_file(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Response, ApiError> {
+async fn model_file(State(app): State<Arc<AppState>>, Path(name): Path<String>) -> Result<Response, ApiError> {
+    // Only preloaded files are served, so no path can leave the model folder.
     match app.files.get(name.as_str()) {
         Some(bytes) => Ok(([(header::CONTENT_TYPE, "application/octet-stream")], bytes.clone()).into_response()),
-        None => Err(ApiError::new(ErrorCode::NotFound, "the model has no such file")),
+        None => Err(ApiError::new(ErrorCode::NotFound, "this engine serves no tokenizer file of that name")),
     }
 }
 
-async fn state(State(app): State<Arc<App>>) -> Json<EngineState> {
+async fn state(State(app): State<Arc<AppState>>) -> Json<EngineState> {
     Json(app.state())
 }
 
-async fn health(State(app): State<Arc<App>>) -> Result<&'static str, ApiError> {
-    match app.stop.is_cancelled() || app.sender.is_disconnected() {
-        true => Err(ApiError::busy("the engine is not serving", RETRY_AFTER_MS)),
-        false => Ok("ok\n"),
+async fn health(State(app): State<Arc<AppState>>) -> Result<&'static str, ApiError> {
+    if app.stop.is_cancelled() || app.sender.is_disconnected() {
+        return Err(ApiError::busy("the engine is shutting down or its scheduler has stopped", RETRY_AFTER_MS));
     }
+    Ok("ok\n")
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
+async fn metrics(State(app): State<Arc<AppState>>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], app.metrics.encode()).into_response()
 }

@@ -1,17 +1,25 @@
-//! Prefill and decode engines: paged KV pool, radix tree, continuous batching.
+//! Prefill and decode engines: paged KV pool (L1), radix tree, continuous batching.
 //!
-//! What must always hold: the tokens that come out do not depend on where pages came from. A page is computed from the same
-//! tokens on every engine and is bit-identical wherever it was computed; so L1, the store, a page read while it is being
-//! written, and computing it here are four ways to the same numbers. And nothing that happens to the store fails a request:
-//! what cannot be had is computed, what cannot be put is counted.
+//! Invariants:
+//! - The generated tokens do not depend on the source of the pages. A page holds bit-identical KV
+//!   on every engine, whether it came from L1, from the store, from a put in progress, or from the
+//!   forward pass.
+//! - No failure of the store fails a request. The engine computes the pages that it cannot read,
+//!   and counts those that it cannot put.
 //!
-//! How a request travels: `http` checks it and hands it to the one `scheduler` thread, which reserves pages for it and
-//! starts a load (`transfer`: lookup, read, follow). What did not come is computed in chunks planned by `batch`, put
-//! page by page while it is computed (`publish`), and kept for others in the `radix` tree.
+//! Path of a request:
 //!
-//! - [`api`]: the HTTP interface as types; the router uses it too.
-//! - `options`: settings. `engine`: starting and ending. `metrics`: what is counted.
-//! - `sequence`: one request's states; `pages`: its pages. [`store`]: the seam to the page store.
+//! 1. `http` validates it and sends it to the scheduler thread.
+//! 2. `scheduler` reserves L1 pages and starts a load.
+//! 3. `transfer` looks up, reads and follows pages in the store.
+//! 4. `batch` plans chunks of the remaining tokens, and the forward pass computes them.
+//! 5. `publish` puts each page into the store while it is being computed.
+//! 6. `radix` keeps finished pages for later requests.
+//!
+//! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
+//! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
+//! `engine` starts and stops everything, with settings from `options`. `metrics` defines the
+//! Prometheus metrics.
 
 pub mod api;
 mod batch;
@@ -29,4 +37,5 @@ mod transfer;
 
 pub use api::{EngineInfo, EngineState, Role};
 pub use engine::{Engine, EngineError, EngineHandle};
+pub use metrics::metrics_registry;
 pub use options::{EngineOptions, OptionsError, Preloaded};

@@ -1,4 +1,5 @@
-//! What an engine counts, in Prometheus form.
+//! Prometheus metrics of an engine. All names begin with `larder_engine_` and carry the engine's
+//! role as a label.
 
 use crate::api::Role;
 use larder_client::PutOutcome;
@@ -10,11 +11,10 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Metric, Registry};
 use std::time::Duration;
 
-/// One label.
 type Label = [(&'static str, &'static str); 1];
-type States = Family<Label, Histogram, SecondsBuckets>;
+type StateHistograms = Family<Label, Histogram, SecondsBuckets>;
 
-/// Makes histograms of 0.1 ms to 400 s.
+/// Constructor of histograms from 0.1 ms to about 200 s, in powers of two.
 #[derive(Clone)]
 pub(crate) struct SecondsBuckets;
 
@@ -24,9 +24,8 @@ impl MetricConstructor<Histogram> for SecondsBuckets {
     }
 }
 
-/// How a request ended, as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum RequestOutcome {
     Done,
     Refused,
     Cancelled,
@@ -34,19 +33,18 @@ pub(crate) enum Ending {
     Failed,
 }
 
-impl Ending {
+impl RequestOutcome {
     fn as_str(self) -> &'static str {
         match self {
-            Ending::Done => "done",
-            Ending::Refused => "refused",
-            Ending::Cancelled => "cancelled",
-            Ending::Deadline => "deadline",
-            Ending::Failed => "failed",
+            RequestOutcome::Done => "done",
+            RequestOutcome::Refused => "refused",
+            RequestOutcome::Cancelled => "cancelled",
+            RequestOutcome::Deadline => "deadline",
+            RequestOutcome::Failed => "failed",
         }
     }
 }
 
-/// Where a page of a prompt came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PageSource {
     L1,
@@ -68,16 +66,15 @@ impl PageSource {
     }
 }
 
-/// All counters of one engine.
 pub struct Metrics {
     registry: Registry,
     requests: Family<Label, Counter>,
     pages: Family<Label, Counter>,
     published: Family<Label, Counter>,
-    state_seconds: States,
+    state_seconds: StateHistograms,
     state_requests: Family<Label, Gauge>,
     pub(crate) queue: Gauge,
-    pub(crate) running: Gauge,
+    pub(crate) active: Gauge,
     pub(crate) step_seconds: Histogram,
     pub(crate) first_token_seconds: Histogram,
     pub(crate) tokens_computed: Counter,
@@ -88,59 +85,67 @@ pub struct Metrics {
     pub(crate) l1_pages_free: Gauge,
     pub(crate) l1_pages_cached: Gauge,
     pub(crate) store_nodes: Gauge,
-    pub(crate) store_transitions: Counter,
+    pub(crate) store_connection_changes: Counter,
 }
 
 impl Metrics {
-    /// All at zero, labelled with the engine's role.
     pub fn new(role: Role) -> Self {
         let label = ("role".into(), role.as_str().into());
         let mut registry = Registry::with_prefix_and_labels("larder_engine", std::iter::once(label));
         let r = &mut registry;
         Self {
-            requests: add(r, "requests", "Requests by how they ended", Family::default()),
-            pages: add(r, "prompt_pages", "Pages of prompts by where they came from", Family::default()),
-            published: add(r, "pages_published", "Pages handed to the store by outcome", Family::default()),
+            requests: add(r, "requests", "Finished requests by outcome", Family::default()),
+            pages: add(
+                r,
+                "prompt_pages",
+                "Prompt pages by source: l1, l2, l3, followed (read while written), computed",
+                Family::default(),
+            ),
+            published: add(r, "pages_published", "Pages put into the store by outcome", Family::default()),
             state_seconds: add(
                 r,
                 "state_seconds",
-                "Time that requests spent in each state",
+                "Time requests spent in each state, in seconds",
                 Family::new_with_constructor(SecondsBuckets),
             ),
-            state_requests: add(r, "state_requests", "Requests in each state", Family::default()),
-            queue: add(r, "queue_length", "Requests that wait for pages", Gauge::default()),
-            running: add(r, "running", "Requests that hold pages", Gauge::default()),
-            step_seconds: add(r, "step_seconds", "Time of one step", SecondsBuckets.new_metric()),
+            state_requests: add(r, "state_requests", "Requests currently in each state", Family::default()),
+            queue: add(r, "queue_length", "Requests waiting for L1 pages", Gauge::default()),
+            active: add(r, "active_requests", "Admitted requests that hold L1 pages", Gauge::default()),
+            step_seconds: add(
+                r,
+                "step_seconds",
+                "Duration of one scheduler step, in seconds",
+                SecondsBuckets.new_metric(),
+            ),
             first_token_seconds: add(
                 r,
                 "first_token_seconds",
-                "Time from arrival to the first token",
+                "Time from arrival to the first token, in seconds",
                 SecondsBuckets.new_metric(),
             ),
             tokens_computed: add(
                 r,
                 "tokens_computed",
-                "Tokens whose keys and values were computed",
+                "Tokens whose KV was computed by this engine",
                 Counter::default(),
             ),
-            tokens_generated: add(r, "tokens_generated", "Tokens sampled", Counter::default()),
-            preemptions: add(r, "preemptions", "Requests put back for want of pages", Counter::default()),
-            pages_evicted: add(r, "l1_evicted_pages", "Pages given up by the L1", Counter::default()),
-            l1_pages: add(r, "l1_pages", "Pages of the L1 pool", Gauge::default()),
-            l1_pages_free: add(r, "l1_pages_free", "Pages of the L1 pool that are free", Gauge::default()),
-            l1_pages_cached: add(r, "l1_pages_cached", "Pages kept for later requests", Gauge::default()),
-            store_nodes: add(r, "store_nodes", "Store nodes that are connected", Gauge::default()),
-            store_transitions: add(
+            tokens_generated: add(r, "tokens_generated", "Tokens generated by sampling", Counter::default()),
+            preemptions: add(r, "preemptions", "Requests preempted because L1 ran out of pages", Counter::default()),
+            pages_evicted: add(r, "l1_evicted_pages", "Pages evicted from the L1 radix tree", Counter::default()),
+            l1_pages: add(r, "l1_pages", "Capacity of the L1 pool, in pages", Gauge::default()),
+            l1_pages_free: add(r, "l1_pages_free", "Free pages of the L1 pool", Gauge::default()),
+            l1_pages_cached: add(r, "l1_pages_cached", "Pages cached in the L1 radix tree", Gauge::default()),
+            store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),
+            store_connection_changes: add(
                 r,
-                "store_transitions",
-                "Times the store went away or came back",
+                "store_connection_changes",
+                "Times the connection to the store was lost or restored",
                 Counter::default(),
             ),
             registry,
         }
     }
 
-    /// The text form.
     pub fn encode(&self) -> String {
         let mut out = String::new();
         // Writing into a String cannot fail.
@@ -148,8 +153,8 @@ impl Metrics {
         out
     }
 
-    pub(crate) fn request_ended(&self, ending: Ending) {
-        self.requests.get_or_create(&[("outcome", ending.as_str())]).inc();
+    pub(crate) fn request_ended(&self, outcome: RequestOutcome) {
+        self.requests.get_or_create(&[("outcome", outcome.as_str())]).inc();
     }
 
     pub(crate) fn prompt_pages(&self, source: PageSource, pages: usize) {
@@ -178,6 +183,19 @@ impl Metrics {
     }
 }
 
+/// Returns a registry with all metrics of an engine at zero, for generated documentation.
+///
+/// Labelled metrics have one sample each: an exporter leaves out a family without samples.
+pub fn metrics_registry() -> Registry {
+    let metrics = Metrics::new(Role::Prefill);
+    drop(metrics.requests.get_or_create(&[("outcome", "")]));
+    drop(metrics.pages.get_or_create(&[("source", "")]));
+    drop(metrics.published.get_or_create(&[("outcome", "")]));
+    drop(metrics.state_seconds.get_or_create(&[("state", "")]));
+    drop(metrics.state_requests.get_or_create(&[("state", "")]));
+    metrics.registry
+}
+
 fn add<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metric: M) -> M {
     registry.register(name, help, metric.clone());
     metric
@@ -188,9 +206,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_form_has_names_labels_and_values() {
+    fn encode_writes_names_labels_and_values() {
         let metrics = Metrics::new(Role::Decode);
-        metrics.request_ended(Ending::Done);
+        metrics.request_ended(RequestOutcome::Done);
         metrics.prompt_pages(PageSource::Followed, 3);
         metrics.state_entered("transfer");
         let text = metrics.encode();

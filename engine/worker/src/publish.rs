@@ -1,8 +1,11 @@
-//! Handing computed pages to the store, part by part, while the step that computes them goes on.
+//! Puts computed pages into the store part by part, during the step that computes them.
 //!
-//! What always holds: the bytes handed over are those of the page as every engine computes it, and a part is handed over
-//! only when all its layers hold all tokens of the page. Nothing here waits for the network, and nothing that goes wrong
-//! with a put goes further than a counter.
+//! Invariants:
+//! - A part is written only when all its layers hold all tokens of the page.
+//! - The written bytes are identical on every engine (see batch invariance in
+//!   docs/internals/engines.md).
+//! - Nothing here waits for the network.
+//! - A failed put affects only a counter and the number of lost pages in the reply.
 
 use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore};
@@ -15,20 +18,19 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 
-/// Opens, fills and commits puts.
 #[derive(Clone)]
 pub(crate) struct Publisher {
     store: Arc<dyn PageStore>,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     parts: Arc<PartTable>,
-    /// Most time for one put.
     limit: Duration,
 }
 
-/// Where the parts of a page lie, and when they are complete.
+/// Byte range of each part of a page, and the layer that completes the part. Computed once, because
+/// all pages of an engine have one geometry.
 pub(crate) struct PartTable {
-    parts: Vec<(Range<usize>, usize)>,
+    entries: Vec<(Range<usize>, usize)>,
 }
 
 impl PartTable {
@@ -40,12 +42,11 @@ impl PartTable {
             let last_layer = geometry.part_layers(part).end - 1;
             (range, last_layer)
         };
-        Self { parts: (0..geometry.part_count()).map(place).collect() }
+        Self { entries: (0..geometry.part_count()).map(place).collect() }
     }
 
-    /// Parts that are complete once `layer` is.
     fn ended_by(&self, layer: usize) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
-        self.parts
+        self.entries
             .iter()
             .enumerate()
             .filter(move |(_, (_, last_layer))| *last_layer == layer)
@@ -64,25 +65,26 @@ impl Publisher {
         Self { store, metrics, tasks, parts: Arc::new(PartTable::new(geometry)), limit }
     }
 
-    /// Begins to put page `position` of the sequence with these keys.
+    /// Opens a put for page `position` of the sequence with these keys. Returns at once.
     pub(crate) fn open(&self, keys: &[PageKey], position: usize) -> Box<dyn OpenPut> {
         let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
         let page = NewPage { key: keys[position], parent, position: position as u32 };
         self.store.put(page, Instant::now() + self.limit)
     }
 
-    /// Puts a whole page that exists already.
     pub(crate) fn put_sealed(&self, keys: &[PageKey], position: usize, payload: &[u8]) -> JoinHandle<PutOutcome> {
         let mut put = self.open(keys, position);
-        for (part, (range, _)) in self.parts.parts.iter().enumerate() {
-            put.part(part, &payload[range.clone()]);
+        for (part, (range, _)) in self.parts.entries.iter().enumerate() {
+            put.write_part(part, &payload[range.clone()]);
         }
         self.commit(put)
     }
 
-    /// Seals a page all of whose parts are over, in the background.
+    /// Commits a put whose parts are all written. The commit runs in the background; the handle
+    /// yields its outcome.
     pub(crate) fn commit(&self, put: Box<dyn OpenPut>) -> JoinHandle<PutOutcome> {
         let metrics = self.metrics.clone();
+        // Start the commit here, not in the task: its time limit runs from now.
         let sealing = put.commit(Instant::now() + self.limit);
         self.tasks.spawn(async move {
             let outcome = sealing.await;
@@ -96,17 +98,14 @@ impl Publisher {
     }
 }
 
-/// A put whose page a chunk of this step completes.
 pub(crate) struct CompletingPage {
-    /// Index of the chunk in the batch.
     pub(crate) chunk: usize,
-    /// Index of the page in its sequence.
     pub(crate) page: usize,
-    /// Its put.
     pub(crate) put: Box<dyn OpenPut>,
 }
 
-/// Hands parts over as their layers finish.
+/// Hooks of the forward pass that write parts as their last layers finish. Network transfer thus
+/// overlaps with the computation of later layers.
 pub(crate) struct PublishHooks {
     parts: Arc<PartTable>,
     pub(crate) pages: Vec<CompletingPage>,
@@ -116,8 +115,9 @@ impl LayerHooks for PublishHooks {
     fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]) {
         for (part, range) in self.parts.ended_by(layer) {
             for completing in &mut self.pages {
+                // The forward pass waits for this hook, so the bytes cannot change during the copy.
                 let payload: &[u8] = batch[completing.chunk].pages[completing.page].page().as_ref();
-                completing.put.part(part, &payload[range.clone()]);
+                completing.put.write_part(part, &payload[range.clone()]);
             }
         }
     }
@@ -131,12 +131,12 @@ mod tests {
     use larder_model::{KvPool, LogitRows, PageSlot};
     use parking_lot::Mutex;
 
-    type Parts = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
+    type RecordedParts = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
-    struct Recorder(Parts);
+    struct Recorder(RecordedParts);
 
     impl OpenPut for Recorder {
-        fn part(&mut self, part: usize, bytes: &[u8]) {
+        fn write_part(&mut self, part: usize, bytes: &[u8]) {
             self.0.lock().push((part, bytes.to_vec()));
         }
 
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_go_out_when_their_last_layer_is_done_and_tile_the_page() {
+    fn parts_are_written_after_their_last_layer_and_tile_the_page() {
         let geometry = PageGeometry {
             dtype: KvDtype::F32,
             layers: 5,
@@ -162,7 +162,7 @@ mod tests {
         let expected = page.as_ref().to_vec();
         let mut slots = [PageSlot::Open(pool.allocate().unwrap()), PageSlot::Open(page)];
         let batch = [Chunk { tokens: &[1], position: 7, pages: &mut slots, logits: LogitRows::None }];
-        let parts = Parts::default();
+        let parts = RecordedParts::default();
         let put = Box::new(Recorder(parts.clone()));
         let mut hooks = PublishHooks {
             parts: Arc::new(PartTable::new(&geometry)),

@@ -1,12 +1,14 @@
-//! The pages an engine keeps in L1, as a tree over whole pages.
+//! Radix tree over the pages cached in L1.
 //!
-//! What always holds:
-//! - a page is in the tree only if every page before it in its sequence is; so a prefix can be matched from the start;
-//! - a page that a running sequence holds (its `Arc` is shared) is never given up;
-//! - pages are given up leaf first, the least recently used leaf before others.
+//! A page key is chained: it identifies its page and all pages before it. The children of a page
+//! are the pages whose keys continue its chain. One hash map from key to node therefore represents
+//! the tree.
 //!
-//! Page keys are chained: a key names its page and all pages before it. The children of a page are therefore the pages
-//! whose keys continue its chain, and one map from key to node is the tree.
+//! Invariants:
+//! - A page is in the tree only if all pages before it in its sequence are, so a match from the
+//!   start finds every cached prefix.
+//! - A page in use by a running sequence (its `Arc` is shared) is never evicted.
+//! - Eviction removes leaves only, the least recently used first.
 
 use larder_format::PageKey;
 use std::collections::{BTreeSet, HashMap};
@@ -19,42 +21,40 @@ struct Node<P> {
     used: u64,
 }
 
-/// The tree; `P` is what a page is.
-pub struct Radix<P> {
+/// Radix tree of cached pages. `P` is the page type; tests use integers.
+pub struct RadixTree<P> {
     nodes: HashMap<PageKey, Node<P>>,
-    /// Nodes without children, the least recently used first.
+    /// Nodes without children, ordered by last use. Only these can be evicted, because an inner
+    /// page would leave its children unreachable.
     leaves: BTreeSet<(u64, PageKey)>,
-    /// Counts uses; its values are the order of use.
     clock: u64,
 }
 
-impl<P> Default for Radix<P> {
+impl<P> Default for RadixTree<P> {
     fn default() -> Self {
         Self { nodes: HashMap::new(), leaves: BTreeSet::new(), clock: 0 }
     }
 }
 
-impl<P> Radix<P> {
-    /// Pages in the tree.
+impl<P> RadixTree<P> {
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Whether the tree holds nothing.
     #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.nodes.is_empty()
     }
 
-    /// The pages of the longest prefix of `keys` in the tree; they count as used now.
     pub fn match_prefix(&mut self, keys: &[PageKey]) -> Vec<Arc<P>> {
         keys.iter().map_while(|key| self.get(key)).collect()
     }
 
-    /// One page, which counts as used now.
     pub fn get(&mut self, key: &PageKey) -> Option<Arc<P>> {
+        // Each use gets its own value, so (use, key) pairs in `leaves` are unique.
         self.clock += 1;
         let node = self.nodes.get_mut(key)?;
+        // Only leaves are indexed by use. An inner node is indexed when it becomes a leaf.
         if node.children == 0 {
             self.leaves.remove(&(node.used, *key));
             self.leaves.insert((self.clock, *key));
@@ -63,9 +63,11 @@ impl<P> Radix<P> {
         Some(node.page.clone())
     }
 
-    /// Adds `page` after `parent` (`None` at the start of a sequence) and returns the page to use from now on: the tree's
-    /// own if it has this key already. A page whose parent is not in the tree could never be matched and is not added.
+    /// Inserts `page` after `parent` (`None` at the start of a sequence) and returns the page to
+    /// use from now on. If the key is cached already, that is the tree's own page. A page whose
+    /// parent is absent could never be matched, so the tree does not keep it.
     pub fn insert(&mut self, key: PageKey, parent: Option<PageKey>, page: Arc<P>) -> Arc<P> {
+        // Keep the first page: running sequences share it already.
         if let Some(present) = self.get(&key) {
             return present;
         }
@@ -83,10 +85,13 @@ impl<P> Radix<P> {
         page
     }
 
-    /// Gives up to `wanted` pages back; the number given. Less than asked only if all the rest is in use.
+    /// Evicts up to `wanted` pages and returns the number evicted. Evicts fewer only if all
+    /// remaining pages are in use. Scans past leaves in use, so its cost grows with their number.
     pub fn evict(&mut self, wanted: usize) -> usize {
         let mut evicted = 0;
         while evicted < wanted {
+            // A count of 1 means that the tree holds the only reference. No other thread can add
+            // one.
             let free = |key: &PageKey| self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1);
             let Some(&(used, key)) = self.leaves.iter().find(|(_, key)| free(key)) else {
                 break;
@@ -102,6 +107,7 @@ impl<P> Radix<P> {
         let Some(node) = self.nodes.remove(key) else { return };
         let Some(parent_key) = node.parent else { return };
         if let Some(parent) = self.nodes.get_mut(&parent_key) {
+            // Every child was counted at its insertion.
             parent.children -= 1;
             if parent.children == 0 {
                 self.leaves.insert((parent.used, parent_key));
@@ -115,8 +121,7 @@ mod tests {
     use super::*;
     use larder_format::page_keys;
 
-    /// Adds the pages of `tokens` (two tokens each) and returns their keys.
-    fn add(tree: &mut Radix<u32>, tokens: &[u32]) -> Vec<PageKey> {
+    fn add(tree: &mut RadixTree<u32>, tokens: &[u32]) -> Vec<PageKey> {
         let keys = page_keys(tokens, 2);
         for (i, key) in keys.iter().enumerate() {
             tree.insert(*key, i.checked_sub(1).map(|p| keys[p]), Arc::new(tokens[2 * i]));
@@ -125,8 +130,8 @@ mod tests {
     }
 
     #[test]
-    fn matches_the_longest_common_prefix() {
-        let mut tree = Radix::default();
+    fn match_prefix_returns_longest_common_prefix() {
+        let mut tree = RadixTree::default();
         add(&mut tree, &[1, 2, 3, 4, 5, 6]);
         let other = page_keys(&[1, 2, 3, 4, 9, 9], 2);
         assert_eq!(tree.match_prefix(&other).iter().map(|p| **p).collect::<Vec<_>>(), [1, 3]);
@@ -134,24 +139,24 @@ mod tests {
     }
 
     #[test]
-    fn the_first_page_under_a_key_stays() {
-        let mut tree = Radix::default();
+    fn insert_keeps_the_first_page_of_a_key() {
+        let mut tree = RadixTree::default();
         let keys = add(&mut tree, &[1, 2]);
         assert_eq!(*tree.insert(keys[0], None, Arc::new(77)), 1);
         assert_eq!(tree.len(), 1);
     }
 
     #[test]
-    fn a_page_without_its_parent_is_not_added() {
-        let mut tree = Radix::default();
+    fn insert_skips_a_page_without_its_parent() {
+        let mut tree = RadixTree::default();
         let keys = page_keys(&[1, 2, 3, 4], 2);
         assert_eq!(*tree.insert(keys[1], Some(keys[0]), Arc::new(3)), 3);
         assert!(tree.is_empty());
     }
 
     #[test]
-    fn gives_up_leaves_first_and_the_least_recently_used_of_them() {
-        let mut tree = Radix::default();
+    fn evict_removes_least_recently_used_leaves_first() {
+        let mut tree = RadixTree::default();
         let a = add(&mut tree, &[1, 2, 3, 4]);
         let b = add(&mut tree, &[1, 2, 5, 6]);
         tree.get(&a[1]);
@@ -163,8 +168,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_stays_with_all_before_it() {
-        let mut tree = Radix::default();
+    fn evict_keeps_pages_in_use_and_their_ancestors() {
+        let mut tree = RadixTree::default();
         let keys = add(&mut tree, &[1, 2, 3, 4, 5, 6]);
         let held = tree.match_prefix(&keys[..2]);
         assert_eq!(tree.evict(10), 1);

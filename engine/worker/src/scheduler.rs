@@ -1,22 +1,30 @@
-//! The scheduler: one thread that owns the L1 and decides what is computed when.
+//! The scheduler thread: it owns L1 and decides which tokens each step computes. A [`Sequence`] is
+//! a request inside the engine.
 //!
-//! What always holds:
-//! - pages of the L1 and the states of requests change on this thread only;
-//! - the thread waits for nothing but its channel: store and sockets are served by tokio tasks, which report here;
-//! - requests reserve pages in the order of their arrival; for want of pages the youngest gives way to older ones, and who
-//!   it gave way to gets them in the same step, so the oldest always gets on;
-//! - a request that is over, however it ended, holds no page, no put and no place in the queue.
+//! Invariants:
+//! - Only this thread allocates, shares and evicts pages of L1, and moves requests between states.
+//!   A load task owns the reserved pages that it fills until it returns them. A finished prefill
+//!   ends in a task that waits for its puts.
+//! - The thread blocks on its event channel only. Tokio tasks talk to the store and to sockets, and
+//!   report here.
+//! - Requests reserve pages in order of arrival. When pages run out during a step, the youngest
+//!   ready request is preempted in favour of an older one. The older one takes the freed pages in
+//!   the same step, or in the next if it had no place in this one. So the oldest ready request
+//!   always makes progress.
+//! - A finished request holds no page, no put and no queue permit, whatever its outcome.
 //!
-//! This file is the loop; `admit` gives out pages; `step` computes.
+//! Layout: this file is the main loop. `admit` reserves pages for queued requests, loads cached
+//! pages, and preempts requests. `step` reserves pages for the chunks of one step and computes
+//! them.
 
 mod admit;
 mod step;
 
 use crate::api::{ApiError, EngineState, ErrorCode};
 use crate::batch::StepLimits;
-use crate::metrics::{Ending, Metrics};
+use crate::metrics::{Metrics, RequestOutcome};
 use crate::publish::Publisher;
-use crate::radix::Radix;
+use crate::radix::RadixTree;
 use crate::sequence::Sequence;
 use crate::store::PageStore;
 use crate::transfer::Loaded;
@@ -29,77 +37,80 @@ use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Time after which a request that waits for pages is looked at again when nothing else happens: pages may come back from
-/// transfers that were given up.
-const PAGES_RETRY: Duration = Duration::from_millis(20);
-/// Longest sleep of the thread.
-const IDLE_MAX: Duration = Duration::from_secs(1);
-/// Milliseconds after which a busy engine should be asked again.
+/// Interval between admission attempts while requests wait for pages. Abandoned transfers return
+/// their pages without an event, so the thread must poll for them.
+const PAGE_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// Longest sleep of the thread. It bounds the delay if a wake-up is lost, and is not a tuning
+/// parameter.
+const IDLE_SLEEP_MAX: Duration = Duration::from_secs(1);
+/// Delay that a busy response asks the client to wait, in milliseconds. A few steps long: enough
+/// for a queue place to become free.
 pub(crate) const RETRY_AFTER_MS: u64 = 200;
-/// Weight of the newest value in smoothed ones.
-const SMOOTHING: f64 = 0.2;
+/// Weight of the newest sample in the moving averages of `/v1/state`.
+const EWMA_WEIGHT: f64 = 0.2;
 
-/// What the thread is told.
-pub(crate) enum Event {
-    /// A new request.
+pub(crate) enum SchedulerEvent {
     Submit(Box<Sequence>),
-    /// What came of a request's load.
+    /// The load of request `id` finished. The scheduler ignores it if the request has ended.
     Loaded {
-        /// The request.
         id: u64,
-        /// What came.
         loaded: Loaded,
     },
-    /// Something else changed: look again.
-    Nudge,
+    Wake,
 }
 
-/// Settings of the scheduler.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
+pub(crate) struct SchedulerLimits {
     pub(crate) step: StepLimits,
-    pub(crate) follow_grace: Duration,
-    pub(crate) follow_limit: Duration,
-    pub(crate) queue_limit: Duration,
-    pub(crate) load_limit: Duration,
+    /// Time without a new page after which a followed prefill counts as dead.
+    pub(crate) follow_stall_timeout: Duration,
+    /// Limit of the wait for the first page of a followed prefill.
+    pub(crate) follow_start_timeout: Duration,
+    /// Limit of the wait for L1 pages before the first admission.
+    pub(crate) queue_timeout: Duration,
+    /// Limit for the lookup and the reads of one request's pages.
+    pub(crate) load_timeout: Duration,
 }
 
-/// What the scheduler works with.
-pub(crate) struct Parts {
+pub(crate) struct SchedulerContext {
     pub(crate) model: Arc<Model>,
     pub(crate) pool: Arc<KvPool>,
     pub(crate) store: Arc<dyn PageStore>,
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
-    pub(crate) limits: Limits,
+    pub(crate) limits: SchedulerLimits,
     pub(crate) runtime: Handle,
     pub(crate) tasks: TaskTracker,
-    /// Ends the thread.
+    /// Stops the thread. The canceller must also send [`SchedulerEvent::Wake`], or the thread may
+    /// sleep on.
     pub(crate) stop: CancellationToken,
-    /// Where the thread tells how it is doing.
+    /// Snapshot for `/v1/state`, rewritten once per loop. Readers hold the lock only to clone it,
+    /// because the scheduler takes it in every loop.
     pub(crate) state: Arc<Mutex<EngineState>>,
-    pub(crate) events: flume::Receiver<Event>,
-    /// For the tasks that the scheduler starts.
-    pub(crate) sender: flume::Sender<Event>,
+    pub(crate) events: flume::Receiver<SchedulerEvent>,
+    pub(crate) sender: flume::Sender<SchedulerEvent>,
 }
 
-/// See the module.
+/// State of the scheduler thread. Requests move from `queue` to `active`, and back on preemption.
 pub(crate) struct Scheduler {
-    parts: Parts,
-    radix: Radix<KvPage>,
-    /// Requests without pages, oldest first.
+    context: SchedulerContext,
+    radix: RadixTree<KvPage>,
+    /// Requests without pages, oldest first. Only the first one may be admitted, so that small
+    /// requests do not starve a large one.
     queue: VecDeque<Sequence>,
-    /// Requests with pages, in the order in which they got them.
+    /// Requests that hold pages, in order of admission. A preempted request re-enters at the end.
     active: Vec<Sequence>,
+    /// Moving average for `/v1/state`: prompt tokens per second of computation. 0 until measured.
     prefill_tokens_per_second: f64,
+    /// Moving average for `/v1/state`: duration of a step in milliseconds. 0 until measured.
     step_ms: f64,
 }
 
 impl Scheduler {
-    pub(crate) fn new(parts: Parts) -> Self {
+    pub(crate) fn new(context: SchedulerContext) -> Self {
         Self {
-            parts,
-            radix: Radix::default(),
+            context,
+            radix: RadixTree::default(),
             queue: VecDeque::new(),
             active: Vec::new(),
             prefill_tokens_per_second: 0.0,
@@ -107,77 +118,91 @@ impl Scheduler {
         }
     }
 
-    /// Runs until it is stopped. On a thread of its own.
+    /// Runs the main loop until `stop` is cancelled, then fails all remaining requests. Blocks, so
+    /// it needs a thread of its own.
     pub(crate) fn run(mut self) {
-        let runtime = self.parts.runtime.clone();
+        let runtime = self.context.runtime.clone();
+        // Tasks are spawned and tokio timers created on this thread, outside the runtime's own
+        // threads.
         let _context = runtime.enter();
-        while !self.parts.stop.is_cancelled() {
-            while let Ok(event) = self.parts.events.try_recv() {
-                self.take(event);
+        while !self.context.stop.is_cancelled() {
+            // Drain before every step: cancellations and loads must not wait for the channel to be
+            // idle.
+            while let Ok(event) = self.context.events.try_recv() {
+                self.handle(event);
             }
-            self.sweep();
+            self.end_expired_requests();
             self.admit();
             let computed = self.step();
-            self.report();
-            if !computed && let Ok(event) = self.parts.events.recv_deadline(self.wake_at()) {
-                self.take(event);
+            self.publish_state();
+            // Block only if nothing was computed: while requests can run, steps follow each other
+            // without a pause.
+            if !computed && let Ok(event) = self.context.events.recv_deadline(self.wake_at()) {
+                self.handle(event);
             }
         }
-        let waiting = self.parts.events.drain().filter_map(|event| match event {
-            Event::Submit(sequence) => Some(*sequence),
+        let waiting = self.context.events.drain().filter_map(|event| match event {
+            // Requests that are still in the channel have clients that wait for an answer.
+            SchedulerEvent::Submit(sequence) => Some(*sequence),
             _ => None,
         });
         for sequence in self.queue.drain(..).chain(self.active.drain(..)).chain(waiting) {
-            sequence.fail(ApiError::busy("the engine is shutting down", RETRY_AFTER_MS), Ending::Failed);
+            sequence.fail(
+                ApiError::busy("the engine is shutting down; send the request to another engine", RETRY_AFTER_MS),
+                RequestOutcome::Failed,
+            );
         }
-        self.report();
+        self.publish_state();
     }
 
-    fn take(&mut self, event: Event) {
+    fn handle(&mut self, event: SchedulerEvent) {
         match event {
-            Event::Submit(sequence) => self.queue.push_back(*sequence),
-            Event::Loaded { id, loaded } => self.loaded(id, loaded),
-            Event::Nudge => {}
+            SchedulerEvent::Submit(sequence) => self.queue.push_back(*sequence),
+            SchedulerEvent::Loaded { id, loaded } => self.finish_load(id, loaded),
+            SchedulerEvent::Wake => {}
         }
     }
 
-    /// Ends what is over: abandoned, or out of time.
-    fn sweep(&mut self) {
+    /// Ends requests whose client left, whose deadline passed, or that waited too long for pages.
+    fn end_expired_requests(&mut self) {
         let now = Instant::now();
-        let queue_limit = self.parts.limits.queue_limit;
-        let is_over = |s: &Sequence, queued: bool| {
-            // One that was put back has had its turn to be refused: it ends by its own deadline.
-            let waited_too_long = queued && !s.was_preempted() && s.state.elapsed() >= queue_limit;
+        let queue_timeout = self.context.limits.queue_timeout;
+        let is_expired = |s: &Sequence, queued: bool| {
+            // A preempted request was admitted once. The queue timeout does not apply again: only
+            // its deadline does.
+            let waited_too_long = queued && !s.was_preempted() && s.state.elapsed() >= queue_timeout;
             s.is_abandoned() || now >= s.deadline || waited_too_long
         };
-        let mut over: Vec<Sequence> = Vec::new();
+        let mut expired: Vec<Sequence> = Vec::new();
+        // One full rotation keeps the order of the queue.
         for _ in 0..self.queue.len() {
             match self.queue.pop_front() {
-                Some(sequence) if is_over(&sequence, true) => over.push(sequence),
+                Some(sequence) if is_expired(&sequence, true) => expired.push(sequence),
                 Some(sequence) => self.queue.push_back(sequence),
                 None => break,
             }
         }
-        over.extend(self.active.extract_if(.., |s| is_over(s, false)));
-        for sequence in over {
-            end_early(sequence, now);
+        expired.extend(self.active.extract_if(.., |s| is_expired(s, false)));
+        for sequence in expired {
+            end_expired(sequence, now);
         }
     }
 
-    /// When to look again though nothing was reported.
     fn wake_at(&self) -> Instant {
         let now = Instant::now();
-        let next_end = self.queue.iter().chain(&self.active).map(|s| s.deadline).min();
-        let idle = if self.queue.is_empty() { IDLE_MAX } else { PAGES_RETRY };
-        next_end.unwrap_or(now + IDLE_MAX).min(now + idle)
+        let next_deadline = self.queue.iter().chain(&self.active).map(|s| s.deadline).min();
+        let idle = if self.queue.is_empty() { IDLE_SLEEP_MAX } else { PAGE_RETRY_INTERVAL };
+        next_deadline.unwrap_or(now + IDLE_SLEEP_MAX).min(now + idle)
     }
 
-    fn report(&self) {
-        let pool = &self.parts.pool;
+    fn publish_state(&self) {
+        let pool = &self.context.pool;
         let all = || self.queue.iter().chain(&self.active);
         let loading = self.active.iter().filter(|s| !s.is_ready()).count();
-        let state = &mut *self.parts.state.lock();
+        // One lock for all fields, so that readers never see a mix of two iterations.
+        let state = &mut *self.context.state.lock();
         state.queue = self.queue.len() as u32;
+        // Requests that hold pages, in any state.
         state.running = self.active.len() as u32;
         state.loading = loading as u32;
         state.tokens_pending = all().map(|s| s.pending() as u64).sum();
@@ -186,24 +211,28 @@ impl Scheduler {
         state.l1_pages_cached = self.radix.len() as u32;
         state.prefill_tokens_per_second = self.prefill_tokens_per_second;
         state.step_ms = self.step_ms;
-        let metrics = &self.parts.metrics;
+        let metrics = &self.context.metrics;
         metrics.queue.set(i64::from(state.queue));
-        metrics.running.set(i64::from(state.running));
+        metrics.active.set(i64::from(state.running));
         metrics.l1_pages.set(i64::from(state.l1_pages));
         metrics.l1_pages_free.set(i64::from(state.l1_pages_free));
         metrics.l1_pages_cached.set(i64::from(state.l1_pages_cached));
     }
 }
 
-fn end_early(sequence: Sequence, now: Instant) {
+fn end_expired(sequence: Sequence, now: Instant) {
     if sequence.is_abandoned() {
-        let error = ApiError::new(ErrorCode::Deadline, "the caller went away");
-        sequence.fail(error, Ending::Cancelled);
+        // The code is arbitrary, because the client that left does not read it. Metrics count the
+        // outcome.
+        let error = ApiError::new(ErrorCode::Deadline, "the client closed its connection");
+        sequence.fail(error, RequestOutcome::Cancelled);
     } else if now >= sequence.deadline {
-        let error = ApiError::new(ErrorCode::Deadline, "the request's deadline passed");
-        sequence.fail(error, Ending::Deadline);
+        let error =
+            ApiError::new(ErrorCode::Deadline, "the request's deadline passed; allow more time or use another engine");
+        sequence.fail(error, RequestOutcome::Deadline);
     } else {
-        let error = ApiError::busy("no pages became free in time", RETRY_AFTER_MS);
-        sequence.fail(error, Ending::Refused);
+        let error =
+            ApiError::busy("no L1 pages became free in time; retry later or use another engine", RETRY_AFTER_MS);
+        sequence.fail(error, RequestOutcome::Refused);
     }
 }

@@ -1,20 +1,29 @@
-//! One request on its way through an engine.
+//! The life cycle of one request in an engine.
 //!
-//! A prefill goes bootstrap → waiting → in flight → done, a decode preallocate → transfer → waiting → running → done:
+//! ```text
+//! prefill:  bootstrap ──────────────▶ waiting ──▶ in flight ──▶ done
+//! decode:   preallocate ─▶ transfer ─▶ waiting ──▶ running ────▶ done
+//!               ▲                                     │
+//!               └───────────── preempted ─────────────┘
+//! ```
 //!
-//! | state | what it waits for | ends at the latest by |
+//! | state | waits for | time limit |
 //! | --- | --- | --- |
-//! | bootstrap (prefill) | pages reserved, cached pages read | queue limit (once put back: its deadline), then load limit |
-//! | preallocate (decode) | pages reserved | queue limit (once put back: its deadline) |
-//! | transfer (decode) | pages read and followed | load limit; while it follows, follow limit or grace, and half of its remaining time |
-//! | waiting | a place in a step | the request's deadline |
-//! | in flight (prefill) | its pages computed and put | the request's deadline |
-//! | running (decode) | its tokens | the request's deadline |
+//! | bootstrap (prefill) | page reservation, then cached pages | queue timeout, then load timeout |
+//! | preallocate (decode) | page reservation | queue timeout |
+//! | transfer (decode) | pages read or followed | load and follow timeouts, half of the time left |
+//! | waiting | a place in a step | deadline of the request |
+//! | in flight (prefill) | pages computed and put | deadline of the request |
+//! | running (decode) | generated tokens | deadline of the request |
 //!
-//! In every state the request also ends, and lets go of all it holds, when the caller goes away.
+//! Invariants:
+//! - The request's deadline bounds every state. The queue timeout does not apply to a preempted
+//!   request.
+//! - A request ends in any state when its client disconnects, and releases all it holds.
+//! - Preemption keeps the generated tokens. The client sees a pause, never a repeated token.
 
 use crate::api::{ApiError, CacheMode, DecodeEvent, DecodeStart, FinishReason, PrefillResponse};
-use crate::metrics::{Ending, Metrics, PageSource};
+use crate::metrics::{Metrics, PageSource, RequestOutcome};
 use crate::pages::SequencePages;
 use crate::store::OpenPut;
 use larder_client::PutOutcome;
@@ -27,106 +36,102 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// Where a request is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
-    /// Prefill: pages are being reserved and cached ones read.
+pub(crate) enum RequestState {
+    /// Prefill: waits for page reservation and for cached pages.
     Bootstrap,
-    /// Decode: pages are being reserved.
     Preallocate,
-    /// Decode: pages are arriving.
+    /// Decode: waits for pages from the store.
     Transfer,
-    /// Ready to be computed.
     Waiting,
-    /// Prefill: being computed.
+    /// Prefill: its pages are being computed or put.
     InFlight,
-    /// Decode: being computed or generating.
+    /// Decode: its prompt is being computed, or it generates.
     Running,
 }
 
-impl State {
+impl RequestState {
     fn as_str(self) -> &'static str {
         match self {
-            State::Bootstrap => "bootstrap",
-            State::Preallocate => "preallocate",
-            State::Transfer => "transfer",
-            State::Waiting => "waiting",
-            State::InFlight => "in_flight",
-            State::Running => "running",
+            RequestState::Bootstrap => "bootstrap",
+            RequestState::Preallocate => "preallocate",
+            RequestState::Transfer => "transfer",
+            RequestState::Waiting => "waiting",
+            RequestState::InFlight => "in_flight",
+            RequestState::Running => "running",
         }
     }
 }
 
-/// Counts a request in its state, and the time it spends there.
-pub(crate) struct StateClock {
-    state: State,
+/// Records the state of one request in the metrics: the number of requests per state, and the time
+/// spent in it. Dropping the timer records the end of the last state.
+pub(crate) struct StateTimer {
+    state: RequestState,
     since: Instant,
     metrics: Arc<Metrics>,
 }
 
-impl StateClock {
-    fn start(state: State, metrics: Arc<Metrics>) -> Self {
+impl StateTimer {
+    fn start(state: RequestState, metrics: Arc<Metrics>) -> Self {
         metrics.state_entered(state.as_str());
         Self { state, since: Instant::now(), metrics }
     }
 
-    pub(crate) fn get(&self) -> State {
+    pub(crate) fn get(&self) -> RequestState {
         self.state
     }
 
-    /// Time in this state.
     pub(crate) fn elapsed(&self) -> Duration {
         self.since.elapsed()
     }
 
-    pub(crate) fn enter(&mut self, state: State) {
+    pub(crate) fn enter(&mut self, state: RequestState) {
+        // Entering the current state again must not split its time.
         if self.state != state {
             *self = Self::start(state, self.metrics.clone());
         }
     }
 }
 
-impl Drop for StateClock {
+impl Drop for StateTimer {
     fn drop(&mut self) {
         self.metrics.state_left(self.state.as_str(), self.since.elapsed());
     }
 }
 
-/// What a request wants, and where its answer goes.
-pub(crate) enum Work {
-    Prefill(PrefillWork),
-    Decode(Box<DecodeWork>),
+pub(crate) enum RequestKind {
+    Prefill(PrefillOutput),
+    Decode(Box<DecodeOutput>),
 }
 
-/// A prefill's answer.
-pub(crate) struct PrefillWork {
+pub(crate) struct PrefillOutput {
     pub(crate) reply: oneshot::Sender<Result<PrefillResponse, ApiError>>,
-    /// Puts whose outcome the answer waits for.
     pub(crate) commits: Vec<JoinHandle<PutOutcome>>,
 }
 
-/// A decode's text, and where it goes.
-pub(crate) struct DecodeWork {
-    /// Has room for the whole answer, so that a step never waits for a slow reader.
+pub(crate) struct DecodeOutput {
+    /// Channel to the client. Its capacity covers the whole answer, so that a step never waits for
+    /// a slow client.
     pub(crate) events: mpsc::Sender<DecodeEvent>,
     pub(crate) await_pages: usize,
     sampler: Sampler,
     text: TokenStream,
     stops: StopMatcher,
-    ends: Arc<[u32]>,
+    eos_tokens: Arc<[u32]>,
     ignore_eos: bool,
     max_tokens: usize,
     pub(crate) generated: usize,
 }
 
-impl DecodeWork {
-    /// `max_tokens` is what the request asks for, bounded by the context; `ends` are the end-of-sequence tokens.
+impl DecodeOutput {
+    /// `max_tokens` is the requested maximum, bounded by the context. `eos_tokens` end the sequence
+    /// unless the request ignores them.
     pub(crate) fn new(
         sampling: &SamplingParams,
         max_tokens: usize,
         await_pages: usize,
         tokenizer: &Tokenizer,
-        ends: Arc<[u32]>,
+        eos_tokens: Arc<[u32]>,
         events: mpsc::Sender<DecodeEvent>,
     ) -> Self {
         Self {
@@ -135,30 +140,34 @@ impl DecodeWork {
             sampler: Sampler::new(sampling),
             text: tokenizer.stream(),
             stops: StopMatcher::new(sampling.stop.clone()),
-            ends,
+            eos_tokens,
             ignore_eos: sampling.ignore_eos,
             max_tokens,
             generated: 0,
         }
     }
 
-    /// Chooses the next token and makes its event; with a reason if it is the last.
+    /// Samples the next token and builds its event. The reason is `Some` for the last token.
     fn next(&mut self, logits: &[f32]) -> (u32, DecodeEvent, Option<FinishReason>) {
         let id = self.sampler.sample(logits);
         self.generated += 1;
-        let ended = !self.ignore_eos && self.ends.contains(&id);
+        let ended = !self.ignore_eos && self.eos_tokens.contains(&id);
         let mut text = String::new();
         let mut stopped = false;
+        // The text of an end-of-sequence token is never shown.
         if !ended && let Some(piece) = self.text.push(id) {
             let step = self.stops.push(&piece);
             text.push_str(&step.text);
             stopped = step.stopped;
         }
-        let reason = match () {
-            () if ended || stopped => Some(FinishReason::Stop),
-            () if self.generated >= self.max_tokens => Some(FinishReason::Length),
-            () => None,
+        let reason = if ended || stopped {
+            Some(FinishReason::Stop)
+        } else if self.generated >= self.max_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
         };
+        // Held-back text may complete a stop string, which takes precedence over the length limit.
         if reason.is_some() && !stopped {
             stopped = self.flush(&mut text);
         }
@@ -166,7 +175,8 @@ impl DecodeWork {
         (id, DecodeEvent::Token { id, text }, reason)
     }
 
-    /// Adds the text that was held back; whether a stop string showed up in it.
+    /// Appends the text held back for incomplete characters and stop strings. Returns `true` if it
+    /// contains a stop string.
     fn flush(&mut self, text: &mut String) -> bool {
         if let Some(rest) = self.text.finish() {
             let step = self.stops.push(&rest);
@@ -180,9 +190,8 @@ impl DecodeWork {
     }
 }
 
-/// How many pages of the prompt came from where.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Sources {
+pub(crate) struct PageSourceCounts {
     l1: u32,
     l2: u32,
     l3: u32,
@@ -190,140 +199,138 @@ pub(crate) struct Sources {
     computed: u32,
 }
 
-/// When what happened.
+/// Times of the transitions that a prefill reply reports. A preempted request keeps its first
+/// values.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Times {
+pub(crate) struct Timestamps {
     pub(crate) arrived: Instant,
     pub(crate) admitted: Option<Instant>,
     pub(crate) loaded: Option<Instant>,
 }
 
-/// A request.
+/// A request inside the engine, with its tokens, pages and open puts. Once it is submitted, only
+/// the scheduler thread changes it, so it needs no lock.
 pub(crate) struct Sequence {
     pub(crate) id: u64,
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
-    pub(crate) work: Work,
-    /// Prompt, then what was generated.
+    pub(crate) kind: RequestKind,
+    /// Prompt tokens followed by generated tokens. Never empty.
     pub(crate) tokens: Vec<u32>,
     prompt_tokens: usize,
     page_tokens: usize,
-    /// Keys of the whole pages of `tokens`.
     pub(crate) keys: Vec<PageKey>,
     pub(crate) pages: SequencePages,
-    /// Pages that are being computed and put.
+    /// Open puts by page index: pages whose computation began and that are not sealed yet. Dropping
+    /// a put aborts it.
     pub(crate) puts: BTreeMap<usize, Box<dyn OpenPut>>,
-    pub(crate) state: StateClock,
+    pub(crate) state: StateTimer,
     pub(crate) deadline: Instant,
     pub(crate) cancel: CancellationToken,
-    /// Place in the queue; given back when pages are reserved.
-    pub(crate) queue_slot: Option<OwnedSemaphorePermit>,
-    pub(crate) times: Times,
-    sources: Sources,
+    /// Place in the bounded queue. Released at admission, so that a new request can enter.
+    pub(crate) queue_permit: Option<OwnedSemaphorePermit>,
+    pub(crate) times: Timestamps,
+    sources: PageSourceCounts,
     prompt_tokens_computed: usize,
-    /// Whether it was put back for want of pages: its second way does not count.
+    /// True after the first preemption. Recomputed pages are then excluded from the counts.
     preempted: bool,
     metrics: Arc<Metrics>,
 }
 
-/// What a request begins with.
-pub(crate) struct NewSequence {
+pub(crate) struct SequenceParams {
     pub(crate) id: u64,
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) work: Work,
+    pub(crate) kind: RequestKind,
     pub(crate) deadline: Instant,
     pub(crate) cancel: CancellationToken,
-    pub(crate) queue_slot: OwnedSemaphorePermit,
+    pub(crate) queue_permit: OwnedSemaphorePermit,
 }
 
 impl Sequence {
-    pub(crate) fn new(new: NewSequence, page_tokens: usize, metrics: Arc<Metrics>) -> Self {
-        let first = match new.work {
-            Work::Prefill(_) => State::Bootstrap,
-            Work::Decode(_) => State::Preallocate,
+    pub(crate) fn new(params: SequenceParams, page_tokens: usize, metrics: Arc<Metrics>) -> Self {
+        debug_assert!(!params.tokens.is_empty(), "the HTTP layer refuses empty prompts");
+        let initial = match params.kind {
+            RequestKind::Prefill(_) => RequestState::Bootstrap,
+            RequestKind::Decode(_) => RequestState::Preallocate,
         };
         Self {
-            id: new.id,
-            request_id: new.request_id,
-            cache: new.cache,
-            work: new.work,
-            prompt_tokens: new.tokens.len(),
-            keys: page_keys(&new.tokens, page_tokens),
-            tokens: new.tokens,
+            id: params.id,
+            request_id: params.request_id,
+            cache: params.cache,
+            kind: params.kind,
+            prompt_tokens: params.tokens.len(),
+            keys: page_keys(&params.tokens, page_tokens),
+            tokens: params.tokens,
             page_tokens,
             pages: SequencePages::new(page_tokens),
             puts: BTreeMap::new(),
-            state: StateClock::start(first, metrics.clone()),
-            deadline: new.deadline,
-            cancel: new.cancel,
-            queue_slot: Some(new.queue_slot),
-            times: Times { arrived: Instant::now(), admitted: None, loaded: None },
-            sources: Sources::default(),
+            state: StateTimer::start(initial, metrics.clone()),
+            deadline: params.deadline,
+            cancel: params.cancel,
+            queue_permit: Some(params.queue_permit),
+            times: Timestamps { arrived: Instant::now(), admitted: None, loaded: None },
+            sources: PageSourceCounts::default(),
             prompt_tokens_computed: 0,
             preempted: false,
             metrics,
         }
     }
 
-    /// Tokens per page.
     pub(crate) fn page_tokens(&self) -> usize {
         self.page_tokens
     }
 
-    /// Whole pages below the last token: those that may come from a cache.
+    /// Number of whole pages below the last token. The last token is always computed here, because
+    /// its logits are needed.
     pub(crate) fn cacheable_pages(&self) -> usize {
-        self.tokens.len().saturating_sub(1) / self.page_tokens
+        (self.tokens.len() - 1) / self.page_tokens
     }
 
-    /// Tokens to compute before there is something to answer.
     pub(crate) fn target(&self) -> usize {
-        match self.work {
-            Work::Prefill(_) => self.cacheable_pages() * self.page_tokens,
-            Work::Decode(_) => self.tokens.len(),
+        match self.kind {
+            RequestKind::Prefill(_) => self.cacheable_pages() * self.page_tokens,
+            RequestKind::Decode(_) => self.tokens.len(),
         }
     }
 
-    /// Tokens still to be computed.
     pub(crate) fn pending(&self) -> usize {
-        self.target().saturating_sub(self.pages.computed())
+        debug_assert!(self.pages.computed() <= self.target(), "computed beyond the target");
+        self.target() - self.pages.computed()
     }
 
-    /// Pages to reserve: all of the prompt's, and one more token's for a decode.
+    /// Number of pages to reserve at admission. A decode reserves room for one token beyond the
+    /// prompt, so that it can start generating.
     pub(crate) fn pages_to_reserve(&self) -> usize {
-        match self.work {
-            Work::Prefill(_) => self.cacheable_pages(),
-            Work::Decode(_) => (self.tokens.len() + 1).div_ceil(self.page_tokens),
+        match self.kind {
+            RequestKind::Prefill(_) => self.cacheable_pages(),
+            RequestKind::Decode(_) => (self.tokens.len() + 1).div_ceil(self.page_tokens),
         }
     }
 
-    /// Whether it holds pages and could compute.
     pub(crate) fn is_ready(&self) -> bool {
-        matches!(self.state.get(), State::Waiting | State::InFlight | State::Running)
+        matches!(self.state.get(), RequestState::Waiting | RequestState::InFlight | RequestState::Running)
     }
 
-    /// Whether it generates: all but the last token is computed.
     pub(crate) fn is_generating(&self) -> bool {
-        matches!(&self.work, Work::Decode(work) if work.generated > 0) && self.pending() == 1
+        matches!(&self.kind, RequestKind::Decode(output) if output.generated > 0) && self.pending() == 1
     }
 
-    /// The state while pages arrive.
+    /// Enters the loading state. A prefill stays in bootstrap while its pages load.
     pub(crate) fn enter_loading(&mut self) {
-        if matches!(self.work, Work::Decode(_)) {
-            self.state.enter(State::Transfer);
+        if matches!(self.kind, RequestKind::Decode(_)) {
+            self.state.enter(RequestState::Transfer);
         }
     }
 
-    /// The state while it is computed.
     pub(crate) fn enter_computing(&mut self) {
-        self.state.enter(match self.work {
-            Work::Prefill(_) => State::InFlight,
-            Work::Decode(_) => State::Running,
+        self.state.enter(match self.kind {
+            RequestKind::Prefill(_) => RequestState::InFlight,
+            RequestKind::Decode(_) => RequestState::Running,
         });
     }
 
-    /// Counts pages of the prompt.
     pub(crate) fn count_pages(&mut self, source: PageSource, pages: usize) {
         if self.preempted || pages == 0 {
             return;
@@ -339,7 +346,8 @@ impl Sequence {
         *counter += pages as u32;
     }
 
-    /// Counts computed tokens; `whole` are the pages that they completed.
+    /// Counts `tokens` just computed. `whole` are the pages that they completed; pages beyond the
+    /// prompt are not counted.
     pub(crate) fn count_computed(&mut self, tokens: usize, whole: std::ops::Range<usize>) {
         if self.preempted {
             return;
@@ -350,10 +358,11 @@ impl Sequence {
         self.count_pages(PageSource::Computed, whole.filter(|&page| page < cacheable).count());
     }
 
-    /// Samples the next token from `logits` and sends it; the reason if it is the last, or if the reader is gone.
-    pub(crate) fn generate(&mut self, logits: &[f32]) -> Option<Ending> {
-        let Work::Decode(work) = &mut self.work else { return Some(Ending::Failed) };
-        if work.generated == 0 {
+    /// Samples the next token and sends it. Returns the outcome if the request ends: it was the
+    /// last token, or the client is gone.
+    pub(crate) fn generate(&mut self, logits: &[f32]) -> Option<RequestOutcome> {
+        let RequestKind::Decode(output) = &mut self.kind else { return Some(RequestOutcome::Failed) };
+        if output.generated == 0 {
             let start = DecodeStart {
                 prompt_tokens: self.prompt_tokens as u32,
                 pages_l1: self.sources.l1,
@@ -363,19 +372,20 @@ impl Sequence {
                 tokens_computed: self.prompt_tokens_computed as u32,
             };
             self.metrics.first_token_seconds.observe(self.times.arrived.elapsed().as_secs_f64());
-            if work.events.try_send(DecodeEvent::Start(start)).is_err() {
-                return Some(Ending::Cancelled);
+            if output.events.try_send(DecodeEvent::Start(start)).is_err() {
+                return Some(RequestOutcome::Cancelled);
             }
         }
-        let (id, event, reason) = work.next(logits);
+        let (id, event, reason) = output.next(logits);
         self.metrics.tokens_generated.inc();
-        if work.events.try_send(event).is_err() {
-            return Some(Ending::Cancelled);
+        // The channel has room for all events, so an error means that the client is gone.
+        if output.events.try_send(event).is_err() {
+            return Some(RequestOutcome::Cancelled);
         }
         if let Some(finish_reason) = reason {
-            let completion_tokens = work.generated as u32;
-            let _ = work.events.try_send(DecodeEvent::End { finish_reason, completion_tokens });
-            return Some(Ending::Done);
+            let completion_tokens = output.generated as u32;
+            let _ = output.events.try_send(DecodeEvent::End { finish_reason, completion_tokens });
+            return Some(RequestOutcome::Done);
         }
         self.push_token(id);
         None
@@ -383,13 +393,14 @@ impl Sequence {
 
     fn push_token(&mut self, id: u32) {
         self.tokens.push(id);
+        // The key of a page exists as soon as its last token is known, before its KV is computed.
         if self.tokens.len().is_multiple_of(self.page_tokens) {
             let page = &self.tokens[self.tokens.len() - self.page_tokens..];
             self.keys.push(PageKey::chain(self.keys.last(), page));
         }
     }
 
-    /// What a prefill answers when all is computed.
+    /// Builds the reply of a finished prefill. The caller fills in `pages_lost`.
     pub(crate) fn prefill_response(&self) -> PrefillResponse {
         let admitted = self.times.admitted.unwrap_or(self.times.arrived);
         let loaded = self.times.loaded.unwrap_or(admitted);
@@ -406,43 +417,44 @@ impl Sequence {
         }
     }
 
-    /// Lets go of its pages and begins again from the queue, keeping what was generated.
+    /// Releases all pages and puts and returns to the initial state. Keeps the generated tokens,
+    /// whose keys and values are computed again after the next admission.
     pub(crate) fn preempt(&mut self) {
         self.pages.clear();
         self.puts.clear();
         self.preempted = true;
-        let first = match &mut self.work {
-            Work::Prefill(_) => State::Bootstrap,
-            Work::Decode(work) => {
-                work.await_pages = 0;
-                State::Preallocate
+        let initial = match &mut self.kind {
+            RequestKind::Prefill(_) => RequestState::Bootstrap,
+            RequestKind::Decode(output) => {
+                // The wait for the prefill is over. Missing pages are computed at once.
+                output.await_pages = 0;
+                RequestState::Preallocate
             }
         };
-        self.state.enter(first);
+        self.state.enter(initial);
     }
 
-    /// Whether it was put back for want of pages.
     pub(crate) fn was_preempted(&self) -> bool {
         self.preempted
     }
 
-    /// Whether nobody waits for the answer any more.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.cancel.is_cancelled()
-            || match &self.work {
-                Work::Prefill(work) => work.reply.is_closed(),
-                Work::Decode(work) => work.events.is_closed(),
+            || match &self.kind {
+                RequestKind::Prefill(output) => output.reply.is_closed(),
+                RequestKind::Decode(output) => output.events.is_closed(),
             }
     }
 
-    /// Ends it with an error.
-    pub(crate) fn fail(self, error: ApiError, ending: Ending) {
+    /// Ends the request with an error and cancels its background load.
+    pub(crate) fn fail(self, error: ApiError, outcome: RequestOutcome) {
         tracing::debug!(request = %self.request_id, %error, "request failed");
-        self.metrics.request_ended(ending);
+        self.metrics.request_ended(outcome);
+        // Stops a load that still runs, which returns its buffers.
         self.cancel.cancel();
-        match self.work {
-            Work::Prefill(work) => drop(work.reply.send(Err(error))),
-            Work::Decode(work) => drop(work.events.try_send(DecodeEvent::Error(error))),
+        match self.kind {
+            RequestKind::Prefill(output) => drop(output.reply.send(Err(error))),
+            RequestKind::Decode(output) => drop(output.events.try_send(DecodeEvent::Error(error))),
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The seam between an engine and the page store.
+//! Interface between an engine and the page store.
 //!
-//! The engine asks for pages and hands pages over through [`PageStore`] only; nothing behind it may fail a request. A page
-//! that cannot be had is a miss, a page that cannot be put is lost. [`larder_client::Client`] is the store in use; tests
-//! bring their own.
+//! Invariant: nothing behind [`PageStore`] fails a request. A page that cannot be read is a miss,
+//! and a page that cannot be put is lost. [`larder_client::Client`] implements the trait in
+//! production; tests use an in-memory store.
 
 use futures::future::BoxFuture;
 use larder_client::{Client, FollowEnd, GetOptions, Lookup, NewPage, PagePut, PutOutcome, Tier};
@@ -10,41 +10,46 @@ use larder_format::PageKey;
 use larder_model::KvPage;
 use std::time::{Duration, Instant};
 
-/// What an engine needs of a store.
+/// Page store as an engine sees it. No method fails: without a node, reads are misses and puts are
+/// lost, and the engine computes all pages itself.
 pub trait PageStore: Send + Sync + 'static {
-    /// The longest prefix of `keys` that can be served; empty if no node answers, and then not `answered`.
+    /// Finds the longest prefix of `keys` that the store can serve. If no node answers, the prefix
+    /// is empty and `answered` is false.
     fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup>;
 
-    /// Reads whole pages into their buffers; `None` marks a miss, whose buffer holds nothing of use.
+    /// Reads whole pages into their buffers. `None` marks a miss, and the content of its buffer is
+    /// undefined.
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>>;
 
-    /// Reads a page that is being written, or will be before `deadline`.
+    /// Reads a page while another engine writes it, or waits until `deadline` for such a write to
+    /// begin.
     fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)>;
 
-    /// Begins to put a page. MUST return at once; dropping the put aborts it.
+    /// Opens a put. MUST return at once, because the scheduler calls it between steps. Dropping the
+    /// put aborts it.
     fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut>;
 
-    /// Nodes that are connected now. MUST return at once.
     fn nodes_connected(&self) -> usize;
 }
 
-/// A page that is being put.
 pub trait OpenPut: Send {
-    /// Hands over a copy of part `part`. MUST NOT wait for the network.
-    fn part(&mut self, part: usize, bytes: &[u8]);
+    /// Writes a copy of part `part`. MUST NOT wait for the network.
+    fn write_part(&mut self, part: usize, bytes: &[u8]);
 
-    /// Seals the page.
+    /// Seals the page. The outcome tells if the store holds it. Decode engines may only follow
+    /// pages that it holds.
     fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome>;
 }
 
-/// A put whose parts lie in the client's memory, from where a node on this machine takes them.
+/// A put whose parts lie in shared client memory, from which a node on the same host copies them.
 struct ClientPut {
     client: Client,
     put: PagePut,
 }
 
 impl OpenPut for ClientPut {
-    fn part(&mut self, part: usize, bytes: &[u8]) {
+    fn write_part(&mut self, part: usize, bytes: &[u8]) {
+        // Copy: the page stays in L1 and may be evicted before the node has read it.
         let mut copy = self.client.buffer(bytes.len());
         copy.copy_from_slice(bytes);
         self.put.part(part, copy.freeze());
@@ -55,14 +60,14 @@ impl OpenPut for ClientPut {
     }
 }
 
-/// How often a node that is too busy is asked again: computing a page takes longer than a short while.
+/// Maximum retries at a busy node. Few suffice: computing a page takes longer than a short backoff.
 const BUSY_RETRIES: u32 = 3;
-/// How long the store keeps what a lookup found for the reads that follow it.
-const HOLD: Duration = Duration::from_secs(30);
+/// Lease on looked-up pages, which keeps them readable until the reads that follow the lookup.
+const LOOKUP_LEASE: Duration = Duration::from_secs(30);
 
 impl PageStore for Client {
     fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
-        Box::pin(async move { Client::lookup(self, &keys, HOLD, deadline).await })
+        Box::pin(async move { Client::lookup(self, &keys, LOOKUP_LEASE, deadline).await })
     }
 
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {

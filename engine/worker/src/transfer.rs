@@ -1,7 +1,11 @@
-//! Bringing the pages of one request into L1: look up, read, follow.
+//! Loads the pages of one request into L1: lookup, read, follow.
 //!
-//! What always holds: it ends by its limit, and a page counts as loaded only if the store says that every byte of it was
-//! checked. What is not loaded is computed by the scheduler; so nothing that happens here fails a request.
+//! To follow a page is to wait for it while another engine writes it.
+//!
+//! Invariants:
+//! - A load ends by its deadlines.
+//! - A page counts as loaded only if the store client has verified every byte of it.
+//! - A load never fails a request. The scheduler computes the pages that did not arrive.
 
 use crate::metrics::PageSource;
 use crate::store::PageStore;
@@ -13,71 +17,61 @@ use larder_model::KvPage;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Pages of one request that are followed at the same time.
 const FOLLOWS_MAX: usize = 64;
-/// Pause before a page that was not there, or was given up by its writer, is followed again: another writer may begin.
-const FOLLOW_RETRY: Duration = Duration::from_millis(50);
-/// Most time for the store to say what it has: an answer takes milliseconds, and what takes longer is computed sooner.
-const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
-/// Graces without a new page after which a writer that did write is taken for stuck.
-const STALL_GRACES: u32 = 4;
+/// Delay before an absent or aborted page is followed again. Another engine may have begun to write
+/// it.
+const FOLLOW_RETRY_DELAY: Duration = Duration::from_millis(50);
+/// Maximum time for a lookup. The store answers within milliseconds; beyond a second, recomputing
+/// is likely cheaper.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
+/// Multiple of the stall timeout granted to a writer that has made progress and shows no sign of
+/// failure.
+const STALL_FACTOR_UNSUSPECTED: u32 = 4;
 
-/// What to bring.
 pub(crate) struct LoadJob {
-    /// Keys of the pages of the prompt that may come from the store, from its start.
     pub(crate) keys: Vec<PageKey>,
-    /// How many of them the engine has already.
     pub(crate) present: usize,
-    /// One buffer for each of the others.
     pub(crate) buffers: Vec<KvPage>,
-    /// The first so many pages are in the store or being written now.
+    /// Number of leading pages that are in the store or that a prefill engine is writing.
     pub(crate) await_pages: usize,
-    /// Most time for looking up and reading.
-    pub(crate) load_limit: Duration,
-    /// When following ends.
+    pub(crate) load_timeout: Duration,
     pub(crate) follow_until: Instant,
-    /// Time without progress after which the writer is taken for dead.
-    pub(crate) follow_grace: Duration,
-    /// Time after which a writer that wrote nothing at all is no longer waited for.
-    pub(crate) follow_limit: Duration,
+    pub(crate) follow_stall_timeout: Duration,
+    /// Time limit for the first page of a writer.
+    pub(crate) follow_start_timeout: Duration,
 }
 
-/// A page that came.
 pub(crate) struct LoadedPage {
-    /// Place in its sequence.
     pub(crate) index: usize,
-    /// Its bytes.
     pub(crate) page: KvPage,
-    /// Where it was.
     pub(crate) source: PageSource,
 }
 
-/// What came.
+/// Result of [`load`]. The default value means that nothing was loaded and the store did not
+/// answer.
 #[derive(Default)]
 pub(crate) struct Loaded {
-    /// Pages that came, in no order.
     pub(crate) pages: Vec<LoadedPage>,
-    /// Buffers that were not needed.
-    pub(crate) spare: Vec<KvPage>,
-    /// Pages from the start that the store has.
+    pub(crate) unused: Vec<KvPage>,
     pub(crate) in_store: usize,
-    /// Whether every node that was asked said what it has: only then is a page known to be missing.
+    /// True if every queried node answered. Only then is a page known to be missing.
     pub(crate) answered: bool,
 }
 
-/// Brings what can be brought.
 pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     let mut loaded = Loaded::default();
     let mut buffers = VecDeque::from(job.buffers);
-    let deadline = Instant::now() + job.load_limit;
-    let lookup_until = deadline.min(Instant::now() + LOOKUP_LIMIT);
+    let deadline = Instant::now() + job.load_timeout;
+    let lookup_until = deadline.min(Instant::now() + LOOKUP_TIMEOUT);
+    // Enforced here as well: a store that ignores its deadline must not hold up the request.
     let lookup = tokio::time::timeout_at(lookup_until.into(), store.lookup(job.keys.clone(), lookup_until));
     let lookup = lookup.await.unwrap_or_default();
     let found = lookup.tiers.len().min(job.keys.len());
-    (loaded.in_store, loaded.answered) = (found, lookup.answered);
+    loaded.in_store = found;
+    loaded.answered = lookup.answered;
     if !lookup.answered && found == 0 {
-        // Nobody is there to read from or to follow.
-        loaded.spare.extend(buffers);
+        // No node is reachable, so there is nothing to read or to follow.
+        loaded.unused.extend(buffers);
         return loaded;
     }
     let mut missing: VecDeque<usize> = VecDeque::new();
@@ -88,6 +82,8 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
             let index = job.present + offset;
             match tier {
                 Some(tier) => loaded.pages.push(LoadedPage { index, page, source: source_of(tier) }),
+                // The store evicted the page after the lookup. It becomes a candidate for
+                // following.
                 None => {
                     missing.push_back(index);
                     buffers.push_back(page);
@@ -96,12 +92,14 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
         }
     }
     let awaited = job.await_pages.min(job.keys.len());
+    // The caller promised the awaited pages only. No engine may be writing the others.
     missing.retain(|&index| index < awaited);
     missing.extend(found.max(job.present)..awaited);
-    let patience = Patience { grace: job.follow_grace, first: job.follow_limit, until: job.follow_until };
-    let following = Following { store, keys: &job.keys, patience };
+    let timeouts =
+        FollowTimeouts { stall: job.follow_stall_timeout, first: job.follow_start_timeout, until: job.follow_until };
+    let following = Follower { store, keys: &job.keys, timeouts };
     let waiting = missing.into_iter().filter_map(|index| Some((index, buffers.pop_front()?))).collect();
-    loaded.spare.extend(buffers);
+    loaded.unused.extend(buffers);
     following.run(waiting, &mut loaded).await;
     loaded
 }
@@ -113,58 +111,55 @@ fn source_of(tier: Tier) -> PageSource {
     }
 }
 
-struct Following<'a> {
+struct Follower<'a> {
     store: &'a dyn PageStore,
     keys: &'a [PageKey],
-    patience: Patience,
+    timeouts: FollowTimeouts,
 }
 
-/// How long to wait for a writer.
 #[derive(Debug, Clone, Copy)]
-struct Patience {
-    /// Without a new page, once there is doubt.
-    grace: Duration,
-    /// For the first page.
+struct FollowTimeouts {
+    stall: Duration,
     first: Duration,
-    /// At most.
     until: Instant,
 }
 
-/// What is known of the writer that is followed.
-struct Writer {
-    /// When it last ended a page.
+struct WriterProgress {
     progress: Instant,
-    /// Whether it ended any page.
     wrote: bool,
-    /// Since when there is reason to think it dead: a page was given up, or skipped.
-    doubt: Option<Instant>,
+    /// Start of the suspicion that it is dead: it aborted or skipped a page.
+    suspect_since: Option<Instant>,
 }
 
-impl Writer {
-    /// When to stop waiting for it.
-    fn give_up_at(&self, patience: Patience) -> Instant {
-        let at = match self.doubt {
-            Some(since) => since.max(self.progress) + patience.grace,
-            None if self.wrote => self.progress + patience.grace * STALL_GRACES,
-            None => self.progress + patience.first,
+impl WriterProgress {
+    fn deadline(&self, timeouts: FollowTimeouts) -> Instant {
+        let at = match self.suspect_since {
+            // Progress after the suspicion began restarts the clock: another engine may have taken
+            // over.
+            Some(since) => since.max(self.progress) + timeouts.stall,
+            None if self.wrote => self.progress + timeouts.stall * STALL_FACTOR_UNSUSPECTED,
+            // The prefill may still wait in its own queue.
+            None => self.progress + timeouts.first,
         };
-        at.min(patience.until)
+        at.min(timeouts.until)
     }
 }
 
-impl Following<'_> {
-    /// Follows the pages in `waiting`, which are in order.
+impl Follower<'_> {
+    /// Follows the pages in `waiting`, which are ordered by index, until all are sealed or the
+    /// writer counts as dead.
     async fn run(&self, mut waiting: VecDeque<(usize, KvPage)>, loaded: &mut Loaded) {
-        let mut writer = Writer { progress: Instant::now(), wrote: false, doubt: None };
+        let mut writer = WriterProgress { progress: Instant::now(), wrote: false, suspect_since: None };
         let mut running = FuturesUnordered::new();
         let mut unsealed: BTreeSet<usize> = waiting.iter().map(|(index, _)| *index).collect();
         loop {
             while running.len() < FOLLOWS_MAX
                 && let Some((index, buffer)) = waiting.pop_front()
             {
+                // Start in order: the writer seals the first pages first.
                 running.push(self.follow(index, buffer, Duration::ZERO));
             }
-            let give_up = tokio::time::Instant::from_std(writer.give_up_at(self.patience));
+            let give_up = tokio::time::Instant::from_std(writer.deadline(self.timeouts));
             let Ok(Some((index, page, end))) = tokio::time::timeout_at(give_up, running.next()).await else {
                 break;
             };
@@ -172,21 +167,24 @@ impl Following<'_> {
                 unsealed.remove(&index);
                 writer.progress = Instant::now();
                 writer.wrote = true;
-                // The writer goes in order: a page before this one that is not there was lost on its way.
+                // The engine writes pages in order, so an earlier unsealed page was lost.
                 let skipped = unsealed.first().is_some_and(|&first| first < index);
-                writer.doubt = skipped.then(|| writer.doubt.unwrap_or(writer.progress));
+                writer.suspect_since = skipped.then(|| writer.suspect_since.unwrap_or(writer.progress));
                 loaded.pages.push(LoadedPage { index, page, source: PageSource::Followed });
                 continue;
             }
-            writer.doubt.get_or_insert_with(Instant::now);
-            if Instant::now() >= self.patience.until || self.store.nodes_connected() == 0 {
-                loaded.spare.push(page);
+            // An abort may mean that the writer died. Another engine may take over, so keep trying
+            // for a while.
+            writer.suspect_since.get_or_insert_with(Instant::now);
+            // Without a connected node no writer can deliver a page: compute at once.
+            if Instant::now() >= self.timeouts.until || self.store.nodes_connected() == 0 {
+                loaded.unused.push(page);
                 break;
             }
-            running.push(self.follow(index, page, FOLLOW_RETRY));
+            running.push(self.follow(index, page, FOLLOW_RETRY_DELAY));
         }
-        // What still runs is dropped: its buffers go back to the pool when no transfer can touch them any more.
-        loaded.spare.extend(waiting.drain(..).map(|(_, page)| page));
+        // Dropping a running follow returns its buffer to the pool once no transfer can touch it.
+        loaded.unused.extend(waiting.drain(..).map(|(_, page)| page));
     }
 
     fn follow(
@@ -195,8 +193,11 @@ impl Following<'_> {
         buffer: KvPage,
         pause: Duration,
     ) -> impl Future<Output = (usize, KvPage, FollowEnd)> + use<'_> {
-        let (store, key, until) = (self.store, self.keys[index], self.patience.until);
+        let store = self.store;
+        let key = self.keys[index];
+        let until = self.timeouts.until;
         async move {
+            // A timer would delay even a zero sleep to its next tick.
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
@@ -211,19 +212,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patience_ends_sooner_the_more_there_is_to_doubt() {
+    fn writer_deadline_shrinks_as_suspicion_grows() {
         let start = Instant::now();
         let seconds = Duration::from_secs;
-        let patience = Patience { grace: seconds(2), first: seconds(30), until: start + seconds(100) };
-        let mut writer = Writer { progress: start, wrote: false, doubt: None };
-        assert_eq!(writer.give_up_at(patience), start + seconds(30), "it may be queued");
+        let timeouts = FollowTimeouts { stall: seconds(2), first: seconds(30), until: start + seconds(100) };
+        let mut writer = WriterProgress { progress: start, wrote: false, suspect_since: None };
+        assert_eq!(writer.deadline(timeouts), start + seconds(30), "it may be queued");
         writer.wrote = true;
-        assert_eq!(writer.give_up_at(patience), start + seconds(8), "it may be stuck");
-        writer.doubt = Some(start + seconds(1));
-        assert_eq!(writer.give_up_at(patience), start + seconds(3), "it gave a page up");
+        assert_eq!(writer.deadline(timeouts), start + seconds(8), "it may be stuck");
+        writer.suspect_since = Some(start + seconds(1));
+        assert_eq!(writer.deadline(timeouts), start + seconds(3), "it gave a page up");
         writer.progress = start + seconds(5);
-        assert_eq!(writer.give_up_at(patience), start + seconds(7), "another goes on from there");
-        let short = Patience { until: start + seconds(6), ..patience };
-        assert_eq!(writer.give_up_at(short), start + seconds(6));
+        assert_eq!(writer.deadline(timeouts), start + seconds(7), "another goes on from there");
+        let short = FollowTimeouts { until: start + seconds(6), ..timeouts };
+        assert_eq!(writer.deadline(short), start + seconds(6));
     }
 }

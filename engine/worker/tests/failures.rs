@@ -1,4 +1,5 @@
-//! What goes wrong costs what it must and no more: a store that is away, callers that leave, too much at once.
+//! Faults cost only what they must: an unreachable store, disconnected clients, deadlines,
+//! overload.
 
 mod common;
 
@@ -9,7 +10,7 @@ use larder_worker::api::{CacheMode, DecodeEvent, EngineInfo, ErrorCode, FinishRe
 use std::time::{Duration, Instant};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn goes_on_without_the_store() {
+async fn engine_computes_without_the_store() {
     let store = MemoryStore::new();
     store.set_down(true);
     let decoder = engine(Role::Decode, &store).await;
@@ -21,6 +22,7 @@ async fn goes_on_without_the_store() {
     let prefiller = engine(Role::Prefill, &store).await;
     let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
     assert_eq!((response.pages_computed, response.pages_lost), (6, 6));
+    // Pages are in L1 now. A down store must not trigger new puts.
     let begun = store.puts_begun();
     let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
     assert_eq!((response.pages_l1, response.pages_lost), (6, 0), "a store that is away is not known to lack anything");
@@ -30,7 +32,7 @@ async fn goes_on_without_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_pages_are_computed_by_who_waits_for_them() {
+async fn decode_computes_pages_that_prefill_lost() {
     let store = MemoryStore::new();
     store.lose_puts(true);
     let prefiller = engine(Role::Prefill, &store).await;
@@ -43,7 +45,7 @@ async fn lost_pages_are_computed_by_who_waits_for_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_that_leaves_frees_everything() {
+async fn disconnected_client_frees_all_pages() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;
     let response = post(&decoder, "/v1/decode", &decode_request(&prompt(3, 100), 3000)).await;
@@ -55,7 +57,7 @@ async fn a_caller_that_leaves_frees_everything() {
     assert!(metric(&decoder, "larder_engine_tokens_generated_total").await < 2900.0);
     assert_eq!(metric(&decoder, r#"larder_engine_requests_total{role="decode",outcome="cancelled"}"#).await, 1.0);
 
-    // While it waits for pages that nobody writes.
+    // Disconnect while the request waits for pages that no engine writes.
     let mut request = decode_request(&prompt(4, 100), 10);
     request.await_pages = 6;
     let waiting = tokio::time::timeout(Duration::from_millis(300), post(&decoder, "/v1/decode", &request)).await;
@@ -66,7 +68,7 @@ async fn a_caller_that_leaves_frees_everything() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_deadline_ends_a_request() {
+async fn deadline_ends_a_running_request() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;
     let mut request = decode_request(&prompt(5, 100), 3500);
@@ -83,7 +85,7 @@ async fn a_deadline_ends_a_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn too_little_l1_delays_but_changes_nothing() {
+async fn preemption_under_small_l1_keeps_answers_identical() {
     let store = MemoryStore::new();
     let mut settings = options(Role::Decode);
     settings.l1_bytes = 20 * LOADED.model.geometry(PAGE as u32).page_bytes();
@@ -106,14 +108,15 @@ async fn too_little_l1_delays_but_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_oldest_gets_the_pages_that_a_younger_one_gave_up() {
+async fn oldest_request_gets_pages_preempted_from_a_younger_one() {
     let store = MemoryStore::new();
     let mut settings = options(Role::Decode);
     settings.l1_bytes = 8 * LOADED.model.geometry(PAGE as u32).page_bytes();
     settings.max_batch = 1;
     let decoder = engine_with(settings, &store).await;
-    // The second holds its pages, and no place in a step, while the first outgrows what is left. It is too short to have
-    // anything to load, so it takes its pages again as soon as they are free.
+    // The second request holds pages without a place in a step, while the first outgrows the rest
+    // of L1. The second is too short to load anything, so it takes its pages again as soon as they
+    // are free.
     let long = decode_request(&prompt(60, 20), 100);
     let short = decode_request(&prompt(61, 16), 5);
     let response = post(&decoder, "/v1/decode", &long).await;
@@ -131,11 +134,12 @@ async fn the_oldest_gets_the_pages_that_a_younger_one_gave_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_queue_answers_busy_at_once() {
+async fn full_queue_answers_busy_immediately() {
     let store = MemoryStore::new();
     store.delay_lookups(Duration::from_millis(500));
     let mut settings = options(Role::Decode);
-    (settings.max_batch, settings.queue_max) = (1, 2);
+    settings.max_batch = 1;
+    settings.queue_max = 2;
     let decoder = engine_with(settings, &store).await;
     let requests: Vec<_> = (0..8).map(|i| decode_request(&prompt(40 + i, 40), 2)).collect();
     let answers = futures::future::join_all(requests.iter().map(|request| try_decode(&decoder, request))).await;
@@ -150,12 +154,12 @@ async fn a_full_queue_answers_busy_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn wrong_requests_are_told_what_is_wrong() {
+async fn invalid_requests_get_specific_errors() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;
     let good = decode_request(&[1, 2, 3], 2);
-    type Breaker = fn(&mut larder_worker::api::DecodeRequest);
-    let breakers: [(Breaker, ErrorCode); 8] = [
+    type Mutation = fn(&mut larder_worker::api::DecodeRequest);
+    let mutations: [(Mutation, ErrorCode); 8] = [
         (|r| r.tokens.clear(), ErrorCode::BadRequest),
         (|r| r.tokens[1] = u32::MAX, ErrorCode::BadRequest),
         (|r| r.tokens = vec![5; 4096], ErrorCode::ContextLengthExceeded),
@@ -165,14 +169,15 @@ async fn wrong_requests_are_told_what_is_wrong() {
         (|r| r.sampling.top_p = -0.1, ErrorCode::BadRequest),
         (|r| r.sampling.stop = vec![String::new()], ErrorCode::BadRequest),
     ];
-    for (break_it, code) in breakers {
+    for (mutate, code) in mutations {
         let mut request = good.clone();
-        break_it(&mut request);
+        mutate(&mut request);
         let (status, error) = try_decode(&decoder, &request).await.unwrap_err();
         assert_eq!((status, error.code), (400, code), "{}", error.message);
     }
     let mut sharpest = good.clone();
-    (sharpest.sampling.top_p, sharpest.sampling.temperature) = (0.0, 1.0);
+    sharpest.sampling.top_p = 0.0;
+    sharpest.sampling.temperature = 1.0;
     let answer = decode(&decoder, &sharpest).await;
     assert_eq!(answer.tokens, expected(&good.tokens, 2), "top_p 0 leaves the likeliest token");
     let url = |path: &str| format!("http://{}{path}", decoder.addr());

@@ -1,4 +1,4 @@
-//! Whatever way the pages of a prompt come, the answer is the same to the last token.
+//! The generated tokens are the same for every source of the prompt's pages.
 
 mod common;
 
@@ -12,7 +12,7 @@ const LEN: usize = 203;
 const PAGES: usize = (LEN - 1) / PAGE;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn alone_then_from_l1_then_from_the_store() {
+async fn answers_match_when_computed_or_read_from_l1_or_store() {
     let store = MemoryStore::new();
     let first = engine(Role::Decode, &store).await;
     let request = decode_request(&prompt(1, LEN), 40);
@@ -48,7 +48,7 @@ async fn alone_then_from_l1_then_from_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn computed_elsewhere_before_and_while_decode_waits() {
+async fn decode_follows_pages_while_prefill_writes_them() {
     for (seed, chunk_tokens) in [(2, 64), (3, 7), (4, 1000)] {
         let store = MemoryStore::new();
         let mut settings = options(Role::Prefill);
@@ -81,7 +81,7 @@ async fn computed_elsewhere_before_and_while_decode_waits() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_next_turn_finds_what_was_generated() {
+async fn next_turn_reads_generated_pages_from_the_store() {
     let store = MemoryStore::new();
     let request = decode_request(&prompt(5, 50), 60);
     let first = engine(Role::Decode, &store).await;
@@ -101,7 +101,7 @@ async fn the_next_turn_finds_what_was_generated() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_prefill_that_dies_costs_only_its_unsealed_pages() {
+async fn dead_prefill_costs_only_its_unsealed_pages() {
     let store = MemoryStore::new();
     let prefiller = engine(Role::Prefill, &store).await;
     let mut request = decode_request(&prompt(7, LEN), 12);
@@ -111,6 +111,7 @@ async fn a_prefill_that_dies_costs_only_its_unsealed_pages() {
     for key in &keys[5..PAGES] {
         store.forget(key);
     }
+    // The writer died within page 5: pages before it are sealed, later ones never began.
     store.abort(keys[5]);
     let decoder = engine(Role::Decode, &store).await;
     let answer = decode(&decoder, &request).await;
@@ -118,18 +119,18 @@ async fn a_prefill_that_dies_costs_only_its_unsealed_pages() {
     assert_eq!((answer.start.pages_l2, answer.start.pages_followed), (5, 0));
     assert_eq!(answer.start.tokens_computed as usize, LEN - 5 * PAGE);
     assert!(is_idle(&decoder).await);
-    assert_eq!(store.len(), (LEN + 12 - 1) / PAGE, "what was missing is there now");
+    assert_eq!(store.len(), (LEN + 12 - 1) / PAGE, "decode published the missing pages");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_page_missing_in_the_middle_is_computed_alone() {
+async fn missing_middle_page_is_the_only_page_computed() {
     let store = MemoryStore::new();
     let request = decode_request(&prompt(8, LEN), 12);
     prefill(&engine(Role::Prefill, &store).await, &request.tokens, CacheMode::All).await;
     let keys = page_keys(&request.tokens, PAGE);
     store.forget(&keys[3]);
     let mut request = request;
-    // Pages after the hole are asked for by following.
+    // Pages after the gap are outside the lookup's prefix. Only following can read them.
     request.await_pages = PAGES as u32;
     let answer = decode(&engine(Role::Decode, &store).await, &request).await;
     assert_eq!(answer.tokens, expected(&request.tokens, 12));
@@ -138,7 +139,7 @@ async fn a_page_missing_in_the_middle_is_computed_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_store_that_forgot_is_given_again_what_l1_has() {
+async fn prefill_restores_lost_store_pages_from_l1() {
     let store = MemoryStore::new();
     let prefiller = engine(Role::Prefill, &store).await;
     let tokens = prompt(9, LEN);
@@ -151,7 +152,7 @@ async fn a_store_that_forgot_is_given_again_what_l1_has() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_at_once_and_a_shared_prompt_is_computed_once() {
+async fn concurrent_requests_compute_a_shared_prompt_once() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;
     let shared = prompt(10, 160);
@@ -172,7 +173,7 @@ async fn many_at_once_and_a_shared_prompt_is_computed_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn text_stops_where_it_should() {
+async fn generation_ends_at_a_stop_string() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;
     let mut request = decode_request(&prompt(11, 40), 30);
@@ -188,7 +189,7 @@ async fn text_stops_where_it_should() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pages_of_several_parts_arrive_whole() {
+async fn pages_with_several_parts_round_trip() {
     let large = |role| {
         let mut settings = options(role);
         settings.page_tokens = 128;

@@ -1,4 +1,4 @@
-//! Engines over a real store node and TCP.
+//! Engines attached to a real store node over TCP.
 
 mod common;
 
@@ -39,13 +39,14 @@ fn any_port() -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn prefill_and_decode_meet_in_the_store() {
+async fn prefill_and_decode_share_pages_through_a_node() {
     let node = node(any_port()).await;
     let prefiller = attached(Role::Prefill, &node).await;
     let decoder = attached(Role::Decode, &node).await;
     let mut request = decode_request(&prompt(1, LEN), 40);
     request.await_pages = PAGES as u32;
     let computing = async {
+        // Let the decode reach its follow before the prefill starts.
         tokio::time::sleep(Duration::from_millis(30)).await;
         prefill(&prefiller, &request.tokens, CacheMode::All).await
     };
@@ -61,13 +62,14 @@ async fn prefill_and_decode_meet_in_the_store() {
     let sealed = (tokens.len() - 1) / PAGE;
     tokens.push(7);
     let next = decode(&decoder, &decode_request(&tokens, 5)).await;
-    assert_eq!(next.start.pages_l2 as usize, sealed, "what was generated is there too");
+    assert_eq!(next.start.pages_l2 as usize, sealed, "decode published the generated pages");
     assert_eq!(next.tokens, common::expected(&tokens, 5));
 
     let url = format!("larder://{}/", node.addr()).parse().unwrap();
     let observer = Client::attach(url, None, ClientOptions::default());
     assert!(observer.ready(Duration::from_secs(5)).await);
     let mut roles = Vec::new();
+    // Withdrawal is asynchronous: poll for up to 5 s.
     for _ in 0..100 {
         let members = observer.members(Instant::now() + Duration::from_secs(1)).await.unwrap();
         roles = members.into_iter().map(|m| serde_json::from_value::<EngineInfo>(m.info).unwrap().role).collect();
@@ -84,7 +86,7 @@ async fn prefill_and_decode_meet_in_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_dies_and_comes_back_empty_costs_nothing_but_time() {
+async fn node_restarting_empty_leaves_answers_unchanged() {
     let first = node(any_port()).await;
     let address = first.addr();
     let prefiller = attached(Role::Prefill, &first).await;

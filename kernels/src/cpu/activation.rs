@@ -1,25 +1,27 @@
-//! The gated activation of the MLP.
+//! SiLU-gated activation of the MLP.
 
 use super::math::exp;
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-/// Elements that are worth a task of their own.
+/// Elements per rayon task. A smaller call stays on the calling thread, where it costs less than
+/// waking the pool.
 const TASK_ELEMENTS: usize = 1 << 14;
 
-/// `out = silu(gate) · up` with `silu(x) = x / (1 + e^-x)`.
+/// Computes `out = silu(gate) · up`, with `silu(x) = x / (1 + e^-x)`.
 ///
-/// Shapes: `gate_up` `[rows][2 · width]`, a row being its gates and then its ups; `out` `[rows][width]`.
+/// Shapes: `gate_up` is `[rows][2 · width]`, `out` is `[rows][width]`. Each row of `gate_up` holds
+/// its gates, then its ups.
 ///
 /// # Panics
-/// If the shapes do not agree.
+/// If the shapes disagree.
 pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
     assert!(gate_up.len() == 2 * out.len() && out.len().is_multiple_of(width.max(1)), "shapes of the gate agree");
-    let piece = (TASK_ELEMENTS / width.max(1)).max(1) * width;
-    if out.len() <= piece {
+    let chunk_len = (TASK_ELEMENTS / width.max(1)).max(1) * width;
+    if out.len() <= chunk_len {
         return Arch::new().dispatch(SiluMul { gate_up, width, out });
     }
-    out.par_chunks_mut(piece).zip(gate_up.par_chunks(2 * piece)).for_each(|(out, gate_up)| {
+    out.par_chunks_mut(chunk_len).zip(gate_up.par_chunks(2 * chunk_len)).for_each(|(out, gate_up)| {
         Arch::new().dispatch(SiluMul { gate_up, width, out });
     });
 }
@@ -52,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn agrees_with_the_formula_and_does_not_mix_rows() {
+    fn result_agrees_with_the_formula_and_is_independent_of_other_rows() {
         let (rows, width) = (300, 100);
         let gate_up: Vec<f32> = (0..rows * 2 * width).map(|i| (i as f32 * 0.31).sin() * 12.0).collect();
         let mut out = vec![0.0; rows * width];
@@ -71,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn extremes_stay_finite() {
+    fn result_is_finite_for_extreme_gates() {
         let mut out = [0.0; 2];
         silu_mul(&[-1e4, 1e4, 1.0, 1.0], 2, &mut out);
         assert!(out[0].abs() < 1e-30 && out[1] == 1e4, "{out:?}");

@@ -1,72 +1,75 @@
-//! Causal attention over paged keys and values, with several query heads per key head.
+//! Causal attention over paged keys and values, with grouped query heads.
 //!
-//! A query meets its keys in blocks of [`BLOCK`] absolute positions, and carries a running maximum, sum and weighted
-//! value from block to block (an online softmax). Inside a block a score is summed over the head's elements in order, the
-//! weights in lanes by absolute position, the values position by position. None of that depends on the chunk a query is
-//! computed in, nor on the size of a page.
+//! Invariants:
+//! - The result of a query does not depend on its chunk or on the page size, not even in one bit.
+//! - Keys are taken in blocks of [`BLOCK`] absolute positions. A running maximum, sum and weighted
+//!   value carry over from block to block (online softmax).
+//! - Inside a block, a score sums the head's elements in order. Weights are summed in lanes by
+//!   absolute position, values position by position.
 //!
-//! A task is some rows of one chunk times one key head: it copies each block of keys and values once, the keys
-//! transposed, and uses the copy for all its queries.
+//! One task computes some rows of one chunk for one key head. It copies each block of keys and
+//! values once, transposes the keys, and uses the copy for all of its queries.
 
+use super::disjoint::DisjointSlice;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
-use super::share::Shared;
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Keys of a block; a multiple of [`LANES`].
+/// Keys per block, a multiple of [`LANES`]. A block's copies of keys and values stay in the L1 or
+/// L2 cache.
 const BLOCK: usize = 64;
-/// Queries a task should have (rows times query heads per key head).
+/// Target number of queries per task (rows times query heads per key head). More queries amortise
+/// the copy of a block, fewer leave enough tasks for all threads.
 const TASK_QUERIES: usize = 96;
-/// Queries that go through the inner loops together; their sums stay in registers.
-const TOGETHER: usize = 6;
+/// Queries that share one pass over the keys. Six accumulators of [`LANES`] fit into the vector
+/// registers of AVX2 and AVX-512.
+const QUERY_GROUP: usize = 6;
 
-/// Where keys (or values) of one head lie in a page, in elements.
+/// Position of one head's keys (or values) in a page, in elements from the start of the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HeadPlace {
-    /// First element of the page's first token.
+pub struct HeadLayout {
     pub start: usize,
-    /// Elements from one token to the next.
+    /// Distance from one token to the next.
     pub stride: usize,
 }
 
-/// What all chunks of a call share.
+/// Head counts and scaling, common to all chunks of a call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
-    /// Query heads.
     pub heads: usize,
-    /// Key (and value) heads; divides `heads`.
+    /// Key heads, and as many value heads. Divides `heads`.
     pub kv_heads: usize,
-    /// Elements per head.
     pub head_dim: usize,
-    /// Multiplies the scores; usually `1 / sqrt(head_dim)`.
+    /// Factor applied to the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
 }
 
 /// Consecutive queries of one sequence.
 pub struct AttentionChunk<'a> {
-    /// Position of the first query.
     pub position: usize,
-    /// `[rows][query_stride]`; a row begins with its `[heads][head_dim]` queries.
+    /// `[rows][query_stride]`. Each row begins with its `[heads][head_dim]` queries.
     pub queries: &'a [f32],
-    /// Elements from one row of `queries` to the next.
+    /// Distance from one row of `queries` to the next, in elements.
     pub query_stride: usize,
-    /// The sequence's pages from its start, with keys and values of all positions up to the last query's.
+    /// The sequence's pages from position 0. They hold the keys and values up to the last query's
+    /// position.
     pub pages: &'a [&'a [f32]],
-    /// Tokens per page.
     pub page_tokens: usize,
-    /// Where each key head lies in a page.
-    pub keys: &'a [HeadPlace],
-    /// Where each value head lies in a page.
-    pub values: &'a [HeadPlace],
-    /// `[rows][heads][head_dim]`: the result.
+    /// Layout of each key head in a page.
+    pub keys: &'a [HeadLayout],
+    /// Layout of each value head in a page.
+    pub values: &'a [HeadLayout],
+    /// Result, `[rows][heads][head_dim]`.
     pub out: &'a mut [f32],
 }
 
-/// Query `r` of a chunk sees the keys at positions `0 ..= position + r`.
+/// Computes causal attention for every chunk. Query `r` of a chunk sees the keys up to position
+/// `position + r`.
 ///
 /// # Panics
-/// If shapes do not agree, or if pages do not cover the positions.
+/// If the shapes disagree, or if the pages do not cover the positions.
 pub fn attention(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_>]) {
     let row_width = shape.heads * shape.head_dim;
     let rows_per_task = (TASK_QUERIES * shape.kv_heads / shape.heads).max(1);
@@ -75,19 +78,20 @@ pub fn attention(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_>]) {
         let rows = chunk.out.len() / row_width;
         assert_eq!(chunk.out.len(), rows * row_width, "the result has whole rows");
         let AttentionChunk { position, queries, query_stride, pages, page_tokens, keys, values, .. } = *chunk;
-        let source = Source { position, queries, query_stride, pages, page_tokens, keys, values };
-        let out = std::sync::Arc::new(Shared::new(&mut *chunk.out));
-        // The last rows have the most keys: they come first, so that no thread is left with the longest piece.
+        let input = ChunkInput { position, queries, query_stride, pages, page_tokens, keys, values };
+        let out = Arc::new(DisjointSlice::new(&mut *chunk.out));
+        // The last rows see the most keys. Starting with them keeps the longest task off the end of
+        // the call, where other threads would wait for it.
         for first in (0..rows).step_by(rows_per_task).rev() {
             let count = rows_per_task.min(rows - first);
             for head in 0..shape.kv_heads {
-                tasks.push((source, std::sync::Arc::clone(&out), first, count, head));
+                tasks.push((input, Arc::clone(&out), first, count, head));
             }
         }
     }
-    let run = |(source, out, first, count, head): &(Source<'_>, std::sync::Arc<Shared<'_>>, usize, usize, usize)| {
-        let op = Attend { shape, source, out, first: *first, rows: *count, kv_head: *head };
-        Arch::new().dispatch(op);
+    let run = |(input, out, first, count, head): &(ChunkInput<'_>, Arc<DisjointSlice<'_>>, usize, usize, usize)| {
+        let task = AttentionTask { shape, input, out, first: *first, rows: *count, kv_head: *head };
+        Arch::new().dispatch(task);
     };
     if tasks.len() == 1 {
         return tasks.iter().for_each(run);
@@ -95,69 +99,70 @@ pub fn attention(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_>]) {
     tasks.par_iter().with_max_len(1).for_each(run);
 }
 
-/// The parts of an [`AttentionChunk`] that are read.
+/// Read-only part of an [`AttentionChunk`], shared by the tasks of the chunk.
 #[derive(Clone, Copy)]
-struct Source<'a> {
+struct ChunkInput<'a> {
     position: usize,
     queries: &'a [f32],
     query_stride: usize,
     pages: &'a [&'a [f32]],
     page_tokens: usize,
-    keys: &'a [HeadPlace],
-    values: &'a [HeadPlace],
+    keys: &'a [HeadLayout],
+    values: &'a [HeadLayout],
 }
 
-impl Source<'_> {
-    /// The elements of the token at `position`.
+impl ChunkInput<'_> {
+    /// Elements of the token at `position`.
     #[inline(always)]
-    fn token(&self, place: HeadPlace, head_dim: usize, position: usize) -> &[f32] {
-        let start = place.start + position % self.page_tokens * place.stride;
+    fn token(&self, layout: HeadLayout, head_dim: usize, position: usize) -> &[f32] {
+        let start = layout.start + position % self.page_tokens * layout.stride;
         &self.pages[position / self.page_tokens][start..start + head_dim]
     }
 }
 
-struct Attend<'a> {
+struct AttentionTask<'a> {
     shape: &'a AttentionShape,
-    source: &'a Source<'a>,
-    out: &'a Shared<'a>,
+    input: &'a ChunkInput<'a>,
+    out: &'a DisjointSlice<'a>,
     first: usize,
     rows: usize,
     kv_head: usize,
 }
 
-/// What a task works on. Query `q` is row `q / heads_per_kv`, head `q % heads_per_kv` of the task.
-struct Work {
+/// Buffers of one task. Query `q` is row `q / heads_per_kv`, head `q % heads_per_kv` of the task.
+struct Workspace {
     head_dim: usize,
-    /// `head_dim` in whole lanes.
+    /// `head_dim` rounded up to whole lanes.
     padded: usize,
-    /// `[queries / TOGETHER][head_dim][TOGETHER]`, scaled; zero beyond the last query.
+    /// `[queries / QUERY_GROUP][head_dim][QUERY_GROUP]`, already scaled. Zero beyond the last
+    /// query.
     queries: Vec<f32>,
-    /// `[queries][padded]`: weighted values so far.
+    /// `[queries][padded]`: weighted sum of the values so far.
     sums: Vec<f32>,
-    /// Per query: the largest score so far, and the sum of weights relative to it.
+    /// Per query: the largest score so far, and the sum of the weights relative to it.
     running: Vec<(f32, f32)>,
-    /// `[queries][BLOCK]`: scores, then weights, of this block.
+    /// `[queries][BLOCK]`: scores of the current block, replaced in place by weights.
     scores: Vec<f32>,
-    /// `[lane groups][head_dim][LANES]`: keys of this block.
+    /// `[lane groups][head_dim][LANES]`: transposed keys of the current block.
     keys: Vec<f32>,
-    /// `[BLOCK][padded]`: values of this block.
+    /// `[BLOCK][padded]`: values of the current block.
     values: Vec<f32>,
 }
 
-impl NullaryFnOnce for Attend<'_> {
+impl NullaryFnOnce for AttentionTask<'_> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
         let heads_per_kv = self.shape.heads / self.shape.kv_heads;
         let mut work = self.gather_queries(heads_per_kv);
-        let first_position = self.source.position + self.first;
+        let first_position = self.input.position + self.first;
         let end = first_position + self.rows;
         let mut limits = Vec::with_capacity(work.running.len());
         for start in (0..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
             self.gather_block(&mut work, start, len);
-            // Rows before `row` end before this block.
+            // Rows before `row` lie before this block, so they see none of its keys.
             let row = start.saturating_sub(first_position);
             let first_query = row * heads_per_kv;
             limits.clear();
@@ -168,29 +173,29 @@ impl NullaryFnOnce for Attend<'_> {
             weights(&mut work, first_query, &limits);
             weighted_values(&mut work, first_query, &limits);
         }
-        self.scatter(&work, heads_per_kv);
+        self.write_results(&work, heads_per_kv);
     }
 }
 
-impl Attend<'_> {
+impl AttentionTask<'_> {
     #[inline(always)]
-    fn gather_queries(&self, heads_per_kv: usize) -> Work {
+    fn gather_queries(&self, heads_per_kv: usize) -> Workspace {
         let head_dim = self.shape.head_dim;
         let padded = head_dim.next_multiple_of(LANES);
         let count = self.rows * heads_per_kv;
-        let mut queries = vec![0.0; count.next_multiple_of(TOGETHER) * head_dim];
+        let mut queries = vec![0.0; count.next_multiple_of(QUERY_GROUP) * head_dim];
         for row in 0..self.rows {
-            let start = (self.first + row) * self.source.query_stride + self.kv_head * heads_per_kv * head_dim;
-            let heads = &self.source.queries[start..start + heads_per_kv * head_dim];
+            let start = (self.first + row) * self.input.query_stride + self.kv_head * heads_per_kv * head_dim;
+            let heads = &self.input.queries[start..start + heads_per_kv * head_dim];
             for (index, head) in heads.chunks_exact(head_dim).enumerate() {
                 let query = row * heads_per_kv + index;
-                let group = &mut queries[query / TOGETHER * TOGETHER * head_dim..][..TOGETHER * head_dim];
-                for (together, element) in group.chunks_exact_mut(TOGETHER).zip(head) {
-                    together[query % TOGETHER] = element * self.shape.scale;
+                let group = &mut queries[query / QUERY_GROUP * QUERY_GROUP * head_dim..][..QUERY_GROUP * head_dim];
+                for (elements, element) in group.chunks_exact_mut(QUERY_GROUP).zip(head) {
+                    elements[query % QUERY_GROUP] = element * self.shape.scale;
                 }
             }
         }
-        Work {
+        Workspace {
             head_dim,
             padded,
             queries,
@@ -203,27 +208,29 @@ impl Attend<'_> {
     }
 
     #[inline(always)]
-    fn gather_block(&self, work: &mut Work, start: usize, len: usize) {
-        let (key_place, value_place) = (self.source.keys[self.kv_head], self.source.values[self.kv_head]);
+    fn gather_block(&self, work: &mut Workspace, start: usize, len: usize) {
+        let key_layout = self.input.keys[self.kv_head];
+        let value_layout = self.input.values[self.kv_head];
         for index in 0..len {
-            let key = self.source.token(key_place, work.head_dim, start + index);
+            let key = self.input.token(key_layout, work.head_dim, start + index);
             let group = &mut work.keys[index / LANES * LANES * work.head_dim..][..LANES * work.head_dim];
             for (lanes, element) in group.chunks_exact_mut(LANES).zip(key) {
                 lanes[index % LANES] = *element;
             }
-            let value = self.source.token(value_place, work.head_dim, start + index);
+            let value = self.input.token(value_layout, work.head_dim, start + index);
             work.values[index * work.padded..][..work.head_dim].copy_from_slice(value);
         }
     }
 
     #[inline(always)]
-    fn scatter(&self, work: &Work, heads_per_kv: usize) {
+    fn write_results(&self, work: &Workspace, heads_per_kv: usize) {
         let row_width = self.shape.heads * work.head_dim;
         let width = heads_per_kv * work.head_dim;
         for row in 0..self.rows {
             let at = (self.first + row) * row_width + self.kv_head * width;
-            // SAFETY: every task has rows and a key head of its own.
-            let out = unsafe { self.out.part(at, width) };
+            // SAFETY: tasks differ in their rows or in their key head, so no two write the same
+            // range.
+            let out = unsafe { self.out.range_mut(at, width) };
             for (index, out) in out.chunks_exact_mut(work.head_dim).enumerate() {
                 let query = row * heads_per_kv + index;
                 let scale = 1.0 / work.running[query].1;
@@ -234,7 +241,8 @@ impl Attend<'_> {
     }
 }
 
-/// Calls `$kernel::<N>` for N queries at a time.
+/// Calls `$kernel::<N>` with `N` as a constant, so that the compiler keeps the `N` accumulators in
+/// registers.
 macro_rules! by_count {
     ($count:expr, $kernel:ident($($argument:expr),*)) => {
         match $count {
@@ -243,19 +251,20 @@ macro_rules! by_count {
             3 => $kernel::<3>($($argument),*),
             4 => $kernel::<4>($($argument),*),
             5 => $kernel::<5>($($argument),*),
-            _ => $kernel::<TOGETHER>($($argument),*),
+            _ => $kernel::<QUERY_GROUP>($($argument),*),
         }
     };
 }
 
-/// Scores of all queries from `first` on (and of those that share its group) with the keys of the first `groups` lane
-/// groups.
+/// Computes the scores of the queries from `first` on with the keys of the first `groups` lane
+/// groups. Also recomputes earlier queries in `first`'s group; their scores are not read again.
 #[inline(always)]
-fn scores(work: &mut Work, first: usize, groups: usize) {
+fn scores(work: &mut Workspace, first: usize, groups: usize) {
     let total = work.running.len();
-    for query in (first / TOGETHER * TOGETHER..total).step_by(TOGETHER) {
-        let count = TOGETHER.min(total - query);
-        let (queries, _) = work.queries[query * work.head_dim..][..TOGETHER * work.head_dim].as_chunks::<TOGETHER>();
+    for query in (first / QUERY_GROUP * QUERY_GROUP..total).step_by(QUERY_GROUP) {
+        let count = QUERY_GROUP.min(total - query);
+        let (queries, _) =
+            work.queries[query * work.head_dim..][..QUERY_GROUP * work.head_dim].as_chunks::<QUERY_GROUP>();
         let (out, _) = work.scores[query * BLOCK..(query + count) * BLOCK].as_chunks_mut::<BLOCK>();
         for group in 0..groups {
             let (keys, _) = work.keys[group * LANES * work.head_dim..][..LANES * work.head_dim].as_chunks::<LANES>();
@@ -266,7 +275,7 @@ fn scores(work: &mut Work, first: usize, groups: usize) {
 
 #[inline(always)]
 fn score_group<const N: usize>(
-    queries: &[[f32; TOGETHER]],
+    queries: &[[f32; QUERY_GROUP]],
     keys: &[[f32; LANES]],
     group: usize,
     out: &mut [[f32; BLOCK]],
@@ -284,15 +293,16 @@ fn score_group<const N: usize>(
     }
 }
 
-/// Turns scores into weights relative to the running maximum, and brings earlier sums to the new maximum. `limits` are
-/// the keys of this block that each query sees.
+/// Turns scores into weights relative to the running maximum, and rescales earlier sums to the new
+/// maximum. `limits` holds, per query, the number of visible keys in this block.
 #[inline(always)]
-fn weights(work: &mut Work, first: usize, limits: &[usize]) {
+fn weights(work: &mut Workspace, first: usize, limits: &[usize]) {
     for (query, &limit) in (first..).zip(limits) {
         let scores = &mut work.scores[query * BLOCK..(query + 1) * BLOCK];
         let (lanes, _) = scores.as_chunks_mut::<LANES>();
         let lanes = &mut lanes[..limit.div_ceil(LANES)];
         let last = lanes.len() - 1;
+        // Keys behind the limit belong to later positions. A weight of exp(-inf) = 0 hides them.
         for (lane, score) in lanes[last].iter_mut().enumerate() {
             if last * LANES + lane >= limit {
                 *score = f32::NEG_INFINITY;
@@ -315,7 +325,7 @@ fn weights(work: &mut Work, first: usize, limits: &[usize]) {
         }
         let correction = exp(old_max - max);
         work.running[query] = (max, old_sum * correction + sum_lanes(sums));
-        // In the first block there is nothing to correct; after it most blocks bring no new maximum.
+        // The first block has nothing to rescale, and most later blocks bring no new maximum.
         if correction != 1.0 {
             work.sums[query * work.padded..(query + 1) * work.padded].iter_mut().for_each(|sum| *sum *= correction);
         }
@@ -323,13 +333,14 @@ fn weights(work: &mut Work, first: usize, limits: &[usize]) {
 }
 
 #[inline(always)]
-fn weighted_values(work: &mut Work, first: usize, limits: &[usize]) {
-    for (index, limits) in limits.chunks(TOGETHER).enumerate() {
-        let query = first + index * TOGETHER;
+fn weighted_values(work: &mut Workspace, first: usize, limits: &[usize]) {
+    for (index, limits) in limits.chunks(QUERY_GROUP).enumerate() {
+        let query = first + index * QUERY_GROUP;
         let (padded, count) = (work.padded, limits.len());
         let (weights, _) = work.scores[query * BLOCK..(query + count) * BLOCK].as_chunks::<BLOCK>();
         let sums = &mut work.sums[query * padded..(query + count) * padded];
-        // Limits only grow from query to query: what all see is what the first sees.
+        // Limits never decrease from query to query, so every query sees the keys that the first
+        // sees.
         let common = limits[0];
         by_count!(count, add_values(weights, &work.values, padded, 0..common, sums));
         for (n, &limit) in limits.iter().enumerate().filter(|&(_, &limit)| limit > common) {
@@ -339,7 +350,7 @@ fn weighted_values(work: &mut Work, first: usize, limits: &[usize]) {
     }
 }
 
-/// Adds the weighted values of the keys `seen` of this block to the sums of the first `N` queries.
+/// Adds the weighted values of the keys in `seen` to the sums of the first `N` queries.
 #[inline(always)]
 fn add_values<const N: usize>(
     weights: &[[f32; BLOCK]],
@@ -384,7 +395,7 @@ mod tests {
         (0..len).map(|_| next()).collect()
     }
 
-    /// Keys and values `[token][head][element]` put into pages; what no token has written is NaN.
+    /// Stores keys and values `[token][head][element]` in pages. Slots without a token hold NaN.
     fn pages(shape: &AttentionShape, keys: &[f32], values: &[f32], page_tokens: usize) -> Vec<Vec<f32>> {
         let width = shape.kv_heads * shape.head_dim;
         let tokens = keys.len() / width;
@@ -407,9 +418,9 @@ mod tests {
         position: usize,
     ) -> Vec<f32> {
         let width = shape.kv_heads * shape.head_dim;
-        let place =
-            |start| (0..shape.kv_heads).map(move |h| HeadPlace { start: start + h * shape.head_dim, stride: width });
-        let (keys, values): (Vec<_>, Vec<_>) = (place(0).collect(), place(page_tokens * width).collect());
+        let layouts =
+            |start| (0..shape.kv_heads).map(move |h| HeadLayout { start: start + h * shape.head_dim, stride: width });
+        let (keys, values): (Vec<_>, Vec<_>) = (layouts(0).collect(), layouts(page_tokens * width).collect());
         let pages: Vec<&[f32]> = pages.iter().map(Vec::as_slice).collect();
         let mut out = vec![f32::NAN; queries.len()];
         let chunk = AttentionChunk {
@@ -426,7 +437,7 @@ mod tests {
         out
     }
 
-    fn naive(
+    fn reference(
         shape: &AttentionShape,
         query: &[f32],
         head: usize,
@@ -449,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn agrees_with_the_formula() {
+    fn attention_agrees_with_the_formula_in_f64() {
         for (shape, tokens) in [
             (SHAPE, 150),
             (AttentionShape { heads: 1, kv_heads: 1, head_dim: 1, scale: 1.0 }, 3),
@@ -462,14 +473,14 @@ mod tests {
             let out = run(&shape, &queries, &pages(&shape, &keys, &values, 16), 16, 0);
             for (index, (out, query)) in out.chunks(shape.head_dim).zip(queries.chunks(shape.head_dim)).enumerate() {
                 let (row, head) = (index / shape.heads, index % shape.heads);
-                let exact = naive(&shape, query, head, &keys, &values, row + 1);
+                let exact = reference(&shape, query, head, &keys, &values, row + 1);
                 assert!(out.iter().zip(exact).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5), "row {row} head {head}");
             }
         }
     }
 
     #[test]
-    fn chunks_and_pages_change_no_bit() {
+    fn result_is_bit_identical_for_every_chunk_and_page_size() {
         let tokens = 211;
         let (width, row) = (SHAPE.kv_heads * SHAPE.head_dim, SHAPE.heads * SHAPE.head_dim);
         let (keys, values) = (noise(tokens * width, 4), noise(tokens * width, 5));
@@ -478,7 +489,8 @@ mod tests {
         for (page_tokens, chunk) in [(16, 1), (7, 13), (64, 64), (300, 100), (1, 33)] {
             for first in (0..tokens).step_by(chunk) {
                 let end = (first + chunk).min(tokens);
-                // Only what lies before the chunk's end is in the pages: the rest is NaN.
+                // The pages hold only positions before the chunk's end. A read beyond it would
+                // return NaN.
                 let pages = pages(&SHAPE, &keys[..end * width], &values[..end * width], page_tokens);
                 let part = run(&SHAPE, &queries[first * row..end * row], &pages, page_tokens, first);
                 let same = part.iter().zip(&whole[first * row..]).all(|(a, b)| a.to_bits() == b.to_bits());

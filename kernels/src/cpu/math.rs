@@ -1,11 +1,11 @@
-//! Sums, maxima and exponentials over rows.
+//! Sums, maxima and exponentials with a fixed order of operations.
 
 use pulp::{Arch, NullaryFnOnce};
 
-/// Lanes a sum over a row runs in, whatever the width of the machine's vectors.
+/// Partial sums per row. Fixed, so that results do not depend on the vector width of the machine.
 pub const LANES: usize = 16;
 
-/// Adds the lanes in pairs, always in the same order.
+/// Adds the lanes pairwise, always in the same order.
 #[inline(always)]
 pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
@@ -18,13 +18,13 @@ pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// The larger of two. Unlike `f32::max` it is one instruction; if one of them is NaN, the result is either.
+/// Larger of two values. Compiles to one instruction, unlike `f32::max`. If one value is NaN,
+/// returns either.
 #[inline(always)]
 pub(super) fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// The largest lane.
 #[inline(always)]
 pub(super) fn max_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
@@ -37,14 +37,16 @@ pub(super) fn max_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// e to the power of `x`, to about 1e-7 relative; 0 below -87. Branch-free, so that loops over it become vector code.
+/// Computes `e^x` with a relative error of about 1e-7. Returns 0 below -87. Branch-free, so that
+/// the compiler vectorises loops over it.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; a polynomial (Cephes' `expf`) gives e^r, and n goes into the exponent's bits.
+/// Writes `x = n·ln 2 + r` with `|r| ≤ ln 2 / 2`. A polynomial (Cephes' `expf`) gives `e^r`, and
+/// `n` is added to the exponent bits.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.0;
     const HIGHEST: f32 = 88.0;
-    // Adding 1.5·2²³ rounds to an integer and leaves it in the lowest bits.
+    // Adding 1.5·2²³ rounds to an integer and leaves it in the lowest mantissa bits.
     const ROUND: f32 = 12_582_912.0;
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
@@ -61,10 +63,10 @@ pub(super) fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { mantissa * power }
 }
 
-/// Turns `row` into probabilities in place. An empty row stays empty.
+/// Replaces `row` by its softmax. An empty row stays empty.
 pub fn softmax(row: &mut [f32]) {
-    struct Op<'a>(&'a mut [f32]);
-    impl NullaryFnOnce for Op<'_> {
+    struct Softmax<'a>(&'a mut [f32]);
+    impl NullaryFnOnce for Softmax<'_> {
         type Output = ();
         #[inline(always)]
         fn call(self) {
@@ -80,10 +82,11 @@ pub fn softmax(row: &mut [f32]) {
             self.0.iter_mut().for_each(|x| *x *= scale);
         }
     }
-    Arch::new().dispatch(Op(row));
+    Arch::new().dispatch(Softmax(row));
 }
 
-/// Index of the largest value, the lowest of equals; NaN never is. 0 for an empty row.
+/// Index of the largest value. Returns the lowest index among equals, and 0 for an empty row. NaN
+/// never wins.
 pub fn argmax(row: &[f32]) -> u32 {
     let mut best = 0;
     let mut max = f32::NEG_INFINITY;
@@ -100,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exp_is_close_everywhere() {
+    fn exp_is_accurate_over_its_whole_range() {
         let mut worst = 0.0f64;
         for i in -86_990..88_000 {
             let x = i as f32 * 1e-3;
@@ -115,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn softmax_sums_to_one() {
+    fn softmax_agrees_with_the_formula_in_f64() {
         let mut row: Vec<f32> = (0..37).map(|i| (i as f32 * 0.37).sin() * 5.0).collect();
         let naive: Vec<f64> = {
             let e: Vec<f64> = row.iter().map(|&x| f64::from(x).exp()).collect();
@@ -130,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn argmax_takes_the_first_best() {
+    fn argmax_returns_the_first_of_equal_maxima() {
         assert_eq!(argmax(&[1.0, 3.0, f32::NAN, 3.0]), 1);
         assert_eq!(argmax(&[]), 0);
         assert_eq!(argmax(&[f32::NAN, f32::NEG_INFINITY, -3.0]), 2);

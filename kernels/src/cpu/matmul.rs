@@ -1,50 +1,53 @@
-//! Products of rows with a weight matrix that was laid out once for them.
+//! Products of activations with a weight matrix that is packed once, when the model is loaded.
 //!
-//! The matrix is kept in panels of [`PANEL`] outputs, each `[inputs][PANEL]`: what the microkernels of the `gemm` crate
-//! read in one go, so that nothing is packed per call. Each call of `gemm` is one panel times at most [`ROWS`] rows.
-//! That size makes its choice of blocking a function of `inputs` alone, and a single row is computed as two equal ones,
-//! because `gemm` has another path, with another order of sums, for one. So a row's result does not depend on its
-//! neighbours.
+//! Invariant: the result of a row does not depend on the other rows of the call, not even in one
+//! bit. Three choices ensure this:
+//! - The matrix is stored in panels of [`PANEL`] outputs, each `[inputs][PANEL]`. The microkernels
+//!   of `gemm-f32` read a panel in one pass, so no call packs anything.
+//! - One `gemm` call multiplies one panel by at most [`ROWS`] rows. At this size, gemm chooses its
+//!   blocking from `inputs` alone.
+//! - A single row is multiplied as two equal rows. For one row, gemm takes another path, which sums
+//!   in another order.
 
-use super::share::Shared;
+use super::disjoint::DisjointSlice;
+use gemm_common::Parallelism;
 use rayon::prelude::*;
 use thiserror::Error;
 
-/// Outputs of a panel: three vectors of AVX-512, six of AVX2.
+/// Outputs per panel: three AVX-512 vectors, or six AVX2 vectors.
 const PANEL: usize = 48;
-/// Most rows of one call of `gemm`.
+/// Maximum number of rows per `gemm` call.
 const ROWS: usize = 64;
-/// Multiplications that are worth a task of their own.
+/// Multiplications per rayon task. Smaller products run on the calling thread.
 const TASK_PRODUCTS: usize = 1 << 16;
 
-/// A weight matrix `[outputs][inputs]`, laid out for [`matmul`].
+/// Weight matrix `[outputs][inputs]`, packed for [`matmul`].
 #[derive(Clone)]
-pub struct Packed {
+pub struct PackedMatrix {
     outputs: usize,
     inputs: usize,
     panels: Vec<f32>,
 }
 
-/// Why a matrix cannot be laid out.
+/// The allocator has no memory for a matrix of this size.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("a matrix of {outputs} × {inputs} does not fit into memory")]
+#[error("no memory for a matrix of {outputs} × {inputs}")]
 pub struct PackError {
-    /// Rows of the matrix.
     pub outputs: usize,
-    /// Columns of the matrix.
     pub inputs: usize,
 }
 
-impl Packed {
-    /// Lays out a matrix; `fill(output, row)` writes the `inputs` weights of one output.
+impl PackedMatrix {
+    /// Packs a matrix. `fill(output, row)` writes the `inputs` weights of one output. Calls `fill`
+    /// from several threads.
     ///
     /// # Errors
-    /// If memory for it cannot be had.
+    /// If the allocation fails.
     pub fn new(
         outputs: usize,
         inputs: usize,
         fill: impl Fn(usize, &mut [f32]) + Send + Sync,
-    ) -> Result<Packed, PackError> {
+    ) -> Result<PackedMatrix, PackError> {
         let error = PackError { outputs, inputs };
         let panel = PANEL.checked_mul(inputs).ok_or(error.clone())?;
         let len = outputs.div_ceil(PANEL).checked_mul(panel).ok_or(error.clone())?;
@@ -62,23 +65,22 @@ impl Packed {
                 }
             },
         );
-        Ok(Packed { outputs, inputs, panels })
+        Ok(PackedMatrix { outputs, inputs, panels })
     }
 
-    /// Length of an output row.
     pub fn outputs(&self) -> usize {
         self.outputs
     }
 
-    /// Length of an input row.
     pub fn inputs(&self) -> usize {
         self.inputs
     }
 
-    /// Copies the weights of output `output`: how a token's embedding is taken from a matrix that is also the output matrix.
+    /// Copies the weights of one output. A model with tied embeddings reads token embeddings this
+    /// way.
     ///
     /// # Panics
-    /// If there is no such output.
+    /// If the output does not exist, or `row` has another length than `inputs`.
     pub fn copy_row(&self, output: usize, row: &mut [f32]) {
         assert!(output < self.outputs && row.len() == self.inputs, "the row exists and fits");
         let panel = self.panel(output / PANEL);
@@ -93,33 +95,35 @@ impl Packed {
     }
 }
 
-impl std::fmt::Debug for Packed {
+impl std::fmt::Debug for PackedMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Packed({} × {})", self.outputs, self.inputs)
+        write!(f, "PackedMatrix({} × {})", self.outputs, self.inputs)
     }
 }
 
-/// `out[r][o] = Σ_i x[r][i] · weight[o][i] + bias[o]`, the sum in the order of `i` (in blocks of 512).
+/// Computes `out[r][o] = Σ_i x[r][i] · weight[o][i] + bias[o]`.
+/// Sums in the order of `i`, in blocks of 512.
 ///
-/// Shapes: `x` `[rows][inputs]`, `bias` `[outputs]`, `out` `[rows][outputs]`.
+/// Shapes: `x` is `[rows][inputs]`, `bias` is `[outputs]`, `out` is `[rows][outputs]`.
 ///
 /// # Panics
-/// If the shapes do not agree.
-pub fn matmul(x: &[f32], weight: &Packed, bias: Option<&[f32]>, out: &mut [f32]) {
-    let Packed { outputs, inputs, .. } = *weight;
+/// If the shapes disagree.
+pub fn matmul(x: &[f32], weight: &PackedMatrix, bias: Option<&[f32]>, out: &mut [f32]) {
+    let PackedMatrix { outputs, inputs, .. } = *weight;
     assert!(inputs > 0 && outputs > 0, "a matrix has elements");
     let rows = x.len() / inputs;
     assert!(x.len() == rows * inputs && out.len() == rows * outputs, "shapes of the product agree");
     assert!(bias.is_none_or(|b| b.len() == outputs), "the bias has one value per output");
     let blocks = rows.div_ceil(ROWS);
     let panels = outputs.div_ceil(PANEL);
-    let out = Shared::new(out);
+    let out = DisjointSlice::new(out);
     let tile = |index: usize| {
-        // Neighbouring tasks share rows, so that these stay in the cache while the panels pass.
+        // Neighbouring indices share rows, so the rows stay in the cache while the panels pass.
         let (block, panel) = (index / panels, index % panels);
         let first = block * ROWS;
         let x = &x[first * inputs..(first + ROWS).min(rows) * inputs];
-        // SAFETY: every index is a block of rows and a panel of outputs of its own.
+        // SAFETY: each index is a distinct pair of row block and panel, so no two calls write the
+        // same outputs.
         unsafe { multiply(x, weight, panel, bias, &out, first) };
     };
     let products_per_tile = rows.min(ROWS) * PANEL * inputs;
@@ -130,41 +134,51 @@ pub fn matmul(x: &[f32], weight: &Packed, bias: Option<&[f32]>, out: &mut [f32])
     (0..blocks * panels).into_par_iter().with_min_len(tiles_per_task).for_each(tile);
 }
 
-/// One panel times at most [`ROWS`] rows.
+/// Multiplies at most [`ROWS`] rows by one panel.
 ///
 /// # Safety
-/// No other thread touches these outputs of these rows.
-unsafe fn multiply(x: &[f32], weight: &Packed, panel: usize, bias: Option<&[f32]>, out: &Shared<'_>, first_row: usize) {
-    let Packed { outputs, inputs, .. } = *weight;
+/// No other thread accesses these outputs of these rows during the call.
+unsafe fn multiply(
+    x: &[f32],
+    weight: &PackedMatrix,
+    panel: usize,
+    bias: Option<&[f32]>,
+    out: &DisjointSlice<'_>,
+    first_row: usize,
+) {
+    let PackedMatrix { outputs, inputs, .. } = *weight;
     let rows = x.len() / inputs;
     let first = panel * PANEL;
     let width = PANEL.min(outputs - first);
     let panel = weight.panel(panel);
     if rows == 1 {
-        // A single row is computed twice: see the top of this file.
+        // One row is computed twice to stay on gemm's path for several rows (see the module docs).
         let mut twice = [0.0f32; 2 * PANEL];
-        // SAFETY: two columns, both of them the row `x`, go to `twice`, a panel's width apart.
+        // SAFETY: both columns read the row `x` (stride 0). They write to `twice`, one panel width
+        // apart.
         unsafe { gemm_panel(panel, width, inputs, x.as_ptr(), 0, 2, twice.as_mut_ptr(), PANEL) };
-        // SAFETY: the caller's promise.
-        unsafe { out.part(first_row * outputs + first, width) }.copy_from_slice(&twice[..width]);
+        // SAFETY: the caller guarantees exclusive access to these outputs.
+        unsafe { out.range_mut(first_row * outputs + first, width) }.copy_from_slice(&twice[..width]);
     } else {
-        let target = out.start_of(first_row * outputs + first, (rows - 1) * outputs + width);
-        // SAFETY: the columns are the rows of `x`; they go to the caller's own outputs of its rows, `outputs` apart, the
-        // last of which ends inside `out`, as `start_of` has checked.
+        let target = out.range_ptr(first_row * outputs + first, (rows - 1) * outputs + width);
+        // SAFETY: the columns read the rows of `x` and write the caller's outputs, `outputs`
+        // elements apart. `range_ptr` has checked that the last one ends inside `out`.
         unsafe { gemm_panel(panel, width, inputs, x.as_ptr(), inputs, rows, target, outputs) };
     }
     let Some(bias) = bias else { return };
     for row in first_row..first_row + rows {
-        // SAFETY: the caller's promise.
-        let out = unsafe { out.part(row * outputs + first, width) };
+        // SAFETY: the caller guarantees exclusive access to these outputs.
+        let out = unsafe { out.range_mut(row * outputs + first, width) };
         out.iter_mut().zip(&bias[first..]).for_each(|(out, bias)| *out += bias);
     }
 }
 
-/// `target[c · target_stride + o] = Σ_i panel[i · PANEL + o] · x[c · x_stride + i]` for `o < width`, `c < columns`.
+/// Computes `target[c · target_stride + o] = Σ_i panel[i · PANEL + o] · x[c · x_stride + i]`,
+/// for `o < width` and `c < columns`.
 ///
 /// # Safety
-/// `x` is readable and `target` writable, by this thread alone, at the places named; `width` ≤ [`PANEL`].
+/// `x` must be readable, and `target` writable by this thread alone, at every index the formula
+/// names.
 #[allow(clippy::too_many_arguments)]
 unsafe fn gemm_panel(
     panel: &[f32],
@@ -176,31 +190,35 @@ unsafe fn gemm_panel(
     target: *mut f32,
     target_stride: usize,
 ) {
-    assert!(width <= PANEL && panel.len() == inputs * PANEL, "the panel is whole");
-    let (x_stride, target_stride) = (x_stride as isize, target_stride as isize);
-    let (left, stride, one) = (panel.as_ptr(), PANEL as isize, gemm::Parallelism::None);
-    // SAFETY: the caller's promise, and the panel is as long as asserted.
+    assert!(width <= PANEL && panel.len() == inputs * PANEL, "the panel has PANEL outputs");
+    let x_stride = x_stride as isize;
+    let target_stride = target_stride as isize;
+    let gemm = gemm_f32::gemm::f32::get_gemm_fn();
+    // SAFETY: the caller guarantees `x` and `target`. The assertion above covers the panel.
     unsafe {
-        gemm::gemm(
+        gemm(
             width,
             columns,
             inputs,
             target,
             target_stride,
             1,
+            // `target` is overwritten, not added to. So the factor 0 for it is never used.
             false,
-            left,
-            stride,
+            panel.as_ptr(),
+            PANEL as isize,
             1,
             x,
             x_stride,
             1,
             0.0,
             1.0,
+            // Conjugation has no meaning for real numbers.
             false,
             false,
             false,
-            one,
+            // The caller's rayon tasks are the only parallelism.
+            Parallelism::None,
         );
     }
 }
@@ -218,12 +236,13 @@ mod tests {
         (0..len).map(|_| next()).collect()
     }
 
-    fn pack(weights: &[f32], outputs: usize, inputs: usize) -> Packed {
-        Packed::new(outputs, inputs, |o, row| row.copy_from_slice(&weights[o * inputs..(o + 1) * inputs])).unwrap()
+    fn pack(weights: &[f32], outputs: usize, inputs: usize) -> PackedMatrix {
+        PackedMatrix::new(outputs, inputs, |o, row| row.copy_from_slice(&weights[o * inputs..(o + 1) * inputs]))
+            .unwrap()
     }
 
     #[test]
-    fn agrees_with_the_sum() {
+    fn product_agrees_with_the_sum_in_f64() {
         for (rows, outputs, inputs) in [(1, 1, 1), (1, 50, 2), (3, 48, 7), (65, 97, 33), (2, 320, 600), (130, 5, 1100)]
         {
             let (w, x, bias) = (values(outputs * inputs, 1), values(rows * inputs, 2), values(outputs, 3));
@@ -246,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_does_not_see_its_neighbours() {
+    fn result_of_a_row_is_independent_of_other_rows() {
         for (outputs, inputs) in [(576, 192), (192, 512), (50, 33), (100, 1300), (1, 3), (16, 2), (33, 1)] {
             let packed = pack(&values(outputs * inputs, 4), outputs, inputs);
             let x = values(200 * inputs, 5);
@@ -264,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absurd_matrix_is_refused() {
-        assert!(Packed::new(usize::MAX / 8, 1 << 20, |_, _| ()).is_err());
+    fn packing_refuses_a_matrix_larger_than_memory() {
+        assert!(PackedMatrix::new(usize::MAX / 8, 1 << 20, |_, _| ()).is_err());
     }
 }

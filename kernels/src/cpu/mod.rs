@@ -1,21 +1,24 @@
-//! Kernels for the CPU. Vector code is chosen at run time (AVX-512, AVX2 with FMA, or plain code); all cores are used
-//! through rayon, and a small piece of work stays on the calling thread.
+//! Kernels for the CPU.
 //!
-//! The order of every sum is fixed by the kernel alone: a matrix product adds in the order of the inner index, a sum over a
-//! row runs in [`LANES`] lanes that are then added in pairs, attention goes through the keys in blocks of absolute
-//! positions.
+//! Each kernel selects its vector code at run time: AVX-512, AVX2 with FMA, or portable code. Large
+//! calls spread over all cores with rayon. Small calls stay on the calling thread.
+//!
+//! Invariant: the kernel alone fixes the order of every sum.
+//! - A matrix product adds in the order of the inner index.
+//! - A sum over a row runs in [`LANES`] lanes, which are then added pairwise.
+//! - Attention visits the keys in blocks of absolute positions.
 
 mod activation;
 mod attention;
+mod disjoint;
 mod math;
 mod matmul;
 mod norm;
 mod rope;
-mod share;
 
 pub use activation::silu_mul;
-pub use attention::{AttentionChunk, AttentionShape, HeadPlace, attention};
+pub use attention::{AttentionChunk, AttentionShape, HeadLayout, attention};
 pub use math::{LANES, argmax, softmax};
-pub use matmul::{PackError, Packed, matmul};
+pub use matmul::{PackError, PackedMatrix, matmul};
 pub use norm::{add, rms_norm};
 pub use rope::{Rope, RopeTable};

@@ -1,42 +1,43 @@
-//! RMS norm, and the addition that comes before it.
+//! RMS norm, and the residual addition before it.
 
 use super::math::{LANES, sum_lanes};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-/// Elements that are worth a task of their own.
+/// Elements per rayon task. A smaller call stays on the calling thread, where it costs less than
+/// waking the pool.
 const TASK_ELEMENTS: usize = 1 << 15;
 
 fn rows_per_task(width: usize) -> usize {
     (TASK_ELEMENTS / width.max(1)).max(1)
 }
 
-/// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) · weight`, row by row.
+/// Computes `out[r] = x[r] / sqrt(mean(x[r]²) + eps) · weight` for every row.
 ///
-/// Shapes: `x` and `out` `[rows][width]`, `weight` `[width]`.
+/// Shapes: `x` and `out` are `[rows][width]`, `weight` is `[width]`.
 ///
 /// # Panics
-/// If the shapes do not agree.
+/// If the shapes disagree.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
     assert!(x.len() == out.len() && x.len().is_multiple_of(width.max(1)), "shapes of the norm agree");
-    let piece = rows_per_task(width) * width;
-    if x.len() <= piece {
-        return Arch::new().dispatch(Norm { x, weight, eps, out });
+    let chunk_len = rows_per_task(width) * width;
+    if x.len() <= chunk_len {
+        return Arch::new().dispatch(RmsNorm { x, weight, eps, out });
     }
-    out.par_chunks_mut(piece).zip(x.par_chunks(piece)).for_each(|(out, x)| {
-        Arch::new().dispatch(Norm { x, weight, eps, out });
+    out.par_chunks_mut(chunk_len).zip(x.par_chunks(chunk_len)).for_each(|(out, x)| {
+        Arch::new().dispatch(RmsNorm { x, weight, eps, out });
     });
 }
 
-struct Norm<'a> {
+struct RmsNorm<'a> {
     x: &'a [f32],
     weight: &'a [f32],
     eps: f32,
     out: &'a mut [f32],
 }
 
-impl NullaryFnOnce for Norm<'_> {
+impl NullaryFnOnce for RmsNorm<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -61,7 +62,7 @@ impl NullaryFnOnce for Norm<'_> {
     }
 }
 
-/// `x += y`, element by element.
+/// Computes `x += y`, element by element.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn agrees_with_the_formula() {
+    fn norm_agrees_with_the_formula_in_f64() {
         for width in [1, 7, 16, 48, 100] {
             let rows = 5;
             let x: Vec<f32> = (0..rows * width).map(|i| (i as f32 * 0.7).sin() * 3.0).collect();
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_do_not_see_each_other() {
+    fn result_of_a_row_is_independent_of_other_rows() {
         let width = 192;
         let x: Vec<f32> = (0..700 * width).map(|i| ((i * 7919 % 1000) as f32 - 500.0) * 0.01).collect();
         let weight = vec![1.5; width];

@@ -1,37 +1,29 @@
-//! Rotary positions, as Hugging Face lays them out: element `i` of a head turns together with element `i + head_dim / 2`.
+//! Rotary position embedding in the layout of Hugging Face: element `i` of a head rotates with
+//! element `i + head_dim / 2`.
 
-/// How the angle of a pair follows from its place in the head.
+/// Rule that derives the rotation speed of an element pair from its index in the head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rope {
-    /// `theta^(-2i / head_dim)` per position.
-    Default {
-        /// Base.
-        theta: f32,
-    },
-    /// The default, slowed down by `factor`.
-    Linear {
-        /// Base.
-        theta: f32,
-        /// How many times slower.
-        factor: f32,
-    },
-    /// Llama 3: slow pairs are slowed down by `factor`, fast ones not, those between by interpolation.
+    /// `theta^(-2i / head_dim)` radians per position.
+    Default { theta: f32 },
+    /// The default speed, divided by `factor`.
+    Linear { theta: f32, factor: f32 },
+    /// Llama 3: divides the speed of slow pairs by `factor`, keeps that of fast pairs, and
+    /// interpolates in between.
     Llama3 {
-        /// Base.
         theta: f32,
-        /// How many times slower.
         factor: f32,
-        /// Pairs that turn less often than this in `original_context` positions are slow.
+        /// Pairs with fewer rotations than this in `original_context` positions are slow.
         low_freq_factor: f32,
-        /// Pairs that turn more often than this in `original_context` positions are fast.
+        /// Pairs with more rotations than this in `original_context` positions are fast.
         high_freq_factor: f32,
-        /// Context the model was first trained with.
+        /// Context length of the first training phase, in tokens.
         original_context: f32,
     },
 }
 
 impl Rope {
-    /// Radians per position of each of the `head_dim / 2` pairs.
+    /// Returns the rotation speed of each of the `head_dim / 2` pairs, in radians per position.
     pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
         let theta = match *self {
             Rope::Default { theta } | Rope::Linear { theta, .. } | Rope::Llama3 { theta, .. } => theta,
@@ -45,21 +37,22 @@ impl Rope {
             Rope::Default { .. } => frequency,
             Rope::Linear { factor, .. } => frequency / factor,
             Rope::Llama3 { factor, low_freq_factor, high_freq_factor, original_context, .. } => {
-                let turns = original_context * frequency / std::f32::consts::TAU;
-                if turns < low_freq_factor {
+                let rotations = original_context * frequency / std::f32::consts::TAU;
+                if rotations < low_freq_factor {
                     return frequency / factor;
                 }
-                if turns > high_freq_factor {
+                if rotations > high_freq_factor {
                     return frequency;
                 }
-                let fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                let fast = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor);
                 (1.0 - fast) * frequency / factor + fast * frequency
             }
         }
     }
 }
 
-/// Sines and cosines for the rows of a batch.
+/// Cosines and sines for the rows of a batch. Computed once per batch, used by every layer and
+/// head.
 #[derive(Debug, Default)]
 pub struct RopeTable {
     pairs: usize,
@@ -68,7 +61,7 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Fills the table for rows at `positions`; earlier content is dropped.
+    /// Replaces the content by the values for rows at `positions`. Keeps the allocation.
     pub fn fill(&mut self, frequencies: &[f32], positions: impl Iterator<Item = usize>) {
         self.pairs = frequencies.len();
         self.values.clear();
@@ -79,10 +72,10 @@ impl RopeTable {
         }
     }
 
-    /// Turns one head (`[head_dim]`) of row `row`.
+    /// Rotates one head (`[head_dim]`) of row `row` in place.
     ///
     /// # Panics
-    /// If the row is not in the table.
+    /// If the table has no such row.
     #[inline]
     pub fn apply(&self, row: usize, head: &mut [f32]) {
         let table = &self.values[2 * row * self.pairs..2 * (row + 1) * self.pairs];
@@ -99,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn turns_pairs_by_position_times_frequency() {
+    fn pairs_rotate_by_position_times_frequency() {
         let rope = Rope::Default { theta: 100.0 };
         let frequencies = rope.frequencies(4);
         assert!((frequencies[0] - 1.0).abs() < 1e-7 && (frequencies[1] - 0.1).abs() < 1e-7);
@@ -116,15 +109,15 @@ mod tests {
     }
 
     #[test]
-    fn llama3_has_three_bands() {
+    fn llama3_scales_slow_pairs_and_keeps_fast_pairs() {
         let (factor, low, high, original_context) = (8.0, 1.0, 4.0, 32.0);
         let plain = Rope::Default { theta: 1e4 }.frequencies(16);
         let llama3 =
             Rope::Llama3 { theta: 1e4, factor, low_freq_factor: low, high_freq_factor: high, original_context };
         let mut bands = [0; 3];
         for (scaled, plain) in llama3.frequencies(16).into_iter().zip(plain) {
-            let turns = original_context * plain / std::f32::consts::TAU;
-            let band = usize::from(turns > low) + usize::from(turns > high);
+            let rotations = original_context * plain / std::f32::consts::TAU;
+            let band = usize::from(rotations > low) + usize::from(rotations > high);
             bands[band] += 1;
             match band {
                 0 => assert_eq!(scaled, plain / factor),

@@ -1,62 +1,108 @@
 //! The Larder store client.
 //!
-//! A [`Client`] attaches to one or more store nodes by URL, spreads page keys over them by rendezvous hashing, and moves
-//! pages: [`Client::lookup`], [`Client::get`], [`Client::put`], [`Client::follow`]. Every answer is checked here, at the far
-//! end: identity and CRC of every chunk. What does not check is a miss.
+//! A [`Client`] attaches to one or more store nodes by URL and moves KV-cache pages. It places each
+//! key on a node by rendezvous hashing, so clients agree on the owner without a coordinator.
 //!
-//! The store is a cache: nothing here fails because a node is away. A page that cannot be had in time is a miss, a page that
-//! cannot be put is lost, and both are counted. The client reconnects by itself with backoff.
+//! The store is a cache, so nothing here fails because a node is absent. A page that does not
+//! arrive in time is a miss. A page that cannot be put is lost. The client counts both, and
+//! reconnects in the background.
 //!
-//! Where things are: [`client`](Client) (what callers see) · `connect` (a node's data port, and from there its memory) ·
-//! `link` (one node: multiplex, receive) · `lanes` (more connections to it) · `sink` (where answers go, and the checks) · `lookup`, `get` · `put`, `put_pages`, `parts` ·
-//! `rdma` (lines to a node) · `view` (pages in place) · `memory` (buffers that nodes can be told of) · `follow` · `pin` · `members` (registration) ·
-//! `spread` (which node has which key) · [`StoreUrl`].
-#![forbid(unsafe_code)]
+//! The client verifies every page at this end: identity, and the checksum of every chunk. A page
+//! that does not match is a miss.
+//!
+//! | to | use |
+//! | --- | --- |
+//! | attach, wait for nodes | [`Client::attach`], [`Client::ready`] |
+//! | find pages | [`Client::lookup`], [`Client::locate`], [`Client::exists`] |
+//! | read pages | [`Client::get`], [`Client::get_ranges`], [`Client::view`] |
+//! | write pages | [`Client::put`] part by part, [`Client::put_pages`] many at once |
+//! | read a page while it is written | [`Client::follow`] |
+//! | steer the cache | [`Client::warm`], [`Client::pin`], [`Client::pins`], [`Client::forget`] |
+//! | discover engines | [`Client::register`], [`Client::members`] |
+//! | observe | [`Client::status`], [`Client::stats`] |
+//!
+//! # Example
+//!
+//! ```no_run
+//! use bytes::Bytes;
+//! use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome, StoreUrl};
+//! use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+//! use std::time::{Duration, Instant};
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let url: StoreUrl = "larder://127.0.0.1:7700".parse()?;
+//! // Only clients with equal descriptors share pages.
+//! let geometry = PageGeometry {
+//!     dtype: KvDtype::Bf16,
+//!     layers: 16,
+//!     kv_heads: 8,
+//!     head_dim: 64,
+//!     page_tokens: 32,
+//!     layers_per_part: 4,
+//!     head_groups: 1,
+//! };
+//! let namespace =
+//!     NamespaceDescriptor { model: "example".into(), weights: [0; 32], geometry, tenant:
+//! "docs".into() }; let client = Client::attach(url, Some(namespace), ClientOptions::default());
+//! assert!(client.ready(Duration::from_secs(5)).await, "no node is reachable");
+//!
+//! let key = PageKey::chain(None, &[1, 2, 3]);
+//! let page = NewPage { key, parent: PageKey::NONE, position: 0 };
+//! let bytes = Bytes::from(vec![7; geometry.page_bytes()]);
+//! let deadline = Instant::now() + Duration::from_secs(1);
+//! let outcomes = client.put_pages(vec![(page, bytes)], PutOptions::default(), deadline).await;
+//! assert_eq!(outcomes, [PutOutcome::Stored]);
+//!
+//! let buffer = client.buffer(geometry.page_bytes());
+//! let (buffer, tier) = client.get(vec![(key, buffer)], deadline).await.remove(0);
+//! assert!(tier.is_some() && buffer.iter().all(|&byte| byte == 7));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `examples/put_get.rs` and `examples/follow.rs` are complete programs.
+//!
+//! # Layers
+//!
+//! `operations` (one file per operation) is above `connection` (one connection pool per node).
+//! `client` holds the state that operations share. `placement`, `budget`, `buffer`, `random`,
+//! `stats`, `options` and `url` are leaves.
 
+// The simulation runs this crate: see store/clippy.toml.
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod budget;
 mod buffer;
 mod client;
-mod clock;
-mod connect;
-mod follow;
-mod get;
-mod lanes;
-mod link;
-mod lookup;
-mod members;
-mod memory;
-mod parts;
-mod pin;
-mod put;
-mod put_pages;
-mod rdma;
-mod sink;
-mod spread;
+mod connection;
+mod operations;
+mod options;
+mod placement;
+mod random;
 mod stats;
 mod url;
-mod view;
 
-pub use client::{Client, ClientOptions, Forgotten, NodeView, Tier};
-pub use follow::{Follow, FollowEnd};
-pub use get::{Fetched, GetOptions};
+pub use buffer::Buffer;
+pub use client::Client;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
-pub use lookup::{Lease, Lookup};
-pub use members::{Member, Registration};
-pub use memory::Buffer;
-pub use pin::{PinKind, Pinned};
-pub use put::{NewPage, PagePut, PutOptions, PutOutcome};
+pub use operations::{
+    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PagePin,
+};
+pub use operations::{PagePut, PageView, PinKind, Pinned, PutOptions, PutOutcome, Registration, Tier};
+pub use options::ClientOptions;
 pub use stats::ClientStats;
-pub use url::{CONNECTIONS, StoreUrl, Transport, UrlError};
-pub use view::PageView;
+pub use url::{DEFAULT_CONNECTIONS, MAX_CONNECTIONS, MAX_NODES, StoreUrl, Transport, UrlError};
 
-/// A client over other connections than sockets, and what it has under way: for simulations.
+/// Hooks for simulations: connections that are not sockets, and the resources of a client.
 #[doc(hidden)]
 pub mod sim {
     use crate::{Client, ClientOptions, StoreUrl};
     use larder_format::NamespaceDescriptor;
     use std::sync::Arc;
 
-    pub use crate::connect::Connector;
-    pub use crate::rdma::{Devices, open as open_devices};
+    pub use crate::connection::{Connector, Devices, open_devices};
 
     /// Like [`Client::attach`], with connections that `connector` makes.
     pub fn attach(
@@ -65,11 +111,12 @@ pub mod sim {
         namespace: NamespaceDescriptor,
         options: ClientOptions,
     ) -> Client {
-        Client::attach_by(connector, url, Some(namespace), options)
+        Client::attach_with(connector, url, Some(namespace), options)
     }
 
-    /// Payload bytes of puts that wait in this client, requests that wait for answers, and bytes of its memory that are taken.
-    pub fn under_way(client: &Client) -> (usize, usize, usize) {
-        client.under_way()
+    /// Resources in use: payload bytes of queued puts, outstanding requests, and bytes of shared
+    /// memory that are allocated. All are zero once no operation is in progress.
+    pub fn in_flight(client: &Client) -> (usize, usize, usize) {
+        client.in_flight()
     }
 }

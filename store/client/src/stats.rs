@@ -1,29 +1,34 @@
-//! Counters.
+//! Counters of a client.
 
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counters of a client since it began.
+/// Counters of a client since it was attached, in pages unless stated otherwise.
+///
+/// The counters are independent: a snapshot may show one half of a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientStats {
-    /// Pages read and checked.
+    /// Pages and ranges that were read and verified.
     pub get_hits: u64,
-    /// Pages asked for and not had.
+    /// Pages and ranges that were requested and not read, for any reason.
     pub get_misses: u64,
-    /// Of these, pages that a node was too busy for.
+    /// Misses because a node was busy. Included in [`ClientStats::get_misses`].
     pub gets_busy: u64,
-    /// Gets at a node that were given up because it had not begun to answer in time.
+    /// Get requests, of many pages each, that the client abandoned because of
+    /// [`GetOptions::hedge_after`](crate::GetOptions::hedge_after).
     pub gets_hedged: u64,
-    /// Pages or parts whose bytes or identity did not check: dropped.
+    /// Pages whose identity or checksum did not match, and which were discarded. A value above 0
+    /// means damage on the network, in memory or on a device.
     pub corrupt: u64,
-    /// Pages put.
+    /// Pages that a node stored. Pages that a node already had are not among them.
     pub puts: u64,
-    /// Pages that could not be put.
+    /// Pages that could not be put, because a node was unreachable, too slow or busy.
     pub puts_lost: u64,
-    /// Of these, pages that a node was too busy for.
+    /// Pages that a busy node refused. Included in [`ClientStats::puts_lost`].
     pub puts_busy: u64,
 }
 
+/// The counters behind [`ClientStats`]. All accesses are relaxed: they order no other memory.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) get_hits: AtomicU64,
@@ -37,7 +42,7 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    pub(crate) fn read(&self) -> ClientStats {
+    pub(crate) fn snapshot(&self) -> ClientStats {
         let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         ClientStats {
             get_hits: value(&self.get_hits),
@@ -49,6 +54,13 @@ impl Counters {
             puts_lost: value(&self.puts_lost),
             puts_busy: value(&self.puts_busy),
         }
+    }
+
+    /// Counts a batch of `all` pages, of which `hits` were read.
+    pub(crate) fn count_gets(&self, hits: usize, all: usize) {
+        assert!(hits <= all, "more hits than pages in a get");
+        count(&self.get_hits, hits);
+        count(&self.get_misses, all - hits);
     }
 }
 

@@ -1,34 +1,45 @@
-//! `larder://host:port[,host:port…]/[?transport=auto|tcp|rdma|shm][&connections=N]`.
+//! Store URLs: `larder://host:port[,host:port…]/[?transport=auto|tcp|rdma|shm][&connections=N]`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// Where the store is.
+/// Addresses of the nodes of a store, and the transport to them.
+///
+/// ```
+/// use larder_client::{StoreUrl, Transport};
+///
+/// let url: StoreUrl = "larder://node-a:7700,node-b:7700/?transport=tcp".parse().unwrap();
+/// assert_eq!(url.nodes, ["node-a:7700", "node-b:7700"]);
+/// assert_eq!(url.transport, Transport::Tcp);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreUrl {
-    /// `host:port` of every node, in the order given, without repeats.
+    /// `host:port` of every node, without duplicates; at most [`MAX_NODES`]. Their order does not
+    /// affect placement.
     pub nodes: Vec<String>,
-    /// How pages move.
+    /// Transport of pages. Requests always use a stream socket.
     pub transport: Transport,
-    /// Connections to each node, if pages move over them; 1 to [`MAX_CONNECTIONS`], by default [`CONNECTIONS`].
+    /// Connections to each node when pages travel over TCP, from 1 to [`MAX_CONNECTIONS`]. Default:
+    /// [`DEFAULT_CONNECTIONS`].
     pub connections: usize,
 }
 
-/// How pages move between a client and a node.
+/// Transport of pages between a client and a node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Transport {
-    /// The best that both ends can: shared memory on one machine, else RDMA, else TCP.
+    /// The fastest that both ends support: shared memory on one machine, then RDMA, then TCP.
     #[default]
     Auto,
-    /// TCP.
+    /// TCP only.
     Tcp,
-    /// RDMA, by which pages are read from the node's memory and written to it. A node for which this is not possible counts as
-    /// away.
+    /// RDMA only: the client reads and writes pages in the node's memory. A node without RDMA
+    /// counts as absent.
     Rdma,
-    /// The node's memory, read in place. A node for which this is not possible counts as away.
+    /// Shared memory only: the client maps the node's memory. A node on another machine counts as
+    /// absent.
     Shm,
 }
 
@@ -43,25 +54,28 @@ impl fmt::Display for Transport {
     }
 }
 
-/// Why a URL is not a store URL.
+/// Reason to reject a store URL.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum UrlError {
-    /// Another scheme.
-    #[error("a store URL begins with larder://, e.g. larder://127.0.0.1:7700")]
+    /// The scheme is not `larder://`.
+    #[error("a store URL begins with larder://, e.g. larder://127.0.0.1:7700 [LRD0301]")]
     Scheme,
-    /// No address, or one without a port.
-    #[error("'{0}' is not host:port")]
+    /// An address is empty, has no port, or is beyond [`MAX_NODES`].
+    #[error("'{0}' is not an address: write host:port, and at most {MAX_NODES} of them [LRD0301]")]
     Address(String),
-    /// A query option that is not known, or not available.
-    #[error("unknown option '{0}' in store URL; known: transport=auto|tcp|rdma|shm, connections=1..{MAX_CONNECTIONS}")]
+    /// A query option is unknown, or its value is out of range.
+    #[error(
+        "invalid option '{0}' in store URL; known: transport=auto|tcp|rdma|shm, connections=1..{MAX_CONNECTIONS} [LRD0301]"
+    )]
     Option(String),
 }
 
-/// Connections to each node, if the URL does not say.
-pub const CONNECTIONS: usize = 2;
-/// Most connections to each node.
+/// Connections to each node if the URL does not set `connections`. One carries requests and pages,
+/// the other relieves it of large payloads.
+pub const DEFAULT_CONNECTIONS: usize = 2;
+/// Limit of connections to each node. The URL's `connections` is refused above it.
 pub const MAX_CONNECTIONS: usize = 16;
-/// Most nodes in a URL.
+/// Limit of nodes in a URL.
 pub const MAX_NODES: usize = 1024;
 
 impl FromStr for StoreUrl {
@@ -71,7 +85,7 @@ impl FromStr for StoreUrl {
         let rest = text.trim().strip_prefix("larder://").ok_or(UrlError::Scheme)?;
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let mut transport = Transport::default();
-        let mut connections = CONNECTIONS;
+        let mut connections = DEFAULT_CONNECTIONS;
         for option in query.split('&').filter(|o| !o.is_empty()) {
             let unknown = || UrlError::Option(option.to_string());
             match option.split_once('=') {
@@ -115,7 +129,7 @@ impl fmt::Display for StoreUrl {
         if self.transport != Transport::Auto {
             options.push(format!("transport={}", self.transport));
         }
-        if self.connections != CONNECTIONS {
+        if self.connections != DEFAULT_CONNECTIONS {
             options.push(format!("connections={}", self.connections));
         }
         if options.is_empty() { Ok(()) } else { write!(f, "?{}", options.join("&")) }
@@ -127,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_what_the_readme_shows() {
+    fn parses_urls_and_prints_them_back() {
         let url: StoreUrl = "larder://127.0.0.1:7700,node-b:7700/?transport=tcp".parse().unwrap();
         assert_eq!(url.nodes, ["127.0.0.1:7700", "node-b:7700"]);
         assert_eq!(url.transport, Transport::Tcp);
@@ -140,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_with_a_reason() {
+    fn rejects_invalid_urls() {
         for bad in [
             "redis://a:1",
             "larder://",

@@ -1,22 +1,23 @@
-//! The client against a real node: over TCP as `node`, by way of shared memory as `local`.
+//! The client against a real node. The same tests run over TCP as `node`, and over shared memory as
+//! `local`.
 
 use bytes::Bytes;
 use larder_client::{
-    CONNECTIONS, Client, ClientOptions, FollowEnd, Member, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Tier,
-    Transport,
+    Client, ClientOptions, DEFAULT_CONNECTIONS, FollowEnd, Member, NewPage, PagePin, PinKind, PutOptions, PutOutcome,
+    StoreUrl, Tier, Transport,
 };
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
+use larder_wire::VERSION_PIN_STATUS;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-#[path = "cases/places.rs"]
-mod places;
+#[path = "cases/client_memory.rs"]
+mod client_memory;
 #[path = "cases/ranges.rs"]
 mod ranges;
 
-/// How pages move in this run of the tests.
 fn transport() -> Transport {
     if env!("CARGO_CRATE_NAME") == "local" { Transport::Shm } else { Transport::Tcp }
 }
@@ -49,7 +50,7 @@ fn options(dir: Option<&Path>) -> NodeOptions {
 }
 
 async fn attach(nodes: &[&Node], weights: u8) -> Client {
-    attach_over(CONNECTIONS, nodes, weights).await
+    attach_over(DEFAULT_CONNECTIONS, nodes, weights).await
 }
 
 async fn attach_over(connections: usize, nodes: &[&Node], weights: u8) -> Client {
@@ -96,7 +97,7 @@ async fn get(client: &Client, numbers: &[u32]) -> Vec<(Vec<u8>, Option<Tier>)> {
 }
 
 #[tokio::test]
-async fn a_get_is_a_miss_or_exactly_what_was_put() {
+async fn get_returns_a_miss_or_exactly_the_bytes_of_the_put() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     for number in 0..50 {
@@ -123,11 +124,11 @@ fn pages(numbers: &[u32], bytes: impl Fn(u32) -> Vec<u8>) -> Vec<(NewPage, Bytes
 }
 
 #[tokio::test]
-async fn many_pages_are_put_at_once_and_each_is_told_how_it_ended() {
+async fn put_pages_returns_the_outcome_of_each_page() {
     use PutOutcome::{AlreadyThere, InProgress, Lost, Refused, Stored};
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
-    // More than is sent before the node has answered, and less.
+    // More than the client sends before the node answers, and less.
     for numbers in [(0..60).collect::<Vec<u32>>(), (100..102).collect()] {
         let outcomes = client.put_pages(pages(&numbers, payload), PutOptions::default(), soon()).await;
         assert!(outcomes.iter().all(|&outcome| outcome == Stored), "{outcomes:?}");
@@ -144,7 +145,7 @@ async fn many_pages_are_put_at_once_and_each_is_told_how_it_ended() {
     assert_eq!(outcomes, [AlreadyThere, Refused, InProgress, Stored, Lost]);
     assert!(get(&client, &[1]).await[0].0 == payload(1) && get(&client, &[201]).await[0].1.is_some());
     drop(open);
-    // Given up half-way, nothing stays open.
+    // An abandoned call leaves no put open.
     let late = client.put_pages(pages(&(300..360).collect::<Vec<u32>>(), payload), PutOptions::default(), soon());
     assert!(tokio::time::timeout(Duration::from_micros(300), late).await.is_err());
     let begin = Instant::now();
@@ -159,7 +160,7 @@ async fn held_bytes(node: &Node) -> u64 {
     node.status()["tiers"]["l2"]["held_bytes"].as_u64().expect("a number")
 }
 
-/// Waits until the node holds nothing for readers.
+/// Waits until the node holds no page for a reader.
 async fn nothing_is_held(node: &Node) {
     let begin = Instant::now();
     while held_bytes(node).await > 0 {
@@ -169,7 +170,7 @@ async fn nothing_is_held(node: &Node) {
 }
 
 #[tokio::test]
-async fn views_are_the_pages_and_outlive_all_but_their_reader() {
+async fn views_keep_their_bytes_until_they_are_dropped() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let numbers: Vec<u32> = (0..40).collect();
@@ -185,9 +186,9 @@ async fn views_are_the_pages_and_outlive_all_but_their_reader() {
             None => assert_eq!(number, 40),
         }
     }
-    // Forgotten, crowded out by others, and its connection ended: what is looked at stays as it is.
+    // Forget the pages, evict them and end the connection. The views keep their bytes.
     assert!(client.forget(&keys, soon()).await.complete);
-    assert!(client.view(&keys[..2], soon()).await.iter().all(Option::is_none), "what is forgotten is not served");
+    assert!(client.view(&keys[..2], soon()).await.iter().all(Option::is_none), "a forgotten page is not served");
     for first in (1000..2000).step_by(100) {
         let others: Vec<u32> = (first..first + 100).collect();
         client.put_pages(pages(&others, payload), PutOptions::default(), soon()).await;
@@ -197,15 +198,15 @@ async fn views_are_the_pages_and_outlive_all_but_their_reader() {
     let other = attach(&[&node], 1).await;
     other.put_pages(pages(&(3000..3200).collect::<Vec<u32>>(), payload), PutOptions::default(), soon()).await;
     for (number, view) in (0..40).zip(views) {
-        assert!(view.expect("it was had")[..] == payload(number), "page {number} changed under its reader");
+        assert!(view.expect("the get had a hit")[..] == payload(number), "page {number} changed under its reader");
     }
     nothing_is_held(&node).await;
     node.shutdown().await;
 }
 
 #[tokio::test]
-async fn more_than_is_held_at_a_time_is_copied() {
-    // An eighth of L2, which is 4 MiB.
+async fn views_beyond_the_hold_limit_are_copies() {
+    // The limit is an eighth of L2: 4 MiB.
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let numbers: Vec<u32> = (0..180).collect();
@@ -214,7 +215,7 @@ async fn more_than_is_held_at_a_time_is_copied() {
     let keys: Vec<PageKey> = numbers.iter().map(|&number| key(number)).collect();
     let views = client.view(&keys, soon()).await;
     for (number, view) in (0..).zip(&views) {
-        assert!(view.as_ref().expect("it is there")[..] == payload(number), "page {number}");
+        assert!(view.as_ref().expect("the page is in the store")[..] == payload(number), "page {number}");
     }
     assert!(views.iter().flatten().any(|view| !view.in_place()));
     assert!(held_bytes(&node).await <= 4 << 20);
@@ -224,7 +225,7 @@ async fn more_than_is_held_at_a_time_is_copied() {
 }
 
 #[tokio::test]
-async fn a_lookup_holds_what_it_promised() {
+async fn lookup_holds_its_prefix_until_the_lease_ends() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let numbers: Vec<u32> = (0..20).collect();
@@ -232,18 +233,18 @@ async fn a_lookup_holds_what_it_promised() {
     let keys: Vec<PageKey> = (0..25).map(key).collect();
     let lookup = client.lookup(&keys, Duration::from_secs(20), soon()).await;
     assert_eq!((lookup.tiers.len(), lookup.held, lookup.answered), (20, 20, true));
-    // Five times L2.
+    // Five times the bytes of L2.
     for first in (1000..1800).step_by(100) {
         let others: Vec<u32> = (first..first + 100).collect();
         client.put_pages(pages(&others, payload), PutOptions::default(), soon()).await;
     }
     for (number, (bytes, tier)) in numbers.iter().zip(get(&client, &numbers).await) {
-        assert!(tier.is_some() && bytes == payload(*number), "page {number} was promised");
+        assert!(tier.is_some() && bytes == payload(*number), "page {number} is held");
     }
     drop(lookup);
     nothing_is_held(&node).await;
-    assert!(get(&client, &numbers).await.iter().any(|(_, tier)| tier.is_none()), "nothing keeps them any more");
-    // A lease that is not given back ends by itself.
+    assert!(get(&client, &numbers).await.iter().any(|(_, tier)| tier.is_none()), "released pages are evicted");
+    // A lease that is not dropped expires.
     let lookup = client.lookup(&[key(1799)], Duration::from_millis(200), soon()).await;
     assert!(lookup.held == 1 && held_bytes(&node).await > 0);
     nothing_is_held(&node).await;
@@ -251,9 +252,10 @@ async fn a_lookup_holds_what_it_promised() {
 }
 
 #[tokio::test]
-async fn the_first_writer_wins_and_the_second_is_told() {
+async fn first_writer_wins_and_the_second_learns_of_it() {
     let node = Node::start(options(None)).await.unwrap();
-    let (a, b) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let a = attach(&[&node], 1).await;
+    let b = attach(&[&node], 1).await;
     assert_eq!(put(&a, 1).await, PutOutcome::Stored);
     assert_eq!(put(&b, 1).await, PutOutcome::AlreadyThere);
     assert_eq!(put_bytes(&b, 1, &payload(2)).await, PutOutcome::Refused);
@@ -263,16 +265,17 @@ async fn the_first_writer_wins_and_the_second_is_told() {
     open.part(0, parts(&payload(9))[0].clone());
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(put(&b, 9).await, PutOutcome::InProgress);
-    assert!(get(&b, &[9]).await[0].1.is_none(), "not visible before it is sealed");
+    assert!(get(&b, &[9]).await[0].1.is_none(), "an open put is not visible");
     drop(open);
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(put(&b, 9).await, PutOutcome::Stored);
 }
 
 #[tokio::test]
-async fn namespaces_never_hit_each_other() {
+async fn namespaces_do_not_share_pages() {
     let node = Node::start(options(None)).await.unwrap();
-    let (a, b) = (attach(&[&node], 1).await, attach(&[&node], 2).await);
+    let a = attach(&[&node], 1).await;
+    let b = attach(&[&node], 2).await;
     put(&a, 1).await;
     assert!(get(&b, &[1]).await[0].1.is_none());
     assert_eq!(put_bytes(&b, 1, &payload(7)).await, PutOutcome::Stored);
@@ -280,11 +283,12 @@ async fn namespaces_never_hit_each_other() {
 }
 
 #[tokio::test]
-async fn a_page_is_followed_while_it_is_written() {
+async fn follow_reads_a_page_while_it_is_written() {
     let node = Node::start(options(None)).await.unwrap();
-    let (writer, reader) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let writer = attach(&[&node], 1).await;
+    let reader = attach(&[&node], 1).await;
     let buffer = || vec![0u8; geometry().page_bytes()];
-    // Followed before it is begun, and after its first part.
+    // One follow starts before the put, another after its first part.
     let early = reader.follow(key(1), buffer(), soon());
     tokio::time::sleep(Duration::from_millis(50)).await;
     let bytes = payload(1);
@@ -302,7 +306,7 @@ async fn a_page_is_followed_while_it_is_written() {
 }
 
 #[tokio::test]
-async fn followers_hear_of_a_writer_that_dies_and_of_nobody_coming() {
+async fn follow_ends_when_its_writer_dies_or_never_comes() {
     let node = Node::start(options(None)).await.unwrap();
     let reader = attach(&[&node], 1).await;
     let writer = attach(&[&node], 1).await;
@@ -314,15 +318,15 @@ async fn followers_hear_of_a_writer_that_dies_and_of_nobody_coming() {
     let (_, end) = follow.finish().await;
     assert_eq!(end, FollowEnd::Aborted);
     let begin = Instant::now();
-    let nobody = reader.follow(key(2), vec![0u8; geometry().page_bytes()], begin + Duration::from_millis(200));
-    assert_eq!(nobody.finish().await.1, FollowEnd::Miss);
+    let without_writer = reader.follow(key(2), vec![0u8; geometry().page_bytes()], begin + Duration::from_millis(200));
+    assert_eq!(without_writer.finish().await.1, FollowEnd::Miss);
     assert!(begin.elapsed() < Duration::from_secs(1));
     let status = node.status();
     assert_eq!((&status["puts_open"], &status["readers_waiting"]), (&0.into(), &0.into()));
 }
 
 #[tokio::test]
-async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
+async fn restart_keeps_pages_and_not_forgotten_ones() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&[&node], 1).await;
@@ -348,14 +352,14 @@ async fn pages_survive_a_restart_and_forgotten_ones_do_not() {
     }
     let keys: Vec<PageKey> = (0..40).map(key).collect();
     let lookup = client.lookup(&keys, Duration::ZERO, soon()).await;
-    assert_eq!((lookup.tiers.len(), lookup.expected.len()), (3, 3), "up to the first that was forgotten");
+    assert_eq!((lookup.tiers.len(), lookup.expected.len()), (3, 3), "the prefix ends at the first forgotten page");
     assert_eq!(client.warm(&keys, soon()).await, 38);
     assert_eq!(client.locate(&keys[..3], soon()).await, [Some(Tier::L2); 3]);
     node.shutdown().await;
 }
 
 #[tokio::test]
-async fn more_than_l2_holds_is_served_from_l3() {
+async fn pages_beyond_l2_are_served_from_l3() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&[&node], 1).await;
@@ -376,9 +380,10 @@ async fn more_than_l2_holds_is_served_from_l3() {
 }
 
 #[tokio::test]
-async fn members_come_and_go() {
+async fn members_appear_on_registration_and_disappear_on_drop() {
     let node = Node::start(options(None)).await.unwrap();
-    let (engine, router) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let engine = attach(&[&node], 1).await;
+    let router = attach(&[&node], 1).await;
     let member = Member { name: "prefill-1".into(), info: serde_json::json!({"role": "prefill"}) };
     let registration = engine.register(member.clone());
     let wait = async |count: usize| {
@@ -397,9 +402,10 @@ async fn members_come_and_go() {
 }
 
 #[tokio::test]
-async fn a_node_that_is_away_costs_misses_and_comes_back() {
+async fn absent_node_costs_misses_until_it_returns() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+    let a = dir.path().join("a");
+    let b = dir.path().join("b");
     let first = Node::start(options(Some(&a))).await.unwrap();
     let second = Node::start(options(Some(&b))).await.unwrap();
     let client = attach(&[&first, &second], 1).await;
@@ -415,9 +421,9 @@ async fn a_node_that_is_away_costs_misses_and_comes_back() {
         tier.is_some()
     });
     let hits = hits.count();
-    assert!((8..32).contains(&hits), "about half is left: {hits}");
+    assert!((8..32).contains(&hits), "about half of the pages remain: {hits}");
     assert!(begin.elapsed() < Duration::from_secs(1), "a miss does not wait");
-    assert!(!client.forget(&[key(99)], soon()).await.complete, "a node that is away has not forgotten");
+    assert!(!client.forget(&[key(99)], soon()).await.complete, "an absent node cannot forget");
     let second = Node::start(NodeOptions { listen: address, ..options(Some(&b)) }).await.unwrap();
     let mut all = 0;
     for _ in 0..100 {
@@ -427,12 +433,11 @@ async fn a_node_that_is_away_costs_misses_and_comes_back() {
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(all, 40, "every page is where it was");
+    assert_eq!(all, 40, "every page has its old owner");
     second.shutdown().await;
     first.shutdown().await;
 }
 
-/// Waits for a number in the node's status to become `value`.
 async fn settles(node: &Node, pointer: &str, value: u64) {
     for _ in 0..300 {
         if node.status().pointer(pointer).and_then(|v| v.as_u64()) == Some(value) {
@@ -444,8 +449,8 @@ async fn settles(node: &Node, pointer: &str, value: u64) {
 }
 
 #[tokio::test]
-async fn several_connections_move_pages_and_end_with_the_first() {
-    // By way of shared memory pages do not move over connections: the one to the data port, and the one behind the door.
+async fn connection_pool_moves_pages_and_ends_with_its_primary() {
+    // With shared memory, no pages travel over connections, so one is enough.
     let connections = |several| if transport() == Transport::Tcp { several } else { 1 };
     let node = Node::start(options(None)).await.unwrap();
     let client = attach_over(4, &[&node], 1).await;
@@ -462,14 +467,14 @@ async fn several_connections_move_pages_and_end_with_the_first() {
     node.shutdown().await;
     let node = Node::start(NodeOptions { listen: address, ..options(None) }).await.unwrap();
     settles(&node, "/counters/connections", connections(4)).await;
-    assert!(get(&client, &numbers).await.iter().all(|(_, tier)| tier.is_none()), "another life of the node");
+    assert!(get(&client, &numbers).await.iter().all(|(_, tier)| tier.is_none()), "another epoch of the node");
     drop(client);
     settles(&node, "/counters/connections", 0).await;
     node.shutdown().await;
 }
 
 #[tokio::test]
-async fn what_is_cancelled_leaves_nothing_behind() {
+async fn cancelled_operations_leave_nothing_behind() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     for number in 0..300 {
@@ -484,11 +489,11 @@ async fn what_is_cancelled_leaves_nothing_behind() {
     drop((waiting, put, client));
     settles(&node, "/readers_waiting", 0).await;
     settles(&node, "/puts_open", 0).await;
-    assert_eq!(node.status()["tiers"]["l2"]["arena_used"], 0, "all memory came back");
+    assert_eq!(node.status()["tiers"]["l2"]["arena_used"], 0, "all memory is free again");
 }
 
 #[tokio::test]
-async fn parts_that_are_not_the_geometrys_are_not_sent() {
+async fn parts_that_do_not_match_the_geometry_are_not_sent() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let mut put = client.put(NewPage { key: key(1), parent: PageKey::NONE, position: 0 }, soon());
@@ -502,7 +507,7 @@ async fn parts_that_are_not_the_geometrys_are_not_sent() {
 }
 
 #[tokio::test]
-async fn a_page_forgotten_while_it_is_read_stays_forgotten() {
+async fn page_forgotten_during_a_read_stays_forgotten() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&[&node], 1).await;
@@ -512,7 +517,8 @@ async fn a_page_forgotten_while_it_is_read_stays_forgotten() {
     drop(client);
     node.shutdown().await;
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
-    let (reader, forgetter) = (attach(&[&node], 1).await, attach(&[&node], 1).await);
+    let reader = attach(&[&node], 1).await;
+    let forgetter = attach(&[&node], 1).await;
     let numbers: Vec<u32> = (0..200).collect();
     let keys: Vec<PageKey> = numbers.iter().map(|&n| key(n)).collect();
     let (_, forgotten) = tokio::join!(get(&reader, &numbers), forgetter.forget(&keys, soon()));
@@ -525,7 +531,7 @@ async fn client_sees_nothing(client: &Client, keys: &[PageKey]) -> bool {
 }
 
 #[tokio::test]
-async fn a_page_with_a_time_to_live_is_a_miss_after_it() {
+async fn page_is_a_miss_after_its_ttl() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let node = Node::start(options(Some(dir.path()))).await.unwrap();
     let client = attach(&[&node], 1).await;
@@ -545,7 +551,7 @@ async fn a_page_with_a_time_to_live_is_a_miss_after_it() {
 }
 
 #[tokio::test]
-async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
+async fn pinned_pages_survive_eviction_and_excess_pins_are_refused() {
     let node = Node::start(options(None)).await.unwrap();
     let client = attach(&[&node], 1).await;
     let keys: Vec<PageKey> = (0..600).map(key).collect();
@@ -555,6 +561,10 @@ async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
     let hour = Duration::from_secs(3600);
     let pinned = client.pin(&keys[..50], PinKind::Hard, hour, soon()).await;
     assert_eq!((pinned.pages, pinned.refused, pinned.complete), (50, None, true));
+    let pins = client.pins(&keys[49..51], soon()).await;
+    let PagePin { kind, remaining_ms } = pins[0].expect("the page is pinned");
+    assert_eq!((kind, pins[1]), (PinKind::Hard, None));
+    assert!((3_500_000..=3_600_000).contains(&remaining_ms), "{remaining_ms} ms are left of an hour");
     for number in 300..600 {
         put(&client, number).await;
     }
@@ -566,14 +576,27 @@ async fn pinned_pages_outlast_a_flood_and_too_many_pins_are_refused_in_words() {
     assert!(too_long.refused.unwrap().contains("milliseconds"));
     let ended = client.pin(&keys, PinKind::None, Duration::ZERO, soon()).await;
     assert_eq!((ended.pages, ended.complete), (50, true));
+    assert_eq!(client.pins(&keys[..50], soon()).await, vec![None; 50]);
     node.shutdown().await;
-    assert!(!client.pin(&keys, PinKind::Soft, hour, soon()).await.complete, "nobody is there");
+    assert!(!client.pin(&keys, PinKind::Soft, hour, soon()).await.complete, "no node is connected");
 }
 
-/// One thread, and nobody connected: whoever asks in a loop lets others run.
+#[tokio::test]
+async fn pins_of_a_node_with_an_older_protocol_are_unknown() {
+    let older = VERSION_PIN_STATUS - 1;
+    let node = Node::start(NodeOptions { protocol_max: older, ..options(None) }).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    put(&client, 1).await;
+    let pinned = client.pin(&[key(1)], PinKind::Soft, Duration::from_secs(60), soon()).await;
+    assert_eq!(pinned.pages, 1);
+    assert_eq!(client.pins(&[key(1)], soon()).await, [None]);
+    node.shutdown().await;
+}
+
+/// On one thread, a loop over operations without a node must not starve other tasks.
 #[tokio::test(flavor = "current_thread")]
-async fn without_a_node_requests_let_others_run() {
-    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()], transport: transport(), connections: CONNECTIONS };
+async fn operations_without_a_node_yield() {
+    let url = StoreUrl { nodes: vec!["127.0.0.1:1".into()], transport: transport(), connections: DEFAULT_CONNECTIONS };
     let client = Client::attach(url, Some(descriptor(1)), ClientOptions::default());
     let ran = std::rc::Rc::new(std::cell::Cell::new(0u32));
     let local = tokio::task::LocalSet::new();
@@ -587,7 +610,7 @@ async fn without_a_node_requests_let_others_run() {
     let requests = async {
         for number in 0..9 {
             let before = ran.get();
-            // A few turns, as it is the runtime's business whose comes first.
+            // Many turns, because the runtime does not promise an order.
             for _ in 0..200 {
                 match number {
                     0 => drop(client.locate(&[key(1)], soon()).await),
@@ -601,7 +624,7 @@ async fn without_a_node_requests_let_others_run() {
                     _ => drop(client.status(soon()).await),
                 }
             }
-            assert!(ran.get() > before, "request {number} lets nobody run");
+            assert!(ran.get() > before, "operation {number} never yields");
         }
     };
     local.run_until(requests).await;

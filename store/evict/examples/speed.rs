@@ -1,11 +1,11 @@
-//! What an access costs with a million resident pages, and what memory a page takes, for each policy.
+//! Time per access with a million resident pages, and memory per page, for each policy.
 //!
-//! Pages come in sequences of eight. Four accesses in five go to a sequence by rank, a few far more often than others, so that
-//! most of them are there; the fifth is to one that never comes again.
+//! Pages come in sequences of eight. Four accesses in five choose a sequence by a skewed rank, so
+//! most of them hit. The fifth goes to a sequence that never returns.
 
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a tool: it reads clocks")]
 
-use larder_evict::{Evictor, Handle, Larder, Lru, NamespaceIndex, NewPage, Policy, S3Fifo};
+use larder_evict::{Evictor, HitDensity, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -14,7 +14,7 @@ struct Counting;
 
 static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: hands everything on to the system's allocator as it came, and only counts.
+// SAFETY: forwards every call unchanged to the system allocator, and only counts.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
@@ -42,12 +42,12 @@ fn main() {
     println!("|---|---|---|---|---|");
     measure("lru", Lru::new);
     measure("s3-fifo", S3Fifo::new);
-    measure("larder", || Larder::new(1));
+    measure("larder", || HitDensity::new(1));
 }
 
 fn measure<P: Policy>(name: &str, policy: fn() -> P) {
     // Where each page of the world is, outside of what is counted.
-    let mut handles: Vec<Option<Handle>> = vec![None; SEQUENCES * SEQUENCE];
+    let mut handles: Vec<Option<PageHandle>> = vec![None; SEQUENCES * SEQUENCE];
     let mut evicted = Vec::with_capacity(64);
     let before = HELD_BYTES.load(Ordering::Relaxed);
     let mut evictor: Evictor<u32, P> = Evictor::new(PAGES as u64, policy());

@@ -1,4 +1,4 @@
-//! Hit rates on an uncompressed trace file, and on made-up traffic:
+//! Hit rates on an uncompressed trace file, and on generated traffic:
 //! `trace FILE [million tokens]…` or `trace synthetic`.
 
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a tool: it reads files and clocks")]
@@ -11,7 +11,7 @@ use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let file = arguments.first().ok_or("which file?")?;
+    let file = arguments.first().ok_or("usage: trace FILE [million tokens]… or trace synthetic")?;
     if file == "synthetic" {
         for kind in Kind::ALL {
             print_rates(&format!("{kind:?}"), &kind.trace(12_000, 1), &[0.1, 0.3, 1.0, 3.0, 10.0]);

@@ -1,147 +1,129 @@
-//! The resident pages of one tier, and the rules under which they go.
+//! The resident pages of one tier, and the rules of their eviction.
 //!
-//! Always true:
-//! 1. The resident pages never take more bytes than the capacity. Those of a namespace take no more than its quota, or
-//!    than what pins held when the quota was lowered below it.
-//! 2. A page with resident children is never evicted and never expires: they go first. Only [`Evictor::remove`] can
-//!    take it away before them; they stay, as roots.
-//! 3. A pinned page is never evicted and does not expire before its last pin is gone; nor, by 2, the pages before it.
-//! 4. A soft-pinned page is evicted only when no other page that would help may go.
-//! 5. A page is not found after its deadline, which is never later than that of the page before it.
+//! Invariants:
+//! 1. Resident pages never exceed the capacity. The pages of a namespace never exceed its quota,
+//!    except for pages that were pinned when the quota was lowered.
+//! 2. A page with resident children is neither evicted nor expired: its children leave first. Only
+//!    [`Evictor::remove`] can take it out before them. They stay, as roots.
+//! 3. A pinned page is neither evicted nor expired until its last pin is gone. By 2 the same holds
+//!    for its ancestors.
+//! 4. A soft-pinned page is evicted only if no other page can make the needed room.
+//! 5. A page is a miss after its deadline. A deadline is never later than that of the parent.
 //!
-//! How: a page is *free to go* when it has no pins and no resident children. Exactly the pages free to go are offered
-//! to the policy (or stand among the soft-pinned ones), and stand in the orders of deadlines and of their namespace
-//! if they have a deadline or a quota. Every change of pins and children passes through [`Evictor::settle`], which
-//! keeps it so.
+//! A page is *evictable* if it has no pins and no resident children. Exactly the evictable pages
+//! are offered: to the policy, or in the order of soft-pinned pages. Offered pages with a deadline
+//! or a quota are also in the orders of those. Every change of pins and children passes through
+//! [`Evictor::update_offer`], which maintains this.
 
-use crate::policy::{Arrival, Farewell, Policy, Slot, Stamp};
+use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
 use crate::push_tight;
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// A namespace, by a small number of the caller's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NamespaceIndex(pub u32);
 
-/// A resident page; stale once it went.
+/// Reference to a resident page. It is stale once the page left: all methods then report the page
+/// as absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Handle {
+pub struct PageHandle {
     slot: Slot,
-    life: u32,
+    generation: u32,
 }
 
-impl Handle {
-    /// Its place, below the largest number of pages that were ever resident at once.
+impl PageHandle {
+    /// Slot of the page. It is below the largest number of pages that were resident at once, so it
+    /// can index a table of the caller.
     pub fn slot(self) -> Slot {
         self.slot
     }
 }
 
-/// A page that wants in.
 #[derive(Debug, Clone, Copy)]
 pub struct NewPage<T> {
-    /// The caller's name for it; comes back when it goes.
     pub name: T,
-    /// A hash of its whole name, namespace and all.
+    /// Hash of the full name, including the namespace.
     pub fingerprint: u64,
-    /// Whose it is.
     pub namespace: NamespaceIndex,
-    /// The resident page before it; `None` for the first of a sequence.
-    pub parent: Option<Handle>,
-    /// Place in its sequence, in pages.
+    pub parent: Option<PageHandle>,
+    /// Position in the sequence, in pages.
     pub position: u32,
-    /// Bytes it takes.
     pub bytes: u32,
-    /// When it is to be gone, in the caller's milliseconds. Brought forward to that of its parent.
+    /// Expiry on the caller's clock, in milliseconds. The evictor limits it to the parent's
+    /// deadline.
     pub deadline_ms: Option<u64>,
 }
 
-/// Why a page went without being asked to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// The tier is full.
+pub enum EvictionReason {
     Capacity,
-    /// Its namespace is.
     Quota,
-    /// Its deadline passed.
     Expired,
 }
 
-/// A page that went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evicted<T> {
-    /// The caller's name for it.
     pub name: T,
-    /// Bytes that are free now.
     pub bytes: u32,
-    /// Why.
-    pub reason: Reason,
+    pub reason: EvictionReason,
 }
 
-/// Why a page was not taken. What was evicted for it stays evicted.
+/// Reason that the evictor refused a page. Pages evicted in the attempt stay evicted, and the
+/// caller must handle them also after an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-pub enum Refused {
-    /// It is larger than the tier or the quota of its namespace.
-    #[error("the page takes {bytes} bytes, of {most}")]
-    TooLarge {
-        /// Bytes of the page.
-        bytes: u32,
-        /// Bytes there are.
-        most: u64,
-    },
-    /// The page before it is not resident: it could not be found.
-    #[error("the page before it is not resident")]
+pub enum InsertError {
+    /// The page exceeds the tier or the quota of its namespace.
+    #[error("the page of {bytes} bytes exceeds the limit of {most} bytes")]
+    TooLarge { bytes: u32, most: u64 },
+    /// The parent is not resident, so no reader could reach the page.
+    #[error("the parent page is not resident")]
     ParentGone,
-    /// Its deadline, or that of the page before it, has passed.
-    #[error("its deadline has passed")]
+    #[error("the deadline of the page has passed")]
     Expired,
-    /// Whatever could make room is pinned, or has children that are.
-    #[error("all that could make room is pinned")]
+    #[error("every page that could make room is pinned")]
     Pinned,
 }
 
-/// The memory of a page is what is spent most on, so this is packed: see [`PAGE_BYTES_MAX`].
+/// State of a page. Millions of pages are resident, so it is packed: see [`PAGE_BYTES_MAX`]. A
+/// freed entry keeps its generation, which makes old handles stale.
 #[derive(Debug)]
 struct Page<T> {
-    /// See [`Stamp`].
     run: u64,
-    /// `u64::MAX`: none.
+    /// `u64::MAX`: the page does not expire.
     deadline_ms: u64,
     name: T,
     position: u32,
-    /// In [`NO_SLOT`] if there is none.
-    parent: Handle,
+    parent: PageHandle,
     namespace: NamespaceIndex,
     bytes: u32,
-    life: u32,
+    generation: u32,
     children: u32,
     pins: u16,
-    /// It is there; otherwise the slot is empty.
     resident: bool,
     soft_pinned: bool,
-    /// Stands in the orders of pages that may go.
     offered: bool,
-    /// Its namespace had a quota when it was offered.
+    /// True if the page is in the quota order: its namespace had a quota when it was offered.
     in_quota_order: bool,
 }
 
-/// No page stands there: there are never so many.
+/// Slot of no page: the table never grows that large.
 const NO_SLOT: Slot = Slot(u32::MAX);
-/// Most bytes of an entry, with a name of four. With what the policy has of a page and remembers of those that went, a page
-/// takes at most 124 bytes.
+/// Maximum size of a table entry with a name of four bytes. With the state of the policy and its
+/// ghost entries a page takes at most 124 bytes.
 const PAGE_BYTES_MAX: usize = 56;
 const _: () = assert!(size_of::<Page<u32>>() <= PAGE_BYTES_MAX);
 
 #[derive(Debug, Clone, Copy)]
-struct Account {
+struct NamespaceUsage {
     used_bytes: u64,
     quota_bytes: u64,
 }
 
-/// Namespace, whether soft-pinned, and how long ago.
+/// Entry of the quota order: namespace, soft-pinned or not, time of the last access.
 type QuotaOrder = (NamespaceIndex, bool, Stamp, Slot);
 
-/// The pages of one tier.
+/// The resident pages of one tier. The evictor enforces capacity, quotas, pins and deadlines. The
+/// [`Policy`] ranks the pages that these rules allow to leave.
 #[derive(Debug)]
 pub struct Evictor<T, P> {
     policy: P,
@@ -150,14 +132,13 @@ pub struct Evictor<T, P> {
     tick: u64,
     pages: Vec<Page<T>>,
     empty: Vec<Slot>,
-    accounts: BTreeMap<NamespaceIndex, Account>,
+    usage: BTreeMap<NamespaceIndex, NamespaceUsage>,
     soft: BTreeSet<(Stamp, Slot)>,
     quota_order: BTreeSet<QuotaOrder>,
     deadlines: BTreeSet<(u64, Slot)>,
 }
 
 impl<T: Copy, P: Policy> Evictor<T, P> {
-    /// Empty.
     pub fn new(capacity_bytes: u64, policy: P) -> Evictor<T, P> {
         Evictor {
             policy,
@@ -166,30 +147,41 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             tick: 0,
             pages: Vec::new(),
             empty: Vec::new(),
-            accounts: BTreeMap::new(),
+            usage: BTreeMap::new(),
             soft: BTreeSet::new(),
             quota_order: BTreeSet::new(),
             deadlines: BTreeSet::new(),
         }
     }
 
-    /// Takes a page, and puts what went for it into `evicted`. The page before it is not among that.
-    pub fn insert(&mut self, page: NewPage<T>, now_ms: u64, evicted: &mut Vec<Evicted<T>>) -> Result<Handle, Refused> {
+    /// Inserts a page. Appends the pages evicted for it to `evicted`, which never include its
+    /// parent.
+    ///
+    /// # Errors
+    /// See [`InsertError`].
+    pub fn insert(
+        &mut self,
+        page: NewPage<T>,
+        now_ms: u64,
+        evicted: &mut Vec<Evicted<T>>,
+    ) -> Result<PageHandle, InsertError> {
         self.expire(now_ms, evicted);
         let deadline_ms = self.deadline_of(&page, now_ms)?;
+        // The parent counts the child before room is made, so that no eviction takes the parent.
         if let Some(parent) = page.parent {
-            self.settle(parent.slot, |parent| parent.children += 1);
+            self.update_offer(parent.slot, |parent| parent.children += 1);
         }
         let room = self.make_room(page.namespace, page.bytes, evicted);
         if let (Err(_), Some(parent)) = (room, page.parent) {
-            self.settle(parent.slot, |parent| parent.children -= 1);
+            self.update_offer(parent.slot, |parent| parent.children -= 1);
         }
         room?;
         Ok(self.admit(page, deadline_ms))
     }
 
-    /// The page was asked for: `false` if it is not, or no longer, there.
-    pub fn touch(&mut self, handle: Handle, now_ms: u64) -> bool {
+    /// Records an access to a page. Returns `false` if the page is gone or has expired. The page
+    /// moves within every order that holds it.
+    pub fn touch(&mut self, handle: PageHandle, now_ms: u64) -> bool {
         if !self.contains(handle, now_ms) {
             return false;
         }
@@ -208,47 +200,51 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         true
     }
 
-    /// Whether the page is there, and its deadline ahead.
-    pub fn contains(&self, handle: Handle, now_ms: u64) -> bool {
+    pub fn contains(&self, handle: PageHandle, now_ms: u64) -> bool {
         self.page(handle).is_some_and(|page| now_ms < page.deadline_ms)
     }
 
-    /// Takes a page away, pinned or not. Its children stay, as roots.
-    pub fn remove(&mut self, handle: Handle) -> Option<T> {
+    /// Removes a page, pinned or not, and returns its name. Its children stay, as roots. A stale
+    /// handle returns `None`.
+    pub fn remove(&mut self, handle: PageHandle) -> Option<T> {
         self.page(handle)?;
-        self.take_out(handle.slot, Farewell::Removed)
+        self.vacate(handle.slot, Removal::Removed)
     }
 
-    /// Takes away what has no time left. [`Evictor::insert`] begins with it.
+    /// Takes out the expired pages that no pin or child holds. [`Evictor::insert`] begins with
+    /// this.
     pub fn expire(&mut self, now_ms: u64, evicted: &mut Vec<Evicted<T>>) {
         while let Some(&(deadline_ms, slot)) = self.deadlines.first() {
             if now_ms < deadline_ms {
                 break;
             }
-            self.evict(slot, Reason::Expired, evicted);
+            self.evict(slot, EvictionReason::Expired, evicted);
         }
     }
 
-    /// Holds the page until as many calls of [`Evictor::unpin`]. `false` if it is not there, or has 65,535 pins.
-    pub fn pin(&mut self, handle: Handle) -> bool {
+    /// Adds a pin, which keeps the page and its ancestors resident. Returns `false` if the page is
+    /// gone, or has 65,535 pins.
+    pub fn pin(&mut self, handle: PageHandle) -> bool {
         let may = self.page(handle).is_some_and(|page| page.pins < u16::MAX);
         if may {
-            self.settle(handle.slot, |page| page.pins += 1);
+            self.update_offer(handle.slot, |page| page.pins += 1);
         }
         may
     }
 
-    /// Gives back one pin. `false` if the page is not there, or has none.
-    pub fn unpin(&mut self, handle: Handle) -> bool {
+    /// Removes a pin. Returns `false` if the page is gone, or has no pin. The last pin of a page
+    /// without children makes it evictable again.
+    pub fn unpin(&mut self, handle: PageHandle) -> bool {
         let may = self.page(handle).is_some_and(|page| page.pins > 0);
         if may {
-            self.settle(handle.slot, |page| page.pins -= 1);
+            self.update_offer(handle.slot, |page| page.pins -= 1);
         }
         may
     }
 
-    /// Whether the page goes only when nothing else can. `false` if it is not there.
-    pub fn soft_pin(&mut self, handle: Handle, soft_pinned: bool) -> bool {
+    /// Sets or clears the soft pin. A soft-pinned page leaves only when no other page can make
+    /// room. Returns `false` if the page is gone.
+    pub fn soft_pin(&mut self, handle: PageHandle, soft_pinned: bool) -> bool {
         if self.page(handle).is_none() {
             return false;
         }
@@ -263,67 +259,62 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         true
     }
 
-    /// Most bytes of a namespace, `u64::MAX` for no limit; evicts what is over it. What pins hold may stay over it,
-    /// and no page of the namespace is taken until it is not.
+    /// Sets the quota of a namespace in bytes, `u64::MAX` for none, and evicts what exceeds it.
+    /// Pinned pages may keep the namespace above its quota. Until they leave, the evictor refuses
+    /// its new pages.
     pub fn set_quota(&mut self, namespace: NamespaceIndex, quota_bytes: u64, evicted: &mut Vec<Evicted<T>>) {
-        let account = self.accounts.entry(namespace).or_insert(Account::UNLIMITED);
-        let starts = account.quota_bytes == u64::MAX && quota_bytes != u64::MAX;
-        account.quota_bytes = quota_bytes;
+        let usage_of = self.usage.entry(namespace).or_insert(NamespaceUsage::UNLIMITED);
+        let starts = usage_of.quota_bytes == u64::MAX && quota_bytes != u64::MAX;
+        usage_of.quota_bytes = quota_bytes;
         if starts {
             self.order_by_quota(namespace);
         }
-        while self.account(namespace).over(0) && self.evict_of(namespace, evicted) {}
+        while self.usage_of(namespace).over(0) && self.evict_of(namespace, evicted) {}
     }
 
-    /// Bytes of the resident pages.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
 
-    /// Most bytes of the resident pages.
     pub fn capacity_bytes(&self) -> u64 {
         self.capacity_bytes
     }
 
-    /// Bytes of the resident pages of a namespace.
     pub fn namespace_bytes(&self, namespace: NamespaceIndex) -> u64 {
-        self.account(namespace).used_bytes
+        self.usage_of(namespace).used_bytes
     }
 
-    /// Resident pages.
     pub fn len(&self) -> usize {
         self.pages.len() - self.empty.len()
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The policy.
     pub fn policy(&self) -> &P {
         &self.policy
     }
 
-    fn page(&self, handle: Handle) -> Option<&Page<T>> {
-        self.pages.get(handle.slot.index()).filter(|page| page.life == handle.life && page.resident)
+    fn page(&self, handle: PageHandle) -> Option<&Page<T>> {
+        self.pages.get(handle.slot.index()).filter(|page| page.generation == handle.generation && page.resident)
     }
 
-    fn account(&self, namespace: NamespaceIndex) -> Account {
-        self.accounts.get(&namespace).copied().unwrap_or(Account::UNLIMITED)
+    fn usage_of(&self, namespace: NamespaceIndex) -> NamespaceUsage {
+        self.usage.get(&namespace).copied().unwrap_or(NamespaceUsage::UNLIMITED)
     }
 
-    fn deadline_of(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, Refused> {
-        let most = self.capacity_bytes.min(self.account(page.namespace).quota_bytes);
+    fn deadline_of(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, InsertError> {
+        let most = self.capacity_bytes.min(self.usage_of(page.namespace).quota_bytes);
         if u64::from(page.bytes) > most {
-            return Err(Refused::TooLarge { bytes: page.bytes, most });
+            return Err(InsertError::TooLarge { bytes: page.bytes, most });
         }
         let own_ms = page.deadline_ms.unwrap_or(u64::MAX);
         let deadline_ms = match page.parent {
-            Some(parent) => self.page(parent).ok_or(Refused::ParentGone)?.deadline_ms.min(own_ms),
+            Some(parent) => self.page(parent).ok_or(InsertError::ParentGone)?.deadline_ms.min(own_ms),
             None => own_ms,
         };
-        if deadline_ms <= now_ms { Err(Refused::Expired) } else { Ok(deadline_ms) }
+        if deadline_ms <= now_ms { Err(InsertError::Expired) } else { Ok(deadline_ms) }
     }
 
     fn make_room(
@@ -331,26 +322,26 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         namespace: NamespaceIndex,
         bytes: u32,
         evicted: &mut Vec<Evicted<T>>,
-    ) -> Result<(), Refused> {
-        while self.account(namespace).over(bytes) {
+    ) -> Result<(), InsertError> {
+        while self.usage_of(namespace).over(bytes) {
             if !self.evict_of(namespace, evicted) {
-                return Err(Refused::Pinned);
+                return Err(InsertError::Pinned);
             }
         }
         while self.used_bytes + u64::from(bytes) > self.capacity_bytes {
             let soft = |soft: &BTreeSet<(Stamp, Slot)>| soft.first().map(|(_, slot)| *slot);
-            let slot = self.policy.victim().or_else(|| soft(&self.soft)).ok_or(Refused::Pinned)?;
-            self.evict(slot, Reason::Capacity, evicted);
+            let slot = self.policy.victim().or_else(|| soft(&self.soft)).ok_or(InsertError::Pinned)?;
+            self.evict(slot, EvictionReason::Capacity, evicted);
         }
         Ok(())
     }
 
-    /// `false` if no page of the namespace may go.
+    /// Evicts one page of a namespace. Returns `false` if none is evictable.
     fn evict_of(&mut self, namespace: NamespaceIndex, evicted: &mut Vec<Evicted<T>>) -> bool {
         let oldest = (namespace, false, Stamp { run: 0, position: std::cmp::Reverse(u32::MAX) }, Slot(0));
         let first = self.quota_order.range(oldest..).next().copied();
         let Some((_, _, _, slot)) = first.filter(|first| first.0 == namespace) else { return false };
-        self.evict(slot, Reason::Quota, evicted);
+        self.evict(slot, EvictionReason::Quota, evicted);
         true
     }
 
@@ -364,30 +355,30 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
     }
 
-    fn evict(&mut self, slot: Slot, reason: Reason, evicted: &mut Vec<Evicted<T>>) {
+    fn evict(&mut self, slot: Slot, reason: EvictionReason, evicted: &mut Vec<Evicted<T>>) {
         let page = &self.pages[slot.index()];
-        assert!(page.offered && page.pins == 0 && page.children == 0, "a page that may not go was to be evicted");
+        assert!(page.offered && page.pins == 0 && page.children == 0, "the policy chose a page that is not evictable");
         let bytes = page.bytes;
-        let farewell = if reason == Reason::Expired { Farewell::Removed } else { Farewell::Evicted };
-        if let Some(name) = self.take_out(slot, farewell) {
+        let removal = if reason == EvictionReason::Expired { Removal::Removed } else { Removal::Evicted };
+        if let Some(name) = self.vacate(slot, removal) {
             evicted.push(Evicted { name, bytes, reason });
         }
     }
 
-    fn admit(&mut self, new: NewPage<T>, deadline_ms: u64) -> Handle {
+    fn admit(&mut self, new: NewPage<T>, deadline_ms: u64) -> PageHandle {
         self.tick += 1;
         let stamp = Stamp::new(self.tick, new.position);
         let slot = self.empty.pop().unwrap_or(Slot(self.pages.len() as u32));
-        let life = self.pages.get(slot.index()).map_or(0, |before| before.life.wrapping_add(1));
+        let generation = self.pages.get(slot.index()).map_or(0, |before| before.generation.wrapping_add(1));
         let page = Page {
             run: stamp.run,
             deadline_ms,
             name: new.name,
             position: new.position,
-            parent: new.parent.unwrap_or(Handle { slot: NO_SLOT, life: 0 }),
+            parent: new.parent.unwrap_or(PageHandle { slot: NO_SLOT, generation: 0 }),
             namespace: new.namespace,
             bytes: new.bytes,
-            life,
+            generation,
             children: 0,
             pins: 0,
             resident: true,
@@ -400,40 +391,43 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             None => push_tight(&mut self.pages, page),
         }
         self.used_bytes += u64::from(new.bytes);
-        self.accounts.entry(new.namespace).or_insert(Account::UNLIMITED).used_bytes += u64::from(new.bytes);
+        self.usage.entry(new.namespace).or_insert(NamespaceUsage::UNLIMITED).used_bytes += u64::from(new.bytes);
         let parent = new.parent.map(|parent| parent.slot);
         self.policy.insert(slot, &Arrival { fingerprint: new.fingerprint, parent, stamp });
         self.offer(slot);
-        Handle { slot, life }
+        PageHandle { slot, generation }
     }
 
-    fn take_out(&mut self, slot: Slot, farewell: Farewell) -> Option<T> {
+    fn vacate(&mut self, slot: Slot, removal: Removal) -> Option<T> {
         if self.pages[slot.index()].offered {
             self.withdraw(slot);
         }
-        self.policy.remove(slot, farewell);
+        self.policy.remove(slot, removal);
         let page = &mut self.pages[slot.index()];
         let name = std::mem::take(&mut page.resident).then_some(page.name);
-        let (parent, bytes, namespace) = (page.parent, u64::from(page.bytes), page.namespace);
+        let parent = page.parent;
+        let bytes = u64::from(page.bytes);
+        let namespace = page.namespace;
         self.used_bytes -= bytes;
         self.credit(namespace, bytes);
         push_tight(&mut self.empty, slot);
         if self.page(parent).is_some() {
-            self.settle(parent.slot, |parent| parent.children -= 1);
+            self.update_offer(parent.slot, |parent| parent.children -= 1);
         }
         name
     }
 
     fn credit(&mut self, namespace: NamespaceIndex, bytes: u64) {
-        let Some(account) = self.accounts.get_mut(&namespace) else { return };
-        account.used_bytes -= bytes;
-        if account.used_bytes == 0 && account.quota_bytes == u64::MAX {
-            self.accounts.remove(&namespace);
+        let Some(usage_of) = self.usage.get_mut(&namespace) else { return };
+        usage_of.used_bytes -= bytes;
+        if usage_of.used_bytes == 0 && usage_of.quota_bytes == u64::MAX {
+            self.usage.remove(&namespace);
         }
     }
 
-    /// Changes pins or children of a page, then offers or withdraws it.
-    fn settle(&mut self, slot: Slot, change: impl FnOnce(&mut Page<T>)) {
+    /// Changes pins or children of a page, then offers or withdraws it accordingly. All changes of
+    /// either number go through here, so that offers stay correct.
+    fn update_offer(&mut self, slot: Slot, change: impl FnOnce(&mut Page<T>)) {
         let page = &mut self.pages[slot.index()];
         change(page);
         let free = page.pins == 0 && page.children == 0;
@@ -445,7 +439,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     fn offer(&mut self, slot: Slot) {
-        let has_quota = self.account(self.pages[slot.index()].namespace).quota_bytes != u64::MAX;
+        let has_quota = self.usage_of(self.pages[slot.index()].namespace).quota_bytes != u64::MAX;
         let page = &mut self.pages[slot.index()];
         page.offered = true;
         page.in_quota_order = has_quota;
@@ -485,8 +479,8 @@ impl<T> Page<T> {
     }
 }
 
-impl Account {
-    const UNLIMITED: Account = Account { used_bytes: 0, quota_bytes: u64::MAX };
+impl NamespaceUsage {
+    const UNLIMITED: NamespaceUsage = NamespaceUsage { used_bytes: 0, quota_bytes: u64::MAX };
 
     fn over(&self, more_bytes: u32) -> bool {
         self.used_bytes.saturating_add(u64::from(more_bytes)) > self.quota_bytes

@@ -1,32 +1,39 @@
-//! Which page goes when there is no room.
+//! Cache eviction: which page leaves a full tier.
 //!
-//! Always true: no I/O, no clock, no randomness, no threads; the same calls give the same victims. Time comes in as a
-//! value, a replay reads from a [`std::io::BufRead`] that its caller opened. `clippy.toml` beside this crate keeps it
-//! so.
+//! Invariants:
+//! - No I/O, no clock, no randomness, no threads: the same calls give the same victims. Time comes
+//!   in as a value, and a replay reads from a [`std::io::BufRead`] that its caller opened.
+//! - [`Evictor`] alone enforces the rules. A [`Policy`] only ranks the pages that the rules allow
+//!   to leave.
 //!
-//! - [`Evictor`]: the resident pages of one tier, and the rules that hold under any policy: capacity, leaf before
-//!   root, pins, soft pins, deadlines, quotas.
-//! - [`Policy`]: the order in which the pages go that the rules allow: [`Lru`], [`S3Fifo`] and [`Larder`], which
-//!   learns it from the traffic.
+//! Layout:
+//! - [`Evictor`]: the resident pages of one tier, and the rules that hold under any policy:
+//!   capacity, leaves before roots, pins, soft pins, deadlines, quotas.
+//! - [`Policy`]: the order of eviction. [`Lru`], [`S3Fifo`], and [`HitDensity`], which learns it
+//!   from the traffic.
 //! - [`replay`]: hit rates of the policies, and of the offline optimum, on recorded traffic.
-//! - [`synthetic`]: made-up traffic, for tests and benches that may not carry a recording.
+//! - [`synthetic`]: generated traffic, for tests and benchmarks without a recording.
+
+// The simulation runs this crate: see store/clippy.toml.
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 #![forbid(unsafe_code)]
 
 mod evictor;
-mod larder;
+mod hit_density;
 mod lru;
 mod policy;
 pub mod replay;
 mod s3fifo;
 pub mod synthetic;
 
-pub use evictor::{Evicted, Evictor, Handle, NamespaceIndex, NewPage, Reason, Refused};
-pub use larder::Larder;
+pub use evictor::{Evicted, EvictionReason, Evictor, InsertError, NamespaceIndex, NewPage, PageHandle};
+pub use hit_density::HitDensity;
 pub use lru::Lru;
-pub use policy::{Arrival, Farewell, Policy, Slot, Stamp};
+pub use policy::{Arrival, Policy, Removal, Slot, Stamp};
 pub use s3fifo::S3Fifo;
 
-/// Appends, growing by an eighth: what a table has in reserve counts as memory of its pages.
+/// Appends to a table that grows by an eighth. Doubling would waste up to half of it, and spare
+/// capacity counts as memory per page.
 fn push_tight<T>(table: &mut Vec<T>, value: T) {
     if table.len() == table.capacity() {
         table.reserve_exact((table.len() / 8).max(64));

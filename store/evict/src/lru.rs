@@ -1,11 +1,11 @@
-//! Least recently used first.
+//! Least recently used (LRU).
 
-use crate::policy::{Arrival, Farewell, Policy, Slot, Stamp};
+use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
 use crate::push_tight;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// The page that was not asked for the longest goes first; of one request's pages, the last one.
+/// Evicts the least recently used page. Among the pages of one request it takes the last one first.
 #[derive(Debug, Default)]
 pub struct Lru {
     stamps: Vec<Stamp>,
@@ -13,7 +13,6 @@ pub struct Lru {
 }
 
 impl Lru {
-    /// Empty.
     pub fn new() -> Lru {
         Lru::default()
     }
@@ -46,5 +45,5 @@ impl Policy for Lru {
         self.offered.first().map(|(_, slot)| *slot)
     }
 
-    fn remove(&mut self, _: Slot, _: Farewell) {}
+    fn remove(&mut self, _: Slot, _: Removal) {}
 }

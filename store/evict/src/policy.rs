@@ -1,81 +1,91 @@
-//! What an eviction policy is.
+//! The interface of eviction policies.
 
 use std::cmp::Reverse;
 
-/// A place in the evictor's table of pages; taken again after its page went.
+/// Index in the evictor's table of pages. A later page reuses the slot of an evicted one, so a
+/// policy must reset its state in [`Policy::insert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(pub u32);
 
 impl Slot {
-    /// As an index.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// When a page was last asked for, in page accesses, taken back to the start of its sequence: pages that one request
-/// walks over one after the other have the same run, and of those the last one orders first.
+/// Time of a page's last access, counted in accesses.
+///
+/// The time is normalized to the start of the page's sequence. So the pages that one request walks
+/// over share one `run`, and the last of them orders first: a sequence is evicted from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stamp {
-    /// Access number, less the position.
+    /// Access number less the position.
     pub run: u64,
-    /// Position in the sequence.
     pub position: Reverse<u32>,
 }
 
 impl Stamp {
-    /// Of access `tick` to a page at `position`. Runs start far above zero, so that none is negative.
+    /// Stamp of access `tick` to a page at `position`. Runs start at 2^32, so that none is
+    /// negative.
     pub fn new(tick: u64, position: u32) -> Stamp {
         Stamp { run: (1 << 32) + tick - u64::from(position), position: Reverse(position) }
     }
 }
 
-/// What a policy learns of a page that arrives.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrival {
-    /// Stands for the page's name, also when it returns. Two pages with one fingerprint blur what is learnt, no more.
+    /// Hash of the page's name. It is the same when the page returns. A collision of two pages only
+    /// blurs statistics.
     pub fingerprint: u64,
-    /// The page before it, if that is resident.
+    /// The preceding page of the sequence, if it is resident.
     pub parent: Option<Slot>,
-    /// When, and where in its sequence.
     pub stamp: Stamp,
 }
 
-/// Why a page leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Farewell {
-    /// There was no room: it may come back.
+pub enum Removal {
+    /// The tier or the namespace was full. The page may return.
     Evicted,
-    /// It was removed or its time was over: nothing is to be concluded from it.
+    /// A client removed the page, or it expired. A policy should learn nothing from it.
     Removed,
 }
 
-/// The order in which pages go.
+/// The order in which pages are evicted.
 ///
-/// The evictor keeps the rules (capacity, leaf before root, pins, deadlines, quotas) and *offers* exactly the pages
-/// that may go; a policy ranks them. So a policy never has to look for a page that may go.
+/// The evictor enforces the rules (capacity, leaves before roots, pins, deadlines, quotas). It
+/// *offers* exactly the pages that the rules allow to leave, and the policy ranks the offered
+/// pages. So a policy never searches for an evictable page.
 ///
-/// A caller MUST insert a slot before all else, offer only what is inserted and not offered, withdraw only what is
-/// offered, and remove only what is not offered. A policy MUST be deterministic, and take O(log n) or less per call,
-/// on average over the calls.
+/// The caller:
+/// - MUST insert a slot before any other call with it;
+/// - MUST offer only slots that are inserted and not offered;
+/// - MUST withdraw only slots that are offered;
+/// - MUST remove only slots that are inserted and not offered.
+///
+/// An implementation:
+/// - MUST be deterministic;
+/// - MUST take O(log n) amortized time per call.
 pub trait Policy {
-    /// A page is resident from now on. It MUST NOT be a victim before it is offered.
+    /// Adds a resident page. It MUST NOT become a victim before it is offered.
     fn insert(&mut self, slot: Slot, arrival: &Arrival);
 
-    /// The page was asked for and found. It may be offered or not, and stays so.
+    /// Records a hit on a page, which has `stamp` from now on. The page keeps its state, offered or
+    /// not.
     fn touch(&mut self, slot: Slot, stamp: Stamp);
 
-    /// The page may go from now on.
+    /// Allows the page to become a victim. The evictor offers a page when it has no pins and no
+    /// resident children.
     fn offer(&mut self, slot: Slot);
 
-    /// The page may no longer go.
+    /// Forbids that the page becomes a victim, until it is offered again.
     fn withdraw(&mut self, slot: Slot);
 
-    /// The page that should go first. MUST be one that is offered, and `Some` if there is any. It stays offered.
+    /// The page to evict next. MUST be an offered page, and `Some` if any page is offered. The page
+    /// stays offered.
     fn victim(&mut self) -> Option<Slot>;
 
-    /// The page is gone; its slot may come back with another page.
-    fn remove(&mut self, slot: Slot, farewell: Farewell);
+    /// Removes a page. The evictor may reuse the slot for another page.
+    fn remove(&mut self, slot: Slot, removal: Removal);
 }
 
 impl<P: Policy + ?Sized> Policy for Box<P> {
@@ -94,7 +104,7 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
     fn victim(&mut self) -> Option<Slot> {
         (**self).victim()
     }
-    fn remove(&mut self, slot: Slot, farewell: Farewell) {
-        (**self).remove(slot, farewell);
+    fn remove(&mut self, slot: Slot, removal: Removal) {
+        (**self).remove(slot, removal);
     }
 }

@@ -1,8 +1,8 @@
 //! Hit rates on recorded traffic.
 //!
-//! A request asks for the blocks of its prompt, from the first. A hit is a block that is resident, as are all before
-//! it in the request. Then the blocks that are not resident are put, from the first, as far as there is room. The hit
-//! rate is hits over blocks asked for.
+//! A request reads the blocks of its prompt from the first one on. A block hits if it and all
+//! blocks before it in the request are resident. Then the request inserts the missing blocks from
+//! the first one on, as far as there is room. The hit rate is hits divided by requested blocks.
 
 mod belady;
 mod trace;
@@ -10,32 +10,25 @@ mod trace;
 pub use belady::belady;
 pub use trace::{BLOCK_TOKENS, LINE_BYTES_MAX, Request, Trace, TraceError};
 
-use crate::{Evictor, Handle, Larder, Lru, NamespaceIndex, NewPage, Policy, S3Fifo};
+use crate::{Evictor, HitDensity, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo};
 use std::fmt;
 
-/// What to replay with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PolicyKind {
-    /// [`Lru`].
     Lru,
-    /// [`S3Fifo`].
     S3Fifo,
-    /// [`Larder`].
-    Larder,
-    /// The offline optimum: [`belady`].
+    HitDensity,
     Belady,
 }
 
 impl PolicyKind {
-    /// All of them.
-    pub const ALL: [PolicyKind; 4] = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Larder, PolicyKind::Belady];
+    pub const ALL: [PolicyKind; 4] = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::HitDensity, PolicyKind::Belady];
 
-    /// The name that tools print.
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Lru => "lru",
             PolicyKind::S3Fifo => "s3-fifo",
-            PolicyKind::Larder => "larder",
+            PolicyKind::HitDensity => "larder",
             PolicyKind::Belady => "belady",
         }
     }
@@ -47,34 +40,33 @@ impl fmt::Display for PolicyKind {
     }
 }
 
-/// Hits of a replay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HitRate {
-    /// Blocks found.
     pub hits: u64,
-    /// Blocks asked for.
     pub blocks: u64,
 }
 
 impl HitRate {
-    /// Hits over blocks, 0 if there are none.
+    /// Hits divided by blocks, 0 without blocks.
     pub fn rate(self) -> f64 {
         if self.blocks == 0 { 0.0 } else { self.hits as f64 / self.blocks as f64 }
     }
 }
 
-/// Replays a trace with room for so many tokens.
+/// Replays a trace in a cache of this many tokens, rounded down to whole blocks. [`HitDensity`]
+/// runs with seed 0, so results repeat.
 pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> HitRate {
     let capacity_blocks = capacity_tokens / BLOCK_TOKENS;
     match policy {
         PolicyKind::Lru => run_with(trace, Lru::new(), capacity_blocks),
         PolicyKind::S3Fifo => run_with(trace, S3Fifo::new(), capacity_blocks),
-        PolicyKind::Larder => run_with(trace, Larder::new(0), capacity_blocks),
+        PolicyKind::HitDensity => run_with(trace, HitDensity::new(0), capacity_blocks),
         PolicyKind::Belady => belady(trace, capacity_blocks),
     }
 }
 
-/// Replays a trace under any policy, with room for so many blocks.
+/// Replays a trace under any policy, in a cache of this many blocks. A block counts as a hit only
+/// if all earlier blocks of its request hit.
 pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> HitRate {
     let mut cache = Cache {
         evictor: Evictor::new(capacity_blocks, policy),
@@ -91,7 +83,7 @@ pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> Hit
 
 struct Cache<P> {
     evictor: Evictor<u32, P>,
-    resident: Vec<Option<Handle>>,
+    resident: Vec<Option<PageHandle>>,
     evicted: Vec<crate::Evicted<u32>>,
 }
 
@@ -115,7 +107,7 @@ impl<P: Policy> Cache<P> {
         hits
     }
 
-    fn put(&mut self, block: u32, parent: Option<Handle>, position: u32, now_ms: u64) -> Option<Handle> {
+    fn put(&mut self, block: u32, parent: Option<PageHandle>, position: u32, now_ms: u64) -> Option<PageHandle> {
         let page = NewPage {
             name: block,
             fingerprint: u64::from(block),

@@ -1,16 +1,16 @@
-//! S3-FIFO (Yang et al., SOSP'23): quick demotion of what is asked for once. Here to compare with.
+//! S3-FIFO (Yang et al., SOSP '23): quick demotion of one-hit wonders. Here for comparison only.
 //!
-//! A new page enters a small queue of a tenth of the pages, or the main queue if it was lately evicted from the small
-//! one. What leaves the small queue after two or more further requests moves to the main queue; there each request buys
-//! another round. Pages that may not go are passed over, and still count.
+//! A new page enters a small queue that holds a tenth of the pages. A page with a ghost entry
+//! enters the main queue instead: it was recently evicted from the small queue. A page that leaves
+//! the small queue after two or more hits moves to the main queue. There each hit buys it another
+//! round. Pages that are not evictable are skipped, but count.
 
-use crate::policy::{Arrival, Farewell, Policy, Slot, Stamp};
+use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
 use crate::push_tight;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Most requests that count.
 const FREQUENCY_MAX: u8 = 3;
-/// Requests, after the first, that bring a page from the small queue to the main one.
+/// Hits that promote a page from the small queue to the main queue.
 const PROMOTE_FREQUENCY: u8 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,8 @@ struct Page {
     frequency: u8,
 }
 
-/// Three FIFO queues.
+/// Eviction by S3-FIFO, for comparison. Pages pass through a small and a main queue. The ghost
+/// queue remembers pages that were evicted from the small one.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     pages: Vec<Page>,
@@ -42,7 +43,6 @@ pub struct S3Fifo {
 }
 
 impl S3Fifo {
-    /// Empty.
     pub fn new() -> S3Fifo {
         S3Fifo::default()
     }
@@ -78,7 +78,8 @@ impl S3Fifo {
         }
     }
 
-    /// To the end of the main queue, with one request less to its credit (none, if it comes from the small one).
+    /// Moves a page to the end of the main queue. A page of the main queue pays one hit for it; a
+    /// page of the small queue starts at zero.
     fn requeue(&mut self, slot: Slot) {
         let before = self.pages[slot.index()];
         self.queue(before.queue).remove(&(before.queued, slot));
@@ -136,9 +137,9 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn remove(&mut self, slot: Slot, farewell: Farewell) {
+    fn remove(&mut self, slot: Slot, removal: Removal) {
         let page = self.pages[slot.index()];
-        if farewell == Farewell::Evicted && page.queue == Queue::Small {
+        if removal == Removal::Evicted && page.queue == Queue::Small {
             self.remember(page.fingerprint);
         }
         *self.count(page.queue) -= 1;

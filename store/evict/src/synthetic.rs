@@ -1,17 +1,17 @@
-//! Made-up traffic.
+//! Generated traffic.
 //!
-//! What must hold: the same seed gives the same trace. Each kind has one thing that an eviction policy may get wrong.
+//! Invariant: the same seed gives the same trace. Each kind has one property that an eviction
+//! policy may get wrong.
 
 mod sessions;
 
 use crate::replay::Trace;
-use sessions::{Habit, Sessions};
+use sessions::{SessionKind, Sessions};
 
-/// Repeatable chance (SplitMix64).
 #[derive(Debug, Clone)]
-struct Dice(u64);
+struct Random(u64);
 
-impl Dice {
+impl Random {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -23,48 +23,48 @@ impl Dice {
         self.next() % sides
     }
 
-    /// From 0 to 1.
     fn part(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Numbers below `count`, small ones more often: about Zipf's law with exponent 1.
+    /// A number below `count`, about Zipf-distributed with exponent 1.
     fn zipf(&mut self, count: u64) -> u64 {
         ((count as f64).powf(self.part()) as u64 - 1).min(count - 1)
     }
 }
 
-/// A kind of traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Conversations that grow turn by turn behind one system prompt, most of them of one turn only.
+    /// Conversations that grow turn by turn behind one system prompt, most of them of one turn
+    /// only.
     Conversations,
-    /// Questions on documents whose popularity follows Zipf's law.
+    /// Questions on documents with Zipf-distributed popularity.
     Documents,
-    /// As documents, while popularity moves on to others all the time.
+    /// As documents, with steadily shifting popularity.
     Shifting,
-    /// Documents, and long prompts in between that never return.
+    /// Documents, and between them long prompts that never return (scans).
     Scans,
-    /// The same documents over and over in one order.
+    /// The same documents over and over, in one order.
     Loop,
-    /// Newest first: what came recently returns, all the more the more recent.
+    /// Recency: the more recent a block, the more likely it returns.
     Recent,
     /// Conversations first, then shifting documents, then a loop.
     Phases,
-    /// Calls of tools behind few long system prompts, popular by Zipf's law, with tails that hardly ever return.
+    /// Calls of tools behind few long system prompts, popular by Zipf's law, with tails that hardly
+    /// ever return.
     Tools,
     /// Conversations, each at its own pace, from a few requests to thousands between its turns.
     Paces,
-    /// The same, and every now and then a flood of long prompts that never return.
+    /// As paces, with occasional floods of long prompts that never return.
     Floods,
-    /// Agents that ask again and again, at once and each time for a little more, until their task is done.
+    /// Agents that ask again and again, at once and each time for a little more, until their task
+    /// is done.
     Agents,
     /// Documents that are asked some questions each, most of them just one, and are then done with.
     Bursts,
 }
 
 impl Kind {
-    /// All of them.
     pub const ALL: [Kind; 12] = [
         Kind::Conversations,
         Kind::Documents,
@@ -80,10 +80,10 @@ impl Kind {
         Kind::Bursts,
     ];
 
-    /// So many requests of this kind.
+    /// A trace of this many requests of this kind. Equal seeds give equal traces, on every machine.
     pub fn trace(self, requests: usize, seed: u64) -> Trace {
         let mut traffic = Traffic {
-            dice: Dice(seed),
+            random: Random(seed),
             trace: Trace::default(),
             live: Vec::new(),
             sessions: Sessions::default(),
@@ -109,7 +109,7 @@ struct Conversation {
 }
 
 struct Traffic {
-    dice: Dice,
+    random: Random,
     trace: Trace,
     live: Vec<Conversation>,
     sessions: Sessions,
@@ -117,9 +117,7 @@ struct Traffic {
     made: usize,
 }
 
-/// Ids below this are of documents.
 const DOCUMENTS_END: u64 = 1 << 40;
-/// Most blocks of a document.
 const DOCUMENT_BLOCKS: u64 = 64;
 
 impl Traffic {
@@ -135,10 +133,10 @@ impl Traffic {
                 Kind::Loop => document(number as u64 % 400),
                 Kind::Recent | Kind::Phases => self.recent(number as u64),
                 Kind::Floods if number % 1500 >= 1350 => self.new_blocks(60),
-                Kind::Tools => self.ask(Habit::Tools),
-                Kind::Paces | Kind::Floods => self.ask(Habit::Paces),
-                Kind::Agents => self.ask(Habit::Agents),
-                Kind::Bursts => self.ask(Habit::Bursts),
+                Kind::Tools => self.ask(SessionKind::Tools),
+                Kind::Paces | Kind::Floods => self.ask(SessionKind::Paces),
+                Kind::Agents => self.ask(SessionKind::Agents),
+                Kind::Bursts => self.ask(SessionKind::Bursts),
             };
             self.trace.push(self.made as u64 * 300, &blocks);
         }
@@ -156,29 +154,29 @@ impl Traffic {
             Some(index) => self.live.swap_remove(index).blocks,
             None => vec![0],
         };
-        let turn_blocks = 1 + self.dice.zipf(60);
+        let turn_blocks = 1 + self.random.zipf(60);
         blocks.extend(self.new_blocks(turn_blocks));
         let goes_on = if due.is_some() { 75 } else { 25 };
-        if self.dice.below(100) < goes_on && blocks.len() < 250 {
-            let wait = 50 + self.dice.below(150) as usize;
+        if self.random.below(100) < goes_on && blocks.len() < 250 {
+            let wait = 50 + self.random.below(150) as usize;
             self.live.push(Conversation { blocks: blocks.clone(), due: self.made + wait });
         }
         blocks
     }
 
     fn question(&mut self, first: u64, documents: u64) -> Vec<u64> {
-        let mut blocks = document(first + self.dice.zipf(documents));
+        let mut blocks = document(first + self.random.zipf(documents));
         blocks.extend(self.new_blocks(2));
         blocks
     }
 
     fn recent(&mut self, number: u64) -> Vec<u64> {
-        let back = if self.dice.below(2) == 0 { 0 } else { 1 + self.dice.zipf(400) };
+        let back = if self.random.below(2) == 0 { 0 } else { 1 + self.random.zipf(400) };
         document(number.saturating_sub(back))
     }
 }
 
 fn document(number: u64) -> Vec<u64> {
-    let blocks = 8 + Dice(number).below(DOCUMENT_BLOCKS - 8);
+    let blocks = 8 + Random(number).below(DOCUMENT_BLOCKS - 8);
     (0..blocks).map(|block| 1 + number * DOCUMENT_BLOCKS + block).collect()
 }

@@ -1,7 +1,7 @@
-//! Memory per resident page, as the allocator sees it: at most 124 bytes with the fixed amount for what is learnt, from half a
-//! million pages on, and with a name of four bytes that the caller has for each.
+//! Memory per resident page, measured at the allocator: at most 124 bytes from half a million pages
+//! on. That includes the estimator's fixed tables and a name of four bytes per page.
 
-use larder_evict::{Evictor, Handle, Larder, NamespaceIndex, NewPage};
+use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -9,7 +9,7 @@ struct Counting;
 
 static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: hands everything on to the system's allocator as it came, and only counts.
+// SAFETY: forwards every call unchanged to the system allocator, and only counts.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
@@ -32,9 +32,9 @@ const FIXED_BYTES_MAX: usize = 8 << 20;
 /// Fills to `pages` in sequences of `sequence`, then that much again.
 fn held_bytes(pages: usize, sequence: usize) -> usize {
     let before = HELD_BYTES.load(Ordering::Relaxed);
-    let mut evictor = Evictor::new(pages as u64, Larder::new(0));
+    let mut evictor = Evictor::new(pages as u64, HitDensity::new(0));
     let mut evicted = Vec::new();
-    let mut parent: Option<Handle> = None;
+    let mut parent: Option<PageHandle> = None;
     for number in 0..2 * pages {
         let position = (number % sequence) as u32;
         let page = NewPage {
@@ -54,7 +54,7 @@ fn held_bytes(pages: usize, sequence: usize) -> usize {
 }
 
 #[test]
-fn a_page_takes_at_most_124_bytes() {
+fn page_takes_at_most_124_bytes() {
     let fixed = held_bytes(64, 16);
     println!("fixed: {fixed} bytes");
     assert!(fixed <= FIXED_BYTES_MAX);

@@ -1,13 +1,14 @@
-//! Hit rates on made-up traffic. The public traces are not part of the project: `examples/trace.rs` replays them.
+//! Hit rates on generated traffic. The public traces are not part of the project:
+//! `examples/trace.rs` replays them.
 
 use larder_evict::replay::{PolicyKind, Trace, run};
 use larder_evict::synthetic::Kind;
 
 const REQUESTS: usize = 6000;
 const MILLION_TOKENS: [f64; 5] = [0.1, 0.3, 1.0, 3.0, 10.0];
-/// Part of LRU's hits that may be lost, and what else may be while traffic changes: hits, and hits per page that there
-/// is room for.
-const LOSS_PART: f64 = 0.005;
+/// Tolerated loss: a fraction of LRU's hits, and while traffic changes a constant number of hits
+/// and hits per page of capacity.
+const LOSS_FRACTION: f64 = 0.005;
 const LOSS_HITS: f64 = 64.0;
 const LOSS_PER_PAGE: f64 = 0.1;
 
@@ -16,24 +17,24 @@ fn hits(trace: &Trace, policy: PolicyKind, million_tokens: f64) -> f64 {
 }
 
 #[test]
-fn larder_is_never_below_lru_nor_above_the_optimum() {
+fn hit_density_is_never_below_lru_nor_above_the_optimum() {
     for kind in Kind::ALL {
         for seed in 0..2 {
             let trace = kind.trace(REQUESTS, seed);
             for capacity in MILLION_TOKENS {
                 let lru = hits(&trace, PolicyKind::Lru, capacity);
-                let larder = hits(&trace, PolicyKind::Larder, capacity);
+                let hit_density = hits(&trace, PolicyKind::HitDensity, capacity);
                 let optimum = hits(&trace, PolicyKind::Belady, capacity);
-                let loss = LOSS_PART * lru + LOSS_HITS + LOSS_PER_PAGE * capacity * 1e6 / 512.0;
-                assert!(larder >= lru - loss, "{kind:?} {seed} {capacity}: {larder} against {lru}");
-                assert!(larder <= optimum && lru <= optimum, "{kind:?} {seed} {capacity}");
+                let loss = LOSS_FRACTION * lru + LOSS_HITS + LOSS_PER_PAGE * capacity * 1e6 / 512.0;
+                assert!(hit_density >= lru - loss, "{kind:?} {seed} {capacity}: {hit_density} against {lru}");
+                assert!(hit_density <= optimum && lru <= optimum, "{kind:?} {seed} {capacity}");
             }
         }
     }
 }
 
 #[test]
-fn larder_is_well_above_lru_where_there_is_something_to_learn() {
+fn hit_density_beats_lru_on_learnable_traffic() {
     let gains = [
         (Kind::Conversations, 1.0, 2.0),
         (Kind::Documents, 0.3, 1.3),
@@ -46,20 +47,21 @@ fn larder_is_well_above_lru_where_there_is_something_to_learn() {
     ];
     for (kind, capacity, gain) in gains {
         let trace = kind.trace(2 * REQUESTS, 3);
-        let (lru, larder) = (hits(&trace, PolicyKind::Lru, capacity), hits(&trace, PolicyKind::Larder, capacity));
-        assert!(larder >= gain * lru, "{kind:?}: {larder} against {lru}");
+        let lru = hits(&trace, PolicyKind::Lru, capacity);
+        let hit_density = hits(&trace, PolicyKind::HitDensity, capacity);
+        assert!(hit_density >= gain * lru, "{kind:?}: {hit_density} against {lru}");
     }
 }
 
 #[test]
-fn a_loop_that_does_not_fit_is_kept_in_part() {
+fn part_of_a_loop_larger_than_the_cache_is_kept() {
     let trace = Kind::Loop.trace(REQUESTS, 0);
     assert_eq!(hits(&trace, PolicyKind::Lru, 3.0), 0.0);
-    assert!(hits(&trace, PolicyKind::Larder, 3.0) > 0.8 * hits(&trace, PolicyKind::Belady, 3.0));
+    assert!(hits(&trace, PolicyKind::HitDensity, 3.0) > 0.8 * hits(&trace, PolicyKind::Belady, 3.0));
 }
 
 #[test]
-fn all_that_returns_is_found_when_there_is_room_for_all() {
+fn every_returning_block_hits_with_unlimited_capacity() {
     for kind in Kind::ALL {
         let trace = kind.trace(500, 0);
         let blocks: u64 = trace.requests().iter().map(|request| request.blocks.len() as u64).sum();
@@ -71,7 +73,7 @@ fn all_that_returns_is_found_when_there_is_room_for_all() {
 }
 
 #[test]
-fn hits_end_with_the_first_block_that_is_missing() {
+fn hits_of_a_request_end_at_the_first_miss() {
     let mut trace = Trace::default();
     for ids in [&[1, 2, 3][..], &[9, 2, 3], &[1, 2, 3]] {
         trace.push(0, ids);
@@ -82,7 +84,7 @@ fn hits_end_with_the_first_block_that_is_missing() {
 }
 
 #[test]
-fn the_same_trace_gives_the_same_hits() {
+fn same_trace_gives_same_hits() {
     let trace = Kind::Phases.trace(1500, 5);
     for policy in PolicyKind::ALL {
         assert_eq!(run(&trace, policy, 1_000_000), run(&trace, policy, 1_000_000));

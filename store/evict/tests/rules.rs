@@ -1,9 +1,12 @@
-//! The rules that hold under every policy, against a model that knows nothing of orders.
+//! The evictor's rules under every policy, checked against a model without any order.
 //!
-//! After every step: what is resident, by the model, is what the evictor says; bytes within capacity and quota;
-//! nothing that went was pinned, had resident children, or was soft-pinned while another page could have gone.
+//! After every step model and evictor have the same resident pages, within capacity and quotas. No
+//! evicted page was pinned, had resident children, or was soft-pinned while another page could have
+//! made room.
 
-use larder_evict::{Evicted, Evictor, Handle, Larder, Lru, NamespaceIndex, NewPage, Policy, Reason, Refused, S3Fifo};
+use larder_evict::{
+    Evicted, EvictionReason, Evictor, HitDensity, InsertError, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo,
+};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -52,7 +55,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 #[derive(Debug, Clone)]
 struct Known {
-    handle: Handle,
+    handle: PageHandle,
     parent: Option<u32>,
     namespace: NamespaceIndex,
     bytes: u32,
@@ -92,23 +95,24 @@ impl<P: Policy> Model<P> {
         self.pages.values().filter(|page| page.namespace == namespace).map(|page| u64::from(page.bytes)).sum()
     }
 
-    /// Pages went, in this order. `spared` is the parent of a page that is being taken.
+    /// Applies evictions in this order. `spared` is the parent of the page being inserted.
     fn gone(&mut self, evicted: &[Evicted<u32>], spared: Option<u32>) {
         for gone in evicted {
             assert!(self.may_go(gone.name), "{gone:?} was pinned or had children");
             assert_ne!(Some(gone.name), spared);
             let page = self.pages[&gone.name].clone();
-            if gone.reason == Reason::Expired {
+            if gone.reason == EvictionReason::Expired {
                 assert!(page.deadline_ms <= self.now_ms);
             } else if page.soft {
-                let helps = |other: &Known| gone.reason == Reason::Capacity || other.namespace == page.namespace;
+                let helps =
+                    |other: &Known| gone.reason == EvictionReason::Capacity || other.namespace == page.namespace;
                 let better = self
                     .pages
                     .iter()
                     .find(|(name, other)| !other.soft && helps(other) && Some(**name) != spared && self.may_go(**name));
                 assert!(better.is_none(), "{gone:?} was soft-pinned, {better:?} was not");
             }
-            if gone.reason == Reason::Quota {
+            if gone.reason == EvictionReason::Quota {
                 assert_eq!(page.namespace, LIMITED);
             }
             self.pages.remove(&gone.name);
@@ -132,7 +136,7 @@ impl<P: Policy> Model<P> {
         };
         let mut evicted = Vec::new();
         let outcome = self.evictor.insert(new, self.now_ms, &mut evicted);
-        let expired = evicted.iter().take_while(|gone| gone.reason == Reason::Expired).count();
+        let expired = evicted.iter().take_while(|gone| gone.reason == EvictionReason::Expired).count();
         self.gone(&evicted[..expired], None);
         let spared = parent.filter(|name| self.pages.contains_key(name));
         self.gone(&evicted[expired..], spared);
@@ -145,14 +149,14 @@ impl<P: Policy> Model<P> {
                 self.pages.insert(name, page);
                 assert!(!limited || self.bytes_of(LIMITED) <= self.quota_bytes);
             }
-            Err(Refused::Pinned) => {
+            Err(InsertError::Pinned) => {
                 let helps = |page: &Known| !limited || page.namespace == LIMITED;
                 let missed =
                     self.pages.iter().find(|(name, page)| helps(page) && Some(**name) != spared && self.may_go(**name));
                 assert!(missed.is_none(), "{missed:?} could have gone");
             }
-            Err(Refused::ParentGone | Refused::Expired) => assert!(parent.is_some()),
-            Err(Refused::TooLarge { .. }) => assert!(u64::from(bytes) > self.quota_bytes),
+            Err(InsertError::ParentGone | InsertError::Expired) => assert!(parent.is_some()),
+            Err(InsertError::TooLarge { .. }) => assert!(u64::from(bytes) > self.quota_bytes),
         }
     }
 
@@ -237,12 +241,12 @@ proptest! {
     }
 
     #[test]
-    fn larder_keeps_the_rules(steps in steps()) {
-        keeps_the_rules(Larder::new(7), &steps);
+    fn hit_density_keeps_the_rules(steps in steps()) {
+        keeps_the_rules(HitDensity::new(7), &steps);
     }
 }
 
-/// The negative control: a policy that ignores what it was told it may offer up.
+/// Negative control: a policy that proposes victims that were not offered to it.
 struct AnyPage(Vec<larder_evict::Slot>);
 
 impl Policy for AnyPage {
@@ -255,27 +259,27 @@ impl Policy for AnyPage {
     fn victim(&mut self) -> Option<larder_evict::Slot> {
         self.0.first().copied()
     }
-    fn remove(&mut self, slot: larder_evict::Slot, _: larder_evict::Farewell) {
+    fn remove(&mut self, slot: larder_evict::Slot, _: larder_evict::Removal) {
         self.0.retain(|other| *other != slot);
     }
 }
 
 #[test]
-#[should_panic(expected = "may not go")]
-fn a_policy_that_breaks_the_rules_is_stopped() {
+#[should_panic(expected = "not evictable")]
+fn evictor_panics_on_a_policy_that_breaks_the_rules() {
     let insert = |parent| Step::Insert { parent, bytes: 8, limited: false, lives_ms: None };
     let steps: Vec<Step> = std::iter::once(insert(None)).chain((0..20).map(|n| insert(Some(n)))).collect();
     keeps_the_rules(AnyPage(Vec::new()), &steps);
 }
 
-fn page(name: u32, parent: Option<Handle>, position: u32) -> NewPage<u32> {
+fn page(name: u32, parent: Option<PageHandle>, position: u32) -> NewPage<u32> {
     let namespace = NamespaceIndex(0);
     NewPage { name, fingerprint: u64::from(name), namespace, parent, position, bytes: 1, deadline_ms: None }
 }
 
 #[test]
-fn a_sequence_goes_from_its_end() {
-    let policies: [Box<dyn Policy>; 3] = [Box::new(Lru::new()), Box::new(S3Fifo::new()), Box::new(Larder::new(0))];
+fn sequence_is_evicted_from_its_end() {
+    let policies: [Box<dyn Policy>; 3] = [Box::new(Lru::new()), Box::new(S3Fifo::new()), Box::new(HitDensity::new(0))];
     for policy in policies {
         let mut evictor = Evictor::new(4, policy);
         let mut evicted = Vec::new();
@@ -289,12 +293,12 @@ fn a_sequence_goes_from_its_end() {
         }
         let names: Vec<u32> = evicted.iter().map(|gone| gone.name).collect();
         assert_eq!(names, [3, 2, 1, 0]);
-        assert_eq!(evictor.insert(page(8, None, 0), 0, &mut evicted), Err(Refused::Pinned));
+        assert_eq!(evictor.insert(page(8, None, 0), 0, &mut evicted), Err(InsertError::Pinned));
     }
 }
 
 #[test]
-fn a_child_never_outlives_the_page_before_it() {
+fn child_never_outlives_its_parent() {
     let mut evictor = Evictor::new(10, Lru::new());
     let mut evicted = Vec::new();
     let first = evictor.insert(NewPage { deadline_ms: Some(50), ..page(0, None, 0) }, 0, &mut evicted).unwrap();

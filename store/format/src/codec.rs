@@ -1,9 +1,14 @@
-//! Little-endian reading and writing of untrusted bytes: a [`Reader`] never reads past its input and never allocates by a
-//! stranger's number without a stated maximum.
+//! Little-endian encoding and decoding of untrusted bytes.
+//!
+//! Invariants:
+//! - A [`Reader`] never reads past its input.
+//! - It never allocates by a number from the input alone: every count has a maximum, and memory
+//!   grows with the items read.
 
 use thiserror::Error;
 
-/// Why bytes could not be decoded.
+/// Reason that bytes do not decode. A decoder reports the first field that is wrong and reads
+/// nothing behind it.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The input ended inside the named field.
@@ -11,56 +16,42 @@ pub enum DecodeError {
     Short(&'static str),
     /// A length or count is above its maximum.
     #[error("{what} is {value}, the maximum is {max}")]
-    TooLarge {
-        /// The field.
-        what: &'static str,
-        /// What the input says.
-        value: u64,
-        /// The most that is accepted.
-        max: u64,
-    },
-    /// A field holds a value that is not defined.
+    TooLarge { what: &'static str, value: u64, max: u64 },
+    /// A field has an undefined value.
     #[error("{0} is not valid")]
     Invalid(&'static str),
-    /// The CRC of a block does not match its content.
+    /// A CRC does not match the content.
     #[error("{0}: checksum mismatch")]
     Checksum(&'static str),
-    /// The version is not one this build reads.
+    /// The input has a version that this build does not read.
     #[error("{what} has version {found}, this build reads {supported}")]
-    Version {
-        /// What carries the version.
-        what: &'static str,
-        /// The version found.
-        found: u32,
-        /// The version that is read.
-        supported: u32,
-    },
-    /// Bytes are left over after the last field.
+    Version { what: &'static str, found: u32, supported: u32 },
+    /// Bytes follow the last field. The encoder and this decoder then disagree about the layout, so
+    /// nothing is accepted.
     #[error("{0} bytes left over")]
     TrailingBytes(usize),
 }
 
-/// Result of decoding.
 pub type Result<T> = std::result::Result<T, DecodeError>;
 
-/// A cursor over untrusted bytes.
+/// A cursor over untrusted bytes. Its methods return errors and never panic, and they allocate no
+/// more than the input justifies.
 #[derive(Debug, Clone)]
 pub struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// Starts at the first byte of `input`.
     pub fn new(input: &'a [u8]) -> Self {
         Self { rest: input }
     }
 
-    /// Bytes not read yet.
     pub fn remaining(&self) -> usize {
         self.rest.len()
     }
 
-    /// Takes `len` bytes.
+    /// Takes `len` bytes. `what` names the field in errors, as in all methods. The bytes are
+    /// borrowed from the input, not copied.
     pub fn take(&mut self, len: usize, what: &'static str) -> Result<&'a [u8]> {
         if self.rest.len() < len {
             return Err(DecodeError::Short(what));
@@ -70,33 +61,31 @@ impl<'a> Reader<'a> {
         Ok(head)
     }
 
-    /// Takes a fixed array.
+    /// Takes an array of fixed length. `what` names the field in the error, as in the other reads
+    /// of this type.
     pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N]> {
         let bytes = self.take(N, what)?;
         Ok(bytes.try_into().expect("take returned N bytes"))
     }
 
-    /// One byte.
     pub fn u8(&mut self, what: &'static str) -> Result<u8> {
         Ok(self.array::<1>(what)?[0])
     }
 
-    /// A little-endian `u16`.
     pub fn u16(&mut self, what: &'static str) -> Result<u16> {
         Ok(u16::from_le_bytes(self.array(what)?))
     }
 
-    /// A little-endian `u32`.
     pub fn u32(&mut self, what: &'static str) -> Result<u32> {
         Ok(u32::from_le_bytes(self.array(what)?))
     }
 
-    /// A little-endian `u64`.
     pub fn u64(&mut self, what: &'static str) -> Result<u64> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A `u32` count of at most `max`.
+    /// Takes a `u32` count of at most `max`. A larger value is [`DecodeError::TooLarge`], before
+    /// anything is allocated for it.
     pub fn count(&mut self, max: usize, what: &'static str) -> Result<usize> {
         let value = self.u32(what)?;
         if value as usize > max {
@@ -105,14 +94,16 @@ impl<'a> Reader<'a> {
         Ok(value as usize)
     }
 
-    /// A length-prefixed UTF-8 string of at most `max` bytes.
+    /// Takes a length-prefixed UTF-8 string of at most `max` bytes. The length is checked before
+    /// memory is allocated.
     pub fn string(&mut self, max: usize, what: &'static str) -> Result<String> {
         let len = self.count(max, what)?;
         let bytes = self.take(len, what)?;
         String::from_utf8(bytes.to_vec()).map_err(|_| DecodeError::Invalid(what))
     }
 
-    /// A counted list of at most `max` items. Memory is taken as items are read, never ahead of them.
+    /// Takes a counted list of at most `max` items. Memory grows with the items read, never ahead
+    /// of them.
     pub fn list<T>(
         &mut self,
         max: usize,
@@ -127,7 +118,7 @@ impl<'a> Reader<'a> {
         Ok(items)
     }
 
-    /// Ends the reading: an error if bytes are left.
+    /// Ends the decoding. Unread bytes are an error, so that no input hides data behind a message.
     pub fn finish(self) -> Result<()> {
         match self.rest.len() {
             0 => Ok(()),
@@ -136,33 +127,31 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Appends little-endian fields; the counterpart of [`Reader`].
+/// Encoder that appends little-endian fields: the counterpart of [`Reader`]. It checks no limits.
+/// The caller encodes only values that the decoder accepts.
 pub trait Put {
-    /// Appends raw bytes.
     fn put(&mut self, bytes: &[u8]);
 
-    /// Appends one byte.
     fn put_u8(&mut self, value: u8) {
         self.put(&[value]);
     }
-    /// Appends a `u16`.
     fn put_u16(&mut self, value: u16) {
         self.put(&value.to_le_bytes());
     }
-    /// Appends a `u32`.
     fn put_u32(&mut self, value: u32) {
         self.put(&value.to_le_bytes());
     }
-    /// Appends a `u64`.
     fn put_u64(&mut self, value: u64) {
         self.put(&value.to_le_bytes());
     }
-    /// Appends a length-prefixed string.
+    /// Appends a length-prefixed string: the length of its UTF-8 bytes as a `u32`, then the bytes
+    /// themselves.
     fn put_string(&mut self, value: &str) {
         self.put_u32(value.len() as u32);
         self.put(value.as_bytes());
     }
-    /// Appends a counted list.
+    /// Appends a counted list: the number of items as a `u32`, then each item as `item` encodes it.
+    /// [`Reader::list`] reads it back under a maximum.
     fn put_list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T))
     where
         Self: Sized,

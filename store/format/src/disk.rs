@@ -1,112 +1,136 @@
 //! The blocks of an L3 segment log.
 //!
-//! ```text
-//! DIR/larder.sb                      superblock (one 4 KiB block): what must always be true of this log
-//! DIR/00000000.seg, 00000001.seg …   segments, all of one length, preallocated
-//! DIR/00000002.seg.new               a segment that is just being made: nothing in it counts
-//! DIR/00000099.stray, ….stray.1 …    what had the name of a segment and is none: to be looked at and removed by people
+//! Invariants:
+//! - Every block carries magic, CRC, version and log id. A reader checks all four.
+//! - A record repeats its segment, epoch and offset. So a reader detects stale and misdirected
+//!   writes.
+//! - An epoch is larger than all earlier epochs of the log. Record numbers grow with the epochs.
+//! - A tombstone is never older than the records it deletes. Segments are rewritten oldest epoch
+//!   first, so a tombstone outlives those records.
+//! - A segment has its final name only if its header is durable.
 //!
-//! segment:  ┌ segment header ┬ record header ┬ payload, padded ┬ record header ┬ payload … ┬ anything ┬ table    ┬ footer ┐
-//!           │ 4 KiB          │ 4 KiB         │ to 4 KiB        │               │           │ (old)    │ of footer│ 4 KiB  │
+//! ```text
+//! DIR/larder.sb         superblock (one 4 KiB block): the constants of this log
+//! DIR/00000000.seg      segments, all of one length, preallocated: 00000000, 00000001, …
+//! DIR/00000002.seg.new  a segment under construction: readers ignore it
+//! DIR/00000099.stray    a misplaced file that had the name of a segment (also .stray.1, …):
+//!                       an operator examines and removes it
+//!
+//! segment, front to back:
+//! ┌ segment header ┬ record header ┬ payload         ┬ record … ┬ anything ┬ table     ┬ footer ┐
+//! │ 4 KiB          │ 4 KiB         │ padded to 4 KiB │          │ (old)    │ of footer │ 4 KiB  │
 //! ```
 //!
-//! Why this order: a segment is filled front to back and its records are found by hopping from header to header, so an
-//! index can be rebuilt from headers alone. A segment is written anew only as a whole: its header then carries a larger
-//! *life* number than any before on this device, and every record repeats the life of its segment and its own offset.
-//! What a reader finds where a record of this life is missing (the remains of an earlier one, a torn block, a write that
-//! went astray) fails one of magic, CRC, log id, life and offset.
+//! Reasons for this order:
+//! - A node fills a segment front to back. A reader hops from header to header, so headers alone
+//!   rebuild the index.
+//! - A node rewrites a segment only as a whole, under a new *epoch*. Where a record of that epoch
+//!   is missing, a reader may find remains of an earlier epoch, a torn block or a misdirected
+//!   write. Each of these fails one of magic, CRC, log id, epoch and offset.
+//! - A full segment ends with a *footer* ([`crate::footer`]): a table of all its records, found
+//!   with one read. Hopping costs a read per record. The node writes the footer when no write of
+//!   the segment is in flight. A segment without a valid footer of its epoch is hopped through.
 //!
-//! A segment is made under another name, and gets its own once its header is durable. So one without a header, be it blank,
-//! is damaged, and one whose header says another number than its name was copied or renamed by somebody ([`crate::life`]).
-//! It is made anew, too, when it was made ready and never had a record: so the headers that are written in place, which a
-//! crash may tear, stand before records that say which life was there.
+//! Segment creation: the node writes the header under another name, makes it durable, then renames
+//! the file. So a segment with a blank or missing header is damaged. One whose header has another
+//! number than its name was copied or renamed by an operator ([`crate::epoch`]). The node also
+//! creates a segment anew if it was prepared and never received a record. So headers that a crash
+//! may tear precede records that still state the previous epoch.
 //!
-//! Hopping costs a read per record. So a full segment is ended by a *footer* ([`crate::footer`]): a table of all its
-//! records, which one read of the segment's end finds. It repeats what the headers say, and is written when nothing of
-//! the segment is under way any more. A segment without a valid footer of its life is hopped through.
+//! Holes: records are written concurrently, so a crash may leave a hole before a complete record. A
+//! reader that meets an invalid block searches block by block for the next valid one. It then sees
+//! payload bytes, which an attacker may have chosen. A forged header would need the log's random
+//! id, which never leaves the node.
 //!
-//! Records are written concurrently, so a crash may leave a hole before a complete record. A reader that meets an invalid
-//! block therefore looks on, block by block, for the next valid one, until the end of the segment. It then looks at
-//! payload bytes, which a stranger may have chosen: the random id of the log in every record header, which never leaves
-//! the node, is what a forged header cannot know.
+//! Payloads: a record's header is written together with its payload, in any order. The header's CRC
+//! covers the header, and its chunk CRCs cover the payload. A header whose payload is missing is
+//! therefore detected when the page is read.
 //!
-//! A record's header is written together with its payload, in any order; the header's own CRC covers the header, and the
-//! chunk CRCs in it cover the payload. A header without its payload is therefore found when the page is read.
+//! Durability: a crash loses only what was not durable. Every record states the offset up to which
+//! its segment was durable when the record was planned. A hole before that offset is damage, which
+//! may have been a tombstone. A hole after it is the normal result of a crash.
 //!
-//! A crash takes only what was not durable. So every record says up to where its segment was durable when it was planned: a
-//! hole before that place is damage, which may have been a tombstone, and a hole behind it what a crash leaves. If a
-//! segment's header is damaged, its records and footer say which life it has ([`crate::life`]).
+//! Record kinds:
+//! - *page*: a header and the payload.
+//! - *tombstone*: deletes all records of its key with a smaller record number.
+//! - *void*: skips bytes that a repair took out and that no reader misses ([`crate::verify`]).
+//! - *lost*: skips damaged bytes that may have been tombstones. Nothing older than it can be
+//!   trusted.
 //!
-//! Forgetting is a record too (a *tombstone*): it kills what was recorded of its key before it, by record number. Record
-//! numbers and lives grow together, and segments are written anew oldest life first, so a tombstone outlives what it kills.
-//!
-//! A *void* stands where a repair took something out that nobody misses ([`crate::verify`]): it says how far to hop. A
-//! *lost* record stands where there was damage that may have been tombstones.
-//!
-//! Versions: [`VERSION`] 1 is the first. A build refuses a superblock of another version; segments and records of another
-//! version than the superblock's end the scan of their segment.
+//! Versions: [`VERSION`] 1 is the first. A build refuses a superblock of another version. A segment
+//! or record whose version differs from the superblock's ends the scan of its segment.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::page::{PageId, PageMeta};
 use crate::{NamespaceId, PageKey};
 
-/// Most files of one number that are set aside.
-const STRAYS_MAX: u32 = 1000;
+/// Maximum number of misplaced files that are kept per segment number. It bounds the search for a
+/// free name.
+const MISPLACED_MAX: u32 = 1000;
 
-/// The names that a stray with the name of a segment may get: it gets the first that no file has.
-pub fn stray_names(segment: u32) -> impl Iterator<Item = String> {
-    (0..STRAYS_MAX).map(move |nth| match nth {
+/// Candidate names for a misplaced file with the name of this segment. The caller takes the first
+/// that is free.
+pub fn misplaced_names(segment: u32) -> impl Iterator<Item = String> {
+    (0..MISPLACED_MAX).map(move |nth| match nth {
         0 => format!("{segment:08}.stray"),
         _ => format!("{segment:08}.stray.{nth}"),
     })
 }
 
-/// Every block, and the alignment of every record.
+/// Length of a block in bytes, and the alignment of every record. It satisfies the alignment that
+/// direct I/O requires.
 pub const BLOCK_BYTES: usize = 4096;
-/// Version of everything in this module.
+/// Version of all blocks in this module. A decoder refuses every other version, so a change of any
+/// layout needs a new one.
 pub const VERSION: u32 = 1;
-/// Largest segment.
+/// Maximum segment length in bytes. It bounds the lengths that a superblock can make a reader
+/// trust.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;
-/// Smallest segment.
+/// Minimum segment length in bytes: room for headers, a footer and some pages. A decoder refuses a
+/// superblock with shorter segments.
 pub const SEGMENT_BYTES_MIN: u64 = 1 << 20;
 
 const SUPERBLOCK_MAGIC: [u8; 4] = *b"LDSB";
 const SEGMENT_MAGIC: [u8; 4] = *b"LDSG";
 pub(crate) const RECORD_MAGIC: [u8; 4] = *b"LDRC";
-/// Where the log id stands in every block, behind magic, CRC and version.
+/// Offset of the log id in every block, after magic, CRC and version.
 pub(crate) const LOG_ID_AT: usize = 12;
-/// Where the life stands in the headers of records and in footers, behind the log id and the segment.
-const LIFE_AT: usize = LOG_ID_AT + 20;
+/// Offset of the epoch in record headers and footers, after the log id and the segment.
+const EPOCH_AT: usize = LOG_ID_AT + 20;
 
-/// Random identity of a log; known to the node alone.
+/// Random identity of a log. Only the node knows it, so no client can forge a record inside a
+/// payload.
 pub type LogId = [u8; 16];
 
-/// Lives and record numbers are counted on from what is read, and no log comes near this.
+/// Exclusive limit of epochs and record numbers. A node counts on from the largest it reads, so a
+/// damaged number must not bring it near the overflow.
 const COUNT_MAX: u64 = 1 << 62;
 
-/// A number that can be counted on from.
+/// Returns `number` if a node can count on from it. A number at the end of its range would overflow
+/// on the next record or epoch, so only a forged block can hold it.
 pub(crate) fn countable(number: u64, what: &'static str) -> Result<u64> {
     if number < COUNT_MAX { Ok(number) } else { Err(DecodeError::Invalid(what)) }
 }
 
-/// The life that an unchecked header of a record or footer names.
-pub(crate) fn life_in(block: &[u8]) -> Option<u64> {
-    Some(u64::from_le_bytes(*block.get(LIFE_AT..)?.first_chunk()?))
+/// The epoch that an unverified record header or footer states. The caller must verify the block
+/// with it: the value alone proves nothing.
+pub(crate) fn epoch_in(block: &[u8]) -> Option<u64> {
+    Some(u64::from_le_bytes(*block.get(EPOCH_AT..)?.first_chunk()?))
 }
 
-/// `bytes` rounded up to whole blocks.
 pub fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(BLOCK_BYTES)
 }
 
-/// Bytes a page of `payload_bytes` takes in a segment.
+/// Length in a segment of a page with this payload: the header block and the padded payload.
 pub fn record_bytes(payload_bytes: usize) -> usize {
     BLOCK_BYTES + padded(payload_bytes)
 }
 
-/// Every block begins alike: magic (4), CRC-32 of the rest of the block (4), version (4).
+/// Pads a block and stamps its CRC. Every block begins with magic (4), CRC-32 of the rest (4),
+/// version (4).
 pub(crate) fn seal(mut block: Vec<u8>) -> Vec<u8> {
-    assert!(block.len() <= BLOCK_BYTES, "a block's fields fit into it");
+    assert!(block.len() <= BLOCK_BYTES, "the fields exceed a block");
     block.resize(BLOCK_BYTES, 0);
     let crc = crc32fast::hash(&block[8..]);
     block[4..8].copy_from_slice(&crc.to_le_bytes());
@@ -137,17 +161,18 @@ pub(crate) fn open<'a>(block: &'a [u8], magic: [u8; 4], what: &'static str) -> R
     Ok(reader)
 }
 
-/// What must always be true of one device's log. Written once, when the log is made.
+/// Constants of one device's log. The node writes the superblock once, when it creates the log.
+/// Every later start reads it before any segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// Random identity of this log.
+    /// Random identity of the log. Every block repeats it, so blocks of another log are never
+    /// accepted.
     pub log_id: LogId,
-    /// Bytes of every segment, a multiple of [`BLOCK_BYTES`].
     pub segment_bytes: u64,
 }
 
 impl Superblock {
-    /// One block.
+    /// Encodes the superblock as one block: the fields, padding of zeros, and the CRC over both.
     pub fn encode(&self) -> Vec<u8> {
         let mut block = begin(SUPERBLOCK_MAGIC);
         block.put(&self.log_id);
@@ -155,7 +180,8 @@ impl Superblock {
         seal(block)
     }
 
-    /// Reads and checks one block.
+    /// Decodes and verifies one block. Errors name the first field that is wrong. The lengths of a
+    /// decoded superblock are within their limits.
     pub fn decode(block: &[u8]) -> Result<Self> {
         let mut reader = open(block, SUPERBLOCK_MAGIC, "superblock")?;
         let superblock = Self { log_id: reader.array("log id")?, segment_bytes: reader.u64("segment bytes")? };
@@ -167,91 +193,85 @@ impl Superblock {
     }
 }
 
-/// The first block of a segment.
+/// First block of a segment. It is durable before the segment gets its final name, so a named
+/// segment once had a valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentHeader {
-    /// The log it belongs to.
     pub log_id: LogId,
-    /// Its number, as in its file name.
     pub segment: u32,
-    /// Number of this writing of the segment; larger than any before on this log.
-    pub life: u64,
+    /// Epoch of the segment's content: larger than any earlier epoch of the log. Records of other
+    /// epochs in the same file are stale.
+    pub epoch: u64,
 }
 
 impl SegmentHeader {
-    /// One block.
     pub fn encode(&self) -> Vec<u8> {
         let mut block = begin(SEGMENT_MAGIC);
         block.put(&self.log_id);
         block.put_u32(self.segment);
-        block.put_u64(self.life);
+        block.put_u64(self.epoch);
         seal(block)
     }
 
-    /// Reads and checks one block.
+    /// Decodes and verifies one block. The caller compares log and segment with what it expects.
     pub fn decode(block: &[u8]) -> Result<Self> {
         let mut reader = open(block, SEGMENT_MAGIC, "segment header")?;
         let header =
-            Self { log_id: reader.array("log id")?, segment: reader.u32("segment")?, life: reader.u64("life")? };
-        countable(header.life, "life")?;
+            Self { log_id: reader.array("log id")?, segment: reader.u32("segment")?, epoch: reader.u64("epoch")? };
+        countable(header.epoch, "epoch")?;
         Ok(header)
     }
 
-    /// Reads the block that should be the header of segment `segment` of the log `log_id`; its life.
-    pub fn decode_life(block: &[u8], log_id: &LogId, segment: u32) -> Result<u64> {
+    /// Decodes the header of segment `segment` of the log `log_id` and returns its epoch. Fails if
+    /// the header is of another log or segment.
+    pub fn decode_epoch(block: &[u8], log_id: &LogId, segment: u32) -> Result<u64> {
         let header = Self::decode(block)?;
         match header.log_id == *log_id && header.segment == segment {
-            true => Ok(header.life),
-            false => Err(DecodeError::Invalid("log or number of a segment")),
+            true => Ok(header.epoch),
+            false => Err(DecodeError::Invalid("log or number of the segment")),
         }
     }
 }
 
-/// Where a record stands; repeated in the record, so that a misplaced one is found.
+/// Location of a record. The record repeats it, so that a reader detects a misdirected write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RecordPlace {
-    /// Segment number.
     pub segment: u32,
-    /// Life of the segment.
-    pub life: u64,
-    /// Byte offset of the record header in the segment.
+    pub epoch: u64,
     pub offset: u64,
 }
 
-/// What a record says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecordBody {
-    /// A page; its payload follows the header.
     Page(PageMeta),
-    /// What was recorded of this page before is forgotten.
     Tombstone(PageId),
-    /// Nothing: a repair took out what stood here.
+    /// Bytes to skip: a repair took out the record that was here.
     Void {
-        /// Bytes up to the next record, this header among them; whole blocks.
+        /// Distance to the next record in bytes, including this header. A multiple of
+        /// [`BLOCK_BYTES`].
         bytes: u64,
     },
-    /// Nobody knows what stood here, and it may have forgotten anything that is older.
+    /// Bytes to skip whose records are unknown. They may have deleted anything older.
     Lost {
-        /// As of a void.
         bytes: u64,
     },
 }
 
-/// One record header.
+/// Header of a record, one block long. Its CRC covers the header alone: the payload has CRCs of its
+/// own in [`PageMeta`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// Where it stands.
     pub place: RecordPlace,
-    /// Grows with every record of this log.
+    /// Record number. It grows with every record of the log, across segments, so it orders puts and
+    /// deletions.
     pub number: u64,
-    /// Byte offset in the segment before which all was durable when the record was planned; 0 says nothing.
+    /// Byte offset in the segment up to which all data was durable when the record was planned. 0:
+    /// unknown.
     pub durable: u64,
-    /// What it says.
     pub body: RecordBody,
 }
 
 impl RecordHeader {
-    /// Bytes of the record, header and padded payload.
     pub fn record_bytes(&self) -> usize {
         match &self.body {
             RecordBody::Page(meta) => record_bytes(meta.payload_bytes()),
@@ -260,12 +280,13 @@ impl RecordHeader {
         }
     }
 
-    /// The header block, in the log `log_id`.
+    /// Encodes the header as one block of the log `log_id`. The caller writes the payload of a page
+    /// behind it, padded to whole blocks.
     pub fn encode(&self, log_id: &LogId) -> Vec<u8> {
         let mut block = begin(RECORD_MAGIC);
         block.put(log_id);
         block.put_u32(self.place.segment);
-        block.put_u64(self.place.life);
+        block.put_u64(self.place.epoch);
         block.put_u64(self.place.offset);
         block.put_u64(self.number);
         match &self.body {
@@ -291,17 +312,25 @@ impl RecordHeader {
         seal(block)
     }
 
-    /// Reads and checks a header block that should stand at `place` of the log `log_id`.
+    /// Decodes a header block and verifies that it belongs at `place` of the log `log_id`. An
+    /// intact header of another place is an error: it is stale or misdirected.
     pub fn decode(block: &[u8], log_id: &LogId, place: RecordPlace) -> Result<Self> {
+        let record = Self::decode_at_stated_place(block, log_id)?;
+        match record.place == place {
+            true => Ok(record),
+            false => Err(DecodeError::Invalid("record place")),
+        }
+    }
+
+    /// Decodes a header block of the log `log_id` at whatever place the block itself states. The
+    /// caller must compare [`place`](Self::place) with the place that it read from.
+    pub fn decode_at_stated_place(block: &[u8], log_id: &LogId) -> Result<Self> {
         let mut reader = open(block, RECORD_MAGIC, "record header")?;
         if reader.array::<16>("log id")? != *log_id {
             return Err(DecodeError::Invalid("log id of a record"));
         }
-        let found =
-            RecordPlace { segment: reader.u32("segment")?, life: reader.u64("life")?, offset: reader.u64("offset")? };
-        if found != place {
-            return Err(DecodeError::Invalid("record place"));
-        }
+        let place =
+            RecordPlace { segment: reader.u32("segment")?, epoch: reader.u64("epoch")?, offset: reader.u64("offset")? };
         let number = countable(reader.u64("record number")?, "record number")?;
         let body = match reader.u8("record kind")? {
             1 => RecordBody::Page(PageMeta::decode(&mut reader)?),
@@ -316,10 +345,10 @@ impl RecordHeader {
         Ok(Self { place, number, durable: reader.u64("durable bytes")?, body })
     }
 
-    /// Reads and checks a header block that should stand at `offset` of the segment, whichever life it is of.
-    pub(crate) fn decode_of_any_life(block: &[u8], log_id: &LogId, segment: u32, offset: u64) -> Result<Self> {
-        let life = life_in(block).ok_or(DecodeError::Short("life"))?;
-        Self::decode(block, log_id, RecordPlace { segment, life, offset })
+    /// Decodes a header block that belongs at `offset` of the segment, in any epoch.
+    pub(crate) fn decode_any_epoch(block: &[u8], log_id: &LogId, segment: u32, offset: u64) -> Result<Self> {
+        let epoch = epoch_in(block).ok_or(DecodeError::Short("epoch"))?;
+        Self::decode(block, log_id, RecordPlace { segment, epoch, offset })
     }
 }
 
@@ -338,7 +367,7 @@ mod tests {
     const LOG: LogId = [9; 16];
 
     fn place() -> RecordPlace {
-        RecordPlace { segment: 3, life: 9, offset: 8192 }
+        RecordPlace { segment: 3, epoch: 9, offset: 8192 }
     }
 
     fn page(parts: usize, chunks_each: usize) -> PageMeta {
@@ -357,7 +386,7 @@ mod tests {
     fn blocks_round_trip() {
         let sb = Superblock { log_id: LOG, segment_bytes: 64 << 20 };
         assert_eq!(Superblock::decode(&sb.encode()).unwrap(), sb);
-        let header = SegmentHeader { log_id: LOG, segment: 1, life: 2 };
+        let header = SegmentHeader { log_id: LOG, segment: 1, epoch: 2 };
         assert_eq!(SegmentHeader::decode(&header.encode()).unwrap(), header);
         for body in [
             RecordBody::Page(page(3, 2)),
@@ -368,13 +397,13 @@ mod tests {
             let record = RecordHeader { place: place(), number: 77, durable: 4096, body };
             let block = record.encode(&LOG);
             assert_eq!(RecordHeader::decode(&block, &LOG, place()).unwrap(), record);
-            assert_eq!(RecordHeader::decode_of_any_life(&block, &LOG, 3, 8192).unwrap(), record);
-            assert!(RecordHeader::decode_of_any_life(&block, &LOG, 3, 4096).is_err());
+            assert_eq!(RecordHeader::decode_any_epoch(&block, &LOG, 3, 8192).unwrap(), record);
+            assert!(RecordHeader::decode_any_epoch(&block, &LOG, 3, 4096).is_err());
         }
     }
 
     #[test]
-    fn the_largest_page_fits_a_header() {
+    fn largest_page_fits_a_header() {
         let meta = page(MAX_PARTS, 2);
         meta.validate().unwrap();
         RecordHeader { place: place(), number: 1, durable: 0, body: RecordBody::Page(meta) }.encode(&LOG);
@@ -382,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_bit_of_a_header_is_found() {
+    fn flipped_bit_in_a_header_is_detected() {
         let block =
             RecordHeader { place: place(), number: 77, durable: 0, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
         for byte in (0..BLOCK_BYTES).step_by(7) {
@@ -393,11 +422,11 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_another_life_or_place_is_refused() {
+    fn record_of_another_epoch_or_place_is_refused() {
         let block =
             RecordHeader { place: place(), number: 77, durable: 0, body: RecordBody::Page(page(2, 1)) }.encode(&LOG);
         for other in [
-            RecordPlace { life: 8, ..place() },
+            RecordPlace { epoch: 8, ..place() },
             RecordPlace { offset: 4096, ..place() },
             RecordPlace { segment: 4, ..place() },
         ] {

@@ -1,23 +1,30 @@
-//! The footer of a segment: a table of the records of one life, at the segment's end.
+//! The footer of a segment: a table of the records of one epoch, at the segment's end.
 //!
-//! Always true: a footer lists whole records that were durable before it was written, and all of them; so an index that
-//! is built from footers is the one that hopping through the headers would give, but for one read instead of one per
-//! record. It is a copy: without it nothing is lost but time.
+//! Invariants:
+//! - A footer lists all records of its epoch, and each was durable before the footer was written.
+//! - An index built from footers equals the one built by hopping through the headers. It costs one
+//!   read per segment instead of one per record.
+//! - The footer is a copy. Losing it costs time, never data.
 //!
 //! ```text
 //! segment:  ┌ header ┬ records … ┬ anything ┬ table, padded to 4 KiB at its end ┬ footer block ┐
 //!                                           └────────── table bytes ──────┘     └── last 4 KiB ┘
-//! table:    namespaces (count u32, 32 B each) · records (count u32), in the order of their offsets:
-//!   page       kind 1 · namespace u32 · key 32 · offset in blocks u32 · number u64
-//!              parent 32 · payload bytes u32 · generation u64 · position u32 · expiry u64            (105 B)
-//!   tombstone  kind 2 · namespace u32 · key 32 · offset in blocks u32 · number u64                   (49 B)
-//! block:    magic, CRC, version · log id 16 · segment u32 · life u64 · table bytes u32 · records u32 · CRC of the table
+//! table:    namespaces (count u32, 32 B each)
+//!           records (count u32), in the order of their offsets:
+//!   page       kind 1 · namespace u32 · key 32 · offset in blocks u32 · number u64 ·
+//!   (105 B)    parent 32 · payload bytes u32 · generation u64 · position u32 · expiry u64
+//!   tombstone  kind 2 · namespace u32 · key 32 · offset in blocks u32 · number u64
+//!   (49 B)
+//! block:    magic, CRC, version · log id 16 · segment u32 · epoch u64 ·
+//!           table bytes u32 · records u32 · CRC of the table
 //! ```
 //!
-//! Why at the end: its place is known without reading anything else, and no record ever stands there, as room for it
-//! is kept free while the segment fills ([`FooterRoom`]). Why the table before the block: the end of the segment, read
-//! at once, holds both. A footer of an earlier life is told by its life, a torn one by the two CRCs, one of another log
-//! or forged by the log id.
+//! Reasons for this layout:
+//! - At the end, a reader knows the footer's place without reading anything else. The node keeps
+//!   that room free of records while the segment fills ([`FooterRoom`]).
+//! - With the table before the block, one read of the segment's end returns both.
+//! - The epoch detects the footer of an earlier epoch, the two CRCs a torn one, and the log id one
+//!   that is forged or of another log.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, begin, countable, open, padded, record_bytes, seal};
@@ -27,58 +34,50 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const FOOTER_MAGIC: [u8; 4] = *b"LDFT";
 const BLOCK: u64 = BLOCK_BYTES as u64;
-/// Bytes of a page in the table.
+/// Length of a page's table entry in bytes. [`FooterRoom`] counts this length for every record,
+/// tombstones included.
 pub const PAGE_ENTRY_BYTES: usize = 105;
-/// Bytes of a tombstone in the table.
 pub const TOMBSTONE_ENTRY_BYTES: usize = 49;
 const NAMESPACE_BYTES: usize = 32;
 const COUNTS_BYTES: usize = 8;
 
-/// What a footer says of a page.
+/// Table entry of a page: the part of its record that the index needs. A start that has the entry
+/// need not read the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSummary {
-    /// Its name.
     pub id: PageId,
-    /// Byte offset of its record in the segment.
     pub offset: u64,
-    /// The record's number.
+    /// Record number, by which tombstones delete.
     pub number: u64,
-    /// The page before it.
     pub parent: PageKey,
-    /// Bytes of the payload.
     pub payload_bytes: u32,
-    /// Number of the put.
+    /// Number of the put, as in [`PageMeta`](crate::PageMeta).
     pub generation: u64,
-    /// Place in its sequence, in pages.
     pub position: u32,
-    /// From when on it must not be found; 0: it has no end.
+    /// Expiry in Unix milliseconds. 0: the page does not expire.
     pub expires_unix_ms: u64,
 }
 
-/// What a footer says of a tombstone.
+/// Table entry of a tombstone. It holds all that the index needs, so a start that has the entry
+/// need not read the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TombstoneSummary {
-    /// The page it kills.
     pub id: PageId,
-    /// Byte offset of its record in the segment.
     pub offset: u64,
-    /// The record's number.
     pub number: u64,
 }
 
-/// What a footer says of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordSummary {
-    /// A page.
     Page(PageSummary),
-    /// A tombstone.
     Tombstone(TombstoneSummary),
 }
 
 impl RecordSummary {
-    /// Of a record; `None` for a void and what is lost, which no footer lists.
+    /// The entry of a record. `None` for a void and a lost record, which a footer does not list.
     pub fn of(header: &RecordHeader) -> Option<RecordSummary> {
-        let (offset, number) = (header.place.offset, header.number);
+        let offset = header.place.offset;
+        let number = header.number;
         match &header.body {
             RecordBody::Page(meta) => Some(RecordSummary::Page(PageSummary {
                 id: meta.id,
@@ -95,7 +94,6 @@ impl RecordSummary {
         }
     }
 
-    /// The page that it is about.
     pub fn id(&self) -> &PageId {
         match self {
             RecordSummary::Page(page) => &page.id,
@@ -103,7 +101,6 @@ impl RecordSummary {
         }
     }
 
-    /// Byte offset of the record in the segment.
     pub fn offset(&self) -> u64 {
         match self {
             RecordSummary::Page(page) => page.offset,
@@ -111,7 +108,6 @@ impl RecordSummary {
         }
     }
 
-    /// The record's number.
     pub fn number(&self) -> u64 {
         match self {
             RecordSummary::Page(page) => page.number,
@@ -119,7 +115,6 @@ impl RecordSummary {
         }
     }
 
-    /// Bytes of the record, header and padded payload.
     pub fn record_bytes(&self) -> u64 {
         match self {
             RecordSummary::Page(page) => record_bytes(page.payload_bytes as usize) as u64,
@@ -128,7 +123,8 @@ impl RecordSummary {
     }
 }
 
-/// Room that the footer of a segment will take, while records come to it.
+/// Room that a segment's footer will take. The node adds each record to it before it admits the
+/// record to the segment.
 #[derive(Debug, Clone, Default)]
 pub struct FooterRoom {
     namespaces: BTreeSet<NamespaceId>,
@@ -136,26 +132,31 @@ pub struct FooterRoom {
 }
 
 impl FooterRoom {
-    /// Bytes of the footer, table and block, if one more record of that namespace came.
+    /// Length of the footer in bytes, table and block, with one more record of this namespace. A
+    /// segment that lacks this room is full.
     pub fn bytes_with(&self, namespace: &NamespaceId) -> u64 {
         let namespaces = self.namespaces.len() + usize::from(!self.namespaces.contains(namespace));
         footer_bytes(namespaces, self.entries_bytes + PAGE_ENTRY_BYTES as u64)
     }
 
-    /// Bytes of the footer as it stands.
+    /// Length of the footer in bytes, table and block.
     pub fn bytes(&self) -> u64 {
         footer_bytes(self.namespaces.len(), self.entries_bytes)
     }
 
-    /// One more record; a tombstone counts as much as a page.
+    /// Adds a record. A tombstone counts as much as a page, so the estimate is an upper bound. The
+    /// node can therefore always write the footer of a full segment.
     pub fn add(&mut self, namespace: &NamespaceId) {
         self.namespaces.insert(*namespace);
         self.entries_bytes += PAGE_ENTRY_BYTES as u64;
     }
 
-    /// One record less.
-    pub fn give_back(&mut self) {
-        self.entries_bytes = self.entries_bytes.saturating_sub(PAGE_ENTRY_BYTES as u64);
+    /// Removes a record that was added. Its namespace stays counted, so the result stays an upper
+    /// bound.
+    pub fn remove(&mut self) {
+        let entry_bytes = PAGE_ENTRY_BYTES as u64;
+        assert!(self.entries_bytes >= entry_bytes, "more footer entries removed than added");
+        self.entries_bytes -= entry_bytes;
     }
 }
 
@@ -163,19 +164,19 @@ fn footer_bytes(namespaces: usize, entries_bytes: u64) -> u64 {
     padded(COUNTS_BYTES + namespaces * NAMESPACE_BYTES + entries_bytes as usize) as u64 + BLOCK
 }
 
-/// The footer of one life of a segment.
+/// Footer of one epoch of a segment. It lists all pages and tombstones of the segment, so a start
+/// need not visit their records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Footer {
-    /// Number of the segment.
     pub segment: u32,
-    /// Its life.
-    pub life: u64,
-    /// Its records, in the order of their offsets.
+    pub epoch: u64,
+    /// Records in the order of their offsets.
     pub records: Vec<RecordSummary>,
 }
 
 impl Footer {
-    /// Bytes of its encoded form.
+    /// Length of the encoded footer in bytes, table and block. [`FooterRoom::bytes`] of the same
+    /// records is an upper bound of it.
     pub fn encoded_bytes(&self) -> u64 {
         let mut namespaces: Vec<&NamespaceId> = self.records.iter().map(|record| &record.id().namespace).collect();
         namespaces.sort_unstable();
@@ -187,13 +188,14 @@ impl Footer {
         footer_bytes(namespaces.len(), self.records.iter().map(entry).sum())
     }
 
-    /// Table and block, whole blocks that end with the segment: they stand at `segment_bytes` less their length.
+    /// Encodes table and block as whole blocks. They belong at the end of the segment: at
+    /// `segment_bytes` less their length.
     pub fn encode(&self, log_id: &LogId) -> Vec<u8> {
         let mut bytes = self.encode_table();
         let mut block = begin(FOOTER_MAGIC);
         block.put(log_id);
         block.put_u32(self.segment);
-        block.put_u64(self.life);
+        block.put_u64(self.epoch);
         block.put_u32(bytes.len() as u32);
         block.put_u32(self.records.len() as u32);
         block.put_u32(crc32fast::hash(&bytes));
@@ -235,11 +237,12 @@ impl Footer {
     }
 }
 
-/// The last block of a segment: says where the table is, and how to know that it is whole.
+/// Last block of a segment. It locates the table and holds the table's CRC, so a reader can verify
+/// the table before it decodes an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FooterBlock {
     segment: u32,
-    life: u64,
+    epoch: u64,
     segment_bytes: u64,
     table_bytes: usize,
     records: usize,
@@ -247,35 +250,37 @@ pub struct FooterBlock {
 }
 
 impl FooterBlock {
-    /// Reads the last block of a segment of `segment_bytes`, which should be the footer of that life in that log.
-    pub fn decode(block: &[u8], log_id: &LogId, segment: u32, life: u64, segment_bytes: u64) -> Result<FooterBlock> {
+    /// Decodes the last block of a segment and verifies that it is the footer of this epoch,
+    /// segment and log.
+    pub fn decode(block: &[u8], log_id: &LogId, segment: u32, epoch: u64, segment_bytes: u64) -> Result<FooterBlock> {
         let mut reader = open(block, FOOTER_MAGIC, "footer")?;
         if reader.array::<16>("log id")? != *log_id || reader.u32("segment")? != segment {
             return Err(DecodeError::Invalid("log or segment of a footer"));
         }
-        if reader.u64("life")? != life {
-            return Err(DecodeError::Invalid("life of a footer"));
+        if reader.u64("epoch")? != epoch {
+            return Err(DecodeError::Invalid("epoch of a footer"));
         }
-        // What the segment has besides its header and this block.
+        // The table cannot be longer than the segment without its header and this block.
         let most = segment_bytes.saturating_sub(2 * BLOCK) / BLOCK * BLOCK;
         let table_bytes = reader.count(most.min(u64::from(u32::MAX)) as usize, "table of a footer")?;
         let records = reader.count(table_bytes / TOMBSTONE_ENTRY_BYTES, "records of a footer")?;
         let table_crc = reader.u32("crc of a table")?;
-        Ok(FooterBlock { segment, life, segment_bytes, table_bytes, records, table_crc })
+        Ok(FooterBlock { segment, epoch, segment_bytes, table_bytes, records, table_crc })
     }
 
-    /// Byte offset of the table in the segment, in whole blocks.
+    /// Byte offset of the table in the segment, a multiple of the block length.
     pub fn table_offset(&self) -> u64 {
         self.segment_bytes - BLOCK - self.table_blocks_bytes() as u64
     }
 
-    /// Bytes of the table in whole blocks.
     pub fn table_blocks_bytes(&self) -> usize {
         padded(self.table_bytes)
     }
 
-    /// Checks the bytes at [`table_offset`](Self::table_offset) and reads the table. The records are in the order of
-    /// their offsets, and stand between header and table without overlap.
+    /// Verifies and decodes the table from the bytes at [`table_offset`](Self::table_offset).
+    ///
+    /// Guarantees that the records are in the order of their offsets, do not overlap, and lie
+    /// between header and table.
     pub fn decode_table(&self, bytes: &[u8]) -> Result<Footer> {
         let table = bytes.get(..self.table_bytes).ok_or(DecodeError::Short("table of a footer"))?;
         if crc32fast::hash(table) != self.table_crc {
@@ -295,7 +300,7 @@ impl FooterBlock {
         })?;
         reader.finish()?;
         match records.len() == self.records && end <= self.table_offset() {
-            true => Ok(Footer { segment: self.segment, life: self.life, records }),
+            true => Ok(Footer { segment: self.segment, epoch: self.epoch, records }),
             false => Err(DecodeError::Invalid("records of a footer")),
         }
     }
@@ -344,7 +349,7 @@ mod tests {
     fn sample(records: u8) -> Footer {
         let mut offset = BLOCK;
         let of = |n: u8| {
-            let place = RecordPlace { segment: 3, life: 8, offset };
+            let place = RecordPlace { segment: 3, epoch: 8, offset };
             let payload = vec![n; 1 + usize::from(n) * 100];
             let mut meta = PageMeta::describe(id(n), PageKey([n + 1; 32]), 7, vec![payload.len() as u32], &payload);
             meta.expires_unix_ms = u64::from(n) << 33;
@@ -353,17 +358,17 @@ mod tests {
             offset += header.record_bytes() as u64;
             RecordSummary::of(&header).unwrap()
         };
-        Footer { segment: 3, life: 8, records: (0..records).map(of).collect() }
+        Footer { segment: 3, epoch: 8, records: (0..records).map(of).collect() }
     }
 
-    fn decode(bytes: &[u8], life: u64) -> Result<Footer> {
-        let block = FooterBlock::decode(&bytes[bytes.len() - BLOCK_BYTES..], &LOG, 3, life, SEGMENT)?;
+    fn decode(bytes: &[u8], epoch: u64) -> Result<Footer> {
+        let block = FooterBlock::decode(&bytes[bytes.len() - BLOCK_BYTES..], &LOG, 3, epoch, SEGMENT)?;
         let at = bytes.len() - (SEGMENT - block.table_offset()) as usize;
         block.decode_table(&bytes[at..])
     }
 
     #[test]
-    fn a_footer_round_trips_in_the_room_kept_for_it() {
+    fn footer_round_trips_within_its_reserved_room() {
         let mut room = FooterRoom::default();
         for records in 0..100 {
             let footer = sample(records);
@@ -379,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn another_life_log_or_segment_is_refused() {
+    fn footer_of_another_epoch_log_or_segment_is_refused() {
         let bytes = sample(5).encode(&LOG);
         let block = &bytes[bytes.len() - BLOCK_BYTES..];
         assert!(FooterBlock::decode(block, &LOG, 3, 8, SEGMENT).is_ok());
@@ -389,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_overlaps_itself_is_refused() {
+    fn table_with_overlapping_records_is_refused() {
         let mut footer = sample(5);
         footer.records.swap(1, 2);
         assert!(decode(&footer.encode(&LOG), 8).is_err());
@@ -397,7 +402,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_flipped_bit_is_found_or_padding(records in 0u8..60, at: prop::sample::Index, bit in 0u8..8) {
+        fn flipped_bit_outside_padding_is_detected(records in 0u8..60, at: prop::sample::Index, bit in 0u8..8) {
             let footer = sample(records);
             let mut bytes = footer.encode(&LOG);
             let at = at.index(bytes.len());
@@ -408,7 +413,7 @@ mod tests {
         }
 
         #[test]
-        fn noise_with_a_valid_checksum_never_panics(mut table in prop::collection::vec(0u8..4, 0..900), records in 0u32..9) {
+        fn random_table_with_valid_checksum_never_panics(mut table in prop::collection::vec(0u8..4, 0..900), records in 0u32..9) {
             let mut block = begin(FOOTER_MAGIC);
             block.put(&LOG);
             block.put_u32(3);

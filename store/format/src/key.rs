@@ -1,4 +1,4 @@
-//! The page key: what a page is asked for by.
+//! The page key, by which clients name a page.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -6,17 +6,20 @@ use std::fmt;
 
 /// 32 bytes that name a page inside its namespace.
 ///
-/// Keys of token pages are chained, `SHA-256(previous key ‖ tokens as u32 LE)`, with nothing before the tokens of the
-/// first page. It is the chain SGLang uses for its hierarchical cache, so tools can compute keys from token ids alone.
-/// A key therefore names the page *and everything before it*. Foreign engines may bring any 32 bytes of their own.
+/// Keys of token pages are chained: `SHA-256(previous key ‖ tokens as u32 LE)`, without a previous
+/// key for the first page. So a key names the page *and the whole sequence before it*. SGLang's
+/// hierarchical cache uses the same chain, so tools can compute keys from token ids alone. Other
+/// engines may use any 32 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub struct PageKey(pub [u8; 32]);
 
 impl PageKey {
-    /// The parent of a first page: no page.
+    /// Parent of a sequence's first page: all zeros. No token page has this key, short of a SHA-256
+    /// preimage.
     pub const NONE: PageKey = PageKey([0; 32]);
 
-    /// The key of the page with `tokens` that follows the page `previous` (`None` at the start of a sequence).
+    /// Key of the page with `tokens` that follows the page `previous`. `None` at the start of a
+    /// sequence.
     pub fn chain(previous: Option<&PageKey>, tokens: &[u32]) -> PageKey {
         let mut hash = Sha256::new();
         if let Some(previous) = previous {
@@ -28,7 +31,8 @@ impl PageKey {
         PageKey(hash.finalize().into())
     }
 
-    /// The first 8 bytes as a number: spread evenly for token pages.
+    /// First 8 bytes as a little-endian number. Its values are uniform for token pages, so callers
+    /// may use them as a hash.
     pub fn prefix_u64(&self) -> u64 {
         u64::from_le_bytes(self.0[..8].try_into().expect("8 of 32 bytes"))
     }
@@ -46,7 +50,8 @@ impl fmt::Display for PageKey {
     }
 }
 
-/// The keys of the whole pages of `page_tokens` tokens at the start of `tokens`; a shorter tail has no key.
+/// Keys of the whole pages of `page_tokens` tokens at the start of `tokens`. A shorter tail has no
+/// key.
 pub fn page_keys(tokens: &[u32], page_tokens: usize) -> Vec<PageKey> {
     let mut keys: Vec<PageKey> = Vec::with_capacity(tokens.len() / page_tokens.max(1));
     for page in tokens.chunks_exact(page_tokens) {
@@ -61,7 +66,8 @@ mod tests {
 
     #[test]
     fn chain_follows_the_published_rule() {
-        // Computed independently: python3 -c "import hashlib,struct as s; d=hashlib.sha256(s.pack('<2I',1,2)).digest();
+        // Computed independently:
+        // python3 -c "import hashlib,struct as s; d=hashlib.sha256(s.pack('<2I',1,2)).digest();
         // print(d.hex(), hashlib.sha256(d+s.pack('<2I',3,4)).hexdigest())"
         let keys = page_keys(&[1, 2, 3, 4, 5], 2);
         assert_eq!(keys.len(), 2);

@@ -1,4 +1,4 @@
-//! Namespaces: which model's pages may be shared, and the layout of a page of that model.
+//! Namespaces: the model whose pages may be shared, and the layout of its pages.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::page::{MAX_PAGE_BYTES, MAX_PARTS};
@@ -7,20 +7,17 @@ use sha2::{Digest, Sha256};
 use std::fmt;
 use std::ops::Range;
 
-/// The element type of stored keys and values.
+/// Element type of stored keys and values. It is part of the namespace id, so engines with
+/// different types share no pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvDtype {
-    /// IEEE 754 binary32.
     F32,
-    /// IEEE 754 binary16.
     F16,
-    /// bfloat16.
     Bf16,
 }
 
 impl KvDtype {
-    /// Bytes of one element.
     pub fn bytes(self) -> usize {
         match self {
             KvDtype::F32 => 4,
@@ -46,37 +43,36 @@ impl KvDtype {
     }
 }
 
-/// The shape of a page: KV of `page_tokens` tokens in all layers, cut into parts.
+/// Shape of a page: the KV entries of `page_tokens` tokens in all layers, cut into parts.
 ///
-/// Part `i` holds the layers `[g·layers_per_part, …)` of KV-head group `h`, where `i = g·head_groups + h`. Inside a part,
-/// layer by layer, first K then V, each `[page_tokens][heads of the group][head_dim]` in little-endian `dtype`. Parts
-/// follow each other without gaps.
+/// Part `i` holds the layers `[g·layers_per_part, …)` of KV-head group `h`, where `i =
+/// g·head_groups + h`. Inside a part the layers follow each other, first K then V, each
+/// `[page_tokens][heads of the group][head_dim]` in little-endian `dtype`. Parts follow each other
+/// without gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PageGeometry {
-    /// Element type.
     pub dtype: KvDtype,
-    /// Transformer layers.
     pub layers: u32,
-    /// KV heads per layer.
     pub kv_heads: u32,
-    /// Elements per head.
     pub head_dim: u32,
-    /// Tokens per page.
+    /// Number of tokens per page, at most [`MAX_PAGE_TOKENS`].
     pub page_tokens: u32,
-    /// Layers per part; the last part of a head group may hold fewer.
+    /// Layers per part. The last part of a head group may hold fewer.
     pub layers_per_part: u32,
-    /// KV-head groups; divides `kv_heads`.
+    /// Number of KV-head groups. It divides `kv_heads`.
     pub head_groups: u32,
 }
 
-/// Version of the payload layout described at [`PageGeometry`]; part of the namespace id.
+/// Version of the payload layout that [`PageGeometry`] describes. It is part of the namespace id,
+/// so layouts never mix.
 pub const LAYOUT_VERSION: u32 = 1;
 
-/// Most tokens in a page.
+/// Maximum number of tokens in a page. It bounds the tokens that a client hashes for one key.
 pub const MAX_PAGE_TOKENS: u32 = 4096;
 
 impl PageGeometry {
-    /// Checks that every number is in range and that a page stays within [`MAX_PAGE_BYTES`] and [`MAX_PARTS`].
+    /// Checks that every field is in range and that a page stays within [`MAX_PAGE_BYTES`] and
+    /// [`MAX_PARTS`].
     pub fn validate(&self) -> Result<()> {
         let in_range = |value: u32, max: u32, what| match value {
             0 => Err(DecodeError::Invalid(what)),
@@ -106,41 +102,36 @@ impl PageGeometry {
         Ok(())
     }
 
-    /// Bytes of K and V of one token in all layers.
     pub fn token_bytes(&self) -> usize {
         2 * self.layers as usize * self.kv_heads as usize * self.head_dim as usize * self.dtype.bytes()
     }
 
-    /// Bytes of a page.
+    /// Length of a page in bytes. At most [`MAX_PAGE_BYTES`] if [`validate`](Self::validate)
+    /// accepts the shape.
     pub fn page_bytes(&self) -> usize {
         self.token_bytes() * self.page_tokens as usize
     }
 
-    /// Layer groups.
     pub fn layer_groups(&self) -> usize {
         self.layers.div_ceil(self.layers_per_part) as usize
     }
 
-    /// Parts of a page.
     pub fn part_count(&self) -> usize {
         self.layer_groups() * self.head_groups as usize
     }
 
-    /// Layers in part `part`.
     pub fn part_layers(&self, part: usize) -> Range<usize> {
         let per = self.layers_per_part as usize;
         let group = part / self.head_groups as usize;
         group * per..((group + 1) * per).min(self.layers as usize)
     }
 
-    /// KV heads in part `part`.
     pub fn part_heads(&self, part: usize) -> Range<usize> {
         let per = (self.kv_heads / self.head_groups) as usize;
         let group = part % self.head_groups as usize;
         group * per..(group + 1) * per
     }
 
-    /// Bytes of part `part`.
     pub fn part_bytes(&self, part: usize) -> usize {
         2 * self.part_layers(part).len()
             * self.part_heads(part).len()
@@ -149,7 +140,8 @@ impl PageGeometry {
             * self.dtype.bytes()
     }
 
-    /// Where part `part` lies in a page; `None` if there is no such part.
+    /// Range of part `part` in the page, in bytes. `None` if there is no such part. Costs a pass
+    /// over the earlier parts.
     pub fn part_range(&self, part: usize) -> Option<Range<u32>> {
         if part >= self.part_count() {
             return None;
@@ -158,30 +150,31 @@ impl PageGeometry {
         Some(start as u32..(start + self.part_bytes(part)) as u32)
     }
 
-    /// Bytes of every part, in order.
+    /// Length of every part in bytes, in order.
     pub fn part_table(&self) -> Vec<u32> {
         (0..self.part_count()).map(|part| self.part_bytes(part) as u32).collect()
     }
 }
 
-/// What two engines must agree on to share pages.
+/// The properties that two engines must share in order to share pages. All but the model name enter
+/// the namespace id.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceDescriptor {
-    /// A name for people; not part of the identity.
+    /// Model name for people. It is not part of the identity.
     pub model: String,
-    /// SHA-256 over the weights as they are computed with.
+    /// SHA-256 of the weights in the form that the engine computes with.
     pub weights: [u8; 32],
-    /// Shape of a page.
     pub geometry: PageGeometry,
-    /// The tenant whose pages these are; the node overrides it with the authenticated one.
+    /// Tenant that owns the pages. The node replaces it with the authenticated tenant, so a client
+    /// cannot read another tenant's pages by stating its name.
     pub tenant: String,
 }
 
-/// Most bytes of a model or tenant name.
 pub const MAX_NAME_BYTES: usize = 256;
 
 impl NamespaceDescriptor {
-    /// The namespace's identity: SHA-256 over everything but the name for people.
+    /// Identity of the namespace: SHA-256 of all fields except the model name. The hash also covers
+    /// [`LAYOUT_VERSION`].
     pub fn id(&self) -> NamespaceId {
         let mut bytes = b"larder-namespace".to_vec();
         bytes.put_u32(LAYOUT_VERSION);
@@ -191,7 +184,6 @@ impl NamespaceDescriptor {
         NamespaceId(Sha256::digest(&bytes).into())
     }
 
-    /// Appends the wire form.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put_string(&self.model);
         out.put(&self.weights);
@@ -199,7 +191,8 @@ impl NamespaceDescriptor {
         out.put_string(&self.tenant);
     }
 
-    /// Reads the wire form and validates it.
+    /// Decodes the wire encoding and validates the geometry. Both names are at most
+    /// [`MAX_NAME_BYTES`] long.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let model = reader.string(MAX_NAME_BYTES, "model name")?;
         let weights = reader.array("weights fingerprint")?;
@@ -232,7 +225,8 @@ fn put_geometry(out: &mut Vec<u8>, geometry: &PageGeometry) {
     }
 }
 
-/// Identity of a namespace. Two namespaces never hit each other.
+/// Identity of a namespace. A page of one namespace is never a hit in another, because every lookup
+/// uses the namespace together with the key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct NamespaceId(pub [u8; 32]);
 
@@ -279,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn identity_ignores_the_label_and_nothing_else() {
+    fn identity_ignores_only_the_model_name() {
         let base = descriptor();
         let mut renamed = base.clone();
         renamed.model = "other".into();
@@ -296,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn wire_form_round_trips_and_refuses_nonsense() {
+    fn descriptor_round_trips_and_invalid_geometry_is_refused() {
         let base = descriptor();
         let mut bytes = Vec::new();
         base.encode(&mut bytes);

@@ -1,4 +1,4 @@
-//! What identifies a stored page, and how its bytes are checked.
+//! Identity of a stored page, and verification of its bytes.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::range::whole_chunks;
@@ -7,21 +7,19 @@ use std::fmt;
 use std::ops::Range;
 use thiserror::Error;
 
-/// Bytes covered by one CRC. Chunks start anew at every part, so that a part, and a range of it, can be verified alone.
+/// Length of a chunk in bytes: the unit of a CRC. Chunks start anew at every part, so a reader can
+/// verify a part, or a range of it, alone.
 pub const CHUNK_BYTES: usize = 64 << 10;
-/// Most bytes of a page.
+/// Maximum length of a page in bytes. It bounds every payload on the wire and on disk, so a decoder
+/// refuses longer ones before it allocates.
 pub const MAX_PAGE_BYTES: usize = 16 << 20;
-/// Most parts of a page.
 pub const MAX_PARTS: usize = 128;
-/// Most chunks of a page: every full chunk, and one short one per part.
+/// Maximum number of chunks of a page: all full chunks, and one short chunk per part.
 pub const MAX_CHUNKS: usize = MAX_PAGE_BYTES / CHUNK_BYTES + MAX_PARTS;
 
-/// The full name of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageId {
-    /// Whose pages.
     pub namespace: NamespaceId,
-    /// Which page.
     pub key: PageKey,
 }
 
@@ -31,86 +29,73 @@ impl fmt::Debug for PageId {
     }
 }
 
-/// The CRC-32 (IEEE) of each chunk of at most [`CHUNK_BYTES`] of `part`.
+/// CRC-32 (IEEE) of each chunk of `part`, in order. The last chunk may be shorter. Lazy: the cost
+/// of a chunk arises when the caller takes its CRC.
 pub fn chunk_crcs(part: &[u8]) -> impl Iterator<Item = u32> + '_ {
     part.chunks(CHUNK_BYTES).map(crc32fast::hash)
 }
 
-/// Identity, shape and checksums of one sealed page: everything a reader needs to know whether the bytes it holds are the
-/// bytes that were put.
+/// Identity, shape and CRCs of one sealed page. With it a reader can prove that its bytes are the
+/// bytes that a client put.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageMeta {
-    /// Namespace and key.
     pub id: PageId,
-    /// The page before it in its sequence, [`PageKey::NONE`] at the start.
+    /// Key of the preceding page in the sequence, [`PageKey::NONE`] for the first.
     pub parent: PageKey,
-    /// Place in its sequence, counted in pages from 0.
+    /// Position in the sequence, in pages from 0.
     pub position: u32,
-    /// Number of this put; grows with every put on a node, so that two puts of one key can be told apart.
+    /// Number of the put. It grows with every put on a node, so two puts of one key differ.
     pub generation: u64,
-    /// From when on it must not be found any more, in milliseconds since 1970; 0: it has no end.
+    /// Expiry in Unix milliseconds: from then on the page is a miss. 0: it does not expire.
     pub expires_unix_ms: u64,
-    /// Bytes of each part.
     pub part_bytes: Vec<u32>,
     /// CRC-32 of each chunk, part by part.
     pub chunk_crcs: Vec<u32>,
 }
 
-/// Why bytes are not the page they should be.
+/// Difference between a page and the bytes that should be it. A reader that finds one must not use
+/// the bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Mismatch {
-    /// Another page.
-    #[error("identity: found {0:?}")]
+    #[error("the bytes are of another page: {0:?}")]
     Identity(Box<PageId>),
-    /// A payload of another length.
-    #[error("length: expected {expected}, found {found} bytes")]
-    Length {
-        /// What the metadata says.
-        expected: usize,
-        /// What is there.
-        found: usize,
-    },
-    /// A chunk whose CRC differs.
-    #[error("crc: part {part}, chunk {chunk}")]
-    Crc {
-        /// Part index.
-        part: usize,
-        /// Chunk index inside the part.
-        chunk: usize,
-    },
+    #[error("the payload has {found} bytes instead of {expected}")]
+    Length { expected: usize, found: usize },
+    #[error("CRC mismatch in chunk {chunk} of part {part}")]
+    Crc { part: usize, chunk: usize },
 }
 
-/// Whether the time of a page with that end is over at `now_unix_ms`.
+/// Returns `true` if a page with this expiry has expired at `now_unix_ms`. Both are Unix
+/// milliseconds, and a page with expiry 0 never expires.
 pub fn is_expired(expires_unix_ms: u64, now_unix_ms: u64) -> bool {
     expires_unix_ms != 0 && expires_unix_ms <= now_unix_ms
 }
 
 impl PageMeta {
-    /// Bytes of all parts.
     pub fn payload_bytes(&self) -> usize {
         self.part_bytes.iter().map(|&b| b as usize).sum()
     }
 
-    /// Where part `part` lies in the payload; `None` if there is no such part.
+    /// Range of part `part` in the payload. `None` if there is no such part.
     pub fn part_range(&self, part: usize) -> Option<Range<usize>> {
         let len = *self.part_bytes.get(part)? as usize;
         let start: usize = self.part_bytes[..part].iter().map(|&b| b as usize).sum();
         Some(start..start + len)
     }
 
-    /// Chunks of a part of `bytes` bytes.
     pub fn chunks_of(bytes: u32) -> usize {
         (bytes as usize).div_ceil(CHUNK_BYTES)
     }
 
-    /// The CRCs of part `part`.
+    /// CRCs of the chunks of part `part`. `None` if there is no such part.
     pub fn part_crcs(&self, part: usize) -> Option<&[u32]> {
         let count = Self::chunks_of(*self.part_bytes.get(part)?);
         let start: usize = self.part_bytes[..part].iter().map(|&b| Self::chunks_of(b)).sum();
         self.chunk_crcs.get(start..start + count)
     }
 
-    /// Checks that the tables agree with each other and with the limits.
+    /// Checks that the tables agree with each other and with the limits. A decoded page has passed
+    /// this check.
     pub fn validate(&self) -> Result<()> {
         let too_large =
             |what, value: usize, max: usize| DecodeError::TooLarge { what, value: value as u64, max: max as u64 };
@@ -130,7 +115,7 @@ impl PageMeta {
         Ok(())
     }
 
-    /// Checks that this is the page `expected`.
+    /// Checks that this is the page `expected`: a reader must never accept another page's bytes.
     pub fn check_identity(&self, expected: &PageId) -> std::result::Result<(), Mismatch> {
         if self.id == *expected {
             return Ok(());
@@ -138,7 +123,8 @@ impl PageMeta {
         Err(Mismatch::Identity(Box::new(self.id)))
     }
 
-    /// Checks the bytes of one part.
+    /// Checks length and CRCs of one part. Reports the first chunk that differs, and does not look
+    /// at other parts.
     pub fn verify_part(&self, part: usize, bytes: &[u8]) -> std::result::Result<(), Mismatch> {
         let expected = self.part_bytes.get(part).map_or(0, |&b| b as usize);
         let crcs = self.part_crcs(part).unwrap_or_default();
@@ -151,7 +137,8 @@ impl PageMeta {
         }
     }
 
-    /// Checks identity and every byte of a whole page.
+    /// Checks identity, length and every CRC of a whole page. Costs one pass over the payload.
+    /// [`PayloadVerifier`] does the same while the bytes arrive.
     pub fn verify(&self, expected: &PageId, payload: &[u8]) -> std::result::Result<(), Mismatch> {
         self.check_identity(expected)?;
         if payload.len() != self.payload_bytes() {
@@ -164,7 +151,8 @@ impl PageMeta {
         Ok(())
     }
 
-    /// Appends the encoded form.
+    /// Appends the encoding, which disk and wire share. The metadata must be valid, because
+    /// decoders refuse tables beyond the limits.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put(&self.id.namespace.0);
         out.put(&self.id.key.0);
@@ -176,7 +164,8 @@ impl PageMeta {
         out.put_list(&self.chunk_crcs, |out, &c| out.put_u32(c));
     }
 
-    /// Reads the encoded form and validates it.
+    /// Decodes and validates. No field is trusted before [`validate`](Self::validate) accepts it,
+    /// so a forged header cannot cause a large allocation.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let meta = Self {
             id: PageId { namespace: NamespaceId(reader.array("namespace")?), key: PageKey(reader.array("page key")?) },
@@ -191,7 +180,8 @@ impl PageMeta {
         Ok(meta)
     }
 
-    /// A page of `payload` cut into `part_bytes`, with its checksums computed, without an end.
+    /// Describes a payload that is cut into `part_bytes`: computes its CRCs. The page does not
+    /// expire.
     pub fn describe(id: PageId, parent: PageKey, position: u32, part_bytes: Vec<u32>, payload: &[u8]) -> Self {
         let mut crcs = Vec::new();
         let mut rest = payload;
@@ -204,45 +194,50 @@ impl PageMeta {
     }
 }
 
-/// Checks the bytes of a page, of one part, or of some chunks, against their CRCs while they arrive, in order.
-pub struct Arriving<'a> {
+/// Verifies the bytes of a page, a part or a range of chunks as they arrive, in order. No second
+/// pass over the memory is needed.
+pub struct PayloadVerifier<'a> {
     part_bytes: &'a [u32],
     crcs: &'a [u32],
-    /// Where the next byte belongs.
+    /// Index of the part, and offset in it, of the next byte.
     part: usize,
     offset: usize,
-    /// Bytes still to come.
     left: usize,
-    /// Of the chunk that is arriving.
     hasher: crc32fast::Hasher,
     damaged: Option<Mismatch>,
 }
 
-impl<'a> Arriving<'a> {
-    /// Expects parts of these lengths with these CRCs, part by part.
+impl<'a> PayloadVerifier<'a> {
+    /// Expects parts of these lengths with these CRCs, part by part. CRCs that are missing or left
+    /// over are damage.
     pub fn new(part_bytes: &'a [u32], crcs: &'a [u32]) -> Self {
         let left = part_bytes.iter().map(|&bytes| bytes as usize).sum();
         Self { part_bytes, crcs, part: 0, offset: 0, left, hasher: crc32fast::Hasher::new(), damaged: None }
     }
 
-    /// Expects these bytes of a page; `None` if they are not whole chunks of it.
+    /// Expects this range of a page. `None` if it does not consist of whole chunks, because a CRC
+    /// covers a whole chunk.
     pub fn of(meta: &'a PageMeta, bytes: &Range<u32>) -> Option<Self> {
         if whole_chunks(&meta.part_bytes, bytes).as_ref() != Some(bytes) {
             return None;
         }
         let mut before = bytes.start as usize;
-        let (mut part, mut chunks) = (0, 0);
+        let mut part = 0;
+        let mut chunks = 0;
         while let Some(&length) = meta.part_bytes.get(part)
             && before >= length as usize
         {
-            (part, chunks, before) = (part + 1, chunks + PageMeta::chunks_of(length), before - length as usize);
+            part += 1;
+            chunks += PageMeta::chunks_of(length);
+            before -= length as usize;
         }
         let first = chunks + before / CHUNK_BYTES;
         let crcs = meta.chunk_crcs.get(first..first + meta.chunks_in(bytes).count())?;
         Some(Self { part, offset: before, left: bytes.len(), ..Self::new(&meta.part_bytes, crcs) })
     }
 
-    /// Takes the next bytes.
+    /// Takes the next bytes. Excess bytes count as damage. Damage is reported by
+    /// [`finish`](Self::finish), not here.
     pub fn take(&mut self, mut bytes: &[u8]) {
         if bytes.len() > self.left {
             self.damaged.get_or_insert(Mismatch::Length { expected: self.left, found: bytes.len() });
@@ -274,11 +269,13 @@ impl<'a> Arriving<'a> {
             self.damaged.get_or_insert(Mismatch::Crc { part: self.part, chunk });
         }
         if self.offset == length {
-            (self.part, self.offset) = (self.part + 1, 0);
+            self.part += 1;
+            self.offset = 0;
         }
     }
 
-    /// Whether all bytes came, no CRC was left, and each was right.
+    /// Ends the verification. Succeeds if exactly the expected bytes arrived and every CRC matched.
+    /// The caller must not use the bytes before.
     pub fn finish(self) -> std::result::Result<(), Mismatch> {
         match self.damaged {
             Some(mismatch) => Err(mismatch),
@@ -301,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn any_flipped_bit_is_found() {
+    fn flipped_bit_is_detected() {
         let (meta, mut payload) = sample(&[CHUNK_BYTES as u32 + 10, 500], 1);
         assert_eq!(meta.verify(&meta.id, &payload), Ok(()));
         for at in [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 9, CHUNK_BYTES + 10, payload.len() - 1] {
@@ -313,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn another_pages_bytes_are_refused() {
+    fn bytes_of_another_page_are_refused() {
         let (a, _) = sample(&[64], 1);
         let (b, payload) = sample(&[64], 2);
         assert!(matches!(b.verify(&a.id, &payload), Err(Mismatch::Identity(_))));
@@ -333,7 +330,7 @@ mod tests {
         }
 
         #[test]
-        fn bytes_are_checked_as_they_arrive_just_as_when_they_are_there(
+        fn incremental_verification_agrees_with_verify(
             parts in prop::collection::vec(1u32..200_000, 1..6),
             pieces in prop::collection::vec(1usize..150_000, 1..20),
             flip in prop::option::of(any::<prop::sample::Index>()),
@@ -346,7 +343,7 @@ mod tests {
                 payload[at] ^= 1;
             }
             let expected = meta.verify(&meta.id, &payload).is_ok() && missing == 0;
-            let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
+            let mut arriving = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
             let mut left = &payload[..payload.len() - missing.min(payload.len())];
             for piece in pieces.iter().cycle() {
                 let (now, later) = left.split_at(left.len().min(*piece));
@@ -357,28 +354,28 @@ mod tests {
                 }
             }
             prop_assert_eq!(arriving.finish().is_ok(), expected);
-            // Nor are some chunks of it more or less than just those.
+            // A range of whole chunks verifies on its own.
             let (from, to) = (range.0.index(payload.len()) as u32, range.1.index(payload.len()) as u32);
             let wanted = from.min(to)..from.max(to) + 1;
             let bytes = whole_chunks(&meta.part_bytes, &wanted).unwrap();
             let there = &payload[bytes.start as usize..bytes.end as usize];
             let there = &there[..there.len() - missing.min(there.len())];
-            let mut arriving = Arriving::of(&meta, &bytes).unwrap();
+            let mut arriving = PayloadVerifier::of(&meta, &bytes).unwrap();
             there.chunks(pieces[0]).for_each(|piece| arriving.take(piece));
             let damaged = |at: usize| there.len() > at - bytes.start as usize;
             let hit = flipped.is_some_and(|at| bytes.contains(&(at as u32)) && damaged(at));
             prop_assert_eq!(arriving.finish().is_ok(), missing == 0 && !hit);
             let aligned = bytes == wanted;
-            prop_assert_eq!(Arriving::of(&meta, &wanted).is_some(), aligned);
-            // More than a page is not that page either.
-            let mut arriving = Arriving::new(&meta.part_bytes, &meta.chunk_crcs);
+            prop_assert_eq!(PayloadVerifier::of(&meta, &wanted).is_some(), aligned);
+            // A page with an extra byte fails.
+            let mut arriving = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
             arriving.take(&payload);
             arriving.take(&[0]);
             prop_assert!(arriving.finish().is_err());
         }
 
         #[test]
-        fn decoding_noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        fn decoder_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
             let _ = PageMeta::decode(&mut Reader::new(&bytes));
         }
     }

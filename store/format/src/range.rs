@@ -1,11 +1,10 @@
-//! Ranges of a page's bytes, and the chunks that they touch.
+//! Ranges of a page's payload, and the chunks that contain them.
 //!
-//! Always true: bytes are checked by whole chunks, so whoever wants a range gets all of the chunks that it touches.
+//! Invariant: CRCs cover whole chunks, so a reader of a range fetches every chunk that overlaps it.
 
 use crate::page::{CHUNK_BYTES, PageMeta};
 use std::ops::Range;
 
-/// Where each chunk of a page lies, in order.
 fn chunks(part_bytes: &[u32]) -> impl Iterator<Item = Range<u32>> + '_ {
     let parts = part_bytes.iter().scan(0u32, |start, &bytes| {
         let part = *start..start.saturating_add(bytes);
@@ -18,7 +17,8 @@ fn chunks(part_bytes: &[u32]) -> impl Iterator<Item = Range<u32>> + '_ {
     })
 }
 
-/// The bytes of the chunks that `range` touches; `None` if it is empty, or not all of it is in the page.
+/// Smallest range of whole chunks that contains `range`. `None` if `range` is empty or not inside
+/// the page.
 pub fn whole_chunks(part_bytes: &[u32], range: &Range<u32>) -> Option<Range<u32>> {
     if range.is_empty() {
         return None;
@@ -31,7 +31,8 @@ pub fn whole_chunks(part_bytes: &[u32], range: &Range<u32>) -> Option<Range<u32>
 }
 
 impl PageMeta {
-    /// The chunks that `range` touches, and their CRCs.
+    /// Chunks that overlap `range`, with their CRCs. The first and the last chunk may reach beyond
+    /// the range.
     pub fn chunks_in(&self, range: &Range<u32>) -> impl Iterator<Item = (Range<u32>, u32)> {
         chunks(&self.part_bytes)
             .zip(self.chunk_crcs.iter().copied())
@@ -48,7 +49,7 @@ mod tests {
     const CHUNK: u32 = CHUNK_BYTES as u32;
 
     #[test]
-    fn a_range_is_widened_to_chunks_that_start_anew_at_parts() {
+    fn range_is_widened_to_chunk_boundaries_of_its_parts() {
         let parts = [CHUNK + 10, 5, 3 * CHUNK];
         let end = 4 * CHUNK + 15;
         for (range, chunks) in [
@@ -60,7 +61,7 @@ mod tests {
             (end - 1..end, Some(3 * CHUNK + 15..end)),
             (0..end, Some(0..end)),
             (7..7, None),
-            #[expect(clippy::reversed_empty_ranges, reason = "what a stranger may say")]
+            #[expect(clippy::reversed_empty_ranges, reason = "a peer may send it")]
             (9..7, None),
             (end - 1..end + 1, None),
             (end..end + 1, None),
@@ -77,7 +78,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_widened_range_has_the_range_and_is_no_wider_than_it_must_be(
+        fn widened_range_is_the_smallest_that_contains_the_range(
             parts in prop::collection::vec(1u32..200_000, 1..8),
             (from, to) in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
         ) {
@@ -88,7 +89,7 @@ mod tests {
             prop_assert!(wide.start <= range.start && range.end <= wide.end);
             prop_assert!(range.start - wide.start < CHUNK && wide.end - range.end < CHUNK);
             prop_assert_eq!(whole_chunks(&parts, &wide), Some(wide.clone()));
-            // Every edge is a chunk's.
+            // Both ends are chunk boundaries.
             let edges: Vec<u32> = chunks(&parts).map(|chunk| chunk.start).chain([bytes as u32]).collect();
             prop_assert!(edges.contains(&wide.start) && edges.contains(&wide.end));
         }

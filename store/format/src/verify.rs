@@ -1,33 +1,47 @@
-//! Checking the segments of a log offline, and taking out what is damaged.
+//! Verifies the segments of a log offline, and repairs damaged ones.
 //!
-//! Always true: what is reported clean can be read back exactly; what a repair leaves is, after a crash at any of its
-//! steps, a segment that a start can read, with no page in it that was not there before. Memory is bounded by the records
-//! of one segment; payloads are read in pieces of [`CHUNK_BYTES`].
+//! Invariants:
+//! - Everything reported clean can be read back exactly.
+//! - After a crash at any step of a repair, a start can read the segment. It finds no page in it
+//!   that was not there before.
+//! - Memory is bounded by the records of one segment. Payloads are read in pieces of
+//!   [`CHUNK_BYTES`].
 //!
-//! What is checked: a segment with a footer has what that lists, each header against its entry and each payload against
-//! its header. Without one, records are hopped through as a start would do it, and what stands between two of them is a
-//! damage of unknown pages. What stands behind the last record is nobody's, unless it looks like a record that was torn.
+//! Checks: with a footer, each record header against its table entry, and each payload against its
+//! header. Without one, the verifier hops through the records as a start does. An unreadable region
+//! between two records is damage of unknown pages. Bytes after the last record are ignored, unless
+//! they look like a torn record.
 //!
 //! Steps of a repair:
-//! 1. Tombstones that are damaged but listed by the footer are written again. A damaged page becomes a tombstone of its
-//!    number, so that no older put of it is found, and a *void* behind that. What was torn by a crash becomes a void; what
-//!    was damaged later and may have been tombstones, a *lost* record, and the next start serves nothing that is older.
-//!    A damaged header of the segment is written again. Sync. A crash leaves some of that: each is one block, or as it was;
-//!    pages that the footer still lists, and that are not there, are misses.
-//! 2. The footer, if there was one, is written again with what is there. Sync. A torn footer is one without which the
-//!    start hops. Beside a lost record there must be none.
+//! 1. Write blocks in place of the damage, then sync:
+//!    - a damaged tombstone that the footer lists is written again;
+//!    - a damaged page becomes a tombstone with its record number, so that no older put of it is
+//!      found, and a *void* behind it;
+//!    - a region torn by a crash becomes a void;
+//!    - a region damaged later, which may have held tombstones, becomes a *lost* record: the next
+//!      start serves nothing older;
+//!    - a damaged segment header is written again.
 //!
-//! What no repair can help is left to the next start: a segment whose file is too short, one without a header that says
-//! too little ([`crate::life`]), a stray that lies where a segment was, and one whose segment is not there. It removes them
-//! (the stray is set aside) and all that they may have had tombstones for. Other strays cost nothing. As a start judges by all
-//! the files that there are, none is to be removed or set aside beside one that is left to it.
+//!    Each write is one block. After a crash some are done and the others are as before. Pages that
+//!    the footer still lists, but that are gone, are misses.
+//! 2. Write the footer again, if there was one, with the records that remain. Sync. With a torn
+//!    footer the start hops. Next to a lost record there must be no footer.
+//!
+//! Left to the next start, because no repair can help:
+//! - a segment whose file is too short;
+//! - a segment without a header whose records do not determine its epoch ([`crate::epoch`]);
+//! - a misplaced segment that replaced a segment of the log, or whose own segment is missing.
+//!
+//! The start removes these (it sets a misplaced segment aside), with everything that they may have
+//! had tombstones for. Other misplaced segments cost nothing. A start judges by all files, so an
+//! operator must not remove or set aside a file while another one is left to the start.
 
 use crate::codec::DecodeError;
 use crate::disk::{
     BLOCK_BYTES, LOG_ID_AT, RECORD_MAGIC, RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock,
 };
+use crate::epoch::{EpochSearch, ForeignHeader, Headerless, Verdict, may_replace};
 use crate::footer::{Footer, FooterBlock, RecordSummary, TombstoneSummary};
-use crate::life::{Foreign, Headless, LifeSearch, Verdict, may_replace};
 use crate::page::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -36,61 +50,49 @@ use thiserror::Error;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// What is wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Reason {
-    /// The header of the segment.
     #[error("segment header: {0}")]
     SegmentHeader(DecodeError),
-    /// The footer of the segment: without it the next start takes longer.
+    /// The footer is damaged. No data is lost: the next start hops through the record headers,
+    /// which takes longer.
     #[error("footer: {0}")]
     Footer(DecodeError),
-    /// The header of a record.
     #[error("record header: {0}")]
     RecordHeader(DecodeError),
-    /// A record is not the one that the footer lists.
-    #[error("the record is not the one that the footer lists")]
+    /// A record differs from its footer entry.
+    #[error("the record differs from its entry in the footer")]
     NotAsListed,
-    /// The payload of a page.
     #[error("payload: {0}")]
     Payload(Mismatch),
-    /// The device or the file does not give it.
-    #[error("cannot be read: {0}")]
+    #[error("unreadable: {0}")]
     Unreadable(io::ErrorKind),
-    /// No record stands where one should begin: it was torn by a crash, or never written.
-    #[error("no record stands here, but behind it")]
+    /// No record begins where one should: a crash tore it, or it was never written.
+    #[error("no record here, but valid records behind it")]
     Hole,
-    /// A record stood here that was durable, or several.
-    #[error("what stood here is lost; it may have been tombstones")]
+    /// One or more durable records are gone. They may have been tombstones, so older records of any
+    /// page are suspect.
+    #[error("durable records are lost here; they may have been tombstones")]
     Lost,
     /// The file is shorter than a segment.
-    #[error("the file is cut short")]
+    #[error("the file is shorter than a segment")]
     CutShort,
     /// The file is a copy of another segment, or was renamed.
-    #[error("a stray file: its header says that it is segment {segment:08} in life {life}")]
-    Misnamed {
-        /// What it says.
-        segment: u32,
-        /// And which life of that.
-        life: u64,
-    },
-    /// The file is of another log.
-    #[error("a stray file: its header says that it is of another log")]
+    #[error("a misplaced file: its header is of segment {segment:08} in epoch {epoch}")]
+    Misnamed { segment: u32, epoch: u64 },
+    #[error("a misplaced file: its header is of another log")]
     OfAnotherLog,
 }
 
-/// A damaged page, or a region of which nobody knows what it was.
+/// A damaged page, or a damaged region whose records are unknown. The report names the page where
+/// it can, so that an operator knows the loss.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
-    /// The segment.
     pub segment: u32,
-    /// Byte offset in it.
     pub offset: u64,
-    /// Bytes that are lost.
+    /// Number of lost bytes.
     pub bytes: u64,
-    /// The page, if it is known.
     pub page: Option<PageId>,
-    /// What is wrong.
     pub reason: Reason,
 }
 
@@ -104,48 +106,45 @@ impl fmt::Display for Damage {
     }
 }
 
-/// What one segment holds.
+/// Result of verifying one segment. An intact segment has no `damages` and is neither unrepairable
+/// nor misplaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentReport {
-    /// Its number.
     pub segment: u32,
-    /// Its life; `None` if nothing says.
-    pub life: Option<u64>,
-    /// Whether it has a valid footer.
+    /// Epoch. `None` if nothing in the segment determines it.
+    pub epoch: Option<u64>,
     pub footer: bool,
-    /// Whole pages.
     pub pages: u64,
-    /// Bytes of their payloads.
     pub payload_bytes: u64,
-    /// Whole tombstones.
     pub tombstones: u64,
-    /// Everything that is wrong, in the order of offsets, but for header and footer, which come first.
+    /// All damage: header and footer first, the rest in the order of offsets.
     pub damages: Vec<Damage>,
-    /// No repair helps: the next start removes the segment, and all in the log that it may have had tombstones for.
-    pub hopeless: bool,
-    /// The file is none of the log's segments.
-    pub stray: bool,
+    /// True if no repair can help. The next start removes the segment, with all in the log that it
+    /// may have had tombstones for.
+    pub unrepairable: bool,
+    /// True if the file is not one of the log's segments.
+    pub misplaced: bool,
 }
 
-/// What a log's segments say of themselves: by that a segment is judged that does not.
+/// Epochs of a log's segments. They decide about a segment whose header is unreadable, so a repair
+/// needs the epochs of all other segments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Lives {
-    lives: BTreeMap<u32, u64>,
-    /// The largest number that one of them has, or had before it was renamed.
+pub struct SegmentEpochs {
+    epochs: BTreeMap<u32, u64>,
+    /// Largest number that a segment has, or had before it was renamed.
     last: Option<u32>,
 }
 
-impl Lives {
-    /// A segment is there, in this life.
-    pub fn add(&mut self, segment: u32, life: u64) {
-        self.lives.insert(segment, life);
+impl SegmentEpochs {
+    pub fn add(&mut self, segment: u32, epoch: u64) {
+        self.epochs.insert(segment, epoch);
         self.last = self.last.max(Some(segment));
     }
 
-    /// Takes what was found of a segment without a header.
+    /// Adds the findings about a segment without a readable header.
     pub fn learn(&mut self, found: &SegmentReport) {
-        if let Some(life) = found.life {
-            return self.add(found.segment, life);
+        if let Some(epoch) = found.epoch {
+            return self.add(found.segment, epoch);
         }
         self.last = self.last.max(match found.damages.first().map(|damage| &damage.reason) {
             Some(Reason::OfAnotherLog) => None,
@@ -155,81 +154,94 @@ impl Lives {
     }
 
     fn oldest(&self) -> Option<u64> {
-        self.lives.values().min().copied()
+        self.epochs.values().min().copied()
     }
 
-    /// Whether a segment is there in this life or a later one.
-    fn has(&self, segment: u32, life: u64) -> bool {
-        self.lives.get(&segment).is_some_and(|&found| found >= life)
+    fn has(&self, segment: u32, epoch: u64) -> bool {
+        self.epochs.get(&segment).is_some_and(|&found| found >= epoch)
     }
 }
 
-/// What a repair did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repair {
-    /// What was found before.
     pub found: SegmentReport,
-    /// Nothing in the segment counts: its file is to be removed, and nothing was written to it. A stray is to be set aside
-    /// instead, by another name ([`crate::disk::stray_names`]). Neither is to be done while a segment is hopeless.
+    /// True if the caller must remove the segment's file: nothing in it counts, and the repair
+    /// wrote nothing to it. A misplaced segment is set aside instead, under one of
+    /// [`misplaced_names`](crate::disk::misplaced_names). The caller must do neither while any
+    /// segment of the log is beyond repair.
     pub remove: bool,
-    /// Pages and regions taken out.
+    /// Number of pages and regions that the repair took out.
     pub voided: u64,
-    /// Tombstones, headers and footers written again.
+    /// Number of tombstones, headers and footers that the repair wrote again.
     pub restored: u64,
 }
 
-/// Something that can be made durable.
+/// A file that can be made durable. [`std::fs::File`] implements it, and tests implement it for
+/// disks that fail.
 pub trait Sync {
-    /// Returns when everything written is durable.
+    /// Returns once everything written is durable.
     fn sync(&mut self) -> io::Result<()>;
 }
 
+#[allow(clippy::disallowed_types, reason = "the offline verifier works on files of a stopped node")]
 impl Sync for std::fs::File {
     fn sync(&mut self) -> io::Result<()> {
         self.sync_all()
     }
 }
 
-/// The life that a segment's header says.
-pub fn header_life<F: Read + Seek>(superblock: &Superblock, segment: u32, file: &mut F) -> Option<u64> {
-    Survey::new(superblock, segment, &Lives::default(), file).header_life().ok()
+/// Epoch in the header of a segment, if the header is valid.
+pub fn header_epoch<F: Read + Seek>(superblock: &Superblock, segment: u32, file: &mut F) -> Option<u64> {
+    Survey::new(superblock, segment, &SegmentEpochs::default(), file).header_epoch().ok()
 }
 
-/// Checks one segment. What cannot be read is a damage, not an error. `lives` are the [`header_life`]s of the log's segments.
-pub fn verify<F: Read + Seek>(superblock: &Superblock, segment: u32, lives: &Lives, file: &mut F) -> SegmentReport {
-    Survey::of(superblock, segment, lives, file).report
+/// Verifies one segment. Unreadable data is damage, not an error. `epochs` holds the
+/// [`header_epoch`] of every segment of the log.
+pub fn verify<F: Read + Seek>(
+    superblock: &Superblock,
+    segment: u32,
+    epochs: &SegmentEpochs,
+    file: &mut F,
+) -> SegmentReport {
+    Survey::of(superblock, segment, epochs, file).report
 }
 
-/// Checks one segment, and takes out what is damaged; durable when it returns. An error is one of writing: try again.
+/// Verifies one segment and takes out the damage. All changes are durable on return.
+///
+/// # Errors
+/// A write or sync failed. The repair can be run again.
 pub fn repair<F: Read + Write + Seek + Sync>(
     superblock: &Superblock,
     segment: u32,
-    lives: &Lives,
+    epochs: &SegmentEpochs,
     file: &mut F,
 ) -> io::Result<Repair> {
-    let survey = Survey::of(superblock, segment, lives, file);
+    let survey = Survey::of(superblock, segment, epochs, file);
     let mut done = Repair { found: survey.report.clone(), remove: false, voided: 0, restored: 0 };
-    if survey.report.hopeless {
+    if survey.report.unrepairable {
         return Ok(done);
     }
-    let Some(life) = survey.report.life else { return Ok(Repair { remove: true, ..done }) };
+    let Some(epoch) = survey.report.epoch else { return Ok(Repair { remove: true, ..done }) };
     if survey.report.damages.is_empty() {
         return Ok(done);
     }
+    // Step 1 of the module documentation.
     for damage in &survey.report.damages {
         match damage.reason {
             Reason::Footer(_) => continue,
             Reason::SegmentHeader(_) => done.restored += 1,
-            _ if matches!(survey.broken_at(damage), Some(RecordSummary::Tombstone(_))) => done.restored += 1,
+            _ if matches!(survey.damaged_at(damage), Some(RecordSummary::Tombstone(_))) => done.restored += 1,
             _ => done.voided += 1,
         }
-        for (offset, block) in survey.in_place_of(damage, life) {
+        for (offset, block) in survey.replacement_blocks(damage, epoch) {
             survey.file.seek(SeekFrom::Start(offset))?;
             survey.file.write_all(&block)?;
         }
     }
+    // The footer must not describe records that are not durable yet.
     survey.file.sync()?;
-    let Some(mut bytes) = survey.footer_bytes(life) else { return Ok(done) };
+    // Step 2.
+    let Some(mut bytes) = survey.footer_bytes(epoch) else { return Ok(done) };
     if bytes.is_empty() {
         bytes = vec![0; BLOCK_BYTES];
     }
@@ -240,117 +252,119 @@ pub fn repair<F: Read + Write + Seek + Sync>(
     Ok(done)
 }
 
-/// One look through a segment.
+/// State of one pass over a segment. Checking and repairing share it, so a repair acts on exactly
+/// the damage that a check reports.
 struct Survey<'a, F> {
     superblock: &'a Superblock,
     file: &'a mut F,
     report: SegmentReport,
-    /// Records that are whole.
-    whole: Vec<RecordSummary>,
-    /// Records that are known, by the footer or their header, and not whole; in the order of their offsets.
-    broken: Vec<RecordSummary>,
-    /// There is a footer, or was one.
+    intact: Vec<RecordSummary>,
+    /// Damaged records that the footer or their own header names, in the order of their offsets.
+    damaged: Vec<RecordSummary>,
+    /// True if the segment has a footer, or had one that is damaged.
     wants_footer: bool,
-    /// Something is lost, and no footer must say that this is all.
+    /// True if records are lost. No footer may then claim to be complete.
     lost: bool,
-    /// Up to here all was durable, as records say.
+    /// Offset up to which everything was durable, by the records read so far.
     durable: u64,
-    /// Where the last record ends.
     end: u64,
-    lives: &'a Lives,
+    epochs: &'a SegmentEpochs,
 }
 
 impl<'a, F: Read + Seek> Survey<'a, F> {
-    fn of(superblock: &'a Superblock, segment: u32, lives: &'a Lives, file: &'a mut F) -> Survey<'a, F> {
-        let mut survey = Survey::new(superblock, segment, lives, file);
-        survey.look();
+    fn of(superblock: &'a Superblock, segment: u32, epochs: &'a SegmentEpochs, file: &'a mut F) -> Survey<'a, F> {
+        let mut survey = Survey::new(superblock, segment, epochs, file);
+        survey.scan();
         survey
     }
 
-    fn new(superblock: &'a Superblock, segment: u32, lives: &'a Lives, file: &'a mut F) -> Survey<'a, F> {
+    fn new(superblock: &'a Superblock, segment: u32, epochs: &'a SegmentEpochs, file: &'a mut F) -> Survey<'a, F> {
         let report = SegmentReport {
             segment,
-            life: None,
+            epoch: None,
             footer: false,
             pages: 0,
             payload_bytes: 0,
             tombstones: 0,
             damages: Vec::new(),
-            hopeless: false,
-            stray: false,
+            unrepairable: false,
+            misplaced: false,
         };
         Survey {
             superblock,
             file,
             report,
-            whole: Vec::new(),
-            broken: Vec::new(),
+            intact: Vec::new(),
+            damaged: Vec::new(),
             wants_footer: false,
             lost: false,
             durable: 0,
             end: BLOCK,
-            lives,
+            epochs,
         }
     }
 
-    fn look(&mut self) {
-        let (segment_bytes, file_bytes) = (self.superblock.segment_bytes, self.file_bytes());
-        let life = match self.header_life() {
-            Ok(life) => life,
-            Err(reason) => match self.headless(file_bytes).verdict(self.lives.oldest()) {
-                Verdict::Life(life) => {
+    fn scan(&mut self) {
+        let segment_bytes = self.superblock.segment_bytes;
+        let file_bytes = self.file_bytes();
+        let epoch = match self.header_epoch() {
+            Ok(epoch) => epoch,
+            Err(reason) => match self.headerless(file_bytes).verdict(self.epochs.oldest()) {
+                Verdict::Epoch(epoch) => {
                     self.damage(0, BLOCK, None, reason);
-                    life
+                    epoch
                 }
-                Verdict::Stray(foreign) => return self.stray(foreign, file_bytes),
+                Verdict::Misplaced(foreign) => return self.misplaced(foreign, file_bytes),
                 verdict => {
-                    self.report.hopeless = verdict == Verdict::DistrustAll;
+                    self.report.unrepairable = verdict == Verdict::LogUntrusted;
                     return self.damage(0, segment_bytes, None, reason);
                 }
             },
         };
-        self.report.life = Some(life);
-        match self.footer(life) {
-            Some(footer) => self.listed(footer),
-            None => self.hop(life, file_bytes),
+        self.report.epoch = Some(epoch);
+        match self.footer(epoch) {
+            Some(footer) => self.check_listed(footer),
+            None => self.hop(epoch, file_bytes),
         }
         if file_bytes < segment_bytes {
-            self.report.hopeless = true;
+            self.report.unrepairable = true;
             self.damage(file_bytes, segment_bytes - file_bytes, None, Reason::CutShort);
         }
     }
 
-    fn stray(&mut self, foreign: Foreign, file_bytes: u64) {
-        self.report.stray = true;
+    fn misplaced(&mut self, foreign: ForeignHeader, file_bytes: u64) {
+        self.report.misplaced = true;
         let (reason, missed) = match foreign {
-            Foreign::Log => (Reason::OfAnotherLog, false),
-            Foreign::Segment { segment, life } => (Reason::Misnamed { segment, life }, !self.lives.has(segment, life)),
+            ForeignHeader::Log => (Reason::OfAnotherLog, false),
+            ForeignHeader::Segment { segment, epoch } => {
+                (Reason::Misnamed { segment, epoch }, !self.epochs.has(segment, epoch))
+            }
         };
-        self.report.hopeless = missed || may_replace(self.report.segment, self.lives.last);
+        self.report.unrepairable = missed || may_replace(self.report.segment, self.epochs.last);
         self.damage(0, file_bytes, None, reason);
     }
 
-    /// What there is of the segment's bytes.
     fn file_bytes(&mut self) -> u64 {
         self.file.seek(SeekFrom::End(0)).unwrap_or(0).min(self.superblock.segment_bytes)
     }
 
-    fn header_life(&mut self) -> Result<u64, Reason> {
+    fn header_epoch(&mut self) -> Result<u64, Reason> {
         let block = self.block(0)?;
-        let (log_id, segment) = (self.superblock.log_id, self.report.segment);
-        SegmentHeader::decode_life(&block, &log_id, segment).map_err(Reason::SegmentHeader)
+        let log_id = self.superblock.log_id;
+        let segment = self.report.segment;
+        SegmentHeader::decode_epoch(&block, &log_id, segment).map_err(Reason::SegmentHeader)
     }
 
-    fn headless(&mut self, file_bytes: u64) -> Headless {
+    fn headerless(&mut self, file_bytes: u64) -> Headerless {
         let Superblock { log_id, segment_bytes } = *self.superblock;
-        let mut search = LifeSearch::new(log_id, self.report.segment, segment_bytes, file_bytes);
+        let mut search = EpochSearch::new(log_id, self.report.segment, segment_bytes, file_bytes);
         if let Ok(block) = self.block(0) {
             search.header(&block);
         }
         while let Some((offset, len)) = search.next_read() {
             let mut bytes = vec![0; len];
             if self.read(offset, &mut bytes).is_err() {
-                // Nobody knows what stands in the first block of it; on with the next.
+                // A filler block: the search counts blocks, and an unreadable one must not stop it.
                 bytes = vec![0xff; BLOCK_BYTES];
             }
             search.feed(&bytes);
@@ -358,9 +372,10 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         search.finish()
     }
 
-    /// The valid footer of this life. One that is damaged is reported; one of another life is none.
-    fn footer(&mut self, life: u64) -> Option<Footer> {
-        match self.try_footer(life) {
+    /// The valid footer of this epoch. A damaged footer is reported. The footer of another epoch
+    /// counts as none.
+    fn footer(&mut self, epoch: u64) -> Option<Footer> {
+        match self.try_footer(epoch) {
             Ok(footer) => {
                 self.report.footer = footer.is_some();
                 self.wants_footer = footer.is_some();
@@ -374,11 +389,11 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         }
     }
 
-    fn try_footer(&mut self, life: u64) -> Result<Option<Footer>, DecodeError> {
-        let (log_id, segment, segment_bytes) =
-            (self.superblock.log_id, self.report.segment, self.superblock.segment_bytes);
+    fn try_footer(&mut self, epoch: u64) -> Result<Option<Footer>, DecodeError> {
+        let Superblock { log_id, segment_bytes } = *self.superblock;
+        let segment = self.report.segment;
         let block = self.block(segment_bytes - BLOCK).map_err(|_| DecodeError::Short("footer"))?;
-        let footer = match FooterBlock::decode(&block, &log_id, segment, life, segment_bytes) {
+        let footer = match FooterBlock::decode(&block, &log_id, segment, epoch, segment_bytes) {
             Ok(footer) => footer,
             Err(error @ DecodeError::Checksum(_)) => return Err(error),
             Err(_) => return Ok(None),
@@ -388,10 +403,9 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         footer.decode_table(&bytes).map(Some)
     }
 
-    /// Checks each record that the footer lists.
-    fn listed(&mut self, footer: Footer) {
+    fn check_listed(&mut self, footer: Footer) {
         for record in footer.records {
-            let place = RecordPlace { segment: footer.segment, life: footer.life, offset: record.offset() };
+            let place = RecordPlace { segment: footer.segment, epoch: footer.epoch, offset: record.offset() };
             self.end = self.end.max(record.offset() + record.record_bytes());
             let header = self.header(place);
             let checked = header.and_then(|header| match RecordSummary::of(&header) {
@@ -399,21 +413,23 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
                 _ => Err(Reason::NotAsListed),
             });
             match checked {
-                Ok(()) => self.whole.push(record),
+                Ok(()) => self.intact.push(record),
                 Err(reason) => {
                     self.damage(record.offset(), record.record_bytes(), Some(*record.id()), reason);
-                    self.broken.push(record);
+                    self.damaged.push(record);
                 }
             }
         }
     }
 
-    /// Goes from header to header as a start does.
-    fn hop(&mut self, life: u64, file_bytes: u64) {
+    /// Hops from header to header, as a start does. It costs one read per record, and a search
+    /// block by block where a header is invalid.
+    fn hop(&mut self, epoch: u64, file_bytes: u64) {
         let segment = self.report.segment;
-        let (mut at, mut hole) = (BLOCK, None);
+        let mut at = BLOCK;
+        let mut hole = None;
         while at + BLOCK <= file_bytes {
-            let place = RecordPlace { segment, life, offset: at };
+            let place = RecordPlace { segment, epoch, offset: at };
             let header = match self.header(place) {
                 Ok(header) => header,
                 Err(reason) => {
@@ -425,14 +441,14 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
             if let Some((begin, _)) = hole.take() {
                 self.damage(begin, at - begin, None, Reason::Hole);
             }
-            self.hopped(&header);
+            self.check_record(&header);
             at += header.record_bytes() as u64;
             self.end = at;
         }
         if let Some((begin, reason)) = hole.filter(|(begin, _)| self.was_record(*begin)) {
             self.damage(begin, BLOCK, None, if self.wants_footer { Reason::Lost } else { reason });
         }
-        // What a footer was written behind had been durable.
+        // The node writes a footer only once everything before it is durable.
         let durable = if self.wants_footer { u64::MAX } else { self.durable };
         for damage in self.report.damages.iter_mut().filter(|damage| damage.reason == Reason::Hole) {
             if damage.offset < durable {
@@ -442,25 +458,27 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
         self.lost |= self.report.damages.iter().any(|damage| damage.reason == Reason::Lost);
     }
 
-    /// Whether the block, which is no valid header, looks like one that was.
+    /// Returns `true` if an invalid header block looks like a damaged record. Such a record may
+    /// have been a tombstone, so it counts as lost and not as a hole.
     fn was_record(&mut self, offset: u64) -> bool {
         let log_id = self.superblock.log_id;
         let Ok(block) = self.block(offset) else { return true };
-        match RecordHeader::decode(&block, &log_id, RecordPlace { segment: 0, life: 0, offset }) {
+        match RecordHeader::decode(&block, &log_id, RecordPlace { segment: 0, epoch: 0, offset }) {
             Err(DecodeError::Checksum(_)) => true,
-            // Its magic is gone, or it is a whole record of an earlier life.
+            // Its magic is damaged. A record with its magic intact is a valid one of an earlier
+            // epoch.
             _ => !block.starts_with(&RECORD_MAGIC) && block[LOG_ID_AT..][..log_id.len()] == log_id,
         }
     }
 
-    fn hopped(&mut self, header: &RecordHeader) {
+    fn check_record(&mut self, header: &RecordHeader) {
         self.durable = self.durable.max(header.durable);
         self.lost |= matches!(header.body, RecordBody::Lost { .. });
         match (self.check_body(header), RecordSummary::of(header)) {
-            (Ok(()), summary) => self.whole.extend(summary),
+            (Ok(()), summary) => self.intact.extend(summary),
             (Err(reason), summary) => {
                 let page = summary.map(|summary| *summary.id());
-                self.broken.extend(summary);
+                self.damaged.extend(summary);
                 self.damage(header.place.offset, header.record_bytes() as u64, page, reason);
             }
         }
@@ -522,26 +540,26 @@ impl<'a, F: Read + Seek> Survey<'a, F> {
 }
 
 impl<F> Survey<'_, F> {
-    fn broken_at(&self, damage: &Damage) -> Option<&RecordSummary> {
-        let at = self.broken.binary_search_by_key(&damage.offset, RecordSummary::offset).ok()?;
-        self.broken.get(at)
+    fn damaged_at(&self, damage: &Damage) -> Option<&RecordSummary> {
+        let at = self.damaged.binary_search_by_key(&damage.offset, RecordSummary::offset).ok()?;
+        self.damaged.get(at)
     }
 
-    /// The blocks that are written where something is damaged, in this order: until the last is there, nothing has changed
-    /// for a start.
-    fn in_place_of(&self, damage: &Damage, life: u64) -> Vec<(u64, Vec<u8>)> {
+    /// Blocks to write in place of a damage, in order. Until the last one is written, a start sees
+    /// no change.
+    fn replacement_blocks(&self, damage: &Damage, epoch: u64) -> Vec<(u64, Vec<u8>)> {
         let Superblock { log_id, .. } = *self.superblock;
         let segment = self.report.segment;
         if damage.offset == 0 {
-            return vec![(0, SegmentHeader { log_id, segment, life }.encode())];
+            return vec![(0, SegmentHeader { log_id, segment, epoch }.encode())];
         }
         let block = |offset, number, body| {
-            let place = RecordPlace { segment, life, offset };
+            let place = RecordPlace { segment, epoch, offset };
             (offset, RecordHeader { place, number, durable: self.durable.min(offset), body }.encode(&log_id))
         };
-        let (offset, bytes) = (damage.offset, damage.bytes);
-        let Some(record) = self.broken_at(damage) else {
-            // Neither kills by its number, nor is killed: any number will do.
+        let Damage { offset, bytes, .. } = *damage;
+        let Some(record) = self.damaged_at(damage) else {
+            // Voids and lost records are neither deleted by number nor delete by number.
             return vec![match damage.reason {
                 Reason::Lost => block(offset, 0, RecordBody::Lost { bytes }),
                 _ => block(offset, 0, RecordBody::Void { bytes }),
@@ -552,20 +570,21 @@ impl<F> Survey<'_, F> {
         rest.into_iter().chain([tombstone]).collect()
     }
 
-    /// The footer that is to be written, if there is to be one; empty where a damaged one is to be taken out.
-    fn footer_bytes(&self, life: u64) -> Option<Vec<u8>> {
+    /// Footer to write, if any. Empty: overwrite a damaged footer, because records are lost and no
+    /// footer may claim to be complete.
+    fn footer_bytes(&self, epoch: u64) -> Option<Vec<u8>> {
         let segment_bytes = self.superblock.segment_bytes;
-        // Where hopping found records that were never to stand there, it has to do without.
+        // Records beyond the footer's block leave no room for a footer. The start hops.
         if !self.wants_footer || self.end > segment_bytes - BLOCK {
             return None;
         }
-        let forgotten = self.broken.iter().map(|record| {
+        let forgotten = self.damaged.iter().map(|record| {
             let tombstone = TombstoneSummary { id: *record.id(), offset: record.offset(), number: record.number() };
             RecordSummary::Tombstone(tombstone)
         });
-        let mut records: Vec<RecordSummary> = self.whole.iter().copied().chain(forgotten).collect();
+        let mut records: Vec<RecordSummary> = self.intact.iter().copied().chain(forgotten).collect();
         records.sort_unstable_by_key(RecordSummary::offset);
-        let footer = Footer { segment: self.report.segment, life, records };
+        let footer = Footer { segment: self.report.segment, epoch, records };
         let fits = self.end + footer.encoded_bytes() <= segment_bytes;
         Some(if fits && !self.lost { footer.encode(&self.superblock.log_id) } else { Vec::new() })
     }

@@ -1,6 +1,6 @@
-//! `/healthz`, `/metrics`, `/status` and `/scrub` of a node, on axum.
+//! HTTP endpoints of a node for operators: `/healthz`, `/metrics`, `/status` and `/scrub`.
 
-use crate::node::Shared;
+use crate::node::NodeState;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
@@ -8,25 +8,25 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use std::sync::Arc;
 
-pub(crate) fn routes(shared: Arc<Shared>) -> Router {
+pub(crate) fn routes(node: Arc<NodeState>) -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/metrics", get(metrics))
-        .route("/status", get(|State(shared): State<Arc<Shared>>| async move { Json(shared.status()) }))
+        .route("/status", get(|State(node): State<Arc<NodeState>>| async move { Json(node.status()) }))
         .route("/scrub", post(scrub))
-        .with_state(shared)
+        .with_state(node)
 }
 
-/// Begins a pass over all that L3 holds; `/status` shows how far it is.
-async fn scrub(State(shared): State<Arc<Shared>>) -> &'static str {
-    shared.store.scrub_l3_now();
-    "begun\n"
+/// Starts a scrub of every L3 device and returns at once. `/status` reports its progress.
+async fn scrub(State(node): State<Arc<NodeState>>) -> &'static str {
+    node.store.tiers().devices().scrub_now();
+    "scrub started; see /status for its progress\n"
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+async fn metrics(State(node): State<Arc<NodeState>>) -> Response {
     let mut text = String::new();
-    shared.refresh_metrics();
-    match prometheus_client::encoding::text::encode(&mut text, &shared.registry) {
+    node.refresh_metrics();
+    match prometheus_client::encoding::text::encode(&mut text, &node.registry) {
         Ok(()) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
         }

@@ -1,85 +1,99 @@
-//! Bytes in flight: who has how many, and whether more may begin.
+//! Admission control: bounds on the bytes in flight of each connection, tenant and node.
 //!
-//! Always true:
-//! - what is under way is counted by a [`Charge`], and counted no more when that is dropped, however that comes about;
-//! - of each [`Kind`], a node's charges are within its bound, but for one piece of work when there is no other, so that a page
-//!   larger than a bound still moves, and for requests that must be heard;
-//! - who asks is answered at once: granted, or [`Busy`]. What was granted to a reader waits for its turn: tenants in turns,
-//!   each in its order;
-//! - a tenant alone may use all there is; when others want some too, no more than its share;
-//! - a reader may ask for what it can be expected to take in a part of the time it has, going by how fast it and all took bytes
-//!   lately; that others take nothing is no reason to refuse it something;
-//! - however many readers are slow, something is left for the others: what waits for one is at most a part of what is free
-//!   (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998);
-//! - a reader that takes nothing, while others wait for want of what waits for it, is given up.
+//! Invariants:
+//! - Every byte in flight belongs to a [`Charge`]. Dropping the charge returns it, on every path.
+//! - The charges of a [`Kind`] stay within the node's bound, with two exceptions. A single page
+//!   larger than the bound is admitted alone, and requests that release resources always are.
+//! - Admission answers at once: granted or [`Busy`]. An admitted read then waits for memory,
+//!   tenants in round-robin order, and each tenant in FIFO order.
+//! - A tenant may use a whole bound while it is alone, and its equal share otherwise.
+//! - A reader may request as many bytes as it can receive in a quarter of its deadline, by the
+//!   measured rates. Other slow readers never lower that share.
+//! - Slow readers never use up the memory for reads: each may hold a quarter of the free bytes
+//!   (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
+//!   1998).
+//! - A reader that receives nothing for a second, while others wait for its memory, is
+//!   disconnected.
+//!
+//! `account` has the calls of one connection, `rates` the throughput estimates.
+//!
+//! One lock guards all counters. It is a leaf: no other lock is taken under it, and no charge is
+//! dropped under it, because that would lock it again.
 
-mod pace;
+mod account;
+mod rates;
 
-use crate::clock::now;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
-use larder_format::planted::{Bug, has};
-use pace::{Drain, Pace};
+pub(crate) use account::{Account, Charge};
+use larder_runtime::now;
 use parking_lot::Mutex;
+use rates::{ReadRate, ReleaseRate};
 use serde_json::json;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-/// What an open connection is counted for beside its requests: buffers, queues and its task.
+/// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
-/// What a request is counted for: so much, and its body so many times: as bytes, as what they say, and as the answer.
+/// Memory charged to a request in addition to its body.
 const REQUEST_BYTES: u64 = 1 << 10;
-const BODY_TIMES: u64 = 4;
-/// Of the memory for requests, connections may take 3 of 4 parts, and the requests of one connection 1 of 4 by default.
+/// Copies of a request's body that may exist at once: raw bytes, decoded message, answer, and slack
+/// for collections that grow by doubling.
+const REQUEST_BODY_COPIES: u64 = 4;
+/// Connections may take three quarters of the request memory, so that requests always find some.
+/// One connection's requests may take one quarter by default.
 const QUARTERS: u64 = 4;
-/// What is read and waits for one reader is at most such a part of what is free.
-const FREE_FOR_ONE: u64 = 4;
-/// However many tenants there are, each may have a 16th.
-const TENANTS_SHARING_MAX: u64 = 16;
-/// A tenant that was refused wants something for so long: until it comes back, however it was told to.
-const WANTED: Duration = Duration::from_secs(3);
-/// A reader that has taken nothing for so long may be given up.
-const SLOW_AFTER: Duration = Duration::from_secs(1);
-/// So many bytes are something; of a page that is smaller, all of it.
+/// A reader may hold this fraction of the free read memory. With a quarter, N stuck readers leave
+/// (3/4)^N of it, which is never nothing.
+const FREE_READ_FRACTION: u64 = 4;
+/// Bounds the loss by many idle tenants: each active tenant has at least a sixteenth.
+const TENANT_SHARES_MAX: u64 = 16;
+/// A refused tenant counts as active this long. It covers the longest retry delay that a refusal
+/// suggests, so the tenant's share is still reserved when it returns.
+const DEMAND_TIME: Duration = Duration::from_secs(3);
+/// Time without progress after which a reader may be disconnected.
+const STALLED_AFTER: Duration = Duration::from_secs(1);
+/// Bytes that count as progress of a reader. Smaller amounts also come from a socket buffer that
+/// empties while the client has stopped reading. A smaller page counts as a whole.
 const PROGRESS_BYTES: u64 = 256 << 10;
-/// It is looked for no oftener, as all connections are looked at for that.
-const SEEK_EVERY: Duration = Duration::from_millis(20);
-/// A reader may ask for what it can be expected to take in a quarter of the time it has, as much waits beyond what is seen
-/// here: at the pace that it had lately, or the readers have together, which changes at once when there are more of them.
-const TIME_PARTS: u32 = 4;
-/// However slowly a reader takes bytes, it may ask for so many.
-const ASKED_MIN: u64 = 4 << 20;
-/// However little is free, so many pages may be under way for one reader: one while another is read.
-const PAGES_FOR_ONE: u64 = 2;
-/// Those that no longer wait for their turn are looked for whenever so many do.
-const WAITING_STEP: usize = 64;
+/// Interval between two searches for a stalled reader: each search visits all connections.
+const STALLED_SEARCH_INTERVAL: Duration = Duration::from_millis(20);
+/// Fraction of its deadline for which a reader may request bytes. As much again waits in queues
+/// that this module cannot see, and the rate drops when more readers arrive.
+const DEADLINE_FRACTION: u32 = 4;
+/// A reader may always request this many bytes, or a slow start could never speed up.
+const OUTSTANDING_MIN: u64 = 4 << 20;
+/// Pages that one reader may always have in flight: one is sent while the next one is read.
+const PAGES_IN_FLIGHT_MIN: u64 = 2;
+/// Cancelled entries are removed from a tenant's queue each time its length is a multiple of this,
+/// which keeps the cost per entry constant.
+const QUEUE_CLEANUP_STEP: usize = 64;
 
-/// What bytes are counted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Reserved by puts that are not sealed: memory of the arena.
+    /// Arena memory of reserved pages that are not sealed.
     Puts,
-    /// Pages that are read from L3 for readers, or wait to leave: memory of the arena.
+    /// Arena memory of pages that are being read from L3 for a reader, or queued for sending.
     Reads,
-    /// Pages that readers asked for and that have not left yet: no memory, but the reader's time. Bounded for each alone.
-    Asked,
-    /// Connections and requests, and what is made of them: memory beside the arena.
+    /// Pages that a reader requested and that have not left yet. They cost time, not memory, and
+    /// are bounded per connection only.
+    Outstanding,
+    /// Memory outside the arena: connections, requests and their answers.
     Requests,
 }
 
 const KINDS: [(Kind, &str); 4] =
-    [(Kind::Puts, "puts"), (Kind::Reads, "reads"), (Kind::Asked, "asked"), (Kind::Requests, "requests")];
+    [(Kind::Puts, "puts"), (Kind::Reads, "reads"), (Kind::Outstanding, "outstanding"), (Kind::Requests, "requests")];
 
-/// Bytes of each kind.
-type Amounts = [u64; KINDS.len()];
+type BytesByKind = [u64; KINDS.len()];
 
-/// Not now.
+/// Refusal, with a delay after which a retry has a fair chance. The delay follows from the measured
+/// rate at which bytes become free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Busy {
-    /// When so much will have ended that it is worth trying again, going by how much ended lately.
     pub(crate) retry_after: Duration,
 }
 
@@ -89,143 +103,158 @@ impl Busy {
     }
 }
 
-/// The accounts of a node.
+/// Budget of a node, shared by the accounts of its connections. One lock guards all counters, so
+/// that a check and the charge after it are one step.
 pub(crate) struct Budget {
-    node_max: Amounts,
-    connection_max: Amounts,
-    state: Mutex<State>,
+    node_max: BytesByKind,
+    connection_max: BytesByKind,
+    state: Mutex<BudgetState>,
     metrics: Arc<Metrics>,
 }
 
 #[derive(Default)]
-struct State {
-    used: Amounts,
-    drains: [Drain; KINDS.len()],
-    tenants: BTreeMap<Arc<str>, Tenant>,
-    /// Tenants with readers that wait for their turn; the first one is next.
-    turns: VecDeque<Arc<str>>,
-    connections: BTreeMap<u64, Connection>,
-    connections_ever: u64,
-    /// Readers that asked for something that has not left yet, and how fast they take it together.
+struct BudgetState {
+    used: BytesByKind,
+    release_rates: [ReleaseRate; KINDS.len()],
+    tenants: BTreeMap<Arc<str>, TenantUsage>,
+    /// Tenants with queued reads. The front is served next.
+    tenant_queue: VecDeque<Arc<str>>,
+    connections: BTreeMap<u64, ConnectionUsage>,
+    connections_opened: u64,
+    /// Connections with outstanding bytes, and their combined rate.
     readers: u64,
-    pace: Pace,
-    /// When a reader that takes nothing was last looked for.
-    sought: Option<Instant>,
+    read_rate: ReadRate,
+    last_stalled_search: Option<Instant>,
 }
 
 #[derive(Default)]
-struct Tenant {
+struct TenantUsage {
     connections: usize,
-    used: Amounts,
-    wanted: [Option<Instant>; KINDS.len()],
-    waiting: VecDeque<Waiting>,
+    used: BytesByKind,
+    last_demand: [Option<Instant>; KINDS.len()],
+    queue: VecDeque<QueuedRead>,
 }
 
-/// A page that is to be read for a reader, when there is room.
-struct Waiting {
+/// A read that waits for memory. It refers to its account weakly, so a queue entry does not keep a
+/// closed connection alive.
+struct QueuedRead {
     account: Weak<Account>,
     bytes: u64,
-    /// Dropped: the reader has to take something first.
-    turn: oneshot::Sender<Charge>,
+    /// Dropped without a charge when the connection itself is over its bound again.
+    grant: oneshot::Sender<Charge>,
 }
 
-struct Connection {
+struct ConnectionUsage {
     tenant: Arc<str>,
-    used: Amounts,
-    /// How fast it takes what it asked for.
-    pace: Pace,
-    /// Bytes that wait for this reader to take them, and when it last took some or had none.
+    used: BytesByKind,
+    read_rate: ReadRate,
     queued: u64,
-    progress: Instant,
-    /// Bytes taken since then.
-    taken: u64,
-    given_up: CancellationToken,
+    /// Last time at which the reader made progress, or had nothing to receive.
+    last_progress: Instant,
+    received: u64,
+    disconnect: CancellationToken,
 }
 
-impl State {
-    /// Most bytes that a tenant may have now, out of `max`.
-    fn share(&self, tenant: &str, kind: Kind, max: u64, now: Instant) -> u64 {
+/// Subtracts returned bytes from a counter.
+///
+/// # Panics
+/// If more bytes return than were added. A clamped counter would hide the leak.
+fn subtract(counter: &mut u64, bytes: u64) {
+    assert!(*counter >= bytes, "budget: {bytes} bytes returned, {counter} counted");
+    *counter -= bytes;
+}
+
+impl BudgetState {
+    /// Returns the bytes that a tenant may use of `max`, split equally among tenants with demand. A
+    /// tenant has demand while it has bytes in flight, and for [`DEMAND_TIME`] after a refusal.
+    fn tenant_share(&self, tenant: &str, kind: Kind, max: u64, now: Instant) -> u64 {
         if self.tenants.len() < 2 {
             return max;
         }
-        let wants = |tenant: &Tenant| {
-            let wanted = tenant.wanted[kind as usize];
-            tenant.used[kind as usize] > 0 || wanted.is_some_and(|at| now.saturating_duration_since(at) < WANTED)
+        let has_demand = |tenant: &TenantUsage| {
+            let last = tenant.last_demand[kind as usize];
+            tenant.used[kind as usize] > 0 || last.is_some_and(|at| now.saturating_duration_since(at) < DEMAND_TIME)
         };
-        let others = self.tenants.iter().filter(|(name, other)| &***name != tenant && wants(other)).count() as u64;
-        max / (1 + others).min(TENANTS_SHARING_MAX)
+        let others = self.tenants.iter().filter(|(name, other)| &***name != tenant && has_demand(other)).count() as u64;
+        max / (1 + others).min(TENANT_SHARES_MAX)
     }
 
-    fn count(&mut self, number: u64, kind: Kind, bytes: u64, now: Instant) {
-        let of = kind as usize;
-        self.used[of] += bytes;
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        if kind == Kind::Asked && connection.used[of] == 0 {
-            connection.pace.since = Some(now);
+    fn add(&mut self, connection: u64, kind: Kind, bytes: u64, now: Instant) {
+        let index = kind as usize;
+        self.used[index] += bytes;
+        let Some(connection) = self.connections.get_mut(&connection) else { return };
+        if kind == Kind::Outstanding && connection.used[index] == 0 {
+            connection.read_rate.start(now);
             if self.readers == 0 {
-                self.pace.since = Some(now);
+                self.read_rate.start(now);
             }
             self.readers += 1;
         }
-        connection.used[of] += bytes;
+        connection.used[index] += bytes;
         if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            tenant.used[of] += bytes;
+            tenant.used[index] += bytes;
         }
     }
 
-    fn give_back(&mut self, number: u64, kind: Kind, bytes: u64) {
-        let of = kind as usize;
-        self.used[of] -= bytes;
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        connection.used[of] -= bytes;
-        if kind == Kind::Asked && connection.used[of] == 0 {
-            connection.pace.since = None;
-            self.readers -= 1;
+    fn remove(&mut self, connection: u64, kind: Kind, bytes: u64) {
+        let index = kind as usize;
+        subtract(&mut self.used[index], bytes);
+        let Some(connection) = self.connections.get_mut(&connection) else { return };
+        subtract(&mut connection.used[index], bytes);
+        if kind == Kind::Outstanding && connection.used[index] == 0 {
+            connection.read_rate.stop();
+            subtract(&mut self.readers, 1);
             if self.readers == 0 {
-                self.pace.since = None;
+                self.read_rate.stop();
             }
         }
         if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            tenant.used[of] -= bytes;
+            subtract(&mut tenant.used[index], bytes);
         }
     }
 
-    /// A connection is told that there is no room now, or waits for it.
-    fn wants(&mut self, number: u64, kind: Kind, now: Instant) {
-        let tenant = self.connections.get(&number).and_then(|connection| self.tenants.get_mut(&connection.tenant));
+    /// Records that a connection was refused or waits, so that its tenant's share is reserved.
+    fn record_demand(&mut self, connection: u64, kind: Kind, now: Instant) {
+        let tenant = self.connections.get(&connection).and_then(|found| self.tenants.get_mut(&found.tenant));
         if let Some(tenant) = tenant {
-            tenant.wanted[kind as usize] = Some(now);
+            tenant.last_demand[kind as usize] = Some(now);
         }
     }
 
-    /// A connection waits for its turn.
-    fn wait(&mut self, account: &Arc<Account>, bytes: u64, turn: oneshot::Sender<Charge>, now: Instant) {
-        self.wants(account.number, Kind::Reads, now);
-        let Some(connection) = self.connections.get(&account.number) else { return };
+    fn enqueue(&mut self, account: &Arc<Account>, bytes: u64, grant: oneshot::Sender<Charge>, now: Instant) {
+        self.record_demand(account.connection(), Kind::Reads, now);
+        let Some(connection) = self.connections.get(&account.connection()) else { return };
         let Some(tenant) = self.tenants.get_mut(&connection.tenant) else { return };
-        if tenant.waiting.is_empty() && !self.turns.contains(&connection.tenant) {
-            self.turns.push_back(connection.tenant.clone());
+        if tenant.queue.is_empty() && !self.tenant_queue.contains(&connection.tenant) {
+            self.tenant_queue.push_back(connection.tenant.clone());
         }
-        tenant.waiting.push_back(Waiting { account: Arc::downgrade(account), bytes, turn });
-        if tenant.waiting.len().is_multiple_of(WAITING_STEP) {
-            tenant.waiting.retain(|waiting| !waiting.turn.is_closed());
+        tenant.queue.push_back(QueuedRead { account: Arc::downgrade(account), bytes, grant });
+        if tenant.queue.len().is_multiple_of(QUEUE_CLEANUP_STEP) {
+            tenant.queue.retain(|read| !read.grant.is_closed());
         }
     }
 
-    /// The reader, out of all or of a tenant's, that has taken nothing for longest, if that is too long; `None` as well while
-    /// those that were given up have yet to give back the `bytes` there are too many.
-    fn slowest(&self, kind: Kind, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) -> Option<&Connection> {
-        let idle = |connection: &&Connection| now.saturating_duration_since(connection.progress);
-        let whose = |connection: &&Connection| tenant.is_none_or(|tenant| connection.tenant == *tenant);
-        let (given_up, others): (Vec<&Connection>, Vec<&Connection>) =
-            self.connections.values().filter(whose).partition(|one| one.given_up.is_cancelled());
-        if given_up.iter().map(|one| one.used[kind as usize]).sum::<u64>() >= bytes {
+    /// Returns the reader that is stalled for longest, of one tenant or of all. Returns `None`
+    /// while readers that are already being disconnected hold the needed `bytes`: those come back
+    /// soon.
+    fn stalled_reader(
+        &self,
+        kind: Kind,
+        tenant: Option<&Arc<str>>,
+        bytes: u64,
+        now: Instant,
+    ) -> Option<&ConnectionUsage> {
+        let idle = |connection: &&ConnectionUsage| now.saturating_duration_since(connection.last_progress);
+        let is_candidate = |connection: &&ConnectionUsage| tenant.is_none_or(|tenant| connection.tenant == *tenant);
+        let (leaving, others): (Vec<&ConnectionUsage>, Vec<&ConnectionUsage>) =
+            self.connections.values().filter(is_candidate).partition(|one| one.disconnect.is_cancelled());
+        if leaving.iter().map(|one| one.used[kind as usize]).sum::<u64>() >= bytes {
             return None;
         }
-        others.into_iter().filter(|one| one.queued > 0 && idle(one) >= SLOW_AFTER).max_by_key(idle)
+        others.into_iter().filter(|one| one.queued > 0 && idle(one) >= STALLED_AFTER).max_by_key(idle)
     }
 
-    fn leave(&mut self, tenant: &str) {
+    fn leave_tenant(&mut self, tenant: &str) {
         if let Some(left) = self.tenants.get_mut(tenant) {
             left.connections -= 1;
             if left.connections == 0 {
@@ -233,19 +262,41 @@ impl State {
             }
         }
     }
+
+    /// Returns the bytes in flight, without the fixed charge of each connection.
+    fn in_flight(&self, kind: Kind) -> u64 {
+        let connections = if kind == Kind::Requests { self.connections.len() as u64 * CONNECTION_BYTES } else { 0 };
+        let used = self.used[kind as usize];
+        // Both change under one lock.
+        assert!(used >= connections, "budget: {used} bytes charged, connections alone take {connections}");
+        used - connections
+    }
+}
+
+#[derive(Default)]
+struct Overrun {
+    connection: u64,
+    tenant: u64,
+    node: u64,
+}
+
+impl Overrun {
+    fn max(&self) -> u64 {
+        self.connection.max(self.tenant).max(self.node)
+    }
 }
 
 impl Budget {
     pub(crate) fn new(options: &NodeOptions, metrics: Arc<Metrics>) -> Arc<Budget> {
         let puts = options.dirty_bytes_max();
-        let (reads, asked) = (options.in_flight_bytes() - puts, options.asked_bytes());
+        let reads = options.in_flight_bytes() - puts;
         let requests = options.request_bytes;
         Arc::new(Budget {
             node_max: [puts, reads, u64::MAX, requests],
             connection_max: [
-                options.connection_bytes(),
+                options.connection_put_bytes(),
                 reads,
-                asked,
+                options.connection_outstanding_bytes(),
                 options.connection_request_bytes.unwrap_or(requests / QUARTERS),
             ],
             state: Mutex::default(),
@@ -253,390 +304,139 @@ impl Budget {
         })
     }
 
-    /// The account of a connection of which nothing is known yet; `None` if there is no memory for one more.
+    /// Opens the account of a new connection, with the empty tenant until the handshake names one.
+    /// Returns `None` if there is no memory for another connection.
     pub(crate) fn open(self: &Arc<Self>) -> Option<Arc<Account>> {
         let mut state = self.state.lock();
         let for_connections = self.node_max[Kind::Requests as usize] / QUARTERS * (QUARTERS - 1);
         if (state.connections.len() as u64 + 1) * CONNECTION_BYTES > for_connections {
             return None;
         }
-        let number = state.connections_ever;
-        state.connections_ever += 1;
+        let number = state.connections_opened;
+        state.connections_opened += 1;
         let tenant: Arc<str> = "".into();
-        let given_up = CancellationToken::new();
-        let connection = Connection {
+        let disconnect = CancellationToken::new();
+        let connection = ConnectionUsage {
             tenant: tenant.clone(),
-            used: [0; 4],
-            pace: Pace::default(),
+            used: [0; KINDS.len()],
+            read_rate: ReadRate::default(),
             queued: 0,
-            progress: now(),
-            taken: 0,
-            given_up: given_up.clone(),
+            last_progress: now(),
+            received: 0,
+            disconnect: disconnect.clone(),
         };
         state.connections.insert(number, connection);
         state.tenants.entry(tenant).or_default().connections += 1;
         state.used[Kind::Requests as usize] += CONNECTION_BYTES;
         drop(state);
-        Some(Arc::new(Account {
-            budget: self.clone(),
-            number,
-            given_up,
-            left: Notify::new(),
-            first: Default::default(),
-        }))
+        Some(Arc::new(Account::new(self.clone(), number, disconnect)))
     }
 
-    /// How many bytes too many there would be with `bytes` more of a connection.
-    fn excess(&self, state: &State, number: u64, kind: Kind, bytes: u64, now: Instant) -> Excess {
-        let of = kind as usize;
-        let node_max = self.node_max[of];
+    fn overrun(&self, state: &BudgetState, connection: u64, kind: Kind, bytes: u64, now: Instant) -> Overrun {
+        let index = kind as usize;
+        let node_max = self.node_max[index];
+        // The first charge is always within the bound, so that a page larger than the bound moves.
+        // The subtraction saturates because a total below the bound is the normal case.
         let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
-        let node = over(state.used[of], node_max);
-        let Some(connection) = state.connections.get(&number) else {
-            return Excess { node, ..Excess::default() };
+        let node = over(state.used[index], node_max);
+        let Some(connection) = state.connections.get(&connection) else {
+            return Overrun { node, ..Overrun::default() };
         };
-        let free = node_max.saturating_sub(state.used[of]);
+        // Saturates because a single oversized page or a mandatory request may exceed the bound.
+        let free = node_max.saturating_sub(state.used[index]);
         let connection_max = match kind {
-            Kind::Reads => (free / FREE_FOR_ONE).max(PAGES_FOR_ONE * bytes),
-            Kind::Puts | Kind::Asked | Kind::Requests => self.connection_max[of],
+            Kind::Reads => (free / FREE_READ_FRACTION).max(PAGES_IN_FLIGHT_MIN * bytes),
+            Kind::Puts | Kind::Outstanding | Kind::Requests => self.connection_max[index],
         };
-        let tenant_used = state.tenants.get(&connection.tenant).map_or(0, |tenant| tenant.used[of]);
-        let share = state.share(&connection.tenant, kind, node_max, now);
-        Excess { connection: over(connection.used[of], connection_max), tenant: over(tenant_used, share), node }
+        let tenant_used = state.tenants.get(&connection.tenant).map_or(0, |tenant| tenant.used[index]);
+        let share = state.tenant_share(&connection.tenant, kind, node_max, now);
+        Overrun { connection: over(connection.used[index], connection_max), tenant: over(tenant_used, share), node }
     }
 
-    /// Gives readers their turns, as far as there is room, and gives up one that takes nothing if there is none.
-    fn serve(&self) {
-        // Dropped without the lock.
-        let (mut served, mut seen) = (Vec::new(), Vec::new());
+    /// Grants queued reads while there is memory, tenants in round-robin order. Disconnects a
+    /// stalled reader if there is none.
+    fn serve_queue(&self) {
+        // Both lists are dropped after the lock: a dropped charge or account locks the state again.
+        let mut served = Vec::new();
+        let mut seen = Vec::new();
         let mut state = self.state.lock();
-        let (now, mut passed) = (now(), 0);
-        while passed < state.turns.len() {
-            let Some(name) = state.turns.pop_front() else { break };
-            let next = state.tenants.get_mut(&name).and_then(|tenant| tenant.waiting.pop_front());
+        let now = now();
+        // Tenants that were skipped since the last grant. After a full round the state cannot
+        // change.
+        let mut skipped = 0;
+        while skipped < state.tenant_queue.len() {
+            let Some(name) = state.tenant_queue.pop_front() else { break };
+            let next = state.tenants.get_mut(&name).and_then(|tenant| tenant.queue.pop_front());
             let Some(next) = next else { continue };
             let account = next.account.upgrade();
             seen.extend(account.clone());
-            let Some(account) = account.filter(|_| !next.turn.is_closed()) else {
-                state.turns.push_front(name);
+            let Some(account) = account.filter(|_| !next.grant.is_closed()) else {
+                state.tenant_queue.push_front(name);
                 continue;
             };
-            let excess = self.excess(&state, account.number, Kind::Reads, next.bytes, now);
-            if excess.connection > 0 {
-                // Since it began to wait, its reader was sent something.
-                state.turns.push_front(name);
-                served.push((next.turn, None));
-            } else if excess.tenant > 0 || excess.node > 0 {
-                // Who has his share waits for his like, and for nobody else.
-                let node_full = excess.node > 0 && excess.tenant == 0;
-                self.give_up(&mut state, (!node_full).then_some(&name), excess.most(), now);
+            let overrun = self.overrun(&state, account.connection(), Kind::Reads, next.bytes, now);
+            if overrun.connection > 0 {
+                // More was charged to this connection since the read was queued. Dropping the
+                // sender makes the read wait for its own reader first.
+                state.tenant_queue.push_front(name);
+                served.push((next.grant, None));
+            } else if overrun.tenant > 0 || overrun.node > 0 {
+                // A tenant at its share waits for its own readers only.
+                let node_full = overrun.node > 0 && overrun.tenant == 0;
+                self.disconnect_stalled(&mut state, (!node_full).then_some(&name), overrun.max(), now);
                 if let Some(tenant) = state.tenants.get_mut(&name) {
-                    tenant.waiting.push_front(next);
+                    tenant.queue.push_front(next);
                 }
                 if node_full {
-                    // Nobody overtakes it, or a large page would wait for ever.
-                    state.turns.push_front(name);
+                    // No read overtakes this one, or small reads would starve a large page.
+                    state.tenant_queue.push_front(name);
                     break;
                 }
-                state.turns.push_back(name);
-                passed += 1;
+                state.tenant_queue.push_back(name);
+                skipped += 1;
             } else {
-                let charge = account.granted(&mut state, Kind::Reads, next.bytes, now);
-                served.push((next.turn, Some(charge)));
-                state.turns.push_back(name);
-                passed = 0;
+                let charge = account.grant(&mut state, Kind::Reads, next.bytes, now);
+                served.push((next.grant, Some(charge)));
+                state.tenant_queue.push_back(name);
+                skipped = 0;
             }
         }
         drop(state);
-        for (turn, charge) in served {
-            // Who does not wait any more gives it back by that.
-            let _ = charge.map(|charge| turn.send(charge));
+        for (grant, charge) in served {
+            // If the receiver is gone, the charge comes back in the error and is dropped, which
+            // returns its bytes.
+            let _ = charge.map(|charge| grant.send(charge));
         }
     }
 
-    fn give_up(&self, state: &mut State, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
-        if state.sought.is_some_and(|at| now.saturating_duration_since(at) < SEEK_EVERY) {
+    fn disconnect_stalled(&self, state: &mut BudgetState, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
+        let searched = state.last_stalled_search;
+        if searched.is_some_and(|at| now.saturating_duration_since(at) < STALLED_SEARCH_INTERVAL) {
             return;
         }
-        state.sought = Some(now);
-        if let Some(slowest) = state.slowest(Kind::Reads, tenant, bytes, now) {
-            slowest.given_up.cancel();
-            self.metrics.readers_given_up.inc();
+        state.last_stalled_search = Some(now);
+        if let Some(stalled) = state.stalled_reader(Kind::Reads, tenant, bytes, now) {
+            stalled.disconnect.cancel();
+            self.metrics.slow_readers_disconnected.inc();
         }
     }
 
-    /// Bytes under way and their bounds, for people and scripts. Connections are counted by their number.
     pub(crate) fn status(&self) -> serde_json::Value {
         let state = self.state.lock();
         let mut status = json!({ "connections": state.connections.len(), "tenants": state.tenants.len() });
         for (kind, name) in KINDS {
-            status[name] = json!({ "bytes": state.bytes(kind) });
-            if kind != Kind::Asked {
+            status[name] = json!({ "bytes": state.in_flight(kind) });
+            // Outstanding pages have no bound for the node as a whole.
+            if kind != Kind::Outstanding {
                 status[name]["bytes_max"] = self.node_max[kind as usize].into();
             }
         }
         status
     }
 
-    /// Bytes under way by kind.
     pub(crate) fn usage(&self) -> Vec<(&'static str, u64)> {
         let state = self.state.lock();
-        KINDS.iter().map(|&(kind, name)| (name, state.bytes(kind))).collect()
-    }
-}
-
-impl State {
-    /// Bytes under way, without what connections are counted for by themselves.
-    fn bytes(&self, kind: Kind) -> u64 {
-        let connections = if kind == Kind::Requests { self.connections.len() as u64 * CONNECTION_BYTES } else { 0 };
-        self.used[kind as usize] - connections
-    }
-}
-
-/// What one connection has under way.
-pub(crate) struct Account {
-    budget: Arc<Budget>,
-    number: u64,
-    given_up: CancellationToken,
-    /// Told when bytes that were read for it have left.
-    left: Notify,
-    /// Of its pages that wait for that, the first.
-    first: tokio::sync::Mutex<()>,
-}
-
-impl Drop for Account {
-    fn drop(&mut self) {
-        let mut state = self.budget.state.lock();
-        state.used[Kind::Requests as usize] -= CONNECTION_BYTES;
-        if let Some(connection) = state.connections.remove(&self.number) {
-            state.leave(&connection.tenant);
-        }
-    }
-}
-
-impl Account {
-    /// It said whose it is, before it asked for anything.
-    pub(crate) fn belongs_to(&self, tenant: &str) {
-        let mut state = self.budget.state.lock();
-        let tenant: Arc<str> = tenant.into();
-        let Some(connection) = state.connections.get_mut(&self.number) else { return };
-        let before = std::mem::replace(&mut connection.tenant, tenant.clone());
-        state.tenants.entry(tenant).or_default().connections += 1;
-        state.leave(&before);
-    }
-
-    /// Its reader took so many of the bytes that wait for it.
-    pub(crate) fn took(&self, bytes: u64) {
-        let mut state = self.budget.state.lock();
-        let Some(connection) = state.connections.get_mut(&self.number) else { return };
-        connection.taken += bytes;
-        if connection.taken >= PROGRESS_BYTES {
-            (connection.taken, connection.progress) = (0, now());
-        }
-    }
-
-    /// Ends when this reader was given up.
-    pub(crate) async fn given_up(&self) {
-        self.given_up.cancelled().await;
-    }
-
-    /// Counts bytes, if they may be under way now.
-    pub(crate) fn charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Result<Charge, Busy> {
-        let (of, now) = (kind as usize, now());
-        let mut state = self.budget.state.lock();
-        let excess = self.budget.excess(&state, self.number, kind, bytes, now).most();
-        if excess == 0 {
-            return Ok(self.granted(&mut state, kind, bytes, now));
-        }
-        state.wants(self.number, kind, now);
-        Err(Busy { retry_after: state.drains[of].time_for(now, excess) })
-    }
-
-    /// Counts bytes that its reader asks for, if it can be expected to take them by `deadline`.
-    pub(crate) fn charge_asked(self: &Arc<Self>, bytes: u64, deadline: Instant) -> Result<Charge, Busy> {
-        let (kind, now) = (Kind::Asked, now());
-        let mut state = self.budget.state.lock();
-        state.pace.took(now, 0);
-        let time = deadline.saturating_duration_since(now) / TIME_PARTS;
-        let (all, readers) = (state.pace.bytes_in(time), state.readers);
-        if let Some(own) = state.connections.get_mut(&self.number) {
-            own.pace.took(now, 0);
-            let used = own.used[kind as usize];
-            let readers = readers + u64::from(used == 0);
-            let share = all.map_or(u64::MAX, |all| all / readers.max(1));
-            let in_time = own.pace.bytes_in(time).unwrap_or(u64::MAX).min(share);
-            let max = in_time.max(ASKED_MIN).min(self.budget.connection_max[kind as usize]).max(PAGES_FOR_ONE * bytes);
-            if used > 0 && used + bytes > max {
-                return Err(Busy { retry_after: own.pace.time_for(used + bytes - max) });
-            }
-        }
-        Ok(self.granted(&mut state, kind, bytes, now))
-    }
-
-    /// Counts bytes, if they may be under way now, and nobody waits for his turn; nothing comes of it if not.
-    pub(crate) fn try_charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Option<Charge> {
-        let now = now();
-        let mut state = self.budget.state.lock();
-        let fits = state.turns.is_empty() && self.budget.excess(&state, self.number, kind, bytes, now).most() == 0;
-        fits.then(|| self.granted(&mut state, kind, bytes, now))
-    }
-
-    fn granted(self: &Arc<Self>, state: &mut State, kind: Kind, bytes: u64, now: Instant) -> Charge {
-        // Nothing would be taken for not having been there.
-        let bytes = bytes.max(1);
-        state.count(self.number, kind, bytes, now);
-        Charge { account: self.clone(), kind, bytes, queued: false, counts: kind != Kind::Asked }
-    }
-
-    /// Counts bytes that are to be read and sent, as soon as its reader has taken enough of what is on its way to it, and then
-    /// as there is room in the node; in the order in which it was asked, whatever the sizes.
-    pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
-        loop {
-            let mut turn = match self.reader_took_enough(bytes).await {
-                Ok(charge) => return charge,
-                Err(turn) => turn,
-            };
-            self.budget.serve();
-            loop {
-                match tokio::time::timeout(SLOW_AFTER, &mut turn).await {
-                    Ok(Ok(charge)) => return charge,
-                    Ok(Err(_)) => break,
-                    Err(_) => self.budget.serve(),
-                }
-            }
-        }
-    }
-
-    /// Waits until its reader has taken so much that `bytes` more may be on their way to it. Then they are granted, or what is
-    /// returned is the turn for which they wait.
-    async fn reader_took_enough(self: &Arc<Self>, bytes: u64) -> Result<Charge, oneshot::Receiver<Charge>> {
-        // However many wait, one of them is woken when something has left, and the others when it is done.
-        let _first = self.first.lock().await;
-        loop {
-            let mut left = std::pin::pin!(self.left.notified());
-            left.as_mut().enable();
-            {
-                let now = now();
-                let mut state = self.budget.state.lock();
-                let excess = self.budget.excess(&state, self.number, Kind::Reads, bytes, now);
-                if excess.most() == 0 && state.turns.is_empty() {
-                    return Ok(self.granted(&mut state, Kind::Reads, bytes, now));
-                }
-                if excess.connection == 0 {
-                    let (turn, wait) = oneshot::channel();
-                    state.wait(self, bytes, turn, now);
-                    return Err(wait);
-                }
-            }
-            left.await;
-        }
-    }
-
-    /// When it is worth trying again to reserve `bytes` that there was no room for.
-    pub(crate) fn retry_after(&self, kind: Kind, bytes: u64) -> Busy {
-        let mut state = self.budget.state.lock();
-        Busy { retry_after: state.drains[kind as usize].time_for(now(), bytes) }
-    }
-
-    /// Counts a request with a body of `body_bytes`, if it may be worked on now, or must be.
-    pub(crate) fn request(self: &Arc<Self>, body_bytes: u32, must: bool) -> Result<Charge, Busy> {
-        let (kind, bytes) = (Kind::Requests, REQUEST_BYTES + BODY_TIMES * u64::from(body_bytes));
-        if !must {
-            return self.charge(kind, bytes);
-        }
-        Ok(self.counted(kind, bytes))
-    }
-
-    /// Counts bytes that are there, whether they may be or not.
-    pub(crate) fn counted(self: &Arc<Self>, kind: Kind, bytes: u64) -> Charge {
-        self.granted(&mut self.budget.state.lock(), kind, bytes, now())
-    }
-}
-
-/// Bytes too many: for a connection, its tenant and the node.
-#[derive(Default)]
-struct Excess {
-    connection: u64,
-    tenant: u64,
-    node: u64,
-}
-
-impl Excess {
-    fn most(&self) -> u64 {
-        self.connection.max(self.tenant).max(self.node)
-    }
-}
-
-/// Bytes that are under way until this is dropped.
-pub(crate) struct Charge {
-    account: Arc<Account>,
-    kind: Kind,
-    bytes: u64,
-    queued: bool,
-    /// Whether giving it back says something about how fast bytes come back.
-    counts: bool,
-}
-
-impl Charge {
-    /// Nothing came of it.
-    pub(crate) fn unused(mut self) {
-        self.counts = false;
-    }
-
-    /// From now on it is for no more than `bytes`.
-    pub(crate) fn shrink_to(&mut self, bytes: u64) {
-        let back = self.bytes.saturating_sub(bytes.max(1));
-        self.bytes -= back;
-        self.account.budget.state.lock().give_back(self.account.number, self.kind, back);
-    }
-
-    /// What was asked for has been sent.
-    pub(crate) fn sent(mut self) {
-        self.counts = true;
-    }
-
-    /// From now on it is for the reader to take them.
-    pub(crate) fn queue(&mut self) {
-        let mut state = self.account.budget.state.lock();
-        let Some(connection) = state.connections.get_mut(&self.account.number) else { return };
-        if connection.queued == 0 {
-            connection.progress = now();
-        }
-        connection.queued += self.bytes;
-        self.queued = true;
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        if has(Bug::ChargeLeaks) && self.kind == Kind::Reads {
-            return;
-        }
-        let (budget, number, now) = (&self.account.budget, self.account.number, now());
-        let mut state = budget.state.lock();
-        if self.counts {
-            state.drains[self.kind as usize].add(now, self.bytes);
-        }
-        if let Some(connection) = state.connections.get_mut(&number) {
-            if self.queued {
-                connection.queued -= self.bytes;
-                connection.progress = now;
-            }
-            if self.kind == Kind::Asked {
-                let taken = if self.counts { self.bytes } else { 0 };
-                connection.pace.took(now, taken);
-                state.pace.took(now, taken);
-            }
-        }
-        state.give_back(number, self.kind, self.bytes);
-        let somebody_waits = self.kind == Kind::Reads && !state.turns.is_empty();
-        drop(state);
-        if self.kind == Kind::Reads {
-            self.account.left.notify_waiters();
-        }
-        if somebody_waits {
-            budget.serve();
-        }
+        KINDS.iter().map(|&(kind, name)| (name, state.in_flight(kind))).collect()
     }
 }
 

@@ -1,182 +1,269 @@
-//! One client.
+//! One client connection, over TCP or a local socket.
 //!
-//! The reading half decodes frames, receives parts straight into their slots, answers what is quick at once, and starts a
-//! task for what has to wait. Everything that is sent goes through two bounded queues to the writing half, page bytes in one
-//! and what is short in the other, which goes first: so a client that does not read holds up nobody but itself, and one that
-//! reads much hears at once what else it asks. What it has under way is counted ([`crate::budget`]); what is too much is
-//! refused at once. When the connection ends, its tasks end and its open puts are given up.
+//! One task reads requests. It answers short ones at once, receives parts straight into their
+//! page's memory, and spawns a task for each request that may wait. A second task writes. Two
+//! bounded queues feed it: control frames, and page bytes behind them.
+//!
+//! Invariants:
+//! - A client that does not read delays only itself: both queues and the read window are its own.
+//! - Every byte in flight is charged to the connection's [`Account`]. The node refuses at once a
+//!   request that exceeds a bound.
+//! - When the connection ends, its tasks end and its open puts are aborted. Pages that the client
+//!   reads in place stay held until its process unmaps the arena.
+//!
+//! | module | contents |
+//! | --- | --- |
+//! | `handshake` | the first message |
+//! | `requests` | receive, admit and dispatch requests |
+//! | `open_puts`, `parts` | puts of this connection; receiving their parts |
+//! | `get`, `follow`, `lookup` | reads |
+//! | `holdings` | pages held for this client |
+//! | `rdma` | its RDMA channels and grants |
+//! | `page_admin` | warm, forget, pin, suspect, compare |
+//! | `outbox`, `busy` | answers; busy answers |
+//! | `tasks` | tasks of waiting requests |
+//! | `socket` | fair sharing of socket work between connections |
 
-mod conversation;
-mod following;
+mod busy;
+mod follow;
+mod get;
+mod handshake;
+mod holdings;
 mod lookup;
+mod open_puts;
+mod outbox;
+mod page_admin;
+mod parts;
 mod rdma;
-mod reading;
-mod receiving;
-mod refusing;
-mod sending;
+mod requests;
 mod socket;
 mod tasks;
 
-use crate::holds::Hold;
-use crate::node::Shared;
-use conversation::Connection;
+use crate::budget::{Account, Charge};
+use crate::node::NodeState;
+use holdings::{Holdings, InPlaceHolds};
+use larder_format::NamespaceId;
 use larder_format::codec::DecodeError;
-use larder_format::planted::{Bug, has};
-use larder_share::{Lender, Lent, Tenure};
-use larder_wire::{Entry, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response, Sink, Source, Spinning};
-use parking_lot::Mutex;
-pub(crate) use socket::Turns;
-use socket::{FromSocket, ToSocket};
+use larder_memory::share::{ArenaSession, PeerMemory, PeerMemoryFile};
+use larder_runtime::{fail_point, now};
+use larder_wire::{
+    BusyPollSource, ByteSink, ByteSource, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response,
+};
+use open_puts::OpenPuts;
+use outbox::Outbox;
+use parts::SharedParts;
+use rdma::ClientChannels;
+pub(crate) use socket::BulkScheduler;
+use socket::{ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use tasks::RequestTasks;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
 use tokio_util::task::AbortOnDropHandle;
 
-/// A client that says nothing for so long is asked whether it is there, and then again and again.
+/// Silence after which the kernel probes a client. With the interval and the retries below, a
+/// client that lost power is disconnected after a minute.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Most time until Hello.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Most time to send one frame, or to receive one payload, before the client is given up.
+const KEEPALIVE_RETRIES: u32 = 3;
+/// Maximum time until the first message. A connection without a handshake has no tenant to charge.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time to send one frame or to receive one payload. The largest page passes in it at
+/// 1 MiB/s and more.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum time to tell a client that there is no memory for its connection.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time to send queued answers after the client closed its sending side.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Most time to tell a connection that there is no memory for it.
-const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
+/// State of one connection, owned by the task that reads its requests. Tasks of waiting requests
+/// get clones of the parts that they need.
+struct Connection {
+    node: Arc<NodeState>,
+    account: Arc<Account>,
+    peer: Arc<str>,
+    outbox: Outbox,
+    /// `None` for a client that only manages members or asks for the status.
+    namespace: Option<Namespace>,
+    puts: OpenPuts,
+    shared_parts: SharedParts,
+    holdings: Holdings,
+    rdma: Arc<ClientChannels>,
+    tasks: RequestTasks,
+    received_at: Instant,
+    /// Charge of the current request, until a task takes it over.
+    charge: Option<Charge>,
+}
 
-/// Serves one client over TCP until it leaves, misbehaves, or the node stops.
-pub(crate) async fn serve_tcp(shared: Arc<Shared>, stream: TcpStream) {
-    let peer = stream.peer_addr().map_or_else(|_| "?".to_string(), |a| a.to_string());
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%peer, %error, "TCP_NODELAY");
+struct Namespace {
+    id: NamespaceId,
+    /// Length of each part of a page, in bytes.
+    part_table: Vec<u32>,
+}
+
+impl Connection {
+    fn page_bytes(&self) -> u64 {
+        let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
+        part_table.iter().map(|&bytes| u64::from(bytes)).sum()
     }
-    // A client that lost its power says nothing: its puts and its place are given back after a minute.
-    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(3);
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // Tasks first: a commit that still runs must not find its puts aborted halfway.
+        self.tasks.abort_all();
+        if !fail_point!("node.puts-outlive-connection") {
+            self.puts.abort_all(&self.node);
+        }
+    }
+}
+
+/// Serves one client over TCP until it disconnects or violates the protocol. Dropping the future
+/// ends the connection with its tasks, and aborts its open puts.
+pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream) {
+    let peer = stream.peer_addr().map_or_else(|_| "unknown address".to_string(), |address| address.to_string());
+    // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
+    }
+    let keepalive =
+        TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(KEEPALIVE_RETRIES);
     if let Err(error) = SockRef::from(&stream).set_tcp_keepalive(&keepalive) {
-        tracing::debug!(%peer, %error, "TCP keepalive");
+        tracing::debug!(%peer, %error, "cannot set TCP keepalive: a dead client is noticed late");
     }
     let (read, write) = stream.into_split();
-    let read = Spinning::new(read, shared.spin);
-    serve(shared, peer, read, write).await;
+    let read = BusyPollSource::new(read, node.busy_poll);
+    serve(node, peer, read, write).await;
 }
 
-/// Serves one client on any streams.
-pub(crate) async fn serve<R: Source, W: Sink>(shared: Arc<Shared>, peer: String, read: R, write: W) {
-    converse(shared, peer, (read, write), Places::None, None).await;
+pub(crate) async fn serve<R: ByteSource, W: ByteSink>(node: Arc<NodeState>, peer: String, read: R, write: W) {
+    run(node, peer, (read, write), None, None).await;
 }
 
-/// Serves a process of this machine until it leaves, misbehaves, or the node stops. What it reads in place stays where it is
-/// until it lets go of it, or of the node's memory, however the connection ends.
-pub(crate) async fn serve_local(shared: Arc<Shared>, stream: UnixStream, memory: Arc<LocalMemory>) {
-    // Who finds no place here comes by TCP.
-    let Ok(place) = memory.tenures.clone().try_acquire_owned() else { return };
-    let peer = "a process of this machine".to_string();
-    let begin = async {
-        let tenure = Tenure::begin(&stream, memory.file.as_fd(), memory.bytes).await?;
-        io::Result::Ok((tenure, Lent::receive(&stream).await?))
+/// Serves a process of the same machine. Pages that it reads in place stay held until it releases
+/// them or unmaps the arena, however the connection ends.
+pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena: Arc<SharedArena>) {
+    // Without a permit the client falls back to TCP.
+    let Ok(permit) = arena.sessions.clone().try_acquire_owned() else { return };
+    let peer = "local client".to_string();
+    let handshake = async {
+        let session = ArenaSession::start(&stream, arena.file.as_fd(), arena.bytes).await?;
+        io::Result::Ok((session, PeerMemoryFile::receive(&stream).await?))
     };
-    let (tenure, lent) = match tokio::time::timeout(HELLO_TIMEOUT, begin).await {
-        Ok(Ok(begun)) => begun,
-        Ok(Err(error)) => return tracing::warn!(%error, "a process of this machine was not let in"),
+    let (session, peer_memory) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
+        Ok(Ok(started)) => started,
+        Ok(Err(error)) => {
+            return tracing::warn!(%error, "shared memory refused to a local process; it can connect over TCP");
+        }
         Err(_) => return,
     };
     let (read, write) = stream.into_split();
-    let over = async move {
-        tenure.over().await;
-        drop(place);
+    let session_end = async move {
+        session.ended().await;
+        drop(permit);
     };
-    let lent = lent.map(|lent| Arc::new(lent) as Arc<dyn Lender>);
-    serve_in_place(shared, peer, (read, write), lent, over).await;
+    let peer_memory = peer_memory.map(|memory| Arc::new(memory) as Arc<dyn PeerMemory>);
+    serve_in_place(node, peer, (read, write), peer_memory, session_end).await;
 }
 
-/// Serves one client on any streams that reads pages in place until its tenure is over. Parts that it puts may be copied from
-/// what it lent.
-pub(crate) async fn serve_in_place<R: Source, W: Sink>(
-    shared: Arc<Shared>,
+/// Serves one client that reads pages in place until `session_end` resolves. Parts that it puts may
+/// be copied from `peer_memory`.
+pub(crate) async fn serve_in_place<R: ByteSource, W: ByteSink>(
+    node: Arc<NodeState>,
     peer: String,
     streams: (R, W),
-    lent: Option<Arc<dyn Lender>>,
-    over: impl Future<Output = ()> + Send + 'static,
+    peer_memory: Option<Arc<dyn PeerMemory>>,
+    session_end: impl Future<Output = ()> + Send + 'static,
 ) {
-    let held = Arc::<Held>::default();
-    let after = Arc::clone(&held);
-    // Not one of the node's tasks: it takes as long as that process does, and stopping the node does not wait for it.
+    let holds = Arc::<InPlaceHolds>::default();
+    let until_session_end = Arc::clone(&holds);
+    // A detached task, so that a shutdown does not wait for it: that process may run for days.
     tokio::spawn(async move {
-        over.await;
-        drop(after);
+        session_end.await;
+        drop(until_session_end);
     });
-    converse(shared, peer, streams, Places::Some(held.clone()), lent).await;
-    if has(Bug::HoldsEndEarly) {
-        held.lock().clear();
+    run(node, peer, streams, Some(holds.clone()), peer_memory).await;
+    if fail_point!("node.holds-end-with-connection") {
+        holds.clear();
     }
 }
 
-/// The arena, for processes of this machine.
-pub(crate) struct LocalMemory {
-    /// Open for reading alone.
+pub(crate) struct SharedArena {
+    /// Read-only: only the node writes to its arena.
     pub(crate) file: OwnedFd,
     pub(crate) bytes: u64,
-    /// Most processes that have it mapped, by connections that were made for it.
-    pub(crate) tenures: Arc<Semaphore>,
+    /// One permit per process that may still map the arena.
+    pub(crate) sessions: Arc<Semaphore>,
 }
 
-/// What a client reads in place, if it can.
-#[derive(Clone)]
-enum Places {
-    None,
-    Some(Arc<Held>),
-}
-
-/// Pages that a client reads in place, until it releases them.
-type Held = Mutex<BTreeMap<Entry, Hold>>;
-
-async fn converse<R: Source, W: Sink>(
-    shared: Arc<Shared>,
+async fn run<R: ByteSource, W: ByteSink>(
+    node: Arc<NodeState>,
     peer: String,
     (read, write): (R, W),
-    places: Places,
-    lent: Option<Arc<dyn Lender>>,
+    in_place: Option<Arc<InPlaceHolds>>,
+    peer_memory: Option<Arc<dyn PeerMemory>>,
 ) {
-    let account = shared.store.budget().open();
-    let (write, free_since) = ToSocket::new(write, shared.turns.clone(), account.clone());
+    let account = node.store.budget().open();
+    let (write, uncongested_since) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
     let mut writer = FrameWriter::new(write);
     let Some(account) = account else {
-        shared.metrics.connections_rejected.inc();
-        tracing::warn!(%peer, "no memory for another connection: refused");
-        // No version was agreed on: this is what every one has.
-        let message = "no memory for another connection now".to_string();
+        node.metrics.connections_rejected.inc();
+        tracing::warn!(%peer, "connection refused: no request memory left; raise --request-memory");
+        // No version was negotiated. All versions share this message.
+        let message = "the node has no memory for another connection; try again later".to_string();
         let refusal = Response::Error { code: ErrorCode::Busy, message }.frame(PROTOCOL_VERSION_MIN, 0, None);
-        let _ = tokio::time::timeout(REFUSED_TIMEOUT, writer.send(refusal)).await;
+        let _ = tokio::time::timeout(REFUSAL_TIMEOUT, writer.send(refusal)).await;
         return;
     };
-    let (connection, queue) = Connection::new(shared.clone(), account.clone(), places, lent, free_since);
+    let (outbox, queue) = Outbox::new(account.clone(), uncongested_since);
+    let connection = Connection {
+        node: node.clone(),
+        account: account.clone(),
+        peer: peer.as_str().into(),
+        outbox,
+        namespace: None,
+        puts: OpenPuts::default(),
+        shared_parts: SharedParts::new(peer_memory),
+        holdings: Holdings::new(in_place),
+        rdma: Arc::default(),
+        tasks: RequestTasks::new(),
+        received_at: now(),
+        charge: None,
+    };
+    // Aborted on drop: a connection that is cancelled must not leave its writer behind.
     let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
-    let mut reader = FrameReader::new(FromSocket::new(read, shared.turns.clone()));
+    let mut reader = FrameReader::new(ScheduledSource::new(read, node.bulk_scheduler.clone()));
     let ended = tokio::select! {
+        // Biased: a disconnect must not lose against a client that requests all the time.
         biased;
-        () = account.given_up() => None,
-        ended = connection.run(&mut reader) => Some(ended),
+        () = account.disconnect_requested() => None,
+        ended = connection.serve(&mut reader) => Some(ended),
     };
     let Some(ended) = ended else {
-        // Without leave to send what is queued: that is what nobody takes.
-        return tracing::warn!(%peer, "a reader that takes nothing was in the way of others: disconnected");
+        // Queued frames are not flushed: they are the memory that others wait for.
+        return tracing::warn!(%peer, "disconnected a client that received nothing for 1 s while others waited");
     };
     match ended {
-        Ok(()) => tracing::debug!(%peer, "client left"),
+        Ok(()) => tracing::debug!(%peer, "client disconnected"),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            shared.metrics.connections_rejected.inc();
-            tracing::warn!(%peer, %error, "connection closed: not what a Larder client says");
+            node.metrics.connections_rejected.inc();
+            tracing::warn!(%peer, %error, "connection closed after a protocol error; check that it is a Larder client");
         }
-        Err(error) => tracing::debug!(%peer, %error, "connection ended"),
+        Err(error) => tracing::debug!(%peer, %error, "connection lost"),
     }
-    // The queue's senders are gone with the connection and its tasks; what is queued may still leave.
-    let _ = tokio::time::timeout(Duration::from_secs(1), &mut writer).await;
+    // The connection and its tasks are gone, and with them the senders of the queue. Frames that
+    // are queued already may still leave.
+    let _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut writer).await;
 }
 
-fn invalid(error: DecodeError) -> io::Error {
+fn protocol_error(error: DecodeError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+fn timed_out(_: tokio::time::error::Elapsed) -> io::Error {
+    io::ErrorKind::TimedOut.into()
 }

@@ -1,58 +1,65 @@
 //! The devices of L3, each with a log of its own.
 //!
-//! Always true:
-//! - what is read is the page of the highest generation that a usable device has, or a miss;
-//! - forgetting is told to every device, and succeeded only if every one says so, those that were left out included: what
-//!   lies there could come back;
-//! - a device that fails costs its own pages. It is set aside for reads or for writes (see `health`)
-//!   and tried again later; it never stops a node.
+//! Invariants:
+//! - A lookup finds the put with the highest generation that a usable device has, or nothing.
+//! - A forget reaches every device. It succeeds only if each device succeeds, and never while a
+//!   device is unopened: a page on it could come back.
+//! - A failing device costs its own pages. It is quarantined for reads or for writes (see `health`)
+//!   and probed later. It never stops a node.
 //!
-//! A page's device follows from rendezvous hashing over the directories, weighted by bytes; a write that fails goes to
-//! the next one in that order. Reads ask whichever has the page, so devices may come, go and be given in another order.
+//! Weighted rendezvous hashing over the directories decides the device of a page; the weight is the
+//! device's capacity. A write that fails goes to the next device in that order. A read asks any
+//! device that has the page, so an operator may add, remove and reorder devices.
 
-use crate::clock::{Clock, now};
-use crate::health::{Asked, Health, Trouble};
+use crate::health::{Admission, Fault, Health};
 use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
 use futures::future::join_all;
-use larder_core::log::AppendError;
-use larder_core::planted::{Bug, has};
-use larder_device::{Arena, Slot};
 use larder_format::{NamespaceId, PageId, PageMeta};
-use larder_l3::{L3, L3Entry, L3Error, L3Options, Pin};
+use larder_log::machine::AppendError;
+use larder_log::{L3, L3Error, L3Location, L3Options, Pin};
+use larder_memory::{Arena, Slot};
+use larder_runtime::{Clock, fail_point, now};
 use larder_wire::PinKind;
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
-use std::cmp::Reverse;
+use std::cmp::Ordering;
 use std::fmt;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Most time for one read of one device.
+/// Maximum time for one read of one device. The reader then gets the page from another device, or a
+/// miss.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most time that a start waits for the logs to be scanned; then they are scanned while the node serves.
+/// Maximum time that a start waits for recovery. Recovery of larger logs continues while the node
+/// serves.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
-/// Most time to open a log, which is reading the header of each of its segments.
+/// Maximum time to open a log, which reads the header of each segment.
 const OPEN_MAX: Duration = Duration::from_secs(120);
-/// Most time that a write waits for a log to be scanned.
+/// Maximum time that a write waits for the recovery of a log. The page stays readable in
+/// `writeback` meanwhile.
 const RECOVERY_MAX: Duration = Duration::from_secs(600);
-/// Most time for one write to one device.
+/// Maximum time for one write to one device. After it, the write goes to the next device in the
+/// order of rendezvous hashing.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-const SET_ASIDE: &str = "set aside";
+const HEALTHY: &str = "healthy";
+const PROBING: &str = "probing";
+const QUARANTINED: &str = "quarantined";
+const UNOPENED: &str = "unopened";
 
-/// Told whose page is damaged on a device.
 pub type OnDamage = Arc<dyn Fn(PageId) + Send + Sync>;
 
 struct Device {
     dir: PathBuf,
     bytes: u64,
-    /// Of its directory's name.
+    /// Hash of the directory's name: the device's identity in rendezvous hashing.
     seed: u64,
     l3: L3,
+    /// Reads and writes are judged apart: a full or worn drive often still reads.
     reads: Mutex<Health>,
     writes: Mutex<Health>,
     errors: AtomicU64,
@@ -60,48 +67,66 @@ struct Device {
     full: AtomicU64,
 }
 
-/// A device that could not be opened.
 #[derive(Debug)]
-struct LeftOut {
+struct UnopenedDevice {
     dir: PathBuf,
     reason: String,
 }
 
-/// How one device is, for metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct DeviceState {
+pub(crate) struct DeviceCondition {
     pub(crate) dir: String,
     pub(crate) usable: bool,
-    /// In few words; empty if it is well.
     pub(crate) reason: String,
 }
 
-/// All devices of a node.
+/// Location of a page on one device. A hint: the record may move or disappear before the read,
+/// which verifies it. See `Tiers::lookup`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeviceLocation {
+    device: usize,
+    record: L3Location,
+}
+
+impl DeviceLocation {
+    pub(crate) fn id(&self) -> &PageId {
+        self.record.id()
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.record.generation()
+    }
+}
+
+/// All devices of a node. The list is fixed at the start of the node: only logs and health change
+/// afterwards.
 #[derive(Default)]
 pub struct Devices {
     devices: Vec<Device>,
-    left_out: Vec<LeftOut>,
-    /// Of all that the node was given.
+    unopened: Vec<UnopenedDevice>,
+    /// Capacity of all configured devices, the unopened ones included.
     bytes: u64,
 }
 
 impl Devices {
-    /// Opens each one's log.
+    /// Opens the logs of all configured devices at once and waits up to [`RECOVERY_PATIENCE`] for
+    /// their recovery. Fails only if no log opens.
     pub(crate) async fn open(options: &NodeOptions, clock: Clock, arena: &Arc<Arena>) -> Result<Devices, L3Error> {
-        let given = options.l3_devices();
-        let total = given.iter().map(|device| device.bytes).sum();
-        // What a namespace may have at most is known before it says hello; what it may have is told to the logs then.
+        let configured = options.l3_devices();
+        let total = configured.iter().map(|device| device.bytes).sum();
+        // A log starts with the largest quota of all: recovery must not drop pages of a namespace
+        // whose own quota the log learns only at its first handshake.
         let own = options.quotas.iter().map(|quota| quota.bytes);
         let quota_max = options.quota_default.map(|quota| own.fold(quota, u64::max));
-        let opens = given.into_iter().map(|L3Device { dir, bytes }| async move {
+        let opens = configured.into_iter().map(|L3Device { dir, bytes }| async move {
             let log = L3Options {
-                quota_default: quota_max.map_or(u64::MAX, |quota| part(quota, bytes, total)),
+                quota_default: quota_max.map_or(u64::MAX, |quota| share_of(quota, bytes, total)),
                 scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
                 executor: options.l3_executor,
                 clock,
                 ..L3Options::new(&dir, bytes)
             };
-            // One that is silent must not keep the others.
+            // A device that hangs must not keep the others from starting.
             let opened = tokio::time::timeout(OPEN_MAX, L3::open(log, arena.clone())).await;
             (L3Device { dir, bytes }, opened.unwrap_or(Err(L3Error::Deadline("opening"))))
         });
@@ -110,115 +135,143 @@ impl Devices {
         Ok(devices)
     }
 
-    /// Devices, and their logs if those could be opened. The others are left out, unless no log is left.
+    /// Takes devices with their logs. A log that failed to open leaves its device unopened. Returns
+    /// the first error if no log is open.
     pub fn of(logs: Vec<(L3Device, Result<L3, L3Error>)>) -> Result<Devices, L3Error> {
         let bytes = logs.iter().map(|(device, _)| device.bytes).sum();
-        let (mut opened, mut first_error) = (Devices { bytes, ..Devices::default() }, None);
+        let mut devices = Devices { bytes, ..Devices::default() };
+        let mut first_error = None;
         for (L3Device { dir, bytes }, log) in logs {
             match log {
-                Ok(l3) => opened.devices.push(Device::new(dir, bytes, l3)),
+                Ok(l3) => devices.devices.push(Device::new(dir, bytes, l3)),
                 Err(error) => {
-                    tracing::error!(dir = %dir.display(), %error, "L3 device cannot be opened");
-                    opened.left_out.push(LeftOut { dir, reason: error.to_string() });
+                    tracing::error!(
+                        dir = %dir.display(), %error,
+                        "cannot open an L3 device; the node runs without it, and forgets fail until it is back"
+                    );
+                    devices.unopened.push(UnopenedDevice { dir, reason: error.to_string() });
                     first_error.get_or_insert(error);
                 }
             }
         }
         match first_error {
-            Some(error) if opened.devices.is_empty() => Err(error),
-            _ => Ok(opened),
+            Some(error) if devices.devices.is_empty() => Err(error),
+            _ => Ok(devices),
         }
     }
 
-    /// Small logs are found whole before the node says that it is ready; large ones are found while it serves.
+    /// Waits until small logs are recovered, so that a restarted node does not begin with misses.
     async fn wait_until_recovered(&self) {
         let recovered = join_all(self.devices.iter().map(|device| device.l3.recovered()));
         if tokio::time::timeout(RECOVERY_PATIENCE, recovered).await.is_err() {
-            tracing::info!("serving while L3 is still being scanned: what is not found yet is a miss");
+            tracing::info!("serving while L3 recovers; pages not found yet are misses");
         }
     }
 
-    /// Whether there is no L3.
     pub(crate) fn is_empty(&self) -> bool {
         self.devices.is_empty()
     }
 
-    /// Whether any device takes writes.
     pub(crate) fn writable(&self) -> bool {
         self.devices.iter().any(|device| device.writes.lock().usable(now()))
     }
 
-    /// Number of the put that a read would find. It may be gone by then.
+    /// Finds the newest put of a page on the usable devices, with one index probe per device. Of
+    /// equal generations the device that rendezvous hashing prefers wins.
+    pub(crate) fn lookup(&self, id: &PageId) -> Option<DeviceLocation> {
+        self.lookup_except(id, &[])
+    }
+
+    fn lookup_except(&self, id: &PageId, tried: &[usize]) -> Option<DeviceLocation> {
+        let find = |(index, device): (usize, &Device)| {
+            // The guard ends with this statement: the log takes its own lock without it.
+            let usable = !tried.contains(&index) && device.reads.lock().usable(now());
+            let record = if usable { device.l3.lookup(id) } else { None };
+            Some(DeviceLocation { device: index, record: record? })
+        };
+        let better = |a: DeviceLocation, b: DeviceLocation| {
+            // Most pages are on one device, so the score is computed for ties only.
+            let order = a.generation().cmp(&b.generation()).then_with(|| {
+                let score = |location: &DeviceLocation| self.devices[location.device].score(id);
+                score(&a).total_cmp(&score(&b))
+            });
+            if order == Ordering::Less { b } else { a }
+        };
+        self.devices.iter().enumerate().filter_map(find).reduce(better)
+    }
+
     pub(crate) fn generation(&self, id: &PageId) -> Option<u64> {
-        self.holders(id).first().map(|(_, entry)| entry.generation)
+        self.lookup(id).map(|location| location.generation())
     }
 
-    /// The devices that have a page, the newest put first; of one put the device where it belongs.
-    fn holders(&self, id: &PageId) -> Vec<(&Device, L3Entry)> {
-        let usable = self.devices.iter().filter(|device| device.reads.lock().usable(now()));
-        let mut holders: Vec<_> = usable.filter_map(|device| Some((device, device.l3.find(id)?))).collect();
-        if holders.len() > 1 {
-            holders.sort_by(|(a, _), (b, _)| b.score(id).total_cmp(&a.score(id)));
-            holders.sort_by_key(|(_, entry)| Reverse(entry.generation));
-        }
-        holders
+    pub(crate) fn is_current(&self, location: &DeviceLocation) -> bool {
+        self.devices[location.device].l3.is_current(&location.record)
     }
 
-    /// Reads a page. An error says that the arena has no room for it.
-    pub(crate) async fn read(&self, id: &PageId) -> Result<Option<(PageMeta, Slot)>, L3Error> {
-        for (device, _) in self.holders(id) {
-            let Some(asking) = device.ask(Kind::Reads) else { continue };
-            match device.l3.read(id, now() + READ_TIMEOUT).await {
-                Ok(Some(page)) => {
-                    asking.succeeded();
-                    return Ok(Some(page));
-                }
-                // Gone or damaged: another copy may be whole.
-                Ok(None) => {}
-                Err(error @ L3Error::NoMemory { .. }) => return Err(error),
-                Err(error) => {
-                    tracing::warn!(?id, dir = %device.dir.display(), %error, "L3 read failed");
-                    asking.failed(&error);
+    /// Reads a page from the location of a lookup, or from another device if that one fails. Asks
+    /// each device at most once. Fails only with [`L3Error::NoMemory`].
+    pub(crate) async fn read(&self, location: &DeviceLocation) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        let id = location.id();
+        let mut tried = Vec::new();
+        let mut next = Some(*location);
+        while let Some(location) = next {
+            let device = &self.devices[location.device];
+            // `None` if the device was quarantined since the lookup.
+            if let Some(request) = device.request(IoKind::Reads) {
+                match device.l3.read_at(&location.record, now() + READ_TIMEOUT).await {
+                    Ok(Some(page)) => {
+                        request.succeeded();
+                        return Ok(Some(page));
+                    }
+                    // Gone or damaged: another device may have an intact copy.
+                    Ok(None) => {}
+                    // The arena is full, which no other device can help.
+                    Err(error @ L3Error::NoMemory { .. }) => return Err(error),
+                    Err(error) => {
+                        tracing::warn!(?id, dir = %device.dir.display(), %error, "L3 read failed; trying other devices");
+                        request.failed(&error);
+                    }
                 }
             }
+            tried.push(location.device);
+            next = self.lookup_except(id, &tried);
         }
         Ok(None)
     }
 
-    /// Writes a page to the device where it belongs, or the next one that takes it. `quota` is that of its namespace.
+    /// Writes a page to the device that rendezvous hashing prefers, or to the next that accepts it.
+    /// `quota` is that of the page's namespace over all devices.
     pub(crate) async fn write(&self, meta: &PageMeta, payload: &Slot, quota: Option<u64>) -> Result<(), L3Error> {
-        let usable = self.devices.iter().filter(|device| device.writes.lock().usable(now()));
-        let mut ranked: Vec<&Device> = usable.collect();
-        // While one is being scanned nobody can write there, and nobody waits for that who can go elsewhere.
-        let scanning = |device: &Device| device.l3.recovery().report.is_none();
-        ranked.sort_by(|a, b| {
-            scanning(a).cmp(&scanning(b)).then_with(|| b.score(&meta.id).total_cmp(&a.score(&meta.id)))
-        });
         let mut last = L3Error::Closed;
-        for device in ranked {
-            // That it is being scanned is no fault of the device.
+        for device in self.write_order(&meta.id) {
+            // A recovering device is healthy, so neither the wait nor its end counts as a fault.
             let recovered = tokio::time::timeout(RECOVERY_MAX, device.l3.recovered()).await;
             if !matches!(recovered, Ok(Ok(_))) {
                 last = L3Error::Deadline("recovery");
                 continue;
             }
-            let Some(asking) = device.ask(Kind::Writes) else { continue };
+            let Some(request) = device.request(IoKind::Writes) else { continue };
             let written = device.l3.write(meta.clone(), payload.clone(), now() + WRITE_TIMEOUT).await;
-            // A log forgets the quotas of namespaces without pages. This one has some from now on.
-            if let Some(bytes) = quota.map(|quota| part(quota, device.bytes, self.bytes))
+            // A log drops the quotas of namespaces without pages. This namespace has one from now
+            // on.
+            if let Some(bytes) = quota.map(|quota| share_of(quota, device.bytes, self.bytes))
                 && device.l3.quota(&meta.id.namespace) != bytes
             {
                 device.l3.set_quota(meta.id.namespace, bytes);
             }
             match written {
                 Ok(()) => {
-                    asking.succeeded();
+                    request.succeeded();
                     return Ok(());
                 }
+                // The page itself is unacceptable: no device takes it.
                 Err(error @ L3Error::Invalid(_)) => return Err(error),
                 Err(error) => {
-                    tracing::warn!(id = ?meta.id, dir = %device.dir.display(), %error, "L3 write failed");
-                    asking.failed(&error);
+                    tracing::warn!(
+                        id = ?meta.id, dir = %device.dir.display(), %error,
+                        "L3 write failed; trying other devices"
+                    );
+                    request.failed(&error);
                     last = error;
                 }
             }
@@ -226,42 +279,54 @@ impl Devices {
         Err(last)
     }
 
-    /// Whether any device has the page, usable or not.
-    pub(crate) fn has(&self, id: &PageId) -> bool {
-        self.devices.iter().any(|device| device.l3.find(id).is_some())
+    /// Usable devices in the order in which they are asked to write a page. Recovering devices come
+    /// last: a write to them would wait although another device can take it.
+    fn write_order(&self, id: &PageId) -> Vec<&Device> {
+        let mut order: Vec<&Device> = self.devices.iter().filter(|device| device.writes.lock().usable(now())).collect();
+        let recovering = |device: &Device| device.l3.recovery().report.is_none();
+        order.sort_by(|a, b| recovering(a).cmp(&recovering(b)).then_with(|| b.score(id).total_cmp(&a.score(id))));
+        order
     }
 
-    /// Forgets pages everywhere, durably. After an error some may come back: it is to be tried again.
+    /// Returns `true` if any open device has the page, quarantined or not.
+    pub(crate) fn has(&self, id: &PageId) -> bool {
+        self.devices.iter().any(|device| device.l3.lookup(id).is_some())
+    }
+
+    /// Forgets pages on all devices, durably. After an error some may come back: the caller must
+    /// try again.
     pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<(), ForgetError> {
-        let skipped = usize::from(has(Bug::ForgetSkipsDevice) && self.devices.len() > 1);
+        let skipped = usize::from(fail_point!("node.forget-skips-device") && self.devices.len() > 1);
         let forgets = self.devices.iter().skip(skipped).map(|device| async move {
             let forgotten = device.l3.forget(ids, deadline).await;
             forgotten.map_err(|error| {
-                // The deadline is the caller's: that it was short says nothing of the device.
+                // The client chose the deadline, so missing it is no fault of the device.
                 if !matches!(error, L3Error::Deadline(_)) {
-                    device.failed(Kind::Writes, Asked::Freely, &error);
+                    device.failed(IoKind::Writes, Admission::Normal, &error);
                 }
                 ForgetError { dir: device.dir.clone(), reason: error.to_string() }
             })
         });
+        // All devices finish before the first error returns: most of the pages are gone then.
         let all = join_all(forgets).await;
         all.into_iter().collect::<Result<Vec<usize>, _>>()?;
-        match self.left_out.first().filter(|_| !has(Bug::LeftOutForgets)) {
-            Some(LeftOut { dir, .. }) => {
-                Err(ForgetError { dir: dir.clone(), reason: "left out since the start".into() })
-            }
+        match self.unopened.first().filter(|_| !fail_point!("node.forget-ignores-unopened-device")) {
+            Some(UnopenedDevice { dir, .. }) => Err(ForgetError {
+                dir: dir.clone(),
+                reason: "the device could not be opened at start; restart the node with it, or without it".into(),
+            }),
             None => Ok(()),
         }
     }
 
-    /// Most bytes of a namespace on all devices together; each gets its part of that, those that were left out too.
+    /// Sets the quota of a namespace. Each device enforces a share in proportion to its capacity,
+    /// as if the unopened devices were there.
     pub(crate) fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
         for device in &self.devices {
-            device.l3.set_quota(namespace, part(bytes, device.bytes, self.bytes));
+            device.l3.set_quota(namespace, share_of(bytes, device.bytes, self.bytes));
         }
     }
 
-    /// Holds pages, or lets go of them.
     pub(crate) fn pin(&self, ids: &[PageId], kind: PinKind) {
         let pin = match kind {
             PinKind::None => Pin::None,
@@ -273,45 +338,44 @@ impl Devices {
         }
     }
 
-    /// Begins a pass of every device's scrub.
-    pub(crate) fn scrub_now(&self) {
+    pub fn scrub_now(&self) {
         self.devices.iter().for_each(|device| device.l3.scrub_now());
     }
 
-    /// Pages were asked for in L2.
+    /// Reports hits in L2, so that the logs keep the pages longer.
     pub(crate) fn touch(&self, ids: &[PageId]) {
         self.devices.iter().for_each(|device| device.l3.touch(ids));
     }
 
-    /// Whom to tell of damage that a device finds by itself.
-    pub(crate) fn on_damage(&self, told: &OnDamage) {
+    /// Registers a listener for damage that a device finds. The log calls it without its own lock,
+    /// so the listener may take other locks.
+    pub(crate) fn on_damage(&self, listener: &OnDamage) {
         for device in &self.devices {
-            let told = told.clone();
-            device.l3.on_damage(move |id| told(id));
+            let listener = listener.clone();
+            device.l3.on_damage(move |id| listener(id));
         }
     }
 
-    /// Waits for writes under way and lets go of all of them.
+    /// Waits for writes in flight and closes all logs.
     pub(crate) async fn close(&self) {
         join_all(self.devices.iter().map(|device| device.l3.close())).await;
     }
 
-    /// How each one is.
-    pub(crate) fn states(&self) -> Vec<DeviceState> {
-        let opened = self.devices.iter().map(|device| {
-            let (word, reason) = device.condition();
-            let reason = reason.map_or(String::new(), |reason| format!("{word}: {reason}"));
-            DeviceState { dir: device.dir.display().to_string(), usable: word != SET_ASIDE, reason }
+    pub(crate) fn conditions(&self) -> Vec<DeviceCondition> {
+        let open = self.devices.iter().map(|device| {
+            let (state, reason) = device.condition();
+            let reason = reason.map_or(String::new(), |reason| format!("{state}: {reason}"));
+            DeviceCondition { dir: device.dir.display().to_string(), usable: state != QUARANTINED, reason }
         });
-        let left_out = self.left_out.iter().map(|left_out| DeviceState {
-            dir: left_out.dir.display().to_string(),
+        let unopened = self.unopened.iter().map(|unopened| DeviceCondition {
+            dir: unopened.dir.display().to_string(),
             usable: false,
-            reason: "left out".into(),
+            reason: UNOPENED.into(),
         });
-        opened.chain(left_out).collect()
+        open.chain(unopened).collect()
     }
 
-    /// Figures of all logs together, and each device; null without L3.
+    /// Figures of all logs together and of each device. Null if the node has no L3.
     pub(crate) fn status(&self) -> Value {
         if self.devices.is_empty() {
             return Value::Null;
@@ -319,86 +383,83 @@ impl Devices {
         let stats: Vec<Value> =
             self.devices.iter().filter_map(|device| serde_json::to_value(device.l3.stats()).ok()).collect();
         let mut total = sum(&stats);
-        let opened = self.devices.iter().zip(stats).map(|(device, stats)| device.status(stats));
-        let left_out = self.left_out.iter().map(|left_out| {
-            json!({ "dir": left_out.dir.display().to_string(), "state": "left out", "reason": left_out.reason })
+        let open = self.devices.iter().zip(stats).map(|(device, stats)| device.status(stats));
+        let unopened = self.unopened.iter().map(|unopened| {
+            json!({ "dir": unopened.dir.display().to_string(), "state": UNOPENED, "reason": unopened.reason })
         });
-        total["devices"] = opened.chain(left_out).collect();
+        total["devices"] = open.chain(unopened).collect();
         total
     }
 }
 
-/// What a device of `bytes` among devices of `total` bytes has of a quota.
-fn part(quota: u64, bytes: u64, total: u64) -> u64 {
-    let part = u128::from(quota) * u128::from(bytes) / u128::from(total.max(1));
-    u64::try_from(part).unwrap_or(u64::MAX)
+fn share_of(quota: u64, bytes: u64, total: u64) -> u64 {
+    // In 128 bits: the product of two capacities overflows 64.
+    let share = u128::from(quota) * u128::from(bytes) / u128::from(total.max(1));
+    u64::try_from(share).unwrap_or(u64::MAX)
 }
 
-/// Adds numbers up; flags hold if they hold everywhere.
+/// Adds the numbers of several logs. A flag is true if it is true in all of them.
 fn sum(stats: &[Value]) -> Value {
     let mut total = serde_json::Map::new();
     for (key, value) in stats.iter().filter_map(Value::as_object).flatten() {
         let before = total.get(key);
-        let now = match (value, before) {
+        let after = match (value, before) {
             (Value::Number(_), Some(before)) => {
                 json!(value.as_u64().unwrap_or_default() + before.as_u64().unwrap_or_default())
             }
             (Value::Bool(flag), Some(before)) => json!(*flag && before.as_bool().unwrap_or(true)),
             _ => value.clone(),
         };
-        total.insert(key.clone(), now);
+        total.insert(key.clone(), after);
     }
     Value::Object(total)
 }
 
-/// What a device is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum IoKind {
     Reads,
     Writes,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for IoKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Kind::Reads => "reads",
-            Kind::Writes => "writes",
+            IoKind::Reads => "reads",
+            IoKind::Writes => "writes",
         })
     }
 }
 
-/// A request that a device was asked. However it ends, the device's health hears of it.
-struct Asking<'a> {
+/// A request in flight. Dropping it tells the device's health that the request has ended, so that a
+/// cancelled probe does not block the next one.
+struct DeviceRequest<'a> {
     device: &'a Device,
-    kind: Kind,
-    asked: Asked,
+    kind: IoKind,
+    admission: Admission,
 }
 
-impl Asking<'_> {
+impl DeviceRequest<'_> {
     fn succeeded(&self) {
-        if self.device.health(self.kind).succeeded(self.asked) {
-            tracing::info!(dir = %self.device.dir.display(), kind = ?self.kind, "L3 device is well again");
+        if self.device.health(self.kind).succeeded(self.admission) {
+            tracing::info!(dir = %self.device.dir.display(), kind = %self.kind, "L3 device is healthy again");
         }
     }
 
     fn failed(&self, error: &L3Error) {
-        self.device.failed(self.kind, self.asked, error);
+        self.device.failed(self.kind, self.admission, error);
     }
 }
 
-impl Drop for Asking<'_> {
+impl Drop for DeviceRequest<'_> {
     fn drop(&mut self) {
-        self.device.health(self.kind).ended(self.asked, now());
+        self.device.health(self.kind).finished(self.admission, now());
     }
 }
 
-/// Why pages are not durably forgotten.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {reason}", dir.display())]
 pub struct ForgetError {
-    /// The device.
     pub dir: PathBuf,
-    /// What it said.
     pub reason: String,
 }
 
@@ -418,59 +479,70 @@ impl Device {
         }
     }
 
-    /// Weighted rendezvous: over all devices, the chance to score highest is in proportion to the bytes.
+    /// Score of weighted rendezvous hashing: the probability to score highest is proportional to
+    /// the device's capacity.
     fn score(&self, id: &PageId) -> f64 {
-        let key = id.key.0.chunks_exact(8).chain(id.namespace.0.chunks_exact(8)).fold(self.seed, |folded, word| {
+        let hash = id.key.0.chunks_exact(8).chain(id.namespace.0.chunks_exact(8)).fold(self.seed, |folded, word| {
             mixed(folded ^ word.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte)))
         });
-        let chance = ((key >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-        self.bytes as f64 / -chance.ln()
+        // 53 bits fit an f64 exactly. The half keeps the result inside (0, 1), where the logarithm
+        // is finite and negative.
+        let uniform = ((hash >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+        self.bytes as f64 / -uniform.ln()
     }
 
-    fn health(&self, kind: Kind) -> MutexGuard<'_, Health> {
+    fn health(&self, kind: IoKind) -> MutexGuard<'_, Health> {
         match kind {
-            Kind::Reads => self.reads.lock(),
-            Kind::Writes => self.writes.lock(),
+            IoKind::Reads => self.reads.lock(),
+            IoKind::Writes => self.writes.lock(),
         }
     }
 
-    fn ask(&self, kind: Kind) -> Option<Asking<'_>> {
-        let asked = self.health(kind).ask(now())?;
-        Some(Asking { device: self, kind, asked })
+    /// Asks the device's health for a request. Returns `None` while the device is quarantined.
+    fn request(&self, kind: IoKind) -> Option<DeviceRequest<'_>> {
+        let admission = self.health(kind).admit(now())?;
+        Some(DeviceRequest { device: self, kind, admission })
     }
 
-    fn failed(&self, kind: Kind, asked: Asked, error: &L3Error) {
+    fn failed(&self, kind: IoKind, admission: Admission, error: &L3Error) {
         match error {
-            // A full file system fails writes and nothing else; the log goes on in what it has.
+            // A full file system fails writes only, and the log continues in the space it has. So
+            // it is counted and no fault.
             L3Error::Io { source, .. }
                 if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) =>
             {
-                self.full.fetch_add(1, Ordering::Relaxed);
+                self.full.fetch_add(1, Relaxed);
             }
-            L3Error::Deadline(_) => self.in_trouble(kind, asked, Trouble::Timeout),
-            L3Error::Io { .. } | L3Error::Closed => self.in_trouble(kind, asked, Trouble::Error),
-            L3Error::Append(AppendError::Stopped) => self.in_trouble(kind, asked, Trouble::Error),
+            L3Error::Deadline(_) => self.record_fault(kind, admission, Fault::Timeout),
+            L3Error::Io { .. } | L3Error::Closed | L3Error::Append(AppendError::Stopped) => {
+                self.record_fault(kind, admission, Fault::Error);
+            }
             _ => {}
         }
     }
 
-    fn in_trouble(&self, kind: Kind, asked: Asked, trouble: Trouble) {
-        let count = if trouble == Trouble::Error { &self.errors } else { &self.timeouts };
-        count.fetch_add(1, Ordering::Relaxed);
-        if let Some(pause) = self.health(kind).failed(asked, trouble, now()) {
-            tracing::error!(dir = %self.dir.display(), ?kind, %trouble, ?pause, "L3 device set aside");
+    fn record_fault(&self, kind: IoKind, admission: Admission, fault: Fault) {
+        let count = if fault == Fault::Error { &self.errors } else { &self.timeouts };
+        // Relaxed: the status alone reads the counter.
+        count.fetch_add(1, Relaxed);
+        if let Some(pause) = self.health(kind).failed(admission, fault, now()) {
+            tracing::error!(
+                dir = %self.dir.display(), %kind, %fault, ?pause,
+                "L3 device quarantined; check the drive, the node probes it after the pause [LRD0206]"
+            );
         }
     }
 
-    /// The worse of how it reads and writes, in one word; why, if it is not well.
+    /// State of the device, the worse of reads and writes, and the reason if it is not healthy.
     fn condition(&self) -> (&'static str, Option<String>) {
-        let kinds = [Kind::Reads, Kind::Writes].map(|kind| {
+        let kinds = [IoKind::Reads, IoKind::Writes].map(|kind| {
             let health = self.health(kind);
-            (health.word(), health.trouble().map(|trouble| format!("{trouble} of {kind}")))
+            (health.state_name(), health.fault().map(|fault| format!("{fault} of {kind}")))
         });
-        let worst = [SET_ASIDE, "on trial"].into_iter().find(|word| kinds.iter().any(|(is, _)| is == word));
+        let worst = [QUARANTINED, PROBING].into_iter().find(|name| kinds.iter().any(|(state, _)| state == name));
         let reasons: Vec<String> = kinds.into_iter().filter_map(|(_, reason)| reason).collect();
-        (worst.unwrap_or("well"), (!reasons.is_empty()).then(|| reasons.join(", ")))
+        let reason = if reasons.is_empty() { None } else { Some(reasons.join(", ")) };
+        (worst.unwrap_or(HEALTHY), reason)
     }
 
     fn status(&self, stats: Value) -> Value {
@@ -479,10 +551,10 @@ impl Device {
             "dir": self.dir.display().to_string(),
             "state": state,
             "reason": reason,
-            "errors": self.errors.load(Ordering::Relaxed),
-            "timeouts": self.timeouts.load(Ordering::Relaxed),
-            "file_system_full": self.full.load(Ordering::Relaxed),
-            "times_set_aside": self.reads.lock().times_set_aside() + self.writes.lock().times_set_aside(),
+            "errors": self.errors.load(Relaxed),
+            "timeouts": self.timeouts.load(Relaxed),
+            "file_system_full": self.full.load(Relaxed),
+            "quarantines": self.reads.lock().quarantines() + self.writes.lock().quarantines(),
             "recovery": self.l3.recovery(),
             "scrub": self.l3.scrub(),
             "log": stats,

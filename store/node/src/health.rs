@@ -1,153 +1,160 @@
-//! Whether a device of L3 may be asked to read, or to write: each is judged apart, by one [`Health`].
+//! Health of a device for one kind of request: a circuit breaker per reads and per writes.
 //!
-//! A device that fails again and again is set aside: its pages are misses, or others take its writes. After a while one
-//! request is its trial, and all others still go elsewhere: a failure sets it aside again, for twice as long; a success makes
-//! it well; a trial that ends without either leaves the next request to be one. Time comes in as a value.
+//! ```text
+//!            ERRORS_MAX or TIMEOUTS_MAX                pause is over
+//!  Healthy ───────────────────────────▶ Quarantined ────────────────▶ Probing
+//!     ▲                                  ▲                               │ │
+//!     │                                  └──── fails: pause doubles ─────┘ │
+//!     └─────────────────────────── succeeds ───────────────────────────────┘
+//! ```
+//!
+//! Invariants:
+//! - While a device is quarantined, its pages are misses and other devices take its writes.
+//! - At most one request probes a device. All others still avoid it.
+//! - Requests admitted before the quarantine change nothing.
+//! - A probe that ends without a result, by cancellation, lets the next request probe.
+//!
+//! Time comes in as a value.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Errors in a row after which a device is set aside.
+/// Errors without a success in between that quarantine a device. A few in a row may be one bad
+/// spot.
 const ERRORS_MAX: u32 = 5;
-/// Timeouts, with no success in between, after which it is.
+/// Timeouts without a success in between that quarantine a device. Fewer than errors, because each
+/// costs its reader the whole timeout.
 const TIMEOUTS_MAX: u32 = 2;
-/// How long it is left alone the first time …
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// … and at most.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// What a device did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Trouble {
-    /// It refused.
+pub(crate) enum Fault {
     Error,
-    /// It did not answer in time.
     Timeout,
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Trouble::Error => "errors",
-            Trouble::Timeout => "timeouts",
+            Fault::Error => "errors",
+            Fault::Timeout => "timeouts",
         })
     }
 }
 
-/// How a request is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asked {
-    /// Of a device that is well.
-    Freely,
-    /// As the trial of one that was not.
-    OnTrial,
+pub(crate) enum Admission {
+    Normal,
+    /// The request decides whether the device leaves quarantine.
+    Probe,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    Well,
-    Aside { until: Instant, because: Trouble },
-    OnTrial { because: Trouble },
+enum HealthState {
+    Healthy,
+    Quarantined { until: Instant, cause: Fault },
+    Probing { cause: Fault },
 }
 
-/// What is known of how a device does one kind of request.
+/// Health of one kind of request of one device. It has no lock of its own: the device guards reads
+/// and writes with a mutex each.
 #[derive(Debug)]
 pub(crate) struct Health {
-    state: State,
+    state: HealthState,
     errors: u32,
     timeouts: u32,
     pause: Duration,
-    set_aside: u64,
+    quarantines: u64,
 }
 
 impl Default for Health {
     fn default() -> Self {
-        Self { state: State::Well, errors: 0, timeouts: 0, pause: PAUSE_MIN, set_aside: 0 }
+        Self { state: HealthState::Healthy, errors: 0, timeouts: 0, pause: PAUSE_MIN, quarantines: 0 }
     }
 }
 
 impl Health {
-    /// Whether [`Health::ask`] would say yes now.
+    /// Returns `true` if [`Health::admit`] would admit a request now.
     pub(crate) fn usable(&self, now: Instant) -> bool {
         match self.state {
-            State::Well => true,
-            State::Aside { until, .. } => now >= until,
-            State::OnTrial { .. } => false,
+            HealthState::Healthy => true,
+            HealthState::Quarantined { until, .. } => now >= until,
+            HealthState::Probing { .. } => false,
         }
     }
 
-    /// Whether the device may be asked now. What comes of it goes into [`Health::succeeded`], [`Health::failed`] or
-    /// [`Health::ended`].
-    pub(crate) fn ask(&mut self, now: Instant) -> Option<Asked> {
+    /// Admits a request, or returns `None`. The caller reports the result to [`Health::succeeded`]
+    /// or [`Health::failed`], and in every case to [`Health::finished`].
+    pub(crate) fn admit(&mut self, now: Instant) -> Option<Admission> {
         match self.state {
-            State::Well => Some(Asked::Freely),
-            State::Aside { until, because } if now >= until => {
-                self.state = State::OnTrial { because };
-                Some(Asked::OnTrial)
+            HealthState::Healthy => Some(Admission::Normal),
+            HealthState::Quarantined { until, cause } if now >= until => {
+                self.state = HealthState::Probing { cause };
+                Some(Admission::Probe)
             }
-            State::Aside { .. } | State::OnTrial { .. } => None,
+            HealthState::Quarantined { .. } | HealthState::Probing { .. } => None,
         }
     }
 
-    /// It did what it was asked; `true` if it is well again after a trial. The end of something that was begun before it
-    /// was set aside is no trial.
-    pub(crate) fn succeeded(&mut self, asked: Asked) -> bool {
-        let on_trial = matches!(self.state, State::OnTrial { .. });
-        if self.state != State::Well && !(on_trial && asked == Asked::OnTrial) {
+    /// Records a success. Returns `true` if it ends the quarantine.
+    pub(crate) fn succeeded(&mut self, admission: Admission) -> bool {
+        let is_probing = matches!(self.state, HealthState::Probing { .. });
+        // A success admitted before the quarantine says nothing of the device now.
+        if self.state != HealthState::Healthy && !(is_probing && admission == Admission::Probe) {
             return false;
         }
-        *self = Self { set_aside: self.set_aside, ..Self::default() };
-        on_trial
+        *self = Self { quarantines: self.quarantines, ..Self::default() };
+        is_probing
     }
 
-    /// It did not; for how long it is set aside, if that begins now.
-    pub(crate) fn failed(&mut self, asked: Asked, trouble: Trouble, now: Instant) -> Option<Duration> {
-        match (self.state, asked) {
-            (State::Well, _) => {
-                match trouble {
-                    Trouble::Error => self.errors += 1,
-                    Trouble::Timeout => self.timeouts += 1,
+    /// Records a fault. Returns the length of the quarantine that begins now, if one does.
+    pub(crate) fn failed(&mut self, admission: Admission, fault: Fault, now: Instant) -> Option<Duration> {
+        match (self.state, admission) {
+            (HealthState::Healthy, _) => {
+                match fault {
+                    Fault::Error => self.errors += 1,
+                    Fault::Timeout => self.timeouts += 1,
                 }
                 if self.errors < ERRORS_MAX && self.timeouts < TIMEOUTS_MAX {
                     return None;
                 }
             }
-            (State::OnTrial { .. }, Asked::OnTrial) => self.pause = (self.pause * 2).min(PAUSE_MAX),
-            (State::Aside { .. } | State::OnTrial { .. }, _) => return None,
+            (HealthState::Probing { .. }, Admission::Probe) => self.pause = (self.pause * 2).min(PAUSE_MAX),
+            (HealthState::Quarantined { .. } | HealthState::Probing { .. }, _) => return None,
         }
-        (self.errors, self.timeouts) = (0, 0);
-        self.set_aside += 1;
-        self.state = State::Aside { until: now + self.pause, because: trouble };
+        self.errors = 0;
+        self.timeouts = 0;
+        self.quarantines += 1;
+        self.state = HealthState::Quarantined { until: now + self.pause, cause: fault };
         Some(self.pause)
     }
 
-    /// It was asked, and what came of that says nothing of it.
-    pub(crate) fn ended(&mut self, asked: Asked, now: Instant) {
-        if let (State::OnTrial { because }, Asked::OnTrial) = (self.state, asked) {
-            self.state = State::Aside { until: now, because };
+    /// Records the end of a request. A probe without a result leaves the next request to probe.
+    pub(crate) fn finished(&mut self, admission: Admission, now: Instant) {
+        if let (HealthState::Probing { cause }, Admission::Probe) = (self.state, admission) {
+            self.state = HealthState::Quarantined { until: now, cause };
         }
     }
 
-    /// Why it is not well, if so.
-    pub(crate) fn trouble(&self) -> Option<Trouble> {
+    /// Fault that caused the quarantine, if the device is not healthy.
+    pub(crate) fn fault(&self) -> Option<Fault> {
         match self.state {
-            State::Well => None,
-            State::Aside { because, .. } | State::OnTrial { because } => Some(because),
+            HealthState::Healthy => None,
+            HealthState::Quarantined { cause, .. } | HealthState::Probing { cause } => Some(cause),
         }
     }
 
-    /// In one word.
-    pub(crate) fn word(&self) -> &'static str {
+    pub(crate) fn state_name(&self) -> &'static str {
         match self.state {
-            State::Well => "well",
-            State::Aside { .. } => "set aside",
-            State::OnTrial { .. } => "on trial",
+            HealthState::Healthy => "healthy",
+            HealthState::Quarantined { .. } => "quarantined",
+            HealthState::Probing { .. } => "probing",
         }
     }
 
-    /// How often it was set aside.
-    pub(crate) fn times_set_aside(&self) -> u64 {
-        self.set_aside
+    pub(crate) fn quarantines(&self) -> u64 {
+        self.quarantines
     }
 }
 
@@ -156,53 +163,56 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_in_a_row_set_a_device_aside_and_a_success_ends_the_row() {
-        let (mut health, now) = (Health::default(), crate::clock::now());
-        let fail = |health: &mut Health| health.failed(Asked::Freely, Trouble::Error, now);
+    fn errors_in_a_row_quarantine_a_device_and_a_success_ends_the_row() {
+        let mut health = Health::default();
+        let now = larder_runtime::now();
+        let fail = |health: &mut Health| health.failed(Admission::Normal, Fault::Error, now);
         for _ in 0..3 {
             (0..4).for_each(|_| assert_eq!(fail(&mut health), None));
-            assert!(!health.succeeded(Asked::Freely) && health.ask(now) == Some(Asked::Freely));
+            assert!(!health.succeeded(Admission::Normal) && health.admit(now) == Some(Admission::Normal));
         }
         (0..4).for_each(|_| assert_eq!(fail(&mut health), None));
         assert_eq!(fail(&mut health), Some(PAUSE_MIN));
-        assert!(health.ask(now).is_none() && !health.usable(now) && health.trouble() == Some(Trouble::Error));
-        assert!(!health.succeeded(Asked::Freely) && !health.usable(now), "what was begun before proves nothing");
+        assert!(health.admit(now).is_none() && !health.usable(now) && health.fault() == Some(Fault::Error));
+        assert!(!health.succeeded(Admission::Normal) && !health.usable(now), "an older request proves nothing");
     }
 
     #[test]
-    fn the_second_timeout_does_and_trials_come_after_longer_and_longer_pauses() {
-        let (mut health, mut now) = (Health::default(), crate::clock::now());
-        assert_eq!(health.failed(Asked::Freely, Trouble::Timeout, now), None);
-        let mut pause = health.failed(Asked::Freely, Trouble::Timeout, now).unwrap();
+    fn the_second_timeout_quarantines_a_device_and_failed_probes_double_the_pause() {
+        let mut health = Health::default();
+        let mut now = larder_runtime::now();
+        assert_eq!(health.failed(Admission::Normal, Fault::Timeout, now), None);
+        let mut pause = health.failed(Admission::Normal, Fault::Timeout, now).unwrap();
         for _ in 0..10 {
             assert!(!health.usable(now + pause - Duration::from_millis(1)));
             now += pause;
-            assert!(health.ask(now) == Some(Asked::OnTrial) && health.word() == "on trial");
-            let next = health.failed(Asked::OnTrial, Trouble::Error, now).unwrap();
+            assert!(health.admit(now) == Some(Admission::Probe) && health.state_name() == "probing");
+            let next = health.failed(Admission::Probe, Fault::Error, now).unwrap();
             assert_eq!(next, (pause * 2).min(PAUSE_MAX));
             pause = next;
         }
         assert_eq!(pause, PAUSE_MAX);
         now += pause;
-        assert!(health.ask(now).is_some() && health.succeeded(Asked::OnTrial) && health.word() == "well");
-        assert_eq!(health.times_set_aside(), 11);
-        health.failed(Asked::Freely, Trouble::Timeout, now);
-        assert_eq!(health.failed(Asked::Freely, Trouble::Timeout, now), Some(PAUSE_MIN), "it begins anew");
+        assert!(health.admit(now).is_some() && health.succeeded(Admission::Probe) && health.state_name() == "healthy");
+        assert_eq!(health.quarantines(), 11);
+        health.failed(Admission::Normal, Fault::Timeout, now);
+        assert_eq!(health.failed(Admission::Normal, Fault::Timeout, now), Some(PAUSE_MIN), "the pause starts over");
     }
 
     #[test]
-    fn one_request_is_the_trial_and_only_it_counts() {
-        let (mut health, mut now) = (Health::default(), crate::clock::now());
-        (0..2).for_each(|_| _ = health.failed(Asked::Freely, Trouble::Timeout, now));
+    fn one_request_probes_and_only_its_result_counts() {
+        let mut health = Health::default();
+        let mut now = larder_runtime::now();
+        (0..2).for_each(|_| _ = health.failed(Admission::Normal, Fault::Timeout, now));
         now += PAUSE_MIN;
         assert!(health.usable(now));
-        assert_eq!((health.ask(now), health.ask(now), health.usable(now)), (Some(Asked::OnTrial), None, false));
-        assert!(!health.succeeded(Asked::Freely) && health.failed(Asked::Freely, Trouble::Error, now).is_none());
-        assert_eq!(health.word(), "on trial", "those that were begun before count neither way");
-        health.ended(Asked::Freely, now);
-        assert!(health.ask(now).is_none());
-        health.ended(Asked::OnTrial, now);
-        assert_eq!(health.ask(now), Some(Asked::OnTrial), "the next one is the trial");
-        assert!(health.succeeded(Asked::OnTrial) && health.ask(now) == Some(Asked::Freely));
+        assert_eq!((health.admit(now), health.admit(now), health.usable(now)), (Some(Admission::Probe), None, false));
+        assert!(!health.succeeded(Admission::Normal) && health.failed(Admission::Normal, Fault::Error, now).is_none());
+        assert_eq!(health.state_name(), "probing", "requests admitted before count neither way");
+        health.finished(Admission::Normal, now);
+        assert!(health.admit(now).is_none());
+        health.finished(Admission::Probe, now);
+        assert_eq!(health.admit(now), Some(Admission::Probe), "the next request probes");
+        assert!(health.succeeded(Admission::Probe) && health.admit(now) == Some(Admission::Normal));
     }
 }

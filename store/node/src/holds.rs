@@ -1,25 +1,27 @@
-//! Pages that are held for readers: what a lookup promised, and what is read in place.
+//! Pages held for readers: by leases of lookups, and by clients that read in place.
 //!
-//! Always true: the memory of a held page is not given back before its last hold is dropped, whatever L2 does; a page that
-//! was forgotten, or found damaged, is served from here no more, though its memory may still be held; the bytes held at a time
-//! are bounded.
+//! Invariants:
+//! - The memory of a held page is not reused before its last hold is dropped, whatever L2 does.
+//! - A forgotten or damaged page is never served from here, although its memory may still be held.
+//! - The bytes of held pages never exceed `bytes_max`.
 
 use crate::tiers::Page;
 use larder_format::PageId;
-use larder_format::planted::{Bug, has};
+use larder_runtime::fail_point;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// All holds of a node.
 pub(crate) struct Holds {
     bytes_max: u64,
-    state: Mutex<State>,
+    /// A leaf lock: see the lock order in [`crate::tiers`].
+    held: Mutex<HeldPages>,
 }
 
 #[derive(Default)]
-struct State {
-    /// By page and generation.
+struct HeldPages {
+    /// By page and generation: a page that was forgotten and put again has two entries while
+    /// readers still hold the first.
     pages: BTreeMap<(PageId, u64), HeldPage>,
     bytes: u64,
 }
@@ -30,7 +32,7 @@ struct HeldPage {
     served: bool,
 }
 
-/// One hold of one page.
+/// One hold of one page. Dropping it releases the page.
 pub(crate) struct Hold {
     holds: Arc<Holds>,
     page: Arc<Page>,
@@ -42,83 +44,86 @@ impl Hold {
     }
 }
 
-fn name(page: &Page) -> (PageId, u64) {
+fn key_of(page: &Page) -> (PageId, u64) {
     (page.meta.id, page.meta.generation)
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        let mut state = self.holds.state.lock();
-        let Some(held) = state.pages.get_mut(&name(&self.page)) else { return };
-        held.holds -= 1;
-        if held.holds == 0 {
-            let last = state.pages.remove(&name(&self.page));
-            state.bytes -= u64::from(self.page.bytes());
-            drop(state);
+        let mut held = self.holds.held.lock();
+        let Some(entry) = held.pages.get_mut(&key_of(&self.page)) else { return };
+        entry.holds -= 1;
+        if entry.holds == 0 {
+            let last = held.pages.remove(&key_of(&self.page));
+            held.bytes -= u64::from(self.page.bytes());
+            // Freeing arena memory can take long, so it happens without the lock.
+            drop(held);
             drop(last);
         }
     }
 }
 
 impl Holds {
-    /// Holds of at most `bytes_max` bytes of pages.
     pub(crate) fn new(bytes_max: u64) -> Arc<Self> {
-        Arc::new(Self { bytes_max, state: Mutex::default() })
+        Arc::new(Self { bytes_max, held: Mutex::default() })
     }
 
-    /// Holds a page; `None` if too much is held.
+    /// Holds a page. Returns `None` if the held bytes would exceed the bound, or if this put of the
+    /// page is withheld.
     pub(crate) fn hold(self: &Arc<Self>, page: &Arc<Page>) -> Option<Hold> {
         let bytes = u64::from(page.bytes());
-        let mut state = self.state.lock();
-        let room = self.bytes_max.saturating_sub(state.bytes);
-        let page = match state.pages.get_mut(&name(page)) {
-            // If the page was read twice from L3, the copy that is held already serves both.
-            Some(held) if held.served => {
-                held.holds += 1;
-                held.page.clone()
+        // Held from the check to the addition: concurrent holds must not pass the bound together.
+        let mut held = self.held.lock();
+        let bytes_after = held.bytes + bytes;
+        let page = match held.pages.get_mut(&key_of(page)) {
+            // A page that was read from L3 twice has two copies. The held one serves both readers,
+            // so that it counts once.
+            Some(entry) if entry.served => {
+                entry.holds += 1;
+                entry.page.clone()
             }
             Some(_) => return None,
-            None if bytes > room => return None,
+            None if bytes_after > self.bytes_max => return None,
             None => {
-                state.pages.insert(name(page), HeldPage { page: page.clone(), holds: 1, served: true });
-                state.bytes += bytes;
+                held.pages.insert(key_of(page), HeldPage { page: page.clone(), holds: 1, served: true });
+                held.bytes = bytes_after;
                 page.clone()
             }
         };
-        drop(state);
+        drop(held);
         Some(Hold { holds: self.clone(), page })
     }
 
-    /// The newest page of that name which is held and may be served.
+    /// Returns the newest held put of the page that may be served.
     pub(crate) fn get(&self, id: &PageId) -> Option<Arc<Page>> {
-        let state = self.state.lock();
-        let mut newest = state.pages.range((*id, 0)..=(*id, u64::MAX)).rev();
-        newest.find(|(_, held)| held.served).map(|(_, held)| held.page.clone())
+        let held = self.held.lock();
+        let mut newest_first = held.pages.range((*id, 0)..=(*id, u64::MAX)).rev();
+        newest_first.find(|(_, entry)| entry.served).map(|(_, entry)| entry.page.clone())
     }
 
-    /// Serves pages of that name no more.
+    /// Stops serving the page from here. Its holds stay valid for their owners, and its bytes count
+    /// until the last of them is dropped.
     pub(crate) fn withhold(&self, id: &PageId) {
-        let mut state = self.state.lock();
-        if has(Bug::HeldIsServed) {
+        let mut held = self.held.lock();
+        if fail_point!("node.serve-forgotten-held") {
             return;
         }
-        for (_, held) in state.pages.range_mut((*id, 0)..=(*id, u64::MAX)) {
-            held.served = false;
+        for (_, entry) in held.pages.range_mut((*id, 0)..=(*id, u64::MAX)) {
+            entry.served = false;
         }
     }
 
-    /// Pages and bytes held.
     pub(crate) fn usage(&self) -> (usize, u64) {
-        let state = self.state.lock();
-        (state.pages.len(), state.bytes)
+        let held = self.held.lock();
+        (held.pages.len(), held.bytes)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use larder_device::Arena;
     use larder_format::{NamespaceId, PageKey, PageMeta};
+    use larder_memory::Arena;
 
     fn page(arena: &Arc<Arena>, key: u8, generation: u64) -> Arc<Page> {
         let slot = arena.allocate(8192).unwrap();
@@ -128,15 +133,17 @@ mod tests {
     }
 
     #[test]
-    fn memory_stays_until_the_last_hold_and_no_longer() {
+    fn memory_is_freed_with_the_last_hold() {
         let arena = Arena::new(1 << 20).unwrap();
         let holds = Holds::new(2 * 8192);
-        let (a, b, c) = (page(&arena, 1, 1), page(&arena, 2, 2), page(&arena, 3, 3));
+        let a = page(&arena, 1, 1);
+        let b = page(&arena, 2, 2);
+        let c = page(&arena, 3, 3);
         let id = a.meta.id;
         let first = holds.hold(&a).unwrap();
         let second = holds.hold(&a).unwrap();
         let other = holds.hold(&b).unwrap();
-        assert!(holds.hold(&c).is_none(), "no more than the bound");
+        assert!(holds.hold(&c).is_none(), "the bound is reached");
         drop((a, b, c));
         assert_eq!((holds.usage(), arena.used()), ((2, 16384), 16384));
         drop(first);
@@ -147,10 +154,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_forgotten_is_held_and_not_served() {
+    fn a_withheld_page_stays_held_and_is_not_served() {
         let arena = Arena::new(1 << 20).unwrap();
         let holds = Holds::new(1 << 20);
-        let (old, new) = (page(&arena, 1, 1), page(&arena, 1, 2));
+        let old = page(&arena, 1, 1);
+        let new = page(&arena, 1, 2);
         let id = old.meta.id;
         let held = holds.hold(&old).unwrap();
         holds.withhold(&id);

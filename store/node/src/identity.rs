@@ -1,7 +1,15 @@
-//! Who a node is: a random name kept in its data directory or beside a log of L3, and an epoch that grows at every start.
+//! Identity of a node: a random id, and an epoch that grows with every start.
 //!
-//! Always true: no two starts over the same L3 have the same epoch. It is above the one before, and at least the time in
-//! seconds, so that it stays above all before even if the file was lost. Puts are numbered from it on.
+//! The identity is kept in the data directory, or beside an L3 log.
+//!
+//! Invariant: no two starts over the same L3 have the same epoch. The epoch exceeds the previous
+//! one. It is also at least the time in seconds, so it keeps growing if the file is lost.
+//! Generations of puts start from it.
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "the simulation passes identities in and never reads this file"
+)]
 
 use rand::Rng;
 use serde::{Deserialize, Serialize};
@@ -9,7 +17,6 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Name and epoch of this start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     pub(crate) node_id: String,
@@ -19,32 +26,36 @@ pub(crate) struct Identity {
 const FILE: &str = "node.json";
 
 impl Identity {
-    /// A node without a directory: new at every start.
-    pub(crate) fn transient(unix_seconds: u64, chance: &mut impl Rng) -> Self {
-        Self { node_id: format!("node-{:012x}", chance.random::<u64>() >> 16), epoch: unix_seconds.max(1) }
+    /// Identity of a node without a directory: new at every start.
+    pub(crate) fn transient(unix_seconds: u64, rng: &mut impl Rng) -> Self {
+        Self { node_id: format!("node-{:012x}", rng.random::<u64>() >> 16), epoch: unix_seconds.max(1) }
     }
 
-    /// Whether `dir` has one.
     pub(crate) fn is_kept(dir: &Path) -> bool {
         dir.join(FILE).is_file()
     }
 
-    /// The identity kept in `dir`, with the next epoch; made anew if there is none. It is durable before it is used.
-    pub(crate) fn next(dir: &Path, unix_seconds: u64, chance: &mut impl Rng) -> io::Result<Self> {
+    /// Reads the identity in `dir`, or makes one, and stores it durably with the next epoch.
+    ///
+    /// The epoch is durable before it is returned. Otherwise a crash could let two starts use the
+    /// same generations.
+    pub(crate) fn next(dir: &Path, unix_seconds: u64, rng: &mut impl Rng) -> io::Result<Self> {
         let path = dir.join(FILE);
         let mut identity = match fs::read(&path) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
                 io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("{}: {error}; remove it to start anew", path.display()),
+                    format!("{}: {error}; remove the file to give the node a new identity", path.display()),
                 )
             })?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Self { epoch: 0, ..Self::transient(unix_seconds, chance) }
+                Self { epoch: 0, ..Self::transient(unix_seconds, rng) }
             }
             Err(error) => return Err(error),
         };
         identity.epoch = identity.epoch.saturating_add(1).max(unix_seconds);
+        // Write aside, sync, rename, sync the directory: a crash leaves the old file or the new
+        // one.
         let staged = dir.join(format!("{FILE}.new"));
         let mut file = fs::File::create(&staged)?;
         file.write_all(&serde_json::to_vec(&identity)?)?;
@@ -54,7 +65,8 @@ impl Identity {
         Ok(identity)
     }
 
-    /// Number of the first put of this start.
+    /// Generation of the first put of this start. The epoch fills the upper 32 bits, so a start has
+    /// 2³² generations.
     pub(crate) fn generation_first(&self) -> u64 {
         self.epoch.saturating_mul(1 << 32)
     }
@@ -65,10 +77,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_epoch_grows_even_if_the_file_is_lost_or_the_clock_stands_still() {
+    fn the_epoch_grows_even_if_the_file_is_lost_or_the_clock_goes_back() {
         let dir = tempfile::tempdir().unwrap();
-        let mut chance = rand::rng();
-        let mut next = |seconds| Identity::next(dir.path(), seconds, &mut chance).unwrap();
+        let mut rng = rand::rng();
+        let mut next = |seconds| Identity::next(dir.path(), seconds, &mut rng).unwrap();
         let first = next(1_800_000_000);
         assert_eq!(first.epoch, 1_800_000_000);
         assert_eq!(next(1_800_000_000).epoch, 1_800_000_001, "twice in a second");

@@ -1,22 +1,40 @@
 //! The Larder store node.
 //!
-//! A node keeps pages in DRAM (L2: [foyer](https://docs.rs/foyer) over one arena of slots) and on NVMe (L3: segment logs),
-//! and serves them over TCP, and to its own machine in place. What must always hold:
+//! A node keeps pages in DRAM (L2: [foyer](https://docs.rs/foyer) indexes one arena) and on NVMe
+//! (L3: one segment log per device). It serves them over TCP, to processes of its own machine in
+//! place, and to clients with RDMA devices.
 //!
-//! - a page is visible only when it is sealed: every part has landed and checked, and it is never changed afterwards;
-//! - the first complete writer of a key wins; later ones are told so;
-//! - memory that a transfer can touch is owned by that transfer: a deadline may end the waiting, never the ownership;
-//! - everything that a stranger can make grow has a bound: connections, requests, puts, waiting readers, members.
+//! Invariants:
+//! - A page is visible only after its commit, when all parts have landed and were verified. It
+//!   never changes afterwards.
+//! - The first complete writer of a key wins. Later writers are told so.
+//! - A transfer owns the memory that it can touch. A deadline may end the wait, never the
+//!   ownership.
+//! - Everything that a client can make grow has a bound: connections, requests, puts, waiting
+//!   readers, members.
 //!
-//! Where things are: [`options`] · [`node`] (start, accept, stop) · `connection` (one client) · `store` (all but the sockets) ·
-//! `budget` (bytes in flight) · `holds` (pages held for readers) · `rdma` (devices, and what is open through them) · `puts` (pages being put, and who waits for them) · `tiers` (L2 over L3) · `policy` (what L2 keeps, and what is written to
-//! L3 when) · `writing` (pages on their way to L3) · `devices`, `health` (the logs of L3) · `scrub` · `members` (who
-//! registered) · `clock` · `metrics`, `admin` (axum).
+//! | module | contents |
+//! | --- | --- |
+//! | [`options`] | settings |
+//! | [`node`] | start, accept, shutdown |
+//! | `connection` | one client: handshake, requests, transfers |
+//! | `budget` | admission control: bytes in flight per connection, tenant and node |
+//! | `store` | operations on pages, without sockets |
+//! | `puts` | open puts, and readers that wait for them |
+//! | `tiers`, `policy` | L2 over L3; the choice of pages for L2, and of writes to L3 |
+//! | `devices`, `health` | L3 logs, and the quarantine of failed devices |
+//! | `holds` | pages held for readers |
+//! | `rdma` | RDMA devices, channels and grants |
+//! | `scrub` | background verification |
+//! | `members`, `identity` | registered engines; name and epoch of the node |
+//! | `metrics`, `admin` | metrics and HTTP endpoints |
+
+// The simulation runs this crate: see store/clippy.toml.
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 #![forbid(unsafe_code)]
 
 mod admin;
 mod budget;
-mod clock;
 mod connection;
 mod devices;
 mod health;
@@ -32,23 +50,23 @@ mod rdma;
 mod scrub;
 mod store;
 mod tiers;
-mod writing;
 
-pub use larder_device::Executor;
+pub use larder_io::Executor;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
+pub use metrics::metrics_registry;
 pub use node::{Node, NodeError};
 pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
 pub use rdma::RdmaOptions;
 
-/// A node without sockets, on any streams or on none, and its rules without a node: for simulations.
+/// Parts of a node that simulations run without sockets, on any streams.
 #[doc(hidden)]
 pub mod sim {
-    pub use crate::clock::Clock;
     pub use crate::devices::Devices;
     pub use crate::node::Server;
     pub use crate::policy::*;
-    pub use crate::puts::{Presence, Progress, Put, Waiter};
+    pub use crate::puts::{Presence, Progress, Put, Puts, Waiter};
     pub use crate::rdma::{Rdma, open as open_rdma};
     pub use crate::store::Store;
-    pub use crate::tiers::{Page, TiersError};
+    pub use crate::tiers::{Page, PageLocation, StampedLocation, Tiers, TiersError};
+    pub use larder_runtime::Clock;
 }

@@ -1,46 +1,41 @@
-//! Counters of a node, as Prometheus and as JSON.
+//! Metrics of a node, in Prometheus text form and as JSON in `/status`.
+//!
+//! Counters use relaxed ordering: readers need no consistency between two of them. The registry
+//! adds the prefix `larder_store_`, and the text form adds `_total` to counters.
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-/// Declares the counters once: field, Prometheus name and help.
+pub(crate) type LabelledGauge = Family<Vec<(String, String)>, Gauge>;
+
+/// Declares each counter once. Field name and doc comment become Prometheus name and help text, so
+/// the doc comments must say unit and meaning in one sentence each.
 macro_rules! counters {
     ($($(#[doc = $help:literal])+ $field:ident),+ $(,)?) => {
-        /// All counters of a node.
+        /// Metrics of one node. Cheap to update from any thread.
         #[derive(Default)]
         pub(crate) struct Metrics {
             $($(#[doc = $help])+ pub(crate) $field: Counter,)+
             pub(crate) connections: Gauge,
-            pub(crate) rdma_lines: Gauge,
-            pub(crate) rdma_windows: Gauge,
-            /// Bytes under way by kind.
-            pub(crate) in_flight: Family<Vec<(String, String)>, Gauge>,
-            /// One per device of L3: 1 if it is in use.
-            pub(crate) devices: Family<Vec<(String, String)>, Gauge>,
-            /// Bytes in DRAM of the namespaces with most.
-            pub(crate) namespaces: Family<Vec<(String, String)>, Gauge>,
+            pub(crate) rdma_channels: Gauge,
+            pub(crate) rdma_grants: Gauge,
+            pub(crate) in_flight: LabelledGauge,
+            pub(crate) devices: LabelledGauge,
+            pub(crate) namespaces: LabelledGauge,
         }
 
         impl Metrics {
-            /// A registry that shows them.
+            /// Returns a registry that exposes these metrics. It shares their values.
             pub(crate) fn registry(&self) -> Registry {
                 let mut registry = Registry::with_prefix("larder_store");
                 $(registry.register(stringify!($field), concat!($($help),+).trim(), self.$field.clone());)+
-                registry.register("connections", "Open connections", self.connections.clone());
-                registry.register("rdma_lines", "RDMA lines to clients", self.rdma_lines.clone());
-                let help = "Pages and parts that clients can reach by RDMA";
-                registry.register("rdma_windows", help, self.rdma_windows.clone());
-                let help = "Bytes under way: puts, reads, pages asked for, requests";
-                registry.register("in_flight_bytes", help, self.in_flight.clone());
-                let help = "Whether the device of L3 is in use, and why not";
-                registry.register("l3_device_up", help, self.devices.clone());
-                registry.register("l2_namespace_bytes", "Bytes in DRAM of a namespace", self.namespaces.clone());
+                self.register_gauges(&mut registry);
                 registry
             }
 
-            /// Name and value of each.
+            /// Returns all counters and the number of connections, by name.
             pub(crate) fn json(&self) -> serde_json::Value {
                 let mut counters = serde_json::Map::new();
                 $(counters.insert(stringify!($field).into(), self.$field.get().into());)+
@@ -52,74 +47,108 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Pages served from DRAM
+    /// Pages served from DRAM (L2)
     pages_hit_l2,
-    /// Pages served from NVMe
+    /// Pages served from NVMe (L3)
     pages_hit_l3,
-    /// Pages read from NVMe for whoever wanted them, lookups that hold included
+    /// Pages loaded from L3 into L2, including those that lookups with a lease load in advance
     pages_read_l3,
-    /// Pages asked for and not had
+    /// Requested pages that the node did not have
     pages_missed,
-    /// Pages sealed
+    /// Pages committed by a put
     pages_put,
-    /// Reservations answered: there already
+    /// Reservations refused because the page exists already
     puts_existing,
-    /// Answers that said busy
+    /// Busy answers
     refusals,
-    /// Answers that said busy later than a millisecond after the request was read, or the pages ahead for the same client had left
+    /// Busy answers that took over 1 ms, measured from the request's arrival or the end of the page
+    /// bytes queued before it
     refusals_late,
-    /// Pages of Gets that were refused
+    /// Pages of GETs that were answered busy
     pages_refused,
-    /// Readers that took nothing while others were refused for want of what waited for them: disconnected
-    readers_given_up,
-    /// Puts of other bytes under a key that was there: refused
-    puts_refused,
-    /// Reservations refused for want of room
+    /// Readers disconnected because they received nothing for 1 s while others waited for the
+    /// memory that they held
+    slow_readers_disconnected,
+    /// Puts of different bytes under an existing key, refused
+    puts_conflicting,
+    /// Reservations answered busy because a bound on puts was reached
     puts_busy,
-    /// Puts that were complete and that nothing in DRAM could go for
-    puts_without_room,
-    /// Puts given up by their writer, or whose writer went away
+    /// Complete puts dropped because L2 could not evict enough pages for them
+    puts_dropped_l2_full,
+    /// Puts aborted by their writer, by a lost connection or by the node
     puts_aborted,
     /// Parts whose bytes did not match their checksums on arrival
     parts_corrupt,
-    /// Copies in DRAM that were found damaged and dropped
+    /// Pages in L2 that were found damaged and dropped
     pages_corrupt_l2,
-    /// Pages that left DRAM because there was no room
+    /// Pages evicted from L2 to make room, without those that expired
     pages_evicted_l2,
-    /// Pages that left DRAM because their time was over
+    /// Pages removed from L2 because their time to live ended
     pages_expired_l2,
-    /// Bytes in DRAM verified in the background
-    scrub_bytes,
-    /// Pages that could not be written to NVMe
+    /// Bytes of L2 verified by the background scrub
+    bytes_scrubbed_l2,
+    /// Pages that could not be written to L3
     l3_writes_failed,
-    /// Pages followed while being written
+    /// Requests to follow a page while it is written
     follows,
-    /// Pages forgotten on request
+    /// Pages deleted on request
     pages_forgotten,
-    /// Payload bytes received
+    /// Page bytes received over TCP
     bytes_received,
-    /// Bytes of parts copied from the memory of clients on this machine
+    /// Page bytes copied from shared client memory, by clients of the same machine
     bytes_copied,
-    /// Payload bytes sent
+    /// Page bytes sent over TCP
     bytes_sent,
-    /// Payload bytes that clients of this machine were pointed at
+    /// Page bytes that clients of the same machine read in place from the arena
     bytes_in_place,
-    /// Payload bytes opened to clients that read by RDMA
-    bytes_opened_rdma,
-    /// Payload bytes that clients wrote by RDMA
+    /// Page bytes exposed to clients for RDMA reads
+    bytes_exposed_rdma,
+    /// Page bytes that clients wrote by RDMA
     bytes_written_rdma,
-    /// RDMA lines to clients made; those beyond the first of a client replace others
-    rdma_lines_made,
+    /// RDMA channels opened; growth while the number of clients is constant means that channels
+    /// fail and are replaced
+    rdma_channels_opened,
     /// Connections accepted
     connections_accepted,
-    /// Connections closed because of what they sent
+    /// Connections closed by the node: too many, no memory, wrong protocol version, or malformed
+    /// messages
     connections_rejected,
 }
 
-/// Shows values by label: those of before go.
-pub(crate) fn show(family: &Family<Vec<(String, String)>, Gauge>, values: Vec<(Vec<(String, String)>, i64)>) {
+impl Metrics {
+    fn register_gauges(&self, registry: &mut Registry) {
+        registry.register("connections", "Open connections", self.connections.clone());
+        registry.register("rdma_channels", "Open RDMA channels to clients", self.rdma_channels.clone());
+        let help = "Pages and parts that clients can access by RDMA now";
+        registry.register("rdma_grants", help, self.rdma_grants.clone());
+        let help = "Bytes in flight by kind: puts, reads, outstanding (requested and not yet sent), requests";
+        registry.register("in_flight_bytes", help, self.in_flight.clone());
+        let help = "1 if the L3 device in directory dir is in use; 0 if not, for the given reason";
+        registry.register("l3_device_up", help, self.devices.clone());
+        let help = "Bytes in L2 of the namespaces that use most";
+        registry.register("l2_namespace_bytes", help, self.namespaces.clone());
+    }
+}
+
+/// Replaces all values of a labelled gauge. Labels that are not in `values` disappear.
+pub(crate) fn show(family: &LabelledGauge, values: Vec<(Vec<(String, String)>, i64)>) {
     family.clear();
     for (labels, value) in values {
         family.get_or_create(&labels).set(value);
     }
+}
+
+/// Returns a registry with all metrics of a node at zero, for generated documentation.
+///
+/// Labelled gauges have one sample each: an exporter leaves out a family without samples.
+pub fn metrics_registry() -> Registry {
+    let metrics = Metrics::default();
+    let sample = |gauge: &LabelledGauge, labels: &[&str]| {
+        let labels = labels.iter().map(|label| (label.to_string(), String::new())).collect();
+        gauge.get_or_create(&labels).set(0);
+    };
+    sample(&metrics.in_flight, &["kind"]);
+    sample(&metrics.devices, &["dir", "reason"]);
+    sample(&metrics.namespaces, &["namespace"]);
+    metrics.registry()
 }

@@ -1,7 +1,6 @@
-//! Start, accept, stop.
+//! Start, connections and shutdown of a node.
 
-use crate::clock::{Clock, now};
-use crate::connection::{LocalMemory, Turns};
+use crate::connection::{BulkScheduler, SharedArena};
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::members::Members;
@@ -11,13 +10,14 @@ use crate::rdma::Rdma;
 use crate::store::Store;
 use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
-use larder_device::Arena;
+use larder_memory::Arena;
+use larder_memory::share::{ArenaListener, PeerMemory};
 use larder_rdma::NicStats;
-use larder_share::{Door, Lender};
-use larder_wire::{LocalDoor, Sink, Source};
+use larder_runtime::{Clock, now};
+use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
 use prometheus_client::registry::Registry;
+use rand::Rng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,66 +28,47 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Most time a stopping node waits for its clients' tasks.
-const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time that a shutdown waits for connections. They end at once unless a task blocks, and
+/// the flush to L3 starts only after them.
+const CONNECTIONS_END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause after a failed accept. The usual cause is a lack of file descriptors, which come back when
+/// clients disconnect. Without a pause the loop would use a whole processor until then.
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// Why a node did not start.
 #[derive(Debug, Error)]
 pub enum NodeError {
-    /// A setting out of range.
-    #[error("{0}")]
+    #[error("{0} [LRD0101]")]
     Options(String),
-    /// An address that cannot be listened on.
-    #[error("cannot listen on {address}: {source}")]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// The data directory cannot be used.
-    #[error("data directory {directory}: {source}")]
-    Directory {
-        /// The directory.
-        directory: String,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// No memory for L2.
-    #[error("cannot map {bytes} bytes for L2: {source}")]
-    Memory {
-        /// What was asked for.
-        bytes: u64,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// L3 cannot be opened.
-    #[error("L3: {0}")]
-    L3(#[from] larder_l3::L3Error),
+    #[error("cannot listen on {address}: {source}; check --listen and --admin-listen [LRD0102]")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("cannot use the data directory {directory}: {source}; check its permissions and free space [LRD0103]")]
+    Directory { directory: String, source: std::io::Error },
+    #[error("cannot map {bytes} bytes for L2 and pages in transfer: {source}; lower --l2 or --in-flight [LRD0104]")]
+    Memory { bytes: u64, source: std::io::Error },
+    #[error("cannot open L3: {0}")]
+    L3(#[from] larder_log::L3Error),
 }
 
-/// What every part of a node works with.
-pub(crate) struct Shared {
+/// State that all connections of a node share. Immutable, except for parts that have locks or
+/// atomics of their own.
+pub(crate) struct NodeState {
     pub(crate) identity: Identity,
     pub(crate) store: Store,
     pub(crate) members: Members,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) registry: Registry,
-    /// For processes of this machine.
-    pub(crate) door: Option<LocalDoor>,
-    /// Newest version of the protocol that is spoken.
+    /// Address of the arena listener, sent in the handshake. `None` if the arena is not shared: all
+    /// clients use TCP then.
+    pub(crate) arena_listener: Option<ArenaListenerInfo>,
     pub(crate) protocol_max: u16,
-    /// Most time for which a client's next message is waited for without sleep.
-    pub(crate) spin: Duration,
-    /// What pages move with by RDMA, if there are devices.
+    pub(crate) busy_poll: Duration,
     pub(crate) rdma: Option<Rdma>,
-    /// To move page bytes.
-    pub(crate) turns: Turns,
+    pub(crate) bulk_scheduler: BulkScheduler,
     started: Instant,
 }
 
-impl Shared {
-    /// State for people and scripts.
+impl NodeState {
+    /// Returns the node's state as JSON, for `/status`. `docs/operations.md` describes the fields.
     pub(crate) fn status(&self) -> serde_json::Value {
         let mut status = self.store.status();
         status["node_id"] = self.identity.node_id.clone().into();
@@ -100,195 +81,206 @@ impl Shared {
         status
     }
 
-    /// Gauges are up to date only after this.
+    /// Updates the gauges. The exporter calls it before every export: unlike the counters, gauges
+    /// are derived from other state on demand.
     pub(crate) fn refresh_metrics(&self) {
         self.store.refresh_metrics();
         let stats: Vec<NicStats> =
             self.rdma.iter().flat_map(|rdma| rdma.fabric.nics()).map(|nic| nic.stats()).collect();
         let sum = |of: fn(&NicStats) -> u64| i64::try_from(stats.iter().map(of).sum::<u64>()).unwrap_or(i64::MAX);
-        self.metrics.rdma_lines.set(sum(|stats| stats.endpoints));
-        self.metrics.rdma_windows.set(sum(|stats| stats.windows));
+        self.metrics.rdma_channels.set(sum(|stats| stats.endpoints));
+        self.metrics.rdma_grants.set(sum(|stats| stats.grants));
     }
 }
 
-/// A running node.
+/// A running node: its sockets, its store and its tasks.
+///
+/// Must be stopped with [`Node::shutdown`]. Dropping a node stops nothing, and pages that wait for
+/// L3 are lost when the process ends.
 pub struct Node {
-    shared: Arc<Shared>,
+    state: Arc<NodeState>,
     addr: SocketAddr,
     admin_addr: Option<SocketAddr>,
     stop: CancellationToken,
     tasks: TaskTracker,
-    drain: Duration,
+    drain_timeout: Duration,
 }
 
 impl Node {
     /// Opens the tiers, recovers L3, and listens. Must be called inside a tokio runtime.
+    ///
+    /// Returns once clients can connect. The recovery of a large L3 log continues in the
+    /// background. A device that fails to open is an error only if no other one opens.
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
-        let mut chance = options.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
-        // All tiers go by one clock, which is read once: what one of them holds to be over is over on the others.
+        let mut rng = larder_runtime::random::generator(options.seed);
+        // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();
-        let identity = identity(&options, clock.now_unix_ms() / 1000, &mut chance)?;
-        let (arena_bytes, sharing) = (options.arena_bytes(), options.sharing());
+        let identity = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
+        let arena_bytes = options.arena_bytes();
+        let sharing = options.sharing();
+        // On a blocking thread: faulting in a large arena takes seconds.
         let arena = tokio::task::spawn_blocking(move || Arena::with(arena_bytes as usize, sharing))
             .await
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let local = open_door(&arena, &options, &identity, &mut chance);
+        let local = listen_local(&arena, &options, &identity, &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
         let metrics = store.metrics().clone();
-        let shared = Arc::new(Shared {
+        let state = Arc::new(NodeState {
             store,
             members: Members::default(),
             registry: metrics.registry(),
             metrics,
-            door: local.as_ref().map(|(name, ..)| name.clone()),
+            arena_listener: local.as_ref().map(|local| local.address.clone()),
             protocol_max: options.protocol_max,
-            spin: options.spin,
+            busy_poll: options.busy_poll,
             rdma,
-            turns: Turns::new(),
+            bulk_scheduler: BulkScheduler::new(),
             started: now(),
             identity,
         });
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
+        // Last of all that can fail: a client that connects finds a node that serves.
         let (listener, addr) = listen(options.listen).await?;
         let admin_addr = match options.admin_listen {
-            Some(address) => Some(serve_admin(&shared, address, &stop, &tasks).await?),
+            Some(address) => Some(serve_admin(&state, address, &stop, &tasks).await?),
             None => None,
         };
-        tasks.spawn(upkeep(shared.clone(), stop.clone()));
+        let upkeep = state.clone();
+        let upkeep_stop = stop.clone();
+        tasks.spawn(async move { upkeep.store.upkeep(upkeep_stop).await });
         let permits = Arc::new(Semaphore::new(options.connections_max));
-        let host = Host { shared: shared.clone(), permits, stop: stop.clone(), tasks: tasks.clone() };
-        if let Some((_, door, memory)) = local {
-            tasks.spawn(accept_local(host.clone(), door, memory));
+        let acceptor = Acceptor { state: state.clone(), permits, stop: stop.clone(), tasks: tasks.clone() };
+        if let Some(local) = local {
+            tasks.spawn(accept_local(acceptor.clone(), local));
         }
-        tasks.spawn(accept(host, listener));
-        tracing::info!(node = %shared.identity.node_id, epoch = shared.identity.epoch, %addr, "store node ready");
-        Ok(Node { shared, addr, admin_addr, stop, tasks, drain: options.drain })
+        tasks.spawn(accept_tcp(acceptor, listener));
+        tracing::info!(node = %state.identity.node_id, epoch = state.identity.epoch, %addr, "store node ready");
+        Ok(Node { state, addr, admin_addr, stop, tasks, drain_timeout: options.drain_timeout })
     }
 
-    /// Address of the data port.
+    /// Address of the data port, with the port that was picked if the option was 0.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Address of the admin port, if there is one.
     pub fn admin_addr(&self) -> Option<SocketAddr> {
         self.admin_addr
     }
 
-    /// The node's name.
     pub fn node_id(&self) -> &str {
-        &self.shared.identity.node_id
+        &self.state.identity.node_id
     }
 
-    /// State for people and scripts.
+    /// Returns the node's state as JSON. `docs/operations.md` describes the fields.
     pub fn status(&self) -> serde_json::Value {
-        self.shared.status()
+        self.state.status()
     }
 
-    /// Stops: no new connections, the present ones end, what is on its way to L3 gets there, if [`NodeOptions::drain`] is
-    /// enough. Bounded in time.
+    /// Shuts down: accepts no more connections, ends the open ones, and flushes pages to L3 for at
+    /// most [`NodeOptions::drain_timeout`].
     pub async fn shutdown(self) {
+        // Connections end before the flush: an open connection could add pages to it.
         self.stop.cancel();
         self.tasks.close();
-        if tokio::time::timeout(STOP_TIMEOUT, self.tasks.wait()).await.is_err() {
-            tracing::warn!("stopped with connections still open");
+        if tokio::time::timeout(CONNECTIONS_END_TIMEOUT, self.tasks.wait()).await.is_err() {
+            let open = self.state.metrics.connections.get();
+            tracing::warn!(open, timeout = ?CONNECTIONS_END_TIMEOUT, "shutting down with connections still open");
         }
-        self.shared.store.close(now() + self.drain).await;
-        tracing::info!(node = %self.shared.identity.node_id, "store node stopped");
+        self.state.store.close(now() + self.drain_timeout).await;
+        tracing::info!(node = %self.state.identity.node_id, "store node stopped");
     }
 }
 
-/// A node without sockets: a store, and what serves it on any streams. For simulations.
+/// A node without sockets: a store that serves any pair of streams. Simulations bring their own
+/// network, clock and devices.
 #[derive(Clone)]
 pub struct Server {
-    shared: Arc<Shared>,
+    state: Arc<NodeState>,
 }
 
 impl Server {
-    /// Serves `store` under this name, by versions of the protocol up to `protocol_max`. Processes of its machine hear of
-    /// `door`; others may reach it by `rdma`.
     pub fn new(
         store: Store,
         (node_id, epoch): (String, u64),
-        door: Option<LocalDoor>,
+        arena_listener: Option<ArenaListenerInfo>,
         rdma: Option<Rdma>,
         protocol_max: u16,
     ) -> Server {
         let metrics = store.metrics().clone();
-        let shared = Shared {
+        let state = NodeState {
             store,
             members: Members::default(),
             registry: metrics.registry(),
             metrics,
-            door,
+            arena_listener,
             protocol_max,
-            spin: Duration::ZERO,
+            // Simulated time does not pass while a thread polls.
+            busy_poll: Duration::ZERO,
             rdma,
-            turns: Turns::new(),
+            bulk_scheduler: BulkScheduler::new(),
             started: now(),
             identity: Identity { node_id, epoch },
         };
-        Server { shared: Arc::new(shared) }
+        Server { state: Arc::new(state) }
     }
 
-    /// What it serves.
     pub fn store(&self) -> &Store {
-        &self.shared.store
+        &self.state.store
     }
 
-    /// State for people and scripts.
     pub fn status(&self) -> serde_json::Value {
-        self.shared.status()
+        self.state.status()
     }
 
-    /// Serves a client until it leaves or misbehaves.
-    pub fn serve(&self, read: impl Source, write: impl Sink) -> BoxFuture<'static, ()> {
-        Box::pin(connection::serve(self.shared.clone(), "a client".into(), read, write))
+    /// Serves a client until it disconnects or violates the protocol.
+    pub fn serve(&self, read: impl ByteSource, write: impl ByteSink) -> BoxFuture<'static, ()> {
+        Box::pin(connection::serve(self.state.clone(), "simulated client".into(), read, write))
     }
 
-    /// Serves a client that reads pages in place until `over`, and puts what is in the memory that it lends.
+    /// Serves a client that reads pages in place until `session_end` resolves, and that may put
+    /// parts from `peer_memory`.
     pub fn serve_in_place(
         &self,
-        read: impl Source,
-        write: impl Sink,
-        lent: Option<Arc<dyn Lender>>,
-        over: impl Future<Output = ()> + Send + 'static,
+        read: impl ByteSource,
+        write: impl ByteSink,
+        peer_memory: Option<Arc<dyn PeerMemory>>,
+        session_end: impl Future<Output = ()> + Send + 'static,
     ) -> BoxFuture<'static, ()> {
-        let (shared, peer) = (self.shared.clone(), "a client in place".into());
-        Box::pin(connection::serve_in_place(shared, peer, (read, write), lent, over))
+        let state = self.state.clone();
+        let peer = "simulated local client".into();
+        Box::pin(connection::serve_in_place(state, peer, (read, write), peer_memory, session_end))
     }
 }
 
-async fn upkeep(shared: Arc<Shared>, stop: CancellationToken) {
-    shared.store.upkeep(stop).await;
-}
-
-/// Kept in the data directory; without one, beside the first log of L3 that can be written. A node without either forgets
-/// everything when it stops, its name as well.
-fn identity(options: &NodeOptions, unix_seconds: u64, chance: &mut StdRng) -> Result<Identity, NodeError> {
+/// Returns the node's name and next epoch: from the data directory, or else from beside the first
+/// L3 log that can be written. A node with neither gets a new name at each start.
+#[allow(clippy::disallowed_methods, reason = "runs once, before a node starts; the simulation names its nodes itself")]
+fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<Identity, NodeError> {
     let mut next = |dir: &Path| {
-        let made = std::fs::create_dir_all(dir).and_then(|()| Identity::next(dir, unix_seconds, chance));
-        made.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source })
+        let identity = std::fs::create_dir_all(dir).and_then(|()| Identity::next(dir, unix_seconds, rng));
+        identity.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source })
     };
     if let Some(dir) = &options.data_dir {
         return next(dir);
     }
     let mut dirs: Vec<&Path> = options.l3.iter().map(|device| device.dir.as_path()).collect();
-    // Devices may be given in another order than before.
+    // Directories with an identity first: the operator may list the devices in another order today.
     dirs.sort_by_key(|dir| !Identity::is_kept(dir));
     for dir in dirs {
         match next(dir) {
             Ok(identity) => return Ok(identity),
-            Err(error) => tracing::warn!(%error, "the node's identity is not kept here"),
+            Err(error) => {
+                tracing::warn!(%error, dir = %dir.display(), "cannot store the node's identity here; trying the next device");
+            }
         }
     }
-    Ok(Identity::transient(unix_seconds, chance))
+    Ok(Identity::transient(unix_seconds, rng))
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
@@ -299,73 +291,82 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeEr
 }
 
 async fn serve_admin(
-    shared: &Arc<Shared>,
+    state: &Arc<NodeState>,
     address: SocketAddr,
     stop: &CancellationToken,
     tasks: &TaskTracker,
 ) -> Result<SocketAddr, NodeError> {
     let (listener, addr) = listen(address).await?;
-    let server = axum::serve(listener, admin::routes(shared.clone()));
+    let server = axum::serve(listener, admin::routes(state.clone()));
     let stopped = stop.clone().cancelled_owned();
     tasks.spawn(async move {
         if let Err(error) = server.with_graceful_shutdown(stopped).await {
-            tracing::error!(%error, "admin server ended");
+            tracing::error!(%error, %addr, "the admin server ended; restart the node to get /metrics and /status back");
         }
     });
     Ok(addr)
 }
 
-/// Opens the way to the arena for processes of this machine, if it can be shared.
-fn open_door(
-    arena: &Arena,
-    options: &NodeOptions,
-    identity: &Identity,
-    chance: &mut StdRng,
-) -> Option<(LocalDoor, Door, Arc<LocalMemory>)> {
-    let shared = arena.file()?;
-    let mut open = || {
-        let machine = larder_share::machine().ok_or(std::io::ErrorKind::NotFound)?;
-        let name = format!("larder-{}-{:016x}", identity.node_id, chance.random::<u64>());
-        let memory = LocalMemory {
-            file: larder_share::read_only(shared)?,
-            bytes: arena.capacity() as u64,
-            tenures: Arc::new(Semaphore::new(options.connections_max)),
-        };
-        let door = Door::open(&name)?;
-        std::io::Result::Ok((LocalDoor { machine, name }, door, Arc::new(memory)))
-    };
-    open().inspect_err(|error| tracing::warn!(%error, "memory is not shared with processes of this machine")).ok()
+struct LocalAccess {
+    address: ArenaListenerInfo,
+    listener: ArenaListener,
+    arena: Arc<SharedArena>,
 }
 
-/// What serves connections.
+/// Listens for processes of the same machine. Returns `None` if the arena is not shared, or if the
+/// machine cannot be identified: clients then use TCP.
+fn listen_local(arena: &Arena, options: &NodeOptions, identity: &Identity, rng: &mut StdRng) -> Option<LocalAccess> {
+    let file = arena.file()?;
+    let mut listen = || {
+        let machine = larder_memory::share::host_id().ok_or(std::io::ErrorKind::NotFound)?;
+        // Random, so that a node that restarts does not collide with sessions of its predecessor.
+        let name = format!("larder-{}-{:016x}", identity.node_id, rng.random::<u64>());
+        let arena = SharedArena {
+            file: larder_memory::share::read_only(file)?,
+            bytes: arena.capacity() as u64,
+            sessions: Arc::new(Semaphore::new(options.connections_max)),
+        };
+        let listener = ArenaListener::open(&name)?;
+        let address = ArenaListenerInfo { machine, name };
+        std::io::Result::Ok(LocalAccess { address, listener, arena: Arc::new(arena) })
+    };
+    listen()
+        .inspect_err(|error| tracing::warn!(%error, "cannot share memory with local processes: they use TCP instead"))
+        .ok()
+}
+
 #[derive(Clone)]
-struct Host {
-    shared: Arc<Shared>,
+struct Acceptor {
+    state: Arc<NodeState>,
+    /// One permit per connection that may still be open.
     permits: Arc<Semaphore>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
 
-impl Host {
-    /// The next connection; `Some(None)` if there was none after all, `None` when the node stops.
+impl Acceptor {
+    /// Waits for the next connection. Returns `Some(None)` after a failed accept, and `None` when
+    /// the node shuts down.
     async fn next<T>(&self, accept: impl Future<Output = std::io::Result<T>> + Send) -> Option<Option<T>> {
         let accepted = tokio::select! {
+            // A shutdown goes before a flood of new connections.
             biased;
             () = self.stop.cancelled() => return None,
             accepted = accept => accepted,
         };
         if let Err(error) = &accepted {
-            // Out of file descriptors, most likely: wait for some to come back.
-            tracing::warn!(%error, "accept");
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            tracing::warn!(%error, "cannot accept a connection; if files ran out, raise the limit of open files");
+            tokio::time::sleep(ACCEPT_RETRY).await;
         }
         Some(accepted.ok())
     }
 
-    /// Serves a connection unless there are too many.
+    /// Spawns the task of a connection, which keeps a permit until it ends. Without a free permit
+    /// the connection is closed instead, without an answer.
     fn serve(&self, serve: impl Future<Output = ()> + Send + 'static) {
-        let metrics = self.shared.metrics.clone();
+        let metrics = self.state.metrics.clone();
         let Ok(permit) = self.permits.clone().try_acquire_owned() else {
+            // Counted and not logged: a client in a loop would fill the log.
             metrics.connections_rejected.inc();
             return;
         };
@@ -374,6 +375,7 @@ impl Host {
         self.tasks.spawn(async move {
             metrics.connections.inc();
             tokio::select! {
+                // Biased: a shutdown must not lose against a connection that is always ready.
                 biased;
                 () = stop.cancelled() => {}
                 () = serve => {}
@@ -384,18 +386,18 @@ impl Host {
     }
 }
 
-async fn accept(host: Host, listener: TcpListener) {
-    while let Some(accepted) = host.next(listener.accept()).await {
+async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
+    while let Some(accepted) = acceptor.next(listener.accept()).await {
         if let Some((stream, _)) = accepted {
-            host.serve(connection::serve_tcp(host.shared.clone(), stream));
+            acceptor.serve(connection::serve_tcp(acceptor.state.clone(), stream));
         }
     }
 }
 
-async fn accept_local(host: Host, door: Door, memory: Arc<LocalMemory>) {
-    while let Some(accepted) = host.next(door.accept()).await {
+async fn accept_local(acceptor: Acceptor, local: LocalAccess) {
+    while let Some(accepted) = acceptor.next(local.listener.accept()).await {
         if let Some(stream) = accepted {
-            host.serve(connection::serve_local(host.shared.clone(), stream, memory.clone()));
+            acceptor.serve(connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
         }
     }
 }

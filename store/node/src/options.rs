@@ -1,77 +1,94 @@
-//! Settings of a node. The comments are the manual.
+//! Settings of a store node. The doc comments are the manual; `larder store --help` has the flags.
+//!
+//! Memory of a node: L2, `in_flight_bytes`, `request_bytes`, and about 48 MiB for the process.
 
 use crate::rdma::RdmaOptions;
-use larder_device::{Executor, Sharing};
 use larder_format::NamespaceId;
+use larder_io::Executor;
+use larder_memory::ArenaSharing;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Everything a node needs to know at start.
+/// Settings of a node, fixed at its start. [`NodeOptions::validate`] checks them.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
-    /// Address of the data port; port 0 takes a free one. Default `127.0.0.1:7700`.
+    /// Address of the data port. Port 0 picks a free port. Default: `127.0.0.1:7700`.
     pub listen: SocketAddr,
-    /// Address of `/healthz`, `/metrics` and `/status`; none by default.
+    /// Address of the HTTP endpoints `/healthz`, `/metrics`, `/status` and `/scrub`. Default: off.
     pub admin_listen: Option<SocketAddr>,
-    /// Directory of identity and L3. Without one, and without [`NodeOptions::l3`], the node has no L3 and forgets everything
-    /// when it stops.
+    /// Directory of the node's identity and, unless [`NodeOptions::l3`] is set, of its L3. Default:
+    /// none. Without it and without `l3` the node has no L3 and loses all pages when it stops.
     pub data_dir: Option<PathBuf>,
-    /// Bytes of pages kept in DRAM. Default 1 GiB, at least 32 MiB.
+    /// DRAM for cached pages, in bytes. Default: 1 GiB. At least 32 MiB.
     pub l2_bytes: u64,
-    /// Bytes of the arena beyond L2, for pages on their way in and out. Default: an eighth of L2, at least 64 MiB.
+    /// DRAM for pages in transfer, in bytes, in addition to L2. Half is for puts and for writes to
+    /// L3, half for reads. Above it, the node answers "busy". Default: an eighth of L2, at least
+    /// 64 MiB.
     pub in_flight_bytes: Option<u64>,
-    /// Most bytes of one connection's puts that are not sealed. Default: half of the room for pages on their way, which is all
-    /// that there is for puts.
-    pub connection_bytes: Option<u64>,
-    /// Most bytes of pages that are read and sent for one connection at a time; two pages are always allowed. Default: an
-    /// eighth of the room for pages on their way.
-    pub window_bytes: Option<u64>,
-    /// Most bytes of pages that one connection asked for and that have not left yet. They take no memory, but time. Default: as
-    /// much as L2, at least 256 MiB.
-    pub asked_bytes: Option<u64>,
-    /// Most bytes of memory beside the arena for connections, of which each counts 48 KiB, and for requests that are being
-    /// worked on. Default 64 MiB, at least 1 MiB.
+    /// Maximum size of one connection's uncommitted puts, in bytes. Above it, reservations are
+    /// answered "busy". Default: the whole half for puts, so that one writer can use it alone.
+    pub connection_put_bytes: Option<u64>,
+    /// Maximum size of the pages that are read and sent for one connection at a time, in bytes. Two
+    /// pages are always allowed. A smaller window limits the throughput of one reader, a larger one
+    /// lets slow readers hold more memory. Default: an eighth of `in_flight_bytes`.
+    pub connection_read_window_bytes: Option<u64>,
+    /// Maximum size of the pages that one connection has requested and not received, in bytes. They
+    /// take no memory. Above it, further pages are answered "busy". Default: the size of L2, at
+    /// least 256 MiB.
+    pub connection_outstanding_bytes: Option<u64>,
+    /// Memory outside the arena for connections (48 KiB each) and for requests in progress, in
+    /// bytes. Above it, connections are refused and requests answered "busy". Default: 64 MiB. At
+    /// least 1 MiB.
     pub request_bytes: u64,
-    /// Most of these for the requests of one connection, of which each counts 1 KiB and 4 times its body. Default a quarter.
+    /// Part of `request_bytes` for the requests of one connection, in bytes. A request counts 1 KiB
+    /// plus four times its body. Default: a quarter.
     pub connection_request_bytes: Option<u64>,
-    /// Most bytes of the L3 in the data directory. Default 4 GiB; 0 means none there. Of no effect if [`NodeOptions::l3`] is
-    /// given.
+    /// Maximum size of the L3 log in the data directory, in bytes. Ignored if [`NodeOptions::l3`]
+    /// is set. Default: 4 GiB. 0 disables that log.
     pub l3_bytes: u64,
-    /// Devices of L3, each with a log of its own. Default none: the log is kept in the data directory, in `l3`. Without a
-    /// data directory, the node's identity is kept beside the first of these that can be written.
+    /// L3 devices. Each has a log of its own, and a failed device costs only its own pages. Without
+    /// a data directory, the identity is stored beside the first log that can be written. Default:
+    /// none, which puts one log into the directory `l3` of the data directory. At most 64.
     pub l3: Vec<L3Device>,
-    /// When pages are written to L3. Default write-through.
+    /// Time at which pages are written to L3. Default: write-through.
     pub write_policy: WritePolicy,
-    /// Reads of a page in L2 after which write-through-selective writes it. Default 2, at least 1.
+    /// Number of reads from L2 after which write-through-selective writes a page. Default: 2. At
+    /// least 1.
     pub write_after_hits: u32,
-    /// Most bytes of a namespace that has no quota of its own, in L2 and in L3. Default none: no limit.
+    /// Maximum size of a namespace that has no quota of its own, in bytes: in L2, and again in L3.
+    /// Default: unlimited.
     pub quota_default: Option<u64>,
-    /// Quotas of namespaces; the first that fits counts.
+    /// Quotas of single namespaces. The first match applies.
     pub quotas: Vec<NamespaceQuota>,
-    /// Bytes of L2 that are verified per second in the background. Default 64 MiB; 0 means none.
+    /// Rate of the background verification of L2, in bytes per second. Default: 64 MiB/s. 0
+    /// disables it, and damage is then found only by readers.
     pub scrub_bytes_per_second: u64,
-    /// Bytes per second that the scrub of each L3 device reads at most. Default 32 MiB; 0 means only when asked.
+    /// Maximum rate of the daily verification of each L3 device, in bytes per second. Default:
+    /// 32 MiB/s. With 0 it runs only on request.
     pub l3_scrub_bytes_per_second: u64,
-    /// What runs the devices of L3. Default glommio.
+    /// Executor of L3 I/O. Default: glommio.
     pub l3_executor: Executor,
-    /// Whether processes of this machine and user may read pages in place. By default if that costs no huge pages, or
-    /// there is no L3: devices move small pages more slowly.
+    /// Lets processes of the same machine and user map the arena and read pages in place. Default:
+    /// only if that costs no huge pages, or if there is no L3. Devices move 4 KiB pages more slowly
+    /// than huge ones.
     pub share_memory: Option<bool>,
-    /// Whether clients that can read and write pages by RDMA, and by which devices.
     pub rdma: RdmaOptions,
-    /// Most time that a stop waits for pages on their way to L3. Default one minute.
-    pub drain: Duration,
-    /// Most connections. Default 1024.
+    /// Maximum time to flush pages to L3 on shutdown. Pages not flushed by then are lost. Default:
+    /// 60 s.
+    pub drain_timeout: Duration,
+    /// Maximum number of connections over TCP and local sockets together. Further ones are closed.
+    /// Default: 1024.
     pub connections_max: usize,
-    /// Most time for which a thread that waits for a client's next message looks for it again and again before it sleeps, where
-    /// the last ones came as soon and no other thread wants the processor (over TCP); zero: it sleeps at once. Default 200 µs.
-    pub spin: Duration,
-    /// Where all chance comes from; by default another one at every start.
+    /// Maximum time that a TCP connection polls for the next request before its thread sleeps. It
+    /// polls only while requests arrive that fast and no other thread needs the processor. Default:
+    /// 200 µs, which is one round trip between two sleeping peers. Zero disables polling.
+    pub busy_poll: Duration,
+    /// Seed of the random source, for tests. Default: another one at each start.
     pub seed: Option<u64>,
-    /// Newest version of the protocol that is spoken; for tests. Default: this build's.
+    /// Newest protocol version that the node accepts, for tests. Default: that of this build.
     #[doc(hidden)]
     pub protocol_max: u16,
 }
@@ -84,9 +101,9 @@ impl Default for NodeOptions {
             data_dir: None,
             l2_bytes: 1 << 30,
             in_flight_bytes: None,
-            connection_bytes: None,
-            window_bytes: None,
-            asked_bytes: None,
+            connection_put_bytes: None,
+            connection_read_window_bytes: None,
+            connection_outstanding_bytes: None,
             request_bytes: 64 << 20,
             connection_request_bytes: None,
             l3_bytes: 4 << 30,
@@ -100,32 +117,35 @@ impl Default for NodeOptions {
             l3_executor: Executor::default(),
             share_memory: None,
             rdma: RdmaOptions::default(),
-            drain: Duration::from_secs(60),
+            drain_timeout: Duration::from_secs(60),
             connections_max: 1024,
-            spin: larder_wire::SPIN,
+            busy_poll: larder_wire::DEFAULT_BUSY_POLL,
             seed: None,
             protocol_max: larder_wire::PROTOCOL_VERSION,
         }
     }
 }
 
-/// A directory on a device, for one log of L3.
+/// One L3 device: a directory on it, with one log. The directory's name decides which pages the
+/// device gets. After a change of name, old pages stay readable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct L3Device {
-    /// Directory of the log.
     pub dir: PathBuf,
-    /// Most bytes of its files.
+    /// Maximum size of the log's files, in bytes. Also the device's weight in the placement of
+    /// pages.
     pub bytes: u64,
 }
 
-/// When a page is written to L3.
+/// Time at which a page is written to L3. An early write costs device bandwidth and wear. A late
+/// one costs pages when the node crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WritePolicy {
-    /// When it is sealed.
+    /// At its commit. A crash loses at most the last second.
     Through,
-    /// When it was read from L2 so often that it is likely to be asked for again; one that is evicted before is dropped.
+    /// After enough reads from L2, which make further reads likely. A page evicted before is lost.
+    /// Saves device writes when most pages are read once.
     Selective,
-    /// When it leaves L2.
+    /// At its eviction from L2. Saves most writes. A crash loses the whole of L2.
     Back,
 }
 
@@ -156,12 +176,12 @@ impl FromStr for WritePolicy {
     }
 }
 
-/// The start of a namespace's hex name, or all of it.
+/// First hex digits of a namespace's name, at least 4, or all 64. Upper case is accepted and stored
+/// as lower case.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamespacePrefix(String);
 
 impl NamespacePrefix {
-    /// Whether it is the start of this one's name.
     pub fn matches(&self, namespace: &NamespaceId) -> bool {
         namespace.to_string().starts_with(&self.0)
     }
@@ -173,7 +193,7 @@ impl fmt::Display for NamespacePrefix {
     }
 }
 
-/// Shortest start of a namespace's name that is taken for it.
+/// Minimum number of digits. Fewer would match several namespaces of a busy node.
 const PREFIX_MIN: usize = 4;
 
 impl FromStr for NamespacePrefix {
@@ -184,62 +204,66 @@ impl FromStr for NamespacePrefix {
         if hex && (PREFIX_MIN..=64).contains(&text.len()) {
             return Ok(Self(text.to_ascii_lowercase()));
         }
-        Err(format!("'{text}' is not a namespace: {PREFIX_MIN} to 64 hex digits, as `larder status` shows them"))
+        Err(format!(
+            "'{text}' is not a namespace: give {PREFIX_MIN} to 64 hex digits, as `larder status --wide` shows them"
+        ))
     }
 }
 
-/// Most bytes of a namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamespaceQuota {
-    /// Whose.
     pub namespace: NamespacePrefix,
-    /// Most bytes in L2, and in L3.
+    /// Maximum size of each matching namespace, in bytes: in L2, and again in L3.
     pub bytes: u64,
 }
 
-/// Smallest L2.
+/// Minimum size of L2, in bytes. Smaller ones hold only a few pages of a large model.
 pub const L2_BYTES_MIN: u64 = 32 << 20;
-/// Least memory for requests: some dozen of them, whatever they say.
+/// Minimum memory for requests, in bytes. It admits about a dozen connections with small requests.
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
-/// Most devices.
+/// Maximum number of L3 devices. Each has its own executor thread.
 pub const L3_DEVICES_MAX: usize = 64;
 
 impl NodeOptions {
-    /// Checks what can be checked before anything is opened.
+    /// Checks all values before anything is opened. The error names the flag of `larder store`.
     pub fn validate(&self) -> Result<(), String> {
         if self.l2_bytes < L2_BYTES_MIN {
-            return Err(format!("L2 of {} bytes is too small, the minimum is {L2_BYTES_MIN}", self.l2_bytes));
+            return Err(format!("--l2 is {} bytes; the minimum is {L2_BYTES_MIN} (32MiB)", self.l2_bytes));
         }
         if self.request_bytes < REQUEST_BYTES_MIN {
             let given = self.request_bytes;
-            return Err(format!("{given} bytes for requests are too few, the minimum is {REQUEST_BYTES_MIN}"));
+            return Err(format!("--request-memory is {given} bytes; the minimum is {REQUEST_BYTES_MIN} (1MiB)"));
         }
         if self.connections_max == 0 {
-            return Err("a node needs at least one connection".into());
+            return Err("the maximum number of connections is 0; it must be at least 1".into());
         }
         if self.write_after_hits == 0 {
-            return Err("pages can be written after 1 hit or more; write-through writes them before".into());
+            return Err("--write-after-hits is 0; it must be at least 1, or use --write-policy write-through".into());
         }
         if self.write_policy != WritePolicy::Through && self.l3_devices().is_empty() {
-            return Err(format!("{} needs an L3: a data directory, or a device", self.write_policy));
+            return Err(format!("--write-policy {} needs an L3: set --data-dir or --l3", self.write_policy));
         }
         self.validate_devices()
     }
 
     fn validate_devices(&self) -> Result<(), String> {
         if self.l3.len() > L3_DEVICES_MAX {
-            return Err(format!("{} devices are too many, the maximum is {L3_DEVICES_MAX}", self.l3.len()));
+            return Err(format!("--l3 is given {} times; the maximum is {L3_DEVICES_MAX} devices", self.l3.len()));
         }
         for (index, device) in self.l3.iter().enumerate() {
             if self.l3[..index].iter().any(|before| before.dir == device.dir) {
-                return Err(format!("the L3 device {} is given twice", device.dir.display()));
+                return Err(format!(
+                    "--l3 {} is given twice; each device needs its own directory",
+                    device.dir.display()
+                ));
             }
         }
         Ok(())
     }
 
-    /// The devices of L3: those given, or the one in the data directory.
+    /// Returns the L3 devices: those given, or else the log in the data directory.
     pub fn l3_devices(&self) -> Vec<L3Device> {
+        // Named devices replace the log in the data directory, even if that exists from before.
         match (&self.data_dir, self.l3.is_empty()) {
             (_, false) => self.l3.clone(),
             (Some(dir), true) if self.l3_bytes > 0 => {
@@ -249,52 +273,53 @@ impl NodeOptions {
         }
     }
 
-    /// Bytes of the arena: L2 and room for pages on their way.
     pub fn arena_bytes(&self) -> u64 {
         self.l2_bytes + self.in_flight_bytes()
     }
 
-    /// Room for pages on their way in and out, in bytes.
+    /// DRAM for pages in transfer, in bytes: the option, or else an eighth of L2. The minimum of 64
+    /// MiB holds a few of the largest pages.
     pub fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.unwrap_or_else(|| (self.l2_bytes / 8).max(64 << 20))
     }
 
-    /// Most bytes of one connection's open puts.
-    pub fn connection_bytes(&self) -> u64 {
-        self.connection_bytes.unwrap_or_else(|| self.dirty_bytes_max())
+    pub fn connection_put_bytes(&self) -> u64 {
+        self.connection_put_bytes.unwrap_or_else(|| self.dirty_bytes_max())
     }
 
-    /// Most bytes that are read and sent for one connection at a time, of pages of `page_bytes`.
-    pub fn window_bytes(&self, page_bytes: u64) -> u64 {
-        self.window_bytes.unwrap_or_else(|| self.in_flight_bytes() / 8).max(2 * page_bytes)
+    /// Read window of one connection in bytes. Two pages of `page_bytes` always fit: one is sent
+    /// while the next one is read.
+    pub fn connection_read_window_bytes(&self, page_bytes: u64) -> u64 {
+        self.connection_read_window_bytes.unwrap_or_else(|| self.in_flight_bytes() / 8).max(2 * page_bytes)
     }
 
-    /// Most bytes that one connection may wait for, however fast it takes them.
-    pub fn asked_bytes(&self) -> u64 {
-        self.asked_bytes.unwrap_or_else(|| self.l2_bytes.max(256 << 20))
+    pub fn connection_outstanding_bytes(&self) -> u64 {
+        self.connection_outstanding_bytes.unwrap_or_else(|| self.l2_bytes.max(256 << 20))
     }
 
-    /// Most readers that wait for pages nobody has begun to write. Each is a request meanwhile; a quarter is theirs.
+    /// Maximum number of readers that wait for absent pages. Each counts as a request of 1 KiB, and
+    /// together they may use a quarter of the request memory, hence the division by 4 KiB.
     pub(crate) fn waiters_max(&self) -> usize {
         usize::try_from(self.request_bytes >> 12).unwrap_or(usize::MAX)
     }
 
-    /// Most bytes of pages that are held for readers: what a lookup promised, and what is read in place.
+    /// Maximum size of held pages, in bytes: those leased by lookups, and those read in place. L2
+    /// cannot evict them, so more than an eighth would weaken its policy.
     pub fn held_bytes_max(&self) -> u64 {
         self.l2_bytes / 8
     }
 
-    /// Whether other processes shall be able to map the arena.
-    pub fn sharing(&self) -> Sharing {
+    pub fn sharing(&self) -> ArenaSharing {
         match self.share_memory {
-            Some(true) => Sharing::Always,
-            Some(false) => Sharing::Never,
-            None if self.l3_devices().is_empty() => Sharing::Always,
-            None => Sharing::IfHuge,
+            Some(true) => ArenaSharing::Always,
+            Some(false) => ArenaSharing::Never,
+            None if self.l3_devices().is_empty() => ArenaSharing::Always,
+            None => ArenaSharing::IfHuge,
         }
     }
 
-    /// Most bytes of pages that are being put or written to L3. The other half of the room is for reads.
+    /// Maximum size of pages that are being put or written to L3, in bytes. The other half of
+    /// `in_flight_bytes` is for reads, so that a slow device cannot block readers.
     pub fn dirty_bytes_max(&self) -> u64 {
         self.in_flight_bytes() / 2
     }
@@ -305,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn write_policies_and_prefixes_parse_their_own_names() {
         for policy in [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back] {
             assert_eq!(policy.to_string().parse(), Ok(policy));
         }
@@ -318,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_refused_with_a_reason() {
+    fn invalid_options_are_refused_with_the_flag_to_change() {
         let device = |dir: &str| L3Device { dir: dir.into(), bytes: 1 << 30 };
         let good = NodeOptions { data_dir: Some("d".into()), ..NodeOptions::default() };
         assert_eq!(good.validate(), Ok(()));
@@ -328,7 +353,7 @@ mod tests {
         let twice = NodeOptions { l3: vec![device("a"), device("a")], ..good.clone() };
         assert!(twice.validate().unwrap_err().contains("twice"));
         let nowhere = NodeOptions { write_policy: WritePolicy::Back, ..NodeOptions::default() };
-        assert!(nowhere.validate().unwrap_err().contains("write-back needs"));
+        assert!(nowhere.validate().unwrap_err().contains("--write-policy write-back needs"));
         assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
         assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));
     }

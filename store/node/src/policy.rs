@@ -1,145 +1,147 @@
-//! Which pages L2 keeps, and which are written to L3.
+//! The policy of L2: which pages it keeps, and which pages are written to L3 when.
 //!
-//! Always true:
-//! 1. The pages in L2 take no more than its capacity, each counted once by the bytes of its slot.
-//! 2. Room given to puts and bytes being written to L3 are no more than the budget for them, and one page.
-//! 3. A page that was taken and is not on L3 leaves L2 only after it was given out to be written, unless the policy is to
-//!    drop such pages (write-through-selective), its time is over, or there is no L3.
-//! 4. Hard pins hold no more than a quarter of L2, the pages that stay because of them included.
+//! Invariants:
+//! 1. The pages in L2 take at most its capacity. Each counts once, with the bytes of its slot.
+//! 2. Bytes reserved for puts plus bytes being written to L3 exceed their budget by at most one
+//!    page.
+//! 3. A dirty page leaves L2 only after its write to L3 was requested. Exceptions: the policy is
+//!    write-through-selective, the page has expired, or the node has no L3.
+//! 4. Hard pins keep at most a quarter of L2, including the ancestors that stay because of them.
 //!
-//! This is decided here and carried out by `tiers`: no I/O, no clock, no randomness, so that a simulation can drive it.
-//! Time comes in as Unix milliseconds. What is to be done comes back in [`Decisions`], in the order in which it must be
-//! done: writes begin before evictions, so that no page is nowhere in between.
+//! This module decides and `tiers` executes. It does no I/O and reads neither clock nor randomness,
+//! so a model test can drive it. Time comes in as Unix milliseconds. Decisions come back as
+//! [`PolicyActions`], in the order of execution: writes begin before evictions, so that no page is
+//! unreachable in between.
+//!
+//! The owner guards the whole policy with one lock: see the lock order in [`crate::tiers`].
+//! Decision record 0016 tells why L2 has this index besides foyer.
 
-mod accounts;
+mod namespaces;
 mod pins;
 #[cfg(test)]
 mod tests;
 
 use crate::options::{NamespaceQuota, WritePolicy};
-use accounts::Accounts;
-use larder_core::planted::{Bug, has};
-use larder_evict::{Evicted, Evictor, Handle, Larder, NamespaceIndex, NewPage, Reason};
+use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
 use larder_format::{NamespaceId, PageId, PageKey};
+use larder_runtime::fail_point;
+use namespaces::NamespaceTable;
 use pins::{Pin, Pins};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound::{Excluded, Unbounded};
 
 pub use pins::PinRefused;
 
-/// One in so many hits of a page is told to L3.
+/// L3 is told of every sixteenth hit of a page: often enough to rank it, rarely enough to cost
+/// nothing.
 const TOUCH_EVERY: u32 = 16;
 
-/// What the rules need to know at the start.
 #[derive(Debug, Clone)]
 pub struct PolicyOptions {
-    /// Most bytes of pages in L2.
     pub capacity_bytes: u64,
-    /// Budget for puts and for pages being written to L3, in bytes.
+    /// Budget in bytes for open puts and for pages being written to L3, together.
     pub dirty_bytes_max: u64,
-    /// Whether there is an L3.
     pub has_l3: bool,
-    /// When pages are written to it.
     pub write_policy: WritePolicy,
-    /// Hits after which write-through-selective writes a page.
+    /// Number of hits after which write-through-selective writes a page.
     pub write_after_hits: u32,
-    /// Most bytes of a namespace in L2 that has no quota of its own.
+    /// Quota in bytes of a namespace that has none of its own. `None` is no limit.
     pub quota_default: Option<u64>,
-    /// Quotas of namespaces.
     pub quotas: Vec<NamespaceQuota>,
-    /// Keeps strangers from choosing which pages are sampled.
+    /// Seed of the eviction policy's sampling, so that clients cannot predict which pages it
+    /// samples.
     pub seed: u64,
 }
 
-/// A page as far as the rules care.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PageFacts {
-    /// Its name.
+pub struct PageInfo {
     pub id: PageId,
-    /// The page before it.
     pub parent: PageKey,
-    /// Place in its sequence, in pages.
+    /// Position in its sequence, in pages.
     pub position: u32,
-    /// Number of the put.
+    /// Number of the put, unique on a node and growing.
     pub generation: u64,
-    /// Bytes of its slot.
     pub bytes: u32,
-    /// When it is to be gone, in Unix milliseconds; 0: never.
+    /// Expiry in Unix milliseconds; 0 means never.
     pub expires_unix_ms: u64,
 }
 
-/// What is to be done, in this order.
+/// Decisions to be executed, in the order of the fields.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Decisions {
-    /// Pages to be written to L3. The end of each is to be told with [`Residency::written`].
+pub struct PolicyActions {
+    /// Pages to write to L3. The caller reports the end of each write to [`L2Policy::written`].
     pub write: Vec<PageId>,
-    /// Pages that leave L2, and why.
-    pub evict: Vec<(PageId, Reason)>,
-    /// Pages that were asked for in L2 and lie on L3 too: it should learn of it.
+    pub evict: Vec<(PageId, EvictionReason)>,
+    /// Pages with hits in L2 that L3 has too. L3 ranks its pages by such touches.
     pub touch: Vec<PageId>,
-    /// Pages whose pin is over: L3 is to let go of them too.
+    /// Pages whose pin expired. L3 unpins them too.
     pub unpin: Vec<PageId>,
 }
 
-/// Where a page is that was put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placed {
-    /// In L2, or on its way to L3, or its time is over already.
+pub enum PutOutcome {
+    /// L2 keeps the page, or its write to L3 was requested, or it has expired already.
     Stored,
-    /// No tier takes it.
-    Nowhere,
+    Rejected,
 }
 
-/// What there is of a page outside of L2.
+/// State of a resident page with respect to L3. It decides about the page's eviction: only a dirty
+/// page is written then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// L3 has it.
-    OnL3,
-    /// A write to L3 is under way.
+enum Persistence {
+    Clean,
     Writing,
-    /// Nothing: to be written before it leaves.
+    /// Only L2 has the page; it is written before it leaves.
     Dirty,
-    /// Nothing: to be written when it was asked for often enough.
-    Unproven,
-    /// Nothing, and it stays so: there is no L3, or it refused the page.
-    Only,
+    /// Only L2 has the page; it is written once it has had enough hits.
+    Candidate,
+    /// Only L2 has the page, and it stays so: the node has no L3, or L3 refused the page.
+    Unbacked,
 }
 
+/// Record of a resident page. There are millions, so it has only the facts that outlive admission.
 #[derive(Debug)]
-struct Entry {
-    handle: Handle,
-    facts: PageFacts,
-    /// The resident page before it, when it came.
-    parent: Option<(PageId, Handle)>,
-    hits: u32,
-    state: State,
+struct ResidentPage {
+    handle: PageHandle,
+    generation: u64,
+    deadline_ms: u64,
+    /// Parent that was resident when this page came, in the same namespace. The handle tells it
+    /// from a later put of the same key.
+    parent: Option<(PageKey, PageHandle)>,
     pin: Option<Pin>,
-    /// Reasons why it is held: its own hard pin, and the pages right behind it that are held.
-    holds: u32,
+    bytes: u32,
+    hits: u32,
+    /// Number of reasons to keep the page: its own hard pin, and each child that is kept.
+    keep_count: u32,
+    persistence: Persistence,
 }
 
-/// The pages of L2.
+// A node has millions of these: each further 8 bytes cost it megabytes.
+const _: () = assert!(size_of::<ResidentPage>() <= 104);
+
+/// Pages resident in L2 and the rules for them. Methods append their decisions to
+/// [`PolicyActions`]. The caller executes them before it releases the lock.
 #[derive(Debug)]
-pub struct Residency {
+pub struct L2Policy {
     options: PolicyOptions,
-    evictor: Evictor<PageId, Larder>,
-    entries: BTreeMap<PageId, Entry>,
+    evictor: Evictor<PageId, HitDensity>,
+    /// Ordered by id: the scrub resumes behind its cursor, whatever came and went meanwhile.
+    pages: BTreeMap<PageId, ResidentPage>,
     dirty: BTreeSet<PageId>,
-    accounts: Accounts,
+    namespaces: NamespaceTable,
     pins: Pins,
     reserved_bytes: u64,
     writing_bytes: u64,
     writable: bool,
 }
 
-impl Residency {
-    /// Empty.
-    pub fn new(options: PolicyOptions) -> Residency {
-        Residency {
-            evictor: Evictor::new(options.capacity_bytes, Larder::new(options.seed)),
-            entries: BTreeMap::new(),
+impl L2Policy {
+    pub fn new(options: PolicyOptions) -> L2Policy {
+        L2Policy {
+            evictor: Evictor::new(options.capacity_bytes, HitDensity::new(options.seed)),
+            pages: BTreeMap::new(),
             dirty: BTreeSet::new(),
-            accounts: Accounts::new(options.quota_default, options.quotas.clone()),
+            namespaces: NamespaceTable::new(options.quota_default, options.quotas.clone()),
             pins: Pins::default(),
             reserved_bytes: 0,
             writing_bytes: 0,
@@ -148,14 +150,14 @@ impl Residency {
         }
     }
 
-    /// Whether L3 takes writes at the moment. While it does not, write-back takes no pages that others would have to be
-    /// written for.
+    /// Tells whether L3 accepts writes now. While it does not, write-back admits no page that would
+    /// push a dirty one out.
     pub fn set_writable(&mut self, writable: bool) {
         self.writable = writable;
     }
 
-    /// Room for a page that is about to be put; `false` means busy. It ends with [`Residency::put`] or
-    /// [`Residency::release`].
+    /// Reserves bytes for a page that is about to be put. Returns `false` if the node is busy. The
+    /// caller ends the reservation with [`L2Policy::put`] or [`L2Policy::release`].
     pub fn reserve(&mut self, bytes: u32) -> bool {
         let may = self.has_budget(bytes) && (!self.writes_back() || self.writable || self.fits_beside_reserved(bytes));
         if may {
@@ -164,106 +166,118 @@ impl Residency {
         may
     }
 
-    /// Gives reserved room back.
+    /// Releases reserved bytes. Panics if fewer are reserved: a clamped counter would hide that the
+    /// budget leaks.
     pub fn release(&mut self, bytes: u32) {
-        self.reserved_bytes = self.reserved_bytes.saturating_sub(u64::from(bytes));
+        assert!(self.reserved_bytes >= u64::from(bytes), "released {bytes} bytes that were not reserved");
+        self.reserved_bytes -= u64::from(bytes);
     }
 
-    /// A page was put, for which `reserved` bytes were reserved.
-    pub fn put(&mut self, page: PageFacts, reserved: u32, now_ms: u64, out: &mut Decisions) -> Placed {
+    /// Admits a sealed page and ends its reservation of `reserved` bytes. An expired page counts as
+    /// stored, although no tier keeps it.
+    pub fn put(&mut self, page: PageInfo, reserved: u32, now_ms: u64, actions: &mut PolicyActions) -> PutOutcome {
         self.release(reserved);
-        if page.is_over(now_ms) {
-            return Placed::Stored;
+        if page.is_expired(now_ms) {
+            return PutOutcome::Stored;
         }
-        let (state, policy) = (self.state_of_new(), self.options.write_policy);
-        let taken = self.admit(page, state, now_ms, out);
-        let write = match (taken, self.options.has_l3) {
-            (_, false) => false,
-            (true, true) => policy == WritePolicy::Through,
-            (false, true) => policy != WritePolicy::Selective,
+        let admitted = self.admit(page, self.persistence_of_put(), now_ms, actions);
+        let write = match (self.options.write_policy, admitted) {
+            _ if !self.options.has_l3 => false,
+            (WritePolicy::Through, _) => true,
+            // Deferred while L2 keeps the page. Refused by L2, it goes to L3 at once.
+            (WritePolicy::Back, admitted) => !admitted,
+            // A page without hits is not worth a write.
+            (WritePolicy::Selective, _) => false,
         };
         if write {
-            self.begin_write(page.id, page.bytes, out);
+            self.begin_write(page.id, page.bytes, actions);
         }
-        if taken || write { Placed::Stored } else { Placed::Nowhere }
+        if admitted || write { PutOutcome::Stored } else { PutOutcome::Rejected }
     }
 
-    /// A page was read from L3; `true` if L2 takes it.
-    pub fn loaded(&mut self, page: PageFacts, now_ms: u64, out: &mut Decisions) -> bool {
-        if page.is_over(now_ms) || (self.writes_back() && !(self.writable && self.has_budget(page.bytes))) {
+    /// Offers a page that was read from L3. Returns `true` if L2 admits it.
+    pub fn loaded(&mut self, page: PageInfo, now_ms: u64, actions: &mut PolicyActions) -> bool {
+        // Under write-back a read must not push out a dirty page that L3 cannot take now.
+        let may_evict = !self.writes_back() || (self.writable && self.has_budget(page.bytes));
+        if page.is_expired(now_ms) || !may_evict {
             return false;
         }
-        self.admit(page, State::OnL3, now_ms, out)
+        self.admit(page, Persistence::Clean, now_ms, actions)
     }
 
-    /// A page in L2 was asked for; `false` if it is not this one that L2 has.
-    pub fn hit(&mut self, id: &PageId, generation: u64, now_ms: u64, out: &mut Decisions) -> bool {
-        let Some(entry) = self.entries.get_mut(id).filter(|entry| entry.facts.generation == generation) else {
+    /// Records a hit. Returns `false` if L2 does not have this put of the page.
+    pub fn hit(&mut self, id: &PageId, generation: u64, now_ms: u64, actions: &mut PolicyActions) -> bool {
+        let Some(page) = self.pages.get_mut(id).filter(|page| page.generation == generation) else {
             return false;
         };
-        if !self.evictor.touch(entry.handle, now_ms) {
+        if !self.evictor.touch(page.handle, now_ms) {
             return false;
         }
-        entry.hits = entry.hits.saturating_add(1);
-        let (state, hits, bytes) = (entry.state, entry.hits, entry.facts.bytes);
-        if state == State::Unproven && hits >= self.options.write_after_hits && self.has_budget(bytes) {
-            self.set_state(id, State::Writing);
-            self.begin_write(*id, bytes, out);
-        } else if state == State::OnL3 && hits.is_multiple_of(TOUCH_EVERY) {
-            out.touch.push(*id);
+        page.hits = page.hits.saturating_add(1);
+        let hits = page.hits;
+        let bytes = page.bytes;
+        let persistence = page.persistence;
+        if persistence == Persistence::Candidate && hits >= self.options.write_after_hits && self.has_budget(bytes) {
+            self.set_persistence(id, Persistence::Writing);
+            self.begin_write(*id, bytes, actions);
+        } else if persistence == Persistence::Clean && hits.is_multiple_of(TOUCH_EVERY) {
+            actions.touch.push(*id);
         }
         true
     }
 
-    /// A write to L3 ended. `bytes` are those of the page's slot.
-    pub fn written(&mut self, id: &PageId, generation: u64, bytes: u32, ok: bool) {
-        self.writing_bytes = self.writing_bytes.saturating_sub(u64::from(bytes));
-        let entry = self.entries.get_mut(id);
-        if let Some(entry) = entry.filter(|entry| entry.facts.generation == generation && entry.state == State::Writing)
-        {
-            entry.state = if ok { State::OnL3 } else { State::Only };
+    /// Records the end of a write to L3. `bytes` are those of the page's slot.
+    pub fn written(&mut self, id: &PageId, generation: u64, bytes: u32, stored: bool) {
+        assert!(self.writing_bytes >= u64::from(bytes), "ended a write of {bytes} bytes that never began");
+        self.writing_bytes -= u64::from(bytes);
+        // The page may have left L2, been replaced by a newer put, or been lost on L3 again.
+        let page = self.pages.get_mut(id).filter(|page| page.generation == generation);
+        if let Some(page) = page.filter(|page| page.persistence == Persistence::Writing) {
+            page.persistence = if stored { Persistence::Clean } else { Persistence::Unbacked };
         }
     }
 
-    /// L3 lost a page: it is written again if L2 has it.
-    pub fn lost_on_l3(&mut self, id: &PageId, out: &mut Decisions) {
-        let Some(entry) = self.entries.get(id).filter(|entry| entry.state == State::OnL3) else { return };
-        let bytes = entry.facts.bytes;
+    /// Records that L3 lost a page. Writes it again if L2 has it.
+    pub fn lost_on_l3(&mut self, id: &PageId, actions: &mut PolicyActions) {
+        let Some(page) = self.pages.get(id).filter(|page| page.persistence == Persistence::Clean) else { return };
+        let bytes = page.bytes;
         if self.has_budget(bytes) {
-            self.set_state(id, State::Writing);
-            self.begin_write(*id, bytes, out);
+            self.set_persistence(id, Persistence::Writing);
+            self.begin_write(*id, bytes, actions);
         } else {
-            let later = if self.writes_back() { State::Dirty } else { State::Only };
-            self.set_state(id, later);
+            let later = if self.writes_back() { Persistence::Dirty } else { Persistence::Unbacked };
+            self.set_persistence(id, later);
         }
     }
 
-    /// Takes a page out; `true` if it was in L2.
+    /// Removes a page. Returns `true` if it was in L2.
     pub fn forget(&mut self, id: &PageId) -> bool {
-        let Some(handle) = self.entries.get(id).map(|entry| entry.handle) else { return false };
+        let Some(handle) = self.pages.get(id).map(|page| page.handle) else { return false };
         self.evictor.remove(handle);
-        self.left(id).is_some()
+        self.remove_page(id).is_some()
     }
 
-    /// Ends pins and pages whose time is over.
-    pub fn tick(&mut self, now_ms: u64, out: &mut Decisions) {
-        while let Some(id) = self.pins.first_over(now_ms).filter(|_| !has(Bug::PinsStay)) {
+    /// Ends expired pins and evicts expired pages.
+    pub fn tick(&mut self, now_ms: u64, actions: &mut PolicyActions) {
+        while let Some(id) = self.pins.first_expired(now_ms).filter(|_| !fail_point!("node.pins-never-expire")) {
             self.set_pin(&id, None);
-            out.unpin.push(id);
+            actions.unpin.push(id);
         }
         let mut evicted = Vec::new();
         self.evictor.expire(now_ms, &mut evicted);
-        self.leave(evicted, now_ms, out);
+        self.remove_evicted(evicted, now_ms, actions);
     }
 
-    /// Evicts at least `bytes`, if so much may go.
-    pub fn make_room(&mut self, bytes: u32, now_ms: u64, out: &mut Decisions) {
+    /// Evicts at least `bytes`, as far as pins and write-back allow. Needed when the arena has no
+    /// free run of bytes for a page that fits the budget.
+    pub fn make_room(&mut self, bytes: u32, now_ms: u64, actions: &mut PolicyActions) {
         if self.writes_back() && !(self.writable && self.has_budget(bytes)) {
             return;
         }
         let free = self.evictor.capacity_bytes() - self.evictor.used_bytes();
         let bytes = u32::try_from(u64::from(bytes) + free).unwrap_or(u32::MAX);
-        // A page of nobody's that comes, and goes again at once.
+        // The evictor frees bytes only for a page. So a page of no namespace comes and goes at
+        // once.
         let ballast = NewPage {
             name: PageId { namespace: NamespaceId([0; 32]), key: PageKey::NONE },
             fingerprint: 0,
@@ -277,72 +291,63 @@ impl Residency {
         if let Ok(handle) = self.evictor.insert(ballast, now_ms, &mut evicted) {
             self.evictor.remove(handle);
         }
-        self.leave(evicted, now_ms, out);
+        self.remove_evicted(evicted, now_ms, actions);
     }
 
-    /// Begins to write what only L2 has, as far as the budget goes; `true` if nothing is left to begin. For write-back at
-    /// the end.
-    pub fn flush(&mut self, out: &mut Decisions) -> bool {
+    /// Requests writes of dirty pages as far as the budget allows. Returns `true` if none is left.
+    /// A stopping node calls it again whenever a write ends.
+    pub fn flush(&mut self, actions: &mut PolicyActions) -> bool {
         while let Some(&id) = self.dirty.first() {
-            let bytes = self.entries.get(&id).map_or(0, |entry| entry.facts.bytes);
+            let bytes = self.pages.get(&id).map_or(0, |page| page.bytes);
             if !self.has_budget(bytes) {
                 return false;
             }
-            self.set_state(&id, State::Writing);
-            self.begin_write(id, bytes, out);
+            self.set_persistence(&id, Persistence::Writing);
+            self.begin_write(id, bytes, actions);
         }
         true
     }
 
-    /// The next page in L2 behind `cursor`, in the order of names.
     pub fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
         match cursor {
-            Some(cursor) => self.entries.range((Excluded(cursor), Unbounded)).next().map(|(id, _)| *id),
-            None => self.entries.keys().next().copied(),
+            Some(cursor) => self.pages.range((Excluded(cursor), Unbounded)).next().map(|(id, _)| *id),
+            None => self.pages.keys().next().copied(),
         }
     }
 
-    /// Which put of a page is in L2.
     pub fn generation(&self, id: &PageId) -> Option<u64> {
-        self.entries.get(id).map(|entry| entry.facts.generation)
+        self.pages.get(id).map(|page| page.generation)
     }
 
-    /// Most bytes of pages in L2.
     pub fn capacity_bytes(&self) -> u64 {
         self.options.capacity_bytes
     }
 
-    /// When pages are written to L3.
     pub fn write_policy(&self) -> WritePolicy {
         self.options.write_policy
     }
 
-    /// Bytes of pages in L2.
     pub fn used_bytes(&self) -> u64 {
         self.evictor.used_bytes()
     }
 
-    /// Pages in L2.
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.pages.len()
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.pages.is_empty()
     }
 
-    /// Bytes reserved for puts or being written to L3.
     pub fn in_flight_bytes(&self) -> u64 {
         self.reserved_bytes + self.writing_bytes
     }
 
-    /// Pages that only L2 has and that are to be written before they leave.
     pub fn dirty_pages(&self) -> usize {
         self.dirty.len()
     }
 
-    /// Whether the order of LRU is in force, in place of what was learnt.
+    /// Returns `true` while eviction follows LRU because the learnt order would do worse.
     pub fn follows_lru(&self) -> bool {
         self.evictor.policy().follows_lru()
     }
@@ -351,12 +356,12 @@ impl Residency {
         self.options.has_l3 && self.options.write_policy == WritePolicy::Back
     }
 
-    fn state_of_new(&self) -> State {
-        match (self.options.has_l3, self.options.write_policy) {
-            (false, _) => State::Only,
-            (true, WritePolicy::Through) => State::Writing,
-            (true, WritePolicy::Selective) => State::Unproven,
-            (true, WritePolicy::Back) => State::Dirty,
+    fn persistence_of_put(&self) -> Persistence {
+        match self.options.write_policy {
+            _ if !self.options.has_l3 => Persistence::Unbacked,
+            WritePolicy::Through => Persistence::Writing,
+            WritePolicy::Selective => Persistence::Candidate,
+            WritePolicy::Back => Persistence::Dirty,
         }
     }
 
@@ -369,91 +374,105 @@ impl Residency {
         taken + u64::from(bytes) <= self.options.capacity_bytes
     }
 
-    fn begin_write(&mut self, id: PageId, bytes: u32, out: &mut Decisions) {
+    fn begin_write(&mut self, id: PageId, bytes: u32, actions: &mut PolicyActions) {
         self.writing_bytes += u64::from(bytes);
-        out.write.push(id);
+        actions.write.push(id);
     }
 
-    fn set_state(&mut self, id: &PageId, state: State) {
-        if let Some(entry) = self.entries.get_mut(id) {
-            entry.state = state;
+    fn set_persistence(&mut self, id: &PageId, persistence: Persistence) {
+        if let Some(page) = self.pages.get_mut(id) {
+            page.persistence = persistence;
         }
-        if state == State::Dirty {
+        if persistence == Persistence::Dirty {
             self.dirty.insert(*id);
         } else {
             self.dirty.remove(id);
         }
     }
 
-    /// Takes a page into L2 if the rules allow.
-    fn admit(&mut self, page: PageFacts, state: State, now_ms: u64, out: &mut Decisions) -> bool {
+    fn admit(&mut self, page: PageInfo, persistence: Persistence, now_ms: u64, actions: &mut PolicyActions) -> bool {
         self.forget(&page.id);
         let mut evicted = Vec::new();
+        // Expired pages go first: they make room, and an expired parent must not be found below.
         self.evictor.expire(now_ms, &mut evicted);
-        self.leave(std::mem::take(&mut evicted), now_ms, out);
-        let namespace = self.accounts.open(page.id.namespace, &mut self.evictor, &mut evicted);
+        self.remove_evicted(std::mem::take(&mut evicted), now_ms, actions);
+        let namespace = self.namespaces.add_page(page.id.namespace, &mut self.evictor, &mut evicted);
         let parent = self.parent_of(&page, now_ms);
         let new = NewPage {
             name: page.id,
             fingerprint: fingerprint(&page.id),
             namespace,
-            parent: parent.map(|(_, handle)| handle),
+            parent,
             position: page.position,
             bytes: page.bytes,
-            deadline_ms: Some(page.end_ms()),
+            deadline_ms: Some(page.deadline_ms()),
         };
-        let taken = self.evictor.insert(new, now_ms, &mut evicted);
-        if let Ok(handle) = taken {
-            let entry = Entry { handle, facts: page, parent, hits: 0, state, pin: None, holds: 0 };
-            self.entries.insert(page.id, entry);
-            self.set_state(&page.id, state);
+        let admitted = self.evictor.insert(new, now_ms, &mut evicted);
+        if let Ok(handle) = admitted {
+            let resident = ResidentPage {
+                handle,
+                generation: page.generation,
+                deadline_ms: page.deadline_ms(),
+                parent: parent.map(|handle| (page.parent, handle)),
+                pin: None,
+                bytes: page.bytes,
+                hits: 0,
+                keep_count: 0,
+                persistence,
+            };
+            self.pages.insert(page.id, resident);
+            self.set_persistence(&page.id, persistence);
         } else {
-            self.accounts.left(page.id.namespace);
+            self.namespaces.remove_page(page.id.namespace);
         }
-        self.leave(evicted, now_ms, out);
-        taken.is_ok()
+        self.remove_evicted(evicted, now_ms, actions);
+        admitted.is_ok()
     }
 
-    fn parent_of(&self, page: &PageFacts, now_ms: u64) -> Option<(PageId, Handle)> {
-        let id = PageId { key: page.parent, ..page.id };
-        let parent = self.entries.get(&id)?;
-        // A page that outlives the one before it would go with that, and in write-back be written in whatever number.
-        let lasts = parent.facts.end_ms() >= page.end_ms() && self.evictor.contains(parent.handle, now_ms);
-        lasts.then_some((id, parent.handle))
+    /// Returns the handle of the page's parent, if it is resident and outlives the page.
+    fn parent_of(&self, page: &PageInfo, now_ms: u64) -> Option<PageHandle> {
+        let parent = self.pages.get(&PageId { key: page.parent, ..page.id })?;
+        // The evictor expires children with their parent. A page that outlives its parent would be
+        // evicted early, and under write-back any number of such pages would be written at once.
+        let outlives = parent.deadline_ms >= page.deadline_ms() && self.evictor.contains(parent.handle, now_ms);
+        if outlives { Some(parent.handle) } else { None }
     }
 
-    /// Carries over what the evictor let go.
-    fn leave(&mut self, evicted: Vec<Evicted<PageId>>, now_ms: u64, out: &mut Decisions) {
+    /// Removes the pages that the evictor has removed, and requests writes of the dirty ones.
+    fn remove_evicted(&mut self, evicted: Vec<Evicted<PageId>>, now_ms: u64, actions: &mut PolicyActions) {
         for Evicted { name, reason, .. } in evicted {
-            let Some(entry) = self.left(&name) else { continue };
-            if entry.state == State::Dirty && !entry.facts.is_over(now_ms) && !has(Bug::DirtyDropped) {
-                self.begin_write(name, entry.facts.bytes, out);
+            let Some(page) = self.remove_page(&name) else { continue };
+            if page.persistence == Persistence::Dirty
+                && page.deadline_ms > now_ms
+                && !fail_point!("node.write-back-drops-dirty")
+            {
+                self.begin_write(name, page.bytes, actions);
             }
-            out.evict.push((name, reason));
+            actions.evict.push((name, reason));
         }
     }
 
-    /// Drops what is known of a page that the evictor has no more.
-    fn left(&mut self, id: &PageId) -> Option<Entry> {
-        self.drop_holds(id);
-        let entry = self.entries.remove(id)?;
+    fn remove_page(&mut self, id: &PageId) -> Option<ResidentPage> {
+        self.release_pins(id);
+        let page = self.pages.remove(id)?;
         self.dirty.remove(id);
-        self.accounts.left(id.namespace);
-        Some(entry)
+        self.namespaces.remove_page(id.namespace);
+        Some(page)
     }
 }
 
-impl PageFacts {
-    fn is_over(&self, now_ms: u64) -> bool {
-        self.end_ms() <= now_ms
+impl PageInfo {
+    fn is_expired(&self, now_ms: u64) -> bool {
+        self.deadline_ms() <= now_ms
     }
 
-    fn end_ms(&self) -> u64 {
+    fn deadline_ms(&self) -> u64 {
         if self.expires_unix_ms == 0 { u64::MAX } else { self.expires_unix_ms }
     }
 }
 
-/// All of the name in 64 bits. Foreign engines bring keys of their own, so every byte counts.
+/// Hash of the whole id. Foreign engines bring keys that differ in a few bytes only, so every byte
+/// counts.
 fn fingerprint(id: &PageId) -> u64 {
     let words = id.namespace.0.chunks_exact(8).chain(id.key.0.chunks_exact(8));
     words.fold(0, |folded, word| {
@@ -462,7 +481,7 @@ fn fingerprint(id: &PageId) -> u64 {
     })
 }
 
-/// Spreads a number over all bits (the finalizer of SplitMix64).
+/// Mixes all bits of a number: the finalizer of SplitMix64.
 pub(crate) fn mixed(number: u64) -> u64 {
     let a = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let b = (a ^ (a >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,26 +1,28 @@
-//! The node's RDMA devices, and what is open to clients through them.
+//! RDMA devices of a node, its channels to clients, and the memory that clients may access.
 
 use crate::holds::Hold;
-use larder_device::{Arena, PieceMut};
-use larder_rdma::{Credit, Fabric, FabricOptions, Kept, Line, RemoteRange, SlotSlice, Window};
-use larder_wire::LineWindow;
+use larder_memory::{Arena, SlotPartMut};
+use larder_rdma::{Fabric, FabricOptions, GrantCredit, Guarded, RdmaChannel, RemoteGrant, RemoteRange, SlotSlice};
+use larder_wire::GrantedRange;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Most lines of a node, over all connections.
-const LINES_MAX: usize = 256;
+/// Maximum number of channels of a node, over all connections. Each one has a queue pair, a
+/// completion queue and a file descriptor on the device.
+const CHANNELS_MAX: usize = 256;
 
-/// Whether pages move by RDMA, and how.
 #[derive(Debug, Clone)]
 pub struct RdmaOptions {
-    /// Whether clients that can may read and write pages by RDMA, where this machine has devices. Default yes.
+    /// Offers RDMA to clients where this machine has devices. Default: true. Without devices the
+    /// node uses TCP.
     pub enabled: bool,
-    /// Which devices, and how connections behave. Default all of them.
+    /// Devices to use, and limits of each connection. Default: all devices with an active port.
     pub fabric: FabricOptions,
-    /// How long a page stays open to a client that does not say that it has read it. Default 60 s.
+    /// Maximum time that a client may access a page without releasing it. Default: 60 s. Afterwards
+    /// the node revokes the access, and a late read fails on the client's side.
     pub page_age_max: Duration,
 }
 
@@ -30,93 +32,96 @@ impl Default for RdmaOptions {
     }
 }
 
-/// What a node moves pages with.
 pub struct Rdma {
-    /// Its devices.
     pub(crate) fabric: Fabric,
-    /// One for each line that may still be made.
-    pub(crate) room: Arc<Semaphore>,
-    /// As in [`RdmaOptions`].
+    /// One permit per channel that may still be opened.
+    pub(crate) channel_permits: Arc<Semaphore>,
     pub(crate) page_age_max: Duration,
 }
 
-/// A line to a client, counted among the node's.
-pub(crate) struct ClientLine {
-    line: Line,
-    /// Whether windows for writing could be opened on it so far.
-    writable: AtomicBool,
-    _room: OwnedSemaphorePermit,
+/// RDMA channel to a client. Counts against the node's maximum until it is dropped.
+pub(crate) struct ClientChannel {
+    channel: RdmaChannel,
+    /// Cleared when the device refuses a grant for writing. Some devices have no such grants.
+    can_grant_writes: AtomicBool,
+    _permit: OwnedSemaphorePermit,
 }
 
-impl ClientLine {
-    pub(crate) fn new(line: Line, room: OwnedSemaphorePermit) -> ClientLine {
-        ClientLine { line, writable: AtomicBool::new(true), _room: room }
+impl ClientChannel {
+    pub(crate) fn new(channel: RdmaChannel, permit: OwnedSemaphorePermit) -> ClientChannel {
+        ClientChannel { channel, can_grant_writes: AtomicBool::new(true), _permit: permit }
     }
 
-    /// Leave to open a window for writing, if there is one now and such windows can be opened.
-    pub(crate) fn credit_to_write(&self) -> Option<Credit> {
-        if !self.writable.load(Ordering::Relaxed) { None } else { self.credit() }
+    /// Returns credit for one grant for writing, if there is some and the device supports such
+    /// grants.
+    pub(crate) fn write_credit(&self) -> Option<GrantCredit> {
+        // Relaxed: a stale value costs one more failed grant.
+        if self.can_grant_writes.load(Ordering::Relaxed) { self.grant_credit() } else { None }
     }
 
-    /// A window for writing could not be opened, and none is tried any more; whether that is news.
-    pub(crate) fn refuses_writing(&self) -> bool {
-        self.writable.swap(false, Ordering::Relaxed)
-    }
-}
-
-impl Deref for ClientLine {
-    type Target = Line;
-
-    fn deref(&self) -> &Line {
-        &self.line
+    /// Records that this channel cannot grant writes. Returns `true` the first time, so that the
+    /// caller logs it once.
+    pub(crate) fn disable_write_grants(&self) -> bool {
+        self.can_grant_writes.swap(false, Ordering::Relaxed)
     }
 }
 
-/// A page that a client may read. Its hold ends when the key is dead, not before.
-pub(crate) type OpenPage = Window<Kept<Kept<SlotSlice, Hold>, Credit>>;
-/// A part that a client may write.
-pub(crate) type OpenPart = Window<Kept<PieceMut, Credit>>;
+impl Deref for ClientChannel {
+    type Target = RdmaChannel;
 
-/// Opens the devices, if there are any, and registers the arena with them.
+    fn deref(&self) -> &RdmaChannel {
+        &self.channel
+    }
+}
+
+/// A usable channel with the number that the client gave it.
+pub(crate) type NumberedChannel = (u32, Arc<ClientChannel>);
+
+/// Access of a client to a page, for reading. The hold and the credit return when the device has
+/// invalidated the key, and not before.
+pub(crate) type ReadGrant = RemoteGrant<Guarded<Guarded<SlotSlice, Hold>, GrantCredit>>;
+/// Access of a client to a part that it writes.
+pub(crate) type WriteGrant = RemoteGrant<Guarded<SlotPartMut, GrantCredit>>;
+
+/// Opens the devices and registers the arena with them. Returns `None` without usable devices.
 pub async fn open(options: &RdmaOptions, arena: &Arc<Arena>) -> Option<Rdma> {
     if !options.enabled {
         return None;
     }
+    // Registers the whole arena once. Registration per transfer would cost more than the transfer.
     match Fabric::open(&options.fabric, arena.clone()).await {
         Ok(fabric) => {
             let devices: Vec<&str> = fabric.nics().map(|nic| nic.name()).collect();
-            tracing::info!(?devices, "pages move by RDMA to clients that can");
-            let room = Arc::new(Semaphore::new(LINES_MAX));
-            Some(Rdma { fabric, room, page_age_max: options.page_age_max })
+            tracing::info!(?devices, "RDMA enabled: clients with RDMA devices read and write pages directly");
+            let channel_permits = Arc::new(Semaphore::new(CHANNELS_MAX));
+            Some(Rdma { fabric, channel_permits, page_age_max: options.page_age_max })
         }
+        // No device was named, so most machines end here.
         Err(error) if options.fabric.devices.is_empty() => {
-            tracing::debug!(%error, "no RDMA");
+            tracing::debug!(%error, "no RDMA devices: pages move over TCP");
             None
         }
         Err(error) => {
-            tracing::warn!(%error, devices = ?options.fabric.devices, "no RDMA");
+            let devices = &options.fabric.devices;
+            tracing::warn!(%error, ?devices, "cannot use the RDMA devices: pages move over TCP; check --rdma-devices");
             None
         }
     }
 }
 
-/// State for people and scripts.
 pub(crate) fn status(fabric: &Fabric) -> serde_json::Value {
     let device = |nic: &Arc<larder_rdma::Nic>| {
         let stats = nic.stats();
         serde_json::json!({
-            "device": nic.name(), "up": nic.is_alive(), "lines": stats.endpoints, "windows": stats.windows,
-            "lines_died": stats.deaths, "stuck": stats.stuck,
+            "device": nic.name(), "up": nic.is_alive(), "channels": stats.endpoints, "grants": stats.grants,
+            "channels_failed": stats.disconnects, "leaked": stats.leaked,
         })
     };
     fabric.nics().map(device).collect()
 }
 
-/// What a client needs to know of a window on line `number`.
-pub(crate) fn describe<B>(number: u32, window: &Window<B>) -> LineWindow {
-    let RemoteRange { address, len, key } = window.remote();
-    LineWindow { line: number, address, len, key }
+/// Returns the message that lets the client use a grant on channel `number`.
+pub(crate) fn describe<B>(number: u32, grant: &RemoteGrant<B>) -> GrantedRange {
+    let RemoteRange { address, len, key } = grant.remote();
+    GrantedRange { channel: number, address, len, key }
 }
-
-/// A line that can be used now, with its number.
-pub(crate) type Turn = (u32, Arc<ClientLine>);

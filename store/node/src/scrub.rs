@@ -1,4 +1,4 @@
-//! A slow pass over L2, again and again, that finds pages whose bytes changed in memory before a reader does.
+//! The scrub of L2: a slow, endless pass that verifies pages in DRAM before a reader meets damage.
 
 use crate::tiers::Tiers;
 use serde_json::json;
@@ -7,20 +7,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// Least time between two passes.
+/// Pause between two passes, so that an empty L2 does not make the scrub spin.
 const PASS_PAUSE: Duration = Duration::from_secs(1);
 
-/// How far the passes got.
+/// Progress of the scrub. The counters are independent, so relaxed ordering is enough.
 #[derive(Debug, Default)]
-pub(crate) struct Scrubbed {
+pub(crate) struct ScrubProgress {
     passes: AtomicU64,
     pass_pages: AtomicU64,
     pass_bytes: AtomicU64,
     dropped: AtomicU64,
 }
 
-impl Scrubbed {
-    fn page(&self, bytes: u64, dropped: u64) {
+impl ScrubProgress {
+    fn verified(&self, bytes: u64, dropped: u64) {
         self.pass_pages.fetch_add(1, Ordering::Relaxed);
         self.pass_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.dropped.fetch_add(dropped, Ordering::Relaxed);
@@ -32,7 +32,6 @@ impl Scrubbed {
         self.pass_bytes.store(0, Ordering::Relaxed);
     }
 
-    /// State for people and scripts.
     pub(crate) fn status(&self) -> serde_json::Value {
         let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         json!({
@@ -44,7 +43,7 @@ impl Scrubbed {
     }
 }
 
-/// Verifies L2 at `bytes_per_second` until `stop`; 0 means not at all.
+/// Verifies L2 at `bytes_per_second` until `stop` is cancelled. Zero disables the scrub.
 pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: CancellationToken) {
     if bytes_per_second == 0 {
         return;
@@ -55,13 +54,14 @@ pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: Cancella
             Some(id) => {
                 cursor = Some(id);
                 let bytes = tiers.get_l2(&id).map_or(0, |page| page.payload.len() as u64);
-                tiers.scrubbed.page(bytes, tiers.recheck(&id) as u64);
-                tiers.metrics().scrub_bytes.inc_by(bytes);
+                tiers.scrub_progress.verified(bytes, tiers.recheck(&id) as u64);
+                tiers.metrics().bytes_scrubbed_l2.inc_by(bytes);
+                // The pause after each page keeps the average rate. One page is the largest burst.
                 Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64)
             }
             None => {
                 cursor = None;
-                tiers.scrubbed.pass_ended();
+                tiers.scrub_progress.pass_ended();
                 PASS_PAUSE
             }
         };

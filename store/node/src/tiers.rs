@@ -1,139 +1,179 @@
-//! L2 over L3.
+//! The cache tiers of a node: L2 (DRAM) over L3 (NVMe).
 //!
-//! Always true:
-//! - `policy` decides what L2 keeps; foyer is its index, with so much capacity that it never evicts by itself. Both change
-//!   under one lock;
-//! - a page being written to L3 is held in `writing` until the write has ended, and readable there, so that eviction cannot
-//!   open a gap in which it is nowhere;
-//! - however many ask for a page on L3, it is read once;
-//! - a page whose time is over is a miss, wherever it lies.
+//! Invariants:
+//! - `policy` alone decides which pages L2 keeps. foyer indexes them and never evicts by itself,
+//!   because its capacity exceeds that of the arena. Both change under the `state` lock.
+//! - A page with a write to L3 in flight stays readable in `writeback` until the write ends.
+//!   Eviction therefore never leaves a page unreachable between the tiers.
+//! - Concurrent readers of one put on L3 share one device read.
+//! - An expired page is a miss in every tier.
+//!
+//! Lock order, outermost first. A thread takes a lock only while it holds none further down:
+//! 1. the table of open puts (`puts`), which looks pages up and reserves bytes under its lock;
+//! 2. [`Tiers::state`];
+//! 3. leaf locks: foyer's shards, `writeback`, `holds`, the health of a device, the state of an L3
+//!    log, the arena.
+//!
+//! No lock is held across an `await`. An L3 log calls the damage listener without its own lock,
+//! because the listener takes `state`.
+//!
+//! Layout: this file looks pages up and puts them; `load` reads L3; `forget` removes pages;
+//! `writeback` tracks writes to L3; `changes` tells whether a lookup is still valid; `status`
+//! reports.
+
+mod changes;
+mod forget;
+mod load;
+mod status;
+mod writeback;
 
 use crate::budget::Charge;
-use crate::clock::{Clock, now};
-use crate::devices::{Devices, ForgetError};
+use crate::devices::{DeviceLocation, Devices};
 use crate::holds::{Hold, Holds};
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
-use crate::policy::{Decisions, PageFacts, PinRefused, Placed, PolicyOptions, Residency};
-use crate::scrub::Scrubbed;
-use crate::writing::{Ticket, Writing};
+use crate::policy::{L2Policy, PageInfo, PinRefused, PolicyActions, PolicyOptions, PutOutcome};
+use crate::scrub::ScrubProgress;
+use changes::{ChangeCounters, ChangeStamp};
 use foyer::{Cache, CacheBuilder, FifoConfig};
-use larder_core::planted::{Bug, has};
-use larder_device::{Arena, Slot, SlotMut};
-use larder_evict::Reason;
+use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
-use larder_l3::L3Error;
-use larder_wire::{PinKind, TierCode};
+use larder_memory::{Arena, Slot, SlotMut};
+use larder_runtime::{Clock, fail_point, now};
+use larder_wire::{PagePin, PinKind, TierCode};
 use parking_lot::{Mutex, MutexGuard};
-use serde_json::json;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
+use writeback::{WriteTicket, WritebackTable};
 
-/// A sealed page in DRAM.
+pub use forget::TiersError;
+
+/// Bytes of L2 that one call of [`Tiers::make_room`] frees, at most.
+const MAKE_ROOM_BYTES: u64 = 64 << 20;
+/// The arena hands out slots in multiples of this many bytes.
+const SLOT_UNIT: usize = 4096;
+const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
+
+/// A sealed page in DRAM. It never changes, so readers share it without a lock. Its memory returns
+/// to the arena with the last reference.
 #[derive(Debug)]
 pub struct Page {
-    /// Identity and checksums.
     pub meta: PageMeta,
-    /// Its bytes.
     pub payload: Slot,
 }
 
 impl Page {
-    fn facts(&self) -> PageFacts {
+    fn info(&self) -> PageInfo {
         let PageMeta { id, parent, position, generation, expires_unix_ms, .. } = self.meta;
-        PageFacts { id, parent, position, generation, bytes: self.bytes(), expires_unix_ms }
+        PageInfo { id, parent, position, generation, bytes: self.bytes(), expires_unix_ms }
     }
 
-    /// Bytes of its slot.
+    /// Bytes of the slot, which is at least as large as the payload.
     pub(crate) fn bytes(&self) -> u32 {
         u32::try_from(self.payload.capacity()).unwrap_or(u32::MAX)
     }
 }
 
-/// Bytes of L2 that are made free at once when the arena has no run of bytes for a page.
-const MAKE_ROOM_BYTES: u64 = 64 << 20;
-/// Slots are multiples of it.
-const SLOT_UNIT: usize = 4096;
-/// Reads of L3 that count for what the next is expected to take.
-const L3_READS_WEIGHED: u32 = 16;
-/// What a read of L3 is expected to take before there was one.
-const L3_READ_GUESS: Duration = Duration::from_millis(1);
-/// Most namespaces in a status.
-const STATUS_NAMESPACES_MAX: usize = 64;
-/// How often a stop says what is still on its way to L3.
-const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
-
-/// What is decided under one lock.
-pub(crate) struct State {
-    policy: Residency,
-    /// Forgets so far: a page that was read from L3 enters L2 only if nothing was forgotten since the read began.
-    forgets: u64,
+/// Location of a page on L3, with the stamp that tells whether the lookup is still valid. Holds no
+/// memory, so a request may keep it while it waits for send credit.
+#[derive(Debug, Clone, Copy)]
+pub struct StampedLocation {
+    location: DeviceLocation,
+    stamp: ChangeStamp,
 }
 
-/// A page read from L3 for all who asked meanwhile.
-#[derive(Clone)]
-struct Loaded {
-    page: Arc<Page>,
-    /// Forgets when the read began.
-    forgets: u64,
+#[derive(Debug, Clone)]
+pub enum PageLocation {
+    /// L2 keeps the page.
+    InL2(Arc<Page>),
+    /// The page left L2, or never entered it, and its write to L3 is in flight.
+    BeingWritten(Arc<Page>),
+    /// The page left L2, and a reader still holds it.
+    Held(Arc<Page>),
+    OnL3(StampedLocation),
+    /// No tier has the page, or it has expired.
+    Absent,
 }
 
-/// L3 does not have the page.
-#[derive(Debug, thiserror::Error)]
-#[error("a miss")]
-struct Missed;
+impl PageLocation {
+    /// Returns the tier as clients see it. Every copy in DRAM counts as L2.
+    pub fn tier(&self) -> TierCode {
+        match self {
+            PageLocation::InL2(_) | PageLocation::BeingWritten(_) | PageLocation::Held(_) => TierCode::L2,
+            PageLocation::OnL3(_) => TierCode::L3,
+            PageLocation::Absent => TierCode::Absent,
+        }
+    }
 
-/// Room for a page that is being put; it comes back when this is dropped.
-pub(crate) struct Room {
+    fn into_page(self) -> Option<Arc<Page>> {
+        match self {
+            PageLocation::InL2(page) | PageLocation::BeingWritten(page) | PageLocation::Held(page) => Some(page),
+            PageLocation::OnL3(_) | PageLocation::Absent => None,
+        }
+    }
+}
+
+/// Bytes reserved in L2's budget for a page that is being put. Dropping it releases them, unless
+/// [`Tiers::insert`] has spent them.
+pub(crate) struct PutReservation {
     tiers: Arc<Tiers>,
     bytes: u32,
     charge: Option<Charge>,
 }
 
-impl Room {
-    /// The page takes the room over.
+impl PutReservation {
     fn spend(mut self) -> u32 {
         std::mem::take(&mut self.bytes)
     }
 }
 
-impl Drop for Room {
+impl Drop for PutReservation {
     fn drop(&mut self) {
-        if self.bytes > 0 && !has(Bug::RoomLeaks) {
+        if self.bytes > 0 && !fail_point!("node.aborted-put-leaks-reservation") {
             self.tiers.state.lock().policy.release(self.bytes);
-            self.tiers.ended.notify_waiters();
+            self.tiers.in_flight_ended.notify_waiters();
         }
     }
 }
 
-/// The two tiers of a node.
-pub(crate) struct Tiers {
+/// State that changes under one lock. Code that changes `policy` applies its actions to `l2` and
+/// `writeback` before it releases the lock: no thread sees one without the other.
+struct TiersState {
+    policy: L2Policy,
+}
+
+/// The two tiers of a node, with the pages on their way between them. The module documents the
+/// order of the locks.
+pub struct Tiers {
     l2: Cache<PageId, Arc<Page>>,
-    /// Keeps nothing: brings those together who want the same page from L3.
-    reads: Cache<PageId, Loaded>,
+    /// Stores nothing. foyer shares one read among all concurrent readers of a put (page and
+    /// generation).
+    l3_reads: Cache<(PageId, u64), Arc<Page>>,
     devices: Devices,
     arena: Arc<Arena>,
-    state: Mutex<State>,
-    writing: Writing,
+    state: Mutex<TiersState>,
+    changes: ChangeCounters,
+    writeback: WritebackTable,
     holds: Arc<Holds>,
-    /// Microseconds that a page on L3 takes, a mean in which older ones fade.
+    /// Exponential moving average of the time that L3 takes to read a page, in microseconds.
     l3_read_us: AtomicU32,
-    /// Wakes whoever waits for writes and puts to end.
-    ended: Notify,
+    /// Notified when a write to L3 or a put ends.
+    in_flight_ended: Notify,
     clock: Clock,
     this: Weak<Tiers>,
-    /// Writes may begin on a device's thread.
+    /// Runtime for writes to L3: some begin on a device's thread, which has no tokio context.
     runtime: Handle,
     metrics: Arc<Metrics>,
-    pub(crate) scrubbed: Scrubbed,
+    pub(crate) scrub_progress: ScrubProgress,
 }
 
 impl Tiers {
-    /// Must be called inside a tokio runtime.
+    /// Creates the tiers and listens for damage on the devices. Must be called inside a tokio
+    /// runtime, on which the writes to L3 run later.
     pub(crate) fn new(
         options: &NodeOptions,
         arena: Arc<Arena>,
@@ -142,20 +182,21 @@ impl Tiers {
         metrics: Arc<Metrics>,
     ) -> Arc<Self> {
         let shards = (options.l2_bytes >> 28).clamp(1, 8) as usize;
-        // One shard may come to hold all there is.
+        // foyer divides the capacity by the shards, and all pages may hash to one of them. Twice
+        // that leaves a margin, so that foyer never evicts.
         let capacity = arena.capacity().saturating_mul(2 * shards);
-        let index = |_: &PageId, page: &Arc<Page>| page.payload.capacity();
+        let weight = |_: &PageId, page: &Arc<Page>| page.payload.capacity();
         let l2 = CacheBuilder::new(capacity)
             .with_shards(shards)
             .with_eviction_config(FifoConfig::default())
-            .with_weighter(index)
+            .with_weighter(weight)
             .build();
-        let reads = CacheBuilder::new(shards)
+        let l3_reads = CacheBuilder::new(shards)
             .with_shards(shards)
             .with_eviction_config(FifoConfig::default())
-            .with_filter(|_, _: &Loaded| false)
+            .with_filter(|_, _: &Arc<Page>| false)
             .build();
-        let policy = Residency::new(PolicyOptions {
+        let policy = L2Policy::new(PolicyOptions {
             capacity_bytes: options.l2_bytes,
             dirty_bytes_max: options.dirty_bytes_max(),
             has_l3: !devices.is_empty(),
@@ -163,32 +204,34 @@ impl Tiers {
             write_after_hits: options.write_after_hits,
             quota_default: options.quota_default,
             quotas: options.quotas.clone(),
-            seed: options.seed.unwrap_or_else(rand::random),
+            seed: larder_runtime::random::seed(options.seed),
         });
         Arc::new_cyclic(|this: &Weak<Tiers>| {
-            let told = this.clone();
+            // Weak: the devices must not keep the tiers alive that own them.
+            let listener = this.clone();
             devices.on_damage(
                 &(Arc::new(move |id| {
-                    if let Some(tiers) = told.upgrade() {
+                    if let Some(tiers) = listener.upgrade() {
                         tiers.lost_on_l3(&id);
                     }
                 }) as _),
             );
             Self {
                 l2,
-                reads,
+                l3_reads,
                 devices,
                 arena,
-                state: Mutex::new(State { policy, forgets: 0 }),
-                writing: Writing::default(),
+                state: Mutex::new(TiersState { policy }),
+                changes: ChangeCounters::new(),
+                writeback: WritebackTable::default(),
                 holds: Holds::new(options.held_bytes_max()),
                 l3_read_us: AtomicU32::new(0),
-                ended: Notify::new(),
+                in_flight_ended: Notify::new(),
                 clock,
                 this: this.clone(),
                 runtime: Handle::current(),
                 metrics,
-                scrubbed: Scrubbed::default(),
+                scrub_progress: ScrubProgress::default(),
             }
         })
     }
@@ -197,230 +240,193 @@ impl Tiers {
         self.clock
     }
 
-    pub(crate) fn devices(&self) -> &Devices {
+    pub fn devices(&self) -> &Devices {
         &self.devices
     }
 
-    /// Memory and room for a page of `bytes`, counted by `charge`; `None` means busy.
-    pub(crate) fn reserve(&self, bytes: usize, charge: Option<Charge>) -> Option<(SlotMut, Room)> {
-        let mut room = self.room(bytes, charge)?;
+    /// Allocates memory for a page of `bytes` and reserves as much of the budget. Returns `None` if
+    /// the node is busy; `charge` is then returned unused.
+    pub(crate) fn reserve(&self, bytes: usize, charge: Option<Charge>) -> Option<(SlotMut, PutReservation)> {
+        let mut reservation = self.reserve_budget(bytes, charge)?;
         let slot = self.arena.allocate(bytes).or_else(|| {
             self.make_room();
             self.arena.allocate(bytes)
         });
         let Some(slot) = slot else {
-            if let Some(charge) = room.charge.take() {
-                charge.unused();
+            if let Some(charge) = reservation.charge.take() {
+                charge.release_unused();
             }
             return None;
         };
-        Some((slot, room))
+        Some((slot, reservation))
     }
 
-    fn room(&self, bytes: usize, charge: Option<Charge>) -> Option<Room> {
+    fn reserve_budget(&self, bytes: usize, charge: Option<Charge>) -> Option<PutReservation> {
         let tiers = self.this.upgrade()?;
         let bytes = u32::try_from(bytes.next_multiple_of(SLOT_UNIT)).ok()?;
+        // Asked before `state` is locked: it locks the health of every device.
         let writable = self.devices.writable();
         let mut state = self.state.lock();
         state.policy.set_writable(writable);
         let reserved = state.policy.reserve(bytes);
         drop(state);
-        // Not `then_some`: room that was not had must not be given back.
+        // Returns early rather than through `then_some`, which would build a reservation that its
+        // drop releases although nothing was reserved.
         if !reserved {
             if let Some(charge) = charge {
-                charge.unused();
+                charge.release_unused();
             }
             return None;
         }
-        Some(Room { tiers, bytes, charge })
+        Some(PutReservation { tiers, bytes, charge })
     }
 
-    /// Where a page lies now.
-    pub(crate) fn locate(&self, id: &PageId) -> TierCode {
-        let in_l2 = self.l2.get(id).map(|entry| self.is_live(&entry.value().meta));
-        let beside = || self.writing.get(id).or_else(|| self.holds.get(id));
-        if in_l2.unwrap_or_else(|| beside().is_some_and(|page| self.is_live(&page.meta))) {
-            return TierCode::L2;
+    /// Looks a page up in all tiers: one probe of each, DRAM first. Counts neither a hit nor a
+    /// miss.
+    ///
+    /// The order follows the way of a page: L2, writeback, holds, L3. A page on its way down is
+    /// found, because `writeback` has it before L2 loses it, and L3 has it before `writeback` loses
+    /// it. A page that comes up meanwhile is still on L3.
+    ///
+    /// # Validity of the result
+    ///
+    /// A copy in DRAM is the page itself and needs no further check by a request that began before
+    /// the lookup: a forget that runs concurrently may be ordered after it. [`Tiers::hold`] checks
+    /// again, because a hold outlasts the request.
+    ///
+    /// A location on L3 is a hint. These rules keep a stale hint from giving wrong bytes:
+    /// 1. L3 verifies identity, generation and checksums of every record it reads. A record that
+    ///    moved or went is found again or a miss.
+    /// 2. Readers share a device read per put (page and generation). A put found after a forget has
+    ///    a generation that no earlier read has. So a reader never gets a page that was forgotten
+    ///    before its own lookup.
+    /// 3. The stamp is read before the first probe. Every put, load and forget changes the stamp of
+    ///    its page in the critical section that changes L2. A page enters L2 from L3 only if, under
+    ///    the same lock, the stamp is that of the lookup. So no forgotten page returns to L2, and
+    ///    no newer put is replaced by an older one.
+    ///
+    /// For rule 3 a forget comes in three places. Recorded before the stamp was read: its tombstone
+    /// was there before as well, and the lookup found nothing older. Recorded between the stamp and
+    /// the load: the stamps differ. Recorded after the load: it removes the page from L2 again.
+    pub fn lookup(&self, id: &PageId) -> PageLocation {
+        let stamp = self.changes.stamp(id);
+        if let Some(page) = self.l2.get(id).map(|entry| entry.value().clone()) {
+            // All tiers expire a page by the same clock: L3 need not be asked.
+            return if self.is_live(&page.meta) { PageLocation::InL2(page) } else { PageLocation::Absent };
         }
-        // What is over in L2 is over on L3.
-        match self.devices.generation(id).filter(|_| in_l2.is_none()) {
-            Some(_) => TierCode::L3,
-            None => TierCode::Nowhere,
+        if let Some(page) = self.writeback.get(id).filter(|page| self.is_live(&page.meta)) {
+            return PageLocation::BeingWritten(page);
         }
+        if let Some(page) = self.holds.get(id).filter(|page| self.is_live(&page.meta)) {
+            return PageLocation::Held(page);
+        }
+        match self.devices.lookup(id) {
+            Some(location) => PageLocation::OnL3(StampedLocation { location, stamp }),
+            None => PageLocation::Absent,
+        }
+    }
+
+    pub fn locate(&self, id: &PageId) -> TierCode {
+        self.lookup(id).tier()
+    }
+
+    /// Returns the tiers of the longest prefix of `ids` that can be served.
+    pub fn locate_prefix(&self, ids: &[PageId]) -> Vec<TierCode> {
+        ids.iter().map(|id| self.locate(id)).take_while(|tier| *tier != TierCode::Absent).collect()
     }
 
     fn is_live(&self, meta: &PageMeta) -> bool {
-        meta.expires_unix_ms == 0 || self.clock.now_unix_ms() < meta.expires_unix_ms || has(Bug::OverIsServed)
+        meta.expires_unix_ms == 0
+            || self.clock.now_unix_ms() < meta.expires_unix_ms
+            || fail_point!("node.serve-expired")
     }
 
-    /// A copy in DRAM, without touching L3.
+    /// Returns a copy in DRAM without asking L3. Counts neither a hit nor a miss.
     pub(crate) fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
         let page = self.l2.get(id).map(|entry| entry.value().clone());
-        let page = page.or_else(|| self.writing.get(id)).or_else(|| self.holds.get(id));
+        let page = page.or_else(|| self.writeback.get(id)).or_else(|| self.holds.get(id));
         page.filter(|page| self.is_live(&page.meta))
     }
 
-    /// Keeps a page readable, and its memory where it is, until the hold is dropped; `None` if too much is held, or the page
-    /// is not the one that is served now: it may have been forgotten since it was found.
+    /// Holds a page: its memory stays in place and readable until the hold is dropped. Returns
+    /// `None` if too many bytes are held, or if the page is no longer current. It may have been
+    /// forgotten since it was found.
     pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
-        // Forgetting withholds under this lock, last of all: a page that is current now is withheld then.
-        self.hold_in(&self.state.lock(), page)
+        // `forget` withholds the page under this lock as its last step. A hold that begins before
+        // that step is withheld by it; one that begins after it finds the page gone.
+        self.hold_current(&self.state.lock(), page)
     }
 
-    fn hold_in(&self, state: &State, page: &Arc<Page>) -> Option<Hold> {
+    fn hold_current(&self, state: &TiersState, page: &Arc<Page>) -> Option<Hold> {
         let PageMeta { id, generation, .. } = &page.meta;
-        let is_this = |found: &Arc<Page>| found.meta.generation == *generation;
-        let current = state.policy.generation(id) == Some(*generation)
-            || self.writing.get(id).is_some_and(|found| is_this(&found))
-            || self.holds.get(id).is_some_and(|found| is_this(&found))
+        let is_same_put = |found: &Arc<Page>| found.meta.generation == *generation;
+        // The cheapest probe first; most pages are in L2.
+        let is_current = state.policy.generation(id) == Some(*generation)
+            || self.writeback.get(id).is_some_and(|found| is_same_put(&found))
+            || self.holds.get(id).is_some_and(|found| is_same_put(&found))
             || self.devices.generation(id) == Some(*generation);
-        current.then(|| self.holds.hold(page)).flatten()
+        if is_current { self.holds.hold(page) } else { None }
     }
 
-    /// Holds those of the pages that are in L2 and that are `wanted`, going by their place among `ids`, each a hit; as
-    /// [`Tiers::hold`].
+    pub(crate) fn hold_l2(&self, id: &PageId) -> Option<Hold> {
+        self.get_l2(id).and_then(|page| self.hold(&page))
+    }
+
+    /// Holds those of `ids` that are in DRAM and for which `wanted` (index in `ids`, page) returns
+    /// `true`. Counts a hit for each. One lock serves the whole batch.
     pub(crate) fn hold_all_l2(&self, ids: &[PageId], wanted: impl Fn(usize, &Page) -> bool) -> Vec<Option<Hold>> {
-        let find = |(at, id)| self.get_l2(id).filter(|page| wanted(at, page));
-        // Dropped without the lock.
+        let find = |(index, id)| self.get_l2(id).filter(|page| wanted(index, page));
+        // Declared before the guard, hence dropped after it: freeing a page takes the arena's lock.
         let found: Vec<_> = ids.iter().enumerate().map(find).collect();
-        let (mut out, now_ms) = (Decisions::default(), self.clock.now_unix_ms());
+        let mut actions = PolicyActions::default();
+        let now_ms = self.clock.now_unix_ms();
         let mut state = self.state.lock();
         let hold = |page: &Option<Arc<Page>>| {
-            let hold = self.hold_in(&state, page.as_ref()?)?;
+            let hold = self.hold_current(&state, page.as_ref()?)?;
             let PageMeta { id, generation, .. } = &hold.page().meta;
-            state.policy.hit(id, *generation, now_ms, &mut out);
+            state.policy.hit(id, *generation, now_ms, &mut actions);
             Some(hold)
         };
         let holds: Vec<_> = found.iter().map(hold).collect();
-        self.carry_out(state, out, None);
+        self.apply(state, actions, None);
         self.metrics.pages_hit_l2.inc_by(holds.iter().flatten().count() as u64);
         holds
     }
 
-    /// Those of the pages that are in L2, each a hit.
-    pub(crate) fn get_all_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
+    /// Returns those of `ids` that are in DRAM. Counts a hit for each. The reader at the far end
+    /// verifies the bytes.
+    pub fn get_all_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
         let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
         self.metrics.pages_hit_l2.inc_by(found.iter().flatten().count() as u64);
-        self.decide(None, |policy, now_ms, out| {
+        self.decide(None, |policy, now_ms, actions| {
             for page in found.iter().flatten() {
-                policy.hit(&page.meta.id, page.meta.generation, now_ms, out);
+                policy.hit(&page.meta.id, page.meta.generation, now_ms, actions);
             }
         });
         found
     }
 
-    /// A page, from L3 if need be; no hit and no miss.
-    pub(crate) async fn fetch(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
-        match self.get_l2(id) {
-            None if self.devices.generation(id).is_some() => self.load(id, deadline).await,
-            page => page,
-        }
+    pub(crate) fn count_misses(&self, pages: usize) {
+        self.metrics.pages_missed.inc_by(pages as u64);
     }
 
-    /// A page and where it was. What L3 returns has been verified by it; what L2 holds is verified by the reader at the far
-    /// end.
-    pub(crate) async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
-        if let Some(page) = self.get_l2(id) {
-            self.metrics.pages_hit_l2.inc();
-            self.decide(None, |policy, now_ms, out| policy.hit(id, page.meta.generation, now_ms, out));
-            return Some((page, TierCode::L2));
-        }
-        let found = match self.devices.generation(id) {
-            Some(_) => self.load(id, deadline).await,
-            None => None,
-        };
-        match &found {
-            Some(_) => self.metrics.pages_hit_l3.inc(),
-            None => self.metrics.pages_missed.inc(),
-        };
-        found.map(|page| (page, TierCode::L3))
-    }
-
-    /// Reads a page from L3, once for all who want it meanwhile. Past the deadline the read goes on for the others.
-    async fn load(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
-        let tiers = self.this.upgrade()?;
-        let asked = self.state.lock().forgets;
-        let name = *id;
-        let read = self.reads.get_or_fetch(id, || async move { tiers.read(name).await.ok_or(Missed) });
-        let read = tokio::time::timeout_at(deadline.into(), read).await.ok()?;
-        let Loaded { page, forgets } = read.ok()?.value().clone();
-        // The read may have begun before something was forgotten, and this request after it.
-        let current = forgets == asked || self.devices.generation(id) == Some(page.meta.generation);
-        current.then_some(page)
-    }
-
-    /// Reads a page from L3 and offers it to L2.
-    async fn read(&self, id: PageId) -> Option<Loaded> {
-        let forgets = self.state.lock().forgets;
-        // Another read may have ended after this was asked for and before it began.
-        if let Some(page) = self.get_l2(&id) {
-            return Some(Loaded { page, forgets });
-        }
-        let begin = now();
-        let mut found = self.devices.read(&id).await;
-        if matches!(found, Err(L3Error::NoMemory { .. })) {
-            self.make_room();
-            found = self.devices.read(&id).await;
-        }
-        let found = found.unwrap_or_else(|error| {
-            tracing::warn!(?id, %error, "L3 read failed: a miss");
-            None
-        });
-        let (meta, payload) = found?;
-        self.metrics.pages_read_l3.inc();
-        self.note_l3_read(now().saturating_duration_since(begin));
-        let page = Arc::new(Page { meta, payload });
-        // L3 goes by the same clock, and drops it by itself.
-        if !self.is_live(&page.meta) {
-            return None;
-        }
-        let writable = self.devices.writable();
+    /// Makes a sealed page visible and starts the write to L3 that the write policy asks for.
+    /// Returns `false` if no tier takes the page.
+    pub(crate) fn insert(&self, page: Arc<Page>, reservation: PutReservation) -> bool {
+        let mut actions = PolicyActions::default();
         let mut state = self.state.lock();
-        // A put may have been sealed meanwhile that was reserved before the page was found on L3.
-        if let Some(newer) = self.get_l2(&id).filter(|newer| newer.meta.generation > page.meta.generation) {
-            return Some(Loaded { page: newer, forgets });
-        }
-        let current = state.forgets == forgets && self.devices.generation(&id) == Some(page.meta.generation);
-        if current || has(Bug::LoadAfterForget) {
-            let mut out = Decisions::default();
-            state.policy.set_writable(writable);
-            state.policy.loaded(page.facts(), self.clock.now_unix_ms(), &mut out);
-            self.index(&state.policy, &page);
-            self.carry_out(state, out, None);
-        }
-        Some(Loaded { page, forgets })
-    }
-
-    fn note_l3_read(&self, time: Duration) {
-        let time = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        // Readings that cross are no harm.
-        let before = self.l3_read_us.load(Ordering::Relaxed);
-        let mean = if before == 0 { time } else { before - before / L3_READS_WEIGHED + time / L3_READS_WEIGHED };
-        self.l3_read_us.store(mean, Ordering::Relaxed);
-    }
-
-    pub(crate) fn l3_expected(&self) -> Duration {
-        match self.l3_read_us.load(Ordering::Relaxed) {
-            0 => L3_READ_GUESS,
-            known => Duration::from_micros(known.into()),
-        }
-    }
-
-    /// Makes a sealed page visible and does with it what the write policy says; `false` if no tier takes it.
-    pub(crate) fn insert(&self, page: Arc<Page>, room: Room) -> bool {
-        let mut out = Decisions::default();
-        let mut state = self.state.lock();
-        let placed = state.policy.put(page.facts(), room.spend(), self.clock.now_unix_ms(), &mut out);
-        self.index(&state.policy, &page);
-        // What is held of an earlier put is for those who have it.
+        let outcome = state.policy.put(page.info(), reservation.spend(), self.clock.now_unix_ms(), &mut actions);
+        self.update_index(&state.policy, &page);
+        // An older put is held only for its current readers.
         self.holds.withhold(&page.meta.id);
-        self.carry_out(state, out, Some(&page));
-        self.ended.notify_waiters();
-        placed == Placed::Stored
+        self.changes.record(&page.meta.id);
+        self.apply(state, actions, Some(&page));
+        self.in_flight_ended.notify_waiters();
+        outcome == PutOutcome::Stored
     }
 
-    /// Lets the index follow what was decided of a page.
-    fn index(&self, policy: &Residency, page: &Arc<Page>) {
+    /// Makes the index agree with the policy about one page.
+    fn update_index(&self, policy: &L2Policy, page: &Arc<Page>) {
         let id = page.meta.id;
         match policy.generation(&id) {
             Some(generation) if generation == page.meta.generation => drop(self.l2.insert(id, page.clone())),
@@ -429,245 +435,150 @@ impl Tiers {
         }
     }
 
-    /// Asks the policy for decisions and carries them out.
-    fn decide<T>(&self, page: Option<&Arc<Page>>, ask: impl FnOnce(&mut Residency, u64, &mut Decisions) -> T) -> T {
-        let mut out = Decisions::default();
+    /// Calls the policy and applies the actions it returns, in one critical section.
+    fn decide<T>(&self, page: Option<&Arc<Page>>, call: impl FnOnce(&mut L2Policy, u64, &mut PolicyActions) -> T) -> T {
+        let mut actions = PolicyActions::default();
         let mut state = self.state.lock();
-        let answer = ask(&mut state.policy, self.clock.now_unix_ms(), &mut out);
-        self.carry_out(state, out, page);
+        let answer = call(&mut state.policy, self.clock.now_unix_ms(), &mut actions);
+        self.apply(state, actions, page);
         answer
     }
 
-    /// Carries out what was decided, and then lets go of the lock: nobody sees the one without the other.
-    fn carry_out(&self, state: MutexGuard<'_, State>, out: Decisions, put: Option<&Arc<Page>>) {
-        for id in &out.write {
-            let fresh = put.filter(|page| page.meta.id == *id).cloned();
-            if let Some(page) = fresh.or_else(|| self.l2.get(id).map(|entry| entry.value().clone())) {
+    /// Applies the policy's actions and releases the lock. Takes the guard by value, so that no
+    /// caller can release the lock between decision and action.
+    fn apply(&self, state: MutexGuard<'_, TiersState>, actions: PolicyActions, put: Option<&Arc<Page>>) {
+        // Writes before evictions: `writeback` must have a page before L2 loses it.
+        for id in &actions.write {
+            let sealed = put.filter(|page| page.meta.id == *id).cloned();
+            if let Some(page) = sealed.or_else(|| self.l2.get(id).map(|entry| entry.value().clone())) {
                 self.begin_write(page);
             }
         }
-        let mut gone = Vec::with_capacity(out.evict.len());
-        for (id, reason) in &out.evict {
-            if has(Bug::EvictedIsServed) {
+        let mut evicted = Vec::with_capacity(actions.evict.len());
+        for (id, reason) in &actions.evict {
+            if fail_point!("node.serve-evicted") {
                 continue;
             }
-            gone.push(self.l2.remove(id));
+            evicted.push(self.l2.remove(id));
             match reason {
-                Reason::Expired => self.metrics.pages_expired_l2.inc(),
-                Reason::Capacity | Reason::Quota => self.metrics.pages_evicted_l2.inc(),
+                EvictionReason::Expired => self.metrics.pages_expired_l2.inc(),
+                EvictionReason::Capacity | EvictionReason::Quota => self.metrics.pages_evicted_l2.inc(),
             };
         }
         drop(state);
-        // Their memory is given back without the lock.
-        drop(gone);
-        if !out.touch.is_empty() {
-            self.devices.touch(&out.touch);
+        // Freeing many pages takes long, and L3 takes its own lock: both happen without `state`.
+        drop(evicted);
+        if !actions.touch.is_empty() {
+            self.devices.touch(&actions.touch);
         }
-        if !out.unpin.is_empty() {
-            self.devices.pin(&out.unpin, PinKind::None);
+        if !actions.unpin.is_empty() {
+            self.devices.pin(&actions.unpin, PinKind::None);
         }
     }
 
+    /// Starts a write to L3. Called under the `state` lock, before the page may leave L2.
     fn begin_write(&self, page: Arc<Page>) {
         let Some(tiers) = self.this.upgrade() else { return };
-        let ticket = self.writing.begin(&page);
+        let ticket = self.writeback.begin(&page);
         self.runtime.spawn(async move {
-            // However this ends, the page is held here no longer, and who waits for that hears of it.
-            let mut write = Write { tiers, page, landed: false, ticket };
+            // The guard ends the write even if this task is cancelled or panics.
+            let mut write = WriteGuard { tiers, page, stored: false, ticket };
             let Page { meta, payload } = &*write.page;
+            // A temporary guard: the lock ends before the await below.
             let quota = write.tiers.state.lock().policy.quota(meta.id.namespace);
             match write.tiers.devices.write(meta, payload, quota).await {
-                Ok(()) => write.landed = true,
+                Ok(()) => write.stored = true,
                 Err(error) => {
                     write.tiers.metrics.l3_writes_failed.inc();
-                    tracing::warn!(id = ?write.page.meta.id, %error, "page not written to L3");
+                    tracing::warn!(id = ?write.page.meta.id, %error, "cannot write a page to L3; DRAM has the only copy");
                 }
             }
         });
     }
 
-    /// The arena had no run of bytes for a page: what L2 holds lies in the way.
+    /// Evicts pages because the arena has no free run of bytes for a new one.
     fn make_room(&self) {
         let writable = self.devices.writable();
-        self.decide(None, |policy, now_ms, out| {
+        self.decide(None, |policy, now_ms, actions| {
             policy.set_writable(writable);
             let bytes = (policy.capacity_bytes() / 16).min(MAKE_ROOM_BYTES);
-            policy.make_room(bytes as u32, now_ms, out);
+            policy.make_room(bytes as u32, now_ms, actions);
         });
     }
 
-    /// Forgets pages, durably where L3 has them; the number that were there. After an error some may still be served, or
-    /// return after a crash: it is to be tried again.
-    pub(crate) async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
-        let (mut there, mut late) = (vec![false; ids.len()], false);
-        for (id, there) in ids.iter().zip(&mut there) {
-            // Out of L2 first: from then on no write of it begins. One under way must land, or it would land after the
-            // tombstone and resurrect the page.
-            *there = !has(Bug::ForgetKeepsL2) && self.drop_l2(id);
-            self.holds.withhold(id);
-            let pending = if has(Bug::ForgetMissesWriting) { Vec::new() } else { self.writing.withhold(id) };
-            *there |= !pending.is_empty();
-            for ended in pending {
-                let ended = ended.wait(|&ended| ended.then_some(()));
-                late |= tokio::time::timeout_at(deadline.into(), ended).await.is_err();
-            }
-            *there |= self.devices.has(id);
-        }
-        let durable = self.devices.forget(ids, deadline).await;
-        let mut state = self.state.lock();
-        state.forgets += 1;
-        for id in ids.iter().filter(|_| !has(Bug::ForgetKeepsL2)) {
-            state.policy.forget(id);
-            self.l2.remove(id);
-            self.holds.withhold(id);
-        }
-        drop(state);
-        durable?;
-        if late {
-            return Err(TiersError::Writing);
-        }
-        let count = there.iter().filter(|&&t| t).count();
-        self.metrics.pages_forgotten.inc_by(count as u64);
-        Ok(count)
-    }
-
-    /// Takes a page out of L2.
-    fn drop_l2(&self, id: &PageId) -> bool {
-        let mut state = self.state.lock();
-        let there = state.policy.forget(id);
-        let gone = self.l2.remove(id);
-        drop(state);
-        there || gone.is_some()
-    }
-
-    /// Verifies the copy in DRAM and drops it if it is damaged; the number dropped.
-    pub(crate) fn recheck(&self, id: &PageId) -> usize {
-        // There may be several, if one was read again while another was held.
-        let copies = [self.l2.get(id).map(|entry| entry.value().clone()), self.writing.get(id), self.holds.get(id)];
-        let damaged = copies.into_iter().flatten().find_map(|page| page.meta.verify(id, &page.payload).err());
-        let Some(mismatch) = damaged else { return 0 };
-        tracing::error!(?id, %mismatch, "page damaged in memory: dropped");
-        self.metrics.pages_corrupt_l2.inc();
-        self.writing.withhold(id);
-        self.holds.withhold(id);
-        if !has(Bug::RecheckKeeps) {
-            self.drop_l2(id);
-        }
-        1
-    }
-
-    /// L3 found a page damaged: it is written again if L2 has it.
+    /// Handles damage that L3 found: L2 writes the page again if it has a copy.
     fn lost_on_l3(&self, id: &PageId) {
-        self.decide(None, |policy, _, out| policy.lost_on_l3(id, out));
+        self.decide(None, |policy, _, actions| policy.lost_on_l3(id, actions));
     }
 
-    /// Pins pages that are in L2; how many those are.
+    /// Pins those of `ids` that are in L2, for `ttl_ms`. Returns how many those are.
     pub(crate) fn pin(&self, ids: &BTreeSet<PageId>, kind: PinKind, ttl_ms: u64) -> Result<usize, PinRefused> {
         let until_ms = self.clock.now_unix_ms().saturating_add(ttl_ms);
         let pinned = self.state.lock().policy.pin(ids, kind, until_ms)?;
-        // What L3 alone has is not held: nothing would let go of it.
+        // L3 pins only the pages that L2 pins too: the end of a pin in L2 ends it on L3.
         let ids: Vec<PageId> = ids.iter().filter(|id| self.l2.contains(*id)).copied().collect();
         self.devices.pin(&ids, kind);
         Ok(pinned)
     }
 
-    /// What is due by the clock.
-    pub(crate) fn tick(&self) {
-        self.decide(None, |policy, now_ms, out| policy.tick(now_ms, out));
+    pub(crate) fn pins(&self, ids: &[PageId]) -> Vec<Option<PagePin>> {
+        let now_ms = self.clock.now_unix_ms();
+        let state = self.state.lock();
+        ids.iter().map(|id| state.policy.pin_of(id, now_ms)).collect()
     }
 
-    /// A namespace is about to be used: L3 hears of its quota.
-    pub(crate) fn welcome(&self, namespace: NamespaceId) {
+    /// Ends pins and pages that have expired. To be called about once a second.
+    pub(crate) fn tick(&self) {
+        self.decide(None, |policy, now_ms, actions| policy.tick(now_ms, actions));
+    }
+
+    /// Passes the quota of a namespace to the L3 logs, before its first page arrives.
+    pub fn apply_quota(&self, namespace: NamespaceId) {
         let quota = self.state.lock().policy.quota(namespace);
         if let Some(bytes) = quota {
             self.devices.set_quota(namespace, bytes);
         }
     }
 
-    /// The next page in L2 behind `cursor`.
+    /// Returns the page in L2 that follows `cursor` in the order of ids.
     pub(crate) fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
         self.state.lock().policy.next_after(cursor)
     }
 
-    /// Writes what only L2 has and write-back would have written later, and waits until nothing waits for L3, or
-    /// `deadline`. Says now and then how much is left.
+    /// Flushes to L3: starts the writes that write-back has deferred and waits until no write or
+    /// put is in flight, or until `deadline`. Logs the progress every [`DRAIN_PROGRESS`].
     pub(crate) async fn drain(&self, deadline: Instant) {
-        let all = async {
+        let flushed = async {
             loop {
-                let mut ended = std::pin::pin!(self.ended.notified());
+                let mut ended = std::pin::pin!(self.in_flight_ended.notified());
+                // Registered before the check, so that no wake-up falls between check and wait.
                 ended.as_mut().enable();
-                let begun = has(Bug::DirtyStays) || self.decide(None, |policy, _, out| policy.flush(out));
-                if begun && self.state.lock().policy.in_flight_bytes() == 0 {
+                let all_begun = fail_point!("node.shutdown-keeps-dirty")
+                    || self.decide(None, |policy, _, actions| policy.flush(actions));
+                if all_begun && self.state.lock().policy.in_flight_bytes() == 0 {
                     return;
                 }
                 ended.await;
             }
         };
-        let mut all = std::pin::pin!(all);
+        let mut flushed = std::pin::pin!(flushed);
         loop {
-            let turn = deadline.min(now() + DRAIN_PROGRESS);
-            if tokio::time::timeout_at(turn.into(), &mut all).await.is_ok() {
+            let pause_end = deadline.min(now() + DRAIN_PROGRESS);
+            if tokio::time::timeout_at(pause_end.into(), &mut flushed).await.is_ok() {
                 return;
             }
-            let (pages, bytes) = self.left_to_write();
-            if turn == deadline {
-                tracing::warn!(pages, bytes, "stopped before every page had reached L3: these are lost");
+            let (pages, bytes) = self.unflushed();
+            if pause_end == deadline {
+                tracing::warn!(pages, bytes, "stopped before all pages reached L3; these pages are lost");
                 return;
             }
-            tracing::info!(pages, bytes, "stopping: pages are on their way to L3");
+            tracing::info!(pages, bytes, "stopping: writing pages to L3");
         }
     }
 
-    /// Pages that L3 has not got and is to get, and bytes of those that are being written.
-    fn left_to_write(&self) -> (usize, u64) {
+    fn unflushed(&self) -> (usize, u64) {
         let state = self.state.lock();
-        (state.policy.dirty_pages() + self.writing.len(), state.policy.in_flight_bytes())
-    }
-
-    /// State for people and scripts.
-    pub(crate) fn status(&self) -> serde_json::Value {
-        let state = self.state.lock();
-        let policy = &state.policy;
-        let (pinned_pages, pinned_bytes) = policy.pinned();
-        let (held_pages, held_bytes) = self.holds.usage();
-        let namespaces = policy.namespaces(STATUS_NAMESPACES_MAX);
-        let l2 = json!({
-            "bytes_used": policy.used_bytes(),
-            "bytes_capacity": policy.capacity_bytes(),
-            "pages": policy.len(),
-            "dirty_pages": policy.dirty_pages(),
-            "in_flight_bytes": policy.in_flight_bytes(),
-            "pinned_pages": pinned_pages,
-            "hard_pinned_bytes": pinned_bytes,
-            "order": if policy.follows_lru() { "lru" } else { "learnt" },
-            "write_policy": policy.write_policy().to_string(),
-            "arena_bytes": self.arena.capacity(),
-            "arena_used": self.arena.used(),
-            "huge_pages": self.arena.huge_pages(),
-            "shared": self.arena.file().is_some(),
-            "held_pages": held_pages,
-            "held_bytes": held_bytes,
-            "scrub": self.scrubbed.status(),
-        });
-        drop(state);
-        let namespaces: Vec<_> = namespaces
-            .into_iter()
-            .map(|used| {
-                json!({
-                    "namespace": used.namespace.to_string(),
-                    "pages": used.pages,
-                    "bytes": used.bytes,
-                    "quota_bytes": used.quota_bytes,
-                })
-            })
-            .collect();
-        json!({ "l2": l2, "l3": self.devices.status(), "namespaces": namespaces, "writing": self.writing.len() })
-    }
-
-    /// What the namespaces with most have in L2, in bytes.
-    pub(crate) fn namespace_bytes(&self) -> Vec<(NamespaceId, u64)> {
-        let uses = self.state.lock().policy.namespaces(STATUS_NAMESPACES_MAX);
-        uses.into_iter().map(|used| (used.namespace, used.bytes)).collect()
+        (state.policy.dirty_pages() + self.writeback.len(), state.policy.in_flight_bytes())
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
@@ -675,30 +586,20 @@ impl Tiers {
     }
 }
 
-/// A write to L3 that is under way.
-struct Write {
+/// A write to L3 in flight. Dropping it records the outcome.
+struct WriteGuard {
     tiers: Arc<Tiers>,
     page: Arc<Page>,
-    landed: bool,
-    ticket: Ticket,
+    stored: bool,
+    ticket: WriteTicket,
 }
 
-impl Drop for Write {
+impl Drop for WriteGuard {
     fn drop(&mut self) {
         let PageMeta { id, generation, .. } = self.page.meta;
-        self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.landed);
-        self.tiers.writing.end(&self.ticket);
-        self.tiers.ended.notify_waiters();
+        // The policy first: when `writeback` loses the page, the policy knows whether L3 has it.
+        self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.stored);
+        self.tiers.writeback.end(&self.ticket);
+        self.tiers.in_flight_ended.notify_waiters();
     }
-}
-
-/// Why pages are not durably forgotten.
-#[derive(Debug, thiserror::Error)]
-pub enum TiersError {
-    /// They were being written to L3 and the deadline passed first.
-    #[error("deadline passed while a write to L3 was under way")]
-    Writing,
-    /// A device did not forget.
-    #[error(transparent)]
-    Device(#[from] ForgetError),
 }

@@ -1,4 +1,4 @@
-//! A node without its sockets, over real files: the tiers, the write policies, several devices.
+//! Tests of a store (a node without its sockets) over real files.
 
 #[path = "store/common.rs"]
 mod common;

@@ -1,6 +1,10 @@
-//! What two sides tell each other, as bytes of a fixed length.
+//! Addresses and ranges that two sides exchange, encoded in a fixed length.
 //!
-//! Always true: what was decoded encodes to the same bytes; no bytes make the decoder panic. All numbers are little-endian.
+//! Invariants:
+//! - A decoded value encodes to the same bytes.
+//! - No input makes a decoder panic.
+//!
+//! All numbers are little-endian.
 //!
 //! ```text
 //!  EndpointAddress, 32 bytes                            RemoteRange, 20 bytes
@@ -20,14 +24,14 @@ use crate::path::{Gid, LinkLayer, Path};
 use thiserror::Error;
 
 const VERSION: u8 = 1;
+/// Queue pair and packet numbers have 24 bits on the wire.
 const BITS_24: u32 = 1 << 24;
 
-/// Bytes that are no address, or one of another version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("not an RDMA address of this version")]
 pub struct AddressError;
 
-/// Where an endpoint is, for the endpoint that connects to it.
+/// Location of an endpoint, sent to the peer that connects to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct EndpointAddress {
     pub(crate) path: Path,
@@ -40,15 +44,12 @@ pub struct EndpointAddress {
 }
 
 impl EndpointAddress {
-    /// Bytes of an encoded address.
     pub const BYTES: usize = 32;
 
-    /// The port it is on.
     pub fn path(&self) -> Path {
         self.path
     }
 
-    /// For sending to the peer.
     pub fn encode(&self) -> [u8; EndpointAddress::BYTES] {
         let mut bytes = [0; EndpointAddress::BYTES];
         bytes[..5].copy_from_slice(&[VERSION, self.path.link.code(), self.mtu, self.port, self.reads]);
@@ -59,13 +60,15 @@ impl EndpointAddress {
         bytes
     }
 
-    /// What the peer sent.
+    /// Decodes an address from a peer. The values are in range, but a peer can still name any queue
+    /// pair.
     pub fn decode(bytes: &[u8]) -> Result<EndpointAddress, AddressError> {
         let bytes: &[u8; EndpointAddress::BYTES] = bytes.try_into().map_err(|_| AddressError)?;
         let [version, link, mtu, port, reads, zero, lid @ .., _, _, _, _, _, _, _, _] =
             *<&[u8; 16]>::try_from(&bytes[..16]).map_err(|_| AddressError)?;
         let link = LinkLayer::from_code(link).ok_or(AddressError)?;
-        let (pair, packet) = (u32_at(bytes, 8), u32_at(bytes, 12));
+        let pair = u32_at(bytes, 8);
+        let packet = u32_at(bytes, 12);
         if version != VERSION || zero != 0 || !(1..=5).contains(&mtu) || pair >= BITS_24 || packet >= BITS_24 {
             return Err(AddressError);
         }
@@ -75,28 +78,24 @@ impl EndpointAddress {
     }
 }
 
-/// Bytes of a peer, and the key that opens them: to read, or to write, on one connection.
+/// Bytes of a peer and the key that grants access to them, to read or to write. The peer's device
+/// checks every access against the grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RemoteRange {
-    /// Where they lie, in the peer's own terms.
     pub address: u64,
-    /// How many.
     pub len: u64,
-    /// Their key.
+    /// The remote key (rkey) of the grant.
     pub key: u32,
 }
 
 impl RemoteRange {
-    /// Bytes of an encoded range.
     pub const BYTES: usize = 20;
 
-    /// `len` bytes of it, from `offset`; `None` if it has no such bytes.
     pub fn part(&self, offset: u64, len: u64) -> Option<RemoteRange> {
         let end = offset.checked_add(len)?;
         (end <= self.len).then(|| RemoteRange { address: self.address.wrapping_add(offset), len, key: self.key })
     }
 
-    /// For sending to the peer.
     pub fn encode(&self) -> [u8; RemoteRange::BYTES] {
         let mut bytes = [0; RemoteRange::BYTES];
         bytes[..8].copy_from_slice(&self.address.to_le_bytes());
@@ -105,16 +104,16 @@ impl RemoteRange {
         bytes
     }
 
-    /// What the peer sent.
+    /// Decodes a range from a peer. Its end does not overflow; the device checks everything else.
     pub fn decode(bytes: &[u8]) -> Result<RemoteRange, AddressError> {
         let bytes: &[u8; RemoteRange::BYTES] = bytes.try_into().map_err(|_| AddressError)?;
-        let (address, len) = (u64_at(bytes, 0), u64_at(bytes, 8));
+        let address = u64_at(bytes, 0);
+        let len = u64_at(bytes, 8);
         address.checked_add(len).ok_or(AddressError)?;
         Ok(RemoteRange { address, len, key: u32_at(bytes, 16) })
     }
 }
 
-/// The number at `at`, which must lie inside.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes[at..at + 4].iter().rev().fold(0, |number, &byte| number << 8 | u32::from(byte))
 }
@@ -143,25 +142,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn addresses_survive_the_wire(address in address()) {
+        fn encoded_addresses_decode_to_themselves(address in address()) {
             prop_assert_eq!(EndpointAddress::decode(&address.encode()), Ok(address));
         }
 
         #[test]
-        fn ranges_survive_the_wire(address in any::<u64>(), len in any::<u64>(), key in any::<u32>()) {
+        fn encoded_ranges_decode_to_themselves(address in any::<u64>(), len in any::<u64>(), key in any::<u32>()) {
             let range = RemoteRange { address, len, key };
             let expected = address.checked_add(len).map(|_| range).ok_or(AddressError);
             prop_assert_eq!(RemoteRange::decode(&range.encode()), expected);
         }
 
         #[test]
-        fn no_bytes_break_the_decoders(
+        fn decoders_survive_arbitrary_bytes(
             mut bytes in proptest::collection::vec(any::<u8>(), 0..48),
             like in any::<bool>(),
             address in address(),
         ) {
             if like && bytes.len() >= 32 {
-                // Near misses: a good address with a few bytes of noise.
+                // Near misses: a valid address with one byte of noise.
                 let at = bytes[0] as usize % 32;
                 let noise = bytes[1];
                 bytes.truncate(32);
@@ -177,7 +176,7 @@ mod tests {
         }
 
         #[test]
-        fn a_part_lies_inside(len in 0..100u64, offset in 0..120u64, part in 0..120u64) {
+        fn part_lies_inside_the_range(len in 0..100u64, offset in 0..120u64, part in 0..120u64) {
             let whole = RemoteRange { address: 1000, len, key: 7 };
             match whole.part(offset, part) {
                 Some(inside) => prop_assert!(inside.address == 1000 + offset && inside.len == part && offset + part <= len),
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_does_not_wrap_around() {
+    fn part_does_not_wrap_around() {
         assert_eq!(RemoteRange { address: 0, len: 8, key: 0 }.part(u64::MAX, 2), None);
     }
 }

@@ -1,26 +1,24 @@
 //! Counters of a NIC.
+//!
+//! Invariant: all but the gauges `grants` and `endpoints` only grow.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a NIC has done since it was opened.
+/// Work of a NIC since it was opened. `grants` and `endpoints` are current numbers, all others only
+/// grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NicStats {
-    /// Transfers from a peer that are done.
     pub reads: u64,
-    /// Bytes of their requests.
     pub read_bytes: u64,
-    /// Transfers to a peer that are done.
     pub writes: u64,
-    /// Bytes of their requests.
     pub written_bytes: u64,
-    /// Connections that died, other than by being closed.
-    pub deaths: u64,
-    /// Windows that peers can use now, or that are not proven dead yet.
-    pub windows: u64,
-    /// Connections whose queue pair exists now.
+    /// Connections that died, except by being closed.
+    pub disconnects: u64,
+    /// Grants that peers can use now, or whose keys are not proven dead yet.
+    pub grants: u64,
     pub endpoints: u64,
-    /// Pieces of memory that the device did not let go of, and that are therefore lost to this process.
-    pub stuck: u64,
+    /// Memory ranges that the device did not release. They are lost to this process.
+    pub leaked: u64,
 }
 
 #[derive(Default)]
@@ -29,10 +27,10 @@ pub(crate) struct Counters {
     pub(crate) read_bytes: Counter,
     pub(crate) writes: Counter,
     pub(crate) written_bytes: Counter,
-    pub(crate) deaths: Counter,
-    pub(crate) windows: Counter,
+    pub(crate) disconnects: Counter,
+    pub(crate) grants: Counter,
     pub(crate) endpoints: Counter,
-    pub(crate) stuck: Counter,
+    pub(crate) leaked: Counter,
 }
 
 #[derive(Default)]
@@ -40,6 +38,7 @@ pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
     pub(crate) fn add(&self, more: u64) {
+        // Statistics: no other memory depends on the order of these counters.
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
@@ -59,10 +58,10 @@ impl Counters {
             read_bytes: self.read_bytes.get(),
             writes: self.writes.get(),
             written_bytes: self.written_bytes.get(),
-            deaths: self.deaths.get(),
-            windows: self.windows.get(),
+            disconnects: self.disconnects.get(),
+            grants: self.grants.get(),
             endpoints: self.endpoints.get(),
-            stuck: self.stuck.get(),
+            leaked: self.leaked.get(),
         }
     }
 }

@@ -1,66 +1,54 @@
-//! Which RDMA devices there are.
+//! Discovery of RDMA devices, their ports and addresses.
 
 use crate::error::{Error, Unavailable};
 use crate::path::{Gid, LinkLayer, Path};
 use crate::verbs::Context;
 use ibverbs_sys as ffi;
 
-/// An RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its name on this machine.
     pub name: String,
-    /// Its number in the world; zero if it has none.
+    /// Globally unique identifier; zero if the device has none.
     pub guid: u64,
-    /// Its ports; none if it could not be opened.
+    /// Ports of the device. Empty if the device could not be opened.
     pub ports: Vec<PortInfo>,
 }
 
-/// A port of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortInfo {
-    /// Its number, from 1.
+    /// Number of the port, from 1.
     pub number: u8,
-    /// Whether it can be used now.
     pub active: bool,
-    /// What it is plugged into.
     pub link: LinkLayer,
-    /// Largest packet it can send now.
+    /// Current MTU in bytes, 256 to 4,096.
     pub mtu_bytes: u32,
-    /// Longest transfer by one request.
+    /// Maximum length of one transfer request, in bytes.
     pub message_bytes_max: u32,
-    /// Its local identifier (InfiniBand).
+    /// Local identifier in the subnet (InfiniBand only).
     pub lid: u16,
-    /// Its addresses.
     pub gids: Vec<GidInfo>,
     pub(crate) mtu: u8,
 }
 
-/// An address of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GidInfo {
-    /// Its place in the port's table.
     pub index: u8,
-    /// The address.
     pub gid: Gid,
-    /// What it is good for.
     pub kind: GidKind,
 }
 
-/// What speaks a GID's language.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GidKind {
-    /// InfiniBand.
     InfiniBand,
-    /// RoCE in Ethernet frames.
+    /// RoCE directly in Ethernet frames, within one subnet.
     RoceV1,
-    /// RoCE in UDP.
+    /// RoCE over UDP, which is routed.
     RoceV2,
 }
 
 impl PortInfo {
-    /// The address to use if nobody says otherwise: RoCE v2 of an IPv4 address, else of another, and the first on InfiniBand.
-    /// Link-local ones come last, RoCE v1 never.
+    /// Chooses an address unless one is configured. On Ethernet: RoCE v2, first IPv4, then global
+    /// IPv6, then link-local; never RoCE v1. On InfiniBand: the first.
     pub fn default_gid(&self) -> Option<GidInfo> {
         let rank = |gid: &GidInfo| match gid.kind {
             GidKind::RoceV1 => None,
@@ -71,7 +59,7 @@ impl PortInfo {
         ranked.min_by_key(|(rank, gid)| (*rank, gid.index)).map(|(_, gid)| gid)
     }
 
-    /// What a peer needs to know to choose this port, if it is active.
+    /// Returns the description by which a peer chooses this port, or `None` if the port is down.
     pub fn path(&self) -> Option<Path> {
         let gid = self.default_gid()?.gid;
         self.active.then_some(Path { link: self.link, gid })
@@ -84,7 +72,8 @@ impl PortInfo {
             _ => LinkLayer::InfiniBand,
         };
         let active = port.state == ffi::ibv_port_state::IBV_PORT_ACTIVE;
-        // The table of a port that is not active means nothing. It is asked for all ports at once.
+        // The GID table of a port that is down is meaningless. The call returns the tables of all
+        // ports at once.
         let entries = if active { context.gids(GIDS_MAX)? } else { Vec::new() };
         let gids = entries.iter().filter(|entry| entry.port_num == u32::from(number)).filter_map(gid_info).collect();
         let mtu = u8::try_from(port.active_mtu).ok().filter(|mtu| (1..=5).contains(mtu)).unwrap_or(1);
@@ -94,7 +83,7 @@ impl PortInfo {
     }
 }
 
-/// Entries of a device's table of GIDs that are looked at.
+/// Maximum number of GID entries read per device.
 const GIDS_MAX: usize = 1024;
 
 fn gid_info(entry: &ffi::ibv_gid_entry) -> Option<GidInfo> {
@@ -108,7 +97,7 @@ fn gid_info(entry: &ffi::ibv_gid_entry) -> Option<GidInfo> {
     Some(GidInfo { index: u8::try_from(entry.gid_index).ok()?, gid, kind })
 }
 
-/// The RDMA devices of this machine. May take some milliseconds for each.
+/// Lists the RDMA devices of this machine. Blocks, for some milliseconds per device.
 pub fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
     if let Some(why) = ffi::missing() {
         return Err(Unavailable::NoLibrary(why.to_string()));
@@ -119,7 +108,7 @@ pub fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
         let name = device.name()?.to_string_lossy().into_owned();
         let guid = device.guid().map_or(0, |guid| u64::from_be(guid.into()));
         let ports = ports(&name).unwrap_or_else(|error| {
-            // Seen in every container whose host has some.
+            // Common in containers: the host's devices are listed but must not be opened.
             tracing::debug!(device = name, %error, "an RDMA device cannot be used");
             Vec::new()
         });
@@ -130,7 +119,7 @@ pub fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
 
 fn ports(name: &str) -> Result<Vec<PortInfo>, Error> {
     let context = Context::open(name)?;
-    let count = context.abilities()?.phys_port_cnt;
+    let count = context.attributes()?.phys_port_cnt;
     (1..=count).map(|number| PortInfo::read(&context, number)).collect()
 }
 
@@ -147,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv4_address_of_roce_v2_is_preferred() {
+    fn default_gid_prefers_roce_v2_over_ipv4() {
         let v4 = Gid(Ipv4Addr::new(10, 0, 0, 1).to_ipv6_mapped().octets());
         let (mut link_local, mut global) = (Gid([0; 16]), Gid([0; 16]));
         link_local.0[..2].copy_from_slice(&[0xfe, 0x80]);

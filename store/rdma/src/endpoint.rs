@@ -1,19 +1,20 @@
-//! One end of a connection.
+//! One end of a connection, with its transfers and grants.
 //!
-//! Always true: a call that takes memory gives it back, or it stays with the connection until the device is done with it.
+//! Invariant: a call that takes memory returns it, or the connection keeps it until the device is
+//! done with it.
 
 use crate::address::{EndpointAddress, RemoteRange};
-use crate::apart;
+use crate::blocking;
+use crate::connection::{Connection, Direction, Phase, Transfer};
 use crate::driver;
-use crate::error::{Death, Error};
-use crate::link::{Direction, Link, Phase, Transfer};
-use crate::memory::{Bytes, BytesMut};
-use crate::nic::{Nic, WindowKind};
+use crate::error::{DisconnectReason, Error};
+use crate::grant::RemoteGrant;
+use crate::nic::{GrantKind, Nic};
 use crate::path::LinkLayer;
 use crate::region::Region;
 use crate::verbs::{Registration, Remote};
-use crate::window::Window;
 use ibverbs_sys as ffi;
+use larder_memory::span::{DmaBuf, DmaBufMut};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -22,26 +23,27 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// How an endpoint behaves.
 #[derive(Debug, Clone)]
 pub struct EndpointOptions {
-    /// Most requests of transfers that are with the device at a time.
+    /// Maximum number of transfer requests with the device at a time.
     pub transfers: u32,
-    /// Most windows that are open at a time.
-    pub windows: u32,
-    /// Longest request: longer transfers are cut. The port's own limit holds too.
+    pub grants: u32,
+    /// Maximum length of one request in bytes. Longer transfers are split. The port's own limit
+    /// applies as well.
     pub chunk_bytes: u32,
-    /// How long a transfer, or the opening or withdrawing of a window, may take. A connection on which one takes longer is dead.
+    /// Time limit of a transfer, and of opening or revoking a grant. A connection that exceeds
+    /// it is dead.
     pub deadline: Duration,
-    /// How long connecting may take.
     pub connect_deadline: Duration,
-    /// How long to look for completions before sleeping until one is announced. Costs a core, saves some microseconds.
+    /// Time to poll for completions before sleeping until one is announced. Costs a core and saves
+    /// some microseconds.
     pub spin: Duration,
-    /// How long the device waits for a word of the peer before it asks again: 4.096 µs × 2^n, n in 1..=31. Longer than the peer
-    /// ever takes: a request that is repeated needlessly may arrive when its window is withdrawn already, and kills the connection.
+    /// Time the device waits for an acknowledgement before it retransmits: 4.096 µs × 2^n, n in
+    /// 1..=31. It must exceed the peer's longest delay. A needless retransmission may arrive after
+    /// its grant was revoked, and kills the connection.
     pub retry_exponent: u8,
-    /// How often it asks again before it gives the connection up, 0..=7. To some devices 7 means without end; then the deadline
-    /// ends it.
+    /// Number of retransmissions before the device gives up, 0..=7. Some devices treat 7 as
+    /// unlimited; the deadline then ends the transfer.
     pub retries: u8,
 }
 
@@ -49,7 +51,7 @@ impl Default for EndpointOptions {
     fn default() -> EndpointOptions {
         EndpointOptions {
             transfers: 64,
-            windows: 256,
+            grants: 256,
             chunk_bytes: 1 << 20,
             deadline: Duration::from_secs(5),
             connect_deadline: Duration::from_secs(5),
@@ -61,97 +63,110 @@ impl Default for EndpointOptions {
 }
 
 impl EndpointOptions {
-    /// Requests that the queue pair must hold: a window can be bound and withdrawn before the first is done.
+    /// Returns the number of requests the queue pair must hold. A grant uses up to two: its bind
+    /// and its revocation, which may be posted before the bind completes.
     pub(crate) fn requests(&self) -> u32 {
-        self.transfers.saturating_add(self.windows.saturating_mul(2))
+        self.transfers.saturating_add(self.grants.saturating_mul(2))
     }
 
     fn check(&self, nic: &Nic) -> Result<(), Error> {
-        match () {
-            () if self.transfers == 0 || self.chunk_bytes == 0 => Err(Error::Invalid("no requests, or empty ones")),
-            () if self.requests() > nic.requests_max => Err(Error::Invalid("the device cannot hold so many requests")),
-            () if !(1..=31).contains(&self.retry_exponent) => Err(Error::Invalid("the exponent of retries is 1..=31")),
-            () if self.retries > 7 => Err(Error::Invalid("at most 7 retries")),
-            () => Ok(()),
+        if self.transfers == 0 || self.chunk_bytes == 0 {
+            return Err(Error::Invalid("transfers and chunk_bytes must be at least 1"));
         }
+        if self.requests() > nic.requests_max {
+            return Err(Error::Invalid("the device's queue pairs cannot hold that many transfers and grants"));
+        }
+        if !(1..=31).contains(&self.retry_exponent) {
+            return Err(Error::Invalid("retry_exponent must be 1 to 31"));
+        }
+        if self.retries > 7 {
+            return Err(Error::Invalid("retries must be at most 7"));
+        }
+        Ok(())
     }
 }
 
-/// One end of a connection. It is closed on drop; what a device still touches then stays alive until it does not.
+/// One end of a connection. Dropping it closes the connection; memory that the device still
+/// accesses stays alive until it no longer does.
 pub struct Endpoint {
-    link: Arc<Link>,
+    connection: Arc<Connection>,
     packet: u32,
 }
 
 impl Endpoint {
-    /// An endpoint that is not connected. A call into the kernel of less than a millisecond.
+    /// Creates an endpoint that is not connected. Makes a system call of less than a millisecond.
+    /// Fails outside a tokio runtime, or if the options exceed the device's limits.
     pub fn new(nic: &Arc<Nic>, options: EndpointOptions) -> Result<Endpoint, Error> {
         let runtime = Handle::try_current().map_err(|_| Error::NoRuntime)?;
         options.check(nic)?;
-        let link = Link::new(nic, options, runtime.clone())?;
-        // Dropped from here on, it is closed.
-        let endpoint = Endpoint { link, packet: rand::random::<u32>() & 0xff_ffff };
-        match driver::announcements(&endpoint.link) {
-            Ok(announcements) => drop(runtime.spawn(driver::drive(endpoint.link.clone(), announcements))),
+        let connection = Connection::new(nic, options, runtime.clone())?;
+        // From here on, dropping the endpoint closes it.
+        let endpoint = Endpoint { connection, packet: rand::random::<u32>() & 0xff_ffff };
+        match driver::completion_events(&endpoint.connection) {
+            Ok(completion_events) => drop(runtime.spawn(driver::drive(endpoint.connection.clone(), completion_events))),
             Err(_) => {
                 let error = Error::last("epoll_ctl");
-                endpoint.link.destroy();
+                endpoint.connection.destroy();
                 return Err(error);
             }
         }
         Ok(endpoint)
     }
 
-    /// What the peer needs to connect to it.
     pub fn local(&self) -> EndpointAddress {
-        let nic = &self.link.nic;
+        let nic = &self.connection.nic;
         EndpointAddress {
             path: nic.path,
             mtu: nic.port.mtu,
             port: nic.port.number,
-            reads: nic.reads_answered,
+            reads: nic.reads_accepted,
             lid: nic.port.lid,
-            pair: self.link.pair.number(),
+            pair: self.connection.pair.number(),
             packet: self.packet,
         }
     }
 
-    /// Connects it to the endpoint that said this of itself. Both sides must do this before either transfers anything. Once only: an
-    /// endpoint that could not be connected is dead.
+    /// Connects to the peer's endpoint. Both sides must return from this call before either
+    /// transfers anything. An endpoint connects once: a failed attempt makes it dead.
     pub async fn connect(&self, remote: &EndpointAddress) -> Result<(), Error> {
-        if remote.path.link != self.link.nic.path.link {
-            return Err(Error::Invalid("the peer is on another kind of network"));
+        if remote.path.link != self.connection.nic.path.link {
+            return Err(Error::Invalid("the peer is on another link layer (InfiniBand or Ethernet)"));
         }
-        if !self.link.advance(&Phase::Fresh, Phase::Connecting) {
-            return Err(Error::Invalid("an endpoint is connected once"));
+        if !self.connection.advance(&Phase::Fresh, Phase::Connecting) {
+            return Err(Error::Invalid("the endpoint was connected before; create a new one"));
         }
-        // The kernel may have to ask the network where the peer is.
-        let (link, packet, remote) = (self.link.clone(), self.packet, *remote);
-        let steps = apart(move || introduce(&link, packet, &remote));
-        let death = match timeout(self.link.options.connect_deadline, steps).await {
-            Ok(Ok(Ok(()))) if self.link.advance(&Phase::Connecting, Phase::Ready) => return Ok(()),
-            Ok(Ok(Ok(()))) => Death::Closed,
-            Ok(Ok(Err(error))) => error.into_death(),
-            Ok(Err(_)) => Death::Runtime,
-            Err(_) => Death::Deadline,
+        // The kernel may have to resolve the peer's address, which blocks.
+        let (connection, packet, remote) = (self.connection.clone(), self.packet, *remote);
+        let steps = blocking(move || bring_up(&connection, packet, &remote));
+        let reason = match timeout(self.connection.options.connect_deadline, steps).await {
+            Ok(Ok(Ok(()))) if self.connection.advance(&Phase::Connecting, Phase::Ready) => return Ok(()),
+            Ok(Ok(Ok(()))) => DisconnectReason::Closed,
+            Ok(Ok(Err(error))) => error.into_reason(),
+            Ok(Err(_)) => DisconnectReason::Runtime,
+            Err(_) => DisconnectReason::Deadline,
         };
-        self.link.condemn(death);
-        Err(self.link.why())
+        self.connection.retire(reason);
+        Err(self.connection.error())
     }
 
-    /// Reads the peer's bytes at `from` into `into`, which lie in `region` and are as many. If it answers an error, the memory stays
-    /// with the connection until the device is done with it; the same if the future is dropped.
-    pub async fn read<B: BytesMut>(&self, into: B, region: &Arc<Region>, from: RemoteRange) -> Result<B, Error> {
+    /// Reads the peer's bytes at `from` into `into`, which must have the same length and lie in
+    /// `region`.
+    ///
+    /// On an error, or if the future is dropped, the connection keeps the memory until the device
+    /// is done with it.
+    pub async fn read<B: DmaBufMut>(&self, into: B, region: &Arc<Region>, from: RemoteRange) -> Result<B, Error> {
         single(self.read_all(vec![(into, from)], region).await)
     }
 
-    /// Writes `from`, which lies in `region`, to the peer's bytes at `to`, as [`Endpoint::read`] reads.
-    pub async fn write<B: Bytes>(&self, from: B, region: &Arc<Region>, to: RemoteRange) -> Result<B, Error> {
+    /// Writes `from`, which must lie in `region`, to the peer's bytes at `to`. Errors are as for
+    /// [`Endpoint::read`].
+    pub async fn write<B: DmaBuf>(&self, from: B, region: &Arc<Region>, to: RemoteRange) -> Result<B, Error> {
         single(self.write_all(vec![(from, to)], region).await)
     }
 
-    /// Many reads as one: they go to the device together, and the answer comes when the last is done.
-    pub async fn read_all<B: BytesMut>(
+    /// Performs several reads as one transfer. They go to the device together and complete
+    /// together.
+    pub async fn read_all<B: DmaBufMut>(
         &self,
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
@@ -159,8 +174,7 @@ impl Endpoint {
         self.transfer(Direction::Read, parts, region).await
     }
 
-    /// Many writes as one.
-    pub async fn write_all<B: Bytes>(
+    pub async fn write_all<B: DmaBuf>(
         &self,
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
@@ -168,27 +182,27 @@ impl Endpoint {
         self.transfer(Direction::Write, parts, region).await
     }
 
-    async fn transfer<B: Bytes>(
+    async fn transfer<B: DmaBuf>(
         &self,
         direction: Direction,
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
     ) -> Result<Vec<B>, Error> {
-        let link = &self.link;
-        let deadline = Instant::now() + link.options.deadline;
-        let chunk_bytes = link.options.chunk_bytes.min(link.nic.port.message_bytes_max);
+        let connection = &self.connection;
+        let deadline = Instant::now() + connection.options.deadline;
+        let chunk_bytes = connection.options.chunk_bytes.min(connection.nic.port.message_bytes_max);
         let (mut chunks, mut bytes) = (Vec::new(), 0);
         for (local, remote) in &parts {
             let span = local.span();
-            region.check(&link.nic, span)?;
+            region.check(&connection.nic, span)?;
             if span.len() as u64 != remote.len {
-                return Err(Error::Invalid("as many bytes here as there"));
+                return Err(Error::Invalid("local and remote range differ in length"));
             }
-            region.cut(span, Remote { address: remote.address, key: remote.key }, chunk_bytes, &mut chunks);
+            region.split(span, Remote { address: remote.address, key: remote.key }, chunk_bytes, &mut chunks);
             bytes += span.len();
         }
         if chunks.is_empty() {
-            return Err(Error::Invalid("no bytes to transfer"));
+            return Err(Error::Invalid("the transfer is empty"));
         }
         let memory: Arc<Vec<B>> = Arc::new(parts.into_iter().map(|(bytes, _)| bytes).collect());
         let (done, finished) = oneshot::channel();
@@ -197,128 +211,136 @@ impl Endpoint {
             bytes,
             left: AtomicUsize::new(chunks.len()),
             done: Mutex::new(Some(done)),
-            _keeps: (memory.clone(), region.clone()),
+            _owners: (memory.clone(), region.clone()),
         });
-        // A long transfer goes out in several batches, so that it does not wait for the queue to be empty, and others get a turn.
-        let batch = (link.options.transfers as usize).div_ceil(4);
+        // A long transfer is posted in batches. It need not wait for the whole queue to drain, and
+        // other transfers get a turn.
+        let batch = (connection.options.transfers as usize).div_ceil(4);
         for batch in chunks.chunks(batch) {
-            // Whoever is not connected takes no permits, as nobody would give them back.
-            link.ready()?;
-            match timeout_at(deadline, link.permits.acquire_many(batch.len() as u32)).await {
+            // Checked before taking permits: a dead connection completes nothing, so nothing would
+            // return them.
+            connection.ready()?;
+            match timeout_at(deadline, connection.permits.acquire_many(batch.len() as u32)).await {
                 Ok(Ok(permits)) => permits.forget(),
-                Ok(Err(_)) => return Err(link.why()),
+                Ok(Err(_)) => return Err(connection.error()),
                 Err(_) => return Err(Error::Busy),
             }
-            link.post_transfer(&transfer, batch, deadline)?;
+            connection.post_transfer(&transfer, batch, deadline)?;
         }
         drop(transfer);
+        // On success the device has completed all requests and `finish` dropped the transfer: this
+        // is the last owner.
         match timeout_at(deadline, finished).await {
-            Ok(Ok(Ok(()))) => Arc::into_inner(memory).ok_or(Error::Stuck),
-            Ok(Ok(Err(death))) => Err(death.into()),
-            Ok(Err(_)) => Err(link.why()),
+            Ok(Ok(Ok(()))) => Arc::into_inner(memory).ok_or(Error::NotReleased),
+            Ok(Ok(Err(reason))) => Err(reason.into()),
+            Ok(Err(_)) => Err(connection.error()),
             Err(_) => {
-                link.condemn(Death::Deadline);
-                Err(link.why())
+                connection.retire(DisconnectReason::Deadline);
+                Err(connection.error())
             }
         }
     }
 
-    /// Opens a window through which the peer may read `bytes`, and nothing else. They lie in `region`.
-    pub async fn readable<B: Bytes>(&self, bytes: B, region: &Arc<Region>) -> Result<Window<B>, Error> {
+    /// Grants the peer read access to `bytes`, which must lie in `region`, and to nothing else.
+    /// Resolves when the key is usable. Fails with [`Error::TooManyGrants`] at the limit of the
+    /// options.
+    pub async fn grant_read<B: DmaBuf>(&self, bytes: B, region: &Arc<Region>) -> Result<RemoteGrant<B>, Error> {
         self.open(bytes, region, ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ).await
     }
 
-    /// Opens a window through which the peer may write `bytes`, and not read them. They lie in `region`.
-    pub async fn writable<B: BytesMut>(&self, bytes: B, region: &Arc<Region>) -> Result<Window<B>, Error> {
+    /// Grants the peer write access to `bytes`, which must lie in `region`, without read access.
+    pub async fn grant_write<B: DmaBufMut>(&self, bytes: B, region: &Arc<Region>) -> Result<RemoteGrant<B>, Error> {
         self.open(bytes, region, ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE).await
     }
 
-    async fn open<B: Bytes>(
+    async fn open<B: DmaBuf>(
         &self,
         bytes: B,
         region: &Arc<Region>,
         access: ffi::ibv_access_flags,
-    ) -> Result<Window<B>, Error> {
-        let link = &self.link;
-        link.ready()?;
+    ) -> Result<RemoteGrant<B>, Error> {
+        let connection = &self.connection;
+        connection.ready()?;
         let span = bytes.span();
-        region.check(&link.nic, span)?;
-        let hold = Arc::new(bytes);
-        let piece = region.piece(span).filter(|_| link.nic.windows == WindowKind::Type2);
+        region.check(&connection.nic, span)?;
+        let owner = Arc::new(bytes);
+        let piece = region.registration_of(span).filter(|_| connection.nic.grant_kind == GrantKind::MemoryWindow);
         let Some(registration) = piece else {
-            let (link, region) = (link.clone(), region.clone());
+            let (connection, region) = (connection.clone(), region.clone());
             let adopt = move || {
-                // Who may write from afar must be able to write from here, says the device.
+                // Verbs require local write access of a registration that allows remote writes.
                 let access = match access {
                     ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE => {
                         access | ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
                     }
                     access => access,
                 };
-                // SAFETY: `hold` and `region` keep the memory, and the table keeps both until the registration has ended.
+                // SAFETY: `owner` and `region` keep the memory, and the connection keeps both until
+                // the registration has ended.
                 let registration = unsafe { Registration::new(region.nic_domain(), span, access) }?;
-                let (number, remote) = link.adopt(registration, region, hold.clone())?;
-                Ok(Window::new(&link, number, hold, remote))
+                let (number, remote) = connection.adopt(registration, region, owner.clone())?;
+                Ok(RemoteGrant::new(&connection, number, owner, remote))
             };
-            return apart(adopt).await.map_err(|_| Error::NoRuntime)?;
+            return blocking(adopt).await.map_err(|_| Error::NoRuntime)?;
         };
-        let deadline = Instant::now() + link.options.deadline;
-        let (number, remote, open) = link.bind(region, registration, span, access, hold.clone(), deadline)?;
-        // Dropped from here on, it is withdrawn.
-        let window = Window::new(link, number, hold, remote);
+        let deadline = Instant::now() + connection.options.deadline;
+        let (number, remote, open) = connection.bind(region, registration, span, access, owner.clone(), deadline)?;
+        // From here on, dropping the grant revokes it.
+        let grant = RemoteGrant::new(connection, number, owner, remote);
         match timeout_at(deadline, open).await {
-            Ok(Ok(Ok(()))) => Ok(window),
-            Ok(Ok(Err(death))) => Err(death.into()),
-            Ok(Err(_)) => Err(link.why()),
+            Ok(Ok(Ok(()))) => Ok(grant),
+            Ok(Ok(Err(reason))) => Err(reason.into()),
+            Ok(Err(_)) => Err(connection.error()),
             Err(_) => {
-                link.condemn(Death::Deadline);
-                Err(link.why())
+                connection.retire(DisconnectReason::Deadline);
+                Err(connection.error())
             }
         }
     }
 
-    /// Whether it can never transfer anything again. A peer that is gone is noticed when something is asked of it.
+    /// Returns `true` if the connection can never transfer again. The death of a peer is noticed at
+    /// the next transfer.
     pub fn is_dead(&self) -> bool {
-        self.death().is_some()
+        self.disconnect_reason().is_some()
     }
 
-    /// Why it is dead.
-    pub fn death(&self) -> Option<Death> {
-        match self.link.phase() {
-            Phase::Dead(death) => Some(death),
+    pub fn disconnect_reason(&self) -> Option<DisconnectReason> {
+        match self.connection.phase() {
+            Phase::Dead(reason) => Some(reason),
             _ => None,
         }
     }
 
-    /// Waits until it is dead and the device has let go of all memory; `false` if the device does not let go of it.
+    /// Waits until the connection is dead and the device has released all memory. Returns `false`
+    /// if the device does not release it.
     pub async fn ended(&self) -> bool {
-        self.link.ended().await
+        self.connection.ended().await
     }
 
-    /// The device it is on.
     pub fn nic(&self) -> &Arc<Nic> {
-        &self.link.nic
+        &self.connection.nic
     }
 
-    /// Closes it, and waits until the device has let go of all memory; `false` if it has not by `deadline`.
+    /// Closes the connection and waits until the device has released all memory. Returns `false` if
+    /// it has not by `deadline`.
     pub async fn close(self, deadline: Duration) -> bool {
-        let link = self.link.clone();
+        let connection = self.connection.clone();
         drop(self);
-        timeout(deadline, link.ended()).await.unwrap_or(false)
+        timeout(deadline, connection.ended()).await.unwrap_or(false)
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.link.condemn(Death::Closed);
+        self.connection.retire(DisconnectReason::Closed);
     }
 }
 
 impl std::fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let phase = self.link.phase();
+        let phase = self.connection.phase();
         f.debug_struct("Endpoint")
-            .field("nic", &self.link.nic.name())
+            .field("nic", &self.connection.nic.name())
             .field("local", &self.local())
             .field("phase", &phase)
             .finish()
@@ -326,35 +348,38 @@ impl std::fmt::Debug for Endpoint {
 }
 
 fn single<B>(parts: Result<Vec<B>, Error>) -> Result<B, Error> {
-    parts?.pop().ok_or(Error::Stuck)
+    parts?.pop().ok_or(Error::NotReleased)
 }
 
-/// Takes the queue pair through its states: it knows its port, then whom it hears, then that it may speak.
-fn introduce(link: &Link, packet: u32, remote: &EndpointAddress) -> Result<(), Error> {
+/// Takes the queue pair through its states: INIT names the port, RTR the peer to receive from, RTS
+/// allows sending.
+fn bring_up(connection: &Connection, packet: u32, remote: &EndpointAddress) -> Result<(), Error> {
     use ffi::ibv_qp_attr_mask as Mask;
-    let nic = &link.nic;
+    let nic = &connection.nic;
     let access = ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
-    let init = ffi::ibv_qp_attr {
+    let to_init = ffi::ibv_qp_attr {
         qp_state: ffi::ibv_qp_state::IBV_QPS_INIT,
         port_num: nic.port.number,
         qp_access_flags: access.0,
         ..Default::default()
     };
-    link.pair.modify(init, Mask::IBV_QP_PKEY_INDEX | Mask::IBV_QP_PORT | Mask::IBV_QP_ACCESS_FLAGS)?;
+    connection.pair.modify(to_init, Mask::IBV_QP_PKEY_INDEX | Mask::IBV_QP_PORT | Mask::IBV_QP_ACCESS_FLAGS)?;
 
-    let mut hear = ffi::ibv_qp_attr {
+    let mut to_rtr = ffi::ibv_qp_attr {
         qp_state: ffi::ibv_qp_state::IBV_QPS_RTR,
         path_mtu: u32::from(nic.port.mtu.min(remote.mtu)),
         dest_qp_num: remote.pair,
         rq_psn: remote.packet,
-        max_dest_rd_atomic: nic.reads_answered,
-        // 0.64 ms; there are no receives to wait for, but the state wants it.
+        max_dest_rd_atomic: nic.reads_accepted,
+        // Code 12 is 0.64 ms. This crate posts no receives, but the state transition requires a
+        // value.
         min_rnr_timer: 12,
         ..Default::default()
     };
-    let way = &mut hear.ah_attr;
+    let way = &mut to_rtr.ah_attr;
     (way.port_num, way.dlid) = (nic.port.number, remote.lid);
-    // On InfiniBand the LID leads through the subnet, and paths in other subnets are not chosen.
+    // InfiniBand routes by LID within a subnet. Paths into other subnets are never chosen, so no
+    // global route is needed.
     if nic.path.link == LinkLayer::Ethernet {
         way.is_global = 1;
         way.grh = ffi::ibv_global_route {
@@ -370,15 +395,15 @@ fn introduce(link: &Link, packet: u32, remote: &EndpointAddress) -> Result<(), E
         | Mask::IBV_QP_RQ_PSN
         | Mask::IBV_QP_MAX_DEST_RD_ATOMIC
         | Mask::IBV_QP_MIN_RNR_TIMER;
-    link.pair.modify(hear, mask)?;
+    connection.pair.modify(to_rtr, mask)?;
 
-    let speak = ffi::ibv_qp_attr {
+    let to_rts = ffi::ibv_qp_attr {
         qp_state: ffi::ibv_qp_state::IBV_QPS_RTS,
-        timeout: link.options.retry_exponent,
-        retry_cnt: link.options.retries,
-        rnr_retry: link.options.retries,
+        timeout: connection.options.retry_exponent,
+        retry_cnt: connection.options.retries,
+        rnr_retry: connection.options.retries,
         sq_psn: packet,
-        max_rd_atomic: nic.reads_asked.min(remote.reads.max(1)),
+        max_rd_atomic: nic.reads_initiated.min(remote.reads.max(1)),
         ..Default::default()
     };
     let mask = Mask::IBV_QP_TIMEOUT
@@ -386,5 +411,5 @@ fn introduce(link: &Link, packet: u32, remote: &EndpointAddress) -> Result<(), E
         | Mask::IBV_QP_RNR_RETRY
         | Mask::IBV_QP_SQ_PSN
         | Mask::IBV_QP_MAX_QP_RD_ATOMIC;
-    link.pair.modify(speak, mask)
+    connection.pair.modify(to_rts, mask)
 }

@@ -1,110 +1,86 @@
-//! What can go wrong.
+//! Errors of RDMA, and the reasons why a connection is dead.
 
 use std::io;
 use thiserror::Error;
 
-/// There is no RDMA on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Unavailable {
-    /// libibverbs is not installed, or cannot be loaded.
     #[error("libibverbs cannot be loaded: {0}")]
     NoLibrary(String),
-    /// The kernel has no RDMA, or does not let us use it. The error number of libibverbs.
+    /// The kernel has no RDMA support, or denies access to it. Carries the errno.
     #[error("no RDMA devices: {}", io::Error::from_raw_os_error(*.0))]
     NoSupport(i32),
 }
 
-/// Why something could not be done.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// There is no RDMA here.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
-    /// No device, port or GID of that name or number, or it is not in use.
-    #[error("no {0}")]
+    /// The device, port or GID does not exist or is down.
+    #[error("{0} was not found or is not in use")]
     NotFound(String),
-    /// libibverbs, or the device, refused. For registrations, the limit of locked memory (`ulimit -l`) is the usual reason.
+    /// libibverbs or the device refused a call. For registrations, the limit on locked memory
+    /// (`ulimit -l`) is the usual cause.
     #[error("{call}: {}", io::Error::from_raw_os_error(*.code))]
-    Refused {
-        /// What was called.
-        call: &'static str,
-        /// Its error number.
-        code: i32,
-    },
-    /// A device did not do this in time; should it be done later, it is undone.
-    #[error("{0} took too long")]
+    Refused { call: &'static str, code: i32 },
+    /// A step did not finish in time. If it finishes later, its result is dropped.
+    #[error("{0} did not finish in time")]
     Late(&'static str),
-    /// There is no tokio runtime.
-    #[error("not in a tokio runtime")]
+    /// The call was made outside a tokio runtime, or the runtime is shutting down.
+    #[error("RDMA needs a running tokio runtime")]
     NoRuntime,
-    /// An option, an address of a peer, or a length that cannot be used.
     #[error("{0}")]
     Invalid(&'static str),
-    /// These bytes do not lie in that region, or the region belongs to another device.
-    #[error("memory is not of this region and device")]
+    /// The bytes lie outside the region, or the region belongs to another device.
+    #[error("the memory is not registered with this device")]
     NotRegistered,
-    /// The endpoint is not connected (yet).
-    #[error("not connected")]
+    #[error("the endpoint is not connected")]
     NotConnected,
-    /// As many windows are open as the endpoint may have.
-    #[error("too many windows")]
-    TooManyWindows,
-    /// Others' transfers did not leave room before the deadline. Nothing is wrong with the connection.
-    #[error("no room for the transfer before its deadline")]
+    #[error("the endpoint has no grant left")]
+    TooManyGrants,
+    /// Other transfers left no room before the deadline. The connection is intact.
+    #[error("other transfers left no room before the deadline")]
     Busy,
-    /// The connection is dead.
-    #[error("the connection is dead: {0}")]
-    Dead(#[from] Death),
-    /// The device has not let go of the memory, which therefore is not given back.
-    #[error("the device has not let go of the memory")]
-    Stuck,
+    #[error("the RDMA connection is dead: {0}")]
+    Disconnected(#[from] DisconnectReason),
+    /// The device has not released the memory. It is leaked.
+    #[error("the device has not released the memory")]
+    NotReleased,
 }
 
-/// Why a connection is dead.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum Death {
-    /// Its endpoint was dropped.
+pub enum DisconnectReason {
     #[error("closed")]
     Closed,
-    /// A request failed: the status of its completion (`ibv_wc_status`).
     #[error("a request failed with status {status} (vendor {vendor:#x})")]
     Failed {
-        /// `ibv_wc_status`: 10 is a peer's refusal of the access, 12 a peer that does not answer.
+        /// `ibv_wc_status`: 10 if the peer's key did not allow the access, 12 if the peer does not
+        /// respond.
         status: u32,
-        /// The device's own word.
         vendor: u32,
     },
-    /// A request was not done by its deadline.
-    #[error("a deadline passed")]
+    #[error("a request exceeded its deadline")]
     Deadline,
-    /// The device reported an event (`ibv_event_type`); 3 is an access by the peer that its key did not allow.
-    #[error("event {0} of the device")]
+    /// The device reported an event (`ibv_event_type`). 3 is an access by the peer that its key did
+    /// not allow.
+    #[error("the device reported event {0}")]
     Event(u32),
-    /// The device refused what it must not refuse.
     #[error("{call}: {}", io::Error::from_raw_os_error(*.code))]
-    Refused {
-        /// What was called.
-        call: &'static str,
-        /// Its error number.
-        code: i32,
-    },
-    /// The runtime that drives the connection ended.
-    #[error("its runtime ended")]
+    Refused { call: &'static str, code: i32 },
+    #[error("its runtime shut down")]
     Runtime,
 }
 
 impl Error {
-    /// What `call` said in errno.
     pub(crate) fn last(call: &'static str) -> Error {
         Error::Refused { call, code: io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) }
     }
 
-    /// Death of this, where it was a refusal.
-    pub(crate) fn into_death(self) -> Death {
+    pub(crate) fn into_reason(self) -> DisconnectReason {
         match self {
-            Error::Refused { call, code } => Death::Refused { call, code },
-            Error::Dead(death) => death,
-            _ => Death::Closed,
+            Error::Refused { call, code } => DisconnectReason::Refused { call, code },
+            Error::Disconnected(reason) => reason,
+            _ => DisconnectReason::Closed,
         }
     }
 }

@@ -1,71 +1,78 @@
-//! One-sided RDMA: bytes move from registered memory to registered memory of another machine, and no CPU there takes part.
+//! One-sided RDMA between registered memory of two machines. The remote CPU takes no part in a
+//! transfer.
 //!
-//! Always true:
-//! - memory is owned by this crate from the moment a device may touch it until the device provably no longer does: its
-//!   completion came, or the queue pair was destroyed, or the registration was ended. Dropping a future, a deadline, a dead peer:
-//!   none of them is a proof, and none gives memory back. Memory that a device does not let go of is never given back;
-//! - a key that is given to a peer is *narrow*: one range of bytes, for reading or for writing, by one connection (see
-//!   [`Window`]). The key of a whole region does not leave this crate, and would allow a peer nothing;
-//! - every wait has a deadline, every queue a bound. After any error a connection is dead and stays so: whoever needs one makes a
-//!   fresh pair of endpoints;
-//! - a machine without RDMA, or without libibverbs, answers [`Unavailable`].
+//! Invariants:
+//! - This crate owns memory from the moment a device may access it until the device provably no
+//!   longer can. The proof is a completion, a destroyed queue pair or an ended registration. A
+//!   dropped future, a deadline or a dead peer proves nothing and returns no memory. Memory that a
+//!   device does not release is leaked, never reused.
+//! - A key given to a peer is restricted to one range of bytes, to reading or to writing, and to
+//!   one connection (see [`RemoteGrant`] and [`GrantKind`] for the exception). The key of a whole
+//!   region never leaves this crate and would give a peer no access.
+//! - Every wait has a deadline and every queue a bound. After any error, a connection is dead. The
+//!   caller connects a fresh pair of endpoints.
+//! - A machine without RDMA or without libibverbs returns [`Unavailable`].
 //!
-//! There are no messages here: what the two sides tell each other (addresses of endpoints, ranges and keys) travels on a connection
-//! they have already. The sequence is
+//! There are no messages in this crate. Both sides exchange addresses, ranges and keys over a
+//! connection that they already have:
 //!
-//! 1. [`devices`] on both sides; [`pairs`] says which device should talk to which.
-//! 2. [`Nic::open`], [`Region::register`], once.
-//! 3. [`Endpoint::new`] on both sides; exchange of [`Endpoint::local`]; [`Endpoint::connect`] on both sides.
-//! 4. One side opens a window ([`Endpoint::readable`], [`Endpoint::writable`]) and sends its [`RemoteRange`]; the other one
-//!    [reads](Endpoint::read) or [writes](Endpoint::write); then the first side [withdraws](Window::withdraw) it.
+//! 1. Both sides list [`devices`]; [`pairs`] assigns local to remote devices.
+//! 2. Both sides call [`Nic::open`] and [`Region::register`] once.
+//! 3. Both sides call [`Endpoint::new`], exchange [`Endpoint::local`] and call
+//!    [`Endpoint::connect`].
+//! 4. One side grants access ([`Endpoint::grant_read`], [`Endpoint::grant_write`]) and sends the
+//!    [`RemoteRange`]. The other side [reads](Endpoint::read) or [writes](Endpoint::write). The
+//!    first side then [revokes](RemoteGrant::revoke) the grant.
 //!
-//! [`Fabric`] does the first three for all devices of a machine.
+//! [`Fabric`] does steps 1 to 3 for all devices of a machine.
 //!
-//! Memory comes in as values that own it, see [`memory`]; a call takes such a value and gives it back. All calls need a tokio
-//! runtime that drives I/O and time. What is `unsafe` here lies in `verbs`, and where `link` and `region` hand addresses to a device.
+//! Layout:
+//! - `verbs`: objects of libibverbs, each owned by one value.
+//! - `device`, `path`, `address`: discovery, pairing with a peer's devices, address encoding.
+//! - `nic`, `probe`, `region`: an open device, the check of its memory windows, registered memory.
+//! - `connection`, `driver`: shared state of a connection, and the task that drives it.
+//! - `endpoint`, `grant`, `fabric`: the API.
 //!
-//! Proven with the kernel's soft-RoCE in a virtual machine (`tests/rdma`). It has never run on a real network card.
+//! Memory is passed in as values that own it, see [`larder_memory::span`]; a call takes such a
+//! value and returns it. All calls need a tokio runtime with I/O and time. The `unsafe` code is in
+//! `verbs`, and where `connection` and `region` hand addresses to a device.
+//!
+//! Tested with the kernel's soft-RoCE in a virtual machine (`tests/rdma`), never on a hardware NIC.
 
 mod address;
-#[cfg(feature = "arena")]
-mod arena;
+mod connection;
 mod counters;
 mod device;
 mod driver;
 mod endpoint;
 mod error;
 mod fabric;
-mod link;
-pub mod memory;
+mod grant;
 mod nic;
 mod path;
 mod probe;
 mod region;
-#[cfg(feature = "share")]
-mod share;
 mod verbs;
-mod window;
 
 pub use address::{AddressError, EndpointAddress, RemoteRange};
-#[cfg(feature = "arena")]
-pub use arena::SlotSlice;
 pub use counters::NicStats;
 pub use device::{DeviceInfo, GidInfo, GidKind, PortInfo, devices};
 pub use endpoint::{Endpoint, EndpointOptions};
-pub use error::{Death, Error, Unavailable};
-pub use fabric::{Credit, Fabric, FabricOptions, Line};
-pub use memory::{Bytes, BytesMut, Kept, Memory, Span};
-pub use nic::{Nic, NicOptions, WindowKind};
+pub use error::{DisconnectReason, Error, Unavailable};
+pub use fabric::{Fabric, FabricOptions, GrantCredit, RdmaChannel};
+pub use grant::RemoteGrant;
+pub use larder_memory::SlotSlice;
+pub use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Guarded, Span};
+pub use nic::{GrantKind, Nic, NicOptions};
 pub use path::{Gid, LinkLayer, Path, pairs};
 pub use region::Region;
-pub use window::Window;
 
-/// Makes calls into the kernel where they hold nobody up. What stands in for the library makes none, and is called at once: so a
-/// simulation is the same each time.
-pub(crate) async fn apart<T: Send + 'static>(
+/// Runs system calls on a thread that may block. A replaced library makes none and is called in
+/// place, so that a simulation is deterministic.
+pub(crate) async fn blocking<T: Send + 'static>(
     calls: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, tokio::task::JoinError> {
-    match ibverbs_sys::has_stand_in() {
+    match ibverbs_sys::is_replaced() {
         true => Ok(calls()),
         false => tokio::task::spawn_blocking(calls).await,
     }

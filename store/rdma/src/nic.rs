@@ -1,12 +1,12 @@
-//! An open device.
+//! An open RDMA device.
 //!
-//! Always true: whatever the device reports reaches the endpoints it is about, for as long as they exist.
+//! Invariant: events of the device reach the connections they concern, for as long as those exist.
 
-use crate::apart;
+use crate::blocking;
+use crate::connection::Connection;
 use crate::counters::{Counters, NicStats};
 use crate::device::PortInfo;
-use crate::error::{Death, Error, Unavailable};
-use crate::link::Link;
+use crate::error::{DisconnectReason, Error, Unavailable};
 use crate::path::Path;
 use crate::probe;
 use crate::verbs::{Context, Domain, Event};
@@ -19,54 +19,52 @@ use std::sync::{Arc, Weak};
 use tokio::io::unix::AsyncFd;
 use tokio::task::AbortHandle;
 
-/// How a device is opened.
 #[derive(Debug, Clone)]
 pub struct NicOptions {
-    /// Which port; 1 is the first.
+    /// Port number, from 1.
     pub port: u8,
-    /// Which entry of its table of GIDs; [`PortInfo::default_gid`] if none is given.
+    /// Index into the port's GID table. The default is [`PortInfo::default_gid`].
     pub gid_index: Option<u8>,
-    /// How windows are made. If not given, by memory windows where the device has some that prove to be narrow.
-    /// [`WindowKind::Type2`] is taken as it is.
-    pub windows: Option<WindowKind>,
+    /// Mechanism of remote grants. By default, memory windows where the device has some that pass
+    /// the probe. An explicit [`GrantKind::MemoryWindow`] is not probed.
+    pub grant_kind: Option<GrantKind>,
 }
 
 impl Default for NicOptions {
     fn default() -> NicOptions {
-        NicOptions { port: 1, gid_index: None, windows: None }
+        NicOptions { port: 1, gid_index: None, grant_kind: None }
     }
 }
 
-/// How a peer gets a key for some bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WindowKind {
-    /// A memory window of type 2: bound and withdrawn by a request, good for one connection.
-    Type2,
-    /// A registration of just these bytes, by a call into the kernel. Its key is good for every connection of this device.
+pub enum GrantKind {
+    /// A memory window of type 2. Requests bind and invalidate it, and its key is valid on one
+    /// connection only.
+    MemoryWindow,
+    /// A registration of just these bytes, by system call. Its key is valid on every connection of
+    /// the device.
     Registration,
 }
 
-/// An open device, and the port of it that is used.
 pub struct Nic {
     name: String,
     pub(crate) port: PortInfo,
     pub(crate) path: Path,
     pub(crate) gid_index: u8,
-    pub(crate) windows: WindowKind,
-    /// Requests that a queue pair can hold.
+    pub(crate) grant_kind: GrantKind,
     pub(crate) requests_max: u32,
-    /// Reads of a peer that a connection answers at a time, and those it has under way.
-    pub(crate) reads_answered: u8,
-    pub(crate) reads_asked: u8,
+    pub(crate) reads_accepted: u8,
+    pub(crate) reads_initiated: u8,
     pub(crate) domain: Arc<Domain>,
     pub(crate) counters: Counters,
-    /// By the address of their queue pair and of their completion queue.
-    links: Mutex<HashMap<usize, Weak<Link>>>,
+    /// Keyed by the addresses of queue pair and completion queue, by which the device's events name
+    /// them.
+    connections: Mutex<HashMap<usize, Weak<Connection>>>,
     alive: AtomicBool,
     watcher: Mutex<Option<AbortHandle>>,
 }
 
-/// The descriptor on which a device reports events. It is the context's, which therefore comes along.
+/// The descriptor on which device events arrive. It belongs to the context, which is kept with it.
 struct Events(Arc<Context>);
 
 impl AsRawFd for Events {
@@ -82,51 +80,51 @@ impl AsFd for Events {
 }
 
 impl Nic {
-    /// Opens a device by its name, and tries out its memory windows. May take some milliseconds; seconds on a device that does not
-    /// answer.
+    /// Opens a device and probes its memory windows. Takes some milliseconds, or seconds if the
+    /// device does not respond.
     pub async fn open(name: &str, options: &NicOptions) -> Result<Arc<Nic>, Error> {
-        if let Some(kind) = options.windows {
+        if let Some(kind) = options.grant_kind {
             return Nic::open_blocking(name, options, kind).await;
         }
-        let kind = match Nic::open_blocking(name, options, WindowKind::Type2).await {
-            Ok(nic) if probe::windows_hold(&nic).await => WindowKind::Type2,
-            Ok(_) | Err(Error::NotFound(_)) => WindowKind::Registration,
+        let kind = match Nic::open_blocking(name, options, GrantKind::MemoryWindow).await {
+            Ok(nic) if probe::windows_are_restricted(&nic).await => GrantKind::MemoryWindow,
+            Ok(_) | Err(Error::NotFound(_)) => GrantKind::Registration,
             Err(error) => return Err(error),
         };
-        tracing::debug!(device = name, ?kind, "an RDMA device is opened");
+        tracing::debug!(device = name, ?kind, "opened an RDMA device");
         Nic::open_blocking(name, options, kind).await
     }
 
-    /// Opens it where calls into the kernel hold nobody up.
-    async fn open_blocking(name: &str, options: &NicOptions, windows: WindowKind) -> Result<Arc<Nic>, Error> {
+    async fn open_blocking(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
         let (name, options) = (name.to_string(), options.clone());
-        let opening = apart(move || Nic::open_as(&name, &options, windows));
+        let opening = blocking(move || Nic::open_as(&name, &options, grant_kind));
         opening.await.map_err(|_| Error::NoRuntime)?
     }
 
-    fn open_as(name: &str, options: &NicOptions, windows: WindowKind) -> Result<Arc<Nic>, Error> {
+    fn open_as(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
         let runtime = tokio::runtime::Handle::try_current().map_err(|_| Error::NoRuntime)?;
         if let Some(why) = ffi::missing() {
             return Err(Unavailable::NoLibrary(why.to_string()).into());
         }
         let context = Context::open(name)?;
-        let abilities = context.abilities()?;
+        let attributes = context.attributes()?;
         let port = PortInfo::read(&context, options.port)?;
         if !port.active {
-            return Err(Error::NotFound(format!("active port {} on {name}", options.port)));
+            return Err(Error::NotFound(format!("an active port {} of {name}", options.port)));
         }
         let gid = match options.gid_index {
             Some(index) => port.gids.iter().find(|gid| gid.index == index).copied(),
             None => port.default_gid(),
         };
-        let gid = gid.ok_or_else(|| Error::NotFound(format!("such GID on {name}")))?;
+        let gid = gid.ok_or_else(|| Error::NotFound(format!("the configured or default GID of {name}")))?;
         let type_2 = ffi::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A
             | ffi::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;
-        if windows == WindowKind::Type2 && abilities.device_cap_flags & type_2.0 == 0 {
+        if grant_kind == GrantKind::MemoryWindow && attributes.device_cap_flags & type_2.0 == 0 {
             return Err(Error::NotFound(format!("memory windows of type 2 on {name}")));
         }
         let events = Events(context.clone());
-        // SAFETY: the descriptor stays open, and the same, as long as the context that comes along.
+        // SAFETY: the descriptor stays open and unchanged while the context, which is kept with it,
+        // lives.
         let events = unsafe { AsyncFd::register_with_interest(events, tokio::io::Interest::READABLE) }
             .map_err(|_| Error::last("epoll_ctl"))?;
         let reads = |most: i32| u8::try_from(most.clamp(1, 16)).unwrap_or(1);
@@ -135,13 +133,13 @@ impl Nic {
             path: Path { link: port.link, gid: gid.gid },
             port,
             gid_index: gid.index,
-            windows,
-            requests_max: u32::try_from(abilities.max_qp_wr.min(abilities.max_cqe)).unwrap_or(0),
-            reads_answered: reads(abilities.max_qp_rd_atom),
-            reads_asked: reads(abilities.max_qp_init_rd_atom),
+            grant_kind,
+            requests_max: u32::try_from(attributes.max_qp_wr.min(attributes.max_cqe)).unwrap_or(0),
+            reads_accepted: reads(attributes.max_qp_rd_atom),
+            reads_initiated: reads(attributes.max_qp_init_rd_atom),
             domain: Domain::new(context)?,
             counters: Counters::default(),
-            links: Mutex::new(HashMap::new()),
+            connections: Mutex::new(HashMap::new()),
             alive: AtomicBool::new(true),
             watcher: Mutex::new(None),
         });
@@ -150,60 +148,58 @@ impl Nic {
         Ok(nic)
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The port in use, as it was when the device was opened.
     pub fn port(&self) -> &PortInfo {
         &self.port
     }
 
-    /// What a peer needs to know to choose it.
     pub fn path(&self) -> Path {
         self.path
     }
 
-    /// How windows are made.
-    pub fn windows(&self) -> WindowKind {
-        self.windows
+    pub fn grant_kind(&self) -> GrantKind {
+        self.grant_kind
     }
 
-    /// Whether device and port were in order when last heard of. Endpoints of a device that is not are of no use.
+    /// Returns `true` if device and port were up at the last event. New endpoints on a failed
+    /// device are useless.
     pub fn is_alive(&self) -> bool {
+        // Advice only: no other memory depends on the flag, so `Relaxed` suffices.
         self.alive.load(Ordering::Relaxed)
     }
 
-    /// What it has done.
     pub fn stats(&self) -> NicStats {
         self.counters.read()
     }
 
-    pub(crate) fn add_link(&self, objects: [usize; 2], link: &Arc<Link>) {
-        let mut links = self.links.lock();
-        objects.into_iter().for_each(|object| _ = links.insert(object, Arc::downgrade(link)));
+    pub(crate) fn add_connection(&self, objects: [usize; 2], connection: &Arc<Connection>) {
+        let mut connections = self.connections.lock();
+        objects.into_iter().for_each(|object| _ = connections.insert(object, Arc::downgrade(connection)));
         self.counters.endpoints.add(1);
     }
 
-    pub(crate) fn remove_link(&self, objects: [usize; 2]) {
-        let mut links = self.links.lock();
-        if objects.into_iter().filter(|object| links.remove(object).is_some()).count() > 0 {
+    pub(crate) fn remove_connection(&self, objects: [usize; 2]) {
+        let mut connections = self.connections.lock();
+        if objects.into_iter().filter(|object| connections.remove(object).is_some()).count() > 0 {
             self.counters.endpoints.subtract(1);
         }
     }
 
     fn handle(&self, event: Event) {
         use ffi::ibv_event_type::*;
-        let concerned: Vec<Weak<Link>> = match event.kind {
+        // Only clones are taken under this lock, because retiring a connection takes its own.
+        let concerned: Vec<Weak<Connection>> = match event.kind {
             IBV_EVENT_QP_FATAL | IBV_EVENT_QP_REQ_ERR | IBV_EVENT_QP_ACCESS_ERR | IBV_EVENT_CQ_ERR => {
-                self.links.lock().get(&event.object).cloned().into_iter().collect()
+                self.connections.lock().get(&event.object).cloned().into_iter().collect()
             }
             IBV_EVENT_DEVICE_FATAL => {
                 self.alive.store(false, Ordering::Relaxed);
-                self.links.lock().values().cloned().collect()
+                self.connections.lock().values().cloned().collect()
             }
-            // Its connections recover or die by their own timers.
+            // Connections of a failed port recover or die by their own retransmission timers.
             IBV_EVENT_PORT_ERR if event.object == usize::from(self.port.number) => {
                 self.alive.store(false, Ordering::Relaxed);
                 Vec::new()
@@ -214,11 +210,11 @@ impl Nic {
             }
             _ => Vec::new(),
         };
-        tracing::debug!(device = self.name, event = event.kind, "an event of an RDMA device");
-        let mut concerned: Vec<Arc<Link>> = concerned.iter().filter_map(Weak::upgrade).collect();
-        // Where they lie says nothing of their order.
-        concerned.sort_by_key(|link| link.pair.number());
-        concerned.iter().for_each(|link| link.condemn(Death::Event(event.kind)));
+        tracing::debug!(device = self.name, event = event.kind, "RDMA device reported an event");
+        let mut concerned: Vec<Arc<Connection>> = concerned.iter().filter_map(Weak::upgrade).collect();
+        // A hash map has no stable order. Sorting makes simulations deterministic.
+        concerned.sort_by_key(|connection| connection.pair.number());
+        concerned.iter().for_each(|connection| connection.retire(DisconnectReason::Event(event.kind)));
     }
 }
 
@@ -238,7 +234,8 @@ impl std::fmt::Debug for Nic {
 
 async fn watch(events: AsyncFd<Events>, nic: Weak<Nic>) {
     while let Ok(mut ready) = events.readable().await {
-        // First the flag, then the events: one that comes in between sets it again.
+        // The flag is cleared before the events are read. An event in between sets it again; the
+        // other order would lose it.
         ready.clear_ready();
         let Some(nic) = nic.upgrade() else { return };
         while let Some(event) = events.get_ref().0.next_event() {

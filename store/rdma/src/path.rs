@@ -1,14 +1,17 @@
-//! Which device of one machine should talk to which of another.
+//! Assignment of local devices to a peer's devices.
+//!
+//! Invariant: both sides compute the same pairs from the same addresses, so they need not
+//! negotiate.
 
 use crate::address::AddressError;
 use std::fmt;
 use std::net::Ipv6Addr;
 
-/// A port's address in its network.
+/// Address of a port: an IPv6 address, or an IPv4 address mapped into one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Gid(pub [u8; 16]);
 
-/// What a GID says about where it can be reached from.
+/// Address family, which limits from where a GID can be reached.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Family {
     Ipv4,
@@ -17,25 +20,24 @@ enum Family {
 }
 
 impl Gid {
-    /// Whether it stands for an IPv4 address, as RoCE v2 has it.
     pub fn is_ipv4(&self) -> bool {
         Ipv6Addr::from(self.0).to_ipv4_mapped().is_some()
     }
 
-    /// Whether it is of use within one link only.
     pub fn is_link_local(&self) -> bool {
         Ipv6Addr::from(self.0).is_unicast_link_local()
     }
 
     fn family(&self) -> Family {
-        match () {
-            () if self.is_ipv4() => Family::Ipv4,
-            () if self.is_link_local() => Family::LinkLocal,
-            () => Family::Ipv6,
+        if self.is_ipv4() {
+            Family::Ipv4
+        } else if self.is_link_local() {
+            Family::LinkLocal
+        } else {
+            Family::Ipv6
         }
     }
 
-    /// Bits from the start in which two GIDs agree.
     fn common_bits(&self, other: &Gid) -> u32 {
         (u128::from_be_bytes(self.0) ^ u128::from_be_bytes(other.0)).leading_zeros()
     }
@@ -53,12 +55,9 @@ impl fmt::Debug for Gid {
     }
 }
 
-/// What a port is plugged into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinkLayer {
-    /// InfiniBand.
     InfiniBand,
-    /// Ethernet: RoCE.
     Ethernet,
 }
 
@@ -75,20 +74,16 @@ impl LinkLayer {
     }
 }
 
-/// A port, as a peer needs to know it to choose.
+/// A port as a peer sees it when it chooses its partner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Path {
-    /// What it is plugged into.
     pub link: LinkLayer,
-    /// Its address there.
     pub gid: Gid,
 }
 
 impl Path {
-    /// Bytes of an encoded path.
     pub const BYTES: usize = 17;
 
-    /// For sending to a peer.
     pub fn encode(&self) -> [u8; Path::BYTES] {
         let mut bytes = [0; Path::BYTES];
         bytes[0] = self.link.code();
@@ -96,16 +91,16 @@ impl Path {
         bytes
     }
 
-    /// What a peer sent.
     pub fn decode(bytes: &[u8]) -> Result<Path, AddressError> {
         let (link, gid) = bytes.split_first().ok_or(AddressError)?;
         let link = LinkLayer::from_code(*link).ok_or(AddressError)?;
         Ok(Path { link, gid: Gid(gid.try_into().map_err(|_| AddressError)?) })
     }
 
-    /// How near two paths are, if they can reach each other. InfiniBand is one subnet; RoCE v2 is routed, but not from link-local
-    /// addresses, nor between IPv4 and IPv6.
-    fn nearness(&self, other: &Path) -> Option<u32> {
+    /// Returns the common prefix length of two paths that can reach each other. InfiniBand paths
+    /// must share a subnet. RoCE v2 is routed, but neither from link-local addresses nor between
+    /// IPv4 and IPv6.
+    fn proximity(&self, other: &Path) -> Option<u32> {
         let common = self.gid.common_bits(&other.gid);
         let reachable = match self.link {
             LinkLayer::InfiniBand => common >= 64,
@@ -115,16 +110,17 @@ impl Path {
     }
 }
 
-/// Which local paths (indices) should talk to which remote ones. Each local and each remote path is used once before any is used
-/// again, nearest addresses first; a path that reaches nothing is in no pair. Both sides get the same pairs, turned around.
+/// Pairs local with remote paths, as indices. Nearest addresses pair first, and each path is used
+/// once before any is used twice. Unreachable paths are in no pair. The peer computes the same
+/// pairs, mirrored.
 pub fn pairs(local: &[Path], remote: &[Path]) -> Vec<(usize, usize)> {
     let mut candidates: Vec<(u32, usize, usize)> = Vec::new();
     for (l, here) in local.iter().enumerate() {
         for (r, there) in remote.iter().enumerate() {
-            candidates.extend(here.nearness(there).map(|near| (near, l, r)));
+            candidates.extend(here.proximity(there).map(|near| (near, l, r)));
         }
     }
-    // Ties are broken by the addresses, not by the order in which a side knows them.
+    // Ties are broken by address, not by index: each side lists its paths in its own order.
     let ends = |l: usize, r: usize| {
         let (a, b) = (local[l].gid.0, remote[r].gid.0);
         if a < b { (a, b) } else { (b, a) }
@@ -132,7 +128,8 @@ pub fn pairs(local: &[Path], remote: &[Path]) -> Vec<(usize, usize)> {
     candidates.sort_by(|&(near, l, r), &(other, m, s)| other.cmp(&near).then_with(|| ends(l, r).cmp(&ends(m, s))));
     let mut chosen = Vec::new();
     let (mut used_here, mut used_there) = (vec![false; local.len()], vec![false; remote.len()]);
-    // First one partner for each; then, for those left over on the longer side, a partner that has one already.
+    // The first pass pairs unused paths with each other. The second gives the rest of the longer
+    // side a partner that is used already.
     for both_fresh in [true, false] {
         for &(_, l, r) in &candidates {
             let (here, there) = (used_here[l], used_there[r]);
@@ -156,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn rails_of_one_subnet_find_each_other() {
+    fn paths_of_one_subnet_pair_up() {
         let here = [v4(10, 0, 1, 1), v4(10, 0, 2, 1)];
         let there = [v4(10, 0, 2, 9), v4(10, 0, 1, 9)];
         assert_eq!(pairs(&here, &there), [(0, 1), (1, 0)]);
@@ -170,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_reached_is_in_no_pair() {
+    fn unreachable_paths_are_in_no_pair() {
         let infiniband = |subnet: u8| {
             let mut gid = [0xfe; 16];
             gid[7] = subnet;
@@ -200,7 +197,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn both_sides_choose_the_same(
+        fn both_sides_compute_the_same_pairs(
             here in proptest::collection::vec(path(), 0..5),
             there in proptest::collection::vec(path(), 0..5),
         ) {
@@ -212,18 +209,18 @@ mod tests {
             let theirs: Vec<(usize, usize)> = pairs(&there, &here).into_iter().map(|(t, h)| (h, t)).collect();
             prop_assert_eq!(&ours, &theirs);
             for (l, path) in here.iter().enumerate() {
-                let reaches = there.iter().any(|other| path.nearness(other).is_some());
+                let reaches = there.iter().any(|other| path.proximity(other).is_some());
                 prop_assert_eq!(ours.iter().any(|pair| pair.0 == l), reaches, "in a pair if it reaches anything");
             }
         }
 
         #[test]
-        fn paths_survive_the_wire(path in path()) {
+        fn encoded_paths_decode_to_themselves(path in path()) {
             prop_assert_eq!(Path::decode(&path.encode()), Ok(path));
         }
 
         #[test]
-        fn no_bytes_break_the_decoder(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+        fn decoder_survives_arbitrary_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
             if let Ok(path) = Path::decode(&bytes) {
                 prop_assert_eq!(&path.encode()[..], &bytes[..]);
             }

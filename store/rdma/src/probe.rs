@@ -1,61 +1,62 @@
-//! Whether a device's memory windows keep what they promise.
+//! A probe that finds out whether a device's memory windows are restricted to their range.
 //!
-//! A key that opens more than its range would let a peer read other pages, and not every device that claims memory windows holds
-//! them to their range: the kernel's soft-RoCE (6.1) checks the region around them only. So it is tried out, between two endpoints
-//! of the one device, before any peer is given such a key.
+//! A key that opens more than its range would let a peer read other pages. Not every device that
+//! claims memory windows enforces their range: the kernel's soft-RoCE (6.1) checks only the region
+//! around them. The probe tries it between two endpoints of the device, before any peer receives
+//! such a key.
 
 use crate::endpoint::{Endpoint, EndpointOptions};
-use crate::error::{Death, Error};
-use crate::memory::{Bytes, BytesMut, Memory, Span};
+use crate::error::{DisconnectReason, Error};
 use crate::nic::Nic;
 use crate::region::Region;
 use ibverbs_sys::ibv_wc_status::IBV_WC_REM_ACCESS_ERR;
+use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Span};
 use std::cell::UnsafeCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Longest time a step may take. A device that is slower has no windows for us.
+/// Time limit of a step. A slower device counts as one without usable windows.
 const STEP_MAX: Duration = Duration::from_secs(2);
 const BYTES: usize = 4096;
 
-/// Memory of its own, of which this module lends pieces that do not overlap.
+/// Memory of the probe, handed out in parts that do not overlap.
 struct Page(Box<[UnsafeCell<u8>]>);
 
-// SAFETY: only pieces of it are used, each by one owner at a time.
+// SAFETY: only parts of it are accessed, each by one owner at a time.
 unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
-// SAFETY: the box stays where it is.
-unsafe impl Memory for Page {
+// SAFETY: the box neither moves nor is freed while the value lives.
+unsafe impl DmaMemory for Page {
     fn span(&self) -> Span {
         let bytes = &*self.0;
         Span::new(std::ptr::NonNull::from(bytes).cast(), bytes.len())
     }
 }
 
-/// Some bytes of a page.
-struct Piece {
+struct PagePart {
     page: Arc<Page>,
     from: usize,
     len: usize,
 }
 
-// SAFETY: it keeps the page; the pieces that are alive at a time do not overlap.
-unsafe impl Bytes for Piece {
+// SAFETY: it keeps the page, and the parts that exist at a time do not overlap.
+unsafe impl DmaBuf for PagePart {
     fn span(&self) -> Span {
         let cells = &self.page.0[self.from..self.from + self.len];
         Span::new(std::ptr::NonNull::from(cells).cast(), cells.len())
     }
 }
 // SAFETY: as above.
-unsafe impl BytesMut for Piece {}
+unsafe impl DmaBufMut for PagePart {}
 
-/// Whether a window of type 2 opens its bytes and no others. A device on which this cannot be tried has none that do.
-pub(crate) async fn windows_hold(nic: &Arc<Nic>) -> bool {
+/// Returns `true` if a memory window grants access to its bytes and no others. A failed probe
+/// counts as `false`.
+pub(crate) async fn windows_are_restricted(nic: &Arc<Nic>) -> bool {
     let verdict = attempt(nic).await;
     if let Err(error) = &verdict {
-        tracing::debug!(device = nic.name(), %error, "memory windows could not be tried out");
+        tracing::debug!(device = nic.name(), %error, "memory windows could not be probed; using registrations instead");
     }
     verdict.unwrap_or(false)
 }
@@ -63,32 +64,33 @@ pub(crate) async fn windows_hold(nic: &Arc<Nic>) -> bool {
 async fn attempt(nic: &Arc<Nic>) -> Result<bool, Error> {
     let page = Arc::new(Page((0..BYTES).map(|_| UnsafeCell::new(0)).collect()));
     let region = Region::register(nic, page.clone())?;
-    // In front of the window, on both sides of its end, and behind it.
+    // Inside the window, across its start, across its end, and behind it.
     for (from, len, allowed) in [(1024, 1024, true), (1023, 2, false), (2047, 2, false), (2048, 1, false)] {
-        let window = Piece { page: page.clone(), from: 1024, len: 1024 };
-        let into = Piece { page: page.clone(), from: 3072, len };
+        let part = PagePart { page: page.clone(), from: 1024, len: 1024 };
+        let into = PagePart { page: page.clone(), from: 3072, len };
         let options = EndpointOptions {
             transfers: 1,
-            windows: 1,
+            grants: 1,
             deadline: STEP_MAX,
             connect_deadline: STEP_MAX,
             ..EndpointOptions::default()
         };
-        let (here, there) = (Endpoint::new(nic, options.clone())?, Endpoint::new(nic, options)?);
+        let here = Endpoint::new(nic, options.clone())?;
+        let there = Endpoint::new(nic, options)?;
         here.connect(&there.local()).await?;
         there.connect(&here.local()).await?;
-        let window = here.readable(window, &region).await?;
-        let mut range = window.remote();
+        let grant = here.grant_read(part, &region).await?;
+        let mut range = grant.remote();
         range.address = range.address - 1024 + from;
         range.len = len as u64;
         let outcome = there.read(into, &region, range).await.map(drop);
-        let as_it_should = match outcome {
+        let as_expected = match outcome {
             Ok(()) => allowed,
-            Err(Error::Dead(Death::Failed { status: IBV_WC_REM_ACCESS_ERR, .. })) => !allowed,
+            Err(Error::Disconnected(DisconnectReason::Failed { status: IBV_WC_REM_ACCESS_ERR, .. })) => !allowed,
             Err(error) => return Err(error),
         };
-        window.withdraw().await?;
-        if !as_it_should {
+        grant.revoke().await?;
+        if !as_expected {
             return Ok(false);
         }
     }

@@ -1,11 +1,14 @@
-//! Objects of libibverbs, each owned by one value.
+//! Objects of libibverbs, each owned by one Rust value.
 //!
-//! Always true: an object lives at least as long as what was made from it, as each holds what it was made from; the library's
-//! functions are called on objects that exist. Posting hands addresses to a device, and is `unsafe` for that reason alone.
+//! Invariants:
+//! - An object outlives everything created from it, because each value holds its parent.
+//! - Functions of the library are called on existing objects only.
+//!
+//! Posting requests hands addresses to a device and is `unsafe` for that reason alone.
 
 use crate::error::Error;
-use crate::memory::Span;
 use ibverbs_sys as ffi;
+use larder_memory::span::Span;
 use libc::c_int;
 use parking_lot::RwLock;
 use std::ffi::CStr;
@@ -13,7 +16,6 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-/// Completions taken from a queue at a time.
 pub(crate) const POLL_MAX: usize = 16;
 
 fn check(code: c_int, call: &'static str) -> Result<(), Error> {
@@ -23,20 +25,19 @@ fn check(code: c_int, call: &'static str) -> Result<(), Error> {
     }
 }
 
-fn made<T>(object: *mut T, call: &'static str) -> Result<NonNull<T>, Error> {
+fn non_null<T>(object: *mut T, call: &'static str) -> Result<NonNull<T>, Error> {
     NonNull::new(object).ok_or_else(|| Error::last(call))
 }
 
-fn complain(result: Result<(), Error>) {
+fn log_failure(result: Result<(), Error>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "an RDMA object could not be freed");
+        tracing::warn!(%error, "an RDMA object could not be destroyed; it stays until the process exits");
     }
 }
 
-/// Sets a descriptor of libibverbs to answer at once instead of waiting.
-fn never_wait(fd: BorrowedFd<'_>) -> Result<(), Error> {
+fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), Error> {
     let fd = fd.as_raw_fd();
-    // SAFETY: fcntl on an open descriptor.
+    // SAFETY: fcntl on an open descriptor passes no memory.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     // SAFETY: as above.
     match flags >= 0 && unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } == 0 {
@@ -45,17 +46,16 @@ fn never_wait(fd: BorrowedFd<'_>) -> Result<(), Error> {
     }
 }
 
-/// An open device.
 pub(crate) struct Context {
     raw: NonNull<ffi::ibv_context>,
 }
 
-// SAFETY: libibverbs may be called on any object from any thread; it has locks of its own.
+// SAFETY: libibverbs objects may be used from any thread; the library locks internally.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// An event of a device: its kind, and the address of the object it is about.
+/// An asynchronous event of a device: its kind, and the address of the object it concerns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Event {
     pub(crate) kind: u32,
@@ -65,43 +65,44 @@ pub(crate) struct Event {
 impl Context {
     pub(crate) fn open(name: &str) -> Result<Arc<Context>, Error> {
         let mut count = 0;
-        // SAFETY: the list is read before it is freed; a device is opened before that, too.
+        // SAFETY: the list is read, and the device opened, before the list is freed.
         let raw = unsafe {
-            let list = made(ffi::ibv_get_device_list(&mut count), "ibv_get_device_list")?.as_ptr();
+            let list = non_null(ffi::ibv_get_device_list(&mut count), "ibv_get_device_list")?.as_ptr();
             let devices = std::slice::from_raw_parts(list, usize::try_from(count).unwrap_or(0));
             let is_it = |&&device: &&*mut ffi::ibv_device| {
                 let theirs = ffi::ibv_get_device_name(device);
                 !theirs.is_null() && CStr::from_ptr(theirs).to_bytes() == name.as_bytes()
             };
-            let found = devices.iter().find(is_it).map(|&device| made(ffi::ibv_open_device(device), "ibv_open_device"));
+            let found =
+                devices.iter().find(is_it).map(|&device| non_null(ffi::ibv_open_device(device), "ibv_open_device"));
             ffi::ibv_free_device_list(list);
             found.ok_or_else(|| Error::NotFound(format!("RDMA device {name}")))??
         };
         let context = Context { raw };
-        never_wait(context.event_fd())?;
+        set_nonblocking(context.event_fd())?;
         Ok(Arc::new(context))
     }
 
     fn ops(&self) -> &ffi::ibv_context_ops {
-        // SAFETY: the context is open; its table is written when it is opened, and not after that.
+        // SAFETY: the context is open. Its table is written when it is opened and never again.
         unsafe { &(*self.raw.as_ptr()).ops }
     }
 
-    pub(crate) fn abilities(&self) -> Result<ffi::ibv_device_attr, Error> {
+    pub(crate) fn attributes(&self) -> Result<ffi::ibv_device_attr, Error> {
         let mut attributes = ffi::ibv_device_attr::default();
-        // SAFETY: the context is open, and the library fills in the whole structure.
+        // SAFETY: the context is open, and the library fills the whole structure.
         check(unsafe { ffi::ibv_query_device(self.raw.as_ptr(), &mut attributes) }, "ibv_query_device")?;
         Ok(attributes)
     }
 
     pub(crate) fn port(&self, port: u8) -> Result<ffi::ibv_port_attr, Error> {
         let mut attributes = ffi::ibv_port_attr::default();
-        // SAFETY: the context is open; the structure is as large as the library's or larger, and zero.
+        // SAFETY: the context is open. The structure is zeroed and at least as large as the
+        // library's.
         check(unsafe { ffi::ibv_query_port(self.raw.as_ptr(), port, &mut attributes) }, "ibv_query_port")?;
         Ok(attributes)
     }
 
-    /// The GIDs of all ports, at most `most`.
     pub(crate) fn gids(&self, most: usize) -> Result<Vec<ffi::ibv_gid_entry>, Error> {
         let mut entries = vec![ffi::ibv_gid_entry::default(); most];
         let entry_bytes = size_of::<ffi::ibv_gid_entry>();
@@ -113,21 +114,21 @@ impl Context {
         Ok(entries)
     }
 
-    /// The descriptor that is readable when there is an event.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the context is open, and with it its descriptor.
+        // SAFETY: the descriptor is open as long as the context.
         unsafe { BorrowedFd::borrow_raw((*self.raw.as_ptr()).async_fd) }
     }
 
-    /// The next event, if there is one.
     pub(crate) fn next_event(&self) -> Option<Event> {
         let mut event = ffi::ibv_async_event::default();
-        // SAFETY: the context is open; an event that was taken is given back, after its object's address was read.
+        // SAFETY: the context is open. The event is acknowledged after its object's address was
+        // read.
         unsafe {
             if ffi::ibv_get_async_event(self.raw.as_ptr(), &mut event) != 0 {
                 return None;
             }
-            // Of whatever kind the object is, it is a pointer; of a port it is a number, which is no object's address.
+            // All object variants of the union are pointers. A port event carries a port number,
+            // which is no object's address.
             let taken = Event { kind: event.event_type, object: event.element.qp as usize };
             ffi::ibv_ack_async_event(&mut event);
             Some(taken)
@@ -137,12 +138,13 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it is open, and whatever was made from it is gone, as it would hold it.
-        complain(check(unsafe { ffi::ibv_close_device(self.raw.as_ptr()) }, "ibv_close_device"));
+        // SAFETY: it is open, and everything created from it is gone, because it would hold the
+        // context.
+        log_failure(check(unsafe { ffi::ibv_close_device(self.raw.as_ptr()) }, "ibv_close_device"));
     }
 }
 
-/// What queue pairs and registrations must have in common.
+/// A protection domain: queue pairs and registrations work together only within one.
 pub(crate) struct Domain {
     raw: NonNull<ffi::ibv_pd>,
     context: Arc<Context>,
@@ -156,19 +158,19 @@ unsafe impl Sync for Domain {}
 impl Domain {
     pub(crate) fn new(context: Arc<Context>) -> Result<Arc<Domain>, Error> {
         // SAFETY: the context is open.
-        let raw = made(unsafe { ffi::ibv_alloc_pd(context.raw.as_ptr()) }, "ibv_alloc_pd")?;
+        let raw = non_null(unsafe { ffi::ibv_alloc_pd(context.raw.as_ptr()) }, "ibv_alloc_pd")?;
         Ok(Arc::new(Domain { raw, context }))
     }
 }
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: it exists, and whatever was made from it is gone.
-        complain(check(unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) }, "ibv_dealloc_pd"));
+        // SAFETY: it exists, and everything created from it is gone.
+        log_failure(check(unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) }, "ibv_dealloc_pd"));
     }
 }
 
-/// Memory that a device may use.
+/// A registered range of memory. The device may access it until the registration ends.
 pub(crate) struct Registration {
     raw: Option<NonNull<ffi::ibv_mr>>,
     span: Span,
@@ -182,18 +184,20 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
+    /// Registers memory.
+    ///
     /// # Safety
-    /// The memory is mapped until [`Registration::close`] has answered `Ok`.
+    /// The memory stays mapped until [`Registration::close`] returns `Ok`.
     pub(crate) unsafe fn new(
         domain: &Arc<Domain>,
         span: Span,
         access: ffi::ibv_access_flags,
     ) -> Result<Registration, Error> {
         let start = span.start().as_ptr().cast();
-        // SAFETY: the domain exists, and the caller vouches for the memory.
+        // SAFETY: the domain exists, and the caller guarantees the memory.
         let raw = unsafe { ffi::ibv_reg_mr(domain.raw.as_ptr(), start, span.len(), access.0 as c_int) };
-        let raw = made(raw, "ibv_reg_mr")?;
-        // SAFETY: it was just made.
+        let raw = non_null(raw, "ibv_reg_mr")?;
+        // SAFETY: it was just created.
         let keys = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
         Ok(Registration { raw: Some(raw), span, keys, _domain: domain.clone() })
     }
@@ -210,10 +214,10 @@ impl Registration {
         self.keys.1
     }
 
-    /// Ends it. When this has answered `Ok`, the device does not touch the memory any more.
+    /// Ends the registration. After `Ok`, the device does not access the memory any more.
     pub(crate) fn close(&mut self) -> Result<(), Error> {
         let Some(raw) = self.raw else { return Ok(()) };
-        // SAFETY: it exists.
+        // SAFETY: it exists, as `raw` is cleared only below.
         check(unsafe { ffi::ibv_dereg_mr(raw.as_ptr()) }, "ibv_dereg_mr")?;
         self.raw = None;
         Ok(())
@@ -222,14 +226,15 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        complain(self.close());
+        log_failure(self.close());
     }
 }
 
-/// A memory window of type 2: a key that is bound and withdrawn by requests on a queue pair.
+/// A memory window of type 2. Requests on a queue pair bind and invalidate its key.
 pub(crate) struct MemoryWindow {
     raw: NonNull<ffi::ibv_mw>,
-    /// How often it may still be bound: the last byte of its key changes each time, and must not come round.
+    /// Remaining binds. Each changes the last byte of the key, and a key must not repeat: an old
+    /// holder could use it again.
     binds_left: u8,
     _domain: Arc<Domain>,
 }
@@ -242,25 +247,24 @@ impl MemoryWindow {
         let call = "ibv_alloc_mw";
         let allocate = domain.context.ops().alloc_mw.ok_or(Error::Refused { call, code: libc::EOPNOTSUPP })?;
         // SAFETY: the domain exists.
-        let raw = made(unsafe { allocate(domain.raw.as_ptr(), ffi::IBV_MW_TYPE_2) }, call)?;
+        let raw = non_null(unsafe { allocate(domain.raw.as_ptr(), ffi::IBV_MW_TYPE_2) }, call)?;
         Ok(MemoryWindow { raw, binds_left: u8::MAX, _domain: domain.clone() })
     }
 
-    /// Its key as last bound.
     pub(crate) fn key(&self) -> u32 {
-        // SAFETY: it exists, and its key is written by `rebound` alone.
+        // SAFETY: it exists, and only `rebound` writes its key.
         unsafe { (*self.raw.as_ptr()).rkey }
     }
 
-    /// The key it will be bound with next; `None` if it would be one that it had before.
+    /// Returns the key of the next bind, or `None` if it would repeat an earlier one.
     pub(crate) fn next_key(&self) -> Option<u32> {
         let key = self.key();
         (self.binds_left > 0).then_some(key & !0xff | key.wrapping_add(1) & 0xff)
     }
 
-    /// It was bound with its next key.
     fn rebound(&mut self, key: u32) {
-        self.binds_left = self.binds_left.saturating_sub(1);
+        // `next_key` returned a key, so a bind was left.
+        self.binds_left -= 1;
         // SAFETY: it exists, and `&mut self` is the only access.
         unsafe { (*self.raw.as_ptr()).rkey = key };
     }
@@ -268,16 +272,15 @@ impl MemoryWindow {
 
 impl Drop for MemoryWindow {
     fn drop(&mut self) {
-        // SAFETY: it exists.
+        // SAFETY: it exists until it is deallocated below.
         let deallocate = unsafe { (*(*self.raw.as_ptr()).context).ops.dealloc_mw };
         if let Some(deallocate) = deallocate {
             // SAFETY: as above; it is not used again.
-            complain(check(unsafe { deallocate(self.raw.as_ptr()) }, "ibv_dealloc_mw"));
+            log_failure(check(unsafe { deallocate(self.raw.as_ptr()) }, "ibv_dealloc_mw"));
         }
     }
 }
 
-/// Where completions arrive, and a descriptor that tells of it.
 pub(crate) struct CompletionQueue {
     raw: NonNull<ffi::ibv_cq>,
     channel: Channel,
@@ -295,36 +298,36 @@ unsafe impl Sync for CompletionQueue {}
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: it exists, and its queue is gone.
-        complain(check(unsafe { ffi::ibv_destroy_comp_channel(self.raw.as_ptr()) }, "ibv_destroy_comp_channel"));
+        // SAFETY: it exists, and its completion queue is gone.
+        log_failure(check(unsafe { ffi::ibv_destroy_comp_channel(self.raw.as_ptr()) }, "ibv_destroy_comp_channel"));
     }
 }
 
 impl CompletionQueue {
     pub(crate) fn new(context: &Arc<Context>, entries: u32) -> Result<CompletionQueue, Error> {
         // SAFETY: the context is open.
-        let raw = made(unsafe { ffi::ibv_create_comp_channel(context.raw.as_ptr()) }, "ibv_create_comp_channel")?;
+        let raw = non_null(unsafe { ffi::ibv_create_comp_channel(context.raw.as_ptr()) }, "ibv_create_comp_channel")?;
         let channel = Channel { raw, context: context.clone() };
-        let entries = c_int::try_from(entries).map_err(|_| Error::Invalid("too many requests at a time"))?;
+        let entries =
+            c_int::try_from(entries).map_err(|_| Error::Invalid("too many requests for one completion queue"))?;
         // SAFETY: context and channel exist.
         let raw = unsafe { ffi::ibv_create_cq(context.raw.as_ptr(), entries, null_mut(), channel.raw.as_ptr(), 0) };
-        let queue = CompletionQueue { raw: made(raw, "ibv_create_cq")?, channel };
-        never_wait(queue.event_fd())?;
+        let queue = CompletionQueue { raw: non_null(raw, "ibv_create_cq")?, channel };
+        set_nonblocking(queue.event_fd())?;
         Ok(queue)
     }
 
-    /// The descriptor that is readable when there are events.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel exists, and with it its descriptor.
+        // SAFETY: the descriptor is open as long as the channel.
         unsafe { BorrowedFd::borrow_raw((*self.channel.raw.as_ptr()).fd) }
     }
 
-    /// What the device's events call it.
+    /// Returns the address by which device events name this queue.
     pub(crate) fn object(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
-    /// Asks for an event at the next completion. Those that came before this call make none.
+    /// Requests an event at the next completion. Completions before this call raise none.
     pub(crate) fn arm(&self) -> Result<(), Error> {
         let call = "ibv_req_notify_cq";
         let notify = self.channel.context.ops().req_notify_cq.ok_or(Error::Refused { call, code: libc::EOPNOTSUPP })?;
@@ -332,10 +335,10 @@ impl CompletionQueue {
         check(unsafe { notify(self.raw.as_ptr(), 0) }, call)
     }
 
-    /// Takes the events that have come.
     pub(crate) fn take_events(&self) {
         let (mut queue, mut user) = (null_mut(), null_mut());
-        // SAFETY: channel and queue exist; each event that is taken is acknowledged, so that the queue can be destroyed.
+        // SAFETY: channel and queue exist. Each event is acknowledged, without which destroying the
+        // queue would block.
         unsafe {
             while ffi::ibv_get_cq_event(self.channel.raw.as_ptr(), &mut queue, &mut user) == 0 {
                 ffi::ibv_ack_cq_events(queue, 1);
@@ -343,11 +346,10 @@ impl CompletionQueue {
         }
     }
 
-    /// Completions that have come, in the order of their requests.
     pub(crate) fn poll<'a>(&self, room: &'a mut [ibverbs::ibv_wc; POLL_MAX]) -> Result<&'a [ibverbs::ibv_wc], Error> {
         let call = "ibv_poll_cq";
         let poll = self.channel.context.ops().poll_cq.ok_or(Error::Refused { call, code: libc::EOPNOTSUPP })?;
-        // SAFETY: the queue exists, and there is room for that many.
+        // SAFETY: the queue exists, and `room` has that many entries.
         let count = unsafe { poll(self.raw.as_ptr(), POLL_MAX as c_int, room.as_mut_ptr()) };
         usize::try_from(count).ok().and_then(|count| room.get(..count)).ok_or(Error::Refused { call, code: libc::EIO })
     }
@@ -356,11 +358,10 @@ impl CompletionQueue {
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
         // SAFETY: it exists, its queue pair is gone, and its events are acknowledged.
-        complain(check(unsafe { ffi::ibv_destroy_cq(self.raw.as_ptr()) }, "ibv_destroy_cq"));
+        log_failure(check(unsafe { ffi::ibv_destroy_cq(self.raw.as_ptr()) }, "ibv_destroy_cq"));
     }
 }
 
-/// Memory of ours in a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Local {
     pub(crate) address: u64,
@@ -368,26 +369,23 @@ pub(crate) struct Local {
     pub(crate) key: u32,
 }
 
-/// Memory of the peer in a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Remote {
     pub(crate) address: u64,
     pub(crate) key: u32,
 }
 
-/// A request to a queue pair.
 pub(crate) enum Request<'a> {
     Read(Local, Remote),
     Write(Local, Remote),
-    /// Opens these bytes of the registration to the peer, with the window's next key.
+    /// Binds a window to these bytes of a registration, under the window's next key.
     Bind(&'a mut MemoryWindow, &'a Registration, Span, ffi::ibv_access_flags),
-    /// Withdraws the window's key.
     Invalidate(&'a MemoryWindow),
 }
 
-/// A connection's queues.
 pub(crate) struct QueuePair {
-    /// `None` once it was destroyed. Written for that alone, so that nothing else is going on then.
+    /// `None` once destroyed. Calls hold the read lock; destruction takes the write lock and thus
+    /// waits for them.
     raw: RwLock<Option<NonNull<ffi::ibv_qp>>>,
     number: u32,
     object: usize,
@@ -401,7 +399,6 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// With room for `requests` that are not done.
     pub(crate) fn new(domain: &Arc<Domain>, requests: u32) -> Result<QueuePair, Error> {
         let completions = CompletionQueue::new(&domain.context, requests)?;
         let queue = completions.raw.as_ptr();
@@ -414,9 +411,9 @@ impl QueuePair {
             sq_sig_all: 1,
             ..Default::default()
         };
-        // SAFETY: domain and queue exist.
-        let raw = made(unsafe { ffi::ibv_create_qp(domain.raw.as_ptr(), &mut attributes) }, "ibv_create_qp")?;
-        // SAFETY: it was just made.
+        // SAFETY: domain and completion queue exist.
+        let raw = non_null(unsafe { ffi::ibv_create_qp(domain.raw.as_ptr(), &mut attributes) }, "ibv_create_qp")?;
+        // SAFETY: it was just created.
         let number = unsafe { (*raw.as_ptr()).qp_num };
         let object = raw.as_ptr() as usize;
         Ok(QueuePair { raw: RwLock::new(Some(raw)), number, object, completions, _domain: domain.clone() })
@@ -426,24 +423,27 @@ impl QueuePair {
         self.number
     }
 
-    /// What the device's events call it.
+    /// Returns the address by which device events name this queue pair.
     pub(crate) fn object(&self) -> usize {
         self.object
     }
 
     pub(crate) fn modify(&self, mut to: ffi::ibv_qp_attr, mask: ffi::ibv_qp_attr_mask) -> Result<(), Error> {
         let call = "ibv_modify_qp";
+        // Calls share the read lock: verbs are thread-safe, and only destruction must be alone.
         let raw = self.raw.read();
         let pair = raw.ok_or(Error::Refused { call, code: libc::ENOTCONN })?;
         let mask = (mask | ffi::ibv_qp_attr_mask::IBV_QP_STATE).0 as c_int;
-        // SAFETY: the pair exists while the lock is held.
+        // SAFETY: the read lock keeps the queue pair from being destroyed.
         check(unsafe { ffi::ibv_modify_qp(pair.as_ptr(), &mut to, mask) }, call)
     }
 
-    /// Hands requests to the device, in order, numbered from `first`. If it refuses, it may have taken some of them.
+    /// Posts requests in order, numbered from `first`. On an error, the device may have accepted
+    /// some of them.
     ///
     /// # Safety
-    /// Local memory, windows and registrations of these requests live until their completions came or the pair was destroyed.
+    /// Local memory, windows and registrations of these requests live until the requests complete
+    /// or the queue pair is destroyed.
     pub(crate) unsafe fn post(&self, first: u64, requests: &mut [Request<'_>]) -> Result<(), Error> {
         let call = "ibv_post_send";
         let raw = self.raw.read();
@@ -489,13 +489,14 @@ impl QueuePair {
         }
         let Some(head) = chain.first_mut() else { return Ok(()) };
         let mut refused = null_mut();
-        // SAFETY: the pair exists while the lock is held; the chain and its pieces live through the call; what they point to is
-        // vouched for by the caller.
+        // SAFETY: the read lock keeps the queue pair from being destroyed. The chain and its lists
+        // live through the call; the caller guarantees the memory that they name.
         let posted = unsafe {
             let post =
                 (*(*pair.as_ptr()).context).ops.post_send.ok_or(Error::Refused { call, code: libc::EOPNOTSUPP })?;
             check(post(pair.as_ptr(), head, &mut refused), call)
         };
+        // Even after an error the device may have bound some windows, so all keys advance.
         for request in requests {
             if let Request::Bind(window, ..) = request
                 && let Some(key) = window.next_key()
@@ -506,11 +507,12 @@ impl QueuePair {
         posted
     }
 
-    /// Ends it. When this has answered `Ok`, the device touches no memory on its behalf, be it for us or for the peer.
+    /// Destroys the queue pair. After `Ok`, the device accesses no memory on its behalf, neither
+    /// for us nor for the peer.
     pub(crate) fn close(&self) -> Result<(), Error> {
         let mut raw = self.raw.write();
         let Some(pair) = *raw else { return Ok(()) };
-        // SAFETY: it exists, and the lock keeps everybody else from it.
+        // SAFETY: it exists, and the write lock excludes all other calls.
         check(unsafe { ffi::ibv_destroy_qp(pair.as_ptr()) }, "ibv_destroy_qp")?;
         *raw = None;
         Ok(())
@@ -519,6 +521,6 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        complain(self.close());
+        log_failure(self.close());
     }
 }

@@ -1,11 +1,13 @@
-//! The whole crate on two soft-RoCE devices, in the virtual machine of `tests/rdma` (run it by `tests/rdma/run`).
+//! The whole crate on two soft-RoCE devices, inside the virtual machine of `tests/rdma`. Start it
+//! with `tests/rdma/run`.
 //!
-//! Bounds are generous, as an emulated machine is slow; nothing here measures speed. One test at a time: some change the network.
+//! Time limits are generous because an emulated machine is slow: nothing here measures speed. Tests
+//! run one at a time, because some of them disturb the network.
 
-use larder_device::{Arena, SlotMut};
+use larder_memory::{Arena, SlotMut};
 use larder_rdma::{
-    Bytes, BytesMut, Death, Endpoint, EndpointAddress, EndpointOptions, Error, Memory, Nic, NicOptions, Path, Region,
-    RemoteRange, Span, Window, WindowKind, devices, pairs,
+    DisconnectReason, DmaBuf, DmaBufMut, DmaMemory, Endpoint, EndpointAddress, EndpointOptions, Error, GrantKind, Nic,
+    NicOptions, Path, Region, RemoteGrant, RemoteRange, Span, devices, pairs,
 };
 use std::process::Command;
 use std::ptr::NonNull;
@@ -16,10 +18,10 @@ use tokio::time::{sleep, timeout};
 
 const MIB: usize = 1 << 20;
 const ARENA_BYTES: usize = 96 * MIB;
-/// No step of a test takes longer; what does is broken.
+/// Time limit of every step, far above what an emulated machine needs.
 const LONG: Duration = Duration::from_secs(30);
-const KINDS: [WindowKind; 2] = [WindowKind::Type2, WindowKind::Registration];
-/// `ibv_wc_status`: the peer does not allow that.
+const KINDS: [GrantKind; 2] = [GrantKind::MemoryWindow, GrantKind::Registration];
+/// `IBV_WC_REM_ACCESS_ERR`: the key does not allow the access.
 const REFUSED: u32 = 10;
 
 struct Whole {
@@ -28,33 +30,34 @@ struct Whole {
 }
 
 // SAFETY: an arena is one mapping, which lives as long as the `Arc`.
-unsafe impl Memory for Whole {
+unsafe impl DmaMemory for Whole {
     fn span(&self) -> Span {
         Span::new(self.start.start(), self.arena.capacity())
     }
 }
 
-/// Memory that only its owner touches, and that tells what was in it when it was let go of.
+/// Exclusive memory that records its content when it is dropped, that is, when the crate releases
+/// it.
 struct Buffer {
     slot: SlotMut,
-    witness: Option<Witness>,
+    recorder: Option<DropRecorder>,
 }
 
 #[derive(Clone, Default)]
-struct Witness(Arc<Mutex<Option<Vec<u8>>>>);
+struct DropRecorder(Arc<Mutex<Option<Vec<u8>>>>);
 
-impl Witness {
-    fn last_words(&self) -> Option<Vec<u8>> {
+impl DropRecorder {
+    fn released_bytes(&self) -> Option<Vec<u8>> {
         self.0.lock().unwrap().clone()
     }
 
     async fn wait(&self) -> Vec<u8> {
         let begin = Instant::now();
         loop {
-            if let Some(bytes) = self.last_words() {
+            if let Some(bytes) = self.released_bytes() {
                 return bytes;
             }
-            assert!(begin.elapsed() < LONG, "memory is never let go of");
+            assert!(begin.elapsed() < LONG, "the memory is never released");
             sleep(Duration::from_millis(5)).await;
         }
     }
@@ -62,22 +65,21 @@ impl Witness {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(witness) = &self.witness {
-            *witness.0.lock().unwrap() = Some(self.slot.to_vec());
+        if let Some(recorder) = &self.recorder {
+            *recorder.0.lock().unwrap() = Some(self.slot.to_vec());
         }
     }
 }
 
-// SAFETY: the slot is the only way to its memory, and stays where it is.
-unsafe impl Bytes for Buffer {
+// SAFETY: the slot is the only access to its memory, which does not move.
+unsafe impl DmaBuf for Buffer {
     fn span(&self) -> Span {
         Span::of(&self.slot)
     }
 }
 // SAFETY: as above.
-unsafe impl BytesMut for Buffer {}
+unsafe impl DmaBufMut for Buffer {}
 
-/// One machine's share: a device, and memory that is registered with it.
 struct Side {
     nic: Arc<Nic>,
     arena: Arc<Arena>,
@@ -85,8 +87,8 @@ struct Side {
 }
 
 impl Side {
-    async fn new(device: &str, windows: impl Into<Option<WindowKind>>, piece_bytes: usize) -> Side {
-        let nic = Nic::open(device, &NicOptions { windows: windows.into(), ..NicOptions::default() }).await.unwrap();
+    async fn new(device: &str, windows: impl Into<Option<GrantKind>>, piece_bytes: usize) -> Side {
+        let nic = Nic::open(device, &NicOptions { grant_kind: windows.into(), ..NicOptions::default() }).await.unwrap();
         let arena = Arena::new(ARENA_BYTES).unwrap();
         let mut first = arena.allocate(1).unwrap();
         assert_eq!(first.arena_offset(), 0);
@@ -100,19 +102,20 @@ impl Side {
     fn filled(&self, len: usize, seed: u64) -> Buffer {
         let mut slot = self.arena.allocate(len).unwrap();
         slot.copy_from_slice(&pattern(len, seed));
-        Buffer { slot, witness: None }
+        Buffer { slot, recorder: None }
     }
 
     fn empty(&self, len: usize) -> Buffer {
         let mut slot = self.arena.allocate(len).unwrap();
         slot.fill(0);
-        Buffer { slot, witness: None }
+        Buffer { slot, recorder: None }
     }
 
-    fn watched(&self, len: usize) -> (Buffer, Witness) {
-        let (mut buffer, witness) = (self.empty(len), Witness::default());
-        buffer.witness = Some(witness.clone());
-        (buffer, witness)
+    fn recorded(&self, len: usize) -> (Buffer, DropRecorder) {
+        let mut buffer = self.empty(len);
+        let recorder = DropRecorder::default();
+        buffer.recorder = Some(recorder.clone());
+        (buffer, recorder)
     }
 }
 
@@ -137,7 +140,7 @@ struct Pair {
 async fn connected(node: &Side, client: &Side, options: &EndpointOptions) -> (Endpoint, Endpoint) {
     let node_end = Endpoint::new(&node.nic, options.clone()).unwrap();
     let client_end = Endpoint::new(&client.nic, options.clone()).unwrap();
-    // As they would travel on a connection that is there already.
+    // Encoded and decoded, as they travel on an existing connection.
     let to_client = EndpointAddress::decode(&node_end.local().encode()).unwrap();
     let to_node = EndpointAddress::decode(&client_end.local().encode()).unwrap();
     node_end.connect(&to_node).await.unwrap();
@@ -149,13 +152,13 @@ fn slow() -> EndpointOptions {
     EndpointOptions {
         deadline: LONG,
         connect_deadline: LONG,
-        // 2 s: longer than this machine ever sleeps.
+        // 2 s: longer than the emulated machine ever stalls.
         retry_exponent: 19,
         ..EndpointOptions::default()
     }
 }
 
-async fn pair(windows: impl Into<Option<WindowKind>> + Copy, options: EndpointOptions) -> Pair {
+async fn pair(windows: impl Into<Option<GrantKind>> + Copy, options: EndpointOptions) -> Pair {
     let node = Side::new("rxe0", windows, 1 << 30).await;
     let client = Side::new("rxe1", windows, 1 << 30).await;
     let (node_end, client_end) = connected(&node, &client, &options).await;
@@ -163,7 +166,6 @@ async fn pair(windows: impl Into<Option<WindowKind>> + Copy, options: EndpointOp
 }
 
 impl Pair {
-    /// Replaces the dead endpoints by fresh ones.
     async fn rebuild(&mut self) {
         let (node_end, client_end) = connected(&self.node, &self.client, &slow()).await;
         let node_end = std::mem::replace(&mut self.node_end, node_end);
@@ -171,25 +173,25 @@ impl Pair {
         assert!(node_end.close(LONG).await && client_end.close(LONG).await);
     }
 
-    /// Everything is let go of, and nothing got stuck.
+    /// Closes both ends and checks that all memory was released and none leaked.
     async fn finish(self) {
         let Pair { node, client, node_end, client_end } = self;
         assert!(node_end.close(LONG).await && client_end.close(LONG).await);
         for side in [&node, &client] {
             let stats = side.nic.stats();
-            assert_eq!((stats.windows, stats.endpoints, stats.stuck), (0, 0, 0), "{stats:?}");
-            assert_eq!(side.arena.used(), 0, "all memory is back");
+            assert_eq!((stats.grants, stats.endpoints, stats.leaked), (0, 0, 0), "{stats:?}");
+            assert_eq!(side.arena.used(), 0, "all memory is released");
         }
     }
 }
 
-fn in_guest<F: Future<Output = ()>>(test: F) {
+fn in_vm<F: Future<Output = ()>>(test: F) {
     assert!(
         std::env::var_os("LARDER_RDMA_VM").is_some(),
-        "this changes the network of its machine: use tests/rdma/run"
+        "this test changes the network of its machine; run it with tests/rdma/run"
     );
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async { timeout(Duration::from_secs(120), test).await.expect("the test ends") });
+    runtime.block_on(async { timeout(Duration::from_secs(120), test).await.expect("the test ends in time") });
 }
 
 fn tc(arguments: &str) {
@@ -200,13 +202,13 @@ fn tc(arguments: &str) {
     }
 }
 
-/// A network that behaves badly until this is dropped.
-struct Weather;
+/// A fault of the network (tc-netem) that lasts until this is dropped.
+struct NetworkFault;
 
-impl Weather {
-    fn new(netem: &str) -> Weather {
+impl NetworkFault {
+    fn new(netem: &str) -> NetworkFault {
         tc(&format!("qdisc add dev DEV root netem {netem}"));
-        Weather
+        NetworkFault
     }
 
     fn packets_lost(&self) -> u64 {
@@ -221,19 +223,19 @@ impl Weather {
     }
 }
 
-impl Drop for Weather {
+impl Drop for NetworkFault {
     fn drop(&mut self) {
         tc("qdisc del dev DEV root");
     }
 }
 
 fn is_refusal(error: &Error) -> bool {
-    matches!(error, Error::Dead(Death::Failed { status: REFUSED, .. }))
+    matches!(error, Error::Disconnected(DisconnectReason::Failed { status: REFUSED, .. }))
 }
 
 #[test]
-fn devices_are_found_and_pair_up() {
-    in_guest(async {
+fn devices_are_listed_and_paired() {
+    in_vm(async {
         let found = devices().unwrap();
         assert_eq!(found.iter().map(|device| device.name.as_str()).collect::<Vec<_>>(), ["rxe0", "rxe1"]);
         for (device, ip) in found.iter().zip(["::ffff:10.77.0.1", "::ffff:10.77.1.1"]) {
@@ -251,29 +253,29 @@ fn devices_are_found_and_pair_up() {
     });
 }
 
-/// Windows are made as the device deserves: if a window of type 2 can be left, none is used.
+/// The probe must agree with the device: if a read can leave a memory window, none is used.
 #[test]
-fn windows_that_are_not_narrow_are_not_used() {
-    in_guest(async {
-        let mut pair = pair(WindowKind::Type2, slow()).await;
+fn memory_windows_that_leak_are_not_used() {
+    in_vm(async {
+        let mut pair = pair(GrantKind::MemoryWindow, slow()).await;
         let neighbour = pair.node.filled(4096, 1);
-        let window = pair.node_end.readable(pair.node.filled(4096, 2), &pair.node.region).await.unwrap();
-        let mut range = window.remote();
+        let grant = pair.node_end.grant_read(pair.node.filled(4096, 2), &pair.node.region).await.unwrap();
+        let mut range = grant.remote();
         range.address = neighbour.span().start().as_ptr() as u64;
-        let had = pair.client_end.read(pair.client.empty(4096), &pair.client.region, range).await;
-        let narrow = match had {
-            Ok(had) => {
-                assert_eq!(&had.slot[..], pattern(4096, 1), "it left its window");
+        let read = pair.client_end.read(pair.client.empty(4096), &pair.client.region, range).await;
+        let restricted = match read {
+            Ok(read) => {
+                assert_eq!(&read.slot[..], pattern(4096, 1), "the read left the range of its grant");
                 false
             }
             Err(error) => is_refusal(&error),
         };
         let nic = Nic::open("rxe0", &NicOptions::default()).await.unwrap();
-        println!("windows of type 2 are narrow here: {narrow}");
-        assert_eq!(nic.windows(), if narrow { WindowKind::Type2 } else { WindowKind::Registration });
-        assert_eq!((nic.stats().deaths, nic.is_alive()), (0, true), "what was tried leaves no trace");
+        println!("memory windows of this device are restricted to their range: {restricted}");
+        assert_eq!(nic.grant_kind(), if restricted { GrantKind::MemoryWindow } else { GrantKind::Registration });
+        assert_eq!((nic.stats().disconnects, nic.is_alive()), (0, true), "the probe leaves no trace");
         drop(neighbour);
-        window.withdraw().await.unwrap();
+        grant.revoke().await.unwrap();
         pair.rebuild().await;
         pair.finish().await;
     });
@@ -281,28 +283,28 @@ fn windows_that_are_not_narrow_are_not_used() {
 
 async fn write_and_read_back(pair: &Pair, len: usize, seed: u64) {
     let (node, client) = (&pair.node, &pair.client);
-    let window = pair.node_end.writable(node.empty(len), &node.region).await.unwrap();
-    let remote = RemoteRange::decode(&window.remote().encode()).unwrap();
+    let grant = pair.node_end.grant_write(node.empty(len), &node.region).await.unwrap();
+    let remote = RemoteRange::decode(&grant.remote().encode()).unwrap();
     pair.client_end.write(client.filled(len, seed), &client.region, remote).await.unwrap();
-    let stored = window.withdraw().await.unwrap();
+    let stored = grant.revoke().await.unwrap();
     assert_eq!(&stored.slot[..], pattern(len, seed), "written: {len}");
 
-    let window = pair.node_end.readable(stored, &node.region).await.unwrap();
-    let had = pair.client_end.read(client.empty(len), &client.region, window.remote()).await.unwrap();
-    assert_eq!(&had.slot[..], pattern(len, seed), "read: {len}");
-    window.withdraw().await.unwrap();
+    let grant = pair.node_end.grant_read(stored, &node.region).await.unwrap();
+    let read = pair.client_end.read(client.empty(len), &client.region, grant.remote()).await.unwrap();
+    assert_eq!(&read.slot[..], pattern(len, seed), "read: {len}");
+    grant.revoke().await.unwrap();
 }
 
 #[test]
-fn what_is_written_is_read_back() {
-    in_guest(async {
+fn written_bytes_are_read_back() {
+    in_vm(async {
         for kind in KINDS {
             let pair = pair(kind, slow()).await;
             for (i, len) in [MIB, MIB, MIB, MIB, 1, 3, 4095, 4097, 65_537, 2 * MIB + 123].into_iter().enumerate() {
                 write_and_read_back(&pair, len, i as u64).await;
             }
             let stats = pair.client.nic.stats();
-            assert_eq!((stats.reads, stats.writes, stats.deaths), (10, 10, 0));
+            assert_eq!((stats.reads, stats.writes, stats.disconnects), (10, 10, 0));
             assert_eq!(stats.read_bytes, (6 * MIB + 123 + 1 + 3 + 4095 + 4097 + 65_537) as u64);
             assert_eq!(stats.read_bytes, stats.written_bytes);
             pair.finish().await;
@@ -311,16 +313,16 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn many_parts_and_many_tasks_at_a_time() {
-    in_guest(async {
-        // Far fewer requests than there are parts, so that everything has to wait for its turn.
+fn concurrent_transfers_of_many_parts_complete() {
+    in_vm(async {
+        // Far fewer requests than parts, so that transfers wait for permits.
         let options = EndpointOptions { transfers: 4, chunk_bytes: 10_000, ..slow() };
-        let pair = pair(WindowKind::Type2, options).await;
+        let pair = pair(GrantKind::MemoryWindow, options).await;
         let sizes = [100_000, 1, 50_001, 9_999, 10_000, 10_001, 123, 70_000];
         let mut windows = Vec::new();
         for (i, len) in sizes.into_iter().enumerate() {
-            let window = pair.node_end.readable(pair.node.filled(len, i as u64), &pair.node.region).await.unwrap();
-            windows.push(window);
+            let grant = pair.node_end.grant_read(pair.node.filled(len, i as u64), &pair.node.region).await.unwrap();
+            windows.push(grant);
         }
         let parts = |range: std::ops::Range<usize>| -> Vec<(Buffer, RemoteRange)> {
             range.map(|i| (pair.client.empty(sizes[i]), windows[i].remote())).collect()
@@ -331,23 +333,23 @@ fn many_parts_and_many_tasks_at_a_time() {
             end.read_all(parts(0..3), region),
             end.read_all(parts(5..8), region)
         );
-        for (had, from) in [(a.unwrap(), 0), (b.unwrap(), 0), (c.unwrap(), 5)] {
-            for (i, buffer) in had.iter().enumerate() {
+        for (read, from) in [(a.unwrap(), 0), (b.unwrap(), 0), (c.unwrap(), 5)] {
+            for (i, buffer) in read.iter().enumerate() {
                 assert_eq!(&buffer.slot[..], pattern(sizes[from + i], (from + i) as u64));
             }
         }
-        for window in windows {
-            window.withdraw().await.unwrap();
+        for grant in windows {
+            grant.revoke().await.unwrap();
         }
         pair.finish().await;
     });
 }
 
 #[test]
-fn polling_and_the_other_device() {
-    in_guest(async {
+fn transfers_work_in_every_direction_with_busy_polling() {
+    in_vm(async {
         let options = EndpointOptions { spin: Duration::from_micros(200), ..slow() };
-        let kind = WindowKind::Type2;
+        let kind = GrantKind::MemoryWindow;
         for (node, client) in [("rxe0", "rxe1"), ("rxe1", "rxe0"), ("rxe0", "rxe0")] {
             let (node, client) = (Side::new(node, kind, 1 << 30).await, Side::new(client, kind, 1 << 30).await);
             let (node_end, client_end) = connected(&node, &client, &options).await;
@@ -361,10 +363,10 @@ fn polling_and_the_other_device() {
 }
 
 #[test]
-fn memory_may_straddle_pieces_of_a_region() {
-    in_guest(async {
-        let node = Side::new("rxe0", WindowKind::Type2, 64 << 10).await;
-        let client = Side::new("rxe1", WindowKind::Type2, 64 << 10).await;
+fn transfer_may_straddle_registrations() {
+    in_vm(async {
+        let node = Side::new("rxe0", GrantKind::MemoryWindow, 64 << 10).await;
+        let client = Side::new("rxe1", GrantKind::MemoryWindow, 64 << 10).await;
         let (node_end, client_end) = connected(&node, &client, &slow()).await;
         let pair = Pair { node, client, node_end, client_end };
         write_and_read_back(&pair, 200_000, 8).await;
@@ -372,31 +374,31 @@ fn memory_may_straddle_pieces_of_a_region() {
     });
 }
 
-/// What a peer may not do kills the connection, and changes nothing; a fresh one works.
+/// A forbidden access kills the connection and changes no byte. A fresh connection works.
 #[test]
-fn a_window_allows_one_thing_on_its_bytes_and_no_other() {
-    in_guest(async {
+fn grant_allows_one_direction_only() {
+    in_vm(async {
         for kind in KINDS {
             let mut pair = pair(kind, slow()).await;
             let len = 10_000;
 
-            let window = pair.node_end.readable(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
-            let refused = pair.client_end.write(pair.client.filled(len, 2), &pair.client.region, window.remote()).await;
+            let grant = pair.node_end.grant_read(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
+            let refused = pair.client_end.write(pair.client.filled(len, 2), &pair.client.region, grant.remote()).await;
             assert!(refused.as_ref().is_err_and(is_refusal), "{:?}", refused.err());
             assert!(pair.client_end.is_dead(), "the connection is dead after an error");
-            let after = pair.client_end.write(pair.client.filled(len, 2), &pair.client.region, window.remote()).await;
-            assert!(after.as_ref().is_err_and(is_refusal), "and stays so: {:?}", after.err());
-            let kept = window.withdraw().await.unwrap();
+            let after = pair.client_end.write(pair.client.filled(len, 2), &pair.client.region, grant.remote()).await;
+            assert!(after.as_ref().is_err_and(is_refusal), "it stays dead: {:?}", after.err());
+            let kept = grant.revoke().await.unwrap();
             assert_eq!(&kept.slot[..], pattern(len, 1), "nothing was written");
             drop(kept);
             pair.rebuild().await;
 
-            let window = pair.node_end.writable(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
-            let (buffer, witness) = pair.client.watched(len);
-            let refused = pair.client_end.read(buffer, &pair.client.region, window.remote()).await;
+            let grant = pair.node_end.grant_write(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
+            let (buffer, recorder) = pair.client.recorded(len);
+            let refused = pair.client_end.read(buffer, &pair.client.region, grant.remote()).await;
             assert!(refused.as_ref().is_err_and(is_refusal), "{:?}", refused.err());
-            assert_eq!(witness.wait().await, vec![0; len], "nothing was read");
-            window.withdraw().await.unwrap();
+            assert_eq!(recorder.wait().await, vec![0; len], "nothing was read");
+            grant.revoke().await.unwrap();
 
             pair.rebuild().await;
             write_and_read_back(&pair, len, 3).await;
@@ -405,27 +407,27 @@ fn a_window_allows_one_thing_on_its_bytes_and_no_other() {
     });
 }
 
-/// The same for bytes beside the window, with windows as the device deserves them.
+/// The same for bytes beside the grant, with the kind of grant that the probe chose.
 #[test]
-fn a_window_ends_where_its_bytes_end() {
-    in_guest(async {
+fn grant_is_restricted_to_its_range() {
+    in_vm(async {
         let mut pair = pair(None, slow()).await;
         let len = 10_000;
-        // One byte in front of the window, one behind it, and another key.
+        // One byte in front of the grant, one behind it, and another key.
         for (shift, more, key) in [(-1, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)] {
             pair.rebuild().await;
-            let window = pair.node_end.readable(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
-            let range = window.remote();
+            let grant = pair.node_end.grant_read(pair.node.filled(len, 1), &pair.node.region).await.unwrap();
+            let range = grant.remote();
             let outside = RemoteRange {
                 address: range.address.wrapping_add_signed(shift),
                 len: range.len + more,
                 key: range.key.wrapping_add(key),
             };
-            let (buffer, witness) = pair.client.watched(outside.len as usize);
+            let (buffer, recorder) = pair.client.recorded(outside.len as usize);
             let refused = pair.client_end.read(buffer, &pair.client.region, outside).await;
             assert!(refused.as_ref().is_err_and(is_refusal), "{shift} {more} {key}: {:?}", refused.err());
-            assert!(witness.wait().await.iter().all(|&byte| byte == 0), "nothing was read");
-            window.withdraw().await.unwrap();
+            assert!(recorder.wait().await.iter().all(|&byte| byte == 0), "nothing was read");
+            grant.revoke().await.unwrap();
         }
         pair.rebuild().await;
         write_and_read_back(&pair, len, 3).await;
@@ -434,17 +436,17 @@ fn a_window_ends_where_its_bytes_end() {
 }
 
 #[test]
-fn a_window_is_good_for_one_connection() {
-    in_guest(async {
-        let mut pair = pair(WindowKind::Type2, slow()).await;
+fn memory_window_is_valid_on_one_connection() {
+    in_vm(async {
+        let mut pair = pair(GrantKind::MemoryWindow, slow()).await;
         let (other_node_end, other_client_end) = connected(&pair.node, &pair.client, &slow()).await;
-        let window = pair.node_end.readable(pair.node.filled(5000, 1), &pair.node.region).await.unwrap();
-        let stolen = other_client_end.read(pair.client.empty(5000), &pair.client.region, window.remote()).await;
-        assert!(stolen.as_ref().is_err_and(is_refusal), "{:?}", stolen.err());
-        let had = pair.client_end.read(pair.client.empty(5000), &pair.client.region, window.remote()).await.unwrap();
-        assert_eq!(&had.slot[..], pattern(5000, 1));
-        drop(had);
-        window.withdraw().await.unwrap();
+        let grant = pair.node_end.grant_read(pair.node.filled(5000, 1), &pair.node.region).await.unwrap();
+        let foreign_read = other_client_end.read(pair.client.empty(5000), &pair.client.region, grant.remote()).await;
+        assert!(foreign_read.as_ref().is_err_and(is_refusal), "{:?}", foreign_read.err());
+        let read = pair.client_end.read(pair.client.empty(5000), &pair.client.region, grant.remote()).await.unwrap();
+        assert_eq!(&read.slot[..], pattern(5000, 1));
+        drop(read);
+        grant.revoke().await.unwrap();
         assert!(other_node_end.close(LONG).await && other_client_end.close(LONG).await);
         pair.rebuild().await;
         pair.finish().await;
@@ -452,34 +454,34 @@ fn a_window_is_good_for_one_connection() {
 }
 
 #[test]
-fn a_withdrawn_key_opens_nothing() {
-    in_guest(async {
+fn revoked_key_grants_no_access() {
+    in_vm(async {
         for kind in KINDS {
             let mut pair = pair(kind, slow()).await;
             let len = 20_000;
-            // Withdrawn by its owner, and by being dropped.
+            // Revoked by a call, and by dropping the grant.
             for dropped in [false, true] {
                 let mut buffer = pair.node.filled(len, 1);
-                let witness = Witness::default();
-                buffer.witness = Some(witness.clone());
-                let window = pair.node_end.readable(buffer, &pair.node.region).await.unwrap();
-                let old = window.remote();
-                let had = pair.client_end.read(pair.client.empty(len), &pair.client.region, old).await.unwrap();
-                assert_eq!(&had.slot[..], pattern(len, 1), "the key was good");
-                drop(had);
+                let recorder = DropRecorder::default();
+                buffer.recorder = Some(recorder.clone());
+                let grant = pair.node_end.grant_read(buffer, &pair.node.region).await.unwrap();
+                let old = grant.remote();
+                let read = pair.client_end.read(pair.client.empty(len), &pair.client.region, old).await.unwrap();
+                assert_eq!(&read.slot[..], pattern(len, 1), "the key is valid before the revocation");
+                drop(read);
                 if dropped {
-                    drop(window);
-                    assert_eq!(witness.wait().await, pattern(len, 1));
+                    drop(grant);
+                    assert_eq!(recorder.wait().await, pattern(len, 1));
                 } else {
-                    drop(window.withdraw().await.unwrap());
+                    drop(grant.revoke().await.unwrap());
                 }
-                // The same memory, with other bytes in it.
+                // The same memory, reused for other bytes.
                 let secret = pair.node.filled(len, 99);
-                assert_eq!(secret.span().start().as_ptr() as u64, old.address, "the slot was used again");
-                let (buffer, witness) = pair.client.watched(len);
+                assert_eq!(secret.span().start().as_ptr() as u64, old.address, "the slot is reused");
+                let (buffer, recorder) = pair.client.recorded(len);
                 let refused = pair.client_end.read(buffer, &pair.client.region, old).await;
                 assert!(refused.as_ref().is_err_and(is_refusal), "{:?}", refused.err());
-                assert_eq!(witness.wait().await, vec![0; len], "nothing was read");
+                assert_eq!(recorder.wait().await, vec![0; len], "nothing was read");
                 let refused = pair.client_end.write(pair.client.empty(len), &pair.client.region, old).await;
                 assert!(refused.is_err());
                 assert_eq!(&secret.slot[..], pattern(len, 99), "nothing was written");
@@ -492,66 +494,67 @@ fn a_withdrawn_key_opens_nothing() {
 }
 
 #[test]
-fn windows_are_bounded_and_their_keys_are_used_again_late() {
-    in_guest(async {
+fn grants_are_bounded_and_keys_do_not_repeat_soon() {
+    in_vm(async {
         for kind in KINDS {
-            let pair = pair(kind, EndpointOptions { windows: 2, ..slow() }).await;
-            let open = |seed| pair.node_end.readable(pair.node.filled(64, seed), &pair.node.region);
+            let pair = pair(kind, EndpointOptions { grants: 2, ..slow() }).await;
+            let open = |seed| pair.node_end.grant_read(pair.node.filled(64, seed), &pair.node.region);
             let (first, second) = (open(1).await.unwrap(), open(2).await.unwrap());
-            assert_eq!(open(3).await.err(), Some(Error::TooManyWindows));
+            assert_eq!(open(3).await.err(), Some(Error::TooManyGrants));
             assert_ne!(first.remote().key, second.remote().key);
-            first.withdraw().await.unwrap();
+            first.revoke().await.unwrap();
             let mut last = second;
             for i in 0..600 {
-                let window: Window<Buffer> = open(i).await.unwrap();
-                assert_ne!(window.remote().key, last.remote().key);
+                let grant: RemoteGrant<Buffer> = open(i).await.unwrap();
+                assert_ne!(grant.remote().key, last.remote().key);
                 if i % 100 == 0 {
-                    let had = pair.client_end.read(pair.client.empty(64), &pair.client.region, window.remote()).await;
-                    assert_eq!(&had.unwrap().slot[..], pattern(64, i));
+                    let read = pair.client_end.read(pair.client.empty(64), &pair.client.region, grant.remote()).await;
+                    assert_eq!(&read.unwrap().slot[..], pattern(64, i));
                 }
-                last.withdraw().await.unwrap();
-                last = window;
+                last.revoke().await.unwrap();
+                last = grant;
             }
-            last.withdraw().await.unwrap();
+            last.revoke().await.unwrap();
             pair.finish().await;
         }
     });
 }
 
-/// Memory of a transfer that nobody waits for any more is let go of when the transfer is done, and by then it is whole.
+/// The memory of an abandoned transfer is released when the transfer completes, and the transfer is
+/// complete by then.
 #[test]
-fn a_dropped_future_does_not_free_memory() {
-    in_guest(async {
-        let pair = pair(WindowKind::Type2, slow()).await;
+fn dropping_a_future_keeps_memory_until_completion() {
+    in_vm(async {
+        let pair = pair(GrantKind::MemoryWindow, slow()).await;
         let len = MIB;
-        let window = pair.node_end.readable(pair.node.filled(len, 4), &pair.node.region).await.unwrap();
-        let (buffer, witness) = pair.client.watched(len);
+        let grant = pair.node_end.grant_read(pair.node.filled(len, 4), &pair.node.region).await.unwrap();
+        let (buffer, recorder) = pair.client.recorded(len);
         {
-            let _weather = Weather::new("delay 300ms limit 100000");
-            let read = pair.client_end.read(buffer, &pair.client.region, window.remote());
-            assert!(timeout(Duration::from_millis(100), read).await.is_err(), "it is under way");
-            assert!(witness.last_words().is_none(), "the device has it still");
+            let _fault = NetworkFault::new("delay 300ms limit 100000");
+            let read = pair.client_end.read(buffer, &pair.client.region, grant.remote());
+            assert!(timeout(Duration::from_millis(100), read).await.is_err(), "the transfer is in flight");
+            assert!(recorder.released_bytes().is_none(), "the device still has the memory");
             assert_eq!(pair.client.nic.stats().reads, 0);
-            assert_eq!(witness.wait().await, pattern(len, 4), "it came to its end all the same");
+            assert_eq!(recorder.wait().await, pattern(len, 4), "the abandoned transfer completes");
             assert_eq!(pair.client.nic.stats().reads, 1);
         }
         assert!(!pair.client_end.is_dead());
-        window.withdraw().await.unwrap();
+        grant.revoke().await.unwrap();
         pair.finish().await;
     });
 }
 
 #[test]
-fn a_peer_that_dies_in_a_transfer_is_an_error_in_time() {
-    in_guest(async {
-        // 33 ms, six times again.
+fn transfer_fails_in_time_when_the_peer_dies() {
+    in_vm(async {
+        // 33 ms, retransmitted six times.
         let options = EndpointOptions { retry_exponent: 13, ..slow() };
-        let pair = pair(WindowKind::Type2, options).await;
+        let pair = pair(GrantKind::MemoryWindow, options).await;
         let Pair { node, client, node_end, client_end } = pair;
         let len = 32 * MIB;
-        let window = node_end.readable(node.filled(len, 4), &node.region).await.unwrap();
-        let remote = window.remote();
-        let (buffer, witness) = client.watched(len);
+        let grant = node_end.grant_read(node.filled(len, 4), &node.region).await.unwrap();
+        let remote = grant.remote();
+        let (buffer, recorder) = client.recorded(len);
         let begin = Instant::now();
         let end = Arc::new(client_end);
         let reader = tokio::spawn({
@@ -559,56 +562,56 @@ fn a_peer_that_dies_in_a_transfer_is_an_error_in_time() {
             async move { end.read(buffer, &region, remote).await.map(drop) }
         });
         sleep(Duration::from_millis(50)).await;
-        assert!(!reader.is_finished() && witness.last_words().is_none(), "it is under way");
-        assert!(node_end.close(LONG).await, "the node lets go of everything");
-        drop(window.withdraw().await.unwrap());
+        assert!(!reader.is_finished() && recorder.released_bytes().is_none(), "the transfer is in flight");
+        assert!(node_end.close(LONG).await, "the node releases all memory");
+        drop(grant.revoke().await.unwrap());
         let failed = reader.await.unwrap();
-        assert!(matches!(failed, Err(Error::Dead(Death::Failed { .. }))), "{failed:?}");
+        assert!(matches!(failed, Err(Error::Disconnected(DisconnectReason::Failed { .. }))), "{failed:?}");
         assert!(begin.elapsed() < LONG, "before its deadline");
-        witness.wait().await;
+        recorder.wait().await;
         assert!(Arc::into_inner(end).unwrap().close(LONG).await);
         assert_eq!((node.arena.used(), client.arena.used()), (0, 0));
-        assert_eq!((node.nic.stats().stuck, client.nic.stats().stuck), (0, 0));
+        assert_eq!((node.nic.stats().leaked, client.nic.stats().leaked), (0, 0));
     });
 }
 
 #[test]
-fn a_deadline_ends_the_waiting_and_then_the_connection() {
-    in_guest(async {
-        // The device itself would go on for a minute.
+fn exceeded_deadline_fails_the_transfer_and_the_connection() {
+    in_vm(async {
+        // The device itself would retransmit for a minute.
         let deadline = Duration::from_millis(500);
         let options = EndpointOptions { retry_exponent: 21, deadline, ..slow() };
-        for patient in [true, false] {
-            let pair = pair(WindowKind::Type2, options.clone()).await;
-            let window = pair.node_end.readable(pair.node.filled(MIB, 4), &pair.node.region).await.unwrap();
-            let (buffer, witness) = pair.client.watched(MIB);
-            let weather = Weather::new("loss 100%");
+        for waits in [true, false] {
+            let pair = pair(GrantKind::MemoryWindow, options.clone()).await;
+            let grant = pair.node_end.grant_read(pair.node.filled(MIB, 4), &pair.node.region).await.unwrap();
+            let (buffer, recorder) = pair.client.recorded(MIB);
+            let fault = NetworkFault::new("loss 100%");
             let begin = Instant::now();
-            let read = pair.client_end.read(buffer, &pair.client.region, window.remote());
-            if patient {
-                assert_eq!(read.await.err(), Some(Error::Dead(Death::Deadline)));
+            let read = pair.client_end.read(buffer, &pair.client.region, grant.remote());
+            if waits {
+                assert_eq!(read.await.err(), Some(Error::Disconnected(DisconnectReason::Deadline)));
                 assert!(begin.elapsed() >= deadline && begin.elapsed() < LONG);
             } else {
-                // The deadline holds for a transfer that nobody waits for, too.
+                // The deadline also applies to an abandoned transfer.
                 assert!(timeout(deadline / 5, read).await.is_err());
             }
-            assert_eq!(witness.wait().await, vec![0; MIB], "let go of when the device had no use for it");
-            assert_eq!(pair.client_end.death(), Some(Death::Deadline));
-            drop(weather);
-            window.withdraw().await.unwrap();
+            assert_eq!(recorder.wait().await, vec![0; MIB], "released without data");
+            assert_eq!(pair.client_end.disconnect_reason(), Some(DisconnectReason::Deadline));
+            drop(fault);
+            grant.revoke().await.unwrap();
             pair.finish().await;
         }
     });
 }
 
 #[test]
-fn lost_packets_change_nothing() {
-    in_guest(async {
-        let pair = pair(WindowKind::Type2, slow()).await;
+fn lost_packets_are_retransmitted() {
+    in_vm(async {
+        let pair = pair(GrantKind::MemoryWindow, slow()).await;
         {
-            let weather = Weather::new("loss 2%");
+            let fault = NetworkFault::new("loss 2%");
             let mut seed = 0;
-            while seed < 2 || weather.packets_lost() == 0 {
+            while seed < 2 || fault.packets_lost() == 0 {
                 write_and_read_back(&pair, MIB / 4, seed).await;
                 seed += 1;
             }
@@ -618,27 +621,27 @@ fn lost_packets_change_nothing() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused() {
-    in_guest(async {
-        let pair = pair(WindowKind::Type2, slow()).await;
+fn invalid_requests_are_refused_without_harm() {
+    in_vm(async {
+        let pair = pair(GrantKind::MemoryWindow, slow()).await;
         let (node, client) = (&pair.node, &pair.client);
         let remote = RemoteRange { address: 4096, len: 100, key: 1 };
         let foreign = pair.client_end.read(node.empty(100), &client.region, remote).await;
         assert_eq!(foreign.err(), Some(Error::NotRegistered), "memory of another arena");
         let foreign = pair.client_end.read(node.empty(100), &node.region, remote).await;
         assert_eq!(foreign.err(), Some(Error::NotRegistered), "a region of another device");
-        let foreign = pair.node_end.readable(client.empty(100), &node.region).await;
+        let foreign = pair.node_end.grant_read(client.empty(100), &node.region).await;
         assert_eq!(foreign.err(), Some(Error::NotRegistered));
         let longer = pair.client_end.read(client.empty(101), &client.region, remote).await;
         assert!(matches!(longer, Err(Error::Invalid(_))));
         let none = pair.client_end.read_all(Vec::<(Buffer, RemoteRange)>::new(), &client.region).await;
         assert!(matches!(none, Err(Error::Invalid(_))));
 
-        let lonely = Endpoint::new(&client.nic, slow()).unwrap();
-        let early = lonely.read(client.empty(100), &client.region, remote).await;
+        let unconnected = Endpoint::new(&client.nic, slow()).unwrap();
+        let early = unconnected.read(client.empty(100), &client.region, remote).await;
         assert_eq!(early.err(), Some(Error::NotConnected));
-        assert_eq!(lonely.readable(client.empty(100), &client.region).await.err(), Some(Error::NotConnected));
-        assert!(!lonely.is_dead() && lonely.close(LONG).await);
+        assert_eq!(unconnected.grant_read(client.empty(100), &client.region).await.err(), Some(Error::NotConnected));
+        assert!(!unconnected.is_dead() && unconnected.close(LONG).await);
         let twice = pair.client_end.connect(&pair.node_end.local()).await;
         assert!(matches!(twice, Err(Error::Invalid(_))));
         for options in [
@@ -650,47 +653,47 @@ fn what_cannot_be_done_is_refused() {
         ] {
             assert!(matches!(Endpoint::new(&client.nic, options), Err(Error::Invalid(_))));
         }
-        assert!(!pair.client_end.is_dead() && !pair.node_end.is_dead(), "none of this hurt the connection");
+        assert!(!pair.client_end.is_dead() && !pair.node_end.is_dead(), "the connection survives every refusal");
         write_and_read_back(&pair, 100, 1).await;
         pair.finish().await;
     });
 }
 
-/// A runtime that ends takes its connections with it, and their memory comes back.
+/// Shutting down a runtime closes its connections and releases their memory.
 #[test]
-fn the_end_of_the_runtime_lets_go_of_everything() {
-    in_guest(async {});
+fn runtime_shutdown_releases_all_memory() {
+    in_vm(async {});
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let ended = Arc::new(AtomicBool::new(false));
-    let (arenas, witness, stats) = runtime.block_on(async {
-        let pair = pair(WindowKind::Type2, slow()).await;
-        let window = pair.node_end.readable(pair.node.filled(32 * MIB, 4), &pair.node.region).await.unwrap();
-        let (buffer, witness) = pair.client.watched(32 * MIB);
+    let (arenas, recorder, stats) = runtime.block_on(async {
+        let pair = pair(GrantKind::MemoryWindow, slow()).await;
+        let grant = pair.node_end.grant_read(pair.node.filled(32 * MIB, 4), &pair.node.region).await.unwrap();
+        let (buffer, recorder) = pair.client.recorded(32 * MIB);
         let arenas = [pair.node.arena.clone(), pair.client.arena.clone()];
         let nics = [pair.node.nic.clone(), pair.client.nic.clone()];
         let flag = ended.clone();
         tokio::spawn(async move {
-            let _ = pair.client_end.read(buffer, &pair.client.region, window.remote()).await;
+            let _ = pair.client_end.read(buffer, &pair.client.region, grant.remote()).await;
             flag.store(true, Ordering::SeqCst);
-            drop((pair, window));
+            drop((pair, grant));
         });
         sleep(Duration::from_millis(50)).await;
-        (arenas, witness, nics)
+        (arenas, recorder, nics)
     });
     assert!(!ended.load(Ordering::SeqCst), "the transfer is under way");
     runtime.shutdown_timeout(LONG);
-    assert!(witness.last_words().is_some());
+    assert!(recorder.released_bytes().is_some());
     assert_eq!(arenas.map(|arena| arena.used()), [0, 0]);
     for nic in stats {
-        assert_eq!((nic.stats().endpoints, nic.stats().windows, nic.stats().stuck), (0, 0, 0));
+        assert_eq!((nic.stats().endpoints, nic.stats().grants, nic.stats().leaked), (0, 0, 0));
     }
 }
 
-/// The whole way of a page: a put by one-sided writes, sealed after its window is withdrawn and its checksum is right; then a get
-/// under a lease, checked again at the far end.
+/// The path of a page: one-sided writes, revocation of the grant, checksum, then one-sided reads
+/// that are checked again.
 #[test]
-fn a_page_is_put_and_had_under_leases() {
-    in_guest(async {
+fn page_is_put_and_read_under_grants() {
+    in_vm(async {
         for kind in KINDS {
             let pair = pair(kind, slow()).await;
             let part_bytes = 300_000;
@@ -698,12 +701,12 @@ fn a_page_is_put_and_had_under_leases() {
             let page: Vec<u8> = parts.concat();
             let checksum = crc32fast::hash(&page);
 
-            // The node reserves a slot, and tells where and with which key. 20 bytes on the wire.
+            // The node reserves a slot and sends its range and key: 20 bytes on the wire.
             let reserved = pair.node.empty(page.len());
-            let put_lease = pair.node_end.writable(reserved, &pair.node.region).await.unwrap();
-            let grant = put_lease.remote().encode();
+            let put_grant = pair.node_end.grant_write(reserved, &pair.node.region).await.unwrap();
+            let grant = put_grant.remote().encode();
 
-            // The client writes the parts, in any order, all at once.
+            // The client writes the parts concurrently, in any order.
             let grant = RemoteRange::decode(&grant).unwrap();
             let writes = [2, 0, 1].map(|i| {
                 let mut buffer = pair.client.empty(part_bytes);
@@ -712,32 +715,32 @@ fn a_page_is_put_and_had_under_leases() {
             });
             pair.client_end.write_all(writes.into(), &pair.client.region).await.unwrap();
 
-            // It says so, with the checksum. The node withdraws first, so that nothing changes any more; then it looks.
-            let slot = put_lease.withdraw().await.unwrap();
+            // The client reports the checksum. The node revokes the grant before it checks, so that
+            // the bytes are stable.
+            let slot = put_grant.revoke().await.unwrap();
             assert_eq!(crc32fast::hash(&slot.slot), checksum, "sealed");
 
-            // Two clients (here one, twice) get it under leases of their own, which can be given back in any order.
+            // Two grants of the same page, revoked in the other order.
             let sealed = Arc::new(slot);
-            let first = pair.node_end.readable(Sealed(sealed.clone()), &pair.node.region).await.unwrap();
-            let second = pair.node_end.readable(Sealed(sealed.clone()), &pair.node.region).await.unwrap();
-            for lease in [second, first] {
-                let had =
-                    pair.client_end.read(pair.client.empty(page.len()), &pair.client.region, lease.remote()).await;
-                assert_eq!(crc32fast::hash(&had.unwrap().slot), checksum);
-                lease.withdraw().await.unwrap();
+            let first = pair.node_end.grant_read(Sealed(sealed.clone()), &pair.node.region).await.unwrap();
+            let second = pair.node_end.grant_read(Sealed(sealed.clone()), &pair.node.region).await.unwrap();
+            for read_grant in [second, first] {
+                let read =
+                    pair.client_end.read(pair.client.empty(page.len()), &pair.client.region, read_grant.remote()).await;
+                assert_eq!(crc32fast::hash(&read.unwrap().slot), checksum);
+                read_grant.revoke().await.unwrap();
             }
-            assert_eq!(Arc::strong_count(&sealed), 1, "no lease is left");
+            assert_eq!(Arc::strong_count(&sealed), 1, "no grant is left");
             drop(sealed);
             pair.finish().await;
         }
     });
 }
 
-/// A page that nobody writes any more.
 struct Sealed(Arc<Buffer>);
 
-// SAFETY: shared and not mutable, and the memory lives as long as this.
-unsafe impl Bytes for Sealed {
+// SAFETY: shared, never written, and the memory lives as long as this value.
+unsafe impl DmaBuf for Sealed {
     fn span(&self) -> Span {
         self.0.span()
     }

@@ -1,95 +1,103 @@
-//! Answers and states that are one byte on the wire.
+//! Enums that travel as one byte. Each variant states its number once.
 
 use larder_format::codec::{DecodeError, Result};
 
-/// Declares a small enum with its wire code.
+/// Declares an enum with its wire codes, its encoder and its decoder. An unknown code is a decode
+/// error.
 macro_rules! codes {
-    ($(#[$meta:meta])* $name:ident, $what:literal { $($(#[$vmeta:meta])* $variant:ident = $code:literal),+ $(,)? }) => {
+    ($(#[$meta:meta])* $name:ident, $field:literal { $($(#[$vmeta:meta])* $variant:ident = $code:literal),+ $(,)? }) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum $name { $($(#[$vmeta])* $variant),+ }
         impl $name {
             pub(crate) fn code(self) -> u8 { match self { $(Self::$variant => $code),+ } }
             pub(crate) fn from_code(code: u8) -> Result<Self> {
-                match code { $($code => Ok(Self::$variant),)+ _ => Err(DecodeError::Invalid($what)) }
+                match code { $($code => Ok(Self::$variant),)+ _ => Err(DecodeError::Invalid($field)) }
             }
         }
     };
 }
 
 codes!(
-    /// Where a page lies on a node.
+    /// Tier that holds a page on a node. Code 1 is unused: L1 is the engine's own memory, which no
+    /// node serves.
     TierCode, "tier" {
-        /// Not on this node.
-        Nowhere = 0,
-        /// In DRAM.
+        /// The node has no servable copy.
+        Absent = 0,
+        /// The page is in the node's DRAM arena.
         L2 = 2,
-        /// On NVMe.
+        /// The page is in the node's NVMe log.
         L3 = 3,
     }
 );
 codes!(
-    /// Answer to a reservation.
+    /// Outcome of a reservation, for one page.
     ReserveOutcome, "reserve outcome" {
-        /// Parts may be sent.
+        /// The node reserved memory; the client may send the parts.
         Granted = 1,
-        /// The page is there.
+        /// The node already serves a page of this key, so no put is needed.
         Exists = 2,
-        /// Another writer is at it.
+        /// Another client has an open put of this page.
         InProgress = 3,
-        /// No room now.
+        /// The node has no memory for the page now. The client may retry later.
         Busy = 4,
-        /// Not a page of this namespace, or a put of this number is open: asking again is of no use.
+        /// The page does not fit its namespace, or the request number has an open put. A retry
+        /// fails again.
         Malformed = 5,
     }
 );
 codes!(
-    /// Answer to a commit.
+    /// Outcome of a commit, for one put.
     CommitOutcome, "commit outcome" {
-        /// The page is sealed and served.
+        /// The node sealed the page and serves it from now on. It is not necessarily durable in L3
+        /// yet.
         Stored = 1,
-        /// It was there with the same bytes.
+        /// The node already had the page with the same bytes.
         AlreadyThere = 2,
-        /// It was there with other bytes; the first stay.
+        /// The node already had the page with other bytes. It keeps the first copy and reports the
+        /// conflict.
         Refused = 3,
-        /// Parts are missing or damaged, or the put is not known: nothing was stored.
+        /// Parts are missing or damaged, or the put is unknown. The node stored nothing.
         Incomplete = 4,
     }
 );
 codes!(
-    /// How a followed page ended.
+    /// End of a followed page.
     FollowState, "follow state" {
-        /// Sealed.
+        /// The writer committed the page. The node has sent all of its parts.
         Sealed = 1,
-        /// The writer gave up.
+        /// The writer, or the node for it, aborted the put.
         Aborted = 2,
-        /// Not there before the deadline.
+        /// The page did not appear before the request's deadline.
         Miss = 3,
     }
 );
 codes!(
-    /// How firmly L2 holds a page.
+    /// Strength of a pin, which keeps a page in L2.
     PinKind, "pin kind" {
-        /// Not at all: a pin ends.
+        /// No pin. In a Pin request it ends existing pins.
         None = 0,
-        /// It goes only when nothing else can.
+        /// Eviction takes the page only when no unpinned page can make room.
         Soft = 1,
-        /// It stays, and so do the pages before it that are in L2.
+        /// Eviction never takes the page, nor its resident ancestors.
         Hard = 2,
     }
 );
 codes!(
-    /// What went wrong, as far as the other side should act on it.
+    /// Error class: enough for the client to choose its reaction. The text beside it is for people,
+    /// and no program parses it.
     ErrorCode, "error code" {
-        /// No common protocol version.
+        /// The peers share no protocol version. Another attempt fails in the same way until one
+        /// side is upgraded.
         Version = 1,
-        /// The message cannot be understood.
+        /// The node cannot decode the message. It closes the connection, because the stream may be
+        /// out of step.
         Malformed = 2,
-        /// The message needs a namespace and the connection has none, or comes before Hello.
+        /// The message came before Hello, or needs a namespace that the connection lacks.
         State = 3,
-        /// Too much at once; try again later.
+        /// The node is overloaded. The client may retry later.
         Busy = 4,
-        /// The node failed.
+        /// The node failed. The request may succeed elsewhere, or later.
         Internal = 5,
     }
 );

@@ -1,27 +1,229 @@
-//! What several messages are made of.
+//! Fields that several messages share, with their encodings.
 
-use crate::limits::{MAX_KEYS, MAX_LINES};
+use crate::codes::PinKind;
+use crate::limits::{MAX_KEYS, MAX_RDMA_CHANNELS};
 use larder_format::PageKey;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::page::MAX_CHUNKS;
 use std::ops::Range;
 
-/// One of the pages that a request named: a put that it reserved, or a page that is held for it.
+/// One of the pages that a request named: an open put, or a page that the node holds for the
+/// client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
-    /// Number of the request.
+    /// Number of the request, which the client chose and does not reuse within the connection.
     pub request: u64,
-    /// Index in that request.
+    /// Index of the page in that request.
     pub index: u32,
 }
 
-/// Bytes of a page's payload.
+/// A byte range of a page's payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageRange {
-    /// Page key.
+    /// Key of the page.
     pub key: PageKey,
-    /// From the start of a chunk to the end of one.
+    /// Bytes. Both ends must be chunk boundaries, because CRCs cover whole chunks.
     pub bytes: Range<u32>,
+}
+
+/// Location of the bytes of a part that a client puts. The node accepts a part only if its bytes
+/// match its CRCs, wherever they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PartLocation {
+    /// In the payload of this frame.
+    Inline,
+    /// In the memory that the client shared when it connected. The node copies the bytes and checks
+    /// the copy. The client must not change them until the put has ended, or the part counts as
+    /// damaged.
+    SharedMemory {
+        /// Offset from the start of the shared memory, in bytes.
+        offset: u64,
+        /// Length in bytes.
+        bytes: u32,
+    },
+    /// In the node's memory: the client wrote them by RDMA through the part's grant. The node
+    /// revokes the grant before it checks the bytes.
+    Rdma,
+}
+
+/// Transport by which a client wants the bytes of pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Delivery {
+    /// As payloads of the responses.
+    Inline,
+    /// In place: the client has mapped the node's arena, and the node holds the pages there.
+    InPlace,
+    /// By RDMA reads of the client, over these channels. The page of index `i` uses channel `i`
+    /// modulo their number.
+    Rdma(Vec<u32>),
+}
+
+/// Location of the bytes of a page that a node serves. The client verifies the CRCs in every case,
+/// because the bytes may be damaged on the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PayloadLocation {
+    /// In the payload of this frame.
+    Inline,
+    /// At this byte offset of the node's arena. Valid until the client releases the page, or closes
+    /// the arena session.
+    Arena(u64),
+    /// In a range of the node's memory that the client may read by RDMA. Valid until the client
+    /// releases the page, or the channel ends.
+    Rdma(GrantedRange),
+}
+
+/// One end of an RDMA channel, which is a pair of connected endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RdmaEndpoint {
+    /// Number of the channel. The client chooses it and never reuses it within a connection.
+    pub channel: u32,
+    /// Address of this end. `larder-rdma` defines its layout.
+    pub address: [u8; 32],
+}
+
+/// A range of the node's memory that a client may access by RDMA, over one channel. The remote key
+/// is valid on that channel only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GrantedRange {
+    /// Number of the channel.
+    pub channel: u32,
+    /// Virtual address on the node.
+    pub address: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Remote key of the grant. The node invalidates it when it revokes the grant.
+    pub key: u32,
+}
+
+/// An active pin of a page. The node ends it when its time is over, without notice to the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PagePin {
+    /// Strength, never [`PinKind::None`].
+    pub kind: PinKind,
+    /// Time until the pin expires, in milliseconds.
+    pub remaining_ms: u64,
+}
+
+impl Delivery {
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        match self {
+            Delivery::Inline => out.put_u8(0),
+            Delivery::InPlace => out.put_u8(1),
+            Delivery::Rdma(channels) => {
+                out.put_u8(2);
+                put_channels(out, channels);
+            }
+        }
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Delivery> {
+        match reader.u8("delivery")? {
+            0 => Ok(Delivery::Inline),
+            1 => Ok(Delivery::InPlace),
+            2 => Ok(Delivery::Rdma(channels(reader)?)),
+            _ => Err(DecodeError::Invalid("delivery")),
+        }
+    }
+}
+
+impl PayloadLocation {
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        match self {
+            PayloadLocation::Inline => out.put_u8(0),
+            PayloadLocation::Arena(offset) => {
+                out.put_u8(1);
+                out.put_u64(*offset);
+            }
+            PayloadLocation::Rdma(range) => {
+                out.put_u8(2);
+                range.put(out);
+            }
+        }
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<PayloadLocation> {
+        match reader.u8("payload location")? {
+            0 => Ok(PayloadLocation::Inline),
+            1 => Ok(PayloadLocation::Arena(reader.u64("arena offset")?)),
+            2 => Ok(PayloadLocation::Rdma(GrantedRange::read(reader)?)),
+            _ => Err(DecodeError::Invalid("payload location")),
+        }
+    }
+}
+
+impl PartLocation {
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        match self {
+            PartLocation::Inline => out.put_u8(0),
+            PartLocation::SharedMemory { offset, bytes } => {
+                out.put_u8(1);
+                out.put_u64(*offset);
+                out.put_u32(*bytes);
+            }
+            PartLocation::Rdma => out.put_u8(2),
+        }
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<PartLocation> {
+        match reader.u8("part location")? {
+            0 => Ok(PartLocation::Inline),
+            1 => Ok(PartLocation::SharedMemory {
+                offset: reader.u64("offset in shared memory")?,
+                bytes: reader.u32("part length")?,
+            }),
+            2 => Ok(PartLocation::Rdma),
+            _ => Err(DecodeError::Invalid("part location")),
+        }
+    }
+}
+
+impl RdmaEndpoint {
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        out.put_u32(self.channel);
+        out.put(&self.address);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<RdmaEndpoint> {
+        Ok(RdmaEndpoint { channel: reader.u32("channel")?, address: reader.array("endpoint address")? })
+    }
+}
+
+impl GrantedRange {
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        out.put_u32(self.channel);
+        out.put_u64(self.address);
+        out.put_u64(self.len);
+        out.put_u32(self.key);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<GrantedRange> {
+        Ok(GrantedRange {
+            channel: reader.u32("channel")?,
+            address: reader.u64("grant address")?,
+            len: reader.u64("grant length")?,
+            key: reader.u32("grant key")?,
+        })
+    }
+}
+
+impl PagePin {
+    /// Writes a page's pin. No pin is [`PinKind::None`] and no time.
+    pub(crate) fn put(out: &mut Vec<u8>, pin: &Option<PagePin>) {
+        debug_assert!(pin.is_none_or(|pin| pin.kind != PinKind::None), "no pin is `None`");
+        out.put_u8(pin.map_or(PinKind::None, |pin| pin.kind).code());
+        out.put_u64(pin.map_or(0, |pin| pin.remaining_ms));
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Option<PagePin>> {
+        let kind = PinKind::from_code(reader.u8("pin kind")?)?;
+        let remaining_ms = reader.u64("remaining pin time")?;
+        match kind {
+            // One encoding per message: a page without a pin has no remaining time.
+            PinKind::None if remaining_ms != 0 => Err(DecodeError::Invalid("remaining pin time")),
+            PinKind::None => Ok(None),
+            kind => Ok(Some(PagePin { kind, remaining_ms })),
+        }
+    }
 }
 
 pub(crate) fn put_range(out: &mut Vec<u8>, bytes: &Range<u32>) {
@@ -30,162 +232,19 @@ pub(crate) fn put_range(out: &mut Vec<u8>, bytes: &Range<u32>) {
 }
 
 pub(crate) fn range(reader: &mut Reader<'_>) -> Result<Range<u32>> {
-    Ok(reader.u32("start of a range")?..reader.u32("end of a range")?)
+    Ok(reader.u32("range start")?..reader.u32("range end")?)
 }
 
-/// Where the bytes of a part are that a client puts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PartBytes {
-    /// In the payload.
-    Payload,
-    /// In the memory that this client lent when it came in. The node copies them from there and checks what it copied: what does
-    /// not stay as it is until the put has ended is damaged.
-    Lent {
-        /// From the start of the memory.
-        offset: u64,
-        /// How many.
-        bytes: u32,
-    },
-    /// Where the part's window let the client write them. The window is withdrawn before they are looked at.
-    Window,
+pub(crate) fn put_channels(out: &mut Vec<u8>, channels: &[u32]) {
+    out.put_list(channels, |out, &channel| out.put_u32(channel));
 }
 
-/// How the bytes of pages come to the client that asks for them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Delivery {
-    /// As payload.
-    Sent,
-    /// They lie in the node's arena, which the client has mapped, and are held there.
-    InPlace,
-    /// The client reads them by RDMA, through windows on these lines of its in turn: the page of index `i` on number `i`
-    /// modulo how many there are.
-    Read(Vec<u32>),
-}
-
-/// Where the bytes of a page are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// In the payload.
-    Payload,
-    /// At this offset of the node's arena, until the page is released, or nobody has the arena any more.
-    Arena(u64),
-    /// Behind a window, until the page is released, or the line is gone.
-    Window(LineWindow),
-}
-
-/// One end of an RDMA line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LineEnd {
-    /// Number of the line, which the client chose; no other line of the connection ever has it.
-    pub line: u32,
-    /// Its address, as RDMA has it.
-    pub address: [u8; 32],
-}
-
-/// Bytes of the node's memory that a client can reach by RDMA, on one line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LineWindow {
-    /// Number of the line.
-    pub line: u32,
-    /// Where they lie, in the node's terms.
-    pub address: u64,
-    /// How many.
-    pub len: u64,
-    /// Their key.
-    pub key: u32,
-}
-
-impl Delivery {
-    pub(crate) fn put(&self, out: &mut Vec<u8>) {
-        match self {
-            Delivery::Sent => out.put_u8(0),
-            Delivery::InPlace => out.put_u8(1),
-            Delivery::Read(lines) => {
-                out.put_u8(2);
-                put_lines(out, lines);
-            }
-        }
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Delivery> {
-        match reader.u8("delivery")? {
-            0 => Ok(Delivery::Sent),
-            1 => Ok(Delivery::InPlace),
-            2 => Ok(Delivery::Read(lines(reader)?)),
-            _ => Err(DecodeError::Invalid("delivery")),
-        }
-    }
-}
-
-impl Place {
-    pub(crate) fn put(&self, out: &mut Vec<u8>) {
-        match self {
-            Place::Payload => out.put_u8(0),
-            Place::Arena(offset) => {
-                out.put_u8(1);
-                out.put_u64(*offset);
-            }
-            Place::Window(window) => {
-                out.put_u8(2);
-                window.put(out);
-            }
-        }
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Place> {
-        match reader.u8("place")? {
-            0 => Ok(Place::Payload),
-            1 => Ok(Place::Arena(reader.u64("offset in the arena")?)),
-            2 => Ok(Place::Window(LineWindow::read(reader)?)),
-            _ => Err(DecodeError::Invalid("place")),
-        }
-    }
-}
-
-impl LineEnd {
-    pub(crate) fn put(&self, out: &mut Vec<u8>) {
-        out.put_u32(self.line);
-        out.put(&self.address);
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<LineEnd> {
-        Ok(LineEnd { line: reader.u32("line")?, address: reader.array("address of a line")? })
-    }
-}
-
-impl LineWindow {
-    pub(crate) fn put(&self, out: &mut Vec<u8>) {
-        out.put_u32(self.line);
-        out.put_u64(self.address);
-        out.put_u64(self.len);
-        out.put_u32(self.key);
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<LineWindow> {
-        let (line, address) = (reader.u32("line")?, reader.u64("address of a window")?);
-        Ok(LineWindow { line, address, len: reader.u64("length of a window")?, key: reader.u32("key of a window")? })
-    }
-}
-
-pub(crate) fn put_lines(out: &mut Vec<u8>, lines: &[u32]) {
-    out.put_list(lines, |out, &line| out.put_u32(line));
-}
-
-pub(crate) fn lines(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
-    reader.list(MAX_LINES, "lines", |r| r.u32("line"))
+pub(crate) fn channels(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
+    reader.list(MAX_RDMA_CHANNELS, "channels", |r| r.u32("channel"))
 }
 
 pub(crate) fn put_keys(out: &mut Vec<u8>, keys: &[PageKey]) {
     out.put_list(keys, |out, key| out.put(&key.0));
-}
-
-pub(crate) fn put_entry(out: &mut Vec<u8>, put: &Entry) {
-    out.put_u64(put.request);
-    out.put_u32(put.index);
-}
-
-pub(crate) fn entry(reader: &mut Reader<'_>) -> Result<Entry> {
-    Ok(Entry { request: reader.u64("put")?, index: reader.u32("index of a put")? })
 }
 
 pub(crate) fn key(reader: &mut Reader<'_>) -> Result<PageKey> {
@@ -196,28 +255,27 @@ pub(crate) fn keys(reader: &mut Reader<'_>) -> Result<Vec<PageKey>> {
     reader.list(MAX_KEYS, "keys", key)
 }
 
+pub(crate) fn put_entry(out: &mut Vec<u8>, entry: &Entry) {
+    out.put_u64(entry.request);
+    out.put_u32(entry.index);
+}
+
+pub(crate) fn entry(reader: &mut Reader<'_>) -> Result<Entry> {
+    Ok(Entry { request: reader.u64("request of an entry")?, index: reader.u32("index of an entry")? })
+}
+
+pub(crate) fn put_crcs(out: &mut Vec<u8>, crcs: &[u32]) {
+    out.put_list(crcs, |out, &crc| out.put_u32(crc));
+}
+
 pub(crate) fn crcs(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
-    reader.list(MAX_CHUNKS, "crcs", |r| r.u32("crc"))
+    reader.list(MAX_CHUNKS, "chunk CRCs", |r| r.u32("chunk CRC"))
 }
 
-pub(crate) fn put_part_bytes(out: &mut Vec<u8>, bytes: &PartBytes) {
-    match bytes {
-        PartBytes::Payload => out.put_u8(0),
-        PartBytes::Lent { offset, bytes } => {
-            out.put_u8(1);
-            out.put_u64(*offset);
-            out.put_u32(*bytes);
-        }
-        PartBytes::Window => out.put_u8(2),
-    }
-}
-
-pub(crate) fn part_bytes(reader: &mut Reader<'_>) -> Result<PartBytes> {
-    match reader.u8("where a part is")? {
-        0 => Ok(PartBytes::Payload),
-        1 => Ok(PartBytes::Lent { offset: reader.u64("offset of a part")?, bytes: reader.u32("bytes of a part")? }),
-        2 => Ok(PartBytes::Window),
-        _ => Err(DecodeError::Invalid("where a part is")),
+pub(crate) fn put_optional<T>(out: &mut Vec<u8>, item: Option<&T>, put: impl FnOnce(&mut Vec<u8>, &T)) {
+    out.put_u8(u8::from(item.is_some()));
+    if let Some(item) = item {
+        put(out, item);
     }
 }
 
@@ -225,9 +283,9 @@ pub(crate) fn optional<T>(
     reader: &mut Reader<'_>,
     item: impl FnOnce(&mut Reader<'_>) -> Result<T>,
 ) -> Result<Option<T>> {
-    match reader.u8("presence")? {
+    match reader.u8("presence flag")? {
         0 => Ok(None),
         1 => item(reader).map(Some),
-        _ => Err(DecodeError::Invalid("presence")),
+        _ => Err(DecodeError::Invalid("presence flag")),
     }
 }

@@ -1,61 +1,89 @@
 //! The framed binary protocol between Larder clients and store nodes.
 //!
-//! A connection is a sequence of frames in each direction. The first frame of a client is [`Request::Hello`], the first of
-//! a node its answer; from then on requests are multiplexed by number and answered in any order. A frame is
+//! A connection is a sequence of frames in each direction. The client's first frame is
+//! [`Request::Hello`], and the node's first frame answers it. After that the client multiplexes
+//! requests by number, and the node answers them in any order. `docs/protocol.md` describes the
+//! protocol in full.
 //!
 //! ```text
 //! 0   magic "LRDR"            4
 //! 4   kind                    1     which message the body holds
 //! 5   reserved, zero          3
-//! 8   request number          8     chosen by the client; answers repeat it
+//! 8   request number          8     chosen by the client; responses repeat it
 //! 16  body bytes              4     at most MAX_BODY_BYTES
 //! 20  payload bytes           4     at most MAX_PAGE_BYTES
-//! 24  deadline, milliseconds  4     what is left of the requester's patience; 0 in answers
-//! 28  check                   4     CRC-32 over bytes 0..28 and the body, xor the number of the frame in its direction
+//! 24  deadline, milliseconds  4     time left to the request; 0 in responses
+//! 28  check                   4     CRC-32 over bytes 0..28 and the body, xor the sequence number
 //! 32  body, then payload
 //! ```
 //!
-//! The payload is page bytes and nothing else, so that it can be received straight into the memory where it stays; its CRCs
-//! (one per 64 KiB chunk) travel in the body. Everything is little-endian.
+//! The payload holds page bytes and nothing else, so that a peer receives it straight into its
+//! final memory. Its CRCs, one per 64 KiB chunk, travel in the body. All numbers are little-endian.
 //!
-//! Versions: 1 is the first; 2 adds ranges of pages. Peers of both speak to each other: what a version has not, its messages
-//! have not, and what a kind of message is to a version that has it not is what it is to a stranger.
-#![forbid(unsafe_code)]
+//! Invariants:
+//! - Each kind of message is declared once, in `messages.rs`. The tables of `docs/protocol.md` are
+//!   tested against that declaration.
+//! - A decoder checks every length against a named limit before it allocates.
+//! - A peer never sends messages newer than the negotiated version. Receiving one is a protocol
+//!   error, as for any unknown kind.
+//! - One message has one encoding: decoding and encoding again yields the same bytes.
+//!
+//! Layout: `frame` reads and writes frames, `request` and `response` hold the messages, `fields`
+//! and `codes` their parts, `stream` and `busy_poll` the byte streams below.
 
+// The simulation runs this crate: see store/clippy.toml.
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod busy_poll;
 mod codes;
 mod fields;
 mod frame;
 mod limits;
+mod messages;
 mod request;
 mod response;
-mod spin;
+
 mod stream;
 
+pub use busy_poll::{BusyPollSource, DEFAULT_BUSY_POLL};
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
-pub use fields::{Delivery, Entry, LineEnd, LineWindow, PageRange, PartBytes, Place};
+pub use fields::{Delivery, Entry, GrantedRange, PagePin, PageRange, PartLocation, PayloadLocation, RdmaEndpoint};
 pub use frame::{
-    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload, Turn,
+    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
+    YieldBudget,
 };
 pub use limits::{
-    MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PIN_MS, MAX_PLACES, MAX_PUTS,
-    MAX_WINDOWS,
+    MAX_ARENA_PAGES, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PIN_MS,
+    MAX_PUTS, MAX_RDMA_CHANNELS,
 };
+pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
-pub use response::{LocalDoor, MemberEntry, PartWindow, Placed, Response};
-pub use spin::{SPIN, Spinning};
-pub use stream::{Ready, Sink, Source};
+pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, Response};
+pub use stream::{ByteSink, ByteSource, TryReceive};
 
-/// Protocol version of this build.
-pub const PROTOCOL_VERSION: u16 = 2;
-/// First version that has ranges of pages.
-pub const VERSION_OF_RANGES: u16 = 2;
-/// First version in which a client lends memory, and puts from there.
-pub const VERSION_OF_LENDING: u16 = 2;
-/// First version in which one message says where many pages lie.
-pub const VERSION_OF_PLACES: u16 = 2;
-/// First version in which pages move by RDMA.
-pub const VERSION_OF_LINES: u16 = 2;
-/// Oldest version this build speaks.
+/// Newest protocol version of this build. Hello offers it, and the node answers with the newest
+/// version that both sides speak.
+pub const PROTOCOL_VERSION: u16 = 3;
+/// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
+/// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
-/// First version in which a node that is too busy says when to try again.
-pub const VERSION_OF_BUSY: u16 = 2;
+
+/// First version with [`Request::GetRanges`]. Older nodes send whole pages, so a client asks them
+/// for the pages and copies the ranges.
+pub const VERSION_PAGE_RANGES: u16 = 2;
+/// First version in which a client shares memory with a node, which copies parts of puts from
+/// there.
+pub const VERSION_SHARED_MEMORY_PUTS: u16 = 2;
+/// First version with [`Response::ArenaPages`]. Older peers describe one page per message.
+pub const VERSION_ARENA_PAGES: u16 = 2;
+/// First version in which pages move by RDMA. A client neither offers channels nor asks for grants
+/// in older ones.
+pub const VERSION_RDMA: u16 = 2;
+/// First version in which an overloaded node says when to retry. Before, it answers with misses or
+/// errors.
+pub const VERSION_RETRY_AFTER: u16 = 2;
+/// First version with [`Request::Pins`]. Older nodes treat it as an unknown kind, so a client must
+/// not send it to them.
+pub const VERSION_PIN_STATUS: u16 = 3;

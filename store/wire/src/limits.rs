@@ -1,24 +1,28 @@
-//! Limits of messages: no list or text is longer, whoever says so.
+//! Limits of messages. A decoder refuses a longer list or text before it allocates memory for it.
 
-/// Most keys in one message.
+/// Maximum number of keys in one message: 256 KiB of keys, a quarter of the largest body.
 pub const MAX_KEYS: usize = 8192;
-/// Most pages reserved, or sealed, by one message.
+/// Maximum number of pages that one Reserve asks for, and of puts that one Commit seals. Larger
+/// batches take several requests.
 pub const MAX_PUTS: usize = 1024;
-/// Most members a node keeps.
+/// Maximum number of members that a node keeps. It bounds the body of the Members response.
 pub const MAX_MEMBERS: usize = 1024;
-/// Most bytes of a member's name.
+/// Maximum length of a name, in bytes: of a client, a node, a member, a machine or a socket.
 pub const MAX_NAME_BYTES: usize = 256;
-/// Most bytes of what a member says of itself.
+/// Maximum length of a member's JSON description, in bytes. A node keeps all descriptions in
+/// memory.
 pub const MAX_INFO_BYTES: usize = 16 << 10;
-/// Longest time for which a lookup holds pages, in milliseconds.
+/// Maximum time for which a lookup holds pages, in milliseconds. Nodes shorten longer requests.
 pub const MAX_HOLD_MS: u32 = 60_000;
-/// Longest time for which pages are pinned, in milliseconds: 30 days.
+/// Maximum time to live of a pin, in milliseconds: 30 days. A client that is gone cannot keep
+/// memory for longer.
 pub const MAX_PIN_MS: u64 = 30 * 24 * 3_600_000;
-/// Most RDMA lines of a connection.
-pub const MAX_LINES: usize = 16;
-/// Most windows told in one message.
-pub const MAX_WINDOWS: usize = 4096;
-/// Most pages that one message says the places of.
-pub const MAX_PLACES: usize = 16;
-/// Most bytes of any other text.
+/// Maximum number of RDMA channels of one connection, and of channels that one message names.
+pub const MAX_RDMA_CHANNELS: usize = 16;
+/// Maximum number of write grants in one message. The client writes parts without a grant by
+/// another way.
+pub const MAX_PART_GRANTS: usize = 4096;
+/// Maximum number of arena pages in one message. Each carries its page's CRCs, so few fit.
+pub const MAX_ARENA_PAGES: usize = 16;
+/// Maximum length of any other text, in bytes: a status report, an error message.
 pub(crate) const MAX_TEXT_BYTES: usize = 256 << 10;

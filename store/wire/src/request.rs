@@ -1,268 +1,214 @@
-//! Messages of clients.
+//! Messages from clients to nodes. Their numbers, versions and limits are in `messages.rs`.
 
+use crate::VERSION_SHARED_MEMORY_PUTS;
 use crate::codes::PinKind;
 use crate::fields::{
-    Delivery, Entry, LineEnd, PageRange, PartBytes, crcs, entry, key, keys, lines, optional, part_bytes, put_entry,
-    put_keys, put_lines, put_part_bytes, put_range, range,
+    Delivery, Entry, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
+    put_crcs, put_entry, put_keys, put_optional, put_range, range,
 };
 use crate::frame::{Frame, Payload};
-use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_NAME_BYTES, MAX_PUTS};
-use larder_format::codec::{DecodeError, Put, Reader, Result};
+use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
+use crate::messages::{REQUESTS, RequestKind};
+use larder_format::codec::{Put, Reader, Result};
 use larder_format::{MAX_PARTS, NamespaceDescriptor, PageKey};
 
-/// The first version in which the bytes of a part may be elsewhere than in the payload.
-const PARTS_ELSEWHERE: u16 = 2;
-
-/// A request for room for one page.
+/// A page that a client wants to put. Part of [`Request::Reserve`]. The node reserves memory for
+/// all of its parts at once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reserved {
-    /// Page key.
+    /// Key of the page in the connection's namespace.
     pub key: PageKey,
-    /// The page before it.
+    /// Key of the preceding page in the sequence, [`PageKey::NONE`] for the first.
     pub parent: PageKey,
-    /// Place in its sequence.
+    /// Position in the sequence, in pages from 0.
     pub position: u32,
-    /// Milliseconds from its sealing after which the page is a miss; 0: never.
+    /// Time to live from the commit on, in milliseconds. 0: the page does not expire.
     pub ttl_ms: u64,
-    /// Bytes of each part.
+    /// Length of each part, in bytes. They must be those of the namespace's geometry.
     pub part_bytes: Vec<u32>,
 }
 
-/// From client to node.
+/// A message from a client to a node. An arrow names the response. Responses may arrive in another
+/// order than the requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// First on every connection: versions spoken, who this is, and whose pages.
+    /// Handshake: the first frame of every connection. It fixes version and namespace →
+    /// [`Response::Hello`](crate::Response::Hello).
     Hello {
-        /// Oldest version spoken.
+        /// Oldest protocol version that the client speaks.
         version_min: u16,
-        /// Newest version spoken.
+        /// Newest protocol version that the client speaks.
         version_max: u16,
-        /// For logs.
+        /// Name of the client, for the node's log.
         name: String,
-        /// Absent on administrative connections.
+        /// Namespace of all pages on this connection. Administrative connections have none.
         namespace: Option<NamespaceDescriptor>,
     },
-    /// Where each page lies → [`Response::Located`].
+    /// Asks which tier holds each page, without loading or holding it →
+    /// [`Response::Located`](crate::Response::Located).
     Locate(Vec<PageKey>),
-    /// Whole pages → one [`Response::Page`] or [`Response::Miss`] each, in any order, then [`Response::End`].
+    /// Reads whole pages → per page [`Response::Page`](crate::Response::Page) or
+    /// [`Response::Miss`](crate::Response::Miss), in any order, then
+    /// [`Response::End`](crate::Response::End).
     Get {
-        /// Page keys.
+        /// Keys of the pages.
         keys: Vec<PageKey>,
-        /// How they come. What the node cannot deliver so, or not now, it sends all the same.
+        /// Preferred transport. The node sends inline what it cannot deliver so.
         by: Delivery,
     },
-    /// Parts of pages, or any of their chunks → one [`Response::Range`] or [`Response::Miss`] each, in any order, then
-    /// [`Response::End`]. What is not whole chunks of a page is a miss.
+    /// Reads byte ranges of pages → per range [`Response::Range`](crate::Response::Range) or
+    /// [`Response::Miss`](crate::Response::Miss), in any order, then
+    /// [`Response::End`](crate::Response::End). A range that does not consist of whole chunks of
+    /// the page is a miss.
     GetRanges {
-        /// Which bytes of which pages.
+        /// Ranges to read. Several may be of one page, and each gets its own response.
         ranges: Vec<PageRange>,
-        /// As in [`Request::Get`].
+        /// Preferred transport, as in [`Request::Get`].
         by: Delivery,
     },
-    /// The longest servable prefix of these pages, held for a while so that it can be read → [`Response::Looked`].
+    /// Finds the longest servable prefix of a sequence, and holds its pages for a while so that the
+    /// client can read them → [`Response::LookedUp`](crate::Response::LookedUp).
     Lookup {
-        /// Page keys, from the start of a sequence.
+        /// Keys from the first page of the sequence on.
         keys: Vec<PageKey>,
-        /// Milliseconds for which pages are held, at most [`MAX_HOLD_MS`]; 0: not at all.
+        /// Time to hold the pages, in milliseconds, at most [`MAX_HOLD_MS`](crate::MAX_HOLD_MS). 0:
+        /// no hold.
         hold_ms: u32,
     },
-    /// Pages that were held for requests are held no longer; no answer.
+    /// Ends holds of pages: those of a Lookup, and those of a Get that delivers pages in place or
+    /// by RDMA. No response.
     Release(Vec<Entry>),
-    /// Room for pages → [`Response::Reserved`]. What is granted is named by this request: the client can give up puts whose
-    /// grant it never heard of, and send parts before it has; those of pages that were not granted are thrown away.
+    /// Reserves memory for pages → [`Response::Reserved`](crate::Response::Reserved).
+    ///
+    /// This request's number names the puts. So the client can send parts, or abort, before it has
+    /// the response. The node drops parts of pages that it did not grant.
     Reserve(Vec<Reserved>),
-    /// One part of a put; no answer.
+    /// Sends one part of a put. No response: a part that is refused or damaged makes the Commit
+    /// incomplete.
     Part {
         /// The put.
         put: Entry,
-        /// Part index.
+        /// Index of the part.
         part: u32,
-        /// CRC of each chunk.
+        /// CRC of each chunk of the part.
         crcs: Vec<u32>,
-        /// Where its bytes are.
-        bytes: PartBytes,
+        /// Location of the part's bytes. Version 1 has inline parts only.
+        bytes: PartLocation,
     },
-    /// Seals puts → [`Response::Committed`].
+    /// Seals puts, which makes their pages visible. One outcome per put →
+    /// [`Response::Committed`](crate::Response::Committed).
     Commit(Vec<Entry>),
-    /// Gives a put up; no answer.
+    /// Aborts a put and frees its memory. No response. Memory that the client may still write by
+    /// RDMA is freed later.
     Abort(Entry),
-    /// A page that is there, being written or about to be → [`Response::Part`]s, then [`Response::FollowEnd`].
+    /// Reads a page while its writer still sends it; waits for the writer if there is none yet →
+    /// [`Response::Part`](crate::Response::Part) per part, then
+    /// [`Response::FollowEnd`](crate::Response::FollowEnd).
     Follow(PageKey),
-    /// Brings pages into L2 → [`Response::Count`] of those in L2.
+    /// Loads pages from L3 into L2, for reads that come soon →
+    /// [`Response::Count`](crate::Response::Count) of pages in L2.
     Warm(Vec<PageKey>),
-    /// Forgets pages durably → [`Response::Count`] of those that were there.
+    /// Deletes pages durably, from all tiers of this node →
+    /// [`Response::Count`](crate::Response::Count) of pages that existed.
     Forget(Vec<PageKey>),
-    /// The bytes of this page did not check at the reader: look at your copy → [`Response::Count`] of copies dropped.
+    /// Reports that a page failed its CRC at the reader. The node checks its copies →
+    /// [`Response::Count`](crate::Response::Count) of copies dropped.
     Suspect(PageKey),
-    /// Registers or renews a member → [`Response::Count`].
+    /// Registers a member, or renews its lease → [`Response::Count`](crate::Response::Count).
     Register {
-        /// Unique name.
+        /// Unique name of the member.
         name: String,
-        /// Forgotten after this many milliseconds without renewal.
+        /// Lease in milliseconds. The node forgets a member that does not renew in time.
         ttl_ms: u32,
-        /// JSON.
+        /// JSON description, opaque to the node.
         info: String,
     },
-    /// Withdraws a member → [`Response::Count`].
+    /// Removes a member before its lease ends → [`Response::Count`](crate::Response::Count): 1 if
+    /// it was registered, else 0.
     Withdraw(String),
-    /// All members → [`Response::Members`].
+    /// Lists all members whose lease has not ended →
+    /// [`Response::Members`](crate::Response::Members).
     Members,
-    /// The node's state → [`Response::Status`].
+    /// Asks for the node's state → [`Response::Status`](crate::Response::Status).
     Status,
-    /// Stop working on this request, and give up the puts it reserved; no answer.
+    /// Cancels the request with this number: ends its work, its holds and its open puts. No
+    /// response. A client sends it when its caller stops waiting.
     Cancel(u64),
-    /// Is the page you hold the one with these chunk CRCs? → [`Response::Committed`]: already there, refused, or
-    /// incomplete if there is none.
+    /// Compares the node's copy of a page with chunk CRCs →
+    /// [`Response::Committed`](crate::Response::Committed) with one outcome: already there, refused
+    /// if the CRCs differ, incomplete if the node has no copy.
     Compare {
-        /// Page key.
+        /// Key of the page.
         key: PageKey,
         /// CRC of each chunk, part by part.
         crcs: Vec<u32>,
     },
-    /// Holds pages in L2 for a while, or lets go of them → [`Response::Count`] of those that are held so now; Busy, and
-    /// nothing is held that was not before, if there is no room for hard pins.
+    /// Pins pages in L2, or ends their pins → [`Response::Count`](crate::Response::Count) of pages
+    /// pinned now. Without room for hard pins the node answers Busy and adds no pin.
     Pin {
-        /// Page keys.
+        /// Keys of the pages.
         keys: Vec<PageKey>,
-        /// How.
+        /// New strength of the pins.
         kind: PinKind,
-        /// Milliseconds until the pins end: above 0 unless `kind` is [`PinKind::None`], and at most [`MAX_PIN_MS`].
+        /// Time to live in milliseconds: 1 to [`MAX_PIN_MS`](crate::MAX_PIN_MS). Unused for
+        /// [`PinKind::None`].
         ttl_ms: u64,
     },
-    /// RDMA lines are made, and others have ended → [`Response::Lines`].
-    Lines {
-        /// Lines that are of no use any more.
-        gone: Vec<u32>,
-        /// The client's ends of new ones.
-        offered: Vec<LineEnd>,
+    /// Asks for the pins of pages, in the order of the keys →
+    /// [`Response::Pins`](crate::Response::Pins).
+    Pins(Vec<PageKey>),
+    /// Reports closed RDMA channels and offers new ones →
+    /// [`Response::RdmaChannels`](crate::Response::RdmaChannels).
+    RdmaChannels {
+        /// Numbers of channels that the client has closed.
+        closed: Vec<u32>,
+        /// The client's ends of new channels.
+        offered: Vec<RdmaEndpoint>,
     },
-    /// Windows for writing the parts of puts by RDMA → [`Response::Windows`], for those parts of what was granted that nothing has
-    /// come for yet, as far as the node can.
-    OpenParts {
-        /// Number of the Reserve, which came before.
+    /// Asks for RDMA write access to the parts of granted puts →
+    /// [`Response::PartGrants`](crate::Response::PartGrants) for parts without data so far. The
+    /// node may grant fewer.
+    GrantParts {
+        /// Number of the Reserve, which must have come before.
         reserve: u64,
-        /// Lines that may be used, in turn.
-        lines: Vec<u32>,
+        /// Channels to use in turn.
+        channels: Vec<u32>,
     },
 }
 
 impl Request {
-    /// Whether a node that has too much under way may refuse requests of this kind unread. Those that end something, and
-    /// those that keep an installation together, are always heard.
-    pub fn may_be_refused(kind: u8) -> bool {
-        const LOCATE: u8 = 2;
-        const GET: u8 = 3;
-        const RESERVE: u8 = 4;
-        const FOLLOW: u8 = 8;
-        const WARM: u8 = 9;
-        const COMPARE: u8 = 17;
-        const PIN: u8 = 18;
-        const LOOKUP: u8 = 19;
-        const GET_RANGES: u8 = 24;
-        matches!(kind, LOCATE | GET | RESERVE | FOLLOW | WARM | COMPARE | PIN | LOOKUP | GET_RANGES)
+    /// Returns `true` if a node under overload may refuse requests of this kind without reading the
+    /// body.
+    ///
+    /// Requests that end work are never shed: they free what the node lacks. Neither are those of
+    /// members and status, by which an installation finds its nodes.
+    pub fn is_sheddable(kind: u8) -> bool {
+        REQUESTS.iter().any(|message| message.kind == kind && message.sheddable)
     }
 
-    /// The kind and body of this message.
-    fn encode(&self, version: u16) -> (u8, Vec<u8>) {
+    /// A frame of this request for protocol version `version`, which must have this kind of
+    /// message.
+    pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
+        let kind = self.kind();
+        debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
+        Frame::new(kind as u8, request, deadline_ms, &self.encode(version), payload)
+    }
+
+    fn encode(&self, version: u16) -> Vec<u8> {
         let mut out = Vec::new();
-        let kind = match self {
+        match self {
             Request::Hello { version_min, version_max, name, namespace } => {
                 out.put_u16(*version_min);
                 out.put_u16(*version_max);
                 out.put_string(name);
-                out.put_u8(u8::from(namespace.is_some()));
-                if let Some(namespace) = namespace {
-                    namespace.encode(&mut out);
-                }
-                1
+                put_optional(&mut out, namespace.as_ref(), |out, namespace| namespace.encode(out));
             }
-            Request::Locate(keys) => {
+            Request::Locate(keys) | Request::Warm(keys) | Request::Forget(keys) | Request::Pins(keys) => {
                 put_keys(&mut out, keys);
-                2
             }
             Request::Get { keys, by } => {
                 put_keys(&mut out, keys);
                 by.put(&mut out);
-                3
-            }
-            Request::Reserve(pages) => {
-                out.put_list(pages, |out, page| {
-                    out.put(&page.key.0);
-                    out.put(&page.parent.0);
-                    out.put_u32(page.position);
-                    out.put_u64(page.ttl_ms);
-                    out.put_list(&page.part_bytes, |out, &b| out.put_u32(b));
-                });
-                4
-            }
-            Request::Part { put, part, crcs, bytes } => {
-                put_entry(&mut out, put);
-                out.put_u32(*part);
-                out.put_list(crcs, |out, &c| out.put_u32(c));
-                if version >= PARTS_ELSEWHERE {
-                    put_part_bytes(&mut out, bytes);
-                }
-                5
-            }
-            Request::Commit(puts) => {
-                out.put_list(puts, put_entry);
-                6
-            }
-            Request::Abort(put) => {
-                put_entry(&mut out, put);
-                7
-            }
-            Request::Follow(key) => {
-                out.put(&key.0);
-                8
-            }
-            Request::Warm(keys) => {
-                put_keys(&mut out, keys);
-                9
-            }
-            Request::Forget(keys) => {
-                put_keys(&mut out, keys);
-                10
-            }
-            Request::Suspect(key) => {
-                out.put(&key.0);
-                11
-            }
-            Request::Register { name, ttl_ms, info } => {
-                out.put_string(name);
-                out.put_u32(*ttl_ms);
-                out.put_string(info);
-                12
-            }
-            Request::Withdraw(name) => {
-                out.put_string(name);
-                13
-            }
-            Request::Members => 14,
-            Request::Status => 15,
-            Request::Cancel(request) => {
-                out.put_u64(*request);
-                16
-            }
-            Request::Compare { key, crcs } => {
-                out.put(&key.0);
-                out.put_list(crcs, |out, &c| out.put_u32(c));
-                17
-            }
-            Request::Pin { keys, kind, ttl_ms } => {
-                put_keys(&mut out, keys);
-                out.put_u8(kind.code());
-                out.put_u64(*ttl_ms);
-                18
-            }
-            Request::Lookup { keys, hold_ms } => {
-                put_keys(&mut out, keys);
-                out.put_u32(*hold_ms);
-                19
-            }
-            Request::Release(entries) => {
-                out.put_list(entries, put_entry);
-                20
             }
             Request::GetRanges { ranges, by } => {
                 out.put_list(ranges, |out, range| {
@@ -270,177 +216,138 @@ impl Request {
                     put_range(out, &range.bytes);
                 });
                 by.put(&mut out);
-                24
             }
-            Request::Lines { gone, offered } => {
-                put_lines(&mut out, gone);
-                out.put_list(offered, |out, end| end.put(out));
-                21
+            Request::Lookup { keys, hold_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u32(*hold_ms);
             }
-            Request::OpenParts { reserve, lines } => {
+            Request::Release(entries) | Request::Commit(entries) => out.put_list(entries, put_entry),
+            Request::Reserve(pages) => out.put_list(pages, |out, page| page.encode(out)),
+            Request::Part { put, part, crcs, bytes } => {
+                put_entry(&mut out, put);
+                out.put_u32(*part);
+                put_crcs(&mut out, crcs);
+                if version >= VERSION_SHARED_MEMORY_PUTS {
+                    bytes.put(&mut out);
+                }
+            }
+            Request::Abort(put) => put_entry(&mut out, put),
+            Request::Follow(key) | Request::Suspect(key) => out.put(&key.0),
+            Request::Register { name, ttl_ms, info } => {
+                out.put_string(name);
+                out.put_u32(*ttl_ms);
+                out.put_string(info);
+            }
+            Request::Withdraw(name) => out.put_string(name),
+            Request::Members | Request::Status => {}
+            Request::Cancel(request) => out.put_u64(*request),
+            Request::Compare { key, crcs } => {
+                out.put(&key.0);
+                put_crcs(&mut out, crcs);
+            }
+            Request::Pin { keys, kind, ttl_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u8(kind.code());
+                out.put_u64(*ttl_ms);
+            }
+            Request::RdmaChannels { closed, offered } => {
+                put_channels(&mut out, closed);
+                out.put_list(offered, |out, endpoint| endpoint.put(out));
+            }
+            Request::GrantParts { reserve, channels } => {
                 out.put_u64(*reserve);
-                put_lines(&mut out, lines);
-                22
+                put_channels(&mut out, channels);
             }
-        };
-        (kind, out)
-    }
-
-    /// A frame of this request, as version `version` has it, in which there are such messages.
-    pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
-        let (kind, body) = self.encode(version);
-        debug_assert!(Self::since(kind) <= version, "no version says what it has no word for");
-        Frame::new(kind, request, deadline_ms, &body, payload)
-    }
-
-    /// The first version that has messages of this kind.
-    fn since(kind: u8) -> u16 {
-        if kind <= 20 { 1 } else { 2 }
-    }
-
-    /// Reads a body of kind `kind`, as version `version` of the protocol has it.
-    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
-        if version < Self::since(kind) {
-            return Err(DecodeError::Invalid("request kind in this version"));
         }
+        out
+    }
+
+    /// Decodes the body of a message of kind `kind` in protocol version `version`.
+    ///
+    /// # Errors
+    /// The version lacks this kind, a field is invalid or above its limit, or bytes are missing or
+    /// left over.
+    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
         let mut r = Reader::new(body);
-        let message = match kind {
-            1 => Request::Hello {
-                version_min: r.u16("version")?,
-                version_max: r.u16("version")?,
+        let message = match RequestKind::decode(version, kind)? {
+            RequestKind::Hello => Request::Hello {
+                version_min: r.u16("oldest version")?,
+                version_max: r.u16("newest version")?,
                 name: r.string(MAX_NAME_BYTES, "client name")?,
                 namespace: optional(&mut r, NamespaceDescriptor::decode)?,
             },
-            2 => Request::Locate(keys(&mut r)?),
-            3 => Request::Get { keys: keys(&mut r)?, by: Delivery::read(&mut r)? },
-            4 => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| {
-                Ok(Reserved {
-                    key: key(r)?,
-                    parent: key(r)?,
-                    position: r.u32("position")?,
-                    ttl_ms: r.u64("ttl")?,
-                    part_bytes: r.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
-                })
-            })?),
-            5 => Request::Part {
+            RequestKind::Locate => Request::Locate(keys(&mut r)?),
+            RequestKind::Get => Request::Get { keys: keys(&mut r)?, by: Delivery::read(&mut r)? },
+            RequestKind::GetRanges => Request::GetRanges {
+                ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
+                by: Delivery::read(&mut r)?,
+            },
+            RequestKind::Lookup => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold time")? },
+            RequestKind::Release => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
+            RequestKind::Reserve => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", Reserved::decode)?),
+            RequestKind::Part => Request::Part {
                 put: entry(&mut r)?,
                 part: r.u32("part")?,
                 crcs: crcs(&mut r)?,
                 bytes: match version {
-                    PARTS_ELSEWHERE.. => part_bytes(&mut r)?,
-                    _ => PartBytes::Payload,
+                    VERSION_SHARED_MEMORY_PUTS.. => PartLocation::read(&mut r)?,
+                    _ => PartLocation::Inline,
                 },
             },
-            6 => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
-            7 => Request::Abort(entry(&mut r)?),
-            8 => Request::Follow(key(&mut r)?),
-            9 => Request::Warm(keys(&mut r)?),
-            10 => Request::Forget(keys(&mut r)?),
-            11 => Request::Suspect(key(&mut r)?),
-            12 => Request::Register {
+            RequestKind::Commit => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
+            RequestKind::Abort => Request::Abort(entry(&mut r)?),
+            RequestKind::Follow => Request::Follow(key(&mut r)?),
+            RequestKind::Warm => Request::Warm(keys(&mut r)?),
+            RequestKind::Forget => Request::Forget(keys(&mut r)?),
+            RequestKind::Suspect => Request::Suspect(key(&mut r)?),
+            RequestKind::Register => Request::Register {
                 name: r.string(MAX_NAME_BYTES, "member name")?,
-                ttl_ms: r.u32("ttl")?,
+                ttl_ms: r.u32("time to live")?,
                 info: r.string(MAX_INFO_BYTES, "member info")?,
             },
-            13 => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
-            14 => Request::Members,
-            15 => Request::Status,
-            16 => Request::Cancel(r.u64("request")?),
-            17 => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
-            18 => Request::Pin {
+            RequestKind::Withdraw => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
+            RequestKind::Members => Request::Members,
+            RequestKind::Status => Request::Status,
+            RequestKind::Cancel => Request::Cancel(r.u64("request number")?),
+            RequestKind::Compare => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
+            RequestKind::Pin => Request::Pin {
                 keys: keys(&mut r)?,
                 kind: PinKind::from_code(r.u8("pin kind")?)?,
-                ttl_ms: r.u64("ttl")?,
+                ttl_ms: r.u64("time to live")?,
             },
-            19 => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold")? },
-            20 => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
-            21 => Request::Lines { gone: lines(&mut r)?, offered: r.list(MAX_LINES, "ends of lines", LineEnd::read)? },
-            22 => Request::OpenParts { reserve: r.u64("reserve")?, lines: lines(&mut r)? },
-            24 => Request::GetRanges {
-                ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
-                by: Delivery::read(&mut r)?,
+            RequestKind::Pins => Request::Pins(keys(&mut r)?),
+            RequestKind::RdmaChannels => Request::RdmaChannels {
+                closed: channels(&mut r)?,
+                offered: r.list(MAX_RDMA_CHANNELS, "RDMA endpoints", RdmaEndpoint::read)?,
             },
-            _ => return Err(DecodeError::Invalid("request kind")),
+            RequestKind::GrantParts => {
+                Request::GrantParts { reserve: r.u64("reserve request")?, channels: channels(&mut r)? }
+            }
         };
         r.finish()?;
         Ok(message)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::PROTOCOL_VERSION;
-    use larder_format::chunk_crcs;
-    use proptest::prelude::*;
-
-    #[test]
-    fn requests_round_trip() {
-        let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
-        let put = Entry { request: 3, index: 1 };
-        for message in [
-            Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
-            Request::Locate(vec![PageKey([1; 32]); 3]),
-            Request::Get { keys: vec![], by: Delivery::Sent },
-            Request::Get { keys: vec![], by: Delivery::InPlace },
-            Request::Lines { gone: vec![1], offered: vec![LineEnd { line: 2, address: [7; 32] }] },
-            Request::OpenParts { reserve: 3, lines: vec![1, 2] },
-            Request::GetRanges {
-                ranges: vec![PageRange { key: PageKey([1; 32]), bytes: 3..9 }; 2],
-                by: Delivery::Read(vec![3, 1]),
-            },
-            Request::Lookup { keys: vec![PageKey([1; 32])], hold_ms: 5 },
-            Request::Release(vec![put; 2]),
-            Request::Reserve(vec![Reserved {
-                key: PageKey([1; 32]),
-                parent: PageKey::NONE,
-                position: 7,
-                ttl_ms: 1,
-                part_bytes: vec![1, 2],
-            }]),
-            Request::Part { put, part: 2, crcs: crcs.clone(), bytes: PartBytes::Window },
-            Request::Part { put, part: 2, crcs, bytes: PartBytes::Lent { offset: 1 << 40, bytes: 7 } },
-            Request::Commit(vec![put; 3]),
-            Request::Abort(put),
-            Request::Follow(PageKey([4; 32])),
-            Request::Warm(vec![PageKey([1; 32])]),
-            Request::Forget(vec![PageKey([1; 32])]),
-            Request::Suspect(PageKey([1; 32])),
-            Request::Register { name: "e".into(), ttl_ms: 1000, info: "{}".into() },
-            Request::Withdraw("e".into()),
-            Request::Members,
-            Request::Status,
-            Request::Cancel(9),
-            Request::Compare { key: PageKey([1; 32]), crcs: vec![1, 2] },
-            Request::Pin { keys: vec![PageKey([1; 32])], kind: PinKind::Soft, ttl_ms: 5 },
-        ] {
-            let (kind, body) = message.encode(PROTOCOL_VERSION);
-            assert_eq!(Request::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
-            let asks_for_work = matches!(
-                message,
-                Request::Locate(_)
-                    | Request::Get { .. }
-                    | Request::GetRanges { .. }
-                    | Request::Reserve(_)
-                    | Request::Follow(_)
-                    | Request::Warm(_)
-                    | Request::Compare { .. }
-                    | Request::Pin { .. }
-                    | Request::Lookup { .. }
-            );
-            assert_eq!(Request::may_be_refused(kind), asks_for_work, "{message:?}");
-            let mut longer = body.clone();
-            longer.push(0);
-            let known = Request::decode(1, kind, &message.encode(1).1).is_ok();
-            assert_eq!(known, kind <= 20, "{message:?} in version 1");
-            assert!(Request::decode(PROTOCOL_VERSION, kind, &longer).is_err(), "{message:?} with a byte too many");
-        }
+impl Reserved {
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.put(&self.key.0);
+        out.put(&self.parent.0);
+        out.put_u32(self.position);
+        out.put_u64(self.ttl_ms);
+        out.put_list(&self.part_bytes, |out, &bytes| out.put_u32(bytes));
     }
 
-    proptest! {
-        #[test]
-        fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = Request::decode(PROTOCOL_VERSION, kind, &body);
-        }
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Reserved {
+            key: key(reader)?,
+            parent: key(reader)?,
+            position: reader.u32("position")?,
+            ttl_ms: reader.u64("time to live")?,
+            part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part length"))?,
+        })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,454 +1,405 @@
-//! Messages of nodes.
+//! Messages from nodes to clients. Their numbers, versions and limits are in `messages.rs`.
 
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
-use crate::fields::{LineEnd, LineWindow, Place, crcs, optional, put_range, range};
+use crate::fields::{
+    GrantedRange, PagePin, PayloadLocation, RdmaEndpoint, crcs, optional, put_crcs, put_optional, put_range, range,
+};
 use crate::frame::{Frame, Payload};
 use crate::limits::{
-    MAX_INFO_BYTES, MAX_KEYS, MAX_LINES, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PLACES, MAX_PUTS, MAX_TEXT_BYTES, MAX_WINDOWS,
+    MAX_ARENA_PAGES, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PUTS,
+    MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
 };
+use crate::messages::ResponseKind;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
 use std::ops::Range;
 
-/// A way to a node's memory for processes of its machine.
+/// Address of the socket by which processes on the node's machine map its arena. Processes
+/// elsewhere cannot reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalDoor {
-    /// The machine and its present run.
+pub struct ArenaListenerInfo {
+    /// Boot id of the node's kernel. A client with another boot id runs on another machine.
     pub machine: String,
     /// Name of an abstract UNIX socket.
     pub name: String,
 }
 
-/// A registered process.
+/// A registered process of the installation. The node only keeps it: clients give its description a
+/// meaning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberEntry {
     /// Unique name.
     pub name: String,
-    /// JSON.
+    /// JSON description that the member gave.
     pub info: String,
 }
 
-/// A part of a put, open for writing.
+/// RDMA write access to one part of a put. The grant covers the part alone, and ends with the put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PartWindow {
+pub struct PartGrant {
     /// Index of the page in the Reserve.
     pub index: u32,
-    /// Part index.
+    /// Index of the part.
     pub part: u32,
-    /// Where it is written to.
-    pub window: LineWindow,
+    /// Memory to write the part to.
+    pub range: GrantedRange,
 }
 
-/// A page, or bytes of one, in the arena of a node on this machine.
+/// A page, or a range of one, that the client reads in the node's arena. The node holds it until
+/// the client releases it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Placed {
+pub struct ArenaPage {
     /// Index in the request.
     pub index: u32,
-    /// Where it was.
+    /// Tier that had the page.
     pub tier: TierCode,
-    /// Identity and checksums of the page.
+    /// Identity and CRCs of the whole page.
     pub meta: PageMeta,
-    /// Which bytes of it.
+    /// Range of the page's payload.
     pub bytes: Range<u32>,
-    /// Where they begin in the arena.
+    /// Offset of the range in the arena, in bytes.
     pub offset: u64,
 }
 
-/// From node to client.
+/// A message from a node to a client. Its frame repeats the number of the request that it answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Response {
-    /// Answer to Hello.
+    /// Handshake: answers Hello.
     Hello {
-        /// Version spoken from here on.
+        /// Protocol version of the connection from here on: the newest that both sides speak.
         version: u16,
-        /// The node's name, kept in its data directory.
+        /// Name of the node, kept in its data directory.
         node_id: String,
-        /// Grows at each start of the node.
+        /// Number of the node's run. It grows with each start. Another epoch tells a client that L2
+        /// is empty.
         epoch: u64,
-        /// The namespace this connection works in.
+        /// Namespace of the connection, if it has one.
         namespace: Option<NamespaceId>,
-        /// How processes of the node's machine come to its memory, if they can.
-        door: Option<LocalDoor>,
+        /// Address for clients on the same machine, if the node shares its arena.
+        arena_listener: Option<ArenaListenerInfo>,
     },
-    /// Tiers, in the order of the keys.
+    /// Answers Locate: the tier of each page, in the order of the keys.
     Located(Vec<TierCode>),
-    /// What there is of a chain of pages.
-    Looked {
-        /// Tier of each page of the longest servable prefix.
+    /// Answers Lookup: the longest servable prefix. It ends before the first page that the node
+    /// cannot serve.
+    LookedUp {
+        /// Tier of each page of the prefix.
         tiers: Vec<TierCode>,
-        /// How many of them, from the first on, are held; each is an [`Entry`] of this request.
+        /// Number of pages that the node holds, from the first on. Each is an
+        /// [`Entry`](crate::Entry) of the request.
         held: u32,
-        /// Microseconds that a page on [`TierCode::L3`] is expected to take.
+        /// Expected time to load one page from [`TierCode::L3`], in microseconds.
         l3_expected_us: u32,
     },
-    /// A page, with a payload if its bytes are sent.
+    /// A page of a Get. The node sends pages in any order, and each at most once.
     Page {
         /// Index in the request.
         index: u32,
-        /// Where it was.
+        /// Tier that had the page.
         tier: TierCode,
-        /// Identity and checksums.
+        /// Identity and CRCs of the page.
         meta: PageMeta,
-        /// Where its bytes are.
-        place: Place,
+        /// Location of the page's bytes.
+        location: PayloadLocation,
     },
-    /// Bytes of a page, with a payload if they are sent.
+    /// A range of a GetRanges. Its bytes are whole chunks, so the client can verify them alone.
     Range {
         /// Index in the request.
         index: u32,
-        /// Where it was.
+        /// Tier that had the page.
         tier: TierCode,
-        /// Identity and checksums of the page.
+        /// Identity and CRCs of the whole page.
         meta: PageMeta,
-        /// Which bytes.
+        /// Range of the page's payload.
         bytes: Range<u32>,
-        /// Where they are.
-        place: Place,
+        /// Location of the range's bytes.
+        location: PayloadLocation,
     },
-    /// Pages, or bytes of pages, that are read in place.
-    Places(Vec<Placed>),
-    /// A page that cannot be served.
+    /// Several pages of a Get, or ranges of a GetRanges, that the client reads in place.
+    ArenaPages(Vec<ArenaPage>),
+    /// A page or range that the node cannot serve. A client treats it as absent, and must not
+    /// conclude that it was deleted.
     Miss {
         /// Index in the request.
         index: u32,
     },
-    /// The last pages of a Get, or a whole request, that the node does not take on now: it has too much under way. Nothing is
-    /// said about whether they are there.
+    /// The node is overloaded and refuses the request, or the last pages of a Get. It is no miss:
+    /// the node may have the pages.
     Busy {
-        /// From this index in the request on; `None`: all of the request, and no other answer follows.
+        /// First refused index of the request. `None`: the whole request, and no other response
+        /// follows.
         index: Option<u32>,
-        /// Milliseconds after which it is worth trying again, at least 1.
+        /// Time to wait before a retry, in milliseconds, at least 1.
         retry_after_ms: u32,
     },
-    /// All answers to a Get were sent.
+    /// The node has answered every page of a Get or GetRanges. No further response to this request
+    /// follows.
     End,
-    /// A part of a followed page, as payload.
+    /// A part of a followed page, as payload. The index tells its place, so no part has to wait for
+    /// an earlier one.
     Part {
-        /// Part index.
+        /// Index of the part.
         part: u32,
-        /// CRC of each chunk.
+        /// CRC of each chunk of the part.
         crcs: Vec<u32>,
     },
-    /// The end of a followed page, with its identity and checksums if it was sealed.
+    /// End of a followed page. The client may use the parts only if the state is sealed.
     FollowEnd {
-        /// How it ended.
+        /// Reason.
         state: FollowState,
-        /// Present if sealed.
+        /// Identity and CRCs of the page if it was sealed.
         meta: Option<PageMeta>,
     },
-    /// Answer to Reserve.
+    /// Answers Reserve.
     Reserved {
-        /// Granted or why not, in the order of the pages.
+        /// One outcome per page, in the order of the request.
         outcomes: Vec<ReserveOutcome>,
-        /// Milliseconds after which it is worth trying again those that are busy; 0 if none is.
+        /// Time to wait before a retry of busy pages, in milliseconds. 0 if no page is busy.
         retry_after_ms: u32,
     },
-    /// Answer to Commit, in the order of the puts, and to Compare.
+    /// Answers Commit with one outcome per put, in the order of the request. Also answers Compare.
     Committed(Vec<CommitOutcome>),
-    /// A number.
+    /// A number. The request defines its meaning.
     Count(u32),
-    /// All members.
+    /// Answers Members. The order of the members has no meaning.
     Members(Vec<MemberEntry>),
-    /// The node's state, JSON.
+    /// Answers Status: the node's state as JSON.
     Status(String),
-    /// The node's ends of the lines that it has connected to the client's.
-    Lines(Vec<LineEnd>),
-    /// Parts that are open for writing.
-    Windows(Vec<PartWindow>),
-    /// The request failed.
+    /// Answers Pins: the pin of each page, in the order of the keys.
+    Pins(Vec<Option<PagePin>>),
+    /// Answers an offer of RDMA channels: the node's ends of the channels that it connected.
+    RdmaChannels(Vec<RdmaEndpoint>),
+    /// Parts that the client may write by RDMA. Parts that are missing from the list travel another
+    /// way.
+    PartGrants(Vec<PartGrant>),
+    /// The request failed. This is the last response to it, and earlier responses keep their
+    /// meaning.
     Error {
-        /// What to do about it.
+        /// Error class, by which the client chooses its reaction.
         code: ErrorCode,
-        /// For people.
+        /// Explanation for people.
         message: String,
     },
 }
 
-fn outcomes(r: &mut Reader<'_>) -> Result<Vec<ReserveOutcome>> {
-    r.list(MAX_PUTS, "outcomes", |r| ReserveOutcome::from_code(r.u8("outcome")?))
-}
-
 impl Response {
-    fn encode(&self) -> (u8, Vec<u8>) {
+    /// A frame of this response to `request`, for a protocol version that has this kind of message.
+    pub fn frame(&self, version: u16, request: u64, payload: Option<Payload>) -> Frame {
+        let kind = self.kind();
+        debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
+        Frame::new(kind as u8, request, 0, &self.encode(), payload)
+    }
+
+    fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        let kind = match self {
-            Response::Hello { version, node_id, epoch, namespace, door } => {
+        match self {
+            Response::Hello { version, node_id, epoch, namespace, arena_listener } => {
                 out.put_u16(*version);
                 out.put_string(node_id);
                 out.put_u64(*epoch);
-                out.put_u8(u8::from(namespace.is_some()));
-                if let Some(namespace) = namespace {
-                    out.put(&namespace.0);
-                }
-                out.put_u8(u8::from(door.is_some()));
-                if let Some(LocalDoor { machine, name }) = door {
-                    out.put_string(machine);
-                    out.put_string(name);
-                }
-                128
-            }
-            Response::Located(tiers) => {
-                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
-                129
-            }
-            Response::Page { index, tier, meta, place } => {
-                out.put_u32(*index);
-                out.put_u8(tier.code());
-                meta.encode(&mut out);
-                place.put(&mut out);
-                130
-            }
-            Response::Range { index, tier, meta, bytes, place } => {
-                out.put_u32(*index);
-                out.put_u8(tier.code());
-                meta.encode(&mut out);
-                put_range(&mut out, bytes);
-                place.put(&mut out);
-                145
-            }
-            Response::Places(places) => {
-                out.put_list(places, |out, Placed { index, tier, meta, bytes, offset }| {
-                    out.put_u32(*index);
-                    out.put_u8(tier.code());
-                    meta.encode(out);
-                    put_range(out, bytes);
-                    out.put_u64(*offset);
+                put_optional(&mut out, namespace.as_ref(), |out, namespace| out.put(&namespace.0));
+                put_optional(&mut out, arena_listener.as_ref(), |out, listener| {
+                    out.put_string(&listener.machine);
+                    out.put_string(&listener.name);
                 });
-                148
             }
-            Response::Miss { index } => {
-                out.put_u32(*index);
-                131
+            Response::Located(tiers) => put_tiers(&mut out, tiers),
+            Response::LookedUp { tiers, held, l3_expected_us } => {
+                put_tiers(&mut out, tiers);
+                out.put_u32(*held);
+                out.put_u32(*l3_expected_us);
             }
-            Response::End => 132,
+            Response::Page { index, tier, meta, location } => {
+                put_page(&mut out, *index, *tier, meta);
+                location.put(&mut out);
+            }
+            Response::Range { index, tier, meta, bytes, location } => {
+                put_page(&mut out, *index, *tier, meta);
+                put_range(&mut out, bytes);
+                location.put(&mut out);
+            }
+            Response::ArenaPages(pages) => out.put_list(pages, |out, page| {
+                put_page(out, page.index, page.tier, &page.meta);
+                put_range(out, &page.bytes);
+                out.put_u64(page.offset);
+            }),
+            Response::Miss { index } => out.put_u32(*index),
+            Response::Busy { index, retry_after_ms } => {
+                put_optional(&mut out, index.as_ref(), |out, &index| out.put_u32(index));
+                out.put_u32(*retry_after_ms);
+            }
+            Response::End => {}
             Response::Part { part, crcs } => {
                 out.put_u32(*part);
-                out.put_list(crcs, |out, &c| out.put_u32(c));
-                133
+                put_crcs(&mut out, crcs);
             }
             Response::FollowEnd { state, meta } => {
                 out.put_u8(state.code());
-                out.put_u8(u8::from(meta.is_some()));
-                if let Some(meta) = meta {
-                    meta.encode(&mut out);
-                }
-                134
+                put_optional(&mut out, meta.as_ref(), |out, meta| meta.encode(out));
             }
             Response::Reserved { outcomes, retry_after_ms } => {
                 out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
+                // With a retry time this is `ResponseKind::ReservedBusy`, without it
+                // `ResponseKind::Reserved`.
                 if *retry_after_ms > 0 {
                     out.put_u32(*retry_after_ms);
                 }
-                if *retry_after_ms > 0 { 147 } else { 135 }
             }
-            Response::Busy { index, retry_after_ms } => {
-                out.put_u8(u8::from(index.is_some()));
-                if let Some(index) = index {
-                    out.put_u32(*index);
-                }
-                out.put_u32(*retry_after_ms);
-                146
-            }
-            Response::Committed(outcomes) => {
-                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
-                136
-            }
-            Response::Looked { tiers, held, l3_expected_us } => {
-                out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
-                out.put_u32(*held);
-                out.put_u32(*l3_expected_us);
-                141
-            }
-            Response::Lines(ends) => {
-                out.put_list(ends, |out, end| end.put(out));
-                142
-            }
-            Response::Windows(windows) => {
-                out.put_list(windows, |out, open| {
-                    out.put_u32(open.index);
-                    out.put_u32(open.part);
-                    open.window.put(out);
-                });
-                143
-            }
-            Response::Count(count) => {
-                out.put_u32(*count);
-                137
-            }
-            Response::Members(members) => {
-                out.put_list(members, |out, member| {
-                    out.put_string(&member.name);
-                    out.put_string(&member.info);
-                });
-                138
-            }
-            Response::Status(json) => {
-                out.put_string(json);
-                139
-            }
+            Response::Committed(outcomes) => out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code())),
+            Response::Count(count) => out.put_u32(*count),
+            Response::Members(members) => out.put_list(members, |out, member| {
+                out.put_string(&member.name);
+                out.put_string(&member.info);
+            }),
+            Response::Status(json) => out.put_string(json),
+            Response::Pins(pins) => out.put_list(pins, PagePin::put),
+            Response::RdmaChannels(endpoints) => out.put_list(endpoints, |out, endpoint| endpoint.put(out)),
+            Response::PartGrants(grants) => out.put_list(grants, |out, grant| {
+                out.put_u32(grant.index);
+                out.put_u32(grant.part);
+                grant.range.put(out);
+            }),
             Response::Error { code, message } => {
                 out.put_u8(code.code());
                 out.put_string(message);
-                140
             }
-        };
-        (kind, out)
-    }
-
-    /// A frame of this answer to `request`, as version `version` has it, in which there are such messages.
-    pub fn frame(&self, version: u16, request: u64, payload: Option<Payload>) -> Frame {
-        let (kind, body) = self.encode();
-        debug_assert!(Self::since(kind) <= version, "no version says what it has no word for");
-        Frame::new(kind, request, 0, &body, payload)
-    }
-
-    /// The first version that has messages of this kind.
-    fn since(kind: u8) -> u16 {
-        if kind <= 141 { 1 } else { 2 }
-    }
-
-    /// Reads a body of kind `kind`, as version `version` of the protocol has it.
-    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
-        if version < Self::since(kind) {
-            return Err(DecodeError::Invalid("response kind in this version"));
         }
+        out
+    }
+
+    /// Decodes the body of a message of kind `kind` in protocol version `version`.
+    ///
+    /// # Errors
+    /// The version lacks this kind, a field is invalid or above its limit, or bytes are missing or
+    /// left over.
+    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
         let mut r = Reader::new(body);
-        let message = match kind {
-            128 => Response::Hello {
+        let message = match ResponseKind::decode(version, kind)? {
+            ResponseKind::Hello => Response::Hello {
                 version: r.u16("version")?,
-                node_id: r.string(MAX_NAME_BYTES, "node id")?,
+                node_id: r.string(MAX_NAME_BYTES, "node name")?,
                 epoch: r.u64("epoch")?,
                 namespace: optional(&mut r, |r| Ok(NamespaceId(r.array("namespace")?)))?,
-                door: optional(&mut r, |r| {
-                    let machine = r.string(MAX_NAME_BYTES, "machine")?;
-                    Ok(LocalDoor { machine, name: r.string(MAX_NAME_BYTES, "door")? })
-                })?,
+                arena_listener: optional(&mut r, ArenaListenerInfo::decode)?,
             },
-            129 => Response::Located(r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?),
-            130 => Response::Page {
+            ResponseKind::Located => Response::Located(tiers(&mut r)?),
+            ResponseKind::LookedUp => Response::LookedUp {
+                tiers: tiers(&mut r)?,
+                held: r.u32("held pages")?,
+                l3_expected_us: r.u32("expected load time")?,
+            },
+            ResponseKind::Page => Response::Page {
                 index: r.u32("index")?,
-                tier: TierCode::from_code(r.u8("tier")?)?,
+                tier: tier(&mut r)?,
                 meta: PageMeta::decode(&mut r)?,
-                place: Place::read(&mut r)?,
+                location: PayloadLocation::read(&mut r)?,
             },
-            131 => Response::Miss { index: r.u32("index")? },
-            132 => Response::End,
-            133 => Response::Part { part: r.u32("part")?, crcs: crcs(&mut r)? },
-            134 => Response::FollowEnd {
-                state: FollowState::from_code(r.u8("state")?)?,
-                meta: optional(&mut r, PageMeta::decode)?,
-            },
-            135 => Response::Reserved { outcomes: outcomes(&mut r)?, retry_after_ms: 0 },
-            147 => match (outcomes(&mut r)?, r.u32("retry after")?) {
-                (_, 0) => return Err(DecodeError::Invalid("retry after")),
-                (outcomes, retry_after_ms) => Response::Reserved { outcomes, retry_after_ms },
-            },
-            136 => Response::Committed(r.list(MAX_PUTS, "outcomes", |r| CommitOutcome::from_code(r.u8("outcome")?))?),
-            137 => Response::Count(r.u32("count")?),
-            138 => Response::Members(r.list(MAX_MEMBERS, "members", |r| {
-                Ok(MemberEntry {
-                    name: r.string(MAX_NAME_BYTES, "member name")?,
-                    info: r.string(MAX_INFO_BYTES, "member info")?,
-                })
-            })?),
-            139 => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
-            140 => Response::Error {
-                code: ErrorCode::from_code(r.u8("error code")?)?,
-                message: r.string(MAX_TEXT_BYTES, "message")?,
-            },
-            141 => Response::Looked {
-                tiers: r.list(MAX_KEYS, "tiers", |r| TierCode::from_code(r.u8("tier")?))?,
-                held: r.u32("held")?,
-                l3_expected_us: r.u32("expected time")?,
-            },
-            142 => Response::Lines(r.list(MAX_LINES, "ends of lines", LineEnd::read)?),
-            143 => Response::Windows(r.list(MAX_WINDOWS, "windows", |r| {
-                Ok(PartWindow { index: r.u32("index")?, part: r.u32("part")?, window: LineWindow::read(r)? })
-            })?),
-            145 => Response::Range {
+            ResponseKind::Range => Response::Range {
                 index: r.u32("index")?,
-                tier: TierCode::from_code(r.u8("tier")?)?,
+                tier: tier(&mut r)?,
                 meta: PageMeta::decode(&mut r)?,
                 bytes: range(&mut r)?,
-                place: Place::read(&mut r)?,
+                location: PayloadLocation::read(&mut r)?,
             },
-            146 => {
-                Response::Busy { index: optional(&mut r, |r| r.u32("index"))?, retry_after_ms: r.u32("retry after")? }
+            ResponseKind::ArenaPages => {
+                Response::ArenaPages(r.list(MAX_ARENA_PAGES, "arena pages", ArenaPage::decode)?)
             }
-            148 => Response::Places(r.list(MAX_PLACES, "places", |r| {
-                Ok(Placed {
-                    index: r.u32("index")?,
-                    tier: TierCode::from_code(r.u8("tier")?)?,
-                    meta: PageMeta::decode(r)?,
-                    bytes: range(r)?,
-                    offset: r.u64("offset in the arena")?,
-                })
-            })?),
-            _ => return Err(DecodeError::Invalid("response kind")),
+            ResponseKind::Miss => Response::Miss { index: r.u32("index")? },
+            ResponseKind::Busy => {
+                Response::Busy { index: optional(&mut r, |r| r.u32("index"))?, retry_after_ms: r.u32("retry time")? }
+            }
+            ResponseKind::End => Response::End,
+            ResponseKind::Part => Response::Part { part: r.u32("part")?, crcs: crcs(&mut r)? },
+            ResponseKind::FollowEnd => Response::FollowEnd {
+                state: FollowState::from_code(r.u8("follow state")?)?,
+                meta: optional(&mut r, PageMeta::decode)?,
+            },
+            ResponseKind::Reserved => Response::Reserved { outcomes: reserve_outcomes(&mut r)?, retry_after_ms: 0 },
+            ResponseKind::ReservedBusy => match (reserve_outcomes(&mut r)?, r.u32("retry time")?) {
+                // One encoding per message: without a retry time the kind is `Reserved`.
+                (_, 0) => return Err(DecodeError::Invalid("retry time")),
+                (outcomes, retry_after_ms) => Response::Reserved { outcomes, retry_after_ms },
+            },
+            ResponseKind::Committed => Response::Committed(
+                r.list(MAX_PUTS, "commit outcomes", |r| CommitOutcome::from_code(r.u8("commit outcome")?))?,
+            ),
+            ResponseKind::Count => Response::Count(r.u32("count")?),
+            ResponseKind::Members => Response::Members(r.list(MAX_MEMBERS, "members", MemberEntry::decode)?),
+            ResponseKind::Status => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
+            ResponseKind::Pins => Response::Pins(r.list(MAX_KEYS, "pins", PagePin::read)?),
+            ResponseKind::RdmaChannels => {
+                Response::RdmaChannels(r.list(MAX_RDMA_CHANNELS, "RDMA endpoints", RdmaEndpoint::read)?)
+            }
+            ResponseKind::PartGrants => {
+                Response::PartGrants(r.list(MAX_PART_GRANTS, "part grants", PartGrant::decode)?)
+            }
+            ResponseKind::Error => Response::Error {
+                code: ErrorCode::from_code(r.u8("error code")?)?,
+                message: r.string(MAX_TEXT_BYTES, "error message")?,
+            },
         };
         r.finish()?;
         Ok(message)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::PROTOCOL_VERSION;
-    use larder_format::{PageId, PageKey};
-    use proptest::prelude::*;
-
-    fn meta() -> PageMeta {
-        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        PageMeta::describe(id, PageKey::NONE, 1, vec![3, 2], b"abcde")
-    }
-
-    #[test]
-    fn responses_round_trip() {
-        let window = LineWindow { line: 1, address: 1 << 40, len: 5, key: 9 };
-        for message in [
-            Response::Hello {
-                version: 1,
-                node_id: "n".into(),
-                epoch: 3,
-                namespace: Some(NamespaceId([5; 32])),
-                door: Some(LocalDoor { machine: "m".into(), name: "d".into() }),
-            },
-            Response::Located(vec![TierCode::L2, TierCode::Nowhere, TierCode::L3]),
-            Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Place::Payload },
-            Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Arena(4096) },
-            Response::Places(vec![
-                Placed { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, offset: 4096 },
-                Placed { index: 0, tier: TierCode::L2, meta: meta(), bytes: 1..2, offset: 1 << 40 },
-            ]),
-            Response::Lines(vec![LineEnd { line: 2, address: [7; 32] }]),
-            Response::Windows(vec![PartWindow { index: 1, part: 2, window }]),
-            Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..3, place: Place::Window(window) },
-            Response::Looked { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
-            Response::Miss { index: 2 },
-            Response::End,
-            Response::Part { part: 1, crcs: vec![7] },
-            Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
-            Response::Reserved { outcomes: vec![ReserveOutcome::Granted, ReserveOutcome::Busy], retry_after_ms: 7 },
-            Response::Reserved { outcomes: vec![ReserveOutcome::Exists], retry_after_ms: 0 },
-            Response::Busy { index: Some(3), retry_after_ms: 1 },
-            Response::Busy { index: None, retry_after_ms: 1000 },
-            Response::Committed(vec![CommitOutcome::Refused]),
-            Response::Count(5),
-            Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
-            Response::Status("{}".into()),
-            Response::Error { code: ErrorCode::Busy, message: "later".into() },
-        ] {
-            let (kind, body) = message.encode();
-            assert_eq!(Response::decode(PROTOCOL_VERSION, kind, &body).unwrap(), message);
-            assert_eq!(Response::decode(1, kind, &body).is_ok(), kind <= 141, "{message:?} in version 1");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn noise_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = Response::decode(PROTOCOL_VERSION, kind, &body);
-        }
+impl ArenaListenerInfo {
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            machine: reader.string(MAX_NAME_BYTES, "machine")?,
+            name: reader.string(MAX_NAME_BYTES, "socket name")?,
+        })
     }
 }
+
+impl MemberEntry {
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            name: reader.string(MAX_NAME_BYTES, "member name")?,
+            info: reader.string(MAX_INFO_BYTES, "member info")?,
+        })
+    }
+}
+
+impl PartGrant {
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self { index: reader.u32("index")?, part: reader.u32("part")?, range: GrantedRange::read(reader)? })
+    }
+}
+
+impl ArenaPage {
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            index: reader.u32("index")?,
+            tier: tier(reader)?,
+            meta: PageMeta::decode(reader)?,
+            bytes: range(reader)?,
+            offset: reader.u64("arena offset")?,
+        })
+    }
+}
+
+fn put_page(out: &mut Vec<u8>, index: u32, tier: TierCode, meta: &PageMeta) {
+    out.put_u32(index);
+    out.put_u8(tier.code());
+    meta.encode(out);
+}
+
+fn tier(reader: &mut Reader<'_>) -> Result<TierCode> {
+    TierCode::from_code(reader.u8("tier")?)
+}
+
+fn put_tiers(out: &mut Vec<u8>, tiers: &[TierCode]) {
+    out.put_list(tiers, |out, tier| out.put_u8(tier.code()));
+}
+
+fn tiers(reader: &mut Reader<'_>) -> Result<Vec<TierCode>> {
+    reader.list(MAX_KEYS, "tiers", tier)
+}
+
+fn reserve_outcomes(reader: &mut Reader<'_>) -> Result<Vec<ReserveOutcome>> {
+    reader.list(MAX_PUTS, "reserve outcomes", |r| ReserveOutcome::from_code(r.u8("reserve outcome")?))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,40 +1,51 @@
-//! Byte streams that frames travel on: sockets, and whatever else moves bytes in order.
+//! Byte streams below the frames: TCP sockets, UNIX sockets, and the simulation's network.
 
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut};
 use tokio::net::{tcp, unix};
 
-/// The side of a stream that bytes come from.
-pub trait Source: Send + 'static {
-    /// Waits for bytes and puts them into the buffers, one after the other; 0 at the end of the stream. Dropping the future
-    /// loses nothing.
+/// Receiving half of an ordered byte stream. The frame reader adds message boundaries and checks,
+/// so a source only moves bytes.
+pub trait ByteSource: Send + 'static {
+    /// Waits for bytes and fills the buffers in order. Returns the number of bytes, 0 at the end of
+    /// the stream.
+    ///
+    /// Cancel safe: an implementation MUST NOT lose bytes when the future is dropped.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> impl Future<Output = io::Result<usize>> + Send;
 
-    /// The same for the beginning of a message: nothing is under way that must come, so it may be worth being awake.
+    /// Like [`ByteSource::receive`], at the start of a message. The wait may be long, or very short
+    /// if the peer answers at once, so an implementation may spin before it sleeps.
     fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> impl Future<Output = io::Result<usize>> + Send {
         self.receive(into)
     }
 }
 
-/// A side of a socket that can be looked at without waiting.
-pub trait Ready {
-    /// Puts bytes into the buffers, as [`Source::receive`], if there are any.
-    fn receive_now(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>>;
+/// A source that can be polled without waiting. Only a source with this trait can spin for its next
+/// message.
+pub trait TryReceive {
+    /// Fills the buffers in order with bytes that have already arrived. Returns `None` if there are
+    /// none.
+    fn try_receive(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>>;
 }
 
-/// The side of a stream that bytes go to.
-pub trait Sink: Send + 'static {
-    /// Waits for room and takes bytes from the buffers, one after the other; how many. Dropping the future sends nothing.
+/// Sending half of an ordered byte stream. It may take fewer bytes than it is offered, as a socket
+/// does.
+pub trait ByteSink: Send + 'static {
+    /// Waits for room and takes bytes from the buffers in order. Returns the number of bytes taken.
+    ///
+    /// Cancel safe: an implementation MUST NOT take bytes if the future is dropped before it
+    /// completes.
     fn send(&mut self, from: &[IoSlice<'_>]) -> impl Future<Output = io::Result<usize>> + Send;
 }
 
 macro_rules! sockets {
     ($($source:ty, $sink:ty);+) => { $(
-        impl Source for $source {
+        impl ByteSource for $source {
             async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
                 loop {
                     self.readable().await?;
                     match self.try_read_vectored(into) {
+                        // Readiness may be stale: another read took the bytes that raised it.
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                         received => return received,
                     }
@@ -42,8 +53,11 @@ macro_rules! sockets {
             }
         }
 
-        impl Ready for $source {
-            fn receive_now(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>> {
+        impl TryReceive for $source {
+            fn try_receive(&mut self, into: &mut [IoSliceMut<'_>]) -> Option<io::Result<usize>> {
+                // The system call itself, not tokio's `try_read`: tokio answers from cached
+                // readiness, which only the runtime's event loop refreshes, and a spinning task
+                // does not let that loop run.
                 match rustix::io::readv(self.as_ref(), into) {
                     Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => None,
                     received => Some(received.map_err(io::Error::from)),
@@ -51,7 +65,7 @@ macro_rules! sockets {
             }
         }
 
-        impl Sink for $sink {
+        impl ByteSink for $sink {
             async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
                 loop {
                     self.writable().await?;

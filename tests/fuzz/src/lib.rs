@@ -1,14 +1,13 @@
-//! What the targets share: blocks and frames whose checksums are right, whatever else is in them. Without that, no fuzzer would
-//! get past the first comparison.
+//! Helpers of the fuzz targets: blocks with valid checksums around arbitrary fields. Without those,
+//! no fuzzer would get past the first comparison.
 
 use larder_format::disk::{BLOCK_BYTES, LogId};
 
-/// The log whose blocks are made up.
 pub const LOG: LogId = [7; 16];
-/// Bytes of its segments.
+/// Segment size of that log, in bytes.
 pub const SEGMENT_BYTES: u64 = 1 << 20;
 
-/// A block of `magic` with these bytes behind its checksum and version.
+/// A block with this magic, a valid checksum, version 1 and these fields.
 pub fn block(magic: &[u8; 4], fields: &[u8]) -> Vec<u8> {
     let mut block = Vec::with_capacity(BLOCK_BYTES);
     block.extend_from_slice(magic);
@@ -21,7 +20,6 @@ pub fn block(magic: &[u8; 4], fields: &[u8]) -> Vec<u8> {
     block
 }
 
-/// The magic of a block by a byte of input.
 pub fn magic(choice: u8) -> &'static [u8; 4] {
     [b"LDSB", b"LDSG", b"LDRC", b"LDFT"][usize::from(choice % 4)]
 }

@@ -1,37 +1,46 @@
-//! A device that is not there: requests take virtual time, and go wrong as the seed says.
+//! Simulated device: requests take virtual time, and fail as the seed says.
 //!
-//! The fault model:
-//! - a write takes its bytes from memory, and a read fills it, when the request is done, not when it is asked for: memory
-//!   that is used again too early becomes visible as damage;
-//! - requests take 0 to some milliseconds each and are done in any order; some take seconds, some ten;
-//! - a sync makes durable what was written before it was asked for; other writes may be kept, lost or torn by a loss of
-//!   power, in pieces of 512 bytes or 4 KiB, and so may those under way;
-//! - what makes, replaces, renames and removes files is durable when it is answered, and whole or not done at all before;
-//! - each kind of [`Faults`](crate::faults::Faults) happens at its rate;
-//! - a device may refuse everything for a while or for good, or have no room for files for a while;
-//! - at a given event (a request taken or done, a file made or removed) power fails, and all devices stop answering.
+//! Fault model:
+//! - A write takes its bytes from memory when it completes, not when it is submitted. A read fills
+//!   memory at completion, too. Memory that is reused too early therefore shows up as damage.
+//! - Requests take up to some milliseconds and complete in any order. Some take seconds, some ten
+//!   seconds.
+//! - A sync makes durable the writes that had completed when it was submitted. A power loss keeps,
+//!   loses or tears all other writes, in pieces of 512 bytes or 4 KiB. Writes in flight suffer the
+//!   same.
+//! - Creating, replacing, renaming and removing a file is atomic, and durable once acknowledged.
+//! - Each kind of [`Faults`](crate::faults::Faults) happens at its own rate.
+//! - A device may refuse all requests for a while or for ever, or be full for a while.
+//! - Power fails at a chosen event: a request is submitted or completes, a file is created or
+//!   removed. All devices then stop answering.
 //!
-//! What no store with one copy can help is exempted from the promise that forgotten pages stay forgotten: a tombstone
-//! that was damaged, lost or misdirected on its way to the device, on it, or on the way back while the node starts; and a
-//! segment whose header was, since its records are all lost with it. Errors that the device owns up to are not exempted.
+//! Exempt from the promise that forgotten pages stay forgotten, because no store with one copy can
+//! keep it:
+//! - a tombstone that was silently damaged, lost or misdirected on its way to the device, on the
+//!   device, or on the way back during recovery;
+//! - a segment whose header was silently damaged, since all its records are lost with it.
 //!
-//! Not in the model: damage of small files, and power that fails for one of two devices alone.
+//! Errors that a device reports are not exempt.
 //!
-//! Always true: everything happens on the one thread of the life's runtime; a request's memory is with the device until
-//! it is answered or [`SimDevice::lose_power`] was called.
+//! Not modelled: damage of small files, and a power loss of one device of a node alone.
+//!
+//! Invariants:
+//! - One thread runs the device, in the runtime of the incarnation.
+//! - The device owns the memory of a request until it completes it, or until
+//!   [`SimDevice::lose_power`] runs.
 
 mod files;
 mod power;
 mod serve;
 
-use crate::dice::{Dice, Stream};
-use crate::disk::Disk;
-use crate::disk::Loss;
+use crate::disk::{CrashEffect, Disk};
+use crate::random::{RandomSource, Stream};
 use crate::world::World;
 use files::FileChange;
-use larder_device::{
-    Arena, BoxFuture, Completion, Device, DeviceFacts, Done, Lane, Operation, RingGone, Share, SmallFile,
+use larder_io::{
+    BoxFuture, Completion, Device, DeviceCapabilities, Done, Operation, Priority, RingClosed, SmallFile, TaskClass,
 };
+use larder_memory::Arena;
 use parking_lot::Mutex;
 pub use power::Power;
 use std::collections::{BTreeMap, BTreeSet};
@@ -43,72 +52,69 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 
-/// Most requests that the device has taken and not answered.
-const TAKEN_MAX: usize = 48;
+/// Bound on submitted requests that the device has not completed. Further ones wait for a permit.
+const IN_FLIGHT_MAX: usize = 48;
 const STALL_MS: u64 = 10_000;
 
-/// A request under way.
-struct Flight {
+struct InFlight {
     segment: u32,
     operation: Operation,
     on_done: Completion,
-    /// For a sync: the writes that were done when it was asked for.
-    covers: u64,
+    /// For a sync: number of writes that had completed when it was submitted.
+    covered_writes: u64,
     _permit: OwnedSemaphorePermit,
 }
 
-struct State {
-    dice: Dice,
+struct DeviceState {
+    random: RandomSource,
     open: BTreeSet<u32>,
-    /// By when they are done, and the order in which they were taken.
-    flights: BTreeMap<(u64, u64), Flight>,
-    taken: u64,
+    /// Requests by due time, then by order of submission.
+    in_flight: BTreeMap<(u64, u64), InFlight>,
+    accepted: u64,
     files: BTreeMap<u64, FileChange>,
     tasks: Vec<AbortHandle>,
-    /// What cannot be read while the node starts, and why not.
-    bad_place: Option<(u32, u64, &'static str)>,
+    /// Location that cannot be read while the node starts, and the kind of error.
+    bad_sector: Option<(u32, u64, &'static str)>,
     closed: bool,
 }
 
-/// The device of one life of a node.
+/// Device of one incarnation. The stored bytes are in [`World`] and outlive it: the next
+/// incarnation starts from them.
 pub struct SimDevice {
     world: Arc<World>,
-    /// Which disk of the world it is.
     number: usize,
     power: Arc<Power>,
     arena: Arc<Arena>,
     path: PathBuf,
-    state: Mutex<State>,
+    state: Mutex<DeviceState>,
     permits: Arc<Semaphore>,
-    /// Rung when there is something new for the pump.
-    bell: Notify,
-    /// Rung when a request was answered.
+    wake: Notify,
     progress: Notify,
-    /// Most bytes of all files.
     capacity_bytes: u64,
-    /// The node starts on it: a read that lies may hide tombstones.
+    /// True during recovery, when a read with wrong bytes may hide tombstones.
     starting: AtomicBool,
     tasks_alive: Arc<AtomicUsize>,
 }
 
 impl SimDevice {
-    /// Disk `number` of the world in life `life`, as long as there is `power`, and the task that drives it.
+    /// Starts disk `number` of the world for one incarnation, and the task that completes its
+    /// requests.
     pub fn start(
         world: Arc<World>,
         arena: Arc<Arena>,
         number: usize,
-        life: u64,
+        incarnation: u64,
         power: Arc<Power>,
         capacity_bytes: u64,
     ) -> Arc<SimDevice> {
-        let mut dice = Dice::new(world.seed, Stream::Device(life, number as u64));
-        let bad_place = serve::bad_place(&world, number, &mut dice);
-        let state = State {
-            dice,
-            bad_place,
+        let mut random = RandomSource::new(world.seed, Stream::Device(incarnation, number as u64));
+        let bad_sector = serve::bad_sector(&world, number, &mut random);
+        let state = DeviceState {
+            random,
+            bad_sector,
             open: BTreeSet::new(),
-            flights: BTreeMap::new(),
-            taken: 0,
+            in_flight: BTreeMap::new(),
+            accepted: 0,
             files: BTreeMap::new(),
             tasks: Vec::new(),
             closed: false,
@@ -120,8 +126,8 @@ impl SimDevice {
             arena,
             path: PathBuf::from("/simulated"),
             state: Mutex::new(state),
-            permits: Arc::new(Semaphore::new(TAKEN_MAX)),
-            bell: Notify::new(),
+            permits: Arc::new(Semaphore::new(IN_FLIGHT_MAX)),
+            wake: Notify::new(),
             progress: Notify::new(),
             capacity_bytes,
             starting: AtomicBool::new(true),
@@ -131,85 +137,86 @@ impl SimDevice {
         device
     }
 
-    /// The node has found all that is stored.
+    /// Ends the recovery phase: the node has read everything that is stored. The latent sector
+    /// error ends, and the capacity is checked from now on.
     pub fn started(&self) {
+        // Relaxed here and below: one thread runs the device and its users.
         self.starting.store(false, Ordering::Relaxed);
-        self.state.lock().bad_place = None;
+        self.state.lock().bad_sector = None;
         self.check_capacity();
     }
 
-    /// Ends when nothing is under way.
     pub async fn idle(&self) {
         loop {
             let progress = self.progress.notified();
-            if self.state.lock().flights.is_empty() {
+            if self.state.lock().in_flight.is_empty() {
                 return;
             }
             progress.await;
         }
     }
 
-    /// Requests under way.
     pub fn requests(&self) -> usize {
-        self.state.lock().flights.len()
+        self.state.lock().in_flight.len()
     }
 
-    /// Tasks of [`Device::spawn`] that have not ended.
     pub fn tasks(&self) -> usize {
         self.tasks_alive.load(Ordering::Relaxed)
     }
 
-    /// The world it was in is gone: what was under way is done in part or not, and what was not synced is lost by `loss`.
-    pub fn lose_power(&self, loss: Loss, dice: &mut Dice) {
+    /// Applies a crash after the runtime is gone. Writes and file changes in flight are done in
+    /// full, in part or not at all. Unsynced bytes are treated as `effect` says.
+    pub fn lose_power(&self, effect: CrashEffect, random: &mut RandomSource) {
         self.power.cut();
         let mut state = self.state.lock();
-        let (flights, files) = (std::mem::take(&mut state.flights), std::mem::take(&mut state.files));
+        let in_flight = std::mem::take(&mut state.in_flight);
+        let files = std::mem::take(&mut state.files);
         drop(state);
         let mut disk = self.disk().lock();
-        for flight in flights.values() {
-            if let Some((offset, bytes)) = serve::bytes_of(&flight.operation) {
-                let kept = [0, 500_000, 1_000_000][dice.below(3) as usize];
-                disk.write_some(flight.segment, offset, &bytes, kept, dice);
+        for request in in_flight.values() {
+            if let Some((offset, bytes)) = serve::bytes_of(&request.operation) {
+                let kept = [0, 500_000, 1_000_000][random.below(3) as usize];
+                disk.write_some(request.segment, offset, &bytes, kept, random);
             }
         }
         for change in files.into_values() {
-            if dice.chance(500_000) {
+            if random.chance(500_000) {
                 change.apply(&mut disk);
             }
         }
-        disk.lose_power(loss, dice);
+        disk.lose_power(effect, random);
         drop(disk);
-        drop(flights);
+        drop(in_flight);
     }
 
-    /// One more event; `false` if the device has stopped answering.
-    fn event(&self, what: &'static str, numbers: [u64; 3]) -> bool {
+    /// Records one event, at which power may fail. Returns `false` if power has failed and the
+    /// device no longer answers.
+    fn event(&self, name: &'static str, numbers: [u64; 3]) -> bool {
         if !self.power.is_on() {
             return false;
         }
-        self.world.event(what, numbers);
-        self.power.spend()
+        self.world.event(name, numbers);
+        self.power.consume_event()
     }
 
-    /// When a request that is asked for now will be done.
-    fn due_ms(&self, dice: &mut Dice) -> u64 {
+    fn due_ms(&self, random: &mut RandomSource) -> u64 {
         let faults = *self.world.faults.lock();
         let now = self.world.now_ms();
-        if dice.chance(faults.stall) {
+        if random.chance(faults.stall) {
             self.world.fault("stall", [now, 0, 0]);
             return now + STALL_MS;
         }
-        if dice.chance(faults.slow) {
+        if random.chance(faults.slow) {
             self.world.fault("slow", [now, 0, 0]);
-            return now + dice.between(1000, 3000);
+            return now + random.between(1000, 3000);
         }
-        now + dice.between(0, faults.latency_ms_max)
+        now + random.between(0, faults.latency_ms_max)
     }
 
-    /// Takes a request, which is done some time.
-    fn take(&self, segment: u32, operation: Operation, on_done: Completion, permit: OwnedSemaphorePermit) {
-        let (offset, bytes) = (serve::offset_of(&operation), operation.bytes() as u64);
-        let covers = {
+    fn accept(&self, segment: u32, operation: Operation, on_done: Completion, permit: OwnedSemaphorePermit) {
+        let offset = serve::offset_of(&operation);
+        let bytes = operation.bytes() as u64;
+        let covered_writes = {
             let mut disk = self.disk().lock();
             if let Operation::Write { offset, block, payload } = &operation {
                 let alone = block.as_ref().filter(|_| payload.is_none());
@@ -217,29 +224,33 @@ impl SimDevice {
             }
             disk.writes()
         };
-        // A request whose taking is the last event is under way when the device stops.
+        // Power may fail at this very event. The request then counts as in flight, so its bytes may
+        // be torn.
         self.event(serve::name_of(&operation), [u64::from(segment), offset, bytes]);
         let mut state = self.state.lock();
         if matches!(&operation, Operation::Write { offset: 0, .. }) {
-            self.check_idle(&state, segment);
+            self.check_segment_idle(&state, segment);
         }
-        let due = self.due_ms(&mut state.dice);
-        state.taken += 1;
-        let key = (due, state.taken);
-        state.flights.insert(key, Flight { segment, operation, on_done, covers, _permit: permit });
-        self.bell.notify_one();
+        let due = self.due_ms(&mut state.random);
+        state.accepted += 1;
+        let key = (due, state.accepted);
+        state.in_flight.insert(key, InFlight { segment, operation, on_done, covered_writes, _permit: permit });
+        self.wake.notify_one();
     }
 
-    /// A segment is written anew only when nothing of it is under way.
-    fn check_idle(&self, state: &State, segment: u32) {
-        let moves = |flight: &&Flight| flight.segment == segment && !matches!(flight.operation, Operation::Sync);
-        let under_way = state.flights.values().filter(moves).count();
+    /// Checks that a segment is rewritten only while no read or write of it is in flight. Either
+    /// would see bytes of two epochs.
+    fn check_segment_idle(&self, state: &DeviceState, segment: u32) {
+        let moves = |request: &&InFlight| request.segment == segment && !matches!(request.operation, Operation::Sync);
+        let under_way = state.in_flight.values().filter(moves).count();
         if under_way > 0 {
-            self.world.violate(format!("segment {segment} is written anew under {under_way} requests"));
+            self.world
+                .violate(format!("segment {segment} is rewritten while {under_way} requests on it are in flight"));
         }
     }
 
-    /// Serves requests when they are due, until the device stops, or was closed and has none.
+    /// Completes requests when they are due. Ends on power loss, or once the device is closed and
+    /// idle.
     async fn pump(self: Arc<SimDevice>) {
         loop {
             let (ended, closed, due) = self.next_due();
@@ -247,54 +258,57 @@ impl SimDevice {
                 _ if ended => return,
                 Some(due) if due <= self.world.now_ms() => self.serve_next(),
                 Some(due) => {
-                    let _ = tokio::time::timeout_at(self.world.instant(due), self.bell.notified()).await;
+                    let _ = tokio::time::timeout_at(self.world.instant(due), self.wake.notified()).await;
                 }
                 None if closed => return,
-                None => self.bell.notified().await,
+                None => self.wake.notified().await,
             }
         }
     }
 
     fn next_due(&self) -> (bool, bool, Option<u64>) {
         let state = self.state.lock();
-        (!self.power.is_on(), state.closed, state.flights.keys().next().map(|key| key.0))
+        (!self.power.is_on(), state.closed, state.in_flight.keys().next().map(|key| key.0))
     }
 
     fn serve_next(&self) {
-        let Some((segment, offset)) = self.state.lock().flights.values().next().map(serve::place_of) else { return };
+        let Some((segment, offset)) = self.state.lock().in_flight.values().next().map(serve::location_of) else {
+            return;
+        };
         if !self.event("done", [u64::from(segment), offset, 0]) {
             return;
         }
         let mut state = self.state.lock();
-        let Some((_, flight)) = state.flights.pop_first() else { return };
-        let Flight { segment, mut operation, on_done, covers, _permit } = flight;
-        let bad_place = state.bad_place;
-        let result = self.serve(segment, &mut operation, covers, bad_place, &mut state.dice);
+        let Some((_, request)) = state.in_flight.pop_first() else { return };
+        let InFlight { segment, mut operation, on_done, covered_writes, _permit } = request;
+        let bad_sector = state.bad_sector;
+        let result = self.serve(segment, &mut operation, covered_writes, bad_sector, &mut state.random);
+        // The callback may submit the next request, so neither lock nor permit may be held here.
         drop(state);
         drop(_permit);
         on_done(Done { operation, result });
         self.progress.notify_waiters();
     }
 
-    fn end_tasks(&self) {
+    fn abort_tasks(&self) {
         let tasks = std::mem::take(&mut self.state.lock().tasks);
         tasks.iter().for_each(AbortHandle::abort);
     }
 
-    fn take_no_more(&self) {
+    fn refuse_new_requests(&self) {
         self.state.lock().closed = true;
         self.permits.close();
-        self.bell.notify_one();
+        self.wake.notify_one();
     }
 
-    /// Destroys a header on the disk; which.
-    pub fn rot(&self, dice: &mut Dice) -> Option<(u32, u64)> {
-        self.disk().lock().rot(dice)
+    pub fn destroy_header(&self, random: &mut RandomSource) -> Option<(u32, u64)> {
+        self.disk().lock().destroy_header(random)
     }
 
-    /// Somebody copies or renames a segment's file, `over` another one or not; from which number to which.
-    pub fn stray(&self, renames: bool, over: bool, dice: &mut Dice) -> Option<(u32, u32)> {
-        self.disk().lock().stray(renames, over, dice)
+    /// Copies or renames a segment file, replacing another one if `over`. Returns the old and the
+    /// new number.
+    pub fn misplace(&self, renames: bool, over: bool, random: &mut RandomSource) -> Option<(u32, u32)> {
+        self.disk().lock().misplace(renames, over, random)
     }
 
     fn disk(&self) -> &Mutex<Disk> {
@@ -302,10 +316,9 @@ impl SimDevice {
     }
 }
 
-/// Counts a task as alive until it is dropped.
-struct Alive(Arc<AtomicUsize>);
+struct TaskGuard(Arc<AtomicUsize>);
 
-impl Drop for Alive {
+impl Drop for TaskGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -316,8 +329,8 @@ impl Device for SimDevice {
         &self.path
     }
 
-    fn facts(&self) -> DeviceFacts {
-        DeviceFacts { executor: "simulated", direct_io: true, registered_buffers: true, registered_files: true }
+    fn capabilities(&self) -> DeviceCapabilities {
+        DeviceCapabilities { executor: "simulated", direct_io: true, registered_buffers: true, registered_files: true }
     }
 
     fn load(&self, file: SmallFile) -> BoxFuture<'_, io::Result<Option<Vec<u8>>>> {
@@ -350,38 +363,39 @@ impl Device for SimDevice {
         Box::pin(self.remove_segment(segment))
     }
 
-    fn set_aside(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>> {
-        Box::pin(self.set_segment_aside(segment))
+    fn rename_misplaced(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>> {
+        Box::pin(self.quarantine_segment(segment))
     }
 
     fn submit(
         &self,
         segment: u32,
-        _lane: Lane,
+        _priority: Priority,
         operation: Operation,
         on_done: Completion,
-    ) -> BoxFuture<'_, Result<(), RingGone>> {
+    ) -> BoxFuture<'_, Result<(), RingClosed>> {
         Box::pin(async move {
+            // A device without power never answers. The crash drops the caller.
             if !self.power.is_on() {
                 return std::future::pending().await;
             }
             if !self.state.lock().open.contains(&segment) {
-                self.world.violate(format!("a request on segment {segment}, which is not open"));
+                self.world.violate(format!("a request was submitted on segment {segment}, which is not open"));
                 on_done(Done { operation, result: Err(io::ErrorKind::NotFound.into()) });
                 return Ok(());
             }
-            let permit = self.permits.clone().acquire_owned().await.map_err(|_| RingGone)?;
+            let permit = self.permits.clone().acquire_owned().await.map_err(|_| RingClosed)?;
             if !self.power.is_on() {
                 return std::future::pending().await;
             }
-            self.take(segment, operation, on_done, permit);
+            self.accept(segment, operation, on_done, permit);
             Ok(())
         })
     }
 
-    fn spawn(&self, _share: Share, task: BoxFuture<'static, ()>) {
+    fn spawn(&self, _share: TaskClass, task: BoxFuture<'static, ()>) {
         self.tasks_alive.fetch_add(1, Ordering::Relaxed);
-        let alive = Alive(self.tasks_alive.clone());
+        let alive = TaskGuard(self.tasks_alive.clone());
         let handle = tokio::spawn(async move {
             let _alive = alive;
             task.await;
@@ -395,15 +409,16 @@ impl Device for SimDevice {
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async move {
-            self.take_no_more();
+            self.refuse_new_requests();
             self.idle().await;
-            self.end_tasks();
+            self.abort_tasks();
         })
     }
 
     fn close_now(&self) {
-        // Nothing blocks here: the pump finishes what was taken, as long as the life lasts.
-        self.take_no_more();
-        self.end_tasks();
+        // This call must not block. The pump completes the remaining requests while the runtime
+        // lives.
+        self.refuse_new_requests();
+        self.abort_tasks();
     }
 }

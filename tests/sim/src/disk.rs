@@ -1,24 +1,25 @@
-//! What is stored: segments and small files, as they read now and as they would be after a loss of power.
+//! Stored bytes: segments and small files, as they read now and as a power loss would leave them.
 //!
-//! Always true: `durable` changes only by a sync, by a bit that flips, and by a loss of power; everything that `now` and
-//! `durable` differ in was written and not synced.
+//! Invariants:
+//! - Only a sync, a bit flip or a power loss changes `durable`.
+//! - Every difference between `now` and `durable` was written and not synced.
 //!
-//! The disk also knows which forgettings it may have broken by lying: a tombstone that was never stored cannot be found
-//! again, and no store with one copy of it can help that. The same is true of a record that a start could not see. Such keys are *suspect*: their pages may come back.
+//! The disk also tracks *suspect* keys, whose forgotten pages may return. A silent fault may have
+//! destroyed their tombstones, or hidden their records from recovery. No store with one copy can
+//! prevent that.
 
-use crate::dice::Dice;
 use crate::payload::key_in;
-use larder_device::SmallFile;
+use crate::random::RandomSource;
 use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace, SegmentHeader, Superblock};
+use larder_io::SmallFile;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-/// The smallest piece that a device writes at once.
+/// Smallest unit that a device writes atomically. A power loss keeps or loses whole sectors, or
+/// ends one in garbage.
 pub const SECTOR_BYTES: usize = 512;
-/// Writes that are remembered as places worth damaging.
 const RECENT: usize = 64;
 
-/// One write that was not synced.
 #[derive(Debug)]
 struct Unsynced {
     number: u64,
@@ -30,48 +31,41 @@ struct Segment {
     now: Vec<u8>,
     durable: Vec<u8>,
     unsynced: Vec<Unsynced>,
-    /// A sync of them failed: no later one makes them durable.
-    doomed: Vec<Range<usize>>,
-    /// The device lied about this segment since its header was last written.
-    lied: bool,
-    /// Keys with tombstones written here since then.
+    /// Ranges whose sync failed. Later syncs do not make them durable, as after a failed fsync on
+    /// Linux.
+    dropped_by_sync: Vec<Range<usize>>,
+    /// The device silently damaged this segment since its header was last written.
+    silently_damaged: bool,
     tombstones: Vec<u64>,
 }
 
-/// What a loss of power does to what was not synced.
 #[derive(Debug, Clone, Copy)]
-pub enum Loss {
-    /// Only the process dies: what was answered stays, and is still not durable.
-    Kill,
-    /// All of it is lost.
-    All,
-    /// Each piece by itself is kept, lost, or torn.
-    Pieces {
-        /// Bytes of a piece.
+pub enum CrashEffect {
+    /// Only the process dies. Acknowledged writes stay readable and are still not durable.
+    ProcessKilled,
+    UnsyncedLost,
+    /// Each piece is kept, lost or torn independently.
+    Torn {
         piece: usize,
-        /// How many of a million are kept.
         kept: u32,
-        /// How many of a million are garbage.
         garbage: u32,
     },
 }
 
-impl Loss {
-    /// One of them.
-    pub fn draw(dice: &mut Dice) -> Loss {
-        match dice.below(8) {
-            0 | 1 => Loss::Kill,
-            2 => Loss::All,
-            turn => Loss::Pieces {
+impl CrashEffect {
+    pub fn draw(random: &mut RandomSource) -> CrashEffect {
+        match random.below(8) {
+            0 | 1 => CrashEffect::ProcessKilled,
+            2 => CrashEffect::UnsyncedLost,
+            turn => CrashEffect::Torn {
                 piece: if turn % 2 == 0 { SECTOR_BYTES } else { BLOCK_BYTES },
-                kept: [100_000, 500_000, 900_000][dice.below(3) as usize],
-                garbage: [0, 50_000][dice.below(2) as usize],
+                kept: [100_000, 500_000, 900_000][random.below(3) as usize],
+                garbage: [0, 50_000][random.below(2) as usize],
             },
         }
     }
 }
 
-/// Everything that is stored.
 #[derive(Debug, Default)]
 pub struct Disk {
     segments: BTreeMap<u32, Segment>,
@@ -79,57 +73,58 @@ pub struct Disk {
     writes: u64,
     recent: VecDeque<(u32, Range<usize>)>,
     suspects: BTreeSet<u64>,
-    /// A segment's header was lied about: the pages of an earlier life may come back whenever.
+    /// A segment header was silently damaged. Any page of an earlier incarnation may return.
     all_suspect: bool,
-    /// Until when it refuses everything, and until when there is no room for files, in virtual milliseconds.
+    /// Virtual times in milliseconds until which the disk refuses all requests, and has no space.
     broken_until_ms: u64,
     full_until_ms: u64,
 }
 
 impl Disk {
-    /// Numbers of the segments, in order.
     pub fn segments(&self) -> Vec<u32> {
         self.segments.keys().copied().collect()
     }
 
-    /// Whether there is such a segment.
     pub fn has(&self, segment: u32) -> bool {
         self.segments.contains_key(&segment)
     }
 
-    /// Bytes of the log: its segments and superblock. What the scrub notes of its progress is not counted.
+    /// Bytes of the log: its segments and superblock. The progress file of the scrub does not
+    /// count.
     pub fn bytes(&self) -> u64 {
         let segments: usize = self.segments.values().map(|segment| segment.now.len()).sum();
         (segments + self.small.get(&SmallFile::Superblock).map_or(0, Vec::len)) as u64
     }
 
-    /// Makes a segment of zeros behind a header, durably.
     pub fn create(&mut self, segment: u32, bytes: u64, header: &[u8]) {
         self.remove(segment);
-        self.make(segment, bytes);
+        self.resize(segment, bytes);
         let Some(Segment { now, durable, .. }) = self.segments.get_mut(&segment) else { return };
         [now, durable].into_iter().for_each(|bytes| bytes[..header.len()].copy_from_slice(header));
     }
 
-    /// Somebody copies a segment, or renames it, `over` another one or to where none can have been; from which number to which.
-    /// Not a file of which that was done before: nobody could tell any more what it was, or what lay there.
-    pub fn stray(&mut self, renames: bool, over: bool, dice: &mut Dice) -> Option<(u32, u32)> {
-        let is_stray = |(number, segment): &(&u32, &Segment)| {
+    /// Copies or renames a segment file, to the place of another one if `over`, or to a number no
+    /// segment can have had. Returns the old and the new number. Skips files that were misplaced
+    /// before: the log could no longer tell their origin, nor the segment they replaced.
+    pub fn misplace(&mut self, renames: bool, over: bool, random: &mut RandomSource) -> Option<(u32, u32)> {
+        let is_misplaced = |(number, segment): &(&u32, &Segment)| {
             SegmentHeader::decode(&segment.now).is_ok_and(|header| header.segment != **number)
         };
-        let own = self.segments.iter().filter(|segment| !is_stray(segment));
+        let own = self.segments.iter().filter(|segment| !is_misplaced(segment));
         let mut own: Vec<u32> = own.map(|(&number, _)| number).collect();
-        let any = |of: &[u32], dice: &mut Dice| of.get(dice.below(of.len().max(1) as u64) as usize).copied();
-        let from = any(&own, dice)?;
+        let any =
+            |of: &[u32], random: &mut RandomSource| of.get(random.below(of.len().max(1) as u64) as usize).copied();
+        let from = any(&own, random)?;
         let to = if over {
-            // Nor one above a gap: that it was the last one nobody could tell either.
+            // A segment above a gap may have been the last one. The log cannot miss it, so it is
+            // not replaced.
             let known = own.clone();
             own.retain(|&to| to != from && known.iter().any(|&other| other != to && other + 1 >= to));
-            any(&own, dice)?
+            any(&own, random)?
         } else {
-            self.segments.last_key_value()?.0 + 2 + dice.below(3) as u32
+            self.segments.last_key_value()?.0 + 2 + random.below(3) as u32
         };
-        let stray = match renames {
+        let misplace = match renames {
             false => {
                 let now = self.segments.get(&from)?.now.clone();
                 Segment { durable: now.clone(), now, ..Segment::default() }
@@ -137,45 +132,40 @@ impl Disk {
             true => self.segments.remove(&from)?,
         };
         self.recent.retain(|(at, _)| !renames || *at != from);
-        self.segments.insert(to, stray);
+        self.segments.insert(to, misplace);
         Some((from, to))
     }
 
-    /// Makes a segment of zeros, or brings one to this length.
-    pub fn make(&mut self, segment: u32, bytes: u64) {
+    pub fn resize(&mut self, segment: u32, bytes: u64) {
         let found = self.segments.entry(segment).or_default();
         found.now.resize(bytes as usize, 0);
         found.durable.resize(bytes as usize, 0);
     }
 
-    /// Removes a segment.
     pub fn remove(&mut self, segment: u32) {
         self.segments.remove(&segment);
         self.recent.retain(|(at, _)| *at != segment);
     }
 
-    /// A small file.
     pub fn small(&self, file: SmallFile) -> Option<Vec<u8>> {
         self.small.get(&file).cloned()
     }
 
-    /// Makes or replaces a small file.
     pub fn save(&mut self, file: SmallFile, bytes: Vec<u8>) {
         self.small.insert(file, bytes);
     }
 
-    /// Bytes at a place, as they read now; `None` if the segment ends before.
     pub fn read(&self, segment: u32, offset: u64, len: usize) -> Option<&[u8]> {
         let offset = offset as usize;
         self.segments.get(&segment)?.now.get(offset..offset.checked_add(len)?)
     }
 
-    /// Writes that were done so far: a sync that begins now makes these durable.
     pub fn writes(&self) -> u64 {
         self.writes
     }
 
-    /// Writes pieces one behind the other, as one write. `false` if they do not fit.
+    /// Writes `pieces` contiguously as one write. Returns `false` if they do not fit, and changes
+    /// nothing in that case.
     pub fn write(&mut self, segment: u32, offset: u64, pieces: &[&[u8]]) -> bool {
         let start = offset as usize;
         let len: usize = pieces.iter().map(|piece| piece.len()).sum();
@@ -196,16 +186,14 @@ impl Disk {
         true
     }
 
-    /// Writes some sectors of `bytes`, others not.
-    pub fn write_some(&mut self, segment: u32, offset: u64, bytes: &[u8], kept: u32, dice: &mut Dice) {
+    pub fn write_some(&mut self, segment: u32, offset: u64, bytes: &[u8], kept: u32, random: &mut RandomSource) {
         for (index, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
-            if dice.chance(kept) {
+            if random.chance(kept) {
                 self.write(segment, offset + (index * SECTOR_BYTES) as u64, &[sector]);
             }
         }
     }
 
-    /// Makes the first `writes` writes of a segment durable.
     pub fn sync(&mut self, segment: u32, writes: u64) {
         let Some(Segment { now, durable, unsynced, .. }) = self.segments.get_mut(&segment) else { return };
         unsynced.retain(|write| {
@@ -217,117 +205,110 @@ impl Disk {
         });
     }
 
-    /// A sync fails: each of the writes may have become durable, or never will.
-    pub fn sync_fails(&mut self, segment: u32, writes: u64, dice: &mut Dice) {
+    /// Fails a sync. Each covered write becomes durable now, or never: a later sync does not save
+    /// it, as after a failed fsync on Linux.
+    pub fn sync_fails(&mut self, segment: u32, writes: u64, random: &mut RandomSource) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
         let (tried, later) = std::mem::take(&mut found.unsynced).into_iter().partition(|write| write.number <= writes);
         found.unsynced = later;
         let tried: Vec<Unsynced> = tried;
         for Unsynced { range, .. } in tried {
-            match dice.chance(500_000) {
+            match random.chance(500_000) {
                 true => found.durable[range.clone()].copy_from_slice(&found.now[range]),
-                false => found.doomed.push(range),
+                false => found.dropped_by_sync.push(range),
             }
         }
     }
 
-    /// Power fails, or the process alone dies.
-    pub fn lose_power(&mut self, loss: Loss, dice: &mut Dice) {
-        if let Loss::Kill = loss {
+    pub fn lose_power(&mut self, effect: CrashEffect, random: &mut RandomSource) {
+        if let CrashEffect::ProcessKilled = effect {
             return;
         }
         for segment in self.segments.values_mut() {
-            segment.lose_power(loss, dice);
+            segment.lose_power(effect, random);
         }
     }
 
-    /// A write is asked for: what it means is kept in mind. `block` is its first block, if nothing follows it.
+    /// Tracks tombstones in a submitted write. `block` is its only block, if it has no payload. A
+    /// new header starts the segment afresh.
     pub fn note_write(&mut self, segment: u32, offset: u64, block: Option<&[u8]>) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
         if offset == 0 {
-            found.lied = false;
+            found.silently_damaged = false;
             found.tombstones.clear();
         }
         if let Some(key) = block.and_then(key_in) {
             found.tombstones.push(key);
-            if found.lied {
+            if found.silently_damaged {
                 self.suspects.insert(key);
             }
         }
     }
 
-    /// The device lied about bytes of a segment from `offset` on.
-    pub fn note_lie(&mut self, segment: u32, offset: u64) {
+    pub fn note_silent_fault(&mut self, segment: u32, offset: u64) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
-        found.lied = true;
+        found.silently_damaged = true;
         self.suspects.extend(found.tombstones.iter().copied());
         self.all_suspect |= offset < BLOCK_BYTES as u64;
     }
 
-    /// A start gets other bytes than those from `offset` on: it does not know the records there, and forgetting their
-    /// pages needs no tombstone, as it seems.
+    /// Records that recovery read wrong bytes at `offset`. It does not know the records there, so
+    /// the log writes no tombstones for their pages.
     pub fn note_hidden(&mut self, segment: u32, offset: u64, len: usize) {
         let hidden = self.read(segment, offset, len).unwrap_or_default();
         let keys: Vec<u64> = hidden.chunks(BLOCK_BYTES).filter_map(key_in).collect();
         self.suspects.extend(keys);
-        self.note_lie(segment, offset);
+        self.note_silent_fault(segment, offset);
     }
 
-    /// Whether forgotten pages of a key may come back, because the device lied about its tombstones.
     pub fn is_suspect(&self, key: u64) -> bool {
         self.all_suspect || self.suspects.contains(&key)
     }
 
-    /// It refuses everything until then.
-    pub fn breaks(&mut self, until_ms: u64) {
+    pub fn fail_until(&mut self, until_ms: u64) {
         self.broken_until_ms = self.broken_until_ms.max(until_ms);
     }
 
-    /// There is no room for more files until then.
-    pub fn fills(&mut self, until_ms: u64) {
+    pub fn fill_until(&mut self, until_ms: u64) {
         self.full_until_ms = until_ms;
     }
 
-    /// Works again, unless it broke for good.
-    pub fn heals(&mut self) {
+    pub fn heal(&mut self) {
         self.full_until_ms = 0;
         if self.broken_until_ms != u64::MAX {
             self.broken_until_ms = 0;
         }
     }
 
-    /// Whether it refuses everything now.
     pub fn is_broken(&self, now_ms: u64) -> bool {
         now_ms < self.broken_until_ms
     }
 
-    /// Whether it broke for good.
     pub fn is_dead(&self) -> bool {
         self.broken_until_ms == u64::MAX
     }
 
-    /// Whether there is no room for files now.
     pub fn is_full(&self, now_ms: u64) -> bool {
         now_ms < self.full_until_ms
     }
 
-    /// A place in some segment: half of them where something was written lately.
-    pub fn any_place(&self, dice: &mut Dice) -> Option<(u32, u64)> {
+    /// Draws a location in some segment. Half of the draws hit recent writes.
+    pub fn random_location(&self, random: &mut RandomSource) -> Option<(u32, u64)> {
         if self.segments.is_empty() {
             return None;
         }
-        if let Some((segment, range)) = self.recent.get(dice.below(2 * RECENT as u64) as usize) {
-            return Some((*segment, dice.between(range.start as u64, range.end as u64 - 1)));
+        if let Some((segment, range)) = self.recent.get(random.below(2 * RECENT as u64) as usize) {
+            return Some((*segment, random.between(range.start as u64, range.end as u64 - 1)));
         }
-        let (number, segment) = self.segments.iter().nth(dice.below(self.segments.len() as u64) as usize)?;
-        Some((*number, dice.below(segment.now.len().max(1) as u64)))
+        let (number, segment) = self.segments.iter().nth(random.below(self.segments.len() as u64) as usize)?;
+        Some((*number, random.below(segment.now.len().max(1) as u64)))
     }
 
-    /// Destroys the header of a segment, or of a record that a later one of its segment calls durable; its place. Nothing
-    /// that was forgotten may come back for that.
-    pub fn rot(&mut self, dice: &mut Dice) -> Option<(u32, u64)> {
+    /// Destroys the header of a segment, or of a record that a later record declares durable.
+    /// Returns its location. No forgotten page may return because of it.
+    pub fn destroy_header(&mut self, random: &mut RandomSource) -> Option<(u32, u64)> {
         let log_id = Superblock::decode(self.small.get(&SmallFile::Superblock)?).ok()?.log_id;
-        let places: Vec<(u32, u64)> = match dice.chance(500_000) {
+        let places: Vec<(u32, u64)> = match random.chance(500_000) {
             true => self.segments.keys().map(|&segment| (segment, 0)).collect(),
             false => {
                 let places = self.segments.iter().flat_map(|(&number, segment)| {
@@ -336,16 +317,17 @@ impl Disk {
                 places.collect()
             }
         };
-        let (segment, offset) = *places.get(dice.below(places.len().max(1) as u64) as usize)?;
+        let (segment, offset) = *places.get(random.below(places.len().max(1) as u64) as usize)?;
         let found = self.segments.get_mut(&segment)?;
         for bytes in [&mut found.now, &mut found.durable] {
             let end = (offset as usize + SECTOR_BYTES).min(bytes.len());
-            dice.fill(bytes.get_mut(offset as usize..end)?);
+            random.fill(bytes.get_mut(offset as usize..end)?);
         }
         Some((segment, offset))
     }
 
-    /// Turns a bit around, for good.
+    /// Flips a stored bit permanently, in the durable bytes as well. Its segment counts as silently
+    /// damaged from then on.
     pub fn flip(&mut self, segment: u32, at: u64, bit: u64) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
         for bytes in [&mut found.now, &mut found.durable] {
@@ -353,16 +335,15 @@ impl Disk {
                 *byte ^= 1 << (bit % 8);
             }
         }
-        self.note_lie(segment, at);
+        self.note_silent_fault(segment, at);
     }
 }
 
 impl Segment {
-    /// Offsets of records before the place up to which all is durable, by the records of the segment's life.
     fn durable_records(&self, log_id: &LogId, segment: u32) -> Vec<u64> {
-        let Ok(life) = SegmentHeader::decode_life(&self.durable, log_id, segment) else { return Vec::new() };
+        let Ok(epoch) = SegmentHeader::decode_epoch(&self.durable, log_id, segment) else { return Vec::new() };
         let record = |(block, offset)| {
-            RecordHeader::decode(block, log_id, RecordPlace { segment, life, offset })
+            RecordHeader::decode(block, log_id, RecordPlace { segment, epoch, offset })
                 .ok()
                 .map(|header| (offset, header))
         };
@@ -373,32 +354,31 @@ impl Segment {
         records.into_iter().map(|(offset, _)| offset).filter(|&offset| offset < durable).collect()
     }
 
-    fn lose_power(&mut self, loss: Loss, dice: &mut Dice) {
+    fn lose_power(&mut self, effect: CrashEffect, random: &mut RandomSource) {
         let unsynced: Vec<Range<usize>> = self.unsynced.drain(..).map(|write| write.range).collect();
-        let doomed: Vec<Range<usize>> = self.doomed.drain(..).collect();
-        if let Loss::Pieces { piece, kept, garbage } = loss {
+        let dropped_by_sync: Vec<Range<usize>> = self.dropped_by_sync.drain(..).collect();
+        if let CrashEffect::Torn { piece, kept, garbage } = effect {
             for range in &unsynced {
-                self.settle(range.clone(), piece, kept, garbage, dice);
+                self.tear(range.clone(), piece, kept, garbage, random);
             }
-            for range in &doomed {
-                self.settle(range.clone(), piece, kept, 0, dice);
+            for range in &dropped_by_sync {
+                self.tear(range.clone(), piece, kept, 0, random);
             }
         }
-        for range in unsynced.into_iter().chain(doomed) {
+        for range in unsynced.into_iter().chain(dropped_by_sync) {
             self.now[range.clone()].copy_from_slice(&self.durable[range]);
         }
     }
 
-    /// Decides for each piece of a write whether it got there.
-    fn settle(&mut self, range: Range<usize>, piece: usize, kept: u32, garbage: u32, dice: &mut Dice) {
+    fn tear(&mut self, range: Range<usize>, piece: usize, kept: u32, garbage: u32, random: &mut RandomSource) {
         for start in range.clone().step_by(piece) {
             let part = start..(start + piece).min(range.end);
-            if dice.chance(garbage) {
-                // Torn inside: the new bytes up to somewhere, then noise.
-                let torn = dice.between(part.start as u64, part.end as u64) as usize;
+            if random.chance(garbage) {
+                // Torn inside the piece: new bytes up to some point, then noise.
+                let torn = random.between(part.start as u64, part.end as u64) as usize;
                 self.durable[part.start..torn].copy_from_slice(&self.now[part.start..torn]);
-                dice.fill(&mut self.durable[torn..part.end]);
-            } else if dice.chance(kept) {
+                random.fill(&mut self.durable[torn..part.end]);
+            } else if random.chance(kept) {
                 self.durable[part.clone()].copy_from_slice(&self.now[part]);
             }
         }
@@ -408,33 +388,35 @@ impl Segment {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dice::Stream;
+    use crate::random::Stream;
 
     fn disk() -> Disk {
         let mut disk = Disk::default();
-        disk.make(0, 1 << 20);
+        disk.resize(0, 1 << 20);
         disk
     }
 
     #[test]
-    fn what_was_not_synced_is_lost() {
-        let (mut disk, mut dice) = (disk(), Dice::new(1, Stream::Setup));
+    fn power_loss_drops_unsynced_bytes() {
+        let mut disk = disk();
+        let mut random = RandomSource::new(1, Stream::Setup);
         assert!(disk.write(0, 0, &[&[1; 4096]]));
         let began = disk.writes();
         assert!(disk.write(0, 4096, &[&[2; 4096], &[3; 4096]]));
         disk.sync(0, began);
-        disk.lose_power(Loss::Kill, &mut dice);
+        disk.lose_power(CrashEffect::ProcessKilled, &mut random);
         assert_eq!(disk.read(0, 8192, 1), Some(&[3][..]), "a killed process loses nothing that was written");
-        disk.lose_power(Loss::All, &mut dice);
+        disk.lose_power(CrashEffect::UnsyncedLost, &mut random);
         assert_eq!(disk.read(0, 0, 1), Some(&[1][..]));
         assert_eq!(disk.read(0, 4096, 8192), Some(&[0; 8192][..]));
     }
 
     #[test]
-    fn pieces_are_torn_apart() {
-        let (mut disk, mut dice) = (disk(), Dice::new(1, Stream::Setup));
+    fn power_loss_tears_writes_into_sectors() {
+        let mut disk = disk();
+        let mut random = RandomSource::new(1, Stream::Setup);
         disk.write(0, 0, &[&[1; 64 * 4096]]);
-        disk.lose_power(Loss::Pieces { piece: SECTOR_BYTES, kept: 500_000, garbage: 50_000 }, &mut dice);
+        disk.lose_power(CrashEffect::Torn { piece: SECTOR_BYTES, kept: 500_000, garbage: 50_000 }, &mut random);
         let sectors = disk.read(0, 0, 64 * 4096).unwrap().chunks(SECTOR_BYTES);
         let (kept, rest): (Vec<_>, Vec<_>) = sectors.partition(|sector| sector.iter().all(|&b| b == 1));
         let (lost, torn): (Vec<_>, Vec<_>) = rest.into_iter().partition(|sector| sector.iter().all(|&b| b == 0));
@@ -442,25 +424,26 @@ mod tests {
     }
 
     #[test]
-    fn no_later_sync_helps_what_a_failed_one_dropped() {
-        let (mut disk, mut dice) = (disk(), Dice::new(1, Stream::Setup));
+    fn later_sync_does_not_restore_bytes_of_a_failed_one() {
+        let mut disk = disk();
+        let mut random = RandomSource::new(1, Stream::Setup);
         for block in 0..64 {
             disk.write(0, block * 4096, &[&[1; 4096]]);
         }
-        disk.sync_fails(0, disk.writes(), &mut dice);
+        disk.sync_fails(0, disk.writes(), &mut random);
         disk.sync(0, disk.writes());
-        disk.lose_power(Loss::All, &mut dice);
+        disk.lose_power(CrashEffect::UnsyncedLost, &mut random);
         let kept = (0..64).filter(|block| disk.read(0, block * 4096, 1) == Some(&[1][..])).count();
         assert!((10..54).contains(&kept), "{kept}");
     }
 
     #[test]
-    fn a_lie_about_a_tombstone_makes_its_key_suspect() {
+    fn silent_fault_near_a_tombstone_makes_its_key_suspect() {
         let mut disk = disk();
         let block = |key| crate::payload::page_key(key).0.to_vec();
         disk.note_write(0, 4096, Some(&block(5)));
         assert!(!disk.is_suspect(5));
-        disk.note_lie(0, 8192);
+        disk.note_silent_fault(0, 8192);
         assert!(disk.is_suspect(5));
         disk.note_write(0, 12288, Some(&block(6)));
         assert!(disk.is_suspect(6), "the segment may not be read to its end");

@@ -1,30 +1,38 @@
-//! Deterministic simulation of the storage core, of a node's whole storage, and of clients and nodes together.
+//! Deterministic simulation of the log, of a node, and of clients and nodes together.
 //!
-//! The real code (L3, its log, the arena; in a node L2, puts and write policies too) runs on a simulated device, on virtual time, on one thread; everything that is
-//! random follows from a seed. Tasks put, get, look up and forget pages at the same time while the device fails and power
-//! goes; a model knows which answers are allowed. A seed that fails is replayed with
-//! `cargo run --release -p larder-sim -- --seed N --verbose`.
+//! The production code runs unchanged on simulated devices, a simulated network and a virtual
+//! clock, on one thread. Tasks put, get, look up and forget pages while devices fail and power is
+//! lost. A model knows which answers are allowed and reports every other answer as a violation.
+//! `cargo xtask sim --seed N --verbose` replays a seed.
 //!
-//! Always true: a seed gives the same events in the same order whenever, wherever and beside whatever it runs.
+//! Invariants:
+//! - A seed produces the same events in the same order on every machine and at any load.
+//! - The simulation draws all randomness from the seed.
+//! - A panic in any task is a violation.
 //!
-//! - [`run`]: seeds from begin to end; [`life`]: one start of the node, and its end; [`setup`]: sizes and mix of a seed;
-//! - [`node`]: the same for a whole node without its sockets;
-//! - [`wire`]: clients and nodes together, over a fake transport;
-//! - [`workload`]: what the tasks do; [`model`]: what may be answered; [`payload`]: bytes that can be attributed;
-//! - [`device`]: the fault model; [`faults`]: which faults, how often; [`disk`]: what is stored and what is durable;
-//! - [`world`]: time, trace and violations; [`trace`]; [`dice`]; [`panics`].
+//! Layout:
+//! - [`run`]: runs seeds; [`incarnation`]: one start of the log, its work and its end; [`setup`]:
+//!   parameters of a seed;
+//! - [`node`]: a whole node without its sockets; [`wire`]: clients and nodes over a fake transport;
+//!   [`rdma`]: RDMA devices;
+//! - [`workload`]: operations of the workers; [`model`]: the oracle; [`payload`]: page contents
+//!   that identify their put;
+//! - [`device`]: the simulated device and its fault model; [`disk`]: stored and durable bytes;
+//!   [`faults`]: fault profiles;
+//! - [`world`]: clock, trace and violations; [`trace`]: history; [`random`]: random streams;
+//!   [`panics`]: panic capture.
 
 pub mod device;
-pub mod dice;
 pub mod disk;
 pub mod faults;
-pub mod life;
+pub mod incarnation;
 pub mod model;
 pub mod node;
 pub mod panics;
 pub mod payload;
+mod quiescence;
+pub mod random;
 pub mod rdma;
-mod rest;
 pub mod run;
 pub mod setup;
 pub mod trace;

@@ -1,58 +1,60 @@
-//! `larder-sim`: runs seeds of the simulation, or replays one.
+//! `larder-sim`: runs many seeds of the simulation, or replays one.
 
 use clap::Parser;
 use larder_sim::faults::Profile;
-use larder_sim::run::{Options, SeedReport, Subject, Summary, run_seed, run_seeds};
+use larder_sim::run::{Options, Scope, SeedReport, Summary, run_seed, run_seeds};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What is simulated, and which faults happen.
+/// The part of the system to simulate, and the fault profile. Parsed from `--profile`, such as
+/// `node-crash`. Without a fault profile, the seed decides.
 #[derive(Debug, Clone, Copy, Default)]
-struct Which {
-    subject: Subject,
+struct ProfileArg {
+    scope: Scope,
     faults: Option<Profile>,
 }
 
-impl FromStr for Which {
+impl FromStr for ProfileArg {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Which, String> {
+    fn from_str(text: &str) -> Result<ProfileArg, String> {
         let (first, rest) = text.split_once('-').unwrap_or((text, ""));
-        let (subject, faults) = match first {
-            "node" => (Subject::Node, rest),
-            "wire" => (Subject::Wire, rest),
-            _ => (Subject::L3, text),
+        let (scope, faults) = match first {
+            "node" => (Scope::Node, rest),
+            "wire" => (Scope::Wire, rest),
+            _ => (Scope::L3, text),
         };
         let faults = if faults.is_empty() { None } else { Some(faults.parse()?) };
-        Ok(Which { subject, faults })
+        Ok(ProfileArg { scope, faults })
     }
 }
 
-/// Deterministic simulation of Larder's storage core, of a whole node's storage, or of clients and nodes together.
+/// Deterministic simulation of Larder: the log, a whole node, or clients and nodes together
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// Seeds to run
+    /// Number of seeds to run
     #[arg(long, default_value_t = 256)]
     seeds: u64,
     /// Operations per seed
     #[arg(long, default_value_t = 20_000)]
     operations: u64,
-    /// The first seed when several are run
+    /// First seed of the range
     #[arg(long, default_value_t = 0)]
     first: u64,
-    /// Replay this seed alone
+    /// Replay only this seed
     #[arg(long)]
     seed: Option<u64>,
-    /// Run seeds for so many minutes instead (for nightly runs)
+    /// Start new seeds for this many minutes, instead of a fixed number (for nightly runs)
     #[arg(long)]
     minutes: Option<f64>,
-    /// Which faults: calm, crash, errors, lies, memory, all, by the seed if not given; of a whole node: node, or
-    /// node-calm and so on; of clients and nodes: wire, or wire-calm and so on
+    /// Fault profile: calm, crash, errors, corruption, memory or all; empty: chosen by the seed.
+    /// The log is simulated alone unless a prefix says otherwise: node, node-calm and so on
+    /// simulate a whole node; wire, wire-calm and so on simulate clients and nodes
     #[arg(long, default_value = "")]
-    profile: Which,
-    /// Go on after a seed failed
+    profile: ProfileArg,
+    /// Continue after a seed has failed
     #[arg(long)]
     keep_going: bool,
     /// Print every event
@@ -67,18 +69,18 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let options = Options {
         operations: args.operations,
-        subject: args.profile.subject,
+        scope: args.profile.scope,
         profile: args.profile.faults,
         verbose: args.verbose,
         keep_going: args.keep_going,
-        lying_syncs: false,
+        ignore_syncs: false,
     };
     if args.verbose {
         tracing_subscriber::fmt().with_writer(std::io::stdout).with_ansi(false).without_time().init();
     }
     let failed = match args.seed {
         Some(seed) => replay(seed, &options, args.json),
-        None => many(&args, &options),
+        None => run_many(&args, &options),
     };
     if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
@@ -90,14 +92,14 @@ fn replay(seed: u64, options: &Options, json: bool) -> bool {
         false => {
             println!("seed {seed} ({}): hash {:016x}, {} events", report.profile, report.hash, report.events);
             println!("{} operations in {} virtual ms", report.operations, report.virtual_ms);
-            report.counts.iter().for_each(|(what, count)| println!("{count:>10}  {what}"));
+            report.counts.iter().for_each(|(counter, count)| println!("{count:>10}  {counter}"));
             print_failure(&report);
         }
     }
     !report.violations.is_empty()
 }
 
-fn many(args: &Args, options: &Options) -> bool {
+fn run_many(args: &Args, options: &Options) -> bool {
     let limit = args.minutes.map(|minutes| Duration::from_secs_f64(minutes.max(0.0) * 60.0));
     let seeds = if limit.is_some() { u64::MAX } else { args.seeds };
     let summary = run_seeds(args.first, seeds, limit, options);
@@ -109,7 +111,7 @@ fn many(args: &Args, options: &Options) -> bool {
 }
 
 fn print_summary(summary: &Summary) {
-    summary.counts.iter().for_each(|(what, count)| println!("{count:>10}  {what}"));
+    summary.counts.iter().for_each(|(counter, count)| println!("{count:>10}  {counter}"));
     println!(
         "{} seeds, {} operations, {:.1} virtual hours in {:.1} s",
         summary.seeds, summary.operations, summary.virtual_hours, summary.seconds
@@ -124,5 +126,5 @@ fn print_failure(report: &SeedReport) {
     println!("seed {} ({}) FAILED; the last events:", report.seed, report.profile);
     report.tail.iter().for_each(|event| println!("  {event}"));
     report.violations.iter().for_each(|violation| println!("  {violation}"));
-    println!("replay: cargo run --release -p larder-sim -- {}", report.replay());
+    println!("replay: cargo xtask sim {}", report.replay());
 }

@@ -1,11 +1,12 @@
-//! Names and bytes of pages.
+//! Keys and page contents that identify the put they belong to.
 //!
-//! Always true: the bytes of a page follow from its key and its version alone, and two versions differ from the first
-//! bytes on, so that any byte that turns up can be attributed.
+//! Invariants:
+//! - The bytes of a page follow from its key and its version.
+//! - Two versions differ from their first bytes on, so the model can attribute any byte.
 
 use larder_format::{NamespaceId, PageId, PageKey};
 
-/// Every key of the simulation begins with these bytes, so that the device knows a key when it sees one.
+/// Prefix of every simulated key. The device recognizes keys in the blocks it stores by it.
 pub const KEY_MAGIC: [u8; 8] = *b"SIMxKEY:";
 const NAMESPACES: u64 = 2;
 
@@ -16,7 +17,6 @@ fn mix(value: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// The page key of a key.
 pub fn page_key(key: u64) -> PageKey {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&KEY_MAGIC);
@@ -25,12 +25,11 @@ pub fn page_key(key: u64) -> PageKey {
     PageKey(bytes)
 }
 
-/// The full name of a key.
 pub fn page_id(key: u64) -> PageId {
     PageId { namespace: NamespaceId([(key % NAMESPACES) as u8 + 1; 32]), key: page_key(key) }
 }
 
-/// The key that a block names, if it names one near its beginning.
+/// Returns the key that a block names within its first 512 bytes, if any.
 pub fn key_in(block: &[u8]) -> Option<u64> {
     let head = &block[..block.len().min(512)];
     let at = head.windows(8).position(|window| window == KEY_MAGIC)?;
@@ -38,17 +37,16 @@ pub fn key_in(block: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(number.try_into().ok()?))
 }
 
-/// From one word's state to the next.
 const STEP: (u64, u64) = (6_364_136_223_846_793_005, 1_442_695_040_888_963_407);
 
-/// The state so many words later.
+/// State after `words` steps, in logarithmic time.
 fn skip(mut state: u64, mut words: usize) -> u64 {
     let (mut factor, mut term) = STEP;
     while words > 0 {
         if words & 1 == 1 {
             state = state.wrapping_mul(factor).wrapping_add(term);
         }
-        // Twice as many at once.
+        // Compose the step with itself: one step now stands for two.
         term = term.wrapping_mul(factor.wrapping_add(1));
         factor = factor.wrapping_mul(factor);
         words >>= 1;
@@ -56,7 +54,6 @@ fn skip(mut state: u64, mut words: usize) -> u64 {
     state
 }
 
-/// The words of a version's payload, from one of them on.
 fn words_from(key: u64, version: u64, first: usize) -> impl Iterator<Item = [u8; 8]> {
     let names = [key.to_le_bytes(), version.to_le_bytes()];
     let mut state = skip(mix(key ^ mix(version)), first.saturating_sub(names.len()));
@@ -70,27 +67,27 @@ fn words(key: u64, version: u64) -> impl Iterator<Item = [u8; 8]> {
     words_from(key, version, 0)
 }
 
-/// Writes the bytes of a version.
 pub fn fill(key: u64, version: u64, bytes: &mut [u8]) {
     for (target, word) in bytes.chunks_mut(8).zip(words(key, version)) {
         target.copy_from_slice(&word[..target.len()]);
     }
 }
 
-/// Whether these are the bytes of the version; if not, what is wrong.
+/// Checks that these are the bytes of the version. The error names the first difference and the put
+/// that the bytes begin with.
 pub fn check(key: u64, version: u64, bytes: &[u8]) -> Result<(), String> {
     let wrong = |(found, word): (&[u8], [u8; 8])| *found != word[..found.len()];
     let Some(at) = bytes.chunks(8).zip(words(key, version)).position(wrong) else { return Ok(()) };
     let number = |from: usize| bytes.get(from..from + 8).map(|b| u64::from_le_bytes(b.try_into().unwrap_or_default()));
     Err(format!(
-        "bytes differ from key {key} version {version} from byte {} on; they begin with key {:?} version {:?}",
+        "bytes differ from key {key} version {version} from byte {} on, and begin with key {:?} version {:?}",
         at * 8,
         number(0),
         number(8)
     ))
 }
 
-/// Whether these are bytes of the version, from byte `at` on.
+/// Returns `true` if these are the bytes of the version from offset `at` on.
 pub fn is_at(key: u64, version: u64, at: usize, bytes: &[u8]) -> bool {
     let expected = words_from(key, version, at / 8).flatten().skip(at % 8);
     expected.take(bytes.len()).eq(bytes.iter().copied())
@@ -101,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_bytes_are_noticed() {
+    fn wrong_bytes_are_detected() {
         let mut bytes = vec![0; 1001];
         fill(3, 4, &mut bytes);
         assert_eq!(check(3, 4, &bytes), Ok(()));
@@ -112,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_anywhere_are_known() {
+    fn any_range_is_attributed_to_its_version() {
         let mut bytes = vec![0; 1001];
         fill(3, 4, &mut bytes);
         for range in [0..1001, 0..1, 7..9, 8..16, 13..17, 16..24, 17..990, 1000..1001, 5..5] {
@@ -122,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_found_in_blocks() {
+    fn key_is_found_in_a_block() {
         let mut block = vec![0; 4096];
         block[77..109].copy_from_slice(&page_key(9).0);
         assert_eq!(key_in(&block), Some(9));

@@ -1,16 +1,16 @@
-//! A seed from begin to end, and many seeds.
+//! Execution of one seed, and of many seeds on all cores.
 //!
-//! Always true: a seed's report follows from the seed and the options alone.
+//! Invariant: the report of a seed follows from the seed and the options alone.
 
-use crate::dice::{Dice, Stream};
 use crate::faults::{Faults, Profile};
-use crate::life::{End, Ground, Legacy, Plan, live};
+use crate::incarnation::{Carryover, Ending, Environment, IncarnationPlan, run_incarnation};
 use crate::model::Model;
 use crate::panics;
+use crate::random::{RandomSource, Stream};
 use crate::setup::Setup;
-use crate::wire::{self, WireSetup};
+use crate::wire::{self, ClusterSetup};
 use crate::world::World;
-use larder_device::Arena;
+use larder_memory::Arena;
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -18,150 +18,138 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// No seed takes more lives: one that crashes before it does anything is rare.
-const LIVES_MAX: u64 = 10_000;
+/// Bound on restarts. A seed that keeps crashing before any operation would never end otherwise.
+const INCARNATIONS_MAX: u64 = 10_000;
 
-/// What is simulated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Subject {
-    /// L3 alone.
+pub enum Scope {
     #[default]
     L3,
-    /// A whole node without its sockets.
     Node,
-    /// Clients and nodes, and what is between them.
     Wire,
 }
 
-/// What to run.
+/// Options of a run. Together with the seed they determine every event, so the command for a replay
+/// names both.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Operations per seed.
     pub operations: u64,
-    /// A control: syncs are answered and do nothing.
-    pub lying_syncs: bool,
-    /// Of what.
-    pub subject: Subject,
-    /// Which faults; by the seed if not given.
+    /// Negative control: devices acknowledge syncs and make nothing durable.
+    pub ignore_syncs: bool,
+    pub scope: Scope,
+    /// Fault profile. `None` lets the seed choose.
     pub profile: Option<Profile>,
-    /// Print every event.
     pub verbose: bool,
-    /// Go on after a seed failed.
     pub keep_going: bool,
 }
 
-/// What came of one seed.
 #[derive(Debug, Clone, Serialize)]
 pub struct SeedReport {
-    /// The seed.
     pub seed: u64,
-    /// Of what it was.
-    pub subject: Subject,
-    /// Which faults it had.
+    pub scope: Scope,
     pub profile: &'static str,
-    /// Hash over all events.
+    /// Hash over all events. Two runs of a seed must agree on it.
     pub hash: u64,
-    /// Number of events.
     pub events: u64,
-    /// Operations asked for.
-    pub operations_asked: u64,
-    /// Operations done.
+    /// Number of operations that the options asked for. Replaying a seed needs the same number.
+    pub operations_requested: u64,
     pub operations: u64,
-    /// Virtual milliseconds.
     pub virtual_ms: u64,
-    /// What was counted.
     pub counts: BTreeMap<&'static str, u64>,
-    /// What was found wrong; empty if nothing.
     pub violations: Vec<String>,
-    /// The last events, if something was.
     pub tail: Vec<String>,
 }
 
 impl SeedReport {
-    /// Arguments of the command that replay it.
     pub fn replay(&self) -> String {
-        let subject = match self.subject {
-            Subject::L3 => "",
-            Subject::Node => "node-",
-            Subject::Wire => "wire-",
+        let scope = match self.scope {
+            Scope::L3 => "",
+            Scope::Node => "node-",
+            Scope::Wire => "wire-",
         };
-        let SeedReport { profile, seed, operations_asked, .. } = self;
-        format!("--profile {subject}{profile} --seed {seed} --operations {operations_asked} --verbose")
+        let SeedReport { profile, seed, operations_requested, .. } = self;
+        format!("--profile {scope}{profile} --seed {seed} --operations {operations_requested} --verbose")
     }
 }
 
-/// Runs one seed.
+/// Runs one seed on the calling thread. A panic in any of its tasks becomes a violation in the
+/// report. Allocates the memory of the whole system.
 pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
-    let mut dice = Dice::new(seed, Stream::Setup);
+    let mut random = RandomSource::new(seed, Stream::Setup);
     let profile = options.profile.unwrap_or_else(|| Profile::of_seed(seed));
-    if options.subject == Subject::Wire {
-        return run_wire(seed, profile, options, dice);
+    if options.scope == Scope::Wire {
+        return run_wire(seed, profile, options, random);
     }
-    let node = options.subject == Subject::Node;
+    let node = options.scope == Scope::Node;
     let draw = if node { Setup::draw_node } else { Setup::draw };
-    let setup = draw(profile, options.operations, &mut dice);
+    let setup = draw(profile, options.operations, &mut random);
     let devices = setup.node.as_ref().map_or(1, |node| node.devices);
-    let mut faults = Faults::draw(profile, &mut dice);
-    faults.sync_lie = if options.lying_syncs { 1_000_000 } else { 0 };
+    let mut faults = Faults::draw(profile, &mut random);
+    faults.sync_ignored = if options.ignore_syncs { 1_000_000 } else { 0 };
     let world = Arc::new(World::new(seed, devices, faults, options.verbose));
     let operations = match Arena::new(setup.arena_bytes as usize) {
         Ok(arena) => {
             let model = Arc::new(Mutex::new(Model::new(setup.keys, node || setup.keep_percent > 0)));
-            let ground = Ground { world: world.clone(), model, arena, setup: Arc::new(setup) };
-            panics::watched(|| lives(&ground, options, &mut dice)).unwrap_or_else(|panic| {
+            let env = Environment { world: world.clone(), model, arena, setup: Arc::new(setup) };
+            panics::catch_panics(|| run_incarnations(&env, options, &mut random)).unwrap_or_else(|panic| {
                 world.violate(panic);
                 0
             })
         }
         Err(error) => {
-            world.violate(format!("no memory for the arena: {error}"));
+            world.violate(format!("the arena could not be allocated: {error}"));
             0
         }
     };
     report(&world, options, profile, operations)
 }
 
-/// Runs one seed of clients and nodes.
-fn run_wire(seed: u64, profile: Profile, options: &Options, mut dice: Dice) -> SeedReport {
-    let setup = WireSetup::draw(profile, &mut dice);
-    let faults = Faults::draw(profile, &mut dice);
+fn run_wire(seed: u64, profile: Profile, options: &Options, mut random: RandomSource) -> SeedReport {
+    let setup = ClusterSetup::draw(profile, &mut random);
+    let faults = Faults::draw(profile, &mut random);
     let world = Arc::new(World::new(seed, setup.nodes, faults, options.verbose));
-    let run = || wire::run(&world, setup, options.operations, &mut dice);
-    let operations = panics::watched(run).unwrap_or_else(|panic| {
+    let run = || wire::run(&world, setup, options.operations, &mut random);
+    let operations = panics::catch_panics(run).unwrap_or_else(|panic| {
         world.violate(panic);
         0
     });
     report(&world, options, profile, operations)
 }
 
-/// One life after the other until the operations are done.
-fn lives(ground: &Ground, options: &Options, dice: &mut Dice) -> u64 {
-    let setup = &ground.setup;
-    let (mut done, mut number, mut segments, mut legacy) = (0, 0, setup.segments, Legacy::default());
-    let drawn = *ground.world.faults.lock();
-    while !ground.world.failed() {
+/// Runs one incarnation after the other until the operations are done. Returns the number of
+/// operations performed.
+fn run_incarnations(env: &Environment, options: &Options, random: &mut RandomSource) -> u64 {
+    let setup = &env.setup;
+    let mut done = 0;
+    let mut number = 0;
+    let mut segments = setup.segments;
+    let mut carryover = Carryover::default();
+    let drawn = *env.world.faults.lock();
+    while !env.world.failed() {
         number += 1;
-        if number > LIVES_MAX {
-            ground.world.violate(format!("{LIVES_MAX} lives and only {done} operations"));
+        if number > INCARNATIONS_MAX {
+            env.world.violate(format!("{INCARNATIONS_MAX} incarnations performed only {done} operations"));
             break;
         }
         let last = done >= options.operations;
-        // Room changes now and then; less of it takes the oldest pages.
-        if dice.chance(250_000) {
-            let other = dice.between(3, 10);
+        // The capacity changes now and then. A smaller log evicts its oldest pages, so nothing is
+        // expected of them.
+        if random.chance(250_000) {
+            let other = random.between(3, 10);
             if other < segments {
-                legacy.expected.clear();
+                carryover.expected.clear();
             }
             segments = other;
         }
         let plan = match last {
-            true => Plan { number, operations: 0, events: u64::MAX, end: End::Last, segments },
-            false => plan(setup, number, options.operations - done, segments, dice),
+            true => IncarnationPlan { number, operations: 0, events: u64::MAX, end: Ending::Quiescent, segments },
+            false => plan(setup, number, options.operations - done, segments, random),
         };
-        *ground.world.faults.lock() = drawn;
-        legacy = live(ground, plan, legacy);
-        done += legacy.operations;
+        // The previous incarnation may have ended with its faults switched off.
+        *env.world.faults.lock() = drawn;
+        carryover = run_incarnation(env, plan, carryover);
+        done += carryover.operations;
         if last {
             break;
         }
@@ -169,18 +157,18 @@ fn lives(ground: &Ground, options: &Options, dice: &mut Dice) -> u64 {
     done
 }
 
-fn plan(setup: &Setup, number: u64, left: u64, segments: u64, dice: &mut Dice) -> Plan {
-    let operations = dice.between(1, setup.life_operations * 2).min(left);
-    // A crash may come at any event, and one time in ten while the node starts.
-    let events = match (setup.profile.crashes(), dice.below(10)) {
+fn plan(setup: &Setup, number: u64, left: u64, segments: u64, random: &mut RandomSource) -> IncarnationPlan {
+    let operations = random.between(1, setup.incarnation_operations * 2).min(left);
+    // A crash may happen at any event. One time in ten it hits the start of the node.
+    let events = match (setup.profile.crashes(), random.below(10)) {
         (false, _) => u64::MAX,
-        (true, 0) => dice.between(1, 60),
-        (true, 1) => dice.between(1, 600),
-        (true, 2..8) => dice.between(1, operations * 2),
+        (true, 0) => random.between(1, 60),
+        (true, 1) => random.between(1, 600),
+        (true, 2..8) => random.between(1, operations * 2),
         (true, _) => u64::MAX,
     };
-    let end = if dice.chance(500_000) { End::Closed } else { End::Dropped };
-    Plan { number, operations, events, end, segments }
+    let end = if random.chance(500_000) { Ending::Closed } else { Ending::Dropped };
+    IncarnationPlan { number, operations, events, end, segments }
 }
 
 fn report(world: &World, options: &Options, profile: Profile, operations: u64) -> SeedReport {
@@ -188,11 +176,11 @@ fn report(world: &World, options: &Options, profile: Profile, operations: u64) -
     let violations = world.violations();
     SeedReport {
         seed: world.seed,
-        subject: options.subject,
+        scope: options.scope,
         profile: profile.name(),
         hash,
         events,
-        operations_asked: options.operations,
+        operations_requested: options.operations,
         operations,
         virtual_ms: world.now_ms(),
         counts: world.counts(),
@@ -201,20 +189,13 @@ fn report(world: &World, options: &Options, profile: Profile, operations: u64) -
     }
 }
 
-/// What came of many seeds.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Summary {
-    /// Seeds run.
     pub seeds: u64,
-    /// Operations done.
     pub operations: u64,
-    /// Virtual hours.
     pub virtual_hours: f64,
-    /// Seconds that it took.
     pub seconds: f64,
-    /// What was counted, over all seeds.
     pub counts: BTreeMap<&'static str, u64>,
-    /// The seeds in which something was found wrong.
     pub failed: Vec<SeedReport>,
 }
 
@@ -223,8 +204,8 @@ impl Summary {
         self.seeds += 1;
         self.operations += report.operations;
         self.virtual_hours += report.virtual_ms as f64 / 3.6e6;
-        for (what, count) in &report.counts {
-            *self.counts.entry(what).or_default() += count;
+        for (counter, count) in &report.counts {
+            *self.counts.entry(counter).or_default() += count;
         }
         if !report.violations.is_empty() {
             self.failed.push(report);
@@ -232,19 +213,21 @@ impl Summary {
         }
     }
 
-    /// How often something was counted.
-    pub fn count(&self, what: &str) -> u64 {
-        self.counts.get(what).copied().unwrap_or(0)
+    pub fn count(&self, counter: &str) -> u64 {
+        self.counts.get(counter).copied().unwrap_or(0)
     }
 }
 
-/// Runs seeds from `first` on, on all cores: `seeds` of them, or as many as begin within `limit`.
+/// Runs seeds from `first` on, on all cores. Ends after `seeds` seeds, or starts no seed after
+/// `limit`.
 pub fn run_seeds(first: u64, seeds: u64, limit: Option<Duration>, options: &Options) -> Summary {
-    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let next = AtomicU64::new(0);
+    let stop = AtomicBool::new(false);
     let summary = Mutex::new(Summary::default());
     let began = Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let work = || {
+        // Relaxed: the flag ends the loop some time later and orders nothing.
         while !stop.load(Ordering::Relaxed) && limit.is_none_or(|limit| began.elapsed() < limit) {
             let turn = next.fetch_add(1, Ordering::Relaxed);
             if turn >= seeds {

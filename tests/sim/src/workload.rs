@@ -1,40 +1,35 @@
-//! What the tasks of a life do, and the check of every answer.
+//! Workers of the log: they draw operations and check every answer against the model.
 
-use crate::dice::{Dice, Stream};
-use crate::life::Life;
-use crate::model::{Asked, Expected};
+use crate::incarnation::LogIncarnation;
+use crate::model::{Expected, RequestTime};
 use crate::payload::{self, page_id};
+use crate::random::{RandomSource, Stream};
 use crate::setup::Setup;
 use futures::future::join;
-use larder_device::Slot;
 use larder_format::{NamespaceId, PageMeta};
-use larder_l3::{L3Error, Pin};
+use larder_log::{L3Error, Pin};
+use larder_memory::Slot;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Longer than anything takes.
+/// Deadline of requests without a limit. No request takes this long on a reliable device.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Some pages have more than one chunk per part.
 const LARGE_BYTES: u64 = 200_000;
 
-/// How long an operation may take.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Limit {
-    /// As long as it wants.
     None,
-    /// The store is given a deadline this soon.
     Deadline(Duration),
-    /// The future is dropped after this.
     Cancel(Duration),
 }
 
 impl Limit {
-    pub(crate) fn draw(dice: &mut Dice) -> Limit {
-        match dice.below(20) {
-            0 => Limit::Deadline(Duration::from_millis(dice.below(20))),
-            1 => Limit::Cancel(Duration::from_millis(dice.below(20))),
+    pub(crate) fn draw(random: &mut RandomSource) -> Limit {
+        match random.below(20) {
+            0 => Limit::Deadline(Duration::from_millis(random.below(20))),
+            1 => Limit::Cancel(Duration::from_millis(random.below(20))),
             _ => Limit::None,
         }
     }
@@ -43,7 +38,6 @@ impl Limit {
         self.deadline_within(PATIENCE)
     }
 
-    /// At the latest after `patience`.
     pub(crate) fn deadline_within(self, patience: Duration) -> std::time::Instant {
         let duration = match self {
             Limit::Deadline(duration) => duration,
@@ -52,7 +46,7 @@ impl Limit {
         (Instant::now() + duration).into_std()
     }
 
-    /// `None` if it was dropped.
+    /// Runs `work`. Returns `None` if the limit cancelled it.
     pub(crate) async fn run<T>(self, work: impl Future<Output = T>) -> Option<T> {
         match self {
             Limit::Cancel(after) => timeout(after, work).await.ok(),
@@ -61,107 +55,115 @@ impl Limit {
     }
 }
 
-/// One worker: operations until there are none left to do.
-pub async fn work(life: Arc<Life>, worker: u64) {
-    let mut dice = Dice::new(life.world.seed, Stream::Worker(life.number, worker));
+/// Runs one worker until the operations of the incarnation are used up, or until a violation ends
+/// the seed. All workers share one counter of operations.
+pub async fn work(log: Arc<LogIncarnation>, worker: u64) {
+    let mut random = RandomSource::new(log.world.seed, Stream::Worker(log.number, worker));
     loop {
-        let left = life.operations.load(Ordering::Relaxed);
-        if left == 0 || life.world.failed() {
+        // Relaxed: one thread runs all workers, and none can run between load and store.
+        let left = log.operations.load(Ordering::Relaxed);
+        if left == 0 || log.world.failed() {
             return;
         }
-        life.operations.store(left - 1, Ordering::Relaxed);
-        if dice.chance(300_000) {
-            sleep(Duration::from_millis(dice.below(life.setup.pause_ms_max))).await;
+        log.operations.store(left - 1, Ordering::Relaxed);
+        if random.chance(300_000) {
+            sleep(Duration::from_millis(random.below(log.setup.pause_ms_max))).await;
         }
-        operation(&life, &mut dice).await;
+        run_operation(&log, &mut random).await;
     }
 }
 
-async fn operation(life: &Life, dice: &mut Dice) {
-    let mix = life.setup.mix;
-    if dice.chance(life.setup.admin) {
-        return administer(life, dice);
+async fn run_operation(log: &LogIncarnation, random: &mut RandomSource) {
+    let mix = log.setup.mix;
+    if random.chance(log.setup.admin_rate) {
+        return administer(log, random);
     }
-    let key = pick(&life.setup, dice);
-    let turn = dice.below(mix.put + mix.get + mix.find + mix.forget);
+    let key = draw_key(&log.setup, random);
+    let turn = random.below(mix.put + mix.get + mix.find + mix.forget);
     if turn < mix.put {
-        put(life, key, dice).await;
+        put(log, key, random).await;
     } else if turn < mix.put + mix.get {
-        get(life, key, dice).await;
+        get(log, key, random).await;
     } else if turn < mix.put + mix.get + mix.find {
-        find(life, key);
+        find(log, key);
     } else {
-        forget(life, key, dice).await;
+        forget(log, key, random).await;
     }
 }
 
-/// Some keys are asked for more than others.
-pub(crate) fn pick(setup: &Setup, dice: &mut Dice) -> u64 {
+pub(crate) fn draw_key(setup: &Setup, random: &mut RandomSource) -> u64 {
     let keys = setup.keys;
-    match dice.below(3) {
-        0 => dice.below(keys),
-        1 => dice.below(keys / 8 + 1),
-        _ => dice.below(keys).min(dice.below(keys)),
+    match random.below(3) {
+        0 => random.below(keys),
+        1 => random.below(keys / 8 + 1),
+        _ => random.below(keys).min(random.below(keys)),
     }
 }
 
-/// Bytes of the parts of a page.
-pub(crate) fn parts(setup: &Setup, dice: &mut Dice) -> Vec<u32> {
+pub(crate) fn parts(setup: &Setup, random: &mut RandomSource) -> Vec<u32> {
     if let Some(bytes) = setup.uniform_bytes {
         return vec![bytes];
     }
-    let most = if dice.chance(5_000) { LARGE_BYTES } else { setup.payload_max };
-    let parts = dice.between(1, 4);
-    (0..parts).map(|_| dice.between(1, most / parts) as u32).collect()
+    let most = if random.chance(5_000) { LARGE_BYTES } else { setup.payload_max };
+    let parts = random.between(1, 4);
+    (0..parts).map(|_| random.between(1, most / parts) as u32).collect()
 }
 
-/// Memory filled with a new version of the key; its number, metadata, and memory, if there is some.
-fn make(life: &Life, key: u64, parts: Vec<u32>, expires_unix_ms: u64) -> Option<(u64, PageMeta, Slot)> {
+/// Allocates and fills memory for a new version. Returns its number, metadata and memory, or `None`
+/// if the arena is full.
+fn allocate_version(
+    log: &LogIncarnation,
+    key: u64,
+    parts: Vec<u32>,
+    expires_unix_ms: u64,
+) -> Option<(u64, PageMeta, Slot)> {
     let bytes: usize = parts.iter().map(|&part| part as usize).sum();
-    let Some(mut slot) = life.arena.allocate(bytes) else {
-        life.world.count("no memory", 1);
+    let Some(mut slot) = log.arena.allocate(bytes) else {
+        log.world.count("out of memory", 1);
         return None;
     };
-    let mut model = life.model.lock();
+    let mut model = log.model.lock();
     let version = model.put_begins(key, parts, expires_unix_ms);
     payload::fill(key, version, &mut slot);
     let meta = model.describe(key, version, &slot);
     Some((version, meta, slot.freeze()))
 }
 
-async fn put(life: &Life, key: u64, dice: &mut Dice) {
-    let expires_unix_ms = if dice.chance(life.setup.mortal) { life.world.unix_ms() + dice.below(20_000) } else { 0 };
-    let Some((version, meta, slot)) = make(life, key, parts(&life.setup, dice), expires_unix_ms) else { return };
-    let limit = Limit::draw(dice);
-    life.world.event("put", [key, version, slot.len() as u64]);
-    // A put that comes twice at once is one put.
-    let twice = dice.chance(20_000).then(|| (meta.clone(), slot.clone()));
-    let write = life.l3.write(meta, slot, limit.deadline());
+async fn put(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
+    let expires_unix_ms =
+        if random.chance(log.setup.ttl_rate) { log.world.unix_ms() + random.below(20_000) } else { 0 };
+    let Some((version, meta, slot)) = allocate_version(log, key, parts(&log.setup, random), expires_unix_ms) else {
+        return;
+    };
+    let limit = Limit::draw(random);
+    log.world.event("put", [key, version, slot.len() as u64]);
+    // Two concurrent writes of one version must behave as one put.
+    let twice = random.chance(20_000).then(|| (meta.clone(), slot.clone()));
+    let write = log.l3.write(meta, slot, limit.deadline());
     let result = match twice {
         None => limit.run(write).await,
         Some((meta, slot)) => {
-            let again = life.l3.write(meta, slot, limit.deadline());
+            let again = log.l3.write(meta, slot, limit.deadline());
             limit.run(join(write, again)).await.map(|(first, second)| first.and(second))
         }
     };
-    check_patience(life, limit, "put", &result);
-    let answer = code(&result);
-    life.world.event("put answer", [key, version, answer]);
-    life.world.count(name("put", answer), 1);
-    let acked = matches!(result, Some(Ok(()))).then(|| life.world.now_ms());
-    life.model.lock().put_ends(version, acked);
+    check_not_late(log, limit, "put", &result);
+    let answer = outcome_code(&result);
+    log.world.event("put answer", [key, version, answer]);
+    log.world.count(counter_name("put", answer), 1);
+    let acked = matches!(result, Some(Ok(()))).then(|| log.world.now_ms());
+    log.model.lock().put_ends(version, acked);
 }
 
-/// What is not limited, on a device that does what it should, is done in time.
-fn check_patience<T>(life: &Life, limit: Limit, what: &str, result: &Option<Result<T, L3Error>>) {
+/// Checks that a request without a limit completes in time on a reliable device.
+fn check_not_late<T>(log: &LogIncarnation, limit: Limit, operation: &str, result: &Option<Result<T, L3Error>>) {
     let late = matches!(result, Some(Err(L3Error::Deadline(_)))) && matches!(limit, Limit::None);
-    if late && life.setup.profile.honest() {
-        life.world.violate(format!("a {what} takes longer than {} s", PATIENCE.as_secs()));
+    if late && log.setup.profile.is_reliable() {
+        log.world.violate(format!("a {operation} took longer than {} s on a reliable device", PATIENCE.as_secs()));
     }
 }
 
-/// 0 is good, the rest say what happened.
-fn code<T>(result: &Option<Result<T, L3Error>>) -> u64 {
+fn outcome_code<T>(result: &Option<Result<T, L3Error>>) -> u64 {
     match result {
         Some(Ok(_)) => 0,
         None => 1,
@@ -174,172 +176,169 @@ fn code<T>(result: &Option<Result<T, L3Error>>) -> u64 {
     }
 }
 
-fn name(what: &'static str, code: u64) -> &'static str {
-    match (what, code) {
+fn counter_name(operation: &'static str, code: u64) -> &'static str {
+    match (operation, code) {
         ("put", 0) => "puts acknowledged",
         ("get", 0) => "gets answered",
         ("forget", 0) => "forgets acknowledged",
         (_, 1) => "cancelled",
         (_, 2) => "deadlines passed",
-        (_, 4) => "no memory",
+        (_, 4) => "out of memory",
         (_, 6) => "log stopped",
         _ => "refused with an error",
     }
 }
 
-async fn get(life: &Life, key: u64, dice: &mut Dice) {
-    let limit = Limit::draw(dice);
-    let asked = asks(life);
+async fn get(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
+    let limit = Limit::draw(random);
+    let started = request_time(log);
     let id = page_id(key);
-    let result = limit.run(life.l3.read(&id, limit.deadline())).await;
-    check_patience(life, limit, "get", &result);
-    let answer = code(&result);
-    life.world.count(name("get", answer), 1);
+    let result = limit.run(log.l3.read(&id, limit.deadline())).await;
+    check_not_late(log, limit, "get", &result);
+    let answer = outcome_code(&result);
+    log.world.count(counter_name("get", answer), 1);
     let Some(Ok(Some((meta, slot)))) = result else {
-        life.world.event("get", [key, 0, answer]);
+        log.world.event("get", [key, 0, answer]);
         return;
     };
-    life.world.event("get", [key, meta.generation, 0]);
-    life.world.count("hits", 1);
-    check(life, key, asked, &meta, &slot);
-    if dice.chance(100_000) {
-        // Memory that is held stays as it is.
-        sleep(Duration::from_millis(dice.below(200))).await;
+    log.world.event("get", [key, meta.generation, 0]);
+    log.world.count("hits", 1);
+    check(log, key, started, &meta, &slot);
+    if random.chance(100_000) {
+        // The caller still holds the memory, so its bytes must not change.
+        sleep(Duration::from_millis(random.below(200))).await;
         if let Err(problem) = payload::check(key, meta.generation, &slot) {
-            life.world.violate(format!("memory changed while it was held: {problem}"));
+            log.world.violate(format!("memory changed while the caller held it: {problem}"));
         }
     }
 }
 
-fn asks(life: &Life) -> Asked {
-    life.model.lock().asks(life.world.unix_ms())
+fn request_time(log: &LogIncarnation) -> RequestTime {
+    log.model.lock().request_time(log.world.unix_ms())
 }
 
-fn check(life: &Life, key: u64, asked: Asked, meta: &PageMeta, payload: &[u8]) {
-    let suspect = life.world.is_suspect(key);
-    let model = life.model.lock();
-    let found = model.check_found(key, meta.generation, asked, suspect);
+fn check(log: &LogIncarnation, key: u64, started: RequestTime, meta: &PageMeta, payload: &[u8]) {
+    let suspect = log.world.is_suspect(key);
+    let model = log.model.lock();
+    let found = model.check_found(key, meta.generation, started, suspect);
     if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
         drop(model);
-        life.world.violate(format!("a get: {problem}"));
+        log.world.violate(format!("get: {problem}"));
     }
 }
 
-fn find(life: &Life, key: u64) {
-    let asked = asks(life);
-    let found = life.l3.find(&page_id(key));
-    life.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
+fn find(log: &LogIncarnation, key: u64) {
+    let started = request_time(log);
+    let found = log.l3.find(&page_id(key));
+    log.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
     let Some(entry) = found else { return };
-    let suspect = life.world.is_suspect(key);
-    let checked = life.model.lock().check_found(key, entry.generation, asked, suspect);
+    let suspect = log.world.is_suspect(key);
+    let checked = log.model.lock().check_found(key, entry.generation, started, suspect);
     if let Err(problem) = checked {
-        life.world.violate(format!("a look-up: {problem}"));
+        log.world.violate(format!("lookup: {problem}"));
     }
 }
 
-async fn forget(life: &Life, key: u64, dice: &mut Dice) {
+async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
     let mut keys = vec![key];
-    for _ in 0..dice.below(4) {
-        keys.push(pick(&life.setup, dice));
+    for _ in 0..random.below(4) {
+        keys.push(draw_key(&log.setup, random));
     }
     keys.sort_unstable();
     keys.dedup();
     let ids: Vec<_> = keys.iter().map(|&key| page_id(key)).collect();
-    let limit = Limit::draw(dice);
-    keys.iter().for_each(|&key| life.world.event("forget", [key, 0, 0]));
-    let forgetting = life.model.lock().forget_begins(keys.clone());
-    let result = limit.run(life.l3.forget(&ids, limit.deadline())).await;
-    check_patience(life, limit, "forget", &result);
-    let answer = code(&result);
-    keys.iter().for_each(|&key| life.world.event("forget answer", [key, 0, answer]));
-    life.world.count(name("forget", answer), 1);
-    life.model.lock().forget_ends(forgetting, answer == 0);
+    let limit = Limit::draw(random);
+    keys.iter().for_each(|&key| log.world.event("forget", [key, 0, 0]));
+    let forgetting = log.model.lock().forget_begins(keys.clone());
+    let result = limit.run(log.l3.forget(&ids, limit.deadline())).await;
+    check_not_late(log, limit, "forget", &result);
+    let answer = outcome_code(&result);
+    keys.iter().for_each(|&key| log.world.event("forget answer", [key, 0, answer]));
+    log.world.count(counter_name("forget", answer), 1);
+    log.model.lock().forget_ends(forgetting, answer == 0);
 }
 
-/// After a start: what must be there is there.
-pub async fn check_expected(life: &Life, expected: &[Expected]) {
-    if !life.setup.profile.honest() {
+/// Checks after recovery that all expected versions are present. Skips unreliable devices, and
+/// pages that may have expired.
+pub async fn check_expected(log: &LogIncarnation, expected: &[Expected]) {
+    if !log.setup.profile.is_reliable() {
         return;
     }
     for Expected { key, version } in expected {
-        let expires = life.model.lock().expires_unix_ms(*version);
-        // The log may be a second early.
-        if expires != 0 && expires <= life.world.unix_ms() + 1000 {
+        let expires = log.model.lock().expires_unix_ms(*version);
+        // The log may treat a page as expired up to a second early.
+        if expires != 0 && expires <= log.world.unix_ms() + 1000 {
             continue;
         }
-        life.world.count("pages that had to be there", 1);
-        let found = life.l3.find(&page_id(*key)).map(|entry| entry.generation);
-        let other = found.is_some_and(|found| found < *version) && life.setup.keep_percent > 0;
+        log.world.count("durable pages checked", 1);
+        let found = log.l3.find(&page_id(*key)).map(|entry| entry.generation);
+        let other = found.is_some_and(|found| found < *version) && log.setup.keep_percent > 0;
         if found != Some(*version) && !other {
-            life.world.count("pages lost", 1);
-            life.world.violate(format!("key {key}: version {version} was durable, and {found:?} is there"));
+            log.world.count("pages lost", 1);
+            log.world.violate(format!("key {key}: version {version} was durable, and the log has {found:?}"));
         }
     }
 }
 
-/// Pins, quotas, scrubs: what does not read or write by itself.
-fn administer(life: &Life, dice: &mut Dice) {
-    match dice.below(8) {
-        0 => life.l3.scrub_now(),
+fn administer(log: &LogIncarnation, random: &mut RandomSource) {
+    match random.below(8) {
+        0 => log.l3.scrub_now(),
         1 | 2 => {
-            let namespace = NamespaceId([dice.between(1, 2) as u8; 32]);
-            let bytes = if dice.chance(500_000) { u64::MAX } else { dice.below(4 * life.setup.segment_bytes) };
-            life.world.event("quota", [namespace.0[0].into(), bytes, 0]);
-            life.l3.set_quota(namespace, bytes);
+            let namespace = NamespaceId([random.between(1, 2) as u8; 32]);
+            let bytes = if random.chance(500_000) { u64::MAX } else { random.below(4 * log.setup.segment_bytes) };
+            log.world.event("quota", [namespace.0[0].into(), bytes, 0]);
+            log.l3.set_quota(namespace, bytes);
         }
         turn => {
-            let ids: Vec<_> = (0..dice.between(1, 4)).map(|_| page_id(pick(&life.setup, dice))).collect();
-            let pin = [Pin::None, Pin::Soft, Pin::Hard][dice.below(3) as usize];
-            let held = if turn == 3 { 0 } else { life.l3.pin(&ids, pin) };
-            life.l3.touch(&ids);
-            life.world.event("pin", [ids.len() as u64, held as u64, 0]);
-            life.world.count("pages pinned", if pin == Pin::None { 0 } else { held as u64 });
+            let ids: Vec<_> = (0..random.between(1, 4)).map(|_| page_id(draw_key(&log.setup, random))).collect();
+            let pin = [Pin::None, Pin::Soft, Pin::Hard][random.below(3) as usize];
+            let held = if turn == 3 { 0 } else { log.l3.pin(&ids, pin) };
+            log.l3.touch(&ids);
+            log.world.event("pin", [ids.len() as u64, held as u64, 0]);
+            log.world.count("pages pinned", if pin == Pin::None { 0 } else { held as u64 });
         }
     }
-    let stats = life.l3.stats();
+    let stats = log.l3.stats();
     if stats.pinned_bytes > stats.bytes_capacity / 4 {
-        life.world.violate(format!("{} bytes are pinned", stats.pinned_bytes));
+        log.world.violate(format!("{} bytes are pinned, more than a quarter of the capacity", stats.pinned_bytes));
     }
 }
 
-/// Ends all pins; nothing may be held then.
-pub fn let_go(life: &Life) {
-    let ids: Vec<_> = (0..life.setup.keys).map(page_id).collect();
-    life.l3.pin(&ids, Pin::None);
-    let left = life.l3.stats().pinned_bytes;
+pub fn release_all_pins(log: &LogIncarnation) {
+    let ids: Vec<_> = (0..log.setup.keys).map(page_id).collect();
+    log.l3.pin(&ids, Pin::None);
+    let left = log.l3.stats().pinned_bytes;
     if left != 0 {
-        life.world.violate(format!("after all pins ended, {left} bytes are pinned"));
+        log.world.violate(format!("{left} bytes are pinned after all pins were removed"));
     }
 }
 
-/// A put and a get that must work.
-pub async fn put_and_get(life: &Life) -> Result<(), L3Error> {
-    let Some((version, meta, slot)) = make(life, 0, vec![1000], 0) else {
-        life.world.violate("at rest, there is no memory for a page".into());
+pub async fn put_and_get(log: &LogIncarnation) -> Result<(), L3Error> {
+    let Some((version, meta, slot)) = allocate_version(log, 0, vec![1000], 0) else {
+        log.world.violate("the arena has no memory for a page after faults have stopped".into());
         return Ok(());
     };
-    let put = life.l3.write(meta, slot, Limit::None.deadline()).await;
-    let acked = put.is_ok().then(|| life.world.now_ms());
-    life.model.lock().put_ends(version, acked);
+    let put = log.l3.write(meta, slot, Limit::None.deadline()).await;
+    let acked = put.is_ok().then(|| log.world.now_ms());
+    log.model.lock().put_ends(version, acked);
     put?;
-    match life.l3.read(&page_id(0), Limit::None.deadline()).await? {
+    match log.l3.read(&page_id(0), Limit::None.deadline()).await? {
         Some((meta, _)) if meta.generation == version => Ok(()),
         other => {
             let found = other.map(|(meta, _)| meta.generation);
-            life.world.violate(format!("at rest, version {version} was put and {found:?} is read"));
+            log.world.violate(format!("version {version} was put and {found:?} was read after faults have stopped"));
             Ok(())
         }
     }
 }
 
-/// Reads every key once.
-pub async fn read_everything(life: &Life) {
-    for key in 0..life.setup.keys {
-        let asked = asks(life);
-        match life.l3.read(&page_id(key), Limit::None.deadline()).await {
-            Ok(Some((meta, slot))) => check(life, key, asked, &meta, &slot),
+pub async fn read_all_keys(log: &LogIncarnation) {
+    for key in 0..log.setup.keys {
+        let started = request_time(log);
+        match log.l3.read(&page_id(key), Limit::None.deadline()).await {
+            Ok(Some((meta, slot))) => check(log, key, started, &meta, &slot),
             Ok(None) => {}
-            Err(error) => life.world.violate(format!("at rest, reading key {key} fails: {error}")),
+            Err(error) => log.world.violate(format!("reading key {key} fails after faults have stopped: {error}")),
         }
     }
 }

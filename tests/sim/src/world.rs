@@ -1,7 +1,7 @@
-//! What outlives the node: the device's content, virtual time, the trace, and what was found wrong.
+//! State that outlives a node: device contents, virtual time, the trace, and violations.
 //!
-//! Always true: only one thread uses a world, so that its locks are never contended and the order of events follows from
-//! the seed.
+//! Invariant: one thread uses a world. Its locks are never contended, so the order of events
+//! follows from the seed.
 
 use crate::disk::Disk;
 use crate::faults::Faults;
@@ -11,20 +11,17 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Violations that are kept; the first says most.
+/// Bound on reported violations. The first one explains most.
 const VIOLATIONS_KEPT: usize = 8;
 
-/// The time of day at which every seed begins.
 const BEGAN_UNIX_MS: u64 = 1_700_000_000_123;
 
-/// The surroundings of one seed.
+/// Surroundings of one seed: the state that outlives an incarnation. One thread uses it, so its
+/// locks are never contended.
 #[derive(Debug)]
 pub struct World {
-    /// The seed.
     pub seed: u64,
-    /// What is stored, by device.
     pub disks: Vec<Mutex<Disk>>,
-    /// What goes wrong from now on.
     pub faults: Mutex<Faults>,
     trace: Mutex<Trace>,
     clock: Mutex<Clock>,
@@ -34,14 +31,13 @@ pub struct World {
 
 #[derive(Debug, Default)]
 struct Clock {
-    /// Milliseconds that earlier lives took.
     base_ms: u64,
-    /// When the runtime of this life was made, in its own time.
-    life_began: Option<Instant>,
+    /// Start of the current incarnation, by the clock of its runtime. Each runtime has its own
+    /// virtual clock.
+    incarnation_began: Option<Instant>,
 }
 
 impl World {
-    /// Empty devices at time 0.
     pub fn new(seed: u64, devices: usize, faults: Faults, verbose: bool) -> World {
         World {
             seed,
@@ -54,88 +50,87 @@ impl World {
         }
     }
 
-    /// A life begins in a runtime whose clock stands still.
-    pub fn life_begins(&self) {
-        self.clock.lock().life_began = Some(Instant::now());
+    /// Starts the clock of an incarnation. Must run inside its runtime, whose clock is paused:
+    /// virtual time passes only while all tasks wait.
+    pub fn incarnation_begins(&self) {
+        self.clock.lock().incarnation_began = Some(Instant::now());
     }
 
-    /// It is over; the next one goes on at the same time.
-    pub fn life_ends(&self) {
+    /// Stops the clock. The next incarnation continues at the same virtual time, although its
+    /// runtime has a clock of its own.
+    pub fn incarnation_ends(&self) {
         let mut clock = self.clock.lock();
-        clock.base_ms += clock.life_began.take().map_or(0, |began| (Instant::now() - began).as_millis() as u64);
+        clock.base_ms += clock.incarnation_began.take().map_or(0, |began| (Instant::now() - began).as_millis() as u64);
     }
 
-    /// Virtual milliseconds since the seed began.
     pub fn now_ms(&self) -> u64 {
         let clock = self.clock.lock();
-        clock.base_ms + clock.life_began.map_or(0, |began| (Instant::now() - began).as_millis() as u64)
+        clock.base_ms + clock.incarnation_began.map_or(0, |began| (Instant::now() - began).as_millis() as u64)
     }
 
-    /// The time of day, in milliseconds since 1970.
     pub fn unix_ms(&self) -> u64 {
         BEGAN_UNIX_MS + self.now_ms()
     }
 
-    /// When that is, for timers of this life.
+    /// Converts a virtual time to an instant of the current runtime, for timers. Panics if that
+    /// time lies before this incarnation.
     pub fn instant(&self, at_ms: u64) -> Instant {
         let clock = self.clock.lock();
-        let began = clock.life_began.unwrap_or_else(Instant::now);
-        began + Duration::from_millis(at_ms.saturating_sub(clock.base_ms))
+        let began = clock.incarnation_began.unwrap_or_else(Instant::now);
+        assert!(at_ms >= clock.base_ms, "timers belong to the current incarnation");
+        began + Duration::from_millis(at_ms - clock.base_ms)
     }
 
-    /// Whether forgotten pages of a key may come back, because a device lied about its tombstones.
+    /// Returns `true` if forgotten pages of a key may return because a device silently damaged
+    /// their tombstones.
     pub fn is_suspect(&self, key: u64) -> bool {
         self.disks.iter().any(|disk| disk.lock().is_suspect(key))
     }
 
-    /// Adds an event to the trace.
-    pub fn event(&self, what: &'static str, numbers: [u64; 3]) {
-        let event = Event { at_ms: self.now_ms(), what, numbers };
+    pub fn event(&self, name: &'static str, numbers: [u64; 3]) {
+        let event = Event { at_ms: self.now_ms(), name, numbers };
         self.trace.lock().add(event);
     }
 
-    /// Counts something that a report tells of.
-    pub fn count(&self, what: &'static str, by: u64) {
-        *self.counts.lock().entry(what).or_default() += by;
+    pub fn count(&self, name: &'static str, by: u64) {
+        *self.counts.lock().entry(name).or_default() += by;
     }
 
-    /// A fault happens: it is counted and traced.
-    pub fn fault(&self, what: &'static str, numbers: [u64; 3]) {
-        self.count(what, 1);
-        self.event(what, numbers);
+    pub fn fault(&self, name: &'static str, numbers: [u64; 3]) {
+        self.count(name, 1);
+        self.event(name, numbers);
     }
 
-    /// Something that must not be.
-    pub fn violate(&self, what: String) {
+    /// Reports a violated promise, which ends the seed soon. Keeps the first [`VIOLATIONS_KEPT`]
+    /// texts, because later ones mostly follow from them.
+    pub fn violate(&self, problem: String) {
         self.event("VIOLATION", [0; 3]);
+        // A broken seed may violate a promise at every operation. The first ones explain the rest.
         let mut violations = self.violations.lock();
         if violations.len() < VIOLATIONS_KEPT {
-            violations.push(format!("at {} ms: {what}", self.now_ms()));
+            violations.push(format!("at {} ms: {problem}", self.now_ms()));
         }
     }
 
-    /// Whether anything was found wrong.
     pub fn failed(&self) -> bool {
         !self.violations.lock().is_empty()
     }
 
-    /// What was found wrong.
     pub fn violations(&self) -> Vec<String> {
         self.violations.lock().clone()
     }
 
-    /// What was counted.
     pub fn counts(&self) -> BTreeMap<&'static str, u64> {
         self.counts.lock().clone()
     }
 
-    /// The hash over all events, and their number.
+    /// Hash over all events, and their number. Two runs of a seed with different hashes prove that
+    /// something besides the seed decides.
     pub fn hash(&self) -> (u64, u64) {
         let trace = self.trace.lock();
         (trace.hash(), trace.events())
     }
 
-    /// The last events.
     pub fn tail(&self) -> Vec<String> {
         self.trace.lock().tail()
     }

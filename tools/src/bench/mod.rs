@@ -1,4 +1,4 @@
-//! `larder bench …`: measurements that anybody can repeat.
+//! `larder bench …`: reproducible measurements.
 
 pub mod crash;
 pub mod overload;
@@ -8,25 +8,25 @@ pub mod trace;
 use anyhow::Result;
 use clap::Subcommand;
 
-/// What to measure.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
-    /// Kill a store node under load, again and again, and check what it holds afterwards
+    /// Kill a store node under load again and again, and verify its pages after each restart
     Crash(crash::Args),
-    /// Ask a store node for ten times what it can do, and look at its memory, goodput and refusals
+    /// Offer a store node ten times its capacity, and check memory, goodput and refusal latency
     Overload(overload::Args),
-    /// Time to first token, tokens per second and hit rate of a running router, with and without the store
+    /// Measure time to first token, tokens per second and hit rate of a running router, with and
+    /// without the store
     Serve(serve::Args),
-    /// Hit rates of eviction policies on a recorded trace, beside the offline optimum
+    /// Compare the hit rates of eviction policies on a recorded trace with the offline optimum
     Trace(trace::Args),
 }
 
-/// Runs it.
 pub async fn run(bench: Bench) -> Result<()> {
     match bench {
         Bench::Crash(args) => crash::run(args).await,
         Bench::Overload(args) => overload::run(args).await,
         Bench::Serve(args) => serve::run(args).await,
+        // The replay computes for minutes without waiting for anything.
         Bench::Trace(args) => tokio::task::spawn_blocking(move || trace::run(&args)).await?,
     }
 }

@@ -1,137 +1,166 @@
-//! A store node is asked for ten times what it can do.
+//! Overload test: offers a store node ten times its capacity.
 //!
-//! What must be seen: its memory stays within its budgets, what it does remains nearly what it can do, and what it refuses
-//! it refuses at once. Beside clients that behave there are some that never read what they asked for, some that vanish in the
-//! middle of what they send, and a probe that times refusals on a connection of its own.
+//! The node passes if its memory stays within its budgets, its goodput stays close to its capacity,
+//! and refusals are immediate. Three kinds of clients run besides the regular ones:
 //!
-//! The node is a process of its own; the load is made by this one, on the other half of the machine's processors.
+//! - clients that request pages and never read them,
+//! - clients that disconnect in the middle of a put,
+//! - a probe that measures the latency of refusals on its own connection.
+//!
+//! The node is a child process. It and the load generator each use half of the machine's
+//! processors.
 
-mod bad;
-mod line;
-mod load;
+mod connection;
+mod misbehaving;
 mod node;
+mod workload;
 
 use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use load::{Load, Tally};
-use node::Process;
+use node::NodeProcess;
 use rustix::thread::CpuSet;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
+use workload::{LoadTotals, Workload};
 
-/// Settings of the overload.
 #[derive(Debug, Parser)]
 pub struct Args {
-    /// Seconds of overload
+    /// Duration of the overload, in seconds
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     seconds: u64,
-    /// Minutes of overload, instead
-    #[arg(long)]
+    /// Duration of the overload, in minutes. Overrides --seconds
+    #[arg(long, value_name = "MINUTES")]
     minutes: Option<u64>,
-    /// One JSON object instead of a table
+    /// Print the report as one line of JSON, without progress
     #[arg(long)]
     json: bool,
 }
 
-/// How much more is asked for than can be done.
-const TIMES: f64 = 10.0;
-/// Least part of that which is to be offered in fact.
-const TIMES_MIN: f64 = 7.0;
-/// Operations at a time among which the best goodput is looked for, and for how long each.
-const LEVELS: [usize; 4] = [2, 4, 8, 16];
-const LEVEL_TIME: Duration = Duration::from_secs(2);
-const RSS_EVERY: Duration = Duration::from_millis(100);
-/// Least goodput, of the best.
+/// Offered load, as a multiple of the capacity measured before. The node must then refuse most
+/// operations.
+const OVERLOAD_FACTOR: f64 = 10.0;
+/// Minimum multiple that must actually be offered for the result to count. Below it the load
+/// generator was the bottleneck.
+const OVERLOAD_FACTOR_MIN: f64 = 7.0;
+const CONCURRENCY_LEVELS: [usize; 4] = [2, 4, 8, 16];
+const LEVEL_DURATION: Duration = Duration::from_secs(2);
+const RSS_INTERVAL: Duration = Duration::from_millis(100);
+/// Minimum goodput under overload, as a share of the capacity. Below it, refusing operations costs
+/// the node too much.
 const GOODPUT_MIN: f64 = 0.8;
-/// Least that a node does when the overload is over, of the mean of before and after: less is more than these machines differ by.
-const AFTER_MIN: f64 = 0.5;
-/// Most resident memory, of the budget.
+/// Minimum goodput after the overload, as a share of the mean of before and after. Test machines
+/// vary by less than that.
+const RECOVERED_GOODPUT_MIN: f64 = 0.5;
+/// Maximum resident memory, as a share of the budget. A higher value means that some memory has no
+/// budget.
 const RSS_MAX: f64 = 1.05;
-/// Refusals that may take longer than a millisecond in the node, of 100.
+/// Maximum percentage of refusals that take the node longer than a millisecond.
 const LATE_PERCENT_MAX: f64 = 1.0;
-/// Most time of 99 of 100 refusals as the probe sees them. It has to be given a processor as well, twice for each, on a machine
-/// that has none to spare: the node's own figure is the measure, and this guards it against measuring the wrong thing.
+/// Maximum 99th percentile of the refusal latency that the probe measures. On a machine without an
+/// idle processor the probe itself waits to be scheduled, so this limit is generous. The node's own
+/// figure is the measure, and the probe guards against a wrong figure.
 const PROBE_P99_MAX: Duration = Duration::from_millis(25);
 
-/// What was seen.
 #[derive(Debug, Serialize)]
-struct Seen {
-    /// Best goodput without overload, in MB/s (1e6): bytes put and bytes had, checked. The mean of before and after: how much this
-    /// machine does differs from one moment to another.
+struct OverloadReport {
+    /// Capacity: best goodput without overload, in MB/s (1e6). Counts verified bytes of gets and
+    /// bytes of puts. Mean of before and after, because the speed of the machine drifts.
     best_mb_s: f64,
-    /// Of these two, that after.
     best_after_mb_s: f64,
-    /// Goodput under overload.
     goodput_mb_s: f64,
-    /// Operations begun, of those that make the best goodput.
-    load_times: f64,
-    pages_had: u64,
+    /// Operations started per second, as a multiple of those at the best goodput.
+    load_factor: f64,
+    pages_read: u64,
     pages_put: u64,
     pages_busy: u64,
     pages_missed: u64,
     wrong_bytes: u64,
-    /// Most resident memory of the node under overload, and its budget.
+    /// Peak resident memory of the node under overload, and its budget.
     rss_max_mib: f64,
     rss_budget_mib: f64,
-    /// Busy answers as the node counts them, and those that took more than a millisecond to the socket, from when the request was
-    /// read or the pages ahead for the same client had left.
+    /// Refusals counted by the node. Late ones took more than a millisecond to reach the socket,
+    /// measured from the later of two events: the request was read, or earlier pages for the same
+    /// client were sent.
     refusals: u64,
     refusals_late: u64,
-    /// Busy answers as the probe times them.
     probe_refusals: u64,
     probe_p50_us: u64,
     probe_p99_us: u64,
-    /// Readers that took nothing and were disconnected.
-    readers_given_up: u64,
-    /// Clients that vanished half-way.
-    vanished: u64,
-    /// Bytes under way when all had left.
-    left_over: u64,
+    readers_disconnected: u64,
+    disconnected: u64,
+    /// Bytes that the node still counted as in flight after all clients had left. Anything but 0 is
+    /// a leak of a budget.
+    bytes_in_flight: u64,
 }
 
-impl Seen {
-    fn verdict(&self) -> Result<()> {
-        ensure!(self.wrong_bytes == 0, "{} pages were wrong", self.wrong_bytes);
-        ensure!(self.load_times >= TIMES_MIN, "the load was only {:.1} times what can be done", self.load_times);
+impl OverloadReport {
+    fn check(&self) -> Result<()> {
+        ensure!(self.wrong_bytes == 0, "{} pages had wrong bytes", self.wrong_bytes);
+        ensure!(
+            self.load_factor >= OVERLOAD_FACTOR_MIN,
+            "the offered load was only {:.1} times the capacity",
+            self.load_factor
+        );
         let rss = self.rss_max_mib / self.rss_budget_mib;
-        ensure!(rss <= RSS_MAX, "{:.0} MiB are resident, of a budget of {:.0}", self.rss_max_mib, self.rss_budget_mib);
+        ensure!(
+            rss <= RSS_MAX,
+            "resident memory is {:.0} MiB, the budget is {:.0} MiB",
+            self.rss_max_mib,
+            self.rss_budget_mib
+        );
         let goodput = self.goodput_mb_s / self.best_mb_s;
-        ensure!(goodput >= GOODPUT_MIN, "the goodput is {:.0} % of the best", goodput * 100.0);
+        ensure!(goodput >= GOODPUT_MIN, "goodput under overload is {:.0} % of the capacity", goodput * 100.0);
         let after = self.best_after_mb_s / self.best_mb_s;
-        ensure!(after >= AFTER_MIN, "after it, the node does {:.0} % of what it did before and after", after * 100.0);
+        ensure!(
+            after >= RECOVERED_GOODPUT_MIN,
+            "goodput after the overload is {:.0} % of the mean of before and after",
+            after * 100.0
+        );
         let late = self.refusals_late as f64 * 100.0 / self.refusals.max(1) as f64;
-        ensure!(self.refusals > 0 && late <= LATE_PERCENT_MAX, "{late:.2} % of {} refusals are late", self.refusals);
+        ensure!(
+            self.refusals > 0 && late <= LATE_PERCENT_MAX,
+            "{late:.2} % of {} refusals took more than 1 ms",
+            self.refusals
+        );
         let p99 = Duration::from_micros(self.probe_p99_us);
-        ensure!(self.probe_refusals >= 100, "the probe was refused only {} times", self.probe_refusals);
-        ensure!(p99 <= PROBE_P99_MAX, "a refusal takes {p99:?} at the probe");
-        ensure!(self.left_over == 0, "{} bytes are still counted as under way", self.left_over);
+        ensure!(
+            self.probe_refusals >= 100,
+            "the probe was refused only {} times, too few to judge",
+            self.probe_refusals
+        );
+        ensure!(p99 <= PROBE_P99_MAX, "the probe measures {p99:?} for the 99th percentile of refusals");
+        ensure!(
+            self.bytes_in_flight == 0,
+            "the node still counts {} bytes as in flight after all clients left",
+            self.bytes_in_flight
+        );
         Ok(())
     }
 }
 
-/// Runs it. Fails if anything is not as it must be.
 pub async fn run(args: Args) -> Result<()> {
     let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
-    let [for_node, for_load] = halves()?;
-    let threads = load_threads(for_load)?;
-    let seen = see(&args, for_node, &threads, time).await;
+    let [node_cpus, workload_cpus] = split_processors()?;
+    let threads = load_threads(workload_cpus)?;
+    let report = measure(&args, node_cpus, &threads, time).await;
     threads.shutdown_background();
-    let seen = seen?;
+    let report = report?;
     if args.json {
-        say!("{}", serde_json::to_string(&seen)?);
+        say!("{}", serde_json::to_string(&report)?);
     } else {
-        say!("{}", serde_json::to_string_pretty(&seen)?);
+        say!("{}", serde_json::to_string_pretty(&report)?);
     }
-    seen.verdict()
+    report.check()
 }
 
-/// The halves of this machine: the node's and the load's, as if each had one of its own; with one processor, they share it.
-fn halves() -> Result<[CpuSet; 2]> {
-    let ours = rustix::thread::sched_getaffinity(None)?;
-    let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&number| ours.is_set(number)).collect();
+/// Returns the processors of the node and of the load generator. With a single processor they share
+/// it.
+fn split_processors() -> Result<[CpuSet; 2]> {
+    let allowed = rustix::thread::sched_getaffinity(None)?;
+    let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&number| allowed.is_set(number)).collect();
     let of = |numbers: &[usize]| {
         let mut half = CpuSet::new();
         numbers.iter().for_each(|&number| half.set(number));
@@ -141,10 +170,12 @@ fn halves() -> Result<[CpuSet; 2]> {
     Ok([of(if node.is_empty() { load } else { node }), of(load)])
 }
 
-/// What the load is made with.
+/// Starts the threads of the load generator, bound to their processors. The node has others where
+/// the machine has at least two, so the load cannot starve it.
 fn load_threads(processors: CpuSet) -> Result<Runtime> {
+    // Tried on this thread first: the threads cannot report an error when they start.
     let here = rustix::thread::sched_getaffinity(None)?;
-    rustix::thread::sched_setaffinity(None, &processors).context("the load must stay on its processors")?;
+    rustix::thread::sched_setaffinity(None, &processors).context("cannot bind the load generator to its processors")?;
     rustix::thread::sched_setaffinity(None, &here)?;
     let stay = move || {
         let _ = rustix::thread::sched_setaffinity(None, &processors);
@@ -153,85 +184,92 @@ fn load_threads(processors: CpuSet) -> Result<Runtime> {
     Ok(Builder::new_multi_thread().worker_threads(threads).on_thread_start(stay).enable_all().build()?)
 }
 
-async fn see(args: &Args, for_node: CpuSet, threads: &Runtime, time: Duration) -> Result<Seen> {
-    let node = Process::start(for_node).await?;
-    let (address, json) = (node.address().to_string(), args.json);
+async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Duration) -> Result<OverloadReport> {
+    let node = NodeProcess::start(node_cpus).await?;
+    let address = node.address().to_string();
+    let json = args.json;
     let measured = threads.spawn(async move {
-        let mut load = Load::attach(&address).await?;
-        let (mut best, mut at_a_time) = (0.0, LEVELS[0]);
-        for level in LEVELS {
-            let (goodput, _) = load.sustained(level, LEVEL_TIME).await?;
+        let mut load = Workload::attach(&address).await?;
+        let mut best = 0.0;
+        let mut concurrency = CONCURRENCY_LEVELS[0];
+        for level in CONCURRENCY_LEVELS {
+            let (goodput, _) = load.sustained(level, LEVEL_DURATION).await?;
             if !json {
-                say!("{level:>3} operations at a time: {:.0} MB/s", goodput / 1e6);
+                say!("{level:>3} concurrent operations: {:.0} MB/s", goodput / 1e6);
             }
             if goodput > best {
-                (best, at_a_time) = (goodput, level);
+                (best, concurrency) = (goodput, level);
             }
         }
-        // Once more: the best of several is better than it is.
-        let (goodput, operations) = load.sustained(at_a_time, LEVEL_TIME).await?;
-        anyhow::Ok((load, Sustained { at_a_time, goodput, operations }))
+        // Measured again: the best of several tries overstates the capacity.
+        let (goodput, operations) = load.sustained(concurrency, LEVEL_DURATION).await?;
+        anyhow::Ok((load, Sustained { concurrency, goodput, operations }))
     });
     let (load, best) = measured.await??;
     overload(&node, threads, load, best, time).await
 }
 
-/// What can be done: with how many operations at a time, and bytes and operations per second.
 struct Sustained {
-    at_a_time: usize,
+    concurrency: usize,
     goodput: f64,
     operations: f64,
 }
 
-async fn overload(node: &Process, threads: &Runtime, mut load: Load, best: Sustained, time: Duration) -> Result<Seen> {
+async fn overload(
+    node: &NodeProcess,
+    threads: &Runtime,
+    mut load: Workload,
+    best: Sustained,
+    time: Duration,
+) -> Result<OverloadReport> {
     let stop = CancellationToken::new();
     let before = node.counters().await?;
-    let (bad, probe) = {
-        let _theirs = threads.enter();
-        (bad::start(node.address(), &stop), bad::probe(node.address(), &stop))
-    };
-    load.tally.reset();
+    let entered = threads.enter();
+    let misbehaving_clients = misbehaving::start(node.address(), &stop);
+    let probe = misbehaving::probe(node.address(), &stop);
+    drop(entered);
+    load.counters.reset();
     let begin = Instant::now();
     let offering = threads.spawn(async move {
-        let offered = load.offer(best.operations * TIMES, time).await?;
+        let offered = load.offer(best.operations * OVERLOAD_FACTOR, time).await?;
         anyhow::Ok((load, offered))
     });
     let mut rss_max = 0;
     while !offering.is_finished() {
-        tokio::time::sleep(RSS_EVERY).await;
+        tokio::time::sleep(RSS_INTERVAL).await;
         rss_max = rss_max.max(node.rss().unwrap_or(0));
     }
     let (mut load, offered) = offering.await??;
     let seconds = begin.elapsed().as_secs_f64();
-    let tally: Tally = load.tally.read();
+    let totals: LoadTotals = load.counters.totals();
     stop.cancel();
-    load.rest().await?;
-    let vanished = bad.await?;
+    load.wait_idle().await?;
+    let disconnected = misbehaving_clients.await?;
     let times = probe.await??;
     let after = node.counters().await?;
-    let left_over = node.left_over().await?;
+    let bytes_in_flight = node.bytes_in_flight().await?;
     let again = threads.spawn(async move {
-        let (goodput, _) = load.sustained(best.at_a_time, LEVEL_TIME).await?;
-        load.rest().await?;
+        let (goodput, _) = load.sustained(best.concurrency, LEVEL_DURATION).await?;
+        load.wait_idle().await?;
         anyhow::Ok(goodput)
     });
     let again = again.await??;
-    let left_over = left_over.max(node.left_over().await?);
+    let bytes_in_flight = bytes_in_flight.max(node.bytes_in_flight().await?);
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let count = |name: &str| {
         let counted = after.get(name).zip(before.get(name)).and_then(|(after, before)| after.checked_sub(before));
-        counted.with_context(|| format!("the node does not count {name}"))
+        counted.with_context(|| format!("the node reports no counter {name}"))
     };
-    Ok(Seen {
+    Ok(OverloadReport {
         best_mb_s: (best.goodput + again) / 2e6,
         best_after_mb_s: again / 1e6,
-        goodput_mb_s: tally.bytes as f64 / seconds / 1e6,
-        load_times: offered as f64 / seconds / best.operations,
-        pages_had: tally.had,
-        pages_put: tally.put,
-        pages_busy: tally.busy,
-        pages_missed: tally.missed,
-        wrong_bytes: tally.wrong,
+        goodput_mb_s: totals.bytes as f64 / seconds / 1e6,
+        load_factor: offered as f64 / seconds / best.operations,
+        pages_read: totals.read_pages,
+        pages_put: totals.put,
+        pages_busy: totals.busy,
+        pages_missed: totals.missed,
+        wrong_bytes: totals.wrong,
         rss_max_mib: mib(rss_max),
         rss_budget_mib: mib(node::BUDGET_BYTES),
         refusals: count("refusals")?,
@@ -239,8 +277,8 @@ async fn overload(node: &Process, threads: &Runtime, mut load: Load, best: Susta
         probe_refusals: times.len(),
         probe_p50_us: times.value_at_quantile(0.5),
         probe_p99_us: times.value_at_quantile(0.99),
-        readers_given_up: count("readers_given_up")?,
-        vanished,
-        left_over,
+        readers_disconnected: count("slow_readers_disconnected")?,
+        disconnected,
+        bytes_in_flight,
     })
 }

@@ -1,11 +1,14 @@
-//! A shared-prefix workload against a running router.
+//! Shared-prefix workload against a running router.
 //!
-//! Groups of requests begin with the same tokens and end with their own. Every request is sent in each way of using the
-//! cache, one way after the other, so that all ways see the same machine at the same time; each way has prefixes of its own,
-//! so that none warms another's. The first request of a group finds nothing and is counted apart.
+//! The requests of a group share a prefix and differ in their suffix. Each request is sent once per
+//! cache mode. Modes alternate, so that all of them see the same load on the machine. Each mode has
+//! its own prefixes, so that no mode warms the cache of another. The first request of a group is
+//! cold and is reported separately.
 
+use crate::admin::normalized_url;
+use crate::errors::http_cause;
 use crate::output::say;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Parser;
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use futures::StreamExt;
@@ -15,53 +18,50 @@ use rand::{Rng, SeedableRng};
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Settings of the workload.
 #[derive(Debug, Parser)]
 pub struct Args {
-    /// The router
-    #[arg(long, default_value = "http://127.0.0.1:8000")]
+    /// URL or HOST:PORT of the router's OpenAI API
+    #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     url: String,
-    /// The model; may be left out if the router serves only one
-    #[arg(long)]
+    /// Model name. Required if the router serves several models
+    #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Tokens that the requests of a group share
-    #[arg(long, default_value_t = 1024)]
+    /// Length of the prefix that the requests of a group share, in tokens
+    #[arg(long, default_value_t = 1024, value_name = "TOKENS")]
     prefix_tokens: usize,
-    /// Tokens of each request's own
-    #[arg(long, default_value_t = 32)]
+    /// Length of the unique suffix of each request, in tokens
+    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     suffix_tokens: usize,
-    /// Tokens to generate per request
-    #[arg(long, default_value_t = 32)]
+    /// Number of tokens to generate per request
+    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     max_tokens: usize,
-    /// Groups of requests
-    #[arg(long, default_value_t = 4)]
+    /// Number of request groups
+    #[arg(long, default_value_t = 4, value_name = "GROUPS")]
     groups: usize,
-    /// Requests in a group, the cold one included
-    #[arg(long, default_value_t = 12)]
+    /// Number of requests per group, including the cold one
+    #[arg(long, default_value_t = 12, value_name = "REQUESTS")]
     requests: usize,
-    /// Requests at a time
-    #[arg(long, default_value_t = 1)]
+    /// Number of concurrent requests
+    #[arg(long, default_value_t = 1, value_name = "REQUESTS")]
     concurrency: usize,
-    /// Random seed of the prompts
-    #[arg(long)]
+    /// Random seed of the prompts. Default: a new seed for each run
+    #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// One JSON object per line instead of a table
+    /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// Ways of using the cache: the value of `x-larder-cache` and what it means.
-const WAYS: [(&str, &str); 3] = [
-    ("none", "no store, no cache"),
-    ("store", "store only (engines' own pages unused)"),
-    ("all", "store and engines' own pages"),
-];
-/// A request that takes longer has failed.
+/// Cache modes: value of the header `x-larder-cache`, and row title. The first is the baseline of
+/// the speedups.
+const CACHE_MODES: [(&str, &str); 3] =
+    [("none", "off"), ("store", "store only (L1 reuse off)"), ("all", "store and L1")];
+/// Maximum duration of one request. A longer one ends the benchmark.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
-/// Token ids of prompts are below this; every tokenizer has more.
+/// Upper bound of token ids in prompts. Every tokenizer has a larger vocabulary, so the prompts are
+/// valid for any model.
 const TOKEN_IDS: u32 = 2000;
 
-/// One answered request.
 struct Answer {
     first_token: Duration,
     total: Duration,
@@ -70,9 +70,8 @@ struct Answer {
     completion_tokens: u64,
 }
 
-/// Figures of one way.
 #[derive(Debug, Serialize)]
-struct Figures {
+struct ModeResult {
     cache: &'static str,
     requests: usize,
     ttft_p50_ms: f64,
@@ -83,47 +82,47 @@ struct Figures {
     ttft_speedup: f64,
 }
 
-/// Runs the workload and prints its figures.
-pub async fn run(args: Args) -> Result<()> {
+pub async fn run(mut args: Args) -> Result<()> {
+    args.url = normalized_url(&args.url)?;
     let http = reqwest::Client::builder().timeout(REQUEST_TIMEOUT).build()?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => only_model(&http, &args.url).await?,
     };
     let seed = args.seed.unwrap_or_else(rand::random);
-    let mut cold: [Vec<Answer>; WAYS.len()] = Default::default();
-    let mut warm: [Vec<Answer>; WAYS.len()] = Default::default();
+    let mut cold: [Vec<Answer>; CACHE_MODES.len()] = Default::default();
+    let mut warm: [Vec<Answer>; CACHE_MODES.len()] = Default::default();
     for group in 0..args.groups {
-        for (way, answers) in cold.iter_mut().enumerate() {
-            answers.push(ask(&http, &args, &model, way, prompt(&args, seed, group, way, 0)).await?);
+        for (mode, answers) in cold.iter_mut().enumerate() {
+            answers.push(send_request(&http, &args, &model, mode, prompt(&args, seed, group, mode, 0)).await?);
         }
         let rest: Vec<usize> = (1..args.requests).collect();
         for batch in rest.chunks(args.concurrency.max(1)) {
-            for (way, answers) in warm.iter_mut().enumerate() {
-                let asks = batch.iter().map(|&i| ask(&http, &args, &model, way, prompt(&args, seed, group, way, i)));
-                for answer in futures::future::join_all(asks).await {
+            for (mode, answers) in warm.iter_mut().enumerate() {
+                let requests = batch.iter().map(|&request| {
+                    let prompt = prompt(&args, seed, group, mode, request);
+                    send_request(&http, &args, &model, mode, prompt)
+                });
+                for answer in futures::future::join_all(requests).await {
                     answers.push(answer?);
                 }
             }
         }
     }
-    let mut figures: Vec<Figures> = Vec::new();
-    for (way, (name, _)) in WAYS.iter().enumerate() {
-        let baseline = figures.first().map(|none| none.ttft_p50_ms);
-        figures.push(figures_of(name, &cold[way], &warm[way], args.concurrency, baseline)?);
+    let mut results: Vec<ModeResult> = Vec::new();
+    for (mode, (name, _)) in CACHE_MODES.iter().enumerate() {
+        let baseline = results.first().map(|none| none.ttft_p50_ms);
+        results.push(mode_result(name, &cold[mode], &warm[mode], args.concurrency, baseline)?);
     }
-    print(&args, &model, seed, &figures)
+    print(&args, &model, seed, &results)
 }
 
 async fn only_model(http: &reqwest::Client, url: &str) -> Result<String> {
-    let models: serde_json::Value = http
-        .get(format!("{url}/v1/models"))
-        .send()
-        .await
-        .with_context(|| format!("no router at {url}; start one with `larder up`"))?
-        .error_for_status()?
-        .json()
-        .await?;
+    let sent = http.get(format!("{url}/v1/models")).send().await;
+    let response = sent.map_err(|error| {
+        anyhow!("cannot reach a router at {url}: {}; start one with `larder up`", http_cause(&error))
+    })?;
+    let models: serde_json::Value = response.error_for_status()?.json().await?;
     match models["data"].as_array().map(Vec::as_slice) {
         Some([model]) => Ok(model["id"].as_str().unwrap_or_default().to_string()),
         Some([]) | None => bail!("the router at {url} serves no model"),
@@ -131,10 +130,11 @@ async fn only_model(http: &reqwest::Client, url: &str) -> Result<String> {
     }
 }
 
-/// The prompt of one request: the same beginning for a group and way, an end of its own.
-fn prompt(args: &Args, seed: u64, group: usize, way: usize, request: usize) -> Vec<u32> {
-    let mut tokens = random_tokens(args.prefix_tokens, &[seed, group as u64, way as u64]);
-    tokens.extend(random_tokens(args.suffix_tokens, &[seed, group as u64, way as u64, request as u64 + 1]));
+/// Returns the prompt of one request: the shared prefix of its group and mode, then its own suffix.
+/// Modes share no prefix, so one cannot warm the cache of another.
+fn prompt(args: &Args, seed: u64, group: usize, mode: usize, request: usize) -> Vec<u32> {
+    let mut tokens = random_tokens(args.prefix_tokens, &[seed, group as u64, mode as u64]);
+    tokens.extend(random_tokens(args.suffix_tokens, &[seed, group as u64, mode as u64, request as u64 + 1]));
     tokens
 }
 
@@ -144,8 +144,13 @@ fn random_tokens(count: usize, parts: &[u64]) -> Vec<u32> {
     (0..count).map(|_| random.random_range(16..TOKEN_IDS)).collect()
 }
 
-/// Sends one request and reads its stream.
-async fn ask(http: &reqwest::Client, args: &Args, model: &str, way: usize, prompt: Vec<u32>) -> Result<Answer> {
+async fn send_request(
+    http: &reqwest::Client,
+    args: &Args,
+    model: &str,
+    mode: usize,
+    prompt: Vec<u32>,
+) -> Result<Answer> {
     let body = serde_json::json!({
         "model": model, "prompt": prompt, "max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": true,
         "stream": true, "stream_options": {"include_usage": true},
@@ -153,12 +158,12 @@ async fn ask(http: &reqwest::Client, args: &Args, model: &str, way: usize, promp
     let begin = Instant::now();
     let response = http
         .post(format!("{}/v1/completions", args.url))
-        .header("x-larder-cache", WAYS[way].0)
+        .header("x-larder-cache", CACHE_MODES[mode].0)
         .json(&body)
         .send()
         .await?;
     if !response.status().is_success() {
-        bail!("{}: {}", response.status(), response.text().await?);
+        bail!("the router answered {}: {}", response.status(), response.text().await?);
     }
     let mut first_token = None;
     let mut usage = serde_json::Value::Null;
@@ -171,7 +176,7 @@ async fn ask(http: &reqwest::Client, args: &Args, model: &str, way: usize, promp
             let Some(data) = event.trim().strip_prefix("data: ").filter(|data| *data != "[DONE]") else { continue };
             let event: serde_json::Value = serde_json::from_str(data)?;
             if let Some(error) = event.get("error") {
-                bail!("the router answered: {error}");
+                bail!("the router failed while generating: {error}");
             }
             if event["choices"].as_array().is_some_and(|choices| !choices.is_empty()) {
                 first_token.get_or_insert_with(|| begin.elapsed());
@@ -182,9 +187,9 @@ async fn ask(http: &reqwest::Client, args: &Args, model: &str, way: usize, promp
         }
     }
     Ok(Answer {
-        first_token: first_token.context("the stream had no token")?,
+        first_token: first_token.context("the answer has no token")?,
         total: begin.elapsed(),
-        prompt_tokens: usage["prompt_tokens"].as_u64().context("the stream had no usage")?,
+        prompt_tokens: usage["prompt_tokens"].as_u64().context("the answer has no usage")?,
         cached_tokens: usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0),
         completion_tokens: usage["completion_tokens"].as_u64().unwrap_or(0),
     })
@@ -198,17 +203,17 @@ fn quantile_ms(answers: &[Answer], quantile: f64) -> Result<f64> {
     Ok(histogram.value_at_quantile(quantile) as f64 / 1000.0)
 }
 
-fn figures_of(
+fn mode_result(
     cache: &'static str,
     cold: &[Answer],
     warm: &[Answer],
     concurrency: usize,
     baseline: Option<f64>,
-) -> Result<Figures> {
+) -> Result<ModeResult> {
     let sum = |field: fn(&Answer) -> u64| warm.iter().map(field).sum::<u64>() as f64;
     let busy: f64 = warm.iter().map(|a| a.total.as_secs_f64()).sum::<f64>() / concurrency.max(1) as f64;
     let ttft_p50_ms = quantile_ms(warm, 0.5)?;
-    Ok(Figures {
+    Ok(ModeResult {
         cache,
         requests: warm.len(),
         ttft_p50_ms,
@@ -220,15 +225,15 @@ fn figures_of(
     })
 }
 
-fn print(args: &Args, model: &str, seed: u64, figures: &[Figures]) -> Result<()> {
+fn print(args: &Args, model: &str, seed: u64, results: &[ModeResult]) -> Result<()> {
     if args.json {
-        for line in figures {
-            say!("{}", serde_json::to_string(line)?);
+        for result in results {
+            say!("{}", serde_json::to_string(result)?);
         }
         return Ok(());
     }
     say!(
-        "{model}: {} groups × {} requests, {} shared + {} own tokens, {} generated, {} at a time, seed {seed}",
+        "{model}: {} groups of {} requests; tokens: {} prefix + {} suffix + {} generated; concurrency {}, seed {seed}",
         args.groups,
         args.requests,
         args.prefix_tokens,
@@ -238,17 +243,25 @@ fn print(args: &Args, model: &str, seed: u64, figures: &[Figures]) -> Result<()>
     );
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    table.set_header(["cache", "TTFT p50 ms", "p99 ms", "cold p50 ms", "tokens/s", "hit rate", "TTFT vs none"]);
-    for (line, (_, meaning)) in figures.iter().zip(WAYS) {
+    table.set_header([
+        "cache",
+        "TTFT p50 ms",
+        "TTFT p99 ms",
+        "cold TTFT p50 ms",
+        "tokens/s",
+        "hit rate",
+        "TTFT speedup",
+    ]);
+    for (result, (_, title)) in results.iter().zip(CACHE_MODES) {
         table.add_row(
             [
-                meaning.to_string(),
-                format!("{:.1}", line.ttft_p50_ms),
-                format!("{:.1}", line.ttft_p99_ms),
-                format!("{:.1}", line.cold_ttft_p50_ms),
-                format!("{:.0}", line.tokens_per_second),
-                format!("{:.1} %", line.hit_rate * 100.0),
-                format!("{:.1}×", line.ttft_speedup),
+                title.to_string(),
+                format!("{:.1}", result.ttft_p50_ms),
+                format!("{:.1}", result.ttft_p99_ms),
+                format!("{:.1}", result.cold_ttft_p50_ms),
+                format!("{:.0}", result.tokens_per_second),
+                format!("{:.1} %", result.hit_rate * 100.0),
+                format!("{:.1}×", result.ttft_speedup),
             ]
             .map(|text| Cell::new(text).set_alignment(CellAlignment::Right)),
         );

@@ -1,39 +1,42 @@
-//! The admin API's handlers.
+//! HTTP handlers of the admin API.
 //!
-//! What always holds: an answer comes within [`REQUEST_TIMEOUT`]; a node or an engine that does not answer is shown as
-//! such and delays the others by no more than [`STATUS_TIMEOUT`].
+//! Invariants:
+//!
+//! - Every request ends within [`REQUEST_TIMEOUT`].
+//! - A node or an engine that does not answer is reported as such. It delays a status response by
+//!   at most [`STATUS_TIMEOUT`].
+//! - Every failure has the body [`ErrorResponse`].
 
 use super::api::{
-    EngineStatus, ErrorDetail, ErrorResponse, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT, PATH_METRICS,
-    PATH_PIN, PATH_STATUS, PATH_UNPIN, PATH_WARM, PinRequest, PrefixRequest, StatusResponse,
+    CODE_WRONG_PORT, EngineStatus, ErrorDetail, ErrorResponse, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT,
+    PATH_METRICS, PATH_PIN, PATH_STATUS, PATH_UNPIN, PATH_WARM, StatusResponse,
 };
-use super::prefix::Prefix;
-use crate::Shared;
+use super::prefix::{Prefix, PrefixInput};
+use crate::RouterState;
+use crate::openai::errors::ApiError;
+use crate::openai::types::{Fields, take_messages};
 use axum::body::{Body, to_bytes};
 use axum::extract::State;
-use axum::http::{StatusCode, header::CONTENT_TYPE};
+use axum::http::{Method, StatusCode, Uri, header::CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::future::join_all;
 use larder_client::PinKind;
 use larder_worker::api::Role;
-use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Most bytes of a request.
+/// Maximum size of a request body. 4 Mi tokens, the longest prefix, are about 16 MiB of text.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// Most time for nodes and engines to say how they are.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(1);
-/// Most time for a request about a prefix; warming may compute.
+/// Maximum time of a prefix request. Warming is the slowest: it may compute the whole prefix.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Longest time for which pages are pinned, in seconds: 30 days.
+/// Maximum duration of a pin in seconds: 30 days, the limit of the store's protocol.
 const PIN_SECONDS_MAX: u64 = 30 * 24 * 3600;
 
-/// A failure on its way to a caller.
 #[derive(Debug)]
 pub(crate) struct AdminError {
     status: StatusCode,
@@ -53,8 +56,30 @@ impl AdminError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
     }
 
+    /// Logs `error`, which names internals, and tells the client only that `action` failed.
+    pub(crate) fn internal(action: &str, error: impl std::fmt::Display) -> Self {
+        tracing::error!(%error, action, "admin request failed");
+        let message = format!("the router failed to {action}; its log has the reason");
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+    }
+
     fn timeout() -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, "timeout", "the request took longer than its time limit")
+        let message = format!("the request took longer than its time limit of {} s", REQUEST_TIMEOUT.as_secs());
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "timeout", message)
+    }
+}
+
+impl From<ApiError> for AdminError {
+    /// Turns an error of the shared request parser into a 400. This body has no field for the wrong
+    /// parameter, so the message must name it.
+    fn from(error: ApiError) -> Self {
+        let message = error.body.message;
+        match error.body.param {
+            Some(param) if !message.contains(&format!("'{param}'")) => {
+                Self::bad_request(format!("'{param}': {message}"))
+            }
+            _ => Self::bad_request(message),
+        }
     }
 }
 
@@ -64,7 +89,7 @@ impl IntoResponse for AdminError {
     }
 }
 
-pub(crate) fn routes(shared: Arc<Shared>) -> Router {
+pub(crate) fn routes(router: Arc<RouterState>) -> Router {
     Router::new()
         .route(PATH_HEALTH, get(|| async { "ok\n" }))
         .route(PATH_METRICS, get(metrics))
@@ -76,34 +101,41 @@ pub(crate) fn routes(shared: Arc<Shared>) -> Router {
         .route(PATH_UNPIN, post(unpin))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
-        .with_state(shared)
+        .with_state(router)
 }
 
-async fn no_route(uri: axum::http::Uri) -> AdminError {
-    AdminError::new(StatusCode::NOT_FOUND, "not_found", format!("there is nothing at {}", uri.path()))
+async fn no_route(State(router): State<Arc<RouterState>>, uri: Uri) -> AdminError {
+    if crate::openai::is_api_path(uri.path()) {
+        let message = format!("this is the admin API port; the OpenAI API is at {}", crate::location(router.api_addr));
+        return AdminError::new(StatusCode::NOT_FOUND, CODE_WRONG_PORT, message);
+    }
+    AdminError::new(StatusCode::NOT_FOUND, "not_found", format!("the admin API has no path {}", uri.path()))
 }
 
-async fn no_method(method: axum::http::Method, uri: axum::http::Uri) -> AdminError {
-    let message = format!("{method} is not offered at {}", uri.path());
+async fn no_method(method: Method, uri: Uri) -> AdminError {
+    let message = format!("{} does not accept {method}", uri.path());
     AdminError::new(StatusCode::METHOD_NOT_ALLOWED, "bad_request", message)
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
-    match shared.metrics.text(&shared.engines) {
+async fn metrics(State(router): State<Arc<RouterState>>) -> Response {
+    match router.metrics.text(&router.engines) {
         Ok(text) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
         }
-        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+        Err(error) => AdminError::internal("encode its metrics", error).into_response(),
     }
 }
 
-async fn status(State(shared): State<Arc<Shared>>) -> Json<StatusResponse> {
+async fn status(State(router): State<Arc<RouterState>>) -> Json<StatusResponse> {
     let deadline = Instant::now() + STATUS_TIMEOUT;
-    let nodes = tokio::time::timeout(STATUS_TIMEOUT * 2, shared.directory.status(deadline.into_std()));
-    let engines = join_all(shared.engines.list().into_iter().map(|engine| {
-        let shared = shared.clone();
+    // The store client keeps the deadline itself. The longer timeout only guards against a client
+    // that does not.
+    let nodes = tokio::time::timeout(STATUS_TIMEOUT * 2, router.directory.status(deadline.into_std()));
+    let engines = join_all(router.engines.list().into_iter().map(|engine| {
+        let router = router.clone();
         async move {
-            let state = shared.calls.state(&engine.info.url, deadline).await.ok();
+            // A silent engine is shown without a state. It must not fail the whole status.
+            let state = router.engine_client.state(&engine.info.url, deadline).await.ok();
             EngineStatus {
                 name: engine.name.clone(),
                 role: engine.info.role,
@@ -118,21 +150,22 @@ async fn status(State(shared): State<Arc<Shared>>) -> Json<StatusResponse> {
             }
         }
     }));
+    // Concurrently, so that slow nodes and slow engines do not add up.
     let (nodes, engines) = tokio::join!(nodes, engines);
     Json(StatusResponse {
         version: env!("CARGO_PKG_VERSION").into(),
-        uptime_seconds: shared.started.elapsed().as_secs(),
-        store: shared.options.store.to_string(),
+        uptime_seconds: router.started.elapsed().as_secs(),
+        store: router.options.store.to_string(),
         nodes: nodes.unwrap_or_default(),
         engines,
-        models: models(&shared),
-        router: shared.metrics.counters(),
+        models: models(&router),
+        router: router.metrics.counters(),
     })
 }
 
-fn models(shared: &Shared) -> Vec<ModelStatus> {
-    let engines = |role, namespace| shared.engines.admitted(role, namespace) as u32;
-    let models = shared.models.served(&shared.engines).into_iter().map(|model| ModelStatus {
+fn models(router: &RouterState) -> Vec<ModelStatus> {
+    let engines = |role, namespace| router.engines.admitted(role, namespace) as u32;
+    let models = router.models.served(&router.engines).into_iter().map(|model| ModelStatus {
         name: model.name.clone(),
         namespace: model.namespace.to_string(),
         page_tokens: model.page_tokens as u32,
@@ -142,47 +175,45 @@ fn models(shared: &Shared) -> Vec<ModelStatus> {
     models.collect()
 }
 
-async fn inspect(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
-    answer(async {
-        let prefix = read(shared, body).await?;
+async fn inspect(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.inspect(deadline()).await).into_response())
     })
     .await
 }
 
-async fn warm(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
-    answer(async {
-        let prefix = read(shared, body).await?;
+async fn warm(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.warm(deadline()).await).into_response())
     })
     .await
 }
 
-async fn forget(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
-    answer(async {
-        let prefix = read(shared, body).await?;
+async fn forget(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.forget(deadline()).await).into_response())
     })
     .await
 }
 
-async fn pin(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
-    answer(async {
-        let PinRequest { prefix, seconds, soft } = parse(body).await?;
-        if !(1..=PIN_SECONDS_MAX).contains(&seconds) {
-            let message = format!("'seconds' is {seconds}, it must be from 1 to {PIN_SECONDS_MAX}");
-            return Err(AdminError::bad_request(message));
-        }
+async fn pin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        // Parsed before the model is looked up: a wrong request is a 400 even while no engine is
+        // up.
+        let PinOrder { model, input, seconds, soft } = parse(body, PinOrder::take).await?;
         let kind = if soft { PinKind::Soft } else { PinKind::Hard };
-        let prefix = Prefix::resolve(shared, prefix).await?;
+        let prefix = Prefix::resolve(router, model, input).await?;
         Ok(Json(prefix.pin(kind, Duration::from_secs(seconds), deadline()).await?).into_response())
     })
     .await
 }
 
-async fn unpin(State(shared): State<Arc<Shared>>, body: Body) -> Result<Response, AdminError> {
-    answer(async {
-        let prefix = read(shared, body).await?;
+async fn unpin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.pin(PinKind::None, Duration::ZERO, deadline()).await?).into_response())
     })
     .await
@@ -192,22 +223,72 @@ fn deadline() -> Instant {
     Instant::now() + REQUEST_TIMEOUT
 }
 
-async fn answer(work: impl Future<Output = Result<Response, AdminError>>) -> Result<Response, AdminError> {
+async fn with_time_limit(work: impl Future<Output = Result<Response, AdminError>>) -> Result<Response, AdminError> {
     tokio::time::timeout(REQUEST_TIMEOUT, work).await.unwrap_or_else(|_| Err(AdminError::timeout()))
 }
 
-async fn read(shared: Arc<Shared>, body: Body) -> Result<Prefix, AdminError> {
-    let request: PrefixRequest = parse(body).await?;
-    Prefix::resolve(shared, request).await
+async fn resolve_prefix(router: Arc<RouterState>, body: Body) -> Result<Prefix, AdminError> {
+    let (model, input) = parse(body, take_prefix).await?;
+    Prefix::resolve(router, model, input).await
 }
 
-async fn parse<T: DeserializeOwned + Send + 'static>(body: Body) -> Result<T, AdminError> {
+/// Reads a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over.
+async fn parse<T: Send + 'static>(body: Body, take: fn(&mut Fields) -> Result<T, AdminError>) -> Result<T, AdminError> {
     let bytes = to_bytes(body, BODY_BYTES_MAX).await.map_err(|_| {
         let message = format!("the request body is longer than {BODY_BYTES_MAX} bytes");
         AdminError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
     })?;
-    crate::openai::off_loop_if_large(bytes, |bytes| serde_json::from_slice(&bytes))
-        .await
-        .map_err(|error| AdminError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", error.to_string()))?
-        .map_err(|error| AdminError::bad_request(format!("the request body is not valid: {error}")))
+    let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
+        let mut fields = Fields::parse(&bytes)?;
+        let request = take(&mut fields)?;
+        fields.refuse_rest()?;
+        Ok(request)
+    });
+    parsed.await.map_err(|error| AdminError::internal("read the request", error))?
+}
+
+fn take_prefix(fields: &mut Fields) -> Result<(Option<String>, PrefixInput), AdminError> {
+    const ONE_OF: &str = "give exactly one of 'text', 'tokens' and 'messages'";
+    let model = fields.take("model")?;
+    let text: Option<String> = fields.take("text")?;
+    let tokens: Option<Vec<u32>> = fields.take("tokens")?;
+    let messages = take_messages(fields)?;
+    let input = match (text, tokens, messages) {
+        (Some(text), None, None) => PrefixInput::Text(text),
+        (None, Some(tokens), None) => PrefixInput::Tokens(tokens),
+        (None, None, Some(messages)) => PrefixInput::Messages(messages),
+        (None, None, None) => {
+            // A misspelt field is the likelier mistake, and the better explanation.
+            fields.refuse_rest()?;
+            return Err(AdminError::bad_request(format!("{ONE_OF}; the request has none of them")));
+        }
+        (text, tokens, messages) => {
+            let given =
+                [("'text'", text.is_some()), ("'tokens'", tokens.is_some()), ("'messages'", messages.is_some())];
+            let given: Vec<_> = given.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name).collect();
+            return Err(AdminError::bad_request(format!("{ONE_OF}; the request has {}", given.join(" and "))));
+        }
+    };
+    Ok((model, input))
+}
+
+struct PinOrder {
+    model: Option<String>,
+    input: PrefixInput,
+    seconds: u64,
+    soft: bool,
+}
+
+impl PinOrder {
+    fn take(fields: &mut Fields) -> Result<Self, AdminError> {
+        let mut prefix = Fields::from_object(fields.require("prefix")?);
+        let (model, input) = take_prefix(&mut prefix)?;
+        prefix.refuse_rest()?;
+        let seconds: u64 = fields.require("seconds")?;
+        if !(1..=PIN_SECONDS_MAX).contains(&seconds) {
+            let message = format!("'seconds' is {seconds}; it must be from 1 to {PIN_SECONDS_MAX} (30 days)");
+            return Err(AdminError::bad_request(message));
+        }
+        Ok(Self { model, input, seconds, soft: fields.take("soft")?.unwrap_or(false) })
+    }
 }

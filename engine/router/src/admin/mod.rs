@@ -1,6 +1,8 @@
-//! The admin API: for `larder` commands, scripts and people.
+//! Admin API for `larder` commands, scripts and operators.
 //!
-//! [`api`] has its types; the handlers are beside it.
+//! - [`api`]: paths and types, also used by clients.
+//! - `handlers`: HTTP server and request parsing.
+//! - `prefix`: operations on the pages of a prefix.
 
 pub mod api;
 pub(crate) mod handlers;

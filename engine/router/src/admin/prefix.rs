@@ -1,71 +1,95 @@
-//! Inspect, warm, pin and forget the pages of a prefix.
+//! Operations on the pages of a prefix: inspect, warm, pin and forget.
+//!
+//! Only whole pages count. Tokens after the last whole page belong to no page yet.
 
-use super::api::{ForgetResponse, InspectResponse, PageStatus, PinResponse, PrefixRequest, WarmResponse};
+use super::api::{ForgetResponse, InspectResponse, PageStatus, PinResponse, PinStatus, PinStrength, WarmResponse};
 use super::handlers::AdminError;
-use crate::Shared;
-use crate::models::{Found, ServedModel};
+use crate::RouterState;
+use crate::models::{ModelLookup, ServedModel};
 use crate::openai::{chat_tokens, random_id};
 use crate::route::PrefillJob;
 use axum::http::StatusCode;
-use larder_client::{Forgotten, PinKind, Pinned, Tier};
+use larder_client::{Forgotten, PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
+use larder_model::ChatMessage;
 use larder_worker::api::{CacheMode, PrefillRequest};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Most tokens of a prefix.
 const TOKENS_MAX: usize = 4 << 20;
-/// Most time for pages to show up in the store after the engine said that it published them.
+/// Maximum time until published pages are visible in the store. Engines publish in the background,
+/// so a prefill answer may come before the last put has ended.
 const PUBLISHED_WAIT: Duration = Duration::from_secs(2);
-/// Time between two looks for them.
 const PUBLISHED_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The whole pages at the start of a sequence.
+pub(crate) enum PrefixInput {
+    Text(String),
+    Tokens(Vec<u32>),
+    Messages(Vec<ChatMessage>),
+}
+
 pub(crate) struct Prefix {
-    shared: Arc<Shared>,
+    router: Arc<RouterState>,
     model: Arc<ServedModel>,
     tokens: Vec<u32>,
     keys: Arc<[PageKey]>,
 }
 
 impl Prefix {
-    /// Finds the model, tokenises, and computes the keys.
-    pub(crate) async fn resolve(shared: Arc<Shared>, request: PrefixRequest) -> Result<Prefix, AdminError> {
-        let model = find_model(&shared, request.model.as_deref())?;
+    /// Finds the model, tokenises `input` and computes the page keys. Without a name the only model
+    /// is meant.
+    pub(crate) async fn resolve(
+        router: Arc<RouterState>,
+        model: Option<String>,
+        input: PrefixInput,
+    ) -> Result<Prefix, AdminError> {
+        let model = find_model(&router, model.as_deref())?;
+        // Tokenising and hashing take time in proportion to the prefix and must not block the event
+        // loop.
         let tokenised = tokio::task::spawn_blocking(move || {
-            let tokens = tokenise(&model, request)?;
+            let tokens = tokenise(&model, input)?;
             if tokens.len() > TOKENS_MAX {
-                let message = format!("the prefix has {} tokens, the maximum is {TOKENS_MAX}", tokens.len());
+                let message = format!("the prefix has {} tokens; the maximum is {TOKENS_MAX}", tokens.len());
                 return Err(AdminError::bad_request(message));
             }
             let keys = larder_format::page_keys(&tokens, model.page_tokens).into();
-            Ok(Prefix { shared, model, tokens, keys })
+            Ok(Prefix { router, model, tokens, keys })
         });
-        tokenised
-            .await
-            .map_err(|error| AdminError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", error.to_string()))?
+        tokenised.await.map_err(|error| AdminError::internal("tokenise the prefix", error))?
     }
 
     async fn locate(&self, deadline: Instant) -> Vec<Option<Tier>> {
         if self.keys.is_empty() {
+            // A prefix shorter than a page has no keys, and the store has nothing to answer.
             return Vec::new();
         }
         let mut tiers = self.model.pages.locate(self.keys.clone(), deadline.into_std()).await;
+        // The other methods pair tiers with keys, so a short answer counts as missing pages.
         tiers.resize(self.keys.len(), None);
         tiers
     }
 
-    /// Where each page lies.
+    async fn pins(&self, deadline: Instant) -> Vec<Option<PagePin>> {
+        if self.keys.is_empty() {
+            return Vec::new();
+        }
+        let mut pins = self.model.pages.pins(self.keys.clone(), deadline.into_std()).await;
+        pins.resize(self.keys.len(), None);
+        pins
+    }
+
     pub(crate) async fn inspect(&self, deadline: Instant) -> InspectResponse {
         let page_tokens = self.model.page_tokens as u32;
-        let tiers = self.locate(deadline).await;
-        let pages = (0..).zip(self.keys.iter()).zip(tiers).map(|((index, key), tier)| PageStatus {
+        let (tiers, pins) = tokio::join!(self.locate(deadline), self.pins(deadline));
+        let statuses = (0..).zip(self.keys.iter()).zip(tiers.into_iter().zip(pins));
+        let pages = statuses.map(|((index, key), (tier, pin))| PageStatus {
             index,
             key: key.to_string(),
             token_start: index * page_tokens,
             token_end: (index + 1) * page_tokens,
             tier,
+            pin: pin.and_then(pin_status),
         });
         InspectResponse {
             model: self.model.name.clone(),
@@ -76,13 +100,15 @@ impl Prefix {
         }
     }
 
-    /// Brings pages to L2; those that are nowhere are computed.
+    /// Loads pages from L3 into L2 and has a prefill engine compute those that the store lacks.
     pub(crate) async fn warm(&self, deadline: Instant) -> WarmResponse {
         let before = self.locate(deadline).await;
+        // Load before computing: prefill then reads these pages from L2.
         if before.contains(&Some(Tier::L3)) {
             self.model.pages.warm(self.keys.clone(), deadline.into_std()).await;
         }
-        // What nobody could say by the deadline is not known to be missing.
+        // After the deadline `None` may mean that no node answered. Computing such pages could
+        // waste a whole prefill.
         if before.contains(&None) && Instant::now() < deadline {
             self.compute(before.iter().filter(|tier| tier.is_none()).count(), deadline).await;
         }
@@ -91,25 +117,28 @@ impl Prefix {
         } else {
             self.locate_published(&before, deadline).await
         };
-        tally(&before, &after)
+        count_outcomes(&before, &after)
     }
 
-    /// Has a prefill engine compute and publish what the store lacks. If none can, the pages stay missing.
+    /// Has a prefill engine compute and publish the `pages` pages that the store lacks. On failure
+    /// they stay missing: the response reports them.
     async fn compute(&self, pages: usize, deadline: Instant) {
         let page_tokens = self.model.page_tokens;
         let whole = self.keys.len() * page_tokens;
-        // Pages end below a prompt's last token; so one more token makes all of ours whole. Which one does not matter.
+        // Engines publish only pages that end before the prompt's last token. One more token,
+        // whichever it is, makes the last page of the prefix publishable.
         let mut tokens = self.tokens[..whole].to_vec();
         tokens.extend(self.tokens.get(whole).or(self.tokens.last()).copied());
         let request = PrefillRequest {
             request_id: format!("warm_{}", random_id()),
             tokens,
-            // The engine's own pages may be missing in the store: it must not take them for published.
+            // The engine may hold the pages in L1 while the store lacks them. `All` would let it
+            // skip publishing those.
             cache: CacheMode::Store,
             deadline_ms: 0,
         };
         let job = PrefillJob {
-            shared: self.shared.clone(),
+            router: self.router.clone(),
             model: self.model.clone(),
             affinity: self.keys.first().copied().unwrap_or_default(),
             request,
@@ -117,34 +146,36 @@ impl Prefix {
             deadline,
         };
         if let Err(error) = job.run().await {
-            tracing::info!(%error, "warm: pages not computed");
+            tracing::warn!(%error, model = %self.model.name, pages, "no prefill engine computed the pages to warm");
         }
     }
 
+    /// Polls until all pages are in L2 or [`PUBLISHED_WAIT`] has passed.
     async fn locate_published(&self, before: &[Option<Tier>], deadline: Instant) -> Vec<Option<Tier>> {
         let give_up = (Instant::now() + PUBLISHED_WAIT).min(deadline);
         loop {
             let after = self.locate(deadline).await;
-            if tally(before, &after).missing == 0 || Instant::now() >= give_up {
+            if count_outcomes(before, &after).missing == 0 || Instant::now() >= give_up {
                 return after;
             }
             tokio::time::sleep(PUBLISHED_INTERVAL).await;
         }
     }
 
-    /// Pins the pages for `ttl`, or ends their pins.
+    /// Pins the pages for `ttl`, or ends their pins with [`PinKind::None`]. A refusal by a node
+    /// becomes a 409.
     pub(crate) async fn pin(&self, kind: PinKind, ttl: Duration, deadline: Instant) -> Result<PinResponse, AdminError> {
         let Pinned { pages, refused, complete } = match self.keys.is_empty() {
             true => Pinned { complete: true, ..Pinned::default() },
             false => self.model.pages.pin(self.keys.clone(), kind, ttl, deadline.into_std()).await,
         };
         match refused {
+            // 409, because the pins of others fill the quota. The node's message has the numbers.
             Some(message) => Err(AdminError::new(StatusCode::CONFLICT, "refused", message)),
             None => Ok(PinResponse { pages: self.keys.len() as u32, pinned: pages as u32, complete }),
         }
     }
 
-    /// Forgets the pages.
     pub(crate) async fn forget(&self, deadline: Instant) -> ForgetResponse {
         let forgotten = match self.keys.is_empty() {
             true => Forgotten { pages: 0, complete: true },
@@ -158,7 +189,16 @@ impl Prefix {
     }
 }
 
-fn tally(before: &[Option<Tier>], after: &[Option<Tier>]) -> WarmResponse {
+fn pin_status(pin: PagePin) -> Option<PinStatus> {
+    let kind = match pin.kind {
+        PinKind::None => return None,
+        PinKind::Soft => PinStrength::Soft,
+        PinKind::Hard => PinStrength::Hard,
+    };
+    Some(PinStatus { kind, seconds_left: pin.remaining_ms.div_ceil(1000) })
+}
+
+fn count_outcomes(before: &[Option<Tier>], after: &[Option<Tier>]) -> WarmResponse {
     let mut warm = WarmResponse { pages: before.len() as u32, ..Default::default() };
     for pair in before.iter().zip(after) {
         match pair {
@@ -171,38 +211,57 @@ fn tally(before: &[Option<Tier>], after: &[Option<Tier>]) -> WarmResponse {
     warm
 }
 
-fn find_model(shared: &Shared, name: Option<&str>) -> Result<Arc<ServedModel>, AdminError> {
+fn find_model(router: &RouterState, name: Option<&str>) -> Result<Arc<ServedModel>, AdminError> {
     if let Some(name) = name {
-        return match shared.models.find(name, &shared.engines) {
-            Found::Model(model) => Ok(model),
-            Found::Unknown => {
+        return match router.models.find(name, &router.engines) {
+            ModelLookup::Model(model) => Ok(model),
+            ModelLookup::Unknown => {
                 let message = format!("the model '{name}' does not exist");
                 Err(AdminError::new(StatusCode::NOT_FOUND, "model_not_found", message))
             }
-            Found::NothingKnown => Err(AdminError::unavailable("no engine has joined yet")),
+            ModelLookup::NoneKnown => {
+                Err(AdminError::unavailable("the router knows no model yet; start an engine or wait for one to join"))
+            }
         };
     }
-    let mut models = shared.models.served(&shared.engines);
+    let mut models = router.models.served(&router.engines);
     match models.len() {
-        0 => Err(AdminError::unavailable("no model is being served")),
+        0 => Err(AdminError::unavailable("no model has a decode engine; start one or wait for it to join")),
         1 => Ok(models.remove(0)),
         _ => {
             let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();
-            Err(AdminError::bad_request(format!("'model' is required, one of: {}", names.join(", "))))
+            Err(AdminError::bad_request(format!(
+                "'model' is required, because the router serves several: {}",
+                names.join(", ")
+            )))
         }
     }
 }
 
-fn tokenise(model: &ServedModel, request: PrefixRequest) -> Result<Vec<u32>, AdminError> {
-    match (request.text, request.tokens, request.messages) {
-        (Some(text), None, None) => {
+fn tokenise(model: &ServedModel, input: PrefixInput) -> Result<Vec<u32>, AdminError> {
+    match input {
+        PrefixInput::Text(text) => {
             model.tokenizer.encode(&text, true).map_err(|error| AdminError::bad_request(error.to_string()))
         }
-        (None, Some(tokens), None) => Ok(tokens),
-        (None, None, Some(messages)) => {
-            chat_tokens(model, &messages, false).map_err(|error| AdminError::bad_request(error.body.message))
+        PrefixInput::Tokens(tokens) => {
+            check_vocabulary(&tokens, &model.name, model.vocab_size)?;
+            Ok(tokens)
         }
-        _ => Err(AdminError::bad_request("give exactly one of 'text', 'tokens' and 'messages'")),
+        // The cue for an answer is not part of the conversation: without it the pages match those
+        // of every continuation.
+        PrefixInput::Messages(messages) => Ok(chat_tokens(model, &messages, false)?),
+    }
+}
+
+/// Refuses tokens that the model does not have. No engine could have computed pages for them, so
+/// every lookup would miss without telling the operator why.
+fn check_vocabulary(tokens: &[u32], model: &str, vocab_size: Option<u32>) -> Result<(), AdminError> {
+    let Some(vocab_size) = vocab_size else { return Ok(()) };
+    match tokens.iter().enumerate().find(|(_, token)| **token >= vocab_size) {
+        None => Ok(()),
+        Some((index, token)) => Err(AdminError::bad_request(format!(
+            "token {token} at index {index} of 'tokens' is outside the vocabulary of '{model}', which has {vocab_size} tokens"
+        ))),
     }
 }
 
@@ -211,9 +270,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warming_accounts_for_every_page() {
-        let (l2, l3) = (Some(Tier::L2), Some(Tier::L3));
-        let warm = tally(&[l2, l3, l3, None, None, l2], &[l2, l2, l3, l2, None, l2]);
+    fn count_outcomes_accounts_for_every_page() {
+        let l2 = Some(Tier::L2);
+        let l3 = Some(Tier::L3);
+        let warm = count_outcomes(&[l2, l3, l3, None, None, l2], &[l2, l2, l3, l2, None, l2]);
         assert_eq!(warm, WarmResponse { pages: 6, in_l2: 2, loaded: 1, computed: 1, missing: 2 });
     }
 }

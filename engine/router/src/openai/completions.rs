@@ -1,11 +1,11 @@
 //! `POST /v1/completions`.
 
-use super::answer::{self, Job, Shape};
+use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
 use super::types::{CompletionRequest, PromptInput};
-use super::{Arrival, RequestId, counted, stream};
-use crate::Shared;
-use crate::metrics::Record;
+use super::{RequestContext, RequestId, counted, stream};
+use crate::RouterState;
+use crate::metrics::RequestRecord;
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
@@ -13,25 +13,25 @@ use axum::http::HeaderMap;
 use axum::response::Response;
 use std::sync::Arc;
 
-/// Answers a request.
 pub(crate) async fn handle(
-    State(shared): State<Arc<Shared>>,
+    State(router): State<Arc<RouterState>>,
     Extension(id): Extension<RequestId>,
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    let serve = async |record: &mut Option<Record>| {
-        let arrival = Arrival::new(shared.clone(), id, &headers)?;
-        serve(arrival, body, record).await
+    let serve = async |record: &mut Option<RequestRecord>| {
+        let request = RequestContext::new(router.clone(), id, &headers)?;
+        serve(request, body, record).await
     };
-    counted(&shared, "completions", serve).await
+    counted(&router, "completions", serve).await
 }
 
-async fn serve(arrival: Arrival, body: Body, record: &mut Option<Record>) -> Result<Response, ApiError> {
-    let mut permit = answer::admit(&arrival)?;
-    let CompletionRequest { common, prompts } = arrival.read(body, CompletionRequest::parse).await?;
-    let model = answer::find_model(&arrival, &common.model).await?;
-    answer::admit_choices(&arrival, &mut permit, prompts.len() * common.n as usize)?;
+async fn serve(request: RequestContext, body: Body, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
+    // Before the body is read, so that the limit also bounds the memory of bodies in flight.
+    let mut permit = answer::admit(&request)?;
+    let CompletionRequest { common, prompts } = request.read(body, CompletionRequest::parse).await?;
+    let model = answer::find_model(&request, &common.model).await?;
+    answer::admit_choices(&request, &mut permit, prompts.len() * common.n as usize)?;
     let bytes = prompts.iter().map(size).sum();
     let prompts = answer::prompts(&model, bytes, move |model| {
         let tokenise = |prompt| match prompt {
@@ -44,14 +44,15 @@ async fn serve(arrival: Arrival, body: Body, record: &mut Option<Record>) -> Res
     })
     .await?;
     let is_stream = common.stream;
-    let begun = answer::begin(Job { arrival, shape: Shape::Completion, model, common, prompts, permit }).await?;
+    let started =
+        answer::begin(AnswerJob { request, endpoint: Endpoint::Completion, model, common, prompts, permit }).await?;
     if let Some(record) = record {
         record.first_token();
     }
-    if is_stream { Ok(stream::respond(begun, record.take())) } else { answer::whole(begun, record).await }
+    if is_stream { Ok(stream::respond(started, record.take())) } else { answer::whole(started, record).await }
 }
 
-/// Bytes of a prompt, roughly.
+/// Approximate size of a prompt in bytes. It decides whether tokenising leaves the event loop.
 fn size(prompt: &PromptInput) -> usize {
     match prompt {
         PromptInput::Text(text) => text.len(),

@@ -1,6 +1,10 @@
-//! Errors in the shape that OpenAI's clients expect: `{"error":{"message","type","param","code"}}`.
+//! Errors in the form that OpenAI's clients expect: `{"error":{"message","type","param","code"}}`.
+//!
+//! Messages reach API users. They name fields, models and limits, never types or internals of the
+//! router.
 
-use crate::models::Found;
+use crate::admin::api::CODE_WRONG_PORT;
+use crate::models::ModelLookup;
 use crate::route::RouteError;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header::RETRY_AFTER};
@@ -8,35 +12,25 @@ use axum::response::{IntoResponse, Response};
 use larder_worker::api::ErrorCode;
 use serde::{Deserialize, Serialize};
 
-/// The body of a failure.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// For people.
     pub message: String,
     /// `invalid_request_error`, `rate_limit_error`, `server_error`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// The field of the request that is wrong.
     pub param: Option<String>,
-    /// For programs.
     pub code: Option<String>,
 }
 
-/// A failure on its way to a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiError {
-    /// HTTP status.
     pub status: StatusCode,
-    /// What is said.
     pub body: ErrorBody,
-    /// Seconds after which to ask again.
     pub retry_after_s: Option<u64>,
 }
 
-/// `{"error": …}`.
 #[derive(Debug, Serialize)]
 pub struct Envelope<'a> {
-    /// The failure.
     pub error: &'a ErrorBody,
 }
 
@@ -46,42 +40,41 @@ impl ApiError {
         Self { status, body, retry_after_s: None }
     }
 
-    /// 400: the request is wrong.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
     }
 
-    /// 400: field `param` is wrong.
     pub fn field(param: &str, message: impl Into<String>) -> Self {
         let mut error = Self::invalid(message);
         error.body.param = Some(param.into());
         error
     }
 
-    /// 400: what field `param` asks for is not offered here.
+    /// 400 for a value of field `param` that this server does not implement.
     pub fn unsupported(param: &str) -> Self {
         Self::field(param, format!("'{param}' with this value is not supported by this server"))
             .code("unsupported_value")
     }
 
-    /// 400: the prompt, or what it asks for, does not fit.
     pub fn context_length(param: &str, message: impl Into<String>) -> Self {
         Self::field(param, message).code("context_length_exceeded")
     }
 
-    /// 404: no such path.
     pub fn no_route(method: &str, path: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("Unknown request URL: {method} {path}"))
             .code("unknown_url")
     }
 
-    /// 405: the path is there, but not for this method.
+    pub fn wrong_port(location: &str) -> Self {
+        let message = format!("this is the OpenAI API port; the admin API is at {location}");
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message).code(CODE_WRONG_PORT)
+    }
+
     pub fn no_method(method: &str, path: &str) -> Self {
         let message = format!("Not allowed to {method} on {path}");
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message).code("method_not_supported")
     }
 
-    /// 404: no such model.
     pub fn no_model(name: &str) -> Self {
         let mut error =
             Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("The model '{name}' does not exist"));
@@ -89,33 +82,37 @@ impl ApiError {
         error.code("model_not_found")
     }
 
-    /// Why `found` is no model.
-    pub fn not_found(found: &Found, name: &str) -> Self {
-        match found {
-            Found::NothingKnown => Self::unavailable("no engine has joined yet"),
+    /// Error for a lookup that found no model: 503 while no model is known, otherwise 404.
+    pub fn model_error(lookup: &ModelLookup, name: &str) -> Self {
+        match lookup {
+            ModelLookup::NoneKnown => {
+                Self::unavailable("the router knows no model yet; try again when an engine has joined")
+            }
             _ => Self::no_model(name),
         }
     }
 
-    /// 413: the body is too long.
     pub fn too_large(bytes_max: usize) -> Self {
         let message = format!("the request body is longer than {bytes_max} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
     }
 
-    /// 429: too much is going on; ask again after `seconds`.
+    /// 429 with a `Retry-After` of `seconds`, at least 1.
     pub fn overloaded(message: impl Into<String>, seconds: u64) -> Self {
         let mut error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).code("overloaded");
         error.retry_after_s = Some(seconds.max(1));
         error
     }
 
-    /// 500: a fault of this server.
-    pub fn internal(message: impl Into<String>) -> Self {
+    /// 500 for a failure inside the router while it tried to `action`. Logs `error`, which names
+    /// internals, and keeps it from the client.
+    pub fn internal(action: &str, error: impl std::fmt::Display) -> Self {
+        tracing::error!(%error, action, "API request failed");
+        let message = format!("the router failed to {action}; its log has the reason");
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message).code("internal")
     }
 
-    /// 503: nobody is there to serve it.
+    /// 503 with a `Retry-After` of 1 s, for a request that no engine can serve now.
     pub fn unavailable(message: impl Into<String>) -> Self {
         let mut error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message).code("engine_unavailable");
         error.retry_after_s = Some(1);
@@ -127,7 +124,6 @@ impl ApiError {
         self
     }
 
-    /// The body as it is sent.
     pub fn envelope(&self) -> Envelope<'_> {
         Envelope { error: &self.body }
     }
@@ -139,7 +135,9 @@ impl From<RouteError> for ApiError {
         match error {
             RouteError::NoEngine(_) | RouteError::Unavailable(_) => Self::unavailable(message),
             RouteError::Busy { retry_after_ms } => Self::overloaded(message, retry_after_ms.div_ceil(1000)),
-            RouteError::BrokeOff(_) => Self::new(StatusCode::BAD_GATEWAY, "server_error", message).code("engine_lost"),
+            RouteError::Interrupted(_) => {
+                Self::new(StatusCode::BAD_GATEWAY, "server_error", message).code("engine_lost")
+            }
             RouteError::Refused { code: ErrorCode::ContextLengthExceeded, message } => {
                 Self::invalid(message).code("context_length_exceeded")
             }
@@ -164,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shape_has_all_four_fields() {
+    fn body_has_all_four_fields() {
         let json = serde_json::to_value(ApiError::no_model("x").envelope()).unwrap();
         let expected = serde_json::json!({"error": {
             "message": "The model 'x' does not exist",
@@ -178,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn overload_says_when_to_come_back() {
+    fn busy_engines_become_429_with_retry_after() {
         let error = ApiError::from(RouteError::Busy { retry_after_ms: 1500 });
         let response = error.into_response();
         assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);

@@ -1,10 +1,14 @@
-//! The OpenAI-compatible API.
+//! OpenAI-compatible API.
 //!
-//! What always holds: every failure has OpenAI's shape, whatever the path; a request counts against the limit of answers
-//! in progress until its last byte is sent, its client is gone, or its time is over; and a client that goes away takes all work for it along.
+//! Invariants:
 //!
-//! [`types`]: what is asked · `completions`, `chat`: the two endpoints · `answer`: choices and whole answers · `stream`:
-//! server-sent events · [`errors`].
+//! - Every failure has OpenAI's error body, on every path.
+//! - A request counts against the limit of answers in progress until its last byte is sent, its
+//!   client disconnects, or its time limit passes.
+//! - A client that disconnects cancels all work done for it.
+//!
+//! Layout: [`types`] parses requests, `completions` and `chat` are the endpoints, `answer` runs the
+//! choices, `stream` writes server-sent events, and [`errors`] has the error bodies.
 
 mod answer;
 mod chat;
@@ -14,11 +18,13 @@ pub mod errors;
 mod stream;
 pub mod types;
 
-use crate::Shared;
-use crate::models::Found;
+use crate::RouterState;
+use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};
+use crate::models::ModelLookup;
 use axum::body::Body;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::http::{HeaderMap, HeaderValue};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -28,20 +34,20 @@ use larder_worker::api::CacheMode;
 use std::sync::Arc;
 use tokio::time::Instant;
 
-/// Request header that says which caches may be used: `all`, `store` or `none`.
+/// Request header that limits the caches a request may use: `all` (default), `store` or `none`.
 pub const HEADER_CACHE: &str = "x-larder-cache";
-/// Header of a request's id, both ways.
 pub const HEADER_REQUEST_ID: &str = "x-request-id";
-/// Bytes of a body up to which it is parsed on the event loop.
+/// Largest body parsed on the event loop, in bytes. Parsing takes about a millisecond at this size;
+/// larger bodies would delay the tokens of other requests.
 const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
-/// Most bytes of an id that a client brings; longer ones are replaced.
+/// Maximum length of a client's request id, in bytes. Longer ids are replaced, because they end up
+/// in logs and engines.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
-/// The id of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct RequestId(pub(crate) String);
 
-pub(crate) fn routes(shared: Arc<Shared>) -> Router {
+pub(crate) fn routes(router: Arc<RouterState>) -> Router {
     Router::new()
         .route("/v1/models", get(list_models))
         .route("/v1/models/{*id}", get(get_model))
@@ -50,20 +56,32 @@ pub(crate) fn routes(shared: Arc<Shared>) -> Router {
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn(with_request_id))
-        .with_state(shared)
+        .with_state(router)
 }
 
-async fn no_route(request: Request) -> ApiError {
-    ApiError::no_route(request.method().as_str(), request.uri().path())
+pub(crate) fn is_api_path(path: &str) -> bool {
+    path.starts_with("/v1/")
+}
+
+async fn no_route(State(router): State<Arc<RouterState>>, request: Request) -> ApiError {
+    let path = request.uri().path();
+    // `larder --admin` pointed at this port is a common mistake, and "unknown URL" would not
+    // explain it.
+    if path.starts_with(PATH_PREFIX) || [PATH_HEALTH, PATH_METRICS].contains(&path) {
+        return ApiError::wrong_port(&crate::location(router.admin_addr));
+    }
+    ApiError::no_route(request.method().as_str(), path)
 }
 
 async fn no_method(request: Request) -> ApiError {
     ApiError::no_method(request.method().as_str(), request.uri().path())
 }
 
-/// Takes the client's id or makes one, and sends it back.
+/// Middleware that takes over the client's request id, or makes one, and returns it in the
+/// response.
 async fn with_request_id(mut request: Request, next: Next) -> Response {
     let given = request.headers().get(HEADER_REQUEST_ID).and_then(|value| value.to_str().ok());
+    // Ids go to logs and engines. Printable ASCII cannot forge log lines or headers.
     let is_fit = |id: &&str| (1..=REQUEST_ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic());
     let id = given.filter(is_fit).map_or_else(|| format!("req_{}", random_id()), str::to_string);
     request.extensions_mut().insert(RequestId(id.clone()));
@@ -78,8 +96,8 @@ pub(crate) fn random_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }
 
-fn model_card(model: &crate::models::ServedModel, shared: &Shared) -> serde_json::Value {
-    let context = shared.engines.context_max(larder_worker::api::Role::Decode, model.namespace);
+fn model_card(model: &crate::models::ServedModel, router: &RouterState) -> serde_json::Value {
+    let context = router.engines.context_max(larder_worker::api::Role::Decode, model.namespace);
     serde_json::json!({
         "id": model.name,
         "object": "model",
@@ -89,61 +107,69 @@ fn model_card(model: &crate::models::ServedModel, shared: &Shared) -> serde_json
     })
 }
 
-async fn list_models(State(shared): State<Arc<Shared>>) -> Response {
-    let record = shared.metrics.begin("models");
-    let cards: Vec<_> = shared.models.served(&shared.engines).iter().map(|m| model_card(m, &shared)).collect();
+async fn list_models(State(router): State<Arc<RouterState>>) -> Response {
+    let record = router.metrics.begin("models");
+    let cards: Vec<_> = router.models.served(&router.engines).iter().map(|m| model_card(m, &router)).collect();
     record.end(200);
     Json(serde_json::json!({"object": "list", "data": cards})).into_response()
 }
 
-async fn get_model(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> Response {
-    let record = shared.metrics.begin("models");
-    match shared.models.find(&id, &shared.engines) {
-        Found::Model(model) => {
+async fn get_model(State(router): State<Arc<RouterState>>, id: Result<Path<String>, PathRejection>) -> Response {
+    let record = router.metrics.begin("models");
+    // axum's own rejection is plain text. An id that is not UTF-8 cannot be the name of a model.
+    let Ok(Path(id)) = id else {
+        let error = ApiError::field("model", "the model's name is not valid UTF-8");
+        record.end(error.status.as_u16());
+        return error.into_response();
+    };
+    match router.models.find(&id, &router.engines) {
+        ModelLookup::Model(model) => {
             record.end(200);
-            Json(model_card(&model, &shared)).into_response()
+            Json(model_card(&model, &router)).into_response()
         }
         found => {
-            let error = ApiError::not_found(&found, &id);
+            let error = ApiError::model_error(&found, &id);
             record.end(error.status.as_u16());
             error.into_response()
         }
     }
 }
 
-/// What an endpoint has in hand before it reads the body.
-pub(crate) struct Arrival {
-    pub(crate) shared: Arc<Shared>,
+pub(crate) struct RequestContext {
+    pub(crate) router: Arc<RouterState>,
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) deadline: Instant,
 }
 
-impl Arrival {
-    fn new(shared: Arc<Shared>, id: RequestId, headers: &HeaderMap) -> Result<Self, ApiError> {
-        let deadline = Instant::now() + shared.options.request_timeout;
-        Ok(Self { cache: cache_mode(headers)?, shared, request_id: id.0, deadline })
+impl RequestContext {
+    fn new(router: Arc<RouterState>, id: RequestId, headers: &HeaderMap) -> Result<Self, ApiError> {
+        let deadline = Instant::now() + router.options.request_timeout;
+        Ok(Self { cache: cache_mode(headers)?, router, request_id: id.0, deadline })
     }
 
-    /// The request in `body`, as `parse` reads it.
+    /// Reads the body and parses it with `parse`. Fails with 413 above the body limit and with 504
+    /// at the deadline.
     async fn read<T: Send + 'static>(
         &self,
         body: Body,
         parse: fn(&[u8]) -> Result<T, ApiError>,
     ) -> Result<T, ApiError> {
-        let bytes_max = self.shared.options.body_bytes_max;
+        let bytes_max = self.router.options.body_bytes_max;
         let bytes = match tokio::time::timeout_at(self.deadline, axum::body::to_bytes(body, bytes_max)).await {
             Ok(Ok(bytes)) => bytes,
+            // Also taken if the client disconnects mid-body; then no client reads the answer.
             Ok(Err(_)) => return Err(ApiError::too_large(bytes_max)),
             Err(_) => return Err(crate::route::RouteError::Deadline.into()),
         };
-        let parsed = off_loop_if_large(bytes, move |bytes| parse(&bytes)).await;
-        parsed.unwrap_or_else(|error| Err(ApiError::internal(format!("reading the request: {error}"))))
+        let parsed = spawn_blocking_if_large(bytes, move |bytes| parse(&bytes)).await;
+        parsed.unwrap_or_else(|error| Err(ApiError::internal("read the request", error)))
     }
 }
 
-/// Runs `parse`, which takes time in proportion to the bytes, off the event loop if there are many.
-pub(crate) async fn off_loop_if_large<T: Send + 'static>(
+/// Runs `parse` inline for small inputs and on a blocking thread above [`PARSE_INLINE_BYTES_MAX`].
+/// The thread hop costs more than parsing a small body.
+pub(crate) async fn spawn_blocking_if_large<T: Send + 'static>(
     bytes: bytes::Bytes,
     parse: impl FnOnce(bytes::Bytes) -> T + Send + 'static,
 ) -> Result<T, tokio::task::JoinError> {
@@ -162,20 +188,18 @@ fn cache_mode(headers: &HeaderMap) -> Result<CacheMode, ApiError> {
     }
 }
 
-/// Runs an endpoint; a request that fails before its answer began is counted here.
-async fn counted<F>(shared: &Shared, endpoint: &'static str, serve: F) -> Response
+/// Runs an endpoint and records a request that fails before its answer starts. Afterwards the
+/// answer owns the record.
+async fn counted<F>(router: &RouterState, endpoint: &'static str, serve: F) -> Response
 where
-    F: AsyncFnOnce(&mut Option<crate::metrics::Record>) -> Result<Response, ApiError>,
+    F: AsyncFnOnce(&mut Option<crate::metrics::RequestRecord>) -> Result<Response, ApiError>,
 {
-    let mut record = Some(shared.metrics.begin(endpoint));
+    let mut record = Some(router.metrics.begin(endpoint));
     match serve(&mut record).await {
         Ok(response) => response,
         Err(error) => {
             if let Some(record) = record {
                 record.end(error.status.as_u16());
-            }
-            if error.status == StatusCode::INTERNAL_SERVER_ERROR {
-                tracing::error!(message = %error.body.message, "request failed");
             }
             error.into_response()
         }
@@ -185,9 +209,10 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::http::StatusCode;
 
     #[test]
-    fn the_cache_header_is_checked() {
+    fn cache_header_accepts_only_known_modes() {
         let mode = |value: &'static str| {
             cache_mode(&HeaderMap::from_iter([(HEADER_CACHE.parse().unwrap(), HeaderValue::from_static(value))]))
         };

@@ -1,14 +1,17 @@
-//! Answers as server-sent events: `data: {…}\n\n`, and at the end `data: [DONE]\n\n`.
+//! Answers as server-sent events: `data: {…}\n\n` per chunk, then `data: [DONE]\n\n`.
 //!
-//! What always holds: pieces of a choice come in their order, choices may alternate; a failure is one last event with
-//! OpenAI's error object; and when the body is dropped (the client is gone), or the request's time is over while the client
-//! does not read, every generation is dropped and all places are given back.
+//! Invariants:
+//!
+//! - Chunks of one choice come in order. Chunks of different choices may interleave.
+//! - A failure is one event with OpenAI's error object, followed by `[DONE]`.
+//! - Dropping the body, because the client disconnected, drops every generation and gives all
+//!   permits back. So does the deadline while the client does not read.
 
-use super::answer::{Begun, Choice, Heading, Shape, Tally};
+use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer, UsageTotals};
 use super::errors::ApiError;
-use super::types::{Usage, finish_word};
-use crate::metrics::Record;
-use crate::route::{Piece, RouteError};
+use super::types::{Usage, finish_reason_name};
+use crate::metrics::RequestRecord;
+use crate::route::{Delta, RouteError};
 use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
@@ -24,36 +27,40 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-/// Events that wait for a client that reads slowly.
+/// Events buffered for a slow client. A full buffer applies backpressure to the engines' streams.
 const EVENTS_AHEAD_MAX: usize = 16;
 
-/// What a choice gives.
-enum Step {
+enum ChoiceEvent {
     Text(String),
     End { finish_reason: FinishReason, completion_tokens: u32, cached_tokens: u32 },
     Failed(RouteError),
 }
 
-/// Answers with a stream.
-pub(crate) fn respond(begun: Begun, record: Option<Record>) -> Response {
-    let deadline = begun.deadline;
-    let events = Events::new(begun, record);
+pub(crate) fn respond(started: StartedAnswer, record: Option<RequestRecord>) -> Response {
+    let deadline = started.deadline;
+    let events = EventSource::new(started, record);
     let events = unfold(events, |mut events| async move { Some((events.next().await?, events)) });
-    let body = Body::from_stream(pumped(events, deadline).map(Ok::<_, Infallible>));
+    // The status is sent with the first event. All choices have their first token by now, so 200 is
+    // justified.
+    let body = Body::from_stream(buffered(events, deadline).map(Ok::<_, Infallible>));
     ([(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")], body).into_response()
 }
 
-/// The same events, taken from `events` by a task of its own, which ends by `deadline` even if nobody reads them.
-fn pumped(
+/// Moves `events` into a task with a bounded buffer. The task drops the stream at `deadline`, even
+/// if the client has stopped reading. Without it, a stalled client would hold engines and permits
+/// for as long as its connection lasts.
+fn buffered(
     events: impl Stream<Item = Bytes> + Send + 'static,
     deadline: Instant,
 ) -> impl Stream<Item = Bytes> + Send + 'static {
     let (sender, receiver) = mpsc::channel(EVENTS_AHEAD_MAX);
+    // Dropping the body drops this handle. That aborts the task and with it every generation.
     let pump = AbortOnDropHandle::new(tokio::spawn(async move {
         let mut events = pin!(events);
         while let Some(bytes) = events.next().await {
             match timeout_at(deadline, sender.send(bytes)).await {
                 Ok(Ok(())) => {}
+                // The client disconnected, or the deadline passed while it did not read.
                 Ok(Err(_)) | Err(_) => return,
             }
         }
@@ -61,24 +68,24 @@ fn pumped(
     unfold((receiver, pump), |(mut receiver, pump)| async move { Some((receiver.recv().await?, (receiver, pump))) })
 }
 
-struct Events {
-    writer: Writer,
-    steps: SelectAll<BoxStream<'static, (u32, Step)>>,
+struct EventSource {
+    writer: ChunkWriter,
+    events: SelectAll<BoxStream<'static, (u32, ChoiceEvent)>>,
     ready: VecDeque<Bytes>,
-    tally: Tally,
-    record: Option<Record>,
-    /// Given back when the stream is dropped.
+    usage_totals: UsageTotals,
+    record: Option<RequestRecord>,
+    /// Held until the stream is dropped: a streaming answer counts as in progress to its end.
     _permit: OwnedSemaphorePermit,
     is_over: bool,
 }
 
-impl Events {
-    fn new(begun: Begun, record: Option<Record>) -> Self {
-        let Begun { heading, choices, tally, include_usage, permit, deadline: _ } = begun;
-        let writer = Writer { heading, include_usage };
+impl EventSource {
+    fn new(started: StartedAnswer, record: Option<RequestRecord>) -> Self {
+        let StartedAnswer { meta, choices, usage_totals, include_usage, permit, deadline: _ } = started;
+        let writer = ChunkWriter { meta, include_usage };
         let ready = choices.iter().filter_map(|choice| writer.opening(choice.index)).collect();
-        let steps = choices.into_iter().map(|choice| steps(choice, include_usage)).collect();
-        Self { writer, steps, ready, tally, record, _permit: permit, is_over: false }
+        let events = choices.into_iter().map(|choice| choice_events(choice, include_usage)).collect();
+        Self { writer, events, ready, usage_totals, record, _permit: permit, is_over: false }
     }
 
     async fn next(&mut self) -> Option<Bytes> {
@@ -89,20 +96,21 @@ impl Events {
             if self.is_over {
                 return None;
             }
-            match self.steps.next().await {
-                Some((index, Step::Text(text))) => return Some(self.writer.text(index, &text)),
-                Some((index, Step::End { finish_reason, completion_tokens, cached_tokens })) => {
-                    self.tally.add(index, completion_tokens, cached_tokens);
+            match self.events.next().await {
+                Some((index, ChoiceEvent::Text(text))) => return Some(self.writer.text(index, &text)),
+                Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens })) => {
+                    self.usage_totals.add(index, completion_tokens, cached_tokens);
                     return Some(self.writer.finish(index, finish_reason));
                 }
-                Some((_, Step::Failed(error))) => self.fail(error.into()),
+                Some((_, ChoiceEvent::Failed(error))) => self.fail(error.into()),
                 None => self.complete(),
             }
         }
     }
 
     fn fail(&mut self, error: ApiError) {
-        self.steps.clear();
+        // Drops the generations of all other choices, which cancels them on their engines.
+        self.events.clear();
         if let Some(record) = self.record.take() {
             record.end(error.status.as_u16());
         }
@@ -112,59 +120,59 @@ impl Events {
 
     fn complete(&mut self) {
         if let Some(record) = self.record.take() {
-            self.tally.end(record);
+            self.usage_totals.end(record);
         }
         if self.writer.include_usage {
-            self.ready.push_back(self.writer.usage(self.tally.usage()));
+            // OpenAI sends the usage chunk last, and with an empty list of choices.
+            self.ready.push_back(self.writer.usage(self.usage_totals.usage()));
         }
         self.ready.push_back(done());
         self.is_over = true;
     }
 }
 
-/// The steps of one choice, the last one being its end or its failure.
-fn steps(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32, Step)> {
+/// Events of one choice. The last one is its end or its failure.
+fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32, ChoiceEvent)> {
     let index = choice.index;
     unfold(Some(choice), move |choice| async move {
         let mut choice = choice?;
         match choice.generation.next().await {
-            Ok(Piece::Text(text)) => Some(((index, Step::Text(text)), Some(choice))),
-            Ok(Piece::End { finish_reason, completion_tokens }) => {
+            Ok(Delta::Text(text)) => Some(((index, ChoiceEvent::Text(text)), Some(choice))),
+            Ok(Delta::End { finish_reason, completion_tokens }) => {
                 let cached_tokens = choice.generation.cached_tokens(include_usage).await;
-                Some(((index, Step::End { finish_reason, completion_tokens, cached_tokens }), None))
+                Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens }), None))
             }
-            Err(error) => Some(((index, Step::Failed(error)), None)),
+            Err(error) => Some(((index, ChoiceEvent::Failed(error)), None)),
         }
     })
     .boxed()
 }
 
-/// Writes events in the shape of one endpoint.
-struct Writer {
-    heading: Heading,
+struct ChunkWriter {
+    meta: ResponseMeta,
     include_usage: bool,
 }
 
-impl Writer {
-    /// The first event of a chat choice says who speaks.
+impl ChunkWriter {
+    /// First chunk of a chat choice, which carries the role. Completions have none.
     fn opening(&self, index: u32) -> Option<Bytes> {
         let role = json!({"role": "assistant", "content": "", "refusal": null});
-        (self.heading.shape == Shape::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
+        (self.meta.endpoint == Endpoint::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
     }
 
     fn text(&self, index: u32, text: &str) -> Bytes {
-        let choice = match self.heading.shape {
-            Shape::Completion => completion_choice(index, text, None),
-            Shape::Chat => chat_choice(index, json!({"content": text}), None),
+        let choice = match self.meta.endpoint {
+            Endpoint::Completion => completion_choice(index, text, None),
+            Endpoint::Chat => chat_choice(index, json!({"content": text}), None),
         };
         self.chunk(vec![choice], None)
     }
 
     fn finish(&self, index: u32, reason: FinishReason) -> Bytes {
-        let reason = Some(finish_word(reason));
-        let choice = match self.heading.shape {
-            Shape::Completion => completion_choice(index, "", reason),
-            Shape::Chat => chat_choice(index, json!({}), reason),
+        let reason = Some(finish_reason_name(reason));
+        let choice = match self.meta.endpoint {
+            Endpoint::Completion => completion_choice(index, "", reason),
+            Endpoint::Chat => chat_choice(index, json!({}), reason),
         };
         self.chunk(vec![choice], None)
     }
@@ -174,15 +182,15 @@ impl Writer {
     }
 
     fn chunk(&self, choices: Vec<Value>, usage: Option<Usage>) -> Bytes {
-        let object = match self.heading.shape {
-            Shape::Completion => "text_completion",
-            Shape::Chat => "chat.completion.chunk",
+        let object = match self.meta.endpoint {
+            Endpoint::Completion => "text_completion",
+            Endpoint::Chat => "chat.completion.chunk",
         };
         let mut chunk = json!({
-            "id": self.heading.id,
+            "id": self.meta.id,
             "object": object,
-            "created": self.heading.created,
-            "model": self.heading.model,
+            "created": self.meta.created,
+            "model": self.meta.model,
             "choices": choices,
         });
         if self.include_usage {
@@ -202,7 +210,8 @@ fn chat_choice(index: u32, delta: Value, finish_reason: Option<&str>) -> Value {
 
 fn event(value: &impl Serialize) -> Bytes {
     let mut bytes = BytesMut::from(&b"data: "[..]);
-    // JSON text holds no line breaks, so one line is the whole event. These values cannot fail to be written.
+    // serde_json writes no line breaks, so one `data:` line holds the whole event. Serialising
+    // these values to memory cannot fail; an empty object stands in rather than a panic.
     if serde_json::to_writer((&mut bytes).writer(), value).is_err() {
         bytes.put_slice(b"{}");
     }
@@ -218,8 +227,8 @@ fn done() -> Bytes {
 mod tests {
     use super::*;
 
-    fn writer(shape: Shape, include_usage: bool) -> Writer {
-        Writer { heading: Heading { shape, id: "id-1".into(), created: 7, model: "m".into() }, include_usage }
+    fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
+        ChunkWriter { meta: ResponseMeta { endpoint, id: "id-1".into(), created: 7, model: "m".into() }, include_usage }
     }
 
     fn parse(event: Bytes) -> Value {
@@ -230,8 +239,8 @@ mod tests {
     }
 
     #[test]
-    fn completion_events_have_openais_shape() {
-        let writer = writer(Shape::Completion, false);
+    fn completion_chunks_have_openai_form() {
+        let writer = writer(Endpoint::Completion, false);
         assert!(writer.opening(0).is_none());
         let expected = json!({"id": "id-1", "object": "text_completion", "created": 7, "model": "m",
             "choices": [{"index": 1, "text": "a\n\"b", "logprobs": null, "finish_reason": null}]});
@@ -240,8 +249,8 @@ mod tests {
     }
 
     #[test]
-    fn chat_events_have_openais_shape() {
-        let writer = writer(Shape::Chat, true);
+    fn chat_chunks_have_openai_form() {
+        let writer = writer(Endpoint::Chat, true);
         let opening = parse(writer.opening(0).unwrap());
         assert_eq!(opening["object"], "chat.completion.chunk");
         assert_eq!(opening["choices"][0]["delta"]["role"], "assistant");
@@ -255,23 +264,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_that_does_not_read_holds_nothing_beyond_the_deadline() {
+    async fn stalled_client_holds_no_stream_beyond_the_deadline() {
         let held = std::sync::Arc::new(());
         let copy = held.clone();
         let endless = futures::stream::repeat_with(move || (&copy, done()).1);
-        let unread = pumped(endless, Instant::now() + std::time::Duration::from_millis(50));
+        let unread = buffered(endless, Instant::now() + std::time::Duration::from_millis(50));
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         assert_eq!(std::sync::Arc::strong_count(&held), 2);
         tokio::time::sleep(std::time::Duration::from_millis(200)).await;
         assert_eq!(std::sync::Arc::strong_count(&held), 1);
         assert_eq!(unread.count().await, EVENTS_AHEAD_MAX);
         let three = futures::stream::iter([done(), done(), done()]);
-        let read = pumped(three, Instant::now() + std::time::Duration::from_secs(5));
+        let read = buffered(three, Instant::now() + std::time::Duration::from_secs(5));
         assert_eq!(read.count().await, 3);
     }
 
     #[test]
-    fn the_end_is_marked() {
+    fn stream_ends_with_the_done_marker() {
         assert_eq!(&done()[..], b"data: [DONE]\n\n");
     }
 }

@@ -1,4 +1,4 @@
-//! A store and engines that do what a test tells them to.
+//! Fake store and engines whose behaviour a test sets at run time.
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, State};
@@ -8,7 +8,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router as Routes};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use larder_client::{Forgotten, Member, NodeView, PinKind, Pinned, Tier};
+use larder_client::{Forgotten, Member, NodeView, PagePin, PinKind, Pinned, Tier};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
 use larder_router::store::{Directory, PageIndex};
 use larder_router::{Router, RouterHandle, RouterOptions};
@@ -20,14 +20,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Tokens per page of the fake model.
 pub const PAGE_TOKENS: u32 = 4;
-/// Context of the fake engines.
 pub const CONTEXT: u32 = 200;
-/// The fake model's name.
 pub const MODEL: &str = "fake";
 
-/// Holds members and keys of pages.
+/// In-memory store that holds members and page keys, but no page data. Tests change its content to
+/// simulate evictions and lost nodes.
 #[derive(Default)]
 pub struct FakeStore {
     pub members: Mutex<Vec<Member>>,
@@ -45,10 +43,9 @@ impl FakeStore {
     }
 }
 
-/// The handle that the router gets.
-pub struct StoreHandle(pub Arc<FakeStore>);
+pub struct FakeDirectory(pub Arc<FakeStore>);
 
-impl Directory for StoreHandle {
+impl Directory for FakeDirectory {
     fn members(&self, _: Instant) -> BoxFuture<'_, Option<Vec<Member>>> {
         Box::pin(async { self.0.is_up().then(|| self.0.members.lock().clone()) })
     }
@@ -66,11 +63,11 @@ impl Directory for StoreHandle {
     }
 
     fn pages(&self, _: &NamespaceDescriptor) -> Arc<dyn PageIndex> {
-        Arc::new(StoreHandle(self.0.clone()))
+        Arc::new(FakeDirectory(self.0.clone()))
     }
 }
 
-impl PageIndex for StoreHandle {
+impl PageIndex for FakeDirectory {
     fn up(&self) -> bool {
         self.0.is_up()
     }
@@ -86,6 +83,15 @@ impl PageIndex for StoreHandle {
         Box::pin(async move {
             let held = self.0.held.lock();
             keys.iter().map(|key| held.get(key).copied()).collect()
+        })
+    }
+
+    /// The first page of a prefix has a hard pin, if the store holds it.
+    fn pins(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, Vec<Option<PagePin>>> {
+        Box::pin(async move {
+            let held = self.0.held.lock();
+            let pin = PagePin { kind: PinKind::Hard, remaining_ms: 59_001 };
+            keys.iter().take(1).map(|key| held.contains_key(key).then_some(pin)).collect()
         })
     }
 
@@ -114,50 +120,39 @@ impl PageIndex for StoreHandle {
     }
 }
 
-/// What an engine does with the next requests.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Behaviour {
-    /// Serves.
     Serve,
-    /// Answers with an error.
     Refuse(ErrorCode),
-    /// Closes the connection instead of its first event.
     DieAtOnce,
-    /// Closes the connection after so many tokens.
     DieAfter(usize),
-    /// Sends so many tokens, then nothing.
     HangAfter(usize),
-    /// Sends so many tokens, then says that it shuts down.
     LeaveAfter(usize),
-    /// Sends more tokens than were asked for, and does not stop.
     Flood,
-    /// Computes pages and loses them on their way to the store.
     LosePages,
 }
 
-/// One engine.
+/// HTTP server with an engine's interface. It records the requests it receives.
 pub struct FakeEngine {
     pub info: EngineInfo,
     pub behaviour: Mutex<Behaviour>,
-    /// Whether it no longer answers for itself.
     pub is_gone: AtomicBool,
     pub prefills: Mutex<Vec<PrefillRequest>>,
     pub decodes: Mutex<Vec<DecodeRequest>>,
-    /// Requests that are neither answered nor dropped.
     pub running: Arc<AtomicUsize>,
     store: Arc<FakeStore>,
 }
 
-struct Running(Arc<AtomicUsize>);
+struct InFlight(Arc<AtomicUsize>);
 
-impl Running {
+impl InFlight {
     fn new(count: &Arc<AtomicUsize>) -> Self {
         count.fetch_add(1, Ordering::SeqCst);
         Self(count.clone())
     }
 }
 
-impl Drop for Running {
+impl Drop for InFlight {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -176,7 +171,10 @@ pub fn descriptor() -> NamespaceDescriptor {
     NamespaceDescriptor { model: MODEL.into(), weights: [3; 32], geometry, tenant: "default".into() }
 }
 
-/// Words `w0` … `w499`, one token each.
+/// Number of token ids: `[UNK]` and the words `w0` to `w499`.
+pub const VOCAB_SIZE: u32 = 501;
+
+/// Tokenizer in which each of the words `w0` to `w499` is one token.
 fn tokenizer_json() -> Value {
     let mut vocab = json!({"[UNK]": 0});
     for word in 0..500 {
@@ -190,7 +188,6 @@ fn tokenizer_json() -> Value {
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}";
 
 impl FakeEngine {
-    /// Starts an engine and registers it.
     pub async fn start(store: &Arc<FakeStore>, name: &str, role: Role) -> Arc<FakeEngine> {
         Self::start_with_context(store, name, role, CONTEXT).await
     }
@@ -255,19 +252,20 @@ async fn file(Path(name): Path<String>) -> Response {
     match name.as_str() {
         "tokenizer.json" => tokenizer_json().to_string().into_response(),
         "chat_template.jinja" => TEMPLATE.into_response(),
+        "config.json" => json!({"vocab_size": VOCAB_SIZE}).to_string().into_response(),
         _ => StatusCode::NOT_FOUND.into_response(),
     }
 }
 
 fn refuse(code: ErrorCode) -> Response {
     let status = StatusCode::from_u16(code.http_status()).unwrap();
-    let mut error = ApiError::new(code, "told to refuse");
+    let mut error = ApiError::new(code, "refused by the test");
     error.retry_after_ms = (code == ErrorCode::Busy).then_some(1500);
     (status, Json(error)).into_response()
 }
 
 async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<PrefillRequest>) -> Response {
-    let _running = Running::new(&engine.running);
+    let _running = InFlight::new(&engine.running);
     engine.prefills.lock().push(request.clone());
     let behaviour = engine.behaviour.lock().clone();
     match behaviour {
@@ -278,7 +276,7 @@ async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Pref
     }
     tokio::time::sleep(Duration::from_millis(20)).await;
     let keys = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize);
-    let cached = StoreHandle(engine.store.clone()).lookup(keys.clone().into(), Instant::now()).await;
+    let cached = FakeDirectory(engine.store.clone()).lookup(keys.clone().into(), Instant::now()).await;
     let pages = keys.len() as u32;
     if behaviour == Behaviour::LosePages {
         return Json(PrefillResponse { pages, pages_lost: pages, pages_l2: 2, ..Default::default() }).into_response();
@@ -289,27 +287,27 @@ async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Pref
     Json(answer).into_response()
 }
 
-/// A body whose connection breaks after `lines`.
 fn broken_body(lines: Vec<String>) -> Response {
     let lines = futures::stream::iter(lines).map(|line| Ok(Bytes::from(line)));
-    // The lines must be on their way before the connection breaks.
+    // Breaking the connection at once could discard lines that were not flushed yet.
     let end = futures::stream::once(async {
         tokio::time::sleep(Duration::from_millis(30)).await;
-        Err(std::io::Error::other("told to die"))
+        Err(std::io::Error::other("connection broken by the test"))
     });
     Body::from_stream(lines.chain(end)).into_response()
 }
 
 async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<DecodeRequest>) -> Response {
-    let running = Running::new(&engine.running);
+    let running = InFlight::new(&engine.running);
     engine.decodes.lock().push(request.clone());
     let behaviour = engine.behaviour.lock().clone();
     if let Behaviour::Refuse(code) = behaviour {
         return refuse(code);
     }
     let keys: Arc<[PageKey]> = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize).into();
-    let store = StoreHandle(engine.store.clone());
+    let store = FakeDirectory(engine.store.clone());
     let found = if request.cache == CacheMode::None { 0 } else { store.lookup(keys.clone(), Instant::now()).await };
+    // A real engine waits for pages too, but gives up much later.
     let patience = Instant::now() + Duration::from_millis(300);
     while store.lookup(keys.clone(), patience).await < request.await_pages as usize && Instant::now() < patience {
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -349,8 +347,7 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     Body::from(lines.concat()).into_response()
 }
 
-/// A router with its store and engines.
-pub struct Bed {
+pub struct TestCluster {
     pub store: Arc<FakeStore>,
     pub prefills: Vec<Arc<FakeEngine>>,
     pub decodes: Vec<Arc<FakeEngine>>,
@@ -358,21 +355,21 @@ pub struct Bed {
     pub http: reqwest::Client,
 }
 
-impl Bed {
-    /// A router that knows all of so many engines.
-    pub async fn new(prefills: usize, decodes: usize) -> Bed {
+impl TestCluster {
+    /// Starts everything and waits until the router knows all engines.
+    pub async fn new(prefills: usize, decodes: usize) -> TestCluster {
         Self::with(prefills, decodes, |_| {}).await
     }
 
-    pub async fn with(prefills: usize, decodes: usize, adjust: impl FnOnce(&mut RouterOptions)) -> Bed {
+    pub async fn with(prefills: usize, decodes: usize, adjust: impl FnOnce(&mut RouterOptions)) -> TestCluster {
         let store = Arc::new(FakeStore::default());
-        let mut bed_prefills = Vec::new();
+        let mut started_prefills = Vec::new();
         for i in 0..prefills {
-            bed_prefills.push(FakeEngine::start(&store, &format!("prefill-{i}"), Role::Prefill).await);
+            started_prefills.push(FakeEngine::start(&store, &format!("prefill-{i}"), Role::Prefill).await);
         }
-        let mut bed_decodes = Vec::new();
+        let mut started_decodes = Vec::new();
         for i in 0..decodes {
-            bed_decodes.push(FakeEngine::start(&store, &format!("decode-{i}"), Role::Decode).await);
+            started_decodes.push(FakeEngine::start(&store, &format!("decode-{i}"), Role::Decode).await);
         }
         let mut options = RouterOptions::new("larder://127.0.0.1:1".parse().unwrap());
         options.listen = "127.0.0.1:0".parse().unwrap();
@@ -381,13 +378,13 @@ impl Bed {
         options.poll_interval = Duration::from_millis(20);
         options.request_timeout = Duration::from_secs(5);
         adjust(&mut options);
-        let router = Router::start_with(options, Arc::new(StoreHandle(store.clone()))).await.unwrap();
+        let router = Router::start_with(options, Arc::new(FakeDirectory(store.clone()))).await.unwrap();
         if decodes > 0 {
             assert!(router.wait_ready(Duration::from_secs(10)).await, "no engine became ready");
         }
-        let bed = Bed { store, prefills: bed_prefills, decodes: bed_decodes, router, http: http() };
-        eventually("all engines join", || bed.router.engines().len() == prefills + decodes).await;
-        bed
+        let cluster = TestCluster { store, prefills: started_prefills, decodes: started_decodes, router, http: http() };
+        eventually("all engines join", || cluster.router.engines().len() == prefills + decodes).await;
+        cluster
     }
 
     pub fn url(&self, path: &str) -> String {
@@ -402,7 +399,6 @@ impl Bed {
         self.http.post(self.url(path)).json(&body).send().await.unwrap()
     }
 
-    /// Completes a prompt of `words` words; status and body.
     pub async fn complete(&self, words: usize) -> (u16, Value) {
         let response = self.post("/v1/completions", json!({"model": MODEL, "prompt": prompt(words)})).await;
         (response.status().as_u16(), response.json().await.unwrap())
@@ -423,16 +419,15 @@ fn http() -> reqwest::Client {
     reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(20)).build().unwrap()
 }
 
-/// A prompt of so many tokens.
 pub fn prompt(words: usize) -> String {
     (0..words).map(|i| format!("w{i}")).collect::<Vec<_>>().join(" ")
 }
 
-/// Waits for something that must come true soon.
-pub async fn eventually(what: &str, mut is_true: impl FnMut() -> bool) {
+/// Waits until `is_true` returns true. Panics with `event` after 5 s.
+pub async fn eventually(event: &str, mut is_true: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(5);
     while !is_true() {
-        assert!(Instant::now() < deadline, "did not happen: {what}");
+        assert!(Instant::now() < deadline, "did not happen: {event}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }

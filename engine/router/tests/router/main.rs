@@ -1,5 +1,5 @@
-//! A whole router against engines that are made for the test: small HTTP servers that speak the engines' interface, and
-//! fail on request.
+//! Tests of a whole router against fake engines: small HTTP servers that speak the engines'
+//! interface and fail on request.
 
 mod admin;
 mod fakes;

@@ -1,4 +1,4 @@
-//! The API as its clients see it.
+//! The OpenAI API as clients see it.
 
 use crate::fakes::*;
 use serde_json::{Value, json};
@@ -10,10 +10,10 @@ fn events(text: &str) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn chat_answers_whole_and_as_a_stream() {
-    let bed = Bed::new(1, 1).await;
+async fn chat_answers_streamed_and_unstreamed() {
+    let cluster = TestCluster::new(1, 1).await;
     let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 4});
-    let response = bed.post("/v1/chat/completions", body.clone()).await;
+    let response = cluster.post("/v1/chat/completions", body.clone()).await;
     let answer: Value = response.json().await.unwrap();
     assert_eq!(answer["object"], "chat.completion");
     assert_eq!(
@@ -26,35 +26,35 @@ async fn chat_answers_whole_and_as_a_stream() {
     );
     body["stream"] = json!(true);
     body["stream_options"] = json!({"include_usage": true});
-    let response = bed.post("/v1/chat/completions", body).await;
+    let response = cluster.post("/v1/chat/completions", body).await;
     assert!(response.headers()["content-type"].to_str().unwrap().starts_with("text/event-stream"));
     let events = events(&response.text().await.unwrap());
     let text: String = events.iter().filter_map(|e| e["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(text, " t0 t1 t2 t3");
     assert_eq!(events[events.len() - 2]["choices"][0]["finish_reason"], "length");
     assert_eq!(events.last().unwrap()["usage"], answer["usage"]);
-    // Without a limit, the answer may take the rest of the context.
+    // Without `max_tokens`, the answer may use the rest of the context.
     let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]});
-    assert_eq!(bed.post("/v1/chat/completions", body).await.status(), 200);
-    assert_eq!(bed.decodes[0].decodes.lock().last().unwrap().sampling.max_tokens, CONTEXT as usize - 4);
+    assert_eq!(cluster.post("/v1/chat/completions", body).await.status(), 200);
+    assert_eq!(cluster.decodes[0].decodes.lock().last().unwrap().sampling.max_tokens, CONTEXT as usize - 4);
 }
 
 #[tokio::test]
-async fn prompts_and_choices_have_their_own_index_seed_and_one_prefill() {
-    let bed = Bed::new(1, 1).await;
+async fn choices_have_their_own_index_and_seed_and_share_one_prefill() {
+    let cluster = TestCluster::new(1, 1).await;
     let body = json!({"model": MODEL, "prompt": [prompt(30), "w7 w8 w9"], "n": 2, "seed": 100, "max_tokens": 2});
-    let answer: Value = bed.post("/v1/completions", body.clone()).await.json().await.unwrap();
+    let answer: Value = cluster.post("/v1/completions", body.clone()).await.json().await.unwrap();
     let indexes: Vec<_> = answer["choices"].as_array().unwrap().iter().map(|c| c["index"].as_u64().unwrap()).collect();
     assert_eq!(indexes, [0, 1, 2, 3]);
     assert_eq!(answer["usage"]["prompt_tokens"], 33);
     assert_eq!(answer["usage"]["completion_tokens"], 8);
-    assert_eq!(bed.prefills[0].prefill_count(), 1, "one for the long prompt, shared by its choices");
-    let mut seeds: Vec<_> = bed.decodes[0].decodes.lock().iter().map(|d| d.sampling.seed.unwrap()).collect();
+    assert_eq!(cluster.prefills[0].prefill_count(), 1, "one for the long prompt, shared by its choices");
+    let mut seeds: Vec<_> = cluster.decodes[0].decodes.lock().iter().map(|d| d.sampling.seed.unwrap()).collect();
     seeds.sort_unstable();
     assert_eq!(seeds, [100, 100, 101, 101]);
     let mut streamed = body;
     streamed["stream"] = json!(true);
-    let events = events(&bed.post("/v1/completions", streamed).await.text().await.unwrap());
+    let events = events(&cluster.post("/v1/completions", streamed).await.text().await.unwrap());
     for index in 0..4 {
         let of_choice = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == index);
         let text: String = of_choice.filter_map(|c| c["text"].as_str()).collect();
@@ -64,10 +64,10 @@ async fn prompts_and_choices_have_their_own_index_seed_and_one_prefill() {
 }
 
 #[tokio::test]
-async fn failures_have_openais_shape_everywhere() {
-    let bed = Bed::with(0, 1, |options| options.body_bytes_max = 4096).await;
+async fn failures_have_openai_form_on_every_path() {
+    let cluster = TestCluster::with(0, 1, |options| options.body_bytes_max = 4096).await;
     let long = json!({"model": MODEL, "prompt": prompt(250)});
-    let post = |path: &'static str, body: String| bed.http.post(bed.url(path)).body(body).send();
+    let post = |path: &'static str, body: String| cluster.http.post(cluster.url(path)).body(body).send();
     for (path, body, status, code) in [
         ("/v1/completions", "{nonsense".to_string(), 400, Value::Null),
         ("/v1/completions", json!({"model": "other", "prompt": "w1"}).to_string(), 404, json!("model_not_found")),
@@ -96,34 +96,63 @@ async fn failures_have_openais_shape_everywhere() {
         assert_eq!(body["error"]["code"], code, "{body}");
         assert!(body["error"]["message"].is_string() && body["error"]["type"].is_string(), "{body}");
     }
-    assert_eq!(bed.decodes[0].decode_count(), 0);
-    let bed = Bed::new(0, 0).await;
-    let (status, body) = bed.complete(3).await;
+    assert_eq!(cluster.decodes[0].decode_count(), 0);
+    let cluster = TestCluster::new(0, 0).await;
+    let (status, body) = cluster.complete(3).await;
     assert_eq!((status, body["error"]["type"].as_str()), (503, Some("server_error")));
 }
 
 #[tokio::test]
-async fn large_bodies_are_read_all_the_same() {
-    let bed = Bed::new(0, 1).await;
+async fn large_bodies_are_parsed() {
+    let cluster = TestCluster::new(0, 1).await;
     let body = json!({"model": MODEL, "prompt": "w1", "user": "x".repeat(300 << 10)});
-    assert_eq!(bed.post("/v1/completions", body).await.status(), 200);
-    let response = bed.http.post(bed.url("/v1/completions")).body("[".repeat(300 << 10)).send().await.unwrap();
+    assert_eq!(cluster.post("/v1/completions", body).await.status(), 200);
+    let response = cluster.http.post(cluster.url("/v1/completions")).body("[".repeat(300 << 10)).send().await.unwrap();
     assert_eq!(response.status(), 400);
 }
 
 #[tokio::test]
-async fn models_are_listed_and_ids_come_back() {
-    let bed = Bed::new(0, 1).await;
-    let list: Value = bed.http.get(bed.url("/v1/models")).send().await.unwrap().json().await.unwrap();
+async fn models_are_listed_and_request_ids_returned() {
+    let cluster = TestCluster::new(0, 1).await;
+    let list: Value = cluster.http.get(cluster.url("/v1/models")).send().await.unwrap().json().await.unwrap();
     assert_eq!((list["object"].as_str(), list["data"][0]["id"].as_str()), (Some("list"), Some(MODEL)));
-    let response = bed.http.get(bed.url("/v1/models/fake")).header("x-request-id", "abc-1").send().await.unwrap();
+    let response =
+        cluster.http.get(cluster.url("/v1/models/fake")).header("x-request-id", "abc-1").send().await.unwrap();
     assert_eq!((response.status().as_u16(), &response.headers()["x-request-id"]), (200, &"abc-1".parse().unwrap()));
-    let response = bed.http.get(bed.url("/v1/models/org/unknown")).send().await.unwrap();
+    let response = cluster.http.get(cluster.url("/v1/models/org/unknown")).send().await.unwrap();
     assert_eq!(response.status(), 404);
     assert!(response.headers()["x-request-id"].to_str().unwrap().starts_with("req_"));
     let body: Value = response.json().await.unwrap();
     assert_eq!(body["error"]["code"], "model_not_found");
-    let request = bed.http.post(bed.url("/v1/completions")).header("x-request-id", "abc-2");
+    let request = cluster.http.post(cluster.url("/v1/completions")).header("x-request-id", "abc-2");
     request.json(&json!({"model": MODEL, "prompt": "w1"})).send().await.unwrap();
-    assert_eq!(bed.decodes[0].decodes.lock()[0].request_id, "abc-2");
+    assert_eq!(cluster.decodes[0].decodes.lock()[0].request_id, "abc-2");
+}
+
+#[tokio::test]
+async fn admin_paths_on_the_api_port_name_the_admin_address() {
+    let cluster = TestCluster::new(0, 1).await;
+    let expected = format!("this is the OpenAI API port; the admin API is at http://{}", cluster.router.admin_addr());
+    for path in ["/admin/v1/status", "/admin/v1/prefix/inspect", "/admin/v2/anything", "/metrics", "/healthz"] {
+        let response = cluster.http.get(cluster.url(path)).send().await.unwrap();
+        assert_eq!(response.status(), 404, "{path}");
+        // The admin client reads failures in the admin API's form.
+        let error: larder_router::admin::api::ErrorResponse = response.json().await.unwrap();
+        assert_eq!((error.error.code.as_str(), &error.error.message), ("wrong_port", &expected), "{path}");
+    }
+    let (status, body) = {
+        let response = cluster.post("/admin/v1/prefix/warm", json!({"text": "w1"})).await;
+        (response.status().as_u16(), response.json::<Value>().await.unwrap())
+    };
+    assert_eq!((status, body["error"]["message"].as_str()), (404, Some(expected.as_str())));
+}
+
+#[tokio::test]
+async fn model_name_that_is_not_utf8_is_refused_in_openai_form() {
+    let cluster = TestCluster::new(0, 1).await;
+    let response = cluster.http.get(cluster.url("/v1/models/%ff")).send().await.unwrap();
+    assert_eq!(response.status(), 400);
+    let body: Value = response.json().await.unwrap();
+    assert_eq!(body["error"]["param"], "model");
+    assert!(!body["error"]["message"].as_str().unwrap().contains("Path"), "{body}");
 }

@@ -1,4 +1,4 @@
-//! Against a real store node: discovery, lookup, inspect and forget through the real client.
+//! Discovery, lookup, inspect and forget through the real client and a real store node.
 
 use crate::fakes::*;
 use bytes::Bytes;
@@ -27,7 +27,7 @@ async fn put_pages(client: &Client, tokens: &[u32]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engines_and_pages_are_found_through_a_store_node() {
+async fn router_finds_engines_and_pages_through_a_store_node() {
     let options =
         NodeOptions { listen: "127.0.0.1:0".parse().unwrap(), l2_bytes: 32 << 20, l3_bytes: 0, ..Default::default() };
     let node = Node::start(options).await.unwrap();
@@ -48,7 +48,7 @@ async fn engines_and_pages_are_found_through_a_store_node() {
     assert!(router.wait_ready(Duration::from_secs(10)).await);
     eventually("both engines join", || router.engines().len() == 2).await;
 
-    // 4 of 8 pages are in the store: prefill is asked for the rest only if that is enough.
+    // 4 of 8 pages are in the store. The router uses prefill only if enough tokens are missing.
     let tokens: Vec<u32> = (1..=33).collect();
     put_pages(&client, &tokens[..16]).await;
     let http = reqwest::Client::builder().no_proxy().build().unwrap();

@@ -1,9 +1,10 @@
-//! Giving out pages: reserving them for a request, taking them back, and bringing what is cached.
+//! Admission: reserves pages for requests, loads cached pages, and preempts requests when pages run
+//! out.
 
-use super::{Event, Scheduler};
+use super::{Scheduler, SchedulerEvent};
 use crate::metrics::PageSource;
-use crate::radix::Radix;
-use crate::sequence::{Sequence, State, Work};
+use crate::radix::RadixTree;
+use crate::sequence::{RequestKind, RequestState, Sequence};
 use crate::transfer::{self, LoadJob, Loaded};
 use larder_format::PageKey;
 use larder_model::{KvPage, KvPool};
@@ -11,137 +12,156 @@ use prometheus_client::metrics::counter::Counter;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time beyond its own limits after which a load is given up: the store answers by its deadlines, so this never happens
-/// unless something is broken.
-const LOAD_OVERRUN: Duration = Duration::from_millis(500);
+/// Slack beyond a load's own deadline before the scheduler abandons it. The store honours its
+/// deadlines, so only a fault in the store client makes this expire.
+const LOAD_GRACE: Duration = Duration::from_millis(500);
 
 impl Scheduler {
-    /// Reserves pages for requests in the queue, oldest first, and starts to load them.
+    /// Reserves pages for queued requests, oldest first, and starts their loads. Stops at the first
+    /// request that does not fit: a later one must not overtake it.
     pub(super) fn admit(&mut self) {
-        let active_max = 2 * self.parts.limits.step.max_batch;
+        // Twice the batch: half of the requests can load while the other half computes.
+        let active_max = 2 * self.context.limits.step.max_batch;
         while self.active.len() < active_max
             && let Some(mut sequence) = self.queue.pop_front()
         {
             if !self.reserve(&mut sequence) {
                 self.queue.push_front(sequence);
+                // Head-of-line blocking is intended: a smaller request must not starve a larger,
+                // older one.
                 return;
             }
-            sequence.queue_slot = None;
+            sequence.queue_permit = None;
             sequence.times.admitted.get_or_insert_with(Instant::now);
             self.start_load(&mut sequence);
             self.active.push(sequence);
         }
     }
 
-    /// All pages or none: what is in L1 is shared, the rest reserved.
+    /// Reserves all pages of a request or none; returns `false` if L1 has too few. Pages cached in
+    /// L1 are shared, the rest come from the pool.
     fn reserve(&mut self, sequence: &mut Sequence) -> bool {
         let cacheable = sequence.cacheable_pages();
-        let cached = match sequence.cache.uses_l1() {
-            true => self.radix.match_prefix(&sequence.keys[..cacheable]),
-            false => Vec::new(),
-        };
+        let cached =
+            if sequence.cache.uses_l1() { self.radix.match_prefix(&sequence.keys[..cacheable]) } else { Vec::new() };
         let needed = sequence.pages_to_reserve() - cached.len();
         let mut pages = Vec::with_capacity(needed);
         while pages.len() < needed {
-            let Some(page) = allocate(&self.parts.pool, &mut self.radix, &self.parts.metrics.pages_evicted) else {
+            let Some(page) = allocate(&self.context.pool, &mut self.radix, &self.context.metrics.pages_evicted) else {
+                // Dropping `pages` returns the partial reservation, so waiting requests cannot
+                // starve each other.
                 return false;
             };
             pages.push(page);
         }
         sequence.count_pages(PageSource::L1, cached.len());
         cached.into_iter().for_each(|page| sequence.pages.push_sealed(page));
-        *sequence.pages.spare_mut() = pages;
+        *sequence.pages.reserved_mut() = pages;
         true
     }
 
-    /// Looks for the rest in the store, in the background; without anything to look for, the request is ready.
+    /// Starts a background load of the pages that L1 lacks. A request with nothing to load becomes
+    /// ready at once.
     fn start_load(&mut self, sequence: &mut Sequence) {
         let cacheable = sequence.cacheable_pages();
-        let present = sequence.pages.next_whole().unwrap_or(0);
-        // A prefill must know what the store lacks even if L1 has it all.
-        let wants_store = match &sequence.work {
-            Work::Prefill(_) => cacheable > 0,
-            Work::Decode(_) => cacheable > present,
+        let present = sequence.pages.next_page().unwrap_or(0);
+        // A prefill puts into the store each page that the store lacks, so it looks up even those
+        // that L1 holds.
+        let wants_store = match &sequence.kind {
+            RequestKind::Prefill(_) => cacheable > 0,
+            RequestKind::Decode(_) => cacheable > present,
         };
+        // Nothing to load: skip the round trip to the store.
         if !sequence.cache.uses_store() || !wants_store {
             self.make_ready(sequence);
             return;
         }
         sequence.enter_loading();
-        let await_pages = match &sequence.work {
-            Work::Prefill(_) => 0,
-            Work::Decode(work) => work.await_pages,
+        let await_pages = match &sequence.kind {
+            RequestKind::Prefill(_) => 0,
+            RequestKind::Decode(output) => output.await_pages,
         };
-        let spare = sequence.pages.spare_mut();
-        let buffers = spare.split_off(spare.len() - (cacheable - present));
-        let limits = self.parts.limits;
+        let reserved = sequence.pages.reserved_mut();
+        let buffers = reserved.split_off(reserved.len() - (cacheable - present));
+        let limits = self.context.limits;
         let now = Instant::now();
-        // The other half of the time is left for computing what does not come.
+        // Waiting takes half of the remaining time at most. The other half is left to compute
+        // missing pages.
         let follow_until = now + sequence.deadline.saturating_duration_since(now) / 2;
         let job = LoadJob {
             keys: sequence.keys[..cacheable].to_vec(),
             present,
             buffers,
             await_pages,
-            load_limit: limits.load_limit.min(follow_until - now),
+            load_timeout: limits.load_timeout.min(follow_until - now),
             follow_until,
-            follow_grace: limits.follow_grace,
-            follow_limit: limits.follow_limit,
+            follow_stall_timeout: limits.follow_stall_timeout,
+            follow_start_timeout: limits.follow_start_timeout,
         };
-        let (store, sender) = (self.parts.store.clone(), self.parts.sender.clone());
-        let (id, cancel) = (sequence.id, sequence.cancel.clone());
-        let given_up_at = follow_until + LOAD_OVERRUN;
-        self.parts.tasks.spawn(async move {
-            let load = tokio::time::timeout_at(given_up_at.into(), transfer::load(&*store, job));
+        let store = self.context.store.clone();
+        let sender = self.context.sender.clone();
+        let id = sequence.id;
+        let cancel = sequence.cancel.clone();
+        let abandon_at = follow_until + LOAD_GRACE;
+        self.context.tasks.spawn(async move {
+            let load = tokio::time::timeout_at(abandon_at.into(), transfer::load(&*store, job));
             let event = tokio::select! {
-                loaded = load => Event::Loaded { id, loaded: loaded.unwrap_or_default() },
-                () = cancel.cancelled() => Event::Nudge,
+                loaded = load => SchedulerEvent::Loaded { id, loaded: loaded.unwrap_or_default() },
+                // A cancelled request needs no result, but must give its pages back: wake the
+                // thread.
+                () = cancel.cancelled() => SchedulerEvent::Wake,
             };
+            // Sending fails only after the scheduler thread has ended.
             let _ = sender.send_async(event).await;
         });
     }
 
-    /// Takes in what came.
-    pub(super) fn loaded(&mut self, id: u64, loaded: Loaded) {
+    /// Applies the result of a load and makes the request ready. Ignores a result whose request has
+    /// ended or was preempted.
+    pub(super) fn finish_load(&mut self, id: u64, loaded: Loaded) {
+        // The request may have ended while its load ran. Dropping the result frees its pages.
         let Some(at) = self.active.iter().position(|s| s.id == id && !s.is_ready()) else {
             return;
         };
         let mut sequence = self.active.remove(at);
-        let present = sequence.pages.next_whole().unwrap_or(0);
-        // Without the store's word nothing is known to be missing.
+        let present = sequence.pages.next_page().unwrap_or(0);
+        // Without an answer from the store, no page is known to be missing.
         if loaded.answered
-            && let Work::Prefill(work) = &mut sequence.work
+            && let RequestKind::Prefill(output) = &mut sequence.kind
         {
-            // L1 has what the store lacks, e.g. because it restarted empty.
+            // The store lost pages that L1 still holds, e.g. a node restarted empty. Put them
+            // again.
             for page in loaded.in_store..present {
                 if let Some(payload) = sequence.pages.sealed(page) {
-                    let put = self.parts.publisher.put_sealed(&sequence.keys, page, payload.as_ref());
-                    work.commits.push(put);
+                    let put = self.context.publisher.put_sealed(&sequence.keys, page, payload.as_ref());
+                    output.commits.push(put);
                 }
             }
         }
         for page in loaded.pages {
             sequence.count_pages(page.source, 1);
-            sequence.pages.put_ahead(page.index, Arc::new(page.page));
+            sequence.pages.add_loaded(page.index, Arc::new(page.page));
         }
-        sequence.pages.spare_mut().extend(loaded.spare);
+        sequence.pages.reserved_mut().extend(loaded.unused);
         self.make_ready(&mut sequence);
+        // The same position: `active` stays in order of admission.
         self.active.insert(at, sequence);
     }
 
     fn make_ready(&mut self, sequence: &mut Sequence) {
         sequence.times.loaded.get_or_insert_with(Instant::now);
-        sequence.state.enter(State::Waiting);
+        sequence.state.enter(RequestState::Waiting);
     }
 
-    /// Fills the next places of a request with pages that are there already: its own, or what others computed meanwhile.
-    pub(super) fn fill_from_cache(radix: &mut Radix<KvPage>, sequence: &mut Sequence) {
+    /// Advances a request over pages that exist already: loaded for it, or computed by another
+    /// request meanwhile.
+    pub(super) fn fill_from_cache(radix: &mut RadixTree<KvPage>, sequence: &mut Sequence) {
         let uses_l1 = sequence.cache.uses_l1();
         let cacheable = sequence.cacheable_pages();
-        while let Some(index) = sequence.pages.next_whole().filter(|&index| index < cacheable) {
+        while let Some(index) = sequence.pages.next_page().filter(|&index| index < cacheable) {
             let key = sequence.keys[index];
-            let page = match sequence.pages.take_ahead(index) {
-                Some(page) if uses_l1 => radix.insert(key, parent(&sequence.keys, index), page),
+            let page = match sequence.pages.take_loaded(index) {
+                Some(page) if uses_l1 => radix.insert(key, parent_key(&sequence.keys, index), page),
                 Some(page) => page,
                 None => match uses_l1.then(|| radix.get(&key)).flatten() {
                     Some(page) => {
@@ -151,41 +171,42 @@ impl Scheduler {
                     None => break,
                 },
             };
+            // The page is complete without this put. Dropping the put aborts it.
             sequence.puts.remove(&index);
             sequence.pages.push_sealed(page);
         }
         let target = sequence.pages_to_reserve() * sequence.page_tokens();
-        sequence.pages.trim_spare(target);
+        sequence.pages.trim_reserved(target);
     }
 
-    /// Makes the youngest ready request that came after `id` give its pages back; `false` if there is none.
+    /// Preempts the youngest ready request that arrived after `id`. Returns `false` if there is
+    /// none.
     pub(super) fn preempt_youngest_after(&mut self, id: u64) -> bool {
         let younger = self.active.iter().filter(|s| s.is_ready() && s.id > id).map(|s| s.id);
         let Some(victim) = younger.max() else { return false };
-        self.put_back(victim);
+        self.preempt(victim);
         true
     }
 
-    /// Makes a request give its pages back and wait for new ones.
-    pub(super) fn put_back(&mut self, id: u64) {
+    /// Takes all pages from a request and queues it again. It keeps the tokens generated so far.
+    pub(super) fn preempt(&mut self, id: u64) {
         let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
         let mut sequence = self.active.remove(at);
-        tracing::debug!(request = %sequence.request_id, "put back for want of pages");
-        self.parts.metrics.preemptions.inc();
+        tracing::debug!(request = %sequence.request_id, "preempted the request: L1 is out of pages");
+        self.context.metrics.preemptions.inc();
         sequence.preempt();
-        // In its old place: not before those that are older.
+        // Queue order is arrival order, so the request overtakes only younger ones.
         let at = self.queue.iter().position(|s| s.id > id).unwrap_or(self.queue.len());
         self.queue.insert(at, sequence);
     }
 }
 
-/// Key of the page before page `index`.
-pub(super) fn parent(keys: &[PageKey], index: usize) -> Option<PageKey> {
+pub(super) fn parent_key(keys: &[PageKey], index: usize) -> Option<PageKey> {
     index.checked_sub(1).map(|before| keys[before])
 }
 
-/// A free page, given up by the tree if need be.
-pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut Radix<KvPage>, evicted: &Counter) -> Option<KvPage> {
+/// Takes a page from the pool. Evicts the least recently used cached page if the pool is empty.
+pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<KvPage>, evicted: &Counter) -> Option<KvPage> {
     if let Some(page) = pool.allocate() {
         return Some(page);
     }

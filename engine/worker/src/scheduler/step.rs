@@ -1,25 +1,31 @@
-//! One step: plan, compute, seal, publish, sample.
+//! One step of continuous batching: plan, reserve pages, run the forward pass, seal and publish
+//! pages, sample tokens.
 
-use super::admit::{allocate, parent};
-use super::{SMOOTHING, Scheduler};
+use super::admit::{allocate, parent_key};
+use super::{EWMA_WEIGHT, Scheduler};
 use crate::api::{ApiError, ErrorCode};
-use crate::batch::{self, Candidate, Planned};
-use crate::metrics::Ending;
+use crate::batch::{self, Candidate, PlannedChunk};
+use crate::metrics::RequestOutcome;
 use crate::publish::{CompletingPage, PublishHooks};
-use crate::sequence::{Sequence, Work};
+use crate::sequence::{RequestKind, Sequence};
 use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows};
 use std::time::Instant;
 
 impl Scheduler {
-    /// Computes one step; `false` if there was nothing to compute.
+    /// Runs one step. Returns `false` if no request was computed: none was ready, or none got a
+    /// page. The thread may then sleep.
     pub(super) fn step(&mut self) -> bool {
+        // Before planning: a page that another request computed meanwhile must not be computed
+        // again.
         for sequence in self.active.iter_mut().filter(|s| s.is_ready()) {
             Self::fill_from_cache(&mut self.radix, sequence);
         }
+        // A prefill can finish without a step, if all its pages were cached.
         self.finish_prefills();
         let planned = self.plan();
         let granted = self.grant(planned);
+        // Waiting requests hold all pages, or none is ready.
         if granted.is_empty() {
             return false;
         }
@@ -28,10 +34,10 @@ impl Scheduler {
         true
     }
 
-    /// Which requests compute how much; `candidate` is the place in `active`.
-    fn plan(&self) -> Vec<Planned> {
+    fn plan(&self) -> Vec<PlannedChunk> {
         let mut ready: Vec<(usize, &Sequence)> = self.active.iter().enumerate().filter(|(_, s)| s.is_ready()).collect();
-        // One that was put back is behind younger ones in `active`.
+        // `active` is ordered by admission: a preempted request stands behind younger ones. Plan by
+        // age.
         ready.sort_by_key(|(_, s)| s.id);
         let candidates: Vec<Candidate<'_>> = ready
             .iter()
@@ -39,24 +45,26 @@ impl Scheduler {
                 position: s.pages.computed(),
                 span: s.pages.span(s.target()),
                 generating: s.is_generating(),
-                shared: if s.cache.uses_l1() { &s.keys[..s.cacheable_pages()] } else { &[] },
+                shareable: if s.cache.uses_l1() { &s.keys[..s.cacheable_pages()] } else { &[] },
             })
             .collect();
-        let planned = batch::plan(&candidates, self.parts.limits.step);
-        planned.into_iter().map(|p| Planned { candidate: ready[p.candidate].0, ..p }).collect()
+        let planned = batch::plan(&candidates, self.context.limits.step);
+        planned.into_iter().map(|p| PlannedChunk { candidate: ready[p.candidate].0, ..p }).collect()
     }
 
-    /// Makes room in the pages of those planned, oldest first. Who finds none has the youngest of the ready requests that
-    /// came after it give way, and tries again at once, before the pages go to anybody else.
-    fn grant(&mut self, planned: Vec<Planned>) -> Vec<Planned> {
-        // By id: places in `active` move when a request gives way.
+    /// Reserves pages for the planned chunks, oldest request first. A request that finds no page
+    /// preempts the youngest ready request behind it and retries at once. Trying again before any
+    /// other request runs ensures that the older one gets the freed pages.
+    fn grant(&mut self, planned: Vec<PlannedChunk>) -> Vec<PlannedChunk> {
+        // By id: indices into `active` shift when a request is preempted.
         let mut wanted: Vec<(u64, usize)> = planned.iter().map(|p| (self.active[p.candidate].id, p.tokens)).collect();
+        // Ids grow with arrival, so this is oldest first.
         wanted.sort_unstable();
         let mut granted = Vec::with_capacity(wanted.len());
         for &(id, tokens) in &wanted {
-            // No place: it gave way to an older one.
-            while let Some(at) = self.place_of(id) {
-                if self.make_room(at, tokens) {
+            // No index: an older request preempted this one.
+            while let Some(at) = self.active_index(id) {
+                if self.ensure_capacity(at, tokens) {
                     granted.push((id, tokens));
                     break;
                 }
@@ -70,26 +78,30 @@ impl Scheduler {
             && let Some(&(oldest, _)) = wanted.first()
             && self.active.iter().any(is_idle)
         {
-            // Nobody gets on, all younger ones gave way, and an older one had no place in this step: who had it gives way.
-            self.put_back(oldest);
+            // No request advanced, all younger ones are preempted, and an older request had no
+            // place in this step. Preempt the planned one: its pages let the older request run in
+            // the next step.
+            self.preempt(oldest);
         }
-        let mut granted: Vec<Planned> = (granted.into_iter())
-            .filter_map(|(id, tokens)| Some(Planned { candidate: self.place_of(id)?, tokens }))
+        let mut granted: Vec<PlannedChunk> = (granted.into_iter())
+            .filter_map(|(id, tokens)| Some(PlannedChunk { candidate: self.active_index(id)?, tokens }))
             .collect();
+        // `compute` walks `active` and the plan side by side.
         granted.sort_by_key(|plan| plan.candidate);
         granted
     }
 
-    fn place_of(&self, id: u64) -> Option<usize> {
+    fn active_index(&self, id: u64) -> Option<usize> {
         self.active.iter().position(|s| s.id == id)
     }
 
-    fn make_room(&mut self, at: usize, tokens: usize) -> bool {
-        let (radix, parts) = (&mut self.radix, &self.parts);
-        self.active[at].pages.make_room(tokens, || allocate(&parts.pool, radix, &parts.metrics.pages_evicted))
+    fn ensure_capacity(&mut self, at: usize, tokens: usize) -> bool {
+        let radix = &mut self.radix;
+        let context = &self.context;
+        self.active[at].pages.ensure_capacity(tokens, || allocate(&context.pool, radix, &context.metrics.pages_evicted))
     }
 
-    fn compute(&mut self, granted: &[Planned]) {
+    fn compute(&mut self, granted: &[PlannedChunk]) {
         let started = Instant::now();
         let mut hooks = self.open_puts(granted);
         let result = {
@@ -97,23 +109,25 @@ impl Scheduler {
             let mut plans = granted.iter().peekable();
             for (at, sequence) in self.active.iter_mut().enumerate() {
                 if let Some(plan) = plans.next_if(|plan| plan.candidate == at) {
+                    // Only requests that really run leave the waiting state.
                     sequence.enter_computing();
                     chunks.push(chunk(sequence, plan.tokens));
                 }
             }
-            self.parts.model.forward(&mut chunks, &mut hooks)
+            self.context.model.forward(&mut chunks, &mut hooks)
         };
         match result {
-            Ok(logits) => self.take_results(granted, hooks, logits),
+            Ok(logits) => self.apply_results(granted, hooks, logits),
             Err(error) => self.fail_step(granted, &error.to_string()),
         }
-        self.measure(granted, started);
+        self.record_step(granted, started);
     }
 
-    /// Opens the puts of pages whose computation starts now, and takes those that this step completes.
-    fn open_puts(&mut self, granted: &[Planned]) -> PublishHooks {
-        let mut hooks = self.parts.publisher.hooks();
-        let page_tokens = self.parts.limits.step.page_tokens;
+    /// Opens puts for pages whose computation starts in this step. Returns the puts that this step
+    /// completes; the others stay with their requests.
+    fn open_puts(&mut self, granted: &[PlannedChunk]) -> PublishHooks {
+        let mut hooks = self.context.publisher.hooks();
+        let page_tokens = self.context.limits.step.page_tokens;
         for (chunk, plan) in granted.iter().enumerate() {
             let sequence = &mut self.active[plan.candidate];
             if !sequence.cache.uses_store() {
@@ -121,11 +135,12 @@ impl Scheduler {
             }
             let start = sequence.pages.computed();
             let end = start + plan.tokens;
-            // The last, partly filled page of all tokens has no key yet.
+            // The partly filled last page has no key yet.
             for page in start / page_tokens..end.div_ceil(page_tokens).min(sequence.keys.len()) {
                 let put = match sequence.puts.remove(&page) {
                     Some(put) => put,
-                    None => self.parts.publisher.open(&sequence.keys, page),
+                    // The put opens before the computation, so that followers find it.
+                    None => self.context.publisher.open(&sequence.keys, page),
                 };
                 if end >= (page + 1) * page_tokens {
                     hooks.pages.push(CompletingPage { chunk, page, put });
@@ -137,56 +152,64 @@ impl Scheduler {
         hooks
     }
 
-    fn take_results(&mut self, granted: &[Planned], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
+    fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         for completing in hooks.pages {
-            let commit = self.parts.publisher.commit(completing.put);
-            if let Work::Prefill(work) = &mut self.active[granted[completing.chunk].candidate].work {
-                work.commits.push(commit);
+            let commit = self.context.publisher.commit(completing.put);
+            if let RequestKind::Prefill(output) = &mut self.active[granted[completing.chunk].candidate].kind {
+                output.commits.push(commit);
             }
         }
         let mut ended = Vec::new();
         for (plan, logits) in granted.iter().zip(&logits) {
             let sequence = &mut self.active[plan.candidate];
-            let (uses_l1, keys, radix) = (sequence.cache.uses_l1(), &sequence.keys, &mut self.radix);
-            let whole = sequence.pages.advance(plan.tokens, |index, page| match uses_l1 {
-                true => radix.insert(keys[index], parent(keys, index), page),
-                false => page,
+            let uses_l1 = sequence.cache.uses_l1();
+            let keys = &sequence.keys;
+            let radix = &mut self.radix;
+            let whole = sequence.pages.advance(plan.tokens, |index, page| {
+                if uses_l1 { radix.insert(keys[index], parent_key(keys, index), page) } else { page }
             });
             sequence.count_computed(plan.tokens, whole);
-            if matches!(sequence.work, Work::Decode(_)) && sequence.pending() == 0 {
-                ended.extend(sequence.generate(logits).map(|ending| (sequence.id, ending)));
+            if matches!(sequence.kind, RequestKind::Decode(_)) && sequence.pending() == 0 {
+                ended.extend(sequence.generate(logits).map(|outcome| (sequence.id, outcome)));
             }
         }
-        for (id, ending) in ended {
-            self.parts.metrics.request_ended(ending);
+        for (id, outcome) in ended {
+            self.context.metrics.request_ended(outcome);
+            // After the loop: removing earlier would shift the indices of the plan.
             self.active.retain(|s| s.id != id);
         }
     }
 
-    fn fail_step(&mut self, granted: &[Planned], reason: &str) {
-        tracing::error!(reason, "a step failed");
+    fn fail_step(&mut self, granted: &[PlannedChunk], reason: &str) {
+        tracing::error!(reason, requests = granted.len(), "a forward pass failed; failing the requests in it");
         let ids: Vec<u64> = granted.iter().map(|plan| self.active[plan.candidate].id).collect();
+        // Pages of a failed pass may be partly written, so no request of the batch can continue.
         let failed: Vec<Sequence> = self.active.extract_if(.., |s| ids.contains(&s.id)).collect();
         for sequence in failed {
-            sequence.fail(ApiError::new(ErrorCode::Internal, format!("computing failed: {reason}")), Ending::Failed);
+            sequence.fail(
+                ApiError::new(ErrorCode::Internal, format!("the forward pass failed: {reason}")),
+                RequestOutcome::Failed,
+            );
         }
     }
 
-    /// Answers prefills that are computed: as soon as the store has what they put.
+    /// Answers finished prefills. A background task waits until the store has confirmed their
+    /// pages.
     fn finish_prefills(&mut self) {
-        let is_done = |s: &mut Sequence| s.is_ready() && matches!(s.work, Work::Prefill(_)) && s.pending() == 0;
+        let is_done = |s: &mut Sequence| s.is_ready() && matches!(s.kind, RequestKind::Prefill(_)) && s.pending() == 0;
         let done: Vec<Sequence> = self.active.extract_if(.., is_done).collect();
         for mut sequence in done {
             let mut response = sequence.prefill_response();
             sequence.enter_computing();
+            // Release L1 before the wait. The puts own copies of the bytes.
             sequence.pages.clear();
-            let metrics = self.parts.metrics.clone();
-            self.parts.tasks.spawn(async move {
-                let Sequence { work, deadline, state, cancel, .. } = sequence;
-                let Work::Prefill(work) = work else { return };
-                let count = work.commits.len();
-                let commits = futures::future::join_all(work.commits);
-                // Who follows pages that were lost must not wait for them.
+            let metrics = self.context.metrics.clone();
+            self.context.tasks.spawn(async move {
+                let Sequence { kind, deadline, state, cancel, .. } = sequence;
+                let RequestKind::Prefill(output) = kind else { return };
+                let count = output.commits.len();
+                let commits = futures::future::join_all(output.commits);
+                // Report lost pages, so that decode engines do not wait for them.
                 response.pages_lost = tokio::select! {
                     outcomes = tokio::time::timeout_at(deadline.into(), commits) => match outcomes {
                         Ok(outcomes) => outcomes.into_iter().filter(|o| o.as_ref().map_or(true, is_lost)).count(),
@@ -194,27 +217,34 @@ impl Scheduler {
                     },
                     () = cancel.cancelled() => count,
                 } as u32;
+                // Before the reply: a client that sees the answer also sees the metrics of a
+                // finished state.
                 drop(state);
-                let ending = if work.reply.send(Ok(response)).is_ok() { Ending::Done } else { Ending::Cancelled };
-                metrics.request_ended(ending);
+                let outcome = if output.reply.send(Ok(response)).is_ok() {
+                    RequestOutcome::Done
+                } else {
+                    RequestOutcome::Cancelled
+                };
+                metrics.request_ended(outcome);
             });
         }
     }
 
-    fn measure(&mut self, granted: &[Planned], started: Instant) {
+    fn record_step(&mut self, granted: &[PlannedChunk], started: Instant) {
         let seconds = started.elapsed().as_secs_f64();
         let tokens: usize = granted.iter().map(|plan| plan.tokens).sum();
-        self.parts.metrics.step_seconds.observe(seconds);
-        self.parts.metrics.tokens_computed.inc_by(tokens as u64);
-        smooth(&mut self.step_ms, seconds * 1000.0);
-        // Steps that only generate say nothing about prompts.
-        if granted.iter().any(|plan| plan.tokens >= self.parts.limits.step.page_tokens) && seconds > 0.0 {
-            smooth(&mut self.prefill_tokens_per_second, tokens as f64 / seconds);
+        self.context.metrics.step_seconds.observe(seconds);
+        self.context.metrics.tokens_computed.inc_by(tokens as u64);
+        update_ewma(&mut self.step_ms, seconds * 1000.0);
+        // Steps that only generate are bound by memory bandwidth and would distort the prompt
+        // throughput.
+        if granted.iter().any(|plan| plan.tokens >= self.context.limits.step.page_tokens) && seconds > 0.0 {
+            update_ewma(&mut self.prefill_tokens_per_second, tokens as f64 / seconds);
         }
     }
 }
 
-/// Whether the store does not have the page after this, as far as the engine knows.
+/// Returns `true` if the store does not hold the page after this put, as far as the engine knows.
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
         PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused => true,
@@ -222,13 +252,14 @@ fn is_lost(outcome: &PutOutcome) -> bool {
     }
 }
 
-fn smooth(value: &mut f64, newest: f64) {
-    *value = if *value == 0.0 { newest } else { *value + SMOOTHING * (newest - *value) };
+fn update_ewma(value: &mut f64, newest: f64) {
+    // Zero means that nothing was measured yet: the first sample counts in full.
+    *value = if *value == 0.0 { newest } else { *value + EWMA_WEIGHT * (newest - *value) };
 }
 
 fn chunk(sequence: &mut Sequence, tokens: usize) -> Chunk<'_> {
     let position = sequence.pages.computed();
-    let is_last = position + tokens == sequence.target() && matches!(sequence.work, Work::Decode(_));
+    let is_last = position + tokens == sequence.target() && matches!(sequence.kind, RequestKind::Decode(_));
     Chunk {
         tokens: &sequence.tokens[position..position + tokens],
         position,

@@ -1,4 +1,5 @@
-//! A store in memory that can be told to misbehave, engines over it, and what they should answer.
+//! Test support: an in-memory store with injectable faults, engines attached to it, and a reference
+//! implementation of generation.
 #![allow(dead_code)]
 
 use futures::future::BoxFuture;
@@ -17,20 +18,19 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// Tokens per page in tests.
 pub const PAGE: usize = 16;
 
 pub fn model_dir() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny")
 }
 
-/// The model, loaded once for all tests of a binary.
+/// The model, loaded once per test binary because loading dominates the run time.
 pub static LOADED: LazyLock<Preloaded> = LazyLock::new(|| Preloaded {
     model: Arc::new(Model::load(&model_dir()).unwrap()),
     tokenizer: Arc::new(Tokenizer::load(&model_dir()).unwrap()),
 });
 
-/// A prompt of `len` tokens that begins like no other `seed`'s.
+/// A prompt of `len` pseudorandom tokens. Prompts of different seeds share no prefix.
 pub fn prompt(seed: u64, len: usize) -> Vec<u32> {
     let vocab = LOADED.model.config().vocab as u64;
     let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -42,7 +42,8 @@ pub fn prompt(seed: u64, len: usize) -> Vec<u32> {
         .collect()
 }
 
-/// What the model generates greedily after `prompt`, computed in one piece and token by token, without any engine.
+/// Reference answer: `tokens` greedy tokens after `prompt`, computed without an engine. The prompt
+/// runs in one chunk, the rest token by token.
 pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
     let model = &LOADED.model;
     let geometry = model.geometry(PAGE as u32);
@@ -65,7 +66,6 @@ pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
 #[derive(Default)]
 struct Inner {
     pages: HashMap<PageKey, Vec<u8>>,
-    /// The next follows of these end as aborted, each once.
     aborted: HashSet<PageKey>,
     down: bool,
     lose_puts: bool,
@@ -74,7 +74,6 @@ struct Inner {
     puts_begun: Vec<PageKey>,
 }
 
-/// Keeps pages in memory.
 pub struct MemoryStore {
     inner: Mutex<Inner>,
     changed: watch::Sender<u64>,
@@ -126,14 +125,13 @@ impl MemoryStore {
     }
 }
 
-/// A put on its way.
 struct MemoryPut {
     store: Arc<MemoryStore>,
     key: PageKey,
     parts: Vec<Vec<u8>>,
 }
 
-/// The store as engines see it.
+/// Handle of an engine to the store. Shares the faults of all other handles.
 #[derive(Clone)]
 pub struct Attached(pub Arc<MemoryStore>);
 
@@ -160,6 +158,8 @@ impl PageStore for Attached {
                     (page, Some(Tier::L2))
                 }
                 None => {
+                    // Poison the buffer of a miss: an engine that used it would generate wrong
+                    // tokens.
                     page.as_mut().fill(0xEE);
                     (page, None)
                 }
@@ -171,6 +171,7 @@ impl PageStore for Attached {
     fn follow(&self, key: PageKey, mut buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {
         Box::pin(async move {
             self.0.inner.lock().follow_calls += 1;
+            // Subscribe before the first look, or a put in between would go unnoticed.
             let mut changes = self.0.changed.subscribe();
             loop {
                 {
@@ -205,7 +206,7 @@ impl PageStore for Attached {
 }
 
 impl OpenPut for MemoryPut {
-    fn part(&mut self, part: usize, bytes: &[u8]) {
+    fn write_part(&mut self, part: usize, bytes: &[u8]) {
         assert_eq!(part, self.parts.len(), "each part once");
         self.parts.push(bytes.to_vec());
     }
@@ -219,6 +220,7 @@ impl OpenPut for MemoryPut {
             let bytes = self.parts.concat();
             let outcome = match inner.pages.get(&self.key) {
                 Some(present) if *present == bytes => PutOutcome::AlreadyThere,
+                // Batch invariance: a page is bit-identical wherever it is computed.
                 Some(_) => panic!("two engines computed different bytes for one page"),
                 None => PutOutcome::Stored,
             };
@@ -230,18 +232,16 @@ impl OpenPut for MemoryPut {
     }
 }
 
-/// Settings for tests: small pages, short graces.
 pub fn options(role: Role) -> EngineOptions {
     let mut options = EngineOptions::new(role, model_dir(), "larder://127.0.0.1:9".parse().unwrap());
     options.preloaded = Some(LOADED.clone());
     options.page_tokens = PAGE as u32;
     options.l1_bytes = 16 << 20;
     options.chunk_tokens = 64;
-    options.follow_grace = Duration::from_millis(150);
+    options.follow_stall_timeout = Duration::from_millis(150);
     options
 }
 
-/// An engine over `store`.
 pub async fn engine(role: Role, store: &Arc<MemoryStore>) -> EngineHandle {
     engine_with(options(role), store).await
 }
@@ -273,7 +273,6 @@ pub async fn prefill(engine: &EngineHandle, tokens: &[u32], cache: CacheMode) ->
     response.json().await.unwrap()
 }
 
-/// A whole answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     pub start: DecodeStart,
@@ -300,7 +299,8 @@ pub async fn try_decode(engine: &EngineHandle, request: &DecodeRequest) -> Resul
         .collect();
     let DecodeEvent::Start(start) = events.remove(0) else { panic!("an answer begins with start") };
     let last = events.pop().unwrap();
-    let (mut tokens, mut text) = (Vec::new(), String::new());
+    let mut tokens = Vec::new();
+    let mut text = String::new();
     for event in events {
         let DecodeEvent::Token { id, text: piece } = event else { panic!("{event:?} between tokens") };
         tokens.push(id);
@@ -309,14 +309,13 @@ pub async fn try_decode(engine: &EngineHandle, request: &DecodeRequest) -> Resul
     Ok(Answer { start, tokens, text, last })
 }
 
-/// One value of the engine's metrics; 0 if there is none.
 pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {
     let text = reqwest::get(format!("http://{}/metrics", engine.addr())).await.unwrap().text().await.unwrap();
     let line = text.lines().find(|line| line.starts_with(line_start));
     line.map_or(0.0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
 }
 
-/// Waits until the engine holds nothing but what it keeps for later.
+/// Waits up to 5 s until the engine holds no pages except cached ones. Returns `false` on timeout.
 pub async fn is_idle(engine: &EngineHandle) -> bool {
     let until = Instant::now() + Duration::from_secs(5);
     while Instant::now() < until {

@@ -1,14 +1,13 @@
-//! The offline optimum.
+//! The offline optimum of Belady.
 
 use super::{HitRate, Trace};
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// In how many requests, or never.
 const NEVER: u32 = u32::MAX;
 
-/// Hits if the future were known, with room for so many blocks: what goes is what is asked for again last, and of one
-/// request's blocks the last one; what is never asked for again is not kept at all.
+/// Hits of a cache that knows the future. It evicts the block whose next request is the latest, and
+/// of one request's blocks the last. It does not keep a block that is never requested again.
 pub fn belady(trace: &Trace, capacity_blocks: u64) -> HitRate {
     let next_uses = next_uses(trace);
     let mut resident: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>> = HashMap::default();
@@ -38,7 +37,6 @@ pub fn belady(trace: &Trace, capacity_blocks: u64) -> HitRate {
     rate
 }
 
-/// For each block of each request the request that asks for it next.
 fn next_uses(trace: &Trace) -> Vec<Vec<u32>> {
     let mut next = vec![NEVER; trace.blocks_distinct()];
     let mut uses: Vec<Vec<u32>> = Vec::with_capacity(trace.requests().len());

@@ -1,4 +1,4 @@
-//! The trace format of Mooncake: a JSON object a line.
+//! The trace format of Mooncake: one JSON object per line.
 
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -6,56 +6,31 @@ use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io::{self, BufRead, Read};
 use thiserror::Error;
 
-/// Tokens of a block.
 pub const BLOCK_TOKENS: u64 = 512;
-/// Most bytes of a line.
 pub const LINE_BYTES_MAX: usize = 4 << 20;
-/// Most requests of a trace.
 const REQUESTS_MAX: usize = 1 << 28;
 
-/// Why a trace cannot be read.
+/// Reason that a trace cannot be read. Lines are numbered from 1.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    /// Reading failed.
     #[error("line {line}: {reason}")]
-    Read {
-        /// From 1.
-        line: usize,
-        /// What the reader said.
-        reason: io::Error,
-    },
-    /// It is not a request.
+    Read { line: usize, reason: io::Error },
     #[error("line {line} is not a request: {reason}")]
-    Malformed {
-        /// From 1.
-        line: usize,
-        /// What is wrong.
-        reason: serde_json::Error,
-    },
-    /// It is too long.
+    Malformed { line: usize, reason: serde_json::Error },
     #[error("line {line} is longer than {LINE_BYTES_MAX} bytes")]
-    TooLong {
-        /// From 1.
-        line: usize,
-    },
-    /// There are more requests, or more distinct blocks, than can be numbered.
+    TooLong { line: usize },
+    /// The trace has more requests, or more distinct blocks, than the limit.
     #[error("line {line}: the trace has too many requests or blocks")]
-    TooMany {
-        /// From 1.
-        line: usize,
-    },
+    TooMany { line: usize },
 }
 
-/// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// When it came.
     pub timestamp_ms: u64,
     /// The blocks of its prompt, as numbers from 0 in order of first appearance in the trace.
     pub blocks: Vec<u32>,
 }
 
-/// Requests in the order in which they came.
 #[derive(Debug, Clone, Default)]
 pub struct Trace {
     requests: Vec<Request>,
@@ -73,7 +48,8 @@ struct Line {
 }
 
 impl Trace {
-    /// Reads all lines; empty ones are passed over.
+    /// Reads all lines, and skips empty ones. Memory is bounded: a line longer than
+    /// [`LINE_BYTES_MAX`] is an error before it is read as a whole.
     pub fn read(mut input: impl BufRead) -> Result<Trace, TraceError> {
         let mut trace = Trace::default();
         let mut bytes = Vec::new();
@@ -99,7 +75,8 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Adds a request for the blocks of these ids. `false`, and nothing is added, if there are too many.
+    /// Adds a request for the blocks with these ids. Returns `false` without a change if the trace
+    /// is full.
     pub fn push(&mut self, timestamp_ms: u64, ids: &[u64]) -> bool {
         let room = u32::MAX as usize - self.numbers.len();
         if self.requests.len() >= REQUESTS_MAX || ids.len() >= room {
@@ -115,17 +92,16 @@ impl Trace {
         true
     }
 
-    /// The requests.
     pub fn requests(&self) -> &[Request] {
         &self.requests
     }
 
-    /// Different blocks, which have the numbers below this.
+    /// Number of distinct blocks. Their numbers are below it.
     pub fn blocks_distinct(&self) -> usize {
         self.numbers.len()
     }
 
-    /// Only the requests in a range of their numbers.
+    /// The trace of the requests in a range of their numbers.
     pub fn part(&self, range: std::ops::Range<usize>) -> Trace {
         let mut part = Trace::default();
         for request in &self.requests[range] {

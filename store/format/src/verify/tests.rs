@@ -6,7 +6,7 @@ use std::io::Cursor;
 
 const SUPERBLOCK: Superblock = Superblock { log_id: [9; 16], segment_bytes: 1 << 20 };
 const SEGMENT: u32 = 3;
-const LIFE: u64 = 8;
+const EPOCH: u64 = 8;
 
 impl Sync for Cursor<Vec<u8>> {
     fn sync(&mut self) -> io::Result<()> {
@@ -14,7 +14,6 @@ impl Sync for Cursor<Vec<u8>> {
     }
 }
 
-/// A disk that stops writing after some blocks.
 struct Dying {
     file: Cursor<Vec<u8>>,
     blocks_left: usize,
@@ -59,14 +58,14 @@ fn id(n: u8) -> PageId {
 /// Pages 0 to 6 and, in place of the fourth, a tombstone; what is listed of them.
 fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
     let mut bytes = vec![0x5a; SUPERBLOCK.segment_bytes as usize];
-    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: SEGMENT, life: LIFE };
+    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: SEGMENT, epoch: EPOCH };
     bytes[..BLOCK_BYTES].copy_from_slice(&header.encode());
     let (mut at, mut records) = (BLOCK_BYTES, Vec::new());
     for n in 0..7u8 {
         let payload: Vec<u8> = (0..1 + usize::from(n) * 20_000).map(|i| (i as u8) ^ n).collect();
         let meta = PageMeta::describe(id(n), PageKey::NONE, 0, vec![payload.len() as u32], &payload);
         let body = if n == 3 { RecordBody::Tombstone(id(n)) } else { RecordBody::Page(meta) };
-        let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: at as u64 };
+        let place = RecordPlace { segment: SEGMENT, epoch: EPOCH, offset: at as u64 };
         let header = RecordHeader { place, number: 50 + u64::from(n), durable: at as u64, body };
         bytes[at..at + BLOCK_BYTES].copy_from_slice(&header.encode(&SUPERBLOCK.log_id));
         if n != 3 {
@@ -76,7 +75,7 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
         at += header.record_bytes();
     }
     if with_footer {
-        let footer = Footer { segment: SEGMENT, life: LIFE, records: records.clone() };
+        let footer = Footer { segment: SEGMENT, epoch: EPOCH, records: records.clone() };
         let encoded = footer.encode(&SUPERBLOCK.log_id);
         let from = bytes.len() - encoded.len();
         bytes[from..].copy_from_slice(&encoded);
@@ -84,38 +83,37 @@ fn segment(with_footer: bool) -> (Vec<u8>, Vec<RecordSummary>) {
     (bytes, records)
 }
 
-/// There is another segment of this life.
-fn beside(life: u64) -> Lives {
-    let mut lives = Lives::default();
-    lives.add(SEGMENT + 1, life);
-    lives
+fn beside(epoch: u64) -> SegmentEpochs {
+    let mut epochs = SegmentEpochs::default();
+    epochs.add(SEGMENT + 1, epoch);
+    epochs
 }
 
-/// There is an older segment, so that this one says its life without a header.
-fn older() -> Lives {
-    beside(LIFE - 1)
+fn older() -> SegmentEpochs {
+    beside(EPOCH - 1)
 }
 
 fn check(bytes: &[u8]) -> SegmentReport {
     verify(&SUPERBLOCK, SEGMENT, &older(), &mut Cursor::new(bytes))
 }
 
-/// The pages that a start would find and that read back whole, with whatever else it counts as whole.
+/// The pages that a start would find and that read back whole, with whatever else it counts as
+/// whole.
 fn whole(bytes: &[u8]) -> Vec<RecordSummary> {
     let mut file = Cursor::new(bytes);
-    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, &older(), &mut file).whole;
+    let mut found = Survey::of(&SUPERBLOCK, SEGMENT, &older(), &mut file).intact;
     found.sort_unstable_by_key(RecordSummary::offset);
     found
 }
 
 #[test]
-fn a_whole_segment_is_clean() {
+fn intact_segment_is_clean() {
     for with_footer in [true, false] {
         let (bytes, records) = segment(with_footer);
         let report = check(&bytes);
         assert_eq!(report.damages, []);
         assert_eq!((report.pages, report.tombstones, report.footer), (6, 1, with_footer));
-        assert_eq!((report.life, report.payload_bytes), (Some(LIFE), 6 + 18 * 20_000));
+        assert_eq!((report.epoch, report.payload_bytes), (Some(EPOCH), 6 + 18 * 20_000));
         assert_eq!(whole(&bytes), records);
         let mut file = Cursor::new(bytes.clone());
         assert!(!repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap().remove);
@@ -124,7 +122,7 @@ fn a_whole_segment_is_clean() {
 }
 
 #[test]
-fn a_damaged_page_is_named() {
+fn damaged_page_is_reported() {
     let (mut bytes, records) = segment(true);
     let RecordSummary::Page(page) = records[5] else { panic!("a page") };
     bytes[page.offset as usize + BLOCK_BYTES + CHUNK_BYTES + 7] ^= 1;
@@ -134,7 +132,7 @@ fn a_damaged_page_is_named() {
 }
 
 #[test]
-fn a_listed_tombstone_is_written_again() {
+fn listed_tombstone_is_restored() {
     let (mut bytes, records) = segment(true);
     bytes[records[3].offset() as usize + 200] ^= 4;
     let mut file = Cursor::new(bytes);
@@ -143,7 +141,7 @@ fn a_listed_tombstone_is_written_again() {
 }
 
 #[test]
-fn a_short_file_is_damage_that_no_repair_helps() {
+fn short_file_is_beyond_repair() {
     for with_footer in [true, false] {
         let (bytes, _) = segment(with_footer);
         for len in [4096, 5000, 300_000, bytes.len() - BLOCK_BYTES, bytes.len() - 1] {
@@ -155,61 +153,67 @@ fn a_short_file_is_damage_that_no_repair_helps() {
                 (&last.reason, last.offset, last.bytes),
                 (&Reason::CutShort, len as u64, (bytes.len() - len) as u64)
             );
-            assert!(report.hopeless);
+            assert!(report.unrepairable);
             let mut file = Cursor::new(cut.clone());
             let done = repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
             assert!(!done.remove && file.into_inner() == cut, "removing it alone would bring back what it forgot");
         }
         for len in [0, 100] {
-            assert!(check(&bytes[..len]).hopeless);
+            assert!(check(&bytes[..len]).unrepairable);
         }
     }
 }
 
 #[test]
-fn a_copy_of_another_segment_is_to_be_set_aside() {
+fn copy_of_another_segment_is_set_aside() {
     let (bytes, _) = segment(true);
-    let mut at = Lives::default();
-    at.add(SEGMENT, LIFE);
-    for (number, lives, hopeless) in [(9, &at, false), (9, &beside(LIFE), true), (SEGMENT, &at, false)] {
+    let mut at = SegmentEpochs::default();
+    at.add(SEGMENT, EPOCH);
+    for (number, epochs, unrepairable) in [(9, &at, false), (9, &beside(EPOCH), true), (SEGMENT, &at, false)] {
         let mut file = Cursor::new(bytes.clone());
-        let done = repair(&SUPERBLOCK, number, lives, &mut file).unwrap();
+        let done = repair(&SUPERBLOCK, number, epochs, &mut file).unwrap();
         assert!(file.into_inner() == bytes, "nothing is written");
-        let stray = number != SEGMENT;
-        assert_eq!((done.found.stray, done.found.hopeless, done.remove), (stray, hopeless, stray && !hopeless));
-        let reason = Reason::Misnamed { segment: SEGMENT, life: LIFE };
-        assert_eq!(done.found.damages.first().map(|damage| damage.reason.clone()), stray.then_some(reason));
+        let misplaced = number != SEGMENT;
+        assert_eq!(
+            (done.found.misplaced, done.found.unrepairable, done.remove),
+            (misplaced, unrepairable, misplaced && !unrepairable)
+        );
+        let reason = Reason::Misnamed { segment: SEGMENT, epoch: EPOCH };
+        assert_eq!(done.found.damages.first().map(|damage| damage.reason.clone()), misplaced.then_some(reason));
     }
     let other = Superblock { log_id: [1; 16], ..SUPERBLOCK };
-    for (number, hopeless) in [(SEGMENT, true), (SEGMENT + 1, true), (SEGMENT + 2, false)] {
+    for (number, unrepairable) in [(SEGMENT, true), (SEGMENT + 1, true), (SEGMENT + 2, false)] {
         let report = verify(&other, number, &at, &mut Cursor::new(&bytes));
-        assert!(report.stray && report.damages[0].reason == Reason::OfAnotherLog);
-        assert_eq!(report.hopeless, hopeless, "{number}: one of the log's segments may have been there");
+        assert!(report.misplaced && report.damages[0].reason == Reason::OfAnotherLog);
+        assert_eq!(report.unrepairable, unrepairable, "{number}: one of the log's segments may have been there");
     }
 }
 
-/// Whether a stray lies where a segment was is told by the numbers of all that are there, whatever is left of them.
 #[test]
-fn every_number_of_the_log_counts() {
+fn every_segment_number_of_the_log_counts() {
     let (bytes, _) = segment(true);
-    let report = |number, bytes: &[u8]| verify(&SUPERBLOCK, number, &Lives::default(), &mut Cursor::new(bytes));
-    let is_hopeless = |other: Option<SegmentReport>| {
-        let mut lives = Lives::default();
-        lives.add(SEGMENT, LIFE);
-        other.iter().for_each(|other| lives.learn(other));
-        verify(&SUPERBLOCK, 50, &lives, &mut Cursor::new(&bytes)).hopeless
+    let report = |number, bytes: &[u8]| verify(&SUPERBLOCK, number, &SegmentEpochs::default(), &mut Cursor::new(bytes));
+    let is_unrepairable = |other: Option<SegmentReport>| {
+        let mut epochs = SegmentEpochs::default();
+        epochs.add(SEGMENT, EPOCH);
+        other.iter().for_each(|other| epochs.learn(other));
+        verify(&SUPERBLOCK, 50, &epochs, &mut Cursor::new(&bytes)).unrepairable
     };
-    assert!(!is_hopeless(None) && !is_hopeless(Some(report(60, &bytes))), "a stray is none of them");
-    assert!(is_hopeless(Some(report(49, &[]))), "one that is damaged is");
+    assert!(
+        !is_unrepairable(None) && !is_unrepairable(Some(report(60, &bytes))),
+        "a misplaced segment is not one of the log"
+    );
+    assert!(is_unrepairable(Some(report(49, &[]))), "a damaged segment is one of the log");
     let mut renamed = bytes.clone();
-    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: 49, life: LIFE };
+    let header = SegmentHeader { log_id: SUPERBLOCK.log_id, segment: 49, epoch: EPOCH };
     renamed[..BLOCK_BYTES].copy_from_slice(&header.encode());
-    assert!(is_hopeless(Some(report(60, &renamed))), "one was there that has another name now");
+    assert!(is_unrepairable(Some(report(60, &renamed))), "the renamed segment was one of the log");
 }
 
-/// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in its place.
+/// A damaged page becomes a tombstone: an older put of it, in another segment, must not be found in
+/// its place.
 #[test]
-fn a_damaged_page_still_hides_older_puts_of_it() {
+fn repaired_page_still_hides_older_puts() {
     for (with_footer, header) in [(true, false), (true, true), (false, false)] {
         let (mut bytes, records) = segment(with_footer);
         let RecordSummary::Page(page) = records[5] else { panic!("a page") };
@@ -225,13 +229,13 @@ fn a_damaged_page_still_hides_older_puts_of_it() {
 }
 
 #[test]
-fn a_lost_record_stays_lost() {
+fn lost_record_stays_lost() {
     let (mut bytes, records) = segment(false);
     bytes[records[3].offset() as usize + 200] ^= 4;
     assert_eq!(check(&bytes).damages[0].reason, Reason::Lost, "those behind it say that it was durable");
     let mut file = Cursor::new(bytes);
     repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
-    let place = RecordPlace { segment: SEGMENT, life: LIFE, offset: records[3].offset() };
+    let place = RecordPlace { segment: SEGMENT, epoch: EPOCH, offset: records[3].offset() };
     let block = &file.get_ref()[place.offset as usize..][..BLOCK_BYTES];
     let header = RecordHeader::decode(block, &SUPERBLOCK.log_id, place).unwrap();
     assert_eq!(header.body, RecordBody::Lost { bytes: BLOCK });
@@ -244,24 +248,24 @@ fn a_lost_record_stays_lost() {
 }
 
 #[test]
-fn a_damaged_segment_header_is_written_again_if_the_rest_says_it() {
+fn damaged_segment_header_is_restored_from_the_records() {
     for with_footer in [true, false] {
         let (good, records) = segment(with_footer);
         let mut bytes = good.clone();
         bytes[20] ^= 1;
-        assert_eq!(check(&bytes).life, Some(LIFE));
+        assert_eq!(check(&bytes).epoch, Some(EPOCH));
         assert_eq!(whole(&bytes), records);
         let mut file = Cursor::new(bytes.clone());
         let done = repair(&SUPERBLOCK, SEGMENT, &older(), &mut file).unwrap();
         assert!(!done.remove && file.into_inner() == good);
         let mut file = Cursor::new(bytes.clone());
         assert!(
-            repair(&SUPERBLOCK, SEGMENT, &beside(LIFE + 1), &mut file).unwrap().remove,
+            repair(&SUPERBLOCK, SEGMENT, &beside(EPOCH + 1), &mut file).unwrap().remove,
             "it was to be written anew"
         );
         bytes[BLOCK_BYTES + 300] ^= 1;
-        let report = verify(&SUPERBLOCK, SEGMENT, &beside(LIFE + 1), &mut Cursor::new(bytes));
-        assert!(report.hopeless && report.life.is_none());
+        let report = verify(&SUPERBLOCK, SEGMENT, &beside(EPOCH + 1), &mut Cursor::new(bytes));
+        assert!(report.unrepairable && report.epoch.is_none());
     }
 }
 
@@ -280,7 +284,7 @@ fn untouched(before: &[u8], after: &[u8], record: &RecordSummary) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
     #[test]
-    fn flips_are_found_and_repaired(
+    fn flipped_bits_are_detected_and_repaired(
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         with_footer: bool,
         dies_after in 0usize..12,

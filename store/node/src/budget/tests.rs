@@ -1,4 +1,4 @@
-use super::pace::{RETRY_ASKED_MAX, RETRY_MAX};
+use super::rates::{RETRY_MAX, RETRY_OUTSTANDING_MAX};
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -6,8 +6,8 @@ const MIB: u64 = 1 << 20;
 fn budget() -> Arc<Budget> {
     let options = NodeOptions {
         in_flight_bytes: Some(64 * MIB),
-        connection_bytes: Some(8 * MIB),
-        asked_bytes: Some(100 * MIB),
+        connection_put_bytes: Some(8 * MIB),
+        connection_outstanding_bytes: Some(100 * MIB),
         request_bytes: 4 * MIB,
         ..NodeOptions::default()
     };
@@ -16,7 +16,7 @@ fn budget() -> Arc<Budget> {
 
 fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
     let account = budget.open().unwrap();
-    account.belongs_to(tenant);
+    account.set_tenant(tenant);
     account
 }
 
@@ -25,7 +25,7 @@ fn used_of(budget: &Budget) -> Vec<u64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bounds_hold_for_connection_and_node_and_all_comes_back() {
+async fn connection_and_node_bounds_hold_and_all_bytes_return() {
     let budget = budget();
     let clients: Vec<_> = (0..5).map(|_| account(&budget, "t")).collect();
     let full = |client: &Arc<Account>| {
@@ -45,9 +45,10 @@ async fn bounds_hold_for_connection_and_node_and_all_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_larger_than_the_budget_moves_alone() {
+async fn page_larger_than_the_budget_is_admitted_alone() {
     let budget = budget();
-    let (one, other) = (account(&budget, "a"), account(&budget, "b"));
+    let one = account(&budget, "a");
+    let other = account(&budget, "b");
     let large = one.charge(Kind::Reads, 50 * MIB).ok().unwrap();
     assert!(other.charge(Kind::Reads, MIB).is_err(), "the node is full");
     drop(large);
@@ -55,61 +56,61 @@ async fn what_is_larger_than_the_budget_moves_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tenant_has_all_while_alone_and_its_share_when_others_want_some() {
+async fn tenant_uses_everything_alone_and_its_share_beside_others() {
     let budget = budget();
-    let (greedy, modest) = (account(&budget, "greedy"), account(&budget, "modest"));
+    let greedy = account(&budget, "greedy");
+    let modest = account(&budget, "modest");
     let more = account(&budget, "greedy");
     let all = |client: &Arc<Account>| (0..32).map_while(|_| client.charge(Kind::Puts, MIB / 2).ok()).collect();
     let (mut charges, rest): (Vec<Charge>, Vec<Vec<Charge>>) = (all(&greedy), vec![all(&more)]);
     let third = account(&budget, "greedy");
     let fourth = account(&budget, "greedy");
     let rest: Vec<Vec<Charge>> = rest.into_iter().chain([all(&third), all(&fourth)]).collect();
-    assert_eq!(charges.len() + rest.iter().map(Vec::len).sum::<usize>(), 64, "32 MiB, all there is");
-    assert!(modest.charge(Kind::Puts, MIB).is_err(), "all is taken");
-    // As it comes back, it is for who has less.
+    assert_eq!(charges.len() + rest.iter().map(Vec::len).sum::<usize>(), 64, "the whole bound of 32 MiB");
+    assert!(modest.charge(Kind::Puts, MIB).is_err(), "the node is full");
+    // Released bytes go to the tenant with less.
     charges.clear();
-    assert!(greedy.charge(Kind::Puts, MIB).is_err(), "its tenant has more than half of it");
+    assert!(greedy.charge(Kind::Puts, MIB).is_err(), "its tenant is above its share");
     let taken: Vec<Charge> = (0..32).map_while(|_| modest.charge(Kind::Puts, MIB / 2).ok()).collect();
     assert_eq!(taken.len(), 16);
     drop(taken);
-    // Who has nothing and asked for nothing lately is no other.
+    // A tenant without charges and without recent demand takes no share.
     drop(modest);
     assert!(greedy.charge(Kind::Puts, MIB).is_ok());
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_hint_follows_from_what_ended_lately() {
+async fn retry_delay_follows_the_release_rate() {
     let budget = budget();
     let client = account(&budget, "t");
     let hint = || client.charge(Kind::Puts, 8 * MIB).err().unwrap().retry_after;
     let mut held: Vec<Charge> = (0..8).map(|_| client.charge(Kind::Puts, MIB).ok().unwrap()).collect();
-    assert_eq!(hint(), RETRY_MAX, "nothing has ended yet");
+    assert_eq!(hint(), RETRY_MAX, "nothing was released yet");
     let other = account(&budget, "t");
     for _ in 0..40 {
         tokio::time::sleep(Duration::from_millis(10)).await;
-        other.charge(Kind::Puts, MIB).ok().unwrap().unused();
+        other.charge(Kind::Puts, MIB).ok().unwrap().release_unused();
     }
-    assert_eq!(hint(), RETRY_MAX, "what came to nothing tells nothing");
+    assert_eq!(hint(), RETRY_MAX, "unused charges are no sample");
     for _ in 0..40 {
         tokio::time::sleep(Duration::from_millis(10)).await;
         held.pop();
         held.push(client.charge(Kind::Puts, MIB).ok().unwrap());
     }
-    // 100 MiB a second, and 8 too many.
+    // 100 MiB/s released, 8 MiB over the bound.
     let hint = hint();
     assert!((60..110).contains(&hint.as_millis()), "{hint:?}");
 }
 
-/// Whether a future has to wait for now.
 async fn waits<T>(future: impl Future<Output = T>) -> bool {
     tokio::time::timeout(Duration::from_millis(100), future).await.is_err()
 }
 
 #[tokio::test(start_paused = true)]
-async fn pages_that_wait_for_their_reader_go_in_order_and_who_gives_up_is_passed_over() {
+async fn reads_of_one_connection_are_granted_in_order_and_cancelled_ones_skipped() {
     let budget = budget();
     let reader = account(&budget, "t");
-    // A quarter of what is left when it has them.
+    // Together a quarter of the memory that remains.
     let mut on_their_way = vec![reader.charge_read(3 * MIB).await, reader.charge_read(3 * MIB).await];
     let order = Arc::<Mutex<Vec<u32>>>::default();
     let waiters: Vec<_> = (0..6)
@@ -124,7 +125,7 @@ async fn pages_that_wait_for_their_reader_go_in_order_and_who_gives_up_is_passed
         .collect();
     tokio::time::sleep(Duration::from_millis(1)).await;
     assert!(order.lock().is_empty());
-    // The first, which looks, and one in the middle of those that wait for it.
+    // The first waiter, which listens for releases, and one behind it.
     waiters[0].abort();
     waiters[3].abort();
     drop(on_their_way.pop());
@@ -132,7 +133,7 @@ async fn pages_that_wait_for_their_reader_go_in_order_and_who_gives_up_is_passed
     assert_eq!(*order.lock(), [1]);
     drop(on_their_way);
     for (number, waiter) in waiters.into_iter().enumerate() {
-        let had = tokio::time::timeout(Duration::from_secs(1), waiter).await.expect("nobody waits for ever");
+        let had = tokio::time::timeout(Duration::from_secs(1), waiter).await.expect("no read waits for ever");
         assert_eq!(had.is_ok(), number != 0 && number != 3, "{number}");
     }
     assert_eq!(*order.lock(), [1, 2, 4, 5]);
@@ -140,7 +141,7 @@ async fn pages_that_wait_for_their_reader_go_in_order_and_who_gives_up_is_passed
 }
 
 #[tokio::test(start_paused = true)]
-async fn however_many_readers_are_stuck_some_is_left_and_a_reader_waits_for_itself() {
+async fn stuck_readers_leave_memory_for_others() {
     let budget = budget();
     let stuck: Vec<_> = (0..12).map(|_| account(&budget, "t")).collect();
     let taken = stuck.iter().map(|client| (0..99).map_while(|_| client.charge(Kind::Reads, MIB / 4).ok()).collect());
@@ -149,7 +150,7 @@ async fn however_many_readers_are_stuck_some_is_left_and_a_reader_waits_for_itse
     assert!(taken[0].len() > 20 && used > 20 * MIB && used < 31 * MIB, "{} and {used}", taken[0].len());
     let reader = account(&budget, "t");
     let first = reader.charge_read(MIB / 4).await;
-    assert!(waits(reader.charge_read(4 * MIB)).await, "some of its own is on its way");
+    assert!(waits(reader.charge_read(4 * MIB)).await, "its own page is still in flight");
     let (had, ()) = tokio::join!(reader.charge_read(MIB / 4), async {
         tokio::time::sleep(Duration::from_millis(5)).await;
         drop(first);
@@ -159,9 +160,11 @@ async fn however_many_readers_are_stuck_some_is_left_and_a_reader_waits_for_itse
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_room_has_it_in_turn() {
+async fn queued_reads_are_granted_by_tenant_in_turn() {
     let budget = budget();
-    let (all, a, b) = (account(&budget, "a"), account(&budget, "a"), account(&budget, "b"));
+    let all = account(&budget, "a");
+    let a = account(&budget, "a");
+    let b = account(&budget, "b");
     let full = all.charge(Kind::Reads, 32 * MIB).ok().unwrap();
     let order = Mutex::new(Vec::new());
     let turn = async |who: &Arc<Account>, name: &'static str, bytes: u64| {
@@ -171,8 +174,8 @@ async fn who_waits_for_room_has_it_in_turn() {
         drop(charge);
     };
     let others: Vec<_> = (0..3).map(|_| account(&budget, "a")).collect();
-    let given_up = async {
-        let waiting = turn(&a, "given up", MIB);
+    let cancelled = async {
+        let waiting = turn(&a, "cancelled", MIB);
         assert!(waits(waiting).await);
         assert!(b.try_charge(Kind::Reads, 1).is_none());
         drop(full);
@@ -182,77 +185,83 @@ async fn who_waits_for_room_has_it_in_turn() {
         turn(&others[1], "small", 3 * MIB),
         turn(&b, "of another tenant", 30 * MIB),
         turn(&others[2], "last", MIB),
-        given_up,
+        cancelled,
     );
-    // It was the turn of the other tenant, as all was the first one's, and neither large page was overtaken by a small one.
+    // The other tenant comes first, as the first one had everything. No small read overtakes a
+    // large one.
     let order = order.into_inner();
     assert_eq!((&order[..2], order.len()), (&["of another tenant", "large"][..], 4));
     assert_eq!(used_of(&budget), [0; 4]);
-    assert!(b.try_charge(Kind::Reads, 1).is_some(), "nobody waits any more");
+    assert!(b.try_charge(Kind::Reads, 1).is_some(), "the queue is empty");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_asks_for_what_it_can_take_in_its_time() {
+async fn reader_may_request_what_it_can_receive_in_time() {
     let budget = budget();
-    let (reader, soon) = (account(&budget, "t"), Duration::from_secs(8));
-    let ask = |bytes| reader.charge_asked(bytes, now() + soon);
-    let mut asked: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
-    assert_eq!(asked.len(), 100, "all it may, as nothing is known of it");
-    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_ASKED_MAX);
-    // 10 MiB a second, and a quarter of 8 seconds.
+    let reader = account(&budget, "t");
+    let soon = Duration::from_secs(8);
+    let ask = |bytes| reader.charge_outstanding(bytes, now() + soon);
+    let mut outstanding: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
+    assert_eq!(outstanding.len(), 100, "the bound of a connection: no rate is known yet");
+    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_OUTSTANDING_MAX);
+    // 10 MiB/s during a quarter of 8 seconds.
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_millis(100)).await;
-        asked.pop().unwrap().sent();
+        outstanding.pop().unwrap().release_sent();
     }
-    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_ASKED_MAX, "there are seven seconds too many");
-    asked.truncate(5);
+    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_OUTSTANDING_MAX, "seven seconds' worth too many");
+    outstanding.truncate(5);
     tokio::time::sleep(Duration::from_millis(1)).await;
-    asked.extend((0..200).map_while(|_| ask(MIB).ok()));
-    assert!((18..=20).contains(&asked.len()), "{}", asked.len());
-    // What was given up tells nothing, nor does a rest; taking nothing does, and then there is little left for it.
-    drop(asked);
+    outstanding.extend((0..200).map_while(|_| ask(MIB).ok()));
+    assert!((18..=20).contains(&outstanding.len()), "{}", outstanding.len());
+    // Neither a cancelled request nor idle time changes the rate. A reader that receives nothing
+    // slows down to the minimum.
+    drop(outstanding);
     tokio::time::sleep(Duration::from_secs(100)).await;
-    let asked: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
-    assert!((18..=20).contains(&asked.len()), "{}", asked.len());
+    let outstanding: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
+    assert!((18..=20).contains(&outstanding.len()), "{}", outstanding.len());
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(ask(MIB).is_err());
-    drop(asked);
+    drop(outstanding);
     let least: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
-    assert_eq!(least.len() as u64, ASKED_MIN / MIB);
+    assert_eq!(least.len() as u64, OUTSTANDING_MIN / MIB);
     let others = account(&budget, "t");
-    assert!(others.charge_asked(100 * MIB, now() + soon).is_ok(), "that is its own affair");
+    assert!(others.charge_outstanding(100 * MIB, now() + soon).is_ok(), "another reader is not affected");
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_for_nothing_is_counted_like_others() {
+async fn empty_request_counts_as_reader_until_released() {
     let budget = budget();
-    let (one, other) = (account(&budget, "t"), account(&budget, "t"));
+    let one = account(&budget, "t");
+    let other = account(&budget, "t");
     let soon = || now() + Duration::from_secs(1);
     for _ in 0..3 {
-        let some = one.charge_asked(MIB, soon()).ok().unwrap();
-        let nothing = one.charge_asked(0, soon()).ok().unwrap();
+        let some = one.charge_outstanding(MIB, soon()).ok().unwrap();
+        let nothing = one.charge_outstanding(0, soon()).ok().unwrap();
         tokio::time::sleep(Duration::from_millis(200)).await;
-        some.sent();
+        some.release_sent();
         assert_eq!(budget.state.lock().readers, 1);
         drop(nothing);
         assert_eq!(budget.state.lock().readers, 0);
-        assert!(other.charge_asked(MIB, soon()).is_ok());
+        assert!(other.charge_outstanding(MIB, soon()).is_ok());
     }
     assert_eq!(used_of(&budget), [0; 4]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tenant_with_its_share_holds_nobody_else_up() {
+async fn tenant_at_its_share_does_not_delay_others() {
     let budget = budget();
-    let (a, b, more_a, more_b) =
-        (account(&budget, "a"), account(&budget, "b"), account(&budget, "a"), account(&budget, "b"));
+    let a = account(&budget, "a");
+    let b = account(&budget, "b");
+    let more_a = account(&budget, "a");
+    let more_b = account(&budget, "b");
     let large = a.charge(Kind::Reads, 16 * MIB).ok().unwrap();
     let mut small: Vec<Charge> = (0..16).map_while(|_| b.charge(Kind::Reads, MIB).ok()).collect();
     let other: Vec<Charge> =
         (small.len()..16).map(|_| account(&budget, "b").charge(Kind::Reads, MIB).ok().unwrap()).collect();
     let waiting = tokio::spawn(async move { more_a.charge_read(16 * MIB).await });
     tokio::time::sleep(Duration::from_millis(10)).await;
-    assert!(waits(more_b.charge_read(MIB)).await, "all is taken");
+    assert!(waits(more_b.charge_read(MIB)).await, "the node is full");
     small.pop();
     assert!(!waits(more_b.charge_read(MIB)).await && !waiting.is_finished());
     drop((large, small, other));
@@ -260,93 +269,101 @@ async fn a_tenant_with_its_share_holds_nobody_else_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_takes_nothing_is_given_up_only_when_others_wait() {
+async fn stalled_reader_is_disconnected_only_when_others_wait() {
     let budget = budget();
-    let (slow, quick, third) = (account(&budget, "t"), account(&budget, "t"), account(&budget, "t"));
+    let slow = account(&budget, "t");
+    let quick = account(&budget, "t");
+    let third = account(&budget, "t");
     let queue = |client: &Arc<Account>| {
         let mut charge = client.charge(Kind::Reads, 16 * MIB).ok().unwrap();
-        charge.queue();
+        charge.mark_queued();
         charge
     };
     let stuck = queue(&slow);
     tokio::time::sleep(Duration::from_millis(900)).await;
     let moving = queue(&quick);
-    let given_up = |client: &Arc<Account>| client.given_up.is_cancelled();
+    let given_up = |client: &Arc<Account>| client.is_disconnecting();
     let waiting = async {
         let charge = third.charge_read(MIB).await;
-        assert!(given_up(&slow) && !given_up(&quick), "sooner or later it is noticed");
+        assert!(given_up(&slow) && !given_up(&quick), "the wait itself searches for stalled readers");
         drop(charge);
     };
     let gone = async {
-        assert!(waits(slow.given_up()).await, "not yet");
-        slow.given_up().await;
+        assert!(waits(slow.disconnect_requested()).await, "not yet");
+        slow.disconnect_requested().await;
         drop(stuck);
     };
     tokio::join!(waiting, gone);
-    assert_eq!(budget.metrics.readers_given_up.get(), 1);
+    assert_eq!(budget.metrics.slow_readers_disconnected.get(), 1);
     drop(moving);
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_takes_a_large_page_slowly_is_not_given_up() {
+async fn slow_reader_of_a_large_page_stays_connected() {
     let budget = budget();
-    let (stuck, slow, third) = (account(&budget, "t"), account(&budget, "t"), account(&budget, "t"));
+    let stuck = account(&budget, "t");
+    let slow = account(&budget, "t");
+    let third = account(&budget, "t");
     let queue = |client: &Arc<Account>| {
         let mut charge = client.charge(Kind::Reads, 16 * MIB).ok().unwrap();
-        charge.queue();
+        charge.mark_queued();
         charge
     };
     let _waiting = [queue(&stuck), queue(&slow)];
     let taking = async {
         for _ in 0..10 {
             tokio::time::sleep(Duration::from_millis(400)).await;
-            slow.took(MIB / 8);
-            stuck.took(MIB / 1000);
+            slow.record_progress(MIB / 8);
+            stuck.record_progress(MIB / 1000);
         }
     };
     let waiting = tokio::time::timeout(Duration::from_secs(4), third.charge_read(MIB));
     let (had, ()) = tokio::join!(waiting, taking);
-    assert!(had.is_err(), "neither gave anything back");
-    assert_eq!((slow.given_up.is_cancelled(), stuck.given_up.is_cancelled()), (false, true));
+    assert!(had.is_err(), "neither released memory");
+    assert_eq!((slow.is_disconnecting(), stuck.is_disconnecting()), (false, true));
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_readers_are_given_up_than_need_be_and_only_where_there_is_too_much() {
+async fn no_more_stalled_readers_are_disconnected_than_needed() {
     let budget = budget();
     let queue = |client: &Arc<Account>, bytes| {
         let mut charge = client.charge(Kind::Reads, bytes).ok().unwrap();
-        charge.queue();
+        charge.mark_queued();
         charge
     };
-    let (one, two, third) = (account(&budget, "a"), account(&budget, "a"), account(&budget, "a"));
+    let one = account(&budget, "a");
+    let two = account(&budget, "a");
+    let third = account(&budget, "a");
     let stuck = [queue(&one, 16 * MIB), queue(&two, 16 * MIB)];
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let given_up = || budget.metrics.readers_given_up.get();
-    assert!(third.try_charge(Kind::Reads, MIB).is_none() && given_up() == 0, "a mere try");
+    let given_up = || budget.metrics.slow_readers_disconnected.get();
+    assert!(third.try_charge(Kind::Reads, MIB).is_none() && given_up() == 0, "try_charge disconnects nobody");
     for _ in 0..3 {
         assert!(waits(third.charge_read(16 * MIB)).await && given_up() == 1, "one is enough");
     }
     assert!(waits(third.charge_read(17 * MIB)).await && given_up() == 2);
     drop((stuck, one, two));
-    // Another tenant's reader is no help to a tenant that has its share.
-    let (other, own) = (account(&budget, "b"), account(&budget, "a"));
+    // A tenant at its share gains nothing from another tenant's reader.
+    let other = account(&budget, "b");
+    let own = account(&budget, "a");
     let longest = queue(&other, 6 * MIB);
     tokio::time::sleep(Duration::from_millis(10)).await;
     let stuck = queue(&own, 10 * MIB);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!(waits(third.charge_read(8 * MIB)).await);
-    assert!(own.given_up.is_cancelled() && !other.given_up.is_cancelled());
+    assert!(own.is_disconnecting() && !other.is_disconnecting());
     drop((longest, stuck));
 }
 
 #[tokio::test(start_paused = true)]
-async fn connections_and_requests_share_a_bound_and_what_must_be_heard_is() {
+async fn connections_and_requests_share_a_bound_and_mandatory_requests_pass() {
     let budget = budget();
     let clients: Vec<_> = std::iter::from_fn(|| budget.open()).collect();
     assert_eq!(clients.len() as u64, 3 * MIB / CONNECTION_BYTES);
-    let requests: Vec<Charge> = clients.iter().map_while(|client| client.request(100 << 10, false).ok()).collect();
-    assert!(requests.len() == 2, "{}: what connections leave", requests.len());
-    assert!(clients[0].request(1 << 20, true).is_ok());
+    let requests: Vec<Charge> =
+        clients.iter().map_while(|client| client.charge_request(100 << 10, false).ok()).collect();
+    assert!(requests.len() == 2, "{}: the quarter that connections leave", requests.len());
+    assert!(clients[0].charge_request(1 << 20, true).is_ok());
     drop(clients);
     assert_eq!(budget.status()["connections"], 2, "a request keeps its connection's account");
     drop(requests);

@@ -1,26 +1,30 @@
-//! What one client reaches by RDMA: its lines, pages that it reads, and parts that it writes.
+//! RDMA side of one connection: its channels, pages that the client reads, and parts that it
+//! writes.
 //!
-//! Always true:
-//! - a page behind a window is held until the window's key is provably dead, whatever the client says or leaves out: the window
-//!   owns the hold;
-//! - a part that a client wrote is looked at after its window was withdrawn, and not before;
-//! - what a client gets of this is bounded: lines by [`MAX_LINES`] and by what the node has left, windows by the credits of each line,
-//!   the time that a page is open to it by [`RdmaOptions::page_age_max`](crate::RdmaOptions);
-//! - what is open on a line goes with it.
+//! Invariants:
+//! - A granted page is held until its key is provably invalid, whatever the client says or omits:
+//!   the grant owns the hold.
+//! - A part that the client wrote is verified after its grant was revoked, and not before.
+//! - Every resource of a client is bounded: channels by [`MAX_RDMA_CHANNELS`] and by the node's
+//!   permits, grants by the credit of each channel, and the time of a grant by
+//!   [`RdmaOptions::page_age_max`](crate::RdmaOptions).
+//! - The grants of a channel end with it.
 
-use super::conversation::{Connection, commit};
-use super::invalid;
-use super::reading::Asked;
-use super::sending::ToClient;
-use crate::clock::now;
+use super::Connection;
+use super::get::PageRequest;
+use super::holdings::request_number_in_use;
+use super::open_puts::{commit, entries_of};
+use super::outbox::Responder;
 use crate::holds::Hold;
-use crate::node::Shared;
+use crate::node::NodeState;
 use crate::puts::Put;
-use crate::rdma::{ClientLine, OpenPage, OpenPart, Turn, describe};
+use crate::rdma::{ClientChannel, NumberedChannel, ReadGrant, WriteGrant, describe};
 use futures::StreamExt;
-use larder_format::codec::DecodeError;
-use larder_rdma::{Credit, EndpointAddress, Error, Kept, SlotSlice};
-use larder_wire::{Entry, ErrorCode, LineEnd, MAX_LINES, MAX_WINDOWS, PartWindow, Place, Response, TierCode};
+use larder_rdma::{EndpointAddress, Error, GrantCredit, Guarded, SlotSlice};
+use larder_runtime::now;
+use larder_wire::{
+    Entry, ErrorCode, MAX_PART_GRANTS, MAX_RDMA_CHANNELS, PartGrant, PayloadLocation, RdmaEndpoint, Response, TierCode,
+};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::io;
@@ -30,215 +34,220 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Windows that are opened at a time for one request.
-const OPENINGS_AT_ONCE: usize = 16;
+/// Grants that one request opens at a time. Each is a round trip to the device. More would fill the
+/// channel's send queue and delay the grants of other requests.
+const GRANTS_AT_ONCE: usize = 16;
+/// Interval of the search for expired grants. Their time limit is a minute, so a second is exact
+/// enough.
+const EXPIRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often pages are looked for that are open for too long.
-const AGE_STEP: Duration = Duration::from_secs(1);
-
-/// A page that is open on a line.
-struct Opened {
-    line: u32,
+struct GrantedPage {
+    channel: u32,
     since: Instant,
-    /// Withdrawn when this is dropped.
-    _page: OpenPage,
+    /// Revoked on drop.
+    _grant: ReadGrant,
 }
 
-/// The lines of one client, and the pages that are open on them.
-pub(super) struct Lines {
-    /// Locked after `pages` by whoever needs both.
-    lines: Mutex<BTreeMap<u32, Arc<ClientLine>>>,
-    pages: Mutex<BTreeMap<Entry, Opened>>,
-    /// Lines are made by one request at a time.
-    making: Semaphore,
-    /// Whether somebody watches the age of pages.
-    watched: AtomicBool,
+/// RDMA channels of one client, and the pages granted over them. The requests' tasks share it. The
+/// expiry task refers to it weakly, and so ends with the connection.
+pub(super) struct ClientChannels {
+    /// Lock order: `pages` before `channels`.
+    channels: Mutex<BTreeMap<u32, Arc<ClientChannel>>>,
+    pages: Mutex<BTreeMap<Entry, GrantedPage>>,
+    /// Held while channels are opened. One request at a time may do that.
+    opening: Semaphore,
+    expiry_runs: AtomicBool,
 }
 
-impl Default for Lines {
+impl Default for ClientChannels {
     fn default() -> Self {
         Self {
-            lines: Mutex::default(),
+            channels: Mutex::default(),
             pages: Mutex::default(),
-            making: Semaphore::new(1),
-            watched: AtomicBool::new(false),
+            opening: Semaphore::new(1),
+            expiry_runs: AtomicBool::new(false),
         }
     }
 }
 
-impl Lines {
-    /// Ends lines, and makes new ones with the client's ends, as far as they can be made before `deadline`.
-    pub(super) async fn make(
+impl ClientChannels {
+    /// Closes channels, and opens as many of the offered ones as possible before `deadline`.
+    async fn open(
         self: &Arc<Self>,
-        shared: &Shared,
-        gone: &[u32],
-        offered: Vec<LineEnd>,
+        node: &NodeState,
+        closed: &[u32],
+        offered: Vec<RdmaEndpoint>,
         deadline: Instant,
     ) -> Response {
-        let Ok(_alone) = self.making.try_acquire() else {
-            let message = "lines are being made".into();
+        let Ok(_alone) = self.opening.try_acquire() else {
+            let message = "another request of this connection opens RDMA channels; wait for its answer".into();
             return Response::Error { code: ErrorCode::Busy, message };
         };
-        self.take_out(gone);
-        let Some(rdma) = &shared.rdma else { return Response::Lines(Vec::new()) };
+        self.close(closed);
+        let Some(rdma) = &node.rdma else { return Response::RdmaChannels(Vec::new()) };
         let (numbers, addresses) = self.acceptable(offered);
-        let rooms: Vec<OwnedSemaphorePermit> =
-            addresses.iter().map_while(|_| rdma.room.clone().try_acquire_owned().ok()).collect();
-        if rooms.is_empty() {
-            return Response::Lines(Vec::new());
+        let permits: Vec<OwnedSemaphorePermit> =
+            addresses.iter().map_while(|_| rdma.channel_permits.clone().try_acquire_owned().ok()).collect();
+        if permits.is_empty() {
+            return Response::RdmaChannels(Vec::new());
         }
-        if !self.watched.swap(true, Ordering::Relaxed) {
-            tokio::spawn(watch_age(Arc::downgrade(self), rdma.page_age_max));
+        // Relaxed: the swap alone decides which call spawns the task.
+        if !self.expiry_runs.swap(true, Ordering::Relaxed) {
+            tokio::spawn(revoke_expired(Arc::downgrade(self), rdma.page_age_max));
         }
-        let answer = tokio::time::timeout_at(deadline.into(), rdma.fabric.answer(&addresses[..rooms.len()]));
-        let made = answer.await.unwrap_or_default();
-        let mut ends = Vec::new();
-        for ((number, line), room) in numbers.into_iter().zip(made).zip(rooms) {
-            if let Some(line) = line {
-                shared.metrics.rdma_lines_made.inc();
-                ends.push(LineEnd { line: number, address: line.local().encode() });
-                self.lines.lock().insert(number, Arc::new(ClientLine::new(line, room)));
+        let accept = tokio::time::timeout_at(deadline.into(), rdma.fabric.accept(&addresses[..permits.len()]));
+        let accepted = accept.await.unwrap_or_default();
+        let mut endpoints = Vec::new();
+        for ((number, channel), permit) in numbers.into_iter().zip(accepted).zip(permits) {
+            if let Some(channel) = channel {
+                node.metrics.rdma_channels_opened.inc();
+                endpoints.push(RdmaEndpoint { channel: number, address: channel.local().encode() });
+                self.channels.lock().insert(number, Arc::new(ClientChannel::new(channel, permit)));
             }
         }
-        Response::Lines(ends)
+        Response::RdmaChannels(endpoints)
     }
 
-    /// Whether pages of a request of this number are open.
-    pub(super) fn is_open(&self, request: u64) -> bool {
-        let all = Entry { request, index: 0 }..=Entry { request, index: u32::MAX };
-        self.pages.lock().range(all).next().is_some()
+    pub(super) fn has_request(&self, request: u64) -> bool {
+        self.pages.lock().range(entries_of(request)).next().is_some()
     }
 
-    /// Ends these lines and those that died, and what is open on them.
-    fn take_out(&self, gone: &[u32]) {
-        let ended: BTreeMap<u32, Arc<ClientLine>> = {
-            let mut lines = self.lines.lock();
-            lines.extract_if(.., |number, line| gone.contains(number) || line.is_dead()).collect()
+    /// Closes these channels and the dead ones, with the grants over them.
+    fn close(&self, numbers: &[u32]) {
+        let closed: BTreeMap<u32, Arc<ClientChannel>> = {
+            let mut channels = self.channels.lock();
+            channels.extract_if(.., |number, channel| numbers.contains(number) || channel.is_dead()).collect()
         };
-        self.close_pages(|page| ended.contains_key(&page.line));
+        self.revoke_pages(|page| closed.contains_key(&page.channel));
     }
 
-    /// Withdraws pages; their memory is let go of when that is done.
-    fn close_pages(&self, which: impl Fn(&Opened) -> bool) {
-        let closed: Vec<(Entry, Opened)> = self.pages.lock().extract_if(.., |_, page| which(page)).collect();
-        drop(closed);
+    /// Revokes grants. Their memory is released when the device confirms that, not at the return.
+    fn revoke_pages(&self, is_revoked: impl Fn(&GrantedPage) -> bool) {
+        let revoked: Vec<(Entry, GrantedPage)> = self.pages.lock().extract_if(.., |_, page| is_revoked(page)).collect();
+        drop(revoked);
     }
 
-    /// Ends of lines that have new numbers and may be addresses, no more than there is room for.
-    fn acceptable(&self, offered: Vec<LineEnd>) -> (Vec<u32>, Vec<EndpointAddress>) {
-        let lines = self.lines.lock();
-        let mut seen: BTreeSet<u32> = lines.keys().copied().collect();
-        let new = offered.into_iter().filter(|end| seen.insert(end.line));
-        let ends = new.filter_map(|end| Some((end.line, EndpointAddress::decode(&end.address).ok()?)));
-        ends.take(MAX_LINES - lines.len().min(MAX_LINES)).unzip()
+    /// Returns numbers and addresses of the offered endpoints that have new numbers and valid
+    /// addresses, at most as many as a connection may have.
+    fn acceptable(&self, offered: Vec<RdmaEndpoint>) -> (Vec<u32>, Vec<EndpointAddress>) {
+        let channels = self.channels.lock();
+        let mut seen: BTreeSet<u32> = channels.keys().copied().collect();
+        let new = offered.into_iter().filter(|endpoint| seen.insert(endpoint.channel));
+        let endpoints =
+            new.filter_map(|endpoint| Some((endpoint.channel, EndpointAddress::decode(&endpoint.address).ok()?)));
+        // Only this call adds channels, and it takes at most the free places.
+        assert!(channels.len() <= MAX_RDMA_CHANNELS, "{} RDMA channels of one connection", channels.len());
+        endpoints.take(MAX_RDMA_CHANNELS - channels.len()).unzip()
     }
 
-    /// The `turn`th of these lines, if it can be used.
-    fn line(&self, numbers: &[u32], turn: usize) -> Option<Turn> {
-        let number = *numbers.get(turn.checked_rem(numbers.len())?)?;
-        let line = self.lines.lock().get(&number).cloned()?;
-        (!line.is_dead()).then_some((number, line))
+    /// Returns the usable channel for an index: requests rotate over the given numbers.
+    fn channel(&self, numbers: &[u32], index: usize) -> Option<NumberedChannel> {
+        let number = *numbers.get(index.checked_rem(numbers.len())?)?;
+        let channel = self.channels.lock().get(&number).cloned()?;
+        (!channel.is_dead()).then_some((number, channel))
     }
 
-    /// Opens these bytes of a held page, and tells the client. `false` if it cannot be opened now.
-    pub(super) async fn open_page(
+    /// Grants a held page to the client and sends the grant. Returns `false` if that is not
+    /// possible now: the page then goes inline.
+    pub(super) async fn grant_page(
         &self,
-        client: &ToClient,
+        responder: &Responder,
         numbers: &[u32],
         hold: Hold,
-        asked: &Asked,
+        page_request: &PageRequest,
         bytes: &Range<usize>,
         tier: TierCode,
     ) -> io::Result<bool> {
-        let Some((number, line)) = self.line(numbers, asked.index as usize) else { return Ok(false) };
-        let Some(credit) = line.credit() else { return Ok(false) };
+        let Some((number, channel)) = self.channel(numbers, page_request.index as usize) else { return Ok(false) };
+        let Some(credit) = channel.grant_credit() else { return Ok(false) };
         let page = hold.page().clone();
         let Some(slice) = SlotSlice::new(page.payload.clone(), bytes.clone()) else { return Ok(false) };
-        let Ok(window) = line.readable(Kept { bytes: slice, keeper: hold }, credit).await else { return Ok(false) };
-        // With room in the queue at hand, keeping it open and telling are one step: none is open that the client never hears of.
-        let room = client.room().await?;
-        let place = Place::Window(describe(number, &window));
+        let guarded = Guarded { bytes: slice, guard: hold };
+        let Ok(grant) = channel.grant_read(guarded, credit).await else { return Ok(false) };
+        // With the slot at hand, table entry and answer are one step. A cancelled request must not
+        // leave a grant that the client does not know of.
+        let slot = responder.reserve_slot().await?;
+        let location = PayloadLocation::Rdma(describe(number, &grant));
         let mut pages = self.pages.lock();
-        if !self.lines.lock().get(&number).is_some_and(|known| Arc::ptr_eq(known, &line)) {
-            // The line was taken out meanwhile, and nobody would withdraw this with it.
+        if !self.channels.lock().get(&number).is_some_and(|known| Arc::ptr_eq(known, &channel)) {
+            // The channel was closed meanwhile. Its grants were revoked without this one.
             return Ok(false);
         }
-        match pages.entry(Entry { request: client.request, index: asked.index }) {
+        match pages.entry(Entry { request: responder.request(), index: page_request.index }) {
             btree_map::Entry::Vacant(vacant) => {
-                vacant.insert(Opened { line: number, since: now(), _page: window });
+                vacant.insert(GrantedPage { channel: number, since: now(), _grant: grant });
             }
-            // Its memory must not move under who reads it.
-            btree_map::Entry::Occupied(_) => {
-                return Err(invalid(DecodeError::Invalid("a request number whose pages are still open")));
-            }
+            // To replace the grant would free memory that the client reads.
+            btree_map::Entry::Occupied(_) => return Err(request_number_in_use()),
         }
         drop(pages);
-        room.send(asked.answer(&page, tier, place).frame(client.version, client.request, None));
+        slot.send(responder.frame(page_request.answer(&page, tier, location)));
         Ok(true)
     }
 
-    /// The client has read these.
     pub(super) fn release(&self, entries: &[Entry]) {
-        let read: Vec<Option<Opened>> = {
+        let released: Vec<Option<GrantedPage>> = {
             let mut pages = self.pages.lock();
             entries.iter().map(|entry| pages.remove(entry)).collect()
         };
-        // Withdraws them; their memory is let go of when that is done.
-        drop(read);
+        // Without the lock, because a revocation posts work to the device.
+        drop(released);
     }
 
-    /// Opens parts of puts for writing, as far as they can be opened; which.
-    async fn open_parts(&self, puts: Vec<(u32, Arc<Put>)>, numbers: &[u32]) -> Vec<PartWindow> {
+    /// Grants parts of puts for writing, as many as the channels have credit for.
+    async fn grant_parts(&self, puts: Vec<(u32, Arc<Put>)>, numbers: &[u32]) -> Vec<PartGrant> {
         let parts = puts.into_iter().flat_map(|(index, put)| {
             let count = put.part_count();
             (0..count).map(move |part| (index, part, put.clone()))
         });
-        // As many as the lines can take.
-        let credited = parts.take(MAX_WINDOWS).enumerate().map_while(|(turn, part)| {
-            let (line, credit) = self.line_to_write(numbers, turn)?;
-            Some((part, line, credit))
+        let with_credit = parts.take(MAX_PART_GRANTS).enumerate().map_while(|(at, part)| {
+            let (channel, credit) = self.channel_with_write_credit(numbers, at)?;
+            Some((part, channel, credit))
         });
-        let openings = credited.map(|((index, part, put), (number, line), credit)| async move {
-            let window = lend(&put, part, &line, credit).await?;
-            let told = PartWindow { index, part: part as u32, window: describe(number, &window) };
-            put.lend(part, window).then_some(told)
+        let grants = with_credit.map(|((index, part, put), (number, channel), credit)| async move {
+            let grant = grant_write(&put, part, &channel, credit).await?;
+            let answer = PartGrant { index, part: part as u32, range: describe(number, &grant) };
+            put.grant_part(part, grant).then_some(answer)
         });
-        let openings: Vec<_> = openings.collect();
-        let opened = futures::stream::iter(openings).buffered(OPENINGS_AT_ONCE);
-        opened.filter_map(std::future::ready).collect().await
+        // Collected first: credit is taken in the order of the parts, before any of them waits.
+        let grants: Vec<_> = grants.collect();
+        let granted = futures::stream::iter(grants).buffered(GRANTS_AT_ONCE);
+        granted.filter_map(std::future::ready).collect().await
     }
 
-    /// The `turn`th of these lines, or the next on which a part can be opened now.
-    fn line_to_write(&self, numbers: &[u32], turn: usize) -> Option<(Turn, Credit)> {
-        (turn..turn + numbers.len()).find_map(|turn| {
-            let (number, line) = self.line(numbers, turn)?;
-            let credit = line.credit_to_write()?;
-            Some(((number, line), credit))
+    /// Returns the first channel with credit for a write grant, from the index's own channel on.
+    fn channel_with_write_credit(&self, numbers: &[u32], index: usize) -> Option<(NumberedChannel, GrantCredit)> {
+        (index..index + numbers.len()).find_map(|index| {
+            let (number, channel) = self.channel(numbers, index)?;
+            let credit = channel.write_credit()?;
+            Some(((number, channel), credit))
         })
     }
 }
 
-/// Withdraws pages that are open for longer than `most`, as long as there are lines for them.
-async fn watch_age(lines: Weak<Lines>, most: Duration) {
+/// Revokes grants that are older than `age_max`, until the connection has ended.
+async fn revoke_expired(channels: Weak<ClientChannels>, age_max: Duration) {
     loop {
-        tokio::time::sleep(AGE_STEP.min(most)).await;
-        let Some(lines) = lines.upgrade() else { return };
-        lines.close_pages(|page| now().saturating_duration_since(page.since) > most);
+        tokio::time::sleep(EXPIRY_INTERVAL.min(age_max)).await;
+        let Some(channels) = channels.upgrade() else { return };
+        channels.revoke_pages(|page| now().saturating_duration_since(page.since) > age_max);
     }
 }
 
-/// Opens a part that nothing has come for yet. One that is lost on the way costs its put, so it is tried once on a line that cannot.
-async fn lend(put: &Put, part: usize, line: &ClientLine, credit: Credit) -> Option<OpenPart> {
-    let slot = put.take_open(part)?;
-    match line.writable(slot, credit).await {
-        Ok(window) => Some(window),
-        Err(error @ (Error::Dead(_) | Error::NotConnected)) => {
-            tracing::debug!(id = ?put.id, part, %error, "a part was lost with its line");
+/// Grants a part for which nothing has arrived. A failed grant loses the part's memory, and with it
+/// the put. So a channel that cannot grant writes is tried only once.
+async fn grant_write(put: &Put, part: usize, channel: &ClientChannel, credit: GrantCredit) -> Option<WriteGrant> {
+    let memory = put.take_open(part)?;
+    match channel.grant_write(memory, credit).await {
+        Ok(grant) => Some(grant),
+        Err(error @ (Error::Disconnected(_) | Error::NotConnected)) => {
+            let key = put.id.key;
+            tracing::debug!(%key, part, %error, "a part was lost with its RDMA channel; the client must put the page again");
             None
         }
         Err(error) => {
-            if line.refuses_writing() {
-                tracing::warn!(%error, "parts cannot be opened on an RDMA line to a client, and come over the stream");
+            if channel.disable_write_grants() {
+                tracing::warn!(%error, "the RDMA device cannot grant writes: puts of this client move over TCP");
             }
             None
         }
@@ -246,74 +255,98 @@ async fn lend(put: &Put, part: usize, line: &ClientLine, credit: Credit) -> Opti
 }
 
 impl Connection {
-    /// Opens the parts of what a request reserved.
-    pub(super) async fn open_parts(
+    pub(super) async fn open_channels(
+        &mut self,
+        request: u64,
+        closed: Vec<u32>,
+        offered: Vec<RdmaEndpoint>,
+        deadline: Instant,
+    ) -> io::Result<()> {
+        let node = self.node.clone();
+        let channels = self.rdma.clone();
+        let responder = self.responder(request, deadline);
+        self.spawn(request, 1, async move {
+            let response = channels.open(&node, &closed, offered, deadline).await;
+            responder.send(response).await
+        })
+        .await
+    }
+
+    pub(super) async fn grant_parts(
         &mut self,
         request: u64,
         reserve: u64,
         numbers: Vec<u32>,
         deadline: Instant,
     ) -> io::Result<()> {
-        let all = Entry { request: reserve, index: 0 }..=Entry { request: reserve, index: u32::MAX };
-        let puts: Vec<(u32, Arc<Put>)> = self.puts.range(all).map(|(name, put)| (name.index, put.clone())).collect();
-        let (lines, client) = (self.lines.clone(), self.client(request, deadline));
+        let puts = self.puts.of_request(reserve);
+        let channels = self.rdma.clone();
+        let responder = self.responder(request, deadline);
         self.spawn(request, puts.len(), async move {
-            let windows = lines.open_parts(puts, &numbers).await;
-            client.send(Response::Windows(windows)).await
+            let grants = channels.grant_parts(puts, &numbers).await;
+            responder.send(Response::PartGrants(grants)).await
         })
         .await
     }
 
-    /// A part was written through its window, or so the client says.
-    pub(super) fn land_written(&mut self, name: Entry, part: u32, crcs: Vec<u32>) {
-        let Some(put) = self.puts.get(&name).cloned() else { return };
-        let Some(window) = put.take_lent(part as usize) else { return };
-        let shared = self.shared.clone();
-        self.start(name.request, async move {
-            if !land(&shared, &put, part as usize, window, crcs).await {
-                shared.store.give_up(&put);
+    /// Lands a part that the client has written by RDMA. Its word is not trusted: the grant is
+    /// revoked and the bytes are verified first.
+    pub(super) fn land_written_part(&mut self, entry: Entry, part: u32, crcs: Vec<u32>) {
+        let Some(put) = self.puts.get(&entry).cloned() else { return };
+        let Some(grant) = put.take_grant(part as usize) else { return };
+        let node = self.node.clone();
+        let peer = self.peer.clone();
+        self.spawn_task(entry.request, async move {
+            if !land(&node, &peer, &put, part as usize, grant, crcs).await {
+                node.store.puts().abort_unannounced(&put);
             }
             Ok(())
         });
     }
 }
 
-/// Withdraws a part's window, and only then looks at its bytes.
-async fn land(shared: &Shared, put: &Put, part: usize, window: OpenPart, crcs: Vec<u32>) -> bool {
-    let slot = match window.withdraw().await {
-        Ok(Kept { bytes, .. }) => bytes,
+/// Revokes a part's grant, and only then verifies its bytes. Returns `false` if the put must end.
+async fn land(node: &NodeState, peer: &str, put: &Put, part: usize, grant: WriteGrant, crcs: Vec<u32>) -> bool {
+    let key = put.id.key;
+    let memory = match grant.revoke().await {
+        Ok(Guarded { bytes, .. }) => bytes,
         Err(error) => {
-            tracing::warn!(id = ?put.id, part, %error, "memory of a part did not come back: put given up");
+            tracing::warn!(%peer, %key, part, %error, "put aborted: the RDMA device did not return a part's memory");
             return false;
         }
     };
-    shared.metrics.bytes_written_rdma.inc_by(slot.len() as u64);
-    let good = put.land(part, slot, crcs);
-    if !good {
-        shared.metrics.parts_corrupt.inc();
-        tracing::warn!(id = ?put.id, part, "part damaged on its way: put given up");
+    node.metrics.bytes_written_rdma.inc_by(memory.len() as u64);
+    let is_valid = put.land(part, memory, crcs);
+    if !is_valid {
+        node.metrics.parts_corrupt.inc();
+        tracing::warn!(%peer, %key, part, "put aborted: a part arrived damaged over RDMA; check the client");
     }
-    good
+    is_valid
 }
 
-/// Gives puts up unless they were sealed.
-pub(super) struct Unsealed {
-    pub(super) shared: Arc<Shared>,
-    pub(super) puts: Vec<Option<Arc<Put>>>,
+/// A commit that waits for parts whose grants are being revoked. Dropping it aborts the puts that
+/// are not sealed.
+pub(super) struct PendingCommit {
+    node: Arc<NodeState>,
+    puts: Vec<Option<Arc<Put>>>,
 }
 
-impl Drop for Unsealed {
+impl PendingCommit {
+    pub(super) fn new(node: Arc<NodeState>, puts: Vec<Option<Arc<Put>>>) -> Self {
+        Self { node, puts }
+    }
+
+    /// Commits the puts when all written parts have landed, or at the deadline, and answers.
+    pub(super) async fn run(self, responder: &Responder, deadline: Instant) -> io::Result<()> {
+        let revoked = futures::future::join_all(self.puts.iter().flatten().map(|put| put.revoked()));
+        // At the deadline the puts with missing parts are answered as incomplete.
+        let _ = tokio::time::timeout_at(deadline.into(), revoked).await;
+        responder.send(commit(&self.node, &self.puts)).await
+    }
+}
+
+impl Drop for PendingCommit {
     fn drop(&mut self) {
-        self.puts.iter().flatten().for_each(|put| self.shared.store.abort(put));
-    }
-}
-
-impl Unsealed {
-    /// Seals the puts when the parts that were written have landed, or at the deadline, and tells the client.
-    pub(super) async fn seal(self, client: &ToClient, deadline: Instant) -> io::Result<()> {
-        let landed = futures::future::join_all(self.puts.iter().flatten().map(|put| put.written()));
-        // What has not landed by then is incomplete.
-        let _ = tokio::time::timeout_at(deadline.into(), landed).await;
-        client.send(commit(&self.shared, &self.puts)).await
+        self.puts.iter().flatten().for_each(|put| self.node.store.puts().abort(put));
     }
 }

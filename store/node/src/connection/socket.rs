@@ -1,12 +1,14 @@
-//! The stream of one client: page bytes move on it in turns, and it notes since when nothing is in the way.
+//! Fair sharing of socket work between connections.
 //!
-//! No more clients have a turn at a time than the runtime has threads. When others want one, who has it lets all go first that
-//! the thread was asked to do before, or as much of it as the runtime does before it looks at sockets again; so bulk gets on,
-//! and what is short does not stand behind the pages of other clients. A client's own pages it may stand behind.
+//! A socket operation on page bytes copies up to a megabyte in the kernel, on a thread that other
+//! connections share. The [`BulkScheduler`] lets at most one such operation per thread run at a
+//! time. Before each one it yields, so that short answers of other connections go first.
+//!
+//! A client's short answers may wait behind its own pages. They share its socket.
 
 use crate::budget::Account;
-use crate::clock::now;
-use larder_wire::{Sink, Source};
+use larder_runtime::now;
+use larder_wire::{ByteSink, ByteSource};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::pin::pin;
@@ -17,134 +19,137 @@ use std::time::Instant;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// What is no longer takes no turn: bodies, short answers.
-const SHORT_BYTES: usize = 64 << 10;
+/// Operations on more bytes than this are bulk. 64 KiB are one chunk of a page, which the kernel
+/// copies in about 10 µs. Bodies and short answers are smaller.
+const BULK_MIN: usize = 64 << 10;
 
-/// Turns to move page bytes, in the order in which they were asked for.
+/// Schedules bulk socket operations of all connections, in the order in which they ask.
 #[derive(Clone)]
-pub(crate) struct Turns {
+pub(crate) struct BulkScheduler {
     threads: usize,
-    free: Arc<Semaphore>,
-    /// Those who move page bytes, or wait for a turn or for their client: whoever may want a turn in a moment.
-    moving: Arc<AtomicUsize>,
+    permits: Arc<Semaphore>,
+    /// Bulk operations that run, or wait for a permit or for their client.
+    active: Arc<AtomicUsize>,
 }
 
-impl Turns {
-    /// As many at a time as the runtime has threads.
-    pub(crate) fn new() -> Turns {
+impl BulkScheduler {
+    pub(crate) fn new() -> BulkScheduler {
         let threads = Handle::try_current().map_or(1, |runtime| runtime.metrics().num_workers());
-        Turns { threads, free: Arc::new(Semaphore::new(threads)), moving: Arc::default() }
+        BulkScheduler { threads, permits: Arc::new(Semaphore::new(threads)), active: Arc::default() }
     }
 
-    /// Moves bytes with `step`, in turns if they are many; `waited` hears whenever it had to wait for the client.
-    async fn take<T>(&self, bytes: usize, step: impl Future<Output = T>, mut waited: impl FnMut()) -> T {
-        let many = bytes > SHORT_BYTES;
-        let _moving = many.then(|| Moving::begin(&self.moving));
-        let mut step = pin!(step);
+    /// Runs a socket operation on `bytes` bytes. A bulk one holds a permit during each poll, and
+    /// none while it waits for its client. Calls `on_wait` after each of these waits.
+    async fn run<T>(&self, bytes: usize, operation: impl Future<Output = T>, mut on_wait: impl FnMut()) -> T {
+        let is_bulk = bytes > BULK_MIN;
+        let _active = is_bulk.then(|| ActiveOperation::start(&self.active));
+        let mut operation = pin!(operation);
         loop {
-            let turn = if many { self.turn().await } else { None };
-            let polled = futures::poll!(&mut step);
-            drop(turn);
+            let permit = if is_bulk { self.permit().await } else { None };
+            let polled = futures::poll!(&mut operation);
+            drop(permit);
             if let Poll::Ready(done) = polled {
                 return done;
             }
+            // The operation has registered this task's waker.
             futures::pending!();
-            waited();
+            on_wait();
         }
     }
 
-    async fn turn(&self) -> Option<SemaphorePermit<'_>> {
-        let turn = self.free.acquire().await.ok();
-        if self.moving.load(Ordering::Relaxed) > self.threads {
+    async fn permit(&self) -> Option<SemaphorePermit<'_>> {
+        let permit = self.permits.acquire().await.ok();
+        // Only if others want a turn: alone, a yield would cost throughput for nothing.
+        if self.active.load(Ordering::Relaxed) > self.threads {
             tokio::task::yield_now().await;
         }
-        turn
+        permit
     }
 }
 
-/// Counts one.
-struct Moving<'a>(&'a AtomicUsize);
+struct ActiveOperation<'a>(&'a AtomicUsize);
 
-impl<'a> Moving<'a> {
-    fn begin(count: &'a AtomicUsize) -> Self {
+impl<'a> ActiveOperation<'a> {
+    fn start(count: &'a AtomicUsize) -> Self {
+        // Relaxed: the count is a hint for fairness and orders nothing.
         count.fetch_add(1, Ordering::Relaxed);
-        Moving(count)
+        ActiveOperation(count)
     }
 }
 
-impl Drop for Moving<'_> {
+impl Drop for ActiveOperation<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Since when a way to a client is free: before that it was full of what the client had not taken, or pages that the client had
-/// asked for were leaving, or waited for their turn to.
+/// Time since which nothing delays a short answer to one client: neither a full socket, nor pages
+/// that the client requested before.
 #[derive(Clone)]
-pub(super) struct FreeSince(Arc<Mutex<Instant>>);
+pub(super) struct UncongestedSince(Arc<Mutex<Instant>>);
 
-impl FreeSince {
+impl UncongestedSince {
     pub(super) fn get(&self) -> Instant {
         *self.0.lock()
     }
 }
 
-/// The way to a client.
-pub(super) struct ToSocket<W> {
-    way: W,
-    turns: Turns,
-    free_since: FreeSince,
-    /// Hears what the client takes.
+pub(super) struct ScheduledSink<W> {
+    inner: W,
+    scheduler: BulkScheduler,
+    uncongested_since: UncongestedSince,
+    /// Learns of the client's progress. `None` for a connection that was refused.
     account: Option<Arc<Account>>,
 }
 
-impl<W: Sink> ToSocket<W> {
-    pub(super) fn new(way: W, turns: Turns, account: Option<Arc<Account>>) -> (Self, FreeSince) {
-        let free_since = FreeSince(Arc::new(Mutex::new(now())));
-        (Self { way, turns, free_since: free_since.clone(), account }, free_since)
+impl<W: ByteSink> ScheduledSink<W> {
+    pub(super) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
+        let uncongested_since = UncongestedSince(Arc::new(Mutex::new(now())));
+        (Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account }, uncongested_since)
     }
 }
 
-impl<W: Sink> Sink for ToSocket<W> {
+impl<W: ByteSink> ByteSink for ScheduledSink<W> {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let bytes = from.iter().map(|slice| slice.len()).sum();
-        let free_since = &self.free_since.0;
-        let sent = self.turns.take(bytes, self.way.send(from), || *free_since.lock() = now()).await;
-        if bytes > SHORT_BYTES {
-            *free_since.lock() = now();
+        let uncongested_since = &self.uncongested_since.0;
+        let sent = self.scheduler.run(bytes, self.inner.send(from), || *uncongested_since.lock() = now()).await;
+        if bytes > BULK_MIN {
+            *uncongested_since.lock() = now();
             if let (Some(account), Ok(sent)) = (&self.account, &sent) {
-                account.took(*sent as u64);
+                account.record_progress(*sent as u64);
             }
         }
         sent
     }
 }
 
-/// The way from a client.
-pub(super) struct FromSocket<R> {
-    way: R,
-    turns: Turns,
-    /// Many bytes were received last: there are likely more, and who sleeps until they come gets more of them at once.
-    in_bulk: bool,
+pub(super) struct ScheduledSource<R> {
+    inner: R,
+    scheduler: BulkScheduler,
+    /// The last operation was bulk. More bytes are likely to follow, and a thread that sleeps until
+    /// they come receives more of them at once than one that polls.
+    was_bulk: bool,
 }
 
-impl<R: Source> FromSocket<R> {
-    pub(super) fn new(way: R, turns: Turns) -> Self {
-        Self { way, turns, in_bulk: false }
+impl<R: ByteSource> ScheduledSource<R> {
+    pub(super) fn new(inner: R, scheduler: BulkScheduler) -> Self {
+        Self { inner, scheduler, was_bulk: false }
     }
 }
 
-impl<R: Source> Source for FromSocket<R> {
+impl<R: ByteSource> ByteSource for ScheduledSource<R> {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let bytes = into.iter().map(|slice| slice.len()).sum();
-        self.in_bulk = bytes > SHORT_BYTES;
-        self.turns.take(bytes, self.way.receive(into), || {}).await
+        self.was_bulk = bytes > BULK_MIN;
+        self.scheduler.run(bytes, self.inner.receive(into), || {}).await
     }
 
     async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        match std::mem::take(&mut self.in_bulk) {
-            true => self.way.receive(into).await,
-            false => self.way.receive_next(into).await,
+        if std::mem::take(&mut self.was_bulk) {
+            self.inner.receive(into).await
+        } else {
+            self.inner.receive_next(into).await
         }
     }
 }
@@ -155,20 +160,20 @@ mod tests {
     use std::time::Duration;
     use tokio::sync::mpsc;
 
-    const MANY: usize = 128 << 10;
+    const BULK: usize = 128 << 10;
 
-    /// Has room for one send again as soon as it has none.
-    struct Quick(Arc<AtomicUsize>);
+    /// Sink that is full once per operation and writable again at once.
+    struct BrieflyFullSink(Arc<AtomicUsize>);
 
-    impl Sink for Quick {
+    impl ByteSink for BrieflyFullSink {
         async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
             let mut full = true;
-            std::future::poll_fn(|context| match std::mem::take(&mut full) {
-                true => {
+            std::future::poll_fn(|context| {
+                if std::mem::take(&mut full) {
                     context.waker().wake_by_ref();
-                    Poll::Pending
+                    return Poll::Pending;
                 }
-                false => Poll::Ready(()),
+                Poll::Ready(())
             })
             .await;
             self.0.fetch_add(1, Ordering::Relaxed);
@@ -177,52 +182,53 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn what_is_short_does_not_stand_behind_the_pages_of_others() {
-        let (turns, sent) = (Turns::new(), Arc::new(AtomicUsize::new(0)));
-        // All of them begin when this thread has begun them.
+    async fn short_messages_do_not_wait_for_pages_of_other_connections() {
+        let scheduler = BulkScheduler::new();
+        let sent = Arc::new(AtomicUsize::new(0));
+        // Spawned together, so that all of them run on this one thread.
         let all = tokio::spawn(async move {
-            let movers: Vec<_> = (0..8)
+            let senders: Vec<_> = (0..8)
                 .map(|_| {
-                    let (mut way, _) = ToSocket::new(Quick(sent.clone()), turns.clone(), None);
+                    let (mut sink, _) = ScheduledSink::new(BrieflyFullSink(sent.clone()), scheduler.clone(), None);
                     tokio::spawn(async move {
-                        let bulk = vec![0; MANY];
+                        let bulk = vec![0; BULK];
                         for _ in 0..400 {
-                            way.send(&[IoSlice::new(&bulk)]).await.unwrap();
+                            sink.send(&[IoSlice::new(&bulk)]).await.unwrap();
                         }
                     })
                 })
                 .collect();
-            // Two that hand a word to and fro, 200 times.
-            let ((to, mut from), (back, mut answers)) = (mpsc::channel(1), mpsc::channel(1));
-            let other = tokio::spawn(async move {
-                while let Some(word) = from.recv().await {
-                    back.send(word).await.unwrap();
+            // Two tasks that exchange a message 200 times.
+            let (request, mut requests) = mpsc::channel(1);
+            let (answer, mut answers) = mpsc::channel(1);
+            let echo = tokio::spawn(async move {
+                while let Some(message) = requests.recv().await {
+                    answer.send(message).await.unwrap();
                 }
             });
-            let one = tokio::spawn(async move {
-                let begun = sent.load(Ordering::Relaxed);
-                for word in 0..200 {
-                    to.send(word).await.unwrap();
-                    assert_eq!(answers.recv().await, Some(word));
+            let caller = tokio::spawn(async move {
+                let before = sent.load(Ordering::Relaxed);
+                for message in 0..200 {
+                    request.send(message).await.unwrap();
+                    assert_eq!(answers.recv().await, Some(message));
                 }
-                sent.load(Ordering::Relaxed) - begun
+                sent.load(Ordering::Relaxed) - before
             });
-            let meanwhile = one.await.unwrap();
-            assert!(movers.iter().all(|mover| !mover.is_finished()));
-            other.await.unwrap();
-            for mover in movers {
-                mover.await.unwrap();
+            let meanwhile = caller.await.unwrap();
+            assert!(senders.iter().all(|sender| !sender.is_finished()));
+            echo.await.unwrap();
+            for sender in senders {
+                sender.await.unwrap();
             }
             meanwhile
         });
         let meanwhile = all.await.unwrap();
-        assert!(meanwhile < 600, "{meanwhile} pages went before 400 words");
+        assert!(meanwhile < 600, "{meanwhile} pages were sent during 400 messages");
     }
 
-    /// Is full until a word comes.
-    struct Full(mpsc::Receiver<()>);
+    struct FullSink(mpsc::Receiver<()>);
 
-    impl Sink for Full {
+    impl ByteSink for FullSink {
         async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
             self.0.recv().await;
             Ok(from[0].len())
@@ -230,49 +236,49 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_way_is_free_when_it_takes_bytes_again_and_nobody_waits_with_his_turn() {
-        let (room, full) = mpsc::channel(1);
-        let turns = Turns::new();
-        let (mut way, free_since) = ToSocket::new(Full(full), turns.clone(), None);
-        let begin = now();
-        let sending = tokio::spawn(async move { way.send(&[IoSlice::new(&[0; MANY])]).await });
+    async fn full_socket_holds_no_permit_and_is_uncongested_when_it_takes_bytes() {
+        let (writable, full) = mpsc::channel(1);
+        let scheduler = BulkScheduler::new();
+        let (mut sink, uncongested_since) = ScheduledSink::new(FullSink(full), scheduler.clone(), None);
+        let start = now();
+        let sending = tokio::spawn(async move { sink.send(&[IoSlice::new(&[0; BULK])]).await });
         tokio::time::sleep(Duration::from_secs(2)).await;
-        assert_eq!((free_since.get(), turns.free.available_permits()), (begin, 1));
-        room.send(()).await.unwrap();
-        assert_eq!(sending.await.unwrap().unwrap(), MANY);
-        assert_eq!(free_since.get(), begin + Duration::from_secs(2));
-        assert_eq!(turns.moving.load(Ordering::Relaxed), 0);
+        assert_eq!((uncongested_since.get(), scheduler.permits.available_permits()), (start, 1));
+        writable.send(()).await.unwrap();
+        assert_eq!(sending.await.unwrap().unwrap(), BULK);
+        assert_eq!(uncongested_since.get(), start + Duration::from_secs(2));
+        assert_eq!(scheduler.active.load(Ordering::Relaxed), 0);
     }
 
-    /// Notes how it was waited for.
     #[derive(Default)]
-    struct Noting(Vec<&'static str>);
+    struct RecordingSource(Vec<&'static str>);
 
-    impl Source for Noting {
+    impl ByteSource for RecordingSource {
         async fn receive(&mut self, _into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-            self.0.push("asleep");
+            self.0.push("sleep");
             Ok(1)
         }
 
         async fn receive_next(&mut self, _into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-            self.0.push("looking");
+            self.0.push("poll");
             Ok(1)
         }
     }
 
     #[tokio::test]
-    async fn a_message_is_looked_for_unless_many_bytes_came_before_it() {
-        let mut way = FromSocket::new(Noting::default(), Turns::new());
-        let (mut few, mut many) = ([0; 32], vec![0; MANY]);
+    async fn next_message_is_polled_for_unless_it_follows_bulk() {
+        let mut source = ScheduledSource::new(RecordingSource::default(), BulkScheduler::new());
+        let mut short = [0; 32];
+        let mut bulk = vec![0; BULK];
         for _ in 0..2 {
-            way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+            source.receive_next(&mut [IoSliceMut::new(&mut short)]).await.unwrap();
         }
-        way.receive(&mut [IoSliceMut::new(&mut many)]).await.unwrap();
+        source.receive(&mut [IoSliceMut::new(&mut bulk)]).await.unwrap();
         for _ in 0..2 {
-            way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
+            source.receive_next(&mut [IoSliceMut::new(&mut short)]).await.unwrap();
         }
-        way.receive(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
-        way.receive_next(&mut [IoSliceMut::new(&mut few)]).await.unwrap();
-        assert_eq!(way.way.0, ["looking", "looking", "asleep", "asleep", "looking", "asleep", "looking"]);
+        source.receive(&mut [IoSliceMut::new(&mut short)]).await.unwrap();
+        source.receive_next(&mut [IoSliceMut::new(&mut short)]).await.unwrap();
+        assert_eq!(source.inner.0, ["poll", "poll", "sleep", "sleep", "poll", "sleep", "poll"]);
     }
 }

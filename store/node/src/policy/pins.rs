@@ -1,30 +1,37 @@
-//! Pins: hard ones hold a page and those before it, soft ones make it go last. Each has an end in time.
+//! Pins. A hard pin keeps a page and its ancestors; a soft pin makes a page go last. Both expire.
 //!
-//! Always true: a page is held while it has a hard pin or a page right behind it, that came behind it, is held; the bytes
-//! of all held pages are at most a quarter of L2, and so are those of the softly pinned pages of each namespace.
+//! Invariants:
+//! - L2 keeps a page while the page has a hard pin, or while it keeps a child that came after it.
+//! - All pages kept by hard pins take at most a quarter of L2.
+//! - The soft-pinned pages of each namespace take at most a quarter of L2.
 
-use super::Residency;
+use super::L2Policy;
 use larder_format::{NamespaceId, PageId};
-use larder_wire::PinKind;
+use larder_wire::{PagePin, PinKind};
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// Hard pins hold at most one in so many bytes of L2, and so do the soft ones of each namespace.
-const HELD_PART: u64 = 4;
+/// Pins may keep one part in this many of L2. The rest stays for other pages.
+const PINNED_PART: u64 = 4;
 
-/// A pin of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pin {
     kind: PinKind,
     until_ms: u64,
 }
 
-/// All pins.
+impl Pin {
+    fn is(pin: Option<Pin>, kind: PinKind) -> bool {
+        pin.is_some_and(|pin| pin.kind == kind)
+    }
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Pins {
-    ends: BTreeSet<(u64, PageId)>,
-    held_bytes: u64,
-    /// Bytes of softly pinned pages, of namespaces that have some.
+    by_expiry: BTreeSet<(u64, PageId)>,
+    /// Bytes of pages kept by hard pins, ancestors included.
+    kept_bytes: u64,
+    /// Bytes of soft-pinned pages per namespace, without zeros.
     soft_bytes: BTreeMap<NamespaceId, u64>,
 }
 
@@ -33,90 +40,99 @@ impl Pins {
         self.soft_bytes.get(namespace).copied().unwrap_or_default()
     }
 
-    fn soft_began(&mut self, namespace: NamespaceId, bytes: u32) {
+    fn add_soft(&mut self, namespace: NamespaceId, bytes: u32) {
         *self.soft_bytes.entry(namespace).or_default() += u64::from(bytes);
     }
 
-    fn soft_ended(&mut self, namespace: NamespaceId, bytes: u32) {
-        let left = self.soft_bytes(&namespace).saturating_sub(u64::from(bytes));
-        match left {
+    fn remove_soft(&mut self, namespace: NamespaceId, bytes: u32) {
+        let before = self.soft_bytes(&namespace);
+        assert!(before >= u64::from(bytes), "unpinned {bytes} bytes of {before}");
+        match before - u64::from(bytes) {
             0 => self.soft_bytes.remove(&namespace),
-            _ => self.soft_bytes.insert(namespace, left),
+            after => self.soft_bytes.insert(namespace, after),
         };
     }
 
-    pub(super) fn first_over(&self, now_ms: u64) -> Option<PageId> {
-        self.ends.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, id)| *id)
+    /// Returns a page whose pin has expired.
+    pub(super) fn first_expired(&self, now_ms: u64) -> Option<PageId> {
+        self.by_expiry.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, id)| *id)
     }
 }
 
-/// Pins would hold too much.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PinRefused {
-    /// The hard ones of all namespaces.
-    #[error("hard pins may hold {most} bytes, a quarter of L2; with these pages they would hold more")]
-    Hard {
-        /// Most bytes.
-        most: u64,
-    },
-    /// The soft ones of the namespace.
-    #[error("soft pins of a namespace may hold {most} bytes, a quarter of L2; with these pages they would hold more")]
-    Soft {
-        /// Most bytes.
-        most: u64,
-    },
+    #[error(
+        "hard pins may keep at most {most} bytes, a quarter of L2, and these pages would exceed that; unpin other pages"
+    )]
+    Hard { most: u64 },
+    #[error(
+        "soft pins of a namespace may hold at most {most} bytes, a quarter of L2, and these pages would exceed that; \
+         unpin other pages"
+    )]
+    Soft { most: u64 },
 }
 
-impl Residency {
-    /// Pins those of `ids` that are in L2 until `until_ms`, in place of the pins they have; how many those are. With
-    /// [`PinKind::None`] their pins end; the answer is how many had one.
+impl L2Policy {
+    /// Pins those of `ids` that are in L2 until `until_ms`, replacing their pins. Returns how many
+    /// those are. [`PinKind::None`] removes pins and returns how many pages had one. A refusal
+    /// changes nothing.
     pub fn pin(&mut self, ids: &BTreeSet<PageId>, kind: PinKind, until_ms: u64) -> Result<usize, PinRefused> {
-        let most = self.options.capacity_bytes / HELD_PART;
-        let pin = (kind != PinKind::None).then_some(Pin { kind, until_ms });
+        let most = self.options.capacity_bytes / PINNED_PART;
+        let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms }) };
         let mut before = Vec::new();
         for id in ids {
-            let Some(entry) = self.entries.get(id) else { continue };
-            if pin.is_none() && entry.pin.is_none() {
+            let Some(page) = self.pages.get(id) else { continue };
+            if pin.is_none() && page.pin.is_none() {
                 continue;
             }
-            before.push((*id, entry.pin));
+            before.push((*id, page.pin));
             self.set_pin(id, pin);
             let refused = match kind {
-                PinKind::Hard if self.pins.held_bytes > most => PinRefused::Hard { most },
+                PinKind::Hard if self.pins.kept_bytes > most => PinRefused::Hard { most },
                 PinKind::Soft if self.pins.soft_bytes(&id.namespace) > most => PinRefused::Soft { most },
                 _ => continue,
             };
+            // The caller holds the lock throughout, so no other thread sees the pins that are
+            // undone.
             before.into_iter().rev().for_each(|(id, pin)| self.set_pin(&id, pin));
             return Err(refused);
         }
         Ok(before.len())
     }
 
-    /// Pages with a pin, and bytes that hard pins hold.
+    /// Returns the pin of a page in L2, with the time until it expires.
+    pub fn pin_of(&self, id: &PageId, now_ms: u64) -> Option<PagePin> {
+        let pin = self.pages.get(id)?.pin?;
+        // A pin stays until the next tick after its expiry, but it no longer counts.
+        let remaining_ms = pin.until_ms.checked_sub(now_ms).filter(|left| *left > 0)?;
+        Some(PagePin { kind: pin.kind, remaining_ms })
+    }
+
     pub fn pinned(&self) -> (usize, u64) {
-        (self.pins.ends.len(), self.pins.held_bytes)
+        (self.pins.by_expiry.len(), self.pins.kept_bytes)
     }
 
     pub(super) fn set_pin(&mut self, id: &PageId, pin: Option<Pin>) {
-        let Some(entry) = self.entries.get_mut(id) else { return };
-        let (handle, bytes, old) = (entry.handle, entry.facts.bytes, std::mem::replace(&mut entry.pin, pin));
-        let is = |pin: Option<Pin>, kind| pin.is_some_and(|pin| pin.kind == kind);
+        let Some(page) = self.pages.get_mut(id) else { return };
+        let handle = page.handle;
+        let bytes = page.bytes;
+        let old = std::mem::replace(&mut page.pin, pin);
         if let Some(old) = old {
-            self.pins.ends.remove(&(old.until_ms, *id));
+            self.pins.by_expiry.remove(&(old.until_ms, *id));
         }
         if let Some(pin) = pin {
-            self.pins.ends.insert((pin.until_ms, *id));
+            self.pins.by_expiry.insert((pin.until_ms, *id));
         }
-        match (is(old, PinKind::Soft), is(pin, PinKind::Soft)) {
-            (false, true) => self.pins.soft_began(id.namespace, bytes),
-            (true, false) => self.pins.soft_ended(id.namespace, bytes),
+        match (Pin::is(old, PinKind::Soft), Pin::is(pin, PinKind::Soft)) {
+            (false, true) => self.pins.add_soft(id.namespace, bytes),
+            (true, false) => self.pins.remove_soft(id.namespace, bytes),
             _ => {}
         }
-        self.evictor.soft_pin(handle, is(pin, PinKind::Soft));
-        match (is(old, PinKind::Hard), is(pin, PinKind::Hard)) {
+        self.evictor.soft_pin(handle, Pin::is(pin, PinKind::Soft));
+        match (Pin::is(old, PinKind::Hard), Pin::is(pin, PinKind::Hard)) {
             (false, true) => {
                 self.evictor.pin(handle);
-                self.hold(*id);
+                self.keep(*id);
             }
             (true, false) => {
                 self.evictor.unpin(handle);
@@ -126,56 +142,62 @@ impl Residency {
         }
     }
 
-    /// One more reason to hold a page. The first one is one to hold the page before it.
-    fn hold(&mut self, id: PageId) {
+    /// Adds a reason to keep a page. The first reason is one to keep its parent as well, so a call
+    /// walks up to the first ancestor that is kept already.
+    fn keep(&mut self, id: PageId) {
         let mut next = Some(id);
-        while let Some(entry) = next.and_then(|id| self.entries.get_mut(&id)) {
-            entry.holds += 1;
-            if entry.holds > 1 {
+        while let Some(id) = next
+            && let Some(page) = self.pages.get_mut(&id)
+        {
+            page.keep_count += 1;
+            if page.keep_count > 1 {
                 return;
             }
-            self.pins.held_bytes += u64::from(entry.facts.bytes);
-            let id = entry.facts.id;
+            self.pins.kept_bytes += u64::from(page.bytes);
             next = self.live_parent(&id);
         }
     }
 
-    /// One reason less.
+    /// Removes a reason to keep a page. The last one removes a reason to keep its parent as well.
     fn let_go(&mut self, id: PageId) {
         let mut next = Some(id);
-        while let Some(entry) = next.and_then(|id| self.entries.get_mut(&id)) {
-            let last = entry.holds == 1;
-            entry.holds = entry.holds.saturating_sub(1);
-            if !last {
+        while let Some(id) = next
+            && let Some(page) = self.pages.get_mut(&id)
+        {
+            // Each `let_go` follows a `keep` of the same entry: `live_parent` never returns a later
+            // put of the parent, and `release_pins` removes the entry with its reasons.
+            assert!(page.keep_count > 0, "no reason to keep the page is left to remove");
+            page.keep_count -= 1;
+            if page.keep_count > 0 {
                 return;
             }
-            self.pins.held_bytes -= u64::from(entry.facts.bytes);
-            let id = entry.facts.id;
+            self.pins.kept_bytes -= u64::from(page.bytes);
             next = self.live_parent(&id);
         }
     }
 
-    /// The page before this one, if it is still the one that this came behind.
+    /// Returns the page's parent if it is still the put that was there when the page came.
     fn live_parent(&self, id: &PageId) -> Option<PageId> {
-        let (parent, handle) = self.entries.get(id)?.parent?;
-        self.entries.get(&parent).filter(|entry| entry.handle == handle).map(|_| parent)
+        let (key, handle) = self.pages.get(id)?.parent?;
+        let parent = PageId { key, ..*id };
+        self.pages.get(&parent).filter(|page| page.handle == handle).map(|_| parent)
     }
 
-    /// A page leaves: its pin ends, and it is no reason any more to hold the page before it. Those behind it stay, held or
-    /// not, as the first of what is left.
-    pub(super) fn drop_holds(&mut self, id: &PageId) {
+    /// Ends the pin of a page that leaves L2, and its reason to keep the parent. Its children stay
+    /// as roots, kept or not.
+    pub(super) fn release_pins(&mut self, id: &PageId) {
         let parent = self.live_parent(id);
-        let Some(entry) = self.entries.get_mut(id) else { return };
-        if let Some(pin) = entry.pin.take() {
-            self.pins.ends.remove(&(pin.until_ms, *id));
+        let Some(page) = self.pages.get_mut(id) else { return };
+        if let Some(pin) = page.pin.take() {
+            self.pins.by_expiry.remove(&(pin.until_ms, *id));
             if pin.kind == PinKind::Soft {
-                self.pins.soft_ended(id.namespace, entry.facts.bytes);
+                self.pins.remove_soft(id.namespace, page.bytes);
             }
         }
-        if std::mem::take(&mut entry.holds) == 0 {
+        if std::mem::take(&mut page.keep_count) == 0 {
             return;
         }
-        self.pins.held_bytes -= u64::from(entry.facts.bytes);
+        self.pins.kept_bytes -= u64::from(page.bytes);
         if let Some(parent) = parent {
             self.let_go(parent);
         }

@@ -1,8 +1,8 @@
-//! A store on directories of its own, and pages that anybody can check.
+//! Stores on temporary directories, and pages whose bytes follow from their number.
 
-use larder_device::Arena;
 use larder_format::{NamespaceId, PageId, PageKey, chunk_crcs};
-use larder_l3::{L3, L3Options};
+use larder_log::{L3, L3Options};
+use larder_memory::Arena;
 use larder_node::sim::{Clock, Devices, Page, Store};
 use larder_node::{L3Device, NodeOptions};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
@@ -11,10 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bytes of a page.
 pub const PAGE: usize = 256 << 10;
 
-/// Options of a small store.
 pub fn options() -> NodeOptions {
     NodeOptions { l2_bytes: 32 << 20, seed: Some(1), ..NodeOptions::default() }
 }
@@ -27,21 +25,19 @@ pub fn id(number: u32) -> PageId {
     PageId { namespace: NamespaceId([7; 32]), key: PageKey::chain(None, &[number]) }
 }
 
-/// The bytes of a page.
 pub fn bytes(number: u32) -> Vec<u8> {
     (0..PAGE).map(|at| (at as u32).wrapping_mul(2_654_435_761).wrapping_add(number) as u8).collect()
 }
 
-/// A store without L3.
 pub fn without_l3(options: NodeOptions) -> Store {
     let arena = Arena::new(options.arena_bytes() as usize).unwrap();
     Store::new(&options, arena, Devices::default(), Clock::at(1_000_000), 1)
 }
 
-/// Grows with every store, as a node's epoch does.
+/// Epoch of the next store. Grows like that of a node, so that generations never repeat.
 static EPOCH: AtomicU64 = AtomicU64::new(1);
 
-/// A store with a log of `device_bytes` in each of `dirs`, and the logs.
+/// Opens a store with a log of `device_bytes` in each of `dirs`. Returns the logs too.
 pub async fn with_logs(options: &NodeOptions, dirs: &[PathBuf], device_bytes: u64) -> (Store, Vec<L3>) {
     let arena = Arena::new(options.arena_bytes() as usize).unwrap();
     let mut logs = Vec::new();
@@ -55,18 +51,17 @@ pub async fn with_logs(options: &NodeOptions, dirs: &[PathBuf], device_bytes: u6
     (Store::new(options, arena, Devices::of(logs).unwrap(), Clock::system(), epoch << 32), handles)
 }
 
-/// A store with one log.
 pub async fn with_log(options: &NodeOptions, dir: &Path) -> (Store, L3) {
     let (store, mut logs) = with_logs(options, &[dir.to_path_buf()], 128 << 20).await;
     (store, logs.remove(0))
 }
 
-/// A directory on a device.
+/// Temporary directory on a real file system: `/tmp` is often in memory, without direct I/O.
 pub fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/var/tmp").unwrap()
 }
 
-/// Puts a page; `Err` if it may not be.
+/// Puts a page with a time to live. Returns `Err` if the reservation is refused.
 pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome, ReserveOutcome> {
     let page =
         Reserved { key: id(number).key, parent: PageKey::NONE, position: 0, ttl_ms, part_bytes: vec![PAGE as u32] };
@@ -74,10 +69,9 @@ pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome,
     let mut part = put.take_part(0, PAGE).unwrap();
     part.copy_from_slice(&bytes(number));
     assert!(put.land(0, part, chunk_crcs(&bytes(number)).collect()));
-    Ok(store.commit(&put))
+    Ok(store.puts().commit(&put))
 }
 
-/// Puts a page as soon as there is room.
 pub async fn put(store: &Store, number: u32) {
     for _ in 0..2000 {
         match put_for(store, number, 0) {
@@ -85,12 +79,11 @@ pub async fn put(store: &Store, number: u32) {
             answer => return assert_eq!(answer, Ok(CommitOutcome::Stored), "page {number}"),
         }
     }
-    panic!("busy for ever");
+    panic!("page {number}: the store stays busy");
 }
 
-/// Where a page was, if it could be had; its bytes are checked.
 pub async fn get(store: &Store, number: u32) -> Option<TierCode> {
-    let (page, tier) = store.get(&id(number), soon()).await?;
+    let (page, tier) = store.tiers().get(&id(number), soon()).await?;
     check(&page, number);
     Some(tier)
 }
@@ -99,13 +92,11 @@ pub fn check(page: &Arc<Page>, number: u32) {
     assert!(page.meta.id == id(number) && *page.payload == *bytes(number), "page {number} has other bytes");
 }
 
-/// A number in the store's status.
 pub fn figure(store: &Store, pointer: &str) -> u64 {
     let status = store.status();
     status.pointer(pointer).and_then(|value| value.as_u64()).unwrap_or_else(|| panic!("no {pointer} in {status}"))
 }
 
-/// Waits for a number in the store's status to become `value`.
 pub async fn settles(store: &Store, pointer: &str, value: u64) {
     for _ in 0..1000 {
         if figure(store, pointer) == value {

@@ -1,24 +1,23 @@
-//! Several devices.
+//! Stores with several devices.
 
 use crate::common::*;
 use larder_node::{L3Device, Node, NodeOptions};
 use larder_wire::TierCode;
 use std::path::PathBuf;
 
-/// What each of the devices holds.
-fn pages(logs: &[larder_l3::L3]) -> Vec<u64> {
+fn pages(logs: &[larder_log::L3]) -> Vec<u64> {
     logs.iter().map(|l3| l3.stats().pages).collect()
 }
 
 #[tokio::test]
-async fn pages_spread_over_devices_and_are_found_in_whatever_order_those_are_given() {
+async fn pages_are_placed_by_capacity_and_found_in_any_order_of_devices() {
     let dir = directory();
     let mut dirs: Vec<PathBuf> = (0..3).map(|n| dir.path().join(n.to_string())).collect();
     let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
     for number in 0..100 {
         put(&store, number).await;
     }
-    settles(&store, "/tiers/writing", 0).await;
+    settles(&store, "/tiers/writes_in_flight", 0).await;
     let counts = pages(&logs);
     assert!(counts.iter().sum::<u64>() == 100 && counts.iter().all(|&count| count >= 15), "{counts:?}");
     assert_eq!(figure(&store, "/tiers/l3/pages"), 100);
@@ -36,7 +35,7 @@ async fn pages_spread_over_devices_and_are_found_in_whatever_order_those_are_giv
 }
 
 #[tokio::test]
-async fn a_device_that_breaks_costs_its_own_pages_and_others_take_its_writes() {
+async fn a_broken_device_costs_its_own_pages_and_others_take_its_writes() {
     let dir = directory();
     let dirs: Vec<PathBuf> = (0..2).map(|n| dir.path().join(n.to_string())).collect();
     let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
@@ -51,38 +50,38 @@ async fn a_device_that_breaks_costs_its_own_pages_and_others_take_its_writes() {
     for number in 100..160 {
         put(&store, number).await;
     }
-    settles(&store, "/tiers/writing", 0).await;
+    settles(&store, "/tiers/writes_in_flight", 0).await;
     assert_eq!(pages(&logs), [counts[0], counts[1] + 60]);
     let status = store.status();
     let states: Vec<_> =
         (0..2).map(|device| status["tiers"]["l3"]["devices"][device]["state"].as_str().unwrap()).collect();
-    assert_eq!(states, ["set aside", "well"]);
+    assert_eq!(states, ["quarantined", "healthy"]);
     assert_eq!(status["tiers"]["l3"]["devices"][0]["reason"], "errors of writes");
     let mut hits = 0;
     for number in 0..60 {
         hits += u64::from(get(&store, number).await.is_some());
     }
-    assert_eq!(hits, counts[1], "the other one's pages are all there");
-    assert!(store.forget(&[id(0)], soon()).await.is_err(), "what lies on the broken one could come back");
-    // A page of the broken one may be put again, and lies on the other.
+    assert_eq!(hits, counts[1], "all pages of the healthy device are there");
+    assert!(store.forget(&[id(0)], soon()).await.is_err(), "a page on the broken device could come back");
+    // A page of the broken device may be put again. The healthy device takes it.
     let lost = (0..60).find(|number| logs[0].find(&id(*number)).is_some()).unwrap();
-    assert_eq!(store.locate(&id(lost)), TierCode::Nowhere);
+    assert_eq!(store.tiers().locate(&id(lost)), TierCode::Absent);
     put(&store, lost).await;
-    settles(&store, "/tiers/writing", 0).await;
+    settles(&store, "/tiers/writes_in_flight", 0).await;
     assert!(logs[1].find(&id(lost)).is_some());
     store.close(soon()).await;
     drop((store, logs));
-    // Both have it now: the newer one counts.
+    // Both devices have the page now. The newer put is served.
     let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
     let newest = logs.iter().filter_map(|l3| l3.find(&id(lost))).map(|entry| entry.generation).max().unwrap();
-    let (page, _) = store.get(&id(lost), soon()).await.unwrap();
+    let (page, _) = store.tiers().get(&id(lost), soon()).await.unwrap();
     assert_eq!(page.meta.generation, newest);
     assert!(logs.iter().all(|l3| l3.find(&id(lost)).is_some()));
     store.close(soon()).await;
 }
 
 #[tokio::test]
-async fn a_node_without_a_data_directory_keeps_its_name_beside_a_log() {
+async fn a_node_without_a_data_directory_keeps_its_identity_beside_a_log() {
     let dir = directory();
     let device = |name: &str| L3Device { dir: dir.path().join(name), bytes: 64 << 20 };
     let start = |l3| Node::start(NodeOptions { listen: "127.0.0.1:0".parse().unwrap(), l3, seed: None, ..options() });
@@ -100,7 +99,7 @@ async fn a_node_without_a_data_directory_keeps_its_name_beside_a_log() {
 }
 
 #[tokio::test]
-async fn a_node_starts_without_a_device_that_cannot_be_opened_but_not_without_any() {
+async fn a_node_starts_without_one_device_but_not_without_all() {
     let dir = directory();
     let good = dir.path().join("good");
     std::fs::write(dir.path().join("file"), "not a directory").unwrap();
@@ -112,7 +111,7 @@ async fn a_node_starts_without_a_device_that_cannot_be_opened_but_not_without_an
     let status = node.status();
     let devices = status["tiers"]["l3"]["devices"].as_array().unwrap();
     let states: Vec<_> = devices.iter().map(|device| device["state"].as_str().unwrap()).collect();
-    assert_eq!(states, ["well", "left out"]);
+    assert_eq!(states, ["healthy", "unopened"]);
     assert!(devices[1]["reason"].as_str().unwrap().contains("file"), "{status}");
     node.shutdown().await;
 }

@@ -1,4 +1,4 @@
-//! When pages are written to L3, who has room, and what stays.
+//! Write policies, budgets, quotas and pins.
 
 use crate::common::*;
 use larder_format::{NamespaceId, PageKey};
@@ -8,14 +8,13 @@ use larder_wire::{PinKind, ReserveOutcome, Reserved, TierCode};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Pages of 256 KiB that L2 holds.
+/// Capacity of L2 in pages of 256 KiB.
 const L2_PAGES: u32 = 128;
 
 fn with_policy(write_policy: WritePolicy) -> NodeOptions {
     NodeOptions { write_policy, ..options() }
 }
 
-/// How many of `numbers` are there after a restart.
 async fn survivors(dir: &Path, numbers: std::ops::Range<u32>) -> Vec<u32> {
     let (store, _) = with_log(&options(), dir).await;
     let mut found = Vec::new();
@@ -29,13 +28,13 @@ async fn survivors(dir: &Path, numbers: std::ops::Range<u32>) -> Vec<u32> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn more_than_l2_holds_is_served_from_l3_and_never_in_between() {
+async fn a_page_stays_readable_while_it_moves_from_l2_to_l3() {
     for policy in [WritePolicy::Through, WritePolicy::Back] {
         let dir = directory();
         let (store, _) = with_log(&with_policy(policy), dir.path()).await;
         for number in 0..2 * L2_PAGES {
             put(&store, number).await;
-            // One of those that are just about to leave.
+            // This page is about to leave L2.
             let old = number.saturating_sub(L2_PAGES);
             assert!(get(&store, old).await.is_some(), "{policy}: page {old} after {number}");
         }
@@ -48,7 +47,7 @@ async fn more_than_l2_holds_is_served_from_l3_and_never_in_between() {
 }
 
 #[tokio::test]
-async fn write_back_writes_nothing_before_it_must_and_all_when_it_stops() {
+async fn write_back_defers_all_writes_until_the_store_closes() {
     let dir = directory();
     let (store, l3) = with_log(&with_policy(WritePolicy::Back), dir.path()).await;
     for number in 0..100 {
@@ -63,14 +62,14 @@ async fn write_back_writes_nothing_before_it_must_and_all_when_it_stops() {
 }
 
 #[tokio::test]
-async fn what_puts_without_an_end_have_is_given_up_when_it_stops() {
+async fn close_aborts_open_puts_and_flushes_with_their_budget() {
     let dir = directory();
     let budget = NodeOptions { in_flight_bytes: Some(2 * PAGE as u64), ..with_policy(WritePolicy::Back) };
     let (store, l3) = with_log(&budget, dir.path()).await;
     for number in 0..10 {
         put(&store, number).await;
     }
-    // All that may be on its way at a time.
+    // This put takes the whole budget.
     let page =
         Reserved { key: id(10).key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32] };
     let open = store.reserve(id(10), page).ok().unwrap();
@@ -84,25 +83,25 @@ async fn what_puts_without_an_end_have_is_given_up_when_it_stops() {
 }
 
 #[tokio::test]
-async fn write_back_is_busy_when_no_device_takes_what_must_leave() {
+async fn write_back_is_busy_while_no_device_takes_dirty_pages() {
     let dir = directory();
     let (store, l3) = with_log(&with_policy(WritePolicy::Back), dir.path()).await;
     for number in 0..L2_PAGES {
         put(&store, number).await;
     }
     l3.close().await;
-    // Some are lost before the device is known to be broken; from then on what is dirty stays.
+    // Some pages are lost before the device is quarantined. From then on dirty pages stay in L2.
     let mut busy = 0;
     for number in L2_PAGES..2 * L2_PAGES {
         busy += u32::from(put_for(&store, number, 0) == Err(ReserveOutcome::Busy));
         tokio::time::sleep(std::time::Duration::from_millis(2)).await;
     }
     assert!(busy > L2_PAGES / 2, "{busy}");
-    assert_eq!(store.status()["tiers"]["l3"]["devices"][0]["state"], "set aside");
+    assert_eq!(store.status()["tiers"]["l3"]["devices"][0]["state"], "quarantined");
 }
 
 #[tokio::test]
-async fn the_selective_policy_keeps_what_was_read_twice_off_the_floor_and_the_rest_off_l3() {
+async fn selective_policy_writes_only_pages_that_were_read_twice() {
     let dir = directory();
     let (store, l3) = with_log(&with_policy(WritePolicy::Selective), dir.path()).await;
     for number in 0..90 {
@@ -111,7 +110,7 @@ async fn the_selective_policy_keeps_what_was_read_twice_off_the_floor_and_the_re
             get(&store, number).await.unwrap();
         }
     }
-    settles(&store, "/tiers/writing", 0).await;
+    settles(&store, "/tiers/writes_in_flight", 0).await;
     assert_eq!(l3.stats().writes, 30);
     store.close(soon()).await;
     drop((store, l3));
@@ -120,7 +119,7 @@ async fn the_selective_policy_keeps_what_was_read_twice_off_the_floor_and_the_re
 }
 
 #[tokio::test]
-async fn puts_are_busy_at_once_when_the_budget_is_used_up() {
+async fn puts_are_busy_at_once_when_the_budget_is_spent() {
     let store = without_l3(options());
     let mut open = Vec::new();
     let refused = loop {
@@ -140,17 +139,17 @@ async fn puts_are_busy_at_once_when_the_budget_is_used_up() {
     assert_eq!((refused, open.len()), (ReserveOutcome::Busy, (32 << 20) / PAGE));
     let held = figure(&store, "/tiers/l2/in_flight_bytes");
     for number in 5000..5100 {
-        assert_eq!(put_for(&store, number, 0), Err(ReserveOutcome::Busy), "a refusal gives no room away");
+        assert_eq!(put_for(&store, number, 0), Err(ReserveOutcome::Busy), "a refusal releases nothing");
     }
     assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), held);
-    open.iter().for_each(|put| store.abort(put));
+    open.iter().for_each(|put| store.puts().abort(put));
     assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), 0);
     drop(open);
     assert_eq!(figure(&store, "/tiers/l2/arena_used"), 0, "all memory came back");
 }
 
 #[tokio::test]
-async fn a_namespace_stays_in_its_quota_and_its_bytes_are_shown() {
+async fn a_namespace_stays_within_its_quota_and_the_status_shows_its_bytes() {
     let quota = larder_node::NamespaceQuota { namespace: "0707".parse().unwrap(), bytes: 4 << 20 };
     let store = without_l3(NodeOptions { quotas: vec![quota], ..options() });
     for number in 0..50 {
@@ -161,24 +160,24 @@ async fn a_namespace_stays_in_its_quota_and_its_bytes_are_shown() {
     assert_eq!(figure(&store, "/tiers/l2/pages"), 16);
 }
 
-/// A log forgets the quotas of namespaces without pages when it was told of many others.
+/// A log drops the quotas of namespaces without pages when it learns many others.
 #[tokio::test]
-async fn a_quota_holds_on_l3_whenever_pages_come() {
+async fn a_quota_dropped_by_the_log_is_restored_with_the_next_write() {
     let quota = larder_node::NamespaceQuota { namespace: "0707".parse().unwrap(), bytes: 4 << 20 };
     let dir = directory();
     let options = NodeOptions { quotas: vec![quota], quota_default: Some(64 << 20), ..options() };
     let (store, l3) = with_log(&options, dir.path()).await;
     let namespace = id(0).namespace;
-    store.welcome(namespace);
+    store.tiers().apply_quota(namespace);
     assert_eq!(l3.quota(&namespace), 4 << 20);
     for number in 0..5000u32 {
-        store.welcome(NamespaceId([number.to_le_bytes(); 8].concat().try_into().unwrap()));
+        store.tiers().apply_quota(NamespaceId([number.to_le_bytes(); 8].concat().try_into().unwrap()));
     }
-    assert_ne!(l3.quota(&namespace), 4 << 20, "it was forgotten");
+    assert_ne!(l3.quota(&namespace), 4 << 20, "the log dropped it");
     for number in 0..50 {
         put(&store, number).await;
     }
-    settles(&store, "/tiers/writing", 0).await;
+    settles(&store, "/tiers/writes_in_flight", 0).await;
     assert_eq!(l3.quota(&namespace), 4 << 20);
     let bytes = figure(&store, "/tiers/l3/bytes_used");
     assert!((3 << 20..=4 << 20).contains(&bytes), "{bytes}");
@@ -186,7 +185,7 @@ async fn a_quota_holds_on_l3_whenever_pages_come() {
 }
 
 #[tokio::test]
-async fn pinned_pages_come_from_l3_and_stay() {
+async fn pinning_loads_pages_from_l3_and_keeps_them() {
     let dir = directory();
     let (store, _) = with_log(&options(), dir.path()).await;
     for number in 0..40 {
@@ -200,7 +199,7 @@ async fn pinned_pages_come_from_l3_and_stay() {
     for number in 100..100 + 2 * L2_PAGES {
         put(&store, number).await;
     }
-    assert!(ids.iter().all(|id| store.locate(id) == TierCode::L2));
+    assert!(ids.iter().all(|id| store.tiers().locate(id) == TierCode::L2));
     let more: Vec<_> = (20..40).map(id).collect();
     assert!(store.pin(&more, PinKind::Hard, 60_000, soon()).await.unwrap_err().to_string().contains("quarter"));
     assert_eq!(figure(&store, "/tiers/l2/hard_pinned_bytes"), (20 * PAGE) as u64);

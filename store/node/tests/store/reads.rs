@@ -1,11 +1,11 @@
-//! Reads from L3, and what may happen while they are under way.
+//! Reads from L3, and events that race with them.
 
 use crate::common::*;
 use futures::future::join_all;
 use larder_wire::TierCode;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn however_many_ask_for_a_page_it_is_read_once() {
+async fn concurrent_readers_of_a_page_share_one_read() {
     let dir = directory();
     let (store, _) = with_log(&options(), dir.path()).await;
     for number in 0..20 {
@@ -24,7 +24,7 @@ async fn however_many_ask_for_a_page_it_is_read_once() {
 }
 
 #[tokio::test]
-async fn who_gives_up_waiting_does_not_spoil_it_for_others() {
+async fn a_cancelled_reader_does_not_fail_the_others() {
     let dir = directory();
     let (store, _) = with_log(&options(), dir.path()).await;
     put(&store, 1).await;
@@ -32,15 +32,15 @@ async fn who_gives_up_waiting_does_not_spoil_it_for_others() {
     drop(store);
     let (store, _) = with_log(&options(), dir.path()).await;
     let page = id(1);
-    let mut first = Box::pin(store.get(&page, soon()));
+    let mut first = Box::pin(store.tiers().get(&page, soon()));
     assert!(futures::poll!(&mut first).is_pending());
-    let second = store.get(&page, soon());
+    let second = store.tiers().get(&page, soon());
     drop(first);
     check(&second.await.unwrap().0, 1);
 }
 
 #[tokio::test]
-async fn a_page_forgotten_while_it_is_read_does_not_come_back() {
+async fn a_page_forgotten_during_a_read_does_not_come_back() {
     let dir = directory();
     let (store, _) = with_log(&options(), dir.path()).await;
     put(&store, 1).await;
@@ -48,43 +48,43 @@ async fn a_page_forgotten_while_it_is_read_does_not_come_back() {
     drop(store);
     let (store, _) = with_log(&options(), dir.path()).await;
     let page = id(1);
-    let mut read = Box::pin(store.get(&page, soon()));
+    let mut read = Box::pin(store.tiers().get(&page, soon()));
     assert!(futures::poll!(&mut read).is_pending());
     tokio::task::yield_now().await;
-    assert!(futures::poll!(&mut read).is_pending(), "the device has been asked, and its answer not been taken yet");
+    assert!(futures::poll!(&mut read).is_pending(), "the device has the request, and its result is not taken yet");
     assert_eq!(store.forget(&[id(1)], soon()).await.unwrap(), 1);
-    // Who asks now may not be answered by the read that began before.
-    assert!(store.get(&id(1), soon()).await.is_none());
-    // Asked for before it was forgotten, it may be answered; it may not stay.
+    // A request that begins now must not join the read that began before the forget.
+    assert!(store.tiers().get(&id(1), soon()).await.is_none());
+    // The earlier request is concurrent with the forget: it may get the page, and L2 must not.
     let _ = read.await;
-    assert_eq!(store.locate(&id(1)), TierCode::Nowhere);
+    assert_eq!(store.tiers().locate(&id(1)), TierCode::Absent);
     put(&store, 1).await;
     assert_eq!(get(&store, 1).await, Some(TierCode::L2));
 }
 
 #[tokio::test]
-async fn a_damaged_copy_in_dram_is_dropped_and_l3_answers() {
+async fn a_damaged_copy_in_dram_is_dropped_and_l3_serves_the_page() {
     let dir = directory();
     let (store, _) = with_log(&options(), dir.path()).await;
     put(&store, 1).await;
-    settles(&store, "/tiers/writing", 0).await;
-    let (page, _) = store.get(&id(1), soon()).await.unwrap();
-    assert_eq!(store.recheck(&id(1)), 0, "it is whole");
+    settles(&store, "/tiers/writes_in_flight", 0).await;
+    let (page, _) = store.tiers().get(&id(1), soon()).await.unwrap();
+    assert_eq!(store.tiers().recheck(&id(1)), 0, "it is intact");
     damage(&page);
-    assert_eq!(store.recheck(&id(1)), 1);
+    assert_eq!(store.tiers().recheck(&id(1)), 1);
     drop(page);
     assert_eq!(get(&store, 1).await, Some(TierCode::L3));
     assert_eq!(figure(&store, "/counters/pages_corrupt_l2"), 1);
 }
 
 #[tokio::test]
-async fn the_scrub_finds_damage_that_nobody_reads() {
+async fn the_scrub_finds_damage_before_a_reader_does() {
     let options = larder_node::NodeOptions { scrub_bytes_per_second: 1 << 30, ..options() };
     let store = without_l3(options);
     for number in 0..20 {
         put(&store, number).await;
     }
-    let (page, _) = store.get(&id(13), soon()).await.unwrap();
+    let (page, _) = store.tiers().get(&id(13), soon()).await.unwrap();
     damage(&page);
     drop(page);
     let stop = tokio_util::sync::CancellationToken::new();
@@ -101,7 +101,8 @@ async fn the_scrub_finds_damage_that_nobody_reads() {
     }
 }
 
-/// Flips a bit of a page behind everybody's back, as failing memory would: its slot is unchangeable for all others.
+/// Flips a bit of a page, as failing memory would. Goes through `/proc/self/mem`, because no safe
+/// code can write to a sealed page.
 fn damage(page: &larder_node::sim::Page) {
     let memory = std::fs::OpenOptions::new().write(true).open("/proc/self/mem").unwrap();
     let address = page.payload.as_ptr() as u64 + 100;

@@ -1,4 +1,5 @@
-//! Blocks of a log: which, then its fields.
+//! Decodes one block of a log: a byte that chooses its type, then its fields. A block that decodes
+//! must survive a round trip.
 #![no_main]
 
 use larder_format::disk::{RecordHeader, RecordPlace, SegmentHeader, Superblock};
@@ -14,7 +15,7 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     if let Ok(header) = SegmentHeader::decode(&block) {
         assert_eq!(SegmentHeader::decode(&header.encode()), Ok(header));
     }
-    let place = RecordPlace { segment: 1, life: 2, offset: 4096 };
+    let place = RecordPlace { segment: 1, epoch: 2, offset: 4096 };
     if let Ok(record) = RecordHeader::decode(&block, &LOG, place) {
         assert!(record.record_bytes() >= block.len());
         assert_eq!(RecordHeader::decode(&record.encode(&LOG), &LOG, place), Ok(record));

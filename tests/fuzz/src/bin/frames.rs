@@ -1,7 +1,8 @@
-//! A stream of frames that comes in pieces. The first byte says how large these are, and whether checksums are put right.
+//! Reads a stream of frames that arrives in pieces. The first byte sets the size of the pieces, and
+//! whether the target repairs magic and checksums first.
 #![no_main]
 
-use larder_wire::{FrameReader, HEADER_BYTES, Source};
+use larder_wire::{ByteSource, FrameReader, HEADER_BYTES};
 use std::io::{self, IoSliceMut, Read};
 
 struct Pieces {
@@ -10,7 +11,7 @@ struct Pieces {
     step: usize,
 }
 
-impl Source for Pieces {
+impl ByteSource for Pieces {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let end = self.bytes.len().min(self.at + self.step);
         let received = (&self.bytes[self.at..end]).read_vectored(into)?;
@@ -19,21 +20,24 @@ impl Source for Pieces {
     }
 }
 
-/// Puts magic and checksum of each frame right, as far as lengths make sense.
-fn put_right(bytes: &mut [u8]) {
-    let (mut at, mut frames) = (0, 0u32);
+/// Repairs magic and checksum of each frame. Without that, the fuzzer would not get past the first
+/// comparison. Stops at a frame whose lengths exceed the input.
+fn repair(bytes: &mut [u8]) {
+    let mut at = 0;
+    let mut sequence = 0u32;
     while let Some(frame) = bytes.get_mut(at..).filter(|rest| rest.len() >= HEADER_BYTES) {
         frame[..4].copy_from_slice(b"LRDR");
         frame[5..8].fill(0);
         let number = |from: usize| u32::from_le_bytes(frame[from..from + 4].try_into().unwrap()) as usize;
-        let (body, payload) = (number(16), number(20));
+        let body = number(16);
+        let payload = number(20);
         let Some(sealed) = frame.get(HEADER_BYTES..HEADER_BYTES + body) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(&frame[..28]);
         crc.update(sealed);
-        let check = crc.finalize() ^ frames;
+        let check = crc.finalize() ^ sequence;
         frame[28..32].copy_from_slice(&check.to_le_bytes());
-        frames = frames.wrapping_add(1);
+        sequence = sequence.wrapping_add(1);
         at += HEADER_BYTES + body + payload;
     }
 }
@@ -42,7 +46,7 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     let Some((&mode, rest)) = input.split_first() else { return };
     let mut bytes = rest.to_vec();
     if mode & 1 == 1 {
-        put_right(&mut bytes);
+        repair(&mut bytes);
     }
     let whole = bytes.len();
     let mut reader = FrameReader::new(Pieces { bytes, at: 0, step: usize::from(mode) * 7 + 1 });
@@ -54,7 +58,7 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
             if reader.discard(header.payload_bytes as usize).await.is_err() {
                 return;
             }
-            assert!(used <= whole, "no more is read than came");
+            assert!(used <= whole, "the reader consumed more than the input");
         }
     });
 });

@@ -1,4 +1,4 @@
-//! Whose pages a client says it wants.
+//! Decodes a namespace descriptor. One that decodes must be consistent, and survive a round trip.
 #![no_main]
 
 use larder_format::NamespaceDescriptor;

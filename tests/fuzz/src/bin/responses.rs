@@ -1,4 +1,5 @@
-//! What a node says: kind, then body.
+//! Decodes a message of a node: kind, then body. A message that decodes must encode to the same
+//! bytes.
 #![no_main]
 
 use larder_wire::{HEADER_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Response};
@@ -8,7 +9,7 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION {
         if let Ok(message) = Response::decode(version, kind, body) {
             let frame = message.frame(version, 1, None);
-            assert_eq!(&frame.head[HEADER_BYTES..], body, "there is one way to say a thing");
+            assert_eq!(&frame.head[HEADER_BYTES..], body, "a message has one encoding");
         }
     }
 });

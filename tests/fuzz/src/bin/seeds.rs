@@ -1,12 +1,16 @@
-//! Writes the seeds of the corpus: what the encoders say. `seeds DIR`.
+//! Writes the seeds of the corpus: one encoded sample per message and block. Usage: `seeds DIR`.
+//!
+//! New seeds go to the end of their list: a test of `larder-wire` takes the committed files as a
+//! record of the encodings of earlier builds.
 
 use larder_format::disk::{RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock};
 use larder_format::footer::{Footer, RecordSummary};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, HEADER_BYTES, LineEnd, LineWindow, LocalDoor,
-    MemberEntry, PROTOCOL_VERSION, PageRange, PartBytes, PartWindow, PinKind, Place, Placed, Request, ReserveOutcome, Reserved, Response, TierCode,
+    ArenaListenerInfo, ArenaPage, CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, GrantedRange,
+    HEADER_BYTES, MemberEntry, PROTOCOL_VERSION, PagePin, PageRange, PartGrant, PartLocation, PayloadLocation, PinKind,
+    RdmaEndpoint, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -30,7 +34,8 @@ fn meta() -> PageMeta {
 }
 
 fn requests() -> Vec<Frame> {
-    let (key, entry) = (PageKey([4; 32]), Entry { request: 5, index: 6 });
+    let key = PageKey([4; 32]);
+    let entry = Entry { request: 5, index: 6 };
     let reserved = Reserved { key, parent: key, position: 1, ttl_ms: 2, part_bytes: vec![3, 4] };
     let hello = |namespace| Request::Hello { version_min: 1, version_max: 2, name: "n".into(), namespace };
     let requests = [
@@ -41,7 +46,7 @@ fn requests() -> Vec<Frame> {
         Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
         Request::Release(vec![entry; 2]),
         Request::Reserve(vec![reserved; 2]),
-        Request::Part { put: entry, part: 1, crcs: vec![8, 9], bytes: PartBytes::Window },
+        Request::Part { put: entry, part: 1, crcs: vec![8, 9], bytes: PartLocation::Rdma },
         Request::Commit(vec![entry]),
         Request::Abort(entry),
         Request::Follow(key),
@@ -55,27 +60,34 @@ fn requests() -> Vec<Frame> {
         Request::Cancel(3),
         Request::Compare { key, crcs: vec![1] },
         Request::Pin { keys: vec![key], kind: PinKind::Hard, ttl_ms: 9 },
-        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], by: Delivery::Read(vec![1, 2]) },
-        Request::Lines { gone: vec![1], offered: vec![LineEnd { line: 2, address: [3; 32] }; 2] },
-        Request::OpenParts { reserve: 5, lines: vec![2, 3] },
+        Request::GetRanges { ranges: vec![PageRange { key, bytes: 0..65_536 }; 2], by: Delivery::Rdma(vec![1, 2]) },
+        Request::RdmaChannels { closed: vec![1], offered: vec![RdmaEndpoint { channel: 2, address: [3; 32] }; 2] },
+        Request::GrantParts { reserve: 5, channels: vec![2, 3] },
         Request::Part {
             put: entry,
             part: 1,
             crcs: vec![8, 9],
-            bytes: PartBytes::Lent { offset: 1 << 32, bytes: 70_000 },
+            bytes: PartLocation::SharedMemory { offset: 1 << 32, bytes: 70_000 },
         },
+        Request::Pins(vec![key; 2]),
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
 
 fn responses() -> Vec<Frame> {
-    let door = Some(LocalDoor { machine: "m".into(), name: "d".into() });
-    let window = LineWindow { line: 1, address: 1 << 40, len: 70_005, key: 7 };
+    let arena_listener = Some(ArenaListenerInfo { machine: "m".into(), name: "d".into() });
+    let range = GrantedRange { channel: 1, address: 1 << 40, len: 70_005, key: 7 };
     let responses = [
-        Response::Hello { version: 1, node_id: "n".into(), epoch: 2, namespace: Some(NamespaceId([3; 32])), door },
-        Response::Located(vec![TierCode::L2, TierCode::Nowhere]),
-        Response::Looked { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
-        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), place: Place::Arena(4096) },
+        Response::Hello {
+            version: 1,
+            node_id: "n".into(),
+            epoch: 2,
+            namespace: Some(NamespaceId([3; 32])),
+            arena_listener,
+        },
+        Response::Located(vec![TierCode::L2, TierCode::Absent]),
+        Response::LookedUp { tiers: vec![TierCode::L3], held: 0, l3_expected_us: 9 },
+        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), location: PayloadLocation::Arena(4096) },
         Response::Miss { index: 2 },
         Response::End,
         Response::Part { part: 1, crcs: vec![2, 3] },
@@ -87,13 +99,29 @@ fn responses() -> Vec<Frame> {
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
         Response::Error { code: ErrorCode::Busy, message: "b".into() },
-        Response::Range { index: 1, tier: TierCode::L2, meta: meta(), bytes: 65_536..70_000, place: Place::Payload },
-        Response::Page { index: 1, tier: TierCode::L2, meta: meta(), place: Place::Window(window) },
-        Response::Lines(vec![LineEnd { line: 2, address: [3; 32] }; 2]),
-        Response::Windows(vec![PartWindow { index: 1, part: 2, window }; 2]),
+        Response::Range {
+            index: 1,
+            tier: TierCode::L2,
+            meta: meta(),
+            bytes: 65_536..70_000,
+            location: PayloadLocation::Inline,
+        },
+        Response::Page { index: 1, tier: TierCode::L2, meta: meta(), location: PayloadLocation::Rdma(range) },
+        Response::RdmaChannels(vec![RdmaEndpoint { channel: 2, address: [3; 32] }; 2]),
+        Response::PartGrants(vec![PartGrant { index: 1, part: 2, range }; 2]),
         Response::Busy { index: Some(1), retry_after_ms: 2 },
         Response::Busy { index: None, retry_after_ms: 3 },
-        Response::Places(vec![Placed { index: 1, tier: TierCode::L2, meta: meta(), bytes: 0..70_005, offset: 1 << 20 }; 2]),
+        Response::ArenaPages(vec![
+            ArenaPage {
+                index: 1,
+                tier: TierCode::L2,
+                meta: meta(),
+                bytes: 0..70_005,
+                offset: 1 << 20
+            };
+            2
+        ]),
+        Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 9 })]),
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }
@@ -104,12 +132,11 @@ fn write(dir: &Path, target: &str, inputs: Vec<Vec<u8>>) -> std::io::Result<()> 
     inputs.iter().enumerate().try_for_each(|(number, input)| fs::write(dir.join(format!("seed-{number:02}")), input))
 }
 
-/// Kind and body of a frame.
 fn message(frame: &Frame) -> Vec<u8> {
     [&frame.head[4..5], &frame.head[HEADER_BYTES..]].concat()
 }
 
-/// Which block, and what stands behind its version.
+/// Input of the target `blocks`: the number of the block type, then the fields after the version.
 fn fields(choice: u8, block: &[u8]) -> Vec<u8> {
     let end = block.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1).max(12);
     [&[choice], &block[12..end]].concat()
@@ -128,19 +155,20 @@ fn main() -> std::io::Result<()> {
     let frames = [0x80, 3].map(|mode| [vec![mode], stream(requests())].concat());
     write(dir, "frames", frames.to_vec())?;
 
-    let place = RecordPlace { segment: 1, life: 2, offset: 4096 };
+    let place = RecordPlace { segment: 1, epoch: 2, offset: 4096 };
     let record =
         |offset, number, body| RecordHeader { place: RecordPlace { offset, ..place }, number, durable: offset, body };
     let page = record(4096, 3, RecordBody::Page(meta()));
     let tombstone = record(4096 + page.record_bytes() as u64, 4, RecordBody::Tombstone(meta().id));
-    let records = [&page, &tombstone].map(|record| RecordSummary::of(record).expect("it has one"));
-    let footer = Footer { segment: 1, life: 2, records: records.to_vec() };
+    let records =
+        [&page, &tombstone].map(|record| RecordSummary::of(record).expect("pages and tombstones have a summary"));
+    let footer = Footer { segment: 1, epoch: 2, records: records.to_vec() };
     let table = footer.encode(&LOG);
     let first = RecordHeader { place, ..tombstone.clone() };
     let void = RecordHeader { place, number: 5, durable: 0, body: RecordBody::Void { bytes: 8192 } };
     let blocks = vec![
         fields(0, &Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES }.encode()),
-        fields(1, &SegmentHeader { log_id: LOG, segment: 1, life: 2 }.encode()),
+        fields(1, &SegmentHeader { log_id: LOG, segment: 1, epoch: 2 }.encode()),
         fields(2, &page.encode(&LOG)),
         fields(2, &first.encode(&LOG)),
         fields(2, &void.encode(&LOG)),
@@ -149,7 +177,7 @@ fn main() -> std::io::Result<()> {
     write(dir, "blocks", blocks.clone())?;
     let chunks = blocks.iter().map(|block| block.iter().copied().chain(std::iter::repeat(0)).take(160));
     write(dir, "segments", vec![chunks.flatten().collect()])?;
-    // The table stands before the last block, padded with zeros.
+    // The table precedes the last block and is padded with zeros.
     let bytes = table[..table.len() - 4096].iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 8);
     write(dir, "tables", vec![[&[2u8], &table[..bytes]].concat(), [&[2u8], &table[..bytes - 4]].concat()])?;
     let mut namespace = Vec::new();

@@ -1,13 +1,14 @@
-//! A whole segment that is verified offline: blocks are put together from the input, some with their checksums put right.
+//! Verifies a whole segment offline. The target builds its blocks from the input and gives some of
+//! them valid checksums.
 #![no_main]
 
 use larder_format::disk::{BLOCK_BYTES, SegmentHeader, Superblock};
-use larder_format::verify::{Lives, verify};
+use larder_format::verify::{SegmentEpochs, verify};
 use larder_fuzz::{LOG, SEGMENT_BYTES, block, magic};
 use std::io::Cursor;
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {
-    let mut segment = SegmentHeader { log_id: LOG, segment: 1, life: 2 }.encode();
+    let mut segment = SegmentHeader { log_id: LOG, segment: 1, epoch: 2 }.encode();
     for piece in input.chunks(160) {
         let (&choice, fields) = piece.split_first().expect("chunks are not empty");
         match choice {
@@ -17,5 +18,5 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     }
     segment.resize(SEGMENT_BYTES as usize, 0);
     let superblock = Superblock { log_id: LOG, segment_bytes: SEGMENT_BYTES };
-    let _ = verify(&superblock, 1, &Lives::default(), &mut Cursor::new(segment));
+    let _ = verify(&superblock, 1, &SegmentEpochs::default(), &mut Cursor::new(segment));
 });

@@ -1,4 +1,4 @@
-//! The table of a footer: how many records it says it has, then its bytes.
+//! Decodes the table of a footer: its claimed number of records, then its bytes.
 #![no_main]
 
 use larder_format::footer::FooterBlock;

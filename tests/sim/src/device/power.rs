@@ -1,12 +1,13 @@
-//! The power that all devices of a life run on.
+//! Power supply of all devices of an incarnation.
 //!
-//! Always true: it fails for all of them at once, and does not come back.
+//! Invariant: power fails for all devices at once, and does not return within the incarnation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::Notify;
 
-/// Power that lasts for so many events.
+/// Power that fails after a number of device events. All devices of an incarnation share it and
+/// stop at the same event.
 #[derive(Debug)]
 pub struct Power {
     events_left: AtomicU64,
@@ -14,18 +15,16 @@ pub struct Power {
 }
 
 impl Power {
-    /// It fails at event `events` of all devices together.
     pub fn lasting(events: u64) -> Arc<Power> {
         Arc::new(Power { events_left: AtomicU64::new(events), failure: Notify::new() })
     }
 
-    /// Ends when it fails. One task may wait.
+    /// Waits until power fails. Supports one waiting task.
     pub async fn failed(&self) {
         self.failure.notified().await;
     }
 
-    /// It fails no more, if it has not.
-    pub(crate) fn stays(&self) {
+    pub(crate) fn keep_on(&self) {
         if self.is_on() {
             self.events_left.store(u64::MAX, Ordering::Relaxed);
         }
@@ -35,8 +34,7 @@ impl Power {
         self.events_left.load(Ordering::Relaxed) > 0
     }
 
-    /// Takes one event's worth; whether there is any left.
-    pub(super) fn spend(&self) -> bool {
+    pub(super) fn consume_event(&self) -> bool {
         if self.events_left.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.failure.notify_one();
         }

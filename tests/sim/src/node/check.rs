@@ -1,12 +1,12 @@
-//! What must hold of a node whatever was asked last, and when all is at rest.
+//! Checks that hold for a node at any time, and checks of an idle or closed node.
 
-use super::{NodeLife, operations};
+use super::{NodeIncarnation, operations};
 use crate::device::SimDevice;
 use crate::faults::Faults;
-use crate::life::CALM_DOWN;
-use crate::model::{Bytes, CHAIN, parent};
+use crate::incarnation::FAULTS_DRAINED_AFTER;
+use crate::model::{CHAIN, ContentMatch, parent};
 use crate::payload::{self, page_id, page_key};
-use crate::rest::{self, figure};
+use crate::quiescence::{self, status_number};
 use larder_format::{NamespaceId, chunk_crcs};
 use larder_node::WritePolicy;
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
@@ -16,86 +16,85 @@ use std::time::{Duration, Instant};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-/// How often it is looked at what L3 has by now …
-const LOOK: Duration = Duration::from_millis(100);
-/// … and every how many looks at all bounds.
-const LOOKS: u64 = 20;
-/// Memory comes in units of so many bytes.
-const UNIT: u64 = 4096;
-/// Within this many seconds, what is under way when faults stop has ended.
-const SETTLE_SECONDS: u64 = 120;
+/// Interval at which the model learns which pages L3 has …
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// … and number of intervals between two checks of all bounds.
+const BOUNDS_CHECK_EVERY: u64 = 20;
+const ALLOCATION_UNIT: u64 = 4096;
+const IDLE_TIMEOUT_SECONDS: u64 = 120;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Watches until `stop`.
-pub(super) async fn watch(life: &NodeLife, stop: CancellationToken) {
+pub(super) async fn monitor(node: &NodeIncarnation, stop: CancellationToken) {
     for turn in 1.. {
-        if stop.run_until_cancelled(sleep(LOOK)).await.is_none() || life.world.failed() {
+        if stop.run_until_cancelled(sleep(CHECK_INTERVAL)).await.is_none() || node.world.failed() {
             return;
         }
-        life.model.lock().landed(life.world.now_ms(), |key| life.on_l3(key));
-        if turn % LOOKS == 0 {
-            check_bounds(life);
-            (0..life.setup.keys).for_each(|key| check_there(life, key));
+        node.model.lock().note_on_l3(node.world.now_ms(), |key| node.on_l3(key));
+        if turn % BOUNDS_CHECK_EVERY == 0 {
+            check_bounds(node);
+            (0..node.setup.keys).for_each(|key| check_present(node, key));
         }
     }
 }
 
-/// Looks a key up, and checks the answer.
-pub(super) fn find(life: &NodeLife, key: u64) {
-    let asked = life.asks();
-    let tier = life.store.locate(&page_id(key));
-    life.world.event("find", [key, tier as u64, 0]);
-    let allowed = life.model.lock().may_be_there(key, Bytes::Any, asked);
-    if tier != TierCode::Nowhere && !allowed && !life.world.is_suspect(key) {
-        life.violate(format!("key {key} is found in {tier:?}, and it was forgotten, is over, or was never sealed"));
+pub(super) fn find(node: &NodeIncarnation, key: u64) {
+    let started = node.request_time();
+    let tier = node.store.tiers().locate(&page_id(key));
+    node.world.event("find", [key, tier as u64, 0]);
+    let allowed = node.model.lock().may_exist(key, ContentMatch::Any, started);
+    if tier != TierCode::Absent && !allowed && !node.world.is_suspect(key) {
+        node.violate(format!(
+            "key {key} is reported in {tier:?}, although it was forgotten, has expired, or was never sealed"
+        ));
     }
-    check_there(life, key);
+    check_present(node, key);
 }
 
-/// What was sealed is found until something took it.
-fn check_there(life: &NodeLife, key: u64) {
-    if !life.loses_nothing() {
+/// Checks that a sealed page is present, unless it was removed for a known reason. Does nothing
+/// while pages may be lost legitimately.
+fn check_present(node: &NodeIncarnation, key: u64) {
+    if !node.is_lossless() {
         return;
     }
-    // The log may be a second early.
-    let version = life.model.lock().must_be_there(key, life.began, life.clock.now_unix_ms() + 1000);
+    // The log may treat a page as expired up to a second early.
+    let version = node.model.lock().must_exist(key, node.began, node.clock.now_unix_ms() + 1000);
     let Some(version) = version else { return };
-    life.world.count("pages that had to be somewhere", 1);
-    if life.store.locate(&page_id(key)) == TierCode::Nowhere {
-        life.violate(format!("key {key}: version {version} was sealed, and is nowhere"));
+    node.world.count("sealed pages checked", 1);
+    if node.store.tiers().locate(&page_id(key)) == TierCode::Absent {
+        node.violate(format!("key {key}: version {version} was sealed, and no tier has it"));
     }
 }
 
-fn check_bounds(life: &NodeLife) {
-    let status = life.store.status();
+fn check_bounds(node: &NodeIncarnation) {
+    let status = node.store.status();
     let bounds = [
-        ("/tiers/l2/bytes_used", life.node.l2_bytes),
-        // The budget, and one page.
-        ("/tiers/l2/in_flight_bytes", life.node.in_flight_bytes / 2 + life.node.l2_bytes),
-        ("/tiers/l2/hard_pinned_bytes", life.node.l2_bytes / 4),
+        ("/tiers/l2/bytes_used", node.node_setup.l2_bytes),
+        // The budget, and one page beyond it.
+        ("/tiers/l2/in_flight_bytes", node.node_setup.in_flight_bytes / 2 + node.node_setup.l2_bytes),
+        ("/tiers/l2/hard_pinned_bytes", node.node_setup.l2_bytes / 4),
     ];
-    for (what, most) in bounds {
-        let found = figure(&status, what);
+    for (pointer, most) in bounds {
+        let found = status_number(&status, pointer);
         if found > most {
-            life.violate(format!("{what} is {found}, and may be {most}"));
+            node.violate(format!("{pointer} is {found}, and its bound is {most}"));
         }
     }
-    for stats in life.logs.iter().map(|l3| l3.stats()) {
+    for stats in node.logs.iter().map(|l3| l3.stats()) {
         if stats.pinned_bytes > stats.bytes_capacity / 4 {
-            life.violate(format!("{} bytes are pinned on L3", stats.pinned_bytes));
+            node.violate(format!("{} bytes are pinned on L3, more than a quarter of its capacity", stats.pinned_bytes));
         }
     }
 }
 
-/// Bytes of memory of the pages that are found in L2, of one namespace or all.
-fn bytes_found(life: &NodeLife, namespace: Option<NamespaceId>) -> u64 {
-    let model = life.model.lock();
+/// Arena bytes of the pages visible in L2, of one namespace or of all.
+fn l2_bytes_visible(node: &NodeIncarnation, namespace: Option<NamespaceId>) -> u64 {
+    let model = node.model.lock();
     let keys =
-        (0..life.setup.keys).filter(|&key| namespace.is_none_or(|namespace| page_id(key).namespace == namespace));
+        (0..node.setup.keys).filter(|&key| namespace.is_none_or(|namespace| page_id(key).namespace == namespace));
     let pages = keys.filter_map(|key| {
-        let page = futures::FutureExt::now_or_never(life.store.get(&page_id(key), soon()))??;
+        let page = futures::FutureExt::now_or_never(node.store.tiers().get(&page_id(key), soon()))??;
         let (_, parts) = model.content(page.0.meta.generation).filter(|_| page.1 == TierCode::L2)?;
-        Some(parts.iter().map(|&part| u64::from(part)).sum::<u64>().next_multiple_of(UNIT))
+        Some(parts.iter().map(|&part| u64::from(part)).sum::<u64>().next_multiple_of(ALLOCATION_UNIT))
     });
     pages.sum()
 }
@@ -104,54 +103,60 @@ fn soon() -> Instant {
     (tokio::time::Instant::now() + PATIENCE).into_std()
 }
 
-/// Faults stop; after a while everything works again and nothing is left over.
-pub(super) async fn come_to_rest(life: &NodeLife) {
-    let calm = Faults::none(life.world.faults.lock().latency_ms_max);
-    *life.world.faults.lock() = calm;
-    life.world.disks.iter().for_each(|disk| disk.lock().heals());
-    life.world.event("faults stop", [0; 3]);
-    // Puts without a writer, pins and devices set aside take a minute each.
-    sleep(CALM_DOWN * 2 + Duration::from_secs(10)).await;
-    put_and_get(life).await;
-    for key in 0..life.setup.keys {
-        let asked = life.asks();
-        if let Some((page, _)) = life.store.get(&page_id(key), soon()).await {
-            operations::examine(life, key, asked, &page);
+pub(super) async fn quiesce(node: &NodeIncarnation) {
+    let calm = Faults::none(node.world.faults.lock().latency_ms_max);
+    *node.world.faults.lock() = calm;
+    node.world.disks.iter().for_each(|disk| disk.lock().heal());
+    node.world.event("faults stop", [0; 3]);
+    // Abandoned puts, pins and quarantined devices each take a minute to time out.
+    sleep(FAULTS_DRAINED_AFTER * 2 + Duration::from_secs(10)).await;
+    put_and_get(node).await;
+    for key in 0..node.setup.keys {
+        let started = node.request_time();
+        if let Some((page, _)) = node.store.tiers().get(&page_id(key), soon()).await {
+            operations::check_page(node, key, started, &page);
         }
-        check_there(life, key);
+        check_present(node, key);
     }
-    rest::settled(SETTLE_SECONDS, || left_over(life)).await.into_iter().for_each(|problem| life.violate(problem));
+    quiescence::wait_until_idle(IDLE_TIMEOUT_SECONDS, || remaining_work(node))
+        .await
+        .into_iter()
+        .for_each(|problem| node.violate(problem));
 }
 
-/// What is not at rest.
-fn left_over(life: &NodeLife) -> Vec<String> {
-    let status = life.store.status();
-    let mut problems = rest::under_way(&status, life.node.write_policy);
-    let (held, used) = (bytes_found(life, None), figure(&status, "/tiers/l2/bytes_used"));
-    let memory = life.arena.used() as u64;
+fn remaining_work(node: &NodeIncarnation) -> Vec<String> {
+    let status = node.store.status();
+    let mut problems = quiescence::busy_counters(&status, node.node_setup.write_policy);
+    let held = l2_bytes_visible(node, None);
+    let used = status_number(&status, "/tiers/l2/bytes_used");
+    let memory = node.arena.used() as u64;
     if held != used || memory != used {
-        problems.push(format!("L2 has {used} bytes, {held} are found in it, and {memory} are taken"));
+        problems.push(format!(
+            "L2 reports {used} bytes, its visible pages have {held}, and the arena has {memory} allocated"
+        ));
     }
-    if let Some(quota) = life.node.quota {
-        let found = bytes_found(life, Some(page_id(0).namespace));
+    if let Some(quota) = node.node_setup.quota {
+        let found = l2_bytes_visible(node, Some(page_id(0).namespace));
         if found > quota {
-            problems.push(format!("{found} bytes of a namespace are in L2, and its quota is {quota}"));
+            problems.push(format!("L2 has {found} bytes of a namespace with a quota of {quota}"));
         }
     }
     problems
 }
 
-/// A forgetting, a put and a get that must work, if L3 is not beyond repair.
-async fn put_and_get(life: &NodeLife) {
-    let (key, id) = (0, page_id(0));
-    let healthy = life.setup.profile.honest();
-    let forgetting = life.model.lock().forget_begins(vec![key]);
-    let forgotten = life.store.forget(&[id], soon()).await;
-    life.model.lock().forget_ends(forgetting, forgotten.is_ok());
+/// Performs a forget, a put and a get. They must succeed unless every log has stopped. A node that
+/// refuses everything would pass the other checks.
+async fn put_and_get(node: &NodeIncarnation) {
+    let key = 0;
+    let id = page_id(0);
+    let healthy = node.setup.profile.is_reliable();
+    let forgetting = node.model.lock().forget_begins(vec![key]);
+    let forgotten = node.store.forget(&[id], soon()).await;
+    node.model.lock().forget_ends(forgetting, forgotten.is_ok());
     match forgotten {
         Ok(_) => {}
-        Err(error) if healthy => return life.violate(format!("at rest, forgetting fails: {error}")),
-        Err(_) => return life.world.count("logs stopped", 1),
+        Err(error) if healthy => return node.violate(format!("a forget fails after faults have stopped: {error}")),
+        Err(_) => return node.world.count("logs stopped", 1),
     }
     let page = Reserved {
         key: page_key(key),
@@ -160,63 +165,63 @@ async fn put_and_get(life: &NodeLife) {
         ttl_ms: 0,
         part_bytes: vec![1000],
     };
-    let put = match life.store.reserve(id, page) {
+    let put = match node.store.reserve(id, page) {
         Ok(put) => put,
-        // Write-back takes nothing that others would have to be written for while no log takes writes.
-        Err(ReserveOutcome::Busy) if !healthy && life.node.write_policy == WritePolicy::Back => {
-            return life.world.count("logs stopped", 1);
+        // While no log takes writes, write-back refuses puts that would evict dirty pages.
+        Err(ReserveOutcome::Busy) if !healthy && node.node_setup.write_policy == WritePolicy::Back => {
+            return node.world.count("logs stopped", 1);
         }
-        Err(_) if life.world.is_suspect(key) => return,
-        Err(other) => return life.violate(format!("at rest, a put is {other:?}")),
+        Err(_) if node.world.is_suspect(key) => return,
+        Err(other) => return node.violate(format!("a put is {other:?} after faults have stopped")),
     };
-    let version = life.model.lock().reserved(key, vec![1000], None);
+    let version = node.model.lock().reserved(key, vec![1000], None);
     let mut bytes = vec![0; 1000];
     payload::fill(key, version, &mut bytes);
     if let Some(mut part) = put.take_part(0, bytes.len()) {
         part.copy_from_slice(&bytes);
         put.land(0, part, chunk_crcs(&bytes).collect());
     }
-    match life.store.commit(&put) {
-        CommitOutcome::Stored => life.model.lock().sealed(version, 0),
-        other => return life.violate(format!("at rest, a put ends with {other:?}")),
+    match node.store.puts().commit(&put) {
+        CommitOutcome::Stored => node.model.lock().sealed(version, 0),
+        other => return node.violate(format!("a put ends with {other:?} after faults have stopped")),
     }
-    let found = life.store.get(&id, soon()).await.map(|(page, _)| page.meta.generation);
+    let found = node.store.tiers().get(&id, soon()).await.map(|(page, _)| page.meta.generation);
     if found != Some(version) {
-        life.violate(format!("at rest, version {version} was put and {found:?} is read"));
+        node.violate(format!("version {version} was put and {found:?} was read after faults have stopped"));
     }
 }
 
-/// After closing: what only L2 had is on L3, and nothing is under way.
-pub(super) fn closed(life: &NodeLife, devices: &[Arc<SimDevice>]) {
+/// Checks a closed node: L3 has the pages that only L2 had, and no request is in flight.
+pub(super) fn check_closed(node: &NodeIncarnation, devices: &[Arc<SimDevice>]) {
     for device in devices.iter().filter(|device| device.requests() > 0) {
-        life.violate(format!("after closing, {} requests are left", device.requests()));
+        node.violate(format!("{} requests remain after closing", device.requests()));
     }
-    for stats in life.logs.iter().map(|l3| l3.stats()) {
+    for stats in node.logs.iter().map(|l3| l3.stats()) {
         if stats.write_queue_bytes > 0 {
-            life.violate(format!("after closing, {} bytes are in the write queue", stats.write_queue_bytes));
+            node.violate(format!("the write queue has {} bytes after closing", stats.write_queue_bytes));
         }
-        life.world.count("evicted pages", stats.evicted_pages);
-        life.world.count("damaged pages", stats.corrupt);
-        life.world.count("pages rescued", stats.rescued_pages);
-        life.world.count("pages past their time", stats.expired_pages);
-        life.world.count("pages over a quota", stats.quota_pages);
+        node.world.count("evicted pages", stats.evicted_pages);
+        node.world.count("damaged pages", stats.corrupt);
+        node.world.count("pages copied forward", stats.copied_forward_pages);
+        node.world.count("pages expired", stats.expired_pages);
+        node.world.count("pages evicted by quota", stats.quota_pages);
     }
-    let status = life.store.status();
+    let status = node.store.status();
     for counter in ["pages_evicted_l2", "pages_expired_l2", "pages_corrupt_l2", "l3_writes_failed"] {
         if let Some(count) = status.pointer(&format!("/counters/{counter}")).and_then(Value::as_u64) {
-            life.world.count(counter, count);
+            node.world.count(counter, count);
         }
     }
-    if !life.loses_nothing() {
+    if !node.is_lossless() {
         return;
     }
-    for key in 0..life.setup.keys {
-        let version = life.model.lock().must_be_there(key, life.began, life.clock.now_unix_ms() + 1000);
+    for key in 0..node.setup.keys {
+        let version = node.model.lock().must_exist(key, node.began, node.clock.now_unix_ms() + 1000);
         let Some(version) = version else { continue };
-        life.world.count("pages that had to reach L3", 1);
-        let found = life.on_l3(key);
+        node.world.count("written-back pages checked", 1);
+        let found = node.on_l3(key);
         if found != Some(version) {
-            life.violate(format!("key {key}: after closing, version {version} is not on L3, but {found:?}"));
+            node.violate(format!("key {key}: version {version} is not on L3 after closing; L3 has {found:?}"));
         }
     }
 }

@@ -1,62 +1,57 @@
-//! Which pages clients may be told of, and which bytes they may be given.
+//! Oracle for clients: pages that a node may report, and bytes that a client may receive.
 //!
-//! A put is known by its key and its *content*: the number that its bytes follow from. Bytes may be had, or told of, if a put
-//! of that key with that content
-//! - asked to be sealed, and was not answered that it was not;
-//! - was not forgotten: once forgetting was complete, puts that had ended before it was asked for are dead for good;
-//! - is not past its time.
+//! A put is identified by its key and its *content*, the number from which its bytes follow. A
+//! client may receive these bytes, or learn of the page, if a put of that key with that content is:
+//! - committed: its writer requested the commit, and no answer said that it failed;
+//! - not forgotten: after a complete forget, puts that ended before the forget began are dead;
+//! - not expired.
 //!
-//! A put whose end nobody heard of may still happen until all is at rest. Nothing must be there: nodes go, and L2 is small.
+//! A put with unknown outcome may take effect until the cluster is idle. The model never requires a
+//! page to be present: nodes come and go, and L2 is small.
 
-use crate::model::Bytes;
+use crate::model::ContentMatch;
 use crate::payload;
 use std::collections::BTreeSet;
 
-/// The first words of a payload are its key and its content.
-const NAME_BYTES: usize = 16;
+/// A payload begins with its key and its content, one word each.
+const HEADER_BYTES: usize = 16;
 
 #[derive(Debug)]
 struct Put {
     number: u64,
     content: u64,
-    /// Whether it may be sealed.
-    asked: bool,
+    commit_requested: bool,
     ended: Option<u64>,
     dead_since: Option<u64>,
-    over_unix_ms: u64,
+    expires_unix_ms: u64,
 }
 
-/// A put under way.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Name {
+pub(super) struct PutId {
     pub(super) key: u64,
     pub(super) number: u64,
     pub(super) content: u64,
 }
 
-/// When somebody asked.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
+pub(super) struct RequestTime {
     tick: u64,
     unix_ms: u64,
 }
 
-/// A forgetting under way.
 #[derive(Debug)]
-pub(super) struct Forgetting {
+pub(super) struct ForgetRequest {
     keys: Vec<u64>,
     began: u64,
 }
 
-/// Everything that was asked.
 #[derive(Debug)]
 pub(super) struct Model {
     clock: u64,
     puts: u64,
     keys: Vec<Vec<Put>>,
-    /// Every content that was ever put.
     contents: Vec<BTreeSet<u64>>,
-    /// When forgetting of a key was last asked for.
+    /// Tick of the last forget, by key. `u64::MAX` while one is in flight.
     forgotten: Vec<u64>,
 }
 
@@ -72,54 +67,54 @@ impl Model {
         self.clock
     }
 
-    pub(super) fn asks(&mut self, unix_ms: u64) -> Asked {
-        Asked { tick: self.now(), unix_ms }
+    pub(super) fn request_time(&mut self, unix_ms: u64) -> RequestTime {
+        RequestTime { tick: self.now(), unix_ms }
     }
 
-    /// A put begins, with the bytes of an earlier one if `content` says so.
-    pub(super) fn begins(&mut self, key: u64, content: Option<u64>) -> Name {
+    pub(super) fn put_begins(&mut self, key: u64, content: Option<u64>) -> PutId {
         self.puts += 1;
-        let (number, content) = (self.puts, content.unwrap_or(self.puts));
-        let put = Put { number, content, asked: false, ended: None, dead_since: None, over_unix_ms: u64::MAX };
+        let number = self.puts;
+        let content = content.unwrap_or(self.puts);
+        let put =
+            Put { number, content, commit_requested: false, ended: None, dead_since: None, expires_unix_ms: u64::MAX };
         self.keys[key as usize].push(put);
         self.contents[key as usize].insert(content);
-        Name { key, number, content }
+        PutId { key, number, content }
     }
 
-    fn put(&mut self, name: Name) -> Option<&mut Put> {
-        self.keys[name.key as usize].iter_mut().find(|put| put.number == name.number)
+    fn put(&mut self, put_id: PutId) -> Option<&mut Put> {
+        self.keys[put_id.key as usize].iter_mut().find(|put| put.number == put_id.number)
     }
 
-    /// It asks to be sealed.
-    pub(super) fn commits(&mut self, name: Name) {
-        if let Some(put) = self.put(name) {
-            put.asked = true;
+    pub(super) fn commit_requested(&mut self, put_id: PutId) {
+        if let Some(put) = self.put(put_id) {
+            put.commit_requested = true;
         }
     }
 
-    /// It ended: stored, with its end in time, or for certain not.
-    pub(super) fn ends(&mut self, name: Name, stored: Option<u64>) {
+    /// Ends a put. `stored` is its expiry, or `None` if it certainly failed.
+    pub(super) fn put_ends(&mut self, put_id: PutId, stored: Option<u64>) {
         let now = self.now();
-        if let Some(put) = self.put(name) {
+        if let Some(put) = self.put(put_id) {
             put.ended = Some(now);
-            put.asked &= stored.is_some();
-            put.over_unix_ms = stored.unwrap_or(u64::MAX);
+            put.commit_requested &= stored.is_some();
+            put.expires_unix_ms = stored.unwrap_or(u64::MAX);
         }
     }
 
-    /// The content of the last put of a key.
-    pub(super) fn last(&self, key: u64) -> Option<u64> {
+    pub(super) fn last_content(&self, key: u64) -> Option<u64> {
         self.keys[key as usize].last().map(|put| put.content)
     }
 
-    pub(super) fn forget_begins(&mut self, keys: Vec<u64>) -> Forgetting {
+    pub(super) fn forget_begins(&mut self, keys: Vec<u64>) -> ForgetRequest {
         let began = self.now();
         keys.iter().for_each(|&key| self.forgotten[key as usize] = u64::MAX);
-        Forgetting { keys, began }
+        ForgetRequest { keys, began }
     }
 
-    /// It was answered, or given up. One that is not complete may still happen.
-    pub(super) fn forget_ends(&mut self, forgetting: Forgetting, complete: bool) {
+    /// Ends a forget. An incomplete one may still take effect: puts before it are neither dead nor
+    /// certain to be readable.
+    pub(super) fn forget_ends(&mut self, forgetting: ForgetRequest, complete: bool) {
         let now = self.now();
         for key in forgetting.keys.into_iter().filter(|_| complete) {
             self.forgotten[key as usize] = now;
@@ -131,65 +126,73 @@ impl Model {
         }
     }
 
-    /// Whether nothing may have taken the page since then: it has no end, and nobody asked to forget it.
-    pub(super) fn untouched(&self, key: u64, asked: Asked) -> bool {
-        let mortal = self.keys[key as usize].iter().any(|put| put.over_unix_ms != u64::MAX || put.ended.is_none());
-        !mortal && self.forgotten[key as usize] < asked.tick
+    /// Returns `true` if nothing can have removed the page since then: it does not expire, and no
+    /// client has forgotten it.
+    pub(super) fn is_untouched(&self, key: u64, started: RequestTime) -> bool {
+        let may_vanish =
+            self.keys[key as usize].iter().any(|put| put.expires_unix_ms != u64::MAX || put.ended.is_none());
+        !may_vanish && self.forgotten[key as usize] < started.tick
     }
 
-    /// All is at rest: nothing that was begun can still happen.
-    pub(super) fn rests(&mut self) {
+    /// The cluster is idle: nothing that began earlier can take effect any more.
+    pub(super) fn quiesced(&mut self) {
         let now = self.now();
         for key in &mut self.keys {
-            key.retain(|put| put.asked && put.dead_since.is_none());
+            key.retain(|put| put.commit_requested && put.dead_since.is_none());
             key.iter_mut().for_each(|put| put.ended = put.ended.or(Some(now)));
         }
         self.forgotten.iter_mut().for_each(|forgotten| *forgotten = now);
     }
 
-    /// Whether somebody who asked then may hear of a page with these bytes.
-    pub(super) fn may_be(&self, key: u64, bytes: Bytes, asked: Asked) -> bool {
+    /// Returns `true` if a request that started at `started` may learn of a page with these bytes.
+    pub(super) fn may_exist(&self, key: u64, bytes: ContentMatch, started: RequestTime) -> bool {
         self.keys[key as usize].iter().any(|put| {
             let fits = match bytes {
-                Bytes::Same(content) => put.content == content,
-                Bytes::Other(content) => put.content != content,
-                Bytes::Any => true,
+                ContentMatch::Same(content) => put.content == content,
+                ContentMatch::Other(content) => put.content != content,
+                ContentMatch::Any => true,
             };
-            let alive = put.dead_since.is_none_or(|dead| dead > asked.tick);
-            fits && put.asked && alive && put.over_unix_ms > asked.unix_ms
+            let alive = put.dead_since.is_none_or(|dead| dead > started.tick);
+            fits && put.commit_requested && alive && put.expires_unix_ms > started.unix_ms
         })
     }
 
-    /// Whether these are bytes that somebody who asked then may be given; their content. `suspect`: forgotten ones may come
-    /// back.
-    pub(super) fn check(&self, key: u64, bytes: &[u8], asked: Asked, suspect: bool) -> Result<u64, String> {
-        let word = bytes.get(8..NAME_BYTES).ok_or("a page without a name")?;
+    /// Checks bytes that a client received, and returns their content. The bytes of a `suspect` key
+    /// may have been forgotten.
+    pub(super) fn check(&self, key: u64, bytes: &[u8], started: RequestTime, suspect: bool) -> Result<u64, String> {
+        let word = bytes.get(8..HEADER_BYTES).ok_or("the page is too short to name its put")?;
         let content = u64::from_le_bytes(word.try_into().unwrap_or_default());
         payload::check(key, content, bytes)?;
-        if self.may_be(key, Bytes::Same(content), asked) || suspect {
+        if self.may_exist(key, ContentMatch::Same(content), started) || suspect {
             return Ok(content);
         }
         let known: Vec<&Put> = self.keys[key as usize].iter().filter(|put| put.content == content).collect();
-        Err(format!("key {key}: bytes of put {content}, which was forgotten, is over, or was never sealed: {known:?}"))
+        Err(format!(
+            "key {key}: bytes of content {content}, which was forgotten, has expired, or was never committed: {known:?}"
+        ))
     }
 }
 
 impl Model {
-    /// Like [`Model::check`], for bytes from byte `at` of a page on: whose they may be.
     pub(super) fn check_range(
         &self,
         key: u64,
         at: usize,
         bytes: &[u8],
-        asked: Asked,
+        started: RequestTime,
         suspect: bool,
     ) -> Result<u64, String> {
-        // A few bytes may be those of several puts.
+        // A short range may match several puts.
         let contents = self.contents[key as usize].iter().copied();
         let had: Vec<u64> = contents.filter(|&content| payload::is_at(key, content, at, bytes)).collect();
-        let may_be = |content: &u64| suspect || self.may_be(key, Bytes::Same(*content), asked);
-        let what = || format!("key {key}: {} bytes at {at} are of puts {had:?}, none of which may be", bytes.len());
-        had.iter().copied().find(may_be).ok_or_else(what)
+        let may_exist = |content: &u64| suspect || self.may_exist(key, ContentMatch::Same(*content), started);
+        let problem = || {
+            format!(
+                "key {key}: {} bytes at offset {at} belong to contents {had:?}, none of which is allowed",
+                bytes.len()
+            )
+        };
+        had.iter().copied().find(may_exist).ok_or_else(problem)
     }
 }
 
@@ -198,45 +201,49 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_was_sealed_and_not_forgotten_may_be_had() {
+    fn only_committed_and_unforgotten_bytes_are_allowed() {
         let mut model = Model::new(4);
-        let (put, other) = (model.begins(1, None), model.begins(1, None));
+        let put = model.put_begins(1, None);
+        let other = model.put_begins(1, None);
         let mut bytes = [0; 40];
         payload::fill(1, put.content, &mut bytes);
-        let early = model.asks(5);
-        assert!(model.check(1, &bytes, early, false).is_err(), "it has not asked to be sealed");
-        model.commits(put);
+        let early = model.request_time(5);
+        assert!(model.check(1, &bytes, early, false).is_err(), "the commit was not requested");
+        model.commit_requested(put);
         assert_eq!(model.check(1, &bytes, early, false), Ok(put.content));
-        assert!(model.may_be(1, Bytes::Any, early) && !model.may_be(1, Bytes::Other(put.content), early));
-        model.commits(other);
+        assert!(
+            model.may_exist(1, ContentMatch::Any, early)
+                && !model.may_exist(1, ContentMatch::Other(put.content), early)
+        );
+        model.commit_requested(other);
         let forgetting = model.forget_begins(vec![1]);
-        model.ends(put, Some(9));
+        model.put_ends(put, Some(9));
         model.forget_ends(forgetting, true);
-        let asked = model.asks(8);
-        assert!(model.check(1, &bytes, asked, false).is_ok(), "it ended while it was forgotten");
-        let over = model.asks(9);
-        assert!(model.check(1, &bytes, over, false).is_err(), "it is over");
+        let started = model.request_time(8);
+        assert!(model.check(1, &bytes, started, false).is_ok(), "the put was concurrent with the forget");
+        let over = model.request_time(9);
+        assert!(model.check(1, &bytes, over, false).is_err(), "it has expired");
         let forgetting = model.forget_begins(vec![1]);
         model.forget_ends(forgetting, true);
-        let late = model.asks(8);
-        assert!(model.check(1, &bytes, late, false).is_err() && model.check(1, &bytes, asked, false).is_ok());
-        assert!(model.check(1, &bytes, late, true).is_ok(), "a device lied");
-        assert!(model.may_be(1, Bytes::Same(other.content), late), "nobody heard of its end");
+        let late = model.request_time(8);
+        assert!(model.check(1, &bytes, late, false).is_err() && model.check(1, &bytes, started, false).is_ok());
+        assert!(model.check(1, &bytes, late, true).is_ok(), "a tombstone was silently damaged");
+        assert!(model.may_exist(1, ContentMatch::Same(other.content), late), "the outcome is unknown");
         bytes[39] ^= 1;
-        assert!(model.check(1, &bytes, asked, false).is_err());
-        model.ends(other, None);
-        assert!(!model.may_be(1, Bytes::Any, late), "it was answered that it is not stored");
+        assert!(model.check(1, &bytes, started, false).is_err());
+        model.put_ends(other, None);
+        assert!(!model.may_exist(1, ContentMatch::Any, late), "the answer said that it is not stored");
     }
 
     #[test]
-    fn at_rest_everything_has_ended() {
+    fn idle_cluster_has_no_put_of_unknown_outcome() {
         let mut model = Model::new(1);
-        let put = model.begins(0, None);
-        model.commits(put);
-        model.rests();
+        let put = model.put_begins(0, None);
+        model.commit_requested(put);
+        model.quiesced();
         let forgetting = model.forget_begins(vec![0]);
         model.forget_ends(forgetting, true);
-        let asked = model.asks(0);
-        assert!(!model.may_be(0, Bytes::Any, asked));
+        let started = model.request_time(0);
+        assert!(!model.may_exist(0, ContentMatch::Any, started));
     }
 }

@@ -1,17 +1,17 @@
-//! The network of a seed: which node is where, and lines to it.
+//! Network of a seed: addresses of nodes, and connections to them.
 //!
-//! Always true: a node that is down has no lines that carry anything.
+//! Invariant: no connection to a stopped node carries data.
 
-use super::stream::{FakeSink, FakeSource, Line, LineEnd, LineFaults};
-use crate::dice::{Dice, Stream};
-use crate::rdma::{self, Shelter};
+use super::transport::{ConnectionEnd, FakeConnection, FakeSink, FakeSource, NetworkFaults};
+use crate::random::{RandomSource, Stream};
+use crate::rdma::{self, FaultPause};
 use crate::world::World;
 use larder_client::FabricOptions;
 use larder_client::sim::{Connector, Devices};
-use larder_device::Arena;
+use larder_memory::Arena;
+use larder_memory::share::{ArenaMap, PeerMemory, SharedMemory};
 use larder_node::sim::Server;
-use larder_share::{Lender, Memory, Window};
-use larder_wire::LocalDoor;
+use larder_wire::ArenaListenerInfo;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,175 +23,184 @@ use tokio::sync::{OnceCell, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
-/// What a node that is up has on the network.
-pub(super) struct Hosted {
+pub(super) struct NodeEndpoint {
     pub(super) server: Server,
     pub(super) arena: Arc<Arena>,
-    lines: Vec<Weak<Line>>,
+    connections: Vec<Weak<FakeConnection>>,
     tasks: Vec<AbortHandle>,
 }
 
-/// Lines to nodes, by address.
 pub(super) struct Network {
     world: Arc<World>,
-    pub(super) faults: Arc<Mutex<LineFaults>>,
-    dice: Mutex<Dice>,
-    hosts: Mutex<BTreeMap<String, Hosted>>,
-    lines: Mutex<u64>,
+    pub(super) faults: Arc<Mutex<NetworkFaults>>,
+    random: Mutex<RandomSource>,
+    hosts: Mutex<BTreeMap<String, NodeEndpoint>>,
+    connections: Mutex<u64>,
 }
 
-/// What a reader of a node's memory keeps, and the node waits for.
-struct Tenure {
+/// Keeps the arena of a node alive while a client maps it. Dropping it tells the node that the
+/// client is gone.
+struct ArenaHold {
     _arena: Arc<Arena>,
     _held: oneshot::Sender<()>,
 }
 
 impl Network {
-    pub(super) fn new(world: Arc<World>, faults: LineFaults) -> Network {
-        let dice = Mutex::new(Dice::new(world.seed, Stream::Network));
-        Network { world, faults: Arc::new(Mutex::new(faults)), dice, hosts: Mutex::default(), lines: Mutex::new(0) }
+    pub(super) fn new(world: Arc<World>, faults: NetworkFaults) -> Network {
+        let random = Mutex::new(RandomSource::new(world.seed, Stream::Network));
+        Network {
+            world,
+            faults: Arc::new(Mutex::new(faults)),
+            random,
+            hosts: Mutex::default(),
+            connections: Mutex::new(0),
+        }
     }
 
-    /// A node is up.
     pub(super) fn up(&self, address: &str, server: Server, arena: Arc<Arena>) {
-        let hosted = Hosted { server, arena, lines: Vec::new(), tasks: Vec::new() };
-        self.hosts.lock().insert(address.into(), hosted);
+        let endpoint = NodeEndpoint { server, arena, connections: Vec::new(), tasks: Vec::new() };
+        self.hosts.lock().insert(address.into(), endpoint);
     }
 
-    /// A node is down: its connections end, and its clients hear of it at once, or in a minute.
+    /// Removes a node. Its clients notice at once, or after a minute if `silent`, as when a machine
+    /// loses power. Ends the tasks of its connections.
     pub(super) fn down(&self, address: &str, silent: bool) {
-        let Some(hosted) = self.hosts.lock().remove(address) else { return };
-        hosted.lines.iter().filter_map(Weak::upgrade).filter(|_| silent).for_each(|line| line.cut(true));
-        hosted.tasks.iter().for_each(AbortHandle::abort);
+        let Some(endpoint) = self.hosts.lock().remove(address) else { return };
+        endpoint
+            .connections
+            .iter()
+            .filter_map(Weak::upgrade)
+            .filter(|_| silent)
+            .for_each(|connection| connection.cut(true));
+        endpoint.tasks.iter().for_each(AbortHandle::abort);
     }
 
-    /// The node that is at an address now.
     pub(super) fn host(&self, address: &str) -> Option<(Server, Arc<Arena>)> {
-        self.hosts.lock().get(address).map(|hosted| (hosted.server.clone(), hosted.arena.clone()))
+        self.hosts.lock().get(address).map(|endpoint| (endpoint.server.clone(), endpoint.arena.clone()))
     }
 
-    /// A connection breaks, if there is one.
-    pub(super) fn break_one(&self, address: &str, dice: &mut Dice) {
+    pub(super) fn break_one_connection(&self, address: &str, random: &mut RandomSource) {
         let hosts = self.hosts.lock();
-        let Some(hosted) = hosts.get(address) else { return };
-        let lines: Vec<Arc<Line>> = hosted.lines.iter().filter_map(Weak::upgrade).collect();
+        let Some(endpoint) = hosts.get(address) else { return };
+        let connections: Vec<Arc<FakeConnection>> = endpoint.connections.iter().filter_map(Weak::upgrade).collect();
         drop(hosts);
-        if lines.is_empty() {
+        if connections.is_empty() {
             return;
         }
-        let which = dice.below(lines.len() as u64);
-        self.world.fault("line broken", [which, lines.len() as u64, 0]);
-        lines[which as usize].cut(dice.chance(200_000));
+        let which = random.below(connections.len() as u64);
+        self.world.fault("connection broken", [which, connections.len() as u64, 0]);
+        connections[which as usize].cut(random.chance(200_000));
     }
 
-    /// Another line to an address; through the door if `inside` says what is lent there.
+    /// Opens a connection. `inside` is set for a shared-memory session, and holds the client's
+    /// shared memory if it has some.
     async fn dial(
         &self,
         address: &str,
-        inside: Option<Option<&Arc<Memory>>>,
-    ) -> io::Result<(LineEnd, Option<Arc<Window>>)> {
+        inside: Option<Option<&Arc<SharedMemory>>>,
+    ) -> io::Result<(ConnectionEnd, Option<Arc<ArenaMap>>)> {
         let in_place = inside.is_some();
         let (delay, refused) = {
-            let (faults, mut dice) = (*self.faults.lock(), self.dice.lock());
-            (dice.between(0, faults.latency_ms_max), dice.chance(faults.refuse))
+            let faults = *self.faults.lock();
+            let mut random = self.random.lock();
+            (random.between(0, faults.latency_ms_max), random.chance(faults.refuse))
         };
+        // Look the node up after the delay: it may have stopped or restarted in the meantime.
         sleep(Duration::from_millis(delay)).await;
         let mut hosts = self.hosts.lock();
-        let Some(hosted) = hosts.get_mut(address).filter(|_| !refused) else {
+        let Some(endpoint) = hosts.get_mut(address).filter(|_| !refused) else {
             self.world.count("connections refused", 1);
             return Err(io::ErrorKind::ConnectionRefused.into());
         };
         let number = {
-            let mut lines = self.lines.lock();
-            *lines += 1;
-            *lines
+            let mut connections = self.connections.lock();
+            *connections += 1;
+            *connections
         };
         self.world.event("connection", [number, in_place.into(), 0]);
-        self.world.count(if in_place { "connections in place" } else { "connections" }, 1);
-        let (line, near, (read, write)) = Line::new(self.world.clone(), self.faults.clone(), number);
-        hosted.lines.retain(|line| line.strong_count() > 0);
-        hosted.lines.push(Arc::downgrade(&line));
-        hosted.tasks.retain(|task| !task.is_finished());
-        let mut window = None;
+        self.world.count(if in_place { "shared-memory connections" } else { "connections" }, 1);
+        let (connection, near, (read, write)) = FakeConnection::new(self.world.clone(), self.faults.clone(), number);
+        endpoint.connections.retain(|connection| connection.strong_count() > 0);
+        endpoint.connections.push(Arc::downgrade(&connection));
+        endpoint.tasks.retain(|task| !task.is_finished());
+        let mut arena_map = None;
         let serve = if let Some(memory) = inside {
-            let lent = memory.map(|memory| self.lent(memory, number)).transpose()?;
+            let peer_memory = memory.map(|memory| self.peer_memory(memory, number)).transpose()?;
             let (held, over) = oneshot::channel();
-            window = Some(window_onto(&hosted.arena, held));
-            // The kernel says so a little later.
+            arena_map = Some(map_arena(&endpoint.arena, held));
+            // The kernel reports the end of a process with a delay.
             let over = async move {
                 let _ = over.await;
                 sleep(Duration::from_millis(1)).await;
             };
-            hosted.server.serve_in_place(read, write, lent, over)
+            endpoint.server.serve_in_place(read, write, peer_memory, over)
         } else {
-            hosted.server.serve(read, write)
+            endpoint.server.serve(read, write)
         };
-        hosted.tasks.push(tokio::spawn(serve).abort_handle());
-        Ok((near, window))
+        endpoint.tasks.push(tokio::spawn(serve).abort_handle());
+        Ok((near, arena_map))
     }
 
-    /// A client's memory, as the node at the end of line `number` reads it.
-    fn lent(&self, memory: &Memory, number: u64) -> io::Result<Arc<dyn Lender>> {
+    fn peer_memory(&self, memory: &SharedMemory, number: u64) -> io::Result<Arc<dyn PeerMemory>> {
         let file = File::from(memory.file().try_clone_to_owned()?);
-        let dice = Mutex::new(Dice::new(self.world.seed, Stream::Line(number, 3)));
-        Ok(Arc::new(LentMemory { file, world: self.world.clone(), faults: self.faults.clone(), dice }))
+        let random = Mutex::new(RandomSource::new(self.world.seed, Stream::Connection(number, 3)));
+        Ok(Arc::new(FaultyPeerMemory { file, world: self.world.clone(), faults: self.faults.clone(), random }))
     }
 }
 
-/// Memory that a client lent: what is read is not always what was meant.
-struct LentMemory {
+/// Client memory with read faults: short reads, wrong offsets and bit flips.
+struct FaultyPeerMemory {
     file: File,
     world: Arc<World>,
-    faults: Arc<Mutex<LineFaults>>,
-    dice: Mutex<Dice>,
+    faults: Arc<Mutex<NetworkFaults>>,
+    random: Mutex<RandomSource>,
 }
 
-impl Lender for LentMemory {
+impl PeerMemory for FaultyPeerMemory {
     fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        let (faults, mut dice) = (*self.faults.lock(), self.dice.lock());
-        self.world.count("reads of lent memory", 1);
-        if dice.chance(faults.lent_short) {
-            self.world.fault("lent memory is short", [offset, into.len() as u64, 0]);
+        let faults = *self.faults.lock();
+        let mut random = self.random.lock();
+        self.world.count("reads of peer memory", 1);
+        if random.chance(faults.peer_memory_short) {
+            self.world.fault("peer memory short read", [offset, into.len() as u64, 0]);
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         let mut from = offset;
-        if dice.chance(faults.lent_elsewhere) {
-            from = dice.below(offset + 8192);
-            self.world.fault("lent memory from elsewhere", [offset, from, 0]);
+        if random.chance(faults.peer_memory_elsewhere) {
+            from = random.below(offset + 8192);
+            self.world.fault("peer memory wrong offset", [offset, from, 0]);
         }
         self.file.read_exact_at(into, from)?;
-        if dice.chance(faults.lent_flip) {
-            let at = dice.below(into.len() as u64);
-            self.world.fault("lent memory changes", [offset, at, 0]);
-            into[at as usize] ^= 1 << dice.below(8);
+        if random.chance(faults.peer_memory_flip) {
+            let at = random.below(into.len() as u64);
+            self.world.fault("peer memory bit flip", [offset, at, 0]);
+            into[at as usize] ^= 1 << random.below(8);
         }
         Ok(())
     }
 }
 
-fn window_onto(arena: &Arc<Arena>, held: oneshot::Sender<()>) -> Arc<Window> {
-    let tenure = Tenure { _arena: arena.clone(), _held: held };
-    // SAFETY: an arena is initialised memory that stays where it is until its last handle is dropped, and the tenure has one.
-    unsafe { Window::onto(arena.start(), arena.capacity(), Box::new(tenure)) }
+fn map_arena(arena: &Arc<Arena>, held: oneshot::Sender<()>) -> Arc<ArenaMap> {
+    let hold = ArenaHold { _arena: arena.clone(), _held: held };
+    // SAFETY: an arena is initialised memory that does not move until its last handle is dropped,
+    // and `hold` owns a handle.
+    unsafe { ArenaMap::from_local(arena.start(), arena.capacity(), Box::new(hold)) }
 }
 
-/// Where a client is.
-pub(super) struct Machine {
+pub(super) struct ClientHost {
     network: Arc<Network>,
-    /// Whether all nodes are here, too.
-    is_theirs: bool,
+    is_local: bool,
     fabric: FabricOptions,
     devices: OnceCell<Option<Arc<Devices>>>,
 }
 
-impl Machine {
-    /// One with the devices of `fabric`.
-    pub(super) fn new(network: Arc<Network>, is_theirs: bool, fabric: FabricOptions) -> Machine {
-        Machine { network, is_theirs, fabric, devices: OnceCell::new() }
+impl ClientHost {
+    pub(super) fn new(network: Arc<Network>, is_local: bool, fabric: FabricOptions) -> ClientHost {
+        ClientHost { network, is_local, fabric, devices: OnceCell::new() }
     }
 }
 
-impl Connector for Machine {
+impl Connector for ClientHost {
     type Source = FakeSource;
     type Sink = FakeSink;
 
@@ -199,24 +208,24 @@ impl Connector for Machine {
         Ok(self.network.dial(address, None).await?.0)
     }
 
-    async fn come_in(
+    async fn attach_memory(
         &self,
-        door: &LocalDoor,
-        memory: Option<&Arc<Memory>>,
-    ) -> io::Result<(FakeSource, FakeSink, Arc<Window>)> {
-        if !self.is_theirs {
+        listener: &ArenaListenerInfo,
+        memory: Option<&Arc<SharedMemory>>,
+    ) -> io::Result<(FakeSource, FakeSink, Arc<ArenaMap>)> {
+        if !self.is_local {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        let ((source, sink), window) = self.network.dial(&door.name, Some(memory)).await?;
-        Ok((source, sink, window.ok_or(io::ErrorKind::Unsupported)?))
+        let ((source, sink), arena_map) = self.network.dial(&listener.name, Some(memory)).await?;
+        Ok((source, sink, arena_map.ok_or(io::ErrorKind::Unsupported)?))
     }
 
-    async fn devices(&self, memory: Option<&Arc<Memory>>) -> Option<Arc<Devices>> {
+    async fn devices(&self, memory: Option<&Arc<SharedMemory>>) -> Option<Arc<Devices>> {
         let memory = memory.filter(|_| !self.fabric.devices.is_empty())?;
         let open = || async {
-            let _sheltered = Shelter::begin();
+            let _no_faults = FaultPause::start();
             let ((start, len), known) = (memory.span(), Arc::downgrade(memory));
-            rdma::watch(start, len, move |bytes| Some(known.upgrade()?.is_taken(bytes)));
+            rdma::track_owner(start, len, move |bytes| Some(known.upgrade()?.is_taken(bytes)));
             larder_client::sim::open_devices(&self.fabric, memory).await
         };
         self.devices.get_or_init(open).await.clone()

@@ -1,28 +1,29 @@
-//! Pages whose bytes tell which page and which version of it they are.
+//! Pages whose bytes identify the page and its version.
 //!
-//! Always true: no two pages, and no two versions of a page, have the same bytes, and every byte of a page is checked.
+//! Invariants:
+//! - No two pages, and no two versions of a page, have the same bytes.
+//! - Every byte of a page is checked.
 
 use bytes::Bytes;
 use larder_client::NewPage;
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 
-/// Pages of one length.
 #[derive(Debug, Clone)]
-pub struct Kind {
+pub struct PageKind {
     number: u64,
     seed: u64,
-    /// How many there are.
     pub keys: usize,
     geometry: PageGeometry,
 }
 
-/// Layers, tokens and elements per head, layers per part, and how many pages: 6,000 bytes in three parts (no whole
-/// blocks), 64 KiB in two unequal parts, and 256,000 bytes in one.
+/// Layers, tokens, elements per head, layers per part, and number of pages. The shapes are 6,000
+/// bytes in three parts (not a multiple of the block size), 64 KiB in two unequal parts, and
+/// 256,000 bytes in one part.
 const SHAPES: [(u32, u32, u32, u32, usize); 3] = [(3, 100, 5, 1, 512), (4, 64, 64, 3, 384), (5, 200, 64, 5, 128)];
 
-impl Kind {
-    /// All kinds. Keys depend on `seed`, so that an episode never meets the keys of another.
-    pub fn all(seed: u64) -> Vec<Kind> {
+impl PageKind {
+    /// Returns all kinds. Keys depend on `seed`, so that episodes have no key in common.
+    pub fn all(seed: u64) -> Vec<PageKind> {
         let kinds = SHAPES.iter().zip(0..);
         kinds
             .map(|(&(layers, page_tokens, head_dim, layers_per_part, keys), number)| {
@@ -35,38 +36,36 @@ impl Kind {
                     layers_per_part,
                     head_groups: 1,
                 };
-                Kind { number, seed, keys, geometry }
+                PageKind { number, seed, keys, geometry }
             })
             .collect()
     }
 
-    /// The namespace of these pages.
     pub fn namespace(&self) -> NamespaceDescriptor {
-        let (model, tenant) = (format!("crash-{}", self.number), String::from("bench"));
+        let model = format!("crash-{}", self.number);
+        let tenant = String::from("bench");
         NamespaceDescriptor { model, weights: [self.number as u8; 32], geometry: self.geometry, tenant }
     }
 
-    /// Bytes of a page.
     pub fn page_bytes(&self) -> usize {
         self.geometry.page_bytes()
     }
 
-    /// Key of page `key`.
     pub fn key(&self, key: usize) -> PageKey {
-        let mut words = Words::new(&[self.seed, self.number, key as u64]);
+        let mut words = SplitMix64::new(&[self.seed, self.number, key as u64]);
         let mut bytes = [0; 32];
         bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&words.next().to_le_bytes()));
         PageKey(bytes)
     }
 
-    /// Page `key`, for a put.
     pub fn page(&self, key: usize) -> NewPage {
         NewPage { key: self.key(key), parent: PageKey::NONE, position: 0 }
     }
 
-    /// The bytes of one version: the version, and then numbers that follow from it and the page.
+    /// Returns the bytes of one version: the version number, then pseudo-random words derived from
+    /// it and the page.
     pub fn payload(&self, key: usize, version: u64) -> Vec<u8> {
-        let mut words = Words::new(&[self.seed, self.number, key as u64, version]);
+        let mut words = SplitMix64::new(&[self.seed, self.number, key as u64, version]);
         let mut bytes = Vec::with_capacity(self.page_bytes() + 8);
         bytes.extend_from_slice(&version.to_le_bytes());
         while bytes.len() < self.page_bytes() {
@@ -76,27 +75,24 @@ impl Kind {
         bytes
     }
 
-    /// The same in parts.
     pub fn parts(&self, key: usize, version: u64) -> Vec<Bytes> {
         let mut rest = Bytes::from(self.payload(key, version));
         self.geometry.part_table().iter().map(|&bytes| rest.split_to(bytes as usize)).collect()
     }
 
-    /// Which version of page `key` these bytes are; `None` if they are none.
     pub fn version_of(&self, key: usize, bytes: &[u8]) -> Option<u64> {
         let version = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
         (self.payload(key, version) == bytes).then_some(version)
     }
 }
 
-/// SplitMix64.
-struct Words(u64);
+struct SplitMix64(u64);
 
-impl Words {
-    fn new(seeds: &[u64]) -> Words {
-        seeds.iter().fold(Words(0), |mut words, &seed| {
+impl SplitMix64 {
+    fn new(seeds: &[u64]) -> SplitMix64 {
+        seeds.iter().fold(SplitMix64(0), |mut words, &seed| {
             words.0 ^= seed;
-            Words(words.next())
+            SplitMix64(words.next())
         })
     }
 
@@ -114,8 +110,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_wrong_byte_and_every_other_page_is_told_apart() {
-        for kind in Kind::all(7) {
+    fn version_of_rejects_every_wrong_byte_and_every_other_page() {
+        for kind in PageKind::all(7) {
             kind.namespace().geometry.validate().unwrap();
             let bytes = kind.payload(3, 9);
             assert_eq!((bytes.len(), kind.version_of(3, &bytes)), (kind.page_bytes(), Some(9)));
@@ -128,7 +124,7 @@ mod tests {
                 assert_eq!(kind.version_of(3, &bad), None, "byte {at}");
             }
         }
-        assert_ne!(Kind::all(7)[0].key(0), Kind::all(8)[0].key(0));
-        assert_ne!(Kind::all(7)[0].key(0), Kind::all(7)[1].key(0));
+        assert_ne!(PageKind::all(7)[0].key(0), PageKind::all(8)[0].key(0));
+        assert_ne!(PageKind::all(7)[0].key(0), PageKind::all(7)[1].key(0));
     }
 }

@@ -1,4 +1,4 @@
-//! The node: a process of this very program, with small budgets, and what can be seen of it from outside.
+//! Store node under test: a child process of the same binary with small budgets.
 
 use anyhow::{Context, Result, bail, ensure};
 use larder_client::{Client, ClientOptions, StoreUrl, Transport};
@@ -12,39 +12,35 @@ use tokio::process::{Child, Command};
 const L2_MIB: u64 = 256;
 const IN_FLIGHT_MIB: u64 = 64;
 const REQUESTS_MIB: u64 = 16;
-/// What a node has beside its budgets: code, threads, index, what the allocator keeps.
+/// Memory outside the budgets: code, threads, index and memory that the allocator retains.
 const FIXED_MIB: u64 = 48;
-/// Most memory it should have: resident, with the arena as far as it was ever touched.
+/// Maximum resident memory, including the touched part of the arena. It is the sum of the budgets
+/// that the node gets, and of [`FIXED_MIB`].
 pub const BUDGET_BYTES: u64 = (L2_MIB + IN_FLIGHT_MIB + REQUESTS_MIB + FIXED_MIB) << 20;
-const START_MAX: Duration = Duration::from_secs(10);
-/// Most time to say how it is.
-const STATUS_MAX: Duration = Duration::from_secs(20);
-/// By then nothing is under way any more.
-const REST_MAX: Duration = Duration::from_secs(15);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// Limit for a status answer. It is generous, because the overloaded machine delays even this
+/// client.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(20);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// A running node. Killed on drop.
-pub struct Process {
+pub struct NodeProcess {
     child: Child,
     address: String,
-    /// Asks for its status, and nothing else.
     admin: Client,
 }
 
-/// Counters of a node at one time.
 pub struct Counters(Value);
 
 impl Counters {
-    /// One of them.
     pub fn get(&self, name: &str) -> Option<u64> {
         self.0.get(name)?.as_u64()
     }
 }
 
-impl Process {
-    /// Starts it on these processors, without L3.
-    pub async fn start(processors: CpuSet) -> Result<Process> {
+impl NodeProcess {
+    pub async fn start(processors: CpuSet) -> Result<NodeProcess> {
         let mib = |mib: u64| format!("{mib}MiB");
-        // It gets those of the thread that starts it.
+        // A child inherits the processors of the thread that spawns it.
         let here = rustix::thread::sched_getaffinity(None)?;
         rustix::thread::sched_setaffinity(None, &processors)?;
         let child = Command::new(std::env::current_exe()?)
@@ -57,21 +53,25 @@ impl Process {
         rustix::thread::sched_setaffinity(None, &here)?;
         let mut child = child.context("cannot start a store node")?;
         let mut lines = BufReader::new(child.stdout.take().context("stdout is piped")?).lines();
-        let line = tokio::time::timeout(START_MAX, lines.next_line()).await.context("the node does not start")??;
-        let line = line.context("the node ended at once")?;
-        let Some((_, url)) = line.split_once("larder://") else { bail!("the node said '{line}' and no address") };
+        let line = tokio::time::timeout(START_TIMEOUT, lines.next_line())
+            .await
+            .context("the node did not start in time")??;
+        let line = line.context("the node ended during its start")?;
+        let Some((_, url)) = line.split_once("larder://") else {
+            bail!("the node printed '{line}' instead of its address")
+        };
         let address = url.trim_end_matches('/').to_string();
         let url = StoreUrl { nodes: vec![address.clone()], transport: Transport::Tcp, connections: 1 };
         let admin = Client::attach(url, None, ClientOptions { name: "status".into(), ..ClientOptions::default() });
-        Ok(Process { child, address, admin })
+        Ok(NodeProcess { child, address, admin })
     }
 
-    /// Of its data port.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Its resident memory in bytes, shared memory that it touched included.
+    /// Resident memory in bytes, including touched shared memory. `None` if it cannot be read, e.g.
+    /// because the process has ended.
     pub fn rss(&self) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()?)).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -82,30 +82,29 @@ impl Process {
     async fn status(&self) -> Result<Value> {
         let begin = Instant::now();
         loop {
-            let answer = self.admin.status(Instant::now() + STATUS_MAX).await;
+            let answer = self.admin.status(Instant::now() + STATUS_TIMEOUT).await;
             if let Some(status) = answer.into_iter().find_map(|node| node.status) {
                 return Ok(status);
             }
-            ensure!(begin.elapsed() < STATUS_MAX, "the node does not say how it is");
-            // The connection may have been lost, with so much else to do here.
+            ensure!(begin.elapsed() < STATUS_TIMEOUT, "the node did not answer a status request in time");
+            // The client may have lost its connection on a machine this busy.
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 
-    /// What it counted so far.
     pub async fn counters(&self) -> Result<Counters> {
         Ok(Counters(self.status().await?["counters"].take()))
     }
 
-    /// Bytes that are still counted as under way after a while of rest.
-    pub async fn left_over(&self) -> Result<u64> {
+    pub async fn bytes_in_flight(&self) -> Result<u64> {
         let begin = Instant::now();
         loop {
             let status = self.status().await?;
-            let of = |kind: &str| status["budget"][kind]["bytes"].as_u64().unwrap_or(u64::MAX);
-            // The question itself is one request.
-            let left = ["puts", "reads", "asked"].map(of).into_iter().fold(0, u64::saturating_add);
-            if left == 0 || begin.elapsed() > REST_MAX {
+            let budgets = status["budget"].as_object().context("the node reports no budget")?;
+            // The status request itself is one of `requests`.
+            let transfers = budgets.iter().filter(|(name, _)| *name != "requests");
+            let left = transfers.filter_map(|(_, budget)| budget["bytes"].as_u64()).sum();
+            if left == 0 || begin.elapsed() > IDLE_TIMEOUT {
                 return Ok(left);
             }
             tokio::time::sleep(Duration::from_millis(100)).await;

@@ -1,4 +1,4 @@
-//! Any sequence of calls against a model of plain maps.
+//! Random sequences of calls, checked against a model of plain maps.
 
 use super::*;
 use proptest::prelude::*;
@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 
 const PAGES: u64 = 12;
 const BUDGET: u64 = 5 * UNIT as u64;
-/// Most units of a page.
 const UNITS_MAX: u32 = 3;
 
 #[derive(Debug, Clone)]
@@ -46,17 +45,16 @@ fn call() -> impl Strategy<Value = Call> {
 
 #[derive(Debug, Clone)]
 struct Resident {
-    page: PageFacts,
-    /// The put that its parent was, when it came.
+    page: PageInfo,
+    /// Parent, with its generation, at the time when the page came.
     parent: Option<(PageId, u64)>,
-    /// Was given out to be written, or came from L3.
+    /// The page came from L3, or its write to L3 was requested.
     covered: bool,
     pin: Option<(PinKind, u64)>,
 }
 
-/// What must be so, beside the policy.
 struct Model {
-    policy: Residency,
+    policy: L2Policy,
     residents: BTreeMap<PageId, Resident>,
     writing: Vec<(PageId, u64, u32)>,
     generation: u64,
@@ -68,13 +66,13 @@ impl Model {
         let quotas = Vec::new();
         let quota_default = Some(9 * u64::from(UNIT));
         let options = PolicyOptions { dirty_bytes_max: BUDGET, quotas, quota_default, ..options(PAGES, write_policy) };
-        let policy = Residency::new(options);
+        let policy = L2Policy::new(options);
         Model { policy, residents: BTreeMap::new(), writing: Vec::new(), generation: 0, now_ms: 1 }
     }
 
-    fn facts(&mut self, number: u32, parent: u32, units: u32, ttl: u64) -> PageFacts {
+    fn facts(&mut self, number: u32, parent: u32, units: u32, ttl: u64) -> PageInfo {
         self.generation += 1;
-        PageFacts {
+        PageInfo {
             id: id((number % 2) as u8, number),
             parent: key(parent),
             position: number,
@@ -84,11 +82,10 @@ impl Model {
         }
     }
 
-    /// Applies what was decided, and checks each decision by itself.
-    fn carry_out(&mut self, out: Decisions, put: Option<PageFacts>) {
+    fn apply(&mut self, out: PolicyActions, put: Option<PageInfo>) {
         for id in out.write {
             let page = put.filter(|page| page.id == id).or(self.residents.get(&id).map(|resident| resident.page));
-            let page = page.expect("only pages at hand are written");
+            let page = page.expect("only resident pages and the put are written");
             self.writing.push((id, page.generation, page.bytes));
             if let Some(resident) = self.residents.get_mut(&id) {
                 resident.covered = true;
@@ -98,14 +95,14 @@ impl Model {
             let gone = self.residents.remove(&id).expect("only residents are evicted");
             let over = gone.page.expires_unix_ms != 0 && gone.page.expires_unix_ms <= self.now_ms;
             let may_be_lost = self.policy.write_policy() == WritePolicy::Selective;
-            assert!(gone.covered || over || may_be_lost, "a page is nowhere: {gone:?}");
+            assert!(gone.covered || over || may_be_lost, "a page is on no tier: {gone:?}");
             assert!(!matches!(gone.pin, Some((PinKind::Hard, until)) if until > self.now_ms), "pinned: {gone:?}");
         }
     }
 
-    fn arrive(&mut self, page: PageFacts, covered: bool, out: Decisions) {
+    fn arrive(&mut self, page: PageInfo, covered: bool, out: PolicyActions) {
         let parent = PageId { key: page.parent, ..page.id };
-        let end = |page: &PageFacts| page.expires_unix_ms.wrapping_sub(1);
+        let end = |page: &PageInfo| page.expires_unix_ms.wrapping_sub(1);
         let live = |parent: &&Resident| end(&parent.page) >= end(&page).max(self.now_ms);
         let parent = self.residents.get(&parent).filter(live).map(|resident| (parent, resident.page.generation));
         self.residents.remove(&page.id);
@@ -114,11 +111,11 @@ impl Model {
             let parent = parent.filter(|(id, _)| *id != page.id);
             self.residents.insert(page.id, Resident { page, parent, covered, pin: None });
         }
-        self.carry_out(out, Some(page));
+        self.apply(out, Some(page));
     }
 
     fn call(&mut self, call: Call) {
-        let mut out = Decisions::default();
+        let mut out = PolicyActions::default();
         match call {
             Call::Put { number, parent, units, ttl } => {
                 let page = self.facts(number, parent, units, ttl);
@@ -126,7 +123,7 @@ impl Model {
                     let placed = self.policy.put(page, page.bytes, self.now_ms, &mut out);
                     let somewhere =
                         self.policy.generation(&page.id) == Some(page.generation) || out.write.contains(&page.id);
-                    assert_eq!(placed == Placed::Stored, somewhere, "{page:?}");
+                    assert_eq!(placed == PutOutcome::Stored, somewhere, "{page:?}");
                     self.arrive(page, false, out);
                 }
             }
@@ -142,7 +139,7 @@ impl Model {
                 let generation = self.residents.get(&id).map_or(0, |resident| resident.page.generation);
                 let found = self.policy.hit(&id, generation, self.now_ms, &mut out);
                 assert!(!found || self.residents.contains_key(&id));
-                self.carry_out(out, None);
+                self.apply(out, None);
             }
             Call::Written { nth, ok } => {
                 if nth < self.writing.len() {
@@ -172,27 +169,27 @@ impl Model {
                     resident.pin = resident.pin.filter(|(_, until)| *until > now_ms);
                 }
                 self.policy.tick(now_ms, &mut out);
-                self.carry_out(out, None);
+                self.apply(out, None);
             }
             Call::MakeRoom(units) => {
                 self.policy.make_room(units * UNIT, self.now_ms, &mut out);
-                self.carry_out(out, None);
+                self.apply(out, None);
             }
             Call::Writable(writable) => self.policy.set_writable(writable),
             Call::Flush => {
                 self.policy.flush(&mut out);
                 assert!(out.evict.is_empty());
-                self.carry_out(out, None);
+                self.apply(out, None);
             }
             Call::Lost(number) => {
                 self.policy.lost_on_l3(&id((number % 2) as u8, number), &mut out);
-                self.carry_out(out, None);
+                self.apply(out, None);
             }
         }
         self.check();
     }
 
-    /// Bytes of hard-pinned pages and of those before them that are still the ones they came behind.
+    /// Bytes of hard-pinned pages and of their ancestors, as far as those are the same puts still.
     fn held_bytes(&self) -> u64 {
         let mut held = BTreeSet::new();
         for resident in self.residents.values() {
@@ -244,7 +241,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn whatever_is_called_the_rules_hold(
+    fn any_sequence_of_calls_keeps_the_invariants(
         policy in prop_oneof![Just(WritePolicy::Through), Just(WritePolicy::Selective), Just(WritePolicy::Back)],
         calls in prop::collection::vec(call(), 1..200),
     ) {

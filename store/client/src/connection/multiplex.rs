@@ -1,0 +1,390 @@
+//! [`Connection`]: one connection to a node. It carries many requests at a time.
+//!
+//! Invariants:
+//! - A request number is used once per connection.
+//! - A request ends once: with its last response, when its caller gives it up (deadline, hedge or
+//!   dropped future), or with the connection. Its handler is then dropped, which returns the
+//!   caller's buffers.
+//! - A payload that is being received delays that end. [`Connection::finish`] waits for it at most
+//!   [`PAYLOAD_GRACE`], then ends the connection.
+//! - The node hears of a request that the client gave up before its last response.
+
+use super::handlers::{ResponseHandler, StoredAt, UncopiedBytes};
+use super::outbox::Outbox;
+use super::pending::PendingRequests;
+use super::rdma_channels::RdmaChannels;
+use super::releases::{ReleaseOnDrop, ReleaseQueue};
+use crate::random;
+use crate::url::Transport;
+use larder_format::{PageId, PageMeta};
+use larder_memory::share::{ArenaMap, HeldBytes, SharedMemory};
+use larder_runtime::{fail_point, now};
+use larder_wire::{Entry, FrameQueue, Request, Response, TierCode, VERSION_SHARED_MEMORY_PUTS};
+use parking_lot::Mutex;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio_util::sync::CancellationToken;
+
+/// Time after its deadline in which a payload that is being received may still finish. Ending the
+/// connection instead costs every other request on it.
+const PAYLOAD_GRACE: Duration = Duration::from_secs(1);
+/// Minimum pause after a refused put. During it, the client sends the bytes of a put only after the
+/// node has granted it.
+const PUTS_PAUSED_MIN: Duration = Duration::from_secs(1);
+/// Limit per connection of the bytes that the node was told to copy and whose commit it has not
+/// answered. The node copies them before it reads the next request.
+const COPY_BYTES_MAX: usize = 64 << 20;
+const COPY_UNIT_BYTES: usize = 4096;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NodeIdentity {
+    pub(crate) node_id: String,
+    /// Grows with each start of the node. Another epoch means that L2 is empty.
+    pub(crate) epoch: u64,
+    pub(crate) version: u16,
+}
+
+/// Memory that a node on this machine shares with this client, and the other way round.
+pub(crate) struct SharedMappings {
+    pub(crate) arena: Arc<ArenaMap>,
+    pub(crate) client_memory: Option<Arc<SharedMemory>>,
+}
+
+/// A connection to a node. It multiplexes requests: each has a number, and responses arrive in any
+/// order.
+pub(crate) struct Connection {
+    node: NodeIdentity,
+    outbox: Outbox,
+    pending: Mutex<PendingRequests>,
+    next_request: AtomicU64,
+    /// Cancelled when the connection must end, or has ended.
+    closed: CancellationToken,
+    arena: Option<Arc<ArenaMap>>,
+    client_memory: Option<Arc<SharedMemory>>,
+    copy_credit: Arc<Semaphore>,
+    releases: Arc<ReleaseQueue>,
+    rdma: RdmaChannels,
+    jitter_seed: u64,
+    /// End of the pause that [`Connection::pause_puts`] began.
+    puts_paused_until: Mutex<Option<Instant>>,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        node: NodeIdentity,
+        shared: Option<SharedMappings>,
+        jitter_seed: u64,
+    ) -> (Arc<Connection>, FrameQueue) {
+        let (outbox, queue) = Outbox::new(node.version);
+        let (arena, client_memory) = shared.map_or((None, None), |shared| (Some(shared.arena), shared.client_memory));
+        let client_memory = client_memory.filter(|_| node.version >= VERSION_SHARED_MEMORY_PUTS);
+        let connection = Connection {
+            node,
+            outbox,
+            pending: Mutex::default(),
+            next_request: AtomicU64::new(1),
+            closed: CancellationToken::new(),
+            arena,
+            client_memory,
+            copy_credit: Arc::new(Semaphore::new(COPY_BYTES_MAX / COPY_UNIT_BYTES)),
+            releases: Arc::default(),
+            rdma: RdmaChannels::default(),
+            jitter_seed,
+            puts_paused_until: Mutex::default(),
+        };
+        (Arc::new(connection), queue)
+    }
+
+    pub(crate) fn node(&self) -> &NodeIdentity {
+        &self.node
+    }
+
+    pub(crate) fn version(&self) -> u16 {
+        self.node.version
+    }
+
+    pub(super) fn outbox(&self) -> &Outbox {
+        &self.outbox
+    }
+
+    pub(super) fn pending(&self) -> &Mutex<PendingRequests> {
+        &self.pending
+    }
+
+    pub(super) fn releases(&self) -> &Arc<ReleaseQueue> {
+        &self.releases
+    }
+
+    pub(crate) fn rdma(&self) -> &RdmaChannels {
+        &self.rdma
+    }
+
+    pub(super) fn client_memory(&self) -> Option<&Arc<SharedMemory>> {
+        self.client_memory.as_ref()
+    }
+
+    pub(super) fn jitter_seed(&self) -> u64 {
+        self.jitter_seed
+    }
+
+    pub(crate) fn outstanding(&self) -> usize {
+        self.pending.lock().len()
+    }
+
+    /// Work on this connection: outstanding requests plus 4-KiB units of queued payload.
+    pub(super) fn load(&self) -> usize {
+        self.outbox.queued_units() + self.outstanding()
+    }
+
+    /// Transport of pages now. It changes when RDMA channels appear or die.
+    pub(crate) fn transport(&self) -> Transport {
+        if self.arena.is_some() {
+            Transport::Shm
+        } else if self.rdma.is_up() {
+            Transport::Rdma
+        } else {
+            Transport::Tcp
+        }
+    }
+
+    /// Returns `true` if TCP is the only transport for pages. Over shared memory and RDMA, single
+    /// parts may still travel as payload.
+    pub(super) fn carries_payload(&self) -> bool {
+        self.transport() == Transport::Tcp
+    }
+
+    /// Ends the connection and all of its requests.
+    pub(crate) fn close(&self) {
+        // Cancelled before the handlers are taken. A handler that `begin_by` inserts later is seen
+        // there, because it checks `closed` after the insertion.
+        self.closed.cancel();
+        self.rdma.close();
+        // Drop the handlers without the lock: their destructors wake callers.
+        let waiting = self.pending.lock().take_all();
+        drop(waiting);
+    }
+
+    pub(super) async fn closed(&self) {
+        self.closed.cancelled().await;
+    }
+
+    /// Scales a pause by a random factor between 0.5 and 1.5. Takes a request number as a fresh
+    /// seed; the number is not sent.
+    pub(crate) fn jittered(&self, pause: Duration) -> Duration {
+        random::jittered(pause, self.jitter_seed ^ self.next_request())
+    }
+
+    /// Starts the pause after a refused put: `time`, but at least [`PUTS_PAUSED_MIN`]. During it,
+    /// puts wait for their grant before they send bytes.
+    pub(crate) fn pause_puts(&self, time: Duration) {
+        *self.puts_paused_until.lock() = Some(now() + time.max(PUTS_PAUSED_MIN));
+    }
+
+    pub(crate) fn are_puts_paused(&self) -> bool {
+        self.puts_paused_until.lock().is_some_and(|until| now() < until)
+    }
+
+    /// Reserves the right to let the node copy `bytes` bytes from client memory. The right ends
+    /// when the permit is dropped. Returns `None` if there is none before `deadline`.
+    pub(crate) async fn reserve_copy_credit(&self, bytes: usize, deadline: Instant) -> Option<OwnedSemaphorePermit> {
+        let units = bytes.min(COPY_BYTES_MAX).div_ceil(COPY_UNIT_BYTES) as u32;
+        let credit = self.copy_credit.clone().acquire_many_owned(units);
+        tokio::time::timeout_at(deadline.into(), credit).await.ok()?.ok()
+    }
+
+    /// Reports a page whose bytes do not match its checksums, so that the node checks its copy.
+    pub(crate) fn report_corrupt(&self, id: &PageId) {
+        tracing::error!(
+            ?id,
+            node = %self.node.node_id,
+            "page failed verification, counted as a miss; asked the node to check its copy"
+        );
+        // If the queue is full, the next reader of the page reports it.
+        self.outbox.try_send(&Request::Suspect(id.key));
+    }
+
+    /// Sends a message without a response, and waits for room until `deadline`. Returns `false` on
+    /// timeout, or if the connection ended.
+    pub(crate) async fn send(&self, request: &Request, deadline: Instant) -> bool {
+        self.outbox.send(request, 0, 0, deadline).await
+    }
+
+    /// Sends a control message without a response, after those in the queue, without a deadline. A
+    /// task waits with it if the queue is full, so callers send at most a few per request. The
+    /// message is lost if the connection ends, or outside a runtime with a full queue.
+    pub(crate) fn send_detached(&self, request: &Request) {
+        self.outbox.send_detached(request);
+    }
+
+    /// Takes an unused request number. Relaxed: the number only has to be unique.
+    pub(crate) fn next_request(&self) -> u64 {
+        self.next_request.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sends a request whose responses go to `handler`. Returns `None`, and drops the handler, if
+    /// the request cannot be sent before `deadline`.
+    pub(crate) async fn begin(
+        self: &Arc<Self>,
+        number: u64,
+        request: &Request,
+        handler: ResponseHandler,
+        deadline: Instant,
+    ) -> Option<OutstandingRequest> {
+        self.begin_by(deadline, number, request, handler, deadline).await
+    }
+
+    /// Like [`Connection::begin`], but waits for room in the queue until `send_by` only.
+    async fn begin_by(
+        self: &Arc<Self>,
+        send_by: Instant,
+        number: u64,
+        request: &Request,
+        handler: ResponseHandler,
+        deadline: Instant,
+    ) -> Option<OutstandingRequest> {
+        let outstanding = OutstandingRequest { connection: self.clone(), number };
+        // Before the request leaves: its response may arrive before `send` returns.
+        self.pending.lock().insert(number, handler);
+        let is_sent = self.outbox.send(request, number, milliseconds_left(deadline), send_by).await;
+        // `close` may have dropped all handlers before this one was inserted.
+        (is_sent && !self.closed.is_cancelled()).then_some(outstanding)
+    }
+
+    /// Sends a request and waits for its single response. Returns `None` after `deadline`.
+    pub(crate) async fn request(self: &Arc<Self>, request: &Request, deadline: Instant) -> Option<Response> {
+        self.request_as(self.next_request(), request, deadline).await
+    }
+
+    /// Like [`Connection::request`], with a number from [`Connection::next_request`].
+    pub(crate) async fn request_as(
+        self: &Arc<Self>,
+        number: u64,
+        request: &Request,
+        deadline: Instant,
+    ) -> Option<Response> {
+        let (sender, receiver) = oneshot::channel();
+        let _outstanding = self.begin(number, request, ResponseHandler::Reply(sender), deadline).await?;
+        tokio::time::timeout_at(deadline.into(), receiver).await.ok()?.ok()
+    }
+
+    /// Sends a Get and waits for its handler's result. The second value is `true` if the client
+    /// gave up this node at `hedge_at`, before `deadline`, so that another node may be asked: the
+    /// request could not be sent, or no response had begun.
+    pub(crate) async fn get<T>(
+        self: &Arc<Self>,
+        request: &Request,
+        handler: ResponseHandler,
+        mut done: oneshot::Receiver<T>,
+        hedge_at: Instant,
+        deadline: Instant,
+    ) -> (T, bool) {
+        let number = self.next_request();
+        let begin_by = hedge_at.min(deadline);
+        let Some(outstanding) = self.begin_by(begin_by, number, request, handler, deadline).await else {
+            return (self.finish(None, done, deadline).await, begin_by < deadline);
+        };
+        if begin_by < deadline {
+            match tokio::time::timeout_at(begin_by.into(), &mut done).await {
+                Ok(ended) => return (ended.expect("a handler always returns its buffers"), false),
+                // Once pages arrive, hedging would only waste them.
+                Err(_) if !self.pending.lock().has_begun(number) => {
+                    return (self.finish(Some(outstanding), done, begin_by).await, true);
+                }
+                // The node has begun to answer: wait for the rest.
+                Err(_) => {}
+            }
+        }
+        (self.finish(Some(outstanding), done, deadline).await, false)
+    }
+
+    /// Waits for a handler's result: after the last response, or at `deadline`, when the client
+    /// abandons the request. `outstanding` is `None` if the request could not be sent: its handler
+    /// is already dropped.
+    ///
+    /// A payload that is being received at the deadline has [`PAYLOAD_GRACE`] to finish. After that
+    /// the connection ends, because nothing else returns the caller's buffer.
+    pub(crate) async fn finish<T>(
+        &self,
+        outstanding: Option<OutstandingRequest>,
+        mut done: oneshot::Receiver<T>,
+        deadline: Instant,
+    ) -> T {
+        let mut ended = None;
+        if outstanding.is_some() {
+            ended = tokio::time::timeout_at(deadline.into(), &mut done).await.ok();
+        }
+        // Removes the handler, which ends it, unless a payload is being received into it.
+        drop(outstanding);
+        if ended.is_none() {
+            ended = tokio::time::timeout(PAYLOAD_GRACE, &mut done).await.ok();
+        }
+        let ended = match ended {
+            Some(ended) => ended,
+            None => {
+                if !fail_point!("client.no-payload-deadline") {
+                    self.closed.cancel();
+                }
+                done.await
+            }
+        };
+        ended.expect("a handler always returns its buffers")
+    }
+
+    /// Bytes of a page in the node's arena, which the node holds for a request. They are released
+    /// when the result is dropped. `None` if the location is outside the arena, or if this client
+    /// has not mapped it.
+    pub(super) fn hold(&self, request: u64, index: u32, offset: u64, bytes: usize) -> Option<HeldBytes> {
+        let releases = self.releases.clone();
+        if fail_point!("client.release-before-read") {
+            releases.add(Entry { request, index });
+            return self.arena.as_ref()?.hold(offset, bytes, || {});
+        }
+        let release = move || releases.add(Entry { request, index });
+        self.arena.as_ref()?.hold(offset, bytes, release)
+    }
+
+    /// Like [`Connection::hold`], with the page's metadata.
+    pub(super) fn hold_page(
+        &self,
+        entry: Entry,
+        offset: u64,
+        meta: PageMeta,
+        tier: TierCode,
+        range: Range<u32>,
+    ) -> Option<UncopiedBytes> {
+        let held = self.hold(entry.request, entry.index, offset, range.len())?;
+        Some(UncopiedBytes { location: StoredAt::Arena(held), meta, tier, range })
+    }
+
+    /// Returns a guard that releases a page which the node keeps readable by RDMA.
+    pub(super) fn release_on_drop(&self, entry: Entry) -> ReleaseOnDrop {
+        ReleaseOnDrop { entry, releases: self.releases.clone() }
+    }
+}
+
+/// Time until `deadline`, in milliseconds for the wire. At least 1, because 0 means no deadline.
+fn milliseconds_left(deadline: Instant) -> u32 {
+    // Saturates because a deadline may have passed already.
+    let left = deadline.saturating_duration_since(now());
+    u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1)
+}
+
+/// A request that waits for responses. Dropping it drops its handler and cancels it at the node.
+pub(crate) struct OutstandingRequest {
+    connection: Arc<Connection>,
+    number: u64,
+}
+
+impl Drop for OutstandingRequest {
+    fn drop(&mut self) {
+        // The guard ends before the handler is dropped, which wakes the caller.
+        let handler = self.connection.pending.lock().cancel(self.number);
+        if let Some(handler) = handler {
+            drop(handler);
+            self.connection.send_detached(&Request::Cancel(self.number));
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Reading a page while another client writes it.
+
+use crate::buffer::{DynBuffer, downcast};
+use crate::client::Client;
+use crate::connection::{Connection, FollowResult, PartsHandler, ResponseHandler};
+use crate::stats::{Counters, count};
+use larder_format::{PageGeometry, PageId, PageKey};
+use larder_wire::Request;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+
+/// Pause of a follow when no node is connected. Callers that retry in a loop do not spin.
+const ABSENT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Result of a [`Follow`]. Only [`FollowEnd::Sealed`] allows the use of the buffer's content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FollowEnd {
+    /// Every part is in the buffer and verified.
+    Sealed,
+    /// The writer aborted its put, or died. The content of the buffer is undefined.
+    Aborted,
+    /// No put began before the deadline, the put did not end in time, or no node is connected. The
+    /// content of the buffer is undefined.
+    Miss,
+}
+
+/// A page that the client follows, from [`Client::follow`]. It makes progress in the background.
+/// Dropping it cancels the follow and drops the buffer.
+pub struct Follow<B> {
+    task: JoinHandle<(DynBuffer, FollowResult)>,
+    counters: Arc<Counters>,
+    _buffer: PhantomData<fn() -> B>,
+}
+
+impl<B> Drop for Follow<B> {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Client {
+    /// Follows the page of `key`: reads it if it exists, else receives its parts while another
+    /// client puts it. The put may also begin later, but before `deadline`. Returns at once.
+    ///
+    /// `buffer` MUST have exactly the bytes of a page. A page costs one transfer, and its parts
+    /// arrive as soon as the writer has sent them.
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace, or outside a tokio runtime.
+    pub fn follow<B: AsMut<[u8]> + Send + 'static>(&self, key: PageKey, buffer: B, deadline: Instant) -> Follow<B> {
+        let namespace = self.namespace();
+        let id = PageId { namespace: namespace.id, key };
+        let task = tokio::spawn(run(self.owner(&key), id, namespace.geometry, Box::new(buffer), deadline));
+        Follow { task, counters: self.counters().clone(), _buffer: PhantomData }
+    }
+}
+
+impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
+    /// Waits for the end of the page and returns the buffer. Ends at the deadline of the follow,
+    /// give or take a second in which a part that is being received may finish.
+    pub async fn finish(mut self) -> (B, FollowEnd) {
+        // The task returns the buffer even if the connection ends.
+        let (buffer, result) =
+            (&mut self.task).await.expect("a follow neither panics nor is aborted while it is awaited");
+        let end = match result {
+            FollowResult::Sealed => FollowEnd::Sealed,
+            FollowResult::Aborted => FollowEnd::Aborted,
+            FollowResult::Missed => FollowEnd::Miss,
+            FollowResult::Corrupt => {
+                count(&self.counters.corrupt, 1);
+                FollowEnd::Miss
+            }
+        };
+        count(if end == FollowEnd::Sealed { &self.counters.get_hits } else { &self.counters.get_misses }, 1);
+        (downcast(buffer), end)
+    }
+}
+
+async fn run(
+    connection: Option<Arc<Connection>>,
+    id: PageId,
+    geometry: PageGeometry,
+    buffer: DynBuffer,
+    deadline: Instant,
+) -> (DynBuffer, FollowResult) {
+    let Some(connection) = connection else {
+        tokio::time::sleep(ABSENT_PAUSE).await;
+        return (buffer, FollowResult::Missed);
+    };
+    let (handler, done) = PartsHandler::new(id, geometry, buffer);
+    let number = connection.next_request();
+    let handler = ResponseHandler::Parts(handler);
+    let outstanding = connection.begin(number, &Request::Follow(id.key), handler, deadline).await;
+    connection.finish(outstanding, done, deadline).await
+}

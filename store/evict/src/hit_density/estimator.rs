@@ -1,0 +1,351 @@
+//! Estimates the hit density of each class at each age.
+//!
+//! *Sample.* The estimator follows a sample of pages, chosen by hash, from access to access,
+//! whether resident or not. So the estimate does not depend on past evictions. Per class and span
+//! of ages it counts the pages that were accessed at that age, and the time that pages spent at it.
+//! Their ratio is the access rate (the hazard rate). A page that drops out of the sample counts
+//! with its time until then.
+//!
+//! *Priors.* With few observations a rate is pulled towards a prior. The prior is the rate of all
+//! positions with the same history, then that of the same access count, then that of all pages.
+//! Each is scaled to the observed level. Without any observation, rates fall with age.
+//!
+//! *Density.* The density of a page is the maximum, over all ages up to which it may be kept, of
+//! expected hits divided by expected time (the Gittins index).
+//!
+//! *Decay.* Old counts decay, with a half-life that grows with the number of resident pages.
+
+use super::classes::{CLASSES, Class, HISTORIES, HITS, SPANS, classes_of, hits_of, span_of, span_start};
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
+
+const TRACKED_MAX: usize = 1 << 16;
+/// Minimum number of tracked pages per sampled resident page. Below it the sample is halved.
+const TRACKED_PER_RESIDENT: usize = 4;
+/// Accesses between two updates of the estimate. The interval grows with the age of the cache,
+/// within these bounds.
+const UPDATE_INTERVAL: std::ops::RangeInclusive<u64> = 1 << 8..=1 << 13;
+const HALF_LIFE_MIN: u64 = 1 << 19;
+/// Half-life of the counts per resident page, in accesses.
+const HALF_LIFE_PER_RESIDENT: u64 = 16;
+/// Weight of a prior, in pages. With fewer observations than this, an estimate stays close to that
+/// of the next coarser class.
+const PRIOR_PAGES: f64 = 20.0;
+/// Factor by which the rate falls from span to span where nothing was observed.
+const UNSEEN_DECAY: f64 = 0.707;
+const SAMPLE_SHIFT: u32 = 24;
+
+type Rates = [f64; SPANS];
+
+#[derive(Debug, Clone, Copy)]
+struct Tracked {
+    since: u64,
+    class: Class,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Counts {
+    /// Pages accessed again at this age.
+    requests: Rates,
+    /// Pages accessed again, or dropped from the sample, at this age. They passed all earlier
+    /// spans.
+    ends: Rates,
+    /// Time that these pages spent in their last span.
+    last_time: Rates,
+}
+
+#[derive(Debug)]
+pub(super) struct DensityEstimator {
+    tracked: HashMap<u64, Tracked, BuildHasherDefault<IdentityHasher>>,
+    /// Start of each tracking, oldest first. Entries of pages that were accessed again are stale.
+    order: VecDeque<(u64, u64)>,
+    sample_bits: u32,
+    counts: Vec<Counts>,
+    density: Vec<f32>,
+    first_at: Option<u64>,
+    updated_at: u64,
+    due_at: u64,
+}
+
+impl DensityEstimator {
+    pub(super) fn new() -> DensityEstimator {
+        let none = Counts { requests: [0.0; SPANS], ends: [0.0; SPANS], last_time: [0.0; SPANS] };
+        DensityEstimator {
+            tracked: HashMap::default(),
+            order: VecDeque::new(),
+            sample_bits: 0,
+            counts: vec![none; CLASSES],
+            density: vec![0.0; CLASSES * SPANS],
+            first_at: None,
+            updated_at: 0,
+            due_at: 0,
+        }
+    }
+
+    pub(super) fn access(&mut self, hash: u64, class: Class, now: u64) {
+        if self.first_at.is_none() {
+            self.first_at = Some(now);
+            self.due_at = now + UPDATE_INTERVAL.start();
+        }
+        if !self.is_sampled(hash) {
+            return;
+        }
+        if let Some(before) = self.tracked.insert(hash, Tracked { since: now, class }) {
+            let span = self.counts[before.class.index()].end(now - before.since);
+            self.counts[before.class.index()].requests[span] += 1.0;
+        }
+        self.order.push_back((now, hash));
+        while self.tracked.len() > TRACKED_MAX || self.order.len() > 2 * TRACKED_MAX {
+            self.drop_oldest(now);
+        }
+    }
+
+    pub(super) fn forget(&mut self, hash: u64, now: u64) {
+        if let Some(tracked) = self.tracked.remove(&hash) {
+            self.counts[tracked.class.index()].end(now - tracked.since);
+        }
+    }
+
+    pub(super) fn is_due(&self, now: u64) -> bool {
+        now >= self.due_at
+    }
+
+    /// Updates the estimate. Returns densities, indexed by span, then class. Costs a pass over the
+    /// tracked pages and over all classes.
+    pub(super) fn update(&mut self, now: u64, residents: usize) -> &[f32] {
+        if (residents >> self.sample_bits) * TRACKED_PER_RESIDENT > TRACKED_MAX {
+            self.halve_sample();
+        }
+        self.decay(now, residents);
+        let mut counts = self.counts.clone();
+        for tracked in self.tracked.values() {
+            counts[tracked.class.index()].end(now - tracked.since);
+        }
+        let observed: Vec<Observed> = counts.iter().map(Observed::of).collect();
+        self.estimate(&observed);
+        let age = now - self.first_at.unwrap_or(now);
+        self.due_at = now + age.clamp(*UPDATE_INTERVAL.start(), *UPDATE_INTERVAL.end());
+        &self.density
+    }
+
+    fn estimate(&mut self, observed: &[Observed]) {
+        let of_histories: Vec<Observed> =
+            (0..HISTORIES).map(|history| Observed::sum(&observed[classes_of(history)])).collect();
+        let mut of_hits = [Observed::NOTHING; HITS];
+        of_histories.iter().enumerate().for_each(|(history, observed)| of_hits[hits_of(history)].add(observed));
+        let rates_of_all = Observed::sum(&of_hits).rates_alone();
+        let rates_of_hits = of_hits.map(|observed| observed.rates(&rates_of_all));
+        for (history, of_history) in of_histories.iter().enumerate() {
+            let rates_of_history = of_history.rates(&rates_of_hits[hits_of(history)]);
+            for class in classes_of(history) {
+                let density = density(&observed[class].rates(&rates_of_history));
+                for (span, density) in density.iter().enumerate() {
+                    self.density[span * CLASSES + class] = *density as f32;
+                }
+            }
+        }
+    }
+
+    fn is_sampled(&self, hash: u64) -> bool {
+        (hash >> SAMPLE_SHIFT) & ((1 << self.sample_bits) - 1) == 0
+    }
+
+    fn drop_oldest(&mut self, now: u64) {
+        let Some((since, hash)) = self.order.pop_front() else { return };
+        if self.tracked.get(&hash).is_some_and(|tracked| tracked.since == since) {
+            self.forget(hash, now);
+        }
+    }
+
+    fn halve_sample(&mut self) {
+        self.sample_bits += 1;
+        let bits = self.sample_bits;
+        let shift = SAMPLE_SHIFT;
+        self.tracked.retain(|hash, _| (hash >> shift) & ((1 << bits) - 1) == 0);
+        self.order.retain(|(_, hash)| (hash >> shift) & ((1 << bits) - 1) == 0);
+        // The counts come from a sample of twice the size.
+        self.counts.iter_mut().for_each(|counts| counts.scale(0.5));
+    }
+
+    fn decay(&mut self, now: u64, residents: usize) {
+        let half_life = HALF_LIFE_MIN.max(residents as u64 * HALF_LIFE_PER_RESIDENT) as f64;
+        let passed = now - self.updated_at.max(self.first_at.unwrap_or(now));
+        self.updated_at = now;
+        let scale = 1.0 / (1.0 + std::f64::consts::LN_2 * passed as f64 / half_life);
+        self.counts.iter_mut().for_each(|counts| counts.scale(scale));
+    }
+}
+
+impl Counts {
+    /// Counts the end of a page's wait, and returns the span of its age.
+    fn end(&mut self, age: u64) -> usize {
+        let span = span_of(age);
+        self.ends[span] += 1.0;
+        self.last_time[span] += (age - span_start(span)) as f64;
+        span
+    }
+
+    fn scale(&mut self, factor: f64) {
+        for rates in [&mut self.requests, &mut self.ends, &mut self.last_time] {
+            rates.iter_mut().for_each(|rate| *rate *= factor);
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Observed {
+    requests: Rates,
+    time: Rates,
+}
+
+impl Observed {
+    fn of(counts: &Counts) -> Observed {
+        let mut time = counts.last_time;
+        let mut passed = 0.0;
+        for span in (0..SPANS).rev() {
+            time[span] += passed * length(span);
+            passed += counts.ends[span];
+        }
+        Observed { requests: counts.requests, time }
+    }
+
+    const NOTHING: Observed = Observed { requests: [0.0; SPANS], time: [0.0; SPANS] };
+
+    fn sum(parts: &[Observed]) -> Observed {
+        let mut sum = Observed::NOTHING;
+        parts.iter().for_each(|part| sum.add(part));
+        sum
+    }
+
+    fn add(&mut self, part: &Observed) {
+        for span in 0..SPANS {
+            self.requests[span] += part.requests[span];
+            self.time[span] += part.time[span];
+        }
+    }
+
+    fn rates_alone(&self) -> Rates {
+        let time: f64 = self.time.iter().sum();
+        let mut prior = if time > 0.0 { self.requests.iter().sum::<f64>() / time } else { 1.0 / length(0) };
+        std::array::from_fn(|span| {
+            let rate = self.rate(span, prior);
+            prior = rate * UNSEEN_DECAY;
+            rate
+        })
+    }
+
+    fn rates(&self, prior: &Rates) -> Rates {
+        let requests: f64 = self.requests.iter().sum();
+        let expected: f64 = (0..SPANS).map(|span| prior[span] * self.time[span]).sum();
+        let level = (requests + 1.0) / (expected + 1.0);
+        std::array::from_fn(|span| self.rate(span, prior[span] * level))
+    }
+
+    fn rate(&self, span: usize, prior: f64) -> f64 {
+        let weight = PRIOR_PAGES * length(span);
+        (self.requests[span] + prior * weight) / (self.time[span] + weight)
+    }
+}
+
+/// Density per span: the maximum rate of hits from that span on.
+fn density(rates: &Rates) -> Rates {
+    let mut density = [0.0; SPANS];
+    // Intervals, built from the last span backwards. A page is best kept to the end of the one it
+    // is in, and their densities decrease.
+    let mut intervals: Vec<Interval> = Vec::with_capacity(SPANS);
+    for span in (0..SPANS).rev() {
+        let mut interval = Interval::of(rates[span], length(span));
+        while let Some(next) = intervals.pop_if(|next| next.density() >= interval.density()) {
+            interval = interval.then(&next);
+        }
+        density[span] = interval.density();
+        intervals.push(interval);
+    }
+    density
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Interval {
+    requests: f64,
+    time: f64,
+    /// Probability that the page passes the interval without an access.
+    passes: f64,
+}
+
+impl Interval {
+    /// At a constant rate. The form without an exponential gives the same results on every machine.
+    fn of(rate: f64, length: f64) -> Interval {
+        let passes = 1.0 / (1.0 + rate * length);
+        Interval { requests: 1.0 - passes, time: passes * length, passes }
+    }
+
+    fn then(&self, next: &Interval) -> Interval {
+        Interval {
+            requests: self.requests + self.passes * next.requests,
+            time: self.time + self.passes * next.time,
+            passes: self.passes * next.passes,
+        }
+    }
+
+    fn density(&self) -> f64 {
+        self.requests / self.time
+    }
+}
+
+fn length(span: usize) -> f64 {
+    (span_start(span + 1) - span_start(span)) as f64
+}
+
+#[derive(Debug, Default)]
+pub(super) struct IdentityHasher(u64);
+
+impl Hasher for IdentityHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.0 = (self.0 << 8) | u64::from(*byte));
+    }
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_that_returns_soon_is_denser_than_one_that_does_not() {
+        let soon = Class(0);
+        let never = Class(1);
+        let mut estimator = DensityEstimator::new();
+        for round in 0..2000u64 {
+            let now = (1 << 32) + 2 * round;
+            estimator.access(round % 100, soon, now);
+            estimator.access((1 << 20) + round, never, now + 1);
+        }
+        let density = estimator.update((1 << 32) + 4000, 100);
+        assert!(density[soon.index()] > 10.0 * density[never.index()]);
+    }
+
+    #[test]
+    fn page_just_before_its_return_is_denser_than_just_after_its_access() {
+        let mut rates = [1e-6; SPANS];
+        rates[12] = 1e-2;
+        let density = density(&rates);
+        assert!(density[11] > density[0] && density[12] > density[11] && density[13] < density[0]);
+    }
+
+    #[test]
+    fn sample_is_bounded_and_halved() {
+        let mut estimator = DensityEstimator::new();
+        for page in 0..3 * TRACKED_MAX as u64 {
+            estimator.access((page << SAMPLE_SHIFT) | page, Class(0), page);
+        }
+        assert_eq!(estimator.tracked.len(), TRACKED_MAX);
+        estimator.update(3 * TRACKED_MAX as u64, TRACKED_MAX);
+        assert_eq!(estimator.sample_bits, 1);
+        assert_eq!(estimator.tracked.len(), TRACKED_MAX / 2);
+    }
+}

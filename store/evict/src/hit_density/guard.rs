@@ -1,0 +1,258 @@
+//! Guard that keeps the policy from falling below LRU.
+//!
+//! Similar to set dueling, a sampled shadow LRU cache runs beside the real cache. It has the stamps
+//! of as many sampled pages as there are sampled resident pages. A balance holds the sampled hits
+//! by which the cache is ahead of the shadow:
+//! - A small fraction of LRU's hits is added to it: the tolerated loss.
+//! - It has a maximum, so that old gains do not pay for new losses.
+//!
+//! So over any time the sampled loss is bounded by that fraction, that maximum, and the hits lost
+//! after the balance is empty until the pages that LRU would have kept are back.
+//!
+//! The policy evicts in LRU order:
+//! - until it has watched the traffic for a multiple of the time that it took to fill the cache,
+//!   because gains from keeping pages longer than LRU show only later;
+//! - while LRU answers nearly all returning accesses, because there is little to gain and much to
+//!   lose;
+//! - from when the balance is empty until it has recovered.
+
+use crate::policy::{Removal, Stamp};
+use std::collections::{BTreeSet, HashMap};
+use std::hash::BuildHasherDefault;
+
+const SHADOW_MAX: usize = 1 << 14;
+const SAMPLE_SHIFT: u32 = 24;
+/// Half-life of the access counts, in sampled accesses: a constant, and a share per shadow page.
+const HALF_LIFE_MIN: f64 = 4096.0;
+const HALF_LIFE_PER_PAGE: f64 = 4.0;
+/// Tolerated loss, as a fraction of LRU's hits. The balance falls in the long run only if the
+/// policy loses more than this.
+const LOSS_FRACTION: f64 = 0.005;
+/// Initial balance in sampled hits: a constant, and a share per shadow page.
+const CREDIT_HITS: f64 = 64.0;
+const CREDIT_PER_PAGE: f64 = 0.02;
+/// Maximum balance, and balance at which the policy resumes, as multiples of the initial balance.
+const CREDIT_MAX_FACTOR: f64 = 2.0;
+const CREDIT_RESUME_FACTOR: f64 = 0.1;
+/// Fraction of returning accesses from which on LRU is good enough.
+const LRU_SUFFICIENT: f64 = 0.9;
+/// Time to watch before the policy departs from LRU, in times to fill the cache. Estimates from
+/// less traffic are mostly prior.
+const WATCH_FILLS: u64 = 3;
+
+#[derive(Debug)]
+pub(super) struct LruGuard {
+    stamps: HashMap<u64, Stamp, BuildHasherDefault<super::estimator::IdentityHasher>>,
+    order: BTreeSet<(Stamp, u64)>,
+    sample_bits: u32,
+    residents: usize,
+    /// Sampled hits that may still be lost. `None` until the policy first departs from LRU. An
+    /// empty balance returns the cache to LRU.
+    balance: Option<f64>,
+    /// True if the balance has not been empty since it last recovered.
+    in_credit: bool,
+    /// Decayed count of accesses to known pages, and of those that the shadow answers.
+    returns: f64,
+    lru_returns: f64,
+    first_at: Option<u64>,
+    full_at: Option<u64>,
+    now: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Access {
+    pub(super) hash: u64,
+    pub(super) stamp: Stamp,
+    pub(super) hit: bool,
+    pub(super) returns: bool,
+}
+
+impl LruGuard {
+    pub(super) fn new() -> LruGuard {
+        LruGuard {
+            stamps: HashMap::default(),
+            order: BTreeSet::new(),
+            sample_bits: 0,
+            residents: 0,
+            balance: None,
+            in_credit: false,
+            returns: 0.0,
+            lru_returns: 0.0,
+            first_at: None,
+            full_at: None,
+            now: 0,
+        }
+    }
+
+    pub(super) fn follows_lru(&self) -> bool {
+        !self.in_credit || self.lru_returns > LRU_SUFFICIENT * self.returns
+    }
+
+    fn has_watched_enough(&self) -> bool {
+        let (Some(first_at), Some(full_at)) = (self.first_at, self.full_at) else { return false };
+        self.now - first_at >= WATCH_FILLS * (full_at - first_at)
+    }
+
+    /// Notes that the cache needs a victim, so it is full.
+    pub(super) fn full(&mut self, now: u64) {
+        self.full_at.get_or_insert(now);
+    }
+
+    pub(super) fn arrived(&mut self, hash: u64) {
+        self.residents += usize::from(self.is_sampled(hash));
+    }
+
+    pub(super) fn left(&mut self, hash: u64, removal: Removal) {
+        if !self.is_sampled(hash) {
+            return;
+        }
+        self.residents -= 1;
+        if removal == Removal::Removed
+            && let Some(stamp) = self.stamps.remove(&hash)
+        {
+            self.order.remove(&(stamp, hash));
+        }
+    }
+
+    pub(super) fn access(&mut self, access: &Access, now: u64) {
+        self.now = now;
+        self.first_at.get_or_insert(now);
+        if !self.is_sampled(access.hash) {
+            return;
+        }
+        let before = self.stamps.insert(access.hash, access.stamp);
+        if let Some(before) = before {
+            self.order.remove(&(before, access.hash));
+        }
+        self.order.insert((access.stamp, access.hash));
+        while self.stamps.len() > self.residents {
+            let Some((_, oldest)) = self.order.pop_first() else { break };
+            self.stamps.remove(&oldest);
+        }
+        self.count(access, before.is_some());
+        self.update_balance(access.hit, before.is_some());
+    }
+
+    fn count(&mut self, access: &Access, lru_hit: bool) {
+        let half_life = HALF_LIFE_MIN + HALF_LIFE_PER_PAGE * self.residents as f64;
+        let fade = 1.0 - std::f64::consts::LN_2 / half_life;
+        let count = |sum: &mut f64, one: bool| *sum = *sum * fade + f64::from(u8::from(one));
+        count(&mut self.returns, access.returns || lru_hit);
+        count(&mut self.lru_returns, lru_hit);
+    }
+
+    fn update_balance(&mut self, hit: bool, lru_hit: bool) {
+        if self.balance.is_none() && !self.has_watched_enough() {
+            return;
+        }
+        let credit = CREDIT_HITS + CREDIT_PER_PAGE * self.residents as f64;
+        self.in_credit |= self.balance.is_none();
+        let balance = self.balance.get_or_insert(credit);
+        *balance += f64::from(u8::from(hit)) - f64::from(u8::from(lru_hit)) * (1.0 - LOSS_FRACTION);
+        *balance = balance.min(CREDIT_MAX_FACTOR * credit);
+        if *balance <= 0.0 {
+            self.in_credit = false;
+        } else if *balance >= CREDIT_RESUME_FACTOR * credit {
+            self.in_credit = true;
+        }
+    }
+
+    pub(super) fn is_crowded(&self) -> bool {
+        self.residents > SHADOW_MAX
+    }
+
+    /// Halves the sample. `residents` are the hashes of all resident pages.
+    pub(super) fn halve(&mut self, residents: impl Iterator<Item = u64>) {
+        self.sample_bits += 1;
+        self.residents = residents.filter(|hash| self.is_sampled(*hash)).count();
+        let dropped: Vec<u64> = self.stamps.keys().copied().filter(|hash| !self.is_sampled(*hash)).collect();
+        for hash in dropped {
+            if let Some(stamp) = self.stamps.remove(&hash) {
+                self.order.remove(&(stamp, hash));
+            }
+        }
+        self.balance = self.balance.map(|balance| balance / 2.0);
+    }
+
+    fn is_sampled(&self, hash: u64) -> bool {
+        (hash >> SAMPLE_SHIFT) & ((1 << self.sample_bits) - 1) == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A cache of 100 pages that always hits or always misses, under traffic of which LRU answers
+    /// half.
+    fn guard_of_cache_that(finds: bool) -> LruGuard {
+        let mut guard = LruGuard::new();
+        (0..100u64).for_each(|page| guard.arrived(page << SAMPLE_SHIFT));
+        guard.full(100);
+        for tick in 100..2000u64 {
+            let soon = tick % 2 == 0;
+            let page = if soon { tick % 50 } else { tick % 998 };
+            let access = Access { hash: page, stamp: Stamp::new(tick, 0), hit: soon && finds, returns: true };
+            guard.access(&access, tick);
+        }
+        guard
+    }
+
+    #[test]
+    fn lru_takes_over_only_when_it_is_ahead() {
+        assert!(guard_of_cache_that(false).follows_lru());
+        assert!(!guard_of_cache_that(true).follows_lru());
+    }
+
+    fn balance_after(accesses: &[(bool, u32)]) -> LruGuard {
+        let mut guard = LruGuard { first_at: Some(0), full_at: Some(0), ..LruGuard::new() };
+        for (hit, times) in accesses {
+            (0..*times).for_each(|_| guard.update_balance(*hit, true));
+        }
+        guard
+    }
+
+    #[test]
+    fn gains_pay_for_at_most_twice_the_initial_balance() {
+        assert!(balance_after(&[(false, 64)]).in_credit);
+        assert!(!balance_after(&[(false, 65)]).in_credit);
+        assert!(balance_after(&[(true, 100_000), (false, 128)]).in_credit);
+        assert!(!balance_after(&[(true, 100_000), (false, 129)]).in_credit);
+    }
+
+    #[test]
+    fn tolerated_loss_refills_the_balance() {
+        assert!(!balance_after(&[(false, 70), (true, 1000)]).in_credit);
+        assert!(balance_after(&[(false, 70), (true, 3000)]).in_credit);
+    }
+
+    #[test]
+    fn lru_order_holds_until_enough_traffic_was_watched() {
+        let mut guard = LruGuard::new();
+        assert!(guard.follows_lru());
+        for tick in 0..400 {
+            guard.arrived(tick << SAMPLE_SHIFT);
+            let access = Access { hash: tick, stamp: Stamp::new(tick, 0), hit: false, returns: true };
+            guard.access(&access, tick);
+            if tick == 100 {
+                guard.full(tick);
+            }
+            assert_eq!(guard.follows_lru(), tick < 300, "{tick}");
+        }
+    }
+
+    #[test]
+    fn shadow_is_bounded() {
+        let mut guard = LruGuard::new();
+        let pages: Vec<u64> = (0..2 * SHADOW_MAX as u64).map(|page| (page << SAMPLE_SHIFT) | page).collect();
+        for (tick, page) in pages.iter().enumerate() {
+            guard.arrived(*page);
+            let stamp = Stamp::new(tick as u64, 0);
+            guard.access(&Access { hash: *page, stamp, hit: false, returns: false }, tick as u64);
+        }
+        assert!(guard.is_crowded());
+        guard.halve(pages.iter().copied());
+        assert!(!guard.is_crowded());
+        assert_eq!((guard.residents, guard.stamps.len()), (SHADOW_MAX, SHADOW_MAX));
+    }
+}

@@ -1,0 +1,195 @@
+//! The loop of a ring, driven by glommio or by a plain thread.
+//!
+//! Invariants:
+//! - All state of a ring lives on the executor's thread, except the sending sides.
+//! - A closing ring drops its tasks first, and then completes the requests that were accepted
+//!   before.
+
+use super::engine::Engine;
+use super::tasks::{TaskClass, TaskQueues, Tasks};
+use super::{RingCapabilities, RingOptions, on_glommio, on_thread};
+use crate::inbox::{EventFd, Inbox};
+use crate::stats::Counters;
+use crate::timers::Timers;
+use larder_memory::Arena;
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use thiserror::Error;
+
+/// Driver of a ring's requests and tasks. The choice affects the scheduling of tasks, not the order
+/// or durability of requests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Executor {
+    /// glommio, which divides CPU time among task classes by weight. Where it cannot start,
+    /// [`Executor::Thread`] takes over.
+    #[default]
+    Glommio,
+    /// A loop on a plain thread that polls foreground tasks first.
+    Thread,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("executors are \"glommio\" and \"thread\"")]
+pub struct UnknownExecutor;
+
+impl std::str::FromStr for Executor {
+    type Err = UnknownExecutor;
+
+    fn from_str(name: &str) -> Result<Executor, UnknownExecutor> {
+        match name {
+            "glommio" => Ok(Executor::Glommio),
+            "thread" => Ok(Executor::Thread),
+            _ => Err(UnknownExecutor),
+        }
+    }
+}
+
+impl std::fmt::Display for Executor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Executor::Glommio => "glommio",
+            Executor::Thread => "thread",
+        })
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct RingHandles {
+    pub(super) queues: Arc<TaskQueues>,
+    pub(super) timers: Arc<Timers>,
+    pub(super) counters: Arc<Counters>,
+}
+
+impl RingHandles {
+    pub(super) fn new(event_fd: &Arc<EventFd>) -> RingHandles {
+        let queues = TaskQueues::new(event_fd.clone());
+        let timers = Timers::new(event_fd.clone());
+        RingHandles { queues, timers, counters: Arc::default() }
+    }
+}
+
+/// Reports once that the ring is set up, or the error that prevents it.
+pub(super) type Ready = SyncSender<io::Result<RingCapabilities>>;
+
+/// Runs a ring on this thread until it is closed and its requests have completed.
+pub(super) fn run(arena: Arc<Arena>, inbox: Inbox, handles: RingHandles, options: &RingOptions, ready: &Ready) {
+    let core = match RingCore::new(arena, inbox, handles, options) {
+        Ok(core) => Rc::new(core),
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return;
+        }
+    };
+    if options.executor == Executor::Glommio {
+        match on_glommio::run(&core, ready) {
+            Ok(()) => return,
+            Err(reason) => {
+                tracing::warn!(ring = options.name, reason, "glommio cannot start; a plain thread drives the device");
+            }
+        }
+    }
+    on_thread::run(&core, ready);
+}
+
+pub(super) struct RingCore {
+    pub(super) engine: RefCell<Engine>,
+    pub(super) tasks: Tasks,
+    pub(super) event_fd: Arc<EventFd>,
+    timers: Arc<Timers>,
+    /// True once the tasks were dropped. No further tasks are accepted.
+    closed: Cell<bool>,
+}
+
+impl RingCore {
+    fn new(arena: Arc<Arena>, inbox: Inbox, handles: RingHandles, options: &RingOptions) -> io::Result<RingCore> {
+        let event_fd = inbox.event_fd.clone();
+        let engine = RefCell::new(Engine::new(arena, inbox, options, handles.counters)?);
+        let tasks = Tasks::new(handles.queues);
+        let timers = handles.timers;
+        Ok(RingCore { engine, tasks, event_fd, timers, closed: Cell::new(false) })
+    }
+
+    pub(super) fn capabilities(&self, executor: Executor) -> RingCapabilities {
+        self.engine.borrow().capabilities(executor)
+    }
+
+    /// Runs one round without blocking: completes requests, admits tasks, fires timers and starts
+    /// queued requests.
+    pub(super) fn run_once(&self) {
+        self.engine.borrow_mut().reap();
+        if self.event_fd.take_notification() && self.event_fd.closing() {
+            self.close();
+        }
+        self.tasks.admit_spawned();
+        let next = self.timers.fire();
+        let mut engine = self.engine.borrow_mut();
+        engine.arm(next);
+        engine.take();
+    }
+
+    /// Starts queued requests and submits their entries, if the kernel does not have them all.
+    pub(super) fn submit_pending(&self) -> io::Result<()> {
+        let mut engine = self.engine.borrow_mut();
+        engine.take();
+        match engine.has_kernel_work() {
+            true => engine.submit(false),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes progress on requests between two polls of tasks, without blocking.
+    pub(super) fn advance_requests(&self) -> io::Result<()> {
+        self.engine.borrow_mut().reap();
+        self.submit_pending()
+    }
+
+    /// Drops the tasks and completes their sleeps. Requests continue.
+    pub(super) fn close(&self) {
+        if !self.closed.replace(true) {
+            self.tasks.close();
+            self.timers.close();
+        }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.get()
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.is_closed() && self.engine.borrow().is_done()
+    }
+
+    pub(super) fn has_ready(&self, class: TaskClass) -> bool {
+        self.tasks.queues().has_ready(class)
+    }
+
+    /// Submits entries. Then sleeps until a completion or a notification, unless there is work to
+    /// do.
+    pub(super) fn wait(&self) -> io::Result<()> {
+        self.engine.borrow_mut().take();
+        let sleep = self.prepare_sleep();
+        let mut engine = self.engine.borrow_mut();
+        if sleep {
+            engine.poll_event_fd();
+        }
+        let waited = match sleep || engine.has_kernel_work() {
+            true => engine.submit(sleep),
+            false => Ok(()),
+        };
+        // Senders need not signal an executor that is awake, also after a failed wait.
+        self.event_fd.end_sleep();
+        waited
+    }
+
+    /// Announces the sleep. Returns `false` if there is work to do first.
+    fn prepare_sleep(&self) -> bool {
+        let engine = self.engine.borrow();
+        self.event_fd.prepare_sleep(engine.has_room());
+        // Work published before the announcement came without a signal, so it must be looked for
+        // here. See `EventFd`.
+        !self.event_fd.is_notified() && !engine.has_work() && !self.tasks.queues().has_any_ready()
+    }
+}

@@ -1,0 +1,223 @@
+//! The table of requests that are with the kernel.
+//!
+//! Invariants:
+//! - An entry keeps its address and its memory from insertion until it is removed after the
+//!   kernel's last completion.
+//! - A table that is dropped with entries in it leaks them. Memory that a device may still write is
+//!   never freed.
+
+use crate::device::Completion;
+use crate::request::{FileId, Operation, Priority, Request};
+use larder_format::disk::BLOCK_BYTES;
+
+/// Maximum length of a merged entry. A longer one would delay demand reads behind it.
+const MERGED_BYTES_MAX: usize = 1 << 20;
+const MERGED_MAX: usize = 16;
+
+pub(super) struct QueuedRequest {
+    pub(super) request: Request,
+    pub(super) completion: Completion,
+}
+
+/// Kind of transfer of an entry. All requests of a merged entry have the same.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    Read,
+    Write,
+    Sync,
+}
+
+impl Action {
+    fn of(operation: &Operation) -> Action {
+        match operation {
+            Operation::Read { .. } => Action::Read,
+            Operation::Write { .. } => Action::Write,
+            Operation::Sync => Action::Sync,
+        }
+    }
+}
+
+/// One entry for the kernel, with its progress: a request, or several that are adjacent in a file
+/// and merged.
+pub(super) struct InFlight {
+    first: QueuedRequest,
+    more: Vec<QueuedRequest>,
+    bytes: usize,
+    /// Bytes that earlier, short completions transferred.
+    pub(super) moved: usize,
+    /// Retries since the last byte was transferred.
+    pub(super) retries: u32,
+    /// The memory that is still to be transferred. The kernel reads the list at submission.
+    pub(super) iovecs: Vec<libc::iovec>,
+}
+
+impl InFlight {
+    pub(super) fn new(first: QueuedRequest) -> Box<InFlight> {
+        let bytes = first.request.operation.bytes();
+        Box::new(InFlight { first, more: Vec::new(), bytes, moved: 0, retries: 0, iovecs: Vec::new() })
+    }
+    /// Returns `true` if `request` starts where these end, so that one entry can do both. The
+    /// result respects the bounds of a merged entry.
+    pub(super) fn is_continued_by(&self, request: &Request) -> bool {
+        let action = self.action();
+        action != Action::Sync
+            && action == Action::of(&request.operation)
+            && request.file == self.file()
+            && offset_of(&request.operation).checked_sub(self.offset()) == Some(self.bytes as u64)
+            && self.len() < MERGED_MAX
+            && request.operation.check().is_ok()
+            && self.bytes + request.operation.bytes() <= MERGED_BYTES_MAX
+    }
+
+    /// Adds a request for which [`InFlight::is_continued_by`] returned `true`.
+    pub(super) fn push(&mut self, queued: QueuedRequest) {
+        self.bytes += queued.request.operation.bytes();
+        self.more.push(queued);
+    }
+
+    pub(super) fn file(&self) -> FileId {
+        self.first.request.file
+    }
+
+    pub(super) fn priority(&self) -> Priority {
+        self.first.request.priority
+    }
+
+    pub(super) fn action(&self) -> Action {
+        Action::of(&self.first.request.operation)
+    }
+
+    fn offset(&self) -> u64 {
+        offset_of(&self.first.request.operation)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        1 + self.more.len()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn into_requests(self) -> impl Iterator<Item = QueuedRequest> {
+        std::iter::once(self.first).chain(self.more)
+    }
+
+    /// Collects the memory behind the bytes already transferred into `iovecs`. Returns the file
+    /// offset of that memory.
+    pub(super) fn gather(&mut self) -> u64 {
+        let mut gathered = IovecBuilder { skip: self.moved, iovecs: std::mem::take(&mut self.iovecs) };
+        gathered.iovecs.clear();
+        for queued in std::iter::once(&mut self.first).chain(&mut self.more) {
+            gathered.add_operation(&mut queued.request.operation);
+        }
+        self.iovecs = gathered.iovecs;
+        self.offset() + self.moved as u64
+    }
+}
+
+fn offset_of(operation: &Operation) -> u64 {
+    match operation {
+        Operation::Read { offset, .. } | Operation::Write { offset, .. } => *offset,
+        Operation::Sync => 0,
+    }
+}
+
+struct IovecBuilder {
+    skip: usize,
+    iovecs: Vec<libc::iovec>,
+}
+
+impl IovecBuilder {
+    fn add_operation(&mut self, operation: &mut Operation) {
+        match operation {
+            Operation::Read { slot, range, .. } => {
+                // SAFETY: `Operation::check` passed, so range.end <= capacity of the slot.
+                self.add(unsafe { slot.pointer().as_ptr().add(range.start) }, range.len());
+            }
+            Operation::Write { block, payload, .. } => {
+                if let Some(block) = block {
+                    self.add(block.as_mut_ptr(), BLOCK_BYTES);
+                }
+                if let Some((slot, range)) = payload {
+                    // SAFETY: as above. The kernel only reads from this memory.
+                    self.add(unsafe { slot.pointer().as_ptr().add(range.start) }, range.len());
+                }
+            }
+            Operation::Sync => {}
+        }
+    }
+
+    /// Adds `len` bytes from `start`, which belong to one allocation owned by a request.
+    fn add(&mut self, start: *mut u8, len: usize) {
+        let skip = self.skip.min(len);
+        self.skip -= skip;
+        // SAFETY: skip <= len, so the pointer stays in the allocation.
+        let (start, len) = (unsafe { start.add(skip) }, len - skip);
+        match self.iovecs.last_mut() {
+            _ if len == 0 => {}
+            // Memory directly behind the previous range extends it: fewer ranges are cheaper.
+            Some(last) if last.iov_base as usize + last.iov_len == start as usize => last.iov_len += len,
+            _ => self.iovecs.push(libc::iovec { iov_base: start.cast(), iov_len: len }),
+        }
+    }
+}
+
+pub(super) struct InFlightTable {
+    entries: Vec<Option<Box<InFlight>>>,
+    free: Vec<usize>,
+    idle: usize,
+}
+
+impl InFlightTable {
+    pub(super) fn new(entries: usize) -> InFlightTable {
+        InFlightTable { entries: (0..entries).map(|_| None).collect(), free: (0..entries).rev().collect(), idle: 0 }
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.free.len() == self.entries.len()
+    }
+
+    pub(super) fn idle(&self) -> usize {
+        self.idle
+    }
+
+    /// Stores a request and returns its index, the `user_data` of its ring entry.
+    ///
+    /// # Panics
+    /// If the table is full. The caller must check [`InFlightTable::has_room`] first.
+    pub(super) fn insert(&mut self, inflight: Box<InFlight>) -> usize {
+        let index = self.free.pop().expect("a caller looks for room first");
+        self.idle += usize::from(inflight.priority() == Priority::Idle);
+        self.entries[index] = Some(inflight);
+        index
+    }
+
+    pub(super) fn get(&mut self, index: usize) -> Option<&mut InFlight> {
+        self.entries.get_mut(index)?.as_deref_mut()
+    }
+
+    pub(super) fn remove(&mut self, index: usize) -> Option<Box<InFlight>> {
+        let inflight = self.entries.get_mut(index)?.take()?;
+        self.idle -= usize::from(inflight.priority() == Priority::Idle);
+        self.free.push(index);
+        Some(inflight)
+    }
+
+    pub(super) fn uses(&self, file: FileId) -> bool {
+        self.entries.iter().flatten().any(|inflight| inflight.file() == file)
+    }
+}
+
+impl Drop for InFlightTable {
+    fn drop(&mut self) {
+        for inflight in self.entries.drain(..).flatten() {
+            // Leaked on purpose: the kernel may still write to this memory.
+            std::mem::forget(inflight);
+        }
+    }
+}

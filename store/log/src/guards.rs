@@ -1,0 +1,83 @@
+//! Guards for reads and writes in flight: they report to the log on drop, so that no ticket is
+//! lost.
+//!
+//! A ticket that never returns would keep its segment from being reclaimed, and the log would stop
+//! when it is full. A dropped future, a closed device and a panic all drop the guard.
+
+use crate::machine::{Entry, PlannedWrite, ReadTicket, WriteOutcome};
+use crate::shared::LogShared;
+use larder_format::PageId;
+use larder_format::disk::RecordHeader;
+use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
+
+/// A planned write. If dropped without an outcome, it counts as never sent to the device. The log
+/// then leaves a hole there, and seals the segment if it is open.
+pub(crate) struct WriteGuard {
+    shared: Arc<LogShared>,
+    planned: Option<PlannedWrite>,
+    /// The record's share of the write queue, returned on drop. `None` for tombstones and copies,
+    /// which take no room in the queue.
+    _queue_permit: Option<OwnedSemaphorePermit>,
+}
+
+impl WriteGuard {
+    pub(crate) fn new(
+        shared: &Arc<LogShared>,
+        planned: PlannedWrite,
+        queue_permit: Option<OwnedSemaphorePermit>,
+    ) -> WriteGuard {
+        WriteGuard { shared: shared.clone(), planned: Some(planned), _queue_permit: queue_permit }
+    }
+
+    pub(crate) fn header(&self) -> &RecordHeader {
+        &self.planned.as_ref().expect("present until finish, which consumes the guard").header
+    }
+
+    pub(crate) fn finish(mut self, outcome: WriteOutcome) {
+        self.report(outcome);
+    }
+
+    fn report(&mut self, outcome: WriteOutcome) {
+        if let Some(planned) = self.planned.take() {
+            self.shared.update_log(|log| log.write_done(planned, outcome));
+        }
+    }
+}
+
+impl Drop for WriteGuard {
+    fn drop(&mut self) {
+        self.report(WriteOutcome::NotSent);
+    }
+}
+
+/// A read in flight. It keeps its segment from being reclaimed until the device has answered, even
+/// if the reader has given up.
+pub(crate) struct ReadGuard {
+    shared: Arc<LogShared>,
+    id: PageId,
+    entry: Entry,
+    ticket: Option<ReadTicket>,
+}
+
+impl ReadGuard {
+    pub(crate) fn new(shared: &Arc<LogShared>, ticket: ReadTicket) -> ReadGuard {
+        ReadGuard { shared: shared.clone(), id: ticket.id, entry: ticket.entry, ticket: Some(ticket) }
+    }
+
+    pub(crate) fn id(&self) -> PageId {
+        self.id
+    }
+
+    pub(crate) fn entry(&self) -> Entry {
+        self.entry
+    }
+}
+
+impl Drop for ReadGuard {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            self.shared.update_log(|log| log.end_read(ticket));
+        }
+    }
+}

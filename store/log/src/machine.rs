@@ -1,0 +1,247 @@
+//! The segment log of one device as a deterministic state machine: no I/O, no clock, no randomness.
+//!
+//! The caller performs all I/O. It asks the log for a plan, carries the plan out, and reports the
+//! result:
+//!
+//! ```text
+//! append ─► PlannedWrite ─► device ─► write_done      next_intent ─► Prepare, Footer, CopyForward
+//! lookup ─► begin_read_at ─► ReadTicket ─► device ─► end_read       ─► device ─► prepared, …
+//! ```
+//!
+//! Invariants:
+//! 1. A page is found only after its write completed, never after it was forgotten, and never after
+//!    it expired.
+//! 2. At most one segment is open. Records are numbered in the order in which they are planned.
+//!    Numbers and segment epochs grow together, even past segments that recovery could not read.
+//! 3. Segments are reclaimed oldest epoch first, and never while a read or write of them is in
+//!    flight. A tombstone is younger than the records that it deletes, so it exists as long as they
+//!    do.
+//! 4. The first record of a segment is planned only after its header, with an epoch never used
+//!    before, is durable.
+//! 5. The number of segments never exceeds the capacity.
+//! 6. The footer of a segment is planned only when nothing else of the segment is in flight and all
+//!    its records are durable. It lists all of them. Room for it is kept from the first record on.
+//!
+//! Layout: the state is split into parts with private fields, and each operation has a module.
+//!
+//! | part | module | holds |
+//! | --- | --- | --- |
+//! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
+//! | `Index` | `index` | page → record, fallback records, namespaces |
+//! | `Retention` | `retention` | ranking of pages, pins, order by expiry |
+//! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
+//! | `RecoveryState` | `recovery` | progress of the start |
+//!
+//! Operations: `append` (writes), `read`, `forget`, `sync`, `pages` (changes of index entries),
+//! `quota`, `prepare` (the next segment), `copy_forward`, `footer`, `scrub`; `triage`, `scan` and
+//! `recovery` at a start.
+
+use larder_evict::HitDensity;
+use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace};
+use larder_format::footer::{Footer, FooterRoom};
+use larder_format::{NamespaceId, PageId, is_expired};
+use larder_runtime::fail_point;
+use std::collections::VecDeque;
+use thiserror::Error;
+
+mod append;
+mod copy_forward;
+mod footer;
+mod forget;
+mod index;
+mod pages;
+mod prepare;
+mod quota;
+mod read;
+mod recovery;
+mod retention;
+mod scan;
+mod scrub;
+mod segment;
+mod segments;
+mod sync;
+#[cfg(test)]
+mod tests;
+mod triage;
+mod unindexed;
+
+pub use append::{Append, AppendError, PlannedWrite, WriteOutcome};
+pub use copy_forward::CopyForward;
+pub use footer::PlannedFooter;
+pub use forget::Forget;
+pub use prepare::{Prepare, PrepareOutcome};
+pub use read::{Location, ReadTicket};
+pub use recovery::{RecoveryError, RecoveryResult};
+pub use retention::{Pin, PinError};
+pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
+pub use sync::SyncTicket;
+pub use triage::{FoundSegment, Recovery, SegmentEpoch};
+
+use index::Index;
+use prepare::NextSegment;
+use recovery::{RecoveryState, RetentionWarmup};
+use retention::Retention;
+use segments::Segments;
+use unindexed::UnindexedRecords;
+
+pub const KEEP_PERCENT_DEFAULT: u8 = 50;
+
+#[derive(Debug, Clone)]
+pub struct LogConfig {
+    pub segment_bytes: u64,
+    pub segments_max: u32,
+    /// Seed of the index's hash. It must be unknown to clients, or they could choose keys that
+    /// collide.
+    pub hash_seed: u64,
+    /// Percentage of the log's bytes for pages that are copied when their segment is reclaimed,
+    /// because they will probably be used again. With 0, pages are evicted in the order in which
+    /// they came. Default [`KEEP_PERCENT_DEFAULT`], maximum 90.
+    pub keep_percent: u8,
+    /// Quota in bytes of a namespace for which [`Log::set_quota`] set none. `u64::MAX` for no
+    /// limit.
+    pub quota_default: u64,
+}
+
+impl LogConfig {
+    fn retained_bytes_max(&self) -> u64 {
+        let bytes = self.segment_bytes.saturating_mul(u64::from(self.segments_max));
+        bytes / 100 * u64::from(self.keep_percent.min(90))
+    }
+}
+
+/// Index entry of a page, as readers and the scrub see it. It is a snapshot: the record may be
+/// copied, replaced or reclaimed at any time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    pub place: RecordPlace,
+    /// Number of the record, unique in the log.
+    pub number: u64,
+    pub payload_bytes: u32,
+    pub generation: u64,
+    pub position: u32,
+    /// Expiry in milliseconds since 1970, up to a second early. 0 if the page never expires.
+    pub expires_unix_ms: u64,
+}
+
+/// Background work for the device. No caller in particular waits for it. The end of each must be
+/// reported, or the log eventually takes no more writes.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// Prepare a segment for records, then call [`Log::prepared`].
+    Prepare(Prepare),
+    /// Write a footer, then call [`Log::footer_done`]. A footer only speeds up the next start.
+    Footer(PlannedFooter),
+    /// Copy pages to the open segment, then call [`Log::copy_forward_done`].
+    CopyForward(CopyForward),
+}
+
+/// Fill level of the log, and counts of events since it was opened. [`L3Stats`](crate::L3Stats)
+/// explains the fields of the same names.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LogCounts {
+    pub pages: u64,
+    pub page_bytes: u64,
+    pub segments: u64,
+    pub segments_max: u64,
+    pub segments_used: u64,
+    pub evicted_pages: u64,
+    pub segments_prepared: u64,
+    pub segments_abandoned: u64,
+    pub kept_pages: u64,
+    pub kept_bytes: u64,
+    pub pinned_bytes: u64,
+    /// Pages for which a copy was planned.
+    pub copied_pages: u64,
+    pub quota_pages: u64,
+    pub expired_pages: u64,
+    pub footers: u64,
+}
+
+/// The log: the place of each record, and the work that comes next. It computes in memory only, so
+/// the caller may hold a lock around each call.
+#[derive(Debug)]
+pub struct Log {
+    config: LogConfig,
+    segments: Segments,
+    next_segment: NextSegment,
+    index: Index,
+    retention: Retention,
+    unindexed: UnindexedRecords,
+    /// Present until every segment was recovered.
+    recovery: Option<RecoveryState>,
+    /// Present until retention knows every recovered page.
+    warmup: Option<RetentionWarmup>,
+    intents: VecDeque<Intent>,
+    /// No more writes: a segment is in an unknown state, see [`AppendError::Stopped`].
+    stopped: bool,
+    /// Counts of events. The fill levels are computed by [`Log::counts`].
+    counts: LogCounts,
+}
+
+impl Log {
+    pub fn new(config: LogConfig) -> Log {
+        Log {
+            segments: Segments::new(config.segment_bytes),
+            next_segment: NextSegment::None,
+            index: Index::new(config.hash_seed, config.quota_default),
+            retention: Retention::new(config.retained_bytes_max(), HitDensity::new(config.hash_seed)),
+            unindexed: UnindexedRecords::default(),
+            recovery: None,
+            warmup: None,
+            intents: VecDeque::new(),
+            stopped: false,
+            counts: LogCounts::default(),
+            config,
+        }
+    }
+
+    pub fn config(&self) -> &LogConfig {
+        &self.config
+    }
+
+    /// Maximum bytes of a record: a segment without its header and a footer of one record.
+    pub fn record_bytes_max(&self) -> u64 {
+        let footer = FooterRoom::default().bytes_with(&NamespaceId([0; 32]));
+        self.config.segment_bytes.saturating_sub(BLOCK_BYTES as u64 + footer)
+    }
+
+    pub fn counts(&self) -> LogCounts {
+        let unrecovered = self.recovery.as_ref().map_or(0, RecoveryState::segments_left);
+        LogCounts {
+            pages: self.index.len() as u64,
+            page_bytes: self.index.record_bytes(),
+            segments: (self.segments.len() + unrecovered) as u64,
+            segments_max: u64::from(self.config.segments_max),
+            segments_used: self.segments.used() as u64,
+            kept_pages: self.retention.pages() as u64,
+            kept_bytes: self.retention.bytes(),
+            pinned_bytes: self.retention.pinned_bytes(),
+            ..self.counts
+        }
+    }
+
+    pub fn index_bytes(&self) -> u64 {
+        (self.index.memory_bytes() + self.segments.memory_bytes()) as u64
+    }
+
+    /// Takes the next background work. Any call with `&mut self` may add some.
+    pub fn next_intent(&mut self) -> Option<Intent> {
+        self.intents.pop_front()
+    }
+
+    pub fn has_intents(&self) -> bool {
+        !self.intents.is_empty()
+    }
+
+    /// Returns `true` if `number` outranks the record in `slot`, so that it becomes the current
+    /// one.
+    fn supersedes(&self, slot: u32, number: u64) -> bool {
+        self.index.get(slot).number <= number || fail_point!("log.older-record-replaces-newer")
+    }
+}
+
+/// Returns `true` if a page with this expiry must not be served. Its record stays on the device
+/// until the segment is reclaimed.
+fn must_not_serve(expires_unix_ms: u64, now_unix_ms: u64) -> bool {
+    is_expired(expires_unix_ms, now_unix_ms) && !fail_point!("log.serve-expired")
+}

@@ -1,0 +1,197 @@
+//! Copy-forward: saves pages that will probably be used again from the segment that is reclaimed
+//! next. This file holds the decisions; `crate::copy_forward` does the I/O.
+//!
+//! A *number* in this file is a record number. The larger number is the newer record.
+//!
+//! Invariants:
+//! - A copy is made of the current record only. The copy has a larger number and stands in a
+//!   younger segment, so a tombstone that is planned later deletes the copy and the original alike.
+//! - Room for all copies is reserved in the open segment before the work begins. So a copy never
+//!   waits for room, though writers may wait for copies.
+//!
+//! The log starts a copy-forward when it opens the last available segment. Then another segment is
+//! ready before the open one is full. It also starts one later, from `choose_next`, if it expected
+//! to create the next segment and the file system was full.
+//!
+//! The record for which the segment was opened has precedence over the copies, except those of
+//! hard-pinned pages. Hard-pinned pages come before that record. In a freshly opened segment they
+//! always fit, because they come from a segment of the same size. They are at most a quarter of the
+//! log, so at most one segment in four fills up with them. In the cases of the last paragraph,
+//! pinned pages may be lost.
+//!
+//! Steps, and what a crash or failure leaves after each of them:
+//!
+//! 1. The log chooses pages, reserves room, and queues [`Intent::CopyForward`]. Nothing changed:
+//!    the pages are served from their originals.
+//! 2. For each page: [`Log::begin_maintenance_read`], a read, [`Log::end_read`]. A damaged page is
+//!    dropped as in any other read. If the page was forgotten, replaced or dropped meanwhile, step
+//!    3 refuses it.
+//! 3. [`Log::plan_copy`] plans the copy, and [`Log::write_done`] makes it current. A crash leaves
+//!    the original, or both. With both, the copy counts; if the copy is torn, the original is
+//!    served while its segment exists. If the write fails, the original stays current. A forget
+//!    deletes the copy by its number. A put that was planned before the copy and is written after
+//!    it has a smaller number, so the copy wins: the page's first complete writer wins.
+//! 4. A sync of the segment of the copies. From now on a crash leaves the copies.
+//! 5. [`Log::copy_forward_done`]: the log evicts the pages that were not copied, and reclaims the
+//!    segment when idle. If the sync failed, or copies are still being written, a crash may lose
+//!    them. That is a miss.
+//!
+//! If the open segment fails meanwhile, its reservation ends, and pages not copied yet are evicted.
+//! Nothing is copied in a log that was opened full, after the open segment failed, or with fewer
+//! than [`SEGMENTS_MIN`] segments. If the next segment could not be created, copies take no more
+//! than the rest of the open one.
+
+use super::index::NONE;
+use super::*;
+use larder_format::PageMeta;
+use larder_format::disk::{RecordBody, record_bytes};
+use std::collections::BTreeMap;
+
+/// In a smaller log, the room for copies would be too large a share.
+const SEGMENTS_MIN: u32 = 4;
+
+/// Copy these pages, sync the segment of the copies, and report to [`Log::copy_forward_done`] in
+/// any case. A copy is [`Log::begin_maintenance_read`], a verified read, and [`Log::plan_copy`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CopyForward {
+    /// The segment that is reclaimed next.
+    pub segment: u32,
+    pub epoch: u64,
+    /// Pages to copy with the numbers of their records: hard-pinned ones first, then in record
+    /// order.
+    pub pages: Vec<(PageId, u64)>,
+}
+
+#[derive(Debug)]
+pub(super) struct CopyForwardState {
+    /// Segment that is reclaimed after the copies.
+    source: SegmentEpoch,
+    /// Open segment in which room for the copies is reserved.
+    target: SegmentEpoch,
+    /// Pages without a planned copy, with the numbers of their records. At the end they are
+    /// evicted.
+    left: BTreeMap<PageId, u64>,
+}
+
+impl Log {
+    pub(super) fn can_copy_forward(&self) -> bool {
+        self.config.segments_max >= SEGMENTS_MIN
+    }
+
+    pub(super) fn is_copy_target(&self, segment: u32) -> bool {
+        matches!(&self.next_segment, NextSegment::CopyingForward(copying) if copying.target.segment == segment)
+    }
+
+    /// Returns `true` if pages are being copied out of the page's segment, and the page is not
+    /// among those left.
+    pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
+        let NextSegment::CopyingForward(copying) = &self.next_segment else { return false };
+        let entry = self.index.get(slot);
+        entry.segment == copying.source.segment && copying.left.get(&self.index.id_of(slot)) != Some(&entry.number)
+    }
+
+    /// Starts on the oldest segment, if the one just opened for a record of `bytes` is the last
+    /// available: no segment is free, and the log has all its segments.
+    pub(super) fn copy_forward_ahead(&mut self, namespace: &NamespaceId, bytes: u64) {
+        let is_last =
+            self.segments.free_segment().is_none() && self.segments.len() >= self.config.segments_max as usize;
+        if is_last && matches!(self.next_segment, NextSegment::None) && self.can_copy_forward() {
+            self.reclaim_oldest(Some((namespace, bytes)));
+        }
+    }
+
+    /// Reclaims the oldest segment, after copying those of its pages for which the open segment has
+    /// room. `next_record` is the record that goes to the open segment first.
+    pub(super) fn reclaim_oldest(&mut self, next_record: Option<(&NamespaceId, u64)>) {
+        let Some((epoch, oldest)) = self.segments.next_to_reclaim() else { return };
+        let pages = if self.can_copy_forward() { self.reserve_copies(oldest, next_record) } else { Vec::new() };
+        let target = self.segments.open_epoch().map(|(segment, open)| SegmentEpoch { segment, epoch: open.number() });
+        let Some(target) = target.filter(|_| !pages.is_empty()) else { return self.reclaim(oldest) };
+        let source = SegmentEpoch { segment: oldest, epoch };
+        let left = pages.iter().copied().collect();
+        self.next_segment = NextSegment::CopyingForward(CopyForwardState { source, target, left });
+        self.intents.push_back(Intent::CopyForward(CopyForward { segment: oldest, epoch, pages }));
+    }
+
+    /// Chooses the pages to copy, and reserves room for them in the open segment. Candidates are
+    /// ranked pages that were used or are pinned. Hard-pinned pages come first, the others in
+    /// record order. The others are added only up to seven eighths of the segment.
+    fn reserve_copies(&mut self, oldest: u32, next_record: Option<(&NamespaceId, u64)>) -> Vec<(PageId, u64)> {
+        let Some((open, epoch)) = self.segments.open_epoch() else { return Vec::new() };
+        let mut reservation = epoch.reservation();
+        let segment_bytes = self.config.segment_bytes;
+        let mut slots = self.slots_after(oldest, 0);
+        // A page that was never used is not worth a second write: traffic without readers is
+        // written once.
+        slots.retain(|&slot| {
+            let entry = self.index.get(slot);
+            entry.retained_at != NONE && (entry.is_used() || self.retention.pin_of(slot) != Pin::None)
+        });
+        slots.sort_by_key(|&slot| self.retention.pin_of(slot) != Pin::Hard);
+        let mut pages = Vec::new();
+        for slot in slots {
+            let id = self.index.id_of(slot);
+            let entry = self.index.get(slot);
+            let bytes = entry.record_bytes();
+            let is_pinned = self.retention.pin_of(slot) == Pin::Hard;
+            // An eighth of every segment is for new records, so that writers always make progress.
+            if !is_pinned && reservation.bytes() + bytes > segment_bytes / 8 * 7 {
+                continue;
+            }
+            let beside = next_record.filter(|_| !is_pinned);
+            if reservation.add(segment_bytes, &id.namespace, bytes, beside) {
+                pages.push((id, entry.number));
+            }
+        }
+        if let Some(epoch) = self.segments.epoch_mut(open) {
+            epoch.reserve(reservation);
+        }
+        pages
+    }
+
+    /// Plans the copy of a page named by [`Intent::CopyForward`], whose record `number` has the
+    /// metadata `meta`. Returns `None` if another record of the page is current, or the reservation
+    /// is gone.
+    pub fn plan_copy(&mut self, id: &PageId, number: u64, meta: &PageMeta) -> Option<PlannedWrite> {
+        let NextSegment::CopyingForward(copying) = &self.next_segment else { return None };
+        if self.stopped || copying.left.get(id) != Some(&number) || meta.id != *id {
+            return None;
+        }
+        let SegmentEpoch { segment, epoch } = copying.target;
+        let is_current = self.index.find(id).map(|slot| self.index.get(slot)).is_some_and(|entry| {
+            entry.number == number
+                && entry.generation == meta.generation
+                && entry.payload_bytes as usize == meta.payload_bytes()
+        });
+        if !(is_current || fail_point!("log.copy-forward-after-forget")) || !self.segments.is_open(segment) {
+            return None;
+        }
+        let bytes = record_bytes(meta.payload_bytes()) as u64;
+        let target = RecordPlace { segment, epoch, offset: 0 };
+        let offset = self.segments.epoch_at_mut(&target)?.allocate_reserved(bytes)?;
+        if let NextSegment::CopyingForward(copying) = &mut self.next_segment {
+            copying.left.remove(id);
+        }
+        self.counts.copied_pages += 1;
+        self.unindexed.write_planned(id);
+        Some(self.planned(RecordPlace { offset, ..target }, RecordBody::Page(meta.clone())))
+    }
+
+    /// Reports a [`CopyForward`]: no further copy will be planned. The log evicts the pages left in
+    /// the segment.
+    pub fn copy_forward_done(&mut self, segment: u32, epoch: u64) {
+        let source = SegmentEpoch { segment, epoch };
+        let copying = match std::mem::replace(&mut self.next_segment, NextSegment::None) {
+            NextSegment::CopyingForward(copying) if copying.source == source => copying,
+            other => {
+                self.next_segment = other;
+                return;
+            }
+        };
+        let SegmentEpoch { segment: target, epoch } = copying.target;
+        if let Some(epoch) = self.segments.epoch_at_mut(&RecordPlace { segment: target, epoch, offset: 0 }) {
+            epoch.release_reservation(copying.left.len());
+        }
+        self.reclaim(segment);
+    }
+}

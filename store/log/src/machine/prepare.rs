@@ -1,0 +1,156 @@
+//! The next segment: a free one, a new one, or the oldest one after its reclaim.
+//!
+//! Steps of preparing a segment, and what a crash leaves after each of them:
+//!
+//! 1. [`Intent::Prepare`] is queued. No page of the segment can be found, and no read or write of
+//!    it is in flight. A crash leaves the old epoch. Its pages that come back were never forgotten,
+//!    because a tombstone for one of them stands in this segment or in a younger one.
+//! 2. The caller writes the header and syncs it, or creates the file. A crash leaves the old epoch,
+//!    or the new one without records.
+//! 3. [`Log::prepared`]. As in step 2.
+
+use super::copy_forward::CopyForwardState;
+use super::*;
+
+/// Prepare a segment for records, and report to [`Log::prepared`].
+///
+/// If `fresh`, the caller creates the file: fully allocated, with this epoch in its header, durably
+/// and atomically. An existing file is replaced. Otherwise the caller writes the header and syncs
+/// it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prepare {
+    pub segment: u32,
+    pub epoch: u64,
+    /// `true` if there is no file, or one that never held a record. After a crash, the rest of a
+    /// torn header in such a file would say nothing about its epoch.
+    pub fresh: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PrepareOutcome {
+    /// The header is durable.
+    Ready,
+    /// It failed, and the file is durably gone. Another try may succeed.
+    Removed,
+    /// As [`Removed`](PrepareOutcome::Removed), and the file system reports that it is full.
+    Full,
+    /// It failed, and the file may still exist with any content.
+    Undetermined,
+}
+
+#[derive(Debug)]
+pub(super) enum NextSegment {
+    None,
+    /// Pages of the oldest segment are being copied to the open one.
+    CopyingForward(CopyForwardState),
+    /// This segment waits for its reads and writes to end.
+    Reclaiming(u32),
+    Preparing,
+    Ready(u32),
+    /// It could not be prepared. The next writer without room tries again, and gets the error if
+    /// that fails too.
+    Failed,
+}
+
+impl Log {
+    pub(super) fn open_next(&mut self) -> bool {
+        let NextSegment::Ready(segment) = self.next_segment else { return false };
+        self.next_segment = NextSegment::None;
+        self.segments.open_prepared(segment)
+    }
+
+    /// Starts on the next segment before the open one is full, so that writers need not wait for
+    /// it.
+    pub(super) fn prepare_ahead(&mut self) {
+        if !matches!(self.next_segment, NextSegment::None | NextSegment::Failed) {
+            return;
+        }
+        let needed = match self.segments.open_epoch() {
+            None => true,
+            Some(_) if matches!(self.next_segment, NextSegment::Failed) => false,
+            // In a log of few segments, an early reclaim would cost too large a share of the pages.
+            Some((_, open)) => {
+                let segment_bytes = self.config.segment_bytes;
+                self.config.segments_max > 3 && open.free_bytes(segment_bytes) < segment_bytes / 4
+            }
+        };
+        if needed {
+            self.choose_next();
+        }
+    }
+
+    fn choose_next(&mut self) {
+        if let Some(segment) = self.segments.free_segment() {
+            return self.prepare(segment, true);
+        }
+        let excess = usize::from(fail_point!("log.one-segment-over-capacity"));
+        if self.segments.len() < self.config.segments_max as usize + excess
+            && let Some(segment) = self.segments.unused_number()
+        {
+            return self.prepare(segment, true);
+        }
+        self.reclaim_oldest(None);
+    }
+
+    /// Evicts all pages of the oldest segment, and prepares it when it is idle.
+    pub(super) fn reclaim(&mut self, oldest: u32) {
+        let slots = self.slots_after(oldest, 0);
+        self.counts.evicted_pages += slots.len() as u64;
+        // Until the new header is durable, a crash would bring the pages back. So each counts as
+        // unindexed.
+        for slot in slots {
+            self.drop_page(slot);
+        }
+        self.index.drop_fallbacks_in(oldest);
+        self.segments.begin_reclaim(oldest);
+        self.next_segment = NextSegment::Reclaiming(oldest);
+        self.reclaim_if_idle();
+    }
+
+    pub(super) fn reclaim_if_idle(&mut self) {
+        if let NextSegment::Reclaiming(segment) = self.next_segment
+            && let Some(fresh) = self.segments.end_reclaim(segment)
+        {
+            self.prepare(segment, fresh);
+        }
+    }
+
+    fn prepare(&mut self, segment: u32, fresh: bool) {
+        let epoch = self.segments.begin_prepare(segment);
+        self.next_segment = NextSegment::Preparing;
+        self.intents.push_back(Intent::Prepare(Prepare { segment, epoch, fresh }));
+    }
+
+    /// Reports a [`Prepare`]. If the state of the file is undetermined, the log takes no more
+    /// writes until the node restarts.
+    pub fn prepared(&mut self, prepare: &Prepare, outcome: PrepareOutcome) {
+        let Prepare { segment, epoch, fresh } = *prepare;
+        self.next_segment = NextSegment::None;
+        match outcome {
+            PrepareOutcome::Ready => {
+                self.counts.segments_prepared += 1;
+                self.segments.prepared(segment, epoch);
+                self.next_segment = NextSegment::Ready(segment);
+            }
+            PrepareOutcome::Removed | PrepareOutcome::Full => {
+                self.segments.remove(segment);
+                self.next_segment = NextSegment::Failed;
+                // The file system has no room for another file: continue with the existing
+                // segments.
+                if outcome == PrepareOutcome::Full && fresh && self.segments.len() > 0 {
+                    self.config.segments_max = self.segments.len() as u32;
+                    self.next_segment = NextSegment::None;
+                }
+            }
+            // The old records may still be on the device, so their tombstones must not be
+            // reclaimed.
+            PrepareOutcome::Undetermined => {
+                self.stopped = true;
+                return;
+            }
+        }
+        // The records of all older epochs are gone from the device now.
+        let oldest = self.segments.oldest_epoch().unwrap_or(epoch);
+        self.unindexed.reclaimed_up_to(oldest - 1);
+    }
+}

@@ -1,0 +1,141 @@
+//! The read path: lookup, read tickets, damage, expiry.
+
+use super::*;
+
+/// Location of a page, as of one lookup.
+///
+/// A location holds nothing: the page may move or vanish at any time. The log checks the location
+/// by one array access, and looks the page up again if it is stale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Location {
+    pub id: PageId,
+    pub entry: Entry,
+    slot: u32,
+}
+
+/// Permission to read one record. The caller must pass it to [`Log::end_read`] exactly once. Until
+/// then the segment is not reclaimed.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a read must be ended, or its segment is never reclaimed"]
+pub struct ReadTicket {
+    pub id: PageId,
+    pub entry: Entry,
+}
+
+impl Log {
+    /// Looks up a page that can be read. Costs one hash probe. A lookup is no use of the page: only
+    /// reads and touches change its rank.
+    pub fn lookup(&self, id: &PageId, now_unix_ms: u64) -> Option<Location> {
+        let slot = self.index.find(id)?;
+        let entry = self.entry(slot)?;
+        (!must_not_serve(entry.expires_unix_ms, now_unix_ms)).then_some(Location { id: *id, entry, slot })
+    }
+
+    pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
+        self.lookup(id, now_unix_ms).map(|location| location.entry)
+    }
+
+    /// Returns `true` if a reader would find the same put as `location` names, wherever its record
+    /// stands.
+    pub fn is_current(&self, location: &Location, now_unix_ms: u64) -> bool {
+        let entry = self.resolve(location).and_then(|slot| self.entry(slot));
+        entry.is_some_and(|entry| {
+            entry.generation == location.entry.generation && !must_not_serve(entry.expires_unix_ms, now_unix_ms)
+        })
+    }
+
+    /// The slot of a located page. Probes the index only if the page has moved.
+    fn resolve(&self, location: &Location) -> Option<u32> {
+        match self.index.is_at(location.slot, &location.id, location.entry.number) {
+            true => Some(location.slot),
+            false => self.index.find(&location.id),
+        }
+    }
+
+    pub(super) fn entry(&self, slot: u32) -> Option<Entry> {
+        let packed = self.index.get(slot);
+        let epoch = self.segments.epoch(packed.segment)?.number();
+        Some(Entry {
+            place: index::place_of(packed, epoch),
+            number: packed.number,
+            payload_bytes: packed.payload_bytes,
+            generation: packed.generation,
+            position: packed.position,
+            expires_unix_ms: packed.expires_unix_ms(),
+        })
+    }
+
+    /// Begins a read of a page for a client, and records a use of the page.
+    pub fn begin_read(&mut self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
+        let slot = self.index.find(id)?;
+        self.begin_client_read(slot, now_unix_ms)
+    }
+
+    /// Like [`begin_read`](Self::begin_read), for a page that was looked up. Reads the current
+    /// record of the page if the location is stale.
+    pub fn begin_read_at(&mut self, location: &Location, now_unix_ms: u64) -> Option<ReadTicket> {
+        let slot = self.resolve(location)?;
+        self.begin_client_read(slot, now_unix_ms)
+    }
+
+    fn begin_client_read(&mut self, slot: u32, now_unix_ms: u64) -> Option<ReadTicket> {
+        if must_not_serve(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
+            self.counts.expired_pages += 1;
+            self.drop_page(slot);
+            return None;
+        }
+        self.use_page(slot);
+        self.begin_slot_read(slot)
+    }
+
+    /// Begins a read of record `number` of a page for maintenance, which is no use of the page.
+    /// Returns `None` if another record of the page is current.
+    pub fn begin_maintenance_read(&mut self, id: &PageId, number: u64) -> Option<ReadTicket> {
+        let slot = self.index.find(id).filter(|&slot| self.index.get(slot).number == number)?;
+        self.begin_slot_read(slot)
+    }
+
+    fn begin_slot_read(&mut self, slot: u32) -> Option<ReadTicket> {
+        let entry = self.entry(slot)?;
+        self.segments.epoch_at_mut(&entry.place)?.begin_read();
+        Some(ReadTicket { id: self.index.id_of(slot), entry })
+    }
+
+    pub fn touch(&mut self, id: &PageId) {
+        if let Some(slot) = self.index.find(id) {
+            self.use_page(slot);
+        }
+    }
+
+    /// Reports that the device has answered a read, with whatever result.
+    pub fn end_read(&mut self, ticket: ReadTicket) {
+        if let Some(epoch) = self.segments.epoch_at_mut(&ticket.entry.place) {
+            epoch.end_read();
+        }
+        self.reclaim_if_idle();
+    }
+
+    /// Reports that record `number` of a page is damaged. The page is served from the record that
+    /// this one was copied from, or not at all. Returns `false` if another record of the page is
+    /// current.
+    pub fn drop_damaged(&mut self, id: &PageId, number: u64) -> bool {
+        let Some(slot) = self.index.find(id).filter(|&slot| self.index.get(slot).number == number) else {
+            return false;
+        };
+        if !self.fall_back(slot) {
+            self.drop_page(slot);
+        }
+        true
+    }
+
+    /// Drops at most `max` expired pages. Returns `true` if there are more. The caller does this
+    /// periodically.
+    pub fn drop_expired(&mut self, now_unix_ms: u64, max: usize) -> bool {
+        for _ in 0..max {
+            let Some(slot) = self.retention.first_expired(now_unix_ms) else { return false };
+            self.counts.expired_pages += 1;
+            self.drop_page(slot);
+        }
+        self.retention.first_expired(now_unix_ms).is_some()
+    }
+}

@@ -1,0 +1,265 @@
+//! Recovery: builds the index from the segments, newest first, and serves reads meanwhile.
+//!
+//! The record of a page with the largest number counts, unless a tombstone with a
+//! larger number names the page. Numbers grow with epochs. So whatever supersedes a record stands
+//! in the same segment or in a younger one. If segments come youngest first, a page can be served
+//! on sight: no later segment takes it back.
+//!
+//! Steps of a start:
+//!
+//! 1. [`Recovery::new`] decides by the headers which segments must be removed, before anything
+//!    else. It returns a log that serves reads and answers writers [`Append::Wait`].
+//! 2. [`Log::recover_segment`] takes the scans in the order of [`Recovery::scan_order`]. The caller
+//!    may scan several segments at once.
+//! 3. [`Log::finish_recovery`]: the log takes writes. Segments without a footer get one after their
+//!    next sync.
+//! 4. [`Log::warm_retention`], until it returns `false`: retention learns the recovered pages,
+//!    oldest first.
+//!
+//! A crash in any step changes nothing but the removals of step 1, see `triage.rs`.
+//!
+//! Invariants:
+//! - A segment that could not be read to its end, and all older ones, are *untrusted*: none of
+//!   their pages is served. The unread part may hold a tombstone of any of them.
+//! - The index is then incomplete up to that epoch, see `unindexed.rs`.
+
+use super::index::FallbackRecord;
+use super::segment::EpochState;
+use super::*;
+use larder_format::disk::record_bytes;
+use larder_format::footer::{PageSummary, RecordSummary};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Number of youngest segments whose last second of writes may not be durable.
+const UNSYNCED_SEGMENTS: usize = 2;
+
+/// A call that does not match the state of the recovery.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum RecoveryError {
+    #[error("segment {found:?} was scanned out of order: the next one is {expected:?}")]
+    OutOfOrder { found: SegmentEpoch, expected: Option<SegmentEpoch> },
+    #[error("{left} segments were not recovered yet")]
+    Unfinished { left: usize },
+    #[error("recovery has already finished")]
+    NotRecovering,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RecoveryResult {
+    pub segments: u64,
+    pub footers: u64,
+    pub cut_short: u64,
+    /// Page records in untrusted segments. These pages are not served.
+    pub untrusted: u64,
+    /// Page records found, current or not.
+    pub page_records: u64,
+    pub expired: u64,
+    pub tombstones: u64,
+    pub torn_records: u64,
+    pub generation_max: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Deletion {
+    /// Records with smaller numbers are deleted.
+    below: u64,
+    /// A power failure may still take the tombstone, or the reason was no tombstone.
+    not_durable: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct RecoveryState {
+    /// Segments not recovered yet. The next one is the last.
+    left: Vec<SegmentEpoch>,
+    segments: usize,
+    deletions: BTreeMap<PageId, Deletion>,
+    record_number_max: u64,
+    /// A segment was cut short, so it and all older ones are untrusted.
+    untrusted: bool,
+    result: RecoveryResult,
+}
+
+impl RecoveryState {
+    pub(super) fn new(oldest_first: Vec<SegmentEpoch>) -> RecoveryState {
+        RecoveryState {
+            segments: oldest_first.len(),
+            left: oldest_first,
+            deletions: BTreeMap::new(),
+            record_number_max: 0,
+            untrusted: false,
+            result: RecoveryResult::default(),
+        }
+    }
+
+    pub(super) fn segments_left(&self) -> usize {
+        self.left.len()
+    }
+
+    /// Reverses the order, for a test that shows that the order matters.
+    #[cfg(test)]
+    pub(super) fn reverse(&mut self) {
+        self.left.reverse();
+    }
+
+    /// Notes that the records of a page with numbers below `number` do not count.
+    pub(super) fn delete_below(&mut self, id: PageId, number: u64, not_durable: bool) {
+        let deletion = Deletion { below: number, not_durable };
+        let known = self.deletions.entry(id).or_insert(deletion);
+        if number > known.below {
+            *known = deletion;
+        }
+    }
+
+    fn take_next(&mut self, found: SegmentEpoch) -> Result<(), RecoveryError> {
+        let expected = self.left.last().copied();
+        if expected != Some(found) {
+            return Err(RecoveryError::OutOfOrder { found, expected });
+        }
+        self.left.pop();
+        Ok(())
+    }
+
+    /// Collects everything in a segment that deletes records of this segment or of older ones.
+    fn collect_deletions(&mut self, records: &[RecordSummary], not_durable: bool, now_unix_ms: u64) {
+        for record in records {
+            self.record_number_max = self.record_number_max.max(record.number());
+            match record {
+                RecordSummary::Page(page) => {
+                    self.result.page_records += 1;
+                    self.result.generation_max = self.result.generation_max.max(page.generation);
+                    if is_expired(page.expires_unix_ms, now_unix_ms) {
+                        self.result.expired += 1;
+                        // Otherwise an older put of the page would be served after a newer one
+                        // expired.
+                        self.delete_below(page.id, page.number, false);
+                    }
+                }
+                RecordSummary::Tombstone(tombstone) => {
+                    self.result.tombstones += 1;
+                    if !fail_point!("log.recovery-ignores-tombstones") {
+                        self.delete_below(tombstone.id, tombstone.number, not_durable);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct RetentionWarmup {
+    /// Epoch and offset of the last page that was ranked.
+    after: (u64, u64),
+    /// Pages of younger epochs were ranked when they were written.
+    last_epoch: u64,
+}
+
+impl Log {
+    /// Adds the next segment of [`Recovery::scan_order`]. Readers find its pages from now on.
+    pub fn recover_segment(&mut self, scanned: ScannedSegment, now_unix_ms: u64) -> Result<(), RecoveryError> {
+        let mut recovery = self.recovery.take().ok_or(RecoveryError::NotRecovering)?;
+        let result = recovery.take_next(SegmentEpoch { segment: scanned.segment, epoch: scanned.epoch });
+        if result.is_ok() {
+            self.add_scanned(&mut recovery, scanned, now_unix_ms);
+        }
+        self.recovery = Some(recovery);
+        result
+    }
+
+    fn add_scanned(&mut self, recovery: &mut RecoveryState, scanned: ScannedSegment, now_unix_ms: u64) {
+        let ScannedSegment { segment, epoch, records, end, footer, torn, cut_short } = scanned;
+        recovery.result.torn_records += torn;
+        if records.is_empty() && !cut_short {
+            return self.segments.add_free(segment);
+        }
+        recovery.result.segments += 1;
+        recovery.result.footers += u64::from(footer);
+        recovery.result.cut_short += u64::from(cut_short);
+        if cut_short {
+            recovery.untrusted = !fail_point!("log.trust-below-truncated-segment");
+            self.unindexed.mark_incomplete_up_to(epoch);
+        }
+        let is_young = recovery.segments - recovery.left.len() <= UNSYNCED_SEGMENTS;
+        // Only a footer proves that the segment was synced: it is written after the sync.
+        let synced = footer && !is_young;
+        self.segments.add_sealed(segment, EpochState::recovered(epoch, end, synced));
+        recovery.collect_deletions(&records, !synced, now_unix_ms);
+        for record in &records {
+            if let RecordSummary::Page(page) = record {
+                self.recover_page(recovery, SegmentEpoch { segment, epoch }, page, now_unix_ms);
+            }
+        }
+        if let Some(state) = self.segments.epoch_mut(segment) {
+            state.shrink_slots();
+            // A footer claims to list every record. The unread part of a segment may have more.
+            state.set_footer_records((!footer && !cut_short).then_some(records));
+        }
+    }
+
+    fn recover_page(&mut self, recovery: &mut RecoveryState, at: SegmentEpoch, page: &PageSummary, now_unix_ms: u64) {
+        if is_expired(page.expires_unix_ms, now_unix_ms) {
+            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+        }
+        if recovery.untrusted {
+            recovery.result.untrusted += 1;
+            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+        }
+        if let Some(deletion) = recovery.deletions.get(&page.id).filter(|deletion| deletion.below > page.number) {
+            if deletion.not_durable {
+                // A power failure may still take the tombstone, so another forget must write
+                // another one.
+                self.unindexed.add(page.id, deletion.below, at.epoch);
+            }
+            return;
+        }
+        let known = self.index.find(&page.id);
+        if let Some(slot) = known.filter(|&slot| !self.supersedes(slot, page.number)) {
+            if self.index.is_same_put(slot, page) {
+                self.index.set_first_fallback(slot, FallbackRecord::of(at.segment, page));
+            }
+            return;
+        }
+        known.map(|slot| self.remove_page(slot));
+        let bytes = record_bytes(page.payload_bytes as usize) as u64;
+        let used = self.index.namespace_bytes(&page.id.namespace);
+        if used.saturating_add(bytes) > self.index.quota(&page.id.namespace) {
+            self.counts.quota_pages += 1;
+            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+        }
+        self.insert_page(at.segment, page);
+    }
+
+    /// Ends the recovery after the last segment. The log takes writes from now on. Segments without
+    /// a footer get one after their next sync.
+    pub fn finish_recovery(&mut self) -> Result<RecoveryResult, RecoveryError> {
+        let left = self.recovery.as_ref().ok_or(RecoveryError::NotRecovering)?.segments_left();
+        if left > 0 {
+            return Err(RecoveryError::Unfinished { left });
+        }
+        let recovery = self.recovery.take().ok_or(RecoveryError::NotRecovering)?;
+        self.segments.number_records_above(recovery.record_number_max);
+        self.warmup = Some(RetentionWarmup { after: (0, 0), last_epoch: self.segments.newest_epoch().unwrap_or(0) });
+        // In the order of their numbers, which every run of the simulation repeats.
+        let segments: BTreeSet<u32> = self.segments.in_epoch_order(..).map(|(_, segment)| segment).collect();
+        for segment in segments {
+            self.plan_footer(segment);
+        }
+        Ok(recovery.result)
+    }
+
+    /// Ranks at most `max` recovered pages, oldest record first. Returns `true` if there are more.
+    /// Until a page is ranked or used, it is not copied when its segment is reclaimed.
+    pub fn warm_retention(&mut self, max: usize) -> bool {
+        let Some(RetentionWarmup { after: (epoch, offset), last_epoch }) = self.warmup.take() else { return false };
+        let next = self.segments.in_epoch_order(epoch..=last_epoch.max(epoch)).find_map(|(found, segment)| {
+            let slots = self.slots_after(segment, if found == epoch { offset } else { 0 });
+            (!slots.is_empty()).then_some((found, slots))
+        });
+        let Some((epoch, slots)) = next else { return false };
+        for &slot in slots.iter().take(max.max(1)) {
+            let offset = self.index.get(slot).offset();
+            self.warmup = Some(RetentionWarmup { after: (epoch, offset), last_epoch });
+            self.rank_page(slot);
+        }
+        true
+    }
+}

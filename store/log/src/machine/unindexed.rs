@@ -1,0 +1,96 @@
+//! Records on the device that the index does not know.
+//!
+//! Terms:
+//! - An *unindexed record* belongs to a page that is not served (any more), and may be on the
+//!   device. A crash can bring such a record back: examples are a damaged page, a failed write, an
+//!   evicted page.
+//! - The *index is incomplete* up to an epoch if some segment up to that epoch could not be read to
+//!   its end. Any page may have unindexed records there.
+//!
+//! Invariant: a record on the device that no durable tombstone deletes belongs to an index entry,
+//! to a write in flight, or to an unindexed record, or lies where the index is incomplete. A forget
+//! of any other page therefore needs no tombstone.
+
+use larder_format::PageId;
+use larder_runtime::fail_point;
+use std::collections::BTreeMap;
+
+#[derive(Debug, Default)]
+pub(super) struct UnindexedRecords {
+    in_flight: BTreeMap<PageId, InFlight>,
+    records: BTreeMap<PageId, Unindexed>,
+    /// The index is incomplete up to this epoch. 0 if it is complete.
+    incomplete_up_to: u64,
+}
+
+#[derive(Debug, Default)]
+struct InFlight {
+    writes: u32,
+    /// A forget deleted the records with smaller numbers while they were being written.
+    deleted_below: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Unindexed {
+    /// All records of the page with smaller numbers are affected.
+    below: u64,
+    /// None of them lies in a segment of a later epoch.
+    epoch: u64,
+}
+
+impl UnindexedRecords {
+    pub(super) fn write_planned(&mut self, id: &PageId) {
+        self.in_flight.entry(*id).or_default().writes += 1;
+    }
+
+    /// The write of record `number` of a page has ended. Returns `true` if a forget deleted the
+    /// record meanwhile.
+    pub(super) fn write_ended(&mut self, id: &PageId, number: u64) -> bool {
+        let Some(in_flight) = self.in_flight.get_mut(id) else { return false };
+        assert!(in_flight.writes > 0, "a write ended that was not planned");
+        in_flight.writes -= 1;
+        let deleted = number < in_flight.deleted_below;
+        if in_flight.writes == 0 {
+            self.in_flight.remove(id);
+        }
+        deleted
+    }
+
+    /// Deletes the records of a page that are being written with numbers below `number`.
+    pub(super) fn delete_in_flight_below(&mut self, id: &PageId, number: u64) {
+        if let Some(in_flight) = self.in_flight.get_mut(id) {
+            in_flight.deleted_below = if fail_point!("log.forget-misses-write-in-flight") { 0 } else { number };
+        }
+    }
+
+    /// Notes that records of a page with numbers below `below`, in segments up to `epoch`, may be
+    /// on the device.
+    pub(super) fn add(&mut self, id: PageId, below: u64, epoch: u64) {
+        let known = self.records.entry(id).or_insert(Unindexed { below, epoch });
+        *known = Unindexed { below: known.below.max(below), epoch: known.epoch.max(epoch) };
+    }
+
+    /// The tombstone `number` of a page is durable: it deletes all records with smaller numbers.
+    pub(super) fn tombstone_durable(&mut self, id: &PageId, number: u64) {
+        if self.records.get(id).is_some_and(|known| known.below <= number) {
+            self.records.remove(id);
+        }
+    }
+
+    pub(super) fn reclaimed_up_to(&mut self, epoch: u64) {
+        self.records.retain(|_, known| known.epoch > epoch);
+        if self.incomplete_up_to <= epoch {
+            self.incomplete_up_to = 0;
+        }
+    }
+
+    pub(super) fn mark_incomplete_up_to(&mut self, epoch: u64) {
+        self.incomplete_up_to = self.incomplete_up_to.max(epoch);
+    }
+
+    /// Returns `true` if a record of a page without an index entry may be on the device.
+    pub(super) fn may_exist(&self, id: &PageId) -> bool {
+        let incomplete = self.incomplete_up_to > 0 && !fail_point!("log.forget-trusts-incomplete-index");
+        incomplete || self.in_flight.contains_key(id) || self.records.contains_key(id)
+    }
+}

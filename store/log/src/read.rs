@@ -1,0 +1,184 @@
+//! The read path: a record from the device, verified before a reader sees it.
+//!
+//! Invariant: a reader gets exactly the page that the index names. Place, record number, page
+//! identity and every checksum must match. Anything else is a miss, a counter and a warning with
+//! evidence.
+
+use crate::L3Error;
+use crate::guards::ReadGuard;
+use crate::machine::{Entry, Location, ReadTicket};
+use crate::shared::LogShared;
+use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
+use larder_format::{PageId, PageMeta};
+use larder_io::{Done, Operation, Priority};
+use larder_memory::{Slot, SlotMut};
+use larder_runtime::fail_point;
+use parking_lot::RwLock;
+use std::fmt::Display;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use tokio::sync::oneshot;
+
+pub(crate) type VerifiedPage = (PageMeta, Slot);
+
+impl LogShared {
+    /// Looks up a page and reads it. `None` is a miss: the page does not exist, or neither its
+    /// record nor the fallback is intact.
+    pub(crate) async fn read_page(self: &Arc<Self>, id: &PageId) -> Result<Option<VerifiedPage>, L3Error> {
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.update_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+        self.read_client_record(ticket).await
+    }
+
+    pub(crate) async fn read_page_at(self: &Arc<Self>, location: &Location) -> Result<Option<VerifiedPage>, L3Error> {
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        self.read_client_record(ticket).await
+    }
+
+    /// Reads a record for a client. If the record is damaged, reads the record that it was copied
+    /// from.
+    async fn read_client_record(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<VerifiedPage>, L3Error> {
+        let id = ticket.id;
+        let mut page = self.read_record(ticket, Priority::Demand).await?;
+        if page.is_none() {
+            // The damaged record was dropped. The index finds the original now, if its segment
+            // still exists.
+            let now = self.clock.now_unix_ms();
+            let Some(ticket) = self.update_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
+            page = self.read_record(ticket, Priority::Demand).await?;
+        }
+        if let Some((_, payload)) = &page {
+            self.counters.reads.add(1);
+            self.counters.read_bytes.add(payload.len() as u64);
+        }
+        Ok(page)
+    }
+
+    /// Reads the record of a ticket into new memory. `None` if the record is damaged; it was
+    /// dropped then.
+    pub(crate) async fn read_record(
+        self: &Arc<Self>,
+        ticket: ReadTicket,
+        priority: Priority,
+    ) -> Result<Option<VerifiedPage>, L3Error> {
+        let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
+        let guard = ReadGuard::new(self, ticket);
+        let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
+        self.read_record_into(slot, guard, priority).await
+    }
+
+    /// Reads the record of the guard into a slot of its exact length. `None` if the record is
+    /// damaged; it was dropped then.
+    pub(crate) async fn read_record_into(
+        self: &Arc<Self>,
+        slot: SlotMut,
+        guard: ReadGuard,
+        priority: Priority,
+    ) -> Result<Option<VerifiedPage>, L3Error> {
+        let id = guard.id();
+        let entry = guard.entry();
+        let segment = entry.place.segment;
+        // Header and payload are adjacent: one request reads both.
+        let operation = Operation::read(entry.place.offset, slot);
+        let (reply, answer) = oneshot::channel();
+        let on_done = move |done: Done| {
+            if fail_point!("log.abandoned-read-leaks") && reply.is_closed() {
+                return std::mem::forget(guard);
+            }
+            // The device is done with the segment, whether or not the reader still waits for the
+            // page.
+            drop(guard);
+            let _ = reply.send(done);
+        };
+        self.device.submit(segment, priority, operation, Box::new(on_done)).await?;
+        let Done { operation, result } = answer.await.map_err(|_| L3Error::Closed)?;
+        if let Err(error) = result {
+            // The file ends inside the record: an operator truncated it.
+            if error.kind() == io::ErrorKind::UnexpectedEof {
+                self.drop_damaged(&id, &entry, &error, &[]);
+                return Ok(None);
+            }
+            // The record may be readable later, but until then every reader would wait for an
+            // error. The scrub reads all pages of a device that may fail for a moment only, so it
+            // drops none.
+            if priority != Priority::Idle {
+                self.update_log(|log| log.drop_damaged(&id, entry.number));
+            }
+            return Err(self.io_error("read", segment, error));
+        }
+        let Operation::Read { slot, .. } = operation else { return Ok(None) };
+        let (header, payload) = slot.split_at(BLOCK_BYTES);
+        match self.verify_record(&id, &entry, &header, &payload) {
+            Ok(meta) => Ok(Some((meta, payload.freeze()))),
+            Err(problem) => {
+                self.drop_damaged(&id, &entry, &problem, &header);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Checks that header and payload are the record that the index names, of the page that was
+    /// requested, with every byte intact. Returns the metadata of the page, or a description of the
+    /// damage.
+    fn verify_record(&self, id: &PageId, entry: &Entry, header: &[u8], payload: &[u8]) -> Result<PageMeta, String> {
+        let record = RecordHeader::decode_at_stated_place(header, &self.log_id).map_err(|error| error.to_string())?;
+        let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
+        let is_expected = record.place == entry.place && record.number == entry.number && meta.id == *id;
+        if !is_expected && !fail_point!("log.read-skips-identity") {
+            return Err(format!(
+                "another record is here: number {} of page {:?}, written for {:?}",
+                record.number, meta.id, record.place
+            ));
+        }
+        if !fail_point!("log.read-skips-checksum") {
+            meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
+        }
+        Ok(meta)
+    }
+
+    /// Drops a damaged page, counts it, and logs the evidence. The damage listener is called only
+    /// if the record was still the current one.
+    fn drop_damaged(&self, id: &PageId, entry: &Entry, problem: &dyn Display, header: &[u8]) {
+        self.counters.corrupt.add(1);
+        let was_current = self.update_log(|log| log.drop_damaged(id, entry.number));
+        tracing::warn!(
+            page = ?id,
+            file = %self.segment_path(entry.place.segment).display(),
+            offset = entry.place.offset,
+            epoch = entry.place.epoch,
+            record = entry.number,
+            payload_bytes = entry.payload_bytes,
+            header_start = ?header.get(..64),
+            %problem,
+            "L3: dropped a damaged page; readers get a miss. If this repeats, check the device and run `larder verify`"
+        );
+        if was_current {
+            self.damage.report(*id);
+        }
+    }
+}
+
+type DamageListener = Arc<dyn Fn(PageId) + Send + Sync>;
+
+#[derive(Default)]
+pub(crate) struct DamageReports {
+    listener: RwLock<Option<DamageListener>>,
+}
+
+impl DamageReports {
+    pub(crate) fn set_listener(&self, listener: impl Fn(PageId) + Send + Sync + 'static) {
+        *self.listener.write() = Some(Arc::new(listener));
+    }
+
+    fn report(&self, id: PageId) {
+        // Cloned, because the listener may take long or set another listener.
+        let Some(listener) = self.listener.read().clone() else { return };
+        // The listener is the caller's code. Its panic must not unwind through a reader or the
+        // scrub task.
+        if catch_unwind(AssertUnwindSafe(|| listener(id))).is_err() {
+            tracing::error!(page = ?id, "L3: the listener for damaged pages panicked; the page is not repaired");
+        }
+    }
+}

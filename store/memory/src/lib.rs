@@ -1,0 +1,23 @@
+//! The memory that pages lie in.
+//!
+//! Invariants:
+//! - Memory of the [`Arena`] has one writer or many readers, never both. [`SlotMut`] is exclusive
+//!   and [`Slot`] is shared and read-only; both are ordinary Rust ownership.
+//! - Processes on one machine share memory by file descriptor ([`share`]). Neither side ever writes
+//!   to the other's memory.
+//! - A device that reads or writes memory by itself receives a value that owns that memory
+//!   ([`span`]). The memory is reused only after the device has returned the value.
+//!
+//! Layout:
+//! - [`arena`]: one mapping on huge pages, cut into slots.
+//! - [`extent`]: the allocator behind the arena and behind a client's shared memory.
+//! - [`share`]: the arena in other processes of the machine, and their memory in the node.
+//! - [`span`]: traits for memory that a device may access by itself.
+
+pub mod arena;
+pub mod extent;
+pub mod share;
+pub mod span;
+
+pub use arena::{Arena, ArenaSharing, Slot, SlotMut, SlotPart, SlotPartMut, SlotSlice};
+pub use extent::ExtentAllocator;

@@ -1,0 +1,67 @@
+//! The handshake of a connection that shares memory. Either side sends a magic number, a length and
+//! file descriptors.
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv,
+    recvmsg, sendmsg,
+};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+/// Magic number with the version of the handshake. No frame of the protocol starts with these
+/// bytes.
+const MAGIC: [u8; 8] = *b"LRDRMEM1";
+const HANDSHAKE_BYTES: usize = MAGIC.len() + size_of::<u64>();
+
+/// Sends `number` and at most two descriptors in one message.
+pub(crate) async fn send(stream: &UnixStream, number: u64, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let number = number.to_le_bytes();
+    let attempt = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let message = [IoSlice::new(&MAGIC), IoSlice::new(&number)];
+        Ok(sendmsg(stream, &message, &mut ancillary, SendFlags::NOSIGNAL)?)
+    };
+    match stream.async_io(Interest::WRITABLE, attempt).await? {
+        HANDSHAKE_BYTES => Ok(()),
+        _ => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+/// Returns `true` if the next bytes are a handshake. Consumes nothing. Waits for the bytes without
+/// a limit.
+pub(crate) async fn is_handshake(stream: &UnixStream) -> io::Result<bool> {
+    let peek = || {
+        let mut magic = [0; MAGIC.len()];
+        let (peeked, _) = recv(stream, &mut magic, RecvFlags::PEEK)?;
+        Ok(peeked == MAGIC.len() && magic == MAGIC)
+    };
+    stream.async_io(Interest::READABLE, peek).await
+}
+
+/// Receives a number and the descriptors that come with it, at most two. Waits for them without a
+/// limit.
+pub(crate) async fn receive(stream: &UnixStream) -> io::Result<(u64, Vec<OwnedFd>)> {
+    let attempt = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let (mut magic, mut number) = ([0; MAGIC.len()], [0; 8]);
+        let into = &mut [IoSliceMut::new(&mut magic), IoSliceMut::new(&mut number)];
+        let received = recvmsg(stream, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        if received != HANDSHAKE_BYTES || magic != MAGIC {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer did not send a Larder memory handshake"));
+        }
+        let rights = ancillary.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        });
+        Ok((u64::from_le_bytes(number), rights.flatten().collect()))
+    };
+    stream.async_io(Interest::READABLE, attempt).await
+}

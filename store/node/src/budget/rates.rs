@@ -1,0 +1,106 @@
+//! Throughput estimates: delays before a retry, and the bytes that a reader can receive in time.
+
+use std::time::{Duration, Instant};
+
+const RETRY_MIN: Duration = Duration::from_millis(1);
+/// Also the answer while no rate is known. A longer pause would leave a freed budget unused.
+pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
+/// Limit for requests of pages. Such a request reserves no memory, so an early retry costs the node
+/// little, and a late one leaves the reader idle.
+pub(super) const RETRY_OUTSTANDING_MAX: Duration = Duration::from_millis(50);
+/// Length of one measurement. Shorter ones would see single pages instead of a rate.
+const SAMPLE_TIME: Duration = Duration::from_millis(100);
+/// A measurement that took this many sample times replaces the estimate instead of averaging with
+/// it: the old value describes a load that ended long ago.
+const STALE_SAMPLES: u32 = 8;
+
+/// Rate at which charged bytes of one kind become free, in wall time. It gives the delay that a
+/// refusal suggests.
+#[derive(Default)]
+pub(super) struct ReleaseRate {
+    since: Option<Instant>,
+    bytes: u64,
+    per_second: u64,
+}
+
+impl ReleaseRate {
+    pub(super) fn record(&mut self, now: Instant, bytes: u64) {
+        let since = *self.since.get_or_insert(now);
+        self.bytes += bytes;
+        let elapsed = now.saturating_duration_since(since);
+        if elapsed >= SAMPLE_TIME {
+            let measured = u128::from(self.bytes) * 1_000_000 / elapsed.as_micros();
+            let is_stale = elapsed >= SAMPLE_TIME * STALE_SAMPLES;
+            let before = if is_stale { measured } else { u128::from(self.per_second) };
+            self.per_second = u64::try_from((before + measured) / 2).unwrap_or(u64::MAX);
+            self.since = Some(now);
+            self.bytes = 0;
+        }
+    }
+
+    /// Expected time until `bytes` become free, between [`RETRY_MIN`] and [`RETRY_MAX`].
+    pub(super) fn time_for(&mut self, now: Instant, bytes: u64) -> Duration {
+        // Closes an old sample, so that an idle period lowers the rate.
+        self.record(now, 0);
+        if self.per_second == 0 {
+            return RETRY_MAX;
+        }
+        time_at(self.per_second, bytes)
+    }
+}
+
+/// Rate at which readers receive requested bytes. Time without outstanding bytes does not count.
+#[derive(Default)]
+pub(super) struct ReadRate {
+    /// Start of the part of the busy period that is not yet in `busy`. `None` while idle.
+    busy_since: Option<Instant>,
+    busy: Duration,
+    bytes: u64,
+    per_second: Option<u64>,
+}
+
+impl ReadRate {
+    pub(super) fn start(&mut self, now: Instant) {
+        self.busy_since = Some(now);
+    }
+
+    /// Ends the busy period. The caller has recorded the last bytes before.
+    pub(super) fn stop(&mut self) {
+        self.busy_since = None;
+    }
+
+    /// Adds received bytes. With 0 bytes it only accounts for the time that passed, so that a
+    /// reader that receives nothing becomes slow.
+    pub(super) fn record(&mut self, now: Instant, bytes: u64) {
+        self.bytes += bytes;
+        // While idle, nothing can be received. The bytes belong to a request that ended just now.
+        let Some(since) = self.busy_since.replace(now) else { return };
+        self.busy += now.saturating_duration_since(since);
+        if self.busy < SAMPLE_TIME {
+            return;
+        }
+        let measured = u128::from(self.bytes) * 1_000_000 / self.busy.as_micros();
+        let measured = u64::try_from(measured).unwrap_or(u64::MAX);
+        let is_stale = self.busy >= SAMPLE_TIME * STALE_SAMPLES;
+        let before = self.per_second.filter(|_| !is_stale).unwrap_or(measured);
+        self.per_second = Some(before / 2 + measured / 2);
+        self.busy = Duration::ZERO;
+        self.bytes = 0;
+    }
+
+    /// Returns the bytes that fit into `time` at this rate, or `None` before the first measurement.
+    pub(super) fn bytes_in(&self, time: Duration) -> Option<u64> {
+        let bytes = u128::from(self.per_second?) * time.as_micros() / 1_000_000;
+        Some(u64::try_from(bytes).unwrap_or(u64::MAX))
+    }
+
+    /// Expected time to receive `bytes`, at most [`RETRY_OUTSTANDING_MAX`].
+    pub(super) fn time_for(&self, bytes: u64) -> Duration {
+        self.per_second.map_or(RETRY_OUTSTANDING_MAX, |rate| time_at(rate, bytes).min(RETRY_OUTSTANDING_MAX))
+    }
+}
+
+fn time_at(per_second: u64, bytes: u64) -> Duration {
+    let micros = u128::from(bytes) * 1_000_000 / u128::from(per_second.max(1));
+    Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).clamp(RETRY_MIN, RETRY_MAX)
+}

@@ -1,0 +1,95 @@
+//! Follow: streams a page that is stored, being written, or about to be written.
+
+use super::Connection;
+use super::outbox::{PagePayload, PartPayload, Responder};
+use crate::node::NodeState;
+use crate::puts::{Presence, Progress, Put};
+use larder_format::PageId;
+use larder_wire::{FollowState, Response};
+use std::io;
+use std::time::Instant;
+
+impl Connection {
+    pub(super) async fn follow(&mut self, request: u64, id: PageId, deadline: Instant) -> io::Result<()> {
+        self.node.metrics.follows.inc();
+        let node = self.node.clone();
+        let responder = self.responder(request, deadline);
+        self.spawn(request, 1, async move { follow(&node, &responder, id, deadline).await }).await
+    }
+}
+
+/// Sends a page part by part, as soon as each part can be sent. Waits for the put of an absent page
+/// until `deadline`, and answers a miss then.
+async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: Instant) -> io::Result<()> {
+    let end = |state, meta| responder.finish(Response::FollowEnd { state, meta });
+    loop {
+        match node.store.puts().presence(&id) {
+            Presence::Sealed => return follow_sealed(node, responder, id, deadline).await,
+            Presence::Open(put) => match follow_put(node, responder, &put, deadline).await? {
+                Progress::Sealed => {
+                    // Another put of the key may be current by now. The client compares the
+                    // checksums with the parts that it received.
+                    let found = node.store.tiers().get(&id, deadline).await;
+                    let (state, meta) = match found {
+                        Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
+                        None => (FollowState::Miss, None),
+                    };
+                    return end(state, meta).await;
+                }
+                Progress::Aborted => return end(FollowState::Aborted, None).await,
+                Progress::Open(_) => return end(FollowState::Miss, None).await,
+            },
+            Presence::Absent(waiter) => {
+                if !waiter.put_started(deadline).await {
+                    return end(FollowState::Miss, None).await;
+                }
+            }
+            // A miss, so that the client computes the page instead of waiting in line.
+            Presence::TooManyWaiters => return end(FollowState::Miss, None).await,
+        }
+    }
+}
+
+async fn follow_sealed(node: &NodeState, responder: &Responder, id: PageId, deadline: Instant) -> io::Result<()> {
+    let end = |state, meta| responder.finish(Response::FollowEnd { state, meta });
+    let Some((page, _)) = node.store.tiers().get(&id, deadline).await else {
+        return end(FollowState::Miss, None).await;
+    };
+    for part in 0..page.meta.part_bytes.len() {
+        let bytes = page.meta.part_range(part).unwrap_or_default();
+        let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
+        let head = Response::Part { part: part as u32, crcs };
+        let Some(credit) = responder.credit(bytes.len() as u64).await? else {
+            return end(FollowState::Miss, None).await;
+        };
+        responder.send_bytes(node, head, PagePayload { page: page.clone(), bytes }, credit).await?;
+    }
+    end(FollowState::Sealed, Some(page.meta.clone())).await
+}
+
+/// Sends the parts of a put as they land. Returns the end of the put, or `Open` at the deadline.
+async fn follow_put(node: &NodeState, responder: &Responder, put: &Put, deadline: Instant) -> io::Result<Progress> {
+    // Read before the parts: one that lands during the loop changes the progress, and the next
+    // round finds it.
+    let mut progress = put.progress();
+    let mut sent = vec![false; put.part_count()];
+    loop {
+        for (part, sent) in sent.iter_mut().enumerate().filter(|(_, sent)| !**sent) {
+            if let Some((bytes, crcs)) = put.landed(part) {
+                *sent = true;
+                let head = Response::Part { part: part as u32, crcs };
+                let Some(credit) = responder.credit(bytes.len() as u64).await? else {
+                    return Ok(Progress::Open(0));
+                };
+                responder.send_bytes(node, head, PartPayload(bytes), credit).await?;
+            }
+        }
+        if !matches!(progress, Progress::Open(_)) {
+            return Ok(progress);
+        }
+        match tokio::time::timeout_at(deadline.into(), put.progress_after(progress)).await {
+            Ok(changed) => progress = changed,
+            Err(_) => return Ok(Progress::Open(0)),
+        }
+    }
+}

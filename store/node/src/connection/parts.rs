@@ -1,0 +1,159 @@
+//! Parts of puts: received into the page's memory from the stream, or copied from shared client
+//! memory.
+
+use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
+use crate::puts::Put;
+use larder_format::codec::DecodeError;
+use larder_format::{Mismatch, PayloadVerifier};
+use larder_memory::SlotPartMut;
+use larder_memory::share::PeerMemory;
+use larder_runtime::fail_point;
+use larder_wire::{ByteSource, Entry, FrameReader};
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Bytes that are copied between two yields: about 50 µs of work, so that the other connections of
+/// the thread are not delayed noticeably. Also the unit of verification: it fits into a core's
+/// cache.
+const COPY_STEP_BYTES: usize = 256 << 10;
+/// Maximum time to revoke a grant whose part arrives another way. The device answers within
+/// microseconds, or it is broken.
+const REVOKE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Memory that a client of the same machine shares, and the progress of copies from it.
+pub(super) struct SharedParts {
+    memory: Option<Arc<dyn PeerMemory>>,
+    /// Bytes copied since the last yield, over all parts.
+    copied_since_yield: usize,
+}
+
+impl SharedParts {
+    pub(super) fn new(memory: Option<Arc<dyn PeerMemory>>) -> Self {
+        Self { memory, copied_since_yield: 0 }
+    }
+}
+
+impl Connection {
+    /// Receives a part from the stream into its page's memory. Without an open put for it, the
+    /// bytes are discarded. A damaged part aborts its put.
+    pub(super) async fn receive_part<S: ByteSource>(
+        &mut self,
+        reader: &mut FrameReader<S>,
+        entry: Entry,
+        part: u32,
+        crcs: Vec<u32>,
+        bytes: u32,
+    ) -> io::Result<()> {
+        let Some((put, mut memory)) = self.take_part(&entry, part, bytes).await else {
+            // The frame's payload must be consumed to find the next frame.
+            return tokio::time::timeout(STALL_TIMEOUT, reader.discard(bytes as usize)).await.map_err(timed_out)?;
+        };
+        let lengths = [bytes];
+        let mut arriving = PayloadVerifier::new(&lengths, &crcs);
+        let receive = reader.payload(&mut memory, |piece| arriving.take(piece));
+        tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(timed_out)??;
+        self.node.metrics.bytes_received.inc_by(bytes.into());
+        match arriving.finish() {
+            Err(mismatch) if !fail_point!("node.accept-damaged-wire-part") => {
+                self.abort_damaged(&entry, &put, part, &mismatch);
+            }
+            _ => put.land_verified(part as usize, memory, crcs),
+        }
+        Ok(())
+    }
+
+    /// Copies a part from the client's shared memory into its page's memory. A damaged part aborts
+    /// its put.
+    pub(super) async fn copy_part(
+        &mut self,
+        entry: Entry,
+        part: u32,
+        crcs: Vec<u32>,
+        bytes: u32,
+        offset: u64,
+    ) -> io::Result<()> {
+        let Some(source) = self.shared_parts.memory.clone() else {
+            return Err(protocol_error(DecodeError::Invalid("a part in memory that was not shared")));
+        };
+        let Some((put, mut memory)) = self.take_part(&entry, part, bytes).await else { return Ok(()) };
+        let lengths = [bytes];
+        let mut arriving = PayloadVerifier::new(&lengths, &crcs);
+        self.copy(&*source, offset, &mut memory, &mut arriving).await;
+        match arriving.finish() {
+            Err(mismatch) if !fail_point!("node.accept-damaged-shared-part") => {
+                self.abort_damaged(&entry, &put, part, &mismatch);
+            }
+            _ => put.land_verified(part as usize, memory, crcs),
+        }
+        Ok(())
+    }
+
+    /// Copies and verifies a part step by step, so that each step is still in the cache when it is
+    /// verified. Bytes that cannot be read are left out, which makes the part damaged.
+    ///
+    /// The client may change the bytes meanwhile. Only the copy counts, and nothing is read twice.
+    async fn copy(
+        &mut self,
+        source: &dyn PeerMemory,
+        offset: u64,
+        memory: &mut [u8],
+        arriving: &mut PayloadVerifier<'_>,
+    ) {
+        let mut at = offset;
+        for step in memory.chunks_mut(COPY_STEP_BYTES) {
+            if let Err(error) = source.read(at, step) {
+                let peer = &self.peer;
+                return tracing::warn!(%peer, %error, "cannot read a part from the client's shared memory");
+            }
+            arriving.take(step);
+            // A range that overflows is outside the client's memory, and the next read fails.
+            at = at.saturating_add(step.len() as u64);
+            self.node.metrics.bytes_copied.inc_by(step.len() as u64);
+            self.shared_parts.copied_since_yield += step.len();
+            if self.shared_parts.copied_since_yield >= COPY_STEP_BYTES {
+                self.shared_parts.copied_since_yield = 0;
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    fn abort_damaged(&mut self, entry: &Entry, put: &Arc<Put>, part: u32, mismatch: &Mismatch) {
+        self.node.metrics.parts_corrupt.inc();
+        let peer = &self.peer;
+        let key = put.id.key;
+        tracing::warn!(%peer, %key, part, %mismatch, "put aborted: a part arrived damaged; check the network and the client");
+        self.node.store.puts().abort_unannounced(put);
+        // A draining put stays known: the client's later messages end its grants.
+        if !put.is_draining() {
+            self.puts.remove(entry);
+        }
+    }
+
+    /// Takes the memory of a part to receive into. If the client may write it by RDMA, that grant
+    /// is revoked first.
+    async fn take_part(&self, entry: &Entry, part: u32, bytes: u32) -> Option<(Arc<Put>, SlotPartMut)> {
+        let put = self.puts.get(entry)?.clone();
+        let part = part as usize;
+        if let Some(memory) = put.take_part(part, bytes as usize) {
+            return Some((put, memory));
+        }
+        if put.part_bytes(part) != Some(bytes as usize) {
+            return None;
+        }
+        let key = put.id.key;
+        // The connection's other requests wait meanwhile. The client chose that by sending the part
+        // twice, and it rarely takes more than microseconds.
+        match tokio::time::timeout(REVOKE_TIMEOUT, put.take_grant(part)?.revoke()).await {
+            Ok(Ok(granted)) => return Some((put, granted.bytes)),
+            Ok(Err(error)) => {
+                tracing::warn!(%key, part, %error, "put aborted: the RDMA device did not return a part's memory");
+            }
+            Err(_) => {
+                tracing::warn!(%key, part, "put aborted: the RDMA device did not return a part's memory within 1 s");
+            }
+        }
+        self.node.store.puts().abort(&put);
+        None
+    }
+}

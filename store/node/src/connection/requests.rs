@@ -1,0 +1,302 @@
+//! Receives, admits and dispatches the requests of one client.
+
+use super::get::PageRequest;
+use super::open_puts::commit;
+use super::outbox::Responder;
+use super::page_admin::PageAdmin;
+use super::rdma::PendingCommit;
+use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
+use crate::budget::Busy;
+use crate::puts::Put;
+use larder_format::codec::DecodeError;
+use larder_format::{NamespaceId, PageId, PageKey};
+use larder_runtime::{fail_point, now};
+use larder_wire::{
+    ByteSource, Entry, ErrorCode, FrameHead, FrameHeader, FrameReader, MAX_PIN_MS, PageRange, PartLocation, PinKind,
+    Request, Reserved, Response,
+};
+use std::io;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+/// Retry delay for a client with too many waiting requests. One of them ends soon: each has a
+/// deadline.
+const TOO_MANY_REQUESTS_RETRY: Duration = Duration::from_millis(10);
+const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
+/// Maximum deadline. It bounds the time for which a request can keep its memory.
+const DEADLINE_MAX: Duration = Duration::from_secs(600);
+
+impl Connection {
+    /// Serves requests until the client disconnects.
+    ///
+    /// # Errors
+    /// `InvalidData` for a protocol error; any other kind if the connection was lost.
+    pub(super) async fn serve<S: ByteSource>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
+        if !self.handshake(reader).await? {
+            return Ok(());
+        }
+        while let Some(head) = reader.head().await? {
+            if !self.admit(reader, &head).await? {
+                continue;
+            }
+            let header = head.header;
+            let request = match Request::decode(self.outbox.version(), header.kind, reader.body()) {
+                Ok(request) => request,
+                Err(error) => {
+                    let message = format!("a message of kind {}: {error}", header.kind);
+                    let response = Response::Error { code: ErrorCode::Malformed, message };
+                    // The answer helps to debug the client. The writer flushes it before the close.
+                    self.outbox.respond(header.request, response).await?;
+                    return Err(protocol_error(error));
+                }
+            };
+            self.handle(reader, &header, request).await?;
+            // Still here only if no task has taken it over: the request is done.
+            self.charge = None;
+        }
+        Ok(())
+    }
+
+    /// Charges a request and receives its body. Returns `false` if the request was answered "busy".
+    async fn admit<S: ByteSource>(&mut self, reader: &mut FrameReader<S>, head: &FrameHead) -> io::Result<bool> {
+        let header = &head.header;
+        // Charged before the body is received, which allocates it.
+        match self.account.charge_request(header.body_bytes, !Request::is_sheddable(header.kind)) {
+            Ok(charge) => self.charge = Some(charge),
+            Err(busy) => {
+                tokio::time::timeout(STALL_TIMEOUT, reader.skip_body(head)).await.map_err(timed_out)??;
+                // Only parts have a payload, and parts are never refused.
+                if header.payload_bytes > 0 {
+                    return Err(protocol_error(DecodeError::Invalid("payload")));
+                }
+                self.received_at = now();
+                self.refuse(header.request, busy).await?;
+                return Ok(false);
+            }
+        }
+        tokio::time::timeout(STALL_TIMEOUT, reader.take_body(head)).await.map_err(timed_out)??;
+        self.received_at = now();
+        Ok(true)
+    }
+
+    async fn handle<S: ByteSource>(
+        &mut self,
+        reader: &mut FrameReader<S>,
+        header: &FrameHeader,
+        request: Request,
+    ) -> io::Result<()> {
+        let request = match request {
+            Request::Part { put, part, crcs, bytes } => {
+                return self.part(reader, header.payload_bytes, put, part, crcs, bytes).await;
+            }
+            request => request,
+        };
+        if header.payload_bytes > 0 {
+            return Err(protocol_error(DecodeError::Invalid("payload")));
+        }
+        self.dispatch(header, request).await
+    }
+
+    async fn part<S: ByteSource>(
+        &mut self,
+        reader: &mut FrameReader<S>,
+        payload_bytes: u32,
+        put: Entry,
+        part: u32,
+        crcs: Vec<u32>,
+        bytes: PartLocation,
+    ) -> io::Result<()> {
+        match bytes {
+            PartLocation::Inline => self.receive_part(reader, put, part, crcs, payload_bytes).await,
+            _ if payload_bytes > 0 => Err(protocol_error(DecodeError::Invalid("payload"))),
+            PartLocation::SharedMemory { offset, bytes } => self.copy_part(put, part, crcs, bytes, offset).await,
+            PartLocation::Rdma => {
+                self.land_written_part(put, part, crcs);
+                Ok(())
+            }
+        }
+    }
+
+    async fn dispatch(&mut self, header: &FrameHeader, message: Request) -> io::Result<()> {
+        let node = &self.node;
+        let response = match message {
+            Request::Hello { .. } => return Err(protocol_error(DecodeError::Invalid("second Hello"))),
+            Request::Cancel(other) => {
+                self.cancel(other);
+                return Ok(());
+            }
+            Request::Register { name, ttl_ms, info } => {
+                let ttl = Duration::from_millis(u64::from(ttl_ms));
+                Response::Count(u32::from(node.members.register(name, info, ttl, now())))
+            }
+            Request::Withdraw(name) => Response::Count(u32::from(node.members.withdraw(&name))),
+            Request::Members => Response::Members(node.members.list(now())),
+            Request::Status => Response::Status(node.status().to_string()),
+            message => match &self.namespace {
+                Some(namespace) => {
+                    let namespace = namespace.id;
+                    return self.dispatch_page_request(header, namespace, message).await;
+                }
+                None => Response::Error { code: ErrorCode::State, message: "this connection has no namespace".into() },
+            },
+        };
+        self.outbox.respond(header.request, response).await
+    }
+
+    async fn dispatch_page_request(
+        &mut self,
+        header: &FrameHeader,
+        namespace: NamespaceId,
+        message: Request,
+    ) -> io::Result<()> {
+        let id = |key| PageId { namespace, key };
+        let ids = |keys: Vec<PageKey>| keys.into_iter().map(id).collect::<Vec<_>>();
+        let deadline = deadline(header);
+        let request = header.request;
+        match message {
+            Request::Locate(keys) => {
+                let tiers = keys.into_iter().map(|key| self.node.store.tiers().locate(&id(key))).collect();
+                self.outbox.respond(request, Response::Located(tiers)).await
+            }
+            Request::Reserve(pages) => self.reserve(request, namespace, pages).await,
+            Request::Commit(entries) => self.commit(request, entries, deadline).await,
+            Request::Abort(entry) => {
+                if let Some(put) = self.puts.remove(&entry) {
+                    self.node.store.puts().abort(&put);
+                }
+                Ok(())
+            }
+            Request::Get { keys, by } => {
+                let whole = |(index, key)| PageRequest { index, id: id(key), bytes: None };
+                self.get(request, (0..).zip(keys).map(whole).collect(), by, deadline).await
+            }
+            Request::GetRanges { ranges, by } => {
+                let range = |(index, PageRange { key, bytes })| PageRequest { index, id: id(key), bytes: Some(bytes) };
+                self.get(request, (0..).zip(ranges).map(range).collect(), by, deadline).await
+            }
+            Request::RdmaChannels { closed, offered } => self.open_channels(request, closed, offered, deadline).await,
+            Request::GrantParts { reserve, channels } => self.grant_parts(request, reserve, channels, deadline).await,
+            Request::Lookup { keys, hold_ms } => self.lookup(request, ids(keys), hold_ms, deadline).await,
+            Request::Release(entries) => {
+                self.rdma.release(&entries);
+                self.holdings.release(&entries);
+                Ok(())
+            }
+            Request::Follow(key) => self.follow(request, id(key), deadline).await,
+            Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !(1..=MAX_PIN_MS).contains(&ttl_ms) => {
+                let message = format!("pins last from 1 to {MAX_PIN_MS} milliseconds, not {ttl_ms}");
+                self.outbox.respond(request, Response::Error { code: ErrorCode::Malformed, message }).await
+            }
+            message => {
+                let Some(operation) = PageAdmin::of(message, id) else {
+                    return Err(protocol_error(DecodeError::Invalid("message")));
+                };
+                self.administer(request, operation, deadline).await
+            }
+        }
+    }
+
+    async fn reserve(&mut self, request: u64, namespace: NamespaceId, pages: Vec<Reserved>) -> io::Result<()> {
+        // Only a connection with a namespace gets here.
+        let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
+        let mut outcomes = Vec::with_capacity(pages.len());
+        for (index, page) in (0..).zip(pages) {
+            let id = PageId { namespace, key: page.key };
+            let entry = Entry { request, index };
+            outcomes.push(self.puts.reserve(&self.node, &self.account, part_table, entry, id, page));
+        }
+        self.answer_reserved(request, outcomes).await
+    }
+
+    async fn commit(&mut self, request: u64, entries: Vec<Entry>, deadline: Instant) -> io::Result<()> {
+        let puts: Vec<Option<Arc<Put>>> = entries.iter().map(|entry| self.puts.remove(entry)).collect();
+        // Without RDMA all parts have landed in the order of the stream.
+        if !puts.iter().flatten().any(|put| put.is_revoking()) {
+            return self.outbox.respond(request, commit(&self.node, &puts)).await;
+        }
+        let pending = PendingCommit::new(self.node.clone(), puts);
+        let responder = self.responder(request, deadline);
+        self.spawn(request, 1, async move { pending.run(&responder, deadline).await }).await
+    }
+
+    pub(super) fn responder(&self, request: u64, deadline: Instant) -> Responder {
+        self.outbox.responder(request, deadline)
+    }
+
+    /// Ends the tasks of a request, its lease, and the puts that it reserved.
+    fn cancel(&mut self, request: u64) {
+        // Tasks first: a running lookup must not add holds to a lease that has ended.
+        self.tasks.abort_request(request);
+        self.holdings.end_lease(request);
+        if fail_point!("node.cancel-keeps-puts") {
+            return;
+        }
+        for put in self.puts.remove_request(request) {
+            self.node.store.puts().abort(&put);
+        }
+    }
+
+    /// Runs a request about `keys` keys that may wait, or answers "busy" if too many wait.
+    ///
+    /// A request for one key starts on this task, because it rarely waits and a spawn costs more
+    /// than its work. Of several pages the first can leave while others are looked up, so they get
+    /// a task.
+    pub(super) async fn spawn<F>(&mut self, request: u64, keys: usize, work: F) -> io::Result<()>
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        self.spawn_or_inline(request, keys, keys <= 1, work).await
+    }
+
+    /// Runs a request like [`Connection::spawn`]. With `inline` it is polled once on this task, and
+    /// spawned only if it has to wait.
+    pub(super) async fn spawn_or_inline<F>(
+        &mut self,
+        request: u64,
+        keys: usize,
+        inline: bool,
+        work: F,
+    ) -> io::Result<()>
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let Some(permit) = self.tasks.permit(keys) else {
+            return self.refuse(request, Busy { retry_after: TOO_MANY_REQUESTS_RETRY }).await;
+        };
+        let work = async move {
+            let _permit = permit;
+            work.await
+        };
+        if !inline {
+            self.spawn_task(request, work);
+            return Ok(());
+        }
+        // Boxed once, so that a request that has to wait moves to its task without a copy.
+        let mut work = Box::pin(work);
+        match futures::poll!(&mut work) {
+            Poll::Ready(ended) => ended,
+            Poll::Pending => {
+                self.spawn_task(request, work);
+                Ok(())
+            }
+        }
+    }
+
+    /// Spawns a task of the current request. It takes over the request's charge.
+    pub(super) fn spawn_task<F>(&mut self, request: u64, work: F)
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let charge = self.charge.take();
+        self.tasks.spawn(request, charge, work);
+    }
+}
+
+fn deadline(header: &FrameHeader) -> Instant {
+    let timeout = match header.deadline_ms {
+        0 => DEADLINE_DEFAULT,
+        ms => Duration::from_millis(u64::from(ms)).min(DEADLINE_MAX),
+    };
+    now() + timeout
+}

@@ -1,0 +1,247 @@
+//! Reading pages, from DRAM or from L3 into L2.
+
+use super::{Page, PageLocation, PolicyActions, StampedLocation, Tiers};
+use crate::devices::DeviceLocation;
+use larder_format::PageId;
+use larder_log::L3Error;
+use larder_runtime::{fail_point, now};
+use larder_wire::TierCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Weight of the past in the average read time of L3, in reads.
+const L3_READS_WEIGHED: u32 = 16;
+/// Expected read time of L3 before the first read: that of an NVMe drive under moderate load.
+const L3_READ_GUESS: Duration = Duration::from_millis(1);
+
+/// L3 no longer has the page. All readers that share the read get a miss.
+#[derive(Debug, thiserror::Error)]
+#[error("the page is not on L3")]
+struct NotOnL3;
+
+impl Tiers {
+    /// Returns a page and the tier that had it. Counts a hit or a miss.
+    ///
+    /// L3 verifies what it returns. The reader at the far end verifies bytes from L2.
+    pub async fn get(&self, id: &PageId, deadline: Instant) -> Option<(Arc<Page>, TierCode)> {
+        self.get_at(id, self.lookup(id), deadline).await
+    }
+
+    /// Returns a page from the location that [`Tiers::lookup`] returned for the same request. Looks
+    /// it up again only if a put, load or forget of the page came in between. Counts like
+    /// [`Tiers::get`].
+    pub(crate) async fn get_at(
+        &self,
+        id: &PageId,
+        location: PageLocation,
+        deadline: Instant,
+    ) -> Option<(Arc<Page>, TierCode)> {
+        // A request may wait long for send credit between lookup and read. Meanwhile another may
+        // have brought the page into L2.
+        let location = match location {
+            PageLocation::OnL3(found) if self.changes.stamp(id) != found.stamp => self.lookup(id),
+            valid => valid,
+        };
+        let found = match location {
+            PageLocation::InL2(page) | PageLocation::BeingWritten(page) | PageLocation::Held(page) => {
+                self.metrics.pages_hit_l2.inc();
+                self.decide(None, |policy, now_ms, actions| {
+                    policy.hit(id, page.meta.generation, now_ms, actions);
+                });
+                return Some((page, TierCode::L2));
+            }
+            PageLocation::OnL3(found) => self.load(id, found, deadline).await,
+            PageLocation::Absent => None,
+        };
+        match &found {
+            Some(_) => self.metrics.pages_hit_l3.inc(),
+            None => self.metrics.pages_missed.inc(),
+        };
+        found.map(|page| (page, TierCode::L3))
+    }
+
+    /// Returns a page, after reading it from L3 if necessary. Counts neither a hit nor a miss: the
+    /// client has yet to ask for it.
+    pub(crate) async fn fetch(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
+        match self.lookup(id) {
+            PageLocation::OnL3(found) => self.load(id, found, deadline).await,
+            location => location.into_page(),
+        }
+    }
+
+    /// Reads a page from L3. Concurrent readers of the same put share one device read. It continues
+    /// past this reader's deadline for the others.
+    async fn load(&self, id: &PageId, found: StampedLocation, deadline: Instant) -> Option<Arc<Page>> {
+        let tiers = self.this.upgrade()?;
+        let id = *id;
+        // The generation in the key keeps this reader out of a read that began before its lookup
+        // for an earlier put: rule 2 of `Tiers::lookup`.
+        let key = (id, found.location.generation());
+        let read =
+            self.l3_reads.get_or_fetch(&key, || async move { tiers.read_into_l2(id, found).await.ok_or(NotOnL3) });
+        let read = tokio::time::timeout_at(deadline.into(), read).await.ok()?;
+        Some(read.ok()?.value().clone())
+    }
+
+    async fn read_into_l2(&self, id: PageId, found: StampedLocation) -> Option<Arc<Page>> {
+        let mut found = found;
+        // Another read of this page may have ended between the lookup and this call. Without this
+        // check the device would read the page twice.
+        if self.changes.stamp(&id) != found.stamp {
+            match self.lookup(&id) {
+                PageLocation::OnL3(newer) => found = newer,
+                other => return other.into_page(),
+            }
+        }
+        let page = Arc::new(self.read_l3(&found.location).await?);
+        // The page may have expired during the read.
+        if !self.is_live(&page.meta) {
+            return None;
+        }
+        // Asked before `state` is locked: it locks the health of every device.
+        let writable = self.devices.writable();
+        let mut state = self.state.lock();
+        // Rule 3 of `Tiers::lookup`. An equal stamp also proves that no newer put was sealed, so
+        // DRAM is not probed again. L3 may have dropped the page by itself, by reclaiming its
+        // segment. The policy would then believe in a copy that is gone, so L3 revalidates the
+        // location, by array access. If the newest put was damaged, L3 returned an older copy,
+        // which stays out of L2.
+        let is_current = self.changes.stamp(&id) == found.stamp
+            && page.meta.generation == found.location.generation()
+            && self.devices.is_current(&found.location);
+        if is_current || fail_point!("node.load-after-forget") {
+            let mut actions = PolicyActions::default();
+            state.policy.set_writable(writable);
+            state.policy.loaded(page.info(), self.clock.now_unix_ms(), &mut actions);
+            self.update_index(&state.policy, &page);
+            self.changes.record(&id);
+            self.apply(state, actions, None);
+            return Some(page);
+        }
+        // A put that was sealed during the read is newer. A forget during the read is concurrent
+        // with all readers that share it, so they may still get the page.
+        let newer = self.get_l2(&id).filter(|newer| newer.meta.generation > page.meta.generation);
+        drop(state);
+        newer.or(Some(page))
+    }
+
+    async fn read_l3(&self, location: &DeviceLocation) -> Option<Page> {
+        let began = now();
+        let mut read = self.devices.read(location).await;
+        if matches!(read, Err(L3Error::NoMemory { .. })) {
+            // Once: if L2 cannot free a run of bytes now, a second eviction would not help.
+            self.make_room();
+            read = self.devices.read(location).await;
+        }
+        let read = read.unwrap_or_else(|error| {
+            tracing::warn!(id = ?location.id(), %error, "cannot read a page from L3; the reader gets a miss");
+            None
+        });
+        let (meta, payload) = read?;
+        self.metrics.pages_read_l3.inc();
+        self.record_l3_read(now().saturating_duration_since(began));
+        Some(Page { meta, payload })
+    }
+
+    fn record_l3_read(&self, time: Duration) {
+        let time = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        // Two updates that cross lose one sample, which an average can spare.
+        let before = self.l3_read_us.load(Ordering::Relaxed);
+        let mean = if before == 0 { time } else { before - before / L3_READS_WEIGHED + time / L3_READS_WEIGHED };
+        self.l3_read_us.store(mean, Ordering::Relaxed);
+    }
+
+    pub(crate) fn l3_expected(&self) -> Duration {
+        match self.l3_read_us.load(Ordering::Relaxed) {
+            0 => L3_READ_GUESS,
+            known => Duration::from_micros(known.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::devices::Devices;
+    use crate::options::{L3Device, NodeOptions};
+    use crate::store::Store;
+    use larder_format::{NamespaceId, PageKey, chunk_crcs};
+    use larder_log::{L3, L3Options};
+    use larder_memory::Arena;
+    use larder_runtime::Clock;
+    use larder_wire::{CommitOutcome, Reserved};
+
+    fn id() -> PageId {
+        PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) }
+    }
+
+    fn put(store: &Store, byte: u8) {
+        let page = Reserved { key: id().key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let put = store.reserve(id(), page).ok().unwrap();
+        let mut part = put.take_part(0, 100).unwrap();
+        part.fill(byte);
+        let crcs = chunk_crcs(&part).collect();
+        assert!(put.land(0, part, crcs) && store.puts().commit(&put) == CommitOutcome::Stored);
+    }
+
+    async fn open(dir: &std::path::Path, generation_first: u64) -> Store {
+        let options = NodeOptions { l2_bytes: 1 << 20, in_flight_bytes: Some(1 << 20), ..NodeOptions::default() };
+        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
+        let bytes = 64 << 20;
+        let l3 = L3::open(L3Options::new(dir, bytes), arena.clone()).await.unwrap();
+        l3.recovered().await.unwrap();
+        let devices = Devices::of(vec![(L3Device { dir: dir.to_path_buf(), bytes }, Ok(l3))]).unwrap();
+        Store::new(&options, arena, devices, Clock::system(), generation_first)
+    }
+
+    fn soon() -> Instant {
+        now() + Duration::from_secs(10)
+    }
+
+    #[tokio::test]
+    async fn a_stale_location_on_l3_never_outlives_a_load_a_forget_or_a_put() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let store = open(dir.path(), 1).await;
+        put(&store, 1);
+        store.close(soon()).await;
+        let store = open(dir.path(), 100).await;
+        let tiers = store.tiers();
+        let on_l3 = tiers.lookup(&id());
+        assert_eq!(on_l3.tier(), TierCode::L3);
+
+        let (first, tier) = tiers.get_at(&id(), on_l3.clone(), soon()).await.unwrap();
+        assert_eq!((first.payload[0], tier), (1, TierCode::L3));
+        let (second, tier) = tiers.get_at(&id(), on_l3.clone(), soon()).await.unwrap();
+        assert_eq!((second.payload[0], tier), (1, TierCode::L2), "the load made the location stale");
+        assert_eq!(store.metrics().pages_read_l3.get(), 1);
+
+        assert_eq!(store.forget(&[id()], soon()).await.unwrap(), 1);
+        assert!(tiers.get_at(&id(), on_l3.clone(), soon()).await.is_none());
+        put(&store, 2);
+        let (third, _) = tiers.get_at(&id(), on_l3, soon()).await.unwrap();
+        assert_eq!(third.payload[0], 2, "the put after the forget");
+        store.close(soon()).await;
+    }
+
+    #[tokio::test]
+    async fn a_put_during_a_read_of_l3_is_not_replaced_by_the_older_page() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let store = open(dir.path(), 1).await;
+        put(&store, 1);
+        store.close(soon()).await;
+        let store = open(dir.path(), 100).await;
+        let tiers = store.tiers();
+        let id = id();
+        let mut read = Box::pin(tiers.get(&id, soon()));
+        assert!(futures::poll!(&mut read).is_pending());
+        tokio::task::yield_now().await;
+        store.forget(&[id], soon()).await.unwrap();
+        put(&store, 2);
+        // The read began before the forget, so it may return either put.
+        let _ = read.await;
+        let (page, tier) = tiers.get(&id, soon()).await.unwrap();
+        assert_eq!((page.payload[0], tier), (2, TierCode::L2));
+        store.close(soon()).await;
+    }
+}

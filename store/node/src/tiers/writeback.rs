@@ -1,0 +1,121 @@
+//! Pages with a write to L3 in flight.
+//!
+//! Invariants:
+//! - A page stays readable here until its write ends, whether or not L2 keeps it.
+//! - A withheld page is never served from here, although its write continues.
+
+use crate::tiers::Page;
+use larder_format::PageId;
+use larder_runtime::OrderedWatch;
+use larder_runtime::fail_point;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Becomes `true` when the write has ended, successfully or not.
+pub(super) type WriteEnded = Arc<OrderedWatch<bool>>;
+
+/// Identifies one write: page, generation of the put, and serial number of the write.
+///
+/// The generation alone is not enough. A page that L3 loses at once is written again while the
+/// first write still runs.
+pub(super) type WriteTicket = (PageId, u64, u64);
+
+struct PendingWrite {
+    page: Arc<Page>,
+    ended: WriteEnded,
+    /// True after the page was forgotten or found damaged.
+    withheld: bool,
+}
+
+#[derive(Default)]
+struct PendingWrites {
+    by_ticket: BTreeMap<WriteTicket, PendingWrite>,
+    serial_last: u64,
+}
+
+/// Table of all writes to L3 that are in flight. Readers find a page here after L2 has evicted it
+/// and before L3 has it.
+#[derive(Default)]
+pub(super) struct WritebackTable {
+    /// A leaf lock: see the lock order in [`crate::tiers`].
+    pending: Mutex<PendingWrites>,
+}
+
+impl WritebackTable {
+    /// Enters a write. The caller must pass the ticket to [`WritebackTable::end`], whether or not
+    /// the write succeeds.
+    pub(super) fn begin(&self, page: &Arc<Page>) -> WriteTicket {
+        let mut pending = self.pending.lock();
+        pending.serial_last += 1;
+        let ticket = (page.meta.id, page.meta.generation, pending.serial_last);
+        let write = PendingWrite { page: page.clone(), ended: Arc::default(), withheld: false };
+        pending.by_ticket.insert(ticket, write);
+        ticket
+    }
+
+    /// Removes a write and wakes the tasks that wait for its end.
+    pub(super) fn end(&self, ticket: &WriteTicket) {
+        // The temporary guard is dropped before the wake-up: a woken task may take this lock at
+        // once.
+        let write = self.pending.lock().by_ticket.remove(ticket);
+        if let Some(write) = write {
+            write.ended.update(|ended| *ended = true);
+        }
+    }
+
+    /// Returns the newest put of the page that is being written and not withheld.
+    pub(super) fn get(&self, id: &PageId) -> Option<Arc<Page>> {
+        if fail_point!("node.gap-before-written") {
+            return None;
+        }
+        let pending = self.pending.lock();
+        let mut writes = pending.by_ticket.range(tickets_of(id)).map(|(_, write)| write);
+        writes.rfind(|write| !write.withheld).map(|write| write.page.clone())
+    }
+
+    /// Stops serving the page from here. Returns a handle for each write in flight: a tombstone may
+    /// be written only after these have ended.
+    pub(super) fn withhold(&self, id: &PageId) -> Vec<WriteEnded> {
+        let mut pending = self.pending.lock();
+        let writes = pending.by_ticket.range_mut(tickets_of(id)).map(|(_, write)| write);
+        writes
+            .map(|write| {
+                write.withheld = true;
+                write.ended.clone()
+            })
+            .collect()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.pending.lock().by_ticket.len()
+    }
+}
+
+fn tickets_of(id: &PageId) -> std::ops::RangeInclusive<WriteTicket> {
+    (*id, 0, 0)..=(*id, u64::MAX, u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{NamespaceId, PageKey, PageMeta};
+    use larder_memory::Arena;
+
+    #[test]
+    fn ending_one_write_leaves_another_of_the_same_page_in_flight() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let payload = arena.allocate(100).unwrap().freeze();
+        let id = PageId { namespace: NamespaceId([7; 32]), key: PageKey::chain(None, &[1]) };
+        let page = Arc::new(Page { meta: PageMeta::describe(id, PageKey::NONE, 0, vec![100], &payload), payload });
+        let writeback = WritebackTable::default();
+        let first = writeback.begin(&page);
+        let second = writeback.begin(&page);
+        writeback.end(&first);
+        assert!(writeback.get(&id).is_some(), "the second write is in flight");
+        let ends = writeback.withhold(&id);
+        assert!(ends.len() == 1 && !ends[0].get() && writeback.get(&id).is_none());
+        writeback.end(&second);
+        assert!(ends[0].get() && writeback.len() == 0);
+    }
+}

@@ -1,0 +1,47 @@
+//! Fail points: deliberate defects, each at one place in the code.
+//!
+//! The simulation activates one fail point at a time and must then find a violated promise. A fail
+//! point that no seed finds marks a blind spot of the simulation. The list of all fail points, with
+//! the defect that each one stands for, is in `tests/sim/tests/fail_points.rs`; a test there compares
+//! it with the source code.
+//!
+//! Names are stable and have the form `component.defect-in-words`. Without the feature `fail-points`
+//! the macro is the constant `false`, so nothing of it remains in the binary.
+
+#[cfg(feature = "fail-points")]
+thread_local! {
+    // A simulation runs on one thread, and several simulations run on threads of one process.
+    static ACTIVE: std::cell::Cell<Option<&'static str>> = const { std::cell::Cell::new(None) };
+}
+
+/// Evaluates to `true` while the fail point of that name is active on this thread.
+#[macro_export]
+macro_rules! fail_point {
+    ($name:literal) => {
+        $crate::fail::is_active($name)
+    };
+}
+
+/// The implementation of [`fail_point!`].
+#[cfg(feature = "fail-points")]
+#[doc(hidden)]
+pub fn is_active(name: &'static str) -> bool {
+    ACTIVE.get() == Some(name)
+}
+
+/// The implementation of [`fail_point!`].
+#[cfg(not(feature = "fail-points"))]
+#[doc(hidden)]
+#[inline(always)]
+pub const fn is_active(_name: &'static str) -> bool {
+    false
+}
+
+/// Runs `work` with a fail point active on this thread, and restores the previous state afterwards.
+#[cfg(feature = "fail-points")]
+pub fn with<T>(name: &'static str, work: impl FnOnce() -> T) -> T {
+    let before = ACTIVE.replace(Some(name));
+    let result = work();
+    ACTIVE.set(before);
+    result
+}

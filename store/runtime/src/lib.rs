@@ -1,0 +1,19 @@
+//! The services through which simulated code meets the outside world.
+//!
+//! A simulation repeats a run from its seed only if nothing else influences that run. Code that runs
+//! in the simulation therefore takes time, wake-ups and randomness from here and nowhere else;
+//! `store/clippy.toml` forbids the alternatives.
+//!
+//! - [`Clock`] and [`now`]: wall-clock time for times to live, monotonic time for deadlines.
+//! - [`OrderedWatch`]: a value that tasks wait on, with a fixed wake-up order.
+//! - [`random`]: seeds and generators.
+//! - [`fail_point!`]: deliberate defects that the simulation must find.
+#![forbid(unsafe_code)]
+
+mod clock;
+pub mod fail;
+pub mod random;
+mod watch;
+
+pub use clock::{Clock, now};
+pub use watch::OrderedWatch;

@@ -1,0 +1,130 @@
+use super::*;
+use crate::{MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
+use larder_format::chunk_crcs;
+use proptest::prelude::*;
+
+const KEY: PageKey = PageKey([1; 32]);
+const ENTRY: Entry = Entry { request: 3, index: 1 };
+
+fn reserved(parts: usize) -> Reserved {
+    Reserved { key: KEY, parent: PageKey::NONE, position: 7, ttl_ms: 1, part_bytes: vec![1; parts] }
+}
+
+fn part(crcs: Vec<u32>, bytes: PartLocation) -> Request {
+    Request::Part { put: ENTRY, part: 2, crcs, bytes }
+}
+
+fn samples() -> Vec<Request> {
+    let crcs: Vec<u32> = chunk_crcs(b"abc").collect();
+    vec![
+        Request::Hello { version_min: 1, version_max: 2, name: "x".into(), namespace: None },
+        Request::Locate(vec![KEY; 3]),
+        Request::Get { keys: vec![], by: Delivery::Inline },
+        Request::Get { keys: vec![], by: Delivery::InPlace },
+        Request::GetRanges { ranges: vec![PageRange { key: KEY, bytes: 3..9 }; 2], by: Delivery::Rdma(vec![3, 1]) },
+        Request::Lookup { keys: vec![KEY], hold_ms: 5 },
+        Request::Release(vec![ENTRY; 2]),
+        Request::Reserve(vec![reserved(2)]),
+        part(crcs.clone(), PartLocation::Inline),
+        part(crcs.clone(), PartLocation::Rdma),
+        part(crcs, PartLocation::SharedMemory { offset: 1 << 40, bytes: 7 }),
+        Request::Commit(vec![ENTRY; 3]),
+        Request::Abort(ENTRY),
+        Request::Follow(PageKey([4; 32])),
+        Request::Warm(vec![KEY]),
+        Request::Forget(vec![KEY]),
+        Request::Suspect(KEY),
+        Request::Register { name: "e".into(), ttl_ms: 1000, info: "{}".into() },
+        Request::Withdraw("e".into()),
+        Request::Members,
+        Request::Status,
+        Request::Cancel(9),
+        Request::Compare { key: KEY, crcs: vec![1, 2] },
+        Request::Pin { keys: vec![KEY], kind: PinKind::Soft, ttl_ms: 5 },
+        Request::Pins(vec![KEY; 2]),
+        Request::RdmaChannels { closed: vec![1], offered: vec![RdmaEndpoint { channel: 2, address: [7; 32] }] },
+        Request::GrantParts { reserve: 3, channels: vec![1, 2] },
+    ]
+}
+
+#[test]
+fn requests_round_trip_in_every_version_that_has_them() {
+    for message in samples() {
+        let kind = message.kind();
+        for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION {
+            let body = message.encode(version);
+            let decoded = Request::decode(version, kind as u8, &body);
+            assert_eq!(decoded.is_ok(), version >= kind.since_version(), "{message:?} in version {version}");
+        }
+        let body = message.encode(PROTOCOL_VERSION);
+        assert_eq!(Request::decode(PROTOCOL_VERSION, kind as u8, &body).unwrap(), message);
+        let longer = [body.as_slice(), &[0]].concat();
+        assert!(Request::decode(PROTOCOL_VERSION, kind as u8, &longer).is_err(), "{message:?} with an extra byte");
+    }
+}
+
+#[test]
+fn every_kind_has_a_sample() {
+    for row in REQUESTS {
+        assert!(samples().iter().any(|message| message.kind() as u8 == row.kind), "{} has no sample", row.name);
+    }
+}
+
+/// The message that holds `count` items in the list, or bytes in the text, that a limit applies to.
+fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Request {
+    let keys = vec![KEY; count];
+    let text = "x".repeat(count);
+    let by = Delivery::Rdma(vec![0; count]);
+    match (row.name, limit) {
+        ("Hello", "name") => Request::Hello { version_min: 1, version_max: 2, name: text, namespace: None },
+        ("Locate", "keys") => Request::Locate(keys),
+        ("Get", "keys") => Request::Get { keys, by: Delivery::Inline },
+        ("Get", "channels") => Request::Get { keys: vec![], by },
+        ("GetRanges", "ranges") => {
+            Request::GetRanges { ranges: vec![PageRange { key: KEY, bytes: 0..1 }; count], by: Delivery::Inline }
+        }
+        ("GetRanges", "channels") => Request::GetRanges { ranges: vec![], by },
+        ("Lookup", "keys") => Request::Lookup { keys, hold_ms: 0 },
+        ("Release", "entries") => Request::Release(vec![ENTRY; count]),
+        ("Reserve", "pages") => Request::Reserve(vec![reserved(1); count]),
+        ("Reserve", "parts") => Request::Reserve(vec![reserved(count)]),
+        ("Part", "crcs") => part(vec![0; count], PartLocation::Inline),
+        ("Commit", "puts") => Request::Commit(vec![ENTRY; count]),
+        ("Warm", "keys") => Request::Warm(keys),
+        ("Forget", "keys") => Request::Forget(keys),
+        ("Register", "name") => Request::Register { name: text, ttl_ms: 0, info: String::new() },
+        ("Register", "info") => Request::Register { name: String::new(), ttl_ms: 0, info: text },
+        ("Withdraw", "name") => Request::Withdraw(text),
+        ("Compare", "crcs") => Request::Compare { key: KEY, crcs: vec![0; count] },
+        ("Pin", "keys") => Request::Pin { keys, kind: PinKind::Soft, ttl_ms: 1 },
+        ("Pins", "keys") => Request::Pins(keys),
+        ("RdmaChannels", "closed") => Request::RdmaChannels { closed: vec![0; count], offered: vec![] },
+        ("RdmaChannels", "offered") => Request::RdmaChannels {
+            closed: vec![],
+            offered: vec![RdmaEndpoint { channel: 0, address: [0; 32] }; count],
+        },
+        ("GrantParts", "channels") => Request::GrantParts { reserve: 0, channels: vec![0; count] },
+        (name, limit) => panic!("no message to test the limit of {limit} in {name}"),
+    }
+}
+
+#[test]
+fn decoder_enforces_the_limits_of_the_table() {
+    for row in REQUESTS {
+        for &(limit, max) in row.limits {
+            let decode = |count| {
+                let body = with_length(row, limit, count).encode(PROTOCOL_VERSION);
+                Request::decode(PROTOCOL_VERSION, row.kind, &body)
+            };
+            assert!(decode(max).is_ok(), "{}: {max} {limit}", row.name);
+            assert!(decode(max + 1).is_err(), "{}: {} {limit}", row.name, max + 1);
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn decoder_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
+        let _ = Request::decode(PROTOCOL_VERSION, kind, &body);
+    }
+}

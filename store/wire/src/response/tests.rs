@@ -1,0 +1,137 @@
+use super::*;
+use crate::{MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PinKind, RESPONSES};
+use larder_format::{PageId, PageKey};
+use proptest::prelude::*;
+
+const RANGE: GrantedRange = GrantedRange { channel: 1, address: 1 << 40, len: 5, key: 9 };
+const GRANT: PartGrant = PartGrant { index: 1, part: 2, range: RANGE };
+const ENDPOINT: RdmaEndpoint = RdmaEndpoint { channel: 2, address: [7; 32] };
+
+fn meta() -> PageMeta {
+    let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+    PageMeta::describe(id, PageKey::NONE, 1, vec![3, 2], b"abcde")
+}
+
+fn hello(node_id: String, machine: String, name: String) -> Response {
+    let arena_listener = Some(ArenaListenerInfo { machine, name });
+    Response::Hello { version: 1, node_id, epoch: 3, namespace: Some(NamespaceId([5; 32])), arena_listener }
+}
+
+fn arena_page(index: u32, bytes: Range<u32>) -> ArenaPage {
+    ArenaPage { index, tier: TierCode::L2, meta: meta(), bytes, offset: 1 << 40 }
+}
+
+fn samples() -> Vec<Response> {
+    vec![
+        hello("n".into(), "m".into(), "d".into()),
+        Response::Located(vec![TierCode::L2, TierCode::Absent, TierCode::L3]),
+        Response::Page { index: 1, tier: TierCode::L3, meta: meta(), location: PayloadLocation::Inline },
+        Response::Page { index: 1, tier: TierCode::L2, meta: meta(), location: PayloadLocation::Arena(4096) },
+        Response::Range {
+            index: 1,
+            tier: TierCode::L2,
+            meta: meta(),
+            bytes: 0..3,
+            location: PayloadLocation::Rdma(RANGE),
+        },
+        Response::ArenaPages(vec![arena_page(1, 0..3), arena_page(0, 1..2)]),
+        Response::RdmaChannels(vec![ENDPOINT]),
+        Response::PartGrants(vec![GRANT]),
+        Response::LookedUp { tiers: vec![TierCode::L2, TierCode::L3], held: 1, l3_expected_us: 500 },
+        Response::Miss { index: 2 },
+        Response::End,
+        Response::Part { part: 1, crcs: vec![7] },
+        Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
+        Response::Reserved { outcomes: vec![ReserveOutcome::Granted, ReserveOutcome::Busy], retry_after_ms: 7 },
+        Response::Reserved { outcomes: vec![ReserveOutcome::Exists], retry_after_ms: 0 },
+        Response::Busy { index: Some(3), retry_after_ms: 1 },
+        Response::Busy { index: None, retry_after_ms: 1000 },
+        Response::Committed(vec![CommitOutcome::Refused]),
+        Response::Count(5),
+        Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
+        Response::Status("{}".into()),
+        Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 7 })]),
+        Response::Error { code: ErrorCode::Busy, message: "later".into() },
+    ]
+}
+
+#[test]
+fn responses_round_trip_in_every_version_that_has_them() {
+    for message in samples() {
+        let kind = message.kind();
+        let body = message.encode();
+        for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION {
+            let decoded = Response::decode(version, kind as u8, &body);
+            assert_eq!(decoded.is_ok(), version >= kind.since_version(), "{message:?} in version {version}");
+        }
+        assert_eq!(Response::decode(PROTOCOL_VERSION, kind as u8, &body).unwrap(), message);
+        let longer = [body.as_slice(), &[0]].concat();
+        assert!(Response::decode(PROTOCOL_VERSION, kind as u8, &longer).is_err(), "{message:?} with an extra byte");
+    }
+}
+
+#[test]
+fn every_kind_has_a_sample() {
+    for row in RESPONSES {
+        assert!(samples().iter().any(|message| message.kind() as u8 == row.kind), "{} has no sample", row.name);
+    }
+}
+
+fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Response {
+    let text = "x".repeat(count);
+    let none = String::new;
+    let members = |count, member: MemberEntry| Response::Members(vec![member; count]);
+    match (row.name, limit) {
+        ("Hello", "node") => hello(text, none(), none()),
+        ("Hello", "machine") => hello(none(), text, none()),
+        ("Hello", "socket") => hello(none(), none(), text),
+        ("Located", "tiers") => Response::Located(vec![TierCode::L2; count]),
+        ("LookedUp", "tiers") => Response::LookedUp { tiers: vec![TierCode::L2; count], held: 0, l3_expected_us: 0 },
+        ("Part", "crcs") => Response::Part { part: 0, crcs: vec![0; count] },
+        ("Reserved", "outcomes") => {
+            Response::Reserved { outcomes: vec![ReserveOutcome::Granted; count], retry_after_ms: 0 }
+        }
+        ("ReservedBusy", "outcomes") => {
+            Response::Reserved { outcomes: vec![ReserveOutcome::Busy; count], retry_after_ms: 1 }
+        }
+        ("Committed", "outcomes") => Response::Committed(vec![CommitOutcome::Stored; count]),
+        ("Members", "members") => members(count, MemberEntry { name: none(), info: none() }),
+        ("Members", "name") => members(1, MemberEntry { name: text, info: none() }),
+        ("Members", "info") => members(1, MemberEntry { name: none(), info: text }),
+        ("Status", "json") => Response::Status(text),
+        ("Error", "message") => Response::Error { code: ErrorCode::Busy, message: text },
+        ("RdmaChannels", "accepted") => Response::RdmaChannels(vec![ENDPOINT; count]),
+        ("PartGrants", "grants") => Response::PartGrants(vec![GRANT; count]),
+        ("ArenaPages", "pages") => Response::ArenaPages(vec![arena_page(0, 0..1); count]),
+        ("Pins", "pins") => Response::Pins(vec![None; count]),
+        (name, limit) => panic!("no message to test the limit of {limit} in {name}"),
+    }
+}
+
+#[test]
+fn decoder_enforces_the_limits_of_the_table() {
+    for row in RESPONSES {
+        for &(limit, max) in row.limits {
+            let decode = |count| {
+                let body = with_length(row, limit, count).encode();
+                Response::decode(PROTOCOL_VERSION, row.kind, &body)
+            };
+            assert!(decode(max).is_ok(), "{}: {max} {limit}", row.name);
+            assert!(decode(max + 1).is_err(), "{}: {} {limit}", row.name, max + 1);
+        }
+    }
+}
+
+#[test]
+fn page_without_a_pin_has_one_encoding() {
+    // One page: kind "none", one millisecond left.
+    let body = [&1u32.to_le_bytes()[..], &[0], &1u64.to_le_bytes()].concat();
+    assert!(Response::decode(PROTOCOL_VERSION, ResponseKind::Pins as u8, &body).is_err());
+}
+
+proptest! {
+    #[test]
+    fn decoder_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
+        let _ = Response::decode(PROTOCOL_VERSION, kind, &body);
+    }
+}

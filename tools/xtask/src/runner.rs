@@ -1,0 +1,156 @@
+//! Runs steps one after the other, with a heading and the time of each.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+#[derive(Debug, Clone, Copy)]
+pub struct Step {
+    pub name: &'static str,
+    pub title: &'static str,
+    pub run: fn(&Runner) -> Result<()>,
+}
+
+/// Runs programs in the workspace. Each prints its command line first, so that a developer can
+/// repeat a failed step by hand.
+#[derive(Debug)]
+pub struct Runner {
+    root: PathBuf,
+    jobs: usize,
+}
+
+impl Runner {
+    pub fn new(root: PathBuf, jobs: usize) -> Runner {
+        Runner { root, jobs }
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub fn tools(&self) -> PathBuf {
+        self.root.join("target/ci")
+    }
+
+    /// Path of a tool that `.ci/run` installs, or its name if the tool is on the `PATH` only. Fails
+    /// with a hint if it is in neither place.
+    pub fn tool(&self, name: &str) -> Result<PathBuf> {
+        let places = [self.tools().join("bin").join(name), self.tools().join("venv/bin").join(name)];
+        if let Some(place) = places.into_iter().find(|place| place.exists()) {
+            return Ok(place);
+        }
+        let on_path = std::env::var_os("PATH")
+            .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(name).exists()));
+        ensure!(on_path, "{name} is not installed. Run `.ci/run install`, or install it yourself");
+        Ok(PathBuf::from(name))
+    }
+
+    /// Runs cargo and fails if it fails. Subcommands that compile get the number of jobs, so that a
+    /// small machine does not run out of memory.
+    pub fn cargo(&self, arguments: &[&str]) -> Result<()> {
+        let mut command = self.command(&std::env::var_os("CARGO").map_or("cargo".into(), PathBuf::from));
+        let split = arguments.iter().position(|argument| *argument == "--").unwrap_or(arguments.len());
+        command.args(&arguments[..split]);
+        if matches!(arguments.first(), Some(&("build" | "test" | "run" | "clippy"))) {
+            command.arg(format!("-j{}", self.jobs));
+        }
+        command.args(&arguments[split..]);
+        execute(&mut command)
+    }
+
+    pub fn program(&self, program: &str, arguments: &[&str]) -> Result<()> {
+        execute(self.command(&self.root.join(program)).args(arguments))
+    }
+
+    pub fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(&self.root).env("JOBS", self.jobs.to_string()).env("CARGO_TERM_COLOR", "never");
+        command
+    }
+
+    /// Runs `steps`, or those of them named in `only`. Stops at the first failure unless
+    /// `keep_going`.
+    pub fn run_steps(&self, steps: &[Step], only: &[String], keep_going: bool) -> Result<()> {
+        for name in only {
+            ensure!(steps.iter().any(|step| step.name == name), "there is no step `{name}`; --list shows all");
+        }
+        let mut times: Vec<(&str, Duration, bool)> = Vec::new();
+        let mut failed = None;
+        for step in steps.iter().filter(|step| only.is_empty() || only.iter().any(|name| name == step.name)) {
+            println!("\n=== {}: {}", step.name, step.title);
+            let start = Instant::now();
+            let outcome = (step.run)(self);
+            times.push((step.name, start.elapsed(), outcome.is_ok()));
+            println!("=== {}: {:.0} s", step.name, start.elapsed().as_secs_f64());
+            if let Err(error) = outcome {
+                println!("=== {} failed: {error:#}", step.name);
+                failed.get_or_insert(step.name);
+                if !keep_going {
+                    break;
+                }
+            }
+        }
+        println!();
+        for (name, time, passed) in &times {
+            println!("{:>6.0} s  {name}{}", time.as_secs_f64(), if *passed { "" } else { "  FAILED" });
+        }
+        println!("{:>6.0} s  in all", times.iter().map(|(_, time, _)| time.as_secs_f64()).sum::<f64>());
+        match failed {
+            None => Ok(()),
+            Some(name) => bail!("step {name} failed; repeat it alone with --only {name}"),
+        }
+    }
+}
+
+pub fn execute(command: &mut Command) -> Result<()> {
+    let text = format!("{command:?}").replace('"', "");
+    println!("$ {text}");
+    let status = command.status().with_context(|| format!("run {text}"))?;
+    ensure!(status.success(), "{status}: {text}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runner() -> Runner {
+        Runner::new(PathBuf::from("/"), 1)
+    }
+
+    fn passes(_: &Runner) -> Result<()> {
+        Ok(())
+    }
+
+    fn fails(_: &Runner) -> Result<()> {
+        bail!("no")
+    }
+
+    fn unreachable(_: &Runner) -> Result<()> {
+        panic!("this step must not run")
+    }
+
+    #[test]
+    fn a_failed_step_ends_the_run() {
+        let step = |name, run| Step { name, title: "", run };
+        let steps = [step("a", passes as fn(&Runner) -> Result<()>), step("b", fails), step("c", unreachable)];
+        let error = runner().run_steps(&steps, &[], false).expect_err("b fails");
+        assert!(error.to_string().contains("--only b"));
+        assert!(runner().run_steps(&steps, &["a".to_string()], false).is_ok());
+        assert!(runner().run_steps(&steps, &["d".to_string()], false).is_err());
+    }
+
+    #[test]
+    fn keep_going_runs_later_steps_and_still_fails() {
+        let step = |name, run| Step { name, title: "", run };
+        let steps = [step("a", fails as fn(&Runner) -> Result<()>), step("b", passes)];
+        assert!(runner().run_steps(&steps, &[], true).is_err());
+    }
+
+    #[test]
+    fn missing_tools_are_named() {
+        let error = runner().tool("no-such-tool-of-anyone").expect_err("there is no such tool");
+        assert!(error.to_string().contains("no-such-tool-of-anyone is not installed"));
+    }
+}

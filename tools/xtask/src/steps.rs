@@ -1,0 +1,219 @@
+//! The steps of CI and of the longer runs.
+
+use crate::runner::{Runner, Step, execute};
+use crate::source::read_tree;
+use crate::{generated, prose, tidy};
+use anyhow::{Result, ensure};
+
+/// Test of larder-sim that activates one fail point after the other. It needs the feature
+/// `fail-points`, so it is built and run on its own.
+const FAIL_POINT_TEST: &str = "fail_points";
+const CI_FUZZ_SECONDS: u64 = 30;
+const NIGHTLY_FUZZ_SECONDS: u64 = 30 * 60;
+const NIGHTLY_SIMULATION_MINUTES: &str = "60";
+
+const FMT: Step = Step { name: "fmt", title: "cargo fmt", run: fmt };
+const TIDY: Step = Step { name: "tidy", title: "rules of style", run: check_tidy };
+const TYPOS: Step = Step { name: "typos", title: "spelling", run: typos };
+const DENY: Step = Step { name: "deny", title: "licenses and sources of dependencies", run: deny };
+const CLIPPY: Step = Step { name: "clippy", title: "cargo clippy, warnings denied", run: clippy };
+const DEPLOY: Step = Step { name: "deploy", title: "systemd units and the settings that they run under", run: deploy };
+
+/// Steps of CI. The sum must stay under 40 minutes on two busy cores: everything longer belongs to
+/// [`NIGHTLY`]. Quick steps come first, so that a trifle fails in seconds.
+pub const CI: &[Step] = &[
+    FMT,
+    TIDY,
+    Step { name: "prose", title: "targets of language", run: check_prose },
+    TYPOS,
+    DENY,
+    Step { name: "test", title: "tests of the workspace, with doc examples", run: test },
+    Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
+    Step { name: "docs", title: "generated pages match the code", run: check_docs },
+    Step { name: "smoke", title: "larder up, used with curl and the openai package", run: smoke },
+    DEPLOY,
+    Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
+    Step { name: "fuzz", title: "every decoder, fuzzed for seconds", run: ci_fuzz },
+    CLIPPY,
+];
+
+pub const LINT: &[Step] = &[FMT, TIDY, TYPOS, DENY, CLIPPY];
+
+/// Steps that are too long for CI, or need a network that CI does not have.
+pub const NIGHTLY: &[Step] = &[
+    Step { name: "advisories", title: "security advisories of dependencies", run: advisories },
+    Step { name: "ignored", title: "tests that are marked #[ignore]", run: ignored },
+    Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
+    Step { name: "sim-log", title: "simulation of the log", run: simulate_log },
+    Step { name: "sim-node", title: "simulation of a node", run: simulate_node },
+    Step { name: "sim-wire", title: "simulation of clients and nodes", run: simulate_wire },
+    Step { name: "crash", title: "a node under load, killed again and again", run: crash },
+    Step { name: "overload", title: "ten minutes of ten times the load", run: overload },
+    DEPLOY,
+    Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
+    Step { name: "fuzz", title: "every decoder, fuzzed for half an hour", run: nightly_fuzz },
+    Step { name: "peers", title: "Larder beside its peers", run: all_peers },
+];
+
+pub fn simulation(runner: &Runner, arguments: &[String]) -> Result<()> {
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    runner.cargo(&[&["run", "--release", "--quiet", "-p", "larder-sim", "--"], arguments.as_slice()].concat())
+}
+
+pub fn fuzz(runner: &Runner, seconds: u64, targets: &[String]) -> Result<()> {
+    let seconds = seconds.to_string();
+    let targets = targets.iter().map(String::as_str);
+    runner.program("tests/fuzz/run", &std::iter::once(seconds.as_str()).chain(targets).collect::<Vec<_>>())
+}
+
+pub fn bench(runner: &Runner, program: &str, arguments: &[String]) -> Result<()> {
+    let program = format!("bench-{program}");
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let run = ["run", "--profile", "dist", "--quiet", "-p", "larder-benches", "--bin", &program, "--"];
+    runner.cargo(&[&run, arguments.as_slice()].concat())
+}
+
+pub fn peers(runner: &Runner, arguments: &[String]) -> Result<()> {
+    runner.program("benches/peers/run", &arguments.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+fn fmt(runner: &Runner) -> Result<()> {
+    runner.cargo(&["fmt", "--all", "--check"])
+}
+
+fn check_tidy(runner: &Runner) -> Result<()> {
+    let found = tidy::check(runner.root(), &read_tree(runner.root())?)?;
+    found.iter().for_each(|violation| println!("{violation}"));
+    ensure!(found.is_empty(), "{} violations: {:?}", found.len(), tidy::counts(&found));
+    Ok(())
+}
+
+fn check_prose(runner: &Runner) -> Result<()> {
+    let report = prose::measure(&read_tree(runner.root())?);
+    println!("{}", report.tables());
+    let missed = report.missed();
+    missed.iter().for_each(|(line, _)| println!("missed: {line}"));
+    ensure!(missed.is_empty(), "{} targets are missed. Fix: see `cargo xtask prose --check`", missed.len());
+    Ok(())
+}
+
+fn typos(runner: &Runner) -> Result<()> {
+    execute(runner.command(&runner.tool("typos")?).arg("--color=never"))
+}
+
+fn deny(runner: &Runner) -> Result<()> {
+    let deny = runner.tool("cargo-deny")?;
+    // CI has no network for the advisory database. The nightly run checks it.
+    execute(runner.command(&deny).args(["check", "licenses", "bans", "sources"]))
+}
+
+fn advisories(runner: &Runner) -> Result<()> {
+    execute(runner.command(&runner.tool("cargo-deny")?).args(["check", "advisories"]))
+}
+
+fn clippy(runner: &Runner) -> Result<()> {
+    runner.cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+fn test(runner: &Runner) -> Result<()> {
+    runner.cargo(&["test", "--release", "--workspace"])
+}
+
+fn ignored(runner: &Runner) -> Result<()> {
+    runner.cargo(&["test", "--release", "--workspace", "--", "--ignored"])
+}
+
+fn fail_points(runner: &Runner) -> Result<()> {
+    let features = ["--features", "fail-points", "--test", FAIL_POINT_TEST];
+    runner.cargo(&[&["test", "--release", "-p", "larder-sim"], features.as_slice()].concat())
+}
+
+fn check_docs(runner: &Runner) -> Result<()> {
+    generated::run(runner, true)
+}
+
+fn smoke(runner: &Runner) -> Result<()> {
+    let tools = runner.tools();
+    execute(runner.command("bash".as_ref()).arg("tests/smoke.sh").arg(tools))
+}
+
+fn deploy(runner: &Runner) -> Result<()> {
+    runner.cargo(&["build", "--release", "--quiet", "--bin", "larder"])?;
+    let larder = runner.root().join("target/release/larder");
+    execute(runner.command(&runner.root().join("tests/deploy/run")).env("LARDER", larder))
+}
+
+fn rdma(runner: &Runner) -> Result<()> {
+    runner.program("tests/rdma/run", &[])
+}
+
+fn ci_fuzz(runner: &Runner) -> Result<()> {
+    fuzz(runner, CI_FUZZ_SECONDS, &[])
+}
+
+fn nightly_fuzz(runner: &Runner) -> Result<()> {
+    fuzz(runner, NIGHTLY_FUZZ_SECONDS, &[])
+}
+
+fn simulate(runner: &Runner, profile: &str) -> Result<()> {
+    let arguments = ["--minutes", NIGHTLY_SIMULATION_MINUTES, "--keep-going", "--profile", profile];
+    simulation(runner, &arguments.map(str::to_string))
+}
+
+fn simulate_log(runner: &Runner) -> Result<()> {
+    simulate(runner, "")
+}
+
+fn simulate_node(runner: &Runner) -> Result<()> {
+    simulate(runner, "node")
+}
+
+fn simulate_wire(runner: &Runner) -> Result<()> {
+    simulate(runner, "wire")
+}
+
+fn larder(runner: &Runner, arguments: &[&str]) -> Result<()> {
+    runner.cargo(&[&["run", "--release", "--quiet", "--bin", "larder", "--"], arguments].concat())
+}
+
+fn crash(runner: &Runner) -> Result<()> {
+    larder(runner, &["bench", "crash", "--rounds", "2000"])
+}
+
+fn overload(runner: &Runner) -> Result<()> {
+    larder(runner, &["bench", "overload", "--minutes", "10"])
+}
+
+fn all_peers(runner: &Runner) -> Result<()> {
+    peers(runner, &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::workspace_root;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn step_names_are_unique() {
+        for steps in [CI, LINT, NIGHTLY] {
+            let names: BTreeSet<_> = steps.iter().map(|step| step.name).collect();
+            assert_eq!(names.len(), steps.len());
+        }
+    }
+
+    #[test]
+    fn lint_is_part_of_ci() {
+        assert!(LINT.iter().all(|step| CI.iter().any(|ci| ci.name == step.name)));
+    }
+
+    #[test]
+    fn scripts_and_tests_of_the_steps_exist() {
+        let test = format!("tests/sim/tests/{FAIL_POINT_TEST}.rs");
+        for path in
+            [&test, "tests/smoke.sh", "tests/deploy/run", "tests/rdma/run", "tests/fuzz/run", "benches/peers/run"]
+        {
+            assert!(workspace_root().join(path).exists(), "{path}");
+        }
+    }
+}
