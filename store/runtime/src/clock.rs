@@ -12,9 +12,9 @@ pub fn now() -> std::time::Instant {
 
 /// Wall-clock time in Unix milliseconds, for times to live.
 ///
-/// The system clock is read once. From there on the value advances with tokio's clock: it never goes
-/// back while the process runs, and it stands still in a simulation that pauses time. A copy is cheap
-/// and shows the same time.
+/// The system clock is read once. From there on the value advances with tokio's clock: it never
+/// goes back while the process runs, and it stands still in a simulation that pauses time. A copy
+/// is cheap and shows the same time.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock {
     origin_unix_ms: u64,

@@ -2,11 +2,11 @@
 //!
 //! The simulation activates one fail point at a time and must then find a violated promise. A fail
 //! point that no seed finds marks a blind spot of the simulation. The list of all fail points, with
-//! the defect that each one stands for, is in `tests/sim/tests/fail_points.rs`; a test there compares
-//! it with the source code.
+//! the defect that each one stands for, is in `tests/sim/tests/fail_points.rs`; a test there
+//! compares it with the source code.
 //!
-//! Names are stable and have the form `component.defect-in-words`. Without the feature `fail-points`
-//! the macro is the constant `false`, so nothing of it remains in the binary.
+//! Names are stable and have the form `component.defect-in-words`. Without the feature
+//! `fail-points` the macro is the constant `false`, so nothing of it remains in the binary.
 
 #[cfg(feature = "fail-points")]
 thread_local! {

@@ -1,7 +1,7 @@
 //! The services through which simulated code meets the outside world.
 //!
-//! A simulation repeats a run from its seed only if nothing else influences that run. Code that runs
-//! in the simulation therefore takes time, wake-ups and randomness from here and nowhere else;
+//! A simulation repeats a run from its seed only if nothing else influences that run. Code that
+//! runs in the simulation therefore takes time, wake-ups and randomness from here and nowhere else;
 //! `store/clippy.toml` forbids the alternatives.
 //!
 //! - [`Clock`] and [`now`]: wall-clock time for times to live, monotonic time for deadlines.

@@ -5,8 +5,8 @@ use tokio::sync::Notify;
 
 /// A value with tasks that wait for it to change.
 ///
-/// Waiters wake in the order in which they began to wait. The waiters of tokio's `watch` channel wake
-/// in random order, which would make a simulation impossible to repeat.
+/// Waiters wake in the order in which they began to wait. The waiters of tokio's `watch` channel
+/// wake in random order, which would make a simulation impossible to repeat.
 #[derive(Debug, Default)]
 pub struct OrderedWatch<T> {
     value: Mutex<T>,
@@ -19,8 +19,8 @@ impl<T> OrderedWatch<T> {
         OrderedWatch { value: Mutex::new(value), changed: Notify::new() }
     }
 
-    /// Calls `read` with the value. The value stays locked during the call, so `read` must not block
-    /// and must not use this watch.
+    /// Calls `read` with the value. The value stays locked during the call, so `read` must not
+    /// block and must not use this watch.
     pub fn with<R>(&self, read: impl FnOnce(&T) -> R) -> R {
         read(&self.value.lock())
     }

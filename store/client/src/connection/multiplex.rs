@@ -271,8 +271,8 @@ impl Connection {
     }
 
     /// Sends a Get and waits for its handler's result. The second value is `true` if the client
-    /// gave up this node at `hedge_at`, before `deadline`, so that another node may be asked: the
-    /// request could not be sent, or no response had begun.
+    /// gave up this node at `hedge_at`, before `deadline`: the request could not be sent, or no
+    /// response had begun. The caller may then ask another node.
     pub(crate) async fn get<T>(
         self: &Arc<Self>,
         request: &Request,
