@@ -102,11 +102,12 @@ impl Tiers {
         // Asked before `state` is locked: it locks the health of every device.
         let writable = self.devices.writable();
         let mut state = self.state.lock();
-        // Rule 3 of `Tiers::lookup`. An equal stamp also proves that no newer put was sealed, so
-        // DRAM is not probed again. L3 may have dropped the page by itself, by reclaiming its
-        // segment. The policy would then believe in a copy that is gone, so L3 revalidates the
-        // location, by array access. If the newest put was damaged, L3 returned an older copy,
-        // which stays out of L2.
+        // Rule 3 of `Tiers::lookup`. An equal stamp also proves that no put was sealed since the
+        // lookup, so DRAM is not probed again. L3 may have dropped the page by itself, by
+        // reclaiming its segment. The policy would then believe in a copy that is gone, so L3
+        // revalidates the location, by array access. If the newest put was damaged, L3 returned an
+        // older copy, which stays out of L2. A newer put on a device that was quarantined at the
+        // lookup is not noticed: readers get the older put until L2 evicts it.
         let is_current = self.changes.stamp(&id) == found.stamp
             && page.meta.generation == found.location.generation()
             && self.devices.is_current(&found.location);
