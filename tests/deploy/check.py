@@ -43,6 +43,8 @@ STOP_MARGIN = 30
 START_LIMIT = 30
 # Long enough for several pages of 32 tokens.
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. " * 12
+# Different prompts, of nine pages each.
+PROMPTS = 40
 
 
 def say(text):
@@ -237,11 +239,12 @@ def check_sharing(units):
 
     model_name = wait_for("the router lists the model", START_LIMIT, model)[0]["id"]
     node = "http://{}:{}".format(*store.addresses()[1])
-    prompts = itertools.count()
+    # A page that the decode engine follows while the prefill engine puts it comes as bytes. Only a
+    # complete page is read in place. So the prompts come round again after more pages than the
+    # engines' L1 holds (170), and fewer than L2 holds (682).
+    prompts = itertools.cycle(range(PROMPTS))
 
     def complete():
-        # A new prompt each time, so that one engine computes its pages and the other reads them. Until
-        # the router has found the prefill engine, the decode engine computes everything itself.
         body = {"model": model_name, "prompt": f"Verse {next(prompts)}. {PROMPT}", "max_tokens": 4, "temperature": 0}
         try:
             return json.loads(fetch(f"{api}/v1/completions", body))
@@ -258,7 +261,9 @@ def check_sharing(units):
     try:
         found = wait_for("a page is read in place", START_LIMIT, read_in_place)
     except Failure as failure:
-        raise Failure(f"{failure} (larder_store_bytes_in_place_total of {node}/metrics)") from None
+        logs = "".join(unit.log_tail() for unit in units)
+        counter = f"larder_store_bytes_in_place_total of {node}/metrics"
+        raise Failure(f"{failure} ({counter}); the last log lines:\n{logs}") from None
     say(f"  {found} bytes were read in the store's memory")
     status = command("/usr/local/bin/larder", "status", "--admin", admin, "--json")
     transport = re.search(r'"transport"\s*:\s*"(\w+)"', status)
