@@ -4,15 +4,16 @@ use crate::admin::Target;
 use crate::output::say;
 use crate::table::{self, column};
 use crate::tiers::duration;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{ArgGroup, Args, Subcommand};
 use larder_model::ChatMessage;
 use larder_router::admin::api::{
     ForgetResponse, InspectResponse, PATH_FORGET, PATH_INSPECT, PATH_PIN, PATH_UNPIN, PATH_WARM, PageStatus,
     PinRequest, PinResponse, PinStatus, PinStrength, PrefixRequest, WarmResponse,
 };
+use larder_router::openai::types::{Fields, take_messages};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -68,13 +69,6 @@ pub struct PrefixArgs {
     target: Target,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Chat {
-    Messages(Vec<ChatMessage>),
-    Request { messages: Vec<ChatMessage> },
-}
-
 impl PrefixArgs {
     fn request(&self) -> Result<PrefixRequest> {
         let text = match &self.file {
@@ -98,14 +92,17 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
+/// Parses a list of messages, or a whole request, by the rules of `/v1/chat/completions`. Other rules
+/// could name another prompt, and so other pages.
 fn parse_chat(text: &str) -> Result<Vec<ChatMessage>> {
-    // The error of an untagged enum names Rust types and no position, so only syntax errors are
-    // passed on.
     let json: Value = serde_json::from_str(text).context("not valid JSON")?;
-    match serde_json::from_value(json) {
-        Ok(Chat::Messages(messages) | Chat::Request { messages }) => Ok(messages),
-        Err(_) => bail!("not a chat: expected [{{\"role\": \"user\", \"content\": \"…\"}}, …]"),
-    }
+    let fields = match json {
+        Value::Array(messages) => Map::from_iter([("messages".to_owned(), messages.into())]),
+        Value::Object(fields) => fields,
+        _ => bail!("not a chat: expected [{{\"role\": \"user\", \"content\": \"…\"}}, …]"),
+    };
+    let messages = take_messages(&mut Fields::from_object(fields)).map_err(|error| anyhow!(error.body.message))?;
+    messages.context("'messages' is required")
 }
 
 pub async fn run(command: Prefix) -> Result<()> {
@@ -139,6 +136,10 @@ pub async fn run(command: Prefix) -> Result<()> {
         Prefix::Forget(args) => {
             let answer: ForgetResponse = args.target.send(PATH_FORGET, Some(&args.request()?)).await?;
             args.target.print(&answer, |forget| say!("{} of {} pages deleted", forget.forgotten, forget.pages))?;
+            if !answer.engines_unconfirmed.is_empty() {
+                let engines = answer.engines_unconfirmed.join(", ");
+                bail!("these engines did not confirm and may still have pages in L1: {engines}; repeat the command");
+            }
             if !answer.complete {
                 bail!("a store node did not answer and may still have pages; repeat the command when all nodes are up");
             }
@@ -223,7 +224,10 @@ mod tests {
         let parsed = parse_chat(messages).unwrap();
         assert_eq!(parsed.len(), 2);
         assert_eq!(parse_chat(&format!("{{\"model\": \"m\", \"messages\": {messages}}}")).unwrap(), parsed);
-        for bad in ["", "{}", "[1]", "\"text\"", r#"[{"role": "user"}]"#] {
+        let parts = r#"[{"role": "developer", "content": [{"type": "text", "text": "a"}]}]"#;
+        let message = ChatMessage { role: "system".into(), content: "a".into() };
+        assert_eq!(parse_chat(parts).unwrap(), [message], "as /v1/chat/completions reads it");
+        for bad in ["", "{}", "[]", "[1]", "\"text\"", r#"[{"role": "user"}]"#] {
             let error = format!("{:#}", parse_chat(bad).unwrap_err());
             assert!(!error.contains("enum") && !error.contains("Chat"), "{bad}: {error}");
         }

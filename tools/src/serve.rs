@@ -92,6 +92,10 @@ pub struct EngineArgs {
     /// Tokens per page. Must be the same for all engines of a model
     #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     page_tokens: u32,
+    /// Name of the kernels' rounding. Engines share pages only if it is the same. Default: measured
+    /// with a probe at start. Declare one name for engines that you know to compute the same bits
+    #[arg(long, value_name = "NAME")]
+    numerics: Option<String>,
     /// Memory for the engine's own KV pages (L1)
     #[arg(long, default_value = "256MiB", value_name = "SIZE")]
     l1: ByteSize,
@@ -188,6 +192,7 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.listen = args.listen;
     options.advertise = args.advertise;
     options.page_tokens = args.page_tokens;
+    options.numerics = args.numerics;
     options.l1_bytes = args.l1.as_u64() as usize;
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;

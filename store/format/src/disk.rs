@@ -362,7 +362,7 @@ fn whole_blocks(bytes: u64) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::{MAX_CHUNKS, MAX_PARTS};
+    use crate::limits::{MAX_CHUNKS, MAX_PARTS};
 
     const LOG: LogId = [9; 16];
 

@@ -28,7 +28,8 @@
 
 use crate::codec::{DecodeError, Put, Reader, Result};
 use crate::disk::{BLOCK_BYTES, LogId, RecordBody, RecordHeader, begin, countable, open, padded, record_bytes, seal};
-use crate::page::{MAX_PAGE_BYTES, PageId};
+use crate::limits::MAX_PAGE_BYTES;
+use crate::page::PageId;
 use crate::{NamespaceId, PageKey};
 use std::collections::{BTreeMap, BTreeSet};
 

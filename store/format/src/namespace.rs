@@ -1,7 +1,7 @@
 //! Namespaces: the model whose pages may be shared, and the layout of its pages.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
-use crate::page::{MAX_PAGE_BYTES, MAX_PARTS};
+use crate::limits::{MAX_PAGE_BYTES, MAX_PARTS};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt;

@@ -1,21 +1,12 @@
 //! Identity of a stored page, and verification of its bytes.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
-use crate::range::whole_chunks;
+use crate::limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS};
+use crate::range::{chunks, whole_chunks};
 use crate::{NamespaceId, PageKey};
 use std::fmt;
 use std::ops::Range;
 use thiserror::Error;
-
-/// Length of a chunk in bytes: the unit of a CRC. Chunks start anew at every part, so a reader can
-/// verify a part, or a range of it, alone.
-pub const CHUNK_BYTES: usize = 64 << 10;
-/// Maximum length of a page in bytes. It bounds every payload on the wire and on disk, so a decoder
-/// refuses longer ones before it allocates.
-pub const MAX_PAGE_BYTES: usize = 16 << 20;
-pub const MAX_PARTS: usize = 128;
-/// Maximum number of chunks of a page: all full chunks, and one short chunk per part.
-pub const MAX_CHUNKS: usize = MAX_PAGE_BYTES / CHUNK_BYTES + MAX_PARTS;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageId {
@@ -92,6 +83,15 @@ impl PageMeta {
         let count = Self::chunks_of(*self.part_bytes.get(part)?);
         let start: usize = self.part_bytes[..part].iter().map(|&b| Self::chunks_of(b)).sum();
         self.chunk_crcs.get(start..start + count)
+    }
+
+    /// Chunks that overlap `range`, with their CRCs. The first and the last chunk may reach beyond
+    /// the range.
+    pub fn chunks_in(&self, range: &Range<u32>) -> impl Iterator<Item = (Range<u32>, u32)> {
+        chunks(&self.part_bytes)
+            .zip(self.chunk_crcs.iter().copied())
+            .skip_while(|(chunk, _)| chunk.end <= range.start)
+            .take_while(|(chunk, _)| chunk.start < range.end)
     }
 
     /// Checks that the tables agree with each other and with the limits. A decoded page has passed

@@ -2,10 +2,11 @@
 //!
 //! Invariant: CRCs cover whole chunks, so a reader of a range fetches every chunk that overlaps it.
 
-use crate::page::{CHUNK_BYTES, PageMeta};
+use crate::limits::CHUNK_BYTES;
 use std::ops::Range;
 
-fn chunks(part_bytes: &[u32]) -> impl Iterator<Item = Range<u32>> + '_ {
+/// Chunks of a page, in order. Costs nothing beyond the chunks that the caller takes.
+pub(crate) fn chunks(part_bytes: &[u32]) -> impl Iterator<Item = Range<u32>> + '_ {
     let parts = part_bytes.iter().scan(0u32, |start, &bytes| {
         let part = *start..start.saturating_add(bytes);
         *start = part.end;
@@ -28,17 +29,6 @@ pub fn whole_chunks(part_bytes: &[u32], range: &Range<u32>) -> Option<Range<u32>
     let first = touched.next()?;
     let end = touched.last().map_or(first.end, |last| last.end);
     (end >= range.end).then_some(first.start..end)
-}
-
-impl PageMeta {
-    /// Chunks that overlap `range`, with their CRCs. The first and the last chunk may reach beyond
-    /// the range.
-    pub fn chunks_in(&self, range: &Range<u32>) -> impl Iterator<Item = (Range<u32>, u32)> {
-        chunks(&self.part_bytes)
-            .zip(self.chunk_crcs.iter().copied())
-            .skip_while(|(chunk, _)| chunk.end <= range.start)
-            .take_while(|(chunk, _)| chunk.start < range.end)
-    }
 }
 
 #[cfg(test)]

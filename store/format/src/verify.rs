@@ -42,7 +42,8 @@ use crate::disk::{
 };
 use crate::epoch::{EpochSearch, ForeignHeader, Headerless, Verdict, may_replace};
 use crate::footer::{Footer, FooterBlock, RecordSummary, TombstoneSummary};
-use crate::page::{CHUNK_BYTES, Mismatch, PageId, PageMeta};
+use crate::limits::CHUNK_BYTES;
+use crate::page::{Mismatch, PageId, PageMeta};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read, Seek, SeekFrom, Write};

@@ -11,8 +11,7 @@
 //! [`FileDevice`](crate::FileDevice) implements the trait on real files. The simulation has a
 //! device that tears, loses and delays writes.
 
-use crate::request::{Done, Operation, Priority};
-use crate::ring::{RingClosed, TaskClass};
+use crate::request::{Completion, Done, Operation, Priority, RingClosed};
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,9 +20,6 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
-/// Callback that receives the outcome of a request. It runs once, on the device's executor thread,
-/// so it must neither block nor compute for long.
-pub type Completion = Box<dyn FnOnce(Done) + Send>;
 
 /// Metadata files beside the segments. [`Device::save`] replaces one as a whole, so a reader sees
 /// the old content or the new one.
@@ -51,6 +47,23 @@ pub struct DeviceCapabilities {
     /// True if the arena is registered with the kernel, which saves pinning its pages per request.
     pub registered_buffers: bool,
     pub registered_files: bool,
+}
+
+/// Scheduling class of a task: its share of the executor's time when other classes have ready
+/// tasks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TaskClass {
+    /// A caller waits for the task. Polled before all others.
+    Foreground,
+    Background,
+    Idle,
+}
+
+impl TaskClass {
+    pub(crate) const COUNT: usize = 3;
+
+    pub(crate) const ALL: [TaskClass; TaskClass::COUNT] =
+        [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle];
 }
 
 /// Storage of one log. All methods may be called from any thread and any executor, except those on

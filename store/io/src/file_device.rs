@@ -6,11 +6,11 @@
 //! - File system calls that block (create, open, remove, sync) run on a dedicated thread. Neither
 //!   the executor nor a caller blocks on them.
 
-use crate::device::{BoxFuture, Completion, Device, DeviceCapabilities, SmallFile};
+use crate::device::{BoxFuture, Device, DeviceCapabilities, SmallFile, TaskClass};
 use crate::directory::{Directory, OpenError, segment_name};
 use crate::file::DeviceFile;
-use crate::request::{FileId, Operation, Priority, Request};
-use crate::ring::{Executor, Ring, RingClosed, RingOptions, TaskClass};
+use crate::request::{Completion, Done, FileId, Operation, Priority, Request, RingClosed};
+use crate::ring::{Executor, Ring, RingOptions};
 use larder_memory::Arena;
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
@@ -194,7 +194,7 @@ impl Device for FileDevice {
             let Some(file) = self.files.read().get(&segment).copied() else {
                 let problem = format!("{} is not open", self.path.join(segment_name(segment)).display());
                 let result = Err(io::Error::new(io::ErrorKind::NotFound, problem));
-                on_done(crate::Done { operation, result });
+                on_done(Done { operation, result });
                 return Ok(());
             };
             self.ring.submit(Request { file, priority, operation }, on_done).await

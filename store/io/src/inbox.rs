@@ -5,10 +5,8 @@
 //!   ends, however that happens.
 //! - A sender makes a system call only if the executor announced that it is going to sleep.
 
-use crate::device::Completion;
 use crate::file::DeviceFile;
-use crate::request::{Done, FileId, Priority, Request};
-use crate::ring::RingClosed;
+use crate::request::{Completion, Done, FileId, Priority, Request, RingClosed};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};

@@ -24,10 +24,10 @@ pub mod ring;
 mod stats;
 mod timers;
 
-pub use device::{BoxFuture, Completion, Device, DeviceCapabilities, SmallFile};
+pub use device::{BoxFuture, Device, DeviceCapabilities, SmallFile, TaskClass};
 pub use directory::{OpenError, segment_name};
 pub use file::DeviceFile;
 pub use file_device::FileDevice;
-pub use request::{Block, Done, FileId, Operation, Priority, Request};
-pub use ring::{Executor, Ring, RingCapabilities, RingClosed, RingOptions, Task, TaskClass, UnknownExecutor};
+pub use request::{Block, Completion, Done, FileId, Operation, Priority, Request, RingClosed};
+pub use ring::{Executor, Ring, RingCapabilities, RingOptions, Task, UnknownExecutor};
 pub use stats::RingStats;

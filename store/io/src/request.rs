@@ -6,6 +6,7 @@ use larder_format::disk::BLOCK_BYTES;
 use larder_memory::{Slot, SlotMut};
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
+use thiserror::Error;
 
 /// One block on the heap, aligned for direct I/O. Record headers use these, so they take no arena
 /// memory.
@@ -148,5 +149,20 @@ impl Done {
             Operation::Read { slot, .. } => Some(slot),
             _ => None,
         }
+    }
+}
+
+/// Callback that receives the outcome of a request. It runs once, on the device's executor thread,
+/// so it must neither block nor compute for long.
+pub type Completion = Box<dyn FnOnce(Done) + Send>;
+
+/// The ring is closed, or its thread has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("the device ring is closed")]
+pub struct RingClosed;
+
+impl From<RingClosed> for io::Error {
+    fn from(closed: RingClosed) -> io::Error {
+        io::Error::new(io::ErrorKind::BrokenPipe, closed)
     }
 }

@@ -11,22 +11,23 @@
 //!   Adjacent requests of one priority are merged into one entry.
 //! - `tasks`: futures that run on the same thread.
 //! - `executor`: the loop, with its two drivers `on_glommio` and `on_thread`.
+//! - `options`: configuration of a ring.
 
-use crate::device::Completion;
+use crate::device::TaskClass;
 use crate::file::DeviceFile;
-use crate::inbox::{self, Message, Outbox};
-use crate::request::{Done, FileId, Priority, Request};
+use crate::inbox::{self, Inbox, Message, Outbox};
+use crate::request::{Completion, Done, FileId, Priority, Request, RingClosed};
 use crate::stats::RingStats;
 use larder_memory::Arena;
 use parking_lot::Mutex;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
-use thiserror::Error;
 use tokio::sync::oneshot;
 
 mod engine;
@@ -36,65 +37,13 @@ mod in_flight;
 mod kernel;
 mod on_glommio;
 mod on_thread;
+mod options;
 mod tasks;
 
-pub use executor::{Executor, UnknownExecutor};
-pub use tasks::{Task, TaskClass};
+pub use options::{Executor, RingCapabilities, RingOptions, UnknownExecutor};
+pub use tasks::Task;
 
-use executor::RingHandles;
-
-#[derive(Debug, Clone)]
-pub struct RingOptions {
-    /// Name of the executor's thread, shown in logs and by `top -H`.
-    pub name: String,
-    pub executor: Executor,
-    /// Maximum number of entries with the kernel, 1 to 1,024. Beyond 16, devices gain little
-    /// throughput and each request waits longer.
-    pub queue_depth: u32,
-    /// Maximum number of requests queued at each priority. A sender waits when it is reached.
-    pub backlog: usize,
-    pub files_max: u32,
-    /// Registers the arena with the kernel. Worth it for a ring that transfers pages.
-    pub register_arena: bool,
-    /// Maximum time that closing waits for requests that the device does not complete.
-    pub close_timeout: Duration,
-}
-
-impl RingOptions {
-    /// Returns defaults: glommio, queue depth 16, backlog 256, and 10 s to close.
-    pub fn new(name: impl Into<String>, files_max: u32) -> RingOptions {
-        RingOptions {
-            name: name.into(),
-            executor: Executor::default(),
-            queue_depth: 16,
-            backlog: 256,
-            files_max,
-            register_arena: true,
-            close_timeout: Duration::from_secs(10),
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RingCapabilities {
-    /// The driver in use: [`Executor::Thread`] where glommio was configured but could not start.
-    pub executor: Executor,
-    /// True if the arena is registered. Its pages are then pinned once instead of per request.
-    pub registered_buffers: bool,
-    /// True if files are registered, which saves a reference count per request.
-    pub registered_files: bool,
-}
-
-/// The ring is closed, or its thread has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("the device ring is closed")]
-pub struct RingClosed;
-
-impl From<RingClosed> for io::Error {
-    fn from(receiver_gone: RingClosed) -> io::Error {
-        io::Error::new(io::ErrorKind::BrokenPipe, receiver_gone)
-    }
-}
+use executor::{Ready, RingCore, RingHandles};
 
 /// Handle to the ring of one device. Dropping it closes the ring: accepted requests complete first,
 /// tasks are dropped.
@@ -124,7 +73,7 @@ impl Ring {
         let (end, ended) = flume::bounded(1);
         let close_timeout = options.close_timeout;
         let thread = std::thread::Builder::new().name(options.name.clone()).spawn(move || {
-            executor::run(arena, inbox, thread_handles, &options, &ready);
+            run(arena, inbox, thread_handles, &options, &ready);
             drop(end);
         })?;
         // A thread that ends without a report has no ring, so this counts as closed.
@@ -260,6 +209,26 @@ impl Ring {
         }
         ended
     }
+}
+
+/// Runs a ring on this thread until it is closed and its requests have completed.
+fn run(arena: Arc<Arena>, inbox: Inbox, handles: RingHandles, options: &RingOptions, ready: &Ready) {
+    let core = match RingCore::new(arena, inbox, handles, options) {
+        Ok(core) => Rc::new(core),
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return;
+        }
+    };
+    if options.executor == Executor::Glommio {
+        match on_glommio::run(&core, ready) {
+            Ok(()) => return,
+            Err(reason) => {
+                tracing::warn!(ring = options.name, reason, "glommio cannot start; a plain thread drives the device");
+            }
+        }
+    }
+    on_thread::run(&core, ready);
 }
 
 impl Drop for Ring {

@@ -12,9 +12,8 @@
 use crate::L3Error;
 use crate::guards::{ReadGuard, WriteGuard};
 use crate::machine::{CopyForward, ReadTicket};
-use crate::prepare::Preparations;
 use crate::read::VerifiedPage;
-use crate::shared::LogShared;
+use crate::shared::{LogShared, Preparations};
 use futures::stream::{self, StreamExt};
 use larder_format::PageId;
 use larder_format::disk::BLOCK_BYTES;

@@ -3,11 +3,11 @@
 use crate::background::{carry_out_intents, finish, sync_and_expire_periodically};
 use crate::machine::{Entry, Location, LogConfig, Pin, Recovery};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
-use crate::prepare::Preparations;
-use crate::recovery::{self, RecoveryIo, RecoveryProgress};
-use crate::scrub::{self, ScrubProgress};
-use crate::shared::LogShared;
-use crate::{L3Error, L3Options, L3Stats, RecoveryReport, superblock};
+use crate::recovery::{self, RecoveryIo};
+use crate::report::{RecoveryProgress, RecoveryReport};
+use crate::scrub::{self, ScrubControl, ScrubProgress};
+use crate::shared::{LogShared, Preparations};
+use crate::{L3Error, L3Options, L3Stats, superblock};
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_io::{BoxFuture, Device, FileDevice, TaskClass};
@@ -73,6 +73,7 @@ pub struct L3 {
 
 struct Running {
     shared: Arc<LogShared>,
+    scrub: Arc<ScrubControl>,
     capacity_bytes: u64,
 }
 
@@ -118,12 +119,13 @@ impl L3 {
         let shared = Arc::new(LogShared::new(arena, device, log, log_id, &options));
         let segments = scan_order.len() as u64;
         shared.recovery.update(|progress| progress.segments = segments);
+        let scrub = Arc::new(ScrubControl::new(&options));
         let spawn = |class, task: BoxFuture<'static, ()>| shared.device.spawn(class, task);
         spawn(TaskClass::Foreground, Box::pin(recovery::recover(shared.clone(), scan_order, report, began)));
         spawn(TaskClass::Background, Box::pin(carry_out_intents(shared.clone())));
         spawn(TaskClass::Background, Box::pin(sync_and_expire_periodically(shared.clone())));
-        spawn(TaskClass::Idle, Box::pin(scrub::run_scrub(shared.clone())));
-        let running = Running { shared, capacity_bytes: options.capacity_bytes };
+        spawn(TaskClass::Idle, Box::pin(scrub::run_scrub(shared.clone(), scrub.clone())));
+        let running = Running { shared, scrub, capacity_bytes: options.capacity_bytes };
         Ok(L3 { running: Arc::new(running) })
     }
 
@@ -142,12 +144,12 @@ impl L3 {
     }
 
     pub fn scrub(&self) -> ScrubProgress {
-        self.shared().scrub.progress()
+        self.running.scrub.progress()
     }
 
     /// Requests a pass of the scrub. Has no effect on a pass in progress.
     pub fn scrub_now(&self) {
-        self.shared().scrub.request();
+        self.running.scrub.request();
     }
 
     /// Limits the bytes of a namespace's pages. `u64::MAX` for no limit. The excess is dropped.
@@ -281,7 +283,7 @@ impl L3 {
         }
         let last_work = async {
             finish(shared).await;
-            scrub::save_progress(shared, &shared.scrub.progress()).await;
+            scrub::save_progress(shared, &self.running.scrub.progress()).await;
         };
         if tokio::time::timeout(CLOSE_TIMEOUT, last_work).await.is_err() {
             tracing::warn!(%dir, "L3: closing without the last sync, because the device does not respond");

@@ -21,6 +21,7 @@
 //! | `background`, `prepare`, `copy_forward` | segments, footers, syncs, expiry, copies |
 //! | `scrub` | reads all pages at a low rate, to find damage early |
 //! | `shared`, `guards` | shared state, and guards for reads and writes in flight |
+//! | `damage`, `report` | the listener for damaged pages, and the report of a recovery |
 //!
 //! `docs/internals/log-and-recovery.md` explains the design.
 
@@ -28,6 +29,7 @@
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 mod background;
 mod copy_forward;
+mod damage;
 mod error;
 mod forget;
 mod guards;
@@ -37,6 +39,7 @@ mod options;
 mod prepare;
 mod read;
 mod recovery;
+mod report;
 mod scrub;
 mod shared;
 mod stats;
@@ -47,6 +50,6 @@ pub use error::L3Error;
 pub use l3::{L3, L3Entry, L3Location};
 pub use machine::Pin;
 pub use options::{L3Options, WRITE_QUEUE_BYTES_MAX};
-pub use recovery::{RecoveryProgress, RecoveryReport};
+pub use report::{RecoveryProgress, RecoveryReport};
 pub use scrub::ScrubProgress;
 pub use stats::L3Stats;

@@ -1,4 +1,4 @@
-//! Preparation of segments on the device, and its results for waiting writers.
+//! Preparation of segments on the device.
 
 use crate::machine::{Prepare, PrepareOutcome};
 use crate::shared::LogShared;
@@ -6,22 +6,6 @@ use larder_format::disk::SegmentHeader;
 use larder_io::{Block, Operation, Priority};
 use larder_runtime::fail_point;
 use std::io;
-
-/// Results of all preparations so far, for writers that wait for room.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Preparations {
-    /// Grows with every event after which a writer should try again: a segment is ready, a
-    /// preparation failed, copies ended, recovery ended, or the log was closed.
-    pub(crate) turn: u64,
-    pub(crate) failures: u64,
-    pub(crate) error: Option<(io::ErrorKind, String)>,
-}
-
-impl Preparations {
-    pub(crate) fn next_turn(&mut self) {
-        self.turn += 1;
-    }
-}
 
 struct PrepareFailure {
     error: io::Error,

@@ -13,9 +13,9 @@
 //!    background.
 
 use crate::L3Error;
-use crate::machine::{FoundSegment, RecoveryResult, ScannedSegment, SegmentEpoch, SegmentScan};
-use crate::prepare::Preparations;
-use crate::shared::LogShared;
+use crate::machine::{FoundSegment, ScannedSegment, SegmentEpoch, SegmentScan};
+use crate::report::RecoveryReport;
+use crate::shared::{LogShared, Preparations};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
@@ -23,7 +23,6 @@ use larder_format::epoch::EpochSearch;
 use larder_io::device::run;
 use larder_io::{Block, Device, Done, Operation, Priority, segment_name};
 use larder_memory::{Arena, SlotMut};
-use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,55 +47,6 @@ const MEMORY_RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// Attempts per read. A single failed read could cost all older segments their trust.
 const READ_ATTEMPTS: u32 = 4;
 const READ_RETRY_PAUSE: Duration = Duration::from_millis(50);
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RecoveryReport {
-    /// `true` if the log was created by this start.
-    pub created: bool,
-    pub pages: u64,
-    pub tombstones: u64,
-    pub segments: u64,
-    /// Segments of these that were read from their footers. The others were scanned record by
-    /// record.
-    pub segments_by_footer: u64,
-    /// Segments removed: unused ones, the oldest ones beyond the capacity, and those whose
-    /// tombstones may be lost with a damaged segment.
-    pub segments_removed: u64,
-    /// Files with the name of a segment that do not belong to this log, because an operator copied
-    /// or renamed them. They were renamed to `*.stray`.
-    pub misplaced_files: u64,
-    /// Segments that could not be read to their end, or that lost records.
-    pub segments_cut_short: u64,
-    /// Pages in these segments and in older ones. They are not served, because a lost tombstone may
-    /// have deleted them.
-    pub pages_untrusted: u64,
-    /// Records that were begun and are incomplete: writes that a crash interrupted.
-    pub torn_records: u64,
-    pub io_errors: u64,
-    pub milliseconds: u64,
-}
-
-impl RecoveryReport {
-    fn with_result(self, result: RecoveryResult) -> RecoveryReport {
-        RecoveryReport {
-            tombstones: result.tombstones,
-            segments: result.segments,
-            segments_by_footer: result.footers,
-            segments_cut_short: result.cut_short,
-            pages_untrusted: result.untrusted,
-            torn_records: result.torn_records,
-            ..self
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RecoveryProgress {
-    pub segments_scanned: u64,
-    pub segments: u64,
-    /// Present once all segments are scanned.
-    pub report: Option<RecoveryReport>,
-}
 
 #[derive(Clone, Copy)]
 pub(crate) struct RecoveryIo<'a> {

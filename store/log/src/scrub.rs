@@ -93,28 +93,28 @@ impl ScrubControl {
 
 /// Runs passes until the log is closed. The first one waits for the end of recovery, because the
 /// index is incomplete until then.
-pub(crate) async fn run_scrub(shared: Arc<LogShared>) {
+pub(crate) async fn run_scrub(shared: Arc<LogShared>, control: Arc<ScrubControl>) {
     let mut progress = load_progress(&shared).await;
-    shared.scrub.publish(progress);
+    control.publish(progress);
     let mut saved = Instant::now();
     while shared.ensure_open().is_ok() {
         let is_recovered = shared.recovery.with(|recovery| recovery.report.is_some());
-        let is_due = progress.running || shared.scrub.is_pass_due(&progress, shared.clock.now_unix_ms());
+        let is_due = progress.running || control.is_pass_due(&progress, shared.clock.now_unix_ms());
         if !is_recovered || !is_due {
             shared.device.sleep(POLL_INTERVAL).await;
             continue;
         }
         // A request during a pass has no effect, so every step clears the flag.
-        shared.scrub.requested.store(false, Ordering::Relaxed);
+        control.requested.store(false, Ordering::Relaxed);
         let began = Instant::now();
         let was_running = progress.running;
         let bytes = scrub_step(&shared, &mut progress).await;
-        shared.scrub.publish(progress);
+        control.publish(progress);
         if was_running != progress.running || saved.elapsed() >= SAVE_INTERVAL {
             save_progress(&shared, &progress).await;
             saved = Instant::now();
         }
-        let left = shared.scrub.step_duration(bytes).saturating_sub(began.elapsed());
+        let left = control.step_duration(bytes).saturating_sub(began.elapsed());
         if left > Duration::ZERO {
             shared.device.sleep(left).await;
         } else {

@@ -4,18 +4,16 @@
 //! - The lock of the log is held for short computations only, never across an await.
 //! - Every planned write and every read ticket returns to the log exactly once, see `guards.rs`.
 
-use crate::guards::WriteGuard;
-use crate::machine::{Log, SyncTicket, WriteOutcome};
+use crate::damage::DamageReports;
+use crate::machine::{Log, SyncTicket};
 use crate::options::WRITE_QUEUE_BYTES_MAX;
-use crate::prepare::Preparations;
-use crate::read::DamageReports;
-use crate::scrub::ScrubControl;
+use crate::report::RecoveryProgress;
 use crate::stats::Counters;
-use crate::{L3Error, L3Options, RecoveryProgress};
+use crate::{L3Error, L3Options};
 use larder_format::disk::{BLOCK_BYTES, LogId};
 use larder_io::device::run;
-use larder_io::{Block, Device, Done, Operation, Priority, RingClosed, segment_name};
-use larder_memory::{Arena, Slot};
+use larder_io::{Device, Done, Operation, Priority, RingClosed, segment_name};
+use larder_memory::Arena;
 use larder_runtime::{Clock, OrderedWatch, fail_point};
 use parking_lot::RwLock;
 use std::io;
@@ -23,6 +21,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::{Notify, Semaphore, oneshot};
+
+/// Results of all preparations so far, for writers that wait for room.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Preparations {
+    /// Grows with every event after which a writer should try again: a segment is ready, a
+    /// preparation failed, copies ended, recovery ended, or the log was closed.
+    pub(crate) turn: u64,
+    pub(crate) failures: u64,
+    pub(crate) error: Option<(io::ErrorKind, String)>,
+}
+
+impl Preparations {
+    pub(crate) fn next_turn(&mut self) {
+        self.turn += 1;
+    }
+}
 
 pub(crate) struct LogShared {
     pub(crate) arena: Arc<Arena>,
@@ -41,7 +55,6 @@ pub(crate) struct LogShared {
     closed: AtomicBool,
     pub(crate) clock: Clock,
     pub(crate) recovery: OrderedWatch<RecoveryProgress>,
-    pub(crate) scrub: ScrubControl,
     pub(crate) damage: DamageReports,
 }
 
@@ -66,7 +79,6 @@ impl LogShared {
             closed: AtomicBool::new(false),
             clock: options.clock,
             recovery: OrderedWatch::default(),
-            scrub: ScrubControl::new(options),
             damage: DamageReports::default(),
         }
     }
@@ -118,30 +130,6 @@ impl LogShared {
         let path = self.segment_path(segment);
         tracing::warn!(file = %path.display(), error = %source, "L3: cannot {action} a segment; check the device");
         L3Error::Io { action, path, source }
-    }
-
-    /// Submits a planned record to the device. The receiver gets the result after the log did, so a
-    /// caller that sees success also finds the page.
-    pub(crate) async fn submit_record(
-        self: &Arc<Self>,
-        write: WriteGuard,
-        payload: Option<Slot>,
-    ) -> Result<oneshot::Receiver<io::Result<()>>, L3Error> {
-        let header = write.header();
-        let block = Block::of(&header.encode(&self.log_id));
-        let operation = Operation::write(header.place.offset, block, payload);
-        let segment = header.place.segment;
-        let (reply, answer) = oneshot::channel();
-        let on_done = move |done: Done| {
-            write.finish(if done.result.is_ok() { WriteOutcome::Written } else { WriteOutcome::Failed });
-            // The writer may have passed its deadline and dropped the receiver. The log knows the
-            // result anyway.
-            let _ = reply.send(done.result);
-        };
-        // If this future is dropped before the device accepts the request, the guard in `on_done`
-        // reports the write as not sent.
-        self.device.submit(segment, Priority::Background, operation, Box::new(on_done)).await?;
-        Ok(answer)
     }
 
     /// Syncs one segment, and reports the result to the log even if this future is dropped. After a

@@ -1,16 +1,18 @@
 //! The write path: queue, plan, device.
 
 use crate::guards::WriteGuard;
-use crate::machine::{Append, PlannedWrite};
+use crate::machine::{Append, PlannedWrite, WriteOutcome};
 use crate::shared::LogShared;
 use crate::{L3Error, WRITE_QUEUE_BYTES_MAX};
 use larder_format::PageMeta;
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, record_bytes};
+use larder_io::{Block, Done, Operation, Priority};
 use larder_memory::Slot;
 use larder_runtime::fail_point;
 use std::io;
 use std::sync::Arc;
+use tokio::sync::oneshot;
 
 pub(crate) enum PlanAttempt<T> {
     Done(T),
@@ -53,6 +55,30 @@ impl LogShared {
             })
         })
         .await
+    }
+
+    /// Submits a planned record to the device. The receiver gets the result after the log did, so a
+    /// caller that sees success also finds the page.
+    pub(crate) async fn submit_record(
+        self: &Arc<Self>,
+        write: WriteGuard,
+        payload: Option<Slot>,
+    ) -> Result<oneshot::Receiver<io::Result<()>>, L3Error> {
+        let header = write.header();
+        let block = Block::of(&header.encode(&self.log_id));
+        let operation = Operation::write(header.place.offset, block, payload);
+        let segment = header.place.segment;
+        let (reply, answer) = oneshot::channel();
+        let on_done = move |done: Done| {
+            write.finish(if done.result.is_ok() { WriteOutcome::Written } else { WriteOutcome::Failed });
+            // The writer may have passed its deadline and dropped the receiver. The log knows the
+            // result anyway.
+            let _ = reply.send(done.result);
+        };
+        // If this future is dropped before the device accepts the request, the guard in `on_done`
+        // reports the write as not sent.
+        self.device.submit(segment, Priority::Background, operation, Box::new(on_done)).await?;
+        Ok(answer)
     }
 
     /// Repeats `attempt` until the log has room. Fails when a segment cannot be prepared meanwhile.

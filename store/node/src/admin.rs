@@ -1,6 +1,6 @@
 //! HTTP endpoints of a node for operators: `/healthz`, `/metrics`, `/status` and `/scrub`.
 
-use crate::node::NodeState;
+use crate::state::NodeState;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};

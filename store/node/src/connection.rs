@@ -40,7 +40,7 @@ mod socket;
 mod tasks;
 
 use crate::budget::{Account, Charge};
-use crate::node::NodeState;
+use crate::state::NodeState;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
 use larder_format::codec::DecodeError;

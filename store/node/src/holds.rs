@@ -5,7 +5,7 @@
 //! - A forgotten or damaged page is never served from here, although its memory may still be held.
 //! - The bytes of held pages never exceed `bytes_max`.
 
-use crate::tiers::Page;
+use crate::page::Page;
 use larder_format::PageId;
 use larder_runtime::fail_point;
 use parking_lot::Mutex;

@@ -17,10 +17,12 @@
 //! | --- | --- |
 //! | [`options`] | settings |
 //! | [`node`] | start, accept, shutdown |
+//! | `state` | state that connections and HTTP endpoints share |
 //! | `connection` | one client: handshake, requests, transfers |
 //! | `budget` | admission control: bytes in flight per connection, tenant and node |
 //! | `store` | operations on pages, without sockets |
 //! | `puts` | open puts, and readers that wait for them |
+//! | `page` | a sealed page in DRAM |
 //! | `tiers`, `policy` | L2 over L3; the choice of pages for L2, and of writes to L3 |
 //! | `devices`, `health` | L3 logs, and the quarantine of failed devices |
 //! | `holds` | pages held for readers |
@@ -44,10 +46,12 @@ mod members;
 mod metrics;
 pub mod node;
 pub mod options;
+mod page;
 mod policy;
 mod puts;
 mod rdma;
 mod scrub;
+mod state;
 mod store;
 mod tiers;
 
@@ -55,7 +59,8 @@ pub use larder_io::Executor;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use metrics::metrics_registry;
 pub use node::{Node, NodeError};
-pub use options::{L3Device, NamespacePrefix, NamespaceQuota, NodeOptions, WritePolicy};
+pub use options::{L3Device, NodeOptions};
+pub use policy::{NamespacePrefix, NamespaceQuota, WritePolicy};
 pub use rdma::RdmaOptions;
 
 /// Parts of a node that simulations run without sockets, on any streams.
@@ -63,10 +68,11 @@ pub use rdma::RdmaOptions;
 pub mod sim {
     pub use crate::devices::Devices;
     pub use crate::node::Server;
+    pub use crate::page::Page;
     pub use crate::policy::*;
     pub use crate::puts::{Presence, Progress, Put, Puts, Waiter};
     pub use crate::rdma::{Rdma, open as open_rdma};
     pub use crate::store::Store;
-    pub use crate::tiers::{Page, PageLocation, StampedLocation, Tiers, TiersError};
+    pub use crate::tiers::{PageLocation, StampedLocation, Tiers, TiersError};
     pub use larder_runtime::Clock;
 }

@@ -1,27 +1,24 @@
 //! Start, connections and shutdown of a node.
 
-use crate::connection::{BulkScheduler, SharedArena};
+use crate::connection::SharedArena;
 use crate::devices::Devices;
 use crate::identity::Identity;
-use crate::members::Members;
-use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::rdma::Rdma;
+use crate::state::NodeState;
 use crate::store::Store;
 use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
 use larder_memory::Arena;
 use larder_memory::share::{ArenaListener, PeerMemory};
-use larder_rdma::NicStats;
 use larder_runtime::{Clock, now};
 use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
-use prometheus_client::registry::Registry;
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -47,50 +44,6 @@ pub enum NodeError {
     Memory { bytes: u64, source: std::io::Error },
     #[error("cannot open L3: {0}")]
     L3(#[from] larder_log::L3Error),
-}
-
-/// State that all connections of a node share. Immutable, except for parts that have locks or
-/// atomics of their own.
-pub(crate) struct NodeState {
-    pub(crate) identity: Identity,
-    pub(crate) store: Store,
-    pub(crate) members: Members,
-    pub(crate) metrics: Arc<Metrics>,
-    pub(crate) registry: Registry,
-    /// Address of the arena listener, sent in the handshake. `None` if the arena is not shared: all
-    /// clients use TCP then.
-    pub(crate) arena_listener: Option<ArenaListenerInfo>,
-    pub(crate) protocol_max: u16,
-    pub(crate) busy_poll: Duration,
-    pub(crate) rdma: Option<Rdma>,
-    pub(crate) bulk_scheduler: BulkScheduler,
-    started: Instant,
-}
-
-impl NodeState {
-    /// Returns the node's state as JSON, for `/status`. `docs/operations.md` describes the fields.
-    pub(crate) fn status(&self) -> serde_json::Value {
-        let mut status = self.store.status();
-        status["node_id"] = self.identity.node_id.clone().into();
-        status["epoch"] = self.identity.epoch.into();
-        status["uptime_seconds"] = now().saturating_duration_since(self.started).as_secs().into();
-        if let Some(rdma) = &self.rdma {
-            status["rdma"] = rdma::status(&rdma.fabric);
-        }
-        status["members"] = self.members.list(now()).len().into();
-        status
-    }
-
-    /// Updates the gauges. The exporter calls it before every export: unlike the counters, gauges
-    /// are derived from other state on demand.
-    pub(crate) fn refresh_metrics(&self) {
-        self.store.refresh_metrics();
-        let stats: Vec<NicStats> =
-            self.rdma.iter().flat_map(|rdma| rdma.fabric.nics()).map(|nic| nic.stats()).collect();
-        let sum = |of: fn(&NicStats) -> u64| i64::try_from(stats.iter().map(of).sum::<u64>()).unwrap_or(i64::MAX);
-        self.metrics.rdma_channels.set(sum(|stats| stats.endpoints));
-        self.metrics.rdma_grants.set(sum(|stats| stats.grants));
-    }
 }
 
 /// A running node: its sockets, its store and its tasks.
@@ -129,20 +82,8 @@ impl Node {
         let rdma = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first());
-        let metrics = store.metrics().clone();
-        let state = Arc::new(NodeState {
-            store,
-            members: Members::default(),
-            registry: metrics.registry(),
-            metrics,
-            arena_listener: local.as_ref().map(|local| local.address.clone()),
-            protocol_max: options.protocol_max,
-            busy_poll: options.busy_poll,
-            rdma,
-            bulk_scheduler: BulkScheduler::new(),
-            started: now(),
-            identity,
-        });
+        let address = local.as_ref().map(|local| local.address.clone());
+        let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         // Last of all that can fail: a client that connects finds a node that serves.
@@ -212,22 +153,10 @@ impl Server {
         rdma: Option<Rdma>,
         protocol_max: u16,
     ) -> Server {
-        let metrics = store.metrics().clone();
-        let state = NodeState {
-            store,
-            members: Members::default(),
-            registry: metrics.registry(),
-            metrics,
-            arena_listener,
-            protocol_max,
-            // Simulated time does not pass while a thread polls.
-            busy_poll: Duration::ZERO,
-            rdma,
-            bulk_scheduler: BulkScheduler::new(),
-            started: now(),
-            identity: Identity { node_id, epoch },
-        };
-        Server { state: Arc::new(state) }
+        let identity = Identity { node_id, epoch };
+        // Simulated time does not pass while a thread polls.
+        let busy_poll = Duration::ZERO;
+        Server { state: NodeState::new(identity, store, arena_listener, rdma, protocol_max, busy_poll) }
     }
 
     pub fn store(&self) -> &Store {

@@ -2,14 +2,12 @@
 //!
 //! Memory of a node: L2, `in_flight_bytes`, `request_bytes`, and about 48 MiB for the process.
 
+use crate::policy::{NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
-use larder_format::NamespaceId;
 use larder_io::Executor;
 use larder_memory::ArenaSharing;
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
 /// Settings of a node, fixed at its start. [`NodeOptions::validate`] checks them.
@@ -136,87 +134,6 @@ pub struct L3Device {
     pub bytes: u64,
 }
 
-/// Time at which a page is written to L3. An early write costs device bandwidth and wear. A late
-/// one costs pages when the node crashes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WritePolicy {
-    /// At its commit. A crash loses at most the last second.
-    Through,
-    /// After enough reads from L2, which make further reads likely. A page evicted before is lost.
-    /// Saves device writes when most pages are read once.
-    Selective,
-    /// At its eviction from L2. Saves most writes. A crash loses the whole of L2.
-    Back,
-}
-
-impl WritePolicy {
-    const NAMES: [(WritePolicy, &str); 3] = [
-        (WritePolicy::Through, "write-through"),
-        (WritePolicy::Selective, "write-through-selective"),
-        (WritePolicy::Back, "write-back"),
-    ];
-}
-
-impl fmt::Display for WritePolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = WritePolicy::NAMES.iter().find(|(policy, _)| policy == self).map_or("", |(_, name)| name);
-        f.write_str(name)
-    }
-}
-
-impl FromStr for WritePolicy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let known = WritePolicy::NAMES.iter().find(|(_, name)| *name == text);
-        known.map(|(policy, _)| *policy).ok_or_else(|| {
-            let names: Vec<&str> = WritePolicy::NAMES.iter().map(|(_, name)| *name).collect();
-            format!("'{text}' is not one of {}", names.join(", "))
-        })
-    }
-}
-
-/// First hex digits of a namespace's name, at least 4, or all 64. Upper case is accepted and stored
-/// as lower case.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NamespacePrefix(String);
-
-impl NamespacePrefix {
-    pub fn matches(&self, namespace: &NamespaceId) -> bool {
-        namespace.to_string().starts_with(&self.0)
-    }
-}
-
-impl fmt::Display for NamespacePrefix {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-/// Minimum number of digits. Fewer would match several namespaces of a busy node.
-const PREFIX_MIN: usize = 4;
-
-impl FromStr for NamespacePrefix {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if hex && (PREFIX_MIN..=64).contains(&text.len()) {
-            return Ok(Self(text.to_ascii_lowercase()));
-        }
-        Err(format!(
-            "'{text}' is not a namespace: give {PREFIX_MIN} to 64 hex digits, as `larder status --wide` shows them"
-        ))
-    }
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NamespaceQuota {
-    pub namespace: NamespacePrefix,
-    /// Maximum size of each matching namespace, in bytes: in L2, and again in L3.
-    pub bytes: u64,
-}
-
 /// Minimum size of L2, in bytes. Smaller ones hold only a few pages of a large model.
 pub const L2_BYTES_MIN: u64 = 32 << 20;
 /// Minimum memory for requests, in bytes. It admits about a dozen connections with small requests.
@@ -328,19 +245,6 @@ impl NodeOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn write_policies_and_prefixes_parse_their_own_names() {
-        for policy in [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back] {
-            assert_eq!(policy.to_string().parse(), Ok(policy));
-        }
-        assert!("write-around".parse::<WritePolicy>().unwrap_err().contains("write-back"));
-        let prefix: NamespacePrefix = "ABcd01".parse().unwrap();
-        let mut id = [0u8; 32];
-        id[..3].copy_from_slice(&[0xab, 0xcd, 0x01]);
-        assert!(prefix.matches(&NamespaceId(id)) && !prefix.matches(&NamespaceId([0xab; 32])));
-        assert!("abc".parse::<NamespacePrefix>().is_err() && "wxyz".parse::<NamespacePrefix>().is_err());
-    }
 
     #[test]
     fn invalid_options_are_refused_with_the_flag_to_change() {

@@ -17,11 +17,11 @@
 //! Decision record 0016 tells why L2 has this index besides foyer.
 
 mod namespaces;
+mod options;
 mod pins;
 #[cfg(test)]
 mod tests;
 
-use crate::options::{NamespaceQuota, WritePolicy};
 use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_runtime::fail_point;
@@ -30,28 +30,12 @@ use pins::{Pin, Pins};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound::{Excluded, Unbounded};
 
+pub use options::{NamespacePrefix, NamespaceQuota, PolicyOptions, WritePolicy};
 pub use pins::PinRefused;
 
 /// L3 is told of every sixteenth hit of a page: often enough to rank it, rarely enough to cost
 /// nothing.
 const TOUCH_EVERY: u32 = 16;
-
-#[derive(Debug, Clone)]
-pub struct PolicyOptions {
-    pub capacity_bytes: u64,
-    /// Budget in bytes for open puts and for pages being written to L3, together.
-    pub dirty_bytes_max: u64,
-    pub has_l3: bool,
-    pub write_policy: WritePolicy,
-    /// Number of hits after which write-through-selective writes a page.
-    pub write_after_hits: u32,
-    /// Quota in bytes of a namespace that has none of its own. `None` is no limit.
-    pub quota_default: Option<u64>,
-    pub quotas: Vec<NamespaceQuota>,
-    /// Seed of the eviction policy's sampling, so that clients cannot predict which pages it
-    /// samples.
-    pub seed: u64,
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageInfo {

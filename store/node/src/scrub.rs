@@ -2,7 +2,6 @@
 
 use crate::tiers::Tiers;
 use serde_json::json;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
@@ -44,7 +43,7 @@ impl ScrubProgress {
 }
 
 /// Verifies L2 at `bytes_per_second` until `stop` is cancelled. Zero disables the scrub.
-pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: CancellationToken) {
+pub(crate) async fn run(tiers: &Tiers, progress: &ScrubProgress, bytes_per_second: u64, stop: CancellationToken) {
     if bytes_per_second == 0 {
         return;
     }
@@ -54,14 +53,14 @@ pub(crate) async fn run(tiers: Arc<Tiers>, bytes_per_second: u64, stop: Cancella
             Some(id) => {
                 cursor = Some(id);
                 let bytes = tiers.get_l2(&id).map_or(0, |page| page.payload.len() as u64);
-                tiers.scrub_progress.verified(bytes, tiers.recheck(&id) as u64);
+                progress.verified(bytes, tiers.recheck(&id) as u64);
                 tiers.metrics().bytes_scrubbed_l2.inc_by(bytes);
                 // The pause after each page keeps the average rate. One page is the largest burst.
                 Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64)
             }
             None => {
                 cursor = None;
-                tiers.scrub_progress.pass_ended();
+                progress.pass_ended();
                 PASS_PAUSE
             }
         };

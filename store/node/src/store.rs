@@ -10,7 +10,7 @@ use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
 use crate::policy::PinRefused;
 use crate::puts::{Put, Puts};
-use crate::scrub;
+use crate::scrub::{self, ScrubProgress};
 use crate::tiers::{PageLocation, Tiers, TiersError};
 use futures::StreamExt;
 use larder_format::PageId;
@@ -37,6 +37,7 @@ pub struct Store {
     puts: Puts,
     metrics: Arc<Metrics>,
     budget: Arc<Budget>,
+    scrub_progress: ScrubProgress,
     options: NodeOptions,
 }
 
@@ -55,7 +56,8 @@ impl Store {
         let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
         let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first, options.waiters_max());
         let budget = Budget::new(options, metrics.clone());
-        Store { tiers, puts, metrics, budget, options: options.clone() }
+        let scrub_progress = ScrubProgress::default();
+        Store { tiers, puts, metrics, budget, scrub_progress, options: options.clone() }
     }
 
     pub fn tiers(&self) -> &Tiers {
@@ -89,7 +91,8 @@ impl Store {
                 }
             }
         };
-        tokio::join!(tick, scrub::run(self.tiers.clone(), self.options.scrub_bytes_per_second, stop.clone()));
+        let rate = self.options.scrub_bytes_per_second;
+        tokio::join!(tick, scrub::run(&self.tiers, &self.scrub_progress, rate, stop.clone()));
     }
 
     pub fn tick(&self) {
@@ -209,8 +212,10 @@ impl Store {
 
     pub fn status(&self) -> serde_json::Value {
         let (open, waiting) = self.puts.counts();
+        let mut tiers = self.tiers.status();
+        tiers["l2"]["scrub"] = self.scrub_progress.status();
         serde_json::json!({
-            "tiers": self.tiers.status(),
+            "tiers": tiers,
             "puts_open": open,
             "readers_waiting": waiting,
             "budget": self.budget.status(),

@@ -32,13 +32,13 @@ use crate::devices::{DeviceLocation, Devices};
 use crate::holds::{Hold, Holds};
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
+use crate::page::Page;
 use crate::policy::{L2Policy, PageInfo, PinRefused, PolicyActions, PolicyOptions, PutOutcome};
-use crate::scrub::ScrubProgress;
 use changes::{ChangeCounters, ChangeStamp};
 use foyer::{Cache, CacheBuilder, FifoConfig};
 use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
-use larder_memory::{Arena, Slot, SlotMut};
+use larder_memory::{Arena, SlotMut};
 use larder_runtime::{Clock, fail_point, now};
 use larder_wire::{PagePin, PinKind, TierCode};
 use parking_lot::{Mutex, MutexGuard};
@@ -58,24 +58,9 @@ const MAKE_ROOM_BYTES: u64 = 64 << 20;
 const SLOT_UNIT: usize = 4096;
 const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
 
-/// A sealed page in DRAM. It never changes, so readers share it without a lock. Its memory returns
-/// to the arena with the last reference.
-#[derive(Debug)]
-pub struct Page {
-    pub meta: PageMeta,
-    pub payload: Slot,
-}
-
-impl Page {
-    fn info(&self) -> PageInfo {
-        let PageMeta { id, parent, position, generation, expires_unix_ms, .. } = self.meta;
-        PageInfo { id, parent, position, generation, bytes: self.bytes(), expires_unix_ms }
-    }
-
-    /// Bytes of the slot, which is at least as large as the payload.
-    pub(crate) fn bytes(&self) -> u32 {
-        u32::try_from(self.payload.capacity()).unwrap_or(u32::MAX)
-    }
+fn info(page: &Page) -> PageInfo {
+    let PageMeta { id, parent, position, generation, expires_unix_ms, .. } = page.meta;
+    PageInfo { id, parent, position, generation, bytes: page.bytes(), expires_unix_ms }
 }
 
 /// Location of a page on L3, with the stamp that tells whether the lookup is still valid. Holds no
@@ -168,7 +153,6 @@ pub struct Tiers {
     /// Runtime for writes to L3: some begin on a device's thread, which has no tokio context.
     runtime: Handle,
     metrics: Arc<Metrics>,
-    pub(crate) scrub_progress: ScrubProgress,
 }
 
 impl Tiers {
@@ -231,7 +215,6 @@ impl Tiers {
                 this: this.clone(),
                 runtime: Handle::current(),
                 metrics,
-                scrub_progress: ScrubProgress::default(),
             }
         })
     }
@@ -415,7 +398,7 @@ impl Tiers {
     pub(crate) fn insert(&self, page: Arc<Page>, reservation: PutReservation) -> bool {
         let mut actions = PolicyActions::default();
         let mut state = self.state.lock();
-        let outcome = state.policy.put(page.info(), reservation.spend(), self.clock.now_unix_ms(), &mut actions);
+        let outcome = state.policy.put(info(&page), reservation.spend(), self.clock.now_unix_ms(), &mut actions);
         self.update_index(&state.policy, &page);
         // An older put is held only for its current readers.
         self.holds.withhold(&page.meta.id);

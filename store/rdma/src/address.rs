@@ -20,16 +20,12 @@
 //!  16  GID
 //! ```
 
+use crate::error::AddressError;
 use crate::path::{Gid, LinkLayer, Path};
-use thiserror::Error;
 
 const VERSION: u8 = 1;
 /// Queue pair and packet numbers have 24 bits on the wire.
 const BITS_24: u32 = 1 << 24;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("not an RDMA address of this version")]
-pub struct AddressError;
 
 /// Location of an endpoint, sent to the peer that connects to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

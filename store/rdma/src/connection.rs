@@ -13,14 +13,15 @@
 //! Lock order: `state` first, then a transfer's `done` or the lock of the queue pair. Memory owners
 //! are dropped after `state` is released, because that runs foreign code.
 
+use crate::address::RemoteRange;
 use crate::blocking;
-use crate::endpoint::EndpointOptions;
 use crate::error::{DisconnectReason, Error};
-use crate::nic::Nic;
+use crate::nic::{ConnectionEvents, Nic};
+use crate::options::EndpointOptions;
 use crate::region::Region;
 use crate::verbs::{Local, MemoryWindow, POLL_MAX, QueuePair, Registration, Remote, Request};
-use crate::{RemoteRange, Span};
 use ibverbs_sys::{ibv_access_flags, ibv_wc_status};
+use larder_memory::span::Span;
 use larder_runtime::fail_point;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
@@ -194,7 +195,7 @@ impl Connection {
             ended: watch::Sender::new(None),
             state: Mutex::new(state),
         });
-        nic.add_connection(objects, &connection);
+        nic.add_connection(objects, Arc::<Connection>::downgrade(&connection));
         Ok(connection)
     }
 
@@ -522,6 +523,16 @@ impl Connection {
     /// device refuses, in which case the memory is leaked.
     pub(crate) async fn ended(&self) -> bool {
         self.ended.subscribe().wait_for(Option::is_some).await.is_ok_and(|ended| *ended == Some(true))
+    }
+}
+
+impl ConnectionEvents for Connection {
+    fn pair_number(&self) -> u32 {
+        self.pair.number()
+    }
+
+    fn on_event(&self, kind: u32) {
+        self.retire(DisconnectReason::Event(kind));
     }
 }
 

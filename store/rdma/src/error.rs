@@ -71,6 +71,10 @@ pub enum DisconnectReason {
     Runtime,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("not an RDMA address of this version")]
+pub struct AddressError;
+
 impl Error {
     pub(crate) fn last(call: &'static str) -> Error {
         Error::Refused { call, code: io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) }

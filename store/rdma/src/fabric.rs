@@ -5,15 +5,16 @@
 //! - A peer's address is trusted no further: a channel to a wrong address does not work, and does
 //!   nothing else.
 
+use crate::address::{EndpointAddress, RemoteRange};
 use crate::blocking;
 use crate::device::devices;
-use crate::endpoint::{Endpoint, EndpointOptions};
+use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::grant::RemoteGrant;
 use crate::nic::{Nic, NicOptions};
+use crate::options::EndpointOptions;
 use crate::path::{Path, pairs};
 use crate::region::Region;
-use crate::{EndpointAddress, RemoteRange};
 use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Guarded};
 use std::sync::Arc;
 use std::time::Duration;

@@ -29,9 +29,10 @@
 //! Layout:
 //! - `verbs`: objects of libibverbs, each owned by one value.
 //! - `device`, `path`, `address`: discovery, pairing with a peer's devices, address encoding.
-//! - `nic`, `probe`, `region`: an open device, the check of its memory windows, registered memory.
+//! - `nic`, `region`: an open device, registered memory.
 //! - `connection`, `driver`: shared state of a connection, and the task that drives it.
-//! - `endpoint`, `grant`, `fabric`: the API.
+//! - `options`, `endpoint`, `grant`, `fabric`: the API.
+//! - `probe`: [`Nic::open`], which checks memory windows between two endpoints of the device.
 //!
 //! Memory is passed in as values that own it, see [`larder_memory::span`]; a call takes such a
 //! value and returns it. All calls need a tokio runtime with I/O and time. The `unsafe` code is in
@@ -49,21 +50,23 @@ mod error;
 mod fabric;
 mod grant;
 mod nic;
+mod options;
 mod path;
 mod probe;
 mod region;
 mod verbs;
 
-pub use address::{AddressError, EndpointAddress, RemoteRange};
+pub use address::{EndpointAddress, RemoteRange};
 pub use counters::NicStats;
 pub use device::{DeviceInfo, GidInfo, GidKind, PortInfo, devices};
-pub use endpoint::{Endpoint, EndpointOptions};
-pub use error::{DisconnectReason, Error, Unavailable};
+pub use endpoint::Endpoint;
+pub use error::{AddressError, DisconnectReason, Error, Unavailable};
 pub use fabric::{Fabric, FabricOptions, GrantCredit, RdmaChannel};
 pub use grant::RemoteGrant;
 pub use larder_memory::SlotSlice;
 pub use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Guarded, Span};
 pub use nic::{GrantKind, Nic, NicOptions};
+pub use options::EndpointOptions;
 pub use path::{Gid, LinkLayer, Path, pairs};
 pub use region::Region;
 

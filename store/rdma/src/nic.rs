@@ -3,12 +3,10 @@
 //! Invariant: events of the device reach the connections they concern, for as long as those exist.
 
 use crate::blocking;
-use crate::connection::Connection;
 use crate::counters::{Counters, NicStats};
 use crate::device::PortInfo;
-use crate::error::{DisconnectReason, Error, Unavailable};
+use crate::error::{Error, Unavailable};
 use crate::path::Path;
-use crate::probe;
 use crate::verbs::{Context, Domain, Event};
 use ibverbs_sys as ffi;
 use parking_lot::Mutex;
@@ -46,6 +44,15 @@ pub enum GrantKind {
     Registration,
 }
 
+/// Listener for events that concern one connection.
+pub(crate) trait ConnectionEvents: Send + Sync {
+    /// Number of the queue pair, by which listeners are sorted.
+    fn pair_number(&self) -> u32;
+
+    /// Ends the connection after an event of this kind (`ibv_event_type`).
+    fn on_event(&self, kind: u32);
+}
+
 pub struct Nic {
     name: String,
     pub(crate) port: PortInfo,
@@ -59,7 +66,7 @@ pub struct Nic {
     pub(crate) counters: Counters,
     /// Keyed by the addresses of queue pair and completion queue, by which the device's events name
     /// them.
-    connections: Mutex<HashMap<usize, Weak<Connection>>>,
+    connections: Mutex<HashMap<usize, Weak<dyn ConnectionEvents>>>,
     alive: AtomicBool,
     watcher: Mutex<Option<AbortHandle>>,
 }
@@ -80,28 +87,15 @@ impl AsFd for Events {
 }
 
 impl Nic {
-    /// Opens a device and probes its memory windows. Takes some milliseconds, or seconds if the
-    /// device does not respond.
-    pub async fn open(name: &str, options: &NicOptions) -> Result<Arc<Nic>, Error> {
-        if let Some(kind) = options.grant_kind {
-            return Nic::open_blocking(name, options, kind).await;
-        }
-        let kind = match Nic::open_blocking(name, options, GrantKind::MemoryWindow).await {
-            Ok(nic) if probe::windows_are_restricted(&nic).await => GrantKind::MemoryWindow,
-            Ok(_) | Err(Error::NotFound(_)) => GrantKind::Registration,
-            Err(error) => return Err(error),
-        };
-        tracing::debug!(device = name, ?kind, "opened an RDMA device");
-        Nic::open_blocking(name, options, kind).await
-    }
-
-    async fn open_blocking(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
+    /// Opens a device for grants of one kind, on a thread that may block. Fails with
+    /// [`Error::NotFound`] if the device has no memory windows and they are asked for.
+    pub(crate) async fn open_with(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
         let (name, options) = (name.to_string(), options.clone());
-        let opening = blocking(move || Nic::open_as(&name, &options, grant_kind));
+        let opening = blocking(move || Nic::open_blocking(&name, &options, grant_kind));
         opening.await.map_err(|_| Error::NoRuntime)?
     }
 
-    fn open_as(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
+    fn open_blocking(name: &str, options: &NicOptions, grant_kind: GrantKind) -> Result<Arc<Nic>, Error> {
         let runtime = tokio::runtime::Handle::try_current().map_err(|_| Error::NoRuntime)?;
         if let Some(why) = ffi::missing() {
             return Err(Unavailable::NoLibrary(why.to_string()).into());
@@ -175,9 +169,9 @@ impl Nic {
         self.counters.read()
     }
 
-    pub(crate) fn add_connection(&self, objects: [usize; 2], connection: &Arc<Connection>) {
+    pub(crate) fn add_connection(&self, objects: [usize; 2], connection: Weak<dyn ConnectionEvents>) {
         let mut connections = self.connections.lock();
-        objects.into_iter().for_each(|object| _ = connections.insert(object, Arc::downgrade(connection)));
+        objects.into_iter().for_each(|object| _ = connections.insert(object, connection.clone()));
         self.counters.endpoints.add(1);
     }
 
@@ -191,7 +185,7 @@ impl Nic {
     fn handle(&self, event: Event) {
         use ffi::ibv_event_type::*;
         // Only clones are taken under this lock, because retiring a connection takes its own.
-        let concerned: Vec<Weak<Connection>> = match event.kind {
+        let concerned: Vec<Weak<dyn ConnectionEvents>> = match event.kind {
             IBV_EVENT_QP_FATAL | IBV_EVENT_QP_REQ_ERR | IBV_EVENT_QP_ACCESS_ERR | IBV_EVENT_CQ_ERR => {
                 self.connections.lock().get(&event.object).cloned().into_iter().collect()
             }
@@ -211,10 +205,10 @@ impl Nic {
             _ => Vec::new(),
         };
         tracing::debug!(device = self.name, event = event.kind, "RDMA device reported an event");
-        let mut concerned: Vec<Arc<Connection>> = concerned.iter().filter_map(Weak::upgrade).collect();
+        let mut concerned: Vec<Arc<dyn ConnectionEvents>> = concerned.iter().filter_map(Weak::upgrade).collect();
         // A hash map has no stable order. Sorting makes simulations deterministic.
-        concerned.sort_by_key(|connection| connection.pair.number());
-        concerned.iter().for_each(|connection| connection.retire(DisconnectReason::Event(event.kind)));
+        concerned.sort_by_key(|connection| connection.pair_number());
+        concerned.iter().for_each(|connection| connection.on_event(event.kind));
     }
 }
 

@@ -3,7 +3,7 @@
 //! Invariant: both sides compute the same pairs from the same addresses, so they need not
 //! negotiate.
 
-use crate::address::AddressError;
+use crate::error::AddressError;
 use std::fmt;
 use std::net::Ipv6Addr;
 

@@ -1,13 +1,15 @@
-//! A probe that finds out whether a device's memory windows are restricted to their range.
+//! Opening of a device, with a probe that finds out whether its memory windows are restricted to
+//! their range.
 //!
 //! A key that opens more than its range would let a peer read other pages. Not every device that
 //! claims memory windows enforces their range: the kernel's soft-RoCE (6.1) checks only the region
 //! around them. The probe tries it between two endpoints of the device, before any peer receives
 //! such a key.
 
-use crate::endpoint::{Endpoint, EndpointOptions};
+use crate::endpoint::Endpoint;
 use crate::error::{DisconnectReason, Error};
-use crate::nic::Nic;
+use crate::nic::{GrantKind, Nic, NicOptions};
+use crate::options::EndpointOptions;
 use crate::region::Region;
 use ibverbs_sys::ibv_wc_status::IBV_WC_REM_ACCESS_ERR;
 use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Span};
@@ -18,6 +20,23 @@ use std::time::Duration;
 /// Time limit of a step. A slower device counts as one without usable windows.
 const STEP_MAX: Duration = Duration::from_secs(2);
 const BYTES: usize = 4096;
+
+impl Nic {
+    /// Opens a device and probes its memory windows. Takes some milliseconds, or seconds if the
+    /// device does not respond.
+    pub async fn open(name: &str, options: &NicOptions) -> Result<Arc<Nic>, Error> {
+        if let Some(kind) = options.grant_kind {
+            return Nic::open_with(name, options, kind).await;
+        }
+        let kind = match Nic::open_with(name, options, GrantKind::MemoryWindow).await {
+            Ok(nic) if windows_are_restricted(&nic).await => GrantKind::MemoryWindow,
+            Ok(_) | Err(Error::NotFound(_)) => GrantKind::Registration,
+            Err(error) => return Err(error),
+        };
+        tracing::debug!(device = name, ?kind, "opened an RDMA device");
+        Nic::open_with(name, options, kind).await
+    }
+}
 
 /// Memory of the probe, handed out in parts that do not overlap.
 struct Page(Box<[UnsafeCell<u8>]>);
@@ -53,7 +72,7 @@ unsafe impl DmaBufMut for PagePart {}
 
 /// Returns `true` if a memory window grants access to its bytes and no others. A failed probe
 /// counts as `false`.
-pub(crate) async fn windows_are_restricted(nic: &Arc<Nic>) -> bool {
+async fn windows_are_restricted(nic: &Arc<Nic>) -> bool {
     let verdict = attempt(nic).await;
     if let Err(error) = &verdict {
         tracing::debug!(device = nic.name(), %error, "memory windows could not be probed; using registrations instead");

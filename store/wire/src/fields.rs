@@ -2,9 +2,9 @@
 
 use crate::codes::PinKind;
 use crate::limits::{MAX_KEYS, MAX_RDMA_CHANNELS};
+use larder_format::MAX_CHUNKS;
 use larder_format::PageKey;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
-use larder_format::page::MAX_CHUNKS;
 use std::ops::Range;
 
 /// One of the pages that a request named: an open put, or a page that the node holds for the

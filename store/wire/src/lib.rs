@@ -28,8 +28,9 @@
 //!   error, as for any unknown kind.
 //! - One message has one encoding: decoding and encoding again yields the same bytes.
 //!
-//! Layout: `frame` reads and writes frames, `request` and `response` hold the messages, `fields`
-//! and `codes` their parts, `stream` and `busy_poll` the byte streams below.
+//! Layout: `frame` reads and writes frames. `request` and `response` hold the messages, each with
+//! its `codec`, and `fields` and `codes` their parts. `stream` and `busy_poll` are the byte streams
+//! below.
 
 // The simulation runs this crate: see store/clippy.toml.
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]

@@ -19,9 +19,9 @@ use crate::limits::{
 };
 use crate::request::Request;
 use crate::response::Response;
+use larder_format::MAX_CHUNKS;
 use larder_format::MAX_PARTS;
 use larder_format::codec::{DecodeError, Result};
-use larder_format::page::MAX_CHUNKS;
 
 /// One row of [`REQUESTS`] or [`RESPONSES`]. The tests compare `docs/protocol.md` and pinned
 /// numbers with these rows.

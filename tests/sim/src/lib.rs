@@ -11,12 +11,12 @@
 //! - A panic in any task is a violation.
 //!
 //! Layout:
-//! - [`run`]: runs seeds; [`incarnation`]: one start of the log, its work and its end; [`setup`]:
+//! - [`run`]: runs seeds; [`incarnation`]: one start of a system, its work and its end; [`setup`]:
 //!   parameters of a seed;
-//! - [`node`]: a whole node without its sockets; [`wire`]: clients and nodes over a fake transport;
-//!   [`rdma`]: RDMA devices;
-//! - [`workload`]: operations of the workers; [`model`]: the oracle; [`payload`]: page contents
-//!   that identify their put;
+//! - [`log`]: the log alone; [`node`]: a whole node without its sockets; [`wire`]: clients and
+//!   nodes over a fake transport; [`rdma`]: RDMA devices;
+//! - [`workload`]: choices that all workers share; [`model`]: the oracle; [`payload`]: page
+//!   contents that identify their put;
 //! - [`device`]: the simulated device and its fault model; [`disk`]: stored and durable bytes;
 //!   [`faults`]: fault profiles;
 //! - [`world`]: clock, trace and violations; [`trace`]: history; [`random`]: random streams;
@@ -26,6 +26,7 @@ pub mod device;
 pub mod disk;
 pub mod faults;
 pub mod incarnation;
+pub mod log;
 pub mod model;
 pub mod node;
 pub mod panics;

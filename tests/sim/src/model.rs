@@ -1,19 +1,23 @@
 //! Oracle of the log and of a node: all requests so far, and the answers they allow.
 //!
-//! A version is one put: a key and a unique number. A read may return a miss, or the exact bytes of
-//! a version of that key that is:
+//! A version is one put: a key and a unique number, which is also the generation of the page. A
+//! read may return a miss, or the exact bytes of a version of that key that is:
 //! - not forgotten: after an acknowledged forget, versions whose put ended before the forget began
-//!   are dead, except for suspect keys;
+//!   are dead, except for suspect keys (defined in `disk`);
 //! - not stale: no newer version was acknowledged in this incarnation before the read began, if the
-//!   older put had ended before the newer one began. Only logs without copy-forward are held to
-//!   that: a copy counts as a put of its own, and the first complete writer wins;
+//!   older put was acknowledged too and had ended before the newer one began. Only logs without
+//!   copy-forward are held to that: a copy counts as a put of its own, and the first complete
+//!   writer wins;
 //! - not expired.
 //!
-//! In a node, a put is first *reserved*, and is visible once it is *sealed*. The model counts it as
-//! acknowledged when L3 has it. Its bytes may be those of an earlier put, its *content*.
+//! An incarnation is one run of the system, from a start to a crash or stop.
 //!
-//! Invariant: the clock of the model counts its calls, so "before" refers to the order of events in
-//! this run.
+//! In a node, a put is first *reserved*, and is visible once it is *sealed*. The model counts it as
+//! acknowledged when L3 has it. A put may repeat the bytes of an earlier version: `content` is the
+//! number of the version whose bytes it has.
+//!
+//! Invariant: the clock of the model counts its calls in *ticks*, so "before" refers to the order
+//! of events in this run.
 
 mod node;
 
@@ -28,6 +32,7 @@ pub(crate) const CHAIN: u64 = 16;
 
 #[derive(Debug, Clone, Copy)]
 struct Ack {
+    /// Tick.
     clock: u64,
     at_ms: u64,
     incarnation: u64,
@@ -50,8 +55,12 @@ struct Version {
 #[derive(Debug, Default)]
 struct Key {
     versions: Vec<u64>,
+    /// Version that is reserved and not sealed.
     open: Option<u64>,
+    /// Number of puts and forgets that have begun and not ended.
     busy: u32,
+    /// Tick of the last put or forget with unknown outcome. Nothing is expected of versions that
+    /// began before it.
     uncertain_since: u64,
     /// Tick of the last forget, which may have removed concurrent puts as well.
     forgotten: u64,

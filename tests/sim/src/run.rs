@@ -3,8 +3,10 @@
 //! Invariant: the report of a seed follows from the seed and the options alone.
 
 use crate::faults::{Faults, Profile};
-use crate::incarnation::{Carryover, Ending, Environment, IncarnationPlan, run_incarnation};
+use crate::incarnation::{Carryover, Ending, Environment, IncarnationPlan, drive};
+use crate::log::LogRun;
 use crate::model::Model;
+use crate::node::NodeRun;
 use crate::panics;
 use crate::random::{RandomSource, Stream};
 use crate::setup::Setup;
@@ -169,6 +171,26 @@ fn plan(setup: &Setup, number: u64, left: u64, segments: u64, random: &mut Rando
     };
     let end = if random.chance(500_000) { Ending::Closed } else { Ending::Dropped };
     IncarnationPlan { number, operations, events, end, segments }
+}
+
+/// Runs one incarnation in a runtime of its own, and returns its expectations for the next one. The
+/// drop of the runtime ends every task, as a crash does.
+fn run_incarnation(env: &Environment, plan: IncarnationPlan, carryover: Carryover) -> Carryover {
+    let operations = Arc::new(AtomicU64::new(plan.operations));
+    let mut left = match env.setup.node {
+        Some(_) => {
+            let mut node = NodeRun::new(env.clone(), plan, carryover, operations.clone());
+            drive(env, plan, &mut node);
+            node.carryover()
+        }
+        None => {
+            let mut log = LogRun::new(env.clone(), plan, carryover, operations.clone());
+            drive(env, plan, &mut log);
+            log.carryover()
+        }
+    };
+    left.operations = plan.operations - operations.load(Ordering::Relaxed);
+    left
 }
 
 fn report(world: &World, options: &Options, profile: Profile, operations: u64) -> SeedReport {

@@ -32,7 +32,7 @@ impl Fields {
         }
     }
 
-    pub(crate) fn from_object(fields: Map<String, Value>) -> Self {
+    pub fn from_object(fields: Map<String, Value>) -> Self {
         Self(fields)
     }
 

@@ -153,7 +153,11 @@ async fn receive_page<S: ByteSource>(
     let is_valid = match pages.begin_payload(index, &meta, &range, header.payload_bytes as usize) {
         Some(target) => {
             let is_valid = receive_payload(reader, target).await?;
-            pages.finish_payload(index, tier, meta.generation, is_valid)
+            let is_valid = pages.finish_payload(index, tier, meta.generation, is_valid);
+            if is_valid {
+                pages.keep_meta(index, meta);
+            }
+            is_valid
         }
         None => {
             discard(reader, header).await?;

@@ -53,6 +53,8 @@ pub(crate) struct PageResponse {
     pub(crate) result: PageResult,
     /// Bytes outside the buffer, not verified yet. The buffer has no content then.
     pub(crate) uncopied: Option<UncopiedBytes>,
+    /// Description of the page whose verified bytes are in the buffer.
+    pub(crate) meta: Option<PageMeta>,
     block: Option<SharedBlock>,
 }
 
@@ -139,7 +141,7 @@ impl PagesHandler {
         let slot = |PageRequest { id, range, buffer }| PageSlot {
             id,
             range,
-            response: PageResponse { buffer, result: PageResult::Missed, uncopied: None, block: None },
+            response: PageResponse { buffer, result: PageResult::Missed, uncopied: None, meta: None, block: None },
         };
         let slots = pages.into_iter().map(slot).collect();
         (Self { slots, has_begun: false, done: Some(done) }, receiver)
@@ -190,6 +192,13 @@ impl PagesHandler {
         let Some(slot) = self.slots.get_mut(index as usize) else { return false };
         slot.response.result = if is_valid { PageResult::Hit(tier, generation) } else { PageResult::Corrupt };
         is_valid
+    }
+
+    /// Keeps the description of a page whose bytes were verified on arrival, for the caller.
+    pub(super) fn keep_meta(&mut self, index: u32, meta: PageMeta) {
+        if let Some(slot) = self.slots.get_mut(index as usize) {
+            slot.response.meta = Some(meta);
+        }
     }
 
     /// Records a grant for an RDMA read of `uncopied` bytes. `read` begins the read, if the
@@ -263,8 +272,13 @@ pub(crate) struct PartsHandler {
     /// Chunk checksums of each part that has arrived intact.
     crcs: Vec<Option<Vec<u32>>>,
     result: FollowResult,
-    done: Option<oneshot::Sender<(DynBuffer, FollowResult)>>,
+    /// Description of the sealed page. Present only with [`FollowResult::Sealed`].
+    meta: Option<PageMeta>,
+    done: Option<oneshot::Sender<FollowedPage>>,
 }
+
+/// Buffer and result of a follow, with the description of a sealed page.
+pub(crate) type FollowedPage = (DynBuffer, FollowResult, Option<PageMeta>);
 
 impl PartsHandler {
     /// Returns the handler, and the channel that gets the buffer back when the handler is dropped.
@@ -272,11 +286,11 @@ impl PartsHandler {
         id: PageId,
         geometry: PageGeometry,
         buffer: DynBuffer,
-    ) -> (Self, oneshot::Receiver<(DynBuffer, FollowResult)>) {
+    ) -> (Self, oneshot::Receiver<FollowedPage>) {
         let (done, receiver) = oneshot::channel();
         let crcs = vec![None; geometry.part_count()];
         let result = FollowResult::Missed;
-        (Self { id, geometry, buffer: Some(buffer), crcs, result, done: Some(done) }, receiver)
+        (Self { id, geometry, buffer: Some(buffer), crcs, result, meta: None, done: Some(done) }, receiver)
     }
 
     fn range(&self, part: usize) -> Range<usize> {
@@ -309,7 +323,7 @@ impl PartsHandler {
     /// Records the end of the page. The client believes `Sealed` only if it has every part, and the
     /// sealed page is the requested one and consists of exactly these parts.
     pub(super) fn finish(&mut self, state: FollowState, meta: Option<PageMeta>) {
-        let is_complete = meta.is_some_and(|meta| {
+        let is_complete = meta.as_ref().is_some_and(|meta| {
             let received = self.crcs.iter().flatten().flatten();
             meta.id == self.id
                 && meta.part_bytes == self.geometry.part_table()
@@ -324,6 +338,7 @@ impl PartsHandler {
             (_, FollowState::Aborted) => FollowResult::Aborted,
             (_, FollowState::Miss) => FollowResult::Missed,
         };
+        self.meta = meta.filter(|_| self.result == FollowResult::Sealed);
     }
 
     pub(super) fn key(&self) -> PageKey {
@@ -335,7 +350,7 @@ impl Drop for PartsHandler {
     fn drop(&mut self) {
         if let (Some(done), Some(buffer)) = (self.done.take(), self.buffer.take()) {
             // The caller may have stopped waiting. Then its buffer is dropped here.
-            let _ = done.send((buffer, self.result));
+            let _ = done.send((buffer, self.result, self.meta.take()));
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::buffer::{DynBuffer, downcast};
 use crate::client::Client;
-use crate::connection::{Connection, FollowResult, PartsHandler, ResponseHandler};
+use crate::connection::{Connection, FollowResult, FollowedPage, PartsHandler, ResponseHandler};
 use crate::stats::{Counters, count};
-use larder_format::{PageGeometry, PageId, PageKey};
+use larder_format::{PageGeometry, PageId, PageKey, PageMeta};
 use larder_wire::Request;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub enum FollowEnd {
 /// A page that the client follows, from [`Client::follow`]. It makes progress in the background.
 /// Dropping it cancels the follow and drops the buffer.
 pub struct Follow<B> {
-    task: JoinHandle<(DynBuffer, FollowResult)>,
+    task: JoinHandle<FollowedPage>,
     counters: Arc<Counters>,
     _buffer: PhantomData<fn() -> B>,
 }
@@ -60,9 +60,16 @@ impl Client {
 impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
     /// Waits for the end of the page and returns the buffer. Ends at the deadline of the follow,
     /// give or take a second in which a part that is being received may finish.
-    pub async fn finish(mut self) -> (B, FollowEnd) {
+    pub async fn finish(self) -> (B, FollowEnd) {
+        let (buffer, end, _) = self.finish_described().await;
+        (buffer, end)
+    }
+
+    /// Like [`Follow::finish`], and returns the description of a sealed page: generation and
+    /// checksums of the bytes in the buffer.
+    pub async fn finish_described(mut self) -> (B, FollowEnd, Option<PageMeta>) {
         // The task returns the buffer even if the connection ends.
-        let (buffer, result) =
+        let (buffer, result, meta) =
             (&mut self.task).await.expect("a follow neither panics nor is aborted while it is awaited");
         let end = match result {
             FollowResult::Sealed => FollowEnd::Sealed,
@@ -74,7 +81,7 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
             }
         };
         count(if end == FollowEnd::Sealed { &self.counters.get_hits } else { &self.counters.get_misses }, 1);
-        (downcast(buffer), end)
+        (downcast(buffer), end, meta)
     }
 }
 
@@ -84,10 +91,10 @@ async fn run(
     geometry: PageGeometry,
     buffer: DynBuffer,
     deadline: Instant,
-) -> (DynBuffer, FollowResult) {
+) -> FollowedPage {
     let Some(connection) = connection else {
         tokio::time::sleep(ABSENT_PAUSE).await;
-        return (buffer, FollowResult::Missed);
+        return (buffer, FollowResult::Missed, None);
     };
     let (handler, done) = PartsHandler::new(id, geometry, buffer);
     let number = connection.next_request();

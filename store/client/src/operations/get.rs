@@ -15,7 +15,7 @@ use crate::connection::{
 use crate::stats::{Counters, count};
 use crate::url::Transport;
 use futures::future::join_all;
-use larder_format::{PageId, PageKey, whole_chunks};
+use larder_format::{PageId, PageKey, PageMeta, whole_chunks};
 use larder_memory::share::{SharedBlock, SharedMemory};
 use larder_runtime::now;
 use larder_wire::{Delivery, PageRange, Request, VERSION_PAGE_RANGES, YieldBudget};
@@ -24,9 +24,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time after its deadline in which a get still verifies and copies pages that have arrived.
+/// Time after the deadline of a get during which it still verifies and copies pages that arrived in
+/// time. Pages not copied by then are misses.
 pub(super) const COPY_GRACE: Duration = Duration::from_secs(1);
-/// Pages of one Get request.
+/// Maximum number of pages in one Get request. Larger batches become several requests.
 pub(super) const GET_PAGES_MAX: usize = 1024;
 
 /// Options of [`Client::get_with`]. The default waits until the deadline and does not retry at busy
@@ -34,7 +35,8 @@ pub(super) const GET_PAGES_MAX: usize = 1024;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GetOptions {
     /// Time after which the client abandons a node that has not begun to answer. Its pages are
-    /// misses, and their buffers return at once. Default: `None`, the deadline only.
+    /// misses, and their buffers return at once. The client sends no second request: the caller
+    /// does, or computes the pages. Default: `None`, the deadline only.
     pub hedge_after: Option<Duration>,
     /// Retries of pages that a busy node refused. The client waits for the node's hint before each,
     /// times a random factor between 0.5 and 1.5, and never beyond the deadline. Default: 0.
@@ -66,12 +68,16 @@ impl Fetched {
     }
 }
 
+/// A requested page, or range of one, with its index in the caller's request.
 struct IndexedPage {
     index: usize,
     id: PageId,
     range: Option<Range<u32>>,
     buffer: DynBuffer,
 }
+
+/// Result of one page at one node, with the description of a hit.
+type PageEnd = (IndexedPage, PageResult, Option<PageMeta>);
 
 impl Client {
     /// Reads whole pages, each into a buffer of exactly the bytes of a page.
@@ -95,6 +101,18 @@ impl Client {
         options: GetOptions,
         deadline: Instant,
     ) -> Vec<(B, Fetched)> {
+        let ends = self.get_described(pages, options, deadline).await;
+        ends.into_iter().map(|(buffer, fetched, _)| (buffer, fetched)).collect()
+    }
+
+    /// Like [`Client::get_with`], and returns the description of each hit: generation and checksums
+    /// of the bytes in the buffer. A caller that keeps the page can verify it later.
+    pub async fn get_described<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        pages: Vec<(PageKey, B)>,
+        options: GetOptions,
+        deadline: Instant,
+    ) -> Vec<(B, Fetched, Option<PageMeta>)> {
         self.read(pages.into_iter().map(|(key, buffer)| (key, None, buffer)).collect(), options, deadline).await
     }
 
@@ -113,7 +131,7 @@ impl Client {
     ) -> Vec<(B, Option<Tier>)> {
         let ranges = ranges.into_iter().map(|(key, bytes, buffer)| (key, Some(bytes), buffer)).collect();
         let fetched = self.read(ranges, GetOptions::default(), deadline).await;
-        fetched.into_iter().map(|(buffer, fetched)| (buffer, fetched.tier())).collect()
+        fetched.into_iter().map(|(buffer, fetched, _)| (buffer, fetched.tier())).collect()
     }
 
     async fn read<B: AsMut<[u8]> + Send + 'static>(
@@ -121,24 +139,25 @@ impl Client {
         pages: Vec<(PageKey, Option<Range<u32>>, B)>,
         options: GetOptions,
         deadline: Instant,
-    ) -> Vec<(B, Fetched)> {
+    ) -> Vec<(B, Fetched, Option<PageMeta>)> {
         let mut keys = Vec::with_capacity(pages.len());
         let mut ranges = Vec::with_capacity(pages.len());
-        let mut slots: Vec<Option<(B, Fetched)>> = Vec::with_capacity(pages.len());
+        let mut slots: Vec<Option<(B, Fetched, Option<PageMeta>)>> = Vec::with_capacity(pages.len());
         for (key, range, buffer) in pages {
             keys.push(key);
             ranges.push(range);
-            slots.push(Some((buffer, Fetched::Miss)));
+            slots.push(Some((buffer, Fetched::Miss, None)));
         }
         if let Some(namespace) = self.namespace_if_any() {
             self.read_from_owners(namespace, &keys, &ranges, &mut slots, options, deadline).await;
         } else {
-            // The operation ends without waiting for anything, so a caller's loop would not yield.
+            // Nothing above waited. Without this yield, a caller that retries in a loop would block
+            // its thread.
             tokio::task::yield_now().await;
         }
         let answer: Vec<_> = slots.into_iter().map(|slot| slot.expect("every batch returns its buffers")).collect();
-        let hits = answer.iter().filter(|(_, fetched)| fetched.tier().is_some()).count();
-        let busy = answer.iter().filter(|(_, fetched)| matches!(fetched, Fetched::Busy { .. })).count();
+        let hits = answer.iter().filter(|(_, fetched, _)| fetched.tier().is_some()).count();
+        let busy = answer.iter().filter(|(_, fetched, _)| matches!(fetched, Fetched::Busy { .. })).count();
         self.counters().count_gets(hits, answer.len());
         count(&self.counters().gets_busy, busy);
         answer
@@ -150,7 +169,7 @@ impl Client {
         namespace: &Namespace,
         keys: &[PageKey],
         ranges: &[Option<Range<u32>>],
-        slots: &mut [Option<(B, Fetched)>],
+        slots: &mut [Option<(B, Fetched, Option<PageMeta>)>],
         options: GetOptions,
         deadline: Instant,
     ) {
@@ -168,7 +187,7 @@ impl Client {
             // An invalid range is a miss here. The node would refuse the whole request for it.
             indices.retain(is_in_page);
             let take = |index: usize| {
-                let (buffer, _) = slots[index].take().expect("each index is in one batch");
+                let (buffer, ..) = slots[index].take().expect("each index is in one batch");
                 let id = PageId { namespace: namespace.id, key: keys[index] };
                 IndexedPage { index, id, range: ranges[index].clone(), buffer: Box::new(buffer) }
             };
@@ -177,17 +196,18 @@ impl Client {
                 async move { get_with_retries(&connection, pages, part_table, options, counters, deadline).await },
             );
         }
-        let ends: Vec<(IndexedPage, PageResult)> = join_all(gets).await.into_iter().flatten().collect();
+        let ends: Vec<PageEnd> = join_all(gets).await.into_iter().flatten().collect();
         // Across all batches: ranges of one page may travel over several connections.
         let mixed = pages_of_mixed_puts(&ends);
-        for (IndexedPage { index, id, buffer, .. }, result) in ends {
+        for (IndexedPage { index, id, buffer, .. }, result, meta) in ends {
             let result = if mixed.contains(&id) { PageResult::Missed } else { result };
             let fetched = match (result, self.record(result)) {
                 (PageResult::Busy(ms), _) => Fetched::Busy { retry_after: retry_delay(ms) },
                 (_, Some(tier)) => Fetched::Hit(tier),
                 (_, None) => Fetched::Miss,
             };
-            slots[index] = Some((downcast(buffer), fetched));
+            let meta = meta.filter(|_| fetched.tier().is_some());
+            slots[index] = Some((downcast(buffer), fetched, meta));
         }
     }
 
@@ -206,10 +226,10 @@ impl Client {
 
 /// Pages whose ranges come from different puts. A page can be forgotten between two ranges and put
 /// again, perhaps with other bytes.
-fn pages_of_mixed_puts(ends: &[(IndexedPage, PageResult)]) -> BTreeSet<PageId> {
+fn pages_of_mixed_puts(ends: &[PageEnd]) -> BTreeSet<PageId> {
     let mut mixed = BTreeSet::new();
     let mut generations = BTreeMap::new();
-    for (page, result) in ends.iter().filter(|(page, _)| page.range.is_some()) {
+    for (page, result, _) in ends.iter().filter(|(page, ..)| page.range.is_some()) {
         if let PageResult::Hit(_, generation) = *result
             && *generations.entry(page.id).or_insert(generation) != generation
         {
@@ -247,7 +267,7 @@ async fn get_with_retries(
     options: GetOptions,
     counters: &Counters,
     deadline: Instant,
-) -> Vec<(IndexedPage, PageResult)> {
+) -> Vec<PageEnd> {
     let mut ends = Vec::with_capacity(pages.len());
     let mut retries = options.busy_retries;
     loop {
@@ -259,15 +279,16 @@ async fn get_with_retries(
         let wanted: Vec<_> = names.iter().map(|(_, id, range)| (*id, range.as_ref())).collect();
         let copied = copy_to_buffers(connection, &wanted, responses, deadline).await;
         let ended = names.into_iter().zip(copied);
-        let with_name = |((index, id, range), (buffer, result))| (IndexedPage { index, id, range, buffer }, result);
+        let with_name =
+            |((index, id, range), (buffer, result, meta))| (IndexedPage { index, id, range, buffer }, result, meta);
         ends.extend(ended.map(with_name));
-        let hint = |end: &(IndexedPage, PageResult)| if let PageResult::Busy(ms) = end.1 { Some(ms) } else { None };
+        let hint = |end: &PageEnd| if let PageResult::Busy(ms) = end.1 { Some(ms) } else { None };
         let pause = ends.iter().filter_map(hint).max().map(|ms| connection.jittered(retry_delay(ms)));
         let Some(pause) = pause.filter(|&pause| retries > 0 && now() + pause < deadline) else { return ends };
         // Only the busy pages are requested again.
         retries -= 1;
         tokio::time::sleep(pause).await;
-        pages = ends.extract_if(.., |end| hint(end).is_some()).map(|(page, _)| page).collect();
+        pages = ends.extract_if(.., |end| hint(end).is_some()).map(|(page, ..)| page).collect();
     }
 }
 
@@ -284,8 +305,9 @@ fn block_for_read(page: &mut PageRequest, part_table: &[u32], memory: &Arc<Share
     }
 }
 
-/// Reads pages at their owner the best way. The second value is `true` if the client abandoned the
-/// node because it had not begun to answer in time.
+/// Reads pages at one node: by RDMA if it is connected, else in shared memory, else inline. The
+/// second value is `true` if the client abandoned the node because it had not begun to answer by
+/// `hedge_after`.
 pub(super) async fn get_from_node(
     connection: &Arc<Connection>,
     pages: Vec<PageRequest>,
@@ -300,7 +322,8 @@ pub(super) async fn get_from_node(
         let delivery = if is_shared { Delivery::InPlace } else { Delivery::Inline };
         return request_pages(connection, pages, Vec::new(), part_table, delivery, limits).await;
     };
-    // Pages without registered memory for an RDMA read travel as payload.
+    // `read` has the pages that the client reads by RDMA. `sent` has those without registered
+    // memory, which the node sends inline.
     let mut read = Vec::new();
     let mut blocks = Vec::new();
     let mut sent = Vec::new();
@@ -352,13 +375,13 @@ async fn copy_to_buffers(
     wanted: &[(PageId, Option<&Range<u32>>)],
     pages: Vec<PageResponse>,
     deadline: Instant,
-) -> Vec<(DynBuffer, PageResult)> {
+) -> Vec<(DynBuffer, PageResult, Option<PageMeta>)> {
     let mut copied = Vec::with_capacity(pages.len());
-    // Copies on this task, and yields after every few megabytes.
+    // Copying megabytes without a yield would delay the other tasks of this thread.
     let mut yields = YieldBudget::default();
-    for ((id, wanted), PageResponse { mut buffer, result, uncopied, .. }) in wanted.iter().zip(pages) {
+    for ((id, wanted), PageResponse { mut buffer, result, uncopied, meta, .. }) in wanted.iter().zip(pages) {
         let Some(UncopiedBytes { location, meta, tier, range }) = uncopied else {
-            copied.push((buffer, result));
+            copied.push((buffer, result, meta));
             continue;
         };
         let is_in_time = now() <= deadline + COPY_GRACE;
@@ -382,7 +405,7 @@ async fn copy_to_buffers(
                 PageResult::Corrupt
             }
         };
-        copied.push((buffer, result));
+        copied.push((buffer, result, Some(meta)));
         yields.spend(range.len()).await;
     }
     copied
@@ -398,7 +421,7 @@ mod tests {
     fn ranges_from_two_puts_of_a_page_are_misses() {
         let end = |key: u8, range, result| {
             let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([key; 32]) };
-            (IndexedPage { index: 0, id, range, buffer: Box::new(Vec::<u8>::new()) }, result)
+            (IndexedPage { index: 0, id, range, buffer: Box::new(Vec::<u8>::new()) }, result, None)
         };
         let hit = |generation| PageResult::Hit(TierCode::L2, generation);
         let ends = [

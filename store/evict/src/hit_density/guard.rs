@@ -1,26 +1,33 @@
 //! Guard that keeps the policy from falling below LRU.
 //!
-//! Similar to set dueling, a sampled shadow LRU cache runs beside the real cache. It has the stamps
-//! of as many sampled pages as there are sampled resident pages. A balance holds the sampled hits
-//! by which the cache is ahead of the shadow:
+//! Similar to set dueling, a shadow LRU cache runs beside the real cache. Both are compared on a
+//! sample of the pages. The shadow stores no pages, only the [`Stamp`]s of the last accesses. It
+//! has room for as many sampled pages as are resident. A *balance* holds the sampled hits by which
+//! the cache is ahead of the shadow:
 //! - A small fraction of LRU's hits is added to it: the tolerated loss.
 //! - It has a maximum, so that old gains do not pay for new losses.
 //!
-//! So over any time the sampled loss is bounded by that fraction, that maximum, and the hits lost
-//! after the balance is empty until the pages that LRU would have kept are back.
+//! So over any time the sampled loss is at most the sum of that fraction, that maximum, and the
+//! hits lost between an empty balance and the return of the pages that LRU would have kept.
 //!
 //! The policy evicts in LRU order:
-//! - until it has watched the traffic for a multiple of the time that it took to fill the cache,
-//!   because gains from keeping pages longer than LRU show only later;
+//! - until it has watched the traffic for [`WATCH_FILLS`] times the time that it took to fill the
+//!   cache, because gains from keeping pages longer than LRU show only later;
 //! - while LRU answers nearly all returning accesses, because there is little to gain and much to
 //!   lose;
 //! - from when the balance is empty until it has recovered.
+//!
+//! All times count accesses, as in [`Stamp::run`]. The constants were chosen while looking at one
+//! trace: see decision 0012. `tests/rates.rs` bounds the loss on synthetic workloads.
 
 use crate::policy::{Removal, Stamp};
 use std::collections::{BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 
+/// Maximum number of sampled pages. Beyond it the sample is halved.
 const SHADOW_MAX: usize = 1 << 14;
+/// Lowest bit of a page's hash that decides whether the page is sampled. The bits below choose its
+/// bucket in `stamps`, so they must differ among sampled pages.
 const SAMPLE_SHIFT: u32 = 24;
 /// Half-life of the access counts, in sampled accesses: a constant, and a share per shadow page.
 const HALF_LIFE_MIN: f64 = 4096.0;
@@ -34,7 +41,7 @@ const CREDIT_PER_PAGE: f64 = 0.02;
 /// Maximum balance, and balance at which the policy resumes, as multiples of the initial balance.
 const CREDIT_MAX_FACTOR: f64 = 2.0;
 const CREDIT_RESUME_FACTOR: f64 = 0.1;
-/// Fraction of returning accesses from which on LRU is good enough.
+/// LRU is good enough if it answers more than this fraction of the returning accesses.
 const LRU_SUFFICIENT: f64 = 0.9;
 /// Time to watch before the policy departs from LRU, in times to fill the cache. Estimates from
 /// less traffic are mostly prior.
@@ -51,7 +58,8 @@ pub(super) struct LruGuard {
     balance: Option<f64>,
     /// True if the balance has not been empty since it last recovered.
     in_credit: bool,
-    /// Decayed count of accesses to known pages, and of those that the shadow answers.
+    /// Decayed count of returning accesses, and of those that the shadow answers. An access returns
+    /// if the shadow or the policy remembers an earlier one to its page.
     returns: f64,
     lru_returns: f64,
     first_at: Option<u64>,
@@ -63,7 +71,9 @@ pub(super) struct LruGuard {
 pub(super) struct Access {
     pub(super) hash: u64,
     pub(super) stamp: Stamp,
+    /// The page was in the real cache.
     pub(super) hit: bool,
+    /// The policy remembers an earlier access to the page.
     pub(super) returns: bool,
 }
 
@@ -157,6 +167,7 @@ impl LruGuard {
         }
     }
 
+    /// Returns `true` if the sample exceeds its bound. The caller then calls [`LruGuard::halve`].
     pub(super) fn is_crowded(&self) -> bool {
         self.residents > SHADOW_MAX
     }

@@ -10,9 +10,9 @@
 use super::files::Files;
 use super::in_flight::{InFlight, InFlightTable, QueuedRequest};
 use super::kernel::{self, Registered};
-use super::{Executor, RingCapabilities, RingClosed, RingOptions};
+use super::options::{Executor, RingCapabilities, RingOptions};
 use crate::inbox::{Inbox, Message, run_completion};
-use crate::request::{Done, FileId, Priority};
+use crate::request::{Done, FileId, Priority, RingClosed};
 use crate::stats::Counters;
 use io_uring::{IoUring, opcode, squeue, types};
 use larder_memory::Arena;

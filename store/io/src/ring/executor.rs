@@ -1,4 +1,4 @@
-//! The loop of a ring, driven by glommio or by a plain thread.
+//! State and steps of a ring's loop, which glommio or a plain thread drives.
 //!
 //! Invariants:
 //! - All state of a ring lives on the executor's thread, except the sending sides.
@@ -6,55 +6,17 @@
 //!   before.
 
 use super::engine::Engine;
-use super::tasks::{TaskClass, TaskQueues, Tasks};
-use super::{RingCapabilities, RingOptions, on_glommio, on_thread};
+use super::options::{Executor, RingCapabilities, RingOptions};
+use super::tasks::{TaskQueues, Tasks};
+use crate::device::TaskClass;
 use crate::inbox::{EventFd, Inbox};
 use crate::stats::Counters;
 use crate::timers::Timers;
 use larder_memory::Arena;
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use thiserror::Error;
-
-/// Driver of a ring's requests and tasks. The choice affects the scheduling of tasks, not the order
-/// or durability of requests.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Executor {
-    /// glommio, which divides CPU time among task classes by weight. Where it cannot start,
-    /// [`Executor::Thread`] takes over.
-    #[default]
-    Glommio,
-    /// A loop on a plain thread that polls foreground tasks first.
-    Thread,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("executors are \"glommio\" and \"thread\"")]
-pub struct UnknownExecutor;
-
-impl std::str::FromStr for Executor {
-    type Err = UnknownExecutor;
-
-    fn from_str(name: &str) -> Result<Executor, UnknownExecutor> {
-        match name {
-            "glommio" => Ok(Executor::Glommio),
-            "thread" => Ok(Executor::Thread),
-            _ => Err(UnknownExecutor),
-        }
-    }
-}
-
-impl std::fmt::Display for Executor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Executor::Glommio => "glommio",
-            Executor::Thread => "thread",
-        })
-    }
-}
 
 #[derive(Clone)]
 pub(super) struct RingHandles {
@@ -74,26 +36,6 @@ impl RingHandles {
 /// Reports once that the ring is set up, or the error that prevents it.
 pub(super) type Ready = SyncSender<io::Result<RingCapabilities>>;
 
-/// Runs a ring on this thread until it is closed and its requests have completed.
-pub(super) fn run(arena: Arc<Arena>, inbox: Inbox, handles: RingHandles, options: &RingOptions, ready: &Ready) {
-    let core = match RingCore::new(arena, inbox, handles, options) {
-        Ok(core) => Rc::new(core),
-        Err(error) => {
-            let _ = ready.send(Err(error));
-            return;
-        }
-    };
-    if options.executor == Executor::Glommio {
-        match on_glommio::run(&core, ready) {
-            Ok(()) => return,
-            Err(reason) => {
-                tracing::warn!(ring = options.name, reason, "glommio cannot start; a plain thread drives the device");
-            }
-        }
-    }
-    on_thread::run(&core, ready);
-}
-
 pub(super) struct RingCore {
     pub(super) engine: RefCell<Engine>,
     pub(super) tasks: Tasks,
@@ -104,7 +46,12 @@ pub(super) struct RingCore {
 }
 
 impl RingCore {
-    fn new(arena: Arc<Arena>, inbox: Inbox, handles: RingHandles, options: &RingOptions) -> io::Result<RingCore> {
+    pub(super) fn new(
+        arena: Arc<Arena>,
+        inbox: Inbox,
+        handles: RingHandles,
+        options: &RingOptions,
+    ) -> io::Result<RingCore> {
         let event_fd = inbox.event_fd.clone();
         let engine = RefCell::new(Engine::new(arena, inbox, options, handles.counters)?);
         let tasks = Tasks::new(handles.queues);

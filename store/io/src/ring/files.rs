@@ -4,7 +4,7 @@
 //! - A file stays open while a request on it may be with the kernel.
 //! - Its number is not reused before it is closed.
 
-use super::RingOptions;
+use super::options::RingOptions;
 use crate::file::DeviceFile;
 use crate::request::FileId;
 use io_uring::IoUring;

@@ -6,8 +6,7 @@
 //! - A table that is dropped with entries in it leaks them. Memory that a device may still write is
 //!   never freed.
 
-use crate::device::Completion;
-use crate::request::{FileId, Operation, Priority, Request};
+use crate::request::{Completion, FileId, Operation, Priority, Request};
 use larder_format::disk::BLOCK_BYTES;
 
 /// Maximum length of a merged entry. A longer one would delay demand reads behind it.

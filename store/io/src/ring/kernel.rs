@@ -2,9 +2,9 @@
 //!
 //! Invariant: the arena outlives its registration.
 
-use super::RingOptions;
 use super::files::Files;
 use super::in_flight::{Action, InFlight};
+use super::options::RingOptions;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use larder_memory::Arena;
 use std::io;

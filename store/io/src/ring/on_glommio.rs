@@ -13,8 +13,9 @@
 //! sleep with ready tasks if its preemption timer fires just before it looks for them. That timer
 //! is therefore set to never, and no queue sets a latency goal, which would shorten it.
 
-use super::executor::{Executor, Ready, RingCore};
-use super::tasks::TaskClass;
+use super::executor::{Ready, RingCore};
+use super::options::Executor;
+use crate::device::TaskClass;
 use glommio::{Latency, LocalExecutorBuilder, Placement, Shares};
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -66,8 +67,17 @@ async fn supervise(core: &Rc<RingCore>) {
     }
 }
 
+/// Weight of a class, relative to 1,000 for foreground tasks.
+fn weight(class: TaskClass) -> usize {
+    match class {
+        TaskClass::Foreground => 1000,
+        TaskClass::Background => 200,
+        TaskClass::Idle => 50,
+    }
+}
+
 fn into_queue(class: TaskClass, future: impl Future<Output = ()> + 'static) -> glommio::Task<()> {
-    let shares = Shares::Static(class.weight());
+    let shares = Shares::Static(weight(class));
     let queue = glommio::executor().create_task_queue(shares, Latency::NotImportant, "device");
     glommio::spawn_local_into(future, queue).expect("the queue was just made on this executor")
 }

@@ -5,8 +5,9 @@
 //! - Ready foreground tasks are polled before all others.
 //! - Requests make progress between any two rounds of tasks.
 
-use super::executor::{Executor, Ready, RingCore};
-use super::tasks::TaskClass;
+use super::executor::{Ready, RingCore};
+use super::options::Executor;
+use crate::device::TaskClass;
 
 /// Once in this many rounds, an idle task is polled before background tasks.
 const IDLE_ROUND: usize = 4;

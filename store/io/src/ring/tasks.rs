@@ -6,6 +6,7 @@
 //!   thread.
 //! - A task that panics ends alone.
 
+use crate::device::TaskClass;
 use crate::inbox::EventFd;
 use parking_lot::Mutex;
 use std::cell::RefCell;
@@ -22,32 +23,6 @@ pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Maximum number of tasks of a ring. It bounds the memory of a caller that spawns without limit.
 const TASKS_MAX: usize = 1024;
-
-/// Scheduling class of a task: its share of the executor's time when other classes have ready
-/// tasks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TaskClass {
-    /// A caller waits for the task. Polled before all others.
-    Foreground,
-    Background,
-    Idle,
-}
-
-impl TaskClass {
-    const COUNT: usize = 3;
-
-    pub(super) const ALL: [TaskClass; TaskClass::COUNT] =
-        [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle];
-
-    /// Weight of the class for glommio, relative to 1,000 for foreground tasks.
-    pub(super) fn weight(self) -> usize {
-        match self {
-            TaskClass::Foreground => 1000,
-            TaskClass::Background => 200,
-            TaskClass::Idle => 50,
-        }
-    }
-}
 
 /// The part of the task list that all threads may use.
 pub(super) struct TaskQueues {

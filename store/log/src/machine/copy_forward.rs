@@ -10,14 +10,15 @@
 //!   waits for room, though writers may wait for copies.
 //!
 //! The log starts a copy-forward when it opens the last available segment. Then another segment is
-//! ready before the open one is full. It also starts one later, from `choose_next`, if it expected
-//! to create the next segment and the file system was full.
+//! ready before the open one is full. It also starts one later, from `choose_next` in `prepare`, if
+//! it expected to create the next segment and the file system was full.
 //!
-//! The record for which the segment was opened has precedence over the copies, except those of
-//! hard-pinned pages. Hard-pinned pages come before that record. In a freshly opened segment they
-//! always fit, because they come from a segment of the same size. They are at most a quarter of the
-//! log, so at most one segment in four fills up with them. In the cases of the last paragraph,
-//! pinned pages may be lost.
+//! Precedence for room in the open segment:
+//! 1. Copies of hard-pinned pages. In a freshly opened segment they always fit, because they come
+//!    from a segment of the same size. They are at most a quarter of the log, so at most one
+//!    segment in four fills up with them.
+//! 2. The record for which the segment was opened.
+//! 3. Copies of other pages, up to seven eighths of the segment.
 //!
 //! Steps, and what a crash or failure leaves after each of them:
 //!
@@ -36,10 +37,12 @@
 //!    segment when idle. If the sync failed, or copies are still being written, a crash may lose
 //!    them. That is a miss.
 //!
-//! If the open segment fails meanwhile, its reservation ends, and pages not copied yet are evicted.
-//! Nothing is copied in a log that was opened full, after the open segment failed, or with fewer
-//! than [`SEGMENTS_MIN`] segments. If the next segment could not be created, copies take no more
-//! than the rest of the open one.
+//! Exceptions. In these cases even hard-pinned pages may be lost:
+//! - If the open segment fails during the copies, its reservation ends, and pages not copied yet
+//!   are evicted. The oldest segment is then reclaimed without copies.
+//! - A log that was opened full has no open segment to copy to.
+//! - A log of fewer than [`SEGMENTS_MIN`] segments copies nothing.
+//! - If the next segment could not be created, copies take no more than the rest of the open one.
 
 use super::index::NONE;
 use super::*;
@@ -82,16 +85,16 @@ impl Log {
         matches!(&self.next_segment, NextSegment::CopyingForward(copying) if copying.target.segment == segment)
     }
 
-    /// Returns `true` if pages are being copied out of the page's segment, and the page is not
-    /// among those left.
+    /// Returns `true` if pages are being copied out of the page's segment, and no copy of this page
+    /// is to be planned any more. A pin would come too late for it.
     pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
         let NextSegment::CopyingForward(copying) = &self.next_segment else { return false };
         let entry = self.index.get(slot);
         entry.segment == copying.source.segment && copying.left.get(&self.index.id_of(slot)) != Some(&entry.number)
     }
 
-    /// Starts on the oldest segment, if the one just opened for a record of `bytes` is the last
-    /// available: no segment is free, and the log has all its segments.
+    /// Starts to reclaim the oldest segment, if the one just opened for a record of `bytes` is the
+    /// last available: no segment is free, and the log has all its segments.
     pub(super) fn copy_forward_ahead(&mut self, namespace: &NamespaceId, bytes: u64) {
         let is_last =
             self.segments.free_segment().is_none() && self.segments.len() >= self.config.segments_max as usize;
@@ -114,8 +117,9 @@ impl Log {
     }
 
     /// Chooses the pages to copy, and reserves room for them in the open segment. Candidates are
-    /// ranked pages that were used or are pinned. Hard-pinned pages come first, the others in
-    /// record order. The others are added only up to seven eighths of the segment.
+    /// the pages in the ranking of `retention` that were used or are pinned. Hard-pinned pages come
+    /// first, the others in record order. The others are added only up to seven eighths of the
+    /// segment.
     fn reserve_copies(&mut self, oldest: u32, next_record: Option<(&NamespaceId, u64)>) -> Vec<(PageId, u64)> {
         let Some((open, epoch)) = self.segments.open_epoch() else { return Vec::new() };
         let mut reservation = epoch.reservation();
@@ -134,7 +138,8 @@ impl Log {
             let entry = self.index.get(slot);
             let bytes = entry.record_bytes();
             let is_pinned = self.retention.pin_of(slot) == Pin::Hard;
-            // An eighth of every segment is for new records, so that writers always make progress.
+            // Leave an eighth of every segment to new records, so that writers always make
+            // progress. Hard-pinned pages are exempt: they are at most a quarter of the log.
             if !is_pinned && reservation.bytes() + bytes > segment_bytes / 8 * 7 {
                 continue;
             }
@@ -158,6 +163,7 @@ impl Log {
             return None;
         }
         let SegmentEpoch { segment, epoch } = copying.target;
+        // The number names the record. `meta` was read from the device, so it is compared as well.
         let is_current = self.index.find(id).map(|slot| self.index.get(slot)).is_some_and(|entry| {
             entry.number == number
                 && entry.generation == meta.generation
@@ -167,6 +173,7 @@ impl Log {
             return None;
         }
         let bytes = record_bytes(meta.payload_bytes()) as u64;
+        // `epoch_at_mut` ignores the offset. The reservation yields the real one.
         let target = RecordPlace { segment, epoch, offset: 0 };
         let offset = self.segments.epoch_at_mut(&target)?.allocate_reserved(bytes)?;
         if let NextSegment::CopyingForward(copying) = &mut self.next_segment {

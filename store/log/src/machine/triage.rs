@@ -1,13 +1,14 @@
 //! First step of recovery: decides by the segments' headers which segments the log keeps.
 //!
 //! Terms:
-//! - A segment is *headerless* if its header is unreadable or names another segment.
-//!   [`larder_format::epoch`] infers its epoch from its records, or gives the reason why nothing
-//!   can be inferred.
-//! - A file is a *misplaced segment* if it has the name of a segment and the header of another one,
-//!   or of another log. An operator copied or renamed it.
-//! - An epoch is *untrusted* if a younger segment is missing or was truncated. The missing part may
-//!   have held tombstones for any of its records, so the log discards the segment.
+//! - A segment is *headerless* if its header is unreadable or states another segment or log.
+//!   [`larder_format::epoch`] infers its epoch from its records, or says why it cannot
+//!   ([`Verdict`]).
+//! - A headerless file is a *misplaced segment* if it holds no record of the segment in its name,
+//!   and a valid header of another segment or log. An operator copied or renamed it.
+//! - An epoch is *untrusted* if its segment was truncated, or a younger one was truncated or is
+//!   missing. The lost part may have held tombstones for any of its records, so the log discards
+//!   the segment.
 //!
 //! Invariant: no crash between the caller's removals makes an untrusted segment look trusted. The
 //! order of [`Recovery::discard`] ensures that: oldest first, and the reason for the distrust last.
@@ -75,7 +76,8 @@ impl Recovery {
 #[derive(Default)]
 struct Triage {
     kept: BTreeMap<u64, u32>,
-    /// Without content that counts. Of two segments with the same epoch, one is a copy.
+    /// Segments without a record that counts. Also one of two segments with the same epoch: epochs
+    /// are unique, so it is a copy.
     discard: Vec<u32>,
     /// Kept, with an epoch inferred from the records.
     headerless: Vec<SegmentEpoch>,

@@ -2,8 +2,8 @@
 
 use super::Connection;
 use super::outbox::{PagePayload, PartPayload, Responder};
-use crate::node::NodeState;
 use crate::puts::{Presence, Progress, Put};
+use crate::state::NodeState;
 use larder_format::PageId;
 use larder_wire::{FollowState, Response};
 use std::io;

@@ -1,8 +1,8 @@
 //! Open puts of one connection, by the names that the client gave them.
 
 use crate::budget::Account;
-use crate::node::NodeState;
 use crate::puts::Put;
+use crate::state::NodeState;
 use larder_format::PageId;
 use larder_wire::{CommitOutcome, Entry, ReserveOutcome, Reserved, Response};
 use std::collections::BTreeMap;

@@ -2,7 +2,7 @@
 
 use super::Connection;
 use crate::budget::Account;
-use crate::node::NodeState;
+use crate::state::NodeState;
 use larder_format::{PageId, PageKey};
 use larder_wire::{CommitOutcome, ErrorCode, PinKind, Request, Response};
 use std::io;

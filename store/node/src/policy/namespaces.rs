@@ -3,7 +3,7 @@
 //! Invariant: a namespace has an index while it has pages. Indices are reused, so the pages bound
 //! the table, however many namespaces clients invent.
 
-use crate::options::NamespaceQuota;
+use super::options::NamespaceQuota;
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
 use larder_format::{NamespaceId, PageId};
 use larder_runtime::fail_point;

@@ -3,8 +3,9 @@
 //! Lock order: `parts`, then `draining`. No lock is held while arena memory is freed or a remote
 //! grant is revoked, because both can take long.
 
+use crate::page::Page;
 use crate::rdma::WriteGrant;
-use crate::tiers::{Page, PutReservation};
+use crate::tiers::PutReservation;
 use larder_format::{PageId, PageMeta, chunk_crcs};
 use larder_memory::{Slot, SlotMut, SlotPart, SlotPartMut};
 use larder_runtime::{OrderedWatch, fail_point, now};

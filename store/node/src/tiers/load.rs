@@ -1,7 +1,8 @@
 //! Reading pages, from DRAM or from L3 into L2.
 
-use super::{Page, PageLocation, PolicyActions, StampedLocation, Tiers};
+use super::{PageLocation, PolicyActions, StampedLocation, Tiers, info};
 use crate::devices::DeviceLocation;
+use crate::page::Page;
 use larder_format::PageId;
 use larder_log::L3Error;
 use larder_runtime::{fail_point, now};
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Weight of the past in the average read time of L3, in reads.
+/// Length of the moving average of L3's read time, in reads: a new read counts one part in 16.
 const L3_READS_WEIGHED: u32 = 16;
 /// Expected read time of L3 before the first read: that of an NVMe drive under moderate load.
 const L3_READ_GUESS: Duration = Duration::from_millis(1);
@@ -70,13 +71,13 @@ impl Tiers {
         }
     }
 
-    /// Reads a page from L3. Concurrent readers of the same put share one device read. It continues
-    /// past this reader's deadline for the others.
+    /// Reads a page from L3. Concurrent readers of the same put share one device read. The device
+    /// read continues past the deadline of this reader, for the others.
     async fn load(&self, id: &PageId, found: StampedLocation, deadline: Instant) -> Option<Arc<Page>> {
         let tiers = self.this.upgrade()?;
         let id = *id;
-        // The generation in the key keeps this reader out of a read that began before its lookup
-        // for an earlier put: rule 2 of `Tiers::lookup`.
+        // With the page alone as key, this reader could join a read that began before its lookup
+        // and returns an earlier, forgotten put: rule 2 of `Tiers::lookup`.
         let key = (id, found.location.generation());
         let read =
             self.l3_reads.get_or_fetch(&key, || async move { tiers.read_into_l2(id, found).await.ok_or(NotOnL3) });
@@ -99,22 +100,27 @@ impl Tiers {
         if !self.is_live(&page.meta) {
             return None;
         }
-        // Asked before `state` is locked: it locks the health of every device.
+        // Before `state` is locked, so that no reader holds it while this call locks the health of
+        // every device.
         let writable = self.devices.writable();
         let mut state = self.state.lock();
-        // Rule 3 of `Tiers::lookup`. An equal stamp also proves that no put was sealed since the
-        // lookup, so DRAM is not probed again. L3 may have dropped the page by itself, by
-        // reclaiming its segment. The policy would then believe in a copy that is gone, so L3
-        // revalidates the location, by array access. If the newest put was damaged, L3 returned an
-        // older copy, which stays out of L2. A newer put on a device that was quarantined at the
-        // lookup is not noticed: readers get the older put until L2 evicts it.
+        // Conditions for the page to enter L2:
+        // - The stamp is unchanged: rule 3 of `Tiers::lookup`. This also proves that no put was
+        //   sealed since the lookup, so DRAM is not probed again.
+        // - The generation is that of the lookup. If the newest put was damaged, L3 returned an
+        //   older one, which stays out of L2.
+        // - L3 still has the record. It may have reclaimed the segment meanwhile, and the policy
+        //   would then count on a copy that is gone. This check is a cheap array access.
+        //
+        // A newer put on a device that was quarantined at the lookup is not noticed: readers get
+        // the older put until L2 evicts it.
         let is_current = self.changes.stamp(&id) == found.stamp
             && page.meta.generation == found.location.generation()
             && self.devices.is_current(&found.location);
         if is_current || fail_point!("node.load-after-forget") {
             let mut actions = PolicyActions::default();
             state.policy.set_writable(writable);
-            state.policy.loaded(page.info(), self.clock.now_unix_ms(), &mut actions);
+            state.policy.loaded(info(&page), self.clock.now_unix_ms(), &mut actions);
             self.update_index(&state.policy, &page);
             self.changes.record(&id);
             self.apply(state, actions, None);
@@ -131,7 +137,8 @@ impl Tiers {
         let began = now();
         let mut read = self.devices.read(location).await;
         if matches!(read, Err(L3Error::NoMemory { .. })) {
-            // Once: if L2 cannot free a run of bytes now, a second eviction would not help.
+            // Only once: if this eviction leaves no contiguous room in the arena, another one would
+            // not help either.
             self.make_room();
             read = self.devices.read(location).await;
         }
@@ -147,12 +154,14 @@ impl Tiers {
 
     fn record_l3_read(&self, time: Duration) {
         let time = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        // Two updates that cross lose one sample, which an average can spare.
+        // Relaxed, and not one atomic step: two updates that cross lose one sample, which an
+        // average can spare.
         let before = self.l3_read_us.load(Ordering::Relaxed);
         let mean = if before == 0 { time } else { before - before / L3_READS_WEIGHED + time / L3_READS_WEIGHED };
         self.l3_read_us.store(mean, Ordering::Relaxed);
     }
 
+    /// Expected time of one read from L3: the moving average, or a guess before the first read.
     pub(crate) fn l3_expected(&self) -> Duration {
         match self.l3_read_us.load(Ordering::Relaxed) {
             0 => L3_READ_GUESS,

@@ -30,7 +30,6 @@ impl Tiers {
             "shared": self.arena.file().is_some(),
             "held_pages": held_pages,
             "held_bytes": held_bytes,
-            "scrub": self.scrub_progress.status(),
         });
         drop(state);
         let namespaces: Vec<_> = namespaces

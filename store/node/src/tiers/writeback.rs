@@ -4,7 +4,7 @@
 //! - A page stays readable here until its write ends, whether or not L2 keeps it.
 //! - A withheld page is never served from here, although its write continues.
 
-use crate::tiers::Page;
+use crate::page::Page;
 use larder_format::PageId;
 use larder_runtime::OrderedWatch;
 use larder_runtime::fail_point;

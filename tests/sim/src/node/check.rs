@@ -1,14 +1,16 @@
 //! Checks that hold for a node at any time, and checks of an idle or closed node.
 
-use super::{NodeIncarnation, operations};
+use super::NodeIncarnation;
 use crate::device::SimDevice;
 use crate::faults::Faults;
 use crate::incarnation::FAULTS_DRAINED_AFTER;
-use crate::model::{CHAIN, ContentMatch, parent};
+use crate::model::{CHAIN, ContentMatch, RequestTime, parent};
 use crate::payload::{self, page_id, page_key};
 use crate::quiescence::{self, status_number};
+use futures::FutureExt;
 use larder_format::{NamespaceId, chunk_crcs};
 use larder_node::WritePolicy;
+use larder_node::sim::Page;
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use serde_json::Value;
 use std::sync::Arc;
@@ -48,6 +50,41 @@ pub(super) fn find(node: &NodeIncarnation, key: u64) {
         ));
     }
     check_present(node, key);
+}
+
+/// Verifies a page as a client does. Reports damage to the node, which must not serve the page
+/// again. Returns `false` if the page is damaged.
+pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime, page: &Page) -> bool {
+    let id = page_id(key);
+    if let Err(mismatch) = page.meta.verify(&id, &page.payload) {
+        report_damage(node, key, page, &mismatch.to_string());
+        return false;
+    }
+    let suspect = node.world.is_suspect(key);
+    let model = node.model.lock();
+    let found = model.check_found(key, page.meta.generation, started, suspect);
+    if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta, &page.payload)) {
+        drop(model);
+        node.violate(format!("get: {problem}"));
+    }
+    true
+}
+
+fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) {
+    let generation = page.meta.generation;
+    node.world.event("damaged", [key, generation, 0]);
+    node.world.count("damaged in L2", 1);
+    if !node.memory_fails() {
+        node.violate(format!("key {key}: version {generation} is damaged although memory works: {mismatch}"));
+    }
+    let id = page_id(key);
+    node.store.tiers().recheck(&id);
+    // A page in L2 is available without waiting.
+    let again = node.store.tiers().get(&id, soon()).now_or_never().flatten();
+    let served = again.filter(|(page, tier)| *tier == TierCode::L2 && page.meta.verify(&id, &page.payload).is_err());
+    if served.is_some() {
+        node.violate(format!("key {key}: version {generation} was served again after it was reported as damaged"));
+    }
 }
 
 /// Checks that a sealed page is present, unless it was removed for a known reason. Does nothing
@@ -92,7 +129,7 @@ fn l2_bytes_visible(node: &NodeIncarnation, namespace: Option<NamespaceId>) -> u
     let keys =
         (0..node.setup.keys).filter(|&key| namespace.is_none_or(|namespace| page_id(key).namespace == namespace));
     let pages = keys.filter_map(|key| {
-        let page = futures::FutureExt::now_or_never(node.store.tiers().get(&page_id(key), soon()))??;
+        let page = node.store.tiers().get(&page_id(key), soon()).now_or_never()??;
         let (_, parts) = model.content(page.0.meta.generation).filter(|_| page.1 == TierCode::L2)?;
         Some(parts.iter().map(|&part| u64::from(part)).sum::<u64>().next_multiple_of(ALLOCATION_UNIT))
     });
@@ -114,7 +151,7 @@ pub(super) async fn quiesce(node: &NodeIncarnation) {
     for key in 0..node.setup.keys {
         let started = node.request_time();
         if let Some((page, _)) = node.store.tiers().get(&page_id(key), soon()).await {
-            operations::check_page(node, key, started, &page);
+            check_page(node, key, started, &page);
         }
         check_present(node, key);
     }

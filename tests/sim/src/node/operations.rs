@@ -1,13 +1,13 @@
 //! Workers of a node: they draw operations and check every answer against the model.
 
 use super::{NodeIncarnation, check, put};
-use crate::model::{ContentMatch, RequestTime};
+use crate::model::ContentMatch;
 use crate::payload::{self, page_id};
 use crate::random::{RandomSource, Stream};
 use crate::workload::{Limit, draw_key};
 use futures::FutureExt;
 use larder_format::{PageId, chunk_crcs};
-use larder_node::sim::{Page, Presence, Progress, Put};
+use larder_node::sim::{Presence, Progress, Put};
 use larder_wire::{CommitOutcome, PinKind, TierCode};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -65,47 +65,12 @@ async fn get(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
     };
     node.world.event("get", [key, page.meta.generation, tier as u64]);
     node.world.count(if tier == TierCode::L2 { "L2 hits" } else { "L3 hits" }, 1);
-    if check_page(node, key, started, &page) && random.chance(50_000) && !node.memory_fails() {
+    if check::check_page(node, key, started, &page) && random.chance(50_000) && !node.memory_fails() {
         // The caller still holds the memory, so its bytes must not change.
         sleep(Duration::from_millis(random.below(200))).await;
         if let Err(problem) = node.model.lock().check_page(key, &page.meta, &page.payload) {
             node.violate(format!("memory changed while the reader held it: {problem}"));
         }
-    }
-}
-
-/// Verifies a page as a client does. Reports damage to the node, which must not serve the page
-/// again. Returns `false` if the page is damaged.
-pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime, page: &Page) -> bool {
-    let id = page_id(key);
-    if let Err(mismatch) = page.meta.verify(&id, &page.payload) {
-        report_damage(node, key, page, &mismatch.to_string());
-        return false;
-    }
-    let suspect = node.world.is_suspect(key);
-    let model = node.model.lock();
-    let found = model.check_found(key, page.meta.generation, started, suspect);
-    if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta, &page.payload)) {
-        drop(model);
-        node.violate(format!("get: {problem}"));
-    }
-    true
-}
-
-fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) {
-    let generation = page.meta.generation;
-    node.world.event("damaged", [key, generation, 0]);
-    node.world.count("damaged in L2", 1);
-    if !node.memory_fails() {
-        node.violate(format!("key {key}: version {generation} is damaged although memory works: {mismatch}"));
-    }
-    let id = page_id(key);
-    node.store.tiers().recheck(&id);
-    // A page in L2 is available without waiting.
-    let again = node.store.tiers().get(&id, soon(PATIENCE)).now_or_never().flatten();
-    let served = again.filter(|(page, tier)| *tier == TierCode::L2 && page.meta.verify(&id, &page.payload).is_err());
-    if served.is_some() {
-        node.violate(format!("key {key}: version {generation} was served again after it was reported as damaged"));
     }
 }
 
@@ -161,7 +126,7 @@ async fn follow_until(node: &NodeIncarnation, key: u64, deadline: Instant) {
                 let found = node.store.tiers().get(&id, deadline).await;
                 node.check_end("follow", deadline);
                 let Some((page, _)) = found else { return };
-                check_page(node, key, started, &page);
+                check::check_page(node, key, started, &page);
                 return node.world.count("follows of sealed pages", 1);
             }
             Presence::Open(put) => return follow_put(node, key, &put, deadline).await,

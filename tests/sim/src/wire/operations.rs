@@ -28,10 +28,10 @@ struct KeptView {
     content: u64,
 }
 
-pub(super) struct Worker {
-    pub(super) cluster: Arc<Cluster>,
-    pub(super) client: Client,
-    pub(super) random: RandomSource,
+struct Worker {
+    cluster: Arc<Cluster>,
+    client: Client,
+    random: RandomSource,
     views: Vec<KeptView>,
     leases: Vec<Lease>,
 }
@@ -68,8 +68,8 @@ impl Worker {
     async fn run_operation(&mut self) {
         let key = self.draw_key();
         match self.random.below(1000) {
-            ..170 => put::parts(self, key).await,
-            170..300 => put::pages(self).await,
+            ..170 => self.put_parts(key).await,
+            170..300 => self.put_pages().await,
             300..430 => self.get().await,
             430..500 => self.ranges().await,
             500..620 => self.view().await,
@@ -84,20 +84,20 @@ impl Worker {
         }
     }
 
-    pub(super) fn draw_key(&mut self) -> u64 {
+    fn draw_key(&mut self) -> u64 {
         // Some keys are more popular than others.
         let keys = self.cluster.setup.keys;
         if self.random.chance(500_000) { self.random.below(keys) } else { self.random.below(keys.min(6)) }
     }
 
-    pub(super) fn draw_keys(&mut self, most: u64) -> Vec<u64> {
+    fn draw_keys(&mut self, most: u64) -> Vec<u64> {
         let mut keys: Vec<u64> = (0..self.random.between(1, most)).map(|_| self.draw_key()).collect();
         keys.sort_unstable();
         keys.dedup();
         keys
     }
 
-    pub(super) fn limit(&mut self) -> (Limit, Instant) {
+    fn limit(&mut self) -> (Limit, Instant) {
         let limit = match self.random.below(10) {
             0 => Limit::Deadline(Duration::from_millis(self.random.below(30))),
             1 => Limit::Deadline(Duration::from_millis(self.random.between(100, 1500))),
@@ -106,6 +106,17 @@ impl Worker {
         };
         let deadline = limit.deadline_within(PATIENCE);
         (limit, deadline)
+    }
+
+    async fn put_parts(&mut self, key: u64) {
+        let limit = self.limit();
+        put::parts(&self.cluster, &self.client, &mut self.random, key, limit).await;
+    }
+
+    async fn put_pages(&mut self) {
+        let keys = self.draw_keys(5);
+        let limit = self.limit();
+        put::pages(&self.cluster, &self.client, &mut self.random, keys, limit).await;
     }
 
     fn check(&self, operation: &str, key: u64, bytes: &[u8], started: RequestTime) -> Option<u64> {

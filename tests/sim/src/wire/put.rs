@@ -1,6 +1,5 @@
 //! Writers of a cluster: single pages part by part, and batches of whole pages.
 
-use super::operations::Worker;
 use super::{Cluster, LATE_MS, soon};
 use crate::model::{CHAIN, ContentMatch, parent};
 use crate::payload::{self, page_key};
@@ -95,13 +94,16 @@ pub(super) fn record_outcome(
 
 /// Puts one page part by part, in any order and with pauses. Some writers disappear in between.
 /// Their puts must not block others.
-pub(super) async fn parts(worker: &mut Worker, key: u64) {
-    let (limit, deadline) = worker.limit();
-    let cluster = worker.cluster.clone();
-    let random = &mut worker.random;
-    let put_id = begin(&cluster, key, random);
-    let options = options(&cluster, random);
-    limit.run(write(&cluster, &worker.client, put_id, options, deadline, random)).await;
+pub(super) async fn parts(
+    cluster: &Cluster,
+    client: &Client,
+    random: &mut RandomSource,
+    key: u64,
+    (limit, deadline): (Limit, Instant),
+) {
+    let put_id = begin(cluster, key, random);
+    let options = options(cluster, random);
+    limit.run(write(cluster, client, put_id, options, deadline, random)).await;
     cluster.check_end("put", deadline, LATE_MS + 200);
 }
 
@@ -156,24 +158,22 @@ impl Drop for OutcomeGuard<'_> {
     }
 }
 
-pub(super) async fn pages(worker: &mut Worker) {
-    let keys = worker.draw_keys(5);
-    let (limit, deadline) = worker.limit();
-    put_pages(worker, keys, limit, deadline).await;
-}
-
-async fn put_pages(worker: &mut Worker, keys: Vec<u64>, limit: Limit, deadline: Instant) {
-    let cluster = worker.cluster.clone();
-    let random = &mut worker.random;
-    let options = options(&cluster, random);
+pub(super) async fn pages(
+    cluster: &Cluster,
+    client: &Client,
+    random: &mut RandomSource,
+    keys: Vec<u64>,
+    (limit, deadline): (Limit, Instant),
+) {
+    let options = options(cluster, random);
     let started = cluster.request_time();
-    let names: Vec<PutId> = keys.into_iter().map(|key| begin(&cluster, key, random)).collect();
-    let pages = names.iter().map(|&put_id| (page(put_id.key), bytes_of(&cluster, &worker.client, put_id))).collect();
+    let names: Vec<PutId> = keys.into_iter().map(|key| begin(cluster, key, random)).collect();
+    let pages = names.iter().map(|&put_id| (page(put_id.key), bytes_of(cluster, client, put_id))).collect();
     names.iter().for_each(|&put_id| cluster.model.lock().commit_requested(put_id));
-    let outcomes = limit.run(worker.client.put_pages(pages, options, deadline)).await;
+    let outcomes = limit.run(client.put_pages(pages, options, deadline)).await;
     cluster.check_end("put of pages", deadline, LATE_MS);
     for (index, put_id) in names.into_iter().enumerate() {
-        record_outcome(&cluster, put_id, options, outcomes.as_ref().map(|outcomes| outcomes[index]), started);
+        record_outcome(cluster, put_id, options, outcomes.as_ref().map(|outcomes| outcomes[index]), started);
     }
 }
 

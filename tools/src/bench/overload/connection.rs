@@ -1,8 +1,8 @@
 //! Connection that sends and receives raw frames. The load generator runs beside the node on the
 //! same machine, so it must cost less than a full client.
 
-use super::workload::namespace;
 use anyhow::{Context, Result};
+use larder_format::NamespaceDescriptor;
 use larder_wire::{
     ByteSink, Frame, FrameReader, FrameWriter, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response,
 };
@@ -41,14 +41,13 @@ pub struct FrameConnection {
 }
 
 impl FrameConnection {
-    pub async fn attach(address: &str, page_bytes: usize, tenant: &str) -> Result<FrameConnection> {
-        Self::attach_truncated(address, page_bytes, tenant, usize::MAX).await
+    pub async fn attach(address: &str, namespace: NamespaceDescriptor) -> Result<FrameConnection> {
+        Self::attach_truncated(address, namespace, usize::MAX).await
     }
 
     pub async fn attach_truncated(
         address: &str,
-        page_bytes: usize,
-        tenant: &str,
+        namespace: NamespaceDescriptor,
         bytes: usize,
     ) -> Result<FrameConnection> {
         let stream = TcpStream::connect(address).await?;
@@ -62,7 +61,7 @@ impl FrameConnection {
             version_min: PROTOCOL_VERSION_MIN,
             version_max: PROTOCOL_VERSION,
             name: "overload".into(),
-            namespace: Some(namespace(page_bytes, tenant)),
+            namespace: Some(namespace),
         };
         connection.send(hello.frame(PROTOCOL_VERSION_MIN, 0, 0, None)).await?;
         // The answer to Hello has the same layout in every version.

@@ -1,7 +1,7 @@
 //! Misbehaving clients, and the probe that measures the latency of refusals. All use raw frames.
 
 use super::connection::FrameConnection;
-use super::workload::tenant;
+use super::workload::{namespace, tenant};
 use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
 use larder_format::PageKey;
@@ -79,7 +79,7 @@ pub fn start(address: &str, stop: &CancellationToken) -> JoinHandle<u64> {
 /// not buffer them without a bound.
 async fn request_without_reading(address: &str) -> Result<()> {
     // The pages of this tenant exist, so the node has something to send.
-    let mut connection = FrameConnection::attach(address, PAGE_BYTES, &tenant(PAGE_BYTES)).await?;
+    let mut connection = FrameConnection::attach(address, namespace(PAGE_BYTES, &tenant(PAGE_BYTES))).await?;
     let keys: Vec<PageKey> = (0..NON_READING_PAGES).map(|number| PageKey::chain(None, &[number as u32, 0])).collect();
     for request in 1..=NON_READING_GETS {
         connection
@@ -99,7 +99,8 @@ async fn request_without_reading(address: &str) -> Result<()> {
 }
 
 async fn disconnect(address: &str, key: PageKey) -> Result<()> {
-    let mut connection = FrameConnection::attach_truncated(address, PAGE_BYTES, "vanishing", PAGE_BYTES / 2).await?;
+    let mut connection =
+        FrameConnection::attach_truncated(address, namespace(PAGE_BYTES, "vanishing"), PAGE_BYTES / 2).await?;
     connection.send(reserve(1, key)).await?;
     let part = Request::Part {
         put: Entry { request: 1, index: 0 },
@@ -121,7 +122,7 @@ pub fn probe(address: &str, stop: &CancellationToken) -> JoinHandle<Result<Histo
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async move {
             let mut times = Histogram::new(3)?;
-            let mut connection = FrameConnection::attach(&address, PAGE_BYTES, &tenant(PAGE_BYTES)).await?;
+            let mut connection = FrameConnection::attach(&address, namespace(PAGE_BYTES, &tenant(PAGE_BYTES))).await?;
             for request in 1.. {
                 if stop.run_until_cancelled(tokio::time::sleep(PROBE_INTERVAL)).await.is_none() {
                     break;

@@ -383,7 +383,7 @@ impl Workload {
             put_pinned_pages(address, pages).await?;
         }
         for pages in page_sets.iter().cycle().take(CONNECTIONS_PER_SIZE * page_sets.len()) {
-            let frames = FrameConnection::attach(address, pages.page_bytes, &tenant(pages.page_bytes)).await?;
+            let frames = FrameConnection::attach(address, pages.namespace.clone()).await?;
             let (out, queue) = mpsc::channel(QUEUE_FRAMES);
             let connection = Arc::new(LoadConnection {
                 pages: pages.clone(),

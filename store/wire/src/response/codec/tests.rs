@@ -2,6 +2,7 @@ use super::*;
 use crate::{MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PinKind, RESPONSES};
 use larder_format::{PageId, PageKey};
 use proptest::prelude::*;
+use std::ops::Range;
 
 const RANGE: GrantedRange = GrantedRange { channel: 1, address: 1 << 40, len: 5, key: 9 };
 const GRANT: PartGrant = PartGrant { index: 1, part: 2, range: RANGE };

@@ -1,6 +1,6 @@
 use super::*;
-use crate::{MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
-use larder_format::chunk_crcs;
+use crate::{Entry, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
+use larder_format::{PageKey, chunk_crcs};
 use proptest::prelude::*;
 
 const KEY: PageKey = PageKey([1; 32]);

@@ -1,0 +1,82 @@
+//! State that the connections and HTTP endpoints of a node share.
+
+use crate::connection::BulkScheduler;
+use crate::identity::Identity;
+use crate::members::Members;
+use crate::metrics::Metrics;
+use crate::rdma::{self, Rdma};
+use crate::store::Store;
+use larder_rdma::NicStats;
+use larder_runtime::now;
+use larder_wire::ArenaListenerInfo;
+use prometheus_client::registry::Registry;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// State that all connections of a node share. Immutable, except for parts that have locks or
+/// atomics of their own.
+pub(crate) struct NodeState {
+    pub(crate) identity: Identity,
+    pub(crate) store: Store,
+    pub(crate) members: Members,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) registry: Registry,
+    /// Address of the arena listener, sent in the handshake. `None` if the arena is not shared: all
+    /// clients use TCP then.
+    pub(crate) arena_listener: Option<ArenaListenerInfo>,
+    pub(crate) protocol_max: u16,
+    pub(crate) busy_poll: Duration,
+    pub(crate) rdma: Option<Rdma>,
+    pub(crate) bulk_scheduler: BulkScheduler,
+    started: Instant,
+}
+
+impl NodeState {
+    pub(crate) fn new(
+        identity: Identity,
+        store: Store,
+        arena_listener: Option<ArenaListenerInfo>,
+        rdma: Option<Rdma>,
+        protocol_max: u16,
+        busy_poll: Duration,
+    ) -> Arc<NodeState> {
+        let metrics = store.metrics().clone();
+        Arc::new(NodeState {
+            store,
+            members: Members::default(),
+            registry: metrics.registry(),
+            metrics,
+            arena_listener,
+            protocol_max,
+            busy_poll,
+            rdma,
+            bulk_scheduler: BulkScheduler::new(),
+            started: now(),
+            identity,
+        })
+    }
+
+    /// Returns the node's state as JSON, for `/status`. `docs/operations.md` describes the fields.
+    pub(crate) fn status(&self) -> serde_json::Value {
+        let mut status = self.store.status();
+        status["node_id"] = self.identity.node_id.clone().into();
+        status["epoch"] = self.identity.epoch.into();
+        status["uptime_seconds"] = now().saturating_duration_since(self.started).as_secs().into();
+        if let Some(rdma) = &self.rdma {
+            status["rdma"] = rdma::status(&rdma.fabric);
+        }
+        status["members"] = self.members.list(now()).len().into();
+        status
+    }
+
+    /// Updates the gauges. The exporter calls it before every export: unlike the counters, gauges
+    /// are derived from other state on demand.
+    pub(crate) fn refresh_metrics(&self) {
+        self.store.refresh_metrics();
+        let stats: Vec<NicStats> =
+            self.rdma.iter().flat_map(|rdma| rdma.fabric.nics()).map(|nic| nic.stats()).collect();
+        let sum = |of: fn(&NicStats) -> u64| i64::try_from(stats.iter().map(of).sum::<u64>()).unwrap_or(i64::MAX);
+        self.metrics.rdma_channels.set(sum(|stats| stats.endpoints));
+        self.metrics.rdma_grants.set(sum(|stats| stats.grants));
+    }
+}

@@ -1,0 +1,190 @@
+//! Encoding and decoding of requests.
+
+use super::{Request, Reserved};
+use crate::VERSION_SHARED_MEMORY_PUTS;
+use crate::codes::PinKind;
+use crate::fields::{
+    Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
+    put_crcs, put_entry, put_keys, put_optional, put_range, range,
+};
+use crate::frame::{Frame, Payload};
+use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
+use crate::messages::{REQUESTS, RequestKind};
+use larder_format::codec::{Put, Reader, Result};
+use larder_format::{MAX_PARTS, NamespaceDescriptor};
+
+impl Request {
+    /// Returns `true` if a node under overload may refuse requests of this kind without reading the
+    /// body.
+    ///
+    /// Requests that end work are never shed: they free what the node lacks. Neither are those of
+    /// members and status, by which an installation finds its nodes.
+    pub fn is_sheddable(kind: u8) -> bool {
+        REQUESTS.iter().any(|message| message.kind == kind && message.sheddable)
+    }
+
+    /// A frame of this request for protocol version `version`, which must have this kind of
+    /// message.
+    pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
+        let kind = self.kind();
+        debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
+        Frame::new(kind as u8, request, deadline_ms, &self.encode(version), payload)
+    }
+
+    fn encode(&self, version: u16) -> Vec<u8> {
+        let mut out = Vec::new();
+        match self {
+            Request::Hello { version_min, version_max, name, namespace } => {
+                out.put_u16(*version_min);
+                out.put_u16(*version_max);
+                out.put_string(name);
+                put_optional(&mut out, namespace.as_ref(), |out, namespace| namespace.encode(out));
+            }
+            Request::Locate(keys) | Request::Warm(keys) | Request::Forget(keys) | Request::Pins(keys) => {
+                put_keys(&mut out, keys);
+            }
+            Request::Get { keys, by } => {
+                put_keys(&mut out, keys);
+                by.put(&mut out);
+            }
+            Request::GetRanges { ranges, by } => {
+                out.put_list(ranges, |out, range| {
+                    out.put(&range.key.0);
+                    put_range(out, &range.bytes);
+                });
+                by.put(&mut out);
+            }
+            Request::Lookup { keys, hold_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u32(*hold_ms);
+            }
+            Request::Release(entries) | Request::Commit(entries) => out.put_list(entries, put_entry),
+            Request::Reserve(pages) => out.put_list(pages, |out, page| page.encode(out)),
+            Request::Part { put, part, crcs, bytes } => {
+                put_entry(&mut out, put);
+                out.put_u32(*part);
+                put_crcs(&mut out, crcs);
+                if version >= VERSION_SHARED_MEMORY_PUTS {
+                    bytes.put(&mut out);
+                }
+            }
+            Request::Abort(put) => put_entry(&mut out, put),
+            Request::Follow(key) | Request::Suspect(key) => out.put(&key.0),
+            Request::Register { name, ttl_ms, info } => {
+                out.put_string(name);
+                out.put_u32(*ttl_ms);
+                out.put_string(info);
+            }
+            Request::Withdraw(name) => out.put_string(name),
+            Request::Members | Request::Status => {}
+            Request::Cancel(request) => out.put_u64(*request),
+            Request::Compare { key, crcs } => {
+                out.put(&key.0);
+                put_crcs(&mut out, crcs);
+            }
+            Request::Pin { keys, kind, ttl_ms } => {
+                put_keys(&mut out, keys);
+                out.put_u8(kind.code());
+                out.put_u64(*ttl_ms);
+            }
+            Request::RdmaChannels { closed, offered } => {
+                put_channels(&mut out, closed);
+                out.put_list(offered, |out, endpoint| endpoint.put(out));
+            }
+            Request::GrantParts { reserve, channels } => {
+                out.put_u64(*reserve);
+                put_channels(&mut out, channels);
+            }
+        }
+        out
+    }
+
+    /// Decodes the body of a message of kind `kind` in protocol version `version`.
+    ///
+    /// # Errors
+    /// The version lacks this kind, a field is invalid or above its limit, or bytes are missing or
+    /// left over.
+    pub fn decode(version: u16, kind: u8, body: &[u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let message = match RequestKind::decode(version, kind)? {
+            RequestKind::Hello => Request::Hello {
+                version_min: r.u16("oldest version")?,
+                version_max: r.u16("newest version")?,
+                name: r.string(MAX_NAME_BYTES, "client name")?,
+                namespace: optional(&mut r, NamespaceDescriptor::decode)?,
+            },
+            RequestKind::Locate => Request::Locate(keys(&mut r)?),
+            RequestKind::Get => Request::Get { keys: keys(&mut r)?, by: Delivery::read(&mut r)? },
+            RequestKind::GetRanges => Request::GetRanges {
+                ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
+                by: Delivery::read(&mut r)?,
+            },
+            RequestKind::Lookup => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold time")? },
+            RequestKind::Release => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
+            RequestKind::Reserve => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", Reserved::decode)?),
+            RequestKind::Part => Request::Part {
+                put: entry(&mut r)?,
+                part: r.u32("part")?,
+                crcs: crcs(&mut r)?,
+                bytes: match version {
+                    VERSION_SHARED_MEMORY_PUTS.. => PartLocation::read(&mut r)?,
+                    _ => PartLocation::Inline,
+                },
+            },
+            RequestKind::Commit => Request::Commit(r.list(MAX_PUTS, "puts to seal", entry)?),
+            RequestKind::Abort => Request::Abort(entry(&mut r)?),
+            RequestKind::Follow => Request::Follow(key(&mut r)?),
+            RequestKind::Warm => Request::Warm(keys(&mut r)?),
+            RequestKind::Forget => Request::Forget(keys(&mut r)?),
+            RequestKind::Suspect => Request::Suspect(key(&mut r)?),
+            RequestKind::Register => Request::Register {
+                name: r.string(MAX_NAME_BYTES, "member name")?,
+                ttl_ms: r.u32("time to live")?,
+                info: r.string(MAX_INFO_BYTES, "member info")?,
+            },
+            RequestKind::Withdraw => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
+            RequestKind::Members => Request::Members,
+            RequestKind::Status => Request::Status,
+            RequestKind::Cancel => Request::Cancel(r.u64("request number")?),
+            RequestKind::Compare => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
+            RequestKind::Pin => Request::Pin {
+                keys: keys(&mut r)?,
+                kind: PinKind::from_code(r.u8("pin kind")?)?,
+                ttl_ms: r.u64("time to live")?,
+            },
+            RequestKind::Pins => Request::Pins(keys(&mut r)?),
+            RequestKind::RdmaChannels => Request::RdmaChannels {
+                closed: channels(&mut r)?,
+                offered: r.list(MAX_RDMA_CHANNELS, "RDMA endpoints", RdmaEndpoint::read)?,
+            },
+            RequestKind::GrantParts => {
+                Request::GrantParts { reserve: r.u64("reserve request")?, channels: channels(&mut r)? }
+            }
+        };
+        r.finish()?;
+        Ok(message)
+    }
+}
+
+impl Reserved {
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.put(&self.key.0);
+        out.put(&self.parent.0);
+        out.put_u32(self.position);
+        out.put_u64(self.ttl_ms);
+        out.put_list(&self.part_bytes, |out, &bytes| out.put_u32(bytes));
+    }
+
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Reserved {
+            key: key(reader)?,
+            parent: key(reader)?,
+            position: reader.u32("position")?,
+            ttl_ms: reader.u64("time to live")?,
+            part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part length"))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

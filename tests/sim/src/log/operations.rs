@@ -1,0 +1,288 @@
+//! Workers of the log: they draw operations and check every answer against the model.
+
+use super::LogIncarnation;
+use crate::model::{Expected, RequestTime};
+use crate::payload::{self, page_id};
+use crate::random::{RandomSource, Stream};
+use crate::workload::{Limit, draw_key, parts};
+use futures::future::join;
+use larder_format::{NamespaceId, PageMeta};
+use larder_log::{L3Error, Pin};
+use larder_memory::Slot;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tokio::time::sleep;
+
+/// Deadline of requests without a limit. No request takes this long on a reliable device.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Runs one worker until the operations of the incarnation are used up, or until a violation ends
+/// the seed. All workers share one counter of operations.
+pub(super) async fn work(log: Arc<LogIncarnation>, worker: u64) {
+    let mut random = RandomSource::new(log.world.seed, Stream::Worker(log.number, worker));
+    loop {
+        // Relaxed: one thread runs all workers, and none can run between load and store.
+        let left = log.operations.load(Ordering::Relaxed);
+        if left == 0 || log.world.failed() {
+            return;
+        }
+        log.operations.store(left - 1, Ordering::Relaxed);
+        if random.chance(300_000) {
+            sleep(Duration::from_millis(random.below(log.setup.pause_ms_max))).await;
+        }
+        run_operation(&log, &mut random).await;
+    }
+}
+
+async fn run_operation(log: &LogIncarnation, random: &mut RandomSource) {
+    let mix = log.setup.mix;
+    if random.chance(log.setup.admin_rate) {
+        return administer(log, random);
+    }
+    let key = draw_key(&log.setup, random);
+    let turn = random.below(mix.put + mix.get + mix.find + mix.forget);
+    if turn < mix.put {
+        put(log, key, random).await;
+    } else if turn < mix.put + mix.get {
+        get(log, key, random).await;
+    } else if turn < mix.put + mix.get + mix.find {
+        find(log, key);
+    } else {
+        forget(log, key, random).await;
+    }
+}
+
+/// Allocates and fills memory for a new version. Returns its number, metadata and memory, or `None`
+/// if the arena is full.
+fn allocate_version(
+    log: &LogIncarnation,
+    key: u64,
+    parts: Vec<u32>,
+    expires_unix_ms: u64,
+) -> Option<(u64, PageMeta, Slot)> {
+    let bytes: usize = parts.iter().map(|&part| part as usize).sum();
+    let Some(mut slot) = log.arena.allocate(bytes) else {
+        log.world.count("out of memory", 1);
+        return None;
+    };
+    let mut model = log.model.lock();
+    let version = model.put_begins(key, parts, expires_unix_ms);
+    payload::fill(key, version, &mut slot);
+    let meta = model.describe(key, version, &slot);
+    Some((version, meta, slot.freeze()))
+}
+
+async fn put(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
+    let expires_unix_ms =
+        if random.chance(log.setup.ttl_rate) { log.world.unix_ms() + random.below(20_000) } else { 0 };
+    let Some((version, meta, slot)) = allocate_version(log, key, parts(&log.setup, random), expires_unix_ms) else {
+        return;
+    };
+    let limit = Limit::draw(random);
+    log.world.event("put", [key, version, slot.len() as u64]);
+    // Two concurrent writes of one version must behave as one put.
+    let twice = random.chance(20_000).then(|| (meta.clone(), slot.clone()));
+    let write = log.l3.write(meta, slot, limit.deadline_within(PATIENCE));
+    let result = match twice {
+        None => limit.run(write).await,
+        Some((meta, slot)) => {
+            let again = log.l3.write(meta, slot, limit.deadline_within(PATIENCE));
+            limit.run(join(write, again)).await.map(|(first, second)| first.and(second))
+        }
+    };
+    check_not_late(log, limit, "put", &result);
+    let answer = outcome_code(&result);
+    log.world.event("put answer", [key, version, answer]);
+    log.world.count(counter_name("put", answer), 1);
+    let acked = matches!(result, Some(Ok(()))).then(|| log.world.now_ms());
+    log.model.lock().put_ends(version, acked);
+}
+
+/// Checks that a request without a limit completes in time on a reliable device.
+fn check_not_late<T>(log: &LogIncarnation, limit: Limit, operation: &str, result: &Option<Result<T, L3Error>>) {
+    let late = matches!(result, Some(Err(L3Error::Deadline(_)))) && matches!(limit, Limit::None);
+    if late && log.setup.profile.is_reliable() {
+        log.world.violate(format!("a {operation} took longer than {} s on a reliable device", PATIENCE.as_secs()));
+    }
+}
+
+fn outcome_code<T>(result: &Option<Result<T, L3Error>>) -> u64 {
+    match result {
+        Some(Ok(_)) => 0,
+        None => 1,
+        Some(Err(L3Error::Deadline(_))) => 2,
+        Some(Err(L3Error::Io { .. })) => 3,
+        Some(Err(L3Error::NoMemory { .. })) => 4,
+        Some(Err(L3Error::Closed)) => 5,
+        Some(Err(L3Error::Append(_))) => 6,
+        Some(Err(_)) => 7,
+    }
+}
+
+fn counter_name(operation: &'static str, code: u64) -> &'static str {
+    match (operation, code) {
+        ("put", 0) => "puts acknowledged",
+        ("get", 0) => "gets answered",
+        ("forget", 0) => "forgets acknowledged",
+        (_, 1) => "cancelled",
+        (_, 2) => "deadlines passed",
+        (_, 4) => "out of memory",
+        (_, 6) => "log stopped",
+        _ => "refused with an error",
+    }
+}
+
+async fn get(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
+    let limit = Limit::draw(random);
+    let started = request_time(log);
+    let id = page_id(key);
+    let result = limit.run(log.l3.read(&id, limit.deadline_within(PATIENCE))).await;
+    check_not_late(log, limit, "get", &result);
+    let answer = outcome_code(&result);
+    log.world.count(counter_name("get", answer), 1);
+    let Some(Ok(Some((meta, slot)))) = result else {
+        log.world.event("get", [key, 0, answer]);
+        return;
+    };
+    log.world.event("get", [key, meta.generation, 0]);
+    log.world.count("hits", 1);
+    check(log, key, started, &meta, &slot);
+    if random.chance(100_000) {
+        // The caller still holds the memory, so its bytes must not change.
+        sleep(Duration::from_millis(random.below(200))).await;
+        if let Err(problem) = payload::check(key, meta.generation, &slot) {
+            log.world.violate(format!("memory changed while the caller held it: {problem}"));
+        }
+    }
+}
+
+fn request_time(log: &LogIncarnation) -> RequestTime {
+    log.model.lock().request_time(log.world.unix_ms())
+}
+
+fn check(log: &LogIncarnation, key: u64, started: RequestTime, meta: &PageMeta, payload: &[u8]) {
+    let suspect = log.world.is_suspect(key);
+    let model = log.model.lock();
+    let found = model.check_found(key, meta.generation, started, suspect);
+    if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
+        drop(model);
+        log.world.violate(format!("get: {problem}"));
+    }
+}
+
+fn find(log: &LogIncarnation, key: u64) {
+    let started = request_time(log);
+    let found = log.l3.find(&page_id(key));
+    log.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
+    let Some(entry) = found else { return };
+    let suspect = log.world.is_suspect(key);
+    let checked = log.model.lock().check_found(key, entry.generation, started, suspect);
+    if let Err(problem) = checked {
+        log.world.violate(format!("lookup: {problem}"));
+    }
+}
+
+async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
+    let mut keys = vec![key];
+    for _ in 0..random.below(4) {
+        keys.push(draw_key(&log.setup, random));
+    }
+    keys.sort_unstable();
+    keys.dedup();
+    let ids: Vec<_> = keys.iter().map(|&key| page_id(key)).collect();
+    let limit = Limit::draw(random);
+    keys.iter().for_each(|&key| log.world.event("forget", [key, 0, 0]));
+    let forgetting = log.model.lock().forget_begins(keys.clone());
+    let result = limit.run(log.l3.forget(&ids, limit.deadline_within(PATIENCE))).await;
+    check_not_late(log, limit, "forget", &result);
+    let answer = outcome_code(&result);
+    keys.iter().for_each(|&key| log.world.event("forget answer", [key, 0, answer]));
+    log.world.count(counter_name("forget", answer), 1);
+    log.model.lock().forget_ends(forgetting, answer == 0);
+}
+
+/// Checks after recovery that all expected versions are present. Skips unreliable devices, and
+/// pages that may have expired.
+pub(super) async fn check_expected(log: &LogIncarnation, expected: &[Expected]) {
+    if !log.setup.profile.is_reliable() {
+        return;
+    }
+    for Expected { key, version } in expected {
+        let expires = log.model.lock().expires_unix_ms(*version);
+        // The log may treat a page as expired up to a second early.
+        if expires != 0 && expires <= log.world.unix_ms() + 1000 {
+            continue;
+        }
+        log.world.count("durable pages checked", 1);
+        let found = log.l3.find(&page_id(*key)).map(|entry| entry.generation);
+        let other = found.is_some_and(|found| found < *version) && log.setup.keep_percent > 0;
+        if found != Some(*version) && !other {
+            log.world.count("pages lost", 1);
+            log.world.violate(format!("key {key}: version {version} was durable, and the log has {found:?}"));
+        }
+    }
+}
+
+fn administer(log: &LogIncarnation, random: &mut RandomSource) {
+    match random.below(8) {
+        0 => log.l3.scrub_now(),
+        1 | 2 => {
+            let namespace = NamespaceId([random.between(1, 2) as u8; 32]);
+            let bytes = if random.chance(500_000) { u64::MAX } else { random.below(4 * log.setup.segment_bytes) };
+            log.world.event("quota", [namespace.0[0].into(), bytes, 0]);
+            log.l3.set_quota(namespace, bytes);
+        }
+        turn => {
+            let ids: Vec<_> = (0..random.between(1, 4)).map(|_| page_id(draw_key(&log.setup, random))).collect();
+            let pin = [Pin::None, Pin::Soft, Pin::Hard][random.below(3) as usize];
+            let held = if turn == 3 { 0 } else { log.l3.pin(&ids, pin) };
+            log.l3.touch(&ids);
+            log.world.event("pin", [ids.len() as u64, held as u64, 0]);
+            log.world.count("pages pinned", if pin == Pin::None { 0 } else { held as u64 });
+        }
+    }
+    let stats = log.l3.stats();
+    if stats.pinned_bytes > stats.bytes_capacity / 4 {
+        log.world.violate(format!("{} bytes are pinned, more than a quarter of the capacity", stats.pinned_bytes));
+    }
+}
+
+pub(super) fn release_all_pins(log: &LogIncarnation) {
+    let ids: Vec<_> = (0..log.setup.keys).map(page_id).collect();
+    log.l3.pin(&ids, Pin::None);
+    let left = log.l3.stats().pinned_bytes;
+    if left != 0 {
+        log.world.violate(format!("{left} bytes are pinned after all pins were removed"));
+    }
+}
+
+pub(super) async fn put_and_get(log: &LogIncarnation) -> Result<(), L3Error> {
+    let Some((version, meta, slot)) = allocate_version(log, 0, vec![1000], 0) else {
+        log.world.violate("the arena has no memory for a page after faults have stopped".into());
+        return Ok(());
+    };
+    let put = log.l3.write(meta, slot, Limit::None.deadline_within(PATIENCE)).await;
+    let acked = put.is_ok().then(|| log.world.now_ms());
+    log.model.lock().put_ends(version, acked);
+    put?;
+    match log.l3.read(&page_id(0), Limit::None.deadline_within(PATIENCE)).await? {
+        Some((meta, _)) if meta.generation == version => Ok(()),
+        other => {
+            let found = other.map(|(meta, _)| meta.generation);
+            log.world.violate(format!("version {version} was put and {found:?} was read after faults have stopped"));
+            Ok(())
+        }
+    }
+}
+
+pub(super) async fn read_all_keys(log: &LogIncarnation) {
+    for key in 0..log.setup.keys {
+        let started = request_time(log);
+        match log.l3.read(&page_id(key), Limit::None.deadline_within(PATIENCE)).await {
+            Ok(Some((meta, slot))) => check(log, key, started, &meta, &slot),
+            Ok(None) => {}
+            Err(error) => log.world.violate(format!("reading key {key} fails after faults have stopped: {error}")),
+        }
+    }
+}
