@@ -3,18 +3,22 @@
 //! Invariants:
 //! - A [`Process`] is killed when it is dropped.
 //! - No step of a test waits longer than [`PATIENCE`].
+//! - No test judges how long a step took: the machine may be busy. Tests wait for states, and
+//!   compare outcomes and counters. `larder bench` measures time.
 
+mod node_state;
 mod process;
 mod reference;
 mod request;
 
+pub use node_state::{is_flushed, is_recovered, wait_for_node};
 pub use process::{Process, Stack, data_dir, larder, unused_address};
 pub use reference::{Reference, tiny_model_dir};
-pub use request::{Completion, CompletionRequest, complete, get_json, node_statuses};
+pub use request::{Completion, CompletionRequest, complete, get_json, metric, node_statuses};
 
 use std::time::Duration;
 
-/// Deadline of every step of a test.
+/// Deadline of every step of a test. A step that takes longer hangs, however busy the machine is.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Polls until `condition` holds.

@@ -1,11 +1,13 @@
 //! Start, stop and addresses of `larder` processes.
 
-use crate::{PATIENCE, get_json, tiny_model_dir};
+use crate::{PATIENCE, eventually, get_json, is_flushed, is_recovered, node_statuses, tiny_model_dir};
 use std::io::{BufRead, BufReader, Read};
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Path of the `larder` binary: `LARDER_BIN` if set, else the release build of this workspace.
@@ -34,9 +36,16 @@ pub fn data_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("larder-test").tempdir_in("/var/tmp").expect("a directory below /var/tmp")
 }
 
-/// Loopback address that is free now. Another process may take it before the test does.
+/// Loopback address that nothing else uses, also while its process is stopped.
+///
+/// Every test process has its own IP address in 127.0.0.0/8. A free port of 127.0.0.1 would not
+/// do: any connection of another process may take it before the test does.
 pub fn unused_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
+    static NEXT_PORT: AtomicU16 = AtomicU16::new(7000);
+    // A process id of Linux has at most 22 bits. The bit set here keeps clear of 127.0.0.1.
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    let port = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
+    SocketAddr::from((Ipv4Addr::new(127, high | 0x80, middle, low), port))
 }
 
 pub struct Process {
@@ -44,6 +53,8 @@ pub struct Process {
     lines: mpsc::Receiver<String>,
     output: Vec<String>,
     errors: Arc<Mutex<String>>,
+    /// Threads that collect stdout and stderr. They end with the process.
+    readers: Vec<JoinHandle<()>>,
 }
 
 impl Process {
@@ -57,7 +68,7 @@ impl Process {
             .expect("larder starts");
         let (sender, lines) = mpsc::channel();
         let stdout = child.stdout.take().expect("stdout is piped");
-        std::thread::spawn(move || {
+        let output_reader = std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 let _ = sender.send(line);
             }
@@ -65,13 +76,13 @@ impl Process {
         let errors = Arc::new(Mutex::new(String::new()));
         let sink = errors.clone();
         let mut stderr = child.stderr.take().expect("stderr is piped");
-        std::thread::spawn(move || {
+        let error_reader = std::thread::spawn(move || {
             let mut chunk = [0u8; 4096];
             while let Ok(read @ 1..) = stderr.read(&mut chunk) {
                 sink.lock().expect("no panic under this lock").push_str(&String::from_utf8_lossy(&chunk[..read]));
             }
         });
-        Process { child, lines, output: Vec::new(), errors }
+        Process { child, lines, output: Vec::new(), errors, readers: vec![output_reader, error_reader] }
     }
 
     /// Waits for a line of stdout that contains `text`.
@@ -130,16 +141,15 @@ impl Process {
         self.wait()
     }
 
-    /// Waits for the end of the process.
+    /// Waits for the end of the process and of its output.
     ///
     /// # Panics
-    /// Panics if it does not end within [`PATIENCE`].
+    /// Panics if they do not end within [`PATIENCE`].
     pub fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            if let Some(status) = self.child.try_wait().expect("it can be waited for") {
-                // The reader threads need a moment to collect the last output.
-                std::thread::sleep(Duration::from_millis(20));
+            let status = self.child.try_wait().expect("it can be waited for");
+            if let Some(status) = status.filter(|_| self.readers.iter().all(JoinHandle::is_finished)) {
                 return status;
             }
             assert!(Instant::now() < deadline, "larder does not exit; stderr:\n{}", self.stderr());
@@ -242,13 +252,14 @@ impl Stack {
         self.router = Some(router);
     }
 
-    /// Waits until the router knows exactly the running engines and nodes.
+    /// Waits until the router knows exactly the running engines and nodes, and no node recovers
+    /// pages any more.
     pub async fn ready(&mut self) {
         let nodes = self.nodes.iter().flatten().count();
         let mut engines: Vec<String> =
             [&mut self.prefill, &mut self.decode].into_iter().flatten().map(|engine| engine.url("http://")).collect();
         engines.sort();
-        crate::eventually("engines known to the router", || async {
+        eventually("engines known to the router", || async {
             let Ok(status) = get_json(&format!("{}/admin/v1/status", self.admin)).await else { return false };
             let listed = |list: &str| status[list].as_array().cloned().unwrap_or_default();
             let mut known: Vec<String> = listed("engines")
@@ -263,11 +274,28 @@ impl Stack {
             let attached = listed("engines").iter().filter(up).all(|engine| engine["state"]["store_nodes"] == nodes);
             // A model is listed once its tokenizer has been loaded.
             let served = !listed("models").is_empty() || engines.is_empty();
-            served
-                && attached
-                && known == engines
-                && listed("nodes").iter().filter(|node| node["up"] == true).count() == nodes
+            let ready = |node: &&serde_json::Value| node["up"] == true && is_recovered(&node["status"]);
+            served && attached && known == engines && listed("nodes").iter().filter(ready).count() == nodes
         })
         .await;
     }
+
+    /// Pages that the running nodes have sealed since their starts.
+    pub async fn pages_put(&self) -> u64 {
+        node_statuses(&self.admin).await.iter().map(pages_put).sum()
+    }
+
+    /// Waits until the running nodes have sealed at least `pages` pages since their starts and have
+    /// written them to L3. Engines publish in the background, so an answer may precede its pages.
+    pub async fn flushed(&self, pages: u64) {
+        eventually(&format!("{pages} pages sealed and written to L3"), || async {
+            let statuses = node_statuses(&self.admin).await;
+            statuses.iter().map(pages_put).sum::<u64>() >= pages && statuses.iter().all(is_flushed)
+        })
+        .await;
+    }
+}
+
+fn pages_put(status: &serde_json::Value) -> u64 {
+    status["counters"]["pages_put"].as_u64().expect("a node counts its puts")
 }

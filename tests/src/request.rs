@@ -1,8 +1,9 @@
 //! Requests to a router.
 
-use crate::PATIENCE;
+use crate::{PATIENCE, eventually};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
+use std::cell::{Ref, RefCell};
 
 #[derive(Debug, Clone)]
 pub struct CompletionRequest<'a> {
@@ -59,9 +60,24 @@ pub async fn get_json(url: &str) -> Result<Value> {
     Ok(reqwest::Client::builder().timeout(PATIENCE).build()?.get(url).send().await?.error_for_status()?.json().await?)
 }
 
-/// Status of every store node, from the admin API of the router.
+/// Status of every store node, from the admin API of the router. Waits until all nodes have
+/// answered the router, which leaves a silent node out of its answer.
 pub async fn node_statuses(admin: &str) -> Vec<Value> {
-    let status = get_json(&format!("{admin}/admin/v1/status")).await.expect("the admin API answers");
-    let nodes = status["nodes"].as_array().cloned().unwrap_or_default();
-    nodes.into_iter().map(|node| node["status"].clone()).collect()
+    let statuses = RefCell::new(Vec::new());
+    eventually("every node reports its status", || async {
+        let Ok(mut status) = get_json(&format!("{admin}/admin/v1/status")).await else { return false };
+        let nodes = status["nodes"].as_array_mut().map(std::mem::take).unwrap_or_default();
+        statuses.replace(nodes.into_iter().map(|mut node| node["status"].take()).collect());
+        let statuses: Ref<'_, Vec<Value>> = statuses.borrow();
+        !statuses.is_empty() && statuses.iter().all(Value::is_object)
+    })
+    .await;
+    statuses.into_inner()
+}
+
+/// Sum of the samples of a metric that carry `label`, such as `outcome="done"`. 0 if there is none.
+pub async fn metric(url: &str, name: &str, label: &str) -> Result<f64> {
+    let text = reqwest::get(format!("{url}/metrics")).await?.error_for_status()?.text().await?;
+    let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));
+    Ok(samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
 }

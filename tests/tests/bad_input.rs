@@ -1,12 +1,12 @@
 //! Bad input gets a clear error and does no harm.
 
 use larder_tests::{
-    CompletionRequest, Process, Reference, Stack, complete, data_dir, node_statuses, tiny_model_dir, unused_address,
+    CompletionRequest, PATIENCE, Process, Reference, Stack, complete, data_dir, eventually, get_json, node_statuses,
+    tiny_model_dir, unused_address,
 };
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::time::Duration;
 
 fn copy_model(to: &Path) {
     for entry in std::fs::read_dir(tiny_model_dir()).unwrap() {
@@ -56,6 +56,18 @@ fn decode_names_the_problem_of_an_unusable_model_folder() {
     assert!(refused(dir.path()).contains("model.safetensors"));
 }
 
+/// Reads until the node closes the connection, and fails if it keeps it open.
+fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Ok(_) => answer,
+        // The node closed the connection before it had read all of the input.
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => answer,
+        Err(error) => panic!("the node keeps the connection open: {error}"),
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreign_protocols_on_the_data_port_do_no_harm() {
     let reference = Reference::load();
@@ -80,20 +92,20 @@ async fn foreign_protocols_on_the_data_port_do_no_harm() {
         let mut stream = TcpStream::connect(&address).unwrap();
         stream.write_all(attack).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer);
+        let answer = read_to_close(&mut stream);
         assert!(answer.is_empty(), "the node answers no foreign protocol");
     }
     let mut stream = TcpStream::connect(&address).unwrap();
     stream.write_all(&hello(900, 901)).unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).unwrap();
+    let answer = read_to_close(&mut stream);
     let message = String::from_utf8_lossy(&answer);
     let supported = format!("{} to {}", larder_wire::PROTOCOL_VERSION_MIN, larder_wire::PROTOCOL_VERSION);
     assert!(message.contains("900 to 901") && message.contains(&supported), "{message}");
-    assert!(node_statuses(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4);
+    eventually("the node counts the rejected connections", || async {
+        node_statuses(&stack.admin).await[0]["counters"]["connections_rejected"].as_u64().unwrap() >= 4
+    })
+    .await;
     assert_eq!(
         complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap().text,
         reference.greedy_text(&tokens, 32)
@@ -115,6 +127,7 @@ async fn damaged_pages_on_disk_are_counted_as_misses() {
     let tokens = reference.prompt(1, 1000);
     let mut stack = Stack::start(1).await;
     let expected = complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap().text;
+    stack.flushed(31).await;
     assert!(stack.nodes[0].take().unwrap().stop().success());
     let damaged = damage(&stack.node_dir(0).join("l3"));
     assert!(damaged > 10);
@@ -176,20 +189,24 @@ async fn full_l3_evicts_pages_and_stays_within_its_size() {
     let line = router.wait_for_line("OpenAI API");
     let urls: Vec<&str> = line.split_whitespace().filter(|w| w.starts_with("http://")).collect();
     let (api, admin) = (urls[0].trim_end_matches("/v1,"), urls[1]);
-    larder_tests::eventually("the engine is known", || async {
-        larder_tests::get_json(&format!("{api}/v1/models")).await.is_ok_and(|m| m["data"][0]["id"] == "larder-tiny")
+    eventually("the engine is known", || async {
+        get_json(&format!("{api}/v1/models")).await.is_ok_and(|m| m["data"][0]["id"] == "larder-tiny")
     })
     .await;
-    for seed in 0..12 {
-        // 12 prompts of 3,000 tokens at 3 KiB per token are about 105 MiB, more than four times L3.
+    // 12 prompts of 3,000 tokens at 3 KiB per token are about 105 MiB, more than four times L3.
+    // With a slow disk the node refuses some of their pages, so further prompts may follow.
+    let mut evicted = 0;
+    for seed in 0.. {
+        if seed >= 12 && evicted > 100 {
+            break;
+        }
+        assert!(seed < 100, "L3 has evicted {evicted} pages only");
         let tokens = reference.prompt(seed, 3000);
         let ask = CompletionRequest { max_tokens: 1, ..CompletionRequest::new(&tokens) };
         let answer = complete(api, &ask).await.unwrap();
         assert_eq!(answer.text, reference.greedy_text(&tokens, 1));
+        evicted = node_statuses(admin).await[0]["tiers"]["l3"]["evicted_pages"].as_u64().unwrap();
     }
-    let status = node_statuses(admin).await;
-    let stats = &status[0]["tiers"]["l3"];
-    assert!(stats["evicted_pages"].as_u64().unwrap() > 100, "{stats}");
     let on_disk: u64 =
         std::fs::read_dir(dir.path().join("l3")).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
     assert!(on_disk <= l3 + (64 << 10), "{on_disk} bytes on disk");

@@ -5,6 +5,8 @@ use larder_tests::{CompletionRequest, Reference, Stack, complete, node_statuses}
 
 /// 20 complete pages before the last token, and a partial page.
 const PROMPT_TOKENS: usize = 20 * 32 + 7;
+/// Pages that a request for a new prompt publishes: the generated tokens complete another page.
+const PAGES_PUBLISHED: u64 = 21;
 
 /// Requests a completion and compares its text with the reference. Returns the number of cached
 /// tokens.
@@ -22,6 +24,7 @@ async fn check_all_cache_paths(nodes: usize) {
     let mut stack = Stack::start(nodes).await;
     assert_eq!(check_equal(&stack, &reference, &tokens, "none", "without any cache").await, 0);
     assert_eq!(check_equal(&stack, &reference, &tokens, "all", "cold").await, 0);
+    stack.flushed(PAGES_PUBLISHED).await;
     assert_eq!(check_equal(&stack, &reference, &tokens, "all", "L1").await, 640);
     assert_eq!(check_equal(&stack, &reference, &tokens, "store", "L2").await, 640);
 
@@ -55,7 +58,9 @@ async fn check_all_cache_paths(nodes: usize) {
     stack.prefill.take().unwrap().sigkill();
     stack.ready().await;
     let other = reference.prompt(nodes + 100, PROMPT_TOKENS);
+    let before = stack.pages_put().await;
     assert_eq!(check_equal(&stack, &reference, &other, "all", "decode alone, cold").await, 0);
+    stack.flushed(before + PAGES_PUBLISHED).await;
     assert_eq!(check_equal(&stack, &reference, &other, "store", "decode alone, L2").await, 640);
 }
 
@@ -81,8 +86,10 @@ async fn two_nodes_split_the_pages() {
     let tokens = reference.prompt(5, PROMPT_TOKENS);
     let stack = Stack::start(2).await;
     check_equal(&stack, &reference, &tokens, "all", "cold").await;
+    stack.flushed(PAGES_PUBLISHED).await;
     for status in node_statuses(&stack.admin).await {
         let pages = status["counters"]["pages_put"].as_u64().unwrap();
-        assert!((3..=18).contains(&pages), "20 pages over two nodes, {pages} here");
+        // Placement depends on random node ids: one node gets none of 21 pages once in a million.
+        assert!(pages > 0, "a node got none of {PAGES_PUBLISHED} pages");
     }
 }

@@ -3,10 +3,10 @@
 
 use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
-use larder_tests::{Process, larder};
+use larder_tests::{PATIENCE, Process, is_flushed, is_recovered, larder, wait_for_node};
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const PAGE_BYTES: usize = 1 << 20;
 /// Size of the file system at first, and after it was enlarged, in MiB.
@@ -14,7 +14,7 @@ const SMALL_MIB: u64 = 128;
 const LARGE_MIB: u64 = 320;
 
 fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + PATIENCE
 }
 
 fn key(number: u32) -> PageKey {
@@ -48,26 +48,21 @@ async fn attach(node: &mut Process) -> Client {
     let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
     let url = node.url("larder://").parse().expect("a node prints its URL");
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
-    assert!(client.ready(Duration::from_secs(10)).await);
+    assert!(client.ready(PATIENCE).await);
+    wait_for_node(&client, "the node has recovered", is_recovered).await;
     client
 }
 
-/// Puts pages one after the other. Retries while the node is busy.
+/// Puts pages one after the other, and waits until L3 has accepted or refused each. Retries while
+/// the node is busy.
 async fn put(client: &Client, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
-        let deadline = soon();
-        loop {
-            let pages = vec![(page.clone(), payload(number).into())];
-            match client.put_pages(pages, PutOptions::default(), deadline).await.pop() {
-                Some(PutOutcome::Stored) => break,
-                Some(PutOutcome::Busy { .. }) if Instant::now() < deadline => {
-                    tokio::time::sleep(Duration::from_millis(5)).await;
-                }
-                outcome => panic!("page {number}: {outcome:?}"),
-            }
-        }
+        let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
+        let outcomes = client.put_pages(vec![(page, payload(number).into())], options, soon()).await;
+        assert_eq!(outcomes, [PutOutcome::Stored], "page {number}");
     }
+    wait_for_node(client, "L3 has no write left", is_flushed).await;
 }
 
 /// Number of pages present. Fails if a page has wrong bytes.

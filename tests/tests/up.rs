@@ -1,19 +1,22 @@
 //! `larder up` and the commands that use it.
 
-use larder_tests::{CompletionRequest, Process, Reference, complete, data_dir, larder, unused_address};
+use larder_tests::{
+    CompletionRequest, Process, Reference, complete, data_dir, eventually, is_recovered, larder, node_statuses,
+    unused_address,
+};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::time::{Duration, Instant};
 
-fn up(dir: &Path, more: &[&str]) -> (Process, String) {
-    // Builds the binary before the clock starts.
-    larder();
-    let begin = Instant::now();
+/// Starts `larder up` and waits until it serves and its nodes have recovered their pages. Returns
+/// the URL of the API as well.
+async fn up(dir: &Path, more: &[&str]) -> (Process, String) {
     let mut up =
         Process::start(&[&["up", "--listen", "127.0.0.1:0", "--data-dir", dir.to_str().unwrap()], more].concat());
     let api = up.url("http://");
-    assert!(begin.elapsed() < Duration::from_secs(10), "ready in under 10 s");
+    let admin = std::fs::read_to_string(dir.join("admin.url")).unwrap();
+    eventually("the nodes have recovered", || async { node_statuses(admin.trim()).await.iter().all(is_recovered) })
+        .await;
     (up, api.trim_end_matches("/v1").to_string())
 }
 
@@ -35,16 +38,16 @@ async fn restart_serves_pages_of_the_previous_run() {
     let dir = data_dir();
     let tokens = reference.prompt(1, 700);
     let expected = reference.greedy_text(&tokens, 32);
-    let (running, api) = up(dir.path(), &["--nodes", "2"]);
+    let (running, api) = up(dir.path(), &["--nodes", "2"]).await;
     let first = complete(&api, &CompletionRequest::new(&tokens)).await.unwrap();
     assert_eq!((first.text.as_str(), first.cached), (expected.as_str(), 0));
     assert!(running.stop().success(), "exit code 0");
     assert!(!dir.path().join("admin.url").exists());
-    let (running, api) = up(dir.path(), &["--nodes", "2"]);
+    let (running, api) = up(dir.path(), &["--nodes", "2"]).await;
     let second = complete(&api, &CompletionRequest::new(&tokens)).await.unwrap();
     assert_eq!((second.text, second.cached), (expected, 21 * 32));
     running.sigkill();
-    let (_running, api) = up(dir.path(), &["--nodes", "2"]);
+    let (_running, api) = up(dir.path(), &["--nodes", "2"]).await;
     assert_eq!(
         complete(&api, &CompletionRequest::new(&tokens)).await.unwrap().cached,
         21 * 32,
@@ -56,7 +59,7 @@ async fn restart_serves_pages_of_the_previous_run() {
 async fn prefix_commands_inspect_warm_and_forget() {
     let dir = data_dir();
     let text = "In the beginning God created the heaven and the earth. ".repeat(20);
-    let (running, _) = up(dir.path(), &[]);
+    let (running, _) = up(dir.path(), &[]).await;
     let status = admin_json(dir.path(), &["status"]);
     assert_eq!(status["nodes"].as_array().unwrap().len(), 1);
     let human = admin(dir.path(), &["status"]);
@@ -80,7 +83,7 @@ async fn prefix_commands_inspect_warm_and_forget() {
     assert!(String::from_utf8_lossy(&table.stdout).contains("hard, 3"), "{table:?}");
 
     assert!(running.stop().success());
-    let (_running, _) = up(dir.path(), &[]);
+    let (_running, _) = up(dir.path(), &[]).await;
     assert!(inspect(dir.path()).iter().all(|tier| tier.as_deref() == Some("L3")), "after a restart");
     let warmed = admin_json(dir.path(), &["prefix", "warm", &text]);
     assert_eq!((&warmed["loaded"], &warmed["computed"]), (&pages.len().into(), &0.into()), "{warmed}");
@@ -93,8 +96,8 @@ async fn prefix_commands_inspect_warm_and_forget() {
     assert!(inspect(dir.path()).iter().all(Option::is_none));
 }
 
-#[test]
-fn mistakes_get_one_line_with_the_cause() {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mistakes_get_one_line_with_the_cause() {
     let dir = data_dir();
     let error_of = |arguments: &[&str]| {
         let output = Command::new(larder()).args(arguments).output().unwrap();
@@ -105,7 +108,7 @@ fn mistakes_get_one_line_with_the_cause() {
     let nothing_runs = error_of(&["status", "--data-dir", path]);
     assert!(nothing_runs.contains("larder up") && nothing_runs.contains("--admin"), "{nothing_runs}");
     assert!(error_of(&["prefill", "--store", "redis://x:1", "--model", path]).contains("larder://"));
-    let (_running, api) = up(dir.path(), &[]);
+    let (_running, api) = up(dir.path(), &[]).await;
     let unused = dir.path().join("unused");
     let taken =
         error_of(&["up", "--listen", api.trim_start_matches("http://"), "--data-dir", unused.to_str().unwrap()]);
@@ -129,7 +132,7 @@ fn mistakes_get_one_line_with_the_cause() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn up_exposes_metrics_and_scrub_of_each_node() {
     let dir = data_dir();
-    let (mut running, _) = up(dir.path(), &["--nodes", "2"]);
+    let (mut running, _) = up(dir.path(), &["--nodes", "2"]).await;
     for number in 0..2 {
         let file = dir.path().join(format!("node-{number}/admin.url"));
         let url = std::fs::read_to_string(&file).unwrap().trim().to_string();
@@ -146,7 +149,7 @@ async fn up_exposes_metrics_and_scrub_of_each_node() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_fits_120_columns_and_prefix_commands_take_chats() {
     let dir = data_dir();
-    let (_running, _) = up(dir.path(), &["--nodes", "2"]);
+    let (_running, _) = up(dir.path(), &["--nodes", "2"]).await;
     let default = String::from_utf8(admin(dir.path(), &["status"]).stdout).unwrap();
     assert!(default.lines().all(|line| line.chars().count() <= 120), "{default}");
     let wide = String::from_utf8(admin(dir.path(), &["status", "--wide"]).stdout).unwrap();
@@ -170,7 +173,7 @@ async fn status_fits_120_columns_and_prefix_commands_take_chats() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn verify_accepts_the_data_directory_of_up() {
     let dir = data_dir();
-    let (running, api) = up(dir.path(), &["--nodes", "2"]);
+    let (running, api) = up(dir.path(), &["--nodes", "2"]).await;
     complete(&api, &CompletionRequest::new(&Reference::load().prompt(1, 700))).await.unwrap();
     let verify = || Command::new(larder()).args(["verify", "--json"]).arg(dir.path()).output().unwrap();
     assert_eq!(verify().status.code(), Some(2), "the nodes are running");

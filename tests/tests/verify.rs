@@ -1,12 +1,12 @@
 //! `larder verify` on the files of a real node.
 
-use larder_client::{Client, ClientOptions, NewPage, PutOutcome};
+use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
-use larder_tests::{Process, data_dir, larder};
+use larder_tests::{PATIENCE, Process, data_dir, is_recovered, larder, wait_for_node};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const PAGES: u32 = 60;
 const DAMAGES: usize = 7;
@@ -30,12 +30,13 @@ async fn attach(node: &mut Process) -> Client {
     let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
     let url = node.url("larder://").parse().expect("the node prints its URL");
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
-    assert!(client.ready(Duration::from_secs(10)).await);
+    assert!(client.ready(PATIENCE).await);
+    wait_for_node(&client, "the node has recovered", is_recovered).await;
     client
 }
 
 fn deadline() -> Instant {
-    Instant::now() + Duration::from_secs(10)
+    Instant::now() + PATIENCE
 }
 
 fn key(n: u32) -> PageKey {
@@ -83,7 +84,10 @@ async fn verify_reports_and_repairs_damage_and_the_node_serves_the_rest() {
     let client = attach(&mut node).await;
     let bytes = client.geometry().expect("the client has a namespace").page_bytes();
     for n in 0..PAGES {
-        let mut put = client.put(NewPage { key: key(n), parent: PageKey::NONE, position: 0 }, deadline());
+        let page = NewPage { key: key(n), parent: PageKey::NONE, position: 0 };
+        // With a slow disk the node is busy until it has written earlier pages.
+        let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
+        let mut put = client.put_with(page, options, deadline());
         for (part, piece) in payload(n, bytes).chunks(bytes / 2).enumerate() {
             put.part(part, piece.to_vec().into());
         }
