@@ -10,46 +10,11 @@
 use crate::batch::{self, Chunk, ForwardError, LayerHooks};
 use crate::kv::{KvKind, PageSlot, head_layout};
 use crate::model::{LayerWeights, Linear, Model};
+use crate::scratch::Scratch;
 use larder_format::PageGeometry;
-use larder_kernels::cpu::{
-    AttentionChunk, AttentionShape, HeadLayout, RopeTable, add, attention, matmul, rms_norm, silu_mul,
-};
+use larder_kernels::cpu::{AttentionChunk, AttentionShape, HeadLayout, add, attention, matmul, rms_norm, silu_mul};
 use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
-
-/// Buffers of one forward pass, reused by later passes.
-#[derive(Default)]
-pub(crate) struct Scratch {
-    stream: Vec<f32>,
-    normed: Vec<f32>,
-    qkv: Vec<f32>,
-    attended: Vec<f32>,
-    projected: Vec<f32>,
-    gate_up: Vec<f32>,
-    activated: Vec<f32>,
-    rope: RopeTable,
-}
-
-/// Maximum number of buffer sets kept. Up to this many concurrent passes run without allocating.
-const SCRATCH_KEPT_MAX: usize = 4;
-
-/// Buffer sets that no pass uses at the moment. A pass holds the lock only to take or return a set.
-#[derive(Default)]
-pub(crate) struct ScratchPool(Mutex<Vec<Scratch>>);
-
-impl ScratchPool {
-    fn take(&self) -> Scratch {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
-    }
-
-    fn put(&self, scratch: Scratch) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() < SCRATCH_KEPT_MAX {
-            kept.push(scratch);
-        }
-    }
-}
 
 /// Returns the first `len` elements of a buffer and grows it if needed. Their content is
 /// unspecified.

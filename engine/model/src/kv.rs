@@ -6,10 +6,13 @@
 //! - A pool hands out at most `capacity_pages` pages at a time.
 //! - A buffer returns to the pool when its page is dropped. The next owner may find old bytes in
 //!   it.
+//! - The checksums of a [`SealedPage`] are as old as its content. Nothing computes them again from
+//!   bytes that have lain in memory since.
 
-use larder_format::{KvDtype, PageGeometry};
+use larder_format::{KvDtype, Mismatch, PageGeometry, PayloadVerifier, chunk_crcs};
 use larder_kernels::cpu::HeadLayout;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Unit of a page buffer, one cache line, so that every buffer starts on a cache line.
@@ -24,6 +27,8 @@ const CACHE_LINE_BYTES: usize = size_of::<CacheLine>();
 pub struct KvPool {
     geometry: PageGeometry,
     capacity_pages: usize,
+    /// Length of each part of a page in bytes. Kept, because every checksum needs it.
+    part_bytes: Box<[u32]>,
     state: Mutex<PoolState>,
 }
 
@@ -36,7 +41,7 @@ impl KvPool {
     /// Creates a pool of at most `capacity_pages` pages of `geometry`. Allocates no buffer yet.
     pub fn new(geometry: PageGeometry, capacity_pages: usize) -> Arc<KvPool> {
         let state = Mutex::new(PoolState { in_use: 0, spare: Vec::new() });
-        Arc::new(KvPool { geometry, capacity_pages, state })
+        Arc::new(KvPool { geometry, capacity_pages, part_bytes: geometry.part_table().into(), state })
     }
 
     /// Takes a page, or returns `None` if all are in use. The content of the page is unspecified,
@@ -134,12 +139,69 @@ impl fmt::Debug for KvPage {
     }
 }
 
+/// Proof of a page's bytes: the checksums that came with them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageSeal {
+    /// CRC-32 of each chunk, part by part, as in [`larder_format::PageMeta`].
+    pub chunk_crcs: Vec<u32>,
+    /// Generation of the put from which the page was read. `None` if this engine computed it.
+    pub generation: Option<u64>,
+}
+
+/// A full page that never changes, with the checksums that prove it.
+#[derive(Debug)]
+pub struct SealedPage {
+    page: KvPage,
+    seal: PageSeal,
+}
+
+impl SealedPage {
+    /// Seals a page that this engine has just filled. Costs one pass over its bytes.
+    pub fn compute(page: KvPage) -> Self {
+        let mut rest = page.as_ref();
+        let mut crcs = Vec::new();
+        for &bytes in &page.pool.part_bytes {
+            let (part, tail) = rest.split_at(bytes as usize);
+            crcs.extend(chunk_crcs(part));
+            rest = tail;
+        }
+        Self { seal: PageSeal { chunk_crcs: crcs, generation: None }, page }
+    }
+
+    /// Keeps a page with the checksums that came with it. Does not read the bytes.
+    pub fn received(page: KvPage, seal: PageSeal) -> Self {
+        Self { page, seal }
+    }
+
+    pub fn generation(&self) -> Option<u64> {
+        self.seal.generation
+    }
+
+    /// Compares the bytes with the checksums. Costs one pass over the page.
+    ///
+    /// # Errors
+    /// The first chunk that differs, or a table of checksums that does not fit the page.
+    pub fn verify(&self) -> Result<(), Mismatch> {
+        let mut verifier = PayloadVerifier::new(&self.page.pool.part_bytes, &self.seal.chunk_crcs);
+        verifier.take(self.page.as_ref());
+        verifier.finish()
+    }
+}
+
+impl Deref for SealedPage {
+    type Target = KvPage;
+
+    fn deref(&self) -> &KvPage {
+        &self.page
+    }
+}
+
 #[derive(Debug)]
 pub enum PageSlot {
     /// Partly filled, and owned by this sequence alone.
     Open(KvPage),
     /// Full and immutable. Other sequences with the same prefix may share it.
-    Sealed(Arc<KvPage>),
+    Sealed(Arc<SealedPage>),
 }
 
 impl PageSlot {
@@ -152,7 +214,7 @@ impl PageSlot {
 
     pub fn seal(self) -> PageSlot {
         match self {
-            PageSlot::Open(page) => PageSlot::Sealed(Arc::new(page)),
+            PageSlot::Open(page) => PageSlot::Sealed(Arc::new(SealedPage::compute(page))),
             sealed => sealed,
         }
     }
@@ -213,6 +275,25 @@ mod tests {
         let sealed = PageSlot::Open(pool.allocate().unwrap()).seal();
         drop((second, sealed));
         assert_eq!(pool.free_pages(), 2);
+    }
+
+    #[test]
+    fn verify_finds_a_flipped_bit_and_foreign_checksums() {
+        let pool = KvPool::new(geometry(2, 1), 2);
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().fill(7);
+        let mut sealed = SealedPage::compute(page);
+        assert_eq!((sealed.verify(), sealed.generation()), (Ok(()), None));
+        let seal = sealed.seal.clone();
+        let last = sealed.page.as_ref().len() - 1;
+        sealed.page.as_mut()[last] ^= 1;
+        assert!(matches!(sealed.verify(), Err(Mismatch::Crc { part: 2, chunk: 0 })));
+        sealed.page.as_mut()[last] ^= 1;
+        assert_eq!(SealedPage::received(sealed.page, seal.clone()).verify(), Ok(()));
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().fill(7);
+        let short = PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), generation: Some(3) };
+        assert!(SealedPage::received(page, short).verify().is_err());
     }
 
     #[test]

@@ -12,8 +12,9 @@
 //! - [`weights`]: safetensors files, checked against the configuration.
 //! - [`model`]: a loaded [`Model`]: packed weights, fingerprint, page geometry.
 //! - [`batch`]: the input of a forward pass, [`Chunk`]s of sequences, and its validation.
-//! - [`forward`]: the forward pass over a batch.
+//! - [`forward`]: the forward pass over a batch, in the buffers of `scratch`.
 //! - [`kv`]: pages of keys and values in memory ([`KvPool`], [`KvPage`]), in the store's layout.
+//! - [`numerics`]: fingerprint of the rounding of this build on this machine.
 //! - [`sampling`]: selection of a token from logits.
 //! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
 
@@ -23,7 +24,9 @@ pub mod config;
 pub mod forward;
 pub mod kv;
 pub mod model;
+pub mod numerics;
 pub mod sampling;
+mod scratch;
 pub mod stop;
 pub mod stream;
 pub mod tokenizer;
@@ -32,7 +35,7 @@ pub mod weights;
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
 pub use chat::ChatMessage;
 pub use config::{Architecture, ModelConfig, Rope};
-pub use kv::{KvPage, KvPool, PageSlot};
+pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage};
 pub use model::Model;
 pub use sampling::{Sampler, SamplingParams};
 pub use stop::{StopMatcher, StopStep};

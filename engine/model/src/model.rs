@@ -6,7 +6,7 @@
 //!   form, and the bytes of every tensor it uses.
 
 use crate::config::ModelConfig;
-use crate::forward::ScratchPool;
+use crate::scratch::ScratchPool;
 use crate::weights::{LoadError, Tensor, Tensors, WeightFiles, read_json, read_optional_json};
 use larder_format::{KvDtype, MAX_PARTS, PageGeometry};
 use larder_kernels::cpu::PackedMatrix;

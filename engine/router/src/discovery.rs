@@ -1,8 +1,12 @@
 //! Discovery of engines and models.
 //!
+//! Engines register as members of the store. The store *names* an engine while its list of members
+//! has the engine.
+//!
 //! Invariants:
 //!
-//! - An engine is in the table only if the store names it, or named it within [`UNNAMED_GRACE`].
+//! - An engine is in the router's engine table only if the store names it, or named it within
+//!   [`UNNAMED_GRACE`].
 //! - It has also confirmed its identity over HTTP. A dead engine's port may belong to another
 //!   process by now.
 //! - One task owns all state. Slow calls run beside it, so that a slow engine delays no other.
@@ -32,7 +36,7 @@ const TOKENIZER_FILE_BYTES_MAX: usize = 64 << 20;
 const BACKOFF_MIN: Duration = Duration::from_millis(250);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time an engine stays in the table after the store last named it, provided that it still answers.
-/// A restarted store node does not name an engine until that has registered again.
+/// A restarted store node does not name an engine until the engine has registered again.
 const UNNAMED_GRACE: Duration = Duration::from_secs(10);
 /// Maximum time for an unnamed engine to confirm its identity. Short, because the refresh waits for
 /// it.
@@ -133,8 +137,8 @@ impl Discovery {
         }
     }
 
-    /// Removes engines that the store does not name and that do not confirm their identity. After
-    /// [`UNNAMED_GRACE`] it removes those that do as well.
+    /// Asks the engines that the store does not name for their identity. Removes those that do not
+    /// confirm it, and after [`UNNAMED_GRACE`] also those that do.
     async fn check_unnamed(&mut self) {
         let now = Instant::now();
         let engines = self.router.engines.list();
@@ -255,7 +259,8 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
             continue;
         };
         let geometry = &info.descriptor.geometry;
-        // Page keys depend on the page size. Two different sizes would make every lookup miss.
+        // Page keys depend on the tokens per page. If engine and router disagreed about them, every
+        // lookup would miss.
         let is_possible = geometry.validate().is_ok() && geometry.page_tokens == info.page_tokens;
         if is_possible && info.url.starts_with("http://") {
             named.insert(member.name, info);

@@ -231,6 +231,7 @@ pub(crate) mod tests {
             url: "http://127.0.0.1:1".into(),
             model: "m".into(),
             descriptor,
+            numerics: String::new(),
             max_context,
             page_tokens: 4,
         }

@@ -34,8 +34,8 @@ const GENERATION_LOAD_TOKENS_MAX: u64 = 64;
 /// the field `cached_tokens` depends on it.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
 
-/// Upper bound of the average text per generated token, in bytes. The longest tokens in use are
-/// runs of 128 blanks, and a character takes up to four bytes.
+/// Upper bound of the average text per generated token, in bytes: twice the longest tokens in use,
+/// which are runs of 128 blanks.
 const TOKEN_BYTES_MAX: usize = 256;
 /// Constant slack on top of [`TOKEN_BYTES_MAX`], in bytes, for text that a decoder held back and
 /// releases at once.
@@ -294,8 +294,8 @@ impl PromptPlan {
         self.call(engine, sampling, 0).await
     }
 
-    /// Calls `engine` and waits for its first token. The engine waits for the first `await_pages`
-    /// pages.
+    /// Calls `engine` and waits for its first token. The engine expects the first `await_pages`
+    /// pages in the store and follows those that are missing there.
     async fn call(
         self: &Arc<Self>,
         engine: &Arc<RemoteEngine>,
@@ -326,9 +326,9 @@ impl PromptPlan {
         Ok(Generation { plan: self.clone(), start, first: Some(first), events, load, limits })
     }
 
-    /// Prompt tokens whose keys and values came from a cache. With `may_wait` it waits up to
-    /// [`USAGE_WAIT`] for the prefill engine's report. Otherwise it falls back to the lookup's
-    /// result.
+    /// Number of prompt tokens whose KV came from a cache. With `may_wait` it waits up to
+    /// [`USAGE_WAIT`] for the prefill engine's report. Without a report it uses the result of the
+    /// lookup.
     async fn cached_tokens(&self, start: &DecodeStart, may_wait: bool) -> u32 {
         let pages = match &self.prefill {
             None => sum([start.pages_l1, start.pages_l2, start.pages_l3]),
@@ -453,7 +453,7 @@ impl Generation {
 
     fn fail(&self, error: CallError) -> RouteError {
         tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, "decode failed after its first token");
-        // The client has part of the answer, so only the breaker learns of this: there is no retry.
+        // No retry, because the client has part of the answer. The circuit breaker still counts it.
         error.note(self.load.engine());
         RouteError::new(error, true)
     }
@@ -498,7 +498,7 @@ impl PrefillJob {
             self.request.deadline_ms = remaining_ms(self.deadline);
             let load = engine.add_load(self.uncached_tokens);
             let answer = self.router.engine_client.prefill(&engine, &self.request, self.deadline).await;
-            // Before the next attempt is balanced: a failed engine's load is over.
+            // Before the next `choose`, which compares loads: this call loads the engine no more.
             drop(load);
             let error = match answer {
                 Ok(answer) => {

@@ -10,6 +10,8 @@ use std::fmt;
 
 pub const PATH_PREFILL: &str = "/v1/prefill";
 pub const PATH_DECODE: &str = "/v1/decode";
+/// POST [`ForgetRequest`]: [`ForgetResponse`].
+pub const PATH_FORGET: &str = "/v1/forget";
 pub const PATH_MODEL: &str = "/v1/model";
 /// Prefix of the tokenizer files. GET `<prefix>/<file name>`.
 pub const PATH_MODEL_FILES: &str = "/v1/model/files";
@@ -24,6 +26,8 @@ pub const CONTENT_TYPE_NDJSON: &str = "application/x-ndjson";
 /// Maximum size of a request body: 32 MiB, enough for a prompt of several million tokens.
 pub const BODY_BYTES_MAX: usize = 32 << 20;
 pub const REQUEST_ID_BYTES_MAX: usize = 256;
+/// Maximum of [`ForgetRequest::hold_ms`]: one minute.
+pub const FORGET_HOLD_MS_MAX: u64 = 60_000;
 pub const STOP_STRINGS_MAX: usize = 64;
 pub const STOP_BYTES_MAX: usize = 4096;
 
@@ -103,6 +107,29 @@ pub struct PrefillResponse {
     pub load_ms: u64,
     /// Time from the end of the load to the end of the computation, in milliseconds.
     pub compute_ms: u64,
+}
+
+/// Asks an engine to drop the pages of a prefix from L1, with all pages after them, and to abort
+/// their puts. The answer comes when no put of these pages is in flight any more.
+///
+/// A caller that also forgets the pages in the store asks twice: before with a hold, after without.
+/// During the hold the engine neither caches nor puts these pages. So it cannot bring a page back
+/// that the store forgets meanwhile.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForgetRequest {
+    /// The prefix. Only its whole pages count.
+    pub tokens: Vec<u32>,
+    /// Duration of the hold in milliseconds. 0 ends a hold of the same prefix.
+    #[serde(default)]
+    pub hold_ms: u64,
+    /// Time from arrival until the engine gives up, in milliseconds. The engine caps it.
+    pub deadline_ms: u64,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForgetResponse {
+    /// Number of pages that L1 dropped, those after the prefix included.
+    pub pages: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -222,6 +249,10 @@ pub struct EngineInfo {
     /// Name of the model for humans. Requests select models by it.
     pub model: String,
     pub descriptor: NamespaceDescriptor,
+    /// Measured or declared name of the kernels' rounding. It is part of the namespace, through the
+    /// fingerprint of the weights. Empty if the engine is of an older version.
+    #[serde(default)]
+    pub numerics: String,
     /// Maximum number of tokens of prompt and answer together.
     pub max_context: u32,
     pub page_tokens: u32,

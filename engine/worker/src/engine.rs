@@ -12,13 +12,14 @@ use crate::metrics::Metrics;
 use crate::options::{EngineOptions, OptionsError, Preloaded};
 use crate::publish::Publisher;
 use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
+use crate::scrub;
 use crate::store::PageStore;
 use axum::body::Bytes;
 use axum::serve::ListenerExt;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
-use larder_model::{KvPool, LoadError, Model, Tokenizer, TokenizerError};
+use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -63,6 +64,9 @@ pub enum EngineError {
     Listen { address: SocketAddr, source: std::io::Error },
     #[error("cannot start the scheduler thread: {0}")]
     Thread(std::io::Error),
+    /// The forward pass refused the probe that measures the rounding of the kernels.
+    #[error("cannot measure the numerics of the kernels: {0}; declare them with --numerics")]
+    Numerics(#[from] ForwardError),
     #[error("loading the model panicked; see the log above")]
     Loader,
 }
@@ -85,9 +89,9 @@ impl Engine {
     /// Starts an engine attached to the store at `options.store` and registers it there. Must run
     /// inside a tokio runtime. An unreachable store delays the start by one connection timeout; the
     /// engine then computes all pages itself until a node answers.
-    pub async fn start(options: EngineOptions) -> Result<EngineHandle, EngineError> {
+    pub async fn start(mut options: EngineOptions) -> Result<EngineHandle, EngineError> {
         options.validate()?;
-        let (loaded, descriptor) = prepare(&options).await?;
+        let (loaded, descriptor) = prepare(&mut options).await?;
         let name = format!("{}-{:08x}", options.role, rand::random::<u32>());
         let client_options = ClientOptions {
             name: name.clone(),
@@ -108,16 +112,18 @@ impl Engine {
 
     /// Starts an engine over any [`PageStore`], without registration. Tests use it.
     pub async fn start_with_store(
-        options: EngineOptions,
+        mut options: EngineOptions,
         store: Arc<dyn PageStore>,
     ) -> Result<EngineHandle, EngineError> {
         options.validate()?;
-        let (loaded, descriptor) = prepare(&options).await?;
+        let (loaded, descriptor) = prepare(&mut options).await?;
         launch(options, loaded, descriptor, store).await
     }
 }
 
-async fn prepare(options: &EngineOptions) -> Result<(Preloaded, NamespaceDescriptor), EngineError> {
+/// Loads the model and describes its namespace. Measures the numerics if `options` declare none,
+/// and stores them there.
+async fn prepare(options: &mut EngineOptions) -> Result<(Preloaded, NamespaceDescriptor), EngineError> {
     let loaded = match options.preloaded.clone() {
         Some(loaded) => loaded,
         None => {
@@ -131,14 +137,30 @@ async fn prepare(options: &EngineOptions) -> Result<(Preloaded, NamespaceDescrip
             tokio::task::spawn_blocking(load).await.map_err(|_| EngineError::Loader)??
         }
     };
+    let geometry = loaded.model.geometry(options.page_tokens);
+    geometry.validate().map_err(EngineError::Geometry)?;
+    let numerics = numerics_of(options, &loaded.model).await?;
     let descriptor = NamespaceDescriptor {
         model: options.name(),
-        weights: loaded.model.fingerprint(),
-        geometry: loaded.model.geometry(options.page_tokens),
+        weights: numerics::bind(loaded.model.fingerprint(), &numerics),
+        geometry,
         tenant: options.tenant.clone(),
     };
-    descriptor.geometry.validate().map_err(EngineError::Geometry)?;
+    options.numerics = Some(numerics);
     Ok((loaded, descriptor))
+}
+
+async fn numerics_of(options: &EngineOptions, model: &Arc<Model>) -> Result<String, EngineError> {
+    if let Some(declared) = &options.numerics {
+        return Ok(declared.clone());
+    }
+    let model = model.clone();
+    let page_tokens = options.page_tokens;
+    // A forward pass takes up to seconds.
+    let measured = tokio::task::spawn_blocking(move || numerics::measure(&model, page_tokens));
+    let measured = measured.await.map_err(|_| EngineError::Loader)??;
+    tracing::info!(numerics = %measured, "measured the rounding of the kernels; only engines with the same numerics share pages");
+    Ok(measured)
 }
 
 async fn launch(
@@ -158,6 +180,7 @@ async fn launch(
         url: options.advertise.clone().unwrap_or_else(|| format!("http://{address}")),
         model: options.name(),
         descriptor,
+        numerics: options.numerics.clone().unwrap_or_default(),
         max_context: context_limit(&loaded.model, capacity_pages, options.page_tokens),
         page_tokens: options.page_tokens,
     };
@@ -167,11 +190,13 @@ async fn launch(
     let tasks = TaskTracker::new();
     // Every queued request and every load result fits, so senders rarely wait.
     let (sender, events) = flume::bounded(options.queue_max + REPORTS_MAX);
+    let publisher = Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, options.publish_timeout);
+    let commits = publisher.commits().clone();
     let scheduler = Scheduler::new(SchedulerContext {
         model: loaded.model.clone(),
         pool: KvPool::new(geometry, capacity_pages),
         store: store.clone(),
-        publisher: Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, options.publish_timeout),
+        publisher,
         metrics: metrics.clone(),
         limits: limits(&options),
         runtime: Handle::current(),
@@ -191,9 +216,10 @@ async fn launch(
         metrics: metrics.clone(),
         state,
         store: store.clone(),
+        commits,
         // The semaphore panics above its maximum.
         queue: Arc::new(Semaphore::new(options.queue_max.min(Semaphore::MAX_PERMITS))),
-        sender,
+        sender: sender.clone(),
         next_id: AtomicU64::new(1),
         stop: stop.clone(),
     });
@@ -203,6 +229,7 @@ async fn launch(
         .map_err(EngineError::Thread)?;
     // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
     tokio::spawn(watch_store(store, metrics, stop.clone()));
+    tokio::spawn(scrub::run(sender, geometry.page_bytes(), stop.clone()));
     let server = tokio::spawn(serve(listener, app.clone(), stop.clone()));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })
 }

@@ -9,10 +9,11 @@
 
 use crate::api::{
     ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState,
-    ErrorCode, HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES,
-    PATH_PREFILL, PATH_STATE, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX, STOP_BYTES_MAX, STOP_STRINGS_MAX,
-    SamplingParams,
+    ErrorCode, FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FORGET,
+    PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE, PrefillRequest, PrefillResponse,
+    REQUEST_ID_BYTES_MAX, STOP_BYTES_MAX, STOP_STRINGS_MAX, SamplingParams,
 };
+use crate::commits::Commits;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
 use crate::sequence::{DecodeOutput, PrefillOutput, RequestKind, Sequence, SequenceParams};
@@ -24,10 +25,11 @@ use axum::extract::{DefaultBodyLimit, Json, Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use larder_format::page_keys;
 use larder_model::Tokenizer;
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,6 +58,7 @@ pub(crate) struct AppState {
     /// Latest snapshot of the scheduler. [`AppState::state`] adds the number of store nodes.
     pub(crate) state: Arc<Mutex<EngineState>>,
     pub(crate) store: Arc<dyn PageStore>,
+    pub(crate) commits: Arc<Commits>,
     /// Free places in the queue. A request holds one permit until it is admitted, so the semaphore
     /// bounds the scheduler's queue.
     pub(crate) queue: Arc<Semaphore>,
@@ -76,6 +79,7 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
     Router::new()
         .route(PATH_PREFILL, post(prefill))
         .route(PATH_DECODE, post(decode))
+        .route(PATH_FORGET, post(forget))
         .route(PATH_MODEL, get(model))
         .route(&format!("{PATH_MODEL_FILES}/{{name}}"), get(model_file))
         .route(PATH_STATE, get(state))
@@ -149,6 +153,38 @@ async fn prefill(
     let kind = RequestKind::Prefill(PrefillOutput { reply, commits: Vec::new() });
     let caller = app.submit(params, kind).await.map_err(|e| app.refused(e))?;
     caller.wait(async { answer.await.ok() }).await?.map(Json)
+}
+
+async fn forget(
+    State(app): State<Arc<AppState>>,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Json<ForgetResponse>, ApiError> {
+    let ForgetRequest { tokens, hold_ms, deadline_ms } = app.accept(body).await?;
+    if hold_ms > FORGET_HOLD_MS_MAX {
+        let message = format!("hold_ms is {hold_ms}; it must be at most {FORGET_HOLD_MS_MAX}");
+        return Err(ApiError::new(ErrorCode::BadRequest, message));
+    }
+    let deadline = tokio::time::Instant::now() + Duration::from_millis(deadline_ms).min(app.request_timeout);
+    let page_tokens = app.info.page_tokens as usize;
+    // Hashing millions of tokens takes longer than the event loop may wait.
+    let hashed = tokio::task::spawn_blocking(move || HashSet::from_iter(page_keys(&tokens, page_tokens)));
+    let keys = Arc::new(hashed.await.map_err(|_| engine_stopped())?);
+    let forgetting = async {
+        let (reply, dropped) = oneshot::channel();
+        let event = SchedulerEvent::Forget { keys: keys.clone(), hold: Duration::from_millis(hold_ms), reply };
+        app.sender.send_async(event).await.map_err(|_| engine_stopped())?;
+        let pages = dropped
+            .await
+            .map_err(|_| engine_stopped())?
+            .ok_or_else(|| ApiError::busy("too many forgets are in progress; retry later", RETRY_AFTER_MS))?;
+        // After the scheduler has dropped the pages, no new put of them begins.
+        app.commits.wait_for(&keys).await;
+        Ok(Json(ForgetResponse { pages: pages as u32 }))
+    };
+    tokio::time::timeout_at(deadline, forgetting).await.unwrap_or_else(|_| {
+        let message = "the engine is computing or a put of the pages is in flight; repeat the request";
+        Err(ApiError::new(ErrorCode::Deadline, message))
+    })
 }
 
 async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {

@@ -14,15 +14,16 @@
 //! 3. `transfer` looks up, reads and follows pages in the store.
 //! 4. `batch` plans chunks of the remaining tokens, and the forward pass computes them.
 //! 5. `publish` puts each page into the store while it is being computed.
-//! 6. `radix` keeps finished pages for later requests.
+//! 6. `radix` keeps finished pages for later requests, and `scrub` verifies them in the background.
 //!
 //! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
 //! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
-//! `engine` starts and stops everything, with settings from `options`. `metrics` defines the
-//! Prometheus metrics.
+//! `commits` counts the puts in flight. `engine` starts and stops everything, with settings from
+//! `options`. `metrics` defines the Prometheus metrics.
 
 pub mod api;
 mod batch;
+mod commits;
 mod engine;
 mod http;
 mod metrics;
@@ -31,6 +32,7 @@ mod pages;
 mod publish;
 mod radix;
 mod scheduler;
+mod scrub;
 mod sequence;
 pub mod store;
 mod transfer;

@@ -84,6 +84,8 @@ pub struct Metrics {
     pub(crate) l1_pages: Gauge,
     pub(crate) l1_pages_free: Gauge,
     pub(crate) l1_pages_cached: Gauge,
+    pub(crate) l1_pages_corrupt: Counter,
+    pub(crate) l1_pages_forgotten: Counter,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
 }
@@ -135,6 +137,18 @@ impl Metrics {
             l1_pages: add(r, "l1_pages", "Capacity of the L1 pool, in pages", Gauge::default()),
             l1_pages_free: add(r, "l1_pages_free", "Free pages of the L1 pool", Gauge::default()),
             l1_pages_cached: add(r, "l1_pages_cached", "Pages cached in the L1 radix tree", Gauge::default()),
+            l1_pages_corrupt: add(
+                r,
+                "l1_corrupt_pages",
+                "Pages dropped from L1 because their bytes did not match their checksums",
+                Counter::default(),
+            ),
+            l1_pages_forgotten: add(
+                r,
+                "l1_forgotten_pages",
+                "Pages dropped from L1 because they were forgotten, or because the store refused to take them back",
+                Counter::default(),
+            ),
             store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),
             store_connection_changes: add(
                 r,

@@ -54,6 +54,9 @@ pub struct EngineOptions {
     pub queue_max: usize,
     /// Tenant whose pages the engine reads and writes. Default `default`, 1 to 256 bytes.
     pub tenant: String,
+    /// Name of the kernels' rounding, 1 to 256 bytes. Engines share pages only if they have the
+    /// same one. Default: none, the engine measures it with a probe at start.
+    pub numerics: Option<String>,
     /// Time without a new page after which a decode engine treats a suspected prefill as dead and
     /// computes the remaining pages itself. A prefill that shows no fault gets four times as long.
     /// Default 2 s, minimum 10 ms.
@@ -99,6 +102,7 @@ impl EngineOptions {
             max_batch: 64,
             queue_max: 256,
             tenant: "default".into(),
+            numerics: None,
             follow_stall_timeout: Duration::from_secs(2),
             follow_start_timeout: Duration::from_secs(30),
             queue_timeout: Duration::from_secs(60),
@@ -126,7 +130,8 @@ impl EngineOptions {
                 return wrong(option, "must be at least 1".into());
             }
         }
-        for (option, name) in [("tenant", self.tenant.clone()), ("model_name", self.name())] {
+        let numerics = self.numerics.clone().unwrap_or_else(|| "measured".into());
+        for (option, name) in [("tenant", self.tenant.clone()), ("model_name", self.name()), ("numerics", numerics)] {
             if name.is_empty() || name.len() > MAX_NAME_BYTES {
                 return wrong(option, format!("must have 1 to {MAX_NAME_BYTES} bytes"));
             }
@@ -177,10 +182,11 @@ mod tests {
         assert_eq!(options().validate(), Ok(()));
         assert_eq!(options().name(), "tiny");
         type InvalidSetting = (&'static str, fn(&mut EngineOptions));
-        let invalid_settings: [InvalidSetting; 5] = [
+        let invalid_settings: [InvalidSetting; 6] = [
             ("page_tokens", |o| o.page_tokens = 0),
             ("max_batch", |o| o.max_batch = 0),
             ("tenant", |o| o.tenant.clear()),
+            ("numerics", |o| o.numerics = Some(String::new())),
             ("advertise", |o| o.advertise = Some("10.0.0.1:1".into())),
             ("follow_stall_timeout", |o| o.follow_stall_timeout = Duration::ZERO),
         ];

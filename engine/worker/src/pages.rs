@@ -6,7 +6,7 @@
 //!   partly filled.
 //! - Pages loaded for later positions wait in `loaded` until all positions before them are filled.
 
-use larder_model::{KvPage, PageSlot};
+use larder_model::{KvPage, PageSlot, SealedPage};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub(crate) struct SequencePages {
     page_tokens: usize,
     computed: usize,
     slots: Vec<PageSlot>,
-    loaded: BTreeMap<usize, Arc<KvPage>>,
+    loaded: BTreeMap<usize, Arc<SealedPage>>,
     reserved: Vec<KvPage>,
 }
 
@@ -38,7 +38,7 @@ impl SequencePages {
     }
 
     /// Page `index`, or `None` if it is absent or not sealed.
-    pub(crate) fn sealed(&self, index: usize) -> Option<&KvPage> {
+    pub(crate) fn sealed(&self, index: usize) -> Option<&Arc<SealedPage>> {
         match self.slots.get(index)? {
             PageSlot::Sealed(page) => Some(page),
             PageSlot::Open(_) => None,
@@ -50,20 +50,20 @@ impl SequencePages {
     }
 
     /// Keeps a loaded page for position `index`. Drops it if the position is filled already.
-    pub(crate) fn add_loaded(&mut self, index: usize, page: Arc<KvPage>) {
+    pub(crate) fn add_loaded(&mut self, index: usize, page: Arc<SealedPage>) {
         // A filled position has an identical page already.
         if index >= self.slots.len() {
             self.loaded.insert(index, page);
         }
     }
 
-    pub(crate) fn take_loaded(&mut self, index: usize) -> Option<Arc<KvPage>> {
+    pub(crate) fn take_loaded(&mut self, index: usize) -> Option<Arc<SealedPage>> {
         self.loaded.remove(&index)
     }
 
     /// Fills the next position with a whole page. Must be called on a page boundary: an open page
     /// with content would be lost otherwise.
-    pub(crate) fn push_sealed(&mut self, page: Arc<KvPage>) {
+    pub(crate) fn push_sealed(&mut self, page: Arc<SealedPage>) {
         debug_assert!(self.next_page().is_some());
         // The open page at this position has no content. Reuse it later.
         for slot in self.slots.drain(self.computed / self.page_tokens..) {
@@ -102,7 +102,7 @@ impl SequencePages {
     pub(crate) fn advance(
         &mut self,
         tokens: usize,
-        mut adopt: impl FnMut(usize, Arc<KvPage>) -> Arc<KvPage>,
+        mut adopt: impl FnMut(usize, Arc<SealedPage>) -> Arc<SealedPage>,
     ) -> Range<usize> {
         let first = self.computed / self.page_tokens;
         self.computed += tokens;
@@ -111,7 +111,9 @@ impl SequencePages {
         let tail = self.slots.split_off(first.min(self.slots.len()));
         for (index, slot) in (first..).zip(tail) {
             self.slots.push(match slot {
-                PageSlot::Open(page) if index < whole => PageSlot::Sealed(adopt(index, Arc::new(page))),
+                PageSlot::Open(page) if index < whole => {
+                    PageSlot::Sealed(adopt(index, Arc::new(SealedPage::compute(page))))
+                }
                 other => other,
             });
         }
@@ -147,11 +149,15 @@ mod tests {
         KvPool::new(geometry, pages)
     }
 
+    fn sealed(pool: &Arc<KvPool>) -> Arc<SealedPage> {
+        Arc::new(SealedPage::compute(pool.allocate().unwrap()))
+    }
+
     #[test]
     fn computes_up_to_and_past_a_loaded_page() {
         let pool = pool(8);
         let mut pages = SequencePages::new(4);
-        pages.add_loaded(1, Arc::new(pool.allocate().unwrap()));
+        pages.add_loaded(1, sealed(&pool));
         assert_eq!(pages.span(11), 4, "up to the page that is there");
         assert!(pages.ensure_capacity(4, || pool.allocate()));
         assert_eq!(pages.advance(4, |_, page| page), 0..1);
@@ -183,7 +189,7 @@ mod tests {
         let pool = pool(4);
         let mut pages = SequencePages::new(4);
         assert!(pages.ensure_capacity(4, || pool.allocate()));
-        pages.push_sealed(Arc::new(pool.allocate().unwrap()));
+        pages.push_sealed(sealed(&pool));
         assert_eq!((pages.slots_mut().len(), pages.reserved_mut().len()), (1, 1));
         pages.trim_reserved(4);
         assert_eq!(pool.free_pages(), 3);

@@ -7,11 +7,12 @@
 //! - Nothing here waits for the network.
 //! - A failed put affects only a counter and the number of lost pages in the reply.
 
+use crate::commits::Commits;
 use crate::metrics::Metrics;
-use crate::store::{OpenPut, PageStore};
+use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
-use larder_model::{Chunk, LayerHooks};
+use larder_model::{Chunk, LayerHooks, SealedPage};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ pub(crate) struct Publisher {
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     parts: Arc<PartTable>,
+    commits: Arc<Commits>,
     limit: Duration,
 }
 
@@ -62,32 +64,41 @@ impl Publisher {
         geometry: &PageGeometry,
         limit: Duration,
     ) -> Self {
-        Self { store, metrics, tasks, parts: Arc::new(PartTable::new(geometry)), limit }
+        Self { store, metrics, tasks, parts: Arc::new(PartTable::new(geometry)), commits: Arc::default(), limit }
+    }
+
+    pub(crate) fn commits(&self) -> &Arc<Commits> {
+        &self.commits
     }
 
     /// Opens a put for page `position` of the sequence with these keys. Returns at once.
-    pub(crate) fn open(&self, keys: &[PageKey], position: usize) -> Box<dyn OpenPut> {
+    pub(crate) fn open(&self, keys: &[PageKey], position: usize, source: PutSource) -> Box<dyn OpenPut> {
         let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
         let page = NewPage { key: keys[position], parent, position: position as u32 };
-        self.store.put(page, Instant::now() + self.limit)
+        self.store.put(page, source, Instant::now() + self.limit)
     }
 
-    pub(crate) fn put_sealed(&self, keys: &[PageKey], position: usize, payload: &[u8]) -> JoinHandle<PutOutcome> {
-        let mut put = self.open(keys, position);
+    /// Puts a page of L1 that the store lacks. The caller MUST have verified it just now: the
+    /// client computes new checksums from these bytes.
+    pub(crate) fn put_copy(&self, keys: &[PageKey], position: usize, page: &SealedPage) -> JoinHandle<PutOutcome> {
+        let mut put = self.open(keys, position, PutSource::Copy { generation: page.generation() });
+        let payload: &[u8] = page.as_ref();
         for (part, (range, _)) in self.parts.entries.iter().enumerate() {
             put.write_part(part, &payload[range.clone()]);
         }
-        self.commit(put)
+        self.commit(keys[position], put)
     }
 
     /// Commits a put whose parts are all written. The commit runs in the background; the handle
     /// yields its outcome.
-    pub(crate) fn commit(&self, put: Box<dyn OpenPut>) -> JoinHandle<PutOutcome> {
+    pub(crate) fn commit(&self, key: PageKey, put: Box<dyn OpenPut>) -> JoinHandle<PutOutcome> {
         let metrics = self.metrics.clone();
+        let running = self.commits.begin(key);
         // Start the commit here, not in the task: its time limit runs from now.
         let sealing = put.commit(Instant::now() + self.limit);
         self.tasks.spawn(async move {
             let outcome = sealing.await;
+            drop(running);
             metrics.page_published(outcome);
             outcome
         })

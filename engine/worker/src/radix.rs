@@ -9,21 +9,25 @@
 //!   start finds every cached prefix.
 //! - A page in use by a running sequence (its `Arc` is shared) is never evicted.
 //! - Eviction removes leaves only, the least recently used first.
+//! - [`RadixTree::remove`] takes a page out with all pages after it, in use or not. The sequences
+//!   that use them keep their references.
 
 use larder_format::PageKey;
-use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+use std::sync::{Arc, Weak};
 
 struct Node<P> {
     page: Arc<P>,
     parent: Option<PageKey>,
-    children: u32,
+    children: BTreeSet<PageKey>,
     used: u64,
 }
 
 /// Radix tree of cached pages. `P` is the page type; tests use integers.
 pub struct RadixTree<P> {
-    nodes: HashMap<PageKey, Node<P>>,
+    /// Ordered by key, so that a scrub can go on after the last page that it has seen.
+    nodes: BTreeMap<PageKey, Node<P>>,
     /// Nodes without children, ordered by last use. Only these can be evicted, because an inner
     /// page would leave its children unreachable.
     leaves: BTreeSet<(u64, PageKey)>,
@@ -32,7 +36,7 @@ pub struct RadixTree<P> {
 
 impl<P> Default for RadixTree<P> {
     fn default() -> Self {
-        Self { nodes: HashMap::new(), leaves: BTreeSet::new(), clock: 0 }
+        Self { nodes: BTreeMap::new(), leaves: BTreeSet::new(), clock: 0 }
     }
 }
 
@@ -55,7 +59,7 @@ impl<P> RadixTree<P> {
         self.clock += 1;
         let node = self.nodes.get_mut(key)?;
         // Only leaves are indexed by use. An inner node is indexed when it becomes a leaf.
-        if node.children == 0 {
+        if node.children.is_empty() {
             self.leaves.remove(&(node.used, *key));
             self.leaves.insert((self.clock, *key));
         }
@@ -75,12 +79,12 @@ impl<P> RadixTree<P> {
             let Some(parent) = self.nodes.get_mut(&parent_key) else {
                 return page;
             };
-            if parent.children == 0 {
+            if parent.children.is_empty() {
                 self.leaves.remove(&(parent.used, parent_key));
             }
-            parent.children += 1;
+            parent.children.insert(key);
         }
-        self.nodes.insert(key, Node { page: page.clone(), parent, children: 0, used: self.clock });
+        self.nodes.insert(key, Node { page: page.clone(), parent, children: BTreeSet::new(), used: self.clock });
         self.leaves.insert((self.clock, key));
         page
     }
@@ -90,26 +94,59 @@ impl<P> RadixTree<P> {
     pub fn evict(&mut self, wanted: usize) -> usize {
         let mut evicted = 0;
         while evicted < wanted {
-            // A count of 1 means that the tree holds the only reference. No other thread can add
-            // one.
+            // A count of 1 means that the tree holds the only reference. Only a scrub can add one,
+            // for the moment of a verification.
             let free = |key: &PageKey| self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1);
             let Some(&(used, key)) = self.leaves.iter().find(|(_, key)| free(key)) else {
                 break;
             };
             self.leaves.remove(&(used, key));
-            self.remove(&key);
+            self.remove_leaf(&key);
             evicted += 1;
         }
         evicted
     }
 
-    fn remove(&mut self, key: &PageKey) {
+    /// Page of `key`. Unlike [`get`](Self::get), this is no use of the page.
+    pub fn peek(&self, key: &PageKey) -> Option<&Arc<P>> {
+        self.nodes.get(key).map(|node| &node.page)
+    }
+
+    /// Up to `count` pages in order of their keys, after `last`, or from the start. The weak
+    /// references keep no page from eviction.
+    pub fn pages_after(&self, last: Option<PageKey>, count: usize) -> Vec<(PageKey, Weak<P>)> {
+        let start = last.map_or(Bound::Unbounded, Bound::Excluded);
+        let nodes = self.nodes.range((start, Bound::Unbounded)).take(count);
+        nodes.map(|(key, node)| (*key, Arc::downgrade(&node.page))).collect()
+    }
+
+    /// Removes a page and all pages after it, which no match could reach any more. Returns the
+    /// number of removed pages, 0 if the key is not cached.
+    pub fn remove(&mut self, key: &PageKey) -> usize {
+        let mut subtree = vec![*key];
+        let mut inspected = 0;
+        while let Some(node) = subtree.get(inspected).and_then(|key| self.nodes.get(key)) {
+            subtree.extend(&node.children);
+            inspected += 1;
+        }
+        // From the leaves up: each page is a leaf when its turn comes.
+        for key in subtree[..inspected].iter().rev() {
+            if let Some(node) = self.nodes.get(key) {
+                self.leaves.remove(&(node.used, *key));
+            }
+            self.remove_leaf(key);
+        }
+        inspected
+    }
+
+    /// Removes a page without children that is not in `leaves` any more.
+    fn remove_leaf(&mut self, key: &PageKey) {
         let Some(node) = self.nodes.remove(key) else { return };
+        debug_assert!(node.children.is_empty(), "a page is removed before the pages after it");
         let Some(parent_key) = node.parent else { return };
         if let Some(parent) = self.nodes.get_mut(&parent_key) {
-            // Every child was counted at its insertion.
-            parent.children -= 1;
-            if parent.children == 0 {
+            parent.children.remove(key);
+            if parent.children.is_empty() {
                 self.leaves.insert((parent.used, parent_key));
             }
         }
@@ -165,6 +202,34 @@ mod tests {
         assert_eq!(tree.match_prefix(&a).len(), 2);
         assert_eq!(tree.evict(10), 2, "then the rest, the root last");
         assert!(tree.is_empty() && tree.leaves.is_empty());
+    }
+
+    #[test]
+    fn remove_takes_the_page_and_all_pages_after_it() {
+        let mut tree = RadixTree::default();
+        let a = add(&mut tree, &[1, 2, 3, 4, 5, 6]);
+        let b = add(&mut tree, &[1, 2, 3, 4, 7, 8]);
+        let c = add(&mut tree, &[1, 2, 9, 9]);
+        let held = tree.match_prefix(&a);
+        assert_eq!((tree.remove(&a[1]), tree.remove(&a[1])), (3, 0));
+        assert_eq!((tree.match_prefix(&a).len(), tree.match_prefix(&b).len(), tree.match_prefix(&c).len()), (1, 1, 2));
+        assert_eq!((tree.len(), tree.leaves.len(), held.len()), (2, 1, 3));
+        assert_eq!(tree.remove(&c[1]), 1);
+        assert_eq!(tree.leaves.len(), 1, "the parent is a leaf again");
+        drop(held);
+        assert_eq!(tree.evict(10), 1);
+    }
+
+    #[test]
+    fn pages_after_visits_each_page_once() {
+        let mut tree = RadixTree::default();
+        let mut keys = add(&mut tree, &[1, 2, 3, 4, 5, 6]);
+        keys.sort();
+        let mut seen = Vec::new();
+        for _ in 0..3 {
+            seen.extend(tree.pages_after(seen.last().copied(), 2).into_iter().map(|(key, _)| key));
+        }
+        assert_eq!(seen, keys);
     }
 
     #[test]

@@ -14,10 +14,11 @@
 //! - A finished request holds no page, no put and no queue permit, whatever its outcome.
 //!
 //! Layout: this file is the main loop. `admit` reserves pages for queued requests, loads cached
-//! pages, and preempts requests. `step` reserves pages for the chunks of one step and computes
-//! them.
+//! pages, and preempts requests. `discard` drops pages that must not be used again. `step` reserves
+//! pages for the chunks of one step and computes them.
 
 mod admit;
+mod discard;
 mod step;
 
 use crate::api::{ApiError, EngineState, ErrorCode};
@@ -28,12 +29,15 @@ use crate::radix::RadixTree;
 use crate::sequence::Sequence;
 use crate::store::PageStore;
 use crate::transfer::Loaded;
-use larder_model::{KvPage, KvPool, Model};
+use discard::WithheldKeys;
+use larder_format::PageKey;
+use larder_model::{KvPool, Model, SealedPage};
 use parking_lot::Mutex;
-use std::collections::VecDeque;
-use std::sync::Arc;
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -54,8 +58,27 @@ pub(crate) enum SchedulerEvent {
     /// The load of request `id` finished. The scheduler ignores it if the request has ended.
     Loaded {
         id: u64,
+        /// Number of the load within the request.
+        load: u64,
         loaded: Loaded,
     },
+    /// Drops pages from L1, and neither caches nor puts them for `hold`. The reply is the number of
+    /// dropped pages, or `None` if too many forgets are in progress.
+    Forget {
+        keys: Arc<HashSet<PageKey>>,
+        hold: Duration,
+        reply: oneshot::Sender<Option<usize>>,
+    },
+    /// Asks for up to `count` cached pages in the order of their keys, after `last`.
+    Scrub {
+        last: Option<PageKey>,
+        count: usize,
+        reply: oneshot::Sender<Vec<(PageKey, Weak<SealedPage>)>>,
+    },
+    /// A scrub found that the bytes of this page do not match their checksums.
+    Damaged(PageKey),
+    /// The store refused a copy of this page from L1.
+    Refused(PageKey),
     Wake,
 }
 
@@ -94,7 +117,8 @@ pub(crate) struct SchedulerContext {
 /// State of the scheduler thread. Requests move from `queue` to `active`, and back on preemption.
 pub(crate) struct Scheduler {
     context: SchedulerContext,
-    radix: RadixTree<KvPage>,
+    radix: RadixTree<SealedPage>,
+    withheld: WithheldKeys,
     /// Requests without pages, oldest first. Only the first one may be admitted, so that small
     /// requests do not starve a large one.
     queue: VecDeque<Sequence>,
@@ -111,6 +135,7 @@ impl Scheduler {
         Self {
             context,
             radix: RadixTree::default(),
+            withheld: WithheldKeys::default(),
             queue: VecDeque::new(),
             active: Vec::new(),
             prefill_tokens_per_second: 0.0,
@@ -133,6 +158,7 @@ impl Scheduler {
             }
             self.end_expired_requests();
             self.admit();
+            self.withhold_new_keys();
             let computed = self.step();
             self.publish_state();
             // Block only if nothing was computed: while requests can run, steps follow each other
@@ -158,7 +184,12 @@ impl Scheduler {
     fn handle(&mut self, event: SchedulerEvent) {
         match event {
             SchedulerEvent::Submit(sequence) => self.queue.push_back(*sequence),
-            SchedulerEvent::Loaded { id, loaded } => self.finish_load(id, loaded),
+            SchedulerEvent::Loaded { id, load, loaded } => self.finish_load(id, load, loaded),
+            // A failed reply means that the caller has left.
+            SchedulerEvent::Forget { keys, hold, reply } => drop(reply.send(self.forget(&keys, hold))),
+            SchedulerEvent::Scrub { last, count, reply } => drop(reply.send(self.radix.pages_after(last, count))),
+            SchedulerEvent::Damaged(key) => self.discard_damaged(&key),
+            SchedulerEvent::Refused(key) => self.discard_refused(&key),
             SchedulerEvent::Wake => {}
         }
     }

@@ -11,10 +11,14 @@
 //! | --- | --- | --- |
 //! | bootstrap (prefill) | page reservation, then cached pages | queue timeout, then load timeout |
 //! | preallocate (decode) | page reservation | queue timeout |
-//! | transfer (decode) | pages read or followed | load and follow timeouts, half of the time left |
-//! | waiting | a place in a step | deadline of the request |
+//! | transfer (decode) | pages read or followed | as configured, at most half of the time left |
+//! | waiting | a place in a step (one forward pass over a batch) | deadline of the request |
 //! | in flight (prefill) | pages computed and put | deadline of the request |
 //! | running (decode) | generated tokens | deadline of the request |
+//!
+//! A preempted request releases its pages and waits in its first state again. Only decodes run out
+//! of pages: a prefill reserves all its pages at admission, and each engine has one role. A request
+//! that uses a damaged page of L1 is preempted too, whatever its role.
 //!
 //! Invariants:
 //! - The request's deadline bounds every state. The queue timeout does not apply to a preempted
@@ -232,6 +236,11 @@ pub(crate) struct Sequence {
     pub(crate) times: Timestamps,
     sources: PageSourceCounts,
     prompt_tokens_computed: usize,
+    /// Index of the first page that the sequence neither caches in L1 nor puts, because that page
+    /// was forgotten. All later pages are computed from it.
+    private_from: usize,
+    /// Number of loads started. Tells the result of the current load from that of an earlier one.
+    pub(crate) loads: u64,
     /// True after the first preemption. Recomputed pages are then excluded from the counts.
     preempted: bool,
     metrics: Arc<Metrics>,
@@ -273,6 +282,8 @@ impl Sequence {
             times: Timestamps { arrived: Instant::now(), admitted: None, loaded: None },
             sources: PageSourceCounts::default(),
             prompt_tokens_computed: 0,
+            private_from: usize::MAX,
+            loads: 0,
             preempted: false,
             metrics,
         }
@@ -288,6 +299,8 @@ impl Sequence {
         (self.tokens.len() - 1) / self.page_tokens
     }
 
+    /// Number of tokens whose KV must be loaded or computed before the next output. A prefill stops
+    /// at its last whole page, because it produces nothing but pages.
     pub(crate) fn target(&self) -> usize {
         match self.kind {
             RequestKind::Prefill(_) => self.cacheable_pages() * self.page_tokens,
@@ -295,6 +308,7 @@ impl Sequence {
         }
     }
 
+    /// Number of tokens still to compute up to the target.
     pub(crate) fn pending(&self) -> usize {
         debug_assert!(self.pages.computed() <= self.target(), "computed beyond the target");
         self.target() - self.pages.computed()
@@ -313,6 +327,8 @@ impl Sequence {
         matches!(self.state.get(), RequestState::Waiting | RequestState::InFlight | RequestState::Running)
     }
 
+    /// Returns `true` if the next step computes only the last generated token. After a preemption
+    /// it is `false` until the earlier tokens are computed again.
     pub(crate) fn is_generating(&self) -> bool {
         matches!(&self.kind, RequestKind::Decode(output) if output.generated > 0) && self.pending() == 1
     }
@@ -346,8 +362,8 @@ impl Sequence {
         *counter += pages as u32;
     }
 
-    /// Counts `tokens` just computed. `whole` are the pages that they completed; pages beyond the
-    /// prompt are not counted.
+    /// Counts `tokens` just computed. `whole` has the indices of the pages that they completed.
+    /// Pages beyond the prompt are not counted.
     pub(crate) fn count_computed(&mut self, tokens: usize, whole: std::ops::Range<usize>) {
         if self.preempted {
             return;
@@ -400,6 +416,34 @@ impl Sequence {
         }
     }
 
+    /// Returns `true` if other requests may use page `index`, through L1 and the store.
+    pub(crate) fn is_shareable(&self, index: usize) -> bool {
+        index < self.private_from
+    }
+
+    pub(crate) fn private_from(&self) -> usize {
+        self.private_from
+    }
+
+    /// Number of whole pages that the sequence keeps to itself.
+    pub(crate) fn private_pages(&self) -> usize {
+        let pages = self.cacheable_pages();
+        pages - self.private_from.min(pages)
+    }
+
+    /// Stops sharing from the first page whose key `is_forgotten`, and aborts its open puts.
+    pub(crate) fn withhold(&mut self, is_forgotten: impl Fn(&PageKey) -> bool) {
+        if let Some(first) = self.keys.iter().position(is_forgotten) {
+            self.withhold_from(first);
+        }
+    }
+
+    pub(crate) fn withhold_from(&mut self, first: usize) {
+        self.private_from = self.private_from.min(first);
+        // Dropping a put aborts it.
+        self.puts.retain(|&page, _| page < first);
+    }
+
     /// Builds the reply of a finished prefill. The caller fills in `pages_lost`.
     pub(crate) fn prefill_response(&self) -> PrefillResponse {
         let admitted = self.times.admitted.unwrap_or(self.times.arrived);
@@ -422,6 +466,8 @@ impl Sequence {
     pub(crate) fn preempt(&mut self) {
         self.pages.clear();
         self.puts.clear();
+        // All pages are computed or loaded anew.
+        self.private_from = usize::MAX;
         self.preempted = true;
         let initial = match &mut self.kind {
             RequestKind::Prefill(_) => RequestState::Bootstrap,

@@ -6,9 +6,36 @@
 
 use futures::future::BoxFuture;
 use larder_client::{Client, FollowEnd, GetOptions, Lookup, NewPage, PagePut, PutOutcome, Tier};
-use larder_format::PageKey;
-use larder_model::KvPage;
+use larder_format::{PageKey, PageMeta};
+use larder_model::{KvPage, PageSeal};
 use std::time::{Duration, Instant};
+
+/// Page that a get has read and verified. The checksums prove the bytes that are in the buffer.
+#[derive(Debug)]
+pub struct Fetched {
+    pub tier: Tier,
+    pub seal: PageSeal,
+}
+
+/// End of a follow. Only `Sealed` allows the use of the buffer's content.
+#[derive(Debug)]
+pub enum Followed {
+    Sealed(PageSeal),
+    /// The writer aborted its put, or died.
+    Aborted,
+    /// No put began in time, or it did not end in time.
+    Missed,
+}
+
+/// Origin of the bytes of a put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutSource {
+    /// The forward pass computes the page now.
+    Computed,
+    /// The page is a copy from L1. The store refuses it if the page was forgotten after this
+    /// generation. `None`: this engine computed the page and does not know its generation.
+    Copy { generation: Option<u64> },
+}
 
 /// Page store as an engine sees it. No method fails: without a node, reads are misses and puts are
 /// lost, and the engine computes all pages itself.
@@ -19,15 +46,15 @@ pub trait PageStore: Send + Sync + 'static {
 
     /// Reads whole pages into their buffers. `None` marks a miss, and the content of its buffer is
     /// undefined.
-    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>>;
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>>;
 
     /// Reads a page while another engine writes it, or waits until `deadline` for such a write to
     /// begin.
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)>;
+    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)>;
 
     /// Opens a put. MUST return at once, because the scheduler calls it between steps. Dropping the
     /// put aborts it.
-    fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut>;
+    fn put(&self, page: NewPage, source: PutSource, deadline: Instant) -> Box<dyn OpenPut>;
 
     fn nodes_connected(&self) -> usize;
 }
@@ -65,24 +92,39 @@ const BUSY_RETRIES: u32 = 3;
 /// Lease on looked-up pages, which keeps them readable until the reads that follow the lookup.
 const LOOKUP_LEASE: Duration = Duration::from_secs(30);
 
+fn seal(meta: PageMeta) -> PageSeal {
+    PageSeal { chunk_crcs: meta.chunk_crcs, generation: Some(meta.generation) }
+}
+
 impl PageStore for Client {
     fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
         Box::pin(async move { Client::lookup(self, &keys, LOOKUP_LEASE, deadline).await })
     }
 
-    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>> {
         Box::pin(async move {
             let options = GetOptions { busy_retries: BUSY_RETRIES, ..GetOptions::default() };
-            let got = Client::get_with(self, pages, options, deadline).await;
-            got.into_iter().map(|(page, fetched)| (page, fetched.tier())).collect()
+            let got = Client::get_described(self, pages, options, deadline).await;
+            let fetched = |tier, meta| Some(Fetched { tier, seal: seal(meta?) });
+            got.into_iter().map(|(page, end, meta)| (page, end.tier().and_then(|tier| fetched(tier, meta)))).collect()
         })
     }
 
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {
-        Box::pin(Client::follow(self, key, buffer, deadline).finish())
+    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
+        let follow = Client::follow(self, key, buffer, deadline);
+        Box::pin(async move {
+            let (page, end, meta) = follow.finish_described().await;
+            let followed = match (end, meta) {
+                (FollowEnd::Sealed, Some(meta)) => Followed::Sealed(seal(meta)),
+                (FollowEnd::Aborted, _) => Followed::Aborted,
+                (FollowEnd::Sealed | FollowEnd::Miss, _) => Followed::Missed,
+            };
+            (page, followed)
+        })
     }
 
-    fn put(&self, page: NewPage, deadline: Instant) -> Box<dyn OpenPut> {
+    // The protocol has no field for the source yet, so nodes take a copy like a computed page.
+    fn put(&self, page: NewPage, _source: PutSource, deadline: Instant) -> Box<dyn OpenPut> {
         Box::new(ClientPut { client: self.clone(), put: Client::put(self, page, deadline) })
     }
 

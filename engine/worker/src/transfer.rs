@@ -3,20 +3,22 @@
 //! To follow a page is to wait for it while another engine writes it.
 //!
 //! Invariants:
-//! - A load ends by its deadlines.
+//! - A load ends by the time limits of its [`LoadJob`], whatever the store does.
 //! - A page counts as loaded only if the store client has verified every byte of it.
 //! - A load never fails a request. The scheduler computes the pages that did not arrive.
 
 use crate::metrics::PageSource;
-use crate::store::PageStore;
+use crate::store::{Fetched, Followed, PageStore};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use larder_client::{FollowEnd, Tier};
+use larder_client::Tier;
 use larder_format::PageKey;
-use larder_model::KvPage;
+use larder_model::{KvPage, SealedPage};
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
+/// Maximum number of pages that one load follows at the same time. The writer seals pages in order,
+/// so a short window at the front keeps up with it.
 const FOLLOWS_MAX: usize = 64;
 /// Delay before an absent or aborted page is followed again. Another engine may have begun to write
 /// it.
@@ -24,12 +26,13 @@ const FOLLOW_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// Maximum time for a lookup. The store answers within milliseconds; beyond a second, recomputing
 /// is likely cheaper.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Multiple of the stall timeout granted to a writer that has made progress and shows no sign of
-/// failure.
+/// Multiple of the stall timeout granted to a writer that has sealed a page and neither aborted nor
+/// skipped one.
 const STALL_FACTOR_UNSUSPECTED: u32 = 4;
 
 pub(crate) struct LoadJob {
     pub(crate) keys: Vec<PageKey>,
+    /// Number of leading pages that L1 has already.
     pub(crate) present: usize,
     pub(crate) buffers: Vec<KvPage>,
     /// Number of leading pages that are in the store or that a prefill engine is writing.
@@ -43,7 +46,7 @@ pub(crate) struct LoadJob {
 
 pub(crate) struct LoadedPage {
     pub(crate) index: usize,
-    pub(crate) page: KvPage,
+    pub(crate) page: SealedPage,
     pub(crate) source: PageSource,
 }
 
@@ -53,6 +56,7 @@ pub(crate) struct LoadedPage {
 pub(crate) struct Loaded {
     pub(crate) pages: Vec<LoadedPage>,
     pub(crate) unused: Vec<KvPage>,
+    /// Number of leading pages that the lookup found in the store. Some may be gone since.
     pub(crate) in_store: usize,
     /// True if every queried node answered. Only then is a page known to be missing.
     pub(crate) answered: bool,
@@ -78,10 +82,13 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     if found > job.present {
         let wanted: Vec<(PageKey, KvPage)> =
             job.keys[job.present..found].iter().copied().zip(buffers.drain(..found - job.present)).collect();
-        for (offset, (page, tier)) in store.get(wanted, deadline).await.into_iter().enumerate() {
+        for (offset, (page, fetched)) in store.get(wanted, deadline).await.into_iter().enumerate() {
             let index = job.present + offset;
-            match tier {
-                Some(tier) => loaded.pages.push(LoadedPage { index, page, source: source_of(tier) }),
+            match fetched {
+                Some(Fetched { tier, seal }) => {
+                    let page = SealedPage::received(page, seal);
+                    loaded.pages.push(LoadedPage { index, page, source: source_of(tier) });
+                }
                 // The store evicted the page after the lookup. It becomes a candidate for
                 // following.
                 None => {
@@ -163,13 +170,14 @@ impl Follower<'_> {
             let Ok(Some((index, page, end))) = tokio::time::timeout_at(give_up, running.next()).await else {
                 break;
             };
-            if end == FollowEnd::Sealed {
+            if let Followed::Sealed(seal) = end {
                 unsealed.remove(&index);
                 writer.progress = Instant::now();
                 writer.wrote = true;
                 // The engine writes pages in order, so an earlier unsealed page was lost.
                 let skipped = unsealed.first().is_some_and(|&first| first < index);
                 writer.suspect_since = skipped.then(|| writer.suspect_since.unwrap_or(writer.progress));
+                let page = SealedPage::received(page, seal);
                 loaded.pages.push(LoadedPage { index, page, source: PageSource::Followed });
                 continue;
             }
@@ -192,7 +200,7 @@ impl Follower<'_> {
         index: usize,
         buffer: KvPage,
         pause: Duration,
-    ) -> impl Future<Output = (usize, KvPage, FollowEnd)> + use<'_> {
+    ) -> impl Future<Output = (usize, KvPage, Followed)> + use<'_> {
         let store = self.store;
         let key = self.keys[index];
         let until = self.timeouts.until;

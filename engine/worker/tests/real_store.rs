@@ -19,7 +19,12 @@ async fn node(listen: SocketAddr) -> Node {
 }
 
 async fn attached(role: Role, node: &Node) -> EngineHandle {
+    attached_with(role, node, None).await
+}
+
+async fn attached_with(role: Role, node: &Node, numerics: Option<&str>) -> EngineHandle {
     let mut settings = options(role);
+    settings.numerics = numerics.map(str::to_string);
     settings.store = format!("larder://{}/", node.addr()).parse().unwrap();
     let engine = Engine::start(settings).await.unwrap();
     assert!(store_is(&engine, true).await);
@@ -107,4 +112,23 @@ async fn node_restarting_empty_leaves_answers_unchanged() {
     let fresh = attached(Role::Decode, &second).await;
     let answer = decode(&fresh, &request).await;
     assert_eq!((answer.tokens, answer.start.pages_l2 as usize), (expected, PAGES));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engines_share_pages_only_with_equal_numerics() {
+    let node = node(any_port()).await;
+    let prefiller = attached_with(Role::Prefill, &node, Some("a")).await;
+    let request = decode_request(&prompt(3, LEN), 5);
+    let expected = expected(&request.tokens, 5);
+    prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    let other = attached_with(Role::Decode, &node, Some("b")).await;
+    let answer = decode(&other, &request).await;
+    assert_eq!((answer.start.pages_l2, answer.tokens), (0, expected.clone()));
+    let same = attached_with(Role::Decode, &node, Some("a")).await;
+    let answer = decode(&same, &request).await;
+    assert_eq!((answer.start.pages_l2 as usize, answer.tokens), (PAGES, expected));
+    // Two rounds of the scrub: the checksums from the node prove the pages in L1.
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    assert_eq!(metric(&same, "larder_engine_l1_corrupt_pages_total").await, 0.0);
+    assert!(same.state().l1_pages_cached as usize >= PAGES);
 }

@@ -162,7 +162,8 @@ impl PageGeometry {
 pub struct NamespaceDescriptor {
     /// Model name for people. It is not part of the identity.
     pub model: String,
-    /// SHA-256 of the weights in the form that the engine computes with.
+    /// SHA-256 of the weights in the form that the engine computes with, and of the engine's
+    /// numerics. Engines that round differently thus share no pages.
     pub weights: [u8; 32],
     pub geometry: PageGeometry,
     /// Tenant that owns the pages. The node replaces it with the authenticated tenant, so a client

@@ -134,13 +134,20 @@ pub struct WarmResponse {
     pub missing: u32,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForgetResponse {
     pub pages: u32,
     pub forgotten: u32,
-    /// True if every store node confirmed. Otherwise a page may remain on a node that is down:
-    /// repeat the request when all nodes are up.
+    /// True if every store node and every engine of the model confirmed. Otherwise a page may
+    /// remain on a node that is down, or in the L1 of an engine: repeat the request later.
     pub complete: bool,
+    /// Number of engines of the model that were asked to drop the pages from L1.
+    #[serde(default)]
+    pub engines: u32,
+    /// Names of the engines that did not confirm. Such an engine may still use the pages, and may
+    /// put them into the store again.
+    #[serde(default)]
+    pub engines_unconfirmed: Vec<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -5,15 +5,15 @@
 //! - Every request ends within [`REQUEST_TIMEOUT`].
 //! - A node or an engine that does not answer is reported as such. It delays a status response by
 //!   at most [`STATUS_TIMEOUT`].
-//! - Every failure has the body [`ErrorResponse`].
+//! - Every failure has the body [`ErrorResponse`](super::api::ErrorResponse).
 
 use super::api::{
-    CODE_WRONG_PORT, EngineStatus, ErrorDetail, ErrorResponse, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT,
-    PATH_METRICS, PATH_PIN, PATH_STATUS, PATH_UNPIN, PATH_WARM, StatusResponse,
+    CODE_WRONG_PORT, EngineStatus, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT, PATH_METRICS, PATH_PIN,
+    PATH_STATUS, PATH_UNPIN, PATH_WARM, StatusResponse,
 };
+use super::error::AdminError;
 use super::prefix::{Prefix, PrefixInput};
 use crate::RouterState;
-use crate::openai::errors::ApiError;
 use crate::openai::types::{Fields, take_messages};
 use axum::body::{Body, to_bytes};
 use axum::extract::State;
@@ -32,62 +32,10 @@ use tokio::time::Instant;
 const BODY_BYTES_MAX: usize = 16 << 20;
 const STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time of a prefix request. Warming is the slowest: it may compute the whole prefix.
-pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Maximum duration of a pin in seconds: 30 days, the limit of the store's protocol.
 const PIN_SECONDS_MAX: u64 = 30 * 24 * 3600;
-
-#[derive(Debug)]
-pub(crate) struct AdminError {
-    status: StatusCode,
-    detail: ErrorDetail,
-}
-
-impl AdminError {
-    pub(crate) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, detail: ErrorDetail { code: code.into(), message: message.into() } }
-    }
-
-    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "bad_request", message)
-    }
-
-    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
-    }
-
-    /// Logs `error`, which names internals, and tells the client only that `action` failed.
-    pub(crate) fn internal(action: &str, error: impl std::fmt::Display) -> Self {
-        tracing::error!(%error, action, "admin request failed");
-        let message = format!("the router failed to {action}; its log has the reason");
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
-    }
-
-    fn timeout() -> Self {
-        let message = format!("the request took longer than its time limit of {} s", REQUEST_TIMEOUT.as_secs());
-        Self::new(StatusCode::GATEWAY_TIMEOUT, "timeout", message)
-    }
-}
-
-impl From<ApiError> for AdminError {
-    /// Turns an error of the shared request parser into a 400. This body has no field for the wrong
-    /// parameter, so the message must name it.
-    fn from(error: ApiError) -> Self {
-        let message = error.body.message;
-        match error.body.param {
-            Some(param) if !message.contains(&format!("'{param}'")) => {
-                Self::bad_request(format!("'{param}': {message}"))
-            }
-            _ => Self::bad_request(message),
-        }
-    }
-}
-
-impl IntoResponse for AdminError {
-    fn into_response(self) -> Response {
-        (self.status, Json(ErrorResponse { error: self.detail })).into_response()
-    }
-}
 
 pub(crate) fn routes(router: Arc<RouterState>) -> Router {
     Router::new()
@@ -224,7 +172,10 @@ fn deadline() -> Instant {
 }
 
 async fn with_time_limit(work: impl Future<Output = Result<Response, AdminError>>) -> Result<Response, AdminError> {
-    tokio::time::timeout(REQUEST_TIMEOUT, work).await.unwrap_or_else(|_| Err(AdminError::timeout()))
+    tokio::time::timeout(REQUEST_TIMEOUT, work).await.unwrap_or_else(|_| {
+        let message = format!("the request took longer than its time limit of {} s", REQUEST_TIMEOUT.as_secs());
+        Err(AdminError::new(StatusCode::GATEWAY_TIMEOUT, "timeout", message))
+    })
 }
 
 async fn resolve_prefix(router: Arc<RouterState>, body: Body) -> Result<Prefix, AdminError> {

@@ -3,16 +3,19 @@
 //! Only whole pages count. Tokens after the last whole page belong to no page yet.
 
 use super::api::{ForgetResponse, InspectResponse, PageStatus, PinResponse, PinStatus, PinStrength, WarmResponse};
-use super::handlers::AdminError;
+use super::error::AdminError;
 use crate::RouterState;
+use crate::calls::{CallError, remaining_ms};
+use crate::engines::RemoteEngine;
 use crate::models::{ModelLookup, ServedModel};
 use crate::openai::{chat_tokens, random_id};
 use crate::route::PrefillJob;
 use axum::http::StatusCode;
-use larder_client::{Forgotten, PagePin, PinKind, Pinned, Tier};
+use larder_client::{PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
 use larder_model::ChatMessage;
-use larder_worker::api::{CacheMode, PrefillRequest};
+use larder_worker::api::{CacheMode, ForgetRequest, PrefillRequest};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -21,6 +24,15 @@ const TOKENS_MAX: usize = 4 << 20;
 /// Maximum time until published pages are visible in the store. Engines publish in the background,
 /// so a prefill answer may come before the last put has ended.
 const PUBLISHED_WAIT: Duration = Duration::from_secs(2);
+/// Maximum time of an engine to drop pages from L1. It answers between two of its steps, and after
+/// its puts in flight.
+const FORGET_ENGINE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for which engines neither cache nor put the pages, while the store forgets them. The hold
+/// ends by itself if the router dies.
+const FORGET_HOLD: Duration = Duration::from_secs(60);
+/// Maximum time of the store to forget pages. With the calls to the engines it is shorter than the
+/// hold.
+const FORGET_STORE_TIMEOUT: Duration = Duration::from_secs(45);
 const PUBLISHED_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(crate) enum PrefixInput {
@@ -177,15 +189,49 @@ impl Prefix {
     }
 
     pub(crate) async fn forget(&self, deadline: Instant) -> ForgetResponse {
-        let forgotten = match self.keys.is_empty() {
-            true => Forgotten { pages: 0, complete: true },
-            false => self.model.pages.forget(self.keys.clone(), deadline.into_std()).await,
-        };
+        if self.keys.is_empty() {
+            return ForgetResponse { complete: true, ..ForgetResponse::default() };
+        }
+        // Engines hold the keys while the store forgets them. A copy in L1, or a put in flight,
+        // would otherwise bring a page back just after the store forgot it.
+        let mut engines = self.forget_in_engines(FORGET_HOLD, deadline).await;
+        let store_deadline = deadline.min(Instant::now() + FORGET_STORE_TIMEOUT);
+        let forgotten = self.model.pages.forget(self.keys.clone(), store_deadline.into_std()).await;
+        // Again, for engines that joined meanwhile. It also ends the hold.
+        for (name, confirmed) in self.forget_in_engines(Duration::ZERO, deadline).await {
+            *engines.entry(name).or_insert(true) &= confirmed;
+        }
+        let unconfirmed: Vec<String> =
+            engines.iter().filter(|(_, confirmed)| !**confirmed).map(|(name, _)| name.clone()).collect();
         ForgetResponse {
             pages: self.keys.len() as u32,
             forgotten: forgotten.pages as u32,
-            complete: forgotten.complete,
+            complete: forgotten.complete && unconfirmed.is_empty(),
+            engines: engines.len() as u32,
+            engines_unconfirmed: unconfirmed,
         }
+    }
+
+    /// Has all engines of the model drop the pages from L1, at the same time. Returns for each name
+    /// if the engine confirmed.
+    async fn forget_in_engines(&self, hold: Duration, deadline: Instant) -> BTreeMap<String, bool> {
+        let deadline = deadline.min(Instant::now() + FORGET_ENGINE_TIMEOUT);
+        let request = ForgetRequest {
+            tokens: self.tokens[..self.keys.len() * self.model.page_tokens].to_vec(),
+            hold_ms: hold.as_millis() as u64,
+            deadline_ms: remaining_ms(deadline),
+        };
+        // Also those that the circuit breaker excludes: they hold pages all the same.
+        let mut engines = self.router.engines.list();
+        engines.retain(|engine| engine.namespace == self.model.namespace);
+        let answers = self.router.engine_client.forget_all(&engines, &request, deadline).await;
+        let confirmed = |(engine, answer): (Arc<RemoteEngine>, Result<_, CallError>)| {
+            if let Err(error) = &answer {
+                tracing::warn!(%error, "the engine did not confirm that it forgot pages; repeat the forget");
+            }
+            (engine.name.clone(), answer.is_ok())
+        };
+        engines.into_iter().zip(answers).map(confirmed).collect()
     }
 }
 

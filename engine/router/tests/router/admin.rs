@@ -4,7 +4,7 @@ use crate::fakes::*;
 use larder_client::Tier;
 use larder_model::ChatMessage;
 use larder_router::admin::api::*;
-use larder_worker::api::CacheMode;
+use larder_worker::api::{CacheMode, ErrorCode};
 use serde_json::{Value, json};
 
 #[tokio::test]
@@ -40,9 +40,32 @@ async fn prefix_is_inspected_warmed_and_forgotten() {
     let (_, body) = cluster.admin_post(PATH_FORGET, request).await;
     assert_eq!(
         serde_json::from_value::<ForgetResponse>(body).unwrap(),
-        ForgetResponse { pages: 4, forgotten: 4, complete: true }
+        ForgetResponse { pages: 4, forgotten: 4, complete: true, engines: 2, engines_unconfirmed: Vec::new() }
     );
     assert!(cluster.store.held.lock().is_empty());
+}
+
+#[tokio::test]
+async fn engines_hold_the_keys_while_the_store_forgets_and_silence_is_reported() {
+    let cluster = TestCluster::new(1, 2).await;
+    let request = json!({"text": prompt(18)});
+    cluster.admin_post(PATH_WARM, request.clone()).await;
+    cluster.decodes[1].behave(Behaviour::Refuse(ErrorCode::Deadline));
+    let (status, body) = cluster.admin_post(PATH_FORGET, request).await;
+    let answer: ForgetResponse = serde_json::from_value(body).unwrap();
+    let expected = ForgetResponse {
+        pages: 4,
+        forgotten: 4,
+        complete: false,
+        engines: 3,
+        engines_unconfirmed: vec!["decode-1".into()],
+    };
+    assert_eq!((status, answer), (200, expected));
+    for engine in cluster.prefills.iter().chain(&cluster.decodes) {
+        let forgets = engine.forgets.lock();
+        let seen: Vec<_> = forgets.iter().map(|(r, held)| (r.tokens.len(), r.hold_ms > 0, *held)).collect();
+        assert_eq!(seen, [(16, true, 4), (16, false, 0)], "before and after the store");
+    }
 }
 
 #[tokio::test]

@@ -139,6 +139,8 @@ pub struct FakeEngine {
     pub is_gone: AtomicBool,
     pub prefills: Mutex<Vec<PrefillRequest>>,
     pub decodes: Mutex<Vec<DecodeRequest>>,
+    /// Requests to forget, each with the number of pages that the store held at that time.
+    pub forgets: Mutex<Vec<(ForgetRequest, usize)>>,
     pub running: Arc<AtomicUsize>,
     store: Arc<FakeStore>,
 }
@@ -204,6 +206,7 @@ impl FakeEngine {
             url: format!("http://{}", listener.local_addr().unwrap()),
             model: MODEL.into(),
             descriptor: descriptor(),
+            numerics: String::new(),
             max_context,
             page_tokens: PAGE_TOKENS,
         };
@@ -213,6 +216,7 @@ impl FakeEngine {
             is_gone: AtomicBool::new(false),
             prefills: Mutex::default(),
             decodes: Mutex::default(),
+            forgets: Mutex::default(),
             running: Arc::default(),
             store: store.clone(),
         });
@@ -222,6 +226,7 @@ impl FakeEngine {
             .route(PATH_STATE, get(|| async { Json(EngineState { l1_pages: 77, ..Default::default() }) }))
             .route(PATH_PREFILL, post(prefill))
             .route(PATH_DECODE, post(decode))
+            .route(PATH_FORGET, post(forget))
             .with_state(engine.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await });
         store.members.lock().push(Member { name: name.into(), info: serde_json::to_value(info).unwrap() });
@@ -285,6 +290,15 @@ async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Pref
     let answer =
         PrefillResponse { pages, pages_l2: cached as u32, pages_computed: pages - cached as u32, ..Default::default() };
     Json(answer).into_response()
+}
+
+async fn forget(State(engine): State<Arc<FakeEngine>>, Json(request): Json<ForgetRequest>) -> Response {
+    let held = engine.store.held.lock().len();
+    engine.forgets.lock().push((request, held));
+    if let Behaviour::Refuse(code) = *engine.behaviour.lock() {
+        return refuse(code);
+    }
+    Json(ForgetResponse { pages: 1 }).into_response()
 }
 
 fn broken_body(lines: Vec<String>) -> Response {

@@ -67,7 +67,8 @@ async fn router_finds_engines_and_pages_through_a_store_node() {
     let held: Vec<bool> = inspected.pages.iter().map(|page| page.tier.is_some()).collect();
     assert_eq!(held, [true, true, true, true, false, false, false, false]);
     let forgotten = ask(PATH_FORGET, true, json!({"tokens": tokens})).await;
-    assert_eq!(forgotten, json!({"pages": 8, "forgotten": 4, "complete": true}));
+    let expected = json!({"pages": 8, "forgotten": 4, "complete": true, "engines": 2, "engines_unconfirmed": []});
+    assert_eq!(forgotten, expected);
 
     decode.is_gone.store(true, std::sync::atomic::Ordering::SeqCst);
     registrations.remove(0);

@@ -6,11 +6,14 @@ use crate::metrics::PageSource;
 use crate::radix::RadixTree;
 use crate::sequence::{RequestKind, RequestState, Sequence};
 use crate::transfer::{self, LoadJob, Loaded};
+use larder_client::PutOutcome;
 use larder_format::PageKey;
-use larder_model::{KvPage, KvPool};
+use larder_model::{KvPage, KvPool, SealedPage};
 use prometheus_client::metrics::counter::Counter;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
 
 /// Slack beyond a load's own deadline before the scheduler abandons it. The store honours its
 /// deadlines, so only a fault in the store client makes this expire.
@@ -33,6 +36,7 @@ impl Scheduler {
             }
             sequence.queue_permit = None;
             sequence.times.admitted.get_or_insert_with(Instant::now);
+            sequence.withhold(|key| self.withheld.contains(key));
             self.start_load(&mut sequence);
             self.active.push(sequence);
         }
@@ -101,12 +105,14 @@ impl Scheduler {
         let store = self.context.store.clone();
         let sender = self.context.sender.clone();
         let id = sequence.id;
+        sequence.loads += 1;
+        let load_number = sequence.loads;
         let cancel = sequence.cancel.clone();
         let abandon_at = follow_until + LOAD_GRACE;
         self.context.tasks.spawn(async move {
             let load = tokio::time::timeout_at(abandon_at.into(), transfer::load(&*store, job));
             let event = tokio::select! {
-                loaded = load => SchedulerEvent::Loaded { id, loaded: loaded.unwrap_or_default() },
+                loaded = load => SchedulerEvent::Loaded { id, load: load_number, loaded: loaded.unwrap_or_default() },
                 // A cancelled request needs no result, but must give its pages back: wake the
                 // thread.
                 () = cancel.cancelled() => SchedulerEvent::Wake,
@@ -118,24 +124,22 @@ impl Scheduler {
 
     /// Applies the result of a load and makes the request ready. Ignores a result whose request has
     /// ended or was preempted.
-    pub(super) fn finish_load(&mut self, id: u64, loaded: Loaded) {
+    pub(super) fn finish_load(&mut self, id: u64, load: u64, loaded: Loaded) {
         // The request may have ended while its load ran. Dropping the result frees its pages.
-        let Some(at) = self.active.iter().position(|s| s.id == id && !s.is_ready()) else {
+        let Some(at) = self.active.iter().position(|s| s.id == id && s.loads == load && !s.is_ready()) else {
             return;
         };
+        // Before the request leaves `active`: damage sends it back to the queue.
+        if loaded.answered && self.discard_damaged_copies(at, loaded.in_store) {
+            return;
+        }
         let mut sequence = self.active.remove(at);
         let present = sequence.pages.next_page().unwrap_or(0);
         // Without an answer from the store, no page is known to be missing.
-        if loaded.answered
-            && let RequestKind::Prefill(output) = &mut sequence.kind
-        {
-            // The store lost pages that L1 still holds, e.g. a node restarted empty. Put them
-            // again.
-            for page in loaded.in_store..present {
-                if let Some(payload) = sequence.pages.sealed(page) {
-                    let put = self.context.publisher.put_sealed(&sequence.keys, page, payload.as_ref());
-                    output.commits.push(put);
-                }
+        if loaded.answered && matches!(sequence.kind, RequestKind::Prefill(_)) {
+            let copies = self.put_copies(&sequence, loaded.in_store..present);
+            if let RequestKind::Prefill(output) = &mut sequence.kind {
+                output.commits.extend(copies);
             }
         }
         for page in loaded.pages {
@@ -148,6 +152,46 @@ impl Scheduler {
         self.active.insert(at, sequence);
     }
 
+    /// Verifies the pages that L1 holds and the store lacks, because they are about to be put. If
+    /// one is damaged, drops it, queues the request again and returns `true`.
+    fn discard_damaged_copies(&mut self, at: usize, in_store: usize) -> bool {
+        let sequence = &self.active[at];
+        if !matches!(sequence.kind, RequestKind::Prefill(_)) {
+            return false;
+        }
+        let present = sequence.pages.next_page().unwrap_or(0);
+        let is_damaged = |&index: &usize| sequence.pages.sealed(index).is_some_and(|page| page.verify().is_err());
+        let Some(index) = (in_store..present).find(is_damaged) else { return false };
+        let id = sequence.id;
+        let key = sequence.keys[index];
+        self.discard_damaged(&key);
+        // If the page has left L1 already, nothing has queued its last user yet.
+        self.preempt(id);
+        true
+    }
+
+    /// Puts pages again that the store lost and L1 still holds, e.g. because a node restarted
+    /// empty. The caller has verified them. If the store refuses a page, it leaves L1.
+    fn put_copies(&self, sequence: &Sequence, indices: Range<usize>) -> Vec<JoinHandle<PutOutcome>> {
+        let shareable = indices.filter(|&index| sequence.is_shareable(index));
+        let copies = shareable.filter_map(|index| Some((index, sequence.pages.sealed(index)?)));
+        let put = |(index, page): (usize, &Arc<SealedPage>)| {
+            let put = self.context.publisher.put_copy(&sequence.keys, index, page);
+            let key = sequence.keys[index];
+            let sender = self.context.sender.clone();
+            self.context.tasks.spawn(async move {
+                // A put whose task failed counts as lost.
+                let outcome = put.await.unwrap_or(PutOutcome::Lost);
+                if outcome == PutOutcome::Refused {
+                    // Sending fails only after the scheduler thread has ended.
+                    let _ = sender.send_async(SchedulerEvent::Refused(key)).await;
+                }
+                outcome
+            })
+        };
+        copies.map(put).collect()
+    }
+
     fn make_ready(&mut self, sequence: &mut Sequence) {
         sequence.times.loaded.get_or_insert_with(Instant::now);
         sequence.state.enter(RequestState::Waiting);
@@ -155,13 +199,15 @@ impl Scheduler {
 
     /// Advances a request over pages that exist already: loaded for it, or computed by another
     /// request meanwhile.
-    pub(super) fn fill_from_cache(radix: &mut RadixTree<KvPage>, sequence: &mut Sequence) {
+    pub(super) fn fill_from_cache(radix: &mut RadixTree<SealedPage>, sequence: &mut Sequence) {
         let uses_l1 = sequence.cache.uses_l1();
         let cacheable = sequence.cacheable_pages();
         while let Some(index) = sequence.pages.next_page().filter(|&index| index < cacheable) {
             let key = sequence.keys[index];
             let page = match sequence.pages.take_loaded(index) {
-                Some(page) if uses_l1 => radix.insert(key, parent_key(&sequence.keys, index), page),
+                Some(page) if uses_l1 && sequence.is_shareable(index) => {
+                    radix.insert(key, parent_key(&sequence.keys, index), page)
+                }
                 Some(page) => page,
                 None => match uses_l1.then(|| radix.get(&key)).flatten() {
                     Some(page) => {
@@ -192,7 +238,7 @@ impl Scheduler {
     pub(super) fn preempt(&mut self, id: u64) {
         let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
         let mut sequence = self.active.remove(at);
-        tracing::debug!(request = %sequence.request_id, "preempted the request: L1 is out of pages");
+        tracing::debug!(request = %sequence.request_id, "preempted the request; it waits for pages again");
         self.context.metrics.preemptions.inc();
         sequence.preempt();
         // Queue order is arrival order, so the request overtakes only younger ones.
@@ -206,10 +252,15 @@ pub(super) fn parent_key(keys: &[PageKey], index: usize) -> Option<PageKey> {
 }
 
 /// Takes a page from the pool. Evicts the least recently used cached page if the pool is empty.
-pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<KvPage>, evicted: &Counter) -> Option<KvPage> {
-    if let Some(page) = pool.allocate() {
-        return Some(page);
+pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, evicted: &Counter) -> Option<KvPage> {
+    loop {
+        if let Some(page) = pool.allocate() {
+            return Some(page);
+        }
+        // More than once only if a scrub verifies the evicted page at this moment.
+        if radix.evict(1) == 0 {
+            return None;
+        }
+        evicted.inc();
     }
-    evicted.inc_by(radix.evict(1) as u64);
-    pool.allocate()
 }

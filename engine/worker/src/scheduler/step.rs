@@ -8,6 +8,7 @@ use crate::batch::{self, Candidate, PlannedChunk};
 use crate::metrics::RequestOutcome;
 use crate::publish::{CompletingPage, PublishHooks};
 use crate::sequence::{RequestKind, Sequence};
+use crate::store::PutSource;
 use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows};
 use std::time::Instant;
@@ -137,10 +138,14 @@ impl Scheduler {
             let end = start + plan.tokens;
             // The partly filled last page has no key yet.
             for page in start / page_tokens..end.div_ceil(page_tokens).min(sequence.keys.len()) {
+                // A forgotten page, and those computed from it, stay here.
+                if !sequence.is_shareable(page) {
+                    break;
+                }
                 let put = match sequence.puts.remove(&page) {
                     Some(put) => put,
                     // The put opens before the computation, so that followers find it.
-                    None => self.context.publisher.open(&sequence.keys, page),
+                    None => self.context.publisher.open(&sequence.keys, page, PutSource::Computed),
                 };
                 if end >= (page + 1) * page_tokens {
                     hooks.pages.push(CompletingPage { chunk, page, put });
@@ -154,8 +159,9 @@ impl Scheduler {
 
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         for completing in hooks.pages {
-            let commit = self.context.publisher.commit(completing.put);
-            if let RequestKind::Prefill(output) = &mut self.active[granted[completing.chunk].candidate].kind {
+            let sequence = &mut self.active[granted[completing.chunk].candidate];
+            let commit = self.context.publisher.commit(sequence.keys[completing.page], completing.put);
+            if let RequestKind::Prefill(output) = &mut sequence.kind {
                 output.commits.push(commit);
             }
         }
@@ -163,10 +169,15 @@ impl Scheduler {
         for (plan, logits) in granted.iter().zip(&logits) {
             let sequence = &mut self.active[plan.candidate];
             let uses_l1 = sequence.cache.uses_l1();
+            let private_from = sequence.private_from();
             let keys = &sequence.keys;
             let radix = &mut self.radix;
             let whole = sequence.pages.advance(plan.tokens, |index, page| {
-                if uses_l1 { radix.insert(keys[index], parent_key(keys, index), page) } else { page }
+                if uses_l1 && index < private_from {
+                    radix.insert(keys[index], parent_key(keys, index), page)
+                } else {
+                    page
+                }
             });
             sequence.count_computed(plan.tokens, whole);
             if matches!(sequence.kind, RequestKind::Decode(_)) && sequence.pending() == 0 {
@@ -200,6 +211,7 @@ impl Scheduler {
         let done: Vec<Sequence> = self.active.extract_if(.., is_done).collect();
         for mut sequence in done {
             let mut response = sequence.prefill_response();
+            let private_pages = sequence.private_pages();
             sequence.enter_computing();
             // Release L1 before the wait. The puts own copies of the bytes.
             sequence.pages.clear();
@@ -217,6 +229,8 @@ impl Scheduler {
                     },
                     () = cancel.cancelled() => count,
                 } as u32;
+                // Never put, so no decode engine may wait for them.
+                response.pages_lost = response.pages.min(response.pages_lost + private_pages as u32);
                 // Before the reply: a client that sees the answer also sees the metrics of a
                 // finished state.
                 drop(state);

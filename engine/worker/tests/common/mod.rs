@@ -3,13 +3,13 @@
 #![allow(dead_code)]
 
 use futures::future::BoxFuture;
-use larder_client::{FollowEnd, Lookup, NewPage, PutOutcome, Tier};
-use larder_format::PageKey;
-use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSlot, Sampler, SamplingParams, Tokenizer};
+use larder_client::{Lookup, NewPage, PutOutcome, Tier};
+use larder_format::{PageKey, chunk_crcs};
+use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSeal, PageSlot, Sampler, SamplingParams, Tokenizer};
 use larder_worker::api::{
     ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse,
 };
-use larder_worker::store::{OpenPut, PageStore};
+use larder_worker::store::{Fetched, Followed, OpenPut, PageStore, PutSource};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
@@ -69,6 +69,9 @@ struct Inner {
     aborted: HashSet<PageKey>,
     down: bool,
     lose_puts: bool,
+    flip_bits: bool,
+    forgotten: HashSet<PageKey>,
+    commit_delay: Duration,
     lookup_delay: Duration,
     follow_calls: usize,
     puts_begun: Vec<PageKey>,
@@ -112,6 +115,29 @@ impl MemoryStore {
         self.inner.lock().lose_puts = lose;
     }
 
+    /// Forgets a page as nodes do: durably, so that no copy may bring it back.
+    pub fn forget_durably(&self, keys: &[PageKey]) {
+        let mut inner = self.inner.lock();
+        for key in keys {
+            inner.pages.remove(key);
+            inner.forgotten.insert(*key);
+        }
+    }
+
+    pub fn delay_commits(&self, delay: Duration) {
+        self.inner.lock().commit_delay = delay;
+    }
+
+    /// Flips a bit of each page after a get has verified it. This is damage in L1, which no check
+    /// of the store or of its client can find.
+    pub fn flip_bits_in_l1(&self, flip: bool) {
+        self.inner.lock().flip_bits = flip;
+    }
+
+    pub fn page(&self, key: &PageKey) -> Option<Vec<u8>> {
+        self.inner.lock().pages.get(key).cloned()
+    }
+
     pub fn delay_lookups(&self, delay: Duration) {
         self.inner.lock().lookup_delay = delay;
     }
@@ -128,7 +154,21 @@ impl MemoryStore {
 struct MemoryPut {
     store: Arc<MemoryStore>,
     key: PageKey,
+    source: PutSource,
     parts: Vec<Vec<u8>>,
+}
+
+/// Seal of a page as a node would send it. All puts have generation 1.
+fn seal(bytes: &[u8]) -> PageSeal {
+    let parts = LOADED.model.geometry(PAGE as u32).part_table();
+    let mut rest = bytes;
+    let mut crcs = Vec::new();
+    for part in parts {
+        let (part, tail) = rest.split_at(part as usize);
+        crcs.extend(chunk_crcs(part));
+        rest = tail;
+    }
+    PageSeal { chunk_crcs: crcs, generation: Some(1) }
 }
 
 /// Handle of an engine to the store. Shares the faults of all other handles.
@@ -149,13 +189,16 @@ impl PageStore for Attached {
         })
     }
 
-    fn get(&self, pages: Vec<(PageKey, KvPage)>, _deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Tier>)>> {
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, _deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>> {
         Box::pin(async move {
             let inner = self.0.inner.lock();
             let read = |(key, mut page): (PageKey, KvPage)| match inner.pages.get(&key).filter(|_| !inner.down) {
                 Some(bytes) => {
                     page.as_mut().copy_from_slice(bytes);
-                    (page, Some(Tier::L2))
+                    if inner.flip_bits {
+                        page.as_mut()[77] ^= 4;
+                    }
+                    (page, Some(Fetched { tier: Tier::L2, seal: seal(bytes) }))
                 }
                 None => {
                     // Poison the buffer of a miss: an engine that used it would generate wrong
@@ -168,7 +211,7 @@ impl PageStore for Attached {
         })
     }
 
-    fn follow(&self, key: PageKey, mut buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, FollowEnd)> {
+    fn follow(&self, key: PageKey, mut buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
         Box::pin(async move {
             self.0.inner.lock().follow_calls += 1;
             // Subscribe before the first look, or a put in between would go unnoticed.
@@ -177,27 +220,27 @@ impl PageStore for Attached {
                 {
                     let mut inner = self.0.inner.lock();
                     if inner.down {
-                        return (buffer, FollowEnd::Miss);
+                        return (buffer, Followed::Missed);
                     }
                     if inner.aborted.remove(&key) {
                         buffer.as_mut().fill(0xEE);
-                        return (buffer, FollowEnd::Aborted);
+                        return (buffer, Followed::Aborted);
                     }
                     if let Some(bytes) = inner.pages.get(&key) {
                         buffer.as_mut().copy_from_slice(bytes);
-                        return (buffer, FollowEnd::Sealed);
+                        return (buffer, Followed::Sealed(seal(bytes)));
                     }
                 }
                 if tokio::time::timeout_at(deadline.into(), changes.changed()).await.is_err() {
-                    return (buffer, FollowEnd::Miss);
+                    return (buffer, Followed::Missed);
                 }
             }
         })
     }
 
-    fn put(&self, page: NewPage, _deadline: Instant) -> Box<dyn OpenPut> {
+    fn put(&self, page: NewPage, source: PutSource, _deadline: Instant) -> Box<dyn OpenPut> {
         self.0.inner.lock().puts_begun.push(page.key);
-        Box::new(MemoryPut { store: self.0.clone(), key: page.key, parts: Vec::new() })
+        Box::new(MemoryPut { store: self.0.clone(), key: page.key, source, parts: Vec::new() })
     }
 
     fn nodes_connected(&self) -> usize {
@@ -213,9 +256,15 @@ impl OpenPut for MemoryPut {
 
     fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
         Box::pin(async move {
+            let delay = self.store.inner.lock().commit_delay;
+            tokio::time::sleep(delay).await;
             let mut inner = self.store.inner.lock();
             if inner.down || inner.lose_puts {
                 return PutOutcome::Lost;
+            }
+            // As a node does that knows its tombstones: a copy must not bring the page back.
+            if self.source != PutSource::Computed && inner.forgotten.contains(&self.key) {
+                return PutOutcome::Refused;
             }
             let bytes = self.parts.concat();
             let outcome = match inner.pages.get(&self.key) {

@@ -272,8 +272,9 @@ pub(crate) struct PartsHandler {
     /// Chunk checksums of each part that has arrived intact.
     crcs: Vec<Option<Vec<u32>>>,
     result: FollowResult,
-    /// Description of the sealed page. Present only with [`FollowResult::Sealed`].
-    meta: Option<PageMeta>,
+    /// Description of the sealed page. Present only with [`FollowResult::Sealed`]. Boxed, because
+    /// the handlers of all requests take the space of the largest one.
+    meta: Option<Box<PageMeta>>,
     done: Option<oneshot::Sender<FollowedPage>>,
 }
 
@@ -338,7 +339,7 @@ impl PartsHandler {
             (_, FollowState::Aborted) => FollowResult::Aborted,
             (_, FollowState::Miss) => FollowResult::Missed,
         };
-        self.meta = meta.filter(|_| self.result == FollowResult::Sealed);
+        self.meta = meta.filter(|_| self.result == FollowResult::Sealed).map(Box::new);
     }
 
     pub(super) fn key(&self) -> PageKey {
@@ -350,7 +351,7 @@ impl Drop for PartsHandler {
     fn drop(&mut self) {
         if let (Some(done), Some(buffer)) = (self.done.take(), self.buffer.take()) {
             // The caller may have stopped waiting. Then its buffer is dropped here.
-            let _ = done.send((buffer, self.result, self.meta.take()));
+            let _ = done.send((buffer, self.result, self.meta.take().map(|meta| *meta)));
         }
     }
 }

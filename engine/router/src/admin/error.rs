@@ -1,0 +1,54 @@
+//! Errors of the admin API, as clients see them.
+
+use super::api::{ErrorDetail, ErrorResponse};
+use crate::openai::errors::ApiError;
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+
+#[derive(Debug)]
+pub(crate) struct AdminError {
+    status: StatusCode,
+    detail: ErrorDetail,
+}
+
+impl AdminError {
+    pub(crate) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
+        Self { status, detail: ErrorDetail { code: code.into(), message: message.into() } }
+    }
+
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "bad_request", message)
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
+    }
+
+    /// Logs `error`, which names internals, and tells the client only that `action` failed.
+    pub(crate) fn internal(action: &str, error: impl std::fmt::Display) -> Self {
+        tracing::error!(%error, action, "admin request failed");
+        let message = format!("the router failed to {action}; its log has the reason");
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+    }
+}
+
+impl From<ApiError> for AdminError {
+    /// Turns an error of the shared request parser into a 400. This body has no field for the wrong
+    /// parameter, so the message must name it.
+    fn from(error: ApiError) -> Self {
+        let message = error.body.message;
+        match error.body.param {
+            Some(param) if !message.contains(&format!("'{param}'")) => {
+                Self::bad_request(format!("'{param}': {message}"))
+            }
+            _ => Self::bad_request(message),
+        }
+    }
+}
+
+impl IntoResponse for AdminError {
+    fn into_response(self) -> Response {
+        (self.status, Json(ErrorResponse { error: self.detail })).into_response()
+    }
+}

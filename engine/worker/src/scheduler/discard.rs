@@ -1,0 +1,138 @@
+//! Pages that leave L1 before their eviction: forgotten, damaged, or refused by the store.
+//!
+//! Invariants:
+//! - From the answer to a forget until the end of its hold, the engine neither caches the forgotten
+//!   pages in L1 nor opens puts of them.
+//! - A sequence that held a forgotten page may finish with it. It shares that page and all later
+//!   ones with no other sequence, not even after the hold.
+//! - No sequence computes from a page that is known to be damaged.
+
+use super::Scheduler;
+use larder_format::PageKey;
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Maximum number of forgets whose hold is not over. The engine refuses further ones.
+const HOLDS_MAX: usize = 64;
+
+/// Keys that the engine must not cache or put for now.
+#[derive(Default)]
+pub(super) struct WithheldKeys {
+    holds: Vec<(Instant, Arc<HashSet<PageKey>>)>,
+}
+
+impl WithheldKeys {
+    /// Begins a hold, or ends one hold of the same keys if `time` is zero. Returns `false` if there
+    /// are too many.
+    fn hold(&mut self, keys: Arc<HashSet<PageKey>>, time: Duration, now: Instant) -> bool {
+        self.expire(now);
+        if time.is_zero() {
+            // One only: another router may hold the same keys.
+            if let Some(at) = self.holds.iter().position(|(_, held)| *held == keys) {
+                self.holds.swap_remove(at);
+            }
+            return true;
+        }
+        if self.holds.len() >= HOLDS_MAX {
+            return false;
+        }
+        self.holds.push((now + time, keys));
+        true
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        self.holds.retain(|(until, _)| now < *until);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.holds.is_empty()
+    }
+
+    pub(super) fn contains(&self, key: &PageKey) -> bool {
+        self.holds.iter().any(|(_, keys)| keys.contains(key))
+    }
+}
+
+impl Scheduler {
+    /// Drops pages from L1 and aborts their open puts. For `hold`, the engine then treats these
+    /// keys as not cacheable. Returns the number of pages dropped, those after the named ones
+    /// included, or `None` if too many forgets are in progress.
+    pub(super) fn forget(&mut self, keys: &Arc<HashSet<PageKey>>, hold: Duration) -> Option<usize> {
+        if !self.withheld.hold(keys.clone(), hold, Instant::now()) {
+            return None;
+        }
+        for sequence in &mut self.active {
+            sequence.withhold(|key| keys.contains(key));
+        }
+        let dropped = keys.iter().map(|key| self.radix.remove(key)).sum();
+        self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
+        Some(dropped)
+    }
+
+    /// Marks sequences that reach withheld keys, by admission or by generating.
+    pub(super) fn withhold_new_keys(&mut self) {
+        self.withheld.expire(Instant::now());
+        if self.withheld.is_empty() {
+            return;
+        }
+        for sequence in &mut self.active {
+            // A step adds at most one key to a sequence. Admission has looked at the others.
+            if sequence.keys.last().is_some_and(|key| self.withheld.contains(key)) {
+                sequence.withhold_from(sequence.keys.len() - 1);
+            }
+        }
+    }
+
+    /// Drops a page whose bytes do not match their checksums, with all pages after it. Requests
+    /// that use the page start again without it. Does nothing if L1 has an intact page by now.
+    pub(super) fn discard_damaged(&mut self, key: &PageKey) {
+        let Some(page) = self.radix.peek(key).cloned() else { return };
+        let Err(mismatch) = page.verify() else { return };
+        tracing::error!(%key, %mismatch, "L1 page damaged in memory: dropped; check the machine's memory [LRD0408]");
+        self.context.metrics.l1_pages_corrupt.inc();
+        self.radix.remove(key);
+        // Their later pages were computed from the damage.
+        let uses = |s: &crate::sequence::Sequence| {
+            let at = s.keys.iter().position(|own| own == key);
+            at.and_then(|at| s.pages.sealed(at)).is_some_and(|own| Arc::ptr_eq(own, &page))
+        };
+        let users: Vec<u64> = self.active.iter().filter(|s| uses(s)).map(|s| s.id).collect();
+        for id in users {
+            self.preempt(id);
+        }
+    }
+
+    /// Drops a page that the store refused as a copy: it was forgotten, or the store has other
+    /// bytes.
+    pub(super) fn discard_refused(&mut self, key: &PageKey) {
+        let dropped = self.radix.remove(key);
+        if dropped > 0 {
+            tracing::warn!(%key, dropped, "the store refused a page from L1: it was forgotten or differs; dropped it");
+            self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hold_ends_with_its_time_or_its_release() {
+        let mut withheld = WithheldKeys::default();
+        let now = Instant::now();
+        let second = Duration::from_secs(1);
+        let keys = Arc::new(HashSet::from([PageKey([1; 32])]));
+        assert!(withheld.hold(keys.clone(), second, now) && withheld.hold(keys.clone(), second * 2, now));
+        assert!(withheld.contains(&PageKey([1; 32])) && !withheld.contains(&PageKey([2; 32])));
+        assert!(withheld.hold(Arc::new(HashSet::clone(&keys)), Duration::ZERO, now));
+        assert!(withheld.contains(&PageKey([1; 32])), "another forget holds it still");
+        withheld.expire(now + second * 2);
+        assert!(withheld.is_empty());
+        for _ in 0..HOLDS_MAX {
+            assert!(withheld.hold(keys.clone(), second, now));
+        }
+        assert!(!withheld.hold(keys, second, now));
+    }
+}
