@@ -124,7 +124,7 @@ impl Raw {
     async fn receive(&mut self) -> Option<(u64, Response)> {
         let header = tokio::time::timeout(Duration::from_secs(5), self.reader.next()).await.unwrap().unwrap()?;
         let response = Response::decode(PROTOCOL_VERSION, header.kind, self.reader.body()).unwrap();
-        self.reader.discard(header.payload_bytes as usize).await.unwrap();
+        self.reader.discard().await.unwrap();
         Some((header.request, response))
     }
 }

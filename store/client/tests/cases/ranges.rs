@@ -153,7 +153,7 @@ async fn invalid_ranges_are_misses() {
     loop {
         let header = reader.next().await.unwrap().expect("the connection goes on");
         let answer = Response::decode(PROTOCOL_VERSION, header.kind, reader.body()).unwrap();
-        reader.discard(header.payload_bytes as usize).await.unwrap();
+        reader.discard().await.unwrap();
         match answer {
             Response::Miss { .. } => misses += 1,
             Response::Range { index, bytes, location, .. } => {
