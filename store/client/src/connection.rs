@@ -14,7 +14,7 @@
 //! - `multiplex`: the connection itself, which carries many requests at a time.
 //! - `parts`, `rdma_writes`: send the parts of a put the cheapest way.
 //! - `connector`, `handshake`: reach a node and agree on a protocol version.
-//! - `dispatch`, `driver`: receive frames until the connection ends.
+//! - `dispatch`, `receive`, `driver`: receive responses until the connection ends.
 //! - `rdma_setup`, `pool`: further channels and connections to a connected node.
 //! - `supervisor`: connects, and reconnects with backoff.
 
@@ -32,6 +32,7 @@ mod pool;
 mod rdma_channels;
 mod rdma_setup;
 mod rdma_writes;
+mod receive;
 mod releases;
 mod supervisor;
 

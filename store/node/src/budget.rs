@@ -56,9 +56,6 @@ const TENANT_SHARES_MAX: u64 = 16;
 const DEMAND_TIME: Duration = Duration::from_secs(3);
 /// Time without progress after which a reader may be disconnected.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
-/// Bytes that count as progress of a reader. Smaller amounts also come from a socket buffer that
-/// empties while the client has stopped reading. A smaller page counts as a whole.
-const PROGRESS_BYTES: u64 = 256 << 10;
 /// Interval between two searches for a stalled reader: each search visits all connections.
 const STALLED_SEARCH_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of its deadline for which a reader may request bytes. As much again waits in queues
@@ -151,7 +148,6 @@ struct ConnectionUsage {
     queued: u64,
     /// Last time at which the reader made progress, or had nothing to receive.
     last_progress: Instant,
-    received: u64,
     disconnect: CancellationToken,
 }
 
@@ -322,7 +318,6 @@ impl Budget {
             read_rate: ReadRate::default(),
             queued: 0,
             last_progress: now(),
-            received: 0,
             disconnect: disconnect.clone(),
         };
         state.connections.insert(number, connection);

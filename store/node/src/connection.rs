@@ -72,8 +72,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_RETRIES: u32 = 3;
 /// Maximum time until the first message. A connection without a handshake has no tenant to charge.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time to send one frame or to receive one payload. The largest page passes in it at
-/// 1 MiB/s and more.
+/// Maximum time without a byte while a frame is sent or received.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum time to tell a client that there is no memory for its connection.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -129,6 +128,9 @@ pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream) {
     // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
+    }
+    if let Err(error) = larder_wire::limit_unsent_bytes(&stream) {
+        tracing::debug!(%peer, %error, "cannot set TCP_NOTSENT_LOWAT: answers may wait behind pages to this client");
     }
     let keepalive =
         TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(KEEPALIVE_RETRIES);

@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 const MIB: usize = 1 << 20;
 const ARENA_BYTES: usize = 96 * MIB;
 /// Time limit of every step, far above what an emulated machine needs.
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(60);
 const KINDS: [GrantKind; 2] = [GrantKind::MemoryWindow, GrantKind::Registration];
 /// `IBV_WC_REM_ACCESS_ERR`: the key does not allow the access.
 const REFUSED: u32 = 10;

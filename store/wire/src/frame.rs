@@ -6,18 +6,25 @@
 //! - Lengths of a header are checked against their limits before anything is allocated by them.
 //! - Page bytes are never copied on the way out, and on the way in only the few that arrive with a
 //!   header.
+//! - At most one payload per direction is *open*: begun and neither complete nor abandoned. Between
+//!   its fragments only frames without payload travel.
 //!
 //! Layout: this file has the header and the frame, `reader` and `writer` the two directions of a
-//! stream,
-//! `queue` the frames that wait for a writer.
+//! stream, `queue` the frames that wait for a writer, `batch` their order and their fragments,
+//! `abandon` the payloads that nobody wants any more.
 
+mod abandon;
+mod batch;
 mod queue;
 mod reader;
 mod writer;
 
+pub use abandon::{PayloadGuard, QueuedPayloads};
 pub use queue::FrameQueue;
-pub use reader::{FrameHead, FrameReader};
+pub use reader::{FrameHead, FrameReader, Piece};
 pub use writer::FrameWriter;
+
+use crate::VERSION_FRAGMENTS;
 
 use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
@@ -30,7 +37,17 @@ pub const HEADER_BYTES: usize = 32;
 /// and text.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 
+/// Maximum payload bytes of a fragment, and of a frame that carries its payload itself. Short
+/// frames and cancellations wait for at most one fragment that has begun. At 64 KB/s that takes 4 s.
+pub const FRAGMENT_BYTES: usize = 256 << 10;
+
 const MAGIC: [u8; 4] = *b"LRDR";
+const FLAGS_AT: usize = 5;
+const REQUEST_AT: usize = 8;
+/// Header flag of a frame whose payload follows in fragments.
+const FRAGMENTED: u8 = 1;
+/// Header flag of a fragment: a frame without body that continues the open payload. Its kind is 0.
+const FRAGMENT: u8 = 2;
 /// Offset of the check in the header. The check covers the bytes before it.
 const CRC_AT: usize = 28;
 /// Bytes that a task moves before it yields: some 200 µs of copying. The runtime's own budget
@@ -47,10 +64,12 @@ pub struct FrameHeader {
     pub request: u64,
     /// Length of the body in bytes, at most [`MAX_BODY_BYTES`].
     pub body_bytes: u32,
-    /// Length of the payload in bytes, at most [`MAX_PAGE_BYTES`].
+    /// Length of the payload in bytes, at most [`MAX_PAGE_BYTES`]. The payload may be in this frame
+    /// or in fragments after it.
     pub payload_bytes: u32,
     /// Time left to the request, in milliseconds. 0 in responses.
     pub deadline_ms: u32,
+    flags: u8,
     crc: u32,
 }
 
@@ -58,14 +77,16 @@ impl FrameHeader {
     /// Decodes a header and checks its lengths. The caller checks the CRC once it has the body.
     ///
     /// # Errors
-    /// The magic is wrong, reserved bytes are set, or a length is above its limit.
+    /// The magic is wrong, reserved bytes are set, a length is above its limit, or the flags do not
+    /// fit the lengths.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         if reader.array::<4>("frame magic")? != MAGIC {
             return Err(DecodeError::Invalid("frame magic"));
         }
         let kind = reader.u8("kind")?;
-        if reader.array::<3>("reserved bytes")? != [0; 3] {
+        let flags = reader.u8("flags")?;
+        if reader.array::<2>("reserved bytes")? != [0; 2] {
             return Err(DecodeError::Invalid("reserved bytes"));
         }
         let request = reader.u64("request")?;
@@ -73,14 +94,32 @@ impl FrameHeader {
         let payload_bytes = reader.count(MAX_PAGE_BYTES, "payload bytes")? as u32;
         let deadline_ms = reader.u32("deadline")?;
         let crc = reader.u32("frame check")?;
-        Ok(Self { kind, request, body_bytes, payload_bytes, deadline_ms, crc })
+        let fits_flags = match flags {
+            0 => true,
+            FRAGMENTED => payload_bytes > 0,
+            FRAGMENT => kind == 0 && body_bytes == 0 && deadline_ms == 0 && payload_bytes as usize <= FRAGMENT_BYTES,
+            _ => false,
+        };
+        if !fits_flags {
+            return Err(DecodeError::Invalid("frame flags"));
+        }
+        Ok(Self { kind, request, body_bytes, payload_bytes, deadline_ms, flags, crc })
+    }
+
+    fn is_fragment(&self) -> bool {
+        self.flags == FRAGMENT
+    }
+
+    fn is_fragmented(&self) -> bool {
+        self.flags == FRAGMENTED
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER_BYTES);
         out.put(&MAGIC);
         out.put_u8(self.kind);
-        out.put(&[0; 3]);
+        out.put_u8(self.flags);
+        out.put(&[0; 2]);
         out.put_u64(self.request);
         out.put_u32(self.body_bytes);
         out.put_u32(self.payload_bytes);
@@ -118,7 +157,12 @@ pub struct Frame {
     /// Length of the payload in bytes. Kept here so that a count does not touch the payload's
     /// memory.
     payload_len: usize,
+    is_fragmented: bool,
+    is_abandoned: Option<Box<IsAbandoned>>,
 }
+
+/// Condition under which the rest of a payload is not sent. Once true, it stays true.
+type IsAbandoned = dyn Fn() -> bool + Send + Sync;
 
 impl Frame {
     /// Encodes a frame. The caller bounds its messages: the decoder's limits apply on both sides.
@@ -135,12 +179,32 @@ impl Frame {
             body_bytes: body.len() as u32,
             payload_bytes: payload_bytes as u32,
             deadline_ms,
+            flags: 0,
             crc: 0,
         };
         let mut head = header.encode();
         head.put_u32(crc(&head, body));
         head.put(body);
-        Frame { head, payload, payload_len: payload_bytes }
+        Frame { head, payload, payload_len: payload_bytes, is_fragmented: false, is_abandoned: None }
+    }
+
+    /// Adapts a new frame to the negotiated version: a payload above [`FRAGMENT_BYTES`] travels in
+    /// fragments if the peer knows them. Must precede [`Frame::number`].
+    pub(crate) fn for_version(mut self, version: u16) -> Frame {
+        if version >= VERSION_FRAGMENTS && self.payload_len > FRAGMENT_BYTES {
+            self.is_fragmented = true;
+            self.head[FLAGS_AT] = FRAGMENTED;
+            let check = crc(&self.head, &self.head[HEADER_BYTES..]);
+            self.head[CRC_AT..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+        }
+        self
+    }
+
+    /// Lets the writer give up the payload once `condition` holds. It then drops a frame that has
+    /// not begun, and ends one whose fragments are being sent. `condition` must stay true, and must
+    /// be cheap: the writer evaluates it before each send.
+    pub fn abandon_when(&mut self, condition: impl Fn() -> bool + Send + Sync + 'static) {
+        self.is_abandoned = Some(Box::new(condition));
     }
 
     /// Attaches a guard to a frame without payload. The guard is dropped once the frame has been
@@ -169,9 +233,20 @@ impl Frame {
         check.iter_mut().zip(number.to_le_bytes()).for_each(|(byte, of_number)| *byte ^= of_number);
     }
 
+    #[cfg(test)]
     fn payload_bytes(&self) -> &[u8] {
         self.payload.as_ref().map_or(&[], |payload| (**payload).as_ref())
     }
+}
+
+/// Header of a fragment with `payload_bytes` bytes, without a sequence number.
+fn fragment_head(request: u64, payload_bytes: usize) -> Vec<u8> {
+    let payload_bytes = payload_bytes as u32;
+    let header =
+        FrameHeader { kind: 0, request, body_bytes: 0, payload_bytes, deadline_ms: 0, flags: FRAGMENT, crc: 0 };
+    let mut head = header.encode();
+    head.put_u32(crc(&head, &[]));
+    head
 }
 
 /// Bytes that a task has moved since it last yielded to the other tasks of its thread. Each
@@ -185,7 +260,15 @@ impl YieldBudget {
     /// Counts moved bytes. Yields once they reach a mebibyte, so that timers and other sockets run
     /// in between.
     pub async fn spend(&mut self, bytes: usize) {
+        self.count(bytes);
+        self.settle().await;
+    }
+
+    fn count(&mut self, bytes: usize) {
         self.spent_bytes += bytes;
+    }
+
+    async fn settle(&mut self) {
         if self.spent_bytes >= YIELD_BYTES {
             self.spent_bytes = 0;
             tokio::task::yield_now().await;
@@ -197,5 +280,7 @@ fn invalid(error: DecodeError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
+#[cfg(test)]
+mod fragment_tests;
 #[cfg(test)]
 mod tests;

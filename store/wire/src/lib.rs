@@ -8,7 +8,8 @@
 //! ```text
 //! 0   magic "LRDR"            4
 //! 4   kind                    1     which message the body holds
-//! 5   reserved, zero          3
+//! 5   flags                   1     0; 1: the payload follows in fragments; 2: a fragment
+//! 6   reserved, zero          2
 //! 8   request number          8     chosen by the client; responses repeat it
 //! 16  body bytes              4     at most MAX_BODY_BYTES
 //! 20  payload bytes           4     at most MAX_PAGE_BYTES
@@ -52,8 +53,8 @@ pub use busy_poll::{BusyPollSource, DEFAULT_BUSY_POLL};
 pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
 pub use fields::{Delivery, Entry, GrantedRange, PagePin, PageRange, PartLocation, PayloadLocation, RdmaEndpoint};
 pub use frame::{
-    Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, Payload,
-    YieldBudget,
+    FRAGMENT_BYTES, Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES,
+    Payload, PayloadGuard, Piece, QueuedPayloads, YieldBudget,
 };
 pub use limits::{
     MAX_ARENA_PAGES, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PIN_MS,
@@ -62,11 +63,11 @@ pub use limits::{
 pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
 pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, Response};
-pub use stream::{ByteSink, ByteSource, TryReceive};
+pub use stream::{ByteSink, ByteSource, TryReceive, limit_unsent_bytes};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 /// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
 /// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
@@ -88,3 +89,6 @@ pub const VERSION_RETRY_AFTER: u16 = 2;
 /// First version with [`Request::Pins`]. Older nodes treat it as an unknown kind, so a client must
 /// not send it to them.
 pub const VERSION_PIN_STATUS: u16 = 3;
+/// First version in which large payloads travel in fragments. To an older peer a payload leaves in
+/// one frame, which nothing can interrupt.
+pub const VERSION_FRAGMENTS: u16 = 4;

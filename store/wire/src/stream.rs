@@ -1,8 +1,24 @@
 //! Byte streams below the frames: TCP sockets, UNIX sockets, and the simulation's network.
 
+use socket2::SockRef;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::AsFd;
 use tokio::net::{tcp, unix};
+
+/// Bytes in a TCP socket that the kernel has not sent yet, from which on it takes no more. A
+/// cancelled page would otherwise keep the stream busy with all that fits into the socket's buffer:
+/// 4 MiB, which take a minute at 64 KB/s. Bytes on their way to the peer do not count.
+const UNSENT_BYTES_MAX: u32 = 256 << 10;
+
+/// Limits the unsent bytes of a TCP socket, so that short frames and cancellations do not wait
+/// behind a full buffer.
+///
+/// # Errors
+/// The socket is not a TCP socket.
+pub fn limit_unsent_bytes(socket: &impl AsFd) -> io::Result<()> {
+    SockRef::from(socket).set_tcp_notsent_lowat(UNSENT_BYTES_MAX)
+}
 
 /// Receiving half of an ordered byte stream. The frame reader adds message boundaries and checks,
 /// so a source only moves bytes.

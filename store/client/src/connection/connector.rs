@@ -96,6 +96,7 @@ impl Connector for SocketConnector {
         let stream = TcpStream::connect(address).await?;
         // Requests are small, and the writer coalesces frames itself.
         stream.set_nodelay(true)?;
+        larder_wire::limit_unsent_bytes(&stream)?;
         let (read, write) = stream.into_split();
         Ok((SocketSource::Tcp(BusyPollSource::new(read, self.busy_poll)), SocketSink::Tcp(write)))
     }

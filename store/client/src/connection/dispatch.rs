@@ -1,126 +1,131 @@
-//! Dispatch of one response: receives its payload and updates the request's handler.
+//! Dispatch of one response without payload: updates the request's handler. `receive` has the
+//! responses with payload.
 //!
-//! Invariant: a page that the node holds for a response is released, even if the request was
-//! cancelled in the meantime.
+//! Invariants:
+//! - A page that the node holds for a response is released, even if the request was cancelled in
+//!   the meantime.
+//! - Nothing here waits, so it can run between two fragments of another response.
 
-use super::handlers::{PagesHandler, PartsHandler, PayloadTarget, ResponseHandler};
+use super::handlers::{PagesHandler, PartsHandler, ResponseHandler};
 use super::multiplex::Connection;
-use larder_format::{PageMeta, PayloadVerifier};
-use larder_runtime::fail_point;
-use larder_wire::{
-    ArenaPage, ByteSource, Entry, FrameHeader, FrameReader, GrantedRange, PayloadLocation, Request, Response, TierCode,
-};
-use std::io;
+use larder_format::PageMeta;
+use larder_wire::{ArenaPage, Entry, GrantedRange, PayloadLocation, Request, Response, TierCode};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Dispatches one response. Returns the handler if it expects further responses.
-pub(super) async fn dispatch<S: ByteSource>(
-    connection: &Arc<Connection>,
-    reader: &mut FrameReader<S>,
-    header: &FrameHeader,
-    response: Response,
-    handler: Option<ResponseHandler>,
-) -> io::Result<Option<ResponseHandler>> {
-    match response {
-        Response::ArenaPages(placed) => dispatch_locations(connection, reader, header, placed, handler).await,
-        Response::Page { index, tier, meta, location } => {
-            let range = 0..meta.payload_bytes() as u32;
-            let page = ReceivedPage { index, tier, meta, range };
-            dispatch_page(connection, reader, header, page, location, handler).await
-        }
-        Response::Range { index, tier, meta, bytes, location } => {
-            let page = ReceivedPage { index, tier, meta, range: bytes };
-            dispatch_page(connection, reader, header, page, location, handler).await
-        }
-        Response::Part { part, crcs } => match handler {
-            Some(ResponseHandler::Parts(mut parts)) => {
-                receive_part(connection, reader, header, part, crcs, &mut parts).await?;
-                Ok(Some(ResponseHandler::Parts(parts)))
+/// Page, or range of one, in a response.
+pub(super) struct ReceivedPage {
+    pub(super) index: u32,
+    pub(super) tier: TierCode,
+    pub(super) meta: PageMeta,
+    pub(super) range: Range<u32>,
+    pub(super) location: PayloadLocation,
+}
+
+impl ReceivedPage {
+    /// Extracts the page of a Page or Range response. Returns other responses unchanged.
+    pub(super) fn of(response: Response) -> Result<ReceivedPage, Response> {
+        match response {
+            Response::Page { index, tier, meta, location } => {
+                let range = 0..meta.payload_bytes() as u32;
+                Ok(ReceivedPage { index, tier, meta, range, location })
             }
-            // Not the response to this request, which therefore ends.
-            _ => discard(reader, header).await.map(|()| None),
-        },
-        response => {
-            discard(reader, header).await?;
-            Ok(handler.and_then(|handler| finish(handler, response)))
+            Response::Range { index, tier, meta, bytes, location } => {
+                Ok(ReceivedPage { index, tier, meta, range: bytes, location })
+            }
+            response => Err(response),
         }
     }
 }
 
-struct ReceivedPage {
-    index: u32,
-    tier: TierCode,
-    meta: PageMeta,
-    range: Range<u32>,
+/// Dispatches one response to the handler of its request, if that still waits.
+pub(super) fn dispatch(connection: &Arc<Connection>, request: u64, response: Response) {
+    let handler = connection.pending().lock().begin_response(request);
+    let handler = apply(connection, request, response, handler);
+    let cancelled = connection.pending().lock().end_response(request, handler);
+    // The cancellation could not take the handler, so the node has not heard of it.
+    if cancelled.is_some() {
+        connection.send_detached(&Request::Cancel(request));
+    }
 }
 
-async fn discard<S: ByteSource>(reader: &mut FrameReader<S>, header: &FrameHeader) -> io::Result<()> {
-    reader.discard(header.payload_bytes as usize).await
-}
-
-async fn dispatch_locations<S: ByteSource>(
+/// Applies one response to a handler. Returns the handler if it expects further responses.
+pub(super) fn apply(
     connection: &Arc<Connection>,
-    reader: &mut FrameReader<S>,
-    header: &FrameHeader,
+    request: u64,
+    response: Response,
+    handler: Option<ResponseHandler>,
+) -> Option<ResponseHandler> {
+    let response = match ReceivedPage::of(response) {
+        Ok(page) => return apply_page(connection, request, page, handler),
+        Err(response) => response,
+    };
+    match (response, handler) {
+        (Response::ArenaPages(placed), handler) => apply_locations(connection, request, placed, handler),
+        (Response::Part { part, .. }, Some(ResponseHandler::Parts(mut parts))) => {
+            // A part has bytes, and they are the payload.
+            parts.finish_part(part, None);
+            report_corrupt_part(connection, &parts, part);
+            Some(ResponseHandler::Parts(parts))
+        }
+        (response, handler) => handler.and_then(|handler| finish(handler, response)),
+    }
+}
+
+fn apply_locations(
+    connection: &Arc<Connection>,
+    request: u64,
     placed: Vec<ArenaPage>,
     handler: Option<ResponseHandler>,
-) -> io::Result<Option<ResponseHandler>> {
+) -> Option<ResponseHandler> {
     // Before any early return: dropping the result releases the pages.
     let hold = |ArenaPage { index, tier, meta, bytes, offset }: ArenaPage| {
-        let entry = Entry { request: header.request, index };
+        let entry = Entry { request, index };
         (index, connection.hold_page(entry, offset, meta, tier, bytes))
     };
     let held: Vec<_> = placed.into_iter().map(hold).collect();
-    discard(reader, header).await?;
     // Cancelled, or not a request for pages: the request ends.
-    let Some(ResponseHandler::Pages(mut pages)) = handler else { return Ok(None) };
+    let Some(ResponseHandler::Pages(mut pages)) = handler else { return None };
     pages.record_response();
     held.into_iter().for_each(|(index, uncopied)| pages.set_uncopied(index, uncopied));
-    Ok(Some(ResponseHandler::Pages(pages)))
+    Some(ResponseHandler::Pages(pages))
 }
 
-/// Dispatches one page by the way in which the node delivers it.
-async fn dispatch_page<S: ByteSource>(
+/// Applies one page by the way in which the node delivers it.
+pub(super) fn apply_page(
     connection: &Arc<Connection>,
-    reader: &mut FrameReader<S>,
-    header: &FrameHeader,
+    request: u64,
     page: ReceivedPage,
-    location: PayloadLocation,
     handler: Option<ResponseHandler>,
-) -> io::Result<Option<ResponseHandler>> {
-    let entry = Entry { request: header.request, index: page.index };
-    let mut pages = match handler {
-        Some(ResponseHandler::Pages(pages)) => pages,
-        other => {
-            // Cancelled, or not a request for pages. The node holds the page all the same.
-            match location {
-                PayloadLocation::Arena(offset) => {
-                    drop(connection.hold(entry.request, entry.index, offset, page.range.len()))
-                }
-                PayloadLocation::Rdma(_) => drop(connection.release_on_drop(entry)),
-                PayloadLocation::Inline => {}
+) -> Option<ResponseHandler> {
+    let entry = Entry { request, index: page.index };
+    let Some(ResponseHandler::Pages(mut pages)) = handler else {
+        // Cancelled, or not a request for pages. The node holds the page all the same.
+        match page.location {
+            PayloadLocation::Arena(offset) => {
+                drop(connection.hold(entry.request, entry.index, offset, page.range.len()))
             }
-            discard(reader, header).await?;
-            drop(other);
-            return Ok(None);
+            PayloadLocation::Rdma(_) => drop(connection.release_on_drop(entry)),
+            PayloadLocation::Inline => {}
         }
+        return None;
     };
     // A response has begun, so hedging must not abandon the request.
     pages.record_response();
-    match location {
+    match page.location {
         PayloadLocation::Arena(offset) => {
             let uncopied = connection.hold_page(entry, offset, page.meta, page.tier, page.range);
             pages.set_uncopied(page.index, uncopied);
-            discard(reader, header).await?;
         }
-        PayloadLocation::Rdma(grant) => {
-            begin_read(connection, entry, page, grant, &mut pages);
-            discard(reader, header).await?;
+        PayloadLocation::Rdma(grant) => begin_read(connection, entry, page, grant, &mut pages),
+        PayloadLocation::Inline => {
+            // A page has bytes, and they are the payload.
+            pages.begin_payload(page.index, &page.meta, &page.range, 0);
+            pages.finish_payload(page.index, page.tier, page.meta.generation, false);
+            report_corrupt_page(connection, &pages, page.index);
         }
-        PayloadLocation::Inline => receive_page(connection, reader, header, page, &mut pages).await?,
     }
-    Ok(Some(ResponseHandler::Pages(pages)))
+    Some(ResponseHandler::Pages(pages))
 }
 
 /// Begins the RDMA read of a page that the node has granted.
@@ -134,83 +139,24 @@ fn begin_read(
     let rdma = connection.rdma();
     rdma.record_answer(true);
     let release = connection.release_on_drop(entry);
-    let ReceivedPage { index, tier, meta, range } = page;
+    let ReceivedPage { index, tier, meta, range, .. } = page;
     pages.begin_read(index, meta, tier, range, |block| rdma.read(grant, block, release));
 }
 
-/// Receives a page's bytes into the caller's buffer, and checks them on the way.
-async fn receive_page<S: ByteSource>(
-    connection: &Arc<Connection>,
-    reader: &mut FrameReader<S>,
-    header: &FrameHeader,
-    page: ReceivedPage,
-    pages: &mut PagesHandler,
-) -> io::Result<()> {
-    let ReceivedPage { index, tier, meta, range } = page;
-    if pages.expects_grant(index) {
-        connection.rdma().record_answer(false);
-    }
-    let is_valid = match pages.begin_payload(index, &meta, &range, header.payload_bytes as usize) {
-        Some(target) => {
-            let is_valid = receive_payload(reader, target).await?;
-            let is_valid = pages.finish_payload(index, tier, meta.generation, is_valid);
-            if is_valid {
-                pages.keep_meta(index, meta);
-            }
-            is_valid
-        }
-        None => {
-            discard(reader, header).await?;
-            false
-        }
-    };
-    if !is_valid && let Some(id) = pages.id(index) {
+pub(super) fn report_corrupt_page(connection: &Connection, pages: &PagesHandler, index: u32) {
+    if let Some(id) = pages.id(index) {
         connection.report_corrupt(&id);
     }
-    Ok(())
 }
 
-/// Receives a payload. Returns `true` if all checksums match.
-async fn receive_payload<S: ByteSource>(reader: &mut FrameReader<S>, target: PayloadTarget<'_>) -> io::Result<bool> {
-    let PayloadTarget { before, memory, after, mut arriving, is_range } = target;
-    reader.pass(before, |piece| arriving.take(piece)).await?;
-    reader.payload(memory, |piece| arriving.take(piece)).await?;
-    reader.pass(after, |piece| arriving.take(piece)).await?;
-    let skips_check =
-        if is_range { fail_point!("client.range-skips-checksum") } else { fail_point!("client.get-skips-checksum") };
-    Ok(arriving.finish().is_ok() || skips_check)
+pub(super) fn report_corrupt_part(connection: &Connection, parts: &PartsHandler, part: u32) {
+    let node = &connection.node().node_id;
+    tracing::error!(key = ?parts.key(), part, %node, "part failed verification; the followed page is a miss");
+    connection.outbox().try_send(&Request::Suspect(parts.key()));
 }
 
-async fn receive_part<S: ByteSource>(
-    connection: &Arc<Connection>,
-    reader: &mut FrameReader<S>,
-    header: &FrameHeader,
-    part: u32,
-    crcs: Vec<u32>,
-    parts: &mut PartsHandler,
-) -> io::Result<()> {
-    let is_valid = match parts.begin_part(part, header.payload_bytes as usize) {
-        Some(memory) => {
-            let lengths = [header.payload_bytes];
-            let mut arriving = PayloadVerifier::new(&lengths, &crcs);
-            reader.payload(memory, |piece| arriving.take(piece)).await?;
-            let is_valid = arriving.finish().is_ok();
-            parts.finish_part(part, is_valid.then_some(crcs))
-        }
-        None => {
-            discard(reader, header).await?;
-            false
-        }
-    };
-    if !is_valid {
-        let node = &connection.node().node_id;
-        tracing::error!(key = ?parts.key(), part, %node, "part failed verification; the followed page is a miss");
-        connection.outbox().try_send(&Request::Suspect(parts.key()));
-    }
-    Ok(())
-}
-
-/// Handles a response without payload. Returns the handler if it expects further responses.
+/// Handles a response that is neither a page nor a part. Returns the handler if it expects further
+/// responses.
 fn finish(mut handler: ResponseHandler, response: Response) -> Option<ResponseHandler> {
     match (&mut handler, response) {
         (ResponseHandler::Pages(pages), Response::Miss { .. }) => {

@@ -1,20 +1,17 @@
 //! The task of a connection: receives, sends and watches until the connection ends.
 
-use super::dispatch::dispatch;
 use super::multiplex::Connection;
-use larder_format::codec::DecodeError;
-use larder_runtime::now;
-use larder_wire::{ByteSink, ByteSource, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Request, Response};
+use super::receive::{STALL_TIMEOUT, receive};
+use larder_runtime::{fail_point, now};
+use larder_wire::{ByteSink, ByteSource, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Request};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Limit for receiving one payload after its header, and for sending one frame. A peer that stalls
-/// for longer counts as dead.
-const STALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time without a frame from the node after which the client probes it. An idle connection
-/// therefore costs one small request in this time.
+/// Time without a byte in either direction after which the client probes the node. An idle
+/// connection therefore costs one small request in this time.
 const PROBE_AFTER: Duration = Duration::from_secs(2);
 /// Limit for the node's answer to the probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -28,17 +25,19 @@ pub(super) async fn run<R: ByteSource, W: ByteSink>(
     queue: FrameQueue,
     rdma: impl Future<Output = io::Error>,
 ) -> io::Error {
+    let responses = AtomicU64::new(0);
+    let progress = Progress { bytes: [reader.received_bytes(), writer.payload_progress()], responses: &responses };
     // A task of its own, so that neither direction delays the other under load.
     let mut sending = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
     let ended = tokio::select! {
         // A fixed order of polling keeps simulations replayable.
         biased;
-        () = connection.closed() => Err(io::Error::other("a payload was not complete at its deadline")),
-        silent = watch_for_silence(connection) => Err(silent),
+        () = connection.closed() => Err(io::Error::other("the client closed the connection")),
+        silent = watch_for_silence(connection, &progress) => Err(silent),
         () = send_releases(connection) => Ok(()),
         error = rdma => Err(error),
         sent = &mut sending => sent.unwrap_or_else(|error| Err(io::Error::other(error))),
-        received = receive(connection, &mut reader) => received,
+        received = receive(connection, &mut reader, &responses) => received,
     };
     ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
@@ -53,42 +52,38 @@ async fn send_releases(connection: &Connection) {
     }
 }
 
-/// Probes a node that sends nothing for [`PROBE_AFTER`]. Returns if the probe gets no answer: the
-/// node's keys are then misses instead of waits.
-async fn watch_for_silence(connection: &Arc<Connection>) -> io::Error {
+/// Signs of life of the node. Bytes count, not responses: a large one takes long on a slow link.
+struct Progress<'a> {
+    /// Received from the node, and page bytes taken by the socket. It takes none for a dead node
+    /// once its buffer is full.
+    bytes: [Arc<AtomicU64>; 2],
+    responses: &'a AtomicU64,
+}
+
+impl Progress<'_> {
+    /// Relaxed: the sum is only compared with itself, and orders nothing.
+    fn get(&self) -> u64 {
+        if fail_point!("client.silence-counts-frames") {
+            return self.responses.load(Ordering::Relaxed);
+        }
+        self.bytes.iter().map(|bytes| bytes.load(Ordering::Relaxed)).sum()
+    }
+}
+
+/// Probes a node after [`PROBE_AFTER`] without progress. Returns if there is still none at the end
+/// of the probe: the node's keys are then misses instead of waits.
+async fn watch_for_silence(connection: &Arc<Connection>, progress: &Progress<'_>) -> io::Error {
     loop {
-        let before = connection.outbox().progress();
-        // Polls instead of a timer per frame: frames are far more frequent than probes.
+        let before = progress.get();
+        // Polls instead of a timer per byte: bytes are far more frequent than probes.
         tokio::time::sleep(PROBE_AFTER).await;
-        if connection.outbox().progress() != before {
+        if progress.get() != before {
             continue;
         }
         let answer = connection.request(&Request::Members, now() + PROBE_TIMEOUT).await;
         // A busy node may be sending a large payload instead of the answer.
-        if answer.is_none() && connection.outbox().progress() == before {
+        if answer.is_none() && progress.get() == before {
             return io::Error::new(io::ErrorKind::TimedOut, "the node sent nothing for 5 s and ignored a probe");
         }
     }
-}
-
-async fn receive<S: ByteSource>(connection: &Arc<Connection>, reader: &mut FrameReader<S>) -> io::Result<()> {
-    while let Some(header) = reader.next().await? {
-        connection.outbox().record_progress();
-        let response = Response::decode(connection.version(), header.kind, reader.body()).map_err(invalid_data)?;
-        let handler = connection.pending().lock().begin_response(header.request);
-        // Bounds the payload as well: a node that stalls within it blocks all other responses.
-        let step = dispatch(connection, reader, &header, response, handler);
-        let handler =
-            tokio::time::timeout(STALL_TIMEOUT, step).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-        let cancelled = connection.pending().lock().end_response(header.request, handler);
-        // The cancellation could not take the handler, so the node has not heard of it.
-        if cancelled.is_some() {
-            connection.send_detached(&Request::Cancel(header.request));
-        }
-    }
-    Ok(())
-}
-
-fn invalid_data(error: DecodeError) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error)
 }

@@ -101,6 +101,7 @@ async fn exchange_hello<C: Connector>(
             if namespace != options.namespace.as_ref().map(NamespaceDescriptor::id) {
                 return Err(invalid_data(DecodeError::Invalid("namespace in the node's hello")));
             }
+            reader.set_version(version);
             let node = NodeIdentity { node_id, epoch, version };
             Ok((Handshake { node, reader, writer, arena: None }, arena_listener))
         }

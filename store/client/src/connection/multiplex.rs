@@ -5,13 +5,13 @@
 //! - A request ends once: with its last response, when its caller gives it up (deadline, hedge or
 //!   dropped future), or with the connection. Its handler is then dropped, which returns the
 //!   caller's buffers.
-//! - A payload that is being received delays that end. [`Connection::finish`] waits for it at most
-//!   [`PAYLOAD_GRACE`], then ends the connection.
+//! - A payload that is being received does not delay that end: the receiving task is interrupted,
+//!   drops the handler, and discards the rest of the payload.
 //! - The node hears of a request that the client gave up before its last response.
 
 use super::handlers::{ResponseHandler, StoredAt, UncopiedBytes};
 use super::outbox::Outbox;
-use super::pending::PendingRequests;
+use super::pending::{Cancelled, PendingRequests};
 use super::rdma_channels::RdmaChannels;
 use super::releases::{ReleaseOnDrop, ReleaseQueue};
 use crate::random;
@@ -25,12 +25,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-/// Time after its deadline in which a payload that is being received may still finish. Ending the
-/// connection instead costs every other request on it.
-const PAYLOAD_GRACE: Duration = Duration::from_secs(1);
 /// Minimum pause after a refused put. During it, the client sends the bytes of a put only after the
 /// node has granted it.
 const PUTS_PAUSED_MIN: Duration = Duration::from_secs(1);
@@ -59,6 +56,8 @@ pub(crate) struct Connection {
     node: NodeIdentity,
     outbox: Outbox,
     pending: Mutex<PendingRequests>,
+    /// Wakes the receiving task when the request whose payload it receives may have been given up.
+    given_up: Notify,
     next_request: AtomicU64,
     /// Cancelled when the connection must end, or has ended.
     closed: CancellationToken,
@@ -85,6 +84,7 @@ impl Connection {
             node,
             outbox,
             pending: Mutex::default(),
+            given_up: Notify::new(),
             next_request: AtomicU64::new(1),
             closed: CancellationToken::new(),
             arena,
@@ -112,6 +112,14 @@ impl Connection {
 
     pub(super) fn pending(&self) -> &Mutex<PendingRequests> {
         &self.pending
+    }
+
+    /// Waits until a request is given up while its response is being received.
+    pub(super) async fn given_up(&self, request: u64) {
+        // `Notify` stores one permit, so a notification between check and wait is not lost.
+        while !self.pending.lock().is_given_up(request) {
+            self.given_up.notified().await;
+        }
     }
 
     pub(super) fn releases(&self) -> &Arc<ReleaseQueue> {
@@ -303,9 +311,6 @@ impl Connection {
     /// Waits for a handler's result: after the last response, or at `deadline`, when the client
     /// abandons the request. `outstanding` is `None` if the request could not be sent: its handler
     /// is already dropped.
-    ///
-    /// A payload that is being received at the deadline has [`PAYLOAD_GRACE`] to finish. After that
-    /// the connection ends, because nothing else returns the caller's buffer.
     pub(crate) async fn finish<T>(
         &self,
         outstanding: Option<OutstandingRequest>,
@@ -316,19 +321,19 @@ impl Connection {
         if outstanding.is_some() {
             ended = tokio::time::timeout_at(deadline.into(), &mut done).await.ok();
         }
-        // Removes the handler, which ends it, unless a payload is being received into it.
-        drop(outstanding);
-        if ended.is_none() {
-            ended = tokio::time::timeout(PAYLOAD_GRACE, &mut done).await.ok();
+        if let Some(outstanding) = &outstanding
+            && ended.is_none()
+            && fail_point!("client.deadline-ends-connection")
+            && self.pending.lock().is_receiving(outstanding.number)
+        {
+            self.closed.cancel();
         }
+        // Ends the handler. If a payload is being received into it, the receiving task does so as
+        // soon as it runs: it waits for nothing else without listening.
+        drop(outstanding);
         let ended = match ended {
             Some(ended) => ended,
-            None => {
-                if !fail_point!("client.no-payload-deadline") {
-                    self.closed.cancel();
-                }
-                done.await
-            }
+            None => done.await,
         };
         ended.expect("a handler always returns its buffers")
     }
@@ -381,10 +386,16 @@ pub(crate) struct OutstandingRequest {
 impl Drop for OutstandingRequest {
     fn drop(&mut self) {
         // The guard ends before the handler is dropped, which wakes the caller.
-        let handler = self.connection.pending.lock().cancel(self.number);
-        if let Some(handler) = handler {
-            drop(handler);
-            self.connection.send_detached(&Request::Cancel(self.number));
+        let cancelled = self.connection.pending.lock().cancel(self.number);
+        match cancelled {
+            Cancelled::Waiting(handler) => {
+                drop(handler);
+                self.connection.send_detached(&Request::Cancel(self.number));
+            }
+            // The receiving task cancels the request at the node.
+            Cancelled::Receiving if fail_point!("client.no-payload-deadline") => {}
+            Cancelled::Receiving => self.connection.given_up.notify_one(),
+            Cancelled::Ended => {}
         }
     }
 }

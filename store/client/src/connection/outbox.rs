@@ -4,10 +4,11 @@
 //! - Control frames never wait behind the bytes of puts: they have their own queue.
 //! - At most [`QUEUED_BYTES_MAX`] payload bytes wait on one connection.
 //! - Frames of one queue leave in the order in which they were added.
+//! - Parts of a put that was abandoned occupy the stream for at most one fragment more.
 
-use larder_wire::{Frame, FrameQueue, Payload, Request};
+use larder_runtime::now;
+use larder_wire::{Entry, Frame, FrameQueue, Payload, QueuedPayloads, Request};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -27,8 +28,7 @@ pub(super) struct Outbox {
     /// Parts and commits, which must keep their order.
     bulk: mpsc::Sender<Frame>,
     payload_credit: Arc<Semaphore>,
-    /// Frames received plus payloads sent. It grows while the node is alive and busy.
-    progress: Arc<AtomicU64>,
+    payloads: Arc<QueuedPayloads>,
 }
 
 impl Outbox {
@@ -36,21 +36,12 @@ impl Outbox {
         let (control, control_queue) = mpsc::channel(QUEUE_FRAMES);
         let (bulk, bulk_queue) = mpsc::channel(QUEUE_FRAMES);
         let payload_credit = Arc::new(Semaphore::new(QUEUED_UNITS_MAX));
-        let outbox = Outbox { version, control, bulk, payload_credit, progress: Arc::default() };
+        let outbox = Outbox { version, control, bulk, payload_credit, payloads: Arc::default() };
         (outbox, FrameQueue::new(control_queue, bulk_queue))
     }
 
     pub(super) fn queued_units(&self) -> usize {
         QUEUED_UNITS_MAX - self.payload_credit.available_permits()
-    }
-
-    /// Relaxed: the counter is only compared with itself, and orders nothing.
-    pub(super) fn progress(&self) -> u64 {
-        self.progress.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn record_progress(&self) {
-        self.progress.fetch_add(1, Ordering::Relaxed);
     }
 
     fn queue(&self, request: &Request) -> &mpsc::Sender<Frame> {
@@ -72,9 +63,10 @@ impl Outbox {
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Ok(())))
     }
 
-    /// Queues a message with a payload and without a response, and waits for room until `deadline`.
-    /// Returns `false` on timeout, or if the connection ended.
-    pub(super) async fn send_payload<P>(&self, request: &Request, bytes: P, deadline: Instant) -> bool
+    /// Queues a part of a put with its payload, and waits for room until `deadline`. Returns
+    /// `false` on timeout, or if the connection ended. What has not left at `deadline`, or when the
+    /// put is abandoned, is not sent any more.
+    pub(super) async fn send_payload<P>(&self, put: Entry, request: &Request, bytes: P, deadline: Instant) -> bool
     where
         P: AsRef<[u8]> + Send + Sync + 'static,
     {
@@ -83,10 +75,18 @@ impl Outbox {
         let send = async {
             // Credit first, then room in the queue: a frame in the queue always can leave.
             let credit = self.payload_credit.clone().acquire_many_owned(units as u32).await.ok()?;
-            let payload: Payload = Box::new(QueuedPayload { bytes, progress: self.progress.clone(), _credit: credit });
-            self.queue(request).send(request.frame(self.version, 0, 0, Some(payload))).await.ok()
+            let payload: Payload = Box::new(QueuedPayload { bytes, _credit: credit });
+            let mut frame = request.frame(self.version, 0, 0, Some(payload));
+            let guard = self.payloads.add(put.request);
+            frame.abandon_when(move || guard.is_abandoned() || now() >= deadline);
+            self.queue(request).send(frame).await.ok()
         };
         matches!(tokio::time::timeout_at(deadline.into(), send).await, Ok(Some(())))
+    }
+
+    /// Abandons the queued parts of a Reserve.
+    pub(super) fn abandon_parts(&self, reserve: u64) {
+        self.payloads.abandon(reserve);
     }
 
     /// Queues a control message and waits for room without a deadline. Returns `false` once the
@@ -112,18 +112,11 @@ impl Outbox {
 /// Payload of a frame. It returns its credit when it was written, or when the connection ended.
 struct QueuedPayload<P> {
     bytes: P,
-    progress: Arc<AtomicU64>,
     _credit: OwnedSemaphorePermit,
 }
 
 impl<P: AsRef<[u8]>> AsRef<[u8]> for QueuedPayload<P> {
     fn as_ref(&self) -> &[u8] {
         self.bytes.as_ref()
-    }
-}
-
-impl<P> Drop for QueuedPayload<P> {
-    fn drop(&mut self) {
-        self.progress.fetch_add(1, Ordering::Relaxed);
     }
 }

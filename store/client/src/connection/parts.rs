@@ -54,7 +54,7 @@ pub(crate) async fn send_part<P: PartSource>(
         }
         None => {
             let message = Request::Part { put, part, crcs, bytes: PartLocation::Inline };
-            connection.outbox().send_payload(&message, bytes, deadline).await.then_some(SentPart::Payload)
+            connection.outbox().send_payload(put, &message, bytes, deadline).await.then_some(SentPart::Payload)
         }
     }
 }

@@ -1,7 +1,10 @@
 //! Requests of one connection that wait for responses.
 //!
-//! Invariant: while a response is being received, its handler belongs to the receiving task. No
-//! other task can then end the handler in the middle of a payload.
+//! Invariants:
+//! - While a response is being received, its handler belongs to the receiving task. No other task
+//!   can end the handler in the middle of a payload.
+//! - The receiving task learns of a request that was given up in the middle of its payload, and
+//!   ends the handler itself.
 
 use super::handlers::ResponseHandler;
 use std::collections::BTreeMap;
@@ -9,7 +12,8 @@ use std::collections::BTreeMap;
 #[derive(Default)]
 pub(super) struct PendingRequests {
     waiting: BTreeMap<u64, ResponseHandler>,
-    receiving: Option<Receiving>,
+    /// At most two: a payload that arrives, and a short response between two of its fragments.
+    receiving: Vec<Receiving>,
 }
 
 struct Receiving {
@@ -18,9 +22,18 @@ struct Receiving {
     is_cancelled: bool,
 }
 
+/// Result of [`PendingRequests::cancel`].
+pub(super) enum Cancelled {
+    /// The request waited. The node may still work on it.
+    Waiting(ResponseHandler),
+    /// A response is being received. The receiving task ends the handler.
+    Receiving,
+    Ended,
+}
+
 impl PendingRequests {
     pub(super) fn len(&self) -> usize {
-        self.waiting.len() + usize::from(self.receiving.is_some())
+        self.waiting.len() + self.receiving.len()
     }
 
     pub(super) fn insert(&mut self, request: u64, handler: ResponseHandler) {
@@ -29,15 +42,16 @@ impl PendingRequests {
 
     /// Takes the handler out for one response.
     pub(super) fn begin_response(&mut self, request: u64) -> Option<ResponseHandler> {
-        let handler = self.waiting.remove(&request);
-        self.receiving = handler.is_some().then_some(Receiving { request, is_cancelled: false });
-        handler
+        let handler = self.waiting.remove(&request)?;
+        self.receiving.push(Receiving { request, is_cancelled: false });
+        Some(handler)
     }
 
     /// Ends the receiving of one response. `handler` waits for the next one, if it expects more.
     /// Returns the handler of a request that was cancelled in the meantime.
     pub(super) fn end_response(&mut self, request: u64, handler: Option<ResponseHandler>) -> Option<ResponseHandler> {
-        let is_cancelled = self.receiving.take().is_some_and(|receiving| receiving.is_cancelled);
+        let at = self.receiving.iter().position(|receiving| receiving.request == request)?;
+        let is_cancelled = self.receiving.swap_remove(at).is_cancelled;
         let handler = handler?;
         if is_cancelled {
             return Some(handler);
@@ -46,19 +60,34 @@ impl PendingRequests {
         None
     }
 
-    /// Removes a request. Returns its handler if no response is being received into it. The node
-    /// may then still work on the request.
-    pub(super) fn cancel(&mut self, request: u64) -> Option<ResponseHandler> {
-        if let Some(receiving) = self.receiving.as_mut().filter(|receiving| receiving.request == request) {
-            receiving.is_cancelled = true;
+    /// Removes a request, unless a response is being received into its handler.
+    pub(super) fn cancel(&mut self, request: u64) -> Cancelled {
+        if let Some(handler) = self.waiting.remove(&request) {
+            return Cancelled::Waiting(handler);
         }
-        self.waiting.remove(&request)
+        match self.receiving.iter_mut().find(|receiving| receiving.request == request) {
+            Some(receiving) => {
+                receiving.is_cancelled = true;
+                Cancelled::Receiving
+            }
+            None => Cancelled::Ended,
+        }
+    }
+
+    /// Returns `true` if a response to this request is being received.
+    pub(super) fn is_receiving(&self, request: u64) -> bool {
+        self.receiving.iter().any(|receiving| receiving.request == request)
+    }
+
+    /// Returns `true` if this request was cancelled while its response is being received.
+    pub(super) fn is_given_up(&self, request: u64) -> bool {
+        self.receiving.iter().any(|receiving| receiving.request == request && receiving.is_cancelled)
     }
 
     /// Returns `true` if a response to this Get has arrived, or is arriving.
     pub(super) fn has_begun(&self, request: u64) -> bool {
-        let is_receiving = self.receiving.as_ref().is_some_and(|receiving| receiving.request == request);
-        is_receiving || matches!(self.waiting.get(&request), Some(ResponseHandler::Pages(pages)) if pages.has_begun())
+        let waiting = self.waiting.get(&request);
+        self.is_receiving(request) || matches!(waiting, Some(ResponseHandler::Pages(pages)) if pages.has_begun())
     }
 
     /// Removes all requests that wait. The caller drops them after it has released the lock,

@@ -19,9 +19,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
-/// Limit for one answer of the node. The put's own deadline applies as well, whichever is earlier.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Identity of a page to put.
 #[derive(Debug, Clone)]
 pub struct NewPage {
@@ -217,17 +214,16 @@ async fn run(
     loop {
         let put = connection.next_request();
         let mut open = CancelOnDrop { connection: &connection, request: put, is_armed: true };
-        let answer_by = now() + ANSWER_TIMEOUT;
         // The node answers the second request after the reservation, so both may leave together.
-        let reserving = connection.request_as(put, &request, answer_by);
-        let (answer, open_parts) = futures::join!(reserving, open_parts(&connection, put, answer_by));
+        let reserving = connection.request_as(put, &request, deadline);
+        let (answer, open_parts) = futures::join!(reserving, open_parts(&connection, put, deadline));
         let Some((outcomes, retry_after)) = answer.and_then(|answer| reserve_outcomes(answer, 1)) else {
             return drain(&mut queue, PutOutcome::Lost).await;
         };
         let refused = match outcomes[0] {
             ReserveOutcome::Granted => {
                 open_parts.iter().for_each(OpenParts::record_accepted);
-                return send_parts(&mut open, &mut queue).await;
+                return send_parts(&mut open, &mut queue, deadline).await;
             }
             ReserveOutcome::Exists => None,
             ReserveOutcome::InProgress => Some(PutOutcome::InProgress),
@@ -246,7 +242,7 @@ async fn run(
                 tokio::time::sleep(pause).await;
             }
             Some(outcome) => return drain(&mut queue, outcome).await,
-            None => return compare_parts(&connection, page.key, parts, &mut queue).await,
+            None => return compare_parts(&connection, page.key, parts, &mut queue, deadline).await,
         }
     }
 }
@@ -276,13 +272,12 @@ async fn drain(queue: &mut StepQueue, outcome: PutOutcome) -> Ended {
     None
 }
 
-async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut StepQueue) -> Ended {
+async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut StepQueue, deadline: Instant) -> Ended {
     let connection = open.connection;
     let put = Entry { request: open.request, index: 0 };
     // The node copies these parts from client memory until it answers the commit.
     let mut shared_parts = Vec::new();
     while let Some(step) = queue.recv().await {
-        let deadline = now() + ANSWER_TIMEOUT;
         match step {
             PutStep::Part { part, bytes } => match send_part(connection, put, part as u32, bytes, deadline).await {
                 Some(SentPart::Location(bytes)) => shared_parts.push(bytes),
@@ -346,7 +341,13 @@ pub(super) async fn compare(
 }
 
 /// Compares a page that the node already has with the parts that the caller still passes.
-async fn compare_parts(connection: &Arc<Connection>, key: PageKey, parts: usize, queue: &mut StepQueue) -> Ended {
+async fn compare_parts(
+    connection: &Arc<Connection>,
+    key: PageKey,
+    parts: usize,
+    queue: &mut StepQueue,
+    deadline: Instant,
+) -> Ended {
     let mut crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
     while let Some(step) = queue.recv().await {
         match step {
@@ -358,7 +359,7 @@ async fn compare_parts(connection: &Arc<Connection>, key: PageKey, parts: usize,
             PutStep::Commit(reply) => {
                 let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
                 let outcome = match whole {
-                    Some(whole) => compare(connection, key, whole.concat(), now() + ANSWER_TIMEOUT).await,
+                    Some(whole) => compare(connection, key, whole.concat(), deadline).await,
                     None => PutOutcome::Lost,
                 };
                 return Some((reply, outcome));

@@ -4,7 +4,7 @@
 //! - pages that clients read in the node's arena.
 
 use super::{
-    attach, descriptor, geometry, get, held_bytes, key, nothing_is_held, options, pages, payload, put, settles, soon,
+    PATIENCE, attach, descriptor, geometry, get, held_bytes, key, nothing_is_held, options, pages, payload, put, settles, soon,
     transport,
 };
 use bytes::Bytes;
@@ -28,7 +28,6 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::{SocketAddr, UnixStream as StdStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpStream, UnixStream};
 
@@ -36,7 +35,7 @@ async fn attach_with_memory(node: &Node, memory_bytes: usize) -> Client {
     let url =
         StoreUrl { nodes: vec![node.addr().to_string()], transport: transport(), connections: DEFAULT_CONNECTIONS };
     let client = Client::attach(url, Some(descriptor(1)), ClientOptions { memory_bytes, ..ClientOptions::default() });
-    assert!(client.ready(Duration::from_secs(5)).await);
+    assert!(client.ready(PATIENCE).await);
     client
 }
 
@@ -295,7 +294,7 @@ async fn node_accepts_only_memory_files_of_the_announced_length() {
         ("a file that is too short", memory.as_fd(), page.len() as u64 + 1),
     ];
     for (what, file, bytes) in refused {
-        let came = tokio::time::timeout(Duration::from_secs(3), share_file(&listener, file, bytes)).await;
+        let came = tokio::time::timeout(PATIENCE, share_file(&listener, file, bytes)).await;
         assert!(came.expect("at once").is_err(), "the node accepted {what}");
     }
     // A location from a client that shares no memory.
@@ -307,7 +306,7 @@ async fn node_accepts_only_memory_files_of_the_announced_length() {
         while raw.reader.next().await?.is_some() {}
         io::Result::Ok(())
     };
-    assert!(tokio::time::timeout(Duration::from_secs(3), end).await.is_ok(), "the connection ends");
+    assert!(tokio::time::timeout(PATIENCE, end).await.is_ok(), "the connection ends");
     let mut good = share_file(&listener, memory.as_fd(), page.len() as u64).await.unwrap();
     assert!(good.put(3, &page, 0).await);
     node.shutdown().await;
@@ -374,7 +373,7 @@ async fn page_locations_arrive_in_batches_and_stay_valid_until_released() {
     raw.requests -= 1;
     raw.send(Request::Get { keys: vec![key(3), key(4)], by: Delivery::InPlace }).await.unwrap();
     let end = async { while let Ok(Some(_)) = raw.reader.next().await {} };
-    tokio::time::timeout(Duration::from_secs(3), end).await.expect("the connection ends");
+    tokio::time::timeout(PATIENCE, end).await.expect("the connection ends");
     // The end of the connection releases everything.
     nothing_is_held(&node).await;
     node.shutdown().await;

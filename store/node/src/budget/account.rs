@@ -2,7 +2,7 @@
 
 use super::{
     Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, Kind, OUTSTANDING_MIN, PAGES_IN_FLIGHT_MIN,
-    PROGRESS_BYTES, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, subtract,
+    REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, subtract,
 };
 use larder_runtime::{fail_point, now};
 use std::sync::Arc;
@@ -51,14 +51,11 @@ impl Account {
         state.leave_tenant(&before);
     }
 
-    /// Records that the client received `bytes` of its send queue. Amounts add up to
-    /// [`PROGRESS_BYTES`] before they count as progress.
-    pub(crate) fn record_progress(&self, bytes: u64) {
+    /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a slow
+    /// link the socket takes few at a time.
+    pub(crate) fn record_progress(&self) {
         let mut state = self.budget.state.lock();
-        let Some(connection) = state.connections.get_mut(&self.connection) else { return };
-        connection.received += bytes;
-        if connection.received >= PROGRESS_BYTES {
-            connection.received = 0;
+        if let Some(connection) = state.connections.get_mut(&self.connection) {
             connection.last_progress = now();
         }
     }

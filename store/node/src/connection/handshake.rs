@@ -24,6 +24,7 @@ impl Connection {
         let received = tokio::time::timeout(HANDSHAKE_TIMEOUT, receive).await.map_err(timed_out)?;
         let Some(header) = received? else { return Ok(false) };
         self.answer_hello(&header, reader.body()).await?;
+        reader.set_version(self.outbox.version());
         Ok(true)
     }
 

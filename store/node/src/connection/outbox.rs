@@ -7,12 +7,15 @@ use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
 use crate::page::Page;
 use crate::state::NodeState;
-use larder_wire::{ArenaPage, Frame, FrameQueue, PROTOCOL_VERSION_MIN, Payload, PayloadLocation, Response, TierCode};
+use larder_runtime::now;
+use larder_wire::{
+    ArenaPage, Frame, FrameQueue, PROTOCOL_VERSION_MIN, Payload, PayloadLocation, QueuedPayloads, Response, TierCode,
+};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 /// Capacity of each send queue, in frames. Enough that the writer never waits for the tasks that
@@ -22,6 +25,9 @@ const QUEUE_FRAMES: usize = 32;
 /// Unit of the read window, in bytes. A semaphore counts in u32, so bytes themselves would limit
 /// the window to 4 GiB.
 const WINDOW_UNIT: u64 = 4096;
+/// Time after the deadline of a request from which on its queued pages are not sent. The client has
+/// given them up long before, by its own clock, so it never takes them for missing.
+const ABANDON_AFTER: Duration = Duration::from_secs(1);
 
 /// Send queues and read window of one connection. Clones share them.
 #[derive(Clone)]
@@ -35,6 +41,7 @@ pub(super) struct Outbox {
     window: Arc<Semaphore>,
     account: Arc<Account>,
     uncongested_since: UncongestedSince,
+    payloads: Arc<QueuedPayloads>,
 }
 
 impl Outbox {
@@ -48,6 +55,7 @@ impl Outbox {
             window: Arc::new(Semaphore::new(0)),
             account,
             uncongested_since,
+            payloads: Arc::default(),
         };
         (outbox, FrameQueue::new(control_queue, bulk_queue))
     }
@@ -63,6 +71,12 @@ impl Outbox {
     /// Opens the read window with a size in bytes. Called once, when the page size is known.
     pub(super) fn open_window(&self, bytes: u64) {
         self.window.add_permits(bytes.div_ceil(WINDOW_UNIT) as usize);
+    }
+
+    /// Abandons the queued pages of a request. Of a page that has begun to leave, the client gets at
+    /// most one fragment more.
+    pub(super) fn abandon_payloads(&self, request: u64) {
+        self.payloads.abandon(request);
     }
 
     pub(super) fn uncongested_since(&self) -> UncongestedSince {
@@ -196,7 +210,11 @@ impl Responder {
         credit.charge.mark_queued();
         self.has_sent_bulk.store(true, Ordering::Relaxed);
         let payload: Payload = Box::new(CreditedBytes { bytes, _credit: credit });
-        enqueue(&self.outbox.bulk, head.frame(self.outbox.version, self.request, Some(payload))).await
+        let mut frame = head.frame(self.outbox.version, self.request, Some(payload));
+        let guard = self.outbox.payloads.add(self.request);
+        let abandon_at = self.deadline + ABANDON_AFTER;
+        frame.abandon_when(move || guard.is_abandoned() || now() >= abandon_at);
+        enqueue(&self.outbox.bulk, frame).await
     }
 }
 

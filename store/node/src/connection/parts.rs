@@ -1,17 +1,18 @@
 //! Parts of puts: received into the page's memory from the stream, or copied from shared client
 //! memory.
 
+use super::requests::DEADLINE_MAX;
 use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
 use crate::puts::Put;
 use larder_format::codec::DecodeError;
-use larder_format::{Mismatch, PayloadVerifier};
+use larder_format::{CHUNK_BYTES, Mismatch, PayloadVerifier};
 use larder_memory::SlotPartMut;
 use larder_memory::share::PeerMemory;
-use larder_runtime::fail_point;
-use larder_wire::{ByteSource, Entry, FrameReader};
+use larder_runtime::{fail_point, now};
+use larder_wire::{ByteSource, Entry, FrameReader, Piece};
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes that are copied between two yields: about 50 µs of work, so that the other connections of
 /// the thread are not delayed noticeably. Also the unit of verification: it fits into a core's
@@ -45,14 +46,30 @@ impl Connection {
         crcs: Vec<u32>,
         bytes: u32,
     ) -> io::Result<()> {
+        if bytes == 0 {
+            // No part is empty. The payload that may be open is that of another part.
+            return Ok(());
+        }
+        // No put lasts longer, so a part that trickles in cannot occupy its memory forever.
+        let deadline = now() + DEADLINE_MAX;
         let Some((put, mut memory)) = self.take_part(&entry, part, bytes).await else {
-            // The frame's payload must be consumed to find the next frame.
-            return tokio::time::timeout(STALL_TIMEOUT, reader.discard(bytes as usize)).await.map_err(timed_out)?;
+            // The payload must be consumed to find the next frame.
+            return self.discard_part(reader, deadline).await;
         };
         let lengths = [bytes];
         let mut arriving = PayloadVerifier::new(&lengths, &crcs);
-        let receive = reader.payload(&mut memory, |piece| arriving.take(piece));
-        tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(timed_out)??;
+        let mut at = 0;
+        while at < memory.len() {
+            let Some(received) = self.receive_piece(reader, &mut memory[at..], deadline).await? else {
+                // The client gave up the part. So it gave up the put.
+                self.node.store.puts().abort(&put);
+                self.forget_put(&entry, &put);
+                return Ok(());
+            };
+            arriving.take(&memory[at..at + received]);
+            at += received;
+            put.record_activity();
+        }
         self.node.metrics.bytes_received.inc_by(bytes.into());
         match arriving.finish() {
             Err(mismatch) if !fail_point!("node.accept-damaged-wire-part") => {
@@ -60,6 +77,31 @@ impl Connection {
             }
             _ => put.land_verified(part as usize, memory, crcs),
         }
+        Ok(())
+    }
+
+    /// Receives the next bytes of a part. Serves the requests that come between its fragments.
+    /// Returns their number, or `None` if the client gave up the part.
+    async fn receive_piece<S: ByteSource>(
+        &mut self,
+        reader: &mut FrameReader<S>,
+        memory: &mut [u8],
+        deadline: Instant,
+    ) -> io::Result<Option<usize>> {
+        loop {
+            // Any byte is progress: the time starts anew with each piece.
+            let until = deadline.min(now() + STALL_TIMEOUT);
+            match tokio::time::timeout_at(until.into(), reader.piece(memory)).await.map_err(timed_out)?? {
+                Piece::Bytes(bytes) => return Ok(Some(bytes)),
+                Piece::Abandoned => return Ok(None),
+                Piece::Frame(head) => self.serve_between(reader, &head).await?,
+            }
+        }
+    }
+
+    async fn discard_part<S: ByteSource>(&mut self, reader: &mut FrameReader<S>, deadline: Instant) -> io::Result<()> {
+        let mut scratch = vec![0; reader.payload_left().min(CHUNK_BYTES)];
+        while reader.payload_left() > 0 && self.receive_piece(reader, &mut scratch, deadline).await?.is_some() {}
         Ok(())
     }
 
@@ -126,6 +168,13 @@ impl Connection {
         self.node.store.puts().abort_unannounced(put);
         // A draining put stays known: the client's later messages end its grants.
         if !put.is_draining() {
+            self.forget_put(entry, put);
+        }
+    }
+
+    /// Forgets a put that has ended, unless its name stands for another one by now.
+    fn forget_put(&mut self, entry: &Entry, put: &Arc<Put>) {
+        if self.puts.get(entry).is_some_and(|current| Arc::ptr_eq(current, put)) {
             self.puts.remove(entry);
         }
     }

@@ -16,6 +16,7 @@ use larder_wire::{
     Request, Reserved, Response,
 };
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -25,7 +26,7 @@ use std::time::{Duration, Instant};
 const TOO_MANY_REQUESTS_RETRY: Duration = Duration::from_millis(10);
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
 /// Maximum deadline. It bounds the time for which a request can keep its memory.
-const DEADLINE_MAX: Duration = Duration::from_secs(600);
+pub(super) const DEADLINE_MAX: Duration = Duration::from_secs(600);
 
 impl Connection {
     /// Serves requests until the client disconnects.
@@ -37,25 +38,45 @@ impl Connection {
             return Ok(());
         }
         while let Some(head) = reader.head().await? {
-            if !self.admit(reader, &head).await? {
-                continue;
-            }
-            let header = head.header;
-            let request = match Request::decode(self.outbox.version(), header.kind, reader.body()) {
-                Ok(request) => request,
-                Err(error) => {
-                    let message = format!("a message of kind {}: {error}", header.kind);
-                    let response = Response::Error { code: ErrorCode::Malformed, message };
-                    // The answer helps to debug the client. The writer flushes it before the close.
-                    self.outbox.respond(header.request, response).await?;
-                    return Err(protocol_error(error));
-                }
-            };
-            self.handle(reader, &header, request).await?;
-            // Still here only if no task has taken it over: the request is done.
-            self.charge = None;
+            self.serve_one(reader, &head).await?;
         }
         Ok(())
+    }
+
+    async fn serve_one<S: ByteSource>(&mut self, reader: &mut FrameReader<S>, head: &FrameHead) -> io::Result<()> {
+        if !self.admit(reader, head).await? {
+            return Ok(());
+        }
+        let header = head.header;
+        let request = match Request::decode(self.outbox.version(), header.kind, reader.body()) {
+            Ok(request) => request,
+            Err(error) => {
+                let message = format!("a message of kind {}: {error}", header.kind);
+                let response = Response::Error { code: ErrorCode::Malformed, message };
+                // The answer helps to debug the client. The writer flushes it before the close.
+                self.outbox.respond(header.request, response).await?;
+                return Err(protocol_error(error));
+            }
+        };
+        self.handle(reader, &header, request).await?;
+        // Still here only if no task has taken it over: the request is done.
+        self.charge = None;
+        Ok(())
+    }
+
+    /// Serves a request that came between two fragments of a part. It has no payload, so the depth
+    /// is bounded: it cannot contain another.
+    pub(super) fn serve_between<'a, S: ByteSource>(
+        &'a mut self,
+        reader: &'a mut FrameReader<S>,
+        head: &'a FrameHead,
+    ) -> Pin<Box<dyn Future<Output = io::Result<()>> + Send + 'a>> {
+        Box::pin(async move {
+            let part_charge = self.charge.take();
+            self.serve_one(reader, head).await?;
+            self.charge = part_charge;
+            Ok(())
+        })
     }
 
     /// Charges a request and receives its body. Returns `false` if the request was answered "busy".
@@ -224,10 +245,11 @@ impl Connection {
         self.outbox.responder(request, deadline)
     }
 
-    /// Ends the tasks of a request, its lease, and the puts that it reserved.
+    /// Ends the tasks of a request, its queued pages, its lease, and the puts that it reserved.
     fn cancel(&mut self, request: u64) {
         // Tasks first: a running lookup must not add holds to a lease that has ended.
         self.tasks.abort_request(request);
+        self.outbox.abandon_payloads(request);
         self.holdings.end_lease(request);
         if fail_point!("node.cancel-keeps-puts") {
             return;

@@ -116,8 +116,8 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
         let sent = self.scheduler.run(bytes, self.inner.send(from), || *uncongested_since.lock() = now()).await;
         if bytes > BULK_MIN {
             *uncongested_since.lock() = now();
-            if let (Some(account), Ok(sent)) = (&self.account, &sent) {
-                account.record_progress(*sent as u64);
+            if let (Some(account), Ok(_)) = (&self.account, &sent) {
+                account.record_progress();
             }
         }
         sent

@@ -179,6 +179,11 @@ impl Put {
         is_valid
     }
 
+    /// Records that bytes of a part arrived. A put is idle only without any.
+    pub(crate) fn record_activity(&self) {
+        *self.last_activity.lock() = now();
+    }
+
     /// Shows a part to followers. The caller has verified it against `crcs` while it arrived.
     pub(crate) fn land_verified(&self, part: usize, memory: SlotPartMut, crcs: Vec<u32>) {
         // From here on no code can write the memory.

@@ -15,10 +15,15 @@ pub struct FrameQueue {
     next_bulk: Option<Frame>,
 }
 
+pub(super) enum QueuedFrame {
+    Urgent(Frame),
+    Bulk(Frame),
+}
+
 impl From<mpsc::Receiver<Frame>> for FrameQueue {
-    /// A queue with one priority. All frames count as urgent, so they keep their order.
+    /// A queue with one priority. All frames count as bulk, so they keep their order.
     fn from(only: mpsc::Receiver<Frame>) -> Self {
-        Self::new(only, mpsc::channel(1).1)
+        Self::new(mpsc::channel(1).1, only)
     }
 }
 
@@ -28,23 +33,30 @@ impl FrameQueue {
         Self { urgent, bulk, next_bulk: None }
     }
 
+    pub(super) fn take_urgent(&mut self) -> Option<Frame> {
+        self.urgent.try_recv().ok()
+    }
+
     /// Takes a frame that waits now. Without `allow_payload` it leaves bulk frames that carry page
     /// bytes.
-    pub(super) fn take(&mut self, allow_payload: bool) -> Option<Frame> {
+    pub(super) fn take(&mut self, allow_payload: bool) -> Option<QueuedFrame> {
         if self.next_bulk.is_none() {
             self.next_bulk = self.bulk.try_recv().ok();
         }
         // Polled after the bulk queue: a frame that became urgent before that bulk frame was queued
         // is seen here.
-        let urgent = self.urgent.try_recv().ok();
-        urgent.or_else(|| self.next_bulk.take_if(|frame| allow_payload || frame.payload_len == 0))
+        if let Some(frame) = self.take_urgent() {
+            return Some(QueuedFrame::Urgent(frame));
+        }
+        let bulk = self.next_bulk.take_if(|frame| allow_payload || frame.payload_len == 0);
+        bulk.map(QueuedFrame::Bulk)
     }
 
-    pub(super) async fn next(&mut self) -> Option<Frame> {
+    pub(super) async fn next(&mut self) -> Option<QueuedFrame> {
         if self.next_bulk.is_none() {
             tokio::select! {
                 biased;
-                Some(frame) = self.urgent.recv() => return Some(frame),
+                Some(frame) = self.urgent.recv() => return Some(QueuedFrame::Urgent(frame)),
                 Some(frame) = self.bulk.recv() => self.next_bulk = Some(frame),
                 else => return None,
             }

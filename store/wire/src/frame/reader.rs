@@ -1,11 +1,14 @@
 //! Receiving frames.
 
 use super::{CRC_AT, FrameHeader, HEADER_BYTES, YieldBudget, crc, invalid};
+use crate::VERSION_FRAGMENTS;
 use crate::stream::ByteSource;
 use larder_format::CHUNK_BYTES;
 use larder_format::codec::DecodeError;
 use larder_runtime::fail_point;
 use std::io::{self, IoSliceMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Length of the read-ahead buffer, in bytes. Bytes in it are copied to their destination, so it is
 /// small.
@@ -23,6 +26,9 @@ const BODY_CAPACITY_BYTES: usize = 64 << 10;
 /// Reads frames from a stream. Headers and bodies pass through a small buffer, payloads go straight
 /// to their final memory.
 ///
+/// The reader knows how much of a payload is left. So a caller may stop in the middle, and discard
+/// the rest later. Frames without payload may come between the fragments of one.
+///
 /// A malformed frame, or one out of sequence, is an `InvalidData` error. The stream is unusable
 /// afterwards, because the reader can no longer tell where a frame begins.
 pub struct FrameReader<S> {
@@ -34,6 +40,28 @@ pub struct FrameReader<S> {
     to: usize,
     body: Vec<u8>,
     budget: YieldBudget,
+    accepts_fragments: bool,
+    open: OpenPayload,
+    received_bytes: Arc<AtomicU64>,
+}
+
+/// Rest of the payload that is being received. `left` is 0 while there is none.
+#[derive(Default)]
+struct OpenPayload {
+    request: u64,
+    left: usize,
+    left_in_frame: usize,
+}
+
+/// One step in receiving a payload.
+pub enum Piece {
+    /// So many bytes are in the caller's memory. They follow the bytes of the last step.
+    Bytes(usize),
+    /// Another frame came between two fragments. It has no payload. The caller MUST take or skip
+    /// its body.
+    Frame(FrameHead),
+    /// The peer gave up the rest of the payload. No further piece comes.
+    Abandoned,
 }
 
 /// A header whose body is still unread. The caller can refuse the message by it before the reader
@@ -48,14 +76,35 @@ impl<S: ByteSource> FrameReader<S> {
     /// A reader at the start of a stream. Its sequence numbers begin with 0, as do those of the
     /// peer's [`FrameWriter`](super::FrameWriter).
     pub fn new(source: S) -> Self {
-        let ahead = Box::new([0; READ_AHEAD_BYTES]);
-        Self { source, sequence: 0, ahead, from: 0, to: 0, body: Vec::new(), budget: YieldBudget::default() }
+        Self {
+            source,
+            sequence: 0,
+            ahead: Box::new([0; READ_AHEAD_BYTES]),
+            from: 0,
+            to: 0,
+            body: Vec::new(),
+            budget: YieldBudget::default(),
+            accepts_fragments: false,
+            open: OpenPayload::default(),
+            received_bytes: Arc::default(),
+        }
+    }
+
+    /// Records the negotiated version. Until then the reader takes a fragment for an error.
+    pub fn set_version(&mut self, version: u16) {
+        self.accepts_fragments = version >= VERSION_FRAGMENTS;
+    }
+
+    /// Counter of the bytes that the source has delivered. Only its changes mean something.
+    pub fn received_bytes(&self) -> Arc<AtomicU64> {
+        self.received_bytes.clone()
     }
 
     /// Reads the next header and body. Returns `None` at a clean end of the stream.
     ///
     /// The body is then in [`FrameReader::body`]. The caller MUST take the payload with
-    /// [`FrameReader::payload`] or [`FrameReader::discard`] before the next frame.
+    /// [`FrameReader::piece`], [`FrameReader::payload`] or [`FrameReader::discard`] before the next
+    /// frame.
     ///
     /// # Errors
     /// `InvalidData` for a malformed frame, `UnexpectedEof` if the stream ends inside one, or the
@@ -71,14 +120,27 @@ impl<S: ByteSource> FrameReader<S> {
     ///
     /// The caller MUST follow with [`FrameReader::take_body`] or [`FrameReader::skip_body`]. Until
     /// one of them succeeds the header is unverified, except for the limits of its lengths.
+    ///
+    /// # Errors
+    /// As for [`FrameReader::next`]. `InvalidData` also if the last payload was not taken.
     pub async fn head(&mut self) -> io::Result<Option<FrameHead>> {
+        match self.any_head().await? {
+            Some(head) if head.header.is_fragment() || self.open.left > 0 => {
+                Err(invalid(DecodeError::Invalid("fragment without its message")))
+            }
+            head => Ok(head),
+        }
+    }
+
+    /// Reads the next header, which may be that of a fragment. Cancel safe.
+    async fn any_head(&mut self) -> io::Result<Option<FrameHead>> {
         while self.to - self.from < HEADER_BYTES {
             self.ahead.copy_within(self.from..self.to, 0);
             self.to -= self.from;
             self.from = 0;
             let into = &mut [IoSliceMut::new(&mut self.ahead[self.to..])];
             let received = match self.to {
-                0 => self.source.receive_next(into).await?,
+                0 if self.open.left == 0 => self.source.receive_next(into).await?,
                 _ => self.source.receive(into).await?,
             };
             match received {
@@ -86,11 +148,21 @@ impl<S: ByteSource> FrameReader<S> {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 received => self.to += received,
             }
+            self.count(received);
         }
         let bytes = self.ahead[self.from..].first_chunk().expect("the loop received a whole header");
         let head = FrameHead { header: FrameHeader::decode(bytes).map_err(invalid)?, bytes: *bytes };
+        if !self.accepts_fragments && (head.header.is_fragment() || head.header.is_fragmented()) {
+            return Err(invalid(DecodeError::Invalid("fragment in this protocol version")));
+        }
         self.from += HEADER_BYTES;
         Ok(Some(head))
+    }
+
+    /// Relaxed: the counter is only compared with itself.
+    fn count(&mut self, received: usize) {
+        self.received_bytes.fetch_add(received as u64, Ordering::Relaxed);
+        self.budget.count(received);
     }
 
     /// Reads the body of a header and verifies both. A failure is final: the caller must close the
@@ -98,7 +170,7 @@ impl<S: ByteSource> FrameReader<S> {
     pub async fn take_body(&mut self, head: &FrameHead) -> io::Result<()> {
         let mut body = std::mem::take(&mut self.body);
         body.resize(head.header.body_bytes as usize, 0);
-        self.payload(&mut body, |_| {}).await?;
+        self.fill(&mut body).await?;
         // One large body must not pin a mebibyte for the rest of the connection.
         body.shrink_to(BODY_CAPACITY_BYTES);
         self.body = body;
@@ -111,7 +183,14 @@ impl<S: ByteSource> FrameReader<S> {
         self.body = Vec::new();
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(&head.bytes[..CRC_AT]);
-        self.pass(head.header.body_bytes as usize, |piece| hasher.update(piece)).await?;
+        let mut left = head.header.body_bytes as usize;
+        let mut scratch = vec![0; left.min(SCRATCH_BYTES)];
+        while left > 0 {
+            let piece = &mut scratch[..left.min(SCRATCH_BYTES)];
+            self.fill(piece).await?;
+            hasher.update(piece);
+            left -= piece.len();
+        }
         self.verify(head, hasher.finalize())
     }
 
@@ -122,6 +201,24 @@ impl<S: ByteSource> FrameReader<S> {
             return Err(invalid(DecodeError::Checksum("frame")));
         }
         self.sequence = self.sequence.wrapping_add(1);
+        self.open_payload(&head.header)
+    }
+
+    /// Records the payload of a verified frame.
+    pub(super) fn open_payload(&mut self, header: &FrameHeader) -> io::Result<()> {
+        let bytes = header.payload_bytes as usize;
+        if header.is_fragment() {
+            if header.request != self.open.request || bytes > self.open.left {
+                return Err(invalid(DecodeError::Invalid("fragment of another message")));
+            }
+            self.open.left_in_frame = bytes;
+        } else if bytes > 0 {
+            if self.open.left > 0 {
+                return Err(invalid(DecodeError::Invalid("payload between fragments")));
+            }
+            let left_in_frame = if header.is_fragmented() { 0 } else { bytes };
+            self.open = OpenPayload { request: header.request, left: bytes, left_in_frame };
+        }
         Ok(())
     }
 
@@ -131,55 +228,121 @@ impl<S: ByteSource> FrameReader<S> {
         &self.body
     }
 
-    /// Fills `memory` with the next bytes of the stream.
-    ///
-    /// `on_piece` sees the bytes in order, piece by piece, while they are still in the processor's
-    /// cache. That is the cheapest moment to compute checksums.
-    ///
-    /// # Errors
-    /// `UnexpectedEof` if the stream ends first, or the source's error.
-    pub async fn payload(&mut self, memory: &mut [u8], mut on_piece: impl FnMut(&[u8])) -> io::Result<()> {
-        let mut at = (self.to - self.from).min(memory.len());
-        memory[..at].copy_from_slice(&self.ahead[self.from..self.from + at]);
-        self.from += at;
-        on_piece(&memory[..at]);
+    /// Fills `memory` with the next bytes of the stream. They are part of a body.
+    async fn fill(&mut self, memory: &mut [u8]) -> io::Result<()> {
+        let mut at = self.take_ahead(memory);
         while at < memory.len() {
-            // The read-ahead buffer is empty now, so the last receive may place the next header
-            // there.
-            self.from = 0;
-            self.to = 0;
-            let piece = (memory.len() - at).min(PIECE_BYTES);
-            let is_last = at + piece == memory.len();
-            let ahead = if is_last { &mut self.ahead[..] } else { &mut [] };
-            let into = &mut [IoSliceMut::new(&mut memory[at..at + piece]), IoSliceMut::new(ahead)];
+            let left = memory.len() - at;
+            let into = &mut [IoSliceMut::new(&mut memory[at..]), IoSliceMut::new(&mut self.ahead[..])];
             let received = self.source.receive(into).await?;
             if received == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            let in_memory = received.min(piece);
-            self.to = received - in_memory;
-            on_piece(&memory[at..at + in_memory]);
-            at += in_memory;
-            self.budget.spend(received).await;
+            self.count(received);
+            self.to = received.saturating_sub(left);
+            at += received.min(left);
+            self.budget.settle().await;
         }
         Ok(())
     }
 
-    /// Reads a payload of `bytes` bytes and drops it. It keeps the stream in step when the caller
-    /// has no use for the page.
-    pub async fn discard(&mut self, bytes: usize) -> io::Result<()> {
-        self.pass(bytes, |_| {}).await
+    /// Moves bytes out of the read-ahead buffer. Returns their number. The buffer is empty
+    /// afterwards if they are fewer than `memory` takes.
+    fn take_ahead(&mut self, memory: &mut [u8]) -> usize {
+        let taken = (self.to - self.from).min(memory.len());
+        memory[..taken].copy_from_slice(&self.ahead[self.from..self.from + taken]);
+        self.from += taken;
+        if self.from == self.to {
+            self.from = 0;
+            self.to = 0;
+        }
+        taken
     }
 
-    /// Reads `bytes` bytes through a scratch buffer without keeping them. `on_piece` sees them as
-    /// in [`FrameReader::payload`].
-    pub async fn pass(&mut self, bytes: usize, mut on_piece: impl FnMut(&[u8])) -> io::Result<()> {
-        let mut scratch = vec![0; bytes.min(SCRATCH_BYTES)];
-        let mut left = bytes;
-        while left > 0 {
-            let now = left.min(scratch.len());
-            self.payload(&mut scratch[..now], &mut on_piece).await?;
-            left -= now;
+    /// Receives the next bytes of the payload into `memory`, which must not be empty. Waits for
+    /// one byte at least.
+    ///
+    /// The caller sees the bytes while they are in the processor's cache, which is the cheapest
+    /// moment to compute checksums.
+    ///
+    /// Cancel safe: a dropped future has taken no bytes, and does not touch `memory` any more.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the stream ends first, `InvalidData` if no payload is left or the next
+    /// frame is not allowed here, or the source's error.
+    pub async fn piece(&mut self, memory: &mut [u8]) -> io::Result<Piece> {
+        // Before the receive: afterwards, a dropped future would lose the bytes.
+        self.budget.settle().await;
+        while self.open.left_in_frame == 0 {
+            if self.open.left == 0 {
+                return Err(invalid(DecodeError::Invalid("payload length")));
+            }
+            let head = self.any_head().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            if !head.header.is_fragment() {
+                return Ok(Piece::Frame(head));
+            }
+            self.verify(&head, crc(&head.bytes, &[]))?;
+            if head.header.payload_bytes == 0 {
+                self.open = OpenPayload::default();
+                return Ok(Piece::Abandoned);
+            }
+        }
+        let wanted = memory.len().min(self.open.left_in_frame).min(PIECE_BYTES);
+        let mut taken = self.take_ahead(&mut memory[..wanted]);
+        if taken == 0 {
+            // The last receive of a frame may place the next header in the read-ahead buffer. Of a
+            // fragment only the header: payload bytes would have to be copied.
+            let ahead = match wanted < self.open.left_in_frame {
+                true => 0,
+                false if self.open.left > wanted => HEADER_BYTES,
+                false => READ_AHEAD_BYTES,
+            };
+            let into = &mut [IoSliceMut::new(&mut memory[..wanted]), IoSliceMut::new(&mut self.ahead[..ahead])];
+            let received = self.source.receive(into).await?;
+            if received == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            self.count(received);
+            taken = received.min(wanted);
+            self.to = received - taken;
+        }
+        self.open.left_in_frame -= taken;
+        self.open.left -= taken;
+        Ok(Piece::Bytes(taken))
+    }
+
+    /// Number of bytes of the payload that the caller has not received.
+    pub fn payload_left(&self) -> usize {
+        self.open.left
+    }
+
+    /// Receives a whole payload of `memory.len()` bytes, for callers with one request at a time.
+    /// `on_piece` sees the bytes in order, piece by piece.
+    ///
+    /// # Errors
+    /// As for [`FrameReader::piece`]. `InvalidData` also if the peer abandons the payload, or sends
+    /// another frame between its fragments.
+    pub async fn payload(&mut self, memory: &mut [u8], mut on_piece: impl FnMut(&[u8])) -> io::Result<()> {
+        let mut at = 0;
+        while at < memory.len() {
+            match self.piece(&mut memory[at..]).await? {
+                Piece::Bytes(bytes) => {
+                    on_piece(&memory[at..at + bytes]);
+                    at += bytes;
+                }
+                Piece::Frame(_) | Piece::Abandoned => return Err(invalid(DecodeError::Invalid("end of a payload"))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops the rest of the payload, under the same conditions as [`FrameReader::payload`]. It
+    /// keeps the stream in step when the caller has no use for the page.
+    pub async fn discard(&mut self) -> io::Result<()> {
+        let mut scratch = vec![0; self.open.left.min(SCRATCH_BYTES)];
+        while self.open.left > 0 {
+            let bytes = self.open.left.min(SCRATCH_BYTES);
+            self.payload(&mut scratch[..bytes], |_| {}).await?;
         }
         Ok(())
     }

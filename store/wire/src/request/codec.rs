@@ -28,7 +28,7 @@ impl Request {
     pub fn frame(&self, version: u16, request: u64, deadline_ms: u32, payload: Option<Payload>) -> Frame {
         let kind = self.kind();
         debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
-        Frame::new(kind as u8, request, deadline_ms, &self.encode(version), payload)
+        Frame::new(kind as u8, request, deadline_ms, &self.encode(version), payload).for_version(version)
     }
 
     fn encode(&self, version: u16) -> Vec<u8> {

@@ -19,7 +19,7 @@ impl Response {
     pub fn frame(&self, version: u16, request: u64, payload: Option<Payload>) -> Frame {
         let kind = self.kind();
         debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
-        Frame::new(kind as u8, request, 0, &self.encode(), payload)
+        Frame::new(kind as u8, request, 0, &self.encode(), payload).for_version(version)
     }
 
     fn encode(&self) -> Vec<u8> {

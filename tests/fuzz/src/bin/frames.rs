@@ -1,8 +1,8 @@
 //! Reads a stream of frames that arrives in pieces. The first byte sets the size of the pieces, and
-//! whether the target repairs magic and checksums first.
+//! whether the target repairs magic and checksums first, and whether the peer may send fragments.
 #![no_main]
 
-use larder_wire::{ByteSource, FrameReader, HEADER_BYTES};
+use larder_wire::{ByteSource, FrameReader, HEADER_BYTES, Piece, VERSION_FRAGMENTS};
 use std::io::{self, IoSliceMut, Read};
 
 struct Pieces {
@@ -27,10 +27,11 @@ fn repair(bytes: &mut [u8]) {
     let mut sequence = 0u32;
     while let Some(frame) = bytes.get_mut(at..).filter(|rest| rest.len() >= HEADER_BYTES) {
         frame[..4].copy_from_slice(b"LRDR");
-        frame[5..8].fill(0);
+        frame[6..8].fill(0);
         let number = |from: usize| u32::from_le_bytes(frame[from..from + 4].try_into().unwrap()) as usize;
         let body = number(16);
         let payload = number(20);
+        let is_fragmented = frame[5] == 1;
         let Some(sealed) = frame.get(HEADER_BYTES..HEADER_BYTES + body) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(&frame[..28]);
@@ -38,7 +39,8 @@ fn repair(bytes: &mut [u8]) {
         let check = crc.finalize() ^ sequence;
         frame[28..32].copy_from_slice(&check.to_le_bytes());
         sequence = sequence.wrapping_add(1);
-        at += HEADER_BYTES + body + payload;
+        // The payload of a fragmented message is in the frames behind it.
+        at += HEADER_BYTES + body + if is_fragmented { 0 } else { payload };
     }
 }
 
@@ -50,13 +52,25 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     }
     let whole = bytes.len();
     let mut reader = FrameReader::new(Pieces { bytes, at: 0, step: usize::from(mode) * 7 + 1 });
+    reader.set_version(if mode & 2 == 2 { VERSION_FRAGMENTS } else { VERSION_FRAGMENTS - 1 });
     futures::executor::block_on(async {
         let mut used = 0;
+        let mut scratch = [0; 1000];
         while let Ok(Some(header)) = reader.next().await {
             assert_eq!(reader.body().len(), header.body_bytes as usize);
-            used += HEADER_BYTES + reader.body().len() + header.payload_bytes as usize;
-            if reader.discard(header.payload_bytes as usize).await.is_err() {
-                return;
+            used += HEADER_BYTES + reader.body().len();
+            while reader.payload_left() > 0 {
+                match reader.piece(&mut scratch).await {
+                    Ok(Piece::Bytes(bytes)) => used += bytes,
+                    Ok(Piece::Frame(head)) => {
+                        if reader.take_body(&head).await.is_err() {
+                            return;
+                        }
+                        used += HEADER_BYTES + reader.body().len();
+                    }
+                    Ok(Piece::Abandoned) => used += HEADER_BYTES,
+                    Err(_) => return,
+                }
             }
             assert!(used <= whole, "the reader consumed more than the input");
         }

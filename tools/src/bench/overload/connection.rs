@@ -4,13 +4,16 @@
 use anyhow::{Context, Result};
 use larder_format::NamespaceDescriptor;
 use larder_wire::{
-    ByteSink, Frame, FrameReader, FrameWriter, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response,
+    ByteSink, Frame, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Request, Response, VERSION_FRAGMENTS,
 };
 use std::io::{self, IoSlice};
 use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
+/// Protocol version of the load generator. It receives one frame after the other, so it wants no
+/// frames between the fragments of a page.
+pub const VERSION: u16 = VERSION_FRAGMENTS - 1;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Socket that fails after a set number of bytes, to disconnect in the middle of a frame. The node
@@ -59,7 +62,7 @@ impl FrameConnection {
         };
         let hello = Request::Hello {
             version_min: PROTOCOL_VERSION_MIN,
-            version_max: PROTOCOL_VERSION,
+            version_max: VERSION,
             name: "overload".into(),
             namespace: Some(namespace),
         };
@@ -74,14 +77,14 @@ impl FrameConnection {
     }
 
     pub async fn receive(&mut self) -> Result<Response> {
-        self.receive_versioned(PROTOCOL_VERSION).await
+        self.receive_versioned(VERSION).await
     }
 
     async fn receive_versioned(&mut self, version: u16) -> Result<Response> {
         let header =
             tokio::time::timeout(TIMEOUT, self.reader.next()).await??.context("the node closed the connection")?;
         let response = Response::decode(version, header.kind, self.reader.body())?;
-        self.reader.discard(header.payload_bytes as usize).await?;
+        self.reader.discard().await?;
         Ok(response)
     }
 }

@@ -1,13 +1,11 @@
 //! Misbehaving clients, and the probe that measures the latency of refusals. All use raw frames.
 
-use super::connection::FrameConnection;
+use super::connection::{FrameConnection, VERSION};
 use super::workload::{namespace, tenant};
 use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
 use larder_format::PageKey;
-use larder_wire::{
-    Delivery, Entry, Frame, PROTOCOL_VERSION, PartLocation, Request, ReserveOutcome, Reserved, Response,
-};
+use larder_wire::{Delivery, Entry, Frame, PartLocation, Request, ReserveOutcome, Reserved, Response};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -29,7 +27,7 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(5);
 fn reserve(request: u64, key: PageKey) -> Frame {
     let part_bytes = vec![PAGE_BYTES as u32];
     let page = Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes };
-    Request::Reserve(vec![page]).frame(PROTOCOL_VERSION, request, 1000, None)
+    Request::Reserve(vec![page]).frame(VERSION, request, 1000, None)
 }
 
 fn key(client: &str, number: u64) -> PageKey {
@@ -83,18 +81,13 @@ async fn request_without_reading(address: &str) -> Result<()> {
     let keys: Vec<PageKey> = (0..NON_READING_PAGES).map(|number| PageKey::chain(None, &[number as u32, 0])).collect();
     for request in 1..=NON_READING_GETS {
         connection
-            .send(Request::Get { keys: keys.clone(), by: Delivery::Inline }.frame(
-                PROTOCOL_VERSION,
-                request,
-                60_000,
-                None,
-            ))
+            .send(Request::Get { keys: keys.clone(), by: Delivery::Inline }.frame(VERSION, request, 60_000, None))
             .await?;
     }
     // Sending reveals when the node has closed the connection.
     loop {
         tokio::time::sleep(Duration::from_millis(200)).await;
-        connection.send(Request::Cancel(u64::MAX).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
+        connection.send(Request::Cancel(u64::MAX).frame(VERSION, 0, 0, None)).await?;
     }
 }
 
@@ -108,7 +101,7 @@ async fn disconnect(address: &str, key: PageKey) -> Result<()> {
         crcs: vec![0; PAGE_BYTES >> 16],
         bytes: PartLocation::Inline,
     };
-    let sent = connection.send(part.frame(PROTOCOL_VERSION, 2, 0, Some(Box::new(vec![7u8; PAGE_BYTES])))).await;
+    let sent = connection.send(part.frame(VERSION, 2, 0, Some(Box::new(vec![7u8; PAGE_BYTES])))).await;
     ensure!(sent.is_err(), "the whole page was sent");
     Ok(())
 }
@@ -138,7 +131,7 @@ pub fn probe(address: &str, stop: &CancellationToken) -> JoinHandle<Result<Histo
                     Some(ReserveOutcome::Busy) => times.record(begin.elapsed().as_micros() as u64)?,
                     _ => {
                         let put = Entry { request, index: 0 };
-                        connection.send(Request::Abort(put).frame(PROTOCOL_VERSION, 0, 0, None)).await?;
+                        connection.send(Request::Abort(put).frame(VERSION, 0, 0, None)).await?;
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! Regular clients: they put and get pages, verify every page, and start requests without waiting
 //! for the answers of earlier ones.
 
-use super::connection::FrameConnection;
+use super::connection::{FrameConnection, VERSION};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use larder_client::{Client, ClientOptions, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Transport};
@@ -9,8 +9,7 @@ use larder_format::{
     KvDtype, NamespaceDescriptor, PageGeometry, PageId, PageKey, PageMeta, PayloadVerifier, chunk_crcs,
 };
 use larder_wire::{
-    CommitOutcome, Delivery, Entry, Frame, FrameReader, PROTOCOL_VERSION, PartLocation, Request, ReserveOutcome,
-    Reserved, Response,
+    CommitOutcome, Delivery, Entry, Frame, FrameReader, PartLocation, Request, ReserveOutcome, Reserved, Response,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -199,7 +198,7 @@ impl LoadConnection {
         add(&self.counters.operations, 1);
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.pending.lock().insert(number, pending);
-        slot.send(request.frame(PROTOCOL_VERSION, number, TIMEOUT.as_millis() as u32, None));
+        slot.send(request.frame(VERSION, number, TIMEOUT.as_millis() as u32, None));
         true
     }
 
@@ -226,7 +225,7 @@ impl LoadConnection {
         for (&put, (_, number)) in puts.iter().zip(granted) {
             let (content, crcs) = self.pages.content(number).clone();
             let part = Request::Part { put, part: 0, crcs, bytes: PartLocation::Inline };
-            let frame = part.frame(PROTOCOL_VERSION, reserve, 0, Some(Box::new(content)));
+            let frame = part.frame(VERSION, reserve, 0, Some(Box::new(content)));
             if self.out.send(frame).await.is_err() {
                 return;
             }
@@ -234,13 +233,13 @@ impl LoadConnection {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.pending.lock().insert(number, PendingRequest::Commit(operation));
         let deadline_ms = TIMEOUT.as_millis() as u32;
-        let _ = self.out.send(Request::Commit(puts).frame(PROTOCOL_VERSION, number, deadline_ms, None)).await;
+        let _ = self.out.send(Request::Commit(puts).frame(VERSION, number, deadline_ms, None)).await;
     }
 
     async fn receive(self: &Arc<Self>, mut reader: FrameReader<OwnedReadHalf>) -> Result<()> {
         let mut memory = vec![0; GET_BYTES];
         while let Some(header) = reader.next().await? {
-            let response = Response::decode(PROTOCOL_VERSION, header.kind, reader.body())?;
+            let response = Response::decode(VERSION, header.kind, reader.body())?;
             let pending = self.pending.lock().remove(&header.request);
             let remaining = match (pending, response) {
                 (Some(PendingRequest::Get(pages, operation)), Response::Page { index, meta, .. }) => {

@@ -1,0 +1,267 @@
+//! Receiving of responses: payloads go straight into the caller's buffers, and short responses may
+//! come between their fragments.
+//!
+//! Invariants:
+//! - The buffer of a request that was given up returns to its caller at once. The rest of the
+//!   payload is discarded, and all other requests go on.
+//! - Nothing writes to a buffer after its handler was dropped: a receive that is interrupted has
+//!   been dropped before.
+//! - A payload lasts as long as its bytes keep coming. Only [`STALL_TIMEOUT`] without a byte ends
+//!   the connection.
+
+use super::dispatch::{ReceivedPage, apply, apply_page, dispatch, report_corrupt_page, report_corrupt_part};
+use super::handlers::{PagesHandler, PartsHandler, PayloadTarget, ResponseHandler};
+use super::multiplex::Connection;
+use larder_format::codec::DecodeError;
+use larder_format::{CHUNK_BYTES, PayloadVerifier};
+use larder_runtime::fail_point;
+use larder_wire::{
+    ByteSource, FrameHead, FrameHeader, FrameReader, MAX_KEYS, PayloadLocation, Piece, Request, Response,
+};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Maximum time without a byte of a payload that was announced. A peer that stalls for longer
+/// counts as dead.
+pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum time for the body of a response between two fragments. The largest takes 16 s at
+/// 64 KB/s.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Receives responses until the stream ends. Counts them in `responses`.
+pub(super) async fn receive<S: ByteSource>(
+    connection: &Arc<Connection>,
+    reader: &mut FrameReader<S>,
+    responses: &AtomicU64,
+) -> io::Result<()> {
+    while let Some(header) = reader.next().await? {
+        responses.fetch_add(1, Ordering::Relaxed);
+        let response = decode(connection, &header, reader)?;
+        if header.payload_bytes == 0 {
+            dispatch(connection, header.request, response);
+        } else {
+            let request = header.request;
+            PayloadReceiver { connection, reader, request, deferred: Vec::new() }.run(&header, response).await?;
+        }
+    }
+    Ok(())
+}
+
+fn decode<S: ByteSource>(
+    connection: &Connection,
+    header: &FrameHeader,
+    reader: &FrameReader<S>,
+) -> io::Result<Response> {
+    Response::decode(connection.version(), header.kind, reader.body()).map_err(invalid_data)
+}
+
+fn invalid_data(error: DecodeError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// Receives the payload of one response.
+struct PayloadReceiver<'a, S> {
+    connection: &'a Arc<Connection>,
+    reader: &'a mut FrameReader<S>,
+    request: u64,
+    /// Responses to the same request that came meanwhile. Its handler is not in the table, so they
+    /// wait for the end of the payload. At most one per key.
+    deferred: Vec<Response>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Received,
+    /// The client gave up the request, or the node gave up the payload.
+    GivenUp,
+}
+
+impl<S: ByteSource> PayloadReceiver<'_, S> {
+    async fn run(mut self, header: &FrameHeader, response: Response) -> io::Result<()> {
+        let payload_bytes = header.payload_bytes as usize;
+        let handler = self.connection.pending().lock().begin_response(self.request);
+        let (end, handler) = match (ReceivedPage::of(response), handler) {
+            (
+                Ok(page @ ReceivedPage { location: PayloadLocation::Inline, .. }),
+                Some(ResponseHandler::Pages(pages)),
+            ) => {
+                let (end, pages) = self.receive_page(page, payload_bytes, pages).await?;
+                (end, Some(ResponseHandler::Pages(pages)))
+            }
+            (Err(Response::Part { part, crcs }), Some(ResponseHandler::Parts(parts))) => {
+                let (end, parts) = self.receive_part(part, &crcs, payload_bytes, parts).await?;
+                (end, Some(ResponseHandler::Parts(parts)))
+            }
+            // Cancelled, or a response that needs no payload.
+            (Ok(page), handler) => (End::Received, apply_page(self.connection, self.request, page, handler)),
+            (Err(response), handler) => (End::Received, apply(self.connection, self.request, response, handler)),
+        };
+        self.end(end, handler);
+        self.discard().await
+    }
+
+    /// Returns the handler to the table, or ends it.
+    fn end(&mut self, end: End, mut handler: Option<ResponseHandler>) {
+        let mut is_cancelled = false;
+        if end == End::Received {
+            for response in std::mem::take(&mut self.deferred) {
+                handler = apply(self.connection, self.request, response, handler);
+            }
+        } else {
+            // Its destructor wakes the caller, so it runs without the lock.
+            is_cancelled = handler.take().is_some();
+            self.deferred.drain(..).for_each(|response| {
+                apply(self.connection, self.request, response, None);
+            });
+        }
+        let cancelled = self.connection.pending().lock().end_response(self.request, handler);
+        // The cancellation could not take the handler, so the node has not heard of it.
+        if is_cancelled || cancelled.is_some() {
+            self.connection.send_detached(&Request::Cancel(self.request));
+        }
+    }
+
+    /// Receives a page's bytes into the caller's buffer, and checks them on the way.
+    async fn receive_page(
+        &mut self,
+        page: ReceivedPage,
+        payload_bytes: usize,
+        mut pages: PagesHandler,
+    ) -> io::Result<(End, PagesHandler)> {
+        let ReceivedPage { index, tier, meta, range, .. } = page;
+        // A response has begun, so hedging must not abandon the request.
+        pages.record_response();
+        if pages.expects_grant(index) {
+            self.connection.rdma().record_answer(false);
+        }
+        let mut is_valid = false;
+        if let Some(target) = pages.begin_payload(index, &meta, &range, payload_bytes) {
+            match self.receive_target(target).await? {
+                Some(valid) => is_valid = valid,
+                None => return Ok((End::GivenUp, pages)),
+            }
+            pages.finish_payload(index, tier, meta.generation, is_valid);
+            if is_valid {
+                pages.keep_meta(index, meta);
+            }
+        }
+        if !is_valid {
+            report_corrupt_page(self.connection, &pages, index);
+        }
+        Ok((End::Received, pages))
+    }
+
+    /// Receives a payload. Returns `true` if all checksums match, and `None` if it was given up.
+    async fn receive_target(&mut self, target: PayloadTarget<'_>) -> io::Result<Option<bool>> {
+        let PayloadTarget { before, memory, after, mut arriving, is_range } = target;
+        let mut scratch = vec![0; before.max(after).min(CHUNK_BYTES)];
+        let mut end = self.pass(&mut scratch, before, &mut arriving).await?;
+        if end == End::Received {
+            end = self.fill(memory, &mut arriving).await?;
+        }
+        if end == End::Received {
+            end = self.pass(&mut scratch, after, &mut arriving).await?;
+        }
+        if end == End::GivenUp {
+            return Ok(None);
+        }
+        let skips_check = if is_range {
+            fail_point!("client.range-skips-checksum")
+        } else {
+            fail_point!("client.get-skips-checksum")
+        };
+        Ok(Some(arriving.finish().is_ok() || skips_check))
+    }
+
+    async fn receive_part(
+        &mut self,
+        part: u32,
+        crcs: &[u32],
+        payload_bytes: usize,
+        mut parts: PartsHandler,
+    ) -> io::Result<(End, PartsHandler)> {
+        let mut is_valid = false;
+        if let Some(memory) = parts.begin_part(part, payload_bytes) {
+            let lengths = [payload_bytes as u32];
+            let mut arriving = PayloadVerifier::new(&lengths, crcs);
+            if self.fill(memory, &mut arriving).await? == End::GivenUp {
+                return Ok((End::GivenUp, parts));
+            }
+            is_valid = arriving.finish().is_ok();
+            parts.finish_part(part, is_valid.then(|| crcs.to_vec()));
+        }
+        if !is_valid {
+            report_corrupt_part(self.connection, &parts, part);
+        }
+        Ok((End::Received, parts))
+    }
+
+    /// Receives `bytes` bytes that are only checked.
+    async fn pass(&mut self, scratch: &mut [u8], bytes: usize, arriving: &mut PayloadVerifier<'_>) -> io::Result<End> {
+        let mut left = bytes;
+        while left > 0 {
+            let now = left.min(scratch.len());
+            if self.fill(&mut scratch[..now], arriving).await? == End::GivenUp {
+                return Ok(End::GivenUp);
+            }
+            left -= now;
+        }
+        Ok(End::Received)
+    }
+
+    /// Fills `memory` with the next bytes of the payload, unless the request is given up before.
+    async fn fill(&mut self, memory: &mut [u8], arriving: &mut PayloadVerifier<'_>) -> io::Result<End> {
+        let mut at = 0;
+        while at < memory.len() {
+            let piece = tokio::select! {
+                // First, so that a buffer returns even if bytes keep coming.
+                biased;
+                () = self.connection.given_up(self.request) => return Ok(End::GivenUp),
+                piece = piece(self.reader, &mut memory[at..]) => piece?,
+            };
+            match piece {
+                Piece::Bytes(bytes) => {
+                    arriving.take(&memory[at..at + bytes]);
+                    at += bytes;
+                }
+                Piece::Frame(head) => self.receive_between(&head).await?,
+                Piece::Abandoned => return Ok(End::GivenUp),
+            }
+        }
+        Ok(End::Received)
+    }
+
+    /// Receives a response that came between two fragments.
+    async fn receive_between(&mut self, head: &FrameHead) -> io::Result<()> {
+        let body = tokio::time::timeout(BODY_TIMEOUT, self.reader.take_body(head));
+        body.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        let response = decode(self.connection, &head.header, self.reader)?;
+        if head.header.request != self.request || !self.connection.pending().lock().is_receiving(self.request) {
+            dispatch(self.connection, head.header.request, response);
+        } else if self.deferred.len() < MAX_KEYS {
+            self.deferred.push(response);
+        } else {
+            return Err(invalid_data(DecodeError::Invalid("number of responses")));
+        }
+        Ok(())
+    }
+
+    /// Drops the rest of the payload.
+    async fn discard(&mut self) -> io::Result<()> {
+        let mut scratch = vec![0; self.reader.payload_left().min(CHUNK_BYTES)];
+        while self.reader.payload_left() > 0 {
+            if let Piece::Frame(head) = piece(self.reader, &mut scratch).await? {
+                self.receive_between(&head).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn piece<S: ByteSource>(reader: &mut FrameReader<S>, memory: &mut [u8]) -> io::Result<Piece> {
+    let piece = tokio::time::timeout(STALL_TIMEOUT, reader.piece(memory));
+    piece.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+}

@@ -1,0 +1,204 @@
+//! Large pages over a slow link: a proxy between client and node limits the rate of each direction.
+//!
+//! The proxy's socket buffers are small. Otherwise the kernel would take a page at once, and hide
+//! the rate from both ends.
+
+use bytes::Bytes;
+use larder_client::{Client, ClientOptions, FollowEnd, NewPage, PutOptions, PutOutcome, StoreUrl, Tier, Transport};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_node::{Node, NodeOptions};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+
+const RATE: usize = 2_500_000;
+const PROXY_BUFFER_BYTES: u32 = 64 << 10;
+/// Bytes that the proxy forwards at a time.
+const STEP_BYTES: usize = 16 << 10;
+
+fn descriptor(page_bytes: usize) -> NamespaceDescriptor {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F32,
+        layers: 4,
+        kv_heads: 4,
+        head_dim: 64,
+        page_tokens: (page_bytes / (8 << 10)) as u32,
+        layers_per_part: 4,
+        head_groups: 1,
+    };
+    assert_eq!(geometry.page_bytes(), page_bytes);
+    NamespaceDescriptor { model: "slow".into(), weights: [3; 32], geometry, tenant: "t".into() }
+}
+
+async fn node() -> Node {
+    let options = NodeOptions {
+        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+        l2_bytes: 256 << 20,
+        share_memory: Some(false),
+        ..NodeOptions::default()
+    };
+    Node::start(options).await.unwrap()
+}
+
+/// A link to `node` that carries at most `rate` bytes per second in each direction.
+struct SlowLink {
+    address: String,
+    connections: Arc<AtomicUsize>,
+}
+
+impl SlowLink {
+    async fn to(node: &Node, rate: usize) -> SlowLink {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let listener = socket.listen(16).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let connections = Arc::<AtomicUsize>::default();
+        tokio::spawn(accept(listener, node.addr(), rate, connections.clone()));
+        SlowLink { address, connections }
+    }
+
+    /// Number of connections that clients have opened.
+    fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    async fn attach(&self, page_bytes: usize) -> Client {
+        attach(self.address.clone(), page_bytes).await
+    }
+}
+
+async fn accept(listener: TcpListener, node: SocketAddr, rate: usize, connections: Arc<AtomicUsize>) {
+    loop {
+        let (client, _) = listener.accept().await.unwrap();
+        connections.fetch_add(1, Ordering::Relaxed);
+        tokio::spawn(async move {
+            let socket = TcpSocket::new_v4().unwrap();
+            socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
+            let node = socket.connect(node).await.unwrap();
+            let (from_client, to_client) = split(client);
+            let (from_node, to_node) = split(node);
+            tokio::select! {
+                () = forward(from_client, to_node, rate) => {}
+                () = forward(from_node, to_client, rate) => {}
+            }
+        });
+    }
+}
+
+fn split(stream: TcpStream) -> (tokio::net::tcp::OwnedReadHalf, tokio::net::tcp::OwnedWriteHalf) {
+    stream.set_nodelay(true).unwrap();
+    stream.into_split()
+}
+
+/// Forwards bytes at `rate` until one side closes.
+async fn forward(mut from: impl AsyncReadExt + Unpin, mut to: impl AsyncWriteExt + Unpin, rate: usize) {
+    let mut bytes = vec![0; STEP_BYTES];
+    let mut due = Instant::now();
+    while let Ok(received @ 1..) = from.read(&mut bytes).await {
+        due = due.max(Instant::now()) + Duration::from_secs_f64(received as f64 / rate as f64);
+        tokio::time::sleep_until(due.into()).await;
+        if to.write_all(&bytes[..received]).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn attach(address: String, page_bytes: usize) -> Client {
+    let url = StoreUrl { nodes: vec![address], transport: Transport::Tcp, connections: 1 };
+    let client = Client::attach(url, Some(descriptor(page_bytes)), ClientOptions::default());
+    assert!(client.ready(Duration::from_secs(5)).await);
+    client
+}
+
+fn within(seconds: f64) -> Instant {
+    Instant::now() + Duration::from_secs_f64(seconds)
+}
+
+fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
+}
+
+fn page(number: u32) -> NewPage {
+    NewPage { key: key(number), parent: PageKey::NONE, position: 0 }
+}
+
+fn payload(number: u32, page_bytes: usize) -> Bytes {
+    (0..page_bytes).map(|at| (at as u32).wrapping_mul(2_654_435_761).wrapping_add(number) as u8).collect()
+}
+
+async fn put(client: &Client, number: u32, page_bytes: usize) -> PutOutcome {
+    let pages = vec![(page(number), payload(number, page_bytes))];
+    client.put_pages(pages, PutOptions::default(), within(60.0)).await[0]
+}
+
+async fn get(client: &Client, number: u32, page_bytes: usize, seconds: f64) -> Option<Tier> {
+    let (bytes, tier) = client.get(vec![(key(number), vec![0; page_bytes])], within(seconds)).await.remove(0);
+    assert!(tier.is_none() || bytes == payload(number, page_bytes));
+    tier
+}
+
+#[tokio::test]
+async fn slow_link_delivers_a_large_page_within_its_deadline() {
+    const PAGE: usize = 16 << 20;
+    let node = node().await;
+    let link = SlowLink::to(&node, RATE).await;
+    let other_link = SlowLink::to(&node, RATE).await;
+    let writer = link.attach(PAGE).await;
+    let reader = other_link.attach(PAGE).await;
+    // Two kinds of puts and a follow, all at once: each direction of a link carries one page.
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    assert_eq!(put(&direct, 1, PAGE).await, PutOutcome::Stored);
+    let (put, got) = tokio::join!(put(&writer, 2, PAGE), get(&reader, 1, PAGE, 60.0));
+    assert_eq!((put, got), (PutOutcome::Stored, Some(Tier::L2)));
+    let streamed = async {
+        let mut put = writer.put(page(3), within(60.0));
+        put.part(0, payload(3, PAGE));
+        put.commit(within(60.0)).await
+    };
+    let follow = reader.follow(key(2), vec![0; PAGE], within(60.0));
+    let (streamed, (bytes, followed)) = tokio::join!(streamed, follow.finish());
+    assert_eq!((streamed, followed), (PutOutcome::Stored, FollowEnd::Sealed));
+    assert!(bytes == payload(2, PAGE));
+    assert_eq!((link.connections(), other_link.connections()), (1, 1));
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn link_of_64_kilobytes_per_second_delivers_pages() {
+    const PAGE: usize = 512 << 10;
+    let node = node().await;
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    assert_eq!(put(&direct, 1, PAGE).await, PutOutcome::Stored);
+    let links = [SlowLink::to(&node, 64_000).await, SlowLink::to(&node, 64_000).await];
+    let writer = links[0].attach(PAGE).await;
+    let reader = links[1].attach(PAGE).await;
+    let (put, got) = tokio::join!(put(&writer, 2, PAGE), get(&reader, 1, PAGE, 60.0));
+    assert_eq!((put, got), (PutOutcome::Stored, Some(Tier::L2)));
+    assert_eq!(links.map(|link| link.connections()), [1, 1]);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn get_at_its_deadline_does_not_end_another_get_of_the_connection() {
+    const PAGE: usize = 4 << 20;
+    let node = node().await;
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    for number in 0..2 {
+        assert_eq!(put(&direct, number, PAGE).await, PutOutcome::Stored);
+    }
+    let link = SlowLink::to(&node, RATE).await;
+    let client = link.attach(PAGE).await;
+    let short = async {
+        let begin = Instant::now();
+        (get(&client, 0, PAGE, 0.3).await, begin.elapsed())
+    };
+    let ((short, took), long) = tokio::join!(short, get(&client, 1, PAGE, 60.0));
+    assert_eq!((short, long), (None, Some(Tier::L2)));
+    assert!(took < Duration::from_millis(900), "a get with a deadline of 300 ms took {took:?}");
+    assert_eq!(link.connections(), 1);
+    node.shutdown().await;
+}
