@@ -92,8 +92,8 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Parses a list of messages, or a whole request, by the rules of `/v1/chat/completions`. Other rules
-/// could name another prompt, and so other pages.
+/// Parses a list of messages, or a whole request, by the rules of `/v1/chat/completions`. Other
+/// rules could name another prompt, and so other pages.
 fn parse_chat(text: &str) -> Result<Vec<ChatMessage>> {
     let json: Value = serde_json::from_str(text).context("not valid JSON")?;
     let fields = match json {

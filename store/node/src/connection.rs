@@ -33,6 +33,7 @@ mod lookup;
 mod open_puts;
 mod outbox;
 mod page_admin;
+mod page_request;
 mod parts;
 mod rdma;
 mod requests;

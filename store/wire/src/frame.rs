@@ -11,7 +11,7 @@
 //!
 //! Layout: this file has the header and the frame, `reader` and `writer` the two directions of a
 //! stream, `queue` the frames that wait for a writer, `batch` their order and their fragments,
-//! `abandon` the payloads that nobody wants any more.
+//! `abandon` the payloads that no request needs any more.
 
 mod abandon;
 mod batch;
@@ -38,7 +38,8 @@ pub const HEADER_BYTES: usize = 32;
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 
 /// Maximum payload bytes of a fragment, and of a frame that carries its payload itself. Short
-/// frames and cancellations wait for at most one fragment that has begun. At 64 KB/s that takes 4 s.
+/// frames and cancellations wait for at most one fragment that has begun. At 64 KB/s that takes
+/// 4 s.
 pub const FRAGMENT_BYTES: usize = 256 << 10;
 
 const MAGIC: [u8; 4] = *b"LRDR";

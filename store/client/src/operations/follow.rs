@@ -58,8 +58,8 @@ impl Client {
 }
 
 impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
-    /// Waits for the end of the page and returns the buffer. Ends at the deadline of the follow, even
-    /// in the middle of a part.
+    /// Waits for the end of the page and returns the buffer. Ends at the deadline of the follow,
+    /// even in the middle of a part.
     pub async fn finish(self) -> (B, FollowEnd) {
         let (buffer, end, _) = self.finish_described().await;
         (buffer, end)

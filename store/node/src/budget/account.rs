@@ -51,8 +51,8 @@ impl Account {
         state.leave_tenant(&before);
     }
 
-    /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a slow
-    /// link the socket takes few at a time.
+    /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a
+    /// slow link the socket takes few at a time.
     pub(crate) fn record_progress(&self) {
         let mut state = self.budget.state.lock();
         if let Some(connection) = state.connections.get_mut(&self.connection) {

@@ -10,17 +10,16 @@
 use super::Connection;
 use super::holdings::{InPlaceHolds, request_number_in_use};
 use super::outbox::{PagePayload, Responder, SendCredit};
+use super::page_request::PageRequest;
 use super::rdma::ClientChannels;
 use crate::budget::{Busy, Charge};
 use crate::page::Page;
 use crate::state::NodeState;
 use crate::tiers::{PageLocation, StampedLocation};
 use futures::{StreamExt, TryStreamExt};
-use larder_format::{PageId, whole_chunks};
-use larder_runtime::fail_point;
-use larder_wire::{ArenaPage, Delivery, MAX_ARENA_PAGES, PayloadLocation, Response, TierCode, VERSION_ARENA_PAGES};
+use larder_format::PageId;
+use larder_wire::{Delivery, MAX_ARENA_PAGES, PayloadLocation, Response, TierCode, VERSION_ARENA_PAGES};
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -33,46 +32,6 @@ const IN_PLACE_PAGES_MAX: usize = 65_536;
 /// A request for at most this many pages in place is answered on the task that reads requests. No
 /// bytes have to leave, so it takes less time than a spawn. More pages would delay other requests.
 const INLINE_PAGES_MAX: usize = 256;
-
-/// A page, or a range of one, in a Get.
-pub(super) struct PageRequest {
-    pub(super) index: u32,
-    pub(super) id: PageId,
-    pub(super) bytes: Option<Range<u32>>,
-}
-
-impl PageRequest {
-    /// Returns the requested bytes of the page's payload, or `None` if they are not whole chunks.
-    fn range(&self, page: &Page) -> Option<Range<usize>> {
-        let Some(requested) = &self.bytes else { return Some(0..page.payload.len()) };
-        let chunks = whole_chunks(&page.meta.part_bytes, requested).filter(|chunks| chunks == requested)?;
-        if fail_point!("node.range-returns-other-chunks") {
-            return Some(0..chunks.len());
-        }
-        Some(chunks.start as usize..chunks.end as usize)
-    }
-
-    /// Returns the location of a page in the arena, or `None` as for [`PageRequest::range`].
-    fn arena_page(&self, page: &Page) -> Option<ArenaPage> {
-        let bytes = self.range(page)?;
-        let offset = arena_offset(page, &bytes);
-        let bytes = bytes.start as u32..bytes.end as u32;
-        Some(ArenaPage { index: self.index, tier: TierCode::L2, meta: page.meta.clone(), bytes, offset })
-    }
-
-    pub(super) fn answer(&self, page: &Page, tier: TierCode, location: PayloadLocation) -> Response {
-        let index = self.index;
-        let meta = page.meta.clone();
-        match &self.bytes {
-            None => Response::Page { index, tier, meta, location },
-            Some(bytes) => Response::Range { index, tier, meta, bytes: bytes.clone(), location },
-        }
-    }
-}
-
-pub(super) fn arena_offset(page: &Page, bytes: &Range<usize>) -> u64 {
-    (page.payload.arena_offset() + bytes.start) as u64
-}
 
 enum PageTransport {
     Inline,

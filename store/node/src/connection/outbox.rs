@@ -1,7 +1,7 @@
 //! The send side of one connection: queues, send credit, and the answers of one request.
 
-use super::get::{PageRequest, arena_offset};
 use super::holdings::InPlaceHolds;
+use super::page_request::{PageRequest, arena_offset};
 use super::socket::UncongestedSince;
 use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
@@ -73,8 +73,8 @@ impl Outbox {
         self.window.add_permits(bytes.div_ceil(WINDOW_UNIT) as usize);
     }
 
-    /// Abandons the queued pages of a request. Of a page that has begun to leave, the client gets at
-    /// most one fragment more.
+    /// Abandons the queued pages of a request. Of a page that has begun to leave, the client gets
+    /// at most one fragment more.
     pub(super) fn abandon_payloads(&self, request: u64) {
         self.payloads.abandon(request);
     }

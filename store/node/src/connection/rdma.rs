@@ -11,10 +11,10 @@
 //! - The grants of a channel end with it.
 
 use super::Connection;
-use super::get::PageRequest;
 use super::holdings::request_number_in_use;
 use super::open_puts::{commit, entries_of};
 use super::outbox::Responder;
+use super::page_request::PageRequest;
 use crate::holds::Hold;
 use crate::puts::Put;
 use crate::rdma::{ClientChannel, NumberedChannel, ReadGrant, WriteGrant, describe};

@@ -1,9 +1,9 @@
 //! Receives, admits and dispatches the requests of one client.
 
-use super::get::PageRequest;
 use super::open_puts::commit;
 use super::outbox::Responder;
 use super::page_admin::PageAdmin;
+use super::page_request::PageRequest;
 use super::rdma::PendingCommit;
 use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
 use crate::budget::Busy;

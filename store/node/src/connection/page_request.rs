@@ -1,0 +1,47 @@
+//! Pages that a Get names, and their place in the answers.
+
+use crate::page::Page;
+use larder_format::{PageId, whole_chunks};
+use larder_runtime::fail_point;
+use larder_wire::{ArenaPage, PayloadLocation, Response, TierCode};
+use std::ops::Range;
+
+/// A page, or a range of one, in a Get.
+pub(super) struct PageRequest {
+    pub(super) index: u32,
+    pub(super) id: PageId,
+    pub(super) bytes: Option<Range<u32>>,
+}
+
+impl PageRequest {
+    /// Returns the requested bytes of the page's payload, or `None` if they are not whole chunks.
+    pub(super) fn range(&self, page: &Page) -> Option<Range<usize>> {
+        let Some(requested) = &self.bytes else { return Some(0..page.payload.len()) };
+        let chunks = whole_chunks(&page.meta.part_bytes, requested).filter(|chunks| chunks == requested)?;
+        if fail_point!("node.range-returns-other-chunks") {
+            return Some(0..chunks.len());
+        }
+        Some(chunks.start as usize..chunks.end as usize)
+    }
+
+    /// Returns the location of a page in the arena, or `None` as for [`PageRequest::range`].
+    pub(super) fn arena_page(&self, page: &Page) -> Option<ArenaPage> {
+        let bytes = self.range(page)?;
+        let offset = arena_offset(page, &bytes);
+        let bytes = bytes.start as u32..bytes.end as u32;
+        Some(ArenaPage { index: self.index, tier: TierCode::L2, meta: page.meta.clone(), bytes, offset })
+    }
+
+    pub(super) fn answer(&self, page: &Page, tier: TierCode, location: PayloadLocation) -> Response {
+        let index = self.index;
+        let meta = page.meta.clone();
+        match &self.bytes {
+            None => Response::Page { index, tier, meta, location },
+            Some(bytes) => Response::Range { index, tier, meta, bytes: bytes.clone(), location },
+        }
+    }
+}
+
+pub(super) fn arena_offset(page: &Page, bytes: &Range<usize>) -> u64 {
+    (page.payload.arena_offset() + bytes.start) as u64
+}
