@@ -48,7 +48,8 @@ impl CallError {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
     }
 
-    /// Returns `true` if another engine may succeed. After the deadline no engine has time left.
+    /// Returns `true` if another engine may succeed. `NotFound` counts: perhaps only this engine, or
+    /// a proxy before it, lacks the endpoint. After the deadline no engine has time left.
     pub fn is_retryable(&self) -> bool {
         match self {
             CallError::Lost { .. } => true,
@@ -66,7 +67,8 @@ impl CallError {
     }
 
     /// Reports the failure to the engine's circuit breaker. Refusals that are the client's fault or
-    /// plain overload do not count against the engine.
+    /// plain overload do not count against the engine. Nor do deadlines, because one may be the
+    /// client's short limit; a caller that knows better counts them itself.
     pub fn note(&self, engine: &RemoteEngine) {
         match self {
             CallError::Lost { .. } => engine.note_lost(),
@@ -226,7 +228,7 @@ async fn send(engine: &str, request: reqwest::RequestBuilder) -> Result<reqwest:
     request.send().await.map_err(|error| CallError::lost(engine, describe(&error)))
 }
 
-/// Innermost cause of an error. The outer ones repeat the URL, which the message has already.
+/// Innermost cause of an error. The outer ones only add the URL, and the message names the engine.
 fn describe(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {
@@ -282,7 +284,7 @@ pub struct EventStream {
 
 impl EventStream {
     /// Waits for the next event. Returns `error` events, and a stream that ends without an `end`
-    /// event, as errors.
+    /// event, as errors. Must not be called after the `end` event: it would report a lost engine.
     pub async fn next(&mut self) -> Result<DecodeEvent, CallError> {
         let line = loop {
             if let Some(line) = self.lines.take() {

@@ -1,14 +1,15 @@
 //! Open puts of a node, and the readers that wait for pages to be put.
 //!
-//! A put is reserved, its parts land in any order, and then it is sealed or aborted. `put` has the
-//! states of its parts.
+//! A put is reserved, its parts land in any order, and then it is sealed or aborted. Module `put`
+//! has the states of its parts.
 //!
 //! Invariants:
 //! - At most one put of a page is open. The first complete writer wins.
 //! - Each part has its own piece of the page's memory. One owner may write it: the connection that
 //!   receives it, or a client with a remote grant. After verification it is shared and immutable,
 //!   so followers read landed parts while others still arrive.
-//! - A sealed page is visible in L2 before its put closes. A reader finds it in one of the two.
+//! - A sealed page is visible in L2 before its put closes. So a reader finds it in L2, or its put
+//!   in the table of open puts.
 //! - A put that the node aborts keeps its reservation while its client may still write parts of it.
 
 mod put;
@@ -39,10 +40,13 @@ pub struct Puts {
 #[derive(Default)]
 struct PutTable {
     open: BTreeMap<PageId, Arc<Put>>,
-    /// Aborted puts whose clients may write parts of them, or could until recently.
+    /// Aborted puts whose clients may still write parts of them. The client's connection owns each.
+    /// [`Puts::abort_idle`] removes those that are gone.
     draining: Vec<Weak<Put>>,
     waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
+    /// Number of registered readers.
     waiters: usize,
+    /// Number of readers that were ever registered. It numbers the next one.
     waiters_total: u64,
     /// The node shuts down and starts no put any more.
     closed: bool,
@@ -105,8 +109,9 @@ impl Puts {
 
     /// Reserves memory for a page that is neither stored nor being written.
     ///
-    /// `charge` charges its bytes to a connection until the put is sealed or aborted: `None`
-    /// refuses the put, `Some(None)` admits it without a charge.
+    /// `charge` charges the page's bytes to a connection until the put is sealed or aborted. It
+    /// returns `None` to refuse the put, and `Some(None)` to admit it without a charge, for callers
+    /// without a connection.
     pub(crate) fn reserve(
         &self,
         id: PageId,
@@ -141,7 +146,7 @@ impl Puts {
     }
 
     /// Seals a put and makes its page visible. Aborts the put instead if a part is missing, or if
-    /// no tier takes the page.
+    /// L2 has no room for the page. Both are `Incomplete`, as is a put that has ended already.
     pub fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
         let Some(page) = put.seal(self.tiers.clock().now_unix_ms()) else {
             self.abort(put);
@@ -160,7 +165,8 @@ impl Puts {
         CommitOutcome::Stored
     }
 
-    /// Aborts a put whose writer is done with it or gone. Does nothing to a sealed put.
+    /// Aborts a put and revokes its grants at once: its writer is done with it, gone or silent for
+    /// long, or the node shuts down. Does nothing to a sealed put.
     pub fn abort(&self, put: &Arc<Put>) {
         self.abort_unannounced(put);
         if put.progress() == Progress::Aborted {
@@ -182,7 +188,8 @@ impl Puts {
         self.close(put, Progress::Aborted);
     }
 
-    /// Aborts puts that received nothing for longer than `timeout`.
+    /// Aborts puts that received nothing for longer than `timeout`, and takes the remaining grants
+    /// from aborted puts whose writers were silent as long.
     pub(crate) fn abort_idle(&self, now: Instant, timeout: Duration) {
         let idle: Vec<Arc<Put>> =
             self.state.lock().open.values().filter(|put| put.is_idle(now, timeout)).cloned().collect();
@@ -211,7 +218,7 @@ impl Puts {
         draining.iter().for_each(|put| put.release());
     }
 
-    /// Aborts the open puts of these pages, on the node's initiative.
+    /// Aborts the open puts of these pages, which are about to be forgotten.
     pub(crate) fn abort_all(&self, ids: &[PageId]) {
         for id in ids {
             let put = self.state.lock().open.get(id).cloned();
@@ -252,6 +259,7 @@ impl Puts {
         Presence::Absent(Waiter { puts: self, id: *id, number, started })
     }
 
+    /// Returns the number of open puts and the number of waiting readers.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let state = self.state.lock();
         (state.open.len(), state.waiters)

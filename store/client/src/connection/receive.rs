@@ -4,10 +4,10 @@
 //! Invariants:
 //! - The buffer of a request that was given up returns to its caller at once. The rest of the
 //!   payload is discarded, and all other requests go on.
-//! - Nothing writes to a buffer after its handler was dropped: a receive that is interrupted has
-//!   been dropped before.
-//! - A payload lasts as long as its bytes keep coming. Only [`STALL_TIMEOUT`] without a byte ends
-//!   the connection.
+//! - Nothing writes to a buffer after its handler was dropped: the future that receives into it is
+//!   dropped first.
+//! - A payload may take any time while its bytes keep coming. [`STALL_TIMEOUT`] without a byte ends
+//!   the connection, as does [`BODY_TIMEOUT`] for a response between fragments.
 
 use super::dispatch::{ReceivedPage, apply, apply_page, dispatch, report_corrupt_page, report_corrupt_part};
 use super::handlers::{PagesHandler, PartsHandler, PayloadTarget, ResponseHandler};
@@ -27,8 +27,8 @@ use std::time::Duration;
 /// counts as dead.
 pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for the body of a response between two fragments. The largest takes 16 s at
-/// 64 KB/s.
+/// Maximum time for the body of a response between two fragments. The largest body, 1 MiB, takes
+/// 16 s at 64 KB/s.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Receives responses until the stream ends. Counts them in `responses`.
@@ -95,7 +95,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
                 let (end, parts) = self.receive_part(part, &crcs, payload_bytes, parts).await?;
                 (end, Some(ResponseHandler::Parts(parts)))
             }
-            // Cancelled, or a response that needs no payload.
+            // Cancelled, or a response that has no use for a payload. `discard` drops the bytes.
             (Ok(page), handler) => (End::Received, apply_page(self.connection, self.request, page, handler)),
             (Err(response), handler) => (End::Received, apply(self.connection, self.request, response, handler)),
         };
@@ -113,12 +113,14 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         } else {
             // Its destructor wakes the caller, so it runs without the lock.
             is_cancelled = handler.take().is_some();
+            // Applied without a handler, because the node holds the pages that they announce.
             self.deferred.drain(..).for_each(|response| {
                 apply(self.connection, self.request, response, None);
             });
         }
         let cancelled = self.connection.pending().lock().end_response(self.request, handler);
-        // The cancellation could not take the handler, so the node has not heard of it.
+        // A caller that cancels tells the node only if it finds the handler in the table. If the
+        // node gave up, it may still send other pages of the request.
         if is_cancelled || cancelled.is_some() {
             self.connection.send_detached(&Request::Cancel(self.request));
         }
@@ -134,6 +136,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         let ReceivedPage { index, tier, meta, range, .. } = page;
         // A response has begun, so hedging must not abandon the request.
         pages.record_response();
+        // An answer without the expected grant. Many in a row mean that the channels are dead.
         if pages.expects_grant(index) {
             self.connection.rdma().record_answer(false);
         }
@@ -148,6 +151,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
                 pages.keep_meta(index, meta);
             }
         }
+        // Also a payload that does not fit the request: `begin_payload` has returned `None`.
         if !is_valid {
             report_corrupt_page(self.connection, &pages, index);
         }
@@ -239,6 +243,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         let body = tokio::time::timeout(BODY_TIMEOUT, self.reader.take_body(head));
         body.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         let response = decode(self.connection, &head.header, self.reader)?;
+        // Deferred only while this receiver has the handler: `end` gives it back before `discard`.
         if head.header.request != self.request || !self.connection.pending().lock().is_receiving(self.request) {
             dispatch(self.connection, head.header.request, response);
         } else if self.deferred.len() < MAX_KEYS {
@@ -249,7 +254,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         Ok(())
     }
 
-    /// Drops the rest of the payload.
+    /// Receives the rest of the payload and drops it. Other responses still go on.
     async fn discard(&mut self) -> io::Result<()> {
         let mut scratch = vec![0; self.reader.payload_left().min(CHUNK_BYTES)];
         while self.reader.payload_left() > 0 {

@@ -5,7 +5,7 @@
 //! - Segments open in the order of their epochs. Record numbers grow with epochs, even past
 //!   segments that recovery could not read, so a tombstone always outranks the records that it
 //!   deletes.
-//! - `by_epoch` lists exactly the segments that hold records.
+//! - `by_epoch` lists exactly the segments that are open, sealed or being reclaimed.
 
 use super::SyncTicket;
 use super::segment::{EpochState, Segment};
@@ -15,8 +15,8 @@ use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::ops::RangeBounds;
 
-/// More records than any segment can hold. Each epoch has that many numbers to itself, so numbers
-/// grow even past epochs that recovery could not read.
+/// Count of record numbers that each epoch has to itself. It exceeds the records of any segment:
+/// each takes at least a block, and so does the header.
 const RECORDS_PER_EPOCH_MAX: u64 = SEGMENT_BYTES_MAX / BLOCK_BYTES as u64;
 
 #[derive(Debug)]
@@ -118,12 +118,14 @@ impl Segments {
         free.next().map(|(&number, _)| number)
     }
 
-    /// The smallest number that no segment has. Recovery relies on this choice: it tells by the
-    /// numbers where a segment may have been.
+    /// The smallest number that no segment has. Recovery relies on this choice: it judges by the
+    /// number of a misplaced file whether a segment was lost there (`may_replace`).
     pub(super) fn unused_number(&self) -> Option<u32> {
         (0..).find(|number| !self.by_number.contains_key(number))
     }
 
+    /// Returns `true` if the segment has room for a record of `bytes`, and still for its footer.
+    /// The size of the footer depends on the namespaces in it.
     pub(super) fn fits(&self, segment: u32, namespace: &NamespaceId, bytes: u64) -> bool {
         self.epoch(segment).is_some_and(|epoch| epoch.fits(self.segment_bytes, namespace, bytes))
     }
@@ -144,7 +146,8 @@ impl Segments {
         number
     }
 
-    /// Numbers records from now on above `number`, the largest that recovery found.
+    /// Numbers records from now on above `number`, the largest that recovery found. Called once,
+    /// before any record is numbered.
     pub(super) fn number_records_above(&mut self, number: u64) {
         self.next_record = number.saturating_add(1);
     }
@@ -203,12 +206,14 @@ impl Segments {
         segment.begin_reclaim();
         if let Some(epoch) = segment.epoch_mut() {
             epoch.clear_slots();
+            // Planning one now would be a write in flight, which delays the end of the reclaim.
             epoch.cancel_footer();
         }
     }
 
-    /// Ends the epoch of a segment that is being reclaimed, if it is idle. Returns `true` if the
-    /// file never held a record. Returns `None` while reads or writes are in flight.
+    /// Ends the epoch of a segment that is being reclaimed, if it is idle. Returns `true` if no
+    /// write to it completed, so that its file may be created anew. Returns `None` while reads or
+    /// writes are in flight.
     pub(super) fn end_reclaim(&mut self, segment: u32) -> Option<bool> {
         let epoch = self.epoch(segment).filter(|epoch| epoch.is_idle())?;
         let number = epoch.number();

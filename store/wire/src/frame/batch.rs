@@ -1,4 +1,5 @@
-//! Order of the frames that a writer sends next, and their fragments.
+//! Order of the frames that a writer sends next, and their fragments. A queued frame is a *message*
+//! here. It becomes one or more *segments*, the frames of the stream.
 //!
 //! Invariants:
 //! - A frame whose first byte was sent keeps its place and its sequence number. All others may
@@ -22,7 +23,7 @@ const SEND_BYTES: usize = YIELD_BYTES;
 const BATCH_FRAMES: usize = 32;
 /// Maximum number of slices that [`Batch::gather`] fills.
 pub(super) const SLICES_MAX: usize = 2 * BATCH_FRAMES;
-/// Batch size, in bytes, from which no page bytes join.
+/// Size, in bytes, from which a batch takes no more page bytes.
 const BATCH_BYTES: usize = SEND_BYTES + SEND_BYTES / 2;
 
 /// Frames in the order in which they are sent.
@@ -40,7 +41,7 @@ pub(super) struct Batch {
 /// A frame of the stream: header and body, then a piece of a payload.
 struct Segment {
     head: Vec<u8>,
-    /// Number that is mixed into the check now.
+    /// Sequence number that the check in `head` contains now, by XOR.
     number: u32,
     is_urgent: bool,
     message: Arc<Message>,
@@ -85,7 +86,8 @@ impl Segment {
         self.message.payload.as_ref().map_or(&[], |payload| &(**payload).as_ref()[self.bytes.clone()])
     }
 
-    /// Returns `true` for frames that may go with page bytes in one send.
+    /// Returns `true` for page bytes and for the head before them. All others are short frames,
+    /// whichever queue they come from.
     fn is_bulk(&self) -> bool {
         self.role == Role::Begin || !self.bytes.is_empty()
     }
@@ -181,7 +183,7 @@ impl Batch {
                 at += 1;
             }
         }
-        // All fragments in the batch have begun or left, and the rest is not cut yet.
+        // The loop found no unsent segment of this message, so the stream is inside its payload.
         if let Some(cutting) = self.cutting.take_if(|cutting| cutting.message.is_abandoned()) {
             self.insert(self.segments.len(), end_segment(cutting.request));
         }
@@ -217,8 +219,8 @@ impl Batch {
         }
         let mut skip = self.sent;
         let waiting = self.bytes - self.sent;
-        // The last mebibyte goes in halves: the peer copies out one while this side copies in the
-        // other.
+        // The last bytes, up to a quarter more than one send, go in half sends: the peer copies out
+        // one while this side copies in the other.
         let limit = if waiting > SEND_BYTES + SEND_BYTES / 4 { SEND_BYTES } else { SEND_BYTES / 2 };
         let mut count = 0;
         let mut room = limit;
@@ -244,7 +246,7 @@ impl Batch {
     }
 
     /// Records that the sink took `bytes` bytes, and drops the segments that have left. Returns
-    /// `true` if page bytes were among them.
+    /// `true` if bytes of a bulk segment were among them.
     pub(super) fn record_sent(&mut self, bytes: usize) -> bool {
         self.sent += bytes;
         let mut had_payload = false;
