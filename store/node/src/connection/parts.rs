@@ -51,8 +51,24 @@ impl Connection {
         };
         let lengths = [bytes];
         let mut arriving = PayloadVerifier::new(&lengths, &crcs);
-        let receive = reader.payload(&mut memory, |piece| arriving.take(piece));
-        tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(timed_out)??;
+        let mut left = bytes as usize;
+        let receive = reader.payload(&mut memory, |piece| {
+            self.account.record_received(piece.len());
+            left -= piece.len();
+            arriving.take(piece);
+        });
+        let received = tokio::select! {
+            // Biased: a part that is complete must not be dropped.
+            biased;
+            received = tokio::time::timeout(STALL_TIMEOUT, receive) => Some(received),
+            () = put.ended() => None,
+        };
+        let Some(received) = received else {
+            // Others got the put's room, so its memory must return although the client is silent.
+            drop(memory);
+            return tokio::time::timeout(STALL_TIMEOUT, reader.discard(left)).await.map_err(timed_out)?;
+        };
+        received.map_err(timed_out)??;
         self.node.metrics.bytes_received.inc_by(bytes.into());
         match arriving.finish() {
             Err(mismatch) if !fail_point!("node.accept-damaged-wire-part") => {
@@ -107,6 +123,7 @@ impl Connection {
                 return tracing::warn!(%peer, %error, "cannot read a part from the client's shared memory");
             }
             arriving.take(step);
+            self.account.record_received(step.len());
             // A range that overflows is outside the client's memory, and the next read fails.
             at = at.saturating_add(step.len() as u64);
             self.node.metrics.bytes_copied.inc_by(step.len() as u64);
