@@ -48,8 +48,8 @@ impl CallError {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
     }
 
-    /// Returns `true` if another engine may succeed. `NotFound` counts: perhaps only this engine, or
-    /// a proxy before it, lacks the endpoint. After the deadline no engine has time left.
+    /// Returns `true` if another engine may succeed. `NotFound` counts: perhaps only this engine,
+    /// or a proxy before it, lacks the endpoint. After the deadline no engine has time left.
     pub fn is_retryable(&self) -> bool {
         match self {
             CallError::Lost { .. } => true,

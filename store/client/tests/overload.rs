@@ -274,6 +274,72 @@ async fn writer_that_disconnects_halfway_loses_only_its_own_put() {
     node.shutdown().await;
 }
 
+/// Reserves pages of a tenant's own and sends nothing for them.
+async fn silent_writer(node: &Node, tenant: &str, count: u32) -> Raw {
+    let mut raw = Raw::attach(node, tenant).await;
+    let page = |number| Reserved {
+        key: key(10_000 + number),
+        parent: PageKey::NONE,
+        position: 0,
+        ttl_ms: 0,
+        part_bytes: vec![PAGE as u32],
+    };
+    raw.send(1, &Request::Reserve((0..count).map(page).collect())).await;
+    assert!(matches!(raw.receive().await, Some((1, Response::Reserved { retry_after_ms: 0, .. }))));
+    raw
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silent_writers_lose_their_room_and_refused_callers_get_in_when_told() {
+    let node = Node::start(options()).await.unwrap();
+    let all = (status_number(&node, "/budget/puts/bytes_max") / PAGE as u64) as u32;
+    let mut callers = Vec::new();
+    for number in 0..20 {
+        callers.push(attach(&node.addr().to_string(), &format!("tenant {number}")).await);
+    }
+    // Four writers take all of the room. One of them stops in the middle of a part.
+    let mut silent = Vec::new();
+    for number in 0..4 {
+        silent.push(silent_writer(&node, &format!("silent {number}"), all / 4 - u32::from(number == 0)).await);
+    }
+    let stuck = TcpStream::connect(node.addr()).await.unwrap();
+    let half = tokio::spawn(async move {
+        let stream = half_a_part(
+            stuck,
+            &Reserved {
+                key: key(20_000),
+                parent: PageKey::NONE,
+                position: 0,
+                ttl_ms: 0,
+                part_bytes: vec![PAGE as u32],
+            },
+        )
+        .await;
+        std::future::pending::<()>().await;
+        drop(stream);
+    });
+    eventually("all room is taken", || status_number(&node, "/budget/puts/bytes") == u64::from(all) * PAGE as u64)
+        .await;
+    let begin = Instant::now();
+    let puts = (0..).zip(&callers).map(|(number, caller)| async move {
+        let page = || pages(number..number + 1);
+        let refused = caller.put_pages(page(), PutOptions::default(), soon()).await;
+        let [PutOutcome::Busy { retry_after }] = refused[..] else { panic!("{refused:?}") };
+        tokio::time::sleep(retry_after).await;
+        caller.put_pages(page(), PutOptions::default(), soon()).await == [PutOutcome::Stored]
+    });
+    let stored = futures::future::join_all(puts).await.into_iter().filter(|&stored| stored).count();
+    assert!(stored >= 18, "{stored} of 20 got in after {:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    // The silent writers keep their connections.
+    for mut raw in silent {
+        raw.send(2, &Request::Commit(vec![Entry { request: 1, index: 0 }])).await;
+        assert!(matches!(raw.receive().await, Some((2, Response::Committed(_)))));
+    }
+    half.abort();
+    at_rest(&node).await;
+    node.shutdown().await;
+}
 /// Sends half of a part. Returns the connection, which the node reads on.
 async fn half_a_part(mut stream: TcpStream, page: &Reserved) -> TcpStream {
     let hello = Request::Hello {

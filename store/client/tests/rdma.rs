@@ -300,7 +300,9 @@ fn page_forgotten_during_an_rdma_read_is_intact_or_a_miss() {
                 let client = client.clone();
                 async move { get(&client, &[1]).await }
             });
+            let begin = Instant::now();
             while device_sum(&node, "grants") == 0 {
+                assert!(begin.elapsed() < LONG, "the node grants nothing");
                 sleep(Duration::from_millis(2)).await;
             }
             assert_eq!(client.forget(&[key(1)], soon()).await.pages, 1);
@@ -586,7 +588,8 @@ fn grant_for_a_page_expires() {
         let mut raw = RawClient::connect(&node).await;
         let begin = Instant::now();
         let range = raw.open(1).await;
-        assert_eq!(raw.read(range).await.unwrap(), payload(1));
+        let read = raw.read(range).await;
+        assert!(read == Some(payload(1)) || begin.elapsed() > age);
         assert!(device_sum(&node, "grants") == 1 || begin.elapsed() > age);
         at_rest(&node).await;
         assert!(begin.elapsed() > age);

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 const BLOCK: usize = 4096;
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 struct TestRing {
     arena: Arc<Arena>,
@@ -230,9 +232,9 @@ async fn task_can_use_the_ring_it_runs_on(executor: Executor) {
     }
 }
 
-/// Awaits a future that must complete within ten seconds, far longer than any step takes.
+/// Awaits a future that must complete within [`PATIENCE`].
 async fn soon<F: Future>(future: F) -> F::Output {
-    tokio::time::timeout(Duration::from_secs(10), future).await.expect("completes within ten seconds")
+    tokio::time::timeout(PATIENCE, future).await.expect("the step completes")
 }
 
 async fn sleeps_end_in_order_of_deadline_and_never_early(executor: Executor) {
@@ -376,11 +378,13 @@ async fn busy_tasks_do_not_starve_other_classes_or_requests(executor: Executor) 
         bed.ring.spawn(class, Box::pin(task));
     }
     let start = Instant::now();
-    while start.elapsed() < Duration::from_millis(500) {
+    let count = || turns.each_ref().map(|turns| turns.load(Ordering::Relaxed));
+    // The shares hold over many turns, which take longer on a busy machine.
+    while start.elapsed() < Duration::from_millis(500) || count().iter().any(|&turns| turns <= 20) {
+        assert!(start.elapsed() < PATIENCE, "a class starves: {:?}", count());
         soon(bed.read(file, 0, BLOCK)).await.unwrap();
     }
-    let turns = turns.map(|turns| turns.load(Ordering::Relaxed));
-    assert!(turns.iter().all(|&turns| turns > 20), "{turns:?}");
+    let turns = count();
     assert!(turns[0] >= turns[1] && turns[1] > turns[2], "{turns:?}");
 }
 
@@ -544,8 +548,8 @@ async fn no_wakeup_is_lost_under_cpu_contention(executor: Executor) {
             std::thread::spawn(move || while stop.load(Ordering::Relaxed) == 0 {})
         })
         .collect();
-    let start = Instant::now();
-    while start.elapsed() < Duration::from_secs(3) {
+    // About two seconds of reads on two cores.
+    for _ in 0..5000 {
         let reads = (0..16u64).map(|n| soon(bed.read(file, n * 8 * BLOCK as u64, BLOCK)));
         assert!(join_all(reads).await.into_iter().all(|read| read.is_ok()));
     }

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 const BLOCK: usize = 4096;
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Creates a directory whose segment 0 is a FIFO without a writer: reads of it do not complete.
 fn with_silent_file() -> TempDir {
@@ -33,7 +35,7 @@ async fn submit_read(device: &FileDevice, segment: u32, arena: &Arc<Arena>, on_d
 async fn silent_devices_close_concurrently() {
     let close_timeout = Duration::from_secs(2);
     let arena = Arena::new(1 << 20).unwrap();
-    let dirs: Vec<TempDir> = (0..4).map(|_| with_silent_file()).collect();
+    let dirs: Vec<TempDir> = (0..16).map(|_| with_silent_file()).collect();
     let mut devices = Vec::new();
     for dir in &dirs {
         let device = FileDevice::open(dir.path(), arena.clone(), options(Executor::default(), close_timeout)).unwrap();
@@ -41,12 +43,13 @@ async fn silent_devices_close_concurrently() {
         submit_read(&device, 0, &arena, || ()).await;
         devices.push(device);
     }
+    let one_by_one = close_timeout * devices.len() as u32;
     let start = Instant::now();
     let closing = devices.into_iter().map(|device| tokio::spawn(async move { device.close().await }));
     for closed in closing.collect::<Vec<_>>() {
         closed.await.unwrap();
     }
-    assert!(start.elapsed() >= close_timeout && start.elapsed() < 2 * close_timeout, "{:?}", start.elapsed());
+    assert!((close_timeout..one_by_one / 2).contains(&start.elapsed()), "{:?}", start.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -71,11 +74,11 @@ async fn device_dropped_on_its_own_thread_keeps_the_directory_locked_until_reque
         .await;
         drop(device);
         go.send(()).unwrap();
-        answer.recv_timeout(Duration::from_secs(20)).unwrap();
+        answer.recv_timeout(PATIENCE).unwrap();
         let reopen = || FileDevice::open(dir.path(), arena.clone(), options(executor, close_timeout));
         assert!(matches!(reopen(), Err(OpenError::Locked(_))), "a request is in flight");
         std::fs::write(dir.path().join(segment_name(0)), [7; BLOCK]).unwrap();
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + PATIENCE;
         while reopen().is_err() {
             assert!(Instant::now() < until, "the directory is never unlocked");
         }
@@ -98,7 +101,7 @@ async fn close_times_out_on_a_silent_device_and_keeps_its_memory() {
         device.submit(0, Priority::Demand, read, on_done).await.unwrap();
         let start = Instant::now();
         device.close().await;
-        assert!(start.elapsed() >= close_timeout && start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+        assert!(start.elapsed() >= close_timeout && start.elapsed() < PATIENCE, "{:?}", start.elapsed());
         drop(device);
         assert_eq!(arena.used(), BLOCK, "the kernel may still write to this memory");
         assert!(Arc::strong_count(&arena) > 1);
@@ -106,8 +109,8 @@ async fn close_times_out_on_a_silent_device_and_keeps_its_memory() {
         assert!(matches!(reopen, Err(OpenError::Locked(_))), "the directory stays locked");
         // A writer completes the request: the memory is returned and the executor ends.
         std::fs::write(dir.path().join(segment_name(0)), [7; BLOCK]).unwrap();
-        assert!(answer.recv_timeout(Duration::from_secs(20)).unwrap());
-        let until = Instant::now() + Duration::from_secs(20);
+        assert!(answer.recv_timeout(PATIENCE).unwrap());
+        let until = Instant::now() + PATIENCE;
         while arena.used() > 0 {
             assert!(Instant::now() < until, "{} bytes are still allocated", arena.used());
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -14,27 +14,39 @@
 //!   1998).
 //! - A reader that receives nothing for a second, while others wait for its memory, is
 //!   disconnected.
+//! - A writer that sends nothing for a second, while others wait for its room, loses its puts. So
+//!   does a tenant above its share.
+//! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
 //!
-//! `account` has the calls of one connection, `rates` the throughput estimates.
+//! `account` has the calls of one connection, `tenants` the shares, `line` and `writers` the room
+//! for puts, `rates` the throughput estimates.
 //!
-//! One lock guards all counters. It is a leaf: no other lock is taken under it, and no charge is
-//! dropped under it, because that would lock it again.
+//! One lock guards all counters, and under it only the locks of [`Progress`] are taken, which are
+//! leaves. No charge is dropped under it, because that would lock it again.
 
 mod account;
+mod line;
 mod rates;
+mod tenants;
+mod writers;
 
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
+use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
+use line::Line;
 use parking_lot::Mutex;
 use rates::{ReadRate, ReleaseRate};
 use serde_json::json;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+use tenants::{TenantNumber, TenantTable};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
+pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
+use writers::{Forecast, MeanTime, Scope, WriterProgress};
 
 /// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
@@ -51,8 +63,8 @@ const QUARTERS: u64 = 4;
 const FREE_READ_FRACTION: u64 = 4;
 /// Bounds the loss by many idle tenants: each active tenant has at least a sixteenth.
 const TENANT_SHARES_MAX: u64 = 16;
-/// A refused tenant counts as active this long. It covers the longest retry delay that a refusal
-/// suggests, so the tenant's share is still reserved when it returns.
+/// A refused tenant counts as active this long, or until its place in the line ends. It covers the
+/// retry delays of all other refusals, so the tenant's share is still reserved when it returns.
 const DEMAND_TIME: Duration = Duration::from_secs(3);
 /// Time without progress after which a reader may be disconnected.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
@@ -106,30 +118,32 @@ pub(crate) struct Budget {
     node_max: BytesByKind,
     connection_max: BytesByKind,
     state: Mutex<BudgetState>,
+    /// Writes to L3 in flight. They take the room of puts.
+    writes: Arc<WriteLoad>,
     metrics: Arc<Metrics>,
 }
 
 #[derive(Default)]
 struct BudgetState {
     used: BytesByKind,
-    release_rates: [ReleaseRate; KINDS.len()],
-    tenants: BTreeMap<Arc<str>, TenantUsage>,
+    request_release_rate: ReleaseRate,
+    tenants: TenantTable,
     /// Tenants with queued reads. The front is served next.
-    tenant_queue: VecDeque<Arc<str>>,
+    tenant_queue: VecDeque<TenantNumber>,
     connections: BTreeMap<u64, ConnectionUsage>,
     connections_opened: u64,
     /// Connections with outstanding bytes, and their combined rate.
     readers: u64,
     read_rate: ReadRate,
     last_stalled_search: Option<Instant>,
-}
-
-#[derive(Default)]
-struct TenantUsage {
-    connections: usize,
-    used: BytesByKind,
-    last_demand: [Option<Instant>; KINDS.len()],
-    queue: VecDeque<QueuedRead>,
+    /// Connections with reserved pages.
+    writers: BTreeSet<u64>,
+    line: Line,
+    /// Mean time from a reservation to the end of its put.
+    put_time: MeanTime,
+    forecasts: BTreeMap<Scope, Forecast>,
+    /// No writer is silent for long enough before this time.
+    silent_from: Option<Instant>,
 }
 
 /// A read that waits for memory. It refers to its account weakly, so a queue entry does not keep a
@@ -142,13 +156,34 @@ struct QueuedRead {
 }
 
 struct ConnectionUsage {
-    tenant: Arc<str>,
+    tenant: TenantNumber,
     used: BytesByKind,
+    puts: u64,
     read_rate: ReadRate,
+    progress: Arc<Progress>,
+    disconnect: CancellationToken,
+}
+
+/// Progress of a connection's transfers. It has its own locks: each piece of a page updates it, and
+/// the node's lock would make all connections wait for that.
+struct Progress {
+    reader: Mutex<ReaderProgress>,
+    writer: Mutex<WriterProgress>,
+}
+
+struct ReaderProgress {
     queued: u64,
     /// Last time at which the reader made progress, or had nothing to receive.
     last_progress: Instant,
-    disconnect: CancellationToken,
+}
+
+impl Progress {
+    fn new(now: Instant) -> Arc<Progress> {
+        Arc::new(Progress {
+            reader: Mutex::new(ReaderProgress { queued: 0, last_progress: now }),
+            writer: Mutex::new(WriterProgress::new(now)),
+        })
+    }
 }
 
 /// Subtracts returned bytes from a counter.
@@ -161,24 +196,10 @@ fn subtract(counter: &mut u64, bytes: u64) {
 }
 
 impl BudgetState {
-    /// Returns the bytes that a tenant may use of `max`, split equally among tenants with demand. A
-    /// tenant has demand while it has bytes in flight, and for [`DEMAND_TIME`] after a refusal.
-    fn tenant_share(&self, tenant: &str, kind: Kind, max: u64, now: Instant) -> u64 {
-        if self.tenants.len() < 2 {
-            return max;
-        }
-        let has_demand = |tenant: &TenantUsage| {
-            let last = tenant.last_demand[kind as usize];
-            tenant.used[kind as usize] > 0 || last.is_some_and(|at| now.saturating_duration_since(at) < DEMAND_TIME)
-        };
-        let others = self.tenants.iter().filter(|(name, other)| &***name != tenant && has_demand(other)).count() as u64;
-        max / (1 + others).min(TENANT_SHARES_MAX)
-    }
-
-    fn add(&mut self, connection: u64, kind: Kind, bytes: u64, now: Instant) {
+    fn add(&mut self, number: u64, kind: Kind, bytes: u64, now: Instant) {
         let index = kind as usize;
         self.used[index] += bytes;
-        let Some(connection) = self.connections.get_mut(&connection) else { return };
+        let Some(connection) = self.connections.get_mut(&number) else { return };
         if kind == Kind::Outstanding && connection.used[index] == 0 {
             connection.read_rate.start(now);
             if self.readers == 0 {
@@ -186,16 +207,21 @@ impl BudgetState {
             }
             self.readers += 1;
         }
-        connection.used[index] += bytes;
-        if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            tenant.used[index] += bytes;
+        if kind == Kind::Puts {
+            let is_first = connection.used[index] == 0;
+            connection.progress.writer.lock().begin(is_first, now);
+            connection.puts += 1;
+            self.writers.insert(number);
+            self.line.record_grant(number, bytes);
         }
+        connection.used[index] += bytes;
+        self.tenants.add(connection.tenant, kind, bytes);
     }
 
-    fn remove(&mut self, connection: u64, kind: Kind, bytes: u64) {
+    fn remove(&mut self, number: u64, kind: Kind, bytes: u64) {
         let index = kind as usize;
         subtract(&mut self.used[index], bytes);
-        let Some(connection) = self.connections.get_mut(&connection) else { return };
+        let Some(connection) = self.connections.get_mut(&number) else { return };
         subtract(&mut connection.used[index], bytes);
         if kind == Kind::Outstanding && connection.used[index] == 0 {
             connection.read_rate.stop();
@@ -204,29 +230,33 @@ impl BudgetState {
                 self.read_rate.stop();
             }
         }
-        if let Some(tenant) = self.tenants.get_mut(&connection.tenant) {
-            subtract(&mut tenant.used[index], bytes);
+        if kind == Kind::Puts {
+            connection.progress.writer.lock().end(bytes);
+            subtract(&mut connection.puts, 1);
+            if connection.used[index] == 0 {
+                self.writers.remove(&number);
+            }
         }
+        self.tenants.remove(connection.tenant, kind, bytes);
     }
 
     /// Records that a connection was refused or waits, so that its tenant's share is reserved.
     fn record_demand(&mut self, connection: u64, kind: Kind, now: Instant) {
-        let tenant = self.connections.get(&connection).and_then(|found| self.tenants.get_mut(&found.tenant));
-        if let Some(tenant) = tenant {
-            tenant.last_demand[kind as usize] = Some(now);
+        if let Some(connection) = self.connections.get(&connection) {
+            self.tenants.record_demand(connection.tenant, kind, now + DEMAND_TIME);
         }
     }
 
     fn enqueue(&mut self, account: &Arc<Account>, bytes: u64, grant: oneshot::Sender<Charge>, now: Instant) {
         self.record_demand(account.connection(), Kind::Reads, now);
         let Some(connection) = self.connections.get(&account.connection()) else { return };
-        let Some(tenant) = self.tenants.get_mut(&connection.tenant) else { return };
-        if tenant.queue.is_empty() && !self.tenant_queue.contains(&connection.tenant) {
-            self.tenant_queue.push_back(connection.tenant.clone());
+        let Some(queue) = self.tenants.queue(connection.tenant) else { return };
+        if queue.is_empty() && !self.tenant_queue.contains(&connection.tenant) {
+            self.tenant_queue.push_back(connection.tenant);
         }
-        tenant.queue.push_back(QueuedRead { account: Arc::downgrade(account), bytes, grant });
-        if tenant.queue.len().is_multiple_of(QUEUE_CLEANUP_STEP) {
-            tenant.queue.retain(|read| !read.grant.is_closed());
+        queue.push_back(QueuedRead { account: Arc::downgrade(account), bytes, grant });
+        if queue.len().is_multiple_of(QUEUE_CLEANUP_STEP) {
+            queue.retain(|read| !read.grant.is_closed());
         }
     }
 
@@ -236,27 +266,23 @@ impl BudgetState {
     fn stalled_reader(
         &self,
         kind: Kind,
-        tenant: Option<&Arc<str>>,
+        tenant: Option<TenantNumber>,
         bytes: u64,
         now: Instant,
     ) -> Option<&ConnectionUsage> {
-        let idle = |connection: &&ConnectionUsage| now.saturating_duration_since(connection.last_progress);
-        let is_candidate = |connection: &&ConnectionUsage| tenant.is_none_or(|tenant| connection.tenant == *tenant);
+        let is_candidate = |connection: &&ConnectionUsage| tenant.is_none_or(|tenant| connection.tenant == tenant);
         let (leaving, others): (Vec<&ConnectionUsage>, Vec<&ConnectionUsage>) =
             self.connections.values().filter(is_candidate).partition(|one| one.disconnect.is_cancelled());
         if leaving.iter().map(|one| one.used[kind as usize]).sum::<u64>() >= bytes {
             return None;
         }
-        others.into_iter().filter(|one| one.queued > 0 && idle(one) >= STALLED_AFTER).max_by_key(idle)
-    }
-
-    fn leave_tenant(&mut self, tenant: &str) {
-        if let Some(left) = self.tenants.get_mut(tenant) {
-            left.connections -= 1;
-            if left.connections == 0 {
-                self.tenants.remove(tenant);
-            }
-        }
+        let stalled_for = |connection: &ConnectionUsage| {
+            let reader = connection.progress.reader.lock();
+            let idle = now.saturating_duration_since(reader.last_progress);
+            (reader.queued > 0 && idle >= STALLED_AFTER).then_some(idle)
+        };
+        let stalled = others.into_iter().filter_map(|one| Some((stalled_for(one)?, one)));
+        stalled.max_by_key(|(idle, _)| *idle).map(|(_, one)| one)
     }
 
     /// Returns the bytes in flight, without the fixed charge of each connection.
@@ -283,7 +309,7 @@ impl Overrun {
 }
 
 impl Budget {
-    pub(crate) fn new(options: &NodeOptions, metrics: Arc<Metrics>) -> Arc<Budget> {
+    pub(crate) fn new(options: &NodeOptions, writes: Arc<WriteLoad>, metrics: Arc<Metrics>) -> Arc<Budget> {
         let puts = options.dirty_bytes_max();
         let reads = options.in_flight_bytes() - puts;
         let requests = options.request_bytes;
@@ -296,6 +322,7 @@ impl Budget {
                 options.connection_request_bytes.unwrap_or(requests / QUARTERS),
             ],
             state: Mutex::default(),
+            writes,
             metrics,
         })
     }
@@ -310,42 +337,73 @@ impl Budget {
         }
         let number = state.connections_opened;
         state.connections_opened += 1;
-        let tenant: Arc<str> = "".into();
         let disconnect = CancellationToken::new();
+        let progress = Progress::new(now());
         let connection = ConnectionUsage {
-            tenant: tenant.clone(),
+            tenant: state.tenants.join(""),
             used: [0; KINDS.len()],
+            puts: 0,
             read_rate: ReadRate::default(),
-            queued: 0,
-            last_progress: now(),
+            progress: progress.clone(),
             disconnect: disconnect.clone(),
         };
         state.connections.insert(number, connection);
-        state.tenants.entry(tenant).or_default().connections += 1;
         state.used[Kind::Requests as usize] += CONNECTION_BYTES;
         drop(state);
-        Some(Arc::new(Account::new(self.clone(), number, disconnect)))
+        Some(Arc::new(Account::new(self.clone(), number, progress, disconnect)))
     }
 
-    fn overrun(&self, state: &BudgetState, connection: u64, kind: Kind, bytes: u64, now: Instant) -> Overrun {
+    fn overrun(&self, state: &mut BudgetState, number: u64, kind: Kind, bytes: u64, now: Instant) -> Overrun {
         let index = kind as usize;
         let node_max = self.node_max[index];
+        state.tenants.expire(now);
         // The first charge is always within the bound, so that a page larger than the bound moves.
         // The subtraction saturates because a total below the bound is the normal case.
         let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
-        let node = over(state.used[index], node_max);
-        let Some(connection) = state.connections.get(&connection) else {
-            return Overrun { node, ..Overrun::default() };
+        let mut node_used = state.used[index];
+        let Some(tenant) = state.connections.get(&number).map(|connection| connection.tenant) else {
+            return Overrun { node: over(node_used, node_max), ..Overrun::default() };
         };
-        // Saturates because a single oversized page or a mandatory request may exceed the bound.
-        let free = node_max.saturating_sub(state.used[index]);
+        let mut tenant_used = state.tenants.used(tenant, kind);
+        if kind == Kind::Puts {
+            state.line.expire(now);
+            let ahead = state.line.ahead(number, tenant, &state.tenants, node_max);
+            node_used += ahead.of_all + self.writes.bytes();
+            tenant_used += ahead.of_tenant;
+        }
+        let connection_used = state.connections.get(&number).map_or(0, |connection| connection.used[index]);
         let connection_max = match kind {
-            Kind::Reads => (free / FREE_READ_FRACTION).max(PAGES_IN_FLIGHT_MIN * bytes),
+            // Saturates because a single oversized page or a mandatory request may exceed the
+            // bound.
+            Kind::Reads => (node_max.saturating_sub(node_used) / FREE_READ_FRACTION).max(PAGES_IN_FLIGHT_MIN * bytes),
             Kind::Puts | Kind::Outstanding | Kind::Requests => self.connection_max[index],
         };
-        let tenant_used = state.tenants.get(&connection.tenant).map_or(0, |tenant| tenant.used[index]);
-        let share = state.tenant_share(&connection.tenant, kind, node_max, now);
-        Overrun { connection: over(connection.used[index], connection_max), tenant: over(tenant_used, share), node }
+        Overrun {
+            connection: over(connection_used, connection_max),
+            tenant: over(tenant_used, state.tenants.share(tenant, kind, node_max)),
+            node: over(node_used, node_max),
+        }
+    }
+
+    /// Returns `true` if a put of `bytes` finds no room, whoever waits.
+    fn is_full(&self, state: &BudgetState, bytes: u64) -> bool {
+        let used = state.used[Kind::Puts as usize] + self.writes.bytes();
+        used > 0 && used + bytes > self.node_max[Kind::Puts as usize]
+    }
+
+    /// Time until `bytes` of the room for puts are free again, as far as `scope` frees them.
+    fn time_for_room(&self, state: &mut BudgetState, scope: Scope, bytes: u64, now: Instant) -> Duration {
+        let max = self.node_max[Kind::Puts as usize];
+        if state.forecasts.first_key_value().is_some_and(|(_, forecast)| !forecast.is_current(now)) {
+            state.forecasts.clear();
+        }
+        if let Some(forecast) = state.forecasts.get(&scope).filter(|forecast| forecast.is_current(now)) {
+            return forecast.time_for(bytes, max);
+        }
+        let forecast = state.forecast(scope, max, self.writes.load(), now);
+        let time = forecast.time_for(bytes, max);
+        state.forecasts.insert(scope, forecast);
+        time
     }
 
     /// Grants queued reads while there is memory, tenants in round-robin order. Disconnects a
@@ -361,7 +419,7 @@ impl Budget {
         let mut skipped = 0;
         while skipped < state.tenant_queue.len() {
             let Some(name) = state.tenant_queue.pop_front() else { break };
-            let next = state.tenants.get_mut(&name).and_then(|tenant| tenant.queue.pop_front());
+            let next = state.tenants.queue(name).and_then(VecDeque::pop_front);
             let Some(next) = next else { continue };
             let account = next.account.upgrade();
             seen.extend(account.clone());
@@ -369,7 +427,7 @@ impl Budget {
                 state.tenant_queue.push_front(name);
                 continue;
             };
-            let overrun = self.overrun(&state, account.connection(), Kind::Reads, next.bytes, now);
+            let overrun = self.overrun(&mut state, account.connection(), Kind::Reads, next.bytes, now);
             if overrun.connection > 0 {
                 // More was charged to this connection since the read was queued. Dropping the
                 // sender makes the read wait for its own reader first.
@@ -378,9 +436,9 @@ impl Budget {
             } else if overrun.tenant > 0 || overrun.node > 0 {
                 // A tenant at its share waits for its own readers only.
                 let node_full = overrun.node > 0 && overrun.tenant == 0;
-                self.disconnect_stalled(&mut state, (!node_full).then_some(&name), overrun.max(), now);
-                if let Some(tenant) = state.tenants.get_mut(&name) {
-                    tenant.queue.push_front(next);
+                self.disconnect_stalled(&mut state, (!node_full).then_some(name), overrun.max(), now);
+                if let Some(queue) = state.tenants.queue(name) {
+                    queue.push_front(next);
                 }
                 if node_full {
                     // No read overtakes this one, or small reads would starve a large page.
@@ -404,7 +462,7 @@ impl Budget {
         }
     }
 
-    fn disconnect_stalled(&self, state: &mut BudgetState, tenant: Option<&Arc<str>>, bytes: u64, now: Instant) {
+    fn disconnect_stalled(&self, state: &mut BudgetState, tenant: Option<TenantNumber>, bytes: u64, now: Instant) {
         let searched = state.last_stalled_search;
         if searched.is_some_and(|at| now.saturating_duration_since(at) < STALLED_SEARCH_INTERVAL) {
             return;
@@ -418,7 +476,11 @@ impl Budget {
 
     pub(crate) fn status(&self) -> serde_json::Value {
         let state = self.state.lock();
-        let mut status = json!({ "connections": state.connections.len(), "tenants": state.tenants.len() });
+        let mut status = json!({
+            "connections": state.connections.len(),
+            "tenants": state.tenants.len(),
+            "writers_waiting": state.line.len(),
+        });
         for (kind, name) in KINDS {
             status[name] = json!({ "bytes": state.in_flight(kind) });
             // Outstanding pages have no bound for the node as a whole.
@@ -435,5 +497,7 @@ impl Budget {
     }
 }
 
+#[cfg(test)]
+mod room_tests;
 #[cfg(test)]
 mod tests;

@@ -73,6 +73,9 @@ counters! {
     puts_conflicting,
     /// Reservations answered busy because a bound on puts was reached
     puts_busy,
+    /// Puts aborted because their writer sent nothing for 1 s, or its tenant was above its share,
+    /// while others waited for the room
+    puts_taken_back,
     /// Complete puts dropped because L2 could not evict enough pages for them
     puts_dropped_l2_full,
     /// Puts aborted by their writer, by a lost connection or by the node
@@ -125,7 +128,7 @@ impl Metrics {
         registry.register("in_flight_bytes", help, self.in_flight.clone());
         let help = "1 if the L3 device in directory dir is in use; 0 if not, for the given reason";
         registry.register("l3_device_up", help, self.devices.clone());
-        let help = "Bytes in L2 of the namespaces that use most";
+        let help = "Bytes in L2 of the 64 namespaces that use most";
         registry.register("l2_namespace_bytes", help, self.namespaces.clone());
     }
 }

@@ -125,7 +125,7 @@ impl L2Policy {
             evictor: Evictor::new(options.capacity_bytes, HitDensity::new(options.seed)),
             pages: BTreeMap::new(),
             dirty: BTreeSet::new(),
-            namespaces: NamespaceTable::new(options.quota_default, options.quotas.clone()),
+            namespaces: NamespaceTable::new(options.quota_default, &options.quotas),
             pins: Pins::default(),
             reserved_bytes: 0,
             writing_bytes: 0,
@@ -380,7 +380,7 @@ impl L2Policy {
         // Expired pages go first: they make room, and an expired parent must not be found below.
         self.evictor.expire(now_ms, &mut evicted);
         self.remove_evicted(std::mem::take(&mut evicted), now_ms, actions);
-        let namespace = self.namespaces.add_page(page.id.namespace, &mut self.evictor, &mut evicted);
+        let namespace = self.namespaces.add_page(page.id.namespace, page.bytes, &mut self.evictor, &mut evicted);
         let parent = self.parent_of(&page, now_ms);
         let new = NewPage {
             name: page.id,
@@ -407,7 +407,7 @@ impl L2Policy {
             self.pages.insert(page.id, resident);
             self.set_persistence(&page.id, persistence);
         } else {
-            self.namespaces.remove_page(page.id.namespace);
+            self.namespaces.remove_page(page.id.namespace, page.bytes);
         }
         self.remove_evicted(evicted, now_ms, actions);
         admitted.is_ok()
@@ -440,7 +440,7 @@ impl L2Policy {
         self.release_pins(id);
         let page = self.pages.remove(id)?;
         self.dirty.remove(id);
-        self.namespaces.remove_page(id.namespace);
+        self.namespaces.remove_page(id.namespace, page.bytes);
         Some(page)
     }
 }

@@ -14,11 +14,11 @@
 
 mod put;
 
-use crate::budget::Charge;
+use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
 use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use larder_format::PageId;
-use larder_runtime::fail_point;
+use larder_runtime::{fail_point, now};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use parking_lot::Mutex;
 pub use put::{Progress, Put};
@@ -100,6 +100,11 @@ pub enum Presence<'a> {
     TooManyWaiters,
 }
 
+/// Bytes of a page in memory: those of its parts.
+pub(crate) fn page_bytes(page: &Reserved) -> usize {
+    page.part_bytes.iter().map(|&bytes| bytes as usize).sum()
+}
+
 impl Puts {
     /// Creates an empty table. `generation_first` must exceed every generation in L3. At most
     /// `waiters_max` readers wait for absent pages.
@@ -115,10 +120,10 @@ impl Puts {
     pub(crate) fn reserve(
         &self,
         id: PageId,
-        page: Reserved,
+        page: &Reserved,
         charge: impl FnOnce(u64) -> Option<Option<Charge>>,
     ) -> Result<Arc<Put>, ReserveOutcome> {
-        let bytes: usize = page.part_bytes.iter().map(|&b| b as usize).sum();
+        let bytes = page_bytes(page);
         // Held to the end: two writers of one page must not both find it absent.
         let mut state = self.state.lock();
         if state.closed {
@@ -132,14 +137,17 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
-        let reserved = charge(bytes as u64).and_then(|charge| self.tiers.reserve(bytes, charge));
-        let Some((memory, reservation)) = reserved else {
+        let reserved = charge(bytes as u64).and_then(|charge| {
+            let writer = charge.as_ref().map(Charge::connection);
+            Some((self.tiers.reserve(bytes, charge)?, writer))
+        });
+        let Some(((memory, reservation), writer)) = reserved else {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };
         // Relaxed: the lock orders the puts of one page, and generations only need to be unique.
         let generation = self.next_generation.fetch_add(1, Ordering::Relaxed);
-        let put = Arc::new(Put::new(id, page, generation, memory, reservation));
+        let put = Arc::new(Put::new(id, page.clone(), generation, memory, reservation, writer));
         state.open.insert(id, put.clone());
         state.wake(&id);
         Ok(put)
@@ -204,6 +212,46 @@ impl Puts {
             state.draining.iter().filter_map(Weak::upgrade).collect()
         };
         draining.iter().filter(|put| put.is_idle(now, timeout)).for_each(|put| put.release());
+    }
+
+    /// Aborts puts of these writers in their order, as long as `takes_from` says so. Each writer
+    /// loses the put without a byte for longest first.
+    ///
+    /// Memory that a writer's RDMA device may access returns when the put was aborted for
+    /// [`EXPOSED_MAX`]. A write to it after that fails the writer's channel, and no transfer of
+    /// anybody else.
+    pub(crate) fn take_back(&self, writers: &[LosingWriter], takes_from: impl Fn(LosingWriter) -> bool) {
+        let mut of_writer = BTreeMap::<u64, Vec<Arc<Put>>>::new();
+        let draining: Vec<Arc<Put>> = {
+            let state = self.state.lock();
+            for put in state.open.values() {
+                if let Some(writer) = put.writer().filter(|one| writers.iter().any(|losing| losing.connection == *one))
+                {
+                    of_writer.entry(writer).or_default().push(put.clone());
+                }
+            }
+            state.draining.iter().filter_map(Weak::upgrade).collect()
+        };
+        let now = now();
+        for writer in writers {
+            let mut puts = of_writer.remove(&writer.connection).unwrap_or_default();
+            puts.sort_by_key(|put| put.last_activity());
+            for put in puts {
+                if !takes_from(*writer) {
+                    return;
+                }
+                let key = put.id.key;
+                if writer.is_silent {
+                    tracing::warn!(%key, "put aborted: its writer sent nothing for 1 s while others waited for room");
+                } else {
+                    tracing::warn!(%key, "put aborted: its tenant had more than its share for 1 s while others waited");
+                }
+                self.abort_unannounced(&put);
+                self.metrics.puts_taken_back.inc();
+            }
+            let exposed = draining.iter().filter(|put| put.writer() == Some(writer.connection));
+            exposed.filter(|put| writer.is_silent && put.is_idle(now, EXPOSED_MAX)).for_each(|put| put.release());
+        }
     }
 
     /// Aborts all puts and starts no more. A shutdown needs their memory to flush pages to L3.

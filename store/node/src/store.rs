@@ -9,9 +9,9 @@ use crate::devices::Devices;
 use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
 use crate::policy::PinRefused;
-use crate::puts::{Put, Puts};
+use crate::puts::{Put, Puts, page_bytes};
 use crate::scrub::{self, ScrubProgress};
-use crate::tiers::{PageLocation, Tiers, TiersError};
+use crate::tiers::{PageLocation, SLOT_UNIT, Tiers, TiersError};
 use futures::StreamExt;
 use larder_format::PageId;
 use larder_memory::Arena;
@@ -55,7 +55,7 @@ impl Store {
         let metrics = Arc::new(Metrics::default());
         let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
         let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first, options.waiters_max());
-        let budget = Budget::new(options, metrics.clone());
+        let budget = Budget::new(options, tiers.write_load().clone(), metrics.clone());
         let scrub_progress = ScrubProgress::default();
         Store { tiers, puts, metrics, budget, scrub_progress, options: options.clone() }
     }
@@ -102,17 +102,32 @@ impl Store {
 
     /// Opens a put, unless the page exists or another put of it is open.
     pub fn reserve(&self, id: PageId, page: Reserved) -> Result<Arc<Put>, ReserveOutcome> {
-        self.puts.reserve(id, page, |_| Some(None))
+        self.puts.reserve(id, &page, |_| Some(None))
     }
 
-    /// Opens a put like [`Store::reserve`] and charges its bytes to a connection's account.
+    /// Opens a put like [`Store::reserve`] and charges its bytes to a connection's account. Without
+    /// room for it, `takes_back` ends puts of silent writers, and of tenants above their share.
     pub(crate) fn reserve_for(
         &self,
         account: &Arc<Account>,
         id: PageId,
-        page: Reserved,
+        page: &Reserved,
+        takes_back: bool,
     ) -> Result<Arc<Put>, ReserveOutcome> {
-        self.puts.reserve(id, page, |bytes| account.charge(Kind::Puts, bytes).ok().map(Some))
+        // The bytes that the page takes in the arena, as the policy counts them.
+        let bytes = page_bytes(page).next_multiple_of(SLOT_UNIT) as u64;
+        let reserve = || self.puts.reserve(id, page, |_| account.charge(Kind::Puts, bytes).ok().map(Some));
+        match reserve() {
+            Err(ReserveOutcome::Busy) if takes_back => {
+                let writers = account.losing_writers(bytes);
+                if writers.is_empty() {
+                    return Err(ReserveOutcome::Busy);
+                }
+                self.puts.take_back(&writers, |writer| account.takes_from(writer, bytes));
+                reserve()
+            }
+            outcome => outcome,
+        }
     }
 
     /// Compares a page's checksums with those of a second writer. The outcome is `Refused` if they

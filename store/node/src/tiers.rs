@@ -51,11 +51,12 @@ use tokio::sync::Notify;
 use writeback::{WriteTicket, WritebackTable};
 
 pub use forget::TiersError;
+pub(crate) use writeback::WriteLoad;
 
 /// Bytes of L2 that one call of [`Tiers::make_room`] frees, at most.
 const MAKE_ROOM_BYTES: u64 = 64 << 20;
 /// The arena hands out slots in multiples of this many bytes.
-const SLOT_UNIT: usize = 4096;
+pub(crate) const SLOT_UNIT: usize = 4096;
 const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
 
 fn info(page: &Page) -> PageInfo {
@@ -225,6 +226,10 @@ impl Tiers {
 
     pub fn devices(&self) -> &Devices {
         &self.devices
+    }
+
+    pub(crate) fn write_load(&self) -> &Arc<WriteLoad> {
+        self.writeback.load()
     }
 
     /// Allocates memory for a page of `bytes` and reserves as much of the budget. Returns `None` if
@@ -434,7 +439,9 @@ impl Tiers {
         for id in &actions.write {
             let sealed = put.filter(|page| page.meta.id == *id).cloned();
             if let Some(page) = sealed.or_else(|| self.l2.get(id).map(|entry| entry.value().clone())) {
-                self.begin_write(page);
+                // Here, because a lock of its own for each write would cost more than the look-up.
+                let quota = state.policy.quota(id.namespace);
+                self.begin_write(page, quota);
             }
         }
         let mut evicted = Vec::with_capacity(actions.evict.len());
@@ -459,16 +466,15 @@ impl Tiers {
         }
     }
 
-    /// Starts a write to L3. Called under the `state` lock, before the page may leave L2.
-    fn begin_write(&self, page: Arc<Page>) {
+    /// Starts a write to L3, with the quota of the page's namespace. Called under the `state` lock,
+    /// before the page may leave L2.
+    fn begin_write(&self, page: Arc<Page>, quota: Option<u64>) {
         let Some(tiers) = self.this.upgrade() else { return };
         let ticket = self.writeback.begin(&page);
         self.runtime.spawn(async move {
             // The guard ends the write even if this task is cancelled or panics.
             let mut write = WriteGuard { tiers, page, stored: false, ticket };
             let Page { meta, payload } = &*write.page;
-            // A temporary guard: the lock ends before the await below.
-            let quota = write.tiers.state.lock().policy.quota(meta.id.namespace);
             match write.tiers.devices.write(meta, payload, quota).await {
                 Ok(()) => write.stored = true,
                 Err(error) => {

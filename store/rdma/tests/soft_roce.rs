@@ -191,7 +191,7 @@ fn in_vm<F: Future<Output = ()>>(test: F) {
         "this test changes the network of its machine; run it with tests/rdma/run"
     );
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async { timeout(Duration::from_secs(120), test).await.expect("the test ends in time") });
+    runtime.block_on(async { timeout(5 * LONG, test).await.expect("the test ends in time") });
 }
 
 fn tc(arguments: &str) {
@@ -530,7 +530,8 @@ fn dropping_a_future_keeps_memory_until_completion() {
         let grant = pair.node_end.grant_read(pair.node.filled(len, 4), &pair.node.region).await.unwrap();
         let (buffer, recorder) = pair.client.recorded(len);
         {
-            let _fault = NetworkFault::new("delay 300ms limit 100000");
+            // Shorter than the time to a retransmission, and long beside the steps below.
+            let _fault = NetworkFault::new("delay 1500ms limit 100000");
             let read = pair.client_end.read(buffer, &pair.client.region, grant.remote());
             assert!(timeout(Duration::from_millis(100), read).await.is_err(), "the transfer is in flight");
             assert!(recorder.released_bytes().is_none(), "the device still has the memory");

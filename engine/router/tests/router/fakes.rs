@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 pub const PAGE_TOKENS: u32 = 4;
 pub const CONTEXT: u32 = 200;
 pub const MODEL: &str = "fake";
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// In-memory store that holds members and page keys, but no page data. Tests change its content to
 /// simulate evictions and lost nodes.
@@ -31,6 +33,8 @@ pub struct FakeStore {
     pub members: Mutex<Vec<Member>>,
     pub held: Mutex<BTreeMap<PageKey, Tier>>,
     pub is_down: AtomicBool,
+    /// Number of requests for the members. The router sends one with each refresh of its engines.
+    pub refreshes: AtomicUsize,
 }
 
 impl FakeStore {
@@ -47,6 +51,7 @@ pub struct FakeDirectory(pub Arc<FakeStore>);
 
 impl Directory for FakeDirectory {
     fn members(&self, _: Instant) -> BoxFuture<'_, Option<Vec<Member>>> {
+        self.0.refreshes.fetch_add(1, Ordering::SeqCst);
         Box::pin(async { self.0.is_up().then(|| self.0.members.lock().clone()) })
     }
 
@@ -137,6 +142,8 @@ pub struct FakeEngine {
     pub info: EngineInfo,
     pub behaviour: Mutex<Behaviour>,
     pub is_gone: AtomicBool,
+    /// Number of times that the router asked this engine for its identity.
+    pub identity_checks: AtomicUsize,
     pub prefills: Mutex<Vec<PrefillRequest>>,
     pub decodes: Mutex<Vec<DecodeRequest>>,
     /// Requests to forget, each with the number of pages that the store held at that time.
@@ -214,6 +221,7 @@ impl FakeEngine {
             info: info.clone(),
             behaviour: Mutex::new(Behaviour::Serve),
             is_gone: AtomicBool::new(false),
+            identity_checks: AtomicUsize::new(0),
             prefills: Mutex::default(),
             decodes: Mutex::default(),
             forgets: Mutex::default(),
@@ -247,6 +255,7 @@ impl FakeEngine {
 }
 
 async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
+    engine.identity_checks.fetch_add(1, Ordering::SeqCst);
     match engine.is_gone.load(Ordering::SeqCst) {
         true => StatusCode::SERVICE_UNAVAILABLE.into_response(),
         false => Json(engine.info.clone()).into_response(),
@@ -321,9 +330,10 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     let keys: Arc<[PageKey]> = page_keys(&request.tokens[..request.tokens.len() - 1], PAGE_TOKENS as usize).into();
     let store = FakeDirectory(engine.store.clone());
     let found = if request.cache == CacheMode::None { 0 } else { store.lookup(keys.clone(), Instant::now()).await };
-    // A real engine waits for pages too, but gives up much later.
-    let patience = Instant::now() + Duration::from_millis(300);
-    while store.lookup(keys.clone(), patience).await < request.await_pages as usize && Instant::now() < patience {
+    // A real engine waits for pages too. One that hangs has its tokens late anyway.
+    let hangs = matches!(behaviour, Behaviour::HangAfter(_));
+    let deadline = Instant::now() + if hangs { Duration::ZERO } else { PATIENCE };
+    while store.lookup(keys.clone(), deadline).await < request.await_pages as usize && Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     let start = DecodeStart {
@@ -390,11 +400,11 @@ impl TestCluster {
         options.admin_listen = options.listen;
         options.prefill_min_tokens = 8;
         options.poll_interval = Duration::from_millis(20);
-        options.request_timeout = Duration::from_secs(5);
+        options.request_timeout = PATIENCE;
         adjust(&mut options);
         let router = Router::start_with(options, Arc::new(FakeDirectory(store.clone()))).await.unwrap();
         if decodes > 0 {
-            assert!(router.wait_ready(Duration::from_secs(10)).await, "no engine became ready");
+            assert!(router.wait_ready(PATIENCE).await, "no engine became ready");
         }
         let cluster = TestCluster { store, prefills: started_prefills, decodes: started_decodes, router, http: http() };
         eventually("all engines join", || cluster.router.engines().len() == prefills + decodes).await;
@@ -423,6 +433,13 @@ impl TestCluster {
         (response.status().as_u16(), response.json().await.unwrap())
     }
 
+    /// Waits until the router has refreshed its engines often enough to act on what changed before.
+    pub async fn refreshed(&self) {
+        let seen = self.store.refreshes.load(Ordering::SeqCst);
+        // Several: the first one may have begun before the change, and failed probes are repeated.
+        eventually("the engines are refreshed", || self.store.refreshes.load(Ordering::SeqCst) >= seen + 10).await;
+    }
+
     pub fn running(&self) -> usize {
         let engines = self.prefills.iter().chain(&self.decodes);
         engines.map(|engine| engine.running.load(Ordering::SeqCst)).sum()
@@ -430,16 +447,16 @@ impl TestCluster {
 }
 
 fn http() -> reqwest::Client {
-    reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(20)).build().unwrap()
+    reqwest::Client::builder().no_proxy().timeout(PATIENCE).build().unwrap()
 }
 
 pub fn prompt(words: usize) -> String {
     (0..words).map(|i| format!("w{i}")).collect::<Vec<_>>().join(" ")
 }
 
-/// Waits until `is_true` returns true. Panics with `event` after 5 s.
+/// Waits until `is_true` returns true. Panics with `event` after [`PATIENCE`].
 pub async fn eventually(event: &str, mut is_true: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + PATIENCE;
     while !is_true() {
         assert!(Instant::now() < deadline, "did not happen: {event}");
         tokio::time::sleep(Duration::from_millis(5)).await;

@@ -10,13 +10,13 @@ use larder_router::{Router, RouterOptions};
 use larder_worker::api::Role;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 async fn put_pages(client: &Client, tokens: &[u32]) {
     let geometry = descriptor().geometry;
     let mut parent = PageKey::NONE;
     for (position, key) in (0..).zip(page_keys(tokens, PAGE_TOKENS as usize)) {
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + PATIENCE;
         let mut page = client.put(NewPage { key, parent, position }, deadline);
         for part in 0..geometry.part_count() {
             page.part(part, Bytes::from(vec![position as u8; geometry.part_bytes(part)]));
@@ -36,7 +36,7 @@ async fn router_finds_engines_and_pages_through_a_store_node() {
     let decode = FakeEngine::start(&fake_store, "decode-0", Role::Decode).await;
     let prefill = FakeEngine::start(&fake_store, "prefill-0", Role::Prefill).await;
     let client = Client::attach(url.clone(), Some(descriptor()), ClientOptions::default());
-    assert!(client.ready(Duration::from_secs(5)).await);
+    assert!(client.ready(PATIENCE).await);
     let members = fake_store.members.lock().clone();
     let mut registrations: Vec<_> = members.into_iter().map(|member| client.register(member)).collect();
 
@@ -45,7 +45,7 @@ async fn router_finds_engines_and_pages_through_a_store_node() {
     options.admin_listen = options.listen;
     options.prefill_min_tokens = 8;
     let router = Router::start(options).await.unwrap();
-    assert!(router.wait_ready(Duration::from_secs(10)).await);
+    assert!(router.wait_ready(PATIENCE).await);
     eventually("both engines join", || router.engines().len() == 2).await;
 
     // 4 of 8 pages are in the store. The router uses prefill only if enough tokens are missing.

@@ -179,7 +179,7 @@ impl Connection {
         self.closed.cancelled().await;
     }
 
-    /// Scales a pause by a random factor between 0.5 and 1.5. Takes a request number as a fresh
+    /// Scales a pause by a random factor between 1 and 1.25. Takes a request number as a fresh
     /// seed; the number is not sent.
     pub(crate) fn jittered(&self, pause: Duration) -> Duration {
         random::jittered(pause, self.jitter_seed ^ self.next_request())

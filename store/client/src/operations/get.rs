@@ -39,7 +39,7 @@ pub struct GetOptions {
     /// does, or computes the pages. Default: `None`, the deadline only.
     pub hedge_after: Option<Duration>,
     /// Retries of pages that a busy node refused. The client waits for the node's hint before each,
-    /// times a random factor between 0.5 and 1.5, and never beyond the deadline. Default: 0.
+    /// times a random factor between 1 and 1.25, and never beyond the deadline. Default: 0.
     pub busy_retries: u32,
 }
 

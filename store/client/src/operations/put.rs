@@ -38,7 +38,7 @@ pub struct PutOptions {
     /// `None`, which means never.
     pub ttl: Option<Duration>,
     /// Retries at a busy node. The client waits for the node's hint before each, times a random
-    /// factor between 0.5 and 1.5, and never beyond the deadline. Default: 0.
+    /// factor between 1 and 1.25, and never beyond the deadline. Default: 0.
     pub busy_retries: u32,
 }
 

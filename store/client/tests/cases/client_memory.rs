@@ -4,8 +4,8 @@
 //! - pages that clients read in the node's arena.
 
 use super::{
-    PATIENCE, attach, descriptor, geometry, get, held_bytes, key, nothing_is_held, options, pages, payload, put, settles, soon,
-    transport,
+    PATIENCE, attach, descriptor, geometry, get, held_bytes, key, nothing_is_held, options, pages, payload, put,
+    settles, soon, transport,
 };
 use bytes::Bytes;
 use larder_client::{

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub const MIB: u64 = 1 << 20;
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn temp() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
@@ -19,7 +21,7 @@ pub fn arena() -> Arc<Arena> {
 }
 
 pub fn deadline() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + PATIENCE
 }
 
 pub fn options(dir: &Path, segments: u64) -> L3Options {

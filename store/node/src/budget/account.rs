@@ -1,20 +1,36 @@
 //! Budget of one connection: its charges, and the wait for read memory.
 
 use super::{
-    Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, Kind, OUTSTANDING_MIN, PAGES_IN_FLIGHT_MIN,
-    REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, subtract,
+    Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, Kind, LosingWriter, OUTSTANDING_MIN,
+    PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
 };
 use larder_runtime::{fail_point, now};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
+
+/// Longest delay that a refused put suggests. The line is as long as the writers of this time.
+const PUT_RETRY_MAX: Duration = Duration::from_secs(10);
+const PUT_RETRY_MIN: Duration = Duration::from_millis(1);
+/// Delay if the budget has room and another part of the node refused: L3 is not writable, or the
+/// arena has no free run of bytes.
+const NO_ROOM_RETRY: Duration = Duration::from_millis(20);
+/// A returning writer that finds no room waits for at least this part of the time since its first
+/// refusal, as a divisor.
+const WAITED_PART: u32 = 4;
+/// Part of the delay for which a place outlasts it, as a divisor.
+const RETURN_PART: u32 = 4;
+/// Time for which a place outlasts its delay, beyond [`RETURN_PART`]. Clients return late: they
+/// add up to a quarter of the delay as jitter, and the request takes time.
+const RETURN_TIME: Duration = Duration::from_millis(100);
 
 /// Account of one connection. Charges keep it alive. Its drop, after the last charge, returns the
 /// fixed charge of the connection.
 pub(crate) struct Account {
     budget: Arc<Budget>,
     connection: u64,
+    progress: Arc<Progress>,
     disconnect: CancellationToken,
     released: Notify,
     /// Held by the oldest read that waits for `released`. The others queue behind it in FIFO order.
@@ -25,18 +41,24 @@ impl Drop for Account {
     fn drop(&mut self) {
         let mut state = self.budget.state.lock();
         subtract(&mut state.used[Kind::Requests as usize], CONNECTION_BYTES);
+        state.line.leave(self.connection);
         if let Some(connection) = state.connections.remove(&self.connection) {
-            state.leave_tenant(&connection.tenant);
+            state.tenants.leave(connection.tenant);
         }
     }
 }
 
 impl Account {
-    pub(super) fn new(budget: Arc<Budget>, connection: u64, disconnect: CancellationToken) -> Account {
-        Account { budget, connection, disconnect, released: Notify::new(), first_waiter: Default::default() }
+    pub(super) fn new(
+        budget: Arc<Budget>,
+        connection: u64,
+        progress: Arc<Progress>,
+        disconnect: CancellationToken,
+    ) -> Account {
+        Account { budget, connection, progress, disconnect, released: Notify::new(), first_waiter: Default::default() }
     }
 
-    pub(super) fn connection(&self) -> u64 {
+    pub(crate) fn connection(&self) -> u64 {
         self.connection
     }
 
@@ -44,20 +66,21 @@ impl Account {
     /// earlier charges would be subtracted from the wrong tenant.
     pub(crate) fn set_tenant(&self, tenant: &str) {
         let mut state = self.budget.state.lock();
-        let tenant: Arc<str> = tenant.into();
+        let tenant = state.tenants.join(tenant);
         let Some(connection) = state.connections.get_mut(&self.connection) else { return };
-        let before = std::mem::replace(&mut connection.tenant, tenant.clone());
-        state.tenants.entry(tenant).or_default().connections += 1;
-        state.leave_tenant(&before);
+        let before = std::mem::replace(&mut connection.tenant, tenant);
+        state.tenants.leave(before);
     }
 
     /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a
     /// slow link the socket takes few at a time.
     pub(crate) fn record_progress(&self) {
-        let mut state = self.budget.state.lock();
-        if let Some(connection) = state.connections.get_mut(&self.connection) {
-            connection.last_progress = now();
-        }
+        self.progress.reader.lock().last_progress = now();
+    }
+
+    /// Records bytes that the client sent for its puts. Any byte proves that the writer is alive.
+    pub(crate) fn record_received(&self, bytes: usize) {
+        self.progress.writer.lock().record(bytes as u64, now());
     }
 
     /// Resolves when the budget wants this connection closed, because its client receives nothing.
@@ -71,12 +94,16 @@ impl Account {
         let now = now();
         // One lock for check and charge: two concurrent requests must not both take the last bytes.
         let mut state = self.budget.state.lock();
-        let overrun = self.budget.overrun(&state, self.connection, kind, bytes, now).max();
+        let overrun = match kind {
+            // Without a look at the line, which can be long: nobody finds room.
+            Kind::Puts if self.budget.is_full(&state, bytes) => bytes,
+            _ => self.budget.overrun(&mut state, self.connection, kind, bytes, now).max(),
+        };
         if overrun == 0 {
             return Ok(self.grant(&mut state, kind, bytes, now));
         }
         state.record_demand(self.connection, kind, now);
-        Err(Busy { retry_after: state.release_rates[kind as usize].time_for(now, overrun) })
+        Err(Busy { retry_after: state.request_release_rate.time_for(now, overrun) })
     }
 
     /// Charges requested bytes if the reader can be expected to receive them before `deadline`. A
@@ -112,8 +139,8 @@ impl Account {
     pub(crate) fn try_charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Option<Charge> {
         let now = now();
         let mut state = self.budget.state.lock();
-        let fits =
-            state.tenant_queue.is_empty() && self.budget.overrun(&state, self.connection, kind, bytes, now).max() == 0;
+        let fits = state.tenant_queue.is_empty()
+            && self.budget.overrun(&mut state, self.connection, kind, bytes, now).max() == 0;
         fits.then(|| self.grant(&mut state, kind, bytes, now))
     }
 
@@ -122,7 +149,8 @@ impl Account {
         // A charge of 0 would look like no charge, and the reader count would drift.
         let bytes = bytes.max(1);
         state.add(self.connection, kind, bytes, now);
-        Charge { account: self.clone(), kind, bytes, queued: false, counts_for_rate: kind != Kind::Outstanding }
+        let counts_for_rate = kind != Kind::Outstanding;
+        Charge { account: self.clone(), kind, bytes, since: now, queued: false, counts_for_rate }
     }
 
     /// Waits for memory to read and send `bytes`: first until this client has received enough of
@@ -159,7 +187,7 @@ impl Account {
             {
                 let now = now();
                 let mut state = self.budget.state.lock();
-                let overrun = self.budget.overrun(&state, self.connection, Kind::Reads, bytes, now);
+                let overrun = self.budget.overrun(&mut state, self.connection, Kind::Reads, bytes, now);
                 if overrun.max() == 0 && state.tenant_queue.is_empty() {
                     return Ok(self.grant(&mut state, Kind::Reads, bytes, now));
                 }
@@ -173,9 +201,90 @@ impl Account {
         }
     }
 
-    pub(crate) fn retry_after(&self, kind: Kind, bytes: u64) -> Busy {
-        let mut state = self.budget.state.lock();
-        Busy { retry_after: state.release_rates[kind as usize].time_for(now(), bytes) }
+    /// Gives the connection a place in the line for `bytes`, after a refusal of puts. Returns the
+    /// delay after which it finds room.
+    ///
+    /// A connection at its own bound gets no place: nobody else can take its room.
+    pub(crate) fn wait_in_line(&self, bytes: u64, page_bytes: u64) -> Busy {
+        let kind = Kind::Puts;
+        let now = now();
+        let mut guard = self.budget.state.lock();
+        let state = &mut *guard;
+        let Some(tenant) = state.connections.get(&self.connection).map(|connection| connection.tenant) else {
+            return Busy { retry_after: PUT_RETRY_MAX };
+        };
+        let used = state.connections.get(&self.connection).map_or(0, |connection| connection.used[kind as usize]);
+        let node_max = self.budget.node_max[kind as usize];
+        let share = state.tenants.share(tenant, kind, node_max);
+        // More cannot be granted at once, and would hold room of others.
+        let bytes = bytes.min(self.budget.connection_max[kind as usize]).min(share).max(page_bytes);
+        let first = self.budget.overrun(state, self.connection, kind, page_bytes, now);
+        if first.connection > 0 {
+            state.line.leave(self.connection);
+            let excess = first.connection.min(used);
+            let time = self.budget.time_for_room(state, Scope::Connection(self.connection), excess, now);
+            return Busy { retry_after: time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX) };
+        }
+        if first.max() == 0 {
+            return Busy { retry_after: NO_ROOM_RETRY };
+        }
+        state.line.enter(self.connection, tenant, bytes, now);
+        // Again with the place: those behind it no longer count.
+        let overrun = self.budget.overrun(state, self.connection, kind, bytes, now);
+        let mut time = PUT_RETRY_MIN;
+        for (scope, excess) in [(Scope::Node, overrun.node), (Scope::Tenant(tenant), overrun.tenant)] {
+            if excess > 0 {
+                time = time.max(self.budget.time_for_room(state, scope, excess, now));
+            }
+        }
+        // An estimate that failed before is too short: writers differ. A part of the time so far
+        // bounds the number of returns.
+        let waited = state
+            .line
+            .waits_since(self.connection)
+            .map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+        let time = time.max(waited / WAITED_PART);
+        if time > PUT_RETRY_MAX {
+            // Most clients give up before. Their places would hold room for nobody.
+            state.line.leave(self.connection);
+            return Busy { retry_after: PUT_RETRY_MAX };
+        }
+        let expires_at = now + time + time / RETURN_PART + RETURN_TIME;
+        state.line.keep_until(self.connection, expires_at);
+        state.tenants.record_demand(tenant, kind, expires_at);
+        Busy { retry_after: time }
+    }
+
+    /// Returns the writers that may lose reservations, so that this one finds room for `bytes`: the
+    /// silent ones, or else those of tenants above their share. A tenant at its share takes room of
+    /// its own writers only.
+    pub(crate) fn losing_writers(&self, bytes: u64) -> Vec<LosingWriter> {
+        let now = now();
+        let mut guard = self.budget.state.lock();
+        let state = &mut *guard;
+        let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
+        if overrun.connection > 0 || overrun.max() == 0 {
+            return Vec::new();
+        }
+        let tenant = state.connections.get(&self.connection).map(|connection| connection.tenant);
+        let silent = state.silent_writers(self.connection, tenant.filter(|_| overrun.tenant > 0), now);
+        if !silent.is_empty() || overrun.tenant > 0 {
+            return silent;
+        }
+        state.excess_writers(self.connection, self.budget.node_max[Kind::Puts as usize], now)
+    }
+
+    /// Returns `true` while this connection lacks room for `bytes` and `writer` may lose more.
+    pub(crate) fn takes_from(&self, writer: LosingWriter, bytes: u64) -> bool {
+        let now = now();
+        let mut guard = self.budget.state.lock();
+        let state = &mut *guard;
+        if self.budget.overrun(state, self.connection, Kind::Puts, bytes, now).max() == 0 {
+            return false;
+        }
+        let tenant = state.connections.get(&writer.connection).map(|connection| connection.tenant);
+        let max = self.budget.node_max[Kind::Puts as usize];
+        writer.is_silent || tenant.is_some_and(|tenant| state.tenants.excess(tenant, max) > 0)
     }
 
     /// Charges a request with a body of `body_bytes`. A `mandatory` request always passes.
@@ -205,12 +314,19 @@ pub(crate) struct Charge {
     account: Arc<Account>,
     kind: Kind,
     bytes: u64,
+    since: Instant,
     queued: bool,
-    /// True if its release is a sample of the release rate, or of the reader's rate.
+    /// True if its release is a sample of the release rate, of the reader's rate, or of the time
+    /// that a put takes.
     counts_for_rate: bool,
 }
 
 impl Charge {
+    /// Returns the number of the connection that the bytes belong to.
+    pub(crate) fn connection(&self) -> u64 {
+        self.account.connection
+    }
+
     /// Returns the bytes of work that did not happen. They are no sample of any rate.
     pub(crate) fn release_unused(mut self) {
         self.counts_for_rate = false;
@@ -230,12 +346,11 @@ impl Charge {
 
     /// Records that the bytes are in the send queue, so that only the client delays them.
     pub(crate) fn mark_queued(&mut self) {
-        let mut state = self.account.budget.state.lock();
-        let Some(connection) = state.connections.get_mut(&self.account.connection) else { return };
-        if connection.queued == 0 {
-            connection.last_progress = now();
+        let mut reader = self.account.progress.reader.lock();
+        if reader.queued == 0 {
+            reader.last_progress = now();
         }
-        connection.queued += self.bytes;
+        reader.queued += self.bytes;
         self.queued = true;
     }
 }
@@ -248,20 +363,23 @@ impl Drop for Charge {
         let budget = &self.account.budget;
         let connection = self.account.connection;
         let now = now();
-        let mut state = budget.state.lock();
-        if self.counts_for_rate {
-            state.release_rates[self.kind as usize].record(now, self.bytes);
+        if self.queued {
+            let mut reader = self.account.progress.reader.lock();
+            subtract(&mut reader.queued, self.bytes);
+            reader.last_progress = now;
         }
-        if let Some(connection) = state.connections.get_mut(&connection) {
-            if self.queued {
-                subtract(&mut connection.queued, self.bytes);
-                connection.last_progress = now;
-            }
-            if self.kind == Kind::Outstanding {
+        let mut state = budget.state.lock();
+        match self.kind {
+            Kind::Requests if self.counts_for_rate => state.request_release_rate.record(now, self.bytes),
+            Kind::Puts if self.counts_for_rate => state.put_time.record(now.saturating_duration_since(self.since)),
+            Kind::Outstanding => {
                 let received = if self.counts_for_rate { self.bytes } else { 0 };
-                connection.read_rate.record(now, received);
+                if let Some(connection) = state.connections.get_mut(&connection) {
+                    connection.read_rate.record(now, received);
+                }
                 state.read_rate.record(now, received);
             }
+            Kind::Puts | Kind::Reads | Kind::Requests => {}
         }
         state.remove(connection, self.kind, self.bytes);
         let reads_wait = self.kind == Kind::Reads && !state.tenant_queue.is_empty();

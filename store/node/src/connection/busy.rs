@@ -2,7 +2,7 @@
 
 use super::Connection;
 use super::socket::UncongestedSince;
-use crate::budget::{Busy, Kind};
+use crate::budget::Busy;
 use crate::metrics::Metrics;
 use larder_runtime::now;
 use larder_wire::{ErrorCode, ReserveOutcome, Response, VERSION_RETRY_AFTER};
@@ -44,7 +44,8 @@ impl Connection {
     /// them together.
     pub(super) async fn answer_reserved(&self, request: u64, outcomes: Vec<ReserveOutcome>) -> io::Result<()> {
         let refused = outcomes.iter().filter(|&&outcome| outcome == ReserveOutcome::Busy).count() as u64;
-        let busy = (refused > 0).then(|| self.account.retry_after(Kind::Puts, refused * self.page_bytes()));
+        let page_bytes = self.page_bytes();
+        let busy = (refused > 0).then(|| self.account.wait_in_line(refused * page_bytes, page_bytes));
         let retry_after_ms =
             busy.filter(|_| self.outbox.version() >= VERSION_RETRY_AFTER).map_or(0, Busy::milliseconds);
         let response = Response::Reserved { outcomes, retry_after_ms };

@@ -20,7 +20,10 @@ pub(super) struct OpenPuts {
 
 impl OpenPuts {
     /// Reserves a page under the name `entry`, charged to `account`. The parts must be those of the
-    /// namespace's `part_table`, or no reader could use the page.
+    /// namespace's `part_table`, or no reader could use the page. See [`Store::reserve_for`] for
+    /// `takes_back`.
+    ///
+    /// [`Store::reserve_for`]: crate::store::Store::reserve_for
     pub(super) fn reserve(
         &mut self,
         node: &NodeState,
@@ -28,7 +31,8 @@ impl OpenPuts {
         part_table: &[u32],
         entry: Entry,
         id: PageId,
-        page: Reserved,
+        page: &Reserved,
+        takes_back: bool,
     ) -> ReserveOutcome {
         // A name in use would hide its put from the client, which could then never end it.
         if page.part_bytes != part_table || self.by_entry.contains_key(&entry) {
@@ -37,7 +41,7 @@ impl OpenPuts {
         if self.by_entry.len() >= PUTS_MAX {
             return ReserveOutcome::Busy;
         }
-        match node.store.reserve_for(account, id, page) {
+        match node.store.reserve_for(account, id, page, takes_back) {
             Ok(put) => {
                 self.by_entry.insert(entry, put);
                 ReserveOutcome::Granted

@@ -35,6 +35,24 @@ impl SharedParts {
     }
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PartPiece {
+    /// Number of bytes received.
+    Bytes(usize),
+    /// The client gave up the part.
+    Abandoned,
+    /// The put was aborted or sealed.
+    PutEnded,
+}
+
+/// Waits until the put has ended. Without a put, it never returns.
+async fn ended(put: Option<&Put>) {
+    match put {
+        Some(put) => put.ended().await,
+        None => std::future::pending().await,
+    }
+}
+
 impl Connection {
     /// Receives a part from the stream into its page's memory. Without an open put for it, the
     /// bytes are discarded. A damaged part aborts its put.
@@ -60,15 +78,26 @@ impl Connection {
         let mut arriving = PayloadVerifier::new(&lengths, &crcs);
         let mut at = 0;
         while at < memory.len() {
-            let Some(received) = self.receive_piece(reader, &mut memory[at..], deadline).await? else {
-                // The client gave up the part. So it gave up the put.
-                self.node.store.puts().abort(&put);
-                self.forget_put(&entry, &put);
-                return Ok(());
-            };
-            arriving.take(&memory[at..at + received]);
-            at += received;
-            put.record_activity();
+            match self.receive_piece(reader, &mut memory[at..], Some(&put), deadline).await? {
+                PartPiece::Bytes(received) => {
+                    self.account.record_received(received);
+                    put.record_activity();
+                    arriving.take(&memory[at..at + received]);
+                    at += received;
+                }
+                PartPiece::Abandoned => {
+                    // The client gave up the part. So it gave up the put.
+                    self.node.store.puts().abort(&put);
+                    self.forget_put(&entry, &put);
+                    return Ok(());
+                }
+                PartPiece::PutEnded => {
+                    // Others got the put's room, so its memory must return although the client is
+                    // silent.
+                    drop(memory);
+                    return self.discard_part(reader, deadline).await;
+                }
+            }
         }
         self.node.metrics.bytes_received.inc_by(bytes.into());
         match arriving.finish() {
@@ -80,20 +109,28 @@ impl Connection {
         Ok(())
     }
 
-    /// Receives the next bytes of a part. Serves the requests that come between its fragments.
-    /// Returns their number, or `None` if the client gave up the part.
+    /// Receives the next bytes of a part, at most until `put` ends. Serves the requests that come
+    /// between its fragments.
     async fn receive_piece<S: ByteSource>(
         &mut self,
         reader: &mut FrameReader<S>,
         memory: &mut [u8],
+        put: Option<&Put>,
         deadline: Instant,
-    ) -> io::Result<Option<usize>> {
+    ) -> io::Result<PartPiece> {
         loop {
             // Any byte is progress: the time starts anew with each piece.
             let until = deadline.min(now() + STALL_TIMEOUT);
-            match tokio::time::timeout_at(until.into(), reader.piece(memory)).await.map_err(timed_out)?? {
-                Piece::Bytes(bytes) => return Ok(Some(bytes)),
-                Piece::Abandoned => return Ok(None),
+            // Only the wait for bytes may be interrupted, never a request that is being served.
+            let piece = tokio::select! {
+                // Biased: a part that is complete must not be dropped.
+                biased;
+                piece = tokio::time::timeout_at(until.into(), reader.piece(memory)) => piece.map_err(timed_out)??,
+                () = ended(put) => return Ok(PartPiece::PutEnded),
+            };
+            match piece {
+                Piece::Bytes(bytes) => return Ok(PartPiece::Bytes(bytes)),
+                Piece::Abandoned => return Ok(PartPiece::Abandoned),
                 Piece::Frame(head) => self.serve_between(reader, &head).await?,
             }
         }
@@ -101,7 +138,9 @@ impl Connection {
 
     async fn discard_part<S: ByteSource>(&mut self, reader: &mut FrameReader<S>, deadline: Instant) -> io::Result<()> {
         let mut scratch = vec![0; reader.payload_left().min(CHUNK_BYTES)];
-        while reader.payload_left() > 0 && self.receive_piece(reader, &mut scratch, deadline).await?.is_some() {}
+        while reader.payload_left() > 0
+            && self.receive_piece(reader, &mut scratch, None, deadline).await? != PartPiece::Abandoned
+        {}
         Ok(())
     }
 
@@ -149,6 +188,7 @@ impl Connection {
                 return tracing::warn!(%peer, %error, "cannot read a part from the client's shared memory");
             }
             arriving.take(step);
+            self.account.record_received(step.len());
             // A range that overflows is outside the client's memory, and the next read fails.
             at = at.saturating_add(step.len() as u64);
             self.node.metrics.bytes_copied.inc_by(step.len() as u64);

@@ -296,6 +296,7 @@ impl Connection {
         let Some(grant) = put.take_grant(part as usize) else { return };
         let node = self.node.clone();
         let peer = self.peer.clone();
+        self.account.record_received(put.part_bytes(part as usize).unwrap_or(0));
         self.spawn_task(entry.request, async move {
             if !land(&node, &peer, &put, part as usize, grant, crcs).await {
                 node.store.puts().abort_unannounced(&put);

@@ -13,7 +13,7 @@ use larder_format::{NamespaceId, PageId, PageKey};
 use larder_runtime::{fail_point, now};
 use larder_wire::{
     ByteSource, Entry, ErrorCode, FrameHead, FrameHeader, FrameReader, MAX_PIN_MS, PageRange, PartLocation, PinKind,
-    Request, Reserved, Response,
+    Request, ReserveOutcome, Reserved, Response,
 };
 use std::io;
 use std::pin::Pin;
@@ -222,10 +222,14 @@ impl Connection {
         // Only a connection with a namespace gets here.
         let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
         let mut outcomes = Vec::with_capacity(pages.len());
-        for (index, page) in (0..).zip(pages) {
+        // Once there is no room for one page, a search for the next one would find none either.
+        let mut takes_back = true;
+        for (index, page) in (0..).zip(&pages) {
             let id = PageId { namespace, key: page.key };
             let entry = Entry { request, index };
-            outcomes.push(self.puts.reserve(&self.node, &self.account, part_table, entry, id, page));
+            let outcome = self.puts.reserve(&self.node, &self.account, part_table, entry, id, page, takes_back);
+            takes_back &= outcome != ReserveOutcome::Busy;
+            outcomes.push(outcome);
         }
         self.answer_reserved(request, outcomes).await
     }

@@ -1,73 +1,157 @@
 //! Namespaces with pages in L2: their index in the evictor, their pages and their quotas.
 //!
-//! Invariant: a namespace has an index while it has pages. Indices are reused, so the pages bound
-//! the table, however many namespaces clients invent.
+//! Invariants:
+//! - A namespace has an index while it has pages. Indices are reused, so the pages bound the table,
+//!   however many namespaces clients invent.
+//! - `by_size` has each namespace once, in the class of its bytes. So a list of the largest ones
+//!   costs no visit of the others.
 
 use super::options::NamespaceQuota;
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
 use larder_format::{NamespaceId, PageId};
 use larder_runtime::fail_point;
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug)]
 struct ResidentNamespace {
     index: NamespaceIndex,
     pages: u64,
+    bytes: u64,
+    /// Resolved when its first page came. The rules never change while a node runs.
+    quota: Option<u64>,
+}
+
+/// Quota rules by prefix. A look-up costs one search per length of a prefix, however many rules
+/// there are.
+#[derive(Debug)]
+struct QuotaRules {
+    default: Option<u64>,
+    /// Length in digits, then prefix; with the order of the rule and its bytes.
+    by_length: BTreeMap<usize, BTreeMap<String, (usize, u64)>>,
+}
+
+impl QuotaRules {
+    fn new(default: Option<u64>, rules: &[NamespaceQuota]) -> QuotaRules {
+        let mut by_length = BTreeMap::<usize, BTreeMap<String, (usize, u64)>>::new();
+        for (order, rule) in rules.iter().enumerate() {
+            let digits = rule.namespace.digits();
+            // Of equal prefixes the first one counts.
+            by_length.entry(digits.len()).or_default().entry(digits.into()).or_insert((order, rule.bytes));
+        }
+        QuotaRules { default, by_length }
+    }
+
+    /// Quota of a namespace in bytes. The first rule that matches counts. `None` is no limit.
+    fn quota(&self, namespace: &NamespaceId) -> Option<u64> {
+        if self.by_length.is_empty() {
+            return self.default;
+        }
+        let name = namespace.to_string();
+        let matching = self.by_length.iter().filter_map(|(&length, rules)| rules.get(name.get(..length)?));
+        matching.min_by_key(|(order, _)| *order).map(|&(_, bytes)| bytes).or(self.default)
+    }
+}
+
+/// Order of a namespace by size: the class of its bytes, the largest first, then its name.
+type SizeKey = (Reverse<u64>, NamespaceId);
+
+/// Class of a number of bytes. Four classes per power of two: a page rarely moves its namespace to
+/// another class, and namespaces of one class differ by less than a quarter.
+fn size_class(bytes: u64) -> u64 {
+    let bits = u64::from(bytes.checked_ilog2().unwrap_or(0));
+    let quarter = (bytes << 2).checked_shr(bits as u32).unwrap_or(0) & 3;
+    bits * 4 + quarter
 }
 
 #[derive(Debug)]
 pub(super) struct NamespaceTable {
     resident: BTreeMap<NamespaceId, ResidentNamespace>,
+    by_size: BTreeSet<SizeKey>,
     free: Vec<NamespaceIndex>,
     indices_used: u32,
-    quota_default: Option<u64>,
-    quotas: Vec<NamespaceQuota>,
+    rules: QuotaRules,
 }
 
 impl NamespaceTable {
-    pub(super) fn new(quota_default: Option<u64>, quotas: Vec<NamespaceQuota>) -> NamespaceTable {
-        NamespaceTable { resident: BTreeMap::new(), free: Vec::new(), indices_used: 0, quota_default, quotas }
+    pub(super) fn new(quota_default: Option<u64>, quotas: &[NamespaceQuota]) -> NamespaceTable {
+        NamespaceTable {
+            resident: BTreeMap::new(),
+            by_size: BTreeSet::new(),
+            free: Vec::new(),
+            indices_used: 0,
+            rules: QuotaRules::new(quota_default, quotas),
+        }
     }
 
     /// Quota of a namespace in bytes. `None` is no limit.
     pub(super) fn quota(&self, namespace: NamespaceId) -> Option<u64> {
-        let own = self.quotas.iter().find(|quota| quota.namespace.matches(&namespace));
-        own.map(|quota| quota.bytes).or(self.quota_default)
+        match self.resident.get(&namespace) {
+            Some(resident) => resident.quota,
+            None => self.rules.quota(&namespace),
+        }
     }
 
     /// Counts one more page and returns the index of its namespace.
     pub(super) fn add_page(
         &mut self,
         namespace: NamespaceId,
+        bytes: u32,
         evictor: &mut Evictor<PageId, HitDensity>,
         evicted: &mut Vec<Evicted<PageId>>,
     ) -> NamespaceIndex {
         if let Some(resident) = self.resident.get_mut(&namespace) {
             resident.pages += 1;
-            return resident.index;
+            let index = resident.index;
+            self.resize(namespace, |before| before + u64::from(bytes));
+            return index;
         }
         let index = self.free.pop().unwrap_or_else(|| {
             self.indices_used += 1;
             NamespaceIndex(self.indices_used - 1)
         });
-        let quota = self.quota(namespace).filter(|_| !fail_point!("node.ignore-quota"));
+        let quota = self.rules.quota(&namespace);
         // Set even without a quota: the index may carry that of the namespace that had it before.
-        evictor.set_quota(index, quota.unwrap_or(u64::MAX), evicted);
-        self.resident.insert(namespace, ResidentNamespace { index, pages: 1 });
+        let enforced = quota.filter(|_| !fail_point!("node.ignore-quota"));
+        evictor.set_quota(index, enforced.unwrap_or(u64::MAX), evicted);
+        let bytes = u64::from(bytes);
+        self.resident.insert(namespace, ResidentNamespace { index, pages: 1, bytes, quota });
+        self.by_size.insert((Reverse(size_class(bytes)), namespace));
         index
     }
 
-    pub(super) fn remove_page(&mut self, namespace: NamespaceId) {
+    pub(super) fn remove_page(&mut self, namespace: NamespaceId, bytes: u32) {
         let Some(resident) = self.resident.get_mut(&namespace) else { return };
         resident.pages -= 1;
-        if resident.pages == 0 {
+        let is_last = resident.pages == 0;
+        self.resize(namespace, |before| {
+            assert!(before >= u64::from(bytes), "a page of {bytes} bytes left a namespace of {before}");
+            before - u64::from(bytes)
+        });
+        if is_last && let Some(resident) = self.resident.remove(&namespace) {
+            self.by_size.remove(&(Reverse(size_class(resident.bytes)), namespace));
             self.free.push(resident.index);
-            self.resident.remove(&namespace);
         }
     }
 
-    pub(super) fn list(&self) -> impl Iterator<Item = (NamespaceId, NamespaceIndex, u64)> + '_ {
-        self.resident.iter().map(|(namespace, resident)| (*namespace, resident.index, resident.pages))
+    fn resize(&mut self, namespace: NamespaceId, change: impl FnOnce(u64) -> u64) {
+        let Some(resident) = self.resident.get_mut(&namespace) else { return };
+        let before = size_class(resident.bytes);
+        resident.bytes = change(resident.bytes);
+        let after = size_class(resident.bytes);
+        if before != after {
+            self.by_size.remove(&(Reverse(before), namespace));
+            self.by_size.insert((Reverse(after), namespace));
+        }
+    }
+
+    /// Lists the namespaces, the largest class first.
+    fn largest(&self) -> impl Iterator<Item = NamespaceUse> + '_ {
+        self.by_size.iter().filter_map(|(_, namespace)| {
+            let resident = self.resident.get(namespace)?;
+            let ResidentNamespace { pages, bytes, quota, .. } = *resident;
+            Some(NamespaceUse { namespace: *namespace, pages, bytes, quota_bytes: quota })
+        })
     }
 }
 
@@ -85,20 +169,37 @@ impl super::L2Policy {
         self.namespaces.quota(namespace)
     }
 
-    /// Usage of the namespaces with the most bytes, largest first, at most `most` of them.
+    /// Usage of the namespaces with the most bytes, largest first, at most `most` of them. The last
+    /// of them may be up to a quarter smaller than one that is left out.
     pub fn namespaces(&self, most: usize) -> Vec<NamespaceUse> {
-        let mut uses: Vec<NamespaceUse> = self
-            .namespaces
-            .list()
-            .map(|(namespace, index, pages)| NamespaceUse {
-                namespace,
-                pages,
-                bytes: self.evictor.namespace_bytes(index),
-                quota_bytes: self.namespaces.quota(namespace),
-            })
-            .collect();
-        uses.sort_by_key(|used| (std::cmp::Reverse(used.bytes), used.namespace));
-        uses.truncate(most);
+        let mut uses: Vec<NamespaceUse> = self.namespaces.largest().take(most).collect();
+        uses.sort_by_key(|used| (Reverse(used.bytes), used.namespace));
         uses
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn size_classes_grow_with_the_bytes_and_span_less_than_a_quarter() {
+        let mut last = size_class(0);
+        for bytes in (4..1 << 16).chain([1 << 40, u64::MAX / 8]) {
+            let class = size_class(bytes);
+            assert!(class >= last && size_class(bytes + bytes / 4 + 1) > class, "{bytes}");
+            last = class;
+        }
+    }
+
+    #[test]
+    fn first_matching_rule_counts_whatever_its_length() {
+        let rule = |prefix: &str, bytes| NamespaceQuota { namespace: prefix.parse().unwrap(), bytes };
+        let id = NamespaceId([0xab; 32]);
+        let rules = [rule("cdef", 1), rule("ababab", 2), rule("abab", 3), rule("ababab", 4)];
+        assert_eq!(QuotaRules::new(Some(9), &rules).quota(&id), Some(2));
+        assert_eq!(QuotaRules::new(Some(9), &rules[2..]).quota(&id), Some(3));
+        assert_eq!(QuotaRules::new(Some(9), &rules[..1]).quota(&id), Some(9));
+        assert_eq!(QuotaRules::new(None, &[]).quota(&id), None);
     }
 }

@@ -70,6 +70,11 @@ impl NamespacePrefix {
     pub fn matches(&self, namespace: &NamespaceId) -> bool {
         namespace.to_string().starts_with(&self.0)
     }
+
+    /// Hex digits of the prefix, in lower case.
+    pub(crate) fn digits(&self) -> &str {
+        &self.0
+    }
 }
 
 impl fmt::Display for NamespacePrefix {

@@ -51,6 +51,8 @@ pub struct Put {
     /// exposed stays counted.
     draining: Mutex<Option<PutReservation>>,
     last_activity: Mutex<Instant>,
+    /// Connection that its bytes are charged to.
+    writer: Option<u64>,
 }
 
 impl Put {
@@ -60,6 +62,7 @@ impl Put {
         generation: u64,
         memory: SlotMut,
         reservation: PutReservation,
+        writer: Option<u64>,
     ) -> Put {
         let lengths: Vec<usize> = page.part_bytes.iter().map(|&bytes| bytes as usize).collect();
         let parts = memory.into_parts(&lengths).into_iter().map(PartState::Open).collect();
@@ -72,7 +75,17 @@ impl Put {
             reservation: Mutex::new(Some(reservation)),
             draining: Mutex::new(None),
             last_activity: Mutex::new(now()),
+            writer,
         }
+    }
+
+    pub(super) fn writer(&self) -> Option<u64> {
+        self.writer
+    }
+
+    /// Waits until the put is sealed or aborted.
+    pub(crate) async fn ended(&self) {
+        self.progress.wait_for(|progress| (!matches!(progress, Progress::Open(_))).then_some(())).await
     }
 
     pub fn progress(&self) -> Progress {
@@ -257,6 +270,10 @@ impl Put {
 
     pub(super) fn close(&self, end: Progress) {
         self.progress.update(|progress| *progress = end);
+    }
+
+    pub(super) fn last_activity(&self) -> Instant {
+        *self.last_activity.lock()
     }
 
     pub(super) fn is_idle(&self, now: Instant, timeout: Duration) -> bool {

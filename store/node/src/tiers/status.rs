@@ -4,6 +4,8 @@ use super::Tiers;
 use larder_format::NamespaceId;
 use serde_json::json;
 
+/// Cap on the namespaces in the status, and on the samples with their names in the metrics. A node
+/// may have a namespace per tenant and model, and each sample costs the scraper memory.
 const STATUS_NAMESPACES_MAX: usize = 64;
 
 impl Tiers {

@@ -6,11 +6,12 @@
 
 use crate::page::Page;
 use larder_format::PageId;
-use larder_runtime::OrderedWatch;
-use larder_runtime::fail_point;
+use larder_runtime::{OrderedWatch, fail_point, now};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Becomes `true` when the write has ended, successfully or not.
 pub(super) type WriteEnded = Arc<OrderedWatch<bool>>;
@@ -24,6 +25,7 @@ pub(super) type WriteTicket = (PageId, u64, u64);
 struct PendingWrite {
     page: Arc<Page>,
     ended: WriteEnded,
+    since: Instant,
     /// True after the page was forgotten or found damaged.
     withheld: bool,
 }
@@ -34,22 +36,68 @@ struct PendingWrites {
     serial_last: u64,
 }
 
+/// Weight of a new sample in the mean time of a write, as a divisor.
+const MEAN_WEIGHT: u64 = 8;
+
+/// Bytes being written to L3, and the mean time of a write. The budget for puts reads them for each
+/// reservation, hence without a lock.
+#[derive(Debug, Default)]
+pub(crate) struct WriteLoad {
+    bytes: AtomicU64,
+    /// 0 before the first write has ended.
+    mean_us: AtomicU64,
+}
+
+impl WriteLoad {
+    fn record_begin(&self, bytes: u32) {
+        // Relaxed, here and below: the policy enforces the bound, and readers want an estimate.
+        self.bytes.fetch_add(bytes.into(), Ordering::Relaxed);
+    }
+
+    fn record_end(&self, bytes: u32, time: Duration) {
+        self.bytes.fetch_sub(bytes.into(), Ordering::Relaxed);
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1);
+        // A concurrent sample may be lost, which a mean tolerates.
+        let mean = match self.mean_us.load(Ordering::Relaxed) {
+            0 => us,
+            mean => (mean / MEAN_WEIGHT * (MEAN_WEIGHT - 1)).saturating_add(us / MEAN_WEIGHT).max(1),
+        };
+        self.mean_us.store(mean, Ordering::Relaxed);
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes in flight, and the mean time of a write once one has ended.
+    pub(crate) fn load(&self) -> (u64, Option<Duration>) {
+        let mean = Some(self.mean_us.load(Ordering::Relaxed)).filter(|&us| us > 0);
+        (self.bytes(), mean.map(Duration::from_micros))
+    }
+}
+
 /// Table of all writes to L3 that are in flight. Readers find a page here after L2 has evicted it
 /// and before L3 has it.
 #[derive(Default)]
 pub(super) struct WritebackTable {
     /// A leaf lock: see the lock order in [`crate::tiers`].
     pending: Mutex<PendingWrites>,
+    load: Arc<WriteLoad>,
 }
 
 impl WritebackTable {
+    pub(super) fn load(&self) -> &Arc<WriteLoad> {
+        &self.load
+    }
+
     /// Enters a write. The caller must pass the ticket to [`WritebackTable::end`], whether or not
     /// the write succeeds.
     pub(super) fn begin(&self, page: &Arc<Page>) -> WriteTicket {
+        self.load.record_begin(page.bytes());
         let mut pending = self.pending.lock();
         pending.serial_last += 1;
         let ticket = (page.meta.id, page.meta.generation, pending.serial_last);
-        let write = PendingWrite { page: page.clone(), ended: Arc::default(), withheld: false };
+        let write = PendingWrite { page: page.clone(), ended: Arc::default(), since: now(), withheld: false };
         pending.by_ticket.insert(ticket, write);
         ticket
     }
@@ -60,6 +108,7 @@ impl WritebackTable {
         // once.
         let write = self.pending.lock().by_ticket.remove(ticket);
         if let Some(write) = write {
+            self.load.record_end(write.page.bytes(), now().saturating_duration_since(write.since));
             write.ended.update(|ended| *ended = true);
         }
     }

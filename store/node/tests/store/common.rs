@@ -12,13 +12,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 pub const PAGE: usize = 256 << 10;
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn options() -> NodeOptions {
     NodeOptions { l2_bytes: 32 << 20, seed: Some(1), ..NodeOptions::default() }
 }
 
 pub fn soon() -> Instant {
-    tokio::time::Instant::now().into_std() + Duration::from_secs(10)
+    tokio::time::Instant::now().into_std() + PATIENCE
 }
 
 pub fn id(number: u32) -> PageId {
@@ -73,13 +75,16 @@ pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome,
 }
 
 pub async fn put(store: &Store, number: u32) {
-    for _ in 0..2000 {
+    let deadline = soon();
+    loop {
         match put_for(store, number, 0) {
-            Err(ReserveOutcome::Busy) => tokio::time::sleep(Duration::from_millis(5)).await,
+            Err(ReserveOutcome::Busy) => {
+                assert!(tokio::time::Instant::now().into_std() < deadline, "page {number}: the store stays busy");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
             answer => return assert_eq!(answer, Ok(CommitOutcome::Stored), "page {number}"),
         }
     }
-    panic!("page {number}: the store stays busy");
 }
 
 pub async fn get(store: &Store, number: u32) -> Option<TierCode> {
@@ -98,11 +103,15 @@ pub fn figure(store: &Store, pointer: &str) -> u64 {
 }
 
 pub async fn settles(store: &Store, pointer: &str, value: u64) {
-    for _ in 0..1000 {
-        if figure(store, pointer) == value {
-            return;
-        }
+    eventually(&format!("{pointer} is {value}"), store, || figure(store, pointer) == value).await;
+}
+
+/// Polls until `condition` holds. Panics with the store's status if it does not within [`PATIENCE`].
+pub async fn eventually(condition_name: &str, store: &Store, mut condition: impl FnMut() -> bool) {
+    let deadline = soon();
+    while !condition() {
+        let now = tokio::time::Instant::now().into_std();
+        assert!(now < deadline, "{condition_name}: not in time: {}", store.status());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("{pointer} never {value}: {}", store.status());
 }

@@ -53,7 +53,7 @@ async fn write_back_defers_all_writes_until_the_store_closes() {
     for number in 0..100 {
         put(&store, number).await;
     }
-    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!((l3.stats().writes, figure(&store, "/tiers/l2/dirty_pages")), (0, 100));
     store.close(soon()).await;
     assert_eq!((l3.stats().writes, figure(&store, "/tiers/l2/dirty_pages")), (100, 0));
@@ -73,9 +73,9 @@ async fn close_aborts_open_puts_and_flushes_with_their_budget() {
     let page =
         Reserved { key: id(10).key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32] };
     let open = store.reserve(id(10), page).ok().unwrap();
-    let began = Instant::now();
-    store.close(soon()).await;
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let deadline = soon();
+    store.close(deadline).await;
+    assert!(Instant::now() < deadline, "it does not wait for the writer");
     assert!(open.progress() == Progress::Aborted && figure(&store, "/tiers/l2/in_flight_bytes") == 0);
     assert_eq!(put_for(&store, 11, 0), Err(ReserveOutcome::Busy));
     drop((store, l3, open));
@@ -91,13 +91,22 @@ async fn write_back_is_busy_while_no_device_takes_dirty_pages() {
     }
     l3.close().await;
     // Some pages are lost before the device is quarantined. From then on dirty pages stay in L2.
-    let mut busy = 0;
-    for number in L2_PAGES..2 * L2_PAGES {
-        busy += u32::from(put_for(&store, number, 0) == Err(ReserveOutcome::Busy));
-        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
-    }
-    assert!(busy > L2_PAGES / 2, "{busy}");
-    assert_eq!(store.status()["tiers"]["l3"]["devices"][0]["state"], "quarantined");
+    let mut number = L2_PAGES;
+    eventually("the device is quarantined", &store, || {
+        let _ = put_for(&store, number, 0);
+        number += 1;
+        store.status()["tiers"]["l3"]["devices"][0]["state"] == "quarantined"
+    })
+    .await;
+    // The room of lost pages is used up by others, which stay dirty.
+    eventually("L2 is full of dirty pages", &store, || {
+        number += 1;
+        put_for(&store, number, 0) == Err(ReserveOutcome::Busy)
+    })
+    .await;
+    // A probe of the device, now and then, may lose a page more.
+    let busy = (1..=L2_PAGES).filter(|after| put_for(&store, number + after, 0) == Err(ReserveOutcome::Busy)).count();
+    assert!(busy as u32 > L2_PAGES / 2, "{busy}");
 }
 
 #[tokio::test]

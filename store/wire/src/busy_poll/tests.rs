@@ -3,6 +3,9 @@ use std::collections::VecDeque;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream, tcp};
 
+/// Deadline of every step. A step that takes longer hangs, however busy the machine is.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// A source that delivers a byte at a given poll, or when the reader sleeps.
 #[derive(Debug, Default)]
 struct ScriptedSource {
@@ -49,20 +52,20 @@ async fn waits(polls_needed: &[usize], limit: Duration, contended_yield: Duratio
 
 #[tokio::test]
 async fn source_spins_for_prompt_messages_and_sleeps_for_late_ones() {
-    const LONG: Duration = Duration::from_secs(60);
-    assert_eq!(waits(&[1, 2, 4], LONG, LONG, 3).await, [(1, false), (2, false), (4, false)]);
-    // The spin is in vain, so the next wait sleeps at once.
-    let seen = waits(&[], Duration::from_millis(50), LONG, 2).await;
+    assert_eq!(waits(&[1, 2, 4], PATIENCE, PATIENCE, 3).await, [(1, false), (2, false), (4, false)]);
+    // The spin is in vain, so the next wait sleeps at once. Two polls fit into the limit on a busy
+    // machine, too.
+    let seen = waits(&[], Duration::from_millis(500), PATIENCE, 2).await;
     assert!(seen[0].0 > 1 && seen[0].1 && seen[1] == (0, true), "{seen:?}");
     // The yield to another thread took long, so neither this wait nor the next one spins on.
-    assert_eq!(waits(&[2, 1], LONG, Duration::ZERO, 2).await, [(1, true), (0, true)]);
-    assert_eq!(waits(&[1], Duration::ZERO, LONG, 1).await, [(0, true)]);
+    assert_eq!(waits(&[2, 1], PATIENCE, Duration::ZERO, 2).await, [(1, true), (0, true)]);
+    assert_eq!(waits(&[1], Duration::ZERO, PATIENCE, 1).await, [(0, true)]);
 }
 
 #[tokio::test]
 async fn tasks_of_the_thread_run_before_other_threads() {
     let done = tokio::spawn(async {});
-    assert_eq!(waits(&[], Duration::from_secs(60), Duration::ZERO, 1).await, [(1, true)]);
+    assert_eq!(waits(&[], PATIENCE, Duration::ZERO, 1).await, [(1, true)]);
     assert!(done.is_finished());
 }
 
@@ -111,7 +114,7 @@ async fn pair() -> (TcpStream, BusyPollSource<tcp::OwnedReadHalf>) {
 async fn cancelled_receive_loses_no_bytes() {
     let (mut to, mut from) = pair().await;
     // No yield counts as contended: the reader spins on a busy machine, too.
-    from.policy.contended_yield = Duration::from_secs(60);
+    from.policy.contended_yield = PATIENCE;
     const BYTES: usize = 3000;
     let sending = tokio::spawn(async move {
         for byte in 0..BYTES {
@@ -132,7 +135,7 @@ async fn cancelled_receive_loses_no_bytes() {
             biased;
             received = async {
                 let into = &mut [IoSliceMut::new(&mut memory)];
-                tokio::time::timeout(Duration::from_secs(30), from.receive_next(into)).await.expect("bytes come")
+                tokio::time::timeout(PATIENCE, from.receive_next(into)).await.expect("bytes come")
             } => received.unwrap(),
             () = tokio::task::yield_now(), if seen % 5 == 0 => {
                 cancelled += 1;
@@ -168,7 +171,7 @@ async fn polling_and_sleeping_read_the_same_stream() {
         let sleeping = tokio::spawn(async move {
             let mut memory = [0];
             let into = &mut [IoSliceMut::new(&mut memory)];
-            let received = tokio::time::timeout(Duration::from_secs(30), from.receive(into)).await;
+            let received = tokio::time::timeout(PATIENCE, from.receive(into)).await;
             assert_eq!((received.unwrap().unwrap(), memory), (1, [round]));
             from
         });

@@ -11,8 +11,9 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
 const SIGKILL: i32 = 9;
-/// Limit for a start. A longer one counts as a failure.
-pub const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// Deadline of a start. A node that takes longer hangs, however busy the machine is. The report names
+/// the slowest start.
+pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 const LOG_FILE: &str = "node.log";
 
 #[derive(Debug, Clone)]
@@ -62,13 +63,11 @@ impl NodeProcess {
         Ok((url.parse()?, self.started.elapsed()))
     }
 
-    /// Sends SIGKILL and waits for the end of the process. Returns the time of the signal. Fails if
-    /// the node had ended by itself.
-    pub async fn kill(mut self) -> Result<Instant> {
+    /// Sends SIGKILL and waits for the end of the process. Fails if the node had ended by itself.
+    pub async fn kill(mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait()? {
             bail!("the node crashed before it was killed: {status}; see {}", self.log.display());
         }
-        let killed = Instant::now();
         self.child.start_kill()?;
         let status = self.child.wait().await?;
         ensure!(
@@ -76,7 +75,7 @@ impl NodeProcess {
             "the node did not end by SIGKILL: {status}; see {}",
             self.log.display()
         );
-        Ok(killed)
+        Ok(())
     }
 }
 

@@ -7,11 +7,7 @@
 //!   replaced before the read began.
 
 use std::sync::{Mutex, MutexGuard};
-use std::time::{Duration, Instant};
-
-/// A put acknowledged this long before a kill must survive it. The node writes pages to L3 in the
-/// background, which takes a moment.
-pub const DURABLE_AFTER: Duration = Duration::from_secs(1);
+use std::time::Instant;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadResult {
@@ -26,6 +22,7 @@ pub enum ReadResult {
 #[derive(Debug, Clone, Copy)]
 struct Expected {
     version: u64,
+    /// Time of the acknowledgement. `None` if the version was read from L3.
     since: Option<Instant>,
 }
 
@@ -145,12 +142,13 @@ impl Oracle {
         }
     }
 
-    /// Returns the version of page `key` that must have survived a kill at `killed`. `None` if no
-    /// version is expected, or if its put was acknowledged too late.
-    pub fn must_have(&self, key: usize, killed: Instant) -> Option<u64> {
+    /// Returns the version of page `key` that must have survived the kill of a node that had no
+    /// write in flight at `flushed`. `None` if no version is expected, or if its put was
+    /// acknowledged later.
+    pub fn must_have(&self, key: usize, flushed: Option<Instant>) -> Option<u64> {
         let expected = self.page(key).expected?;
-        let durable = expected.since.is_none_or(|since| killed.saturating_duration_since(since) > DURABLE_AFTER);
-        durable.then_some(expected.version)
+        let is_durable = expected.since.is_none_or(|since| flushed.is_some_and(|flushed| since < flushed));
+        is_durable.then_some(expected.version)
     }
 
     /// Records the first read after a start. The version came from L3, so it must survive later
@@ -163,6 +161,7 @@ impl Oracle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn deleted_versions_must_not_return() {
@@ -204,16 +203,17 @@ mod tests {
     }
 
     #[test]
-    fn version_must_survive_a_kill_one_second_after_its_acknowledgement() {
+    fn version_must_survive_a_kill_if_it_was_acknowledged_before_the_node_was_flushed() {
         let oracle = Oracle::new(1);
+        let before = Some(Instant::now());
         oracle.begin_put(0);
         oracle.stored(0, 1);
-        let now = Instant::now();
-        assert_eq!(oracle.must_have(0, now), None);
-        assert_eq!(oracle.must_have(0, now + DURABLE_AFTER * 2), Some(1));
+        assert_eq!((oracle.must_have(0, None), oracle.must_have(0, before)), (None, None));
+        let after = Some(Instant::now() + Duration::from_nanos(1));
+        assert_eq!(oracle.must_have(0, after), Some(1));
         oracle.found(0, Some(1));
-        assert_eq!(oracle.must_have(0, now), Some(1), "it was read from L3");
+        assert_eq!(oracle.must_have(0, None), Some(1), "it was read from L3");
         oracle.put_unknown(0);
-        assert_eq!((oracle.must_have(0, now), oracle.begin_put(0)), (None, None));
+        assert_eq!((oracle.must_have(0, after), oracle.begin_put(0)), (None, None));
     }
 }

@@ -1,6 +1,7 @@
 //! Readers and writers between two kills, and the verification after a start.
 
 use super::counters::{Counters, increment};
+use super::node_state;
 use super::oracle::{Oracle, ReadResult};
 use super::pages::PageKind;
 use anyhow::{Result, bail};
@@ -16,11 +17,11 @@ use tokio::task::JoinSet;
 /// a read can be judged.
 const WRITERS: usize = 3;
 const READERS: usize = 2;
-const OPERATION_TIMEOUT: Duration = Duration::from_secs(5);
+/// Deadline of an operation. One that takes longer hangs, however busy the machine is.
+pub const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 const BATCH: usize = 32;
-/// Limit for pages to appear after a start: the node serves while it still recovers its log. Pages
-/// that are missing after it count as lost.
-const SETTLE_MAX: Duration = Duration::from_secs(2);
+/// Pause of a writer that has nothing to do.
+const IDLE_PAUSE: Duration = Duration::from_millis(1);
 
 pub struct PageSet {
     pub kind: PageKind,
@@ -39,10 +40,16 @@ pub struct Workload {
 
 pub struct WorkloadTasks {
     stop: Arc<AtomicBool>,
+    writers_paused: Arc<AtomicBool>,
     tasks: JoinSet<()>,
 }
 
 impl WorkloadTasks {
+    /// Begins or ends a pause of the writers. They finish the operations that they have begun.
+    pub fn pause_writers(&self, paused: bool) {
+        self.writers_paused.store(paused, Ordering::Relaxed);
+    }
+
     pub async fn stop(mut self) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let all = async {
@@ -70,14 +77,20 @@ pub async fn attach(workload: &Workload, url: &StoreUrl) -> Result<Vec<Client>> 
 
 pub fn start(workload: &Arc<Workload>, clients: &[Client], seed: u64) -> WorkloadTasks {
     let stop = Arc::new(AtomicBool::new(false));
+    let writers_paused = Arc::new(AtomicBool::new(false));
     let mut tasks = JoinSet::new();
     for number in 0..WRITERS + READERS {
         let workload = workload.clone();
         let clients = clients.to_vec();
         let stop = stop.clone();
+        let writers_paused = writers_paused.clone();
         let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number as u64));
         tasks.spawn(async move {
             while !stop.load(Ordering::Relaxed) {
+                if number < WRITERS && writers_paused.load(Ordering::Relaxed) {
+                    tokio::time::sleep(IDLE_PAUSE).await;
+                    continue;
+                }
                 let pages = rng.random_range(0..workload.page_sets.len());
                 let worker = Worker { workload: &workload, pages: &workload.page_sets[pages], client: &clients[pages] };
                 match number < WRITERS {
@@ -90,19 +103,20 @@ pub fn start(workload: &Arc<Workload>, clients: &[Client], seed: u64) -> Workloa
             }
         });
     }
-    WorkloadTasks { stop, tasks }
+    WorkloadTasks { stop, writers_paused, tasks }
 }
 
 /// Reads every page after a start: each version must be valid, and durable pages must be present.
-/// Violations go to the counters.
-pub async fn check_all(workload: &Workload, clients: &[Client], killed: Option<Instant>) {
+/// Violations go to the counters. Fails if the node does not end its recovery.
+pub async fn check_all(workload: &Workload, clients: &[Client], flushed: Option<Instant>) -> Result<()> {
     for (pages, client) in workload.page_sets.iter().zip(clients) {
         let worker = Worker { workload, pages, client };
         let keys: Vec<usize> = (0..pages.kind.keys).collect();
         for batch in keys.chunks(BATCH) {
-            worker.check(batch, killed).await;
+            worker.check(batch, flushed).await?;
         }
     }
+    Ok(())
 }
 
 struct Worker<'a> {
@@ -130,7 +144,7 @@ impl Worker<'_> {
     async fn put(&self, key: usize) {
         let Some(version) = self.reserve_bytes().then(|| self.pages.oracle.begin_put(key)).flatten() else {
             // A writer without work must not take a core from the others.
-            return tokio::time::sleep(Duration::from_millis(1)).await;
+            return tokio::time::sleep(IDLE_PAUSE).await;
         };
         let counters = &self.workload.counters;
         match self.put_version(key, version).await {
@@ -251,17 +265,13 @@ impl Worker<'_> {
         None
     }
 
-    async fn check(&self, keys: &[usize], killed: Option<Instant>) {
+    async fn check(&self, keys: &[usize], flushed: Option<Instant>) -> Result<()> {
+        let oracle = &self.pages.oracle;
+        let expected = |key| self.workload.roomy.then(|| oracle.must_have(key, flushed)).flatten();
         let mut found = self.read(keys).await;
-        let expected = |key| killed.filter(|_| self.workload.roomy).and_then(|at| self.pages.oracle.must_have(key, at));
-        let missing = |found: &[Option<u64>]| {
-            let pairs = keys.iter().zip(found);
-            pairs.filter(|&(&key, &version)| version.is_none() && expected(key).is_some()).count()
-        };
-        let deadline = Instant::now() + SETTLE_MAX;
-        // Recovery makes pages visible one after another, so a miss is final only at the deadline.
-        while missing(&found) > 0 && Instant::now() < deadline {
-            tokio::time::sleep(Duration::from_millis(50)).await;
+        // The node serves while it recovers its log, so a miss is final only after recovery.
+        if keys.iter().zip(&found).any(|(&key, version)| version.is_none() && expected(key).is_some()) {
+            node_state::wait_until_recovered(self.client).await?;
             found = self.read(keys).await;
         }
         let counters = &self.workload.counters;
@@ -274,8 +284,9 @@ impl Worker<'_> {
                         .violation(&counters.lost, format!("{name}: version {expected} expected, {version:?} found"));
                 }
             }
-            self.pages.oracle.found(key, version);
+            oracle.found(key, version);
         }
+        Ok(())
     }
 
     fn name(&self, key: usize) -> String {

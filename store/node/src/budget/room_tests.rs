@@ -1,0 +1,267 @@
+//! Tests of the room for puts: who waits for it, who loses it, and when it is free.
+
+use super::*;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tokio::time::sleep;
+
+const MIB: u64 = 1 << 20;
+const PAGE: u64 = 8 * MIB;
+
+/// A node with room for four pages.
+fn budget() -> Arc<Budget> {
+    let options = NodeOptions { in_flight_bytes: Some(8 * PAGE), ..NodeOptions::default() };
+    Budget::new(&options, Arc::default(), Arc::default())
+}
+
+fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
+    let account = budget.open().unwrap();
+    account.set_tenant(tenant);
+    account
+}
+
+fn put(account: &Arc<Account>) -> Option<Charge> {
+    account.charge(Kind::Puts, PAGE).ok()
+}
+
+/// Reservations of the writers under test, by connection. Stands in for the table of open puts.
+#[derive(Clone, Default)]
+struct Open(Arc<Mutex<BTreeMap<u64, Vec<Charge>>>>);
+
+impl Open {
+    fn insert(&self, charge: Charge) {
+        self.0.lock().entry(charge.connection()).or_default().push(charge);
+    }
+
+    fn len(&self, account: &Account) -> usize {
+        self.0.lock().get(&account.connection()).map_or(0, Vec::len)
+    }
+
+    fn end(&self, account: &Account) -> bool {
+        let ended = self.0.lock().get_mut(&account.connection()).and_then(Vec::pop);
+        ended.is_some()
+    }
+
+    /// Reserves a page as the store does: after a refusal once more, with the room of losing
+    /// writers.
+    fn reserve(&self, account: &Arc<Account>) -> bool {
+        let charge = put(account).or_else(|| {
+            for writer in account.losing_writers(PAGE) {
+                while account.takes_from(writer, PAGE) {
+                    let lost = self.0.lock().get_mut(&writer.connection).and_then(Vec::pop);
+                    if lost.is_none() {
+                        break;
+                    }
+                }
+            }
+            put(account)
+        });
+        charge.map(|charge| self.insert(charge)).is_some()
+    }
+}
+
+/// Sends a page at `bytes_per_second` and ends its put.
+async fn write(open: &Open, account: &Account, bytes_per_second: u64) {
+    let piece = bytes_per_second / 20;
+    for _ in 0..PAGE / piece {
+        sleep(Duration::from_millis(50)).await;
+        account.record_received(piece as usize);
+    }
+    open.end(account);
+}
+
+/// Callers of their own tenants that are refused, return as told, and write at `bytes_per_second`.
+/// Returns how many returns found room, and the number of all returns.
+async fn refused_callers(budget: &Arc<Budget>, open: &Open, count: u64, bytes_per_second: u64) -> (u64, u64) {
+    let truthful = Arc::<AtomicU64>::default();
+    let returns = Arc::<AtomicU64>::default();
+    let callers: Vec<_> = (0..count)
+        .map(|number| {
+            let budget = budget.clone();
+            let open = open.clone();
+            let truthful = truthful.clone();
+            let returns = returns.clone();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(7 * number)).await;
+                let caller = account(&budget, &format!("caller {number}"));
+                if !open.reserve(&caller) {
+                    let mut told = caller.wait_in_line(PAGE, PAGE).retry_after;
+                    for attempt in 0.. {
+                        // A client adds up to a quarter of the time.
+                        sleep(told + told.mul_f64((number % 5) as f64 / 16.0)).await;
+                        returns.fetch_add(1, Ordering::Relaxed);
+                        if open.reserve(&caller) {
+                            truthful.fetch_add(1, Ordering::Relaxed);
+                            break;
+                        }
+                        told = caller.wait_in_line(PAGE, PAGE).retry_after;
+                        assert!(attempt < 10, "caller {number} was sent away ten times");
+                    }
+                }
+                write(&open, &caller, bytes_per_second).await;
+            })
+        })
+        .collect();
+    for caller in callers {
+        caller.await.unwrap();
+    }
+    (truthful.load(Ordering::Relaxed), returns.load(Ordering::Relaxed))
+}
+
+fn in_use(budget: &Budget) -> u64 {
+    budget.usage()[0].1
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_refused_by_silent_writers_get_in_when_told() {
+    let budget = budget();
+    let open = Open::default();
+    let silent: Vec<_> = (0..4).map(|number| account(&budget, &format!("silent {number}"))).collect();
+    assert!(silent.iter().all(|writer| open.reserve(writer)));
+    let begin = now();
+    let (truthful, returns) = refused_callers(&budget, &open, 12, 80 * MIB).await;
+    assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
+    let took = now() - begin;
+    assert!(took < Duration::from_secs(6), "{took:?}");
+    let kept = silent.iter().map(|writer| open.len(writer) as u64).sum::<u64>();
+    assert!(kept < 4 && in_use(&budget) == kept * PAGE, "no more is taken than others need: {kept}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_refused_by_slow_writers_get_in_when_told() {
+    let budget = budget();
+    let open = Open::default();
+    // Two seconds for a page each.
+    let slow: Vec<_> = (0..4).map(|number| account(&budget, &format!("slow {number}"))).collect();
+    assert!(slow.iter().all(|writer| open.reserve(writer)));
+    let writing = async {
+        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 4 * MIB))).await;
+    };
+    // The first measurement of the writers needs a moment.
+    let calling = async {
+        sleep(Duration::from_millis(60)).await;
+        refused_callers(&budget, &open, 12, 4 * MIB).await
+    };
+    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
+    assert_eq!(in_use(&budget), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn writer_keeps_its_room_while_any_byte_arrives_or_nobody_waits() {
+    let budget = budget();
+    let open = Open::default();
+    let trickling = account(&budget, "trickling");
+    let lonely = account(&budget, "lonely");
+    assert!(open.reserve(&trickling) && open.reserve(&lonely));
+    sleep(Duration::from_secs(50)).await;
+    assert!(open.len(&trickling) == 1 && open.len(&lonely) == 1, "nobody waits");
+    trickling.record_received(1);
+    let callers: Vec<_> = (0..3).map(|number| account(&budget, &format!("caller {number}"))).collect();
+    assert!(callers.iter().all(|caller| open.reserve(caller)));
+    assert_eq!((open.len(&trickling), open.len(&lonely)), (1, 0), "only the silent one lost its room");
+    let late = account(&budget, "late");
+    for _ in 0..30 {
+        sleep(Duration::from_millis(900)).await;
+        trickling.record_received(1);
+        callers.iter().for_each(|caller| caller.record_received(1));
+        assert!(!open.reserve(&late), "nobody is silent, and nobody has more than one page");
+        late.wait_in_line(PAGE, PAGE);
+    }
+    sleep(Duration::from_millis(200)).await;
+    callers.iter().for_each(|caller| caller.record_received(1));
+    sleep(Duration::from_millis(900)).await;
+    assert!(open.reserve(&late) && open.len(&trickling) == 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
+    let budget = budget();
+    let open = Open::default();
+    let greedy: Vec<_> = (0..4).map(|_| account(&budget, "greedy")).collect();
+    assert!(greedy.iter().all(|writer| open.reserve(writer)));
+    let modest = account(&budget, "modest");
+    let more = account(&budget, "greedy");
+    assert!(!open.reserve(&modest) && !open.reserve(&more));
+    let told = modest.wait_in_line(2 * PAGE, PAGE).retry_after;
+    assert!(told >= Duration::from_secs(1), "writers at work get a second: {told:?}");
+    let returns_at = now() + told;
+    while now() < returns_at {
+        sleep(Duration::from_millis(100)).await;
+        greedy.iter().for_each(|writer| writer.record_received(1));
+    }
+    assert!(!open.reserve(&more), "its own tenant is above its share");
+    assert!(open.reserve(&modest) && open.reserve(&modest));
+    assert!(!open.reserve(&modest), "at its share");
+    assert_eq!(greedy.iter().map(|writer| open.len(writer)).sum::<usize>(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let many: Vec<_> = (0..3).map(|_| account(&budget, "many")).collect();
+    let single = account(&budget, "single");
+    for caller in many.iter().chain([&single]) {
+        assert!(!open.reserve(caller));
+        caller.wait_in_line(PAGE, PAGE);
+    }
+    assert_eq!(budget.status()["writers_waiting"], 4);
+    open.end(&holder);
+    let newcomer = account(&budget, "newcomer");
+    assert!(!open.reserve(&newcomer) && !open.reserve(&many[1]) && !open.reserve(&single), "many[0] is first");
+    open.end(&holder);
+    assert!(!open.reserve(&many[1]) && open.reserve(&single), "the other tenant's first place is second");
+    assert!(open.reserve(&many[0]), "its room was kept");
+    // Whoever does not return loses the place soon after its time.
+    sleep(Duration::from_secs(3)).await;
+    open.end(&holder);
+    assert!(open.reserve(&newcomer));
+    drop((many, single));
+    assert_eq!(budget.status()["writers_waiting"], 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn line_is_bounded_and_ends_with_its_connections() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let callers: Vec<_> = (0..300).map(|number| account(&budget, &format!("{}", number % 7))).collect();
+    for caller in &callers {
+        assert!(!open.reserve(caller));
+        let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+        assert!((Duration::from_millis(1)..=Duration::from_secs(10)).contains(&told), "{told:?}");
+    }
+    assert_eq!(budget.status()["writers_waiting"], 128);
+    drop(callers);
+    assert_eq!(budget.status()["writers_waiting"], 0);
+    assert!(!open.reserve(&account(&budget, "next")), "the holder is silent for too short a time");
+}
+
+#[tokio::test(start_paused = true)]
+async fn share_counts_each_tenant_with_demand_once() {
+    let budget = budget();
+    let accounts: Vec<_> = (0..900).map(|number| account(&budget, &format!("{number}"))).collect();
+    let share = |number: usize| {
+        let mut state = budget.state.lock();
+        let tenant = state.connections.get(&accounts[number].connection()).unwrap().tenant;
+        state.tenants.expire(now());
+        state.tenants.share(tenant, Kind::Puts, 4 * PAGE)
+    };
+    assert_eq!(share(0), 4 * PAGE, "899 idle tenants take nothing");
+    let first = put(&accounts[1]).unwrap();
+    assert_eq!((share(0), share(1)), (2 * PAGE, 4 * PAGE));
+    let rest: Vec<_> = (2..5).map(|number| put(&accounts[number]).unwrap()).collect();
+    assert!(put(&accounts[5]).is_none() && put(&accounts[5]).is_none() && put(&accounts[1]).is_none());
+    assert_eq!((share(0), share(5)), (4 * PAGE / 6, 4 * PAGE / 5));
+    drop((first, rest));
+    assert_eq!((share(0), share(5)), (4 * PAGE / 3, 2 * PAGE), "the refused ones still have demand");
+    sleep(DEMAND_TIME).await;
+    assert_eq!(share(0), 4 * PAGE);
+    let refused = put(&accounts[6]).unwrap();
+    drop((refused, accounts));
+    assert_eq!(budget.status()["tenants"], 0);
+}

@@ -1,0 +1,326 @@
+//! Writers with reserved pages: their progress, the time at which their room becomes free, and the
+//! choice of those that lose it.
+//!
+//! A writer is a connection. It may reserve many pages and send them one after the other, so the
+//! silence of one page says nothing.
+
+use super::tenants::TenantNumber;
+use super::{BudgetState, Kind};
+use parking_lot::Mutex;
+use std::time::{Duration, Instant};
+
+/// Silence after which a writer may lose its reservations, if others want the room.
+pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(1);
+/// Time for which memory of an aborted put stays exposed to its writer's RDMA device, if others want
+/// the room. A client ends a write within 5 s (the deadline of
+/// [`EndpointOptions`](crate::EndpointOptions)), so no write runs that began before the abort.
+pub(crate) const EXPOSED_MAX: Duration = Duration::from_secs(6);
+/// Time that a connection waits before a tenant above its share loses the excess. Writers at work
+/// usually end sooner, and then lose nothing.
+const EXCESS_AFTER: Duration = Duration::from_secs(1);
+/// A writer that is silent for longer is expected to stay so.
+const QUIET_AFTER: Duration = Duration::from_millis(250);
+/// Length of one measurement of a writer's rate.
+const WINDOW: Duration = Duration::from_secs(1);
+/// Bytes count for a rate once they took this long. Less would see single packets.
+const WINDOW_MIN: Duration = Duration::from_millis(20);
+/// A forecast serves all refusals of this time, because it visits all writers.
+const FORECAST_AGE_MAX: Duration = Duration::from_millis(10);
+/// Steps of a forecast. Each is 15 % longer than the one before: 1 ms to 10 s.
+const STEPS: usize = 67;
+const STEP_FACTOR: f64 = 1.15;
+/// Those who wait ahead return up to a quarter later than they were told, and their puts then take
+/// longer than one without others.
+const RETURN_FACTOR: f64 = 1.4;
+/// Weight of a new sample in a mean, as a divisor.
+const MEAN_WEIGHT: u32 = 8;
+
+/// Bytes that a connection sent for its open puts.
+#[derive(Debug)]
+pub(super) struct WriterProgress {
+    last_byte: Instant,
+    /// Bytes received for puts that are still open, at most the bytes reserved.
+    unsealed: u64,
+    window_start: Instant,
+    window_bytes: u64,
+    /// Bytes per second in the last full window.
+    rate: Option<u64>,
+}
+
+impl WriterProgress {
+    pub(super) fn new(now: Instant) -> WriterProgress {
+        WriterProgress { last_byte: now, unsealed: 0, window_start: now, window_bytes: 0, rate: None }
+    }
+
+    /// Records a reservation. The first one begins a new measurement.
+    pub(super) fn begin(&mut self, is_first: bool, now: Instant) {
+        self.last_byte = now;
+        if is_first {
+            self.unsealed = 0;
+            self.window_start = now;
+            self.window_bytes = 0;
+        }
+    }
+
+    pub(super) fn record(&mut self, bytes: u64, now: Instant) {
+        self.last_byte = now;
+        self.unsealed += bytes;
+        self.window_bytes += bytes;
+        let elapsed = now.saturating_duration_since(self.window_start);
+        if elapsed >= WINDOW {
+            self.rate = Some(per_second(self.window_bytes, elapsed));
+            self.window_start = now;
+            self.window_bytes = 0;
+        }
+    }
+
+    /// Records the end of a put of `bytes`. It may have ended early, with fewer bytes received.
+    pub(super) fn end(&mut self, bytes: u64) {
+        self.unsealed -= self.unsealed.min(bytes);
+    }
+
+    fn silence(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.last_byte)
+    }
+
+    fn bytes_per_second(&self) -> Option<u64> {
+        // Until the last byte: the time since then belongs to bytes that are still to come.
+        let elapsed = self.last_byte.saturating_duration_since(self.window_start);
+        let measured = (self.window_bytes > 0 && elapsed >= WINDOW_MIN).then(|| per_second(self.window_bytes, elapsed));
+        measured.or(self.rate).filter(|&rate| rate > 0)
+    }
+
+    /// Expected end of a writer with `used` reserved bytes.
+    fn end_of(&self, used: u64, page: u64, put_time: Option<Duration>, now: Instant) -> ExpectedEnd {
+        let silence = self.silence(now);
+        if silence >= SILENT_AFTER {
+            // It has lost its puts, and its device may still reach their memory.
+            return ExpectedEnd::At((SILENT_AFTER + EXPOSED_MAX).saturating_sub(silence));
+        }
+        let silent = ExpectedEnd::At(SILENT_AFTER - silence);
+        if silence >= QUIET_AFTER {
+            return silent;
+        }
+        match (self.bytes_per_second(), put_time) {
+            (Some(rate), _) => {
+                let left = used - self.unsealed.min(used);
+                let end = Duration::from_secs_f64(left as f64 / rate as f64);
+                // With more than a page it sends several at a time.
+                let received = if self.unsealed < page { self.unsealed } else { 0 };
+                ExpectedEnd::Steady { end, page, received }
+            }
+            (None, Some(end)) => ExpectedEnd::Steady { end, page, received: 0 },
+            (None, None) => silent,
+        }
+    }
+}
+
+fn per_second(bytes: u64, elapsed: Duration) -> u64 {
+    let rate = u128::from(bytes) * 1_000_000 / elapsed.as_micros().max(1);
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
+
+enum ExpectedEnd {
+    /// Everything at once, after this time.
+    At(Duration),
+    /// Page by page, the last one after `end`. `received` bytes of the next page are there.
+    Steady { end: Duration, page: u64, received: u64 },
+}
+
+impl ExpectedEnd {
+    /// Returns the bytes of `used` that are free after `time`.
+    fn freed(&self, used: u64, time: Duration) -> u64 {
+        match self {
+            ExpectedEnd::At(end) if time >= *end => used,
+            ExpectedEnd::At(_) => 0,
+            ExpectedEnd::Steady { end, .. } if time >= *end => used,
+            ExpectedEnd::Steady { end, page, received } => {
+                let part = time.as_secs_f64() / end.as_secs_f64();
+                let by_then = received + ((used - received.min(&used)) as f64 * part) as u64;
+                by_then / page * page
+            }
+        }
+    }
+}
+
+/// Running mean of a time.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct MeanTime(Option<Duration>);
+
+impl MeanTime {
+    pub(super) fn record(&mut self, time: Duration) {
+        self.0 = Some(match self.0 {
+            Some(mean) => (mean * (MEAN_WEIGHT - 1) + time) / MEAN_WEIGHT,
+            None => time,
+        });
+    }
+}
+
+/// Writers whose room a refusal waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Scope {
+    Node,
+    Tenant(TenantNumber),
+    Connection(u64),
+}
+
+/// Bytes that are expected to become free within each step.
+pub(super) struct Forecast {
+    made_at: Instant,
+    freed: [u64; STEPS],
+    /// Time in which the whole room is used once, after that.
+    turn: Duration,
+}
+
+fn steps() -> impl Iterator<Item = Duration> {
+    let first = Duration::from_millis(1).as_secs_f64();
+    std::iter::successors(Some(first), |step| Some(step * STEP_FACTOR)).take(STEPS).map(Duration::from_secs_f64)
+}
+
+impl Forecast {
+    pub(super) fn is_current(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.made_at) < FORECAST_AGE_MAX
+    }
+
+    /// Time until `bytes` of `max` are free. Beyond the bytes in use now it counts the puts of
+    /// those who wait ahead.
+    pub(super) fn time_for(&self, bytes: u64, max: u64) -> Duration {
+        let found = steps().zip(&self.freed).find(|(_, freed)| **freed >= bytes);
+        if let Some((time, _)) = found {
+            return time;
+        }
+        let all = self.freed[STEPS - 1];
+        let end = steps().zip(&self.freed).find(|(_, freed)| **freed >= all).map_or(SILENT_AFTER, |(time, _)| time);
+        // Whole turns: the puts of a turn often end together, because they began together.
+        let turns = ((bytes - all) as f64 / max.max(1) as f64).ceil();
+        end + self.turn.mul_f64(turns * RETURN_FACTOR)
+    }
+}
+
+/// A writer that may lose reservations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LosingWriter {
+    pub(crate) connection: u64,
+    /// True if it sent nothing for [`SILENT_AFTER`]. Otherwise its tenant is above its share.
+    pub(crate) is_silent: bool,
+}
+
+/// Reserved bytes of a writer, and the number of their puts.
+struct WriterRoom<'a> {
+    tenant: TenantNumber,
+    used: u64,
+    puts: u64,
+    progress: &'a Mutex<WriterProgress>,
+}
+
+impl BudgetState {
+    /// Expected release of room by the writers of `scope`. `max` is the whole room.
+    pub(super) fn forecast(&self, scope: Scope, max: u64, writing: (u64, Option<Duration>), now: Instant) -> Forecast {
+        let put_time = self.put_time.0;
+        let mut freed = [0; STEPS];
+        let mut add = |used: u64, end: ExpectedEnd, excess: u64| {
+            for (time, freed) in steps().zip(&mut freed) {
+                let taken = if time >= EXCESS_AFTER { excess } else { 0 };
+                *freed += end.freed(used, time).max(taken);
+            }
+        };
+        let mut measured_bytes = 0;
+        let mut measured_rate = 0;
+        for WriterRoom { tenant, used, puts, progress } in self.writers_in(scope) {
+            let progress = progress.lock();
+            let excess = match scope {
+                Scope::Node => self.excess_of(tenant, used, max),
+                Scope::Tenant(_) | Scope::Connection(_) => 0,
+            };
+            add(used, progress.end_of(used, (used / puts).max(1), put_time, now), excess);
+            if let Some(rate) = progress.bytes_per_second() {
+                measured_bytes += used;
+                measured_rate += rate;
+            }
+        }
+        let (written, write_time) = writing;
+        if scope == Scope::Node && written > 0 {
+            let end = write_time.unwrap_or(SILENT_AFTER);
+            add(written, ExpectedEnd::Steady { end, page: 1, received: 0 }, 0);
+        }
+        // Those who wait will send about as fast as those who send now.
+        let measured =
+            (measured_rate > 0).then(|| Duration::from_secs_f64(measured_bytes as f64 / measured_rate as f64));
+        let turn = put_time.max(measured).unwrap_or(SILENT_AFTER);
+        let turn = turn + write_time.filter(|_| written > 0).unwrap_or_default();
+        Forecast { made_at: now, freed, turn }
+    }
+
+    fn writers_in(&self, scope: Scope) -> impl Iterator<Item = WriterRoom<'_>> {
+        let writers = self.writers.iter().filter_map(|number| Some((*number, self.connections.get(number)?)));
+        let wanted = writers.filter(move |(number, connection)| match scope {
+            Scope::Node => true,
+            Scope::Tenant(tenant) => connection.tenant == tenant,
+            Scope::Connection(wanted) => *number == wanted,
+        });
+        wanted.map(|(_, connection)| WriterRoom {
+            tenant: connection.tenant,
+            used: connection.used[Kind::Puts as usize],
+            puts: connection.puts.max(1),
+            progress: &connection.progress.writer,
+        })
+    }
+
+    /// Part of a writer's bytes that its tenant has above its share of `max`.
+    fn excess_of(&self, tenant: TenantNumber, used: u64, max: u64) -> u64 {
+        let excess = self.tenants.excess(tenant, max);
+        if excess == 0 {
+            return 0;
+        }
+        let part = u128::from(used) * u128::from(excess) / u128::from(self.tenants.used(tenant, Kind::Puts).max(1));
+        u64::try_from(part).unwrap_or(u64::MAX)
+    }
+
+    /// Silent writers other than `connection`, the longest silence first. `tenant` limits them to
+    /// one tenant.
+    pub(super) fn silent_writers(
+        &mut self,
+        connection: u64,
+        tenant: Option<TenantNumber>,
+        now: Instant,
+    ) -> Vec<LosingWriter> {
+        // A writer can only become silent later than this search found.
+        if self.silent_from.is_some_and(|from| now < from) {
+            return Vec::new();
+        }
+        let mut silent = Vec::new();
+        let mut next = SILENT_AFTER;
+        for number in &self.writers {
+            let Some(writer) = self.connections.get(number) else { continue };
+            let silence = writer.progress.writer.lock().silence(now);
+            // Zero for one that is silent already and of another tenant: the next search finds it.
+            next = next.min(SILENT_AFTER.saturating_sub(silence));
+            if silence >= SILENT_AFTER && *number != connection && tenant.is_none_or(|tenant| writer.tenant == tenant) {
+                silent.push((silence, *number));
+            }
+        }
+        self.silent_from = Some(now + next);
+        silent.sort_unstable_by_key(|&(silence, number)| (std::cmp::Reverse(silence), number));
+        let losing = |(_, connection)| LosingWriter { connection, is_silent: true };
+        silent.into_iter().map(losing).collect()
+    }
+
+    /// Writers of tenants above their share of `max`, if `connection` has waited for long enough.
+    /// The longest silence comes first.
+    pub(super) fn excess_writers(&self, connection: u64, max: u64, now: Instant) -> Vec<LosingWriter> {
+        let waits = self.line.waits_since(connection).map(|since| now.saturating_duration_since(since));
+        if waits.is_none_or(|waits| waits < EXCESS_AFTER) {
+            return Vec::new();
+        }
+        let mut above: Vec<(Duration, LosingWriter)> = Vec::new();
+        for &number in &self.writers {
+            let Some(writer) = self.connections.get(&number) else { continue };
+            if self.tenants.excess(writer.tenant, max) > 0 {
+                let silence = writer.progress.writer.lock().silence(now);
+                above.push((silence, LosingWriter { connection: number, is_silent: false }));
+            }
+        }
+        above.sort_unstable_by_key(|&(silence, writer)| (std::cmp::Reverse(silence), writer.connection));
+        above.into_iter().map(|(_, writer)| writer).collect()
+    }
+}
