@@ -1,6 +1,6 @@
 //! Start, connections and shutdown of a node.
 
-use crate::connection::SharedArena;
+use crate::connection::{ConnectionLimit, SharedArena};
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::options::NodeOptions;
@@ -20,8 +20,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -290,15 +290,9 @@ impl Acceptor {
         Some(accepted.ok())
     }
 
-    /// Spawns the task of a connection, which keeps a permit until it ends. Without a free permit
-    /// the connection is closed instead, without an answer.
-    fn serve(&self, serve: impl Future<Output = ()> + Send + 'static) {
+    /// Spawns the task of a connection, which keeps its permit until it ends.
+    fn serve(&self, permit: OwnedSemaphorePermit, serve: impl Future<Output = ()> + Send + 'static) {
         let metrics = self.state.metrics.clone();
-        let Ok(permit) = self.permits.clone().try_acquire_owned() else {
-            // Counted and not logged: a client in a loop would fill the log.
-            metrics.connections_rejected.inc();
-            return;
-        };
         metrics.connections_accepted.inc();
         let stop = self.stop.clone();
         self.tasks.spawn(async move {
@@ -313,20 +307,46 @@ impl Acceptor {
             drop(permit);
         });
     }
+
+    /// Takes the permit of a new connection. `None` if as many as allowed are open.
+    fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().try_acquire_owned().ok()
+    }
+
+    /// Answers a TCP connection beyond the limit and closes it.
+    fn refuse_tcp(&self, stream: TcpStream, peer: SocketAddr) {
+        let recorded = connection::record_refusal(&self.state, &peer.to_string(), ConnectionLimit::Count);
+        let Some(permit) = recorded else { return };
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => {}
+                () = connection::refuse_tcp(stream, permit) => {}
+            }
+        });
+    }
 }
 
 async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
     while let Some(accepted) = acceptor.next(listener.accept()).await {
-        if let Some((stream, _)) = accepted {
-            acceptor.serve(connection::serve_tcp(acceptor.state.clone(), stream));
+        let Some((stream, peer)) = accepted else { continue };
+        match acceptor.permit() {
+            Some(permit) => acceptor.serve(permit, connection::serve_tcp(acceptor.state.clone(), stream)),
+            None => acceptor.refuse_tcp(stream, peer),
         }
     }
 }
 
 async fn accept_local(acceptor: Acceptor, local: LocalAccess) {
     while let Some(accepted) = acceptor.next(local.listener.accept()).await {
-        if let Some(stream) = accepted {
-            acceptor.serve(connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
+        let Some(stream) = accepted else { continue };
+        match acceptor.permit() {
+            Some(permit) => {
+                acceptor.serve(permit, connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
+            }
+            // No answer here: the client falls back to TCP, and gets it there.
+            None => drop(connection::record_refusal(&acceptor.state, "local client", ConnectionLimit::Count)),
         }
     }
 }
