@@ -5,7 +5,7 @@ use crate::machine::{Entry, Location, LogConfig, Pin, Recovery};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryIo};
 use crate::report::{RecoveryProgress, RecoveryReport};
-use crate::scrub::{self, ScrubControl, ScrubProgress};
+use crate::scrub::{self, ScrubControl, ScrubProgress, ScrubRate};
 use crate::shared::{LogShared, Preparations};
 use crate::{L3Error, L3Options, L3Stats, superblock};
 use larder_format::disk::BLOCK_BYTES;
@@ -145,6 +145,13 @@ impl L3 {
 
     pub fn scrub(&self) -> ScrubProgress {
         self.running.scrub.progress()
+    }
+
+    /// Rate of the scrub for the pages that the log has now.
+    pub fn scrub_rate(&self) -> ScrubRate {
+        let shared = self.shared();
+        let log_bytes = shared.with_log(|log| log.counts().page_bytes);
+        self.running.scrub.rate(log_bytes, shared.clock.now_unix_ms())
     }
 
     /// Requests a pass of the scrub. Has no effect on a pass in progress.

@@ -338,6 +338,12 @@ impl Devices {
         }
     }
 
+    /// Returns the directory of each open device, and `true` for those whose scrub is late.
+    pub(crate) fn late_scrubs(&self) -> Vec<(String, bool)> {
+        let late = |device: &Device| (device.dir.display().to_string(), device.l3.scrub_rate().is_late);
+        self.devices.iter().map(late).collect()
+    }
+
     pub fn scrub_now(&self) {
         self.devices.iter().for_each(|device| device.l3.scrub_now());
     }
@@ -557,6 +563,7 @@ impl Device {
             "quarantines": self.reads.lock().quarantines() + self.writes.lock().quarantines(),
             "recovery": self.l3.recovery(),
             "scrub": self.l3.scrub(),
+            "scrub_rate": self.l3.scrub_rate(),
             "log": stats,
         })
     }

@@ -64,8 +64,9 @@ pub struct NodeOptions {
     /// Rate of the background verification of L2, in bytes per second. Default: 64 MiB/s. 0
     /// disables it, and damage is then found only by readers.
     pub scrub_bytes_per_second: u64,
-    /// Maximum rate of the daily verification of each L3 device, in bytes per second. Default:
-    /// 32 MiB/s. With 0 it runs only on request.
+    /// Maximum rate of the daily verification of each L3 device, in bytes per second. The node uses
+    /// what a day and the bytes of the log ask for, and reports if the maximum is lower. Default:
+    /// 256 MiB/s. With 0 it runs only on request.
     pub l3_scrub_bytes_per_second: u64,
     /// Executor of L3 I/O. Default: glommio.
     pub l3_executor: Executor,
@@ -112,7 +113,7 @@ impl Default for NodeOptions {
             quota_default: None,
             quotas: Vec::new(),
             scrub_bytes_per_second: 64 << 20,
-            l3_scrub_bytes_per_second: 32 << 20,
+            l3_scrub_bytes_per_second: 256 << 20,
             l3_executor: Executor::default(),
             share_memory: None,
             rdma: RdmaOptions::default(),

@@ -232,6 +232,9 @@ impl Store {
                 (vec![label("dir", device.dir), label("reason", device.reason)], i64::from(device.usable))
             });
         metrics::show(&self.metrics.devices, devices.collect());
+        let scrubs = self.tiers.devices().late_scrubs().into_iter();
+        let scrubs = scrubs.map(|(dir, is_late)| (vec![label("dir", dir)], i64::from(is_late)));
+        metrics::show(&self.metrics.late_scrubs, scrubs.collect());
         let namespaces = self.tiers.namespace_bytes().into_iter();
         let namespaces =
             namespaces.map(|(namespace, bytes)| (vec![label("namespace", namespace.to_string())], gauge(bytes)));
