@@ -237,6 +237,13 @@ impl L3 {
         within(deadline, "a read", self.shared().read_page_at(&location.0)).await
     }
 
+    /// Reads the metadata of a page that was looked up, with its checksums, without its payload.
+    /// Costs one block of I/O. Damage of the payload stays unnoticed.
+    pub async fn read_meta_at(&self, location: &L3Location, deadline: Instant) -> Result<Option<PageMeta>, L3Error> {
+        self.shared().ensure_open()?;
+        within(deadline, "a read", self.shared().read_meta_at(&location.0)).await
+    }
+
     /// Writes a page, and returns when the device has it. Readers find it from then on. It is
     /// durable within a second.
     ///

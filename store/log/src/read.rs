@@ -54,6 +54,38 @@ impl LogShared {
         Ok(page)
     }
 
+    /// Reads the header of a page's record, and checks that it is the record that the index names.
+    /// The payload is not read, so its checksums are those that it should have. `None` is a miss, as
+    /// in [`LogShared::read_page_at`].
+    pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let id = ticket.id;
+        if let Some(meta) = self.read_header(ticket).await? {
+            return Ok(Some(meta));
+        }
+        // The record that it was copied from, as for a read of the whole page.
+        match self.update_log(|log| log.begin_read(&id, now)) {
+            Some(ticket) => self.read_header(ticket).await,
+            None => Ok(None),
+        }
+    }
+
+    async fn read_header(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<PageMeta>, L3Error> {
+        let guard = ReadGuard::new(self, ticket);
+        let id = guard.id();
+        let entry = guard.entry();
+        let slot = self.arena.allocate(BLOCK_BYTES).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
+        let Some(header) = self.read_blocks(slot, guard, Priority::Demand).await? else { return Ok(None) };
+        match self.verify_header(&id, &entry, &header) {
+            Ok(meta) => Ok(Some(meta)),
+            Err(problem) => {
+                self.drop_damaged(&id, &entry, &problem, &header);
+                Ok(None)
+            }
+        }
+    }
+
     /// Reads the record of a ticket into new memory. `None` if the record is damaged; it was
     /// dropped then.
     pub(crate) async fn read_record(
@@ -77,8 +109,29 @@ impl LogShared {
     ) -> Result<Option<VerifiedPage>, L3Error> {
         let id = guard.id();
         let entry = guard.entry();
-        let segment = entry.place.segment;
         // Header and payload are adjacent: one request reads both.
+        let Some(slot) = self.read_blocks(slot, guard, priority).await? else { return Ok(None) };
+        let (header, payload) = slot.split_at(BLOCK_BYTES);
+        match self.verify_record(&id, &entry, &header, &payload) {
+            Ok(meta) => Ok(Some((meta, payload.freeze()))),
+            Err(problem) => {
+                self.drop_damaged(&id, &entry, &problem, &header);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Fills a slot from the start of the guard's record. `None` if the file ends before it does;
+    /// the record was dropped then.
+    async fn read_blocks(
+        self: &Arc<Self>,
+        slot: SlotMut,
+        guard: ReadGuard,
+        priority: Priority,
+    ) -> Result<Option<SlotMut>, L3Error> {
+        let id = guard.id();
+        let entry = guard.entry();
+        let segment = entry.place.segment;
         let operation = Operation::read(entry.place.offset, slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
@@ -107,20 +160,22 @@ impl LogShared {
             return Err(self.io_error("read", segment, error));
         }
         let Operation::Read { slot, .. } = operation else { return Ok(None) };
-        let (header, payload) = slot.split_at(BLOCK_BYTES);
-        match self.verify_record(&id, &entry, &header, &payload) {
-            Ok(meta) => Ok(Some((meta, payload.freeze()))),
-            Err(problem) => {
-                self.drop_damaged(&id, &entry, &problem, &header);
-                Ok(None)
-            }
-        }
+        Ok(Some(slot))
     }
 
-    /// Checks that header and payload are the record that the index names, of the page that was
-    /// requested, with every byte intact. Returns the metadata of the page, or a description of the
-    /// damage.
+    /// Checks that header and payload are the record that the index names, with every byte intact.
+    /// Returns the metadata of the page, or a description of the damage.
     fn verify_record(&self, id: &PageId, entry: &Entry, header: &[u8], payload: &[u8]) -> Result<PageMeta, String> {
+        let meta = self.verify_header(id, entry, header)?;
+        if !fail_point!("log.read-skips-checksum") {
+            meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
+        }
+        Ok(meta)
+    }
+
+    /// Checks that a header is that of the record that the index names, of the page that was
+    /// requested. Returns the metadata of the page, or a description of the damage.
+    fn verify_header(&self, id: &PageId, entry: &Entry, header: &[u8]) -> Result<PageMeta, String> {
         let record = RecordHeader::decode_at_stated_place(header, &self.log_id).map_err(|error| error.to_string())?;
         let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
         let is_expected = record.place == entry.place && record.number == entry.number && meta.id == *id;
@@ -129,9 +184,6 @@ impl LogShared {
                 "another record is here: number {} of page {:?}, written for {:?}",
                 record.number, meta.id, record.place
             ));
-        }
-        if !fail_point!("log.read-skips-checksum") {
-            meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
         }
         Ok(meta)
     }

@@ -211,6 +211,19 @@ impl Devices {
     /// Reads a page from the location of a lookup, or from another device if that one fails. Asks
     /// each device at most once. Fails only with [`L3Error::NoMemory`].
     pub(crate) async fn read(&self, location: &DeviceLocation) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        self.read_with(location, |l3, record| async move { l3.read_at(&record, now() + READ_TIMEOUT).await }).await
+    }
+
+    /// Reads the metadata of a page like [`Devices::read`], without its payload.
+    pub(crate) async fn read_meta(&self, location: &DeviceLocation) -> Result<Option<PageMeta>, L3Error> {
+        self.read_with(location, |l3, record| async move { l3.read_meta_at(&record, now() + READ_TIMEOUT).await }).await
+    }
+
+    async fn read_with<T, F: Future<Output = Result<Option<T>, L3Error>>>(
+        &self,
+        location: &DeviceLocation,
+        read: impl Fn(L3, L3Location) -> F,
+    ) -> Result<Option<T>, L3Error> {
         let id = location.id();
         let mut tried = Vec::new();
         let mut next = Some(*location);
@@ -218,10 +231,10 @@ impl Devices {
             let device = &self.devices[location.device];
             // `None` if the device was quarantined since the lookup.
             if let Some(request) = device.request(IoKind::Reads) {
-                match device.l3.read_at(&location.record, now() + READ_TIMEOUT).await {
-                    Ok(Some(page)) => {
+                match read(device.l3.clone(), location.record).await {
+                    Ok(Some(found)) => {
                         request.succeeded();
-                        return Ok(Some(page));
+                        return Ok(Some(found));
                     }
                     // Gone or damaged: another device may have an intact copy.
                     Ok(None) => {}

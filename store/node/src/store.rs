@@ -116,10 +116,10 @@ impl Store {
     }
 
     /// Compares a page's checksums with those of a second writer. The outcome is `Refused` if they
-    /// differ, and `Incomplete` if no tier can return the page before `deadline`.
+    /// differ, and `Incomplete` if no tier can return them before `deadline`. Reads no payload.
     pub async fn compare(&self, id: &PageId, crcs: &[u32], deadline: Instant) -> CommitOutcome {
-        match self.tiers.get(id, deadline).await {
-            Some((page, _)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
+        match self.tiers.chunk_crcs(id, deadline).await {
+            Some(ours) if ours == crcs => CommitOutcome::AlreadyThere,
             Some(_) if fail_point!("node.compare-skips-bytes") => CommitOutcome::AlreadyThere,
             Some(_) => {
                 self.metrics.puts_conflicting.inc();
