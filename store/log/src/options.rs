@@ -21,8 +21,8 @@ const SEGMENTS_MIN: u64 = 2;
 /// Maximum number of segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;
 const KEEP_PERCENT_MAX: u8 = 75;
-/// Bytes for the small files: superblock, progress of the scrub, and the temporary copies that
-/// replace them.
+/// Bytes for the small files: two superblocks, progress of the scrub, and the temporary file that
+/// replaces one of them.
 pub(crate) const SMALL_FILES_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
