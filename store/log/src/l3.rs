@@ -14,6 +14,7 @@ use larder_io::{BoxFuture, Device, FileDevice, TaskClass};
 use larder_memory::{Arena, Slot};
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Time limit of each of the two waits of [`L3::close`]: for writes in flight, and for the last
@@ -131,6 +132,12 @@ impl L3 {
 
     pub fn recovery(&self) -> RecoveryProgress {
         self.shared().recovery.get()
+    }
+
+    /// Largest generation of a put that recovery has found so far. 0 if it found none. Puts of this
+    /// start are not included.
+    pub fn generation_max(&self) -> u64 {
+        self.shared().generation_max.load(Ordering::Relaxed)
     }
 
     /// Waits for the end of recovery. Fails if the log is closed before. If recovery fails, this

@@ -20,11 +20,13 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
 use larder_format::epoch::EpochSearch;
+use larder_format::footer::RecordSummary;
 use larder_io::device::run;
 use larder_io::{Block, Device, Done, Operation, Priority, segment_name};
 use larder_memory::{Arena, SlotMut};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -246,6 +248,13 @@ async fn scan_segments(shared: &Arc<LogShared>, scan_order: Vec<SegmentEpoch>) -
         if scanned.records.is_empty() && !scanned.cut_short {
             empty.push(scanned.segment);
         }
+        // Of all records, also of pages that are gone: their generations were used.
+        let generations = scanned.records.iter().filter_map(|record| match record {
+            RecordSummary::Page(page) => Some(page.generation),
+            _ => None,
+        });
+        // Relaxed: callers that need the result of all segments wait for the report, which orders it.
+        shared.generation_max.fetch_max(generations.max().unwrap_or(0), Ordering::Relaxed);
         let now = shared.clock.now_unix_ms();
         if let Err(error) = shared.update_log(|log| log.recover_segment(scanned, now)) {
             log_failure(shared, &error);

@@ -37,6 +37,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that a start waits for recovery. Recovery of larger logs continues while the node
 /// serves.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
+/// Maximum time that a start without a known identity waits for recovery.
+const GENERATIONS_MAX: Duration = Duration::from_secs(120);
 /// Maximum time to open a log, which reads the header of each segment.
 const OPEN_MAX: Duration = Duration::from_secs(120);
 /// Maximum time that a write waits for the recovery of a log. The page stays readable in
@@ -166,6 +168,20 @@ impl Devices {
         if tokio::time::timeout(RECOVERY_PATIENCE, recovered).await.is_err() {
             tracing::info!("serving while L3 recovers; pages not found yet are misses");
         }
+    }
+
+    /// Waits until all generations on the devices are known, for at most [`GENERATIONS_MAX`].
+    pub(crate) async fn wait_for_generations(&self) {
+        let recovered = join_all(self.devices.iter().map(|device| device.l3.recovered()));
+        if tokio::time::timeout(GENERATIONS_MAX, recovered).await.is_err() {
+            // Recovery goes from the newest segment to the oldest, so the largest is known by now.
+            tracing::warn!("L3 still recovers; the node starts with the largest generation found so far");
+        }
+    }
+
+    /// Largest generation of a put that the recovery of any device has found so far.
+    pub(crate) fn generation_max(&self) -> u64 {
+        self.devices.iter().map(|device| device.l3.generation_max()).max().unwrap_or(0)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
