@@ -103,7 +103,8 @@ impl L3 {
             quota_default: options.quota_default,
             hash_seed: larder_runtime::random::seed(options.seed),
         };
-        let io = RecoveryIo { device: &*device, arena: &arena, log_id };
+        let memory = recovery::scan_memory(&arena).map_err(L3Error::io("map memory to scan", device.path()))?;
+        let io = RecoveryIo { device: &*device, memory: &memory, log_id };
         let found = recovery::find_segments(io, superblock.segment_bytes).await?;
         let Recovery { log, discard, misplaced, header_repairs, scan_order } = Recovery::new(config, found);
         // In this order: a misplaced segment may be the reason for the removals, so it must be
@@ -122,7 +123,7 @@ impl L3 {
         shared.recovery.update(|progress| progress.segments = segments);
         let scrub = Arc::new(ScrubControl::new(&options));
         let spawn = |class, task: BoxFuture<'static, ()>| shared.device.spawn(class, task);
-        spawn(TaskClass::Foreground, Box::pin(recovery::recover(shared.clone(), scan_order, report, began)));
+        spawn(TaskClass::Foreground, Box::pin(recovery::recover(shared.clone(), scan_order, report, began, memory)));
         spawn(TaskClass::Background, Box::pin(carry_out_intents(shared.clone())));
         spawn(TaskClass::Background, Box::pin(sync_and_expire_periodically(shared.clone())));
         spawn(TaskClass::Idle, Box::pin(scrub::run_scrub(shared.clone(), scrub.clone())));

@@ -7,11 +7,12 @@
 use crate::L3Error;
 use crate::guards::ReadGuard;
 use crate::machine::{Entry, Location, ReadTicket};
+use crate::memory::RecordMemory;
 use crate::shared::LogShared;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
 use larder_format::{PageId, PageMeta};
 use larder_io::{Done, Operation, Priority};
-use larder_memory::{Slot, SlotMut};
+use larder_memory::Slot;
 use larder_runtime::fail_point;
 use std::fmt::Display;
 use std::io;
@@ -75,12 +76,14 @@ impl LogShared {
         let guard = ReadGuard::new(self, ticket);
         let id = guard.id();
         let entry = guard.entry();
-        let slot = self.arena.allocate(BLOCK_BYTES).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
-        let Some(header) = self.read_blocks(slot, guard, Priority::Demand).await? else { return Ok(None) };
-        match self.verify_header(&id, &entry, &header) {
+        let memory = RecordMemory::header(&self.arena).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
+        let Some(RecordMemory { slot, .. }) = self.read_blocks(memory, guard, Priority::Demand).await? else {
+            return Ok(None);
+        };
+        match self.verify_header(&id, &entry, &slot) {
             Ok(meta) => Ok(Some(meta)),
             Err(problem) => {
-                self.drop_damaged(&id, &entry, &problem, &header);
+                self.drop_damaged(&id, &entry, &problem, &slot);
                 Ok(None)
             }
         }
@@ -93,25 +96,24 @@ impl LogShared {
         ticket: ReadTicket,
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
-        let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
         let guard = ReadGuard::new(self, ticket);
-        let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
-        self.read_record_into(slot, guard, priority).await
+        let memory = self.allocate_record(guard.entry().payload_bytes as usize)?;
+        self.read_record_into(memory, guard, priority).await
     }
 
-    /// Reads the record of the guard into a slot of its exact length. `None` if the record is
+    /// Reads the record of the guard into memory of its exact length. `None` if the record is
     /// damaged; it was dropped then.
     pub(crate) async fn read_record_into(
         self: &Arc<Self>,
-        slot: SlotMut,
+        memory: RecordMemory,
         guard: ReadGuard,
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
         let id = guard.id();
         let entry = guard.entry();
         // Header and payload are adjacent: one request reads both.
-        let Some(slot) = self.read_blocks(slot, guard, priority).await? else { return Ok(None) };
-        let (header, payload) = slot.split_at(BLOCK_BYTES);
+        let Some(memory) = self.read_blocks(memory, guard, priority).await? else { return Ok(None) };
+        let (header, payload) = memory.split();
         match self.verify_record(&id, &entry, &header, &payload) {
             Ok(meta) => Ok(Some((meta, payload.freeze()))),
             Err(problem) => {
@@ -121,18 +123,18 @@ impl LogShared {
         }
     }
 
-    /// Fills a slot from the start of the guard's record. `None` if the file ends before it does;
+    /// Fills memory from the start of the guard's record. `None` if the file ends before it does;
     /// the record was dropped then.
     async fn read_blocks(
         self: &Arc<Self>,
-        slot: SlotMut,
+        memory: RecordMemory,
         guard: ReadGuard,
         priority: Priority,
-    ) -> Result<Option<SlotMut>, L3Error> {
+    ) -> Result<Option<RecordMemory>, L3Error> {
         let id = guard.id();
         let entry = guard.entry();
         let segment = entry.place.segment;
-        let operation = Operation::read(entry.place.offset, slot);
+        let operation = Operation::read_split(entry.place.offset, memory.block, memory.slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
             if fail_point!("log.abandoned-read-leaks") && reply.is_closed() {
@@ -159,8 +161,8 @@ impl LogShared {
             }
             return Err(self.io_error("read", segment, error));
         }
-        let Operation::Read { slot, .. } = operation else { return Ok(None) };
-        Ok(Some(slot))
+        let Operation::Read { block, slot, .. } = operation else { return Ok(None) };
+        Ok(Some(RecordMemory { block, slot }))
     }
 
     /// Checks that header and payload are the record that the index names, with every byte intact.
