@@ -43,9 +43,10 @@ pub struct StoreArgs {
     /// Rate of the background checksum verification of L2, in bytes per second. 0 disables it
     #[arg(long, default_value = "64MiB", value_name = "SIZE")]
     l2_scrub_rate: ByteSize,
-    /// Maximum rate of the daily checksum verification of each L3 device, in bytes per second. With
-    /// 0 it runs only on request (POST /scrub)
-    #[arg(long, default_value = "32MiB", value_name = "SIZE")]
+    /// Maximum rate of the daily checksum verification of each L3 device, in bytes per second. The
+    /// node uses what a day and the bytes of the log ask for, at least 32 MiB. With 0 it runs only
+    /// on request (POST /scrub)
+    #[arg(long, default_value = "256MiB", value_name = "SIZE")]
     l3_scrub_rate: ByteSize,
     /// Maximum time to flush pages to L3 on shutdown, in seconds. Pages not flushed by then are
     /// lost; the log reports how many

@@ -39,6 +39,10 @@ pub struct TierArgs {
     /// Maximum memory for connections and requests, excluding pages
     #[arg(long, default_value = "64MiB", value_name = "SIZE")]
     request_memory: ByteSize,
+    /// Maximum number of connections. Further ones are answered "busy". Each takes 48 KiB, and
+    /// together they may take three quarters of --request-memory
+    #[arg(long, default_value_t = 1024, value_name = "CONNECTIONS")]
+    max_connections: usize,
 }
 
 impl TierArgs {
@@ -51,6 +55,7 @@ impl TierArgs {
         options.connection_read_window_bytes = bytes(self.connection_read_window);
         options.connection_outstanding_bytes = bytes(self.connection_outstanding_limit);
         options.request_bytes = self.request_memory.as_u64();
+        options.connections_max = self.max_connections;
         for quota in &self.quota {
             match quota {
                 Quota::Default(bytes) => options.quota_default = Some(*bytes),

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const SUPERBLOCK_FILE: &str = "larder.sb";
+const SUPERBLOCK_COPY_FILE: &str = "larder.sb2";
 const LOCK_FILE: &str = "larder.lock";
 const SEGMENT_SUFFIX: &str = ".seg";
 const SEGMENT_DIGITS: usize = 8;
@@ -84,7 +85,7 @@ fn check_all(args: &VerifyArgs) -> u8 {
 /// Finds the logs below `dir`: in it, in its `l3`, or in the `l3` of each of its node directories.
 /// The first place with a log decides.
 fn find_logs(dir: &Path) -> Result<Vec<PathBuf>> {
-    let has_log = |dir: &Path| dir.join(SUPERBLOCK_FILE).is_file();
+    let has_log = |dir: &Path| [SUPERBLOCK_FILE, SUPERBLOCK_COPY_FILE].iter().any(|file| dir.join(file).is_file());
     for candidate in [dir.to_path_buf(), dir.join(L3_DIR)] {
         if has_log(&candidate) {
             return Ok(vec![candidate]);
@@ -188,8 +189,18 @@ fn check_segment(
     Ok(Repair { remove: found.epoch.is_none() && !found.unrepairable, found, voided: 0, restored: 0 })
 }
 
+/// Reads the superblock, or its copy if it is not valid. The next start of the node restores the
+/// invalid one.
 fn read_superblock(dir: &Path) -> Result<Superblock> {
-    let path = dir.join(SUPERBLOCK_FILE);
+    read_superblock_in(dir, SUPERBLOCK_FILE).or_else(|error| {
+        let copy = read_superblock_in(dir, SUPERBLOCK_COPY_FILE).map_err(|_| error)?;
+        eprintln!("larder: {} is not valid; using {SUPERBLOCK_COPY_FILE}", dir.join(SUPERBLOCK_FILE).display());
+        Ok(copy)
+    })
+}
+
+fn read_superblock_in(dir: &Path, file: &str) -> Result<Superblock> {
+    let path = dir.join(file);
     let mut block = vec![0; BLOCK_BYTES];
     let read = File::open(&path).and_then(|mut file| file.read_exact(&mut block));
     read.map_err(|error| anyhow!("cannot read {}: {error} [LRD0605]", path.display()))?;
@@ -296,6 +307,22 @@ impl Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn copy_of_the_superblock_replaces_a_damaged_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let superblock = Superblock { log_id: [7; 16], segment_bytes: 1 << 20 };
+        std::fs::write(dir.path().join(SUPERBLOCK_COPY_FILE), superblock.encode()).unwrap();
+        for damaged in [None, Some("damaged")] {
+            if let Some(bytes) = damaged {
+                std::fs::write(dir.path().join(SUPERBLOCK_FILE), bytes).unwrap();
+            }
+            assert_eq!(find_logs(dir.path()).unwrap(), [dir.path()]);
+            assert_eq!(read_superblock(dir.path()).unwrap(), superblock);
+        }
+        std::fs::write(dir.path().join(SUPERBLOCK_COPY_FILE), "damaged too").unwrap();
+        assert!(format!("{:#}", read_superblock(dir.path()).unwrap_err()).contains("LRD0605"));
+    }
 
     #[test]
     fn logs_are_found_in_the_directory_itself_in_l3_and_in_node_directories() {

@@ -105,6 +105,12 @@ struct Raw {
 
 impl Raw {
     async fn attach(node: &Node, tenant: &str) -> Raw {
+        let mut raw = Raw::connect(node, tenant).await;
+        assert!(matches!(raw.receive().await, Some((0, Response::Hello { .. }))));
+        raw
+    }
+
+    async fn connect(node: &Node, tenant: &str) -> Raw {
         let (read, write) = TcpStream::connect(node.addr()).await.unwrap().into_split();
         let mut raw = Raw { reader: FrameReader::new(read), writer: FrameWriter::new(write) };
         let hello = Request::Hello {
@@ -114,7 +120,6 @@ impl Raw {
             namespace: Some(descriptor(tenant)),
         };
         raw.send(0, &hello).await;
-        assert!(matches!(raw.receive().await, Some((0, Response::Hello { .. }))));
         raw
     }
 
@@ -398,17 +403,35 @@ async fn tenant_gets_its_share_while_another_asks_for_everything() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_beyond_the_maximum_number_are_answered_busy_and_counted() {
+    let node = Node::start(NodeOptions { connections_max: 3, ..options() }).await.unwrap();
+    let mut open = Vec::new();
+    for _ in 0..3 {
+        open.push(Raw::attach(&node, "t").await);
+    }
+    for refused in 1..=5 {
+        let mut raw = Raw::connect(&node, "t").await;
+        let answer = raw.receive().await;
+        assert!(matches!(answer, Some((0, Response::Error { code: ErrorCode::Busy, .. }))), "{answer:?}");
+        assert!(raw.receive().await.is_none(), "the node closes the connection");
+        assert_eq!(status_number(&node, "/counters/connections_rejected"), refused);
+    }
+    drop(open.pop());
+    eventually("a connection is free again", || status_number(&node, "/budget/connections") < 3).await;
+    let client = attach(&node.addr().to_string(), "t").await;
+    assert!(client.exists(&[key(0)], soon()).await == [false]);
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_beyond_the_memory_limit_are_refused_with_an_error() {
     let node = Node::start(NodeOptions { request_bytes: 1 << 20, ..options() }).await.unwrap();
     let mut raws = Vec::new();
     for _ in 0..16 {
         raws.push(Raw::attach(&node, "t").await);
     }
-    let (read, _write) = TcpStream::connect(node.addr()).await.unwrap().into_split();
-    let mut reader = FrameReader::new(read);
-    let header = reader.next().await.unwrap().unwrap();
-    let answer = Response::decode(PROTOCOL_VERSION_MIN, header.kind, reader.body()).unwrap();
-    assert!(matches!(answer, Response::Error { code: ErrorCode::Busy, .. }), "{answer:?}");
+    let answer = Raw::connect(&node, "t").await.receive().await;
+    assert!(matches!(answer, Some((0, Response::Error { code: ErrorCode::Busy, .. }))), "{answer:?}");
     drop(raws.pop());
     eventually("a connection is free again", || status_number(&node, "/budget/connections") < 16).await;
     let client = attach(&node.addr().to_string(), "t").await;

@@ -11,6 +11,7 @@
 //!
 //! ```text
 //! DIR/larder.sb         superblock (one 4 KiB block): the constants of this log
+//! DIR/larder.sb2        the same block again: one valid copy is enough
 //! DIR/00000000.seg      segments, all of one length, preallocated: 00000000, 00000001, …
 //! DIR/00000002.seg.new  a segment under construction: readers ignore it
 //! DIR/00000099.stray    a misplaced file that had the name of a segment (also .stray.1, …):
@@ -161,8 +162,8 @@ pub(crate) fn open<'a>(block: &'a [u8], magic: [u8; 4], what: &'static str) -> R
     Ok(reader)
 }
 
-/// Constants of one device's log. The node writes the superblock once, when it creates the log.
-/// Every later start reads it before any segment.
+/// Constants of one device's log. The node writes both copies of the superblock once, when it creates
+/// the log. Every later start reads them before any segment, and restores a damaged one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
     /// Random identity of the log. Every block repeats it, so blocks of another log are never

@@ -26,13 +26,18 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SmallFile {
     Superblock,
+    /// Second copy of the superblock.
+    SuperblockCopy,
     Scrub,
 }
 
 impl SmallFile {
+    pub const ALL: [SmallFile; 3] = [SmallFile::Superblock, SmallFile::SuperblockCopy, SmallFile::Scrub];
+
     pub fn name(self) -> &'static str {
         match self {
             SmallFile::Superblock => "larder.sb",
+            SmallFile::SuperblockCopy => "larder.sb2",
             SmallFile::Scrub => "larder.scrub",
         }
     }

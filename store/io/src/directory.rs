@@ -7,7 +7,7 @@
 //!   and its space allocated. Both are prepared under a temporary name and renamed.
 //! - A created, removed or renamed file stays so after a crash of the machine: the directory is
 //!   synced before the call returns.
-//! - Opening removes what a crash left of unfinished segments.
+//! - Opening removes what a crash left of unfinished segments and small files.
 //!
 //! All methods block.
 
@@ -59,8 +59,7 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Creates the directory if it is missing, locks it, and removes unfinished segments. Blocks
-    /// for up to half a second while another process holds the lock.
+    /// Creates the directory if it is missing, locks it, and removes unfinished files. Blocks for up to half a second while another process holds the lock.
     pub(crate) fn open(path: &Path) -> Result<Directory, OpenError> {
         fs::create_dir_all(path).map_err(OpenError::io("creating the directory", path))?;
         let lock_path = path.join(LOCK);
@@ -75,13 +74,14 @@ impl Directory {
         Ok(directory)
     }
 
-    /// Removes unfinished segments. The removal is not synced: if it is lost, the next start
-    /// repeats it.
+    /// Removes unfinished segments and small files, which would take space beyond the capacity. The
+    /// removal is not synced: if it is lost, the next start repeats it.
     fn remove_unfinished(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
-            if name.to_str().and_then(|name| name.strip_suffix(NEW)).and_then(segment_number).is_some() {
+            let Some(name) = name.to_str().and_then(|name| name.strip_suffix(NEW)) else { continue };
+            if segment_number(name).is_some() || SmallFile::ALL.iter().any(|file| file.name() == name) {
                 fs::remove_file(entry.path())?;
             }
         }
@@ -98,7 +98,7 @@ impl Directory {
 
     pub(crate) fn save(&self, file: SmallFile, bytes: &[u8]) -> io::Result<()> {
         let path = self.path.join(file.name());
-        let new = path.with_extension(format!("{}.new", path.extension().unwrap_or_default().display()));
+        let new = self.path.join(format!("{}{NEW}", file.name()));
         // The content must be durable before the rename makes it visible. Otherwise a crash could
         // leave an empty file under the final name.
         let mut out = File::create(&new)?;
@@ -234,8 +234,10 @@ mod tests {
         let unfinished = path.join(segment_name(1) + NEW);
         fs::write(&unfinished, [7; 4096]).unwrap();
         fs::write(path.join("notes.new"), [7]).unwrap();
+        let unfinished_small = path.join("larder.sb2.new");
+        fs::write(&unfinished_small, [7]).unwrap();
         let directory = Directory::open(path).unwrap();
-        assert!(!unfinished.exists() && path.join("notes.new").exists());
+        assert!(!unfinished.exists() && !unfinished_small.exists() && path.join("notes.new").exists());
         for header in [[1; 4096], [2; 4096]] {
             directory.create_segment(1, 3 * 4096, &header).unwrap();
             let bytes = fs::read(path.join(segment_name(1))).unwrap();

@@ -67,9 +67,9 @@ impl Priority {
 /// The I/O of a request. Offsets and ranges are multiples of [`BLOCK_BYTES`].
 #[derive(Debug)]
 pub enum Operation {
-    /// Fills `range` of the slot's capacity from the file. Fails with `UnexpectedEof` if the file
-    /// ends inside the range.
-    Read { offset: u64, slot: SlotMut, range: Range<usize> },
+    /// Fills the block and, from directly behind it in the file, `range` of the slot's capacity.
+    /// Fails with `UnexpectedEof` if the file ends inside the range.
+    Read { offset: u64, block: Option<Box<Block>>, slot: SlotMut, range: Range<usize> },
     /// Writes the block and, directly behind it, `range` of the slot's capacity.
     Write { offset: u64, block: Option<Box<Block>>, payload: Option<(Slot, Range<usize>)> },
     /// Makes writes to the file durable that completed before this request started (fdatasync).
@@ -78,8 +78,13 @@ pub enum Operation {
 
 impl Operation {
     pub fn read(offset: u64, slot: SlotMut) -> Operation {
+        Operation::read_split(offset, None, slot)
+    }
+
+    /// Reads the first block apart from the rest, if there is a block for it.
+    pub fn read_split(offset: u64, block: Option<Box<Block>>, slot: SlotMut) -> Operation {
         let range = 0..slot.capacity();
-        Operation::Read { offset, slot, range }
+        Operation::Read { offset, block, slot, range }
     }
 
     pub fn write(offset: u64, block: Box<Block>, payload: Option<Slot>) -> Operation {
@@ -92,7 +97,7 @@ impl Operation {
 
     pub fn bytes(&self) -> usize {
         match self {
-            Operation::Read { range, .. } => range.len(),
+            Operation::Read { block, range, .. } => block.as_ref().map_or(0, |_| BLOCK_BYTES) + range.len(),
             Operation::Write { block, payload, .. } => {
                 block.as_ref().map_or(0, |_| BLOCK_BYTES) + payload.as_ref().map_or(0, |(_, range)| range.len())
             }
@@ -110,7 +115,7 @@ impl Operation {
                 && range.end <= capacity
         };
         let fits = match self {
-            Operation::Read { offset, slot, range } => {
+            Operation::Read { offset, slot, range, .. } => {
                 offset.is_multiple_of(BLOCK_BYTES as u64) && aligned(range, slot.capacity())
             }
             Operation::Write { offset, block, payload } => {

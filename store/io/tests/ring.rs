@@ -131,7 +131,7 @@ async fn unaligned_oversized_or_detached_requests_are_refused(executor: Executor
     let bed = TestRing::new(executor, 16);
     let file = bed.file("a", 1 << 20).await;
     assert_eq!(bed.read(file, 1, BLOCK).await.unwrap_err().kind(), ErrorKind::InvalidInput);
-    let beyond = Operation::Read { offset: 0, slot: bed.slot(BLOCK, 0), range: 0..2 * BLOCK };
+    let beyond = Operation::Read { offset: 0, block: None, slot: bed.slot(BLOCK, 0), range: 0..2 * BLOCK };
     assert_eq!(bed.run(file, beyond).await.result.unwrap_err().kind(), ErrorKind::InvalidInput);
     bed.ring.detach(file).await;
     assert_eq!(bed.read(file, 0, BLOCK).await.unwrap_err().kind(), ErrorKind::NotFound);
@@ -472,7 +472,8 @@ async fn only_adjacent_requests_on_one_file_are_merged(executor: Executor) {
     let other = bed.file("other", 1 << 20).await;
     let read = |file, block| bed.read_of(file, Priority::Demand, block, 1);
     let sync = Request { file, priority: Priority::Demand, operation: Operation::Sync };
-    let wrong = Operation::Read { offset: 11 * BLOCK as u64, slot: bed.slot(BLOCK, 0), range: 0..2 * BLOCK };
+    let wrong =
+        Operation::Read { offset: 11 * BLOCK as u64, block: None, slot: bed.slot(BLOCK, 0), range: 0..2 * BLOCK };
     let wrong = Request { file, priority: Priority::Demand, operation: wrong };
     let requests =
         vec![read(file, 3), read(file, 3), read(file, 5), read(file, 4), read(other, 5), sync, read(file, 10), wrong];

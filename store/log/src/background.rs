@@ -3,6 +3,7 @@
 
 use crate::copy_forward::{CopyForwardGuard, copy_forward};
 use crate::machine::{Intent, PlannedFooter, WriteOutcome};
+use crate::memory::private_memory;
 use crate::shared::LogShared;
 use larder_io::{Operation, Priority, TaskClass};
 use larder_runtime::fail_point;
@@ -90,7 +91,8 @@ impl LogShared {
 
     async fn try_write_footer(&self, planned: &PlannedFooter) -> io::Result<()> {
         let bytes = planned.footer.encode(&self.log_id);
-        let mut slot = self.arena.allocate(bytes.len()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let memory = private_memory(&self.arena, bytes.len())?;
+        let mut slot = memory.allocate(bytes.len()).ok_or(io::ErrorKind::OutOfMemory)?;
         slot.copy_from_slice(&bytes);
         let slot = slot.freeze();
         let range = 0..slot.capacity();

@@ -16,7 +16,6 @@ use crate::read::VerifiedPage;
 use crate::shared::{LogShared, Preparations};
 use futures::stream::{self, StreamExt};
 use larder_format::PageId;
-use larder_format::disk::BLOCK_BYTES;
 use larder_io::Priority;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -114,17 +113,18 @@ async fn read_when_memory(
     ticket: ReadTicket,
     retries: &AtomicU32,
 ) -> Result<Option<VerifiedPage>, L3Error> {
-    let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
+    let bytes = ticket.entry.payload_bytes as usize;
     // The guard exists before the wait, so a dropped future still ends the read.
     let guard = ReadGuard::new(shared, ticket);
     loop {
-        if let Some(slot) = shared.arena.allocate(bytes) {
-            return shared.read_record_into(slot, guard, Priority::Background).await;
-        }
+        let error = match shared.allocate_record(bytes) {
+            Ok(memory) => return shared.read_record_into(memory, guard, Priority::Background).await,
+            Err(error) => error,
+        };
         shared.ensure_open()?;
         // Relaxed: the count orders no other memory access.
         if retries.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err() {
-            return Err(L3Error::NoMemory { bytes });
+            return Err(error);
         }
         shared.device.sleep(MEMORY_RETRY_PAUSE).await;
     }

@@ -5,7 +5,7 @@ use crate::machine::{Entry, Location, LogConfig, Pin, Recovery};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryIo};
 use crate::report::{RecoveryProgress, RecoveryReport};
-use crate::scrub::{self, ScrubControl, ScrubProgress};
+use crate::scrub::{self, ScrubControl, ScrubProgress, ScrubRate};
 use crate::shared::{LogShared, Preparations};
 use crate::{L3Error, L3Options, L3Stats, superblock};
 use larder_format::disk::BLOCK_BYTES;
@@ -14,6 +14,7 @@ use larder_io::{BoxFuture, Device, FileDevice, TaskClass};
 use larder_memory::{Arena, Slot};
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Time limit of each of the two waits of [`L3::close`]: for writes in flight, and for the last
@@ -102,7 +103,8 @@ impl L3 {
             quota_default: options.quota_default,
             hash_seed: larder_runtime::random::seed(options.seed),
         };
-        let io = RecoveryIo { device: &*device, arena: &arena, log_id };
+        let memory = recovery::scan_memory(&arena).map_err(L3Error::io("map memory to scan", device.path()))?;
+        let io = RecoveryIo { device: &*device, memory: &memory, log_id };
         let found = recovery::find_segments(io, superblock.segment_bytes).await?;
         let Recovery { log, discard, misplaced, header_repairs, scan_order } = Recovery::new(config, found);
         // In this order: a misplaced segment may be the reason for the removals, so it must be
@@ -121,7 +123,7 @@ impl L3 {
         shared.recovery.update(|progress| progress.segments = segments);
         let scrub = Arc::new(ScrubControl::new(&options));
         let spawn = |class, task: BoxFuture<'static, ()>| shared.device.spawn(class, task);
-        spawn(TaskClass::Foreground, Box::pin(recovery::recover(shared.clone(), scan_order, report, began)));
+        spawn(TaskClass::Foreground, Box::pin(recovery::recover(shared.clone(), scan_order, report, began, memory)));
         spawn(TaskClass::Background, Box::pin(carry_out_intents(shared.clone())));
         spawn(TaskClass::Background, Box::pin(sync_and_expire_periodically(shared.clone())));
         spawn(TaskClass::Idle, Box::pin(scrub::run_scrub(shared.clone(), scrub.clone())));
@@ -131,6 +133,12 @@ impl L3 {
 
     pub fn recovery(&self) -> RecoveryProgress {
         self.shared().recovery.get()
+    }
+
+    /// Largest generation of a put that recovery has found so far. 0 if it found none. Puts of this
+    /// start are not included.
+    pub fn generation_max(&self) -> u64 {
+        self.shared().generation_max.load(Ordering::Relaxed)
     }
 
     /// Waits for the end of recovery. Fails if the log is closed before. If recovery fails, this
@@ -145,6 +153,13 @@ impl L3 {
 
     pub fn scrub(&self) -> ScrubProgress {
         self.running.scrub.progress()
+    }
+
+    /// Rate of the scrub for the pages that the log has now.
+    pub fn scrub_rate(&self) -> ScrubRate {
+        let shared = self.shared();
+        let log_bytes = shared.with_log(|log| log.counts().page_bytes);
+        self.running.scrub.rate(log_bytes, shared.clock.now_unix_ms())
     }
 
     /// Requests a pass of the scrub. Has no effect on a pass in progress.
@@ -228,6 +243,13 @@ impl L3 {
     pub async fn read_at(&self, location: &L3Location, deadline: Instant) -> Result<Option<(PageMeta, Slot)>, L3Error> {
         self.shared().ensure_open()?;
         within(deadline, "a read", self.shared().read_page_at(&location.0)).await
+    }
+
+    /// Reads the metadata of a page that was looked up, with its checksums, without its payload.
+    /// Costs one block of I/O. Damage of the payload stays unnoticed.
+    pub async fn read_meta_at(&self, location: &L3Location, deadline: Instant) -> Result<Option<PageMeta>, L3Error> {
+        self.shared().ensure_open()?;
+        within(deadline, "a read", self.shared().read_meta_at(&location.0)).await
     }
 
     /// Writes a page, and returns when the device has it. Readers find it from then on. It is

@@ -20,6 +20,7 @@
 //! | `read`, `write`, `forget` | requests of callers |
 //! | `background`, `prepare`, `copy_forward` | segments, footers, syncs, expiry, copies |
 //! | `scrub` | reads all pages at a low rate, to find damage early |
+//! | `memory` | memory for blocks that state the identity of the log |
 //! | `shared`, `guards` | shared state, and guards for reads and writes in flight |
 //! | `damage`, `report` | the listener for damaged pages, and the report of a recovery |
 //!
@@ -35,6 +36,7 @@ mod forget;
 mod guards;
 mod l3;
 pub mod machine;
+mod memory;
 mod options;
 mod prepare;
 mod read;
@@ -51,5 +53,5 @@ pub use l3::{L3, L3Entry, L3Location};
 pub use machine::Pin;
 pub use options::{L3Options, WRITE_QUEUE_BYTES_MAX};
 pub use report::{RecoveryProgress, RecoveryReport};
-pub use scrub::ScrubProgress;
+pub use scrub::{ScrubProgress, ScrubRate};
 pub use stats::L3Stats;

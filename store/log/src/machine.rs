@@ -74,6 +74,7 @@ pub use read::{Location, ReadTicket};
 pub use recovery::{RecoveryError, RecoveryResult};
 pub use retention::{Pin, PinError};
 pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
+pub use scrub::ScrubList;
 pub use sync::SyncTicket;
 pub use triage::{FoundSegment, Recovery, SegmentEpoch};
 

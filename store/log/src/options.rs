@@ -21,8 +21,8 @@ const SEGMENTS_MIN: u64 = 2;
 /// Maximum number of segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;
 const KEEP_PERCENT_MAX: u8 = 75;
-/// Bytes for the small files: superblock, progress of the scrub, and the temporary copies that
-/// replace them.
+/// Bytes for the small files: two superblocks, progress of the scrub, and the temporary file that
+/// replaces one of them.
 pub(crate) const SMALL_FILES_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
@@ -46,7 +46,9 @@ pub struct L3Options {
     /// Quota in bytes of a namespace for which [`L3::set_quota`](crate::L3::set_quota) set none.
     /// Default `u64::MAX`: no limit.
     pub quota_default: u64,
-    /// Maximum rate of the scrub, in bytes per second. 0 scrubs only on request. Default 32 MiB.
+    /// Maximum rate of the scrub, in bytes per second. 0 scrubs only on request. The scrub is as fast
+    /// as its interval and the bytes of the log ask for, see [`ScrubRate`](crate::ScrubRate).
+    /// Default 256 MiB.
     pub scrub_bytes_per_second: u64,
     /// Time between two passes of the scrub. Default one day.
     pub scrub_interval: Duration,
@@ -67,7 +69,7 @@ impl L3Options {
             queue_depth: 16,
             keep_percent: 50,
             quota_default: u64::MAX,
-            scrub_bytes_per_second: 32 << 20,
+            scrub_bytes_per_second: 256 << 20,
             scrub_interval: Duration::from_secs(24 * 3600),
             executor: Executor::default(),
             clock: Clock::system(),

@@ -7,11 +7,12 @@
 use crate::L3Error;
 use crate::guards::ReadGuard;
 use crate::machine::{Entry, Location, ReadTicket};
+use crate::memory::RecordMemory;
 use crate::shared::LogShared;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
 use larder_format::{PageId, PageMeta};
 use larder_io::{Done, Operation, Priority};
-use larder_memory::{Slot, SlotMut};
+use larder_memory::Slot;
 use larder_runtime::fail_point;
 use std::fmt::Display;
 use std::io;
@@ -54,6 +55,40 @@ impl LogShared {
         Ok(page)
     }
 
+    /// Reads the header of a page's record, and checks that it is the record that the index names.
+    /// The payload is not read, so its checksums are those that it should have. `None` is a miss, as
+    /// in [`LogShared::read_page_at`].
+    pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let id = ticket.id;
+        if let Some(meta) = self.read_header(ticket).await? {
+            return Ok(Some(meta));
+        }
+        // The record that it was copied from, as for a read of the whole page.
+        match self.update_log(|log| log.begin_read(&id, now)) {
+            Some(ticket) => self.read_header(ticket).await,
+            None => Ok(None),
+        }
+    }
+
+    async fn read_header(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<PageMeta>, L3Error> {
+        let guard = ReadGuard::new(self, ticket);
+        let id = guard.id();
+        let entry = guard.entry();
+        let memory = RecordMemory::header(&self.arena).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
+        let Some(RecordMemory { slot, .. }) = self.read_blocks(memory, guard, Priority::Demand).await? else {
+            return Ok(None);
+        };
+        match self.verify_header(&id, &entry, &slot) {
+            Ok(meta) => Ok(Some(meta)),
+            Err(problem) => {
+                self.drop_damaged(&id, &entry, &problem, &slot);
+                Ok(None)
+            }
+        }
+    }
+
     /// Reads the record of a ticket into new memory. `None` if the record is damaged; it was
     /// dropped then.
     pub(crate) async fn read_record(
@@ -61,25 +96,45 @@ impl LogShared {
         ticket: ReadTicket,
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
-        let bytes = BLOCK_BYTES + ticket.entry.payload_bytes as usize;
         let guard = ReadGuard::new(self, ticket);
-        let slot = self.arena.allocate(bytes).ok_or(L3Error::NoMemory { bytes })?;
-        self.read_record_into(slot, guard, priority).await
+        let memory = self.allocate_record(guard.entry().payload_bytes as usize)?;
+        self.read_record_into(memory, guard, priority).await
     }
 
-    /// Reads the record of the guard into a slot of its exact length. `None` if the record is
+    /// Reads the record of the guard into memory of its exact length. `None` if the record is
     /// damaged; it was dropped then.
     pub(crate) async fn read_record_into(
         self: &Arc<Self>,
-        slot: SlotMut,
+        memory: RecordMemory,
         guard: ReadGuard,
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
         let id = guard.id();
         let entry = guard.entry();
-        let segment = entry.place.segment;
         // Header and payload are adjacent: one request reads both.
-        let operation = Operation::read(entry.place.offset, slot);
+        let Some(memory) = self.read_blocks(memory, guard, priority).await? else { return Ok(None) };
+        let (header, payload) = memory.split();
+        match self.verify_record(&id, &entry, &header, &payload) {
+            Ok(meta) => Ok(Some((meta, payload.freeze()))),
+            Err(problem) => {
+                self.drop_damaged(&id, &entry, &problem, &header);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Fills memory from the start of the guard's record. `None` if the file ends before it does;
+    /// the record was dropped then.
+    async fn read_blocks(
+        self: &Arc<Self>,
+        memory: RecordMemory,
+        guard: ReadGuard,
+        priority: Priority,
+    ) -> Result<Option<RecordMemory>, L3Error> {
+        let id = guard.id();
+        let entry = guard.entry();
+        let segment = entry.place.segment;
+        let operation = Operation::read_split(entry.place.offset, memory.block, memory.slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
             if fail_point!("log.abandoned-read-leaks") && reply.is_closed() {
@@ -106,21 +161,23 @@ impl LogShared {
             }
             return Err(self.io_error("read", segment, error));
         }
-        let Operation::Read { slot, .. } = operation else { return Ok(None) };
-        let (header, payload) = slot.split_at(BLOCK_BYTES);
-        match self.verify_record(&id, &entry, &header, &payload) {
-            Ok(meta) => Ok(Some((meta, payload.freeze()))),
-            Err(problem) => {
-                self.drop_damaged(&id, &entry, &problem, &header);
-                Ok(None)
-            }
-        }
+        let Operation::Read { block, slot, .. } = operation else { return Ok(None) };
+        Ok(Some(RecordMemory { block, slot }))
     }
 
-    /// Checks that header and payload are the record that the index names, of the page that was
-    /// requested, with every byte intact. Returns the metadata of the page, or a description of the
-    /// damage.
+    /// Checks that header and payload are the record that the index names, with every byte intact.
+    /// Returns the metadata of the page, or a description of the damage.
     fn verify_record(&self, id: &PageId, entry: &Entry, header: &[u8], payload: &[u8]) -> Result<PageMeta, String> {
+        let meta = self.verify_header(id, entry, header)?;
+        if !fail_point!("log.read-skips-checksum") {
+            meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
+        }
+        Ok(meta)
+    }
+
+    /// Checks that a header is that of the record that the index names, of the page that was
+    /// requested. Returns the metadata of the page, or a description of the damage.
+    fn verify_header(&self, id: &PageId, entry: &Entry, header: &[u8]) -> Result<PageMeta, String> {
         let record = RecordHeader::decode_at_stated_place(header, &self.log_id).map_err(|error| error.to_string())?;
         let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
         let is_expected = record.place == entry.place && record.number == entry.number && meta.id == *id;
@@ -129,9 +186,6 @@ impl LogShared {
                 "another record is here: number {} of page {:?}, written for {:?}",
                 record.number, meta.id, record.place
             ));
-        }
-        if !fail_point!("log.read-skips-checksum") {
-            meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
         }
         Ok(meta)
     }

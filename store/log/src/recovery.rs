@@ -14,27 +14,30 @@
 
 use crate::L3Error;
 use crate::machine::{FoundSegment, ScannedSegment, SegmentEpoch, SegmentScan};
+use crate::memory::private_memory;
 use crate::report::RecoveryReport;
 use crate::shared::{LogShared, Preparations};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use larder_format::codec::DecodeError;
 use larder_format::disk::{BLOCK_BYTES, LogId, SegmentHeader};
 use larder_format::epoch::EpochSearch;
+use larder_format::footer::RecordSummary;
 use larder_io::device::run;
 use larder_io::{Block, Device, Done, Operation, Priority, segment_name};
 use larder_memory::{Arena, SlotMut};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// Number of headers read concurrently. These are single blocks, and a device takes more of them
 /// than of pages.
 const HEADER_READS: usize = 64;
-/// Maximum number of segments scanned concurrently. The free memory of the arena may lower it, see
+/// Maximum number of segments scanned concurrently. The free memory may lower it, see
 /// [`scan_segments`].
 const SCANS: usize = 16;
-/// Maximum bytes of arena memory per scan. A scan that gets less proceeds in smaller steps and
+/// Maximum bytes of memory per scan. A scan that gets less proceeds in smaller steps and
 /// takes longer.
 const SCAN_BYTES: usize = 1 << 20;
 /// Number of pages that retention learns under one lock of the log. Readers get their turn between
@@ -48,10 +51,16 @@ const MEMORY_RETRY_PAUSE: Duration = Duration::from_millis(10);
 const READ_ATTEMPTS: u32 = 4;
 const READ_RETRY_PAUSE: Duration = Duration::from_millis(50);
 
+/// Returns the memory for scans: the arena, or 16 MiB apart from it if clients may map the arena.
+pub(crate) fn scan_memory(arena: &Arc<Arena>) -> io::Result<Arc<Arena>> {
+    private_memory(arena, SCANS * SCAN_BYTES)
+}
+
 #[derive(Clone, Copy)]
 pub(crate) struct RecoveryIo<'a> {
     pub(crate) device: &'a dyn Device,
-    pub(crate) arena: &'a Arc<Arena>,
+    /// Memory that no client maps, see [`scan_memory`].
+    pub(crate) memory: &'a Arc<Arena>,
     pub(crate) log_id: LogId,
 }
 
@@ -89,7 +98,7 @@ impl RecoveryIo<'_> {
         for _ in 0..MEMORY_RETRIES {
             let halves = std::iter::successors(Some(bytes), |bytes| Some(bytes / 2 / BLOCK_BYTES * BLOCK_BYTES));
             let mut halves = halves.take_while(|&bytes| bytes > 0);
-            if let Some(slot) = halves.find_map(|bytes| self.arena.allocate(bytes)) {
+            if let Some(slot) = halves.find_map(|bytes| self.memory.allocate(bytes)) {
                 return Some(slot);
             }
             // Readers return their slots meanwhile, and other devices finish their scans.
@@ -120,7 +129,7 @@ impl RecoveryIo<'_> {
         let file = file.display();
         tracing::warn!(%file, %error, "L3 recovery: a segment has no valid header; searching its records for the epoch");
         while let Some((offset, len)) = search.next_read() {
-            let slot = match self.arena.allocate(len) {
+            let slot = match self.memory.allocate(len) {
                 Some(slot) => slot,
                 None => self.allocate(BLOCK_BYTES).await.ok_or(io::ErrorKind::OutOfMemory)?,
             };
@@ -209,8 +218,10 @@ pub(crate) async fn recover(
     scan_order: Vec<SegmentEpoch>,
     begun: RecoveryReport,
     began: Instant,
+    memory: Arc<Arena>,
 ) {
-    let Some(empty) = scan_segments(&shared, scan_order).await else { return };
+    let Some(empty) = scan_segments(&shared, scan_order, &memory).await else { return };
+    drop(memory);
     sync_empty_segments(&shared, empty).await;
     let result = match shared.update_log(|log| log.finish_recovery()) {
         Ok(result) => result,
@@ -236,16 +247,27 @@ pub(crate) async fn recover(
 
 /// Scans all segments. Returns the numbers of the empty ones, or `None` if recovery cannot
 /// continue.
-async fn scan_segments(shared: &Arc<LogShared>, scan_order: Vec<SegmentEpoch>) -> Option<Vec<u32>> {
+async fn scan_segments(
+    shared: &Arc<LogShared>,
+    scan_order: Vec<SegmentEpoch>,
+    memory: &Arc<Arena>,
+) -> Option<Vec<u32>> {
     // Scans take at most half of the free memory: clients are served meanwhile.
-    let concurrent = SCANS.min(shared.arena.largest_free() / SCAN_BYTES / 2).max(1);
-    let mut scans = stream::iter(scan_order).map(|segment| scan_segment(shared, segment)).buffered(concurrent);
+    let concurrent = SCANS.min(memory.largest_free() / SCAN_BYTES / 2).max(1);
+    let mut scans = stream::iter(scan_order).map(|segment| scan_segment(shared, segment, memory)).buffered(concurrent);
     let mut empty = Vec::new();
     while let Some(scanned) = scans.next().await {
         let Ok(scanned) = scanned else { return None };
         if scanned.records.is_empty() && !scanned.cut_short {
             empty.push(scanned.segment);
         }
+        // Of all records, also of pages that are gone: their generations were used.
+        let generations = scanned.records.iter().filter_map(|record| match record {
+            RecordSummary::Page(page) => Some(page.generation),
+            _ => None,
+        });
+        // Relaxed: callers that need the result of all segments wait for the report, which orders it.
+        shared.generation_max.fetch_max(generations.max().unwrap_or(0), Ordering::Relaxed);
         let now = shared.clock.now_unix_ms();
         if let Err(error) = shared.update_log(|log| log.recover_segment(scanned, now)) {
             log_failure(shared, &error);
@@ -280,9 +302,9 @@ async fn sync_empty_segments(shared: &LogShared, empty: Vec<u32>) {
 
 /// Scans one segment. An error means that the log was closed. Failed reads and a lack of memory
 /// only cut the scan short.
-async fn scan_segment(shared: &LogShared, at: SegmentEpoch) -> Result<ScannedSegment, L3Error> {
+async fn scan_segment(shared: &LogShared, at: SegmentEpoch, memory: &Arc<Arena>) -> Result<ScannedSegment, L3Error> {
     let SegmentEpoch { segment, epoch } = at;
-    let io = RecoveryIo { device: &*shared.device, arena: &shared.arena, log_id: shared.log_id };
+    let io = RecoveryIo { device: &*shared.device, memory, log_id: shared.log_id };
     let mut scan = SegmentScan::new(shared.log_id, segment, epoch, shared.segment_bytes, shared.segment_bytes);
     while let Some(read) = scan.next_read() {
         let Some(slot) = io.allocate(read.len).await else {

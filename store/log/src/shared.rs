@@ -19,7 +19,7 @@ use parking_lot::RwLock;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 /// Results of all preparations so far, for writers that wait for room.
@@ -55,6 +55,8 @@ pub(crate) struct LogShared {
     closed: AtomicBool,
     pub(crate) clock: Clock,
     pub(crate) recovery: OrderedWatch<RecoveryProgress>,
+    /// Largest generation of a put that recovery has found so far, current or not.
+    pub(crate) generation_max: AtomicU64,
     pub(crate) damage: DamageReports,
 }
 
@@ -79,6 +81,7 @@ impl LogShared {
             closed: AtomicBool::new(false),
             clock: options.clock,
             recovery: OrderedWatch::default(),
+            generation_max: AtomicU64::new(0),
             damage: DamageReports::default(),
         }
     }

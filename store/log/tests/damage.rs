@@ -234,7 +234,10 @@ async fn superblock_errors_advise_the_operator() {
         }
     };
 
+    let copy = dir.path().join("larder.sb2");
+    let write_both = |bytes: &[u8]| [&file, &copy].map(|file| std::fs::write(file, bytes).unwrap());
     flip(&file, 20);
+    flip(&copy, 30);
     let message = refused("flipped").await;
     assert!(message.contains("larder.sb") && message.contains("checksum") && message.contains("remove"), "{message}");
 
@@ -246,14 +249,53 @@ async fn superblock_errors_advise_the_operator() {
     let message = refused("version").await;
     assert!(message.contains("version 9") && message.contains("version 1"), "{message}");
 
-    std::fs::write(&file, &good[..100]).unwrap();
+    write_both(&good[..100]);
     refused("short").await;
-    std::fs::remove_file(&file).unwrap();
+    for file in [&file, &copy] {
+        std::fs::remove_file(file).unwrap();
+    }
     assert!(refused("missing").await.contains("missing"));
 
-    std::fs::write(&file, &good).unwrap();
+    write_both(&good);
+    let mut other = good.clone();
+    other[12] ^= 1;
+    let crc = crc32fast::hash(&other[8..]);
+    other[4..8].copy_from_slice(&crc.to_le_bytes());
+    std::fs::write(&copy, &other).unwrap();
+    assert!(refused("of another log").await.contains("larder.sb2"));
+
+    write_both(&good);
     let (l3, _) = open(dir.path(), 4, &arena).await;
     assert_eq!(get(&l3, 1).await, Some(1), "none of that touched the pages");
+}
+
+/// A crash while a log is created leaves one superblock or none, and damage hits one of the two.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_valid_superblock_is_enough_and_restores_the_other() {
+    let dir = temp();
+    let arena = arena();
+    let (l3, _) = open(dir.path(), 4, &arena).await;
+    put(&l3, &arena, 1, 1, 100).await;
+    l3.close().await;
+    drop(l3);
+    let files = ["larder.sb", "larder.sb2"].map(|name| dir.path().join(name));
+    let good = files.each_ref().map(|file| std::fs::read(file).unwrap());
+    assert!(good[0] == good[1], "both copies are complete");
+    for file in &files {
+        let damages: [&dyn Fn(); 4] = [
+            &|| flip(file, 20),
+            &|| std::fs::remove_file(file).unwrap(),
+            &|| std::fs::write(file, "").unwrap(),
+            &|| std::fs::write(file, &good[0][..100]).unwrap(),
+        ];
+        for damage in damages {
+            damage();
+            let (l3, report) = open(dir.path(), 4, &arena).await;
+            assert_eq!((get(&l3, 1).await, report.created), (Some(1), false));
+            l3.close().await;
+            assert!(files.iter().all(|file| std::fs::read(file).unwrap() == good[0]), "it was restored");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -249,3 +249,33 @@ async fn log_works_on_tmpfs() {
     let (l3, _) = open(dir.path(), 4, &arena).await;
     assert_eq!(get(&l3, 99).await, Some(1));
 }
+
+/// A client maps the arena of its machine. With the log's identity it could forge records.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn identity_of_the_log_stays_out_of_shared_memory() {
+    use std::os::unix::fs::FileExt;
+    let dir = temp();
+    let arena = larder_memory::Arena::with(32 << 20, larder_memory::ArenaSharing::Always).unwrap();
+    let file = std::fs::File::from(arena.file().unwrap().try_clone_to_owned().unwrap());
+    // Puts, a footer, recovery by headers and by footers, reads, copies and a scrub.
+    for round in 0..3 {
+        let (l3, _) = open(dir.path(), 4, &arena).await;
+        for n in 0..60 {
+            put(&l3, &arena, n, round + 1, 60_000).await;
+            l3.touch(&[id(n / 2)]);
+        }
+        let found = (0..60).filter(|&n| l3.find(&id(n)).is_some()).collect::<Vec<u32>>();
+        for n in found {
+            get(&l3, n).await;
+        }
+        l3.scrub_now();
+        eventually("a pass", || l3.scrub().passes > round).await;
+        l3.close().await;
+    }
+    let identity = &std::fs::read(dir.path().join("larder.sb")).unwrap()[12..28];
+    let (_, kept) = page(&arena, 99, 1, 64);
+    let mut mapped = vec![0; arena.capacity()];
+    file.read_exact_at(&mut mapped, 0).unwrap();
+    assert!(mapped.windows(64).any(|window| window == &kept[..]), "pages in the arena are there");
+    assert!(!mapped.windows(16).any(|window| window == identity), "a client can read the log's identity");
+}

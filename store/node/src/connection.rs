@@ -14,6 +14,7 @@
 //! | module | contents |
 //! | --- | --- |
 //! | `handshake` | the first message |
+//! | `refusal` | connections beyond a limit |
 //! | `requests` | receive, admit and dispatch requests |
 //! | `open_puts`, `parts` | puts of this connection; receiving their parts |
 //! | `get`, `follow`, `lookup` | reads |
@@ -36,6 +37,7 @@ mod page_admin;
 mod page_request;
 mod parts;
 mod rdma;
+mod refusal;
 mod requests;
 mod socket;
 mod tasks;
@@ -47,13 +49,12 @@ use larder_format::NamespaceId;
 use larder_format::codec::DecodeError;
 use larder_memory::share::{ArenaSession, PeerMemory, PeerMemoryFile};
 use larder_runtime::{fail_point, now};
-use larder_wire::{
-    BusyPollSource, ByteSink, ByteSource, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response,
-};
+use larder_wire::{BusyPollSource, ByteSink, ByteSource, FrameReader, FrameWriter};
 use open_puts::OpenPuts;
 use outbox::Outbox;
 use parts::SharedParts;
 use rdma::ClientChannels;
+pub(crate) use refusal::{ConnectionLimit, Refusals, record as record_refusal, refuse_tcp};
 pub(crate) use socket::BulkScheduler;
 use socket::{ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
@@ -75,8 +76,6 @@ const KEEPALIVE_RETRIES: u32 = 3;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time without a byte while a frame is sent or received.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Maximum time to tell a client that there is no memory for its connection.
-const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time to send queued answers after the client closed its sending side.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -214,12 +213,9 @@ async fn run<R: ByteSource, W: ByteSink>(
     let (write, uncongested_since) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
     let mut writer = FrameWriter::new(write);
     let Some(account) = account else {
-        node.metrics.connections_rejected.inc();
-        tracing::warn!(%peer, "connection refused: no request memory left; raise --request-memory");
-        // No version was negotiated. All versions share this message.
-        let message = "the node has no memory for another connection; try again later".to_string();
-        let refusal = Response::Error { code: ErrorCode::Busy, message }.frame(PROTOCOL_VERSION_MIN, 0, None);
-        let _ = tokio::time::timeout(REFUSAL_TIMEOUT, writer.send(refusal)).await;
+        if let Some(_permit) = refusal::record(&node, &peer, ConnectionLimit::Memory) {
+            refusal::answer(ConnectionLimit::Memory, read, &mut writer).await;
+        }
         return;
     };
     let (outbox, queue) = Outbox::new(account.clone(), uncongested_since);

@@ -37,6 +37,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that a start waits for recovery. Recovery of larger logs continues while the node
 /// serves.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(2);
+/// Maximum time that a start without a known identity waits for recovery.
+const GENERATIONS_MAX: Duration = Duration::from_secs(120);
 /// Maximum time to open a log, which reads the header of each segment.
 const OPEN_MAX: Duration = Duration::from_secs(120);
 /// Maximum time that a write waits for the recovery of a log. The page stays readable in
@@ -168,6 +170,20 @@ impl Devices {
         }
     }
 
+    /// Waits until all generations on the devices are known, for at most [`GENERATIONS_MAX`].
+    pub(crate) async fn wait_for_generations(&self) {
+        let recovered = join_all(self.devices.iter().map(|device| device.l3.recovered()));
+        if tokio::time::timeout(GENERATIONS_MAX, recovered).await.is_err() {
+            // Recovery goes from the newest segment to the oldest, so the largest is known by now.
+            tracing::warn!("L3 still recovers; the node starts with the largest generation found so far");
+        }
+    }
+
+    /// Largest generation of a put that the recovery of any device has found so far.
+    pub(crate) fn generation_max(&self) -> u64 {
+        self.devices.iter().map(|device| device.l3.generation_max()).max().unwrap_or(0)
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.devices.is_empty()
     }
@@ -211,6 +227,19 @@ impl Devices {
     /// Reads a page from the location of a lookup, or from another device if that one fails. Asks
     /// each device at most once. Fails only with [`L3Error::NoMemory`].
     pub(crate) async fn read(&self, location: &DeviceLocation) -> Result<Option<(PageMeta, Slot)>, L3Error> {
+        self.read_with(location, |l3, record| async move { l3.read_at(&record, now() + READ_TIMEOUT).await }).await
+    }
+
+    /// Reads the metadata of a page like [`Devices::read`], without its payload.
+    pub(crate) async fn read_meta(&self, location: &DeviceLocation) -> Result<Option<PageMeta>, L3Error> {
+        self.read_with(location, |l3, record| async move { l3.read_meta_at(&record, now() + READ_TIMEOUT).await }).await
+    }
+
+    async fn read_with<T, F: Future<Output = Result<Option<T>, L3Error>>>(
+        &self,
+        location: &DeviceLocation,
+        read: impl Fn(L3, L3Location) -> F,
+    ) -> Result<Option<T>, L3Error> {
         let id = location.id();
         let mut tried = Vec::new();
         let mut next = Some(*location);
@@ -218,10 +247,10 @@ impl Devices {
             let device = &self.devices[location.device];
             // `None` if the device was quarantined since the lookup.
             if let Some(request) = device.request(IoKind::Reads) {
-                match device.l3.read_at(&location.record, now() + READ_TIMEOUT).await {
-                    Ok(Some(page)) => {
+                match read(device.l3.clone(), location.record).await {
+                    Ok(Some(found)) => {
                         request.succeeded();
-                        return Ok(Some(page));
+                        return Ok(Some(found));
                     }
                     // Gone or damaged: another device may have an intact copy.
                     Ok(None) => {}
@@ -336,6 +365,12 @@ impl Devices {
         for device in &self.devices {
             device.l3.pin(ids, pin);
         }
+    }
+
+    /// Returns the directory of each open device, and `true` for those whose scrub is late.
+    pub(crate) fn late_scrubs(&self) -> Vec<(String, bool)> {
+        let late = |device: &Device| (device.dir.display().to_string(), device.l3.scrub_rate().is_late);
+        self.devices.iter().map(late).collect()
     }
 
     pub fn scrub_now(&self) {
@@ -557,6 +592,7 @@ impl Device {
             "quarantines": self.reads.lock().quarantines() + self.writes.lock().quarantines(),
             "recovery": self.l3.recovery(),
             "scrub": self.l3.scrub(),
+            "scrub_rate": self.l3.scrub_rate(),
             "log": stats,
         })
     }

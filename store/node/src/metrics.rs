@@ -23,6 +23,7 @@ macro_rules! counters {
             pub(crate) rdma_grants: Gauge,
             pub(crate) in_flight: LabelledGauge,
             pub(crate) devices: LabelledGauge,
+            pub(crate) late_scrubs: LabelledGauge,
             pub(crate) namespaces: LabelledGauge,
         }
 
@@ -128,6 +129,8 @@ impl Metrics {
         registry.register("in_flight_bytes", help, self.in_flight.clone());
         let help = "1 if the L3 device in directory dir is in use; 0 if not, for the given reason";
         registry.register("l3_device_up", help, self.devices.clone());
+        let help = "1 if the scrub of the L3 device in directory dir cannot verify it once a day; 0 if it can";
+        registry.register("l3_scrub_late", help, self.late_scrubs.clone());
         let help = "Bytes in L2 of the 64 namespaces that use most";
         registry.register("l2_namespace_bytes", help, self.namespaces.clone());
     }
@@ -152,6 +155,7 @@ pub fn metrics_registry() -> Registry {
     };
     sample(&metrics.in_flight, &["kind"]);
     sample(&metrics.devices, &["dir", "reason"]);
+    sample(&metrics.late_scrubs, &["dir"]);
     sample(&metrics.namespaces, &["namespace"]);
     metrics.registry()
 }

@@ -1,6 +1,6 @@
 //! Start, connections and shutdown of a node.
 
-use crate::connection::SharedArena;
+use crate::connection::{ConnectionLimit, SharedArena};
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::options::NodeOptions;
@@ -16,12 +16,12 @@ use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -69,7 +69,7 @@ impl Node {
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();
-        let identity = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
+        let found = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
         let arena_bytes = options.arena_bytes();
         let sharing = options.sharing();
         // On a blocking thread: faulting in a large arena takes seconds.
@@ -78,10 +78,11 @@ impl Node {
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let local = listen_local(&arena, &options, &identity, &mut rng);
+        let local = listen_local(&arena, &options, &found.identity, &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
-        let store = Store::new(&options, arena, devices, clock, identity.generation_first());
+        let identity = found.above_generations(&devices).await?;
+        let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
         let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
         let stop = CancellationToken::new();
@@ -187,13 +188,48 @@ impl Server {
     }
 }
 
+/// Identity of a start, before the generations on L3 are known.
+struct FoundIdentity {
+    identity: Identity,
+    /// Directory that it is stored in, if it could be stored.
+    dir: Option<PathBuf>,
+    /// `true` if the previous epoch was known, and the new one is stored.
+    is_continued: bool,
+}
+
+impl FoundIdentity {
+    /// Raises the epoch above all generations on the devices, durably. Waits for recovery if the
+    /// epoch alone does not guarantee that.
+    #[allow(clippy::disallowed_methods, reason = "runs once, before a node starts")]
+    async fn above_generations(mut self, devices: &Devices) -> Result<Identity, NodeError> {
+        if !self.is_continued && !devices.is_empty() {
+            tracing::info!("the previous epoch of this node is unknown or not stored; waiting until L3 is recovered");
+            devices.wait_for_generations().await;
+        }
+        if self.identity.exceed(devices.generation_max()) {
+            let epoch = self.identity.epoch;
+            tracing::warn!(
+                epoch,
+                "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised"
+            );
+            if let Some(dir) = &self.dir {
+                let directory = dir.display().to_string();
+                self.identity.store(dir).map_err(|source| NodeError::Directory { directory, source })?;
+            }
+        }
+        Ok(self.identity)
+    }
+}
+
 /// Returns the node's name and next epoch: from the data directory, or else from beside the first
 /// L3 log that can be written. A node with neither gets a new name at each start.
 #[allow(clippy::disallowed_methods, reason = "runs once, before a node starts; the simulation names its nodes itself")]
-fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<Identity, NodeError> {
+fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<FoundIdentity, NodeError> {
     let mut next = |dir: &Path| {
         let identity = std::fs::create_dir_all(dir).and_then(|()| Identity::next(dir, unix_seconds, rng));
-        identity.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source })
+        let identity = identity.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source });
+        let (identity, is_continued) = identity?;
+        Ok(FoundIdentity { identity, dir: Some(dir.to_path_buf()), is_continued })
     };
     if let Some(dir) = &options.data_dir {
         return next(dir);
@@ -203,13 +239,13 @@ fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Resul
     dirs.sort_by_key(|dir| !Identity::is_kept(dir));
     for dir in dirs {
         match next(dir) {
-            Ok(identity) => return Ok(identity),
+            Ok(found) => return Ok(found),
             Err(error) => {
                 tracing::warn!(%error, dir = %dir.display(), "cannot store the node's identity here; trying the next device");
             }
         }
     }
-    Ok(Identity::transient(unix_seconds, rng))
+    Ok(FoundIdentity { identity: Identity::transient(unix_seconds, rng), dir: None, is_continued: false })
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
@@ -290,15 +326,9 @@ impl Acceptor {
         Some(accepted.ok())
     }
 
-    /// Spawns the task of a connection, which keeps a permit until it ends. Without a free permit
-    /// the connection is closed instead, without an answer.
-    fn serve(&self, serve: impl Future<Output = ()> + Send + 'static) {
+    /// Spawns the task of a connection, which keeps its permit until it ends.
+    fn serve(&self, permit: OwnedSemaphorePermit, serve: impl Future<Output = ()> + Send + 'static) {
         let metrics = self.state.metrics.clone();
-        let Ok(permit) = self.permits.clone().try_acquire_owned() else {
-            // Counted and not logged: a client in a loop would fill the log.
-            metrics.connections_rejected.inc();
-            return;
-        };
         metrics.connections_accepted.inc();
         let stop = self.stop.clone();
         self.tasks.spawn(async move {
@@ -313,20 +343,111 @@ impl Acceptor {
             drop(permit);
         });
     }
+
+    /// Takes the permit of a new connection. `None` if as many as allowed are open.
+    fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().try_acquire_owned().ok()
+    }
+
+    /// Answers a TCP connection beyond the limit and closes it.
+    fn refuse_tcp(&self, stream: TcpStream, peer: SocketAddr) {
+        let recorded = connection::record_refusal(&self.state, &peer.to_string(), ConnectionLimit::Count);
+        let Some(permit) = recorded else { return };
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => {}
+                () = connection::refuse_tcp(stream, permit) => {}
+            }
+        });
+    }
 }
 
 async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
     while let Some(accepted) = acceptor.next(listener.accept()).await {
-        if let Some((stream, _)) = accepted {
-            acceptor.serve(connection::serve_tcp(acceptor.state.clone(), stream));
+        let Some((stream, peer)) = accepted else { continue };
+        match acceptor.permit() {
+            Some(permit) => acceptor.serve(permit, connection::serve_tcp(acceptor.state.clone(), stream)),
+            None => acceptor.refuse_tcp(stream, peer),
         }
     }
 }
 
 async fn accept_local(acceptor: Acceptor, local: LocalAccess) {
     while let Some(accepted) = acceptor.next(local.listener.accept()).await {
-        if let Some(stream) = accepted {
-            acceptor.serve(connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
+        let Some(stream) = accepted else { continue };
+        match acceptor.permit() {
+            Some(permit) => {
+                acceptor.serve(permit, connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
+            }
+            // No answer here: the client falls back to TCP, and gets it there.
+            None => drop(connection::record_refusal(&acceptor.state, "local client", ConnectionLimit::Count)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::L3Device;
+    use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
+    use larder_log::{L3, L3Options};
+    use larder_wire::Reserved;
+
+    const L3_BYTES: u64 = 64 << 20;
+
+    fn options(l3: &[&Path]) -> NodeOptions {
+        NodeOptions {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            l2_bytes: 32 << 20,
+            l3: l3.iter().map(|dir| L3Device { dir: dir.to_path_buf(), bytes: L3_BYTES }).collect(),
+            share_memory: Some(false),
+            ..NodeOptions::default()
+        }
+    }
+
+    /// Starts a node and returns the generation of its first put.
+    async fn first_generation(l3: &[&Path]) -> u64 {
+        let node = Node::start(options(l3)).await.unwrap();
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        let page = Reserved { key: id.key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let generation = node.state.store.reserve(id, page).ok().unwrap().generation();
+        node.shutdown().await;
+        generation
+    }
+
+    /// Leaves a page in a log, as a start with a later clock would.
+    async fn leave_page(dir: &Path, generation: u64) {
+        let arena = Arena::new(1 << 20).unwrap();
+        let l3 = L3::open(L3Options::new(dir, L3_BYTES), arena.clone()).await.unwrap();
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([3; 32]) };
+        let meta = PageMeta { generation, ..PageMeta::describe(id, PageKey::NONE, 0, vec![100], &[7; 100]) };
+        let mut slot = arena.allocate(100).unwrap();
+        slot.fill(7);
+        l3.write(meta, slot.freeze(), larder_runtime::now() + Duration::from_secs(10)).await.unwrap();
+        l3.close().await;
+    }
+
+    #[tokio::test]
+    async fn generations_exceed_those_on_l3_although_the_clock_went_back() {
+        let in_2080: u64 = 3_500_000_000 << 32;
+        for can_store in [true, false] {
+            let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+            leave_page(dir.path(), in_2080 + 5).await;
+            if !can_store {
+                // The identity is staged under this name.
+                std::fs::create_dir(dir.path().join("node.json.new")).unwrap();
+            }
+            let first = first_generation(&[dir.path()]).await;
+            let second = first_generation(&[dir.path()]).await;
+            assert!(first > in_2080 + 5 && second > in_2080 + 5, "{can_store}: {first:#x}, {second:#x}");
+            assert!(second != first && (second > first || !can_store), "{can_store}: {first:#x}, {second:#x}");
+        }
+    }
+
+    #[tokio::test]
+    async fn starts_without_a_stored_identity_have_different_generations() {
+        assert_ne!(first_generation(&[]).await, first_generation(&[]).await, "probably in the same second");
     }
 }

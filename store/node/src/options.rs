@@ -64,8 +64,9 @@ pub struct NodeOptions {
     /// Rate of the background verification of L2, in bytes per second. Default: 64 MiB/s. 0
     /// disables it, and damage is then found only by readers.
     pub scrub_bytes_per_second: u64,
-    /// Maximum rate of the daily verification of each L3 device, in bytes per second. Default:
-    /// 32 MiB/s. With 0 it runs only on request.
+    /// Maximum rate of the daily verification of each L3 device, in bytes per second. The node uses
+    /// what a day and the bytes of the log ask for, and reports if the maximum is lower. Default:
+    /// 256 MiB/s. With 0 it runs only on request.
     pub l3_scrub_bytes_per_second: u64,
     /// Executor of L3 I/O. Default: glommio.
     pub l3_executor: Executor,
@@ -77,8 +78,9 @@ pub struct NodeOptions {
     /// Maximum time to flush pages to L3 on shutdown. Pages not flushed by then are lost. Default:
     /// 60 s.
     pub drain_timeout: Duration,
-    /// Maximum number of connections over TCP and local sockets together. Further ones are closed.
-    /// Default: 1024.
+    /// Maximum number of connections over TCP and local sockets together. Further ones are answered
+    /// "busy" and closed. Each takes 48 KiB of memory, see [`NodeOptions::request_bytes`]. Default:
+    /// 1024. At most [`CONNECTIONS_MAX`].
     pub connections_max: usize,
     /// Maximum time that a TCP connection polls for the next request before its thread sleeps. It
     /// polls only while requests arrive that fast and no other thread needs the processor. Default:
@@ -111,7 +113,7 @@ impl Default for NodeOptions {
             quota_default: None,
             quotas: Vec::new(),
             scrub_bytes_per_second: 64 << 20,
-            l3_scrub_bytes_per_second: 32 << 20,
+            l3_scrub_bytes_per_second: 256 << 20,
             l3_executor: Executor::default(),
             share_memory: None,
             rdma: RdmaOptions::default(),
@@ -138,6 +140,8 @@ pub struct L3Device {
 pub const L2_BYTES_MIN: u64 = 32 << 20;
 /// Minimum memory for requests, in bytes. It admits about a dozen connections with small requests.
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
+/// Maximum of [`NodeOptions::connections_max`]. Each connection is an open file.
+pub const CONNECTIONS_MAX: usize = 1 << 20;
 /// Maximum number of L3 devices. Each has its own executor thread.
 pub const L3_DEVICES_MAX: usize = 64;
 
@@ -151,8 +155,9 @@ impl NodeOptions {
             let given = self.request_bytes;
             return Err(format!("--request-memory is {given} bytes; the minimum is {REQUEST_BYTES_MIN} (1MiB)"));
         }
-        if self.connections_max == 0 {
-            return Err("the maximum number of connections is 0; it must be at least 1".into());
+        if !(1..=CONNECTIONS_MAX).contains(&self.connections_max) {
+            let given = self.connections_max;
+            return Err(format!("--max-connections is {given}; it must be in 1..={CONNECTIONS_MAX}"));
         }
         if self.write_after_hits == 0 {
             return Err("--write-after-hits is 0; it must be at least 1, or use --write-policy write-through".into());
@@ -259,6 +264,8 @@ mod tests {
         let nowhere = NodeOptions { write_policy: WritePolicy::Back, ..NodeOptions::default() };
         assert!(nowhere.validate().unwrap_err().contains("--write-policy write-back needs"));
         assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
+        let connections = |connections_max| NodeOptions { connections_max, ..good.clone() }.validate();
+        assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());
         assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));
     }
 }

@@ -1,6 +1,6 @@
 //! State that the connections and HTTP endpoints of a node share.
 
-use crate::connection::BulkScheduler;
+use crate::connection::{BulkScheduler, Refusals};
 use crate::identity::Identity;
 use crate::members::Members;
 use crate::metrics::Metrics;
@@ -28,6 +28,7 @@ pub(crate) struct NodeState {
     pub(crate) busy_poll: Duration,
     pub(crate) rdma: Option<Rdma>,
     pub(crate) bulk_scheduler: BulkScheduler,
+    pub(crate) refusals: Refusals,
     started: Instant,
 }
 
@@ -51,6 +52,7 @@ impl NodeState {
             busy_poll,
             rdma,
             bulk_scheduler: BulkScheduler::new(),
+            refusals: Refusals::new(),
             started: now(),
             identity,
         })

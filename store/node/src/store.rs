@@ -131,10 +131,10 @@ impl Store {
     }
 
     /// Compares a page's checksums with those of a second writer. The outcome is `Refused` if they
-    /// differ, and `Incomplete` if no tier can return the page before `deadline`.
+    /// differ, and `Incomplete` if no tier can return them before `deadline`. Reads no payload.
     pub async fn compare(&self, id: &PageId, crcs: &[u32], deadline: Instant) -> CommitOutcome {
-        match self.tiers.get(id, deadline).await {
-            Some((page, _)) if page.meta.chunk_crcs == crcs => CommitOutcome::AlreadyThere,
+        match self.tiers.chunk_crcs(id, deadline).await {
+            Some(ours) if ours == crcs => CommitOutcome::AlreadyThere,
             Some(_) if fail_point!("node.compare-skips-bytes") => CommitOutcome::AlreadyThere,
             Some(_) => {
                 self.metrics.puts_conflicting.inc();
@@ -247,6 +247,9 @@ impl Store {
                 (vec![label("dir", device.dir), label("reason", device.reason)], i64::from(device.usable))
             });
         metrics::show(&self.metrics.devices, devices.collect());
+        let scrubs = self.tiers.devices().late_scrubs().into_iter();
+        let scrubs = scrubs.map(|(dir, is_late)| (vec![label("dir", dir)], i64::from(is_late)));
+        metrics::show(&self.metrics.late_scrubs, scrubs.collect());
         let namespaces = self.tiers.namespace_bytes().into_iter();
         let namespaces =
             namespaces.map(|(namespace, bytes)| (vec![label("namespace", namespace.to_string())], gauge(bytes)));

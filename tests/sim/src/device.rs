@@ -301,6 +301,14 @@ impl SimDevice {
         self.wake.notify_one();
     }
 
+    pub fn lacks_superblock(&self) -> bool {
+        self.disk().lock().lacks_superblock()
+    }
+
+    pub fn destroy_superblock(&self, random: &mut RandomSource) -> Option<u64> {
+        self.disk().lock().destroy_superblock(random)
+    }
+
     pub fn destroy_header(&self, random: &mut RandomSource) -> Option<(u32, u64)> {
         self.disk().lock().destroy_header(random)
     }

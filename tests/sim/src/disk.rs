@@ -66,6 +66,8 @@ impl CrashEffect {
     }
 }
 
+const SUPERBLOCKS: [SmallFile; 2] = [SmallFile::Superblock, SmallFile::SuperblockCopy];
+
 #[derive(Debug, Default)]
 pub struct Disk {
     segments: BTreeMap<u32, Segment>,
@@ -89,11 +91,12 @@ impl Disk {
         self.segments.contains_key(&segment)
     }
 
-    /// Bytes of the log: its segments and superblock. The progress file of the scrub does not
+    /// Bytes of the log: its segments and superblocks. The progress file of the scrub does not
     /// count.
     pub fn bytes(&self) -> u64 {
         let segments: usize = self.segments.values().map(|segment| segment.now.len()).sum();
-        (segments + self.small.get(&SmallFile::Superblock).map_or(0, Vec::len)) as u64
+        let superblocks: usize = SUPERBLOCKS.iter().filter_map(|file| self.small.get(file)).map(Vec::len).sum();
+        (segments + superblocks) as u64
     }
 
     pub fn create(&mut self, segment: u32, bytes: u64, header: &[u8]) {
@@ -304,10 +307,34 @@ impl Disk {
         Some((*number, random.below(segment.now.len().max(1) as u64)))
     }
 
+    /// The copies of the superblock: `None` for one that is missing or damaged.
+    fn superblocks(&self) -> impl Iterator<Item = Option<Superblock>> + '_ {
+        SUPERBLOCKS.iter().map(|file| Superblock::decode(self.small.get(file)?).ok())
+    }
+
+    /// Returns `true` if there are segments, and no valid superblock to use them with.
+    pub fn lacks_superblock(&self) -> bool {
+        !self.segments.is_empty() && self.superblocks().flatten().next().is_none()
+    }
+
+    /// Damages or removes one copy of the superblock, if both are valid. Returns its number.
+    pub fn destroy_superblock(&mut self, random: &mut RandomSource) -> Option<u64> {
+        if self.superblocks().flatten().count() < SUPERBLOCKS.len() {
+            return None;
+        }
+        let copy = random.below(SUPERBLOCKS.len() as u64);
+        let file = SUPERBLOCKS[copy as usize];
+        match random.chance(500_000) {
+            true => drop(self.small.remove(&file)),
+            false => random.fill(self.small.get_mut(&file)?),
+        }
+        Some(copy)
+    }
+
     /// Destroys the header of a segment, or of a record that a later record declares durable.
     /// Returns its location. No forgotten page may return because of it.
     pub fn destroy_header(&mut self, random: &mut RandomSource) -> Option<(u32, u64)> {
-        let log_id = Superblock::decode(self.small.get(&SmallFile::Superblock)?).ok()?.log_id;
+        let log_id = self.superblocks().flatten().next()?.log_id;
         let places: Vec<(u32, u64)> = match random.chance(500_000) {
             true => self.segments.keys().map(|&segment| (segment, 0)).collect(),
             false => {

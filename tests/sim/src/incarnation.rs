@@ -119,6 +119,9 @@ pub(crate) fn drive(env: &Environment, plan: IncarnationPlan, system: &mut impl 
     drop(runtime);
     for device in devices {
         device.lose_power(effect, &mut random);
+        if device.lacks_superblock() {
+            world.violate("no superblock is valid after the end of the incarnation".into());
+        }
         damage_disk(world, &device, &faults, &mut random);
         if Arc::strong_count(&device) != 1 {
             world.violate(format!(
@@ -139,6 +142,11 @@ fn damage_disk(world: &World, device: &SimDevice, faults: &Faults, random: &mut 
         && let Some((segment, offset)) = device.destroy_header(random)
     {
         world.fault("header rot", [segment.into(), offset, 0]);
+    }
+    if random.chance(faults.header_rot)
+        && let Some(copy) = device.destroy_superblock(random)
+    {
+        world.fault("superblock rot", [copy, 0, 0]);
     }
     let kinds = [
         ("segment copied", "segment copied over another", faults.segment_copied),

@@ -68,7 +68,7 @@ fn unit(name: &str) -> &'static str {
     let units = ["seconds", "bytes", "pages", "tokens", "requests", "connections"];
     match units.into_iter().find(|unit| words.contains(unit)) {
         Some(unit) => unit,
-        None if name.ends_with("_device_up") => "0 or 1",
+        None if name.ends_with("_device_up") || name.ends_with("_scrub_late") => "0 or 1",
         None => "count",
     }
 }

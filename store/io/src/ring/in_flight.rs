@@ -130,7 +130,10 @@ struct IovecBuilder {
 impl IovecBuilder {
     fn add_operation(&mut self, operation: &mut Operation) {
         match operation {
-            Operation::Read { slot, range, .. } => {
+            Operation::Read { block, slot, range, .. } => {
+                if let Some(block) = block {
+                    self.add(block.as_mut_ptr(), BLOCK_BYTES);
+                }
                 // SAFETY: `Operation::check` passed, so range.end <= capacity of the slot.
                 self.add(unsafe { slot.pointer().as_ptr().add(range.start) }, range.len());
             }

@@ -1,43 +1,86 @@
-//! Enumeration of all pages in record order, a few at a time, for the scrub.
+//! Enumeration of all pages in record order, a segment at a time, for the scrub.
 
 use super::*;
 
+/// Pages of one segment, as of one moment. The caller sorts it once, without the log's lock. Pages
+/// that move or go later are left out when their turn comes.
+#[derive(Debug, Default)]
+pub struct ScrubList {
+    segment: u32,
+    epoch: u64,
+    /// Offset and index slot of each page, from `next` on those that are still to be scrubbed.
+    pages: Vec<(u64, u32)>,
+    next: usize,
+}
+
+impl ScrubList {
+    /// Sorts the pages by offset. Must be called before [`Log::scrub_next`].
+    pub fn sort(&mut self) {
+        self.pages.sort_unstable();
+        // A slot that was reused for another page of the same segment is listed twice.
+        self.pages.dedup();
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    /// Position at which the next segment begins, for [`Log::scrub_list`].
+    pub fn next_segment(&self) -> (u64, u64) {
+        (self.epoch + 1, 0)
+    }
+}
+
 impl Log {
-    /// The pages after `after`, the epoch and offset of the last page that the caller had, in the
-    /// order of epochs and offsets. Returns at least one page, and further ones up to `bytes_max`
-    /// of records. Returns `None` after the last page. All pages of an answer are in one segment.
-    pub fn scrub_next(&self, after: Option<(u64, u64)>, bytes_max: u64) -> Option<Vec<(PageId, Entry)>> {
+    /// Lists the pages of a segment behind `after`: the epoch and offset of the last page that the
+    /// caller had. It is the first segment from that epoch on, and may have no such page. Returns
+    /// `None` behind the last segment. Costs time in proportion to the pages of one segment.
+    pub fn scrub_list(&self, after: Option<(u64, u64)>) -> Option<ScrubList> {
         let (after_epoch, after_offset) = after.unwrap_or((0, 0));
-        self.segments
-            .in_epoch_order(after_epoch..)
-            .map(|(epoch, segment)| self.slots_after(segment, if epoch == after_epoch { after_offset } else { 0 }))
-            .find(|slots| !slots.is_empty())
-            .map(|slots| self.entries_up_to(&slots, bytes_max))
+        let (epoch, segment) = self.segments.in_epoch_order(after_epoch..).next()?;
+        let offset = if epoch == after_epoch { after_offset } else { 0 };
+        Some(ScrubList { segment, epoch, pages: self.pages_after(segment, offset), next: 0 })
+    }
+
+    /// Takes the next pages of a list: at least one, and further ones up to `bytes_max` of records.
+    /// Empty at the end of the list.
+    pub fn scrub_next(&self, list: &mut ScrubList, bytes_max: u64) -> Vec<(PageId, Entry)> {
+        let mut found = Vec::new();
+        let mut bytes = 0;
+        while let Some(&(offset, slot)) = list.pages.get(list.next) {
+            let current = self.entry(slot).filter(|entry| {
+                let RecordPlace { segment, epoch, offset: at } = entry.place;
+                (segment, epoch, at) == (list.segment, list.epoch, offset)
+            });
+            if let Some(entry) = current {
+                bytes += self.index.get(slot).record_bytes();
+                if bytes > bytes_max && !found.is_empty() {
+                    break;
+                }
+                found.push((self.index.id_of(slot), entry));
+            }
+            list.next += 1;
+        }
+        found
     }
 
     /// Slots of the pages of a segment whose records follow `offset`, in the order of their
     /// offsets.
     pub(super) fn slots_after(&self, segment: u32, offset: u64) -> Vec<u32> {
-        let Some(epoch) = self.segments.epoch(segment) else { return Vec::new() };
-        let is_after = |slot: &u32| {
-            let entry = self.index.get(*slot);
-            entry.segment == segment && entry.offset() > offset
-        };
-        let mut slots: Vec<u32> = epoch.slots().iter().copied().filter(is_after).collect();
-        slots.sort_unstable_by_key(|&slot| self.index.get(slot).offset());
-        // A slot that was reused for another page of the same segment is listed twice.
-        slots.dedup();
-        slots
+        let mut pages = self.pages_after(segment, offset);
+        pages.sort_unstable();
+        pages.dedup();
+        pages.into_iter().map(|(_, slot)| slot).collect()
     }
 
-    fn entries_up_to(&self, slots: &[u32], bytes_max: u64) -> Vec<(PageId, Entry)> {
-        let mut bytes = 0;
-        let fits = |slot: &&u32| {
-            let is_first = bytes == 0;
-            bytes += self.index.get(**slot).record_bytes();
-            is_first || bytes <= bytes_max
+    /// Offset and slot of each page of a segment whose record follows `offset`, in any order, and
+    /// some of them twice.
+    fn pages_after(&self, segment: u32, offset: u64) -> Vec<(u64, u32)> {
+        let Some(epoch) = self.segments.epoch(segment) else { return Vec::new() };
+        let page = |&slot: &u32| {
+            let entry = self.index.get(slot);
+            (entry.segment == segment && entry.offset() > offset).then(|| (entry.offset(), slot))
         };
-        let fitting = slots.iter().take_while(fits);
-        fitting.filter_map(|&slot| Some((self.index.id_of(slot), self.entry(slot)?))).collect()
+        epoch.slots().iter().filter_map(page).collect()
     }
 }

@@ -485,14 +485,17 @@ impl Model {
     fn check_scrub(&self) -> Result<(), String> {
         let mut after = None;
         let mut met = 0;
-        while let Some(pages) = self.log.scrub_next(after, 3 * BLOCK_BYTES as u64) {
-            for (id, entry) in pages {
+        while let Some(mut list) = self.log.scrub_list(after) {
+            list.sort();
+            let steps = std::iter::repeat_with(|| self.log.scrub_next(&mut list, 3 * BLOCK_BYTES as u64));
+            for (id, entry) in steps.take_while(|pages| !pages.is_empty()).flatten() {
                 let at = (entry.place.epoch, entry.place.offset);
                 if after.is_some_and(|after| after >= at) || self.log.find(&id, 0) != Some(entry) {
                     return Err(format!("{entry:?} was scrubbed after {after:?}"));
                 }
                 (after, met) = (Some(at), met + 1);
             }
+            after = Some(list.next_segment());
         }
         match met == self.log.counts().pages {
             true => Ok(()),

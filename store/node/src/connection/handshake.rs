@@ -7,7 +7,7 @@ use std::io;
 
 /// Maximum size of the first message, in bytes. It is received before any budget applies, so a
 /// stranger can make the node allocate only this much.
-const HELLO_BODY_MAX: u32 = 16 << 10;
+pub(super) const HELLO_BODY_MAX: u32 = 16 << 10;
 
 impl Connection {
     /// Receives the first message and answers it. Returns `false` if the client closed the

@@ -3,6 +3,7 @@
 use super::Connection;
 use crate::budget::Account;
 use crate::state::NodeState;
+use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageKey};
 use larder_wire::{CommitOutcome, ErrorCode, PinKind, Request, Response};
 use std::io;
@@ -64,10 +65,10 @@ impl PageAdmin {
             PageAdmin::Pins(ids) => Response::Pins(store.tiers().pins(&ids)),
             PageAdmin::Suspect(id) => Response::Count(store.tiers().recheck(&id) as u32),
             PageAdmin::Compare { id, crcs } => {
-                let (account, page_bytes) = &loads;
+                let (account, _) = &loads;
                 let compare = async {
-                    // The page may have to be read from L3 for its checksums.
-                    let _charge = account.charge_read(*page_bytes).await;
+                    // The header of the page's record may have to be read from L3.
+                    let _charge = account.charge_read(BLOCK_BYTES as u64).await;
                     store.compare(&id, &crcs, deadline).await
                 };
                 let outcome = tokio::time::timeout_at(deadline.into(), compare).await;

@@ -62,6 +62,36 @@ impl Tiers {
         found.map(|page| (page, TierCode::L3))
     }
 
+    /// Returns the checksums of a page. Counts a hit or a miss, as a get does: the caller has the
+    /// same page and asks in place of a put.
+    ///
+    /// Of a page on L3, only the header of its record is read. It is neither verified nor loaded.
+    pub(crate) async fn chunk_crcs(&self, id: &PageId, deadline: Instant) -> Option<Vec<u32>> {
+        let location = self.lookup(id);
+        let PageLocation::OnL3(found) = location else {
+            return self.get_at(id, location, deadline).await.map(|(page, _)| page.meta.chunk_crcs.clone());
+        };
+        let read = async {
+            let meta = self.devices.read_meta(&found.location).await;
+            if !matches!(meta, Err(L3Error::NoMemory { .. })) {
+                return meta;
+            }
+            self.make_room();
+            self.devices.read_meta(&found.location).await
+        };
+        let read = tokio::time::timeout_at(deadline.into(), read).await.unwrap_or(Ok(None));
+        let meta = read.unwrap_or_else(|error| {
+            tracing::warn!(?id, %error, "cannot read the header of a page from L3; its writer cannot compare it");
+            None
+        });
+        let meta = meta.filter(|meta| self.is_live(meta));
+        match &meta {
+            Some(_) => self.metrics.pages_hit_l3.inc(),
+            None => self.metrics.pages_missed.inc(),
+        };
+        meta.map(|meta| meta.chunk_crcs)
+    }
+
     /// Returns a page, after reading it from L3 if necessary. Counts neither a hit nor a miss: the
     /// client has yet to ask for it.
     pub(crate) async fn fetch(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
@@ -231,6 +261,24 @@ mod tests {
         put(&store, 2);
         let (third, _) = tiers.get_at(&id(), on_l3, soon()).await.unwrap();
         assert_eq!(third.payload[0], 2, "the put after the forget");
+        store.close(soon()).await;
+    }
+
+    #[tokio::test]
+    async fn compare_reads_no_payload_from_l3() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let store = open(dir.path(), 1).await;
+        put(&store, 1);
+        store.close(soon()).await;
+        let store = open(dir.path(), 100).await;
+        let crcs = |byte: u8| chunk_crcs(&[byte; 100]).collect::<Vec<u32>>();
+        let read_bytes = || store.status()["tiers"]["l3"]["devices"][0]["log"]["read_bytes"].as_u64();
+        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, CommitOutcome::AlreadyThere);
+        assert_eq!(store.compare(&id(), &crcs(2), soon()).await, CommitOutcome::Refused);
+        assert_eq!((store.metrics().pages_read_l3.get(), read_bytes()), (0, Some(0)));
+        assert_eq!(store.tiers().lookup(&id()).tier(), TierCode::L3, "it was not loaded");
+        store.forget(&[id()], soon()).await.unwrap();
+        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, CommitOutcome::Incomplete);
         store.close(soon()).await;
     }
 

@@ -65,6 +65,8 @@ impl SimDevice {
             return Err(io::Error::from_raw_os_error(EIO));
         }
         match operation {
+            // Only reads for a shared arena are split, and simulated arenas are not shared.
+            Operation::Read { block: Some(_), .. } => Err(io::ErrorKind::Unsupported.into()),
             Operation::Read { offset, range, .. } => {
                 let reach = *offset..*offset + range.len() as u64;
                 let bad = bad_sector.filter(|(bad, at, _)| *bad == segment && reach.contains(at));
@@ -83,7 +85,7 @@ impl SimDevice {
         faults: &Faults,
         random: &mut RandomSource,
     ) -> io::Result<()> {
-        let Operation::Read { offset, slot, range } = operation else { return Ok(()) };
+        let Operation::Read { offset, slot, range, .. } = operation else { return Ok(()) };
         let mut place = (segment, *offset);
         let misdirected = random.chance(faults.misdirected_read);
         let elsewhere = misdirected.then(|| self.disk().lock().random_location(random)).flatten();

@@ -485,7 +485,8 @@ fn torn_copy_falls_back_to_its_original() {
     assert!(first.drop_damaged(&id(2), 9));
     let entry = first.find(&id(2), 0).unwrap();
     assert_eq!((entry.number, entry.place.epoch), (4, 1));
-    assert_eq!(first.scrub_next(None, u64::MAX).map(|pages| pages.len()), Some(1));
+    let mut list = first.scrub_list(None).unwrap();
+    assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
     assert!(first.drop_damaged(&id(2), 4));
     assert_eq!(first.find(&id(2), 0), None);
     assert!(first.index.fallbacks() == 0);
