@@ -101,6 +101,7 @@ impl Replay {
             match intent {
                 Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
                 Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
+                Intent::Reclaim => while self.log.reclaim_step() {},
                 Intent::CopyForward(work) => self.copying = Some(work),
             }
         }

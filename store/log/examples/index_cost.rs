@@ -183,7 +183,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Puts a page. Reads one of three older pages, so that retention has used and unused ones.
+    /// Puts a page, and reads a hot one after every third put. Each fifth page is hot, so retention has
+    /// pages to copy.
     fn put_and_read(&mut self) -> Result<(), Box<dyn Error>> {
         let number = self.next;
         let meta = self.bench.meta(number);
@@ -200,7 +201,8 @@ impl Writer<'_> {
         self.next += 1;
         self.bench.next.store(self.next, Ordering::Relaxed);
         if number % 3 == 0 {
-            let read = self.bench.id(number - (number / 3).min(self.bench.pages / 4));
+            let back = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            let read = self.bench.id((number - back % self.bench.pages.min(number + 1)) / 5 * 5);
             if let Some(ticket) = self.locked("begin_read", |log| log.begin_read(&read, 0)) {
                 self.locked("end_read", |log| log.end_read(ticket));
             }
@@ -224,6 +226,7 @@ impl Writer<'_> {
                 Intent::Footer(footer) => {
                     self.locked("footer_done", |log| log.footer_done(footer, WriteOutcome::Written))
                 }
+                Intent::Reclaim => while self.locked("reclaim_step", |log| log.reclaim_step()) {},
                 Intent::CopyForward(work) => self.copying = Some(work),
             }
         }

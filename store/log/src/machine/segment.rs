@@ -86,8 +86,14 @@ impl EpochState {
         self.slots.shrink_to_fit();
     }
 
-    pub(super) fn clear_slots(&mut self) {
-        self.slots = Vec::new();
+    /// Takes at most `max` of the slots, the last ones first.
+    pub(super) fn take_slots(&mut self, max: usize) -> Vec<u32> {
+        let left = self.slots.len() - max.min(self.slots.len());
+        let taken = self.slots.split_off(left);
+        if left == 0 {
+            self.slots = Vec::new();
+        }
+        taken
     }
 
     pub(super) fn is_idle(&self) -> bool {
@@ -133,13 +139,34 @@ impl EpochState {
         offset
     }
 
-    pub(super) fn reservation(&self) -> Reservation {
-        Reservation { end: self.end, bytes: 0, footer_room: self.footer_room.clone() }
+    /// Reserves room for a copied record of `bytes`, if the segment also keeps room for `beside`,
+    /// the record of another writer. Returns `false` without a change if not.
+    pub(super) fn reserve_copy(
+        &mut self,
+        segment_bytes: u64,
+        namespace: &NamespaceId,
+        bytes: u64,
+        beside: Option<(&NamespaceId, u64)>,
+    ) -> bool {
+        let (footer_bytes, beside_bytes) = match beside {
+            Some((other, bytes)) => (self.footer_room.bytes_with_two(namespace, other), bytes),
+            None => (self.footer_room.bytes_with(namespace), 0),
+        };
+        if self.end + self.reserved_bytes + bytes + beside_bytes + footer_bytes > segment_bytes {
+            return false;
+        }
+        self.reserved_bytes += bytes;
+        self.footer_room.add(namespace);
+        true
     }
 
-    pub(super) fn reserve(&mut self, reservation: Reservation) {
-        self.footer_room = reservation.footer_room;
-        self.reserved_bytes = reservation.bytes;
+    /// Offset of the next record.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    pub(super) fn reserved_bytes(&self) -> u64 {
+        self.reserved_bytes
     }
 
     /// Returns the rest of a reservation, and the footer room of `records` that were not copied.
@@ -262,42 +289,6 @@ impl EpochState {
 }
 
 #[derive(Debug)]
-pub(super) struct Reservation {
-    end: u64,
-    bytes: u64,
-    footer_room: FooterRoom,
-}
-
-impl Reservation {
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Adds a record of `bytes`, if the segment still takes it beside a record of another writer,
-    /// `beside`. Returns `false` if not.
-    pub(super) fn add(
-        &mut self,
-        segment_bytes: u64,
-        namespace: &NamespaceId,
-        bytes: u64,
-        beside: Option<(&NamespaceId, u64)>,
-    ) -> bool {
-        let mut footer_room = self.footer_room.clone();
-        footer_room.add(namespace);
-        let (footer_bytes, beside_bytes) = match beside {
-            Some((namespace, bytes)) => (footer_room.bytes_with(namespace), bytes),
-            None => (footer_room.bytes(), 0),
-        };
-        if self.end + self.bytes + bytes + beside_bytes + footer_bytes > segment_bytes {
-            return false;
-        }
-        self.bytes += bytes;
-        self.footer_room = footer_room;
-        true
-    }
-}
-
-#[derive(Debug)]
 pub(super) enum Segment {
     /// The file exists. Nothing in it counts.
     Free,
@@ -306,7 +297,7 @@ pub(super) enum Segment {
     Ready(u64),
     Open(EpochState),
     Sealed(EpochState),
-    /// None of its pages can be found. Reads and writes in flight still end.
+    /// Its pages leave the index. Then its reads and writes in flight end.
     Reclaiming(EpochState),
 }
 

@@ -197,12 +197,11 @@ impl Segments {
         }
     }
 
-    /// Begins to reclaim a segment whose pages were all dropped from the index.
+    /// Begins to reclaim a segment. Its pages leave the index from now on, and no page enters it.
     pub(super) fn begin_reclaim(&mut self, number: u32) {
         let Some(segment) = self.by_number.get_mut(&number) else { return };
         segment.begin_reclaim();
         if let Some(epoch) = segment.epoch_mut() {
-            epoch.clear_slots();
             epoch.cancel_footer();
         }
     }
