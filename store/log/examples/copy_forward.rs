@@ -76,6 +76,7 @@ impl Replay {
 
     fn read(&mut self, block: u32) -> bool {
         let ticket = self.log.begin_read(&id(block), 0);
+        self.log.touch(&id(block));
         ticket.map(|ticket| self.log.end_read(ticket)).is_some()
     }
 

@@ -9,7 +9,7 @@
 
 use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
 use larder_log::machine::{
-    Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, WriteOutcome,
+    Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, ReadTicket, WriteOutcome,
 };
 use parking_lot::RwLock;
 use std::collections::BTreeMap;
@@ -21,6 +21,8 @@ const SEGMENT_BYTES: u64 = 1 << 30;
 /// Pages of a sequence: each but the first has a parent.
 const SEQUENCE: u64 = 15;
 const BYTES_PER_SECOND: u64 = 2_000_000_000;
+/// Uses that the node records at once.
+const USES_MAX: usize = 64;
 const IDLE: Duration = Duration::from_secs(3);
 /// Puts between two checks of the rate. A put per tick would measure the sleep.
 const BURST: u64 = 64;
@@ -31,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pages, page_kib, namespaces) = (argument(0, 300_000), argument(1, 64), argument(2, 1));
     let before = resident_bytes();
     let bench = Bench::new(pages, page_kib << 10, namespaces);
-    let mut writer = Writer { bench: &bench, next: 0, copying: None, held: BTreeMap::new() };
+    let mut writer = Writer { bench: &bench, next: 0, copying: None, uses: Vec::new(), held: BTreeMap::new() };
     // Once around, so that all segments were recycled at least once.
     while writer.next < bench.capacity_pages() * 3 / 2 {
         writer.put_and_read()?;
@@ -155,6 +157,7 @@ struct Writer<'a> {
     bench: &'a Bench,
     next: u64,
     copying: Option<CopyForward>,
+    uses: Vec<PageId>,
     /// By the name of the call of the log.
     held: BTreeMap<&'static str, Held>,
 }
@@ -169,6 +172,12 @@ impl Writer<'_> {
         let held = self.held.entry(call).or_default();
         *held = Held { count: held.count + 1, total: held.total + elapsed, longest: held.longest.max(elapsed) };
         result
+    }
+
+    fn end_read(&mut self, ticket: ReadTicket) {
+        if ticket.end() {
+            self.locked("reads_ended", |log| log.reads_ended());
+        }
     }
 
     fn put_at_rate(&mut self, pages: u64) -> Result<(), Box<dyn Error>> {
@@ -203,9 +212,16 @@ impl Writer<'_> {
         if number % 3 == 0 {
             let back = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
             let read = self.bench.id((number - back % self.bench.pages.min(number + 1)) / 5 * 5);
-            if let Some(ticket) = self.locked("begin_read", |log| log.begin_read(&read, 0)) {
-                self.locked("end_read", |log| log.end_read(ticket));
+            // Reads share the lock. The next change of the log records the use.
+            let ticket = self.bench.log.read().begin_read(&read, 0);
+            if let Some(ticket) = ticket {
+                self.uses.push(read);
+                self.end_read(ticket);
             }
+        }
+        if self.uses.len() == USES_MAX {
+            let uses = std::mem::take(&mut self.uses);
+            self.locked("touch", |log| uses.iter().for_each(|id| log.touch(id)));
         }
         if number % 1024 == 0 {
             let plan = self.bench.log.read().sync_plan();
@@ -232,12 +248,10 @@ impl Writer<'_> {
         }
         let Some(work) = self.copying.take() else { return Ok(()) };
         for (id, number) in work.pages {
-            let Some(ticket) = self.locked("begin_read", |log| log.begin_maintenance_read(&id, number)) else {
-                continue;
-            };
+            let Some(ticket) = self.bench.log.read().begin_maintenance_read(&id, number) else { continue };
             // The example numbers pages by generation, so it needs no device for the metadata.
             let meta = self.bench.meta(ticket.entry.generation - 1);
-            self.locked("end_read", |log| log.end_read(ticket));
+            self.end_read(ticket);
             if let Some(copy) = self.locked("plan_copy", |log| log.plan_copy(&id, number, &meta)) {
                 self.locked("write_done", |log| log.write_done(copy, WriteOutcome::Written));
             }

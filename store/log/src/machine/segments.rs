@@ -209,7 +209,12 @@ impl Segments {
     /// Ends the epoch of a segment that is being reclaimed, if it is idle. Returns `true` if the
     /// file never held a record. Returns `None` while reads or writes are in flight.
     pub(super) fn end_reclaim(&mut self, segment: u32) -> Option<bool> {
-        let epoch = self.epoch(segment).filter(|epoch| epoch.is_idle())?;
+        let epoch = self.epoch(segment)?;
+        // Before the check: a read that ends after it reports that.
+        epoch.await_reads();
+        if !epoch.is_idle() {
+            return None;
+        }
         let number = epoch.number();
         let unused = epoch.is_unused();
         self.by_epoch.remove(&number);

@@ -182,7 +182,10 @@ impl Model {
             Step::Complete { which, outcome } => self.complete(which, outcome),
             Step::Intent { fails } => self.intent(fails),
             Step::Sync { fails } => self.sync(fails),
-            Step::BeginRead { id: n } => self.reads.extend(self.log.begin_read(&id(n), self.now_ms)),
+            Step::BeginRead { id: n } => {
+                self.reads.extend(self.log.begin_read(&id(n), self.now_ms));
+                self.log.touch(&id(n));
+            }
             Step::EndRead { which } => self.end_read(which)?,
             Step::Touch { id: n } => self.log.touch(&id(n)),
             Step::Damage { id: n } => {

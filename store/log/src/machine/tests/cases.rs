@@ -198,7 +198,9 @@ fn used_pages_are_retained() {
         for key in 0..5000 {
             driver.put(1000 + key);
             for n in 0..2 {
-                if let Some(ticket) = driver.log.begin_read(&wanted[(key as usize * 2 + n) % 100], 0) {
+                let id = wanted[(key as usize * 2 + n) % 100];
+                if let Some(ticket) = driver.log.begin_read(&id, 0) {
+                    driver.log.touch(&id);
                     driver.log.end_read(ticket);
                 }
             }
@@ -553,6 +555,7 @@ fn damaged_copy_falls_back_while_its_original_exists() {
     for key in 0..3000 {
         let id = driver.put(key % 500);
         if let Some(ticket) = driver.log.begin_read(&id, 0) {
+            driver.log.touch(&id);
             driver.log.end_read(ticket);
         }
         let work = match driver.log.next_intent() {
