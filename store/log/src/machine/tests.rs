@@ -117,6 +117,8 @@ struct Model {
     writes: Vec<PlannedWrite>,
     footers: Vec<PlannedFooter>,
     copying: Option<CopyForward>,
+    /// Another [`Log::reclaim_step`] is due.
+    reclaiming: bool,
     /// Tombstones written and not synced: page, record number, time of the forget, segment.
     tombstones: Vec<(u8, u64, u64, u32)>,
     /// Tombstones in flight, by record number: page, time of the forget.
@@ -155,6 +157,7 @@ impl Model {
             writes: Vec::new(),
             footers: Vec::new(),
             copying: None,
+            reclaiming: false,
             tombstones: Vec::new(),
             tombstones_in_flight: BTreeMap::new(),
             reads: Vec::new(),
@@ -170,13 +173,19 @@ impl Model {
 
     fn step(&mut self, step: Step) -> Result<(), String> {
         self.clock += 1;
+        if self.clock % 2 == 0 {
+            (0..16).for_each(|_| self.reclaiming = self.reclaiming && self.log.reclaim_step());
+        }
         match step {
             Step::Put { id, blocks, ttl_s } => self.put(id, blocks, ttl_s),
             Step::Forget { id } => self.forget(id),
             Step::Complete { which, outcome } => self.complete(which, outcome),
             Step::Intent { fails } => self.intent(fails),
             Step::Sync { fails } => self.sync(fails),
-            Step::BeginRead { id: n } => self.reads.extend(self.log.begin_read(&id(n), self.now_ms)),
+            Step::BeginRead { id: n } => {
+                self.reads.extend(self.log.begin_read(&id(n), self.now_ms));
+                self.log.touch(&id(n));
+            }
             Step::EndRead { which } => self.end_read(which)?,
             Step::Touch { id: n } => self.log.touch(&id(n)),
             Step::Damage { id: n } => {
@@ -331,6 +340,7 @@ impl Model {
                 );
                 self.copying = Some(work);
             }
+            Some(Intent::Reclaim) => self.reclaiming = true,
             Some(Intent::Prepare(prepare)) => self.prepare(prepare, fails),
         }
     }
@@ -537,6 +547,7 @@ impl Model {
         self.writes.clear();
         self.footers.clear();
         self.copying = None;
+        self.reclaiming = false;
         self.reads.clear();
         self.tombstones.clear();
         self.tombstones_in_flight.clear();
