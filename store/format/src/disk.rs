@@ -162,8 +162,8 @@ pub(crate) fn open<'a>(block: &'a [u8], magic: [u8; 4], what: &'static str) -> R
     Ok(reader)
 }
 
-/// Constants of one device's log. The node writes both copies of the superblock once, when it creates
-/// the log. Every later start reads them before any segment, and restores a damaged one.
+/// Constants of one device's log. The node writes both copies of the superblock once, when it
+/// creates the log. Every later start reads them before any segment, and restores a damaged one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
     /// Random identity of the log. Every block repeats it, so blocks of another log are never

@@ -59,7 +59,8 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Creates the directory if it is missing, locks it, and removes unfinished files. Blocks for up to half a second while another process holds the lock.
+    /// Creates the directory if it is missing, locks it, and removes unfinished files. Blocks for
+    /// up to half a second while another process holds the lock.
     pub(crate) fn open(path: &Path) -> Result<Directory, OpenError> {
         fs::create_dir_all(path).map_err(OpenError::io("creating the directory", path))?;
         let lock_path = path.join(LOCK);

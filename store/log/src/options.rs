@@ -46,8 +46,8 @@ pub struct L3Options {
     /// Quota in bytes of a namespace for which [`L3::set_quota`](crate::L3::set_quota) set none.
     /// Default `u64::MAX`: no limit.
     pub quota_default: u64,
-    /// Maximum rate of the scrub, in bytes per second. 0 scrubs only on request. The scrub is as fast
-    /// as its interval and the bytes of the log ask for, see [`ScrubRate`](crate::ScrubRate).
+    /// Maximum rate of the scrub, in bytes per second. 0 scrubs only on request. The scrub is as
+    /// fast as its interval and the bytes of the log ask for, see [`ScrubRate`](crate::ScrubRate).
     /// Default 256 MiB.
     pub scrub_bytes_per_second: u64,
     /// Time between two passes of the scrub. Default one day.

@@ -57,8 +57,8 @@ impl LogShared {
     }
 
     /// Reads the header of a page's record, and checks that it is the record that the index names.
-    /// The payload is not read, so its checksums are those that it should have. `None` is a miss, as
-    /// in [`LogShared::read_page_at`].
+    /// The payload is not read, so its checksums are those that it should have. `None` is a miss,
+    /// as in [`LogShared::read_page_at`].
     pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
         let now = self.clock.now_unix_ms();
         let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };

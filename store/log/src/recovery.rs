@@ -266,7 +266,8 @@ async fn scan_segments(
             RecordSummary::Page(page) => Some(page.generation),
             _ => None,
         });
-        // Relaxed: callers that need the result of all segments wait for the report, which orders it.
+        // Relaxed: callers that need the result of all segments wait for the report, which orders
+        // it.
         shared.generation_max.fetch_max(generations.max().unwrap_or(0), Ordering::Relaxed);
         let now = shared.clock.now_unix_ms();
         if let Err(error) = shared.update_log(|log| log.recover_segment(scanned, now)) {

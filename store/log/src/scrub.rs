@@ -49,9 +49,8 @@ pub struct ScrubProgress {
 
 /// Rate of the scrub for the pages that the log has now.
 ///
-/// The rate follows from the bytes of the log and the interval, with a quarter more for restarts and
-/// busy times. It is at least 32 MiB/s, and at most
-/// [`L3Options::scrub_bytes_per_second`].
+/// The rate follows from the bytes of the log and the interval, with a quarter more for restarts
+/// and busy times. It is at least 32 MiB/s, and at most [`L3Options::scrub_bytes_per_second`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ScrubRate {
     pub bytes_per_second: u64,

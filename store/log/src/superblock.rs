@@ -2,9 +2,9 @@
 //! created. Two files hold it, because no segment can be used without it.
 //!
 //! Invariants:
-//! - From the creation of the log on, at least one copy on the device is valid. A new log writes one
-//!   copy durably, then the other, and uses neither before. A start replaces a damaged or missing
-//!   copy by the other one, atomically, and never both.
+//! - From the creation of the log on, at least one copy on the device is valid. A new log writes
+//!   one copy durably, then the other, and uses neither before. A start replaces a damaged or
+//!   missing copy by the other one, atomically, and never both.
 //! - A start never chooses between two valid copies that differ: an operator mixed two logs.
 
 use crate::{L3Error, L3Options};

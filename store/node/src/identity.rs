@@ -3,11 +3,11 @@
 //! The identity is kept in the data directory, or beside an L3 log.
 //!
 //! Invariants:
-//! - No two starts over the same L3 assign the same generation to puts. A generation begins with the
-//!   epoch of the start, and the epoch exceeds the previous one and all generations on L3.
-//! - The clock alone never decides. If the previous epoch is unknown or the new one cannot be stored,
-//!   the start first reads all generations on L3. The lower half of the first generation is random,
-//!   which also keeps starts without any L3 apart.
+//! - No two starts over the same L3 assign the same generation to puts. A generation begins with
+//!   the epoch of the start, and the epoch exceeds the previous one and all generations on L3.
+//! - The clock alone never decides. If the previous epoch is unknown or the new one cannot be
+//!   stored, the start first reads all generations on L3. The lower half of the first generation is
+//!   random, which also keeps starts without any L3 apart.
 #![allow(
     clippy::disallowed_methods,
     clippy::disallowed_types,
@@ -40,8 +40,8 @@ impl Identity {
         dir.join(FILE).is_file()
     }
 
-    /// Reads the identity in `dir`, or makes one, and stores it durably with the next epoch. Returns
-    /// `true` with it if there was one.
+    /// Reads the identity in `dir`, or makes one, and stores it durably with the next epoch.
+    /// Returns `true` with it if there was one.
     ///
     /// The epoch is durable before it is returned. Otherwise a crash could let two starts use the
     /// same generations.

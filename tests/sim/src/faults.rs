@@ -11,7 +11,8 @@
 //! - crash: power loss, process kill, torn and lost unsynced writes, and segment files copied
 //!   between incarnations. A page acknowledged one second before the crash survives it.
 //! - errors: crash, and EIO, ENOSPC, short reads, stalls. Between incarnations, headers and single
-//!   superblocks are destroyed, and segment files renamed or overwritten. A forgotten page stays forgotten.
+//!   superblocks are destroyed, and segment files renamed or overwritten. A forgotten page stays
+//!   forgotten.
 //! - corruption: crash, and bit flips, lost and misdirected requests.
 //! - memory: crash, and bit flips in arena memory. A forgotten page stays forgotten.
 //! - all: everything at once.
@@ -110,9 +111,8 @@ pub struct Faults {
     /// negative control.
     pub sync_ignored: u32,
     pub disk_flip: u32,
-    /// Between incarnations, one copy of the superblock is destroyed, or the header of a segment or of
-    /// a durable record. No
-    /// forgotten page may return because of it.
+    /// Between incarnations, one copy of the superblock is destroyed, or the header of a segment or
+    /// of a durable record. No forgotten page may return because of it.
     pub header_rot: u32,
     pub segment_copied: u32,
     pub segment_renamed: u32,

@@ -187,7 +187,7 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("rdma queue pair fails", 15),
         ("rdma late transfers", 20),
         ("rdma bit flip", 10),
-        ("rdma truncated", 6),
+        ("rdma truncated", 2),
     ];
     check_coverage(&summary, &least);
 }
