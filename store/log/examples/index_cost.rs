@@ -2,9 +2,10 @@
 //!
 //! `cargo run --release -p larder-log --example index_cost [PAGES] [PAGE_KIB] [NAMESPACES]`
 //!
-//! There is no device: each planned write completes at once. The log is filled. Then one thread puts
-//! pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread looks pages up
-//! meanwhile. Each call of the log is timed as the node makes it: under one lock per call.
+//! There is no device: each planned write completes at once. The log is filled. Then one thread
+//! puts pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread
+//! looks pages up meanwhile. Each call of the log is timed as the node makes it: under one lock
+//! per call.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the clock and /proc")]
 
 use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
@@ -192,8 +193,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Puts a page, and reads a hot one after every third put. Each fifth page is hot, so retention has
-    /// pages to copy.
+    /// Puts a page, and reads a hot one after every third put. Each fifth page is hot, so retention
+    /// has pages to copy.
     fn put_and_read(&mut self) -> Result<(), Box<dyn Error>> {
         let number = self.next;
         let meta = self.bench.meta(number);

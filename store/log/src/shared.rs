@@ -23,8 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-/// Maximum number of uses that wait for a change of the log. Each takes some 0.5 µs of the exclusive
-/// lock.
+/// Maximum number of uses that wait for a change of the log. Each takes some 0.5 µs of the
+/// exclusive lock.
 const USES_MAX: usize = 64;
 
 /// Results of all preparations so far, for writers that wait for room.
@@ -121,8 +121,8 @@ impl LogShared {
         result
     }
 
-    /// Records a use of a page at the next change of the log. Never waits for the lock of the log. A
-    /// use is lost if many others wait for the lock. Then the page merely looks a little less used.
+    /// Records a use of a page at the next change of the log. Never waits for the lock of the log.
+    /// If [`USES_MAX`] uses wait already, the use is lost, and the page looks a little less used.
     pub(crate) fn note_use(&self, id: PageId) {
         let is_full = {
             let mut uses = self.uses.lock();

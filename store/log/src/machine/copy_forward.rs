@@ -152,9 +152,9 @@ impl Log {
 
     /// Returns `true` if a record must wait until the pages to copy are chosen.
     ///
-    /// Hard-pinned pages take room before any writer does. The record for which the segment was opened
-    /// comes next. Meanwhile other records share the eighth that copies leave to them: writers could
-    /// otherwise fill the segment before the choice ends.
+    /// Hard-pinned pages take room before any writer does. The record for which the segment was
+    /// opened comes next. Meanwhile other records share the eighth that copies leave to them:
+    /// writers could otherwise fill the segment before the choice ends.
     pub(super) fn must_await_choice(&self, namespace: &NamespaceId, bytes: u64) -> bool {
         let NextSegment::Choosing(choice) = &self.next_segment else { return false };
         let end = self.segments.epoch(choice.target.segment).map_or(0, |target| target.end());

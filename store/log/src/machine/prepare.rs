@@ -3,8 +3,8 @@
 //! Steps of preparing a segment, and what a crash leaves after each of them:
 //!
 //! 1. If the segment has pages, they leave the index in slices ([`Intent::Reclaim`]). Lookups find
-//!    the pages that are left, and may begin to read them. A crash brings all of them back. None was
-//!    forgotten without a tombstone, because the index counts as incomplete until step 4.
+//!    the pages that are left, and may begin to read them. A crash brings all of them back. None
+//!    was forgotten without a tombstone, because the index counts as incomplete until step 4.
 //! 2. [`Intent::Prepare`] is queued. No page of the segment can be found, and no read or write of
 //!    it is in flight. A crash leaves the old epoch. Its pages that come back were never forgotten,
 //!    because a tombstone for one of them stands in this segment or in a younger one.

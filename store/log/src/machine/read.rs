@@ -26,8 +26,8 @@ pub struct ReadTicket {
 }
 
 impl ReadTicket {
-    /// Ends the read without the log. If this returns `true`, a reclaim waits for it, and the caller
-    /// must call [`Log::reads_ended`].
+    /// Ends the read without the log. If this returns `true`, a reclaim waits for it, and the
+    /// caller must call [`Log::reads_ended`].
     #[must_use = "a reclaim may wait for the read"]
     pub fn end(self) -> bool {
         self.reads.end()

@@ -371,3 +371,20 @@ impl Segment {
         };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_read_reports_its_end_only_to_a_reclaim_that_waits() {
+        let reads = ReadsInFlight::default();
+        reads.begin();
+        assert!(!reads.end() && reads.is_zero());
+        reads.begin();
+        reads.begin();
+        reads.awaited();
+        assert!(!reads.is_zero() && !reads.end() && !reads.is_zero());
+        assert!(reads.end() && reads.is_zero());
+    }
+}
