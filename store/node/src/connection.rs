@@ -129,9 +129,6 @@ pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
     }
-    if let Err(error) = larder_wire::limit_unsent_bytes(&stream) {
-        tracing::debug!(%peer, %error, "cannot set TCP_NOTSENT_LOWAT: answers may wait behind pages to this client");
-    }
     let keepalive =
         TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(KEEPALIVE_RETRIES);
     if let Err(error) = SockRef::from(&stream).set_tcp_keepalive(&keepalive) {

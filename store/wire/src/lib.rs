@@ -63,7 +63,7 @@ pub use limits::{
 pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
 pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, Response};
-pub use stream::{ByteSink, ByteSource, TryReceive, limit_unsent_bytes};
+pub use stream::{ByteSink, ByteSource, TryReceive};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.

@@ -106,7 +106,7 @@ const NODE: [FailPoint; 19] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 25] = [
+const WIRE: [FailPoint; 27] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -115,6 +115,8 @@ const WIRE: [FailPoint; 25] = [
         "The client releases a page in shared memory as soon as the node sends its location.",
     ),
     any("client.no-payload-deadline", "The client waits for an announced payload without a deadline."),
+    any("client.deadline-ends-connection", "A deadline within a payload ends the connection."),
+    any("client.silence-counts-frames", "Only whole responses count as signs of life of a node."),
     any("client.forget-only-owner", "The client sends a forget to the owner of a page only."),
     any(
         "client.forget-ignores-absent-node",

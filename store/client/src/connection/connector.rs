@@ -86,6 +86,13 @@ impl ByteSink for SocketSink {
             SocketSink::Local(sink) => sink.send(from).await,
         }
     }
+
+    fn limit_buffered(&mut self, is_limited: bool) {
+        match self {
+            SocketSink::Tcp(sink) => sink.limit_buffered(is_limited),
+            SocketSink::Local(sink) => sink.limit_buffered(is_limited),
+        }
+    }
 }
 
 impl Connector for SocketConnector {
@@ -96,7 +103,6 @@ impl Connector for SocketConnector {
         let stream = TcpStream::connect(address).await?;
         // Requests are small, and the writer coalesces frames itself.
         stream.set_nodelay(true)?;
-        larder_wire::limit_unsent_bytes(&stream)?;
         let (read, write) = stream.into_split();
         Ok((SocketSource::Tcp(BusyPollSource::new(read, self.busy_poll)), SocketSink::Tcp(write)))
     }

@@ -27,10 +27,11 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
             Presence::Sealed => return follow_sealed(node, responder, id, deadline).await,
             Presence::Open(put) => match follow_put(node, responder, &put, deadline).await? {
                 Progress::Sealed => {
-                    // Another put of the key may be current by now. The client compares the
-                    // checksums with the parts that it received.
+                    // Another put of the key may be current by now: the client may have taken its time
+                    // to receive the parts. They are not parts of that page.
                     let found = node.store.tiers().get(&id, deadline).await;
-                    let (state, meta) = match found {
+                    let followed = found.filter(|(page, _)| page.meta.generation == put.generation());
+                    let (state, meta) = match followed {
                         Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
                         None => (FollowState::Miss, None),
                     };

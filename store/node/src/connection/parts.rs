@@ -86,9 +86,9 @@ impl Connection {
                     at += received;
                 }
                 PartPiece::Abandoned => {
-                    // The client gave up the part. So it gave up the put.
-                    self.node.store.puts().abort(&put);
-                    self.forget_put(&entry, &put);
+                    // The client gave up the part, and with it the put. It sends Cancel once none of
+                    // its RDMA writes to other parts is under way.
+                    self.abort_unannounced(&entry, &put);
                     return Ok(());
                 }
                 PartPiece::PutEnded => {
@@ -205,16 +205,15 @@ impl Connection {
         let peer = &self.peer;
         let key = put.id.key;
         tracing::warn!(%peer, %key, part, %mismatch, "put aborted: a part arrived damaged; check the network and the client");
-        self.node.store.puts().abort_unannounced(put);
-        // A draining put stays known: the client's later messages end its grants.
-        if !put.is_draining() {
-            self.forget_put(entry, put);
-        }
+        self.abort_unannounced(entry, put);
     }
 
-    /// Forgets a put that has ended, unless its name stands for another one by now.
-    fn forget_put(&mut self, entry: &Entry, put: &Arc<Put>) {
-        if self.puts.get(entry).is_some_and(|current| Arc::ptr_eq(current, put)) {
+    /// Aborts a put whose client may still write parts of it by RDMA.
+    fn abort_unannounced(&mut self, entry: &Entry, put: &Arc<Put>) {
+        self.node.store.puts().abort_unannounced(put);
+        // A draining put stays known: the client's later messages end its grants. The name may stand
+        // for another put by now: a Cancel can come between the fragments of a part.
+        if !put.is_draining() && self.puts.get(entry).is_some_and(|current| Arc::ptr_eq(current, put)) {
             self.puts.remove(entry);
         }
     }

@@ -122,6 +122,10 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
         }
         sent
     }
+
+    fn limit_buffered(&mut self, is_limited: bool) {
+        self.inner.limit_buffered(is_limited);
+    }
 }
 
 pub(super) struct ScheduledSource<R> {

@@ -11,6 +11,40 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+/// Time of one send from which on the link counts as slow.
+const SLOW_SEND: Duration = Duration::from_millis(100);
+/// Bytes that a link takes in [`SLOW_SEND`] at least to count as fast: 80 MB/s.
+const FAST_BYTES: u64 = 8 << 20;
+
+/// Speed of the link, as far as it matters for the sink's buffer. A link counts as slow until it
+/// has proved fast: a buffer that is filled already cannot be limited any more.
+#[derive(Default)]
+struct LinkSpeed {
+    is_fast: bool,
+    sent_bytes: u64,
+    sending: Duration,
+}
+
+impl LinkSpeed {
+    /// Records one send. Returns `true` if the judgement changed.
+    fn record(&mut self, bytes: usize, took: Duration) -> bool {
+        let was_fast = self.is_fast;
+        self.sent_bytes += bytes as u64;
+        self.sending += took;
+        if self.sending >= SLOW_SEND {
+            // Not by many short sends alone, so an idle link stays fast.
+            self.is_fast &= took < SLOW_SEND;
+            self.sent_bytes = 0;
+            self.sending = Duration::ZERO;
+        } else if self.sent_bytes >= FAST_BYTES {
+            self.is_fast = true;
+            self.sent_bytes = 0;
+            self.sending = Duration::ZERO;
+        }
+        self.is_fast != was_fast
+    }
+}
+
 /// Sends frames on a stream and stamps each with its sequence number, so that the reader detects
 /// dropped, repeated and reordered frames. Large payloads leave in fragments.
 pub struct FrameWriter<S> {
@@ -18,13 +52,20 @@ pub struct FrameWriter<S> {
     batch: Batch,
     budget: YieldBudget,
     payload_progress: Arc<AtomicU64>,
+    speed: LinkSpeed,
 }
 
 impl<S: ByteSink> FrameWriter<S> {
     /// A writer at the start of a stream. Its sequence numbers begin with 0, as do those of the
     /// peer's [`FrameReader`](super::FrameReader).
     pub fn new(sink: S) -> Self {
-        Self { sink, batch: Batch::default(), budget: YieldBudget::default(), payload_progress: Arc::default() }
+        Self {
+            sink,
+            batch: Batch::default(),
+            budget: YieldBudget::default(),
+            payload_progress: Arc::default(),
+            speed: LinkSpeed::default(),
+        }
     }
 
     /// Counter that grows while the sink takes page bytes. Short frames do not count: they fit into
@@ -55,6 +96,7 @@ impl<S: ByteSink> FrameWriter<S> {
     /// `TimedOut` if the peer takes no byte for `stall`, or the sink's error.
     pub async fn send_all(mut self, queue: impl Into<FrameQueue>, stall: Duration) -> io::Result<()> {
         let mut queue = queue.into();
+        self.sink.limit_buffered(true);
         loop {
             self.batch.fill(&mut queue);
             if self.batch.is_empty() {
@@ -72,7 +114,12 @@ impl<S: ByteSink> FrameWriter<S> {
     async fn send_some(&mut self) -> io::Result<()> {
         let mut slices = [IoSlice::new(&[]); SLICES_MAX];
         let count = self.batch.gather(&mut slices);
-        match self.sink.send(&slices[..count]).await? {
+        let begin = Instant::now();
+        let sent = self.sink.send(&slices[..count]).await?;
+        if self.speed.record(sent, begin.elapsed()) {
+            self.sink.limit_buffered(!self.speed.is_fast);
+        }
+        match sent {
             0 => Err(io::ErrorKind::WriteZero.into()),
             now => {
                 if self.batch.record_sent(now) {

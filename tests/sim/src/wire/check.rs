@@ -2,7 +2,7 @@
 
 use super::net::ClientHost;
 use super::nodes::NodeHost;
-use super::{Cluster, operations, put, soon};
+use super::{Cluster, operations, progress, put, soon};
 use crate::payload::{self, page_key};
 use crate::quiescence::{self, status_number};
 use crate::workload::Limit;
@@ -32,6 +32,9 @@ pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Cl
     }
     if let Some(client) = clients.first().filter(|_| !cluster.world.failed()) {
         check_aborted_puts(cluster, client, 0).await;
+    }
+    if let Some(client) = clients.first().filter(|_| !cluster.world.failed()) {
+        progress::check(cluster, client).await;
     }
     check_idle(cluster, hosts, clients).await;
     cluster.model.lock().quiesced();

@@ -92,6 +92,11 @@ impl Network {
         connections[which as usize].cut(random.chance(200_000));
     }
 
+    /// Number of connections that were ever opened.
+    pub(super) fn connections(&self) -> u64 {
+        *self.connections.lock()
+    }
+
     /// Opens a connection. `inside` is set for a shared-memory session, and holds the client's
     /// shared memory if it has some.
     async fn dial(

@@ -1,6 +1,6 @@
 //! Workers of a cluster: they draw client operations and check every answer against the model.
 
-use super::{Cluster, LAST_PAYLOAD_MS, LATE_MS, put, soon, worker_random};
+use super::{Cluster, LATE_MS, put, soon, worker_random};
 use crate::faults::Profile;
 use crate::model::ContentMatch;
 use crate::payload::page_key;
@@ -137,7 +137,7 @@ impl Worker {
         let hedge = self.random.chance(200_000).then(|| Duration::from_millis(self.random.below(300)));
         let options = GetOptions { hedge_after: hedge, busy_retries: self.random.below(3) as u32 };
         let got = limit.run(self.client.get_with(pages, options, deadline)).await;
-        self.cluster.check_end("get", deadline, LAST_PAYLOAD_MS + LATE_MS);
+        self.cluster.check_end("get", deadline, LATE_MS);
         let Some(got) = got else { return self.cluster.world.count("cancelled", 1) };
         for (key, (bytes, fetched)) in keys.into_iter().zip(got) {
             let Some(tier) = fetched.tier() else {
@@ -174,7 +174,7 @@ impl Worker {
             started.iter().map(|(key, range)| (page_key(*key), range.clone(), vec![0xee; range.len()])).collect();
         let ((limit, deadline), since) = (self.limit(), self.cluster.request_time());
         let got = limit.run(self.client.get_ranges(ranges, deadline)).await;
-        self.cluster.check_end("get of ranges", deadline, LAST_PAYLOAD_MS + LATE_MS);
+        self.cluster.check_end("get of ranges", deadline, LATE_MS);
         let Some(got) = got else { return self.cluster.world.count("cancelled", 1) };
         for ((key, range), (bytes, tier)) in started.into_iter().zip(got) {
             let Some(tier) = tier else {
@@ -200,7 +200,7 @@ impl Worker {
         let names: Vec<PageKey> = keys.iter().map(|&key| page_key(key)).collect();
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
         let views = limit.run(self.client.view(&names, deadline)).await;
-        self.cluster.check_end("view", deadline, LAST_PAYLOAD_MS + LATE_MS);
+        self.cluster.check_end("view", deadline, LATE_MS);
         for (key, view) in keys.into_iter().zip(views.unwrap_or_default()) {
             let Some(view) = view else { continue };
             let content = self.check("view", key, &view, started);
@@ -316,11 +316,7 @@ impl Worker {
         let ((limit, _), started) = (self.limit(), self.cluster.request_time());
         let deadline = limit.deadline_within(Duration::from_millis(self.random.below(3000)));
         let followed = limit.run(self.client.follow(page_key(key), buffer, deadline).finish()).await;
-        self.cluster.check_end(
-            "follow",
-            deadline.max(soon(Duration::ZERO) - Duration::from_millis(60)),
-            LAST_PAYLOAD_MS + LATE_MS,
-        );
+        self.cluster.check_end("follow", deadline.max(soon(Duration::ZERO) - Duration::from_millis(60)), LATE_MS);
         let Some((bytes, end)) = followed else { return self.cluster.world.count("cancelled", 1) };
         self.cluster.world.event("follow", [key, end as u64, 0]);
         self.cluster.world.count(

@@ -4,6 +4,7 @@
 //! in chunks of any size, after any delay. Faults, by seed:
 //! - A chunk takes seconds, or longer than any timeout. A slow connection delivers a few bytes per
 //!   millisecond.
+//! - All connections carry a limited number of bytes per second, evenly.
 //! - At a chosen byte the connection is cut. Both ends notice at once, or neither does for a
 //!   minute, or only one direction fails.
 //! - Corruption: bits flip, and stretches of bytes are omitted, duplicated, replayed later or
@@ -32,6 +33,8 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// keepalive of real connections.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(60);
 const RECENT_MAX: usize = 8;
+/// Chunks per second of a connection with a limited rate. Its bytes come evenly, as on a real link.
+const STEPS_PER_SECOND: usize = 20;
 
 /// Fault rates of the network, per million events of the named kind. All of them are 0 while the
 /// cluster has to become idle.
@@ -51,6 +54,8 @@ pub struct NetworkFaults {
     pub peer_memory_elsewhere: u32,
     pub peer_memory_flip: u32,
     pub latency_ms_max: u64,
+    /// Rate of each direction of each connection. 0: no limit.
+    pub bytes_per_second: u64,
 }
 
 impl NetworkFaults {
@@ -213,7 +218,10 @@ impl FakeConnection {
     fn send_bytes(&self, direction: usize, from: &[IoSlice<'_>]) -> Option<io::Result<usize>> {
         let Direction { state, data, .. } = &self.directions[direction];
         let mut state = state.lock();
-        let room = BUFFER_BYTES.saturating_sub(state.buffered);
+        let rate = self.faults.lock().bytes_per_second;
+        // A second's worth at most: sockets limit the bytes that the kernel has not sent.
+        let buffer_bytes = if rate == 0 { BUFFER_BYTES } else { BUFFER_BYTES.min(rate as usize) };
+        let room = buffer_bytes.saturating_sub(state.buffered);
         match state.cut {
             _ if state.receiver_gone => return Some(Err(io::ErrorKind::BrokenPipe.into())),
             Some(Disconnect::Reset) => return Some(Err(io::ErrorKind::ConnectionReset.into())),
@@ -232,7 +240,8 @@ impl FakeConnection {
             2 => state.random.between(1, 4096) as usize,
             _ => state.random.between(1, 32 << 10) as usize,
         };
-        let mut bytes = piece.min(offered);
+        let even = if rate == 0 { offered } else { (rate as usize / STEPS_PER_SECOND).max(1) };
+        let mut bytes = piece.min(offered).min(even);
         let breaks = self.faults.lock().cut > 0;
         let plan = self.plan.lock().filter(|plan| {
             breaks && plan.direction == direction && (state.sent..=state.sent + bytes as u64).contains(&plan.at)
@@ -271,6 +280,10 @@ impl FakeConnection {
     fn enqueue(&self, state: &mut DirectionState, mut piece: Vec<u8>) {
         let faults = *self.faults.lock();
         let mut due = Instant::now() + Duration::from_millis(state.random.between(0, faults.latency_ms_max));
+        if faults.bytes_per_second > 0 {
+            let time = Duration::from_secs_f64(piece.len() as f64 / faults.bytes_per_second as f64);
+            due = due.max(state.last_due + time);
+        }
         if self.slow && faults.slow > 0 {
             due = due.max(state.last_due + Duration::from_millis(1));
         }
