@@ -9,9 +9,9 @@ pub(crate) fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Scales `time` by a factor between 1 and 1.25 that `seed` selects. Clients that a node has refused
-/// at the same moment then do not all return at the same moment. None returns before the time that
-/// the node told it: the node has no room for it yet.
+/// Scales `time` by a factor between 1 and 1.25 that `seed` selects. Clients that a node has
+/// refused at the same moment then do not all return at the same moment. None returns before the
+/// time that the node told it: the node has no room for it yet.
 pub(crate) fn jittered(time: Duration, seed: u64) -> Duration {
     time.mul_f64(1.0 + (mix(seed) >> 11) as f64 / (1u64 << 55) as f64)
 }

@@ -385,7 +385,7 @@ impl Budget {
         }
     }
 
-    /// Returns `true` if a put of `bytes` finds no room, whoever waits.
+    /// Returns `true` if a put of `bytes` finds no room, even if no caller waits.
     fn is_full(&self, state: &BudgetState, bytes: u64) -> bool {
         let used = state.used[Kind::Puts as usize] + self.writes.bytes();
         used > 0 && used + bytes > self.node_max[Kind::Puts as usize]

@@ -530,8 +530,7 @@ fn dropping_a_future_keeps_memory_until_completion() {
         let grant = pair.node_end.grant_read(pair.node.filled(len, 4), &pair.node.region).await.unwrap();
         let (buffer, recorder) = pair.client.recorded(len);
         {
-            // Shorter than the time to a retransmission, and long beside the steps below.
-            let _fault = NetworkFault::new("delay 1500ms limit 100000");
+            let _fault = NetworkFault::new("delay 1500ms limit 100000"); // below the retransmission time
             let read = pair.client_end.read(buffer, &pair.client.region, grant.remote());
             assert!(timeout(Duration::from_millis(100), read).await.is_err(), "the transfer is in flight");
             assert!(recorder.released_bytes().is_none(), "the device still has the memory");

@@ -95,7 +95,7 @@ impl Account {
         // One lock for check and charge: two concurrent requests must not both take the last bytes.
         let mut state = self.budget.state.lock();
         let overrun = match kind {
-            // Without a look at the line, which can be long: nobody finds room.
+            // Without a look at the line, which can be long: no caller finds room.
             Kind::Puts if self.budget.is_full(&state, bytes) => bytes,
             _ => self.budget.overrun(&mut state, self.connection, kind, bytes, now).max(),
         };
@@ -204,7 +204,7 @@ impl Account {
     /// Gives the connection a place in the line for `bytes`, after a refusal of puts. Returns the
     /// delay after which it finds room.
     ///
-    /// A connection at its own bound gets no place: nobody else can take its room.
+    /// A connection at its own bound gets no place: no other connection can take its room.
     pub(crate) fn wait_in_line(&self, bytes: u64, page_bytes: u64) -> Busy {
         let kind = Kind::Puts;
         let now = now();
@@ -245,7 +245,7 @@ impl Account {
             .map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let time = time.max(waited / WAITED_PART);
         if time > PUT_RETRY_MAX {
-            // Most clients give up before. Their places would hold room for nobody.
+            // Most clients give up before. Their places would hold room in vain.
             state.line.leave(self.connection);
             return Busy { retry_after: PUT_RETRY_MAX };
         }

@@ -1,7 +1,7 @@
 //! The line of writers that were refused for lack of room.
 //!
 //! A refused connection gets a place. Free room goes to the places in order, so a connection that
-//! returns as it was told finds room, whoever else came meanwhile.
+//! returns as it was told finds room, even if others came meanwhile.
 //!
 //! Invariants:
 //! - A connection has at most one place, and the line at most [`PLACES_MAX`].

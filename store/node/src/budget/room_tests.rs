@@ -148,7 +148,7 @@ async fn callers_refused_by_slow_writers_get_in_when_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn writer_keeps_its_room_while_any_byte_arrives_or_nobody_waits() {
+async fn writer_keeps_its_room_while_any_byte_arrives_or_no_caller_waits() {
     let budget = budget();
     let open = Open::default();
     let trickling = account(&budget, "trickling");
@@ -215,7 +215,7 @@ async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
     open.end(&holder);
     assert!(!open.reserve(&many[1]) && open.reserve(&single), "the other tenant's first place is second");
     assert!(open.reserve(&many[0]), "its room was kept");
-    // Whoever does not return loses the place soon after its time.
+    // A caller that does not return loses its place soon after its time.
     sleep(Duration::from_secs(3)).await;
     open.end(&holder);
     assert!(open.reserve(&newcomer));

@@ -27,8 +27,8 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
             Presence::Sealed => return follow_sealed(node, responder, id, deadline).await,
             Presence::Open(put) => match follow_put(node, responder, &put, deadline).await? {
                 Progress::Sealed => {
-                    // Another put of the key may be current by now: the client may have taken its time
-                    // to receive the parts. They are not parts of that page.
+                    // Another put of the key may be current by now: the client may have taken its
+                    // time to receive the parts. They are not parts of that page.
                     let found = node.store.tiers().get(&id, deadline).await;
                     let followed = found.filter(|(page, _)| page.meta.generation == put.generation());
                     let (state, meta) = match followed {

@@ -86,8 +86,8 @@ impl Connection {
                     at += received;
                 }
                 PartPiece::Abandoned => {
-                    // The client gave up the part, and with it the put. It sends Cancel once none of
-                    // its RDMA writes to other parts is under way.
+                    // The client gave up the part, and with it the put. It sends Cancel once none
+                    // of its RDMA writes to other parts is under way.
                     self.abort_unannounced(&entry, &put);
                     return Ok(());
                 }
@@ -211,8 +211,8 @@ impl Connection {
     /// Aborts a put whose client may still write parts of it by RDMA.
     fn abort_unannounced(&mut self, entry: &Entry, put: &Arc<Put>) {
         self.node.store.puts().abort_unannounced(put);
-        // A draining put stays known: the client's later messages end its grants. The name may stand
-        // for another put by now: a Cancel can come between the fragments of a part.
+        // A draining put stays known: the client's later messages end its grants. The name may
+        // stand for another put by now: a Cancel can come between the fragments of a part.
         if !put.is_draining() && self.puts.get(entry).is_some_and(|current| Arc::ptr_eq(current, put)) {
             self.puts.remove(entry);
         }

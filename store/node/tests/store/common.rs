@@ -106,7 +106,8 @@ pub async fn settles(store: &Store, pointer: &str, value: u64) {
     eventually(&format!("{pointer} is {value}"), store, || figure(store, pointer) == value).await;
 }
 
-/// Polls until `condition` holds. Panics with the store's status if it does not within [`PATIENCE`].
+/// Polls until `condition` holds. Panics with the store's status if it does not within
+/// [`PATIENCE`].
 pub async fn eventually(condition_name: &str, store: &Store, mut condition: impl FnMut() -> bool) {
     let deadline = soon();
     while !condition() {

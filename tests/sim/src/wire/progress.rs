@@ -1,9 +1,9 @@
 //! Progress over slow links: the oracle for requests that must not be misses.
 //!
 //! After the faults have stopped, a network that is slow and otherwise healthy carries a put and
-//! gets of single pages. Each page takes [`PAGE_TIME`], which is longer than the silence after which
-//! a peer counts as dead. The page is there, the node is up, and the deadline is long enough. So
-//! the result must be a hit.
+//! gets of single pages. Each page takes [`PAGE_TIME`], which is longer than the silence after
+//! which a peer counts as dead. The page is there, the node is up, and the deadline is long enough.
+//! So the result must be a hit.
 //!
 //! The oracle forgives nothing else than a profile in which devices or memory fail: such a node may
 //! lose a page at any time. The counters "progress checks" and "progress checks forgiven" tell how

@@ -11,8 +11,8 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
 const SIGKILL: i32 = 9;
-/// Deadline of a start. A node that takes longer hangs, however busy the machine is. The report names
-/// the slowest start.
+/// Deadline of a start. A node that takes longer hangs, however busy the machine is. The report
+/// names the slowest start.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 const LOG_FILE: &str = "node.log";
 

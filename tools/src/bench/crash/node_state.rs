@@ -28,10 +28,10 @@ pub async fn wait_until_flushed(client: &Client) -> Result<Instant> {
 async fn wait_for(client: &Client, condition_name: &str, condition: impl Fn(&Value) -> bool) -> Result<Instant> {
     let deadline = Instant::now() + OPERATION_TIMEOUT;
     loop {
-        let asked = Instant::now();
+        let requested_at = Instant::now();
         let status = client.status(deadline).await.pop().and_then(|node| node.status);
         if status.as_ref().is_some_and(&condition) {
-            return Ok(asked);
+            return Ok(requested_at);
         }
         if Instant::now() >= deadline {
             bail!("the node did not report within {OPERATION_TIMEOUT:?} that {condition_name}; its status: {status:?}");
