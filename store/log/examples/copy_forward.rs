@@ -76,7 +76,6 @@ impl Replay {
 
     fn read(&mut self, block: u32) -> bool {
         let ticket = self.log.begin_read(&id(block), 0);
-        self.log.touch(&id(block));
         ticket.map(|ticket| self.log.end_read(ticket)).is_some()
     }
 
@@ -102,7 +101,6 @@ impl Replay {
             match intent {
                 Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
                 Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
-                Intent::Reclaim => while self.log.reclaim_step() {},
                 Intent::CopyForward(work) => self.copying = Some(work),
             }
         }

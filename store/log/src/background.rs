@@ -4,7 +4,7 @@
 use crate::copy_forward::{CopyForwardGuard, copy_forward};
 use crate::machine::{Intent, PlannedFooter, WriteOutcome};
 use crate::memory::private_memory;
-use crate::shared::{LogShared, Preparations};
+use crate::shared::LogShared;
 use larder_io::{Operation, Priority, TaskClass};
 use larder_runtime::fail_point;
 use std::io;
@@ -26,7 +26,6 @@ pub(crate) async fn carry_out_intents(shared: Arc<LogShared>) {
             match intent {
                 Intent::Prepare(prepare) => shared.prepare_segment(&prepare).await,
                 Intent::Footer(planned) => shared.write_footer(planned).await,
-                Intent::Reclaim => shared.reclaim_in_steps().await,
                 Intent::CopyForward(work) => {
                     // The guard exists before the task: a task that never runs still reports its
                     // end.
@@ -72,15 +71,6 @@ pub(crate) async fn finish(shared: &Arc<LogShared>) {
 }
 
 impl LogShared {
-    /// Chooses pages to copy, or evicts pages, and unlocks the log between two slices.
-    async fn reclaim_in_steps(&self) {
-        while self.update_log(|log| log.reclaim_step()) {
-            tokio::task::yield_now().await;
-        }
-        // Writers wait while room is reserved for pinned pages.
-        self.preparations.update(Preparations::next_turn);
-    }
-
     /// Writes a footer, and reports the result to the log. After a failure, the next start scans
     /// the segment record by record.
     async fn write_footer(&self, planned: PlannedFooter) {

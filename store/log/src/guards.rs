@@ -76,9 +76,8 @@ impl ReadGuard {
 
 impl Drop for ReadGuard {
     fn drop(&mut self) {
-        // Without the lock of the log: this runs on the thread that completes I/O.
-        if self.ticket.take().is_some_and(ReadTicket::end) {
-            self.shared.update_log(|log| log.reads_ended());
+        if let Some(ticket) = self.ticket.take() {
+            self.shared.update_log(|log| log.end_read(ticket));
         }
     }
 }

@@ -189,10 +189,9 @@ impl L3 {
     }
 
     /// Records a use of pages that a faster tier served. Without it, retention would take the most
-    /// used pages for unused ones. Does not wait for the log, so it may lose some uses while the
-    /// log is busy.
+    /// used pages for unused ones.
     pub fn touch(&self, ids: &[PageId]) {
-        ids.iter().for_each(|id| self.shared().note_use(*id));
+        self.shared().update_log(|log| ids.iter().for_each(|id| log.touch(id)));
     }
 
     /// Sets the listener for pages that were dropped because of damage. It runs on the device's

@@ -26,13 +26,13 @@ impl LogShared {
     /// record nor the fallback is intact.
     pub(crate) async fn read_page(self: &Arc<Self>, id: &PageId) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+        let Some(ticket) = self.update_log(|log| log.begin_read(id, now)) else { return Ok(None) };
         self.read_client_record(ticket).await
     }
 
     pub(crate) async fn read_page_at(self: &Arc<Self>, location: &Location) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
         self.read_client_record(ticket).await
     }
 
@@ -40,13 +40,12 @@ impl LogShared {
     /// from.
     async fn read_client_record(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<VerifiedPage>, L3Error> {
         let id = ticket.id;
-        self.note_use(id);
         let mut page = self.read_record(ticket, Priority::Demand).await?;
         if page.is_none() {
             // The damaged record was dropped. The index finds the original now, if its segment
             // still exists.
             let now = self.clock.now_unix_ms();
-            let Some(ticket) = self.with_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
+            let Some(ticket) = self.update_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
             page = self.read_record(ticket, Priority::Demand).await?;
         }
         if let Some((_, payload)) = &page {

@@ -24,6 +24,7 @@ pub(super) struct ReceivedPage {
 
 impl ReceivedPage {
     /// Extracts the page of a Page or Range response. Returns other responses unchanged.
+    #[expect(clippy::result_large_err, reason = "both variants are large, and a box would cost every page")]
     pub(super) fn of(response: Response) -> Result<ReceivedPage, Response> {
         match response {
             Response::Page { index, tier, meta, location } => {

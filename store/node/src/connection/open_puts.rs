@@ -24,6 +24,7 @@ impl OpenPuts {
     /// `takes_back`.
     ///
     /// [`Store::reserve_for`]: crate::store::Store::reserve_for
+    #[expect(clippy::too_many_arguments, reason = "all callers have these values apart")]
     pub(super) fn reserve(
         &mut self,
         node: &NodeState,

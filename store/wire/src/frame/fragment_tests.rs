@@ -111,8 +111,7 @@ async fn sent_with(bulk: Vec<Frame>, after: usize, meanwhile: impl FnOnce(&mpsc:
     meanwhile(&urgent);
     drop(urgent);
     sending.await.unwrap().unwrap();
-    let bytes = taken.lock().clone();
-    bytes
+    std::mem::take(&mut *taken.lock())
 }
 
 #[tokio::test]
