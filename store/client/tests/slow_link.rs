@@ -15,9 +15,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 const RATE: usize = 2_500_000;
-const PROXY_BUFFER_BYTES: u32 = 64 << 10;
+const PROXY_BUFFER_BYTES: u32 = 16 << 10;
+/// Segment size of Ethernet. Loopback's 64 KiB would let the peer acknowledge only once a second.
+const SEGMENT_BYTES: u32 = 1460;
 /// Bytes that the proxy forwards at a time.
-const STEP_BYTES: usize = 16 << 10;
+const STEP_BYTES: usize = 4 << 10;
 
 fn descriptor(page_bytes: usize) -> NamespaceDescriptor {
     let geometry = PageGeometry {
@@ -34,11 +36,15 @@ fn descriptor(page_bytes: usize) -> NamespaceDescriptor {
 }
 
 async fn node() -> Node {
+    node_with(NodeOptions::default()).await
+}
+
+async fn node_with(options: NodeOptions) -> Node {
     let options = NodeOptions {
         listen: SocketAddr::from(([127, 0, 0, 1], 0)),
         l2_bytes: 256 << 20,
         share_memory: Some(false),
-        ..NodeOptions::default()
+        ..options
     };
     Node::start(options).await.unwrap()
 }
@@ -53,6 +59,7 @@ impl SlowLink {
     async fn to(node: &Node, rate: usize) -> SlowLink {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
+        socket2::SockRef::from(&socket).set_tcp_mss(SEGMENT_BYTES).unwrap();
         socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let listener = socket.listen(16).unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -78,6 +85,7 @@ async fn accept(listener: TcpListener, node: SocketAddr, rate: usize, connection
         tokio::spawn(async move {
             let socket = TcpSocket::new_v4().unwrap();
             socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
+            socket2::SockRef::from(&socket).set_tcp_mss(SEGMENT_BYTES).unwrap();
             let node = socket.connect(node).await.unwrap();
             let (from_client, to_client) = split(client);
             let (from_node, to_node) = split(node);
@@ -179,6 +187,38 @@ async fn link_of_64_kilobytes_per_second_delivers_pages() {
     let (put, got) = tokio::join!(put(&writer, 2, PAGE), get(&reader, 1, PAGE, 60.0));
     assert_eq!((put, got), (PutOutcome::Stored, Some(Tier::L2)));
     assert_eq!(links.map(|link| link.connections()), [1, 1]);
+    node.shutdown().await;
+}
+
+/// Readers that want more memory than the node has, over and over: one read always waits.
+async fn crowd(node: &Node, page_bytes: usize) -> Vec<tokio::task::JoinHandle<()>> {
+    let mut readers = Vec::new();
+    for _ in 0..4 {
+        let client = attach(node.addr().to_string(), page_bytes).await;
+        readers.push(tokio::spawn(async move {
+            loop {
+                let gets = (2..10).map(|number| (key(number), vec![0; page_bytes])).collect();
+                client.get(gets, within(10.0)).await;
+            }
+        }));
+    }
+    readers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reader_of_64_kilobytes_per_second_keeps_its_connection_while_others_wait_for_memory() {
+    const PAGE: usize = 1 << 20;
+    let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    for number in 1..10 {
+        assert_eq!(put(&direct, number, PAGE).await, PutOutcome::Stored);
+    }
+    let link = SlowLink::to(&node, 64_000).await;
+    let reader = link.attach(PAGE).await;
+    let crowd = crowd(&node, PAGE).await;
+    let got = get(&reader, 1, PAGE, 60.0).await;
+    crowd.iter().for_each(|reader| reader.abort());
+    assert_eq!((got, link.connections()), (Some(Tier::L2), 1));
     node.shutdown().await;
 }
 

@@ -3,6 +3,7 @@
 use socket2::SockRef;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd};
 use tokio::net::{TcpStream, UnixStream, tcp, unix};
 
 /// Bytes in the TCP socket of a slow link that the kernel has not sent, from which on it takes no
@@ -54,6 +55,11 @@ pub trait ByteSink: Send + 'static {
     /// nor abandoned, and hide the progress of a slow link. On a fast link the limit costs about a
     /// tenth of the throughput. The default does nothing.
     fn limit_buffered(&mut self, _is_limited: bool) {}
+
+    /// Returns the socket below, if there is one. Its owner can look how far the peer has received.
+    fn socket(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 macro_rules! sockets {
@@ -96,6 +102,10 @@ macro_rules! sockets {
 
             fn limit_buffered(&mut self, is_limited: bool) {
                 $limit(self.as_ref(), is_limited);
+            }
+
+            fn socket(&self) -> Option<BorrowedFd<'_>> {
+                Some(self.as_ref().as_fd())
             }
         }
     )+ };

@@ -7,21 +7,25 @@
 //! A client's short answers may wait behind its own pages. They share its socket.
 
 use crate::budget::Account;
+use larder_io::unacknowledged_bytes;
 use larder_runtime::now;
 use larder_wire::{ByteSink, ByteSource};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Operations on more bytes than this are bulk. 64 KiB are one chunk of a page, which the kernel
 /// copies in about 10 µs. Bodies and short answers are smaller.
 const BULK_MIN: usize = 64 << 10;
+/// Interval in which a full socket is asked for progress. A client counts as stalled after 1 s.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Schedules bulk socket operations of all connections, in the order in which they ask.
 #[derive(Clone)]
@@ -100,31 +104,67 @@ pub(super) struct ScheduledSink<W> {
     uncongested_since: UncongestedSince,
     /// Learns of the client's progress. `None` for a connection that was refused.
     account: Option<Arc<Account>>,
+    /// Bytes that the client had not acknowledged at the last look.
+    unacknowledged: Option<u64>,
 }
 
 impl<W: ByteSink> ScheduledSink<W> {
     pub(super) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
         let uncongested_since = UncongestedSince(Arc::new(Mutex::new(now())));
-        (Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account }, uncongested_since)
+        let sink =
+            Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account, unacknowledged: None };
+        (sink, uncongested_since)
+    }
+}
+
+impl<W: ByteSink> ScheduledSink<W> {
+    /// Records progress if the client has received bytes since the last look. The socket of a slow
+    /// link takes 64 KiB at a time, so that a second can pass between two sends.
+    fn look_for_progress(&mut self) {
+        let unacknowledged = self.inner.socket().and_then(|socket| unacknowledged_bytes(socket).ok());
+        // A send in between only adds bytes, and records progress itself.
+        if let (Some(before), Some(after)) = (self.unacknowledged, unacknowledged)
+            && after < before
+        {
+            self.record_progress();
+        }
+        self.unacknowledged = unacknowledged;
+    }
+
+    fn record_progress(&self) {
+        if let Some(account) = &self.account {
+            account.record_progress();
+        }
     }
 }
 
 impl<W: ByteSink> ByteSink for ScheduledSink<W> {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let bytes = from.iter().map(|slice| slice.len()).sum();
-        let uncongested_since = &self.uncongested_since.0;
-        let sent = self.scheduler.run(bytes, self.inner.send(from), || *uncongested_since.lock() = now()).await;
-        if bytes > BULK_MIN {
-            *uncongested_since.lock() = now();
-            if let (Some(account), Ok(_)) = (&self.account, &sent) {
-                account.record_progress();
+        let sent = loop {
+            let on_wait = || *self.uncongested_since.0.lock() = now();
+            let operation = self.scheduler.run(bytes, self.inner.send(from), on_wait);
+            // A dropped operation has taken no bytes, so it can begin again.
+            match tokio::time::timeout(PROGRESS_INTERVAL, operation).await {
+                Ok(sent) => break sent,
+                Err(_) => self.look_for_progress(),
             }
+        };
+        if bytes > BULK_MIN {
+            *self.uncongested_since.0.lock() = now();
+        }
+        if sent.is_ok() {
+            self.record_progress();
         }
         sent
     }
 
     fn limit_buffered(&mut self, is_limited: bool) {
         self.inner.limit_buffered(is_limited);
+    }
+
+    fn socket(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.socket()
     }
 }
 
@@ -161,7 +201,6 @@ impl<R: ByteSource> ByteSource for ScheduledSource<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
     use tokio::sync::mpsc;
 
     const BULK: usize = 128 << 10;
