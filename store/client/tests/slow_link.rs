@@ -223,6 +223,51 @@ async fn reader_of_64_kilobytes_per_second_keeps_its_connection_while_others_wai
 }
 
 #[tokio::test]
+async fn refused_page_leaves_a_slow_link_at_once() {
+    const PAGE: usize = 1 << 20;
+    let node = node_with(NodeOptions { in_flight_bytes: Some(2 * PAGE as u64), ..NodeOptions::default() }).await;
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    let mut occupant = direct.put(page(1), within(60.0));
+    occupant.part(0, payload(1, PAGE));
+    let link = SlowLink::to(&node, 64_000).await;
+    let writer = link.attach(PAGE).await;
+    let begin = Instant::now();
+    // The client sends the page before the node's answer, which is "in progress" here.
+    assert_eq!(put(&writer, 1, PAGE).await, PutOutcome::InProgress);
+    let took = begin.elapsed();
+    // The whole page takes 16 s. One fragment of 256 KiB cannot be taken back.
+    assert!(took < Duration::from_secs(10), "the refusal took {took:?}");
+    assert_eq!(occupant.commit(within(10.0)).await, PutOutcome::Stored);
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it() {
+    const PAGE: usize = 1 << 20;
+    let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
+    let link = SlowLink::to(&node, 64_000).await;
+    let writer = link.attach(PAGE).await;
+    let mut crowd = Vec::new();
+    for client in 1..5 {
+        let others = attach(node.addr().to_string(), PAGE).await;
+        crowd.push(tokio::spawn(async move {
+            // Twice the room at a time. Refused pages come back until their deadline.
+            for first in (0..).step_by(8) {
+                let pages = (first..first + 8).map(|n| (page(n << 4 | client), payload(n, PAGE)));
+                others.put_pages(pages.collect(), PutOptions::default(), within(10.0)).await;
+            }
+        }));
+    }
+    let options = PutOptions { busy_retries: 10_000, ..PutOptions::default() };
+    let stored = writer.put_pages(vec![(page(0), payload(0, PAGE))], options, within(60.0)).await[0];
+    let refused = node.status()["counters"]["puts_busy"].as_u64();
+    crowd.iter().for_each(|writer| writer.abort());
+    assert_eq!((stored, link.connections()), (PutOutcome::Stored, 1));
+    assert!(refused > Some(0), "the others always found room");
+    node.shutdown().await;
+}
+
+#[tokio::test]
 async fn get_at_its_deadline_does_not_end_another_get_of_the_connection() {
     const PAGE: usize = 4 << 20;
     let node = node().await;

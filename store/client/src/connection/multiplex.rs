@@ -110,6 +110,11 @@ impl Connection {
         &self.outbox
     }
 
+    /// Abandons the queued parts of a Reserve.
+    pub(crate) fn abandon_parts(&self, reserve: u64) {
+        self.outbox.abandon_parts(reserve);
+    }
+
     pub(super) fn pending(&self) -> &Mutex<PendingRequests> {
         &self.pending
     }

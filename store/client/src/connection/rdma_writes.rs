@@ -67,7 +67,7 @@ pub(crate) async fn open_parts(connection: &Arc<Connection>, reserve: u64, deadl
 
 /// Abandons the puts of a Reserve at the node, once no part is being written any more.
 pub(crate) fn cancel_puts(connection: &Connection, reserve: u64) {
-    connection.outbox().abandon_parts(reserve);
+    connection.abandon_parts(reserve);
     if fail_point!("client.cancel-under-rdma-write") || !connection.rdma().cancel_after_writes(reserve) {
         connection.send_detached(&Request::Cancel(reserve));
     }

@@ -158,13 +158,19 @@ impl Batch<'_> {
         let eager = self.send_eagerly(open.is_some(), &mut answer).await?;
         if eager.sent == count && eager.answer.is_none() {
             // Everything has left: the commit need not wait for the answer either.
-            let (reserved, committed) = futures::join!(self.receive_answer(answer), self.commit(&eager.group));
+            let reserve = async {
+                let reserved = self.receive_answer(answer).await;
+                self.abandon_if_refused(reserved.as_ref());
+                reserved
+            };
+            let (reserved, committed) = futures::join!(reserve, self.commit(&eager.group));
             return Some(self.conclude(reserved?, committed).await);
         }
         let reserved = match eager.answer {
             Some(response) => reserve_outcomes(response, count)?,
             None => self.receive_answer(answer).await?,
         };
+        self.abandon_if_refused(Some(&reserved));
         let granted: Vec<usize> = (0..count).filter(|&i| reserved.0[i] == ReserveOutcome::Granted).collect();
         if !granted.is_empty() {
             open.iter().for_each(OpenParts::record_accepted);
@@ -180,6 +186,14 @@ impl Batch<'_> {
         }
         let committed: Vec<_> = futures::stream::iter(groups).buffered(GROUPS_IN_FLIGHT).collect().await;
         Some(self.conclude(reserved, committed.concat()).await)
+    }
+
+    /// Abandons the queued parts if the node granted no page. Over a slow link they would occupy the
+    /// stream for long, and the node would discard them.
+    fn abandon_if_refused(&self, answer: Option<&ReserveAnswer>) {
+        if answer.is_some_and(|(outcomes, _)| !outcomes.contains(&ReserveOutcome::Granted)) {
+            self.connection.abandon_parts(self.number);
+        }
     }
 
     fn reserve_request(&self, options: PutOptions) -> Request {
