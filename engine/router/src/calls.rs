@@ -48,6 +48,12 @@ impl CallError {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
     }
 
+    /// Failure of the router itself before the call. The engine is not at fault.
+    fn unsent(engine: &str, reason: impl std::fmt::Display) -> Self {
+        let message = format!("the router cannot write the request: {reason}");
+        CallError::Refused { engine: engine.into(), error: ApiError::new(ErrorCode::BadRequest, message) }
+    }
+
     /// Returns `true` if another engine may succeed. `NotFound` counts: perhaps only this engine,
     /// or a proxy before it, lacks the endpoint. After the deadline no engine has time left.
     pub fn is_retryable(&self) -> bool {
@@ -138,7 +144,7 @@ impl EngineClient {
         request: &PrefillRequest,
         deadline: Instant,
     ) -> Result<PrefillResponse, CallError> {
-        let request = self.http.post(path(engine, PATH_PREFILL)).json(request);
+        let request = self.http.post(url(engine, PATH_PREFILL)).json(request);
         self.json(&engine.name, request, deadline).await
     }
 
@@ -151,10 +157,12 @@ impl EngineClient {
         deadline: Instant,
     ) -> Vec<Result<ForgetResponse, CallError>> {
         // One copy for all engines: a prefix of four million tokens takes 30 MB.
-        let body = Bytes::from(serde_json::to_vec(request).unwrap_or_default());
+        let body = serde_json::to_vec(request).map(Bytes::from);
         let calls = engines.iter().map(|engine| {
-            let request = self.http.post(path(engine, PATH_FORGET)).header(CONTENT_TYPE, "application/json");
-            self.json(&engine.name, request.body(body.clone()), deadline)
+            let post = self.http.post(url(engine, PATH_FORGET)).header(CONTENT_TYPE, "application/json");
+            // An empty body in its place could be read as another request.
+            let body = body.as_ref().cloned().map_err(|error| CallError::unsent(&engine.name, error));
+            async move { self.json(&engine.name, post.body(body?), deadline).await }
         });
         join_all(calls).await
     }
@@ -166,7 +174,7 @@ impl EngineClient {
         request: &DecodeRequest,
         deadline: Instant,
     ) -> Result<EventStream, CallError> {
-        let request = self.http.post(path(engine, PATH_DECODE)).json(request);
+        let request = self.http.post(url(engine, PATH_DECODE)).json(request);
         let response = within(&engine.name, deadline, async {
             let response = send(&engine.name, request).await?;
             match response.status().is_success() {
@@ -203,7 +211,7 @@ impl EngineClient {
     }
 }
 
-fn path(engine: &RemoteEngine, path: &str) -> String {
+fn url(engine: &RemoteEngine, path: &str) -> String {
     format!("{}{path}", engine.info.url.trim_end_matches('/'))
 }
 
@@ -317,18 +325,22 @@ struct LineSplitter {
 impl LineSplitter {
     fn push(&mut self, mut chunk: &[u8]) -> Result<(), String> {
         while let Some(end) = chunk.iter().position(|&b| b == b'\n') {
-            self.partial.extend_from_slice(&chunk[..end]);
+            self.extend(&chunk[..end])?;
             let line = self.partial.split();
             if !line.trim_ascii().is_empty() {
                 self.complete.push_back(line);
             }
             chunk = &chunk[end + 1..];
         }
+        self.extend(chunk)
+    }
+
+    fn extend(&mut self, piece: &[u8]) -> Result<(), String> {
         // Checked before copying, so that an endless line cannot exhaust memory.
-        if self.partial.len() + chunk.len() > ANSWER_BYTES_MAX {
+        if self.partial.len() + piece.len() > ANSWER_BYTES_MAX {
             return Err(format!("a line of its stream exceeds {ANSWER_BYTES_MAX} bytes"));
         }
-        self.partial.extend_from_slice(chunk);
+        self.partial.extend_from_slice(piece);
         Ok(())
     }
 
@@ -361,6 +373,18 @@ mod tests {
         lines.push(&chunk).unwrap();
         lines.push(&chunk).unwrap();
         assert!(lines.push(b"x").is_err());
+    }
+
+    #[test]
+    fn splitter_refuses_a_line_whose_end_comes_beyond_the_limit() {
+        let whole = vec![b'x'; ANSWER_BYTES_MAX];
+        let mut lines = LineSplitter::default();
+        lines.push(&whole).unwrap();
+        lines.push(b"\nnext").unwrap();
+        assert_eq!(lines.take().unwrap().len(), ANSWER_BYTES_MAX);
+        let mut lines = LineSplitter::default();
+        lines.push(&whole).unwrap();
+        assert!(lines.push(b"x\n").is_err() && lines.take().is_none());
     }
 
     #[test]

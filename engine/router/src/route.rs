@@ -32,6 +32,8 @@ use tokio_util::task::AbortOnDropHandle;
 const GENERATION_LOAD_TOKENS_MAX: u64 = 64;
 /// Maximum time the end of an answer waits for the prefill engine's report of cached pages. Only
 /// the field `cached_tokens` depends on it.
+// The report is usually there: prefill ends before decode does. Where it is not, the client has all
+// text already, and a delay of this length at its end is hardly noticed.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
 
 /// Upper bound of the average text per generated token, in bytes: twice the longest tokens in use,
@@ -249,11 +251,6 @@ impl PromptPlan {
             );
             // Before the next choice, so that the balancer skips an engine that was lost.
             error.note(&engine);
-            if matches!(error, CallError::Deadline { .. }) {
-                // A single timeout may be the client's short limit. Several in a row mean a hung
-                // engine.
-                engine.note_fault();
-            }
             tried.push(engine.name.clone());
             let mut is_retryable = error.is_retryable();
             if error.exceeds_context() {
@@ -280,6 +277,8 @@ impl PromptPlan {
     /// fails for good, the call is repeated without waiting for pages: the engine then takes the
     /// published ones and computes the rest. Without the repeat it would wait for pages that never
     /// come.
+    ///
+    /// Counts a timeout against the engine, unless it still waited for the prefill.
     async fn start(
         self: &Arc<Self>,
         engine: &Arc<RemoteEngine>,
@@ -287,11 +286,19 @@ impl PromptPlan {
     ) -> Result<Generation, CallError> {
         if let Some(prefill) = self.prefill.clone() {
             tokio::select! {
-                started = self.call(engine, sampling, self.prompt.keys.len()) => return started,
-                () = failure_of(prefill) => {}
+                started = self.call(engine, sampling, self.prompt.keys.len()) => {
+                    // The prefill engine is at fault for pages that did not come.
+                    if matches!(prefill.now_or_never(), Some(Some(_))) {
+                        note_timeout(engine, &started);
+                    }
+                    return started;
+                }
+                () = failure_of(prefill.clone()) => {}
             }
         }
-        self.call(engine, sampling, 0).await
+        let started = self.call(engine, sampling, 0).await;
+        note_timeout(engine, &started);
+        started
     }
 
     /// Calls `engine` and waits for its first token. The engine expects the first `await_pages`
@@ -361,6 +368,14 @@ fn sum(numbers: [u32; 3]) -> u32 {
 async fn failure_of(prefill: PrefillTask) {
     if prefill.await.is_some_and(|answer| answer.pages_lost == 0) {
         std::future::pending::<()>().await;
+    }
+}
+
+/// Counts a decode call that reached its deadline against the engine. A single timeout may be the
+/// client's short limit. Several in a row mean a hung engine.
+fn note_timeout(engine: &RemoteEngine, started: &Result<Generation, CallError>) {
+    if matches!(started, Err(CallError::Deadline { .. })) {
+        engine.note_fault();
     }
 }
 
@@ -497,7 +512,10 @@ impl PrefillJob {
             }
             self.request.deadline_ms = remaining_ms(self.deadline);
             let load = engine.add_load(self.uncached_tokens);
+            let mut watch = TimeoutWatch { engine: &engine, deadline: self.deadline, is_answered: false };
             let answer = self.router.engine_client.prefill(&engine, &self.request, self.deadline).await;
+            watch.is_answered = !matches!(answer, Err(CallError::Deadline { .. }));
+            drop(watch);
             // Before the next `choose`, which compares loads: this call loads the engine no more.
             drop(load);
             let error = match answer {
@@ -520,6 +538,22 @@ impl PrefillJob {
             tried.push(engine.name.clone());
         }
         Err(failure)
+    }
+}
+
+/// Counts a fault against an engine when it is dropped after the deadline of a call without an
+/// answer. Covers a call whose task was aborted because decode reached the same deadline first.
+struct TimeoutWatch<'a> {
+    engine: &'a RemoteEngine,
+    deadline: Instant,
+    is_answered: bool,
+}
+
+impl Drop for TimeoutWatch<'_> {
+    fn drop(&mut self) {
+        if !self.is_answered && Instant::now() >= self.deadline {
+            self.engine.note_fault();
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 //!
 //! 1. `http` validates it and sends it to the scheduler thread.
 //! 2. `scheduler` reserves L1 pages and starts a load.
-//! 3. `transfer` looks up, reads and follows pages in the store.
+//! 3. `load` looks up, reads and follows pages in the store.
 //! 4. `batch` plans chunks of the remaining tokens, and the forward pass computes them.
 //! 5. `publish` puts each page into the store while it is being computed.
 //! 6. `radix` keeps finished pages for later requests, and `scrub` verifies them in the background.
@@ -26,6 +26,7 @@ mod batch;
 mod commits;
 mod engine;
 mod http;
+mod load;
 mod metrics;
 mod options;
 mod pages;
@@ -35,7 +36,6 @@ mod scheduler;
 mod scrub;
 mod sequence;
 pub mod store;
-mod transfer;
 
 pub use api::{EngineInfo, EngineState, Role};
 pub use engine::{Engine, EngineError, EngineHandle};

@@ -23,12 +23,12 @@ mod step;
 
 use crate::api::{ApiError, EngineState, ErrorCode};
 use crate::batch::StepLimits;
+use crate::load::Loaded;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::publish::Publisher;
 use crate::radix::RadixTree;
 use crate::sequence::Sequence;
 use crate::store::PageStore;
-use crate::transfer::Loaded;
 use discard::WithheldKeys;
 use larder_format::PageKey;
 use larder_model::{KvPool, Model, SealedPage};

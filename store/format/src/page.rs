@@ -343,35 +343,35 @@ mod tests {
                 payload[at] ^= 1;
             }
             let expected = meta.verify(&meta.id, &payload).is_ok() && missing == 0;
-            let mut arriving = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
+            let mut verifier = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
             let mut left = &payload[..payload.len() - missing.min(payload.len())];
             for piece in pieces.iter().cycle() {
                 let (now, later) = left.split_at(left.len().min(*piece));
-                arriving.take(now);
+                verifier.take(now);
                 left = later;
                 if left.is_empty() {
                     break;
                 }
             }
-            prop_assert_eq!(arriving.finish().is_ok(), expected);
+            prop_assert_eq!(verifier.finish().is_ok(), expected);
             // A range of whole chunks verifies on its own.
             let (from, to) = (range.0.index(payload.len()) as u32, range.1.index(payload.len()) as u32);
             let wanted = from.min(to)..from.max(to) + 1;
             let bytes = whole_chunks(&meta.part_bytes, &wanted).unwrap();
             let there = &payload[bytes.start as usize..bytes.end as usize];
             let there = &there[..there.len() - missing.min(there.len())];
-            let mut arriving = PayloadVerifier::of(&meta, &bytes).unwrap();
-            there.chunks(pieces[0]).for_each(|piece| arriving.take(piece));
+            let mut verifier = PayloadVerifier::of(&meta, &bytes).unwrap();
+            there.chunks(pieces[0]).for_each(|piece| verifier.take(piece));
             let damaged = |at: usize| there.len() > at - bytes.start as usize;
             let hit = flipped.is_some_and(|at| bytes.contains(&(at as u32)) && damaged(at));
-            prop_assert_eq!(arriving.finish().is_ok(), missing == 0 && !hit);
+            prop_assert_eq!(verifier.finish().is_ok(), missing == 0 && !hit);
             let aligned = bytes == wanted;
             prop_assert_eq!(PayloadVerifier::of(&meta, &wanted).is_some(), aligned);
             // A page with an extra byte fails.
-            let mut arriving = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
-            arriving.take(&payload);
-            arriving.take(&[0]);
-            prop_assert!(arriving.finish().is_err());
+            let mut verifier = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
+            verifier.take(&payload);
+            verifier.take(&[0]);
+            prop_assert!(verifier.finish().is_err());
         }
 
         #[test]

@@ -46,8 +46,8 @@ struct PutTable {
     waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
     /// Number of registered readers.
     waiters: usize,
-    /// Number of readers that were ever registered. It numbers the next one.
-    waiters_total: u64,
+    /// Number of the next reader that registers.
+    next_waiter: u64,
     /// The node shuts down and starts no put any more.
     closed: bool,
 }
@@ -300,8 +300,8 @@ impl Puts {
             return Presence::TooManyWaiters;
         }
         let (sender, started) = oneshot::channel();
-        let number = state.waiters_total;
-        state.waiters_total += 1;
+        let number = state.next_waiter;
+        state.next_waiter += 1;
         state.waiters += 1;
         state.waiting.entry(*id).or_default().insert(number, sender);
         Presence::Absent(Waiter { puts: self, id: *id, number, started })

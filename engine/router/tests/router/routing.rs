@@ -124,6 +124,22 @@ async fn engine_that_times_out_repeatedly_is_excluded() {
 }
 
 #[tokio::test]
+async fn prefill_engine_that_times_out_repeatedly_is_excluded() {
+    let cluster = TestCluster::with(1, 1, |options| options.request_timeout = Duration::from_millis(150)).await;
+    cluster.prefills[0].behave(Behaviour::HangAfter(0));
+    let is_admitted = |name: &str| cluster.router.engines().iter().any(|e| e.name == name && e.is_admitted());
+    let mut requests = 0;
+    while is_admitted("prefill-0") {
+        requests += 1;
+        assert!(requests <= 20, "the prefill engine is never excluded");
+        assert_eq!(cluster.complete(33).await.0, 504, "decode waits for the pages");
+        // The call may end after the answer.
+        eventually("the prefill ends", || cluster.prefills[0].running.load(Ordering::SeqCst) == 0).await;
+    }
+    assert!(is_admitted("decode-0"), "it only waited for the prefill");
+}
+
+#[tokio::test]
 async fn request_waits_for_the_replacement_of_a_lost_engine() {
     // With this interval only a request can cause a refresh within the test.
     let cluster = TestCluster::with(0, 1, |options| options.poll_interval = Duration::from_secs(60)).await;

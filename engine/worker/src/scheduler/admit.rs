@@ -2,10 +2,10 @@
 //! out.
 
 use super::{Scheduler, SchedulerEvent};
+use crate::load::{LoadJob, Loaded, load};
 use crate::metrics::PageSource;
 use crate::radix::RadixTree;
 use crate::sequence::{RequestKind, RequestState, Sequence};
-use crate::transfer::{self, LoadJob, Loaded};
 use larder_client::PutOutcome;
 use larder_format::PageKey;
 use larder_model::{KvPage, KvPool, SealedPage};
@@ -110,7 +110,7 @@ impl Scheduler {
         let cancel = sequence.cancel.clone();
         let abandon_at = follow_until + LOAD_GRACE;
         self.context.tasks.spawn(async move {
-            let load = tokio::time::timeout_at(abandon_at.into(), transfer::load(&*store, job));
+            let load = tokio::time::timeout_at(abandon_at.into(), load(&*store, job));
             let event = tokio::select! {
                 loaded = load => SchedulerEvent::Loaded { id, load: load_number, loaded: loaded.unwrap_or_default() },
                 // A cancelled request needs no result, but must give its pages back: wake the

@@ -123,7 +123,7 @@ pub(super) struct PayloadTarget<'a> {
     pub(super) before: usize,
     pub(super) memory: &'a mut [u8],
     pub(super) after: usize,
-    pub(super) arriving: PayloadVerifier<'a>,
+    pub(super) verifier: PayloadVerifier<'a>,
     pub(super) is_range: bool,
 }
 
@@ -172,7 +172,7 @@ impl PagesHandler {
         response.uncopied = None;
         response.result = PageResult::Corrupt;
         response.restore_block();
-        let arriving = PayloadVerifier::of(meta, sent)?;
+        let verifier = PayloadVerifier::of(meta, sent)?;
         let is_range = range.is_some();
         let wanted = range.clone().unwrap_or(0..meta.payload_bytes() as u32);
         let has_all = sent.start <= wanted.start && wanted.end <= sent.end;
@@ -184,7 +184,7 @@ impl PagesHandler {
         response.result = PageResult::Missed;
         let before = (wanted.start - sent.start) as usize;
         let after = (sent.end - wanted.end) as usize;
-        Some(PayloadTarget { before, memory, after, arriving, is_range })
+        Some(PayloadTarget { before, memory, after, verifier, is_range })
     }
 
     /// Records the end of a payload. `is_valid` tells if all checksums matched.
@@ -397,12 +397,12 @@ mod tests {
         let wanted = PageRequest { id: id(7), range: wanted, buffer: Box::new(vec![0u8; buffer]) };
         let (mut handler, mut done) = PagesHandler::new(vec![wanted]);
         let sent = payload.get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
-        if let Some(PayloadTarget { before, memory, after, mut arriving, .. }) =
+        if let Some(PayloadTarget { before, memory, after, mut verifier, .. }) =
             handler.begin_payload(0, meta, bytes, sent.len())
         {
             memory.copy_from_slice(&sent[before..sent.len() - after]);
-            arriving.take(sent);
-            let is_valid = arriving.finish().is_ok();
+            verifier.take(sent);
+            let is_valid = verifier.finish().is_ok();
             handler.finish_payload(0, TierCode::L2, meta.generation, is_valid);
         }
         drop(handler);

@@ -160,14 +160,14 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
 
     /// Receives a payload. Returns `true` if all checksums match, and `None` if it was given up.
     async fn receive_target(&mut self, target: PayloadTarget<'_>) -> io::Result<Option<bool>> {
-        let PayloadTarget { before, memory, after, mut arriving, is_range } = target;
+        let PayloadTarget { before, memory, after, mut verifier, is_range } = target;
         let mut scratch = vec![0; before.max(after).min(CHUNK_BYTES)];
-        let mut end = self.pass(&mut scratch, before, &mut arriving).await?;
+        let mut end = self.pass(&mut scratch, before, &mut verifier).await?;
         if end == End::Received {
-            end = self.fill(memory, &mut arriving).await?;
+            end = self.fill(memory, &mut verifier).await?;
         }
         if end == End::Received {
-            end = self.pass(&mut scratch, after, &mut arriving).await?;
+            end = self.pass(&mut scratch, after, &mut verifier).await?;
         }
         if end == End::GivenUp {
             return Ok(None);
@@ -177,7 +177,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         } else {
             fail_point!("client.get-skips-checksum")
         };
-        Ok(Some(arriving.finish().is_ok() || skips_check))
+        Ok(Some(verifier.finish().is_ok() || skips_check))
     }
 
     async fn receive_part(
@@ -190,11 +190,11 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
         let mut is_valid = false;
         if let Some(memory) = parts.begin_part(part, payload_bytes) {
             let lengths = [payload_bytes as u32];
-            let mut arriving = PayloadVerifier::new(&lengths, crcs);
-            if self.fill(memory, &mut arriving).await? == End::GivenUp {
+            let mut verifier = PayloadVerifier::new(&lengths, crcs);
+            if self.fill(memory, &mut verifier).await? == End::GivenUp {
                 return Ok((End::GivenUp, parts));
             }
-            is_valid = arriving.finish().is_ok();
+            is_valid = verifier.finish().is_ok();
             parts.finish_part(part, is_valid.then(|| crcs.to_vec()));
         }
         if !is_valid {
@@ -204,11 +204,11 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
     }
 
     /// Receives `bytes` bytes that are only checked.
-    async fn pass(&mut self, scratch: &mut [u8], bytes: usize, arriving: &mut PayloadVerifier<'_>) -> io::Result<End> {
+    async fn pass(&mut self, scratch: &mut [u8], bytes: usize, verifier: &mut PayloadVerifier<'_>) -> io::Result<End> {
         let mut left = bytes;
         while left > 0 {
             let now = left.min(scratch.len());
-            if self.fill(&mut scratch[..now], arriving).await? == End::GivenUp {
+            if self.fill(&mut scratch[..now], verifier).await? == End::GivenUp {
                 return Ok(End::GivenUp);
             }
             left -= now;
@@ -217,7 +217,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
     }
 
     /// Fills `memory` with the next bytes of the payload, unless the request is given up before.
-    async fn fill(&mut self, memory: &mut [u8], arriving: &mut PayloadVerifier<'_>) -> io::Result<End> {
+    async fn fill(&mut self, memory: &mut [u8], verifier: &mut PayloadVerifier<'_>) -> io::Result<End> {
         let mut at = 0;
         while at < memory.len() {
             let piece = tokio::select! {
@@ -228,7 +228,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
             };
             match piece {
                 Piece::Bytes(bytes) => {
-                    arriving.take(&memory[at..at + bytes]);
+                    verifier.take(&memory[at..at + bytes]);
                     at += bytes;
                 }
                 Piece::Frame(head) => self.receive_between(&head).await?,

@@ -34,9 +34,10 @@ pub(super) const GET_PAGES_MAX: usize = 1024;
 /// nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GetOptions {
-    /// Time after which the client abandons a node that has not begun to answer. Its pages are
-    /// misses, and their buffers return at once. The client sends no second request: the caller
-    /// does, or computes the pages. Default: `None`, the deadline only.
+    /// Time after which the client abandons a node that has not begun to answer, so that the
+    /// caller can hedge: ask elsewhere, or compute the pages. The pages are misses, and their
+    /// buffers return at once. The client itself sends no second request. Default: `None`, the
+    /// deadline only.
     pub hedge_after: Option<Duration>,
     /// Retries of pages that a busy node refused. The client waits for the node's hint before each,
     /// times a random factor between 1 and 1.25, and never beyond the deadline. Default: 0.

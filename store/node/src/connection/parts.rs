@@ -75,14 +75,14 @@ impl Connection {
             return self.discard_part(reader, deadline).await;
         };
         let lengths = [bytes];
-        let mut arriving = PayloadVerifier::new(&lengths, &crcs);
+        let mut verifier = PayloadVerifier::new(&lengths, &crcs);
         let mut at = 0;
         while at < memory.len() {
             match self.receive_piece(reader, &mut memory[at..], Some(&put), deadline).await? {
                 PartPiece::Bytes(received) => {
                     self.account.record_received(received);
                     put.record_activity();
-                    arriving.take(&memory[at..at + received]);
+                    verifier.take(&memory[at..at + received]);
                     at += received;
                 }
                 PartPiece::Abandoned => {
@@ -100,7 +100,7 @@ impl Connection {
             }
         }
         self.node.metrics.bytes_received.inc_by(bytes.into());
-        match arriving.finish() {
+        match verifier.finish() {
             Err(mismatch) if !fail_point!("node.accept-damaged-wire-part") => {
                 self.abort_damaged(&entry, &put, part, &mismatch);
             }
@@ -159,9 +159,9 @@ impl Connection {
         };
         let Some((put, mut memory)) = self.take_part(&entry, part, bytes).await else { return Ok(()) };
         let lengths = [bytes];
-        let mut arriving = PayloadVerifier::new(&lengths, &crcs);
-        self.copy(&*source, offset, &mut memory, &mut arriving).await;
-        match arriving.finish() {
+        let mut verifier = PayloadVerifier::new(&lengths, &crcs);
+        self.copy(&*source, offset, &mut memory, &mut verifier).await;
+        match verifier.finish() {
             Err(mismatch) if !fail_point!("node.accept-damaged-shared-part") => {
                 self.abort_damaged(&entry, &put, part, &mismatch);
             }
@@ -179,7 +179,7 @@ impl Connection {
         source: &dyn PeerMemory,
         offset: u64,
         memory: &mut [u8],
-        arriving: &mut PayloadVerifier<'_>,
+        verifier: &mut PayloadVerifier<'_>,
     ) {
         let mut at = offset;
         for step in memory.chunks_mut(COPY_STEP_BYTES) {
@@ -187,7 +187,7 @@ impl Connection {
                 let peer = &self.peer;
                 return tracing::warn!(%peer, %error, "cannot read a part from the client's shared memory");
             }
-            arriving.take(step);
+            verifier.take(step);
             self.account.record_received(step.len());
             // A range that overflows is outside the client's memory, and the next read fails.
             at = at.saturating_add(step.len() as u64);

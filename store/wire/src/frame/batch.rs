@@ -24,6 +24,8 @@ const BATCH_FRAMES: usize = 32;
 /// Maximum number of slices that [`Batch::gather`] fills.
 pub(super) const SLICES_MAX: usize = 2 * BATCH_FRAMES;
 /// Size, in bytes, from which a batch takes no more page bytes.
+// Above one and a quarter sends, from which on `gather` takes whole sends. Not much above, because
+// `gather` numbers all segments of the batch anew for each send.
 const BATCH_BYTES: usize = SEND_BYTES + SEND_BYTES / 2;
 
 /// Frames in the order in which they are sent.
