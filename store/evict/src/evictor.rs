@@ -64,6 +64,8 @@ pub enum EvictionReason {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evicted<T> {
     pub name: T,
+    /// Slot that the page had. The next page may get it.
+    pub slot: Slot,
     pub bytes: u32,
     pub reason: EvictionReason,
 }
@@ -84,15 +86,12 @@ pub enum InsertError {
     Pinned,
 }
 
-/// State of a page. Millions of pages are resident, so it is packed: see [`PAGE_BYTES_MAX`]. A
-/// freed entry keeps its generation, which makes old handles stale.
+/// State of a page. Millions of pages are resident, so it is packed: see [`PAGE_BYTES_MAX`]. The
+/// policy knows the time of its last access, and most pages have no deadline. A freed entry keeps
+/// its generation, which makes old handles stale.
 #[derive(Debug)]
 struct Page<T> {
-    run: u64,
-    /// `u64::MAX`: the page does not expire.
-    deadline_ms: u64,
     name: T,
-    position: u32,
     parent: PageHandle,
     namespace: NamespaceIndex,
     bytes: u32,
@@ -104,13 +103,15 @@ struct Page<T> {
     offered: bool,
     /// True if the page is in the quota order: its namespace had a quota when it was offered.
     in_quota_order: bool,
+    /// True if `deadline_of` has its deadline.
+    expires: bool,
 }
 
 /// Slot of no page: the table never grows that large.
 const NO_SLOT: Slot = Slot(u32::MAX);
 /// Maximum size of a table entry with a name of four bytes. With the state of the policy and its
-/// ghost entries a page takes at most 124 bytes.
-const PAGE_BYTES_MAX: usize = 56;
+/// ghost entries a page takes at most 104 bytes.
+const PAGE_BYTES_MAX: usize = 36;
 const _: () = assert!(size_of::<Page<u32>>() <= PAGE_BYTES_MAX);
 
 #[derive(Debug, Clone, Copy)]
@@ -136,6 +137,8 @@ pub struct Evictor<T, P> {
     soft: BTreeSet<(Stamp, Slot)>,
     quota_order: BTreeSet<QuotaOrder>,
     deadlines: BTreeSet<(u64, Slot)>,
+    /// Deadline of each resident page that has one.
+    deadline_of: BTreeMap<Slot, u64>,
 }
 
 impl<T: Copy, P: Policy> Evictor<T, P> {
@@ -151,6 +154,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             soft: BTreeSet::new(),
             quota_order: BTreeSet::new(),
             deadlines: BTreeSet::new(),
+            deadline_of: BTreeMap::new(),
         }
     }
 
@@ -166,7 +170,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         evicted: &mut Vec<Evicted<T>>,
     ) -> Result<PageHandle, InsertError> {
         self.expire(now_ms, evicted);
-        let deadline_ms = self.deadline_of(&page, now_ms)?;
+        let deadline_ms = self.limited_deadline(&page, now_ms)?;
         // The parent counts the child before room is made, so that no eviction takes the parent.
         if let Some(parent) = page.parent {
             self.update_offer(parent.slot, |parent| parent.children += 1);
@@ -187,12 +191,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.tick += 1;
         let page = &self.pages[handle.slot.index()];
-        let stamp = Stamp::new(self.tick, page.position);
+        let position = self.policy.stamp(handle.slot).position.0;
+        let stamp = Stamp::new(self.tick, position);
         let in_own_order = page.offered && (page.soft_pinned || page.in_quota_order);
         if in_own_order {
             self.withdraw(handle.slot);
         }
-        self.pages[handle.slot.index()].run = stamp.run;
         self.policy.touch(handle.slot, stamp);
         if in_own_order {
             self.offer(handle.slot);
@@ -201,7 +205,46 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     pub fn contains(&self, handle: PageHandle, now_ms: u64) -> bool {
-        self.page(handle).is_some_and(|page| now_ms < page.deadline_ms)
+        self.deadline_ms(handle).is_some_and(|deadline_ms| now_ms < deadline_ms)
+    }
+
+    /// Returns the deadline of a page, `u64::MAX` if it does not expire.
+    pub fn deadline_ms(&self, handle: PageHandle) -> Option<u64> {
+        let page = self.page(handle)?;
+        let deadline_ms = if page.expires { self.deadline_of.get(&handle.slot).copied() } else { None };
+        Some(deadline_ms.unwrap_or(u64::MAX))
+    }
+
+    /// Returns the name that the page came with, for changes in place.
+    pub fn name_mut(&mut self, handle: PageHandle) -> Option<&mut T> {
+        self.page(handle)?;
+        Some(&mut self.pages[handle.slot.index()].name)
+    }
+
+    pub fn name(&self, handle: PageHandle) -> Option<&T> {
+        self.page(handle).map(|page| &page.name)
+    }
+
+    /// Bytes that the page counts for.
+    pub fn bytes(&self, handle: PageHandle) -> Option<u32> {
+        self.page(handle).map(|page| page.bytes)
+    }
+
+    /// Returns the parent that the page came behind, if that is still resident.
+    pub fn parent(&self, handle: PageHandle) -> Option<PageHandle> {
+        let parent = self.page(handle)?.parent;
+        self.page(parent).map(|_| parent)
+    }
+
+    /// Returns the handle of the page that is in a slot now.
+    pub fn handle_at(&self, slot: Slot) -> Option<PageHandle> {
+        let page = self.pages.get(slot.index()).filter(|page| page.resident)?;
+        Some(PageHandle { slot, generation: page.generation })
+    }
+
+    /// Number of slots in use or empty. All slots are below it.
+    pub fn slots(&self) -> usize {
+        self.pages.len()
     }
 
     /// Removes a page, pinned or not, and returns its name. Its children stay, as roots. A stale
@@ -304,14 +347,14 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         self.usage.get(&namespace).copied().unwrap_or(NamespaceUsage::UNLIMITED)
     }
 
-    fn deadline_of(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, InsertError> {
+    fn limited_deadline(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, InsertError> {
         let most = self.capacity_bytes.min(self.usage_of(page.namespace).quota_bytes);
         if u64::from(page.bytes) > most {
             return Err(InsertError::TooLarge { bytes: page.bytes, most });
         }
         let own_ms = page.deadline_ms.unwrap_or(u64::MAX);
         let deadline_ms = match page.parent {
-            Some(parent) => self.page(parent).ok_or(InsertError::ParentGone)?.deadline_ms.min(own_ms),
+            Some(parent) => self.deadline_ms(parent).ok_or(InsertError::ParentGone)?.min(own_ms),
             None => own_ms,
         };
         if deadline_ms <= now_ms { Err(InsertError::Expired) } else { Ok(deadline_ms) }
@@ -361,7 +404,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let bytes = page.bytes;
         let removal = if reason == EvictionReason::Expired { Removal::Removed } else { Removal::Evicted };
         if let Some(name) = self.vacate(slot, removal) {
-            evicted.push(Evicted { name, bytes, reason });
+            evicted.push(Evicted { name, slot, bytes, reason });
         }
     }
 
@@ -371,10 +414,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let slot = self.empty.pop().unwrap_or(Slot(self.pages.len() as u32));
         let generation = self.pages.get(slot.index()).map_or(0, |before| before.generation.wrapping_add(1));
         let page = Page {
-            run: stamp.run,
-            deadline_ms,
             name: new.name,
-            position: new.position,
             parent: new.parent.unwrap_or(PageHandle { slot: NO_SLOT, generation: 0 }),
             namespace: new.namespace,
             bytes: new.bytes,
@@ -385,7 +425,11 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             soft_pinned: false,
             offered: false,
             in_quota_order: false,
+            expires: deadline_ms != u64::MAX,
         };
+        if page.expires {
+            self.deadline_of.insert(slot, deadline_ms);
+        }
         match self.pages.get_mut(slot.index()) {
             Some(empty) => *empty = page,
             None => push_tight(&mut self.pages, page),
@@ -408,6 +452,9 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let parent = page.parent;
         let bytes = u64::from(page.bytes);
         let namespace = page.namespace;
+        if page.expires {
+            self.deadline_of.remove(&slot);
+        }
         self.used_bytes -= bytes;
         self.credit(namespace, bytes);
         push_tight(&mut self.empty, slot);
@@ -443,39 +490,40 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let page = &mut self.pages[slot.index()];
         page.offered = true;
         page.in_quota_order = has_quota;
+        let stamp = self.policy.stamp(slot);
         if page.soft_pinned {
-            self.soft.insert((page.stamp(), slot));
+            self.soft.insert((stamp, slot));
         } else {
             self.policy.offer(slot);
         }
         if page.in_quota_order {
-            self.quota_order.insert((page.namespace, page.soft_pinned, page.stamp(), slot));
+            self.quota_order.insert((page.namespace, page.soft_pinned, stamp, slot));
         }
-        if page.deadline_ms != u64::MAX {
-            self.deadlines.insert((page.deadline_ms, slot));
+        if page.expires
+            && let Some(deadline_ms) = self.deadline_of.get(&slot)
+        {
+            self.deadlines.insert((*deadline_ms, slot));
         }
     }
 
     fn withdraw(&mut self, slot: Slot) {
         let page = &mut self.pages[slot.index()];
         page.offered = false;
+        // The stamp of the offer: it changes only in `touch`, which withdraws the page before.
+        let stamp = self.policy.stamp(slot);
         if page.soft_pinned {
-            self.soft.remove(&(page.stamp(), slot));
+            self.soft.remove(&(stamp, slot));
         } else {
             self.policy.withdraw(slot);
         }
         if page.in_quota_order {
-            self.quota_order.remove(&(page.namespace, page.soft_pinned, page.stamp(), slot));
+            self.quota_order.remove(&(page.namespace, page.soft_pinned, stamp, slot));
         }
-        if page.deadline_ms != u64::MAX {
-            self.deadlines.remove(&(page.deadline_ms, slot));
+        if page.expires
+            && let Some(deadline_ms) = self.deadline_of.get(&slot)
+        {
+            self.deadlines.remove(&(*deadline_ms, slot));
         }
-    }
-}
-
-impl<T> Page<T> {
-    fn stamp(&self) -> Stamp {
-        Stamp { run: self.run, position: std::cmp::Reverse(self.position) }
     }
 }
 

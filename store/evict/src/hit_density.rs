@@ -84,7 +84,7 @@ impl HitDensity {
 
     fn observe(&mut self, slot: Slot, hit: bool) {
         let page = &self.pages[slot.index()];
-        let stamp = Stamp { run: page.run, position: std::cmp::Reverse(page.position) };
+        let stamp = self.stamp(slot);
         self.now = self.now.max(page.run + u64::from(page.position));
         self.estimator.access(page.hash, page.class, self.now);
         let returns = page.accesses > 1;
@@ -142,6 +142,11 @@ impl Policy for HitDensity {
         if offered {
             self.offer(slot);
         }
+    }
+
+    fn stamp(&self, slot: Slot) -> Stamp {
+        let page = &self.pages[slot.index()];
+        Stamp { run: page.run, position: std::cmp::Reverse(page.position) }
     }
 
     fn offer(&mut self, slot: Slot) {

@@ -33,6 +33,10 @@ impl Policy for Lru {
         }
     }
 
+    fn stamp(&self, slot: Slot) -> Stamp {
+        self.stamps[slot.index()]
+    }
+
     fn offer(&mut self, slot: Slot) {
         self.offered.insert((self.stamps[slot.index()], slot));
     }

@@ -73,6 +73,10 @@ pub trait Policy {
     /// not.
     fn touch(&mut self, slot: Slot, stamp: Stamp);
 
+    /// Time of the page's last access: the stamp of its arrival or of its last touch. The evictor
+    /// keeps none of its own.
+    fn stamp(&self, slot: Slot) -> Stamp;
+
     /// Allows the page to become a victim. The evictor offers a page when it has no pins and no
     /// resident children.
     fn offer(&mut self, slot: Slot);
@@ -94,6 +98,9 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
     }
     fn touch(&mut self, slot: Slot, stamp: Stamp) {
         (**self).touch(slot, stamp);
+    }
+    fn stamp(&self, slot: Slot) -> Stamp {
+        (**self).stamp(slot)
     }
     fn offer(&mut self, slot: Slot) {
         (**self).offer(slot);

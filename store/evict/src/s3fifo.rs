@@ -23,6 +23,7 @@ enum Queue {
 struct Page {
     fingerprint: u64,
     queued: Stamp,
+    accessed: Stamp,
     queue: Queue,
     frequency: u8,
 }
@@ -98,7 +99,13 @@ impl S3Fifo {
 impl Policy for S3Fifo {
     fn insert(&mut self, slot: Slot, arrival: &Arrival) {
         let queue = if self.recalled(arrival.fingerprint) { Queue::Main } else { Queue::Small };
-        let page = Page { fingerprint: arrival.fingerprint, queued: arrival.stamp, queue, frequency: 0 };
+        let page = Page {
+            fingerprint: arrival.fingerprint,
+            queued: arrival.stamp,
+            accessed: arrival.stamp,
+            queue,
+            frequency: 0,
+        };
         while self.pages.len() <= slot.index() {
             push_tight(&mut self.pages, page);
         }
@@ -107,9 +114,14 @@ impl Policy for S3Fifo {
         *self.count(queue) += 1;
     }
 
-    fn touch(&mut self, slot: Slot, _: Stamp) {
+    fn touch(&mut self, slot: Slot, stamp: Stamp) {
         let page = &mut self.pages[slot.index()];
+        page.accessed = stamp;
         page.frequency = (page.frequency + 1).min(FREQUENCY_MAX);
+    }
+
+    fn stamp(&self, slot: Slot) -> Stamp {
+        self.pages[slot.index()].accessed
     }
 
     fn offer(&mut self, slot: Slot) {

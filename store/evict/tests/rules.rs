@@ -249,11 +249,16 @@ proptest! {
 /// Negative control: a policy that proposes victims that were not offered to it.
 struct AnyPage(Vec<larder_evict::Slot>);
 
+const NEVER: larder_evict::Stamp = larder_evict::Stamp { run: 0, position: std::cmp::Reverse(0) };
+
 impl Policy for AnyPage {
     fn insert(&mut self, slot: larder_evict::Slot, _: &larder_evict::Arrival) {
         self.0.push(slot);
     }
     fn touch(&mut self, _: larder_evict::Slot, _: larder_evict::Stamp) {}
+    fn stamp(&self, _: larder_evict::Slot) -> larder_evict::Stamp {
+        NEVER
+    }
     fn offer(&mut self, _: larder_evict::Slot) {}
     fn withdraw(&mut self, _: larder_evict::Slot) {}
     fn victim(&mut self) -> Option<larder_evict::Slot> {

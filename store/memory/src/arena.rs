@@ -12,6 +12,8 @@ use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+// Without a weak count: L2 has a slot per page, and nobody refers to one weakly.
+use triomphe::Arc as SlotArc;
 
 mod mapping;
 mod parts;
@@ -42,6 +44,9 @@ impl Arena {
     /// Maps and faults in `bytes`, rounded up to whole units.
     pub fn with(bytes: usize, sharing: ArenaSharing) -> io::Result<Arc<Arena>> {
         let bytes = bytes.max(1).next_multiple_of(UNIT_BYTES);
+        if u32::try_from(bytes / UNIT_BYTES).is_err() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "an arena has at most 16 TiB"));
+        }
         let mapping = Mapping::new(bytes, sharing)?;
         let extents = Mutex::new(ExtentAllocator::new((bytes / UNIT_BYTES) as u64));
         Ok(Arc::new(Arena { extents, mapping }))
@@ -54,7 +59,8 @@ impl Arena {
     pub fn allocate(self: &Arc<Self>, len: usize) -> Option<SlotMut> {
         let capacity = len.max(1).checked_next_multiple_of(UNIT_BYTES)?;
         let start = self.extents.lock().allocate((capacity / UNIT_BYTES) as u64)?;
-        let extent = Extent { arena: self.clone(), offset: start as usize * UNIT_BYTES, capacity };
+        // Both fit: `with` bounds the units of an arena.
+        let extent = Extent { arena: self.clone(), first: start as u32, units: (capacity / UNIT_BYTES) as u32 };
         let mut slot = SlotMut { extent, len: capacity };
         slot[len..].fill(0);
         slot.len = len;
@@ -124,24 +130,35 @@ impl std::fmt::Debug for Arena {
 /// them.
 struct Extent {
     arena: Arc<Arena>,
-    /// Bytes from the start of the mapping.
-    offset: usize,
-    /// Length in bytes, a multiple of [`UNIT_BYTES`].
-    capacity: usize,
+    first: u32,
+    units: u32,
 }
 
+// L2 has one of these per page.
+const _: () = assert!(size_of::<SlotMut>() <= 24);
+
 impl Extent {
+    /// Bytes from the start of the mapping.
+    fn offset(&self) -> usize {
+        self.first as usize * UNIT_BYTES
+    }
+
+    /// Length in bytes, a multiple of [`UNIT_BYTES`].
+    fn capacity(&self) -> usize {
+        self.units as usize * UNIT_BYTES
+    }
+
     fn pointer(&self) -> NonNull<u8> {
         // SAFETY: offset + capacity <= length of the mapping, because the allocator returns only
         // units of it.
-        unsafe { self.arena.mapping.start().add(self.offset) }
+        unsafe { self.arena.mapping.start().add(self.offset()) }
     }
 }
 
 impl Drop for Extent {
     fn drop(&mut self) {
         // Tasks of many threads drop slots. The lock covers the allocator only, never page content.
-        self.arena.extents.lock().release((self.offset / UNIT_BYTES) as u64, (self.capacity / UNIT_BYTES) as u64);
+        self.arena.extents.lock().release(self.first.into(), self.units.into());
     }
 }
 
@@ -154,12 +171,12 @@ pub struct SlotMut {
 impl SlotMut {
     /// Converts the slot into a shared, read-only one.
     pub fn freeze(self) -> Slot {
-        Slot { shared: Arc::new(self) }
+        Slot { shared: SlotArc::new(self) }
     }
 
     /// Returns the length in whole units. A device may fill this many bytes.
     pub fn capacity(&self) -> usize {
-        self.extent.capacity
+        self.extent.capacity()
     }
 
     /// Splits the slot at `at`, a multiple of [`UNIT_BYTES`]. Each half returns to the arena by
@@ -168,12 +185,12 @@ impl SlotMut {
     /// # Panics
     /// If `at` is not a multiple of the unit strictly inside the slot.
     pub fn split_at(self, at: usize) -> (SlotMut, SlotMut) {
-        assert!(at.is_multiple_of(UNIT_BYTES) && 0 < at && at < self.extent.capacity, "split inside the slot");
+        assert!(at.is_multiple_of(UNIT_BYTES) && 0 < at && at < self.extent.capacity(), "split inside the slot");
         let SlotMut { extent, len } = self;
-        let (offset, capacity) = (extent.offset, extent.capacity);
         let mut head = extent;
-        let tail = Extent { arena: head.arena.clone(), offset: offset + at, capacity: capacity - at };
-        head.capacity = at;
+        let units = (at / UNIT_BYTES) as u32;
+        let tail = Extent { arena: head.arena.clone(), first: head.first + units, units: head.units - units };
+        head.units = units;
         (SlotMut { extent: head, len: len.min(at) }, SlotMut { extent: tail, len: len.saturating_sub(at) })
     }
 
@@ -181,11 +198,11 @@ impl SlotMut {
     pub fn whole(&mut self) -> &mut [u8] {
         // SAFETY: the extent is initialized memory owned by this slot alone, and `&mut self` makes
         // this the only reference into it.
-        unsafe { std::slice::from_raw_parts_mut(self.extent.pointer().as_ptr(), self.extent.capacity) }
+        unsafe { std::slice::from_raw_parts_mut(self.extent.pointer().as_ptr(), self.capacity()) }
     }
 
     pub fn arena_offset(&self) -> usize {
-        self.extent.offset
+        self.extent.offset()
     }
     /// Returns the address of the first byte, for a device. Accesses through it must follow the
     /// rules of [`SlotMut`] and [`Slot`].
@@ -212,21 +229,21 @@ impl DerefMut for SlotMut {
 
 impl std::fmt::Debug for SlotMut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SlotMut").field("offset", &self.extent.offset).field("len", &self.len).finish()
+        f.debug_struct("SlotMut").field("offset", &self.extent.offset()).field("len", &self.len).finish()
     }
 }
 
 /// Shared, read-only memory of the arena. Dropping the last clone returns the memory to the arena.
 #[derive(Clone)]
 pub struct Slot {
-    shared: Arc<SlotMut>,
+    shared: SlotArc<SlotMut>,
 }
 
 impl Slot {
     /// Returns the length in whole units. The bytes behind the slot's length are zero, or came from
     /// the same read.
     pub fn capacity(&self) -> usize {
-        self.shared.extent.capacity
+        self.shared.extent.capacity()
     }
 
     /// Returns all memory of the slot, in whole units. A device may read this many bytes.
@@ -237,12 +254,12 @@ impl Slot {
     }
 
     pub fn arena_offset(&self) -> usize {
-        self.shared.extent.offset
+        self.shared.extent.offset()
     }
 
     /// Returns `true` if this is the only handle to the memory now.
     pub fn is_unique(&self) -> bool {
-        Arc::strong_count(&self.shared) == 1
+        self.shared.is_unique()
     }
 
     /// Returns the address of the first byte, for a device. Accesses through it must follow the

@@ -1,23 +1,23 @@
-//! Memory that the indices of L2 take per page, by the growth of the process's resident set.
+//! Memory that a page in L2 takes beside its payload, by the growth of the process's resident set.
 //!
-//! Decision record 0016 quotes its output. Run it with
+//! Fills a store without L3 as clients do: reserve, receive, commit. The arena is faulted in
+//! before, so the growth is everything else: the page's description, its indices and its order of
+//! eviction. Decision record 0016 quotes the output. Run it with
 //! `cargo run --release -p larder-node --example l2_memory`.
 #![allow(clippy::disallowed_methods, reason = "a measurement: it reads /proc")]
 
-use foyer::{Cache, CacheBuilder, FifoConfig};
-use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage};
-use larder_format::{NamespaceId, PageId, PageKey};
-use larder_node::WritePolicy;
-use larder_node::sim::{L2Policy, PageInfo, PolicyActions, PolicyOptions};
-use std::sync::Arc;
+use larder_format::{NamespaceId, PageId, PageKey, chunk_crcs};
+use larder_memory::Arena;
+use larder_node::NodeOptions;
+use larder_node::sim::{Clock, Devices, Store};
+use larder_wire::{CommitOutcome, Reserved};
 
-const PAGES: u32 = 1_000_000;
 /// Pages of a sequence: each but the first has a parent.
 const SEQUENCE: u32 = 15;
-const PAGE_BYTES: u32 = 64 << 10;
+const PAGE_BYTES: usize = 4096;
 
-fn id(number: u32) -> PageId {
-    PageId { namespace: NamespaceId([1; 32]), key: PageKey::chain(None, &[number]) }
+fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
 }
 
 fn resident_bytes() -> f64 {
@@ -26,59 +26,39 @@ fn resident_bytes() -> f64 {
     pages * 4096.0
 }
 
-fn measure<T>(name: &str, fill: impl FnOnce() -> T) -> T {
-    let before = resident_bytes();
-    let kept = fill();
-    println!("{name}: {:.0} bytes per page", (resident_bytes() - before) / f64::from(PAGES));
-    kept
+fn put(store: &Store, number: u32) {
+    let position = number % SEQUENCE;
+    let parent = if position == 0 { PageKey::NONE } else { key(number - 1) };
+    let id = PageId { namespace: NamespaceId([1; 32]), key: key(number) };
+    let page = Reserved { key: id.key, parent, position, ttl_ms: 0, part_bytes: vec![PAGE_BYTES as u32] };
+    let put = store.reserve(id, page).expect("room");
+    let part = put.take_part(0, PAGE_BYTES).expect("the first part");
+    let crcs = chunk_crcs(&part).collect();
+    assert!(put.land(0, part, crcs), "checksums of the same bytes");
+    assert_eq!(store.puts().commit(&put), CommitOutcome::Stored);
 }
 
-fn main() {
-    let capacity = u64::from(PAGES) * u64::from(PAGE_BYTES);
-    let page = Arc::new(());
-    let foyer = measure("foyer (id to page)", || {
-        let cache: Cache<PageId, Arc<()>> =
-            CacheBuilder::new(PAGES as usize * 8).with_shards(8).with_eviction_config(FifoConfig::default()).build();
-        (0..PAGES).for_each(|number| drop(cache.insert(id(number), page.clone())));
-        cache
-    });
-    let evictor = measure("evictor (order of eviction)", || {
-        let mut evictor = Evictor::new(capacity, HitDensity::new(1));
-        let mut parent = None;
-        for number in 0..PAGES {
-            let position = number % SEQUENCE;
-            let new = NewPage {
-                name: id(number),
-                fingerprint: u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15),
-                namespace: NamespaceIndex(0),
-                parent: parent.filter(|_| position > 0),
-                position,
-                bytes: PAGE_BYTES,
-                deadline_ms: None,
-            };
-            parent = evictor.insert(new, 0, &mut Vec::new()).ok();
-        }
-        evictor
-    });
-    let policy = measure("policy (facts and write state), evictor included", || {
-        let mut policy = L2Policy::new(PolicyOptions {
-            capacity_bytes: capacity,
-            dirty_bytes_max: capacity,
-            has_l3: true,
-            write_policy: WritePolicy::Through,
-            write_after_hits: 2,
-            quota_default: None,
-            quotas: Vec::new(),
-            seed: 1,
-        });
-        for number in 0..PAGES {
-            let position = number % SEQUENCE;
-            let parent = if position == 0 { PageKey::NONE } else { id(number - 1).key };
-            let info =
-                PageInfo { id: id(number), parent, position, generation: 1, bytes: PAGE_BYTES, expires_unix_ms: 0 };
-            policy.loaded(info, 0, &mut PolicyActions::default());
-        }
-        policy
-    });
-    assert_eq!((foyer.entries(), evictor.len(), policy.len()), (PAGES as usize, PAGES as usize, PAGES as usize));
+#[tokio::main(flavor = "current_thread")]
+async fn main() {
+    let pages: u32 = 1 << 20;
+    let l2_bytes = u64::from(pages) * PAGE_BYTES as u64;
+    let options = NodeOptions { l2_bytes, seed: Some(1), ..NodeOptions::default() };
+    let arena = Arena::new(options.arena_bytes() as usize).expect("memory");
+    let store = Store::new(&options, arena, Devices::default(), Clock::system(), 1);
+    // The first pages fault in code and fixed tables.
+    (0..1000).for_each(|number| put(&store, number));
+    let before = resident_bytes();
+    // At each step, because tables grow in steps: the figure right after a step is the largest.
+    let mut last = 1000;
+    for pages in [pages / 4, pages / 2, pages * 9 / 16, pages * 3 / 4, pages] {
+        (last..pages).for_each(|number| put(&store, number));
+        last = pages;
+        let grown = resident_bytes() - before;
+        println!("{pages} pages of 4 KiB: {:.0} bytes per page beside the payload", grown / f64::from(pages - 1000));
+    }
+    // Full: each put now evicts a page.
+    (last..2 * last).for_each(|number| put(&store, number));
+    let grown = resident_bytes() - before;
+    println!("after as many evictions: {:.0} bytes per page", grown / f64::from(pages - 1000));
+    println!("{}", store.status()["tiers"]["l2"]["pages"]);
 }

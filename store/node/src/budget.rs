@@ -19,7 +19,7 @@
 //! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
 //!
 //! `account` has the calls of one connection, `tenants` the shares, `line` and `writers` the room
-//! for puts, `rates` the throughput estimates.
+//! for puts, `readers` the order of readers by progress, `rates` the throughput estimates.
 //!
 //! One lock guards all counters, and under it only the locks of [`Progress`] are taken, which are
 //! leaves. No charge is dropped under it, because that would lock it again.
@@ -27,6 +27,7 @@
 mod account;
 mod line;
 mod rates;
+mod readers;
 mod tenants;
 mod writers;
 
@@ -38,6 +39,7 @@ use larder_runtime::now;
 use line::Line;
 use parking_lot::Mutex;
 use rates::{ReadRate, ReleaseRate};
+use readers::ReaderOrder;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -68,7 +70,8 @@ const TENANT_SHARES_MAX: u64 = 16;
 const DEMAND_TIME: Duration = Duration::from_secs(3);
 /// Time without progress after which a reader may be disconnected.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
-/// Interval between two searches for a stalled reader: each search visits all connections.
+/// Interval between two searches for a stalled reader. One search disconnects at most one reader, so
+/// that its memory returns before the next one is chosen.
 const STALLED_SEARCH_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of its deadline for which a reader may request bytes. As much again waits in queues
 /// that this module cannot see, and the rate drops when more readers arrive.
@@ -136,6 +139,7 @@ struct BudgetState {
     readers: u64,
     read_rate: ReadRate,
     last_stalled_search: Option<Instant>,
+    readers_order: ReaderOrder,
     /// Connections with reserved pages.
     writers: BTreeSet<u64>,
     line: Line,
@@ -214,6 +218,9 @@ impl BudgetState {
             self.writers.insert(number);
             self.line.record_grant(number, bytes);
         }
+        if kind == Kind::Reads {
+            self.readers_order.add(number, connection.tenant, bytes, now);
+        }
         connection.used[index] += bytes;
         self.tenants.add(connection.tenant, kind, bytes);
     }
@@ -237,6 +244,9 @@ impl BudgetState {
                 self.writers.remove(&number);
             }
         }
+        if kind == Kind::Reads {
+            self.readers_order.remove(number, connection.tenant, bytes);
+        }
         self.tenants.remove(connection.tenant, kind, bytes);
     }
 
@@ -258,31 +268,6 @@ impl BudgetState {
         if queue.len().is_multiple_of(QUEUE_CLEANUP_STEP) {
             queue.retain(|read| !read.grant.is_closed());
         }
-    }
-
-    /// Returns the reader that is stalled for longest, of one tenant or of all. Returns `None`
-    /// while readers that are already being disconnected hold the needed `bytes`: those come back
-    /// soon.
-    fn stalled_reader(
-        &self,
-        kind: Kind,
-        tenant: Option<TenantNumber>,
-        bytes: u64,
-        now: Instant,
-    ) -> Option<&ConnectionUsage> {
-        let is_candidate = |connection: &&ConnectionUsage| tenant.is_none_or(|tenant| connection.tenant == tenant);
-        let (leaving, others): (Vec<&ConnectionUsage>, Vec<&ConnectionUsage>) =
-            self.connections.values().filter(is_candidate).partition(|one| one.disconnect.is_cancelled());
-        if leaving.iter().map(|one| one.used[kind as usize]).sum::<u64>() >= bytes {
-            return None;
-        }
-        let stalled_for = |connection: &ConnectionUsage| {
-            let reader = connection.progress.reader.lock();
-            let idle = now.saturating_duration_since(reader.last_progress);
-            (reader.queued > 0 && idle >= STALLED_AFTER).then_some(idle)
-        };
-        let stalled = others.into_iter().filter_map(|one| Some((stalled_for(one)?, one)));
-        stalled.max_by_key(|(idle, _)| *idle).map(|(_, one)| one)
     }
 
     /// Returns the bytes in flight, without the fixed charge of each connection.
@@ -468,8 +453,7 @@ impl Budget {
             return;
         }
         state.last_stalled_search = Some(now);
-        if let Some(stalled) = state.stalled_reader(Kind::Reads, tenant, bytes, now) {
-            stalled.disconnect.cancel();
+        if state.disconnect_stalled(tenant, bytes, now) {
             self.metrics.slow_readers_disconnected.inc();
         }
     }

@@ -32,6 +32,14 @@ struct HeldPage {
     served: bool,
 }
 
+pub(crate) enum HoldOutcome {
+    Held(Hold),
+    /// The held bytes would exceed the bound, or this put of the page is withheld.
+    Refused,
+    /// The page may have changed since it was found.
+    Changed,
+}
+
 /// One hold of one page. Dropping it releases the page.
 pub(crate) struct Hold {
     holds: Arc<Holds>,
@@ -45,7 +53,7 @@ impl Hold {
 }
 
 fn key_of(page: &Page) -> (PageId, u64) {
-    (page.meta.id, page.meta.generation)
+    (page.id(), page.generation())
 }
 
 impl Drop for Hold {
@@ -68,12 +76,15 @@ impl Holds {
         Arc::new(Self { bytes_max, held: Mutex::default() })
     }
 
-    /// Holds a page. Returns `None` if the held bytes would exceed the bound, or if this put of the
-    /// page is withheld.
-    pub(crate) fn hold(self: &Arc<Self>, page: &Arc<Page>) -> Option<Hold> {
+    /// Holds a page if `is_unchanged` returns `true` under the lock. See
+    /// [`Tiers::hold`](crate::tiers::Tiers::hold).
+    pub(crate) fn hold(self: &Arc<Self>, page: &Arc<Page>, is_unchanged: impl FnOnce() -> bool) -> HoldOutcome {
         let bytes = u64::from(page.bytes());
         // Held from the check to the addition: concurrent holds must not pass the bound together.
         let mut held = self.held.lock();
+        if !is_unchanged() {
+            return HoldOutcome::Changed;
+        }
         let bytes_after = held.bytes + bytes;
         let page = match held.pages.get_mut(&key_of(page)) {
             // A page that was read from L3 twice has two copies. The held one serves both readers,
@@ -82,8 +93,8 @@ impl Holds {
                 entry.holds += 1;
                 entry.page.clone()
             }
-            Some(_) => return None,
-            None if bytes_after > self.bytes_max => return None,
+            Some(_) => return HoldOutcome::Refused,
+            None if bytes_after > self.bytes_max => return HoldOutcome::Refused,
             None => {
                 held.pages.insert(key_of(page), HeldPage { page: page.clone(), holds: 1, served: true });
                 held.bytes = bytes_after;
@@ -91,7 +102,7 @@ impl Holds {
             }
         };
         drop(held);
-        Some(Hold { holds: self.clone(), page })
+        HoldOutcome::Held(Hold { holds: self.clone(), page })
     }
 
     /// Returns the newest held put of the page that may be served.
@@ -122,6 +133,7 @@ impl Holds {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::PageShapes;
     use larder_format::{NamespaceId, PageKey, PageMeta};
     use larder_memory::Arena;
 
@@ -129,7 +141,14 @@ mod tests {
         let slot = arena.allocate(8192).unwrap();
         let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([key; 32]) };
         let meta = PageMeta::describe(id, PageKey::NONE, 0, vec![8192], &slot);
-        Arc::new(Page { meta: PageMeta { generation, ..meta }, payload: slot.freeze() })
+        Arc::new(PageShapes::default().page(PageMeta { generation, ..meta }, slot.freeze()))
+    }
+
+    fn hold(holds: &Arc<Holds>, page: &Arc<Page>) -> Option<Hold> {
+        match holds.hold(page, || true) {
+            HoldOutcome::Held(hold) => Some(hold),
+            HoldOutcome::Refused | HoldOutcome::Changed => None,
+        }
     }
 
     #[test]
@@ -139,11 +158,11 @@ mod tests {
         let a = page(&arena, 1, 1);
         let b = page(&arena, 2, 2);
         let c = page(&arena, 3, 3);
-        let id = a.meta.id;
-        let first = holds.hold(&a).unwrap();
-        let second = holds.hold(&a).unwrap();
-        let other = holds.hold(&b).unwrap();
-        assert!(holds.hold(&c).is_none(), "the bound is reached");
+        let id = a.id();
+        let first = hold(&holds, &a).unwrap();
+        let second = hold(&holds, &a).unwrap();
+        let other = hold(&holds, &b).unwrap();
+        assert!(hold(&holds, &c).is_none(), "the bound is reached");
         drop((a, b, c));
         assert_eq!((holds.usage(), arena.used()), ((2, 16384), 16384));
         drop(first);
@@ -159,12 +178,12 @@ mod tests {
         let holds = Holds::new(1 << 20);
         let old = page(&arena, 1, 1);
         let new = page(&arena, 1, 2);
-        let id = old.meta.id;
-        let held = holds.hold(&old).unwrap();
+        let id = old.id();
+        let held = hold(&holds, &old).unwrap();
         holds.withhold(&id);
-        assert!(holds.get(&id).is_none() && held.page().meta.generation == 1);
-        let _newer = holds.hold(&new).unwrap();
-        assert_eq!(holds.get(&id).unwrap().meta.generation, 2);
+        assert!(holds.get(&id).is_none() && held.page().generation() == 1);
+        let _newer = hold(&holds, &new).unwrap();
+        assert_eq!(holds.get(&id).unwrap().generation(), 2);
         drop(held);
         assert_eq!(holds.usage(), (1, 8192));
     }

@@ -52,6 +52,9 @@ counters! {
     pages_hit_l2,
     /// Pages served from NVMe (L3)
     pages_hit_l3,
+    /// Hits of pages in L2 that the order of eviction did not learn of, because a queue of hits was
+    /// full
+    touches_dropped_l2,
     /// Pages loaded from L3 into L2, including those that lookups with a lease load in advance
     pages_read_l3,
     /// Requested pages that the node did not have

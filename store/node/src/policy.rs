@@ -14,28 +14,36 @@
 //! unreachable in between.
 //!
 //! The owner guards the whole policy with one lock: see the lock order in [`crate::tiers`].
-//! Decision record 0016 tells why L2 has this index besides foyer.
+//! Decision record 0016 tells why L2 has this table besides its index.
 
 mod namespaces;
 mod options;
 mod pins;
+mod slots;
 #[cfg(test)]
 mod tests;
 
-use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
-use larder_format::{NamespaceId, PageId, PageKey};
+use crate::page::Page;
+use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Slot};
+use larder_format::{PageId, PageKey};
 use larder_runtime::fail_point;
 use namespaces::NamespaceTable;
-use pins::{Pin, Pins};
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound::{Excluded, Unbounded};
+use pins::Pins;
+use slots::SlotTable;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+pub(crate) use slots::hash_shards;
 
 pub use options::{NamespacePrefix, NamespaceQuota, PolicyOptions, WritePolicy};
 pub use pins::PinRefused;
 
 /// L3 is told of every sixteenth hit of a page: often enough to rank it, rarely enough to cost
 /// nothing.
-const TOUCH_EVERY: u32 = 16;
+const TOUCH_EVERY: u16 = 16;
+/// Slots that one step of [`L2Policy::next_from`] looks at, at most. It bounds the time under the
+/// lock where few slots have a page.
+const SCAN_SLOTS: usize = 1024;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageInfo {
@@ -83,35 +91,65 @@ enum Persistence {
     Unbacked,
 }
 
-/// Record of a resident page. There are millions, so it has only the facts that outlive admission.
-#[derive(Debug)]
-struct ResidentPage {
-    handle: PageHandle,
-    generation: u64,
-    deadline_ms: u64,
-    /// Parent that was resident when this page came, in the same namespace. The handle tells it
-    /// from a later put of the same key.
-    parent: Option<(PageKey, PageHandle)>,
-    pin: Option<Pin>,
-    bytes: u32,
-    hits: u32,
-    /// Number of reasons to keep the page: its own hard pin, and each child that is kept.
-    keep_count: u32,
+/// State of a resident page. The evictor keeps it beside its own, in place of a name. There are
+/// millions, so facts that few pages have are elsewhere.
+#[derive(Debug, Clone, Copy)]
+struct PageState {
+    /// Saturates, at no multiple of [`TOUCH_EVERY`]: L3 then hears no more of the page.
+    hits: u16,
     persistence: Persistence,
+    /// True if the page has a pin or is kept because of one. [`Pins`] has the details.
+    in_pins: bool,
 }
 
-// A node has millions of these: each further 8 bytes cost it megabytes.
-const _: () = assert!(size_of::<ResidentPage>() <= 104);
+const _: () = assert!(size_of::<PageState>() <= 4);
+
+/// A put of a page, as the policy keeps it: a cheap reference to its facts.
+pub trait Resident: Clone {
+    fn info(&self) -> PageInfo;
+    fn id(&self) -> PageId;
+    fn generation(&self) -> u64;
+    /// Returns `true` if this is a put of that page.
+    fn is(&self, id: &PageId) -> bool;
+}
+
+impl Resident for Arc<Page> {
+    fn info(&self) -> PageInfo {
+        PageInfo {
+            id: Page::id(self),
+            parent: self.parent(),
+            position: self.position(),
+            generation: Page::generation(self),
+            bytes: self.bytes(),
+            expires_unix_ms: self.expires_unix_ms(),
+        }
+    }
+
+    fn id(&self) -> PageId {
+        Page::id(self)
+    }
+
+    fn generation(&self) -> u64 {
+        Page::generation(self)
+    }
+
+    fn is(&self, id: &PageId) -> bool {
+        Page::is(self, id)
+    }
+}
 
 /// Pages resident in L2 and the rules for them. Methods append their decisions to
 /// [`PolicyActions`]. The caller executes them before it releases the lock.
+///
+/// A page is named by its slot in the evictor's table. `P` is the reference to a page.
 #[derive(Debug)]
-pub struct L2Policy {
+pub struct L2Policy<P> {
     options: PolicyOptions,
-    evictor: Evictor<PageId, HitDensity>,
-    /// Ordered by id: the scrub resumes behind its cursor, whatever came and went meanwhile.
-    pages: BTreeMap<PageId, ResidentPage>,
-    dirty: BTreeSet<PageId>,
+    evictor: Evictor<PageState, HitDensity>,
+    /// Resident pages by slot.
+    pages: Vec<Option<P>>,
+    by_id: SlotTable,
+    dirty: BTreeSet<Slot>,
     namespaces: NamespaceTable,
     pins: Pins,
     reserved_bytes: u64,
@@ -119,11 +157,12 @@ pub struct L2Policy {
     writable: bool,
 }
 
-impl L2Policy {
-    pub fn new(options: PolicyOptions) -> L2Policy {
+impl<P: Resident> L2Policy<P> {
+    pub fn new(options: PolicyOptions) -> L2Policy<P> {
         L2Policy {
             evictor: Evictor::new(options.capacity_bytes, HitDensity::new(options.seed)),
-            pages: BTreeMap::new(),
+            pages: Vec::new(),
+            by_id: SlotTable::new(options.seed, options.capacity_bytes),
             dirty: BTreeSet::new(),
             namespaces: NamespaceTable::new(options.quota_default, &options.quotas),
             pins: Pins::default(),
@@ -159,12 +198,13 @@ impl L2Policy {
 
     /// Admits a sealed page and ends its reservation of `reserved` bytes. An expired page counts as
     /// stored, although no tier keeps it.
-    pub fn put(&mut self, page: PageInfo, reserved: u32, now_ms: u64, actions: &mut PolicyActions) -> PutOutcome {
+    pub fn put(&mut self, page: P, reserved: u32, now_ms: u64, actions: &mut PolicyActions) -> PutOutcome {
         self.release(reserved);
-        if page.is_expired(now_ms) {
+        let info = page.info();
+        if info.is_expired(now_ms) {
             return PutOutcome::Stored;
         }
-        let admitted = self.admit(page, self.persistence_of_put(), now_ms, actions);
+        let admitted = self.admit(page, &info, self.persistence_of_put(), now_ms, actions);
         let write = match (self.options.write_policy, admitted) {
             _ if !self.options.has_l3 => false,
             (WritePolicy::Through, _) => true,
@@ -174,38 +214,49 @@ impl L2Policy {
             (WritePolicy::Selective, _) => false,
         };
         if write {
-            self.begin_write(page.id, page.bytes, actions);
+            self.begin_write(info.id, info.bytes, actions);
         }
         if admitted || write { PutOutcome::Stored } else { PutOutcome::Rejected }
     }
 
     /// Offers a page that was read from L3. Returns `true` if L2 admits it.
-    pub fn loaded(&mut self, page: PageInfo, now_ms: u64, actions: &mut PolicyActions) -> bool {
+    pub fn loaded(&mut self, page: P, now_ms: u64, actions: &mut PolicyActions) -> bool {
+        let info = page.info();
         // Under write-back a read must not push out a dirty page that L3 cannot take now.
-        let may_evict = !self.writes_back() || (self.writable && self.has_budget(page.bytes));
-        if page.is_expired(now_ms) || !may_evict {
+        let may_evict = !self.writes_back() || (self.writable && self.has_budget(info.bytes));
+        if info.is_expired(now_ms) || !may_evict {
             return false;
         }
-        self.admit(page, Persistence::Clean, now_ms, actions)
+        self.admit(page, &info, Persistence::Clean, now_ms, actions)
     }
 
-    /// Records a hit. Returns `false` if L2 does not have this put of the page.
-    pub fn hit(&mut self, id: &PageId, generation: u64, now_ms: u64, actions: &mut PolicyActions) -> bool {
-        let Some(page) = self.pages.get_mut(id).filter(|page| page.generation == generation) else {
+    /// Records a hit of the put with this generation, whose id has this [`page_hash`]. Returns
+    /// `false` if L2 does not have it.
+    pub fn hit(&mut self, hash: u64, generation: u64, now_ms: u64, actions: &mut PolicyActions) -> bool {
+        // Generations are unique on a node, so the id itself need not be compared.
+        let found =
+            self.by_id.find(hash, |slot| page_at(&self.pages, slot).is_some_and(|p| p.generation() == generation));
+        let Some((slot, handle)) = found.and_then(|slot| Some((slot, self.evictor.handle_at(slot)?))) else {
             return false;
         };
-        if !self.evictor.touch(page.handle, now_ms) {
+        if !self.evictor.touch(handle, now_ms) {
             return false;
         }
-        page.hits = page.hits.saturating_add(1);
-        let hits = page.hits;
-        let bytes = page.bytes;
-        let persistence = page.persistence;
-        if persistence == Persistence::Candidate && hits >= self.options.write_after_hits && self.has_budget(bytes) {
-            self.set_persistence(id, Persistence::Writing);
-            self.begin_write(*id, bytes, actions);
-        } else if persistence == Persistence::Clean && hits.is_multiple_of(TOUCH_EVERY) {
-            actions.touch.push(*id);
+        let bytes = self.evictor.bytes(handle).unwrap_or_default();
+        let Some(state) = self.evictor.name_mut(handle) else { return false };
+        state.hits = state.hits.saturating_add(1);
+        let PageState { hits, persistence, .. } = *state;
+        let is_due = persistence == Persistence::Candidate
+            && u32::from(hits) >= self.options.write_after_hits.min(u16::MAX.into());
+        let tells_l3 = persistence == Persistence::Clean && hits.is_multiple_of(TOUCH_EVERY);
+        if (is_due && self.has_budget(bytes)) || tells_l3 {
+            let Some(id) = self.id_at(slot) else { return false };
+            if tells_l3 {
+                actions.touch.push(id);
+            } else {
+                self.set_persistence(slot, Persistence::Writing);
+                self.begin_write(id, bytes, actions);
+            }
         }
         true
     }
@@ -215,37 +266,42 @@ impl L2Policy {
         assert!(self.writing_bytes >= u64::from(bytes), "ended a write of {bytes} bytes that never began");
         self.writing_bytes -= u64::from(bytes);
         // The page may have left L2, been replaced by a newer put, or been lost on L3 again.
-        let page = self.pages.get_mut(id).filter(|page| page.generation == generation);
-        if let Some(page) = page.filter(|page| page.persistence == Persistence::Writing) {
-            page.persistence = if stored { Persistence::Clean } else { Persistence::Unbacked };
+        let Some(slot) = self.slot_of(id).filter(|_| self.generation(id) == Some(generation)) else { return };
+        if self.persistence(slot) == Some(Persistence::Writing) {
+            self.set_persistence(slot, if stored { Persistence::Clean } else { Persistence::Unbacked });
         }
     }
 
     /// Records that L3 lost a page. Writes it again if L2 has it.
     pub fn lost_on_l3(&mut self, id: &PageId, actions: &mut PolicyActions) {
-        let Some(page) = self.pages.get(id).filter(|page| page.persistence == Persistence::Clean) else { return };
-        let bytes = page.bytes;
+        let Some(slot) = self.slot_of(id).filter(|slot| self.persistence(*slot) == Some(Persistence::Clean)) else {
+            return;
+        };
+        let bytes = self.bytes_at(slot);
         if self.has_budget(bytes) {
-            self.set_persistence(id, Persistence::Writing);
+            self.set_persistence(slot, Persistence::Writing);
             self.begin_write(*id, bytes, actions);
         } else {
             let later = if self.writes_back() { Persistence::Dirty } else { Persistence::Unbacked };
-            self.set_persistence(id, later);
+            self.set_persistence(slot, later);
         }
     }
 
     /// Removes a page. Returns `true` if it was in L2.
     pub fn forget(&mut self, id: &PageId) -> bool {
-        let Some(handle) = self.pages.get(id).map(|page| page.handle) else { return false };
+        let Some(slot) = self.slot_of(id) else { return false };
+        let Some(handle) = self.evictor.handle_at(slot) else { return false };
+        // Pins first: they need the page's parent, which the evictor knows.
+        self.release_pins(slot);
         self.evictor.remove(handle);
-        self.remove_page(id).is_some()
+        self.remove_page(slot).is_some()
     }
 
     /// Ends expired pins and evicts expired pages.
     pub fn tick(&mut self, now_ms: u64, actions: &mut PolicyActions) {
-        while let Some(id) = self.pins.first_expired(now_ms).filter(|_| !fail_point!("node.pins-never-expire")) {
-            self.set_pin(&id, None);
-            actions.unpin.push(id);
+        while let Some(slot) = self.pins.first_expired(now_ms).filter(|_| !fail_point!("node.pins-never-expire")) {
+            self.set_pin(slot, None);
+            actions.unpin.extend(self.id_at(slot));
         }
         let mut evicted = Vec::new();
         self.evictor.expire(now_ms, &mut evicted);
@@ -263,7 +319,7 @@ impl L2Policy {
         // The evictor frees bytes only for a page. So a page of no namespace comes and goes at
         // once.
         let ballast = NewPage {
-            name: PageId { namespace: NamespaceId([0; 32]), key: PageKey::NONE },
+            name: PageState { hits: 0, persistence: Persistence::Unbacked, in_pins: false },
             fingerprint: 0,
             namespace: NamespaceIndex(u32::MAX),
             parent: None,
@@ -281,26 +337,30 @@ impl L2Policy {
     /// Requests writes of dirty pages as far as the budget allows. Returns `true` if none is left.
     /// A stopping node calls it again whenever a write ends.
     pub fn flush(&mut self, actions: &mut PolicyActions) -> bool {
-        while let Some(&id) = self.dirty.first() {
-            let bytes = self.pages.get(&id).map_or(0, |page| page.bytes);
+        while let Some(&slot) = self.dirty.first() {
+            let bytes = self.bytes_at(slot);
             if !self.has_budget(bytes) {
                 return false;
             }
-            self.set_persistence(&id, Persistence::Writing);
-            self.begin_write(id, bytes, actions);
+            self.set_persistence(slot, Persistence::Writing);
+            if let Some(id) = self.id_at(slot) {
+                self.begin_write(id, bytes, actions);
+            }
         }
         true
     }
 
-    pub fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
-        match cursor {
-            Some(cursor) => self.pages.range((Excluded(cursor), Unbounded)).next().map(|(id, _)| *id),
-            None => self.pages.keys().next().copied(),
-        }
+    /// Walks over the pages from a place in the table, for the scrub. Returns the next page, if one
+    /// is near, and the place behind it: `None` at the end. Pages that stay are met once.
+    pub fn next_from(&self, place: usize) -> (Option<P>, Option<usize>) {
+        let end = self.pages.len().min(place.saturating_add(SCAN_SLOTS));
+        let found = (place..end).find(|&at| self.pages[at].is_some());
+        let next = found.map_or(end, |at| at + 1);
+        (found.and_then(|at| self.pages[at].clone()), Some(next).filter(|next| *next < self.pages.len()))
     }
 
     pub fn generation(&self, id: &PageId) -> Option<u64> {
-        self.pages.get(id).map(|page| page.generation)
+        self.slot_of(id).and_then(|slot| page_at(&self.pages, slot)).map(P::generation)
     }
 
     pub fn capacity_bytes(&self) -> u64 {
@@ -316,11 +376,11 @@ impl L2Policy {
     }
 
     pub fn len(&self) -> usize {
-        self.pages.len()
+        self.evictor.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.pages.is_empty()
+        self.evictor.is_empty()
     }
 
     pub fn in_flight_bytes(&self) -> u64 {
@@ -363,86 +423,138 @@ impl L2Policy {
         actions.write.push(id);
     }
 
-    fn set_persistence(&mut self, id: &PageId, persistence: Persistence) {
-        if let Some(page) = self.pages.get_mut(id) {
-            page.persistence = persistence;
+    /// Hash of an id, for [`L2Policy::hit`].
+    #[cfg(test)]
+    fn hash(&self, id: &PageId) -> u64 {
+        self.by_id.hash(id)
+    }
+
+    fn slot_of(&self, id: &PageId) -> Option<Slot> {
+        let hash = self.by_id.hash(id);
+        self.by_id.find(hash, |slot| page_at(&self.pages, slot).is_some_and(|page| page.is(id)))
+    }
+
+    fn id_at(&self, slot: Slot) -> Option<PageId> {
+        page_at(&self.pages, slot).map(P::id)
+    }
+
+    fn bytes_at(&self, slot: Slot) -> u32 {
+        self.evictor.handle_at(slot).and_then(|handle| self.evictor.bytes(handle)).unwrap_or_default()
+    }
+
+    fn persistence(&self, slot: Slot) -> Option<Persistence> {
+        let handle = self.evictor.handle_at(slot)?;
+        self.evictor.name(handle).map(|state| state.persistence)
+    }
+
+    fn state_mut(&mut self, slot: Slot) -> Option<&mut PageState> {
+        let handle = self.evictor.handle_at(slot)?;
+        self.evictor.name_mut(handle)
+    }
+
+    fn set_persistence(&mut self, slot: Slot, persistence: Persistence) {
+        if let Some(state) = self.state_mut(slot) {
+            state.persistence = persistence;
         }
         if persistence == Persistence::Dirty {
-            self.dirty.insert(*id);
+            self.dirty.insert(slot);
         } else {
-            self.dirty.remove(id);
+            self.dirty.remove(&slot);
         }
     }
 
-    fn admit(&mut self, page: PageInfo, persistence: Persistence, now_ms: u64, actions: &mut PolicyActions) -> bool {
-        self.forget(&page.id);
+    fn admit(
+        &mut self,
+        page: P,
+        info: &PageInfo,
+        persistence: Persistence,
+        now_ms: u64,
+        actions: &mut PolicyActions,
+    ) -> bool {
+        self.forget(&info.id);
         let mut evicted = Vec::new();
         // Expired pages go first: they make room, and an expired parent must not be found below.
         self.evictor.expire(now_ms, &mut evicted);
         self.remove_evicted(std::mem::take(&mut evicted), now_ms, actions);
-        let namespace = self.namespaces.add_page(page.id.namespace, page.bytes, &mut self.evictor, &mut evicted);
-        let parent = self.parent_of(&page, now_ms);
+        let namespace = self.namespaces.add_page(info.id.namespace, info.bytes, &mut self.evictor, &mut evicted);
+        let parent = self.parent_of(info, now_ms);
+        let hash = self.by_id.hash(&info.id);
         let new = NewPage {
-            name: page.id,
-            fingerprint: fingerprint(&page.id),
+            name: PageState { hits: 0, persistence, in_pins: false },
+            fingerprint: hash,
             namespace,
             parent,
-            position: page.position,
-            bytes: page.bytes,
-            deadline_ms: Some(page.deadline_ms()),
+            position: info.position,
+            bytes: info.bytes,
+            deadline_ms: Some(info.deadline_ms()).filter(|deadline_ms| *deadline_ms != u64::MAX),
         };
         let admitted = self.evictor.insert(new, now_ms, &mut evicted);
-        if let Ok(handle) = admitted {
-            let resident = ResidentPage {
-                handle,
-                generation: page.generation,
-                deadline_ms: page.deadline_ms(),
-                parent: parent.map(|handle| (page.parent, handle)),
-                pin: None,
-                bytes: page.bytes,
-                hits: 0,
-                keep_count: 0,
-                persistence,
-            };
-            self.pages.insert(page.id, resident);
-            self.set_persistence(&page.id, persistence);
-        } else {
-            self.namespaces.remove_page(page.id.namespace, page.bytes);
-        }
+        // Before the page takes its slot, which may be that of an evicted one.
         self.remove_evicted(evicted, now_ms, actions);
+        match admitted {
+            Ok(handle) => {
+                self.take_slot(handle.slot(), hash, page);
+                self.set_persistence(handle.slot(), persistence);
+            }
+            Err(_) => self.namespaces.remove_page(info.id.namespace, info.bytes),
+        }
         admitted.is_ok()
+    }
+
+    fn take_slot(&mut self, slot: Slot, hash: u64, page: P) {
+        while self.pages.len() <= slot.index() {
+            if self.pages.len() == self.pages.capacity() {
+                // By an eighth: doubling would leave up to half of the table unused.
+                self.pages.reserve_exact((self.pages.len() / 8).max(64));
+            }
+            self.pages.push(None);
+        }
+        self.pages[slot.index()] = Some(page);
+        let pages = &self.pages;
+        self.by_id.insert(hash, slot, |slot| page_at(pages, slot).map(P::id));
     }
 
     /// Returns the handle of the page's parent, if it is resident and outlives the page.
     fn parent_of(&self, page: &PageInfo, now_ms: u64) -> Option<PageHandle> {
-        let parent = self.pages.get(&PageId { key: page.parent, ..page.id })?;
+        let slot = self.slot_of(&PageId { key: page.parent, ..page.id })?;
+        let parent = self.evictor.handle_at(slot)?;
         // The evictor expires children with their parent. A page that outlives its parent would be
         // evicted early, and under write-back any number of such pages would be written at once.
-        let outlives = parent.deadline_ms >= page.deadline_ms() && self.evictor.contains(parent.handle, now_ms);
-        if outlives { Some(parent.handle) } else { None }
+        let outlives = self.evictor.deadline_ms(parent)? >= page.deadline_ms() && self.evictor.contains(parent, now_ms);
+        if outlives { Some(parent) } else { None }
     }
 
     /// Removes the pages that the evictor has removed, and requests writes of the dirty ones.
-    fn remove_evicted(&mut self, evicted: Vec<Evicted<PageId>>, now_ms: u64, actions: &mut PolicyActions) {
-        for Evicted { name, reason, .. } in evicted {
-            let Some(page) = self.remove_page(&name) else { continue };
-            if page.persistence == Persistence::Dirty
-                && page.deadline_ms > now_ms
+    fn remove_evicted(&mut self, evicted: Vec<Evicted<PageState>>, now_ms: u64, actions: &mut PolicyActions) {
+        for Evicted { name: state, slot, bytes, reason } in evicted {
+            if state.in_pins {
+                self.release_pins(slot);
+            }
+            let Some(page) = self.remove_page(slot) else { continue };
+            let info = page.info();
+            if state.persistence == Persistence::Dirty
+                && info.deadline_ms() > now_ms
                 && !fail_point!("node.write-back-drops-dirty")
             {
-                self.begin_write(name, page.bytes, actions);
+                self.begin_write(info.id, bytes, actions);
             }
-            actions.evict.push((name, reason));
+            actions.evict.push((info.id, reason));
         }
     }
 
-    fn remove_page(&mut self, id: &PageId) -> Option<ResidentPage> {
-        self.release_pins(id);
-        let page = self.pages.remove(id)?;
-        self.dirty.remove(id);
-        self.namespaces.remove_page(id.namespace, page.bytes);
+    /// Removes a page that the evictor has removed.
+    fn remove_page(&mut self, slot: Slot) -> Option<P> {
+        let page = self.pages.get_mut(slot.index())?.take()?;
+        let info = page.info();
+        self.by_id.remove(self.by_id.hash(&info.id), slot);
+        self.dirty.remove(&slot);
+        self.namespaces.remove_page(info.id.namespace, info.bytes);
         Some(page)
     }
+}
+
+fn page_at<P>(pages: &[Option<P>], slot: Slot) -> Option<&P> {
+    pages.get(slot.index())?.as_ref()
 }
 
 impl PageInfo {
@@ -457,9 +569,9 @@ impl PageInfo {
 
 /// Hash of the whole id. Foreign engines bring keys that differ in a few bytes only, so every byte
 /// counts.
-fn fingerprint(id: &PageId) -> u64 {
+pub(crate) fn page_hash(seed: u64, id: &PageId) -> u64 {
     let words = id.namespace.0.chunks_exact(8).chain(id.key.0.chunks_exact(8));
-    words.fold(0, |folded, word| {
+    words.fold(seed, |folded, word| {
         let word = word.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
         mixed(folded ^ word)
     })

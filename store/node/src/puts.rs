@@ -156,13 +156,13 @@ impl Puts {
     /// Seals a put and makes its page visible. Aborts the put instead if a part is missing, or if
     /// L2 has no room for the page. Both are `Incomplete`, as is a put that has ended already.
     pub fn commit(&self, put: &Arc<Put>) -> CommitOutcome {
-        let Some(page) = put.seal(self.tiers.clock().now_unix_ms()) else {
+        let Some((meta, payload)) = put.seal(self.tiers.clock().now_unix_ms()) else {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };
         let Some(reservation) = put.take_reservation() else { return CommitOutcome::Incomplete };
         // Visible before the put closes, so that no reader finds it in neither place.
-        if !self.tiers.insert(Arc::new(page), reservation) {
+        if !self.tiers.insert(Arc::new(self.tiers.page(meta, payload)), reservation) {
             // Pins or a quota hold all of L2: nothing can be evicted for this page.
             self.metrics.puts_dropped_l2_full.inc();
             self.close(put, Progress::Aborted);

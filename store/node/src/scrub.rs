@@ -47,23 +47,25 @@ pub(crate) async fn run(tiers: &Tiers, progress: &ScrubProgress, bytes_per_secon
     if bytes_per_second == 0 {
         return;
     }
-    let mut cursor = None;
+    let mut place = 0;
     loop {
-        let pause = match tiers.next_after(cursor.as_ref()) {
-            Some(id) => {
-                cursor = Some(id);
-                let bytes = tiers.get_l2(&id).map_or(0, |page| page.payload.len() as u64);
-                progress.verified(bytes, tiers.recheck(&id) as u64);
-                tiers.metrics().bytes_scrubbed_l2.inc_by(bytes);
-                // The pause after each page keeps the average rate. One page is the largest burst.
-                Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64)
-            }
-            None => {
-                cursor = None;
-                progress.pass_ended();
-                PASS_PAUSE
-            }
-        };
+        let (page, next) = tiers.next_from(place);
+        let mut pause = Duration::ZERO;
+        if let Some(page) = page {
+            let bytes = page.payload.len() as u64;
+            let id = page.id();
+            // The scrub must not keep the memory of a page that leaves.
+            drop(page);
+            progress.verified(bytes, tiers.recheck(&id) as u64);
+            tiers.metrics().bytes_scrubbed_l2.inc_by(bytes);
+            // The pause after each page keeps the average rate. One page is the largest burst.
+            pause = Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64);
+        }
+        place = next.unwrap_or_else(|| {
+            progress.pass_ended();
+            pause += PASS_PAUSE;
+            0
+        });
         tokio::select! {
             biased;
             () = stop.cancelled() => return,

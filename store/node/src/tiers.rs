@@ -1,8 +1,10 @@
 //! The cache tiers of a node: L2 (DRAM) over L3 (NVMe).
 //!
 //! Invariants:
-//! - `policy` alone decides which pages L2 keeps. foyer indexes them and never evicts by itself,
-//!   because its capacity exceeds that of the arena. Both change under the `state` lock.
+//! - `policy` alone decides which pages L2 keeps, and `l2` indexes them. Both change under the
+//!   `state` lock.
+//! - A hit in L2 never waits for `state`, nor for a lock of an L3 log. No thread waits for an L3
+//!   log while it holds `state`.
 //! - A page with a write to L3 in flight stays readable in `writeback` until the write ends.
 //!   Eviction therefore never leaves a page unreachable between the tiers.
 //! - Concurrent readers of one put on L3 share one device read.
@@ -11,34 +13,41 @@
 //! Lock order, outermost first. A thread takes a lock only while it holds none further down:
 //! 1. the table of open puts (`puts`), which looks pages up and reserves bytes under its lock;
 //! 2. [`Tiers::state`];
-//! 3. leaf locks: foyer's shards, `writeback`, `holds`, the health of a device, the state of an L3
-//!    log, the arena.
+//! 3. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
+//!    the health of a device, the arena. The state of an L3 log is a leaf too, but only for threads
+//!    without `state`.
 //!
 //! No lock is held across an `await`. An L3 log calls the damage listener without its own lock,
 //! because the listener takes `state`.
 //!
 //! Layout: this file looks pages up and puts them; `load` reads L3; `forget` removes pages;
-//! `writeback` tracks writes to L3; `changes` tells whether a lookup is still valid; `status`
-//! reports.
+//! `hold` keeps their memory for readers; `writeback` tracks writes to L3; `index` finds pages by
+//! id; `changes` tells whether a lookup is still valid; `touches` queues hits for the policy;
+//! `status` reports.
 
 mod changes;
 mod forget;
+mod hits;
+mod hold;
+mod index;
 mod load;
 mod status;
+mod touches;
 mod writeback;
 
 use crate::budget::Charge;
 use crate::devices::{DeviceLocation, Devices};
-use crate::holds::{Hold, Holds};
+use crate::holds::Holds;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
-use crate::page::Page;
-use crate::policy::{L2Policy, PageInfo, PinRefused, PolicyActions, PolicyOptions, PutOutcome};
+use crate::page::{Page, PageShapes};
+use crate::policy::{L2Policy, PinRefused, PolicyActions, PolicyOptions, PutOutcome, WritePolicy};
 use changes::{ChangeCounters, ChangeStamp};
 use foyer::{Cache, CacheBuilder, FifoConfig};
+use index::PageIndex;
 use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
-use larder_memory::{Arena, SlotMut};
+use larder_memory::{Arena, Slot, SlotMut};
 use larder_runtime::{Clock, fail_point, now};
 use larder_wire::{PagePin, PinKind, TierCode};
 use parking_lot::{Mutex, MutexGuard};
@@ -48,6 +57,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
+use touches::{Touch, TouchQueues};
 use writeback::{WriteTicket, WritebackTable};
 
 pub use forget::TiersError;
@@ -58,11 +68,6 @@ const MAKE_ROOM_BYTES: u64 = 64 << 20;
 /// The arena hands out slots in multiples of this many bytes.
 pub(crate) const SLOT_UNIT: usize = 4096;
 const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
-
-fn info(page: &Page) -> PageInfo {
-    let PageMeta { id, parent, position, generation, expires_unix_ms, .. } = page.meta;
-    PageInfo { id, parent, position, generation, bytes: page.bytes(), expires_unix_ms }
-}
 
 /// Location of a page on L3, with the stamp that tells whether the lookup is still valid. Holds no
 /// memory, so a request may keep it while it waits for send credit.
@@ -129,19 +134,27 @@ impl Drop for PutReservation {
 /// State that changes under one lock. Code that changes `policy` applies its actions to `l2` and
 /// `writeback` before it releases the lock: no thread sees one without the other.
 struct TiersState {
-    policy: L2Policy,
+    policy: L2Policy<Arc<Page>>,
+    /// Touches that are being applied. Empty while the lock is free.
+    touches: Vec<Touch>,
 }
 
 /// The two tiers of a node, with the pages on their way between them. The module documents the
 /// order of the locks.
 pub struct Tiers {
-    l2: Cache<PageId, Arc<Page>>,
+    l2: PageIndex,
     /// Stores nothing. foyer shares one read among all concurrent readers of a put (page and
     /// generation).
     l3_reads: Cache<(PageId, u64), Arc<Page>>,
     devices: Devices,
     arena: Arc<Arena>,
     state: Mutex<TiersState>,
+    shapes: PageShapes,
+    touches: TouchQueues,
+    /// Pages with hits in L2 that L3 is to learn of. A leaf lock.
+    l3_touches: Mutex<Vec<PageId>>,
+    /// True if a hit may start a write to L3, so that it is applied at once.
+    hits_write: bool,
     changes: ChangeCounters,
     writeback: WritebackTable,
     holds: Arc<Holds>,
@@ -167,15 +180,7 @@ impl Tiers {
         metrics: Arc<Metrics>,
     ) -> Arc<Self> {
         let shards = (options.l2_bytes >> 28).clamp(1, 8) as usize;
-        // foyer divides the capacity by the shards, and all pages may hash to one of them. Twice
-        // that leaves a margin, so that foyer never evicts.
-        let capacity = arena.capacity().saturating_mul(2 * shards);
-        let weight = |_: &PageId, page: &Arc<Page>| page.payload.capacity();
-        let l2 = CacheBuilder::new(capacity)
-            .with_shards(shards)
-            .with_eviction_config(FifoConfig::default())
-            .with_weighter(weight)
-            .build();
+        let seed = larder_runtime::random::seed(options.seed);
         let l3_reads = CacheBuilder::new(shards)
             .with_shards(shards)
             .with_eviction_config(FifoConfig::default())
@@ -189,8 +194,9 @@ impl Tiers {
             write_after_hits: options.write_after_hits,
             quota_default: options.quota_default,
             quotas: options.quotas.clone(),
-            seed: larder_runtime::random::seed(options.seed),
+            seed,
         });
+        let hits_write = !devices.is_empty() && options.write_policy == WritePolicy::Selective;
         Arc::new_cyclic(|this: &Weak<Tiers>| {
             // Weak: the devices must not keep the tiers alive that own them.
             let listener = this.clone();
@@ -202,11 +208,15 @@ impl Tiers {
                 }) as _),
             );
             Self {
-                l2,
+                l2: PageIndex::new(seed, options.l2_bytes),
                 l3_reads,
                 devices,
                 arena,
-                state: Mutex::new(TiersState { policy }),
+                state: Mutex::new(TiersState { policy, touches: Vec::new() }),
+                shapes: PageShapes::default(),
+                touches: TouchQueues::default(),
+                l3_touches: Mutex::default(),
+                hits_write,
                 changes: ChangeCounters::new(),
                 writeback: WritebackTable::default(),
                 holds: Holds::new(options.held_bytes_max()),
@@ -298,14 +308,14 @@ impl Tiers {
     /// the load: the stamps differ. Recorded after the load: it removes the page from L2 again.
     pub fn lookup(&self, id: &PageId) -> PageLocation {
         let stamp = self.changes.stamp(id);
-        if let Some(page) = self.l2.get(id).map(|entry| entry.value().clone()) {
+        if let Some(page) = self.l2.get(id) {
             // All tiers expire a page by the same clock: L3 need not be asked.
-            return if self.is_live(&page.meta) { PageLocation::InL2(page) } else { PageLocation::Absent };
+            return if self.is_live(page.expires_unix_ms()) { PageLocation::InL2(page) } else { PageLocation::Absent };
         }
-        if let Some(page) = self.writeback.get(id).filter(|page| self.is_live(&page.meta)) {
+        if let Some(page) = self.writeback.get(id).filter(|page| self.is_live(page.expires_unix_ms())) {
             return PageLocation::BeingWritten(page);
         }
-        if let Some(page) = self.holds.get(id).filter(|page| self.is_live(&page.meta)) {
+        if let Some(page) = self.holds.get(id).filter(|page| self.is_live(page.expires_unix_ms())) {
             return PageLocation::Held(page);
         }
         match self.devices.lookup(id) {
@@ -323,75 +333,15 @@ impl Tiers {
         ids.iter().map(|id| self.locate(id)).take_while(|tier| *tier != TierCode::Absent).collect()
     }
 
-    fn is_live(&self, meta: &PageMeta) -> bool {
-        meta.expires_unix_ms == 0
-            || self.clock.now_unix_ms() < meta.expires_unix_ms
-            || fail_point!("node.serve-expired")
+    fn is_live(&self, expires_unix_ms: u64) -> bool {
+        expires_unix_ms == 0 || self.clock.now_unix_ms() < expires_unix_ms || fail_point!("node.serve-expired")
     }
 
     /// Returns a copy in DRAM without asking L3. Counts neither a hit nor a miss.
     pub(crate) fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
-        let page = self.l2.get(id).map(|entry| entry.value().clone());
+        let page = self.l2.get(id);
         let page = page.or_else(|| self.writeback.get(id)).or_else(|| self.holds.get(id));
-        page.filter(|page| self.is_live(&page.meta))
-    }
-
-    /// Holds a page: its memory stays in place and readable until the hold is dropped. Returns
-    /// `None` if too many bytes are held, or if the page is no longer current. It may have been
-    /// forgotten since it was found.
-    pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
-        // `forget` withholds the page under this lock as its last step. A hold that begins before
-        // that step is withheld by it; one that begins after it finds the page gone.
-        self.hold_current(&self.state.lock(), page)
-    }
-
-    fn hold_current(&self, state: &TiersState, page: &Arc<Page>) -> Option<Hold> {
-        let PageMeta { id, generation, .. } = &page.meta;
-        let is_same_put = |found: &Arc<Page>| found.meta.generation == *generation;
-        // The cheapest probe first; most pages are in L2.
-        let is_current = state.policy.generation(id) == Some(*generation)
-            || self.writeback.get(id).is_some_and(|found| is_same_put(&found))
-            || self.holds.get(id).is_some_and(|found| is_same_put(&found))
-            || self.devices.generation(id) == Some(*generation);
-        if is_current { self.holds.hold(page) } else { None }
-    }
-
-    pub(crate) fn hold_l2(&self, id: &PageId) -> Option<Hold> {
-        self.get_l2(id).and_then(|page| self.hold(&page))
-    }
-
-    /// Holds those of `ids` that are in DRAM and for which `wanted` (index in `ids`, page) returns
-    /// `true`. Counts a hit for each. One lock serves the whole batch.
-    pub(crate) fn hold_all_l2(&self, ids: &[PageId], wanted: impl Fn(usize, &Page) -> bool) -> Vec<Option<Hold>> {
-        let find = |(index, id)| self.get_l2(id).filter(|page| wanted(index, page));
-        // Declared before the guard, hence dropped after it: freeing a page takes the arena's lock.
-        let found: Vec<_> = ids.iter().enumerate().map(find).collect();
-        let mut actions = PolicyActions::default();
-        let now_ms = self.clock.now_unix_ms();
-        let mut state = self.state.lock();
-        let hold = |page: &Option<Arc<Page>>| {
-            let hold = self.hold_current(&state, page.as_ref()?)?;
-            let PageMeta { id, generation, .. } = &hold.page().meta;
-            state.policy.hit(id, *generation, now_ms, &mut actions);
-            Some(hold)
-        };
-        let holds: Vec<_> = found.iter().map(hold).collect();
-        self.apply(state, actions, None);
-        self.metrics.pages_hit_l2.inc_by(holds.iter().flatten().count() as u64);
-        holds
-    }
-
-    /// Returns those of `ids` that are in DRAM. Counts a hit for each. The reader at the far end
-    /// verifies the bytes.
-    pub fn get_all_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
-        let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
-        self.metrics.pages_hit_l2.inc_by(found.iter().flatten().count() as u64);
-        self.decide(None, |policy, now_ms, actions| {
-            for page in found.iter().flatten() {
-                policy.hit(&page.meta.id, page.meta.generation, now_ms, actions);
-            }
-        });
-        found
+        page.filter(|page| self.is_live(page.expires_unix_ms()))
     }
 
     pub(crate) fn count_misses(&self, pages: usize) {
@@ -401,35 +351,43 @@ impl Tiers {
     /// Makes a sealed page visible and starts the write to L3 that the write policy asks for.
     /// Returns `false` if no tier takes the page.
     pub(crate) fn insert(&self, page: Arc<Page>, reservation: PutReservation) -> bool {
+        let id = page.id();
         let mut actions = PolicyActions::default();
-        let mut state = self.state.lock();
-        let outcome = state.policy.put(info(&page), reservation.spend(), self.clock.now_unix_ms(), &mut actions);
+        let mut state = self.lock_updated(&mut actions);
+        let now_ms = self.clock.now_unix_ms();
+        let outcome = state.policy.put(page.clone(), reservation.spend(), now_ms, &mut actions);
         self.update_index(&state.policy, &page);
+        // Recorded before: see `Tiers::hold`.
+        self.changes.record(&id);
         // An older put is held only for its current readers.
-        self.holds.withhold(&page.meta.id);
-        self.changes.record(&page.meta.id);
+        self.holds.withhold(&id);
         self.apply(state, actions, Some(&page));
         self.in_flight_ended.notify_waiters();
         outcome == PutOutcome::Stored
     }
 
     /// Makes the index agree with the policy about one page.
-    fn update_index(&self, policy: &L2Policy, page: &Arc<Page>) {
-        let id = page.meta.id;
+    fn update_index(&self, policy: &L2Policy<Arc<Page>>, page: &Arc<Page>) {
+        let id = page.id();
         match policy.generation(&id) {
-            Some(generation) if generation == page.meta.generation => drop(self.l2.insert(id, page.clone())),
+            Some(generation) if generation == page.generation() => drop(self.l2.insert(page.clone())),
             Some(_) => {}
             None => drop(self.l2.remove(&id)),
         }
     }
 
     /// Calls the policy and applies the actions it returns, in one critical section.
-    fn decide<T>(&self, page: Option<&Arc<Page>>, call: impl FnOnce(&mut L2Policy, u64, &mut PolicyActions) -> T) -> T {
+    fn decide<T>(&self, call: impl FnOnce(&mut L2Policy<Arc<Page>>, u64, &mut PolicyActions) -> T) -> T {
         let mut actions = PolicyActions::default();
-        let mut state = self.state.lock();
+        let mut state = self.lock_updated(&mut actions);
         let answer = call(&mut state.policy, self.clock.now_unix_ms(), &mut actions);
-        self.apply(state, actions, page);
+        self.apply(state, actions, None);
         answer
+    }
+
+    /// Makes a page that shares the facts of its namespace.
+    pub(crate) fn page(&self, meta: PageMeta, payload: Slot) -> Page {
+        self.shapes.page(meta, payload)
     }
 
     /// Applies the policy's actions and releases the lock. Takes the guard by value, so that no
@@ -437,8 +395,8 @@ impl Tiers {
     fn apply(&self, state: MutexGuard<'_, TiersState>, actions: PolicyActions, put: Option<&Arc<Page>>) {
         // Writes before evictions: `writeback` must have a page before L2 loses it.
         for id in &actions.write {
-            let sealed = put.filter(|page| page.meta.id == *id).cloned();
-            if let Some(page) = sealed.or_else(|| self.l2.get(id).map(|entry| entry.value().clone())) {
+            let sealed = put.filter(|page| page.is(id)).cloned();
+            if let Some(page) = sealed.or_else(|| self.l2.get(id)) {
                 // Here, because a lock of its own for each write would cost more than the look-up.
                 let quota = state.policy.quota(id.namespace);
                 self.begin_write(page, quota);
@@ -458,9 +416,7 @@ impl Tiers {
         drop(state);
         // Freeing many pages takes long, and L3 takes its own lock: both happen without `state`.
         drop(evicted);
-        if !actions.touch.is_empty() {
-            self.devices.touch(&actions.touch);
-        }
+        self.queue_l3_touches(actions.touch);
         if !actions.unpin.is_empty() {
             self.devices.pin(&actions.unpin, PinKind::None);
         }
@@ -474,12 +430,12 @@ impl Tiers {
         self.runtime.spawn(async move {
             // The guard ends the write even if this task is cancelled or panics.
             let mut write = WriteGuard { tiers, page, stored: false, ticket };
-            let Page { meta, payload } = &*write.page;
-            match write.tiers.devices.write(meta, payload, quota).await {
+            let meta = write.page.meta();
+            match write.tiers.devices.write(&meta, &write.page.payload, quota).await {
                 Ok(()) => write.stored = true,
                 Err(error) => {
                     write.tiers.metrics.l3_writes_failed.inc();
-                    tracing::warn!(id = ?write.page.meta.id, %error, "cannot write a page to L3; DRAM has the only copy");
+                    tracing::warn!(id = ?meta.id, %error, "cannot write a page to L3; DRAM has the only copy");
                 }
             }
         });
@@ -488,7 +444,7 @@ impl Tiers {
     /// Evicts pages because the arena has no free run of bytes for a new one.
     fn make_room(&self) {
         let writable = self.devices.writable();
-        self.decide(None, |policy, now_ms, actions| {
+        self.decide(|policy, now_ms, actions| {
             policy.set_writable(writable);
             let bytes = (policy.capacity_bytes() / 16).min(MAKE_ROOM_BYTES);
             policy.make_room(bytes as u32, now_ms, actions);
@@ -497,7 +453,7 @@ impl Tiers {
 
     /// Handles damage that L3 found: L2 writes the page again if it has a copy.
     fn lost_on_l3(&self, id: &PageId) {
-        self.decide(None, |policy, _, actions| policy.lost_on_l3(id, actions));
+        self.decide(|policy, _, actions| policy.lost_on_l3(id, actions));
     }
 
     /// Pins those of `ids` that are in L2, for `ttl_ms`. Returns how many those are.
@@ -516,9 +472,11 @@ impl Tiers {
         ids.iter().map(|id| state.policy.pin_of(id, now_ms)).collect()
     }
 
-    /// Ends pins and pages that have expired. To be called about once a second.
+    /// Ends pins and pages that have expired, and tells L3 of hits in L2. To be called about once a
+    /// second.
     pub(crate) fn tick(&self) {
-        self.decide(None, |policy, now_ms, actions| policy.tick(now_ms, actions));
+        self.send_l3_touches();
+        self.decide(|policy, now_ms, actions| policy.tick(now_ms, actions));
     }
 
     /// Passes the quota of a namespace to the L3 logs, before its first page arrives.
@@ -529,9 +487,9 @@ impl Tiers {
         }
     }
 
-    /// Returns the page in L2 that follows `cursor` in the order of ids.
-    pub(crate) fn next_after(&self, cursor: Option<&PageId>) -> Option<PageId> {
-        self.state.lock().policy.next_after(cursor)
+    /// Walks over the pages in L2: see [`L2Policy::next_from`].
+    pub(crate) fn next_from(&self, place: usize) -> (Option<Arc<Page>>, Option<usize>) {
+        self.state.lock().policy.next_from(place)
     }
 
     /// Flushes to L3: starts the writes that write-back has deferred and waits until no write or
@@ -542,8 +500,8 @@ impl Tiers {
                 let mut ended = std::pin::pin!(self.in_flight_ended.notified());
                 // Registered before the check, so that no wake-up falls between check and wait.
                 ended.as_mut().enable();
-                let all_begun = fail_point!("node.shutdown-keeps-dirty")
-                    || self.decide(None, |policy, _, actions| policy.flush(actions));
+                let all_begun =
+                    fail_point!("node.shutdown-keeps-dirty") || self.decide(|policy, _, actions| policy.flush(actions));
                 if all_begun && self.state.lock().policy.in_flight_bytes() == 0 {
                     return;
                 }
@@ -585,7 +543,7 @@ struct WriteGuard {
 
 impl Drop for WriteGuard {
     fn drop(&mut self) {
-        let PageMeta { id, generation, .. } = self.page.meta;
+        let (id, generation) = (self.page.id(), self.page.generation());
         // The policy first: when `writeback` loses the page, the policy knows whether L3 has it.
         self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.stored);
         self.tiers.writeback.end(&self.ticket);

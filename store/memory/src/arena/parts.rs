@@ -8,7 +8,7 @@
 use super::{Slot, SlotMut};
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use triomphe::Arc;
 
 /// Exclusive memory of one part of a slot.
 pub struct SlotPartMut {

@@ -42,6 +42,7 @@ impl Drop for Account {
         let mut state = self.budget.state.lock();
         subtract(&mut state.used[Kind::Requests as usize], CONNECTION_BYTES);
         state.line.leave(self.connection);
+        state.readers_order.end(self.connection);
         if let Some(connection) = state.connections.remove(&self.connection) {
             state.tenants.leave(connection.tenant);
         }

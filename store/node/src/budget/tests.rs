@@ -324,6 +324,33 @@ async fn slow_reader_of_a_large_page_stays_connected() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn search_for_a_stalled_reader_visits_each_reader_at_most_once_a_second() {
+    let options = NodeOptions { in_flight_bytes: Some(64 * MIB), ..NodeOptions::default() };
+    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let charge = |client: &Arc<Account>| {
+        let mut charge = client.charge_unchecked(Kind::Reads, 64 << 10);
+        charge.mark_queued();
+        charge
+    };
+    // More than one search visits. They fill the node.
+    let readers: Vec<_> = (0..600).map(|number| account(&budget, &format!("t{}", number % 7))).collect();
+    let _charges: Vec<Charge> = readers.iter().map(charge).collect();
+    let waiting = account(&budget, "waiting");
+    let waiting = tokio::spawn(async move { waiting.charge_read(MIB).await });
+    let seconds = 5;
+    for _ in 0..seconds * 10 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        // One reader is stuck.
+        readers[1..].iter().for_each(|reader| reader.record_progress());
+        budget.serve_queue();
+    }
+    let visits = budget.state.lock().readers_order.visits;
+    assert!(visits > 0 && visits <= (seconds + 1) * readers.len(), "{visits} visits");
+    assert!(readers[0].is_disconnecting() && readers[1..].iter().all(|reader| !reader.is_disconnecting()));
+    waiting.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn no_more_stalled_readers_are_disconnected_than_needed() {
     let budget = budget();
     let queue = |client: &Arc<Account>, bytes| {

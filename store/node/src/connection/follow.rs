@@ -30,9 +30,9 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
                     // Another put of the key may be current by now: the client may have taken its
                     // time to receive the parts. They are not parts of that page.
                     let found = node.store.tiers().get(&id, deadline).await;
-                    let followed = found.filter(|(page, _)| page.meta.generation == put.generation());
+                    let followed = found.filter(|(page, _)| page.generation() == put.generation());
                     let (state, meta) = match followed {
-                        Some((page, _)) => (FollowState::Sealed, Some(page.meta.clone())),
+                        Some((page, _)) => (FollowState::Sealed, Some(page.meta())),
                         None => (FollowState::Miss, None),
                     };
                     return end(state, meta).await;
@@ -56,16 +56,17 @@ async fn follow_sealed(node: &NodeState, responder: &Responder, id: PageId, dead
     let Some((page, _)) = node.store.tiers().get(&id, deadline).await else {
         return end(FollowState::Miss, None).await;
     };
-    for part in 0..page.meta.part_bytes.len() {
-        let bytes = page.meta.part_range(part).unwrap_or_default();
-        let crcs = page.meta.part_crcs(part).unwrap_or_default().to_vec();
+    let meta = page.meta();
+    for part in 0..meta.part_bytes.len() {
+        let bytes = meta.part_range(part).unwrap_or_default();
+        let crcs = meta.part_crcs(part).unwrap_or_default().to_vec();
         let head = Response::Part { part: part as u32, crcs };
         let Some(credit) = responder.credit(bytes.len() as u64).await? else {
             return end(FollowState::Miss, None).await;
         };
         responder.send_bytes(node, head, PagePayload { page: page.clone(), bytes }, credit).await?;
     }
-    end(FollowState::Sealed, Some(page.meta.clone())).await
+    end(FollowState::Sealed, Some(meta)).await
 }
 
 /// Sends the parts of a put as they land. Returns the end of the put, or `Open` at the deadline.

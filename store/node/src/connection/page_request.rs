@@ -17,7 +17,7 @@ impl PageRequest {
     /// Returns the requested bytes of the page's payload, or `None` if they are not whole chunks.
     pub(super) fn range(&self, page: &Page) -> Option<Range<usize>> {
         let Some(requested) = &self.bytes else { return Some(0..page.payload.len()) };
-        let chunks = whole_chunks(&page.meta.part_bytes, requested).filter(|chunks| chunks == requested)?;
+        let chunks = whole_chunks(page.part_bytes(), requested).filter(|chunks| chunks == requested)?;
         if fail_point!("node.range-returns-other-chunks") {
             return Some(0..chunks.len());
         }
@@ -29,12 +29,12 @@ impl PageRequest {
         let bytes = self.range(page)?;
         let offset = arena_offset(page, &bytes);
         let bytes = bytes.start as u32..bytes.end as u32;
-        Some(ArenaPage { index: self.index, tier: TierCode::L2, meta: page.meta.clone(), bytes, offset })
+        Some(ArenaPage { index: self.index, tier: TierCode::L2, meta: page.meta(), bytes, offset })
     }
 
     pub(super) fn answer(&self, page: &Page, tier: TierCode, location: PayloadLocation) -> Response {
         let index = self.index;
-        let meta = page.meta.clone();
+        let meta = page.meta();
         match &self.bytes {
             None => Response::Page { index, tier, meta, location },
             Some(bytes) => Response::Range { index, tier, meta, bytes: bytes.clone(), location },

@@ -7,8 +7,9 @@
 //!   costs no visit of the others.
 
 use super::options::NamespaceQuota;
+use super::{L2Policy, PageState, Resident};
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
-use larder_format::{NamespaceId, PageId};
+use larder_format::NamespaceId;
 use larder_runtime::fail_point;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -97,8 +98,8 @@ impl NamespaceTable {
         &mut self,
         namespace: NamespaceId,
         bytes: u32,
-        evictor: &mut Evictor<PageId, HitDensity>,
-        evicted: &mut Vec<Evicted<PageId>>,
+        evictor: &mut Evictor<PageState, HitDensity>,
+        evicted: &mut Vec<Evicted<PageState>>,
     ) -> NamespaceIndex {
         if let Some(resident) = self.resident.get_mut(&namespace) {
             resident.pages += 1;
@@ -164,7 +165,7 @@ pub struct NamespaceUse {
     pub quota_bytes: Option<u64>,
 }
 
-impl super::L2Policy {
+impl<P: Resident> L2Policy<P> {
     pub fn quota(&self, namespace: NamespaceId) -> Option<u64> {
         self.namespaces.quota(namespace)
     }

@@ -5,7 +5,8 @@
 //! - All pages kept by hard pins take at most a quarter of L2.
 //! - The soft-pinned pages of each namespace take at most a quarter of L2.
 
-use super::L2Policy;
+use super::{L2Policy, Resident};
+use larder_evict::Slot;
 use larder_format::{NamespaceId, PageId};
 use larder_wire::{PagePin, PinKind};
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,7 +29,11 @@ impl Pin {
 
 #[derive(Debug, Default)]
 pub(super) struct Pins {
-    by_expiry: BTreeSet<(u64, PageId)>,
+    by_slot: BTreeMap<Slot, Pin>,
+    by_expiry: BTreeSet<(u64, Slot)>,
+    /// Number of reasons to keep a page, without zeros: its own hard pin, and each child that is
+    /// kept.
+    keep_counts: BTreeMap<Slot, u32>,
     /// Bytes of pages kept by hard pins, ancestors included.
     kept_bytes: u64,
     /// Bytes of soft-pinned pages per namespace, without zeros.
@@ -54,8 +59,12 @@ impl Pins {
     }
 
     /// Returns a page whose pin has expired.
-    pub(super) fn first_expired(&self, now_ms: u64) -> Option<PageId> {
-        self.by_expiry.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, id)| *id)
+    pub(super) fn first_expired(&self, now_ms: u64) -> Option<Slot> {
+        self.by_expiry.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, slot)| *slot)
+    }
+
+    fn has(&self, slot: Slot) -> bool {
+        self.by_slot.contains_key(&slot) || self.keep_counts.contains_key(&slot)
     }
 }
 
@@ -72,7 +81,7 @@ pub enum PinRefused {
     Soft { most: u64 },
 }
 
-impl L2Policy {
+impl<P: Resident> L2Policy<P> {
     /// Pins those of `ids` that are in L2 until `until_ms`, replacing their pins. Returns how many
     /// those are. [`PinKind::None`] removes pins and returns how many pages had one. A refusal
     /// changes nothing.
@@ -81,12 +90,13 @@ impl L2Policy {
         let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms }) };
         let mut before = Vec::new();
         for id in ids {
-            let Some(page) = self.pages.get(id) else { continue };
-            if pin.is_none() && page.pin.is_none() {
+            let Some(slot) = self.slot_of(id) else { continue };
+            let old = self.pins.by_slot.get(&slot).copied();
+            if pin.is_none() && old.is_none() {
                 continue;
             }
-            before.push((*id, page.pin));
-            self.set_pin(id, pin);
+            before.push((slot, old));
+            self.set_pin(slot, pin);
             let refused = match kind {
                 PinKind::Hard if self.pins.kept_bytes > most => PinRefused::Hard { most },
                 PinKind::Soft if self.pins.soft_bytes(&id.namespace) > most => PinRefused::Soft { most },
@@ -94,7 +104,7 @@ impl L2Policy {
             };
             // The caller holds the lock throughout, so no other thread sees the pins that are
             // undone.
-            before.into_iter().rev().for_each(|(id, pin)| self.set_pin(&id, pin));
+            before.into_iter().rev().for_each(|(slot, pin)| self.set_pin(slot, pin));
             return Err(refused);
         }
         Ok(before.len())
@@ -102,7 +112,7 @@ impl L2Policy {
 
     /// Returns the pin of a page in L2, with the time until it expires.
     pub fn pin_of(&self, id: &PageId, now_ms: u64) -> Option<PagePin> {
-        let pin = self.pages.get(id)?.pin?;
+        let pin = self.pins.by_slot.get(&self.slot_of(id)?)?;
         // A pin stays until the next tick after its expiry, but it no longer counts.
         let remaining_ms = pin.until_ms.checked_sub(now_ms).filter(|left| *left > 0)?;
         Some(PagePin { kind: pin.kind, remaining_ms })
@@ -112,16 +122,19 @@ impl L2Policy {
         (self.pins.by_expiry.len(), self.pins.kept_bytes)
     }
 
-    pub(super) fn set_pin(&mut self, id: &PageId, pin: Option<Pin>) {
-        let Some(page) = self.pages.get_mut(id) else { return };
-        let handle = page.handle;
-        let bytes = page.bytes;
-        let old = std::mem::replace(&mut page.pin, pin);
+    pub(super) fn set_pin(&mut self, slot: Slot, pin: Option<Pin>) {
+        let Some(handle) = self.evictor.handle_at(slot) else { return };
+        let Some(id) = self.id_at(slot) else { return };
+        let bytes = self.bytes_at(slot);
+        let old = match pin {
+            Some(pin) => self.pins.by_slot.insert(slot, pin),
+            None => self.pins.by_slot.remove(&slot),
+        };
         if let Some(old) = old {
-            self.pins.by_expiry.remove(&(old.until_ms, *id));
+            self.pins.by_expiry.remove(&(old.until_ms, slot));
         }
         if let Some(pin) = pin {
-            self.pins.by_expiry.insert((pin.until_ms, *id));
+            self.pins.by_expiry.insert((pin.until_ms, slot));
         }
         match (Pin::is(old, PinKind::Soft), Pin::is(pin, PinKind::Soft)) {
             (false, true) => self.pins.add_soft(id.namespace, bytes),
@@ -132,73 +145,87 @@ impl L2Policy {
         match (Pin::is(old, PinKind::Hard), Pin::is(pin, PinKind::Hard)) {
             (false, true) => {
                 self.evictor.pin(handle);
-                self.keep(*id);
+                self.keep(slot);
             }
             (true, false) => {
                 self.evictor.unpin(handle);
-                self.let_go(*id);
+                self.let_go(slot);
             }
             _ => {}
+        }
+        self.update_in_pins(slot);
+    }
+
+    fn update_in_pins(&mut self, slot: Slot) {
+        let in_pins = self.pins.has(slot);
+        if let Some(state) = self.state_mut(slot) {
+            state.in_pins = in_pins;
         }
     }
 
     /// Adds a reason to keep a page. The first reason is one to keep its parent as well, so a call
     /// walks up to the first ancestor that is kept already.
-    fn keep(&mut self, id: PageId) {
-        let mut next = Some(id);
-        while let Some(id) = next
-            && let Some(page) = self.pages.get_mut(&id)
-        {
-            page.keep_count += 1;
-            if page.keep_count > 1 {
+    fn keep(&mut self, slot: Slot) {
+        let mut next = Some(slot);
+        while let Some(slot) = next {
+            let count = self.pins.keep_counts.entry(slot).or_default();
+            *count += 1;
+            if *count > 1 {
                 return;
             }
-            self.pins.kept_bytes += u64::from(page.bytes);
-            next = self.live_parent(&id);
+            self.pins.kept_bytes += u64::from(self.bytes_at(slot));
+            self.update_in_pins(slot);
+            next = self.live_parent(slot);
         }
     }
 
     /// Removes a reason to keep a page. The last one removes a reason to keep its parent as well.
-    fn let_go(&mut self, id: PageId) {
-        let mut next = Some(id);
-        while let Some(id) = next
-            && let Some(page) = self.pages.get_mut(&id)
-        {
-            // Each `let_go` follows a `keep` of the same entry: `live_parent` never returns a later
-            // put of the parent, and `release_pins` removes the entry with its reasons.
-            assert!(page.keep_count > 0, "no reason to keep the page is left to remove");
-            page.keep_count -= 1;
-            if page.keep_count > 0 {
+    fn let_go(&mut self, slot: Slot) {
+        let mut next = Some(slot);
+        while let Some(slot) = next {
+            // Each `let_go` follows a `keep` of the same page: `live_parent` never returns a later
+            // put of the parent, and `release_pins` removes all reasons with the page.
+            let count = self.pins.keep_counts.get(&slot).copied().unwrap_or_default();
+            assert!(count > 0, "no reason to keep the page is left to remove");
+            if count > 1 {
+                self.pins.keep_counts.insert(slot, count - 1);
                 return;
             }
-            self.pins.kept_bytes -= u64::from(page.bytes);
-            next = self.live_parent(&id);
+            self.pins.keep_counts.remove(&slot);
+            self.pins.kept_bytes -= u64::from(self.bytes_at(slot));
+            self.update_in_pins(slot);
+            next = self.live_parent(slot);
         }
     }
 
     /// Returns the page's parent if it is still the put that was there when the page came.
-    fn live_parent(&self, id: &PageId) -> Option<PageId> {
-        let (key, handle) = self.pages.get(id)?.parent?;
-        let parent = PageId { key, ..*id };
-        self.pages.get(&parent).filter(|page| page.handle == handle).map(|_| parent)
+    fn live_parent(&self, slot: Slot) -> Option<Slot> {
+        self.evictor.parent(self.evictor.handle_at(slot)?).map(|parent| parent.slot())
     }
 
     /// Ends the pin of a page that leaves L2, and its reason to keep the parent. Its children stay
-    /// as roots, kept or not.
-    pub(super) fn release_pins(&mut self, id: &PageId) {
-        let parent = self.live_parent(id);
-        let Some(page) = self.pages.get_mut(id) else { return };
-        if let Some(pin) = page.pin.take() {
-            self.pins.by_expiry.remove(&(pin.until_ms, *id));
+    /// as roots, kept or not. Must be called before the page gives up its slot.
+    ///
+    /// The evictor may have removed the page. Then it was not kept: it had no hard pin, and no
+    /// child.
+    pub(super) fn release_pins(&mut self, slot: Slot) {
+        let Some((id, bytes)) = self.pages.get(slot.index()).and_then(|page| {
+            let info = page.as_ref()?.info();
+            Some((info.id, info.bytes))
+        }) else {
+            return;
+        };
+        if let Some(pin) = self.pins.by_slot.remove(&slot) {
+            self.pins.by_expiry.remove(&(pin.until_ms, slot));
             if pin.kind == PinKind::Soft {
-                self.pins.remove_soft(id.namespace, page.bytes);
+                self.pins.remove_soft(id.namespace, bytes);
             }
         }
-        if std::mem::take(&mut page.keep_count) == 0 {
+        if self.pins.keep_counts.remove(&slot).is_none() {
             return;
         }
-        self.pins.kept_bytes -= u64::from(page.bytes);
-        if let Some(parent) = parent {
+        self.pins.kept_bytes -= u64::from(bytes);
+        if let Some(parent) = self.live_parent(slot) {
             self.let_go(parent);
         }
     }

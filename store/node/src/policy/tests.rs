@@ -4,8 +4,30 @@ mod model;
 
 use super::*;
 use larder_evict::Lru;
+use larder_format::NamespaceId;
+use std::collections::BTreeMap;
 
 const UNIT: u32 = 4096;
+
+type TestPolicy = L2Policy<PageInfo>;
+
+impl Resident for PageInfo {
+    fn info(&self) -> PageInfo {
+        *self
+    }
+
+    fn id(&self) -> PageId {
+        self.id
+    }
+
+    fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    fn is(&self, id: &PageId) -> bool {
+        self.id == *id
+    }
+}
 
 fn options(pages: u64, write_policy: WritePolicy) -> PolicyOptions {
     PolicyOptions {
@@ -38,7 +60,7 @@ fn behind(parent: u32, number: u32) -> PageInfo {
     PageInfo { parent: key(parent), position: 1, ..page(number) }
 }
 
-fn put(policy: &mut L2Policy, page: PageInfo) -> PolicyActions {
+fn put(policy: &mut TestPolicy, page: PageInfo) -> PolicyActions {
     let mut out = PolicyActions::default();
     assert!(policy.reserve(page.bytes));
     assert_eq!(policy.put(page, page.bytes, 0, &mut out), PutOutcome::Stored);
@@ -48,22 +70,22 @@ fn put(policy: &mut L2Policy, page: PageInfo) -> PolicyActions {
     out
 }
 
-fn hit(policy: &mut L2Policy, number: u32) -> PolicyActions {
+fn hit(policy: &mut TestPolicy, number: u32) -> PolicyActions {
     let mut out = PolicyActions::default();
-    assert!(policy.hit(&id(1, number), 1, 0, &mut out));
+    let hash = policy.hash(&id(1, number));
+    assert!(policy.hit(hash, 1, 0, &mut out));
     out
 }
 
-fn pin(policy: &mut L2Policy, numbers: &[u32], kind: PinKind, until_ms: u64) -> Result<usize, PinRefused> {
+fn pin(policy: &mut TestPolicy, numbers: &[u32], kind: PinKind, until_ms: u64) -> Result<usize, PinRefused> {
     policy.pin(&numbers.iter().map(|&number| id(1, number)).collect(), kind, until_ms)
 }
 
 use larder_wire::PinKind;
-use std::collections::BTreeSet;
 
 #[test]
 fn write_through_writes_every_put_and_evicts_without_a_write() {
-    let mut policy = L2Policy::new(options(4, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(4, WritePolicy::Through));
     for number in 0..4 {
         assert_eq!(put(&mut policy, page(number)).write, [id(1, number)]);
     }
@@ -74,7 +96,7 @@ fn write_through_writes_every_put_and_evicts_without_a_write() {
 
 #[test]
 fn selective_policy_writes_at_the_second_hit_and_drops_pages_without_hits() {
-    let mut policy = L2Policy::new(options(4, WritePolicy::Selective));
+    let mut policy = TestPolicy::new(options(4, WritePolicy::Selective));
     for number in 0..4 {
         assert!(put(&mut policy, page(number)).write.is_empty());
     }
@@ -87,7 +109,7 @@ fn selective_policy_writes_at_the_second_hit_and_drops_pages_without_hits() {
 
 #[test]
 fn selective_policy_waits_for_budget() {
-    let mut policy = L2Policy::new(options(4, WritePolicy::Selective));
+    let mut policy = TestPolicy::new(options(4, WritePolicy::Selective));
     put(&mut policy, page(0));
     hit(&mut policy, 0);
     (0..4).for_each(|_| assert!(policy.reserve(UNIT)));
@@ -98,7 +120,7 @@ fn selective_policy_waits_for_budget() {
 
 #[test]
 fn write_back_writes_evicted_pages_and_is_busy_while_it_cannot() {
-    let mut policy = L2Policy::new(options(4, WritePolicy::Back));
+    let mut policy = TestPolicy::new(options(4, WritePolicy::Back));
     (0..4).for_each(|number| assert!(put(&mut policy, page(number)).write.is_empty()));
     assert_eq!(policy.dirty_pages(), 4);
     let mut out = PolicyActions::default();
@@ -119,7 +141,7 @@ fn write_back_writes_evicted_pages_and_is_busy_while_it_cannot() {
 
 #[test]
 fn flush_writes_all_dirty_pages_as_the_budget_allows() {
-    let mut policy = L2Policy::new(options(10, WritePolicy::Back));
+    let mut policy = TestPolicy::new(options(10, WritePolicy::Back));
     (0..10).for_each(|number| drop(put(&mut policy, page(number))));
     let mut flushed = 0;
     loop {
@@ -137,7 +159,7 @@ fn flush_writes_all_dirty_pages_as_the_budget_allows() {
 
 #[test]
 fn a_failed_write_leaves_the_page_in_l2_and_a_page_lost_on_l3_is_written_again() {
-    let mut policy = L2Policy::new(options(4, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(4, WritePolicy::Through));
     let mut out = PolicyActions::default();
     policy.reserve(UNIT);
     policy.put(page(0), UNIT, 0, &mut out);
@@ -153,7 +175,7 @@ fn a_failed_write_leaves_the_page_in_l2_and_a_page_lost_on_l3_is_written_again()
 
 #[test]
 fn children_are_evicted_before_parents() {
-    let mut policy = L2Policy::new(options(3, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(3, WritePolicy::Through));
     put(&mut policy, page(0));
     put(&mut policy, behind(0, 1));
     put(&mut policy, page(2));
@@ -171,7 +193,7 @@ fn a_namespace_stays_within_its_quota() {
     };
     let quotas = vec![quota(2, 3)];
     let quota_default = Some(2 * u64::from(UNIT));
-    let mut policy = L2Policy::new(PolicyOptions { quotas, quota_default, ..options(100, WritePolicy::Through) });
+    let mut policy = TestPolicy::new(PolicyOptions { quotas, quota_default, ..options(100, WritePolicy::Through) });
     for number in 0..20 {
         for namespace in 1..4 {
             put(&mut policy, PageInfo { id: id(namespace, number), ..page(number) });
@@ -191,7 +213,7 @@ fn a_namespace_stays_within_its_quota() {
 
 #[test]
 fn pages_and_pins_expire() {
-    let mut policy = L2Policy::new(options(8, WritePolicy::Back));
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Back));
     put(&mut policy, PageInfo { expires_unix_ms: 100, ..page(0) });
     put(&mut policy, page(1));
     let mut out = PolicyActions::default();
@@ -213,7 +235,7 @@ fn pages_and_pins_expire() {
 
 #[test]
 fn a_page_may_outlive_its_parent() {
-    let mut policy = L2Policy::new(options(8, WritePolicy::Back));
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Back));
     put(&mut policy, PageInfo { expires_unix_ms: 100, ..page(0) });
     put(&mut policy, behind(0, 1));
     put(&mut policy, PageInfo { expires_unix_ms: 50, ..behind(0, 2) });
@@ -226,7 +248,7 @@ fn a_page_may_outlive_its_parent() {
 
 #[test]
 fn hard_pins_keep_at_most_a_quarter_and_a_refusal_changes_nothing() {
-    let mut policy = L2Policy::new(options(16, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(16, WritePolicy::Through));
     put(&mut policy, page(0));
     (1..6).for_each(|number| drop(put(&mut policy, behind(number - 1, number))));
     put(&mut policy, page(6));
@@ -247,7 +269,7 @@ fn hard_pins_keep_at_most_a_quarter_and_a_refusal_changes_nothing() {
 
 #[test]
 fn soft_pinned_pages_go_last_and_hard_pinned_pages_stay() {
-    let mut policy = L2Policy::new(options(16, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(16, WritePolicy::Through));
     let names = |namespace, from| (from..from + 4).map(|number| id(namespace, number)).collect::<BTreeSet<PageId>>();
     for id in [names(1, 0), names(1, 4), names(2, 0), names(3, 0)].into_iter().flatten() {
         put(&mut policy, PageInfo { id, ..page(0) });
@@ -256,7 +278,7 @@ fn soft_pinned_pages_go_last_and_hard_pinned_pages_stay() {
     for softly in [names(1, 4), names(2, 0), names(3, 0)] {
         assert_eq!(policy.pin(&softly, PinKind::Soft, 9), Ok(4));
     }
-    let there = |policy: &L2Policy, id: &PageId| policy.generation(id).is_some();
+    let there = |policy: &TestPolicy, id: &PageId| policy.generation(id).is_some();
     let out = put(&mut policy, page(20));
     assert_eq!(out.evict, [(id(1, 4), EvictionReason::Capacity)], "all others are pinned too");
     assert!(names(1, 0).iter().all(|id| there(&policy, id)));
@@ -264,7 +286,7 @@ fn soft_pinned_pages_go_last_and_hard_pinned_pages_stay() {
 
 #[test]
 fn soft_pins_of_a_namespace_hold_at_most_a_quarter() {
-    let mut policy = L2Policy::new(options(16, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(16, WritePolicy::Through));
     (0..8).for_each(|number| drop(put(&mut policy, page(number))));
     put(&mut policy, PageInfo { id: id(2, 0), ..page(0) });
     assert_eq!(pin(&mut policy, &[0, 1, 2], PinKind::Soft, 9), Ok(3));
@@ -283,7 +305,7 @@ fn soft_pins_of_a_namespace_hold_at_most_a_quarter() {
 
 #[test]
 fn make_room_evicts_as_far_as_pins_allow() {
-    let mut policy = L2Policy::new(options(8, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Through));
     (0..6).for_each(|number| drop(put(&mut policy, page(number))));
     let mut out = PolicyActions::default();
     policy.make_room(3 * UNIT, 0, &mut out);
@@ -296,7 +318,7 @@ fn make_room_evicts_as_far_as_pins_allow() {
 
 #[test]
 fn every_sixteenth_hit_touches_l3() {
-    let mut policy = L2Policy::new(options(8, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Through));
     put(&mut policy, page(0));
     let told: usize = (0..64).map(|_| hit(&mut policy, 0).touch.len()).sum();
     assert_eq!(told, 4);
@@ -329,9 +351,9 @@ fn hot_hit_rate(mut request: impl FnMut(PageInfo) -> bool, rounds: u32, skip: u3
 
 #[test]
 fn one_off_pages_do_not_evict_returning_pages() {
-    let mut policy = L2Policy::new(options(400, WritePolicy::Through));
+    let mut policy = TestPolicy::new(options(400, WritePolicy::Through));
     let request = |page: PageInfo| {
-        let found = policy.hit(&page.id, 1, 0, &mut PolicyActions::default());
+        let found = policy.hit(policy.hash(&page.id), 1, 0, &mut PolicyActions::default());
         if !found {
             put(&mut policy, page);
         }
@@ -349,7 +371,7 @@ fn one_off_pages_do_not_evict_returning_pages() {
             let parent = handles.get(&PageId { key: page.parent, ..page.id }).copied();
             let new = NewPage {
                 name: page.id,
-                fingerprint: fingerprint(&page.id),
+                fingerprint: page_hash(1, &page.id),
                 namespace: NamespaceIndex(0),
                 parent: parent.filter(|parent| lru.contains(*parent, 0)),
                 position: page.position,

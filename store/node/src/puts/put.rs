@@ -3,7 +3,6 @@
 //! Lock order: `parts`, then `draining`. No lock is held while arena memory is freed or a remote
 //! grant is revoked, because both can take long.
 
-use crate::page::Page;
 use crate::rdma::WriteGrant;
 use crate::tiers::PutReservation;
 use larder_format::{PageId, PageMeta, chunk_crcs};
@@ -280,8 +279,8 @@ impl Put {
         now.saturating_duration_since(*self.last_activity.lock()) > timeout
     }
 
-    /// Returns the page, or `None` if a part has not landed.
-    pub(super) fn seal(&self, now_unix_ms: u64) -> Option<Page> {
+    /// Returns the page's facts and payload, or `None` if a part has not landed.
+    pub(super) fn seal(&self, now_unix_ms: u64) -> Option<(PageMeta, Slot)> {
         let mut pieces = Vec::with_capacity(self.part_count());
         let mut page_crcs = Vec::new();
         for state in self.parts.lock().iter_mut() {
@@ -310,6 +309,6 @@ impl Put {
             part_bytes: self.page.part_bytes.clone(),
             chunk_crcs: page_crcs,
         };
-        Some(Page { meta, payload: Slot::join(&pieces)? })
+        Some((meta, Slot::join(&pieces)?))
     }
 }

@@ -46,10 +46,14 @@ impl Tiers {
         // page back. The recorded change stops those that end later: see `Tiers::lookup`.
         let mut state = self.state.lock();
         for id in ids {
-            self.changes.record(id);
-            if !fail_point!("node.forget-keeps-l2") {
+            let keeps = fail_point!("node.forget-keeps-l2");
+            if !keeps {
                 state.policy.forget(id);
                 self.l2.remove(id);
+            }
+            self.changes.record(id);
+            // Last, so that no hold of a page that is found before outlives the forget: see `hold`.
+            if !keeps {
                 self.holds.withhold(id);
             }
         }
@@ -76,9 +80,8 @@ impl Tiers {
     /// of pages dropped, 0 or 1.
     pub fn recheck(&self, id: &PageId) -> usize {
         // The copies differ if the page was read from L3 again while a reader held the first copy.
-        let in_l2 = self.l2.get(id).map(|entry| entry.value().clone());
-        let copies = [in_l2, self.writeback.get(id), self.holds.get(id)];
-        let damaged = copies.into_iter().flatten().find_map(|page| page.meta.verify(id, &page.payload).err());
+        let copies = [self.l2.get(id), self.writeback.get(id), self.holds.get(id)];
+        let damaged = copies.into_iter().flatten().find_map(|page| page.meta().verify(id, &page.payload).err());
         let Some(mismatch) = damaged else { return 0 };
         tracing::error!(?id, %mismatch, "page damaged in memory: dropped from DRAM; check the machine's memory");
         self.metrics.pages_corrupt_l2.inc();

@@ -1,6 +1,6 @@
 //! Reading pages, from DRAM or from L3 into L2.
 
-use super::{PageLocation, PolicyActions, StampedLocation, Tiers, info};
+use super::{PageLocation, PolicyActions, StampedLocation, Tiers};
 use crate::devices::DeviceLocation;
 use crate::page::Page;
 use larder_format::PageId;
@@ -46,10 +46,7 @@ impl Tiers {
         };
         let found = match location {
             PageLocation::InL2(page) | PageLocation::BeingWritten(page) | PageLocation::Held(page) => {
-                self.metrics.pages_hit_l2.inc();
-                self.decide(None, |policy, now_ms, actions| {
-                    policy.hit(id, page.meta.generation, now_ms, actions);
-                });
+                self.record_hits(std::iter::once(&*page));
                 return Some((page, TierCode::L2));
             }
             PageLocation::OnL3(found) => self.load(id, found, deadline).await,
@@ -69,7 +66,7 @@ impl Tiers {
     pub(crate) async fn chunk_crcs(&self, id: &PageId, deadline: Instant) -> Option<Vec<u32>> {
         let location = self.lookup(id);
         let PageLocation::OnL3(found) = location else {
-            return self.get_at(id, location, deadline).await.map(|(page, _)| page.meta.chunk_crcs.clone());
+            return self.get_at(id, location, deadline).await.map(|(page, _)| page.meta().chunk_crcs);
         };
         let read = async {
             let meta = self.devices.read_meta(&found.location).await;
@@ -84,7 +81,7 @@ impl Tiers {
             tracing::warn!(?id, %error, "cannot read the header of a page from L3; its writer cannot compare it");
             None
         });
-        let meta = meta.filter(|meta| self.is_live(meta));
+        let meta = meta.filter(|meta| self.is_live(meta.expires_unix_ms));
         match &meta {
             Some(_) => self.metrics.pages_hit_l3.inc(),
             None => self.metrics.pages_missed.inc(),
@@ -127,30 +124,30 @@ impl Tiers {
         }
         let page = Arc::new(self.read_l3(&found.location).await?);
         // The page may have expired during the read.
-        if !self.is_live(&page.meta) {
+        if !self.is_live(page.expires_unix_ms()) {
             return None;
         }
-        // Before `state` is locked, so that no reader holds it while this call locks the health of
-        // every device.
+        // Before `state` is locked: these calls take locks of the devices and of their logs, and no
+        // put or eviction may wait for them.
         let writable = self.devices.writable();
-        let mut state = self.state.lock();
+        let is_on_l3 = self.devices.is_current(&found.location);
+        let mut actions = PolicyActions::default();
+        let mut state = self.lock_updated(&mut actions);
         // Conditions for the page to enter L2:
         // - The stamp is unchanged: rule 3 of `Tiers::lookup`. This also proves that no put was
         //   sealed since the lookup, so DRAM is not probed again.
         // - The generation is that of the lookup. If the newest put was damaged, L3 returned an
         //   older one, which stays out of L2.
-        // - L3 still has the record. It may have reclaimed the segment meanwhile, and the policy
-        //   would then count on a copy that is gone. This check is a cheap array access.
+        // - L3 still had the record after the read. Otherwise the policy would count on a copy that
+        //   is gone. A record that goes later costs the page when L2 evicts it.
         //
         // A newer put on a device that was quarantined at the lookup is not noticed: readers get
         // the older put until L2 evicts it.
-        let is_current = self.changes.stamp(&id) == found.stamp
-            && page.meta.generation == found.location.generation()
-            && self.devices.is_current(&found.location);
+        let is_current =
+            self.changes.stamp(&id) == found.stamp && page.generation() == found.location.generation() && is_on_l3;
         if is_current || fail_point!("node.load-after-forget") {
-            let mut actions = PolicyActions::default();
             state.policy.set_writable(writable);
-            state.policy.loaded(info(&page), self.clock.now_unix_ms(), &mut actions);
+            state.policy.loaded(page.clone(), self.clock.now_unix_ms(), &mut actions);
             self.update_index(&state.policy, &page);
             self.changes.record(&id);
             self.apply(state, actions, None);
@@ -158,8 +155,8 @@ impl Tiers {
         }
         // A put that was sealed during the read is newer. A forget during the read is concurrent
         // with all readers that share it, so they may still get the page.
-        let newer = self.get_l2(&id).filter(|newer| newer.meta.generation > page.meta.generation);
-        drop(state);
+        let newer = self.get_l2(&id).filter(|newer| newer.generation() > page.generation());
+        self.apply(state, actions, None);
         newer.or(Some(page))
     }
 
@@ -179,7 +176,7 @@ impl Tiers {
         let (meta, payload) = read?;
         self.metrics.pages_read_l3.inc();
         self.record_l3_read(now().saturating_duration_since(began));
-        Some(Page { meta, payload })
+        Some(self.page(meta, payload))
     }
 
     fn record_l3_read(&self, time: Duration) {

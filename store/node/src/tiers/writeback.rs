@@ -96,7 +96,7 @@ impl WritebackTable {
         self.load.record_begin(page.bytes());
         let mut pending = self.pending.lock();
         pending.serial_last += 1;
-        let ticket = (page.meta.id, page.meta.generation, pending.serial_last);
+        let ticket = (page.id(), page.generation(), pending.serial_last);
         let write = PendingWrite { page: page.clone(), ended: Arc::default(), since: now(), withheld: false };
         pending.by_ticket.insert(ticket, write);
         ticket
@@ -156,7 +156,8 @@ mod tests {
         let arena = Arena::new(1 << 20).unwrap();
         let payload = arena.allocate(100).unwrap().freeze();
         let id = PageId { namespace: NamespaceId([7; 32]), key: PageKey::chain(None, &[1]) };
-        let page = Arc::new(Page { meta: PageMeta::describe(id, PageKey::NONE, 0, vec![100], &payload), payload });
+        let meta = PageMeta::describe(id, PageKey::NONE, 0, vec![100], &payload);
+        let page = Arc::new(crate::page::PageShapes::default().page(meta, payload));
         let writeback = WritebackTable::default();
         let first = writeback.begin(&page);
         let second = writeback.begin(&page);

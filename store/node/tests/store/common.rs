@@ -94,7 +94,7 @@ pub async fn get(store: &Store, number: u32) -> Option<TierCode> {
 }
 
 pub fn check(page: &Arc<Page>, number: u32) {
-    assert!(page.meta.id == id(number) && *page.payload == *bytes(number), "page {number} has other bytes");
+    assert!(page.id() == id(number) && *page.payload == *bytes(number), "page {number} has other bytes");
 }
 
 pub fn figure(store: &Store, pointer: &str) -> u64 {

@@ -75,7 +75,7 @@ async fn a_broken_device_costs_its_own_pages_and_others_take_its_writes() {
     let (store, logs) = with_logs(&options(), &dirs, 64 << 20).await;
     let newest = logs.iter().filter_map(|l3| l3.find(&id(lost))).map(|entry| entry.generation).max().unwrap();
     let (page, _) = store.tiers().get(&id(lost), soon()).await.unwrap();
-    assert_eq!(page.meta.generation, newest);
+    assert_eq!(page.generation(), newest);
     assert!(logs.iter().all(|l3| l3.find(&id(lost)).is_some()));
     store.close(soon()).await;
 }

@@ -56,14 +56,14 @@ pub(super) fn find(node: &NodeIncarnation, key: u64) {
 /// again. Returns `false` if the page is damaged.
 pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime, page: &Page) -> bool {
     let id = page_id(key);
-    if let Err(mismatch) = page.meta.verify(&id, &page.payload) {
+    if let Err(mismatch) = page.meta().verify(&id, &page.payload) {
         report_damage(node, key, page, &mismatch.to_string());
         return false;
     }
     let suspect = node.world.is_suspect(key);
     let model = node.model.lock();
-    let found = model.check_found(key, page.meta.generation, started, suspect);
-    if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta, &page.payload)) {
+    let found = model.check_found(key, page.generation(), started, suspect);
+    if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta(), &page.payload)) {
         drop(model);
         node.violate(format!("get: {problem}"));
     }
@@ -71,7 +71,7 @@ pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime,
 }
 
 fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) {
-    let generation = page.meta.generation;
+    let generation = page.generation();
     node.world.event("damaged", [key, generation, 0]);
     node.world.count("damaged in L2", 1);
     if !node.memory_fails() {
@@ -81,7 +81,7 @@ fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) 
     node.store.tiers().recheck(&id);
     // A page in L2 is available without waiting.
     let again = node.store.tiers().get(&id, soon()).now_or_never().flatten();
-    let served = again.filter(|(page, tier)| *tier == TierCode::L2 && page.meta.verify(&id, &page.payload).is_err());
+    let served = again.filter(|(page, tier)| *tier == TierCode::L2 && page.meta().verify(&id, &page.payload).is_err());
     if served.is_some() {
         node.violate(format!("key {key}: version {generation} was served again after it was reported as damaged"));
     }
@@ -130,7 +130,7 @@ fn l2_bytes_visible(node: &NodeIncarnation, namespace: Option<NamespaceId>) -> u
         (0..node.setup.keys).filter(|&key| namespace.is_none_or(|namespace| page_id(key).namespace == namespace));
     let pages = keys.filter_map(|key| {
         let page = node.store.tiers().get(&page_id(key), soon()).now_or_never()??;
-        let (_, parts) = model.content(page.0.meta.generation).filter(|_| page.1 == TierCode::L2)?;
+        let (_, parts) = model.content(page.0.generation()).filter(|_| page.1 == TierCode::L2)?;
         Some(parts.iter().map(|&part| u64::from(part)).sum::<u64>().next_multiple_of(ALLOCATION_UNIT))
     });
     pages.sum()
@@ -222,7 +222,7 @@ async fn put_and_get(node: &NodeIncarnation) {
         CommitOutcome::Stored => node.model.lock().sealed(version, 0),
         other => return node.violate(format!("a put ends with {other:?} after faults have stopped")),
     }
-    let found = node.store.tiers().get(&id, soon()).await.map(|(page, _)| page.meta.generation);
+    let found = node.store.tiers().get(&id, soon()).await.map(|(page, _)| page.generation());
     if found != Some(version) {
         node.violate(format!("version {version} was put and {found:?} was read after faults have stopped"));
     }

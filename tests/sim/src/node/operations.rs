@@ -63,12 +63,12 @@ async fn get(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
         node.world.count(if found.is_none() { "cancelled" } else { "misses" }, 1);
         return;
     };
-    node.world.event("get", [key, page.meta.generation, tier as u64]);
+    node.world.event("get", [key, page.generation(), tier as u64]);
     node.world.count(if tier == TierCode::L2 { "L2 hits" } else { "L3 hits" }, 1);
     if check::check_page(node, key, started, &page) && random.chance(50_000) && !node.memory_fails() {
         // The caller still holds the memory, so its bytes must not change.
         sleep(Duration::from_millis(random.below(200))).await;
-        if let Err(problem) = node.model.lock().check_page(key, &page.meta, &page.payload) {
+        if let Err(problem) = node.model.lock().check_page(key, &page.meta(), &page.payload) {
             node.violate(format!("memory changed while the reader held it: {problem}"));
         }
     }

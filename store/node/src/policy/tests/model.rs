@@ -54,7 +54,7 @@ struct Resident {
 }
 
 struct Model {
-    policy: L2Policy,
+    policy: TestPolicy,
     residents: BTreeMap<PageId, Resident>,
     writing: Vec<(PageId, u64, u32)>,
     generation: u64,
@@ -66,7 +66,7 @@ impl Model {
         let quotas = Vec::new();
         let quota_default = Some(9 * u64::from(UNIT));
         let options = PolicyOptions { dirty_bytes_max: BUDGET, quotas, quota_default, ..options(PAGES, write_policy) };
-        let policy = L2Policy::new(options);
+        let policy = TestPolicy::new(options);
         Model { policy, residents: BTreeMap::new(), writing: Vec::new(), generation: 0, now_ms: 1 }
     }
 
@@ -137,7 +137,7 @@ impl Model {
             Call::Hit(number) => {
                 let id = id((number % 2) as u8, number);
                 let generation = self.residents.get(&id).map_or(0, |resident| resident.page.generation);
-                let found = self.policy.hit(&id, generation, self.now_ms, &mut out);
+                let found = self.policy.hit(self.policy.hash(&id), generation, self.now_ms, &mut out);
                 assert!(!found || self.residents.contains_key(&id));
                 self.apply(out, None);
             }
@@ -210,9 +210,13 @@ impl Model {
 
     fn check(&self) {
         let mut in_policy = Vec::new();
-        while let Some(id) = self.policy.next_after(in_policy.last()) {
-            in_policy.push(id);
+        let mut place = Some(0);
+        while let Some(at) = place {
+            let (page, next) = self.policy.next_from(at);
+            in_policy.extend(page.map(|page| page.id));
+            place = next;
         }
+        in_policy.sort_unstable();
         assert_eq!(in_policy, self.residents.keys().copied().collect::<Vec<_>>());
         let bytes = |resident: &Resident| u64::from(resident.page.bytes);
         let used: u64 = self.residents.values().map(bytes).sum();
