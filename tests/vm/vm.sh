@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# Runs a program in a small virtual machine that has two RDMA devices: soft-RoCE (rdma_rxe) over the two ends of a veth pair.
+# Runs a program in a small virtual machine, for tests that need kernel modules: RDMA devices or a device mapper.
 #
-#     vm.sh build                          download Debian packages and build the image (once; 75 MB, no root, installs nothing)
-#     vm.sh run [-t SECONDS] -- PROGRAM [ARGUMENT...]
+#     vm.sh build                 download Debian packages and build the image (once; 80 MB, no root, installs nothing)
+#     vm.sh run [-t SECONDS] [-s SETUP] [-f FILE]... [-d MIB]... -- PROGRAM [ARGUMENT...]
 #
 # `run` copies PROGRAM and its shared libraries into a fresh guest, runs it there as root and forwards its output. The exit status
-# is that of PROGRAM; 124 after SECONDS (default 120); 125 if the guest ended without a status. The guest has the devices rxe0
-# (10.77.0.1 on ve0) and rxe1 (10.77.1.1 on ve1), a shell, ip, tc and rdma. LARDER_RDMA_VM=1 is set inside the guest.
+# is that of PROGRAM; 124 after SECONDS (default 120); 125 if the guest ended without a status.
+#   -s  shell script that prepares the guest; the first process reads it before PROGRAM starts
+#   -f  another program for the guest's /bin, with its libraries
+#   -d  an empty disk: the first is /dev/vda, the second /dev/vdb
+# The guest has a shell, ip, tc, rdma, dmsetup, mkfs.ext4 and mkfs.xfs.
 #
 # Needs an x86-64 Debian with qemu-system-x86_64, cpio, xz and python3, and package lists (apt-get update). Without hardware
-# virtualization the guest is emulated. That is slow but correct: nothing here measures speed. LARDER_RDMA_VM_DIR is the directory
-# of the image (default target/rdma-vm).
+# virtualization the guest is emulated. That is slow but correct: nothing here measures speed. LARDER_VM_DIR is the directory of
+# the image (default target/vm).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-cache=${LARDER_RDMA_VM_DIR:-$here/../../target/rdma-vm}
+cache=${LARDER_VM_DIR:-$here/../../target/vm}
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)
 multiarch=usr/lib/x86_64-linux-gnu
@@ -88,14 +91,16 @@ build() {
     kernel=$(apt-cache depends linux-image-amd64 | grep -oE 'linux-image-[0-9][^ ]*' | head -1) || true
     [ -n "$kernel" ] || fail "apt has no package linux-image-amd64; run apt-get update"
     (cd "$cache/packages" && apt-get -qq -o APT::Sandbox::User=root download "$kernel" busybox-static iproute2 libbpf1 libbsd0 \
-        libcap2 libdb5.3 libelf1 libmd0 libmnl0 libtirpc3 zlib1g libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200)
+        libcap2 libdb5.3 libelf1 libmd0 libmnl0 libtirpc3 zlib1g libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200 \
+        dmsetup libdevmapper1.02.1 e2fsprogs libext2fs2 libss2 libcom-err2 xfsprogs libinih1 liburcu8)
     for package in "$cache"/packages/*.deb; do
         case $package in
         */linux-image-*)
             dpkg-deb --fsys-tarfile "$package" | tar -x -C "$cache/kernel" --wildcards './boot/vmlinuz-*' \
                 './lib/modules/*/modules.builtin' './lib/modules/*/kernel/drivers/infiniband/*' \
                 './lib/modules/*/kernel/drivers/net/*' './lib/modules/*/kernel/net/*' './lib/modules/*/kernel/lib/*' \
-                './lib/modules/*/kernel/crypto/*' './lib/modules/*/kernel/arch/x86/crypto/*' './lib/modules/*/kernel/fs/configfs/*'
+                './lib/modules/*/kernel/crypto/*' './lib/modules/*/kernel/arch/x86/crypto/*' './lib/modules/*/kernel/fs/*' \
+                './lib/modules/*/kernel/drivers/md/*' './lib/modules/*/kernel/drivers/virtio/*' './lib/modules/*/kernel/drivers/block/*'
             ;;
         *) dpkg-deb -x "$package" "$cache/files" ;;
         esac
@@ -107,16 +112,22 @@ build() {
     ln -s bin "$root/sbin"
     install "$cache/files/bin/busybox" "$root/bin/busybox"
     local tool
-    for tool in sh mount insmod cat echo ls mkdir ln sleep poweroff dmesg; do ln -s busybox "$root/bin/$tool"; done
-    install "$cache/files/bin/ip" "$cache/files/sbin/tc" "$cache/files/usr/bin/rdma" "$root/bin/"
+    for tool in sh mount umount insmod cat echo ls mkdir ln sleep poweroff dmesg; do ln -s busybox "$root/bin/$tool"; done
+    install "$cache/files/bin/ip" "$cache"/files/sbin/{tc,dmsetup,mkfs.xfs} "$cache/files/usr/bin/rdma" "$root/bin/"
+    install "$cache/files/sbin/mke2fs" "$root/bin/mkfs.ext4"
+    # It defines the features of an ext4 file system.
+    install -m 644 "$cache/files/etc/mke2fs.conf" "$root/etc/"
     # libibverbs finds its providers through these files. The provider must have the same version as the library.
     install -m 644 "$cache/files/etc/libibverbs.d/rxe.driver" "$root/etc/libibverbs.d/"
     install "$cache/files/$multiarch"/libibverbs/librxe-* "$root/$multiarch/libibverbs/"
     cp -L "$cache/files/$multiarch/libibverbs.so.1" "$root/$multiarch/"
-    libraries "$root" "$root"/bin/{ip,tc,rdma} "$root"/$multiarch/libibverbs/* "$root/$multiarch/libibverbs.so.1"
-    # rdma_rxe requests "crc32" by name at run time, so no dependency lists it.
+    libraries "$root" "$root"/bin/{ip,tc,rdma,dmsetup,mkfs.ext4,mkfs.xfs} "$root"/$multiarch/libibverbs/* "$root/$multiarch/libibverbs.so.1"
+    # rdma_rxe requests "crc32" by name at run time, and the file systems "crc32c", so no dependency lists them.
     local module
-    for module in crc32_generic rdma_rxe ib_uverbs veth sch_netem; do add_module "$module"; done
+    for module in crc32_generic rdma_rxe ib_uverbs veth sch_netem crc32c_generic virtio_pci virtio_blk dm_log_writes dm_snapshot \
+        ext4 xfs; do
+        add_module "$module"
+    done
     printf '%s\n' "${order[@]}" >"$root/modules/order"
     install "$here/init.sh" "$root/init"
     archive "$root" >"$cache/base.cpio"
@@ -127,10 +138,13 @@ build() {
 }
 
 run() {
-    local seconds=120 program status=0 code accelerator
+    local seconds=120 program status=0 code accelerator setup=/dev/null file files=() disk disks=() drives=()
     while [ $# -gt 0 ]; do
         case $1 in
         -t) seconds=$2; shift 2 ;;
+        -s) setup=$2; shift 2 ;;
+        -f) files+=("$2"); shift 2 ;;
+        -d) disks+=("$2"); shift 2 ;;
         --) shift; break ;;
         *) fail "unknown option $1" ;;
         esac
@@ -143,7 +157,15 @@ run() {
     work=$(mktemp -d)
     mkdir -p "$work/root"
     install "$program" "$work/root/program"
-    libraries "$work/root" "$program"
+    libraries "$work/root" "$program" ${files[@]+"${files[@]}"}
+    for file in ${files[@]+"${files[@]}"}; do install -D "$file" "$work/root/bin/${file##*/}"; done
+    cat "$setup" >"$work/root/setup"
+    for disk in ${disks[@]+"${disks[@]}"}; do
+        file=$work/disk-${#drives[@]}
+        truncate -s "${disk}M" "$file"
+        # The disks end with the guest, so the host need not write them to its own.
+        drives+=(-drive "file=$file,format=raw,if=virtio,cache=unsafe")
+    done
     # glibc loads it by name when a thread exits, so ldd does not list it.
     install -D "$(ldconfig -p | grep -m1 -oE '/[^ ]*libgcc_s.so.1')" "$work/root/$multiarch/libgcc_s.so.1"
     { printf 'exec /program'; [ $# -eq 0 ] || printf ' %q' "$@"; echo; } >"$work/root/command"
@@ -152,7 +174,7 @@ run() {
     # /dev/kvm alone is no proof: on some hosts it exists without vmx or svm and cannot run this guest.
     if grep -qE '\b(vmx|svm)\b' /proc/cpuinfo && [ -w /dev/kvm ]; then accelerator=(-accel kvm -cpu host); fi
     timeout -k 5 "$seconds" qemu-system-x86_64 -machine pc "${accelerator[@]}" -smp 2 -m 1024 -nodefaults -display none -no-reboot \
-        -kernel "$cache/vmlinux" -initrd "$work/initramfs" -serial stdio -serial "file:$work/status" \
+        ${drives[@]+"${drives[@]}"} -kernel "$cache/vmlinux" -initrd "$work/initramfs" -serial stdio -serial "file:$work/status" \
         -append "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr tsc=reliable random.trust_cpu=on cryptomgr.notests" \
         </dev/null | tr -d '\r' || status=${PIPESTATUS[0]}
     code=$(grep -aoE 'status=[0-9]+' "$work/status" 2>/dev/null | tail -1 | cut -d= -f2) || true
@@ -164,5 +186,5 @@ run() {
 case ${1:-} in
 build) build ;;
 run) shift; run "$@" ;;
-*) sed -n '2,14p' "$0"; exit 2 ;;
+*) sed -n '2,18p' "$0"; exit 2 ;;
 esac

@@ -1,13 +1,6 @@
-#!/bin/busybox sh
-# First process of the guest (see vm.sh): loads modules, creates two RDMA devices, runs /command, reports its status, powers off.
-export PATH=/bin HOME=/tmp LARDER_RDMA_VM=1
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mount -t devtmpfs dev /dev
-mkdir -p /dev/shm
-mount -t tmpfs tmpfs /dev/shm
-while read -r module; do insmod "/modules/$module.ko" || echo "init: module $module could not be loaded"; done </modules/order
-ulimit -l unlimited
+# Prepares a guest of tests/vm for tests of RDMA: two soft-RoCE devices (rdma_rxe) over the two ends of a veth pair. They are rxe0
+# (10.77.0.1 on ve0) and rxe1 (10.77.1.1 on ve1).
+export LARDER_RDMA_VM=1
 
 # MTU 4500 leaves room for the largest RDMA MTU, 4096.
 /bin/ip link add ve0 mtu 4500 address 02:00:00:00:00:01 type veth peer name ve1 mtu 4500 address 02:00:00:00:00:02
@@ -38,7 +31,3 @@ rule del pref 0
 IP
 rdma link add rxe0 type rxe netdev ve0
 rdma link add rxe1 type rxe netdev ve1
-
-/bin/sh /command
-echo "status=$?" >/dev/ttyS1
-poweroff -f
