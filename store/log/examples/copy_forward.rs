@@ -76,6 +76,7 @@ impl Replay {
 
     fn read(&mut self, block: u32) -> bool {
         let ticket = self.log.begin_read(&id(block), 0);
+        self.log.touch(&id(block));
         ticket.map(|ticket| self.log.end_read(ticket)).is_some()
     }
 
@@ -101,6 +102,7 @@ impl Replay {
             match intent {
                 Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
                 Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
+                Intent::Reclaim => while self.log.reclaim_step() {},
                 Intent::CopyForward(work) => self.copying = Some(work),
             }
         }

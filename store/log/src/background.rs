@@ -4,7 +4,7 @@
 use crate::copy_forward::{CopyForwardGuard, copy_forward};
 use crate::machine::{Intent, PlannedFooter, WriteOutcome};
 use crate::memory::private_memory;
-use crate::shared::LogShared;
+use crate::shared::{LogShared, Preparations};
 use larder_io::{Operation, Priority, TaskClass};
 use larder_runtime::fail_point;
 use std::io;
@@ -20,12 +20,18 @@ const EXPIRE_PAGES: usize = 512;
 
 /// Carries out the intents of the log until the log is closed. Runs one at a time, except
 /// copy-forwards: these may wait for memory, so each is a task of its own.
+///
+/// A closed log begins no other intent. Otherwise a clean stop could overwrite a segment whose
+/// pages were found until then: the reclaim of a segment waits behind footers, page by page.
 pub(crate) async fn carry_out_intents(shared: Arc<LogShared>) {
     while shared.ensure_open().is_ok() {
-        while let Some(intent) = shared.update_log(|log| log.next_intent()) {
+        while shared.ensure_open().is_ok()
+            && let Some(intent) = shared.update_log(|log| log.next_intent())
+        {
             match intent {
                 Intent::Prepare(prepare) => shared.prepare_segment(&prepare).await,
                 Intent::Footer(planned) => shared.write_footer(planned).await,
+                Intent::Reclaim => shared.reclaim_in_steps().await,
                 Intent::CopyForward(work) => {
                     // The guard exists before the task: a task that never runs still reports its
                     // end.
@@ -71,6 +77,15 @@ pub(crate) async fn finish(shared: &Arc<LogShared>) {
 }
 
 impl LogShared {
+    /// Chooses pages to copy, or evicts pages, and unlocks the log between two slices.
+    async fn reclaim_in_steps(&self) {
+        while self.ensure_open().is_ok() && self.update_log(|log| log.reclaim_step()) {
+            tokio::task::yield_now().await;
+        }
+        // Writers wait while room is reserved for pinned pages.
+        self.preparations.update(Preparations::next_turn);
+    }
+
     /// Writes a footer, and reports the result to the log. After a failure, the next start scans
     /// the segment record by record.
     async fn write_footer(&self, planned: PlannedFooter) {

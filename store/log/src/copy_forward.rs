@@ -93,7 +93,7 @@ async fn copy_page(
     number: u64,
     retries: &AtomicU32,
 ) -> Result<Option<u32>, L3Error> {
-    let Some(ticket) = shared.update_log(|log| log.begin_maintenance_read(&id, number)) else { return Ok(None) };
+    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(&id, number)) else { return Ok(None) };
     let Some((meta, payload)) = read_when_memory(shared, ticket, retries).await? else { return Ok(None) };
     let Some(planned) = shared.update_log(|log| log.plan_copy(&id, number, &meta)) else { return Ok(None) };
     let segment = planned.header.place.segment;

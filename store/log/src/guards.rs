@@ -76,8 +76,9 @@ impl ReadGuard {
 
 impl Drop for ReadGuard {
     fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
-            self.shared.update_log(|log| log.end_read(ticket));
+        // Without the lock of the log: this runs on the thread that completes I/O.
+        if self.ticket.take().is_some_and(ReadTicket::end) {
+            self.shared.update_log(|log| log.reads_ended());
         }
     }
 }

@@ -189,9 +189,10 @@ impl L3 {
     }
 
     /// Records a use of pages that a faster tier served. Without it, retention would take the most
-    /// used pages for unused ones.
+    /// used pages for unused ones. Does not wait for the log, so it may lose some uses while the
+    /// log is busy.
     pub fn touch(&self, ids: &[PageId]) {
-        self.shared().update_log(|log| ids.iter().for_each(|id| log.touch(id)));
+        ids.iter().for_each(|id| self.shared().note_use(*id));
     }
 
     /// Sets the listener for pages that were dropped because of damage. It runs on the device's

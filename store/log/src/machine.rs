@@ -132,6 +132,9 @@ pub enum Intent {
     Prepare(Prepare),
     /// Write a footer, then call [`Log::footer_done`]. A footer only speeds up the next start.
     Footer(PlannedFooter),
+    /// Call [`Log::reclaim_step`] until it returns `false`. Let others use the log between two
+    /// calls, and let writers that wait for room try again at the end.
+    Reclaim,
     /// Copy pages to the open segment, then call [`Log::copy_forward_done`].
     CopyForward(CopyForward),
 }

@@ -26,13 +26,13 @@ impl LogShared {
     /// record nor the fallback is intact.
     pub(crate) async fn read_page(self: &Arc<Self>, id: &PageId) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.update_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+        let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
         self.read_client_record(ticket).await
     }
 
     pub(crate) async fn read_page_at(self: &Arc<Self>, location: &Location) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
         self.read_client_record(ticket).await
     }
 
@@ -40,12 +40,13 @@ impl LogShared {
     /// from.
     async fn read_client_record(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<VerifiedPage>, L3Error> {
         let id = ticket.id;
+        self.note_use(id);
         let mut page = self.read_record(ticket, Priority::Demand).await?;
         if page.is_none() {
             // The damaged record was dropped. The index finds the original now, if its segment
             // still exists.
             let now = self.clock.now_unix_ms();
-            let Some(ticket) = self.update_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
+            let Some(ticket) = self.with_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
             page = self.read_record(ticket, Priority::Demand).await?;
         }
         if let Some((_, payload)) = &page {
@@ -60,13 +61,13 @@ impl LogShared {
     /// as in [`LogShared::read_page_at`].
     pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.update_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
         let id = ticket.id;
         if let Some(meta) = self.read_header(ticket).await? {
             return Ok(Some(meta));
         }
         // The record that it was copied from, as for a read of the whole page.
-        match self.update_log(|log| log.begin_read(&id, now)) {
+        match self.with_log(|log| log.begin_read(&id, now)) {
             Some(ticket) => self.read_header(ticket).await,
             None => Ok(None),
         }

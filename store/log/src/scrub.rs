@@ -243,7 +243,7 @@ fn end_pass(shared: &LogShared, progress: &mut ScrubProgress) {
 
 async fn scrub_page(shared: &Arc<LogShared>, id: &PageId, entry: &Entry, progress: &mut ScrubProgress) {
     // The page may have been forgotten or replaced since the step began.
-    let Some(ticket) = shared.update_log(|log| log.begin_maintenance_read(id, entry.number)) else { return };
+    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(id, entry.number)) else { return };
     match shared.read_record(ticket, Priority::Idle).await {
         Ok(Some(_)) => progress.pages += 1,
         Ok(None) => {

@@ -124,7 +124,13 @@ impl Log {
         if self.segments.open().is_none() && self.open_next() {
             self.copy_forward_ahead(namespace, bytes);
         }
+        if self.must_await_choice(namespace, bytes) {
+            return None;
+        }
         let place = self.segments.allocate(namespace, bytes);
+        if place.is_some() {
+            self.next_record_placed(namespace, bytes);
+        }
         self.prepare_ahead();
         place
     }

@@ -22,8 +22,10 @@
 //!
 //! Steps, and what a crash or failure leaves after each of them:
 //!
-//! 1. The log chooses pages, reserves room, and queues [`Intent::CopyForward`]. Nothing changed:
-//!    the pages are served from their originals.
+//! 1. The log chooses pages and reserves room, slice by slice ([`Intent::Reclaim`]), and queues
+//!    [`Intent::CopyForward`]. Nothing changed: the pages are served from their originals. Until
+//!    the choice ends, writers share an eighth of the segment, and a page cannot be pinned any more
+//!    unless it was chosen.
 //! 2. For each page: [`Log::begin_maintenance_read`], a read, [`Log::end_read`]. A damaged page is
 //!    dropped as in any other read. If the page was forgotten, replaced or dropped meanwhile, step
 //!    3 refuses it.
@@ -60,8 +62,8 @@ pub struct CopyForward {
     /// The segment that is reclaimed next.
     pub segment: u32,
     pub epoch: u64,
-    /// Pages to copy with the numbers of their records: hard-pinned ones first, then in record
-    /// order.
+    /// Pages to copy with the numbers of their records: hard-pinned ones first, then in the order
+    /// in which they became visible.
     pub pages: Vec<(PageId, u64)>,
 }
 
@@ -76,21 +78,46 @@ pub(super) struct CopyForwardState {
     left: BTreeMap<PageId, u64>,
 }
 
+/// Pages of the oldest segment that were chosen for copies so far. Room for each is reserved.
+#[derive(Debug)]
+pub(super) struct ChoiceOfCopies {
+    source: SegmentEpoch,
+    target: SegmentEpoch,
+    /// Position in the source's list of slots.
+    next: usize,
+    /// The first pass takes the hard-pinned pages, and the second one all others.
+    is_pinned_pass: bool,
+    /// The record for which the target was opened, until it has its place.
+    beside: Option<(NamespaceId, u64)>,
+    pages: Vec<(PageId, u64)>,
+    /// The same pages, with the numbers of their records.
+    left: BTreeMap<PageId, u64>,
+}
+
 impl Log {
     pub(super) fn can_copy_forward(&self) -> bool {
         self.config.segments_max >= SEGMENTS_MIN
     }
 
     pub(super) fn is_copy_target(&self, segment: u32) -> bool {
-        matches!(&self.next_segment, NextSegment::CopyingForward(copying) if copying.target.segment == segment)
+        match &self.next_segment {
+            NextSegment::Choosing(choice) => choice.target.segment == segment,
+            NextSegment::CopyingForward(copying) => copying.target.segment == segment,
+            _ => false,
+        }
     }
 
-    /// Returns `true` if pages are being copied out of the page's segment, and no copy of this page
-    /// is to be planned any more. A pin would come too late for it.
+    /// Returns `true` if the page's segment is being reclaimed, and no copy of this page is to be
+    /// planned any more. A pin would come too late for it.
     pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
-        let NextSegment::CopyingForward(copying) = &self.next_segment else { return false };
         let entry = self.index.get(slot);
-        entry.segment == copying.source.segment && copying.left.get(&self.index.id_of(slot)) != Some(&entry.number)
+        let (source, left) = match &self.next_segment {
+            NextSegment::Choosing(choice) => (choice.source.segment, &choice.left),
+            NextSegment::CopyingForward(copying) => (copying.source.segment, &copying.left),
+            NextSegment::Evicting(segment) => return entry.segment == *segment,
+            _ => return false,
+        };
+        entry.segment == source && left.get(&self.index.id_of(slot)) != Some(&entry.number)
     }
 
     /// Starts to reclaim the oldest segment, if the one just opened for a record of `bytes` is the
@@ -106,52 +133,116 @@ impl Log {
     /// Reclaims the oldest segment, after copying those of its pages for which the open segment has
     /// room. `next_record` is the record that goes to the open segment first.
     pub(super) fn reclaim_oldest(&mut self, next_record: Option<(&NamespaceId, u64)>) {
-        let Some((epoch, oldest)) = self.segments.next_to_reclaim() else { return };
-        let pages = if self.can_copy_forward() { self.reserve_copies(oldest, next_record) } else { Vec::new() };
+        let Some((epoch, segment)) = self.segments.next_to_reclaim() else { return };
+        let source = SegmentEpoch { segment, epoch };
         let target = self.segments.open_epoch().map(|(segment, open)| SegmentEpoch { segment, epoch: open.number() });
-        let Some(target) = target.filter(|_| !pages.is_empty()) else { return self.reclaim(oldest) };
-        let source = SegmentEpoch { segment: oldest, epoch };
-        let left = pages.iter().copied().collect();
-        self.next_segment = NextSegment::CopyingForward(CopyForwardState { source, target, left });
-        self.intents.push_back(Intent::CopyForward(CopyForward { segment: oldest, epoch, pages }));
+        let Some(target) = target.filter(|_| self.can_copy_forward()) else { return self.reclaim(segment) };
+        let choice = ChoiceOfCopies {
+            source,
+            target,
+            next: 0,
+            is_pinned_pass: self.retention.pinned_bytes() > 0,
+            beside: next_record.map(|(namespace, bytes)| (*namespace, bytes)),
+            pages: Vec::new(),
+            left: BTreeMap::new(),
+        };
+        self.next_segment = NextSegment::Choosing(choice);
+        self.begin_steps();
     }
 
-    /// Chooses the pages to copy, and reserves room for them in the open segment. Candidates are
-    /// the pages in the ranking of `retention` that were used or are pinned. Hard-pinned pages come
-    /// first, the others in record order. The others are added only up to seven eighths of the
-    /// segment.
-    fn reserve_copies(&mut self, oldest: u32, next_record: Option<(&NamespaceId, u64)>) -> Vec<(PageId, u64)> {
-        let Some((open, epoch)) = self.segments.open_epoch() else { return Vec::new() };
-        let mut reservation = epoch.reservation();
-        let segment_bytes = self.config.segment_bytes;
-        let mut slots = self.slots_after(oldest, 0);
+    /// Returns `true` if a record must wait until the pages to copy are chosen.
+    ///
+    /// Hard-pinned pages take room before any writer does. The record for which the segment was
+    /// opened comes next. Meanwhile other records share the eighth that copies leave to them:
+    /// writers could otherwise fill the segment before the choice ends.
+    pub(super) fn must_await_choice(&self, namespace: &NamespaceId, bytes: u64) -> bool {
+        let NextSegment::Choosing(choice) = &self.next_segment else { return false };
+        let end = self.segments.epoch(choice.target.segment).map_or(0, |target| target.end());
+        let is_next_record = choice.beside == Some((*namespace, bytes));
+        choice.is_pinned_pass || (!is_next_record && end + bytes > self.config.segment_bytes / 8)
+    }
+
+    /// Notes that the record for which the open segment was opened has its place, so that copies
+    /// need leave no more room for it.
+    pub(super) fn next_record_placed(&mut self, namespace: &NamespaceId, bytes: u64) {
+        if let NextSegment::Choosing(choice) = &mut self.next_segment
+            && choice.beside == Some((*namespace, bytes))
+        {
+            choice.beside = None;
+        }
+    }
+
+    /// Looks at the next `max` pages of the source. Chooses those to copy, and reserves room for
+    /// them in the open segment. Then begins to copy, or to evict if nothing was chosen. Returns
+    /// `true` if another step has work.
+    pub(super) fn choose_copies(&mut self, max: usize) -> bool {
+        let NextSegment::Choosing(mut choice) = std::mem::replace(&mut self.next_segment, NextSegment::None) else {
+            return false;
+        };
+        let SegmentEpoch { segment: source, .. } = choice.source;
+        let SegmentEpoch { segment: target, .. } = choice.target;
+        let slots = self.segments.epoch(source).map(|epoch| epoch.slots()).unwrap_or_default();
+        let slice: Vec<u32> = slots.iter().skip(choice.next).take(max).copied().collect();
+        let is_open = self.segments.is_open(target);
+        if !slice.is_empty() && is_open {
+            choice.next += slice.len();
+            slice.into_iter().for_each(|slot| self.consider_copy(&mut choice, slot));
+            self.next_segment = NextSegment::Choosing(choice);
+            return true;
+        }
+        if choice.is_pinned_pass && is_open {
+            choice = ChoiceOfCopies { next: 0, is_pinned_pass: false, ..choice };
+            self.next_segment = NextSegment::Choosing(choice);
+            return true;
+        }
+        let ChoiceOfCopies { source, target, pages, left, .. } = choice;
+        if pages.is_empty() {
+            self.reclaim(source.segment);
+            return matches!(self.next_segment, NextSegment::Evicting(_));
+        }
+        self.next_segment = NextSegment::CopyingForward(CopyForwardState { source, target, left });
+        self.intents.push_back(Intent::CopyForward(CopyForward {
+            segment: source.segment,
+            epoch: source.epoch,
+            pages,
+        }));
+        false
+    }
+
+    /// Reserves room for the copy of a page, if it is worth one. Candidates are the pages in the
+    /// ranking of `retention` that were used or are pinned. The pages without a hard pin are added
+    /// only up to seven eighths of the segment.
+    fn consider_copy(&mut self, choice: &mut ChoiceOfCopies, slot: u32) {
+        let entry = *self.index.get(slot);
+        let pin = self.retention.pin_of(slot);
         // A page that was never used is not worth a second write: traffic without readers is
         // written once.
-        slots.retain(|&slot| {
-            let entry = self.index.get(slot);
-            entry.retained_at != NONE && (entry.is_used() || self.retention.pin_of(slot) != Pin::None)
-        });
-        slots.sort_by_key(|&slot| self.retention.pin_of(slot) != Pin::Hard);
-        let mut pages = Vec::new();
-        for slot in slots {
-            let id = self.index.id_of(slot);
-            let entry = self.index.get(slot);
-            let bytes = entry.record_bytes();
-            let is_pinned = self.retention.pin_of(slot) == Pin::Hard;
-            // Leave an eighth of every segment to new records, so that writers always make
-            // progress. Hard-pinned pages are exempt: they are at most a quarter of the log.
-            if !is_pinned && reservation.bytes() + bytes > segment_bytes / 8 * 7 {
-                continue;
-            }
-            let beside = next_record.filter(|_| !is_pinned);
-            if reservation.add(segment_bytes, &id.namespace, bytes, beside) {
-                pages.push((id, entry.number));
-            }
+        let is_candidate = entry.segment == choice.source.segment
+            && entry.retained_at != NONE
+            && (entry.is_used() || pin != Pin::None)
+            && choice.is_pinned_pass == (pin == Pin::Hard);
+        if !is_candidate {
+            return;
         }
-        if let Some(epoch) = self.segments.epoch_mut(open) {
-            epoch.reserve(reservation);
+        let id = self.index.id_of(slot);
+        // The list names a slot twice if it was reused for another page of the segment.
+        if choice.left.contains_key(&id) {
+            return;
         }
-        pages
+        let segment_bytes = self.config.segment_bytes;
+        let bytes = entry.record_bytes();
+        let is_pinned = choice.is_pinned_pass;
+        let Some(target) = self.segments.epoch_mut(choice.target.segment) else { return };
+        // Leave an eighth of every segment to new records, so that writers always make progress.
+        // Hard-pinned pages are exempt: they are at most a quarter of the log.
+        if !is_pinned && target.reserved_bytes() + bytes > segment_bytes / 8 * 7 {
+            return;
+        }
+        let beside = choice.beside.as_ref().filter(|_| !is_pinned).map(|(namespace, bytes)| (namespace, *bytes));
+        if target.reserve_copy(segment_bytes, &id.namespace, bytes, beside) {
+            choice.pages.push((id, entry.number));
+            choice.left.insert(id, entry.number);
+        }
     }
 
     /// Plans the copy of a page named by [`Intent::CopyForward`], whose record `number` has the

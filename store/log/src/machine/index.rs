@@ -3,7 +3,8 @@
 //! Invariants:
 //! - A page has at most one entry.
 //! - The byte count of a namespace is the sum over the records of its entries.
-//! - A fallback exists only for an indexed page, and is another record of the same put.
+//! - A fallback exists only for an indexed page, and is another record of the same put. The list of
+//!   slots of its segment names the page.
 //!
 //! Layout: entries lie in a slab of fixed-size chunks, so growth never moves an entry. Hash tables
 //! map a page to its *slot*, its position in the slab. There are 64 tables, because a table that
@@ -133,7 +134,8 @@ pub(super) struct Index {
     namespaces_by_id: BTreeMap<NamespaceId, u32>,
     len: usize,
     record_bytes: u64,
-    fallbacks: BTreeMap<PageId, FallbackRecord>,
+    /// By slot.
+    fallbacks: BTreeMap<u32, FallbackRecord>,
 }
 
 impl Index {
@@ -275,7 +277,7 @@ impl Index {
     /// callers must not keep it.
     pub(super) fn remove(&mut self, slot: u32) -> PackedEntry {
         let id = self.id_of(slot);
-        self.fallbacks.remove(&id);
+        self.fallbacks.remove(&slot);
         let tag = self.tag(&id);
         if let Ok(found) = self.shards[shard_of(tag)].find_entry(spread(tag), |&other| other == slot) {
             found.remove();
@@ -294,21 +296,24 @@ impl Index {
     }
 
     pub(super) fn set_fallback(&mut self, slot: u32, record: FallbackRecord) {
-        self.fallbacks.insert(self.id_of(slot), record);
+        self.fallbacks.insert(slot, record);
     }
 
     pub(super) fn set_first_fallback(&mut self, slot: u32, record: FallbackRecord) {
-        self.fallbacks.entry(self.id_of(slot)).or_insert(record);
+        self.fallbacks.entry(slot).or_insert(record);
     }
 
     /// Takes the fallback of the put in `slot`.
     pub(super) fn take_fallback(&mut self, slot: u32) -> Option<FallbackRecord> {
         let generation = self.get(slot).generation;
-        self.fallbacks.remove(&self.id_of(slot)).filter(|record| record.generation == generation)
+        self.fallbacks.remove(&slot).filter(|record| record.generation == generation)
     }
 
-    pub(super) fn drop_fallbacks_in(&mut self, segment: u32) {
-        self.fallbacks.retain(|_, record| record.segment != segment);
+    /// Drops the fallback of `slot` if it lies in this segment.
+    pub(super) fn drop_fallback_in(&mut self, slot: u32, segment: u32) {
+        if self.fallbacks.get(&slot).is_some_and(|record| record.segment == segment) {
+            self.fallbacks.remove(&slot);
+        }
     }
 
     #[cfg(test)]

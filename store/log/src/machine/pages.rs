@@ -66,6 +66,9 @@ impl Log {
         let id = self.index.id_of(slot);
         let before = *self.index.get(slot);
         let Some(original) = self.index.take_fallback(slot) else { return false };
+        if self.segments.is_reclaiming(original.segment) {
+            return false;
+        }
         if let Some(epoch) = self.segments.epoch_mut(original.segment) {
             epoch.add_slot(slot);
         }

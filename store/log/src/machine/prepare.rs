@@ -2,14 +2,17 @@
 //!
 //! Steps of preparing a segment, and what a crash leaves after each of them:
 //!
-//! 1. [`Intent::Prepare`] is queued. No page of the segment can be found, and no read or write of
+//! 1. If the segment has pages, they leave the index in slices ([`Intent::Reclaim`]). Lookups find
+//!    the pages that are left, and may begin to read them. A crash brings all of them back. None
+//!    was forgotten without a tombstone, because the index counts as incomplete until step 4.
+//! 2. [`Intent::Prepare`] is queued. No page of the segment can be found, and no read or write of
 //!    it is in flight. A crash leaves the old epoch. Its pages that come back were never forgotten,
 //!    because a tombstone for one of them stands in this segment or in a younger one.
-//! 2. The caller writes the header and syncs it, or creates the file. A crash leaves the old epoch,
+//! 3. The caller writes the header and syncs it, or creates the file. A crash leaves the old epoch,
 //!    or the new one without records.
-//! 3. [`Log::prepared`]. As in step 2.
+//! 4. [`Log::prepared`]. As in step 3.
 
-use super::copy_forward::CopyForwardState;
+use super::copy_forward::{ChoiceOfCopies, CopyForwardState};
 use super::*;
 
 /// Prepare a segment for records, and report to [`Log::prepared`].
@@ -38,11 +41,19 @@ pub enum PrepareOutcome {
     Undetermined,
 }
 
+/// Pages per [`Log::reclaim_step`]. A step takes some 20 µs, for which lookups wait. Tests take
+/// single pages, so that other requests come between them.
+const SLICE: usize = if cfg!(test) { 1 } else { 32 };
+
 #[derive(Debug)]
 pub(super) enum NextSegment {
     None,
+    /// Pages of the oldest segment are being chosen for copies.
+    Choosing(ChoiceOfCopies),
     /// Pages of the oldest segment are being copied to the open one.
     CopyingForward(CopyForwardState),
+    /// The pages of this segment leave the index.
+    Evicting(u32),
     /// This segment waits for its reads and writes to end.
     Reclaiming(u32),
     Preparing,
@@ -92,19 +103,52 @@ impl Log {
         self.reclaim_oldest(None);
     }
 
-    /// Evicts all pages of the oldest segment, and prepares it when it is idle.
+    /// Evicts all pages of the oldest segment, slice by slice, and prepares it when it is idle.
     pub(super) fn reclaim(&mut self, oldest: u32) {
-        let slots = self.slots_after(oldest, 0);
-        self.counts.evicted_pages += slots.len() as u64;
-        // Until the new header is durable, a crash would bring the pages back. So each counts as
-        // unindexed.
-        for slot in slots {
-            self.drop_page(slot);
+        // Until the new header is durable, a crash would bring the pages back. So all of them count
+        // as unindexed.
+        if let Some(epoch) = self.segments.epoch(oldest) {
+            self.unindexed.mark_incomplete_up_to(epoch.number());
         }
-        self.index.drop_fallbacks_in(oldest);
         self.segments.begin_reclaim(oldest);
-        self.next_segment = NextSegment::Reclaiming(oldest);
-        self.reclaim_if_idle();
+        self.next_segment = NextSegment::Evicting(oldest);
+        self.begin_steps();
+    }
+
+    /// Takes the first step of a reclaim at once, and queues the rest.
+    pub(super) fn begin_steps(&mut self) {
+        if self.reclaim_step() {
+            self.intents.push_back(Intent::Reclaim);
+        }
+    }
+
+    /// Does a bounded part of the work to reclaim a segment: it chooses pages to copy, or evicts
+    /// pages. Returns `true` if there is more to do, after the caller let others use the log.
+    pub fn reclaim_step(&mut self) -> bool {
+        self.unindexed.purge(SLICE);
+        match self.next_segment {
+            NextSegment::Choosing(_) => self.choose_copies(SLICE),
+            NextSegment::Evicting(segment) => self.evict_slice(segment),
+            _ => false,
+        }
+    }
+
+    fn evict_slice(&mut self, segment: u32) -> bool {
+        let Some(epoch) = self.segments.epoch_mut(segment) else { return false };
+        for slot in epoch.take_slots(SLICE) {
+            if self.index.get(slot).segment == segment {
+                self.counts.evicted_pages += 1;
+                self.remove_page(slot);
+            } else {
+                self.index.drop_fallback_in(slot, segment);
+            }
+        }
+        let is_empty = self.segments.epoch(segment).is_none_or(|epoch| epoch.slots().is_empty());
+        if is_empty {
+            self.next_segment = NextSegment::Reclaiming(segment);
+            self.reclaim_if_idle();
+        }
+        !is_empty
     }
 
     pub(super) fn reclaim_if_idle(&mut self) {

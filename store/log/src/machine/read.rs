@@ -1,6 +1,8 @@
 //! The read path: lookup, read tickets, damage, expiry.
 
+use super::segment::ReadsInFlight;
 use super::*;
+use std::sync::Arc;
 
 /// Location of a page, as of one lookup.
 ///
@@ -13,13 +15,23 @@ pub struct Location {
     slot: u32,
 }
 
-/// Permission to read one record. The caller must pass it to [`Log::end_read`] exactly once. Until
-/// then the segment is not reclaimed.
-#[derive(Debug, PartialEq, Eq)]
+/// Permission to read one record. The caller must pass it to [`Log::end_read`] or
+/// [`ReadTicket::end`] exactly once. Until then the segment is not reclaimed.
+#[derive(Debug)]
 #[must_use = "a read must be ended, or its segment is never reclaimed"]
 pub struct ReadTicket {
     pub id: PageId,
     pub entry: Entry,
+    reads: Arc<ReadsInFlight>,
+}
+
+impl ReadTicket {
+    /// Ends the read without the log. If this returns `true`, a reclaim waits for it, and the
+    /// caller must call [`Log::reads_ended`].
+    #[must_use = "a reclaim may wait for the read"]
+    pub fn end(self) -> bool {
+        self.reads.end()
+    }
 }
 
 impl Log {
@@ -65,42 +77,42 @@ impl Log {
         })
     }
 
-    /// Begins a read of a page for a client, and records a use of the page.
-    pub fn begin_read(&mut self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
+    /// Begins a read of a page for a client. The caller reports the use with [`Log::touch`], at any
+    /// time: reads need no exclusive access to the log.
+    pub fn begin_read(&self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.index.find(id)?;
         self.begin_client_read(slot, now_unix_ms)
     }
 
     /// Like [`begin_read`](Self::begin_read), for a page that was looked up. Reads the current
     /// record of the page if the location is stale.
-    pub fn begin_read_at(&mut self, location: &Location, now_unix_ms: u64) -> Option<ReadTicket> {
+    pub fn begin_read_at(&self, location: &Location, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.resolve(location)?;
         self.begin_client_read(slot, now_unix_ms)
     }
 
-    fn begin_client_read(&mut self, slot: u32, now_unix_ms: u64) -> Option<ReadTicket> {
+    fn begin_client_read(&self, slot: u32, now_unix_ms: u64) -> Option<ReadTicket> {
+        // [`Log::drop_expired`] drops the page.
         if must_not_serve(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
-            self.counts.expired_pages += 1;
-            self.drop_page(slot);
             return None;
         }
-        self.use_page(slot);
         self.begin_slot_read(slot)
     }
 
     /// Begins a read of record `number` of a page for maintenance, which is no use of the page.
     /// Returns `None` if another record of the page is current.
-    pub fn begin_maintenance_read(&mut self, id: &PageId, number: u64) -> Option<ReadTicket> {
+    pub fn begin_maintenance_read(&self, id: &PageId, number: u64) -> Option<ReadTicket> {
         let slot = self.index.find(id).filter(|&slot| self.index.get(slot).number == number)?;
         self.begin_slot_read(slot)
     }
 
-    fn begin_slot_read(&mut self, slot: u32) -> Option<ReadTicket> {
+    fn begin_slot_read(&self, slot: u32) -> Option<ReadTicket> {
         let entry = self.entry(slot)?;
-        self.segments.epoch_at_mut(&entry.place)?.begin_read();
-        Some(ReadTicket { id: self.index.id_of(slot), entry })
+        let reads = self.segments.epoch_at(&entry.place)?.begin_read();
+        Some(ReadTicket { id: self.index.id_of(slot), entry, reads })
     }
 
+    /// Records a use of a page, by a read or in a faster tier.
     pub fn touch(&mut self, id: &PageId) {
         if let Some(slot) = self.index.find(id) {
             self.use_page(slot);
@@ -109,9 +121,13 @@ impl Log {
 
     /// Reports that the device has answered a read, with whatever result.
     pub fn end_read(&mut self, ticket: ReadTicket) {
-        if let Some(epoch) = self.segments.epoch_at_mut(&ticket.entry.place) {
-            epoch.end_read();
+        if ticket.end() {
+            self.reads_ended();
         }
+    }
+
+    /// Reports that the last read of the segment that is being reclaimed has ended.
+    pub fn reads_ended(&mut self) {
         self.reclaim_if_idle();
     }
 

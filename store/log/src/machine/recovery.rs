@@ -215,6 +215,10 @@ impl Log {
         if let Some(slot) = known.filter(|&slot| !self.supersedes(slot, page.number)) {
             if self.index.is_same_put(slot, page) {
                 self.index.set_first_fallback(slot, FallbackRecord::of(at.segment, page));
+                // A reclaim of the segment finds the fallback by its slot.
+                if let Some(epoch) = self.segments.epoch_mut(at.segment) {
+                    epoch.add_slot(slot);
+                }
             }
             return;
         }

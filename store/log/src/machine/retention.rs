@@ -4,6 +4,11 @@
 //! it becomes visible and whenever it is used. A page that the ranking evicts is *retired*: readers
 //! still find it, but it is not copied when its segment is reclaimed.
 //!
+//! Pages that were never used are ranked too, although they are not copied. They compete with those
+//! that were used once. Ranking at the first use alone would save memory, but it copies three times
+//! as much for fewer hits: 29.6 % instead of 30.9 % (example `copy_forward`, conversation trace, 6
+//! GiB).
+//!
 //! Invariants:
 //! - An index entry names its ranked page by [`PackedEntry::retained_at`], and the ranking names
 //!   the entry by its slot.

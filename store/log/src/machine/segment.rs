@@ -18,6 +18,43 @@ use larder_format::disk::{BLOCK_BYTES, RecordHeader};
 use larder_format::footer::{Footer, FooterRoom, RecordSummary};
 use larder_runtime::fail_point;
 use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Number of reads in flight of one epoch, with the flag [`AWAITED`].
+///
+/// A read begins under the shared lock of the log, and ends without it: the thread that completes
+/// I/O must not wait for the log.
+#[derive(Debug, Default)]
+pub(super) struct ReadsInFlight(AtomicU32);
+
+/// Flag of an epoch whose reclaim waits for the last read.
+const AWAITED: u32 = 1 << 31;
+
+impl ReadsInFlight {
+    fn begin(&self) {
+        // Relaxed: the lock of the log orders begins before the check of a reclaim.
+        let before = self.0.fetch_add(1, Ordering::Relaxed);
+        assert!(before & !AWAITED < AWAITED - 1, "more reads in flight than the counter holds");
+    }
+
+    /// Returns `true` if a reclaim waited for this read.
+    pub(super) fn end(&self) -> bool {
+        // Release: the device is done with the segment before the reclaim sees the count.
+        let before = self.0.fetch_sub(1, Ordering::AcqRel);
+        assert!(before & !AWAITED > 0, "a read ended that was not begun");
+        before == AWAITED | 1
+    }
+
+    fn is_zero(&self) -> bool {
+        // Acquire pairs with the release in `end`.
+        self.0.load(Ordering::Acquire) & !AWAITED == 0
+    }
+
+    fn awaited(&self) {
+        self.0.fetch_or(AWAITED, Ordering::AcqRel);
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct EpochState {
@@ -37,7 +74,7 @@ pub(super) struct EpochState {
     /// them bounds the part that a sync can make durable.
     unwritten: BTreeSet<u64>,
     durable_end: u64,
-    reads_in_flight: u32,
+    reads: Arc<ReadsInFlight>,
     writes_completed: u64,
     writes_synced: u64,
     sync_failed: bool,
@@ -56,7 +93,7 @@ impl EpochState {
             writes_in_flight: 0,
             unwritten: BTreeSet::new(),
             durable_end: BLOCK_BYTES as u64,
-            reads_in_flight: 0,
+            reads: Arc::default(),
             writes_completed: 0,
             writes_synced: 0,
             sync_failed: false,
@@ -86,13 +123,19 @@ impl EpochState {
         self.slots.shrink_to_fit();
     }
 
-    pub(super) fn clear_slots(&mut self) {
-        self.slots = Vec::new();
+    /// Takes at most `max` of the slots, the last ones first.
+    pub(super) fn take_slots(&mut self, max: usize) -> Vec<u32> {
+        let left = self.slots.len() - max.min(self.slots.len());
+        let taken = self.slots.split_off(left);
+        if left == 0 {
+            self.slots = Vec::new();
+        }
+        taken
     }
 
     pub(super) fn is_idle(&self) -> bool {
         (self.writes_in_flight == 0 || fail_point!("log.reuse-segment-under-write"))
-            && (self.reads_in_flight == 0 || fail_point!("log.reuse-segment-under-read"))
+            && (self.reads.is_zero() || fail_point!("log.reuse-segment-under-read"))
     }
 
     pub(super) fn is_unused(&self) -> bool {
@@ -133,13 +176,34 @@ impl EpochState {
         offset
     }
 
-    pub(super) fn reservation(&self) -> Reservation {
-        Reservation { end: self.end, bytes: 0, footer_room: self.footer_room.clone() }
+    /// Reserves room for a copied record of `bytes`, if the segment also keeps room for `beside`,
+    /// the record of another writer. Returns `false` without a change if not.
+    pub(super) fn reserve_copy(
+        &mut self,
+        segment_bytes: u64,
+        namespace: &NamespaceId,
+        bytes: u64,
+        beside: Option<(&NamespaceId, u64)>,
+    ) -> bool {
+        let (footer_bytes, beside_bytes) = match beside {
+            Some((other, bytes)) => (self.footer_room.bytes_with_two(namespace, other), bytes),
+            None => (self.footer_room.bytes_with(namespace), 0),
+        };
+        if self.end + self.reserved_bytes + bytes + beside_bytes + footer_bytes > segment_bytes {
+            return false;
+        }
+        self.reserved_bytes += bytes;
+        self.footer_room.add(namespace);
+        true
     }
 
-    pub(super) fn reserve(&mut self, reservation: Reservation) {
-        self.footer_room = reservation.footer_room;
-        self.reserved_bytes = reservation.bytes;
+    /// Offset of the next record.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    pub(super) fn reserved_bytes(&self) -> u64 {
+        self.reserved_bytes
     }
 
     /// Returns the rest of a reservation, and the footer room of `records` that were not copied.
@@ -174,13 +238,14 @@ impl EpochState {
         self.writes_in_flight -= 1;
     }
 
-    pub(super) fn begin_read(&mut self) {
-        self.reads_in_flight += 1;
+    pub(super) fn begin_read(&self) -> Arc<ReadsInFlight> {
+        self.reads.begin();
+        self.reads.clone()
     }
 
-    pub(super) fn end_read(&mut self) {
-        assert!(self.reads_in_flight > 0, "a read ended that was not begun");
-        self.reads_in_flight -= 1;
+    /// Lets the last read in flight report its end, because a reclaim waits for it.
+    pub(super) fn await_reads(&self) {
+        self.reads.awaited();
     }
 
     /// Offset up to which every planned record is written.
@@ -262,42 +327,6 @@ impl EpochState {
 }
 
 #[derive(Debug)]
-pub(super) struct Reservation {
-    end: u64,
-    bytes: u64,
-    footer_room: FooterRoom,
-}
-
-impl Reservation {
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Adds a record of `bytes`, if the segment still takes it beside a record of another writer,
-    /// `beside`. Returns `false` if not.
-    pub(super) fn add(
-        &mut self,
-        segment_bytes: u64,
-        namespace: &NamespaceId,
-        bytes: u64,
-        beside: Option<(&NamespaceId, u64)>,
-    ) -> bool {
-        let mut footer_room = self.footer_room.clone();
-        footer_room.add(namespace);
-        let (footer_bytes, beside_bytes) = match beside {
-            Some((namespace, bytes)) => (footer_room.bytes_with(namespace), bytes),
-            None => (footer_room.bytes(), 0),
-        };
-        if self.end + self.bytes + bytes + beside_bytes + footer_bytes > segment_bytes {
-            return false;
-        }
-        self.bytes += bytes;
-        self.footer_room = footer_room;
-        true
-    }
-}
-
-#[derive(Debug)]
 pub(super) enum Segment {
     /// The file exists. Nothing in it counts.
     Free,
@@ -306,7 +335,7 @@ pub(super) enum Segment {
     Ready(u64),
     Open(EpochState),
     Sealed(EpochState),
-    /// None of its pages can be found. Reads and writes in flight still end.
+    /// Its pages leave the index. Then its reads and writes in flight end.
     Reclaiming(EpochState),
 }
 
@@ -340,5 +369,22 @@ impl Segment {
             Segment::Sealed(epoch) => Segment::Reclaiming(epoch),
             other => other,
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_read_reports_its_end_only_to_a_reclaim_that_waits() {
+        let reads = ReadsInFlight::default();
+        reads.begin();
+        assert!(!reads.end() && reads.is_zero());
+        reads.begin();
+        reads.begin();
+        reads.awaited();
+        assert!(!reads.is_zero() && !reads.end() && !reads.is_zero());
+        assert!(reads.end() && reads.is_zero());
     }
 }

@@ -200,12 +200,11 @@ impl Segments {
         }
     }
 
-    /// Begins to reclaim a segment whose pages were all dropped from the index.
+    /// Begins to reclaim a segment. Its pages leave the index from now on, and no page enters it.
     pub(super) fn begin_reclaim(&mut self, number: u32) {
         let Some(segment) = self.by_number.get_mut(&number) else { return };
         segment.begin_reclaim();
         if let Some(epoch) = segment.epoch_mut() {
-            epoch.clear_slots();
             // Planning one now would be a write in flight, which delays the end of the reclaim.
             epoch.cancel_footer();
         }
@@ -215,7 +214,12 @@ impl Segments {
     /// write to it completed, so that its file may be created anew. Returns `None` while reads or
     /// writes are in flight.
     pub(super) fn end_reclaim(&mut self, segment: u32) -> Option<bool> {
-        let epoch = self.epoch(segment).filter(|epoch| epoch.is_idle())?;
+        let epoch = self.epoch(segment)?;
+        // Before the check: a read that ends after it reports that.
+        epoch.await_reads();
+        if !epoch.is_idle() {
+            return None;
+        }
         let number = epoch.number();
         let unused = epoch.is_unused();
         self.by_epoch.remove(&number);

@@ -2,10 +2,10 @@
 //!
 //! Terms:
 //! - An *unindexed record* belongs to a page that is not served (any more), and may be on the
-//!   device. A crash can bring such a record back: examples are a damaged page, a failed write, an
-//!   evicted page.
+//!   device. A crash can bring such a record back: examples are a damaged page, a failed write, a
+//!   page over its quota.
 //! - The *index is incomplete* up to an epoch if some segment up to that epoch could not be read to
-//!   its end. Any page may have unindexed records there.
+//!   its end, or its pages are being evicted. Any page may have unindexed records there.
 //!
 //! Invariant: a record on the device that no durable tombstone deletes belongs to an index entry,
 //! to a write in flight, or to an unindexed record, or lies where the index is incomplete. A forget
@@ -14,11 +14,17 @@
 use larder_format::PageId;
 use larder_runtime::fail_point;
 use std::collections::BTreeMap;
+use std::ops::Bound;
 
 #[derive(Debug, Default)]
 pub(super) struct UnindexedRecords {
     in_flight: BTreeMap<PageId, InFlight>,
     records: BTreeMap<PageId, Unindexed>,
+    /// No record of this epoch or an older one is on the device. Entries that name such an epoch
+    /// count as absent.
+    reclaimed_up_to: u64,
+    /// Page at which [`UnindexedRecords::purge`] continues.
+    purge_from: Option<PageId>,
     /// The index is incomplete up to this epoch. 0 if it is complete.
     incomplete_up_to: u64,
 }
@@ -78,9 +84,30 @@ impl UnindexedRecords {
     }
 
     pub(super) fn reclaimed_up_to(&mut self, epoch: u64) {
-        self.records.retain(|_, known| known.epoch > epoch);
+        self.reclaimed_up_to = self.reclaimed_up_to.max(epoch);
         if self.incomplete_up_to <= epoch {
             self.incomplete_up_to = 0;
+        }
+    }
+
+    /// Visits at most `max` entries, and removes those without a record on the device. Continues
+    /// where the last call ended.
+    pub(super) fn purge(&mut self, max: usize) {
+        let from = self.purge_from.take().map_or(Bound::Unbounded, Bound::Included);
+        let mut visited = 0;
+        let mut gone = Vec::new();
+        for (id, known) in self.records.range((from, Bound::Unbounded)) {
+            if visited == max {
+                self.purge_from = Some(*id);
+                break;
+            }
+            visited += 1;
+            if known.epoch <= self.reclaimed_up_to {
+                gone.push(*id);
+            }
+        }
+        for id in gone {
+            self.records.remove(&id);
         }
     }
 
@@ -91,6 +118,8 @@ impl UnindexedRecords {
     /// Returns `true` if a record of a page without an index entry may be on the device.
     pub(super) fn may_exist(&self, id: &PageId) -> bool {
         let incomplete = self.incomplete_up_to > 0 && !fail_point!("log.forget-trusts-incomplete-index");
-        incomplete || self.in_flight.contains_key(id) || self.records.contains_key(id)
+        incomplete
+            || self.in_flight.contains_key(id)
+            || self.records.get(id).is_some_and(|known| known.epoch > self.reclaimed_up_to)
     }
 }

@@ -167,6 +167,7 @@ impl FaultlessLog {
             match intent {
                 Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
                 Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
+                Intent::Reclaim => while self.log.reclaim_step() {},
                 Intent::CopyForward(work) => {
                     for (id, number) in &work.pages {
                         let Some(entry) = self.log.find(id, 0) else { continue };
@@ -197,7 +198,9 @@ fn used_pages_are_retained() {
         for key in 0..5000 {
             driver.put(1000 + key);
             for n in 0..2 {
-                if let Some(ticket) = driver.log.begin_read(&wanted[(key as usize * 2 + n) % 100], 0) {
+                let id = wanted[(key as usize * 2 + n) % 100];
+                if let Some(ticket) = driver.log.begin_read(&id, 0) {
+                    driver.log.touch(&id);
                     driver.log.end_read(ticket);
                 }
             }
@@ -207,6 +210,52 @@ fn used_pages_are_retained() {
         assert_eq!(left > 0, keep_percent > 0);
         assert_eq!(driver.copied > 0, keep_percent > 0);
     }
+}
+
+/// Between two slices of an eviction, the pages that are left can be read, and an evicted page may
+/// still be on the device.
+#[test]
+fn segment_is_evicted_slice_by_slice() {
+    let mut driver = FaultlessLog::new(8, 0);
+    let mut ids: Vec<PageId> = Vec::new();
+    let is_evicting = |log: &Log| matches!(log.next_segment, NextSegment::Evicting(_));
+    for key in 0..2000 {
+        driver.generation += 1;
+        let page = driver.page(key);
+        if let Append::Write(write) = driver.log.append(&page).unwrap() {
+            driver.log.write_done(write, WriteOutcome::Written);
+            ids.push(page.id);
+        }
+        match driver.log.next_intent() {
+            Some(Intent::Prepare(prepare)) => driver.log.prepared(&prepare, PrepareOutcome::Ready),
+            Some(Intent::Footer(footer)) => driver.log.footer_done(footer, WriteOutcome::Written),
+            Some(Intent::Reclaim) => while !is_evicting(&driver.log) && driver.log.reclaim_step() {},
+            _ => {}
+        }
+        if is_evicting(&driver.log) {
+            break;
+        }
+    }
+    assert!(is_evicting(&driver.log));
+    let oldest = driver.log.segments.in_epoch_order(..).next().unwrap();
+    let mut left: Vec<PageId> = ids.clone();
+    left.retain(|id| driver.log.find(id, 0).is_some_and(|entry| entry.place.epoch == oldest.0));
+    assert!(left.len() > 10 && driver.log.find(&ids[0], 0).is_some());
+    assert_eq!(driver.log.pin(&left[0], Pin::Hard), Err(PinError::NotKept));
+    let ticket = driver.log.begin_read(&left[0], 0).unwrap();
+    let pages = driver.log.counts().pages;
+    assert!(driver.log.reclaim_step());
+    assert_eq!(driver.log.counts().pages, pages - 1);
+    let evicted = *left.iter().find(|id| driver.log.find(id, 0).is_none()).unwrap();
+    while driver.log.reclaim_step() {}
+    assert!(left.iter().all(|id| driver.log.find(id, 0).is_none()));
+    assert!(matches!(driver.log.next_segment, NextSegment::Reclaiming(_)), "a page is being read");
+    // Until the new header is durable, a crash would bring the page back.
+    let forget = driver.log.forget(&evicted);
+    assert!(matches!(forget, Ok(Forget::Write { was_found: false, .. }) | Ok(Forget::Wait)), "{forget:?}");
+    driver.log.end_read(ticket);
+    driver.work();
+    assert_eq!(driver.log.forget(&left[1]), Ok(Forget::NotThere));
 }
 
 #[test]
@@ -264,6 +313,7 @@ fn writers_leave_reserved_room_to_copies() {
         match driver.log.next_intent() {
             Some(Intent::Prepare(prepare)) => driver.log.prepared(&prepare, PrepareOutcome::Ready),
             Some(Intent::Footer(footer)) => driver.log.footer_done(footer, WriteOutcome::Written),
+            Some(Intent::Reclaim) => while driver.log.reclaim_step() {},
             Some(Intent::CopyForward(work)) => return Some(work),
             None => {}
         }
@@ -341,6 +391,7 @@ fn failed_segment_is_prepared_again_unless_device_is_full() {
                             ready.insert(prepare.segment);
                             log.prepared(&prepare, PrepareOutcome::Ready);
                         }
+                        Some(Intent::Reclaim) => while log.reclaim_step() {},
                         other => panic!("{other:?}"),
                     },
                 }
@@ -486,6 +537,7 @@ fn torn_copy_falls_back_to_its_original() {
     let entry = first.find(&id(2), 0).unwrap();
     assert_eq!((entry.number, entry.place.epoch), (4, 1));
     let mut list = first.scrub_list(None).unwrap();
+    list.sort();
     assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
     assert!(first.drop_damaged(&id(2), 4));
     assert_eq!(first.find(&id(2), 0), None);
@@ -505,10 +557,15 @@ fn damaged_copy_falls_back_while_its_original_exists() {
     for key in 0..3000 {
         let id = driver.put(key % 500);
         if let Some(ticket) = driver.log.begin_read(&id, 0) {
+            driver.log.touch(&id);
             driver.log.end_read(ticket);
         }
         let work = match driver.log.next_intent() {
             Some(Intent::CopyForward(work)) => work,
+            Some(Intent::Reclaim) => {
+                while driver.log.reclaim_step() {}
+                continue;
+            }
             Some(Intent::Prepare(prepare)) => {
                 driver.log.prepared(&prepare, PrepareOutcome::Ready);
                 continue;
@@ -557,6 +614,7 @@ fn namespace_without_pages_is_forgotten() {
                     Append::Write(write) => break write,
                     _ => match log.next_intent() {
                         Some(Intent::Prepare(prepare)) => log.prepared(&prepare, PrepareOutcome::Ready),
+                        Some(Intent::Reclaim) => while log.reclaim_step() {},
                         other => panic!("{other:?}"),
                     },
                 }

@@ -1,0 +1,284 @@
+//! Memory of the index per page, and the time for which its lock stops lookups.
+//!
+//! `cargo run --release -p larder-log --example index_cost [PAGES] [PAGE_KIB] [NAMESPACES]`
+//!
+//! There is no device: each planned write completes at once. The log is filled. Then one thread
+//! puts pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread
+//! looks pages up meanwhile. Each call of the log is timed as the node makes it: under one lock
+//! per call.
+#![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the clock and /proc")]
+
+use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
+use larder_log::machine::{
+    Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, ReadTicket, WriteOutcome,
+};
+use parking_lot::RwLock;
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const SEGMENT_BYTES: u64 = 1 << 30;
+/// Pages of a sequence: each but the first has a parent.
+const SEQUENCE: u64 = 15;
+const BYTES_PER_SECOND: u64 = 2_000_000_000;
+/// Uses that the node records at once.
+const USES_MAX: usize = 64;
+const IDLE: Duration = Duration::from_secs(3);
+/// Puts between two checks of the rate. A put per tick would measure the sleep.
+const BURST: u64 = 64;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let given: Vec<u64> = std::env::args().skip(1).map(|arg| arg.parse()).collect::<Result<_, _>>()?;
+    let argument = |at: usize, default| given.get(at).copied().unwrap_or(default);
+    let (pages, page_kib, namespaces) = (argument(0, 300_000), argument(1, 64), argument(2, 1));
+    let before = resident_bytes();
+    let bench = Bench::new(pages, page_kib << 10, namespaces);
+    let mut writer = Writer { bench: &bench, next: 0, copying: None, uses: Vec::new(), held: BTreeMap::new() };
+    // Once around, so that all segments were recycled at least once.
+    while writer.next < bench.capacity_pages() * 3 / 2 {
+        writer.put_and_read()?;
+    }
+    let counts = bench.log.read().counts();
+    let each = |bytes: f64| bytes / counts.pages as f64;
+    println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} ranked", counts.pages, counts.kept_pages);
+    println!("memory per page: {:.1} bytes resident", each(resident_bytes() - before));
+    println!(
+        "index per page:  {:.1} bytes by capacity, without retention",
+        each(bench.log.read().index_bytes() as f64)
+    );
+    writer.held.clear();
+    std::thread::scope(|scope| -> Result<(), Box<dyn Error>> {
+        let reader = scope.spawn(|| bench.look_up());
+        std::thread::sleep(IDLE);
+        bench.is_busy.store(true, Ordering::Relaxed);
+        let result = writer.put_at_rate(3 * SEGMENT_BYTES / bench.page_bytes);
+        bench.is_done.store(true, Ordering::Relaxed);
+        result?;
+        let [idle, busy] = reader.join().map_err(|_| "the thread of lookups panicked")?;
+        print_latency("idle", idle);
+        print_latency("while segments are recycled", busy);
+        Ok(())
+    })?;
+    println!("| call | count | total ms | longest hold of the lock, µs |");
+    println!("|---|---|---|---|");
+    for (call, Held { count, total, longest }) in &writer.held {
+        println!("| {call} | {count} | {} | {:.0} |", total.as_millis(), longest.as_secs_f64() * 1e6);
+    }
+    Ok(())
+}
+
+struct Bench {
+    log: RwLock<Log>,
+    pages: u64,
+    page_bytes: u64,
+    namespaces: u64,
+    next: AtomicU64,
+    is_busy: AtomicBool,
+    is_done: AtomicBool,
+}
+
+impl Bench {
+    fn new(pages: u64, page_bytes: u64, namespaces: u64) -> Bench {
+        let record_bytes = page_bytes + 4096;
+        let config = LogConfig {
+            segment_bytes: SEGMENT_BYTES,
+            segments_max: (pages * record_bytes).div_ceil(SEGMENT_BYTES).max(6) as u32,
+            hash_seed: 1,
+            keep_percent: KEEP_PERCENT_DEFAULT,
+            quota_default: u64::MAX,
+        };
+        Bench {
+            log: RwLock::new(Log::new(config)),
+            pages,
+            page_bytes,
+            namespaces,
+            next: AtomicU64::new(0),
+            is_busy: AtomicBool::new(false),
+            is_done: AtomicBool::new(false),
+        }
+    }
+
+    fn capacity_pages(&self) -> u64 {
+        self.pages
+    }
+
+    fn id(&self, number: u64) -> PageId {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+        let mut namespace = [0; 32];
+        namespace[..8].copy_from_slice(&(number / SEQUENCE % self.namespaces).to_le_bytes());
+        PageId { namespace: NamespaceId(namespace), key: PageKey(key) }
+    }
+
+    fn meta(&self, number: u64) -> PageMeta {
+        let position = (number % SEQUENCE) as u32;
+        PageMeta {
+            id: self.id(number),
+            parent: if position == 0 { PageKey::NONE } else { self.id(number - 1).key },
+            position,
+            generation: number + 1,
+            expires_unix_ms: 0,
+            part_bytes: vec![self.page_bytes as u32],
+            chunk_crcs: vec![0; (self.page_bytes as usize).div_ceil(CHUNK_BYTES)],
+        }
+    }
+
+    /// Looks pages up until the writer is done. Returns the latencies in nanoseconds, from before
+    /// the writer began and from after.
+    fn look_up(&self) -> [Vec<u32>; 2] {
+        let mut latencies = [Vec::new(), Vec::new()];
+        let mut random = 1u64;
+        while !self.is_done.load(Ordering::Relaxed) {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let written = self.next.load(Ordering::Relaxed);
+            let id = self.id(written - 1 - (random >> 32) % self.pages.min(written));
+            let began = Instant::now();
+            std::hint::black_box(self.log.read().lookup(&id, 0));
+            let busy = usize::from(self.is_busy.load(Ordering::Relaxed));
+            latencies[busy].push(began.elapsed().as_nanos() as u32);
+            // A lookup every few microseconds, as a busy node makes them.
+            let pause = Instant::now();
+            while pause.elapsed() < Duration::from_micros(2) {
+                std::hint::spin_loop();
+            }
+        }
+        latencies
+    }
+}
+
+#[derive(Default)]
+struct Held {
+    count: u64,
+    total: Duration,
+    longest: Duration,
+}
+
+struct Writer<'a> {
+    bench: &'a Bench,
+    next: u64,
+    copying: Option<CopyForward>,
+    uses: Vec<PageId>,
+    /// By the name of the call of the log.
+    held: BTreeMap<&'static str, Held>,
+}
+
+impl Writer<'_> {
+    fn locked<R>(&mut self, call: &'static str, change: impl FnOnce(&mut Log) -> R) -> R {
+        let mut log = self.bench.log.write();
+        let began = Instant::now();
+        let result = change(&mut log);
+        let elapsed = began.elapsed();
+        drop(log);
+        let held = self.held.entry(call).or_default();
+        *held = Held { count: held.count + 1, total: held.total + elapsed, longest: held.longest.max(elapsed) };
+        result
+    }
+
+    fn end_read(&mut self, ticket: ReadTicket) {
+        if ticket.end() {
+            self.locked("reads_ended", |log| log.reads_ended());
+        }
+    }
+
+    fn put_at_rate(&mut self, pages: u64) -> Result<(), Box<dyn Error>> {
+        let began = Instant::now();
+        for put in 0..pages {
+            if put % BURST == 0 {
+                let due = Duration::from_nanos(put * self.bench.page_bytes * 1_000_000_000 / BYTES_PER_SECOND);
+                std::thread::sleep(due.saturating_sub(began.elapsed()));
+            }
+            self.put_and_read()?;
+        }
+        Ok(())
+    }
+
+    /// Puts a page, and reads a hot one after every third put. Each fifth page is hot, so retention
+    /// has pages to copy.
+    fn put_and_read(&mut self) -> Result<(), Box<dyn Error>> {
+        let number = self.next;
+        let meta = self.bench.meta(number);
+        loop {
+            match self.locked("append", |log| log.append(&meta))? {
+                Append::Write(write) => {
+                    self.locked("write_done", |log| log.write_done(write, WriteOutcome::Written));
+                    break;
+                }
+                Append::AlreadyThere => break,
+                Append::Wait => self.work()?,
+            }
+        }
+        self.next += 1;
+        self.bench.next.store(self.next, Ordering::Relaxed);
+        if number % 3 == 0 {
+            let back = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            let read = self.bench.id((number - back % self.bench.pages.min(number + 1)) / 5 * 5);
+            // Reads share the lock. The next change of the log records the use.
+            let ticket = self.bench.log.read().begin_read(&read, 0);
+            if let Some(ticket) = ticket {
+                self.uses.push(read);
+                self.end_read(ticket);
+            }
+        }
+        if self.uses.len() == USES_MAX {
+            let uses = std::mem::take(&mut self.uses);
+            self.locked("touch", |log| uses.iter().for_each(|id| log.touch(id)));
+        }
+        if number % 1024 == 0 {
+            let plan = self.bench.log.read().sync_plan();
+            for ticket in plan {
+                self.locked("sync_done", |log| log.sync_done(ticket, true));
+            }
+        }
+        self.work()
+    }
+
+    /// Completes the work of the device.
+    fn work(&mut self) -> Result<(), Box<dyn Error>> {
+        while let Some(intent) = self.locked("next_intent", |log| log.next_intent()) {
+            match intent {
+                Intent::Prepare(prepare) => {
+                    self.locked("prepared", |log| log.prepared(&prepare, PrepareOutcome::Ready))
+                }
+                Intent::Footer(footer) => {
+                    self.locked("footer_done", |log| log.footer_done(footer, WriteOutcome::Written))
+                }
+                Intent::Reclaim => while self.locked("reclaim_step", |log| log.reclaim_step()) {},
+                Intent::CopyForward(work) => self.copying = Some(work),
+            }
+        }
+        let Some(work) = self.copying.take() else { return Ok(()) };
+        for (id, number) in work.pages {
+            let Some(ticket) = self.bench.log.read().begin_maintenance_read(&id, number) else { continue };
+            // The example numbers pages by generation, so it needs no device for the metadata.
+            let meta = self.bench.meta(ticket.entry.generation - 1);
+            self.end_read(ticket);
+            if let Some(copy) = self.locked("plan_copy", |log| log.plan_copy(&id, number, &meta)) {
+                self.locked("write_done", |log| log.write_done(copy, WriteOutcome::Written));
+            }
+        }
+        self.locked("copy_forward_done", |log| log.copy_forward_done(work.segment, work.epoch));
+        self.work()
+    }
+}
+
+fn print_latency(when: &str, mut latencies: Vec<u32>) {
+    latencies.sort_unstable();
+    let at = |share: f64| latencies.get((latencies.len() as f64 * share) as usize).copied().unwrap_or(0);
+    let longest = latencies.last().copied().unwrap_or(0);
+    let micros = |nanos: u32| f64::from(nanos) / 1000.0;
+    println!(
+        "lookup {when}: p50 {:.2} µs, p99 {:.2} µs, p99.9 {:.2} µs, longest {:.0} µs ({} lookups)",
+        micros(at(0.5)),
+        micros(at(0.99)),
+        micros(at(0.999)),
+        micros(longest),
+        latencies.len()
+    );
+}
+
+fn resident_bytes() -> f64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages: f64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number of pages");
+    pages * 4096.0
+}
