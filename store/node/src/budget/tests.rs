@@ -338,8 +338,8 @@ async fn search_for_a_stalled_reader_visits_each_reader_at_most_once_a_second() 
     let waiting = account(&budget, "waiting");
     let waiting = tokio::spawn(async move { waiting.charge_read(MIB).await });
     let seconds = 5;
-    for _ in 0..seconds * 10 {
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    for _ in 0..seconds * 40 {
+        tokio::time::sleep(Duration::from_millis(25)).await;
         // One reader is stuck.
         readers[1..].iter().for_each(|reader| reader.record_progress());
         budget.serve_queue();
