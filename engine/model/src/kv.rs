@@ -9,11 +9,11 @@
 //! - The checksums of a [`SealedPage`] are as old as its content. Nothing computes them again from
 //!   bytes that have lain in memory since.
 
-use larder_format::{KvDtype, Mismatch, PageGeometry, PayloadVerifier, chunk_crcs};
+use larder_format::{KvDtype, Mismatch, PageGeometry, PageOrigin, PayloadVerifier, chunk_crcs};
 use larder_kernels::cpu::HeadLayout;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Unit of a page buffer, one cache line, so that every buffer starts on a cache line.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -144,15 +144,17 @@ impl fmt::Debug for KvPage {
 pub struct PageSeal {
     /// CRC-32 of each chunk, part by part, as in [`larder_format::PageMeta`].
     pub chunk_crcs: Vec<u32>,
-    /// Generation of the put from which the page was read. `None` if this engine computed it.
-    pub generation: Option<u64>,
+    /// Source of the page in the store. `None` if the store has not told it.
+    pub origin: Option<PageOrigin>,
 }
 
 /// A full page that never changes, with the checksums that prove it.
 #[derive(Debug)]
 pub struct SealedPage {
     page: KvPage,
-    seal: PageSeal,
+    chunk_crcs: Vec<u32>,
+    /// Empty until the store has told it.
+    origin: OnceLock<PageOrigin>,
 }
 
 impl SealedPage {
@@ -165,16 +167,22 @@ impl SealedPage {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
-        Self { seal: PageSeal { chunk_crcs: crcs, generation: None }, page }
+        Self { page, chunk_crcs: crcs, origin: OnceLock::new() }
     }
 
     /// Keeps a page with the checksums that came with it. Does not read the bytes.
     pub fn received(page: KvPage, seal: PageSeal) -> Self {
-        Self { page, seal }
+        let origin = seal.origin.map_or_else(OnceLock::new, OnceLock::from);
+        Self { page, chunk_crcs: seal.chunk_crcs, origin }
     }
 
-    pub fn generation(&self) -> Option<u64> {
-        self.seal.generation
+    pub fn origin(&self) -> Option<PageOrigin> {
+        self.origin.get().copied()
+    }
+
+    /// Records the source of the page in the store. A source that is known already stays.
+    pub fn set_origin(&self, origin: PageOrigin) {
+        let _ = self.origin.set(origin);
     }
 
     /// Compares the bytes with the checksums. Costs one pass over the page.
@@ -182,7 +190,7 @@ impl SealedPage {
     /// # Errors
     /// The first chunk that differs, or a table of checksums that does not fit the page.
     pub fn verify(&self) -> Result<(), Mismatch> {
-        let mut verifier = PayloadVerifier::new(&self.page.pool.part_bytes, &self.seal.chunk_crcs);
+        let mut verifier = PayloadVerifier::new(&self.page.pool.part_bytes, &self.chunk_crcs);
         verifier.take(self.page.as_ref());
         verifier.finish()
     }
@@ -283,8 +291,8 @@ mod tests {
         let mut page = pool.allocate().unwrap();
         page.as_mut().fill(7);
         let mut sealed = SealedPage::compute(page);
-        assert_eq!((sealed.verify(), sealed.generation()), (Ok(()), None));
-        let seal = sealed.seal.clone();
+        assert_eq!((sealed.verify(), sealed.origin()), (Ok(()), None));
+        let seal = PageSeal { chunk_crcs: sealed.chunk_crcs.clone(), origin: None };
         let last = sealed.page.as_ref().len() - 1;
         sealed.page.as_mut()[last] ^= 1;
         assert!(matches!(sealed.verify(), Err(Mismatch::Crc { part: 2, chunk: 0 })));
@@ -292,8 +300,10 @@ mod tests {
         assert_eq!(SealedPage::received(sealed.page, seal.clone()).verify(), Ok(()));
         let mut page = pool.allocate().unwrap();
         page.as_mut().fill(7);
-        let short = PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), generation: Some(3) };
-        assert!(SealedPage::received(page, short).verify().is_err());
+        let origin = Some(PageOrigin { run: 1, generation: 3 });
+        let short = SealedPage::received(page, PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), origin });
+        short.set_origin(PageOrigin { run: 2, generation: 3 });
+        assert!(short.verify().is_err() && short.origin() == origin);
     }
 
     #[test]

@@ -180,6 +180,7 @@ impl Metrics {
             PutOutcome::Stored => "stored",
             PutOutcome::AlreadyThere => "already_there",
             PutOutcome::Refused => "refused",
+            PutOutcome::Forgotten => "forgotten",
             PutOutcome::InProgress => "in_progress",
             PutOutcome::Busy { .. } => "busy",
             PutOutcome::Lost => "lost",

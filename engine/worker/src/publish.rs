@@ -12,7 +12,7 @@ use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
-use larder_model::{Chunk, LayerHooks, SealedPage};
+use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -80,25 +80,31 @@ impl Publisher {
 
     /// Puts a page of L1 that the store lacks. The caller MUST have verified it just now: the
     /// client computes new checksums from these bytes.
-    pub(crate) fn put_copy(&self, keys: &[PageKey], position: usize, page: &SealedPage) -> JoinHandle<PutOutcome> {
-        let mut put = self.open(keys, position, PutSource::Copy { generation: page.generation() });
-        let payload: &[u8] = page.as_ref();
+    pub(crate) fn put_copy(&self, keys: &[PageKey], position: usize, page: &Arc<SealedPage>) -> JoinHandle<PutOutcome> {
+        let mut put = self.open(keys, position, PutSource::Copy { origin: page.origin() });
+        let content: &KvPage = page;
+        let payload: &[u8] = content.as_ref();
         for (part, (range, _)) in self.parts.entries.iter().enumerate() {
             put.write_part(part, &payload[range.clone()]);
         }
-        self.commit(keys[position], put)
+        self.commit(keys[position], put, page)
     }
 
-    /// Commits a put whose parts are all written. The commit runs in the background; the handle
-    /// yields its outcome.
-    pub(crate) fn commit(&self, key: PageKey, put: Box<dyn OpenPut>) -> JoinHandle<PutOutcome> {
+    /// Commits a put of `page` whose parts are all written. The commit runs in the background; the
+    /// handle yields its outcome. The page learns its origin, for later copies.
+    pub(crate) fn commit(&self, key: PageKey, put: Box<dyn OpenPut>, page: &Arc<SealedPage>) -> JoinHandle<PutOutcome> {
         let metrics = self.metrics.clone();
+        // Weak: the page may be evicted while its commit is in flight.
+        let page = Arc::downgrade(page);
         let running = self.commits.begin(key);
         // Start the commit here, not in the task: its time limit runs from now.
         let sealing = put.commit(Instant::now() + self.limit);
         self.tasks.spawn(async move {
-            let outcome = sealing.await;
+            let (outcome, origin) = sealing.await;
             drop(running);
+            if let (Some(origin), Some(page)) = (origin, page.upgrade()) {
+                page.set_origin(origin);
+            }
             metrics.page_published(outcome);
             outcome
         })
@@ -138,7 +144,7 @@ impl LayerHooks for PublishHooks {
 mod tests {
     use super::*;
     use futures::future::BoxFuture;
-    use larder_format::KvDtype;
+    use larder_format::{KvDtype, PageOrigin};
     use larder_model::{KvPool, LogitRows, PageSlot};
     use parking_lot::Mutex;
 
@@ -151,8 +157,8 @@ mod tests {
             self.0.lock().push((part, bytes.to_vec()));
         }
 
-        fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
-            Box::pin(async { PutOutcome::Stored })
+        fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {
+            Box::pin(async { (PutOutcome::Stored, None) })
         }
     }
 

@@ -94,8 +94,8 @@ impl<P> RadixTree<P> {
     pub fn evict(&mut self, wanted: usize) -> usize {
         let mut evicted = 0;
         while evicted < wanted {
-            // A count of 1 means that the tree holds the only reference. Only a scrub can add one,
-            // for the moment of a verification.
+            // A count of 1 means that the tree holds the only reference. Other threads add one only
+            // for a moment: a scrub, and the end of a commit.
             let free = |key: &PageKey| self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1);
             let Some(&(used, key)) = self.leaves.iter().find(|(_, key)| free(key)) else {
                 break;

@@ -77,7 +77,7 @@ pub(crate) enum SchedulerEvent {
     },
     /// A scrub found that the bytes of this page do not match their checksums.
     Damaged(PageKey),
-    /// The store refused a copy of this page from L1.
+    /// The store refused a copy of this page from L1: it may have been forgotten, or differs.
     Refused(PageKey),
     Wake,
 }

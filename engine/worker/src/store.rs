@@ -5,8 +5,10 @@
 //! production; tests use an in-memory store.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, FollowEnd, GetOptions, Lookup, NewPage, PagePut, PutOutcome, Tier};
-use larder_format::{PageKey, PageMeta};
+use larder_client::{
+    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PutOptions, PutOutcome, Tier,
+};
+use larder_format::{PageKey, PageOrigin};
 use larder_model::{KvPage, PageSeal};
 use std::time::{Duration, Instant};
 
@@ -32,9 +34,9 @@ pub enum Followed {
 pub enum PutSource {
     /// The forward pass computes the page now.
     Computed,
-    /// The page is a copy from L1. The store refuses it if the page was forgotten after this
-    /// generation. `None`: this engine computed the page and does not know its generation.
-    Copy { generation: Option<u64> },
+    /// The page is a copy from L1. The store refuses it if the page was forgotten after its origin,
+    /// or if it cannot know. `None`: the store has not confirmed that it has had the page.
+    Copy { origin: Option<PageOrigin> },
 }
 
 /// Page store as an engine sees it. No method fails: without a node, reads are misses and puts are
@@ -64,8 +66,8 @@ pub trait OpenPut: Send {
     fn write_part(&mut self, part: usize, bytes: &[u8]);
 
     /// Seals the page. The outcome tells if the store holds it. Decode engines may only follow
-    /// pages that it holds.
-    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome>;
+    /// pages that it holds. The origin is that of the store's page, if the store has said it.
+    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)>;
 }
 
 /// A put whose parts lie in shared client memory, from which a node on the same host copies them.
@@ -82,8 +84,8 @@ impl OpenPut for ClientPut {
         self.put.part(part, copy.freeze());
     }
 
-    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, PutOutcome> {
-        Box::pin(self.put.commit(deadline))
+    fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {
+        Box::pin(self.put.commit_described(deadline))
     }
 }
 
@@ -92,8 +94,8 @@ const BUSY_RETRIES: u32 = 3;
 /// Lease on looked-up pages, which keeps them readable until the reads that follow the lookup.
 const LOOKUP_LEASE: Duration = Duration::from_secs(30);
 
-fn seal(meta: PageMeta) -> PageSeal {
-    PageSeal { chunk_crcs: meta.chunk_crcs, generation: Some(meta.generation) }
+fn seal(page: PageDescription) -> PageSeal {
+    PageSeal { chunk_crcs: page.chunk_crcs, origin: page.origin }
 }
 
 impl PageStore for Client {
@@ -105,17 +107,20 @@ impl PageStore for Client {
         Box::pin(async move {
             let options = GetOptions { busy_retries: BUSY_RETRIES, ..GetOptions::default() };
             let got = Client::get_described(self, pages, options, deadline).await;
-            let fetched = |tier, meta| Some(Fetched { tier, seal: seal(meta?) });
-            got.into_iter().map(|(page, end, meta)| (page, end.tier().and_then(|tier| fetched(tier, meta)))).collect()
+            let fetched = |tier, description| Some(Fetched { tier, seal: seal(description?) });
+            let result = |(page, end, description): (_, larder_client::Fetched, _)| {
+                (page, end.tier().and_then(|tier| fetched(tier, description)))
+            };
+            got.into_iter().map(result).collect()
         })
     }
 
     fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
         let follow = Client::follow(self, key, buffer, deadline);
         Box::pin(async move {
-            let (page, end, meta) = follow.finish_described().await;
-            let followed = match (end, meta) {
-                (FollowEnd::Sealed, Some(meta)) => Followed::Sealed(seal(meta)),
+            let (page, end, description) = follow.finish_described().await;
+            let followed = match (end, description) {
+                (FollowEnd::Sealed, Some(description)) => Followed::Sealed(seal(description)),
                 (FollowEnd::Aborted, _) => Followed::Aborted,
                 (FollowEnd::Sealed | FollowEnd::Miss, _) => Followed::Missed,
             };
@@ -123,9 +128,12 @@ impl PageStore for Client {
         })
     }
 
-    // The protocol has no field for the source yet, so nodes take a copy like a computed page.
-    fn put(&self, page: NewPage, _source: PutSource, deadline: Instant) -> Box<dyn OpenPut> {
-        Box::new(ClientPut { client: self.clone(), put: Client::put(self, page, deadline) })
+    fn put(&self, page: NewPage, source: PutSource, deadline: Instant) -> Box<dyn OpenPut> {
+        let put = match source {
+            PutSource::Computed => Client::put(self, page, deadline),
+            PutSource::Copy { origin } => Client::put_copy(self, page, origin, PutOptions::default(), deadline),
+        };
+        Box::new(ClientPut { client: self.clone(), put })
     }
 
     fn nodes_connected(&self) -> usize {

@@ -6,7 +6,7 @@ use common::*;
 use larder_format::page_keys;
 use larder_worker::api::{CacheMode, ErrorCode, ForgetRequest, ForgetResponse};
 use larder_worker::{EngineHandle, Role};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const LEN: usize = 100;
 const PAGES: usize = (LEN - 1) / PAGE;
@@ -17,15 +17,6 @@ async fn forget(engine: &EngineHandle, tokens: &[u32], hold_ms: u64) -> ForgetRe
     let response = post(engine, "/v1/forget", &request).await;
     assert_eq!(response.status(), 200);
     response.json().await.unwrap()
-}
-
-/// Waits up to 30 s until L1 caches `pages` pages.
-async fn caches(engine: &EngineHandle, pages: usize) -> bool {
-    let until = Instant::now() + Duration::from_secs(30);
-    while engine.state().l1_pages_cached as usize != pages && Instant::now() < until {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    engine.state().l1_pages_cached as usize == pages
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -121,7 +112,7 @@ async fn forget_waits_for_puts_in_flight() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn copy_that_the_store_refuses_leaves_l1() {
+async fn copy_of_a_forgotten_page_leaves_l1() {
     let store = MemoryStore::new();
     let tokens = prompt(85, LEN);
     let keys = &page_keys(&tokens, PAGE)[..PAGES];
@@ -131,6 +122,38 @@ async fn copy_that_the_store_refuses_leaves_l1() {
     store.forget_durably(keys);
     let copied = prefill(&prefiller, &tokens, CacheMode::All).await;
     assert_eq!((copied.pages_lost as usize, store.len()), (PAGES, 0), "a forgotten page does not come back");
+    assert!(caches(&prefiller, 0).await);
+    let again = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!((again.pages_computed as usize, store.len()), (PAGES, PAGES));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evicted_page_is_copied_from_l1_by_its_writer_and_its_readers() {
+    let store = MemoryStore::new();
+    let tokens = prompt(86, LEN);
+    let writer = engine(Role::Prefill, &store).await;
+    prefill(&writer, &tokens, CacheMode::All).await;
+    let reader = engine(Role::Prefill, &store).await;
+    prefill(&reader, &tokens, CacheMode::All).await;
+    for engine in [&writer, &reader] {
+        store.clear();
+        let copied = prefill(engine, &tokens, CacheMode::All).await;
+        assert_eq!((copied.pages_l1 as usize, copied.pages_lost, store.len()), (PAGES, 0, PAGES));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn copy_from_before_a_restart_of_the_store_leaves_l1() {
+    let store = MemoryStore::new();
+    let tokens = prompt(87, LEN);
+    let keys = &page_keys(&tokens, PAGE)[..PAGES];
+    let prefiller = engine(Role::Prefill, &store).await;
+    prefill(&prefiller, &tokens, CacheMode::All).await;
+    store.forget_durably(keys);
+    // The store knows no more that it has forgotten the pages.
+    store.restart();
+    let copied = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!((copied.pages_lost as usize, store.len()), (PAGES, 0));
     assert!(caches(&prefiller, 0).await);
     let again = prefill(&prefiller, &tokens, CacheMode::All).await;
     assert_eq!((again.pages_computed as usize, store.len()), (PAGES, PAGES));

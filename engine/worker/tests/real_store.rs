@@ -3,11 +3,13 @@
 mod common;
 
 use common::*;
-use larder_client::{Client, ClientOptions};
+use larder_client::{Client, ClientOptions, StoreUrl};
+use larder_format::page_keys;
 use larder_node::{Node, NodeOptions};
 use larder_worker::api::{CacheMode, EngineInfo};
 use larder_worker::{Engine, EngineHandle, Role};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 const LEN: usize = 203;
@@ -32,11 +34,16 @@ async fn attached_with(role: Role, node: &Node, numerics: Option<&str>) -> Engin
 }
 
 async fn store_is(engine: &EngineHandle, up: bool) -> bool {
-    let until = Instant::now() + Duration::from_secs(5);
-    while (engine.state().store_nodes > 0) != up && Instant::now() < until {
+    connected(engine, usize::from(up)).await
+}
+
+/// Waits up to 30 s until the engine is connected to this many nodes.
+async fn connected(engine: &EngineHandle, nodes: usize) -> bool {
+    let until = Instant::now() + Duration::from_secs(30);
+    while engine.state().store_nodes as usize != nodes && Instant::now() < until {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    (engine.state().store_nodes > 0) == up
+    engine.state().store_nodes as usize == nodes
 }
 
 fn any_port() -> SocketAddr {
@@ -107,11 +114,71 @@ async fn node_restarting_empty_leaves_answers_unchanged() {
 
     let second = node(address).await;
     assert!(store_is(&prefiller, true).await);
+    // The new node cannot know if the pages were forgotten, so it refuses the copies.
+    let refused = prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    assert_eq!((refused.pages_l1 as usize, refused.pages_lost as usize), (PAGES, PAGES));
+    assert!(caches(&prefiller, 0).await);
     let again = prefill(&prefiller, &request.tokens, CacheMode::All).await;
-    assert_eq!((again.pages_l1 as usize, again.pages_computed), (PAGES, 0));
+    assert_eq!((again.pages_computed as usize, again.pages_lost), (PAGES, 0));
     let fresh = attached(Role::Decode, &second).await;
     let answer = decode(&fresh, &request).await;
     assert_eq!((answer.tokens, answer.start.pages_l2 as usize), (expected, PAGES));
+}
+
+async fn durable_node(dir: &Path, listen: SocketAddr) -> Node {
+    let options = NodeOptions {
+        listen,
+        data_dir: Some(dir.to_path_buf()),
+        l2_bytes: 64 << 20,
+        l3_bytes: 64 << 20,
+        ..Default::default()
+    };
+    Node::start(options).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forgotten_pages_do_not_return_from_l1() {
+    let dirs = [tempfile::tempdir_in("/var/tmp").unwrap(), tempfile::tempdir_in("/var/tmp").unwrap()];
+    let first = durable_node(dirs[0].path(), any_port()).await;
+    let second = durable_node(dirs[1].path(), any_port()).await;
+    let addresses = [first.addr(), second.addr()];
+    let url: StoreUrl = format!("larder://{},{}/", addresses[0], addresses[1]).parse().unwrap();
+    let mut settings = options(Role::Prefill);
+    settings.store = url.clone();
+    let prefiller = Engine::start(settings).await.unwrap();
+    assert!(connected(&prefiller, 2).await);
+    let tokens = prompt(4, LEN);
+    prefill(&prefiller, &tokens, CacheMode::All).await;
+
+    let namespace = prefiller.info().descriptor.clone();
+    let operator = Client::attach(url, Some(namespace), ClientOptions::default());
+    assert!(operator.ready(Duration::from_secs(5)).await);
+    let soon = || Instant::now() + Duration::from_secs(30);
+    let keys = &page_keys(&tokens, PAGE)[..PAGES];
+    let stored = async || operator.exists(keys, soon()).await.iter().filter(|&&exists| exists).count();
+    assert_eq!(stored().await, PAGES);
+    // Half of the pages before a restart of the nodes, and half after it. No engine hears of it.
+    assert!(operator.forget(&keys[PAGES / 2..], soon()).await.complete);
+    let copied = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!((copied.pages_lost as usize, stored().await), (PAGES - PAGES / 2, PAGES / 2));
+
+    assert!(operator.forget(&keys[..PAGES / 2], soon()).await.complete);
+    first.shutdown().await;
+    second.shutdown().await;
+    assert!(connected(&prefiller, 0).await);
+    let nodes = [durable_node(dirs[0].path(), addresses[0]).await, durable_node(dirs[1].path(), addresses[1]).await];
+    assert!(connected(&prefiller, 2).await && operator.ready(Duration::from_secs(5)).await);
+    assert_eq!(prefiller.state().l1_pages_cached as usize, PAGES / 2);
+    let copied = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!(copied.pages_l1 as usize, PAGES / 2, "pages that no node knows any more");
+    let is_resurrected = operator.exists(&keys[..PAGES / 2], soon()).await.contains(&true);
+    assert!(!is_resurrected);
+    assert!(caches(&prefiller, 0).await);
+    let computed = prefill(&prefiller, &tokens, CacheMode::All).await;
+    assert_eq!((computed.pages_lost, stored().await), (0, PAGES), "computed anew");
+    for node in nodes {
+        node.shutdown().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -38,9 +38,7 @@ mod supervisor;
 
 pub use connector::Connector;
 pub(crate) use connector::SocketConnector;
-pub(crate) use handlers::{
-    FollowResult, FollowedPage, PageRequest, PageResponse, PageResult, PagesHandler, PartsHandler,
-};
+pub(crate) use handlers::{FollowResult, PageRequest, PageResponse, PageResult, PagesHandler, PartsHandler};
 pub(crate) use handlers::{ResponseHandler, StoredAt, UncopiedBytes};
 pub(crate) use multiplex::Connection;
 #[cfg(test)]

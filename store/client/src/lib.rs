@@ -88,7 +88,8 @@ pub use buffer::Buffer;
 pub use client::Client;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use operations::{
-    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PagePin,
+    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
+    PagePin,
 };
 pub use operations::{PagePut, PageView, PinKind, Pinned, PutOptions, PutOutcome, Registration, Tier};
 pub use options::ClientOptions;

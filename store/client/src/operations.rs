@@ -24,7 +24,7 @@ mod view;
 
 pub use follow::{Follow, FollowEnd};
 pub use forget::Forgotten;
-pub use get::{Fetched, GetOptions};
+pub use get::{Fetched, GetOptions, PageDescription};
 pub use lookup::{Lease, Lookup, Tier};
 pub use members::{Member, Registration};
 pub use pin::{PinKind, Pinned};

@@ -17,6 +17,11 @@ pub(crate) fn node_seed(node_id: &str) -> u64 {
     u64::from_le_bytes(digest[..8].try_into().expect("8 of 32 bytes"))
 }
 
+/// Hash of one run of a node, from its start to its end.
+pub(crate) fn node_run(node_id: &str, epoch: u64) -> u64 {
+    mix(node_seed(node_id) ^ mix(epoch))
+}
+
 pub(crate) fn owner(key: &PageKey, node_seeds: &[u64]) -> Option<usize> {
     // Foreign engines bring keys that are not uniform hashes, so all 32 bytes count.
     let folded = key

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 #[path = "cases/client_memory.rs"]
 mod client_memory;
+#[path = "cases/copies.rs"]
+mod copies;
 #[path = "cases/ranges.rs"]
 mod ranges;
 

@@ -262,6 +262,7 @@ async fn writer_that_disconnects_halfway_loses_only_its_own_put() {
         position: 0,
         ttl_ms: 0,
         part_bytes: vec![PAGE as u32],
+        copy_of: None,
     };
     raw.send(1, &Request::Reserve((0..8).map(page).collect())).await;
     assert!(matches!(raw.receive().await, Some((1, Response::Reserved { retry_after_ms: 0, .. }))));
@@ -288,6 +289,7 @@ async fn silent_writer(node: &Node, tenant: &str, count: u32) -> Raw {
         position: 0,
         ttl_ms: 0,
         part_bytes: vec![PAGE as u32],
+        copy_of: None,
     };
     raw.send(1, &Request::Reserve((0..count).map(page).collect())).await;
     assert!(matches!(raw.receive().await, Some((1, Response::Reserved { retry_after_ms: 0, .. }))));
@@ -317,6 +319,7 @@ async fn silent_writers_lose_their_room_and_refused_callers_get_in_when_told() {
                 position: 0,
                 ttl_ms: 0,
                 part_bytes: vec![PAGE as u32],
+                copy_of: None,
             },
         )
         .await;

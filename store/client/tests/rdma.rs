@@ -498,7 +498,8 @@ impl RawClient {
 
     async fn reserve(&mut self, number: u32) -> (u64, Vec<PartGrant>) {
         let NewPage { key, parent, position } = page(number);
-        let reserved = Reserved { key, parent, position, ttl_ms: 0, part_bytes: geometry().part_table() };
+        let reserved =
+            Reserved { key, parent, position, ttl_ms: 0, part_bytes: geometry().part_table(), copy_of: None };
         let answer = self.request(&Request::Reserve(vec![reserved])).await;
         let Response::Reserved { outcomes, .. } = answer else { panic!("{answer:?}") };
         assert_eq!(outcomes, [ReserveOutcome::Granted]);
@@ -524,8 +525,8 @@ impl RawClient {
 
     async fn commit(&mut self, reserve: u64) -> CommitOutcome {
         let answer = self.request(&Request::Commit(vec![Entry { request: reserve, index: 0 }])).await;
-        let Response::Committed(outcomes) = answer else { panic!("{answer:?}") };
-        outcomes[0]
+        let Response::Committed(ends) = answer else { panic!("{answer:?}") };
+        ends[0].outcome
     }
 }
 

@@ -4,7 +4,9 @@
 //! the rate from both ends.
 
 use bytes::Bytes;
-use larder_client::{Client, ClientOptions, FollowEnd, NewPage, PutOptions, PutOutcome, StoreUrl, Tier, Transport};
+use larder_client::{
+    Client, ClientOptions, FollowEnd, Member, NewPage, PutOptions, PutOutcome, StoreUrl, Tier, Transport,
+};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::net::SocketAddr;
@@ -53,6 +55,8 @@ async fn node_with(options: NodeOptions) -> Node {
 struct SlowLink {
     address: String,
     connections: Arc<AtomicUsize>,
+    /// Bytes that were forwarded to the node, and to clients.
+    forwarded: Arc<[AtomicUsize; 2]>,
 }
 
 impl SlowLink {
@@ -64,8 +68,13 @@ impl SlowLink {
         let listener = socket.listen(16).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let connections = Arc::<AtomicUsize>::default();
-        tokio::spawn(accept(listener, node.addr(), rate, connections.clone()));
-        SlowLink { address, connections }
+        let forwarded = Arc::<[AtomicUsize; 2]>::default();
+        tokio::spawn(accept(listener, node.addr(), rate, connections.clone(), forwarded.clone()));
+        SlowLink { address, connections, forwarded }
+    }
+
+    fn forwarded(&self) -> [usize; 2] {
+        [0, 1].map(|direction: usize| self.forwarded[direction].load(Ordering::Relaxed))
     }
 
     /// Number of connections that clients have opened.
@@ -78,10 +87,17 @@ impl SlowLink {
     }
 }
 
-async fn accept(listener: TcpListener, node: SocketAddr, rate: usize, connections: Arc<AtomicUsize>) {
+async fn accept(
+    listener: TcpListener,
+    node: SocketAddr,
+    rate: usize,
+    connections: Arc<AtomicUsize>,
+    forwarded: Arc<[AtomicUsize; 2]>,
+) {
     loop {
         let (client, _) = listener.accept().await.unwrap();
         connections.fetch_add(1, Ordering::Relaxed);
+        let forwarded = forwarded.clone();
         tokio::spawn(async move {
             let socket = TcpSocket::new_v4().unwrap();
             socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
@@ -90,8 +106,8 @@ async fn accept(listener: TcpListener, node: SocketAddr, rate: usize, connection
             let (from_client, to_client) = split(client);
             let (from_node, to_node) = split(node);
             tokio::select! {
-                () = forward(from_client, to_node, rate) => {}
-                () = forward(from_node, to_client, rate) => {}
+                () = forward(from_client, to_node, rate, &forwarded[0]) => {}
+                () = forward(from_node, to_client, rate, &forwarded[1]) => {}
             }
         });
     }
@@ -103,12 +119,18 @@ fn split(stream: TcpStream) -> (tokio::net::tcp::OwnedReadHalf, tokio::net::tcp:
 }
 
 /// Forwards bytes at `rate` until one side closes.
-async fn forward(mut from: impl AsyncReadExt + Unpin, mut to: impl AsyncWriteExt + Unpin, rate: usize) {
+async fn forward(
+    mut from: impl AsyncReadExt + Unpin,
+    mut to: impl AsyncWriteExt + Unpin,
+    rate: usize,
+    forwarded: &AtomicUsize,
+) {
     let mut bytes = vec![0; STEP_BYTES];
     let mut due = Instant::now();
     while let Ok(received @ 1..) = from.read(&mut bytes).await {
         due = due.max(Instant::now()) + Duration::from_secs_f64(received as f64 / rate as f64);
         tokio::time::sleep_until(due.into()).await;
+        forwarded.fetch_add(received, Ordering::Relaxed);
         if to.write_all(&bytes[..received]).await.is_err() {
             return;
         }
@@ -285,5 +307,33 @@ async fn get_at_its_deadline_does_not_end_another_get_of_the_connection() {
     assert_eq!((short, long), (None, Some(Tier::L2)));
     assert!(took < Duration::from_millis(900), "a get with a deadline of 300 ms took {took:?}");
     assert_eq!(link.connections(), 1);
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probe_of_an_idle_node_is_small_beside_many_members() {
+    const MEMBERS: usize = 400;
+    /// Header of a frame.
+    const FRAME_BYTES: usize = 32;
+    let node = node().await;
+    let registrar = attach(node.addr().to_string(), 16 << 10).await;
+    let member = |number| Member { name: format!("member-{number}"), info: "x".repeat(1000).into() };
+    let registrations: Vec<_> = (0..MEMBERS).map(|number| registrar.register(member(number))).collect();
+    let patience = within(60.0);
+    while node.status()["members"] != MEMBERS {
+        assert!(Instant::now() < patience, "{}", node.status()["members"]);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let link = SlowLink::to(&node, RATE).await;
+    let client = link.attach(16 << 10).await;
+    let before = link.forwarded();
+    while link.forwarded()[1] == before[1] {
+        assert!(Instant::now() < patience, "no answer to a probe");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // On a busy machine, more than one probe may have passed.
+    let probes = [0, 1].map(|direction| link.forwarded()[direction] - before[direction]);
+    assert!(probes.iter().all(|bytes| bytes % FRAME_BYTES == 0 && *bytes <= 4 * FRAME_BYTES), "{probes:?} bytes");
+    drop((registrations, client));
     node.shutdown().await;
 }

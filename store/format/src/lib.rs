@@ -39,5 +39,5 @@ pub mod verify;
 pub use key::{PageKey, page_keys};
 pub use limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS};
 pub use namespace::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry};
-pub use page::{Mismatch, PageId, PageMeta, PayloadVerifier, chunk_crcs, is_expired};
+pub use page::{Mismatch, PageId, PageMeta, PageOrigin, PayloadVerifier, chunk_crcs, is_expired};
 pub use range::whole_chunks;

@@ -20,6 +20,16 @@ impl fmt::Debug for PageId {
     }
 }
 
+/// Source of a copy of a page. It proves to the node that the copy is not older than the last
+/// forget of its page. Another node, or another run of the node, cannot judge it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageOrigin {
+    /// Hash of the node's id and epoch.
+    pub run: u64,
+    /// Generation of the page there, never 0.
+    pub generation: u64,
+}
+
 /// CRC-32 (IEEE) of each chunk of `part`, in order. The last chunk may be shorter. Lazy: the cost
 /// of a chunk arises when the caller takes its CRC.
 pub fn chunk_crcs(part: &[u8]) -> impl Iterator<Item = u32> + '_ {

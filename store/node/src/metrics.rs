@@ -63,6 +63,8 @@ counters! {
     pages_put,
     /// Reservations refused because the page exists already
     puts_existing,
+    /// Reservations refused because the page is a copy and may have been forgotten since
+    puts_forgotten,
     /// Busy answers
     refusals,
     /// Busy answers that took over 1 ms, measured from the request's arrival or the end of the page

@@ -411,7 +411,14 @@ mod tests {
     async fn first_generation(l3: &[&Path]) -> u64 {
         let node = Node::start(options(l3)).await.unwrap();
         let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        let page = Reserved { key: id.key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let page = Reserved {
+            key: id.key,
+            parent: PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes: vec![100],
+            copy_of: None,
+        };
         let generation = node.state.store.reserve(id, page).ok().unwrap().generation();
         node.shutdown().await;
         generation

@@ -10,20 +10,23 @@
 //!   so followers read landed parts while others still arrive.
 //! - A sealed page is visible in L2 before its put closes. So a reader finds it in L2, or its put
 //!   in the table of open puts.
+//! - No copy of a page becomes visible after a forget of the page that is newer than the copy. Puts
+//!   and forgets take their generations under one lock: see `generations`.
 //! - A put that the node aborts keeps its reservation while its client may still write parts of it.
 
+mod generations;
 mod put;
 
 use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
 use crate::metrics::Metrics;
 use crate::tiers::Tiers;
+use generations::Generations;
 use larder_format::PageId;
 use larder_runtime::{fail_point, now};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use parking_lot::Mutex;
 pub use put::{Progress, Put};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -33,12 +36,11 @@ pub struct Puts {
     metrics: Arc<Metrics>,
     /// Outermost lock of the node: held while [`Tiers`] looks a page up or reserves memory.
     state: Mutex<PutTable>,
-    next_generation: AtomicU64,
     waiters_max: usize,
 }
 
-#[derive(Default)]
 struct PutTable {
+    generations: Generations,
     open: BTreeMap<PageId, Arc<Put>>,
     /// Aborted puts whose clients may still write parts of them. The client's connection owns each.
     /// [`Puts::abort_idle`] removes those that are gone.
@@ -53,6 +55,18 @@ struct PutTable {
 }
 
 impl PutTable {
+    fn new(generation_first: u64) -> Self {
+        Self {
+            generations: Generations::new(generation_first),
+            open: BTreeMap::new(),
+            draining: Vec::new(),
+            waiting: BTreeMap::new(),
+            waiters: 0,
+            waiters_total: 0,
+            closed: false,
+        }
+    }
+
     fn wake(&mut self, id: &PageId) {
         for (_, waiter) in self.waiting.remove(id).unwrap_or_default() {
             self.waiters -= 1;
@@ -109,10 +123,11 @@ impl Puts {
     /// Creates an empty table. `generation_first` must exceed every generation in L3. At most
     /// `waiters_max` readers wait for absent pages.
     pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64, waiters_max: usize) -> Self {
-        Self { tiers, metrics, state: Mutex::default(), next_generation: AtomicU64::new(generation_first), waiters_max }
+        Self { tiers, metrics, state: Mutex::new(PutTable::new(generation_first)), waiters_max }
     }
 
-    /// Reserves memory for a page that is neither stored nor being written.
+    /// Reserves memory for a page that is neither stored nor being written. Refuses a copy that may
+    /// have been forgotten.
     ///
     /// `charge` charges the page's bytes to a connection until the put is sealed or aborted. It
     /// returns `None` to refuse the put, and `Some(None)` to admit it without a charge, for callers
@@ -137,6 +152,12 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
+        // Only for an absent page: one that exists needs no copy, and the writer compares it.
+        let is_forgotten = page.copy_of.is_some_and(|copied| state.generations.is_forgotten_since(&id, copied));
+        if is_forgotten && !fail_point!("node.reserve-ignores-copy-condition") {
+            self.metrics.puts_forgotten.inc();
+            return Err(ReserveOutcome::Forgotten);
+        }
         let reserved = charge(bytes as u64).and_then(|charge| {
             let writer = charge.as_ref().map(Charge::connection);
             Some((self.tiers.reserve(bytes, charge)?, writer))
@@ -145,8 +166,7 @@ impl Puts {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };
-        // Relaxed: the lock orders the puts of one page, and generations only need to be unique.
-        let generation = self.next_generation.fetch_add(1, Ordering::Relaxed);
+        let generation = state.generations.next();
         let put = Arc::new(Put::new(id, page.clone(), generation, memory, reservation, writer));
         state.open.insert(id, put.clone());
         state.wake(&id);
@@ -266,14 +286,24 @@ impl Puts {
         draining.iter().for_each(|put| put.release());
     }
 
-    /// Aborts the open puts of these pages, which are about to be forgotten.
-    pub(crate) fn abort_all(&self, ids: &[PageId]) {
-        for id in ids {
-            let put = self.state.lock().open.get(id).cloned();
-            if let Some(put) = put {
-                self.abort_unannounced(&put);
-            }
+    /// Aborts the open puts of these pages, which are about to be forgotten. From here on the node
+    /// takes no copy of them from before.
+    pub(crate) fn forget(&self, ids: &[PageId]) {
+        let mut state = self.state.lock();
+        // One step with the search for open puts: each put of a copy is either found here, or
+        // reserved later and refused.
+        if !fail_point!("node.forget-records-late") {
+            state.generations.record_forget(ids);
         }
+        let open: Vec<Arc<Put>> = ids.iter().filter_map(|id| state.open.get(id).cloned()).collect();
+        // Each abort takes the lock itself.
+        drop(state);
+        open.iter().for_each(|put| self.abort_unannounced(put));
+    }
+
+    /// The first half of [`Puts::forget`] alone, for a fail point.
+    pub(crate) fn record_forget(&self, ids: &[PageId]) {
+        self.state.lock().generations.record_forget(ids);
     }
 
     fn close(&self, put: &Arc<Put>, end: Progress) {

@@ -16,7 +16,7 @@ use futures::StreamExt;
 use larder_format::PageId;
 use larder_memory::Arena;
 use larder_runtime::{Clock, fail_point};
-use larder_wire::{CommitOutcome, PinKind, ReserveOutcome, Reserved};
+use larder_wire::{CommitOutcome, PinKind, PutEnd, ReserveOutcome, Reserved};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -132,15 +132,16 @@ impl Store {
 
     /// Compares a page's checksums with those of a second writer. The outcome is `Refused` if they
     /// differ, and `Incomplete` if no tier can return them before `deadline`. Reads no payload.
-    pub async fn compare(&self, id: &PageId, crcs: &[u32], deadline: Instant) -> CommitOutcome {
-        match self.tiers.chunk_crcs(id, deadline).await {
-            Some(ours) if ours == crcs => CommitOutcome::AlreadyThere,
-            Some(_) if fail_point!("node.compare-skips-bytes") => CommitOutcome::AlreadyThere,
+    pub async fn compare(&self, id: &PageId, crcs: &[u32], deadline: Instant) -> PutEnd {
+        match self.tiers.describe(id, deadline).await {
+            Some((ours, generation)) if ours == crcs || fail_point!("node.compare-skips-bytes") => {
+                PutEnd { outcome: CommitOutcome::AlreadyThere, generation }
+            }
             Some(_) => {
                 self.metrics.puts_conflicting.inc();
-                CommitOutcome::Refused
+                PutEnd { outcome: CommitOutcome::Refused, generation: 0 }
             }
-            None => CommitOutcome::Incomplete,
+            None => PutEnd { outcome: CommitOutcome::Incomplete, generation: 0 },
         }
     }
 
@@ -181,9 +182,14 @@ impl Store {
     /// Forgets pages and aborts open puts of them. Returns how many pages existed. After an error
     /// the caller must try again.
     pub async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
-        // Puts first: a put that was open when the forget began must not be sealed after it.
-        self.puts.abort_all(ids);
-        self.tiers.forget(ids, deadline).await
+        // Puts first: a put that was open when the forget began must not be sealed after it, and no
+        // copy from before may be admitted after it.
+        self.puts.forget(ids);
+        let forgotten = self.tiers.forget(ids, deadline).await;
+        if fail_point!("node.forget-records-late") {
+            self.puts.record_forget(ids);
+        }
+        forgotten
     }
 
     /// Pins pages for `ttl_ms`, after loading those on L3 into L2. Returns how many pages are
@@ -272,7 +278,14 @@ mod tests {
         let devices = Devices::of(Vec::new()).unwrap();
         let store = Store::new(&options, arena, devices, Clock::at(0), 1);
         let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        let page = Reserved { key: id.key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let page = Reserved {
+            key: id.key,
+            parent: PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes: vec![100],
+            copy_of: None,
+        };
         let put = store.reserve(id, page).ok().unwrap();
         let part = put.take_part(0, 100).unwrap();
         let crcs = chunk_crcs(&part).collect();

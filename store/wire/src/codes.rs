@@ -44,6 +44,9 @@ codes!(
         /// The page does not fit its namespace, or the request number has an open put. A retry
         /// fails again.
         Malformed = 5,
+        /// The page is a copy, and the node cannot prove that the page was not forgotten since it
+        /// was copied. The client must drop the copy.
+        Forgotten = 6,
     }
 );
 codes!(

@@ -62,12 +62,12 @@ pub use limits::{
 };
 pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
-pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, Response};
+pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, PutEnd, Response};
 pub use stream::{ByteSink, ByteSource, TryReceive};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 /// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
 /// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
@@ -92,3 +92,8 @@ pub const VERSION_PIN_STATUS: u16 = 3;
 /// First version in which large payloads travel in fragments. To an older peer a payload leaves in
 /// one frame, which nothing can interrupt.
 pub const VERSION_FRAGMENTS: u16 = 4;
+/// First version with [`Reserved::copy_of`] and [`PutEnd::generation`]. An older node cannot refuse
+/// copies of forgotten pages, so a client puts no copies there.
+pub const VERSION_COPIES: u16 = 5;
+/// First version with [`Request::Ping`]. Clients probe older nodes with another small request.
+pub const VERSION_PING: u16 = 5;

@@ -121,6 +121,7 @@ message_table! {
         since: 2, sheddable: true, limits: [ranges <= MAX_KEYS, channels <= MAX_RDMA_CHANNELS]
     }
     Request::Pins(_) => Pins = 25 { since: 3, sheddable: true, limits: [keys <= MAX_KEYS] }
+    Request::Ping => Ping = 26 { since: 5 }
 }
 
 message_table! {
@@ -151,4 +152,5 @@ message_table! {
     Response::Reserved { .. } => ReservedBusy = 147 { since: 2, limits: [outcomes <= MAX_PUTS] }
     Response::ArenaPages(_) => ArenaPages = 148 { since: 2, limits: [pages <= MAX_ARENA_PAGES] }
     Response::Pins(_) => Pins = 149 { since: 3, limits: [pins <= MAX_KEYS] }
+    Response::Pong => Pong = 150 { since: 5 }
 }

@@ -21,6 +21,10 @@ pub struct Reserved {
     pub ttl_ms: u64,
     /// Length of each part, in bytes. They must be those of the namespace's geometry.
     pub part_bytes: Vec<u32>,
+    /// Generation of the page of this node that the bytes are a copy of, 0 if unknown. The node
+    /// refuses the put if the page was forgotten since that generation, or if it is unknown.
+    /// `None`: the writer has computed the bytes, which needs no check.
+    pub copy_of: Option<u64>,
 }
 
 /// A message from a client to a node. An arrow names the response. Responses may arrive in another
@@ -126,6 +130,9 @@ pub enum Request {
     Members,
     /// Asks for the node's state → [`Response::Status`](crate::Response::Status).
     Status,
+    /// Asks for a sign of life → [`Response::Pong`](crate::Response::Pong). Its cost does not
+    /// depend on the state of the node.
+    Ping,
     /// Cancels the request with this number: ends its work, its holds and its open puts. No
     /// response. A client sends it when its caller stops waiting.
     Cancel(u64),

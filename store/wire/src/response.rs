@@ -39,6 +39,16 @@ pub struct PartGrant {
     pub range: GrantedRange,
 }
 
+/// End of one put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PutEnd {
+    /// Outcome for the writer.
+    pub outcome: CommitOutcome,
+    /// Generation of the page that the node has now, if it has the writer's bytes, else 0. With it
+    /// the writer can put a copy later: see [`Reserved::copy_of`](crate::Reserved::copy_of).
+    pub generation: u64,
+}
+
 /// A page, or a range of one, that the client reads in the node's arena. The node holds it until
 /// the client releases it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -151,14 +161,16 @@ pub enum Response {
         /// Time to wait before a retry of busy pages, in milliseconds. 0 if no page is busy.
         retry_after_ms: u32,
     },
-    /// Answers Commit with one outcome per put, in the order of the request. Also answers Compare.
-    Committed(Vec<CommitOutcome>),
+    /// Answers Commit with the end of each put, in the order of the request. Also answers Compare.
+    Committed(Vec<PutEnd>),
     /// A number. The request defines its meaning.
     Count(u32),
     /// Answers Members. The order of the members has no meaning.
     Members(Vec<MemberEntry>),
     /// Answers Status: the node's state as JSON.
     Status(String),
+    /// Answers Ping.
+    Pong,
     /// Answers Pins: the pin of each page, in the order of the keys.
     Pins(Vec<Option<PagePin>>),
     /// Answers an offer of RDMA channels: the node's ends of the channels that it connected.

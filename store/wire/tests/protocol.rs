@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Kind, name, first version, sheddable. Deployed builds depend on these: a row may be added, never
 /// changed.
-const PINNED_REQUESTS: [(u8, &str, u16, bool); 24] = [
+const PINNED_REQUESTS: [(u8, &str, u16, bool); 25] = [
     (1, "Hello", 1, false),
     (2, "Locate", 1, true),
     (3, "Get", 1, true),
@@ -33,9 +33,10 @@ const PINNED_REQUESTS: [(u8, &str, u16, bool); 24] = [
     (22, "GrantParts", 2, false),
     (24, "GetRanges", 2, true),
     (25, "Pins", 3, true),
+    (26, "Ping", 5, false),
 ];
 
-const PINNED_RESPONSES: [(u8, &str, u16); 21] = [
+const PINNED_RESPONSES: [(u8, &str, u16); 22] = [
     (128, "Hello", 1),
     (129, "Located", 1),
     (130, "Page", 1),
@@ -57,6 +58,7 @@ const PINNED_RESPONSES: [(u8, &str, u16); 21] = [
     (147, "ReservedBusy", 2),
     (148, "ArenaPages", 2),
     (149, "Pins", 3),
+    (150, "Pong", 5),
 ];
 
 #[test]

@@ -106,7 +106,7 @@ const NODE: [FailPoint; 19] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 27] = [
+const WIRE: [FailPoint; 30] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -152,6 +152,9 @@ const WIRE: [FailPoint; 27] = [
     any("rdma.grant-never-withdrawn", "Withdrawn remote grants stay usable."),
     any("client.release-before-rdma-read", "The client releases a page before its RDMA read has completed."),
     any("client.cancel-under-rdma-write", "The client cancels a put while RDMA writes of its parts are in flight."),
+    any("client.copy-ignores-node-run", "The client states the generation of a copy to a node that did not give it."),
+    any("node.reserve-ignores-copy-condition", "The node takes a copy of a page that was forgotten since."),
+    any("node.forget-records-late", "A forget takes its generation after its tombstones."),
 ];
 
 fn operations(scope: Scope) -> u64 {

@@ -153,6 +153,8 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("puts busy", 10),
         ("puts cancelled", 1_000),
         ("puts abandoned", 2_000),
+        ("copies put", 1_500),
+        ("copies refused", 2_500),
         ("forgets complete", 4_000),
         ("forgets not complete", 4_000),
         ("cancelled", 600),

@@ -170,8 +170,8 @@ impl Scheduler {
         true
     }
 
-    /// Puts pages again that the store lost and L1 still holds, e.g. because a node restarted
-    /// empty. The caller has verified them. If the store refuses a page, it leaves L1.
+    /// Puts pages again that the store evicted and L1 still holds. The caller has verified them. If
+    /// the store refuses a page, because it may have been forgotten, it leaves L1.
     fn put_copies(&self, sequence: &Sequence, indices: Range<usize>) -> Vec<JoinHandle<PutOutcome>> {
         let shareable = indices.filter(|&index| sequence.is_shareable(index));
         let copies = shareable.filter_map(|index| Some((index, sequence.pages.sealed(index)?)));
@@ -183,6 +183,9 @@ impl Scheduler {
                 // A put whose task failed counts as lost.
                 let outcome = put.await.unwrap_or(PutOutcome::Lost);
                 if outcome == PutOutcome::Refused {
+                    tracing::warn!(%key, "the store has other bytes for a page of L1; check the engines' numerics");
+                }
+                if matches!(outcome, PutOutcome::Refused | PutOutcome::Forgotten) {
                     // Sending fails only after the scheduler thread has ended.
                     let _ = sender.send_async(SchedulerEvent::Refused(key)).await;
                 }
@@ -257,7 +260,7 @@ pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, ev
         if let Some(page) = pool.allocate() {
             return Some(page);
         }
-        // More than once only if a scrub verifies the evicted page at this moment.
+        // More than once only if a scrub or a commit holds the evicted page at this moment.
         if radix.evict(1) == 0 {
             return None;
         }

@@ -103,12 +103,12 @@ impl Scheduler {
         }
     }
 
-    /// Drops a page that the store refused as a copy: it was forgotten, or the store has other
-    /// bytes.
+    /// Drops a page that the store refused as a copy: it may have been forgotten, or the store has
+    /// other bytes. Not a warning: after a restart of a node, it refuses all copies from before.
     pub(super) fn discard_refused(&mut self, key: &PageKey) {
         let dropped = self.radix.remove(key);
         if dropped > 0 {
-            tracing::warn!(%key, dropped, "the store refused a page from L1: it was forgotten or differs; dropped it");
+            tracing::debug!(%key, dropped, "dropped a page from L1 that the store refused as a copy");
             self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
         }
     }

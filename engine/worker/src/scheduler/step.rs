@@ -158,13 +158,6 @@ impl Scheduler {
     }
 
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
-        for completing in hooks.pages {
-            let sequence = &mut self.active[granted[completing.chunk].candidate];
-            let commit = self.context.publisher.commit(sequence.keys[completing.page], completing.put);
-            if let RequestKind::Prefill(output) = &mut sequence.kind {
-                output.commits.push(commit);
-            }
-        }
         let mut ended = Vec::new();
         for (plan, logits) in granted.iter().zip(&logits) {
             let sequence = &mut self.active[plan.candidate];
@@ -182,6 +175,15 @@ impl Scheduler {
             sequence.count_computed(plan.tokens, whole);
             if matches!(sequence.kind, RequestKind::Decode(_)) && sequence.pending() == 0 {
                 ended.extend(sequence.generate(logits).map(|outcome| (sequence.id, outcome)));
+            }
+        }
+        // After the loop, because the commits name the pages that it sealed.
+        for completing in hooks.pages {
+            let sequence = &mut self.active[granted[completing.chunk].candidate];
+            let Some(page) = sequence.pages.sealed(completing.page) else { continue };
+            let commit = self.context.publisher.commit(sequence.keys[completing.page], completing.put, page);
+            if let RequestKind::Prefill(output) = &mut sequence.kind {
+                output.commits.push(commit);
             }
         }
         for (id, outcome) in ended {
@@ -261,7 +263,7 @@ impl Scheduler {
 /// Returns `true` if the store does not hold the page after this put, as far as the engine knows.
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
-        PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused => true,
+        PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused | PutOutcome::Forgotten => true,
         PutOutcome::Stored | PutOutcome::AlreadyThere | PutOutcome::InProgress => false,
     }
 }

@@ -4,7 +4,7 @@
 
 use futures::future::BoxFuture;
 use larder_client::{Lookup, NewPage, PutOutcome, Tier};
-use larder_format::{PageKey, chunk_crcs};
+use larder_format::{PageKey, PageOrigin, chunk_crcs};
 use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSeal, PageSlot, Sampler, SamplingParams, Tokenizer};
 use larder_worker::api::{
     ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse,
@@ -63,14 +63,23 @@ pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
     out
 }
 
+#[derive(Clone)]
+struct StoredPage {
+    bytes: Vec<u8>,
+    generation: u64,
+}
+
 #[derive(Default)]
 struct Inner {
-    pages: HashMap<PageKey, Vec<u8>>,
+    pages: HashMap<PageKey, StoredPage>,
+    /// Number of the last put or forget.
+    generation: u64,
+    restarts: u64,
     aborted: HashSet<PageKey>,
     down: bool,
     lose_puts: bool,
     flip_bits: bool,
-    forgotten: HashSet<PageKey>,
+    forgotten: HashMap<PageKey, u64>,
     commit_delay: Duration,
     lookup_delay: Duration,
     follow_calls: usize,
@@ -95,8 +104,17 @@ impl MemoryStore {
         self.inner.lock().pages.keys().copied().collect()
     }
 
+    /// Evicts all pages.
     pub fn clear(&self) {
         self.inner.lock().pages.clear();
+    }
+
+    /// Restarts empty. As a node does, the store then knows no earlier forget.
+    pub fn restart(&self) {
+        let mut inner = self.inner.lock();
+        inner.pages.clear();
+        inner.forgotten.clear();
+        inner.restarts += 1;
     }
 
     pub fn forget(&self, key: &PageKey) {
@@ -115,12 +133,14 @@ impl MemoryStore {
         self.inner.lock().lose_puts = lose;
     }
 
-    /// Forgets a page as nodes do: durably, so that no copy may bring it back.
+    /// Forgets pages as nodes do: no copy from before may bring them back.
     pub fn forget_durably(&self, keys: &[PageKey]) {
         let mut inner = self.inner.lock();
+        inner.generation += 1;
+        let generation = inner.generation;
         for key in keys {
             inner.pages.remove(key);
-            inner.forgotten.insert(*key);
+            inner.forgotten.insert(*key, generation);
         }
     }
 
@@ -135,7 +155,7 @@ impl MemoryStore {
     }
 
     pub fn page(&self, key: &PageKey) -> Option<Vec<u8>> {
-        self.inner.lock().pages.get(key).cloned()
+        self.inner.lock().pages.get(key).map(|page| page.bytes.clone())
     }
 
     pub fn delay_lookups(&self, delay: Duration) {
@@ -158,8 +178,21 @@ struct MemoryPut {
     parts: Vec<Vec<u8>>,
 }
 
-/// Seal of a page as a node would send it. All puts have generation 1.
-fn seal(bytes: &[u8]) -> PageSeal {
+impl Inner {
+    fn origin(&self, generation: u64) -> PageOrigin {
+        PageOrigin { run: self.restarts, generation }
+    }
+
+    /// True if a copy from `origin` may be older than the last forget of its page.
+    fn may_be_forgotten(&self, key: &PageKey, origin: Option<PageOrigin>) -> bool {
+        let forgotten = self.forgotten.get(key).copied().unwrap_or(0);
+        origin.is_none_or(|origin| origin.run != self.restarts || origin.generation < forgotten)
+    }
+}
+
+/// Seal of a page as a node would send it.
+fn seal(inner: &Inner, page: &StoredPage) -> PageSeal {
+    let bytes = &page.bytes[..];
     let parts = LOADED.model.geometry(PAGE as u32).part_table();
     let mut rest = bytes;
     let mut crcs = Vec::new();
@@ -168,7 +201,7 @@ fn seal(bytes: &[u8]) -> PageSeal {
         crcs.extend(chunk_crcs(part));
         rest = tail;
     }
-    PageSeal { chunk_crcs: crcs, generation: Some(1) }
+    PageSeal { chunk_crcs: crcs, origin: Some(inner.origin(page.generation)) }
 }
 
 /// Handle of an engine to the store. Shares the faults of all other handles.
@@ -193,12 +226,12 @@ impl PageStore for Attached {
         Box::pin(async move {
             let inner = self.0.inner.lock();
             let read = |(key, mut page): (PageKey, KvPage)| match inner.pages.get(&key).filter(|_| !inner.down) {
-                Some(bytes) => {
-                    page.as_mut().copy_from_slice(bytes);
+                Some(stored) => {
+                    page.as_mut().copy_from_slice(&stored.bytes);
                     if inner.flip_bits {
                         page.as_mut()[77] ^= 4;
                     }
-                    (page, Some(Fetched { tier: Tier::L2, seal: seal(bytes) }))
+                    (page, Some(Fetched { tier: Tier::L2, seal: seal(&inner, stored) }))
                 }
                 None => {
                     // Poison the buffer of a miss: an engine that used it would generate wrong
@@ -226,9 +259,9 @@ impl PageStore for Attached {
                         buffer.as_mut().fill(0xEE);
                         return (buffer, Followed::Aborted);
                     }
-                    if let Some(bytes) = inner.pages.get(&key) {
-                        buffer.as_mut().copy_from_slice(bytes);
-                        return (buffer, Followed::Sealed(seal(bytes)));
+                    if let Some(page) = inner.pages.get(&key) {
+                        buffer.as_mut().copy_from_slice(&page.bytes);
+                        return (buffer, Followed::Sealed(seal(&inner, page)));
                     }
                 }
                 if tokio::time::timeout_at(deadline.into(), changes.changed()).await.is_err() {
@@ -254,29 +287,32 @@ impl OpenPut for MemoryPut {
         self.parts.push(bytes.to_vec());
     }
 
-    fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, PutOutcome> {
+    fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {
         Box::pin(async move {
             let delay = self.store.inner.lock().commit_delay;
             tokio::time::sleep(delay).await;
             let mut inner = self.store.inner.lock();
             if inner.down || inner.lose_puts {
-                return PutOutcome::Lost;
-            }
-            // As a node does that knows its tombstones: a copy must not bring the page back.
-            if self.source != PutSource::Computed && inner.forgotten.contains(&self.key) {
-                return PutOutcome::Refused;
+                return (PutOutcome::Lost, None);
             }
             let bytes = self.parts.concat();
-            let outcome = match inner.pages.get(&self.key) {
-                Some(present) if *present == bytes => PutOutcome::AlreadyThere,
+            if let Some(present) = inner.pages.get(&self.key) {
                 // Batch invariance: a page is bit-identical wherever it is computed.
-                Some(_) => panic!("two engines computed different bytes for one page"),
-                None => PutOutcome::Stored,
-            };
-            inner.pages.insert(self.key, bytes);
+                assert!(present.bytes == bytes, "two engines computed different bytes for one page");
+                return (PutOutcome::AlreadyThere, Some(inner.origin(present.generation)));
+            }
+            if let PutSource::Copy { origin } = self.source
+                && inner.may_be_forgotten(&self.key, origin)
+            {
+                return (PutOutcome::Forgotten, None);
+            }
+            inner.generation += 1;
+            let generation = inner.generation;
+            inner.pages.insert(self.key, StoredPage { bytes, generation });
+            let origin = inner.origin(generation);
             drop(inner);
             self.store.changed.send_modify(|n| *n += 1);
-            outcome
+            (PutOutcome::Stored, Some(origin))
         })
     }
 }
@@ -376,4 +412,13 @@ pub async fn is_idle(engine: &EngineHandle) -> bool {
     }
     eprintln!("{:?}", engine.state());
     false
+}
+
+/// Waits up to 30 s until L1 caches `pages` pages.
+pub async fn caches(engine: &EngineHandle, pages: usize) -> bool {
+    let until = Instant::now() + Duration::from_secs(30);
+    while engine.state().l1_pages_cached as usize != pages && Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    engine.state().l1_pages_cached as usize == pages
 }

@@ -3,7 +3,7 @@
 use super::multiplex::Connection;
 use super::receive::{STALL_TIMEOUT, receive};
 use larder_runtime::{fail_point, now};
-use larder_wire::{ByteSink, ByteSource, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Request};
+use larder_wire::{ByteSink, ByteSource, FrameQueue, FrameReader, FrameWriter, MAX_KEYS, Request, VERSION_PING};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
 /// Time without a byte in either direction after which the client probes the node. An idle
-/// connection therefore costs one small request in this time.
+/// connection therefore costs two frames of 32 bytes in this time.
 const PROBE_AFTER: Duration = Duration::from_secs(2);
 /// Limit for the node's answer to the probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -80,7 +80,8 @@ async fn watch_for_silence(connection: &Arc<Connection>, progress: &Progress<'_>
         if progress.get() != before {
             continue;
         }
-        let answer = connection.request(&Request::Members, now() + PROBE_TIMEOUT).await;
+        let probe = if connection.version() >= VERSION_PING { Request::Ping } else { Request::Members };
+        let answer = connection.request(&probe, now() + PROBE_TIMEOUT).await;
         // A busy node may be sending a large payload instead of the answer.
         if answer.is_none() && progress.get() == before {
             return io::Error::new(io::ErrorKind::TimedOut, "the node sent nothing for 5 s and ignored a probe");

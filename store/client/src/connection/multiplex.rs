@@ -14,9 +14,10 @@ use super::outbox::Outbox;
 use super::pending::{Cancelled, PendingRequests};
 use super::rdma_channels::RdmaChannels;
 use super::releases::{ReleaseOnDrop, ReleaseQueue};
+use crate::placement;
 use crate::random;
 use crate::url::Transport;
-use larder_format::{PageId, PageMeta};
+use larder_format::{PageId, PageMeta, PageOrigin};
 use larder_memory::share::{ArenaMap, HeldBytes, SharedMemory};
 use larder_runtime::{fail_point, now};
 use larder_wire::{Entry, FrameQueue, Request, Response, TierCode, VERSION_SHARED_MEMORY_PUTS};
@@ -54,6 +55,8 @@ pub(crate) struct SharedMappings {
 /// order.
 pub(crate) struct Connection {
     node: NodeIdentity,
+    /// Hash of `node`, for the origins of pages.
+    run: u64,
     outbox: Outbox,
     pending: Mutex<PendingRequests>,
     /// Wakes the receiving task when the request whose payload it receives may have been given up.
@@ -80,8 +83,10 @@ impl Connection {
         let (outbox, queue) = Outbox::new(node.version);
         let (arena, client_memory) = shared.map_or((None, None), |shared| (Some(shared.arena), shared.client_memory));
         let client_memory = client_memory.filter(|_| node.version >= VERSION_SHARED_MEMORY_PUTS);
+        let run = placement::node_run(&node.node_id, node.epoch);
         let connection = Connection {
             node,
+            run,
             outbox,
             pending: Mutex::default(),
             given_up: Notify::new(),
@@ -100,6 +105,17 @@ impl Connection {
 
     pub(crate) fn node(&self) -> &NodeIdentity {
         &self.node
+    }
+
+    /// Origin of a page of this node with this generation. `None` for 0: the node has not said it.
+    pub(crate) fn origin(&self, generation: u64) -> Option<PageOrigin> {
+        (generation > 0).then_some(PageOrigin { run: self.run, generation })
+    }
+
+    /// Generation that a copy from `origin` has for this node, 0 if the node cannot know.
+    pub(crate) fn generation_of(&self, origin: Option<PageOrigin>) -> u64 {
+        let is_known = |origin: &PageOrigin| origin.run == self.run || fail_point!("client.copy-ignores-node-run");
+        origin.filter(is_known).map_or(0, |origin| origin.generation)
     }
 
     pub(crate) fn version(&self) -> u16 {

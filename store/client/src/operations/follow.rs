@@ -1,10 +1,11 @@
 //! Reading a page while another client writes it.
 
+use super::get::PageDescription;
 use crate::buffer::{DynBuffer, downcast};
 use crate::client::Client;
-use crate::connection::{Connection, FollowResult, FollowedPage, PartsHandler, ResponseHandler};
+use crate::connection::{Connection, FollowResult, PartsHandler, ResponseHandler};
 use crate::stats::{Counters, count};
-use larder_format::{PageGeometry, PageId, PageKey, PageMeta};
+use larder_format::{PageGeometry, PageId, PageKey};
 use larder_wire::Request;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -25,6 +26,8 @@ pub enum FollowEnd {
     /// content of the buffer is undefined.
     Miss,
 }
+
+type FollowedPage = (DynBuffer, FollowResult, Option<PageDescription>);
 
 /// A page that the client follows, from [`Client::follow`]. It makes progress in the background.
 /// Dropping it cancels the follow and drops the buffer.
@@ -65,11 +68,10 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
         (buffer, end)
     }
 
-    /// Like [`Follow::finish`], and returns the description of a sealed page: generation and
-    /// checksums of the bytes in the buffer.
-    pub async fn finish_described(mut self) -> (B, FollowEnd, Option<PageMeta>) {
+    /// Like [`Follow::finish`], and returns the description of a sealed page.
+    pub async fn finish_described(mut self) -> (B, FollowEnd, Option<PageDescription>) {
         // The task returns the buffer even if the connection ends.
-        let (buffer, result, meta) =
+        let (buffer, result, description) =
             (&mut self.task).await.expect("a follow neither panics nor is aborted while it is awaited");
         let end = match result {
             FollowResult::Sealed => FollowEnd::Sealed,
@@ -81,7 +83,7 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
             }
         };
         count(if end == FollowEnd::Sealed { &self.counters.get_hits } else { &self.counters.get_misses }, 1);
-        (downcast(buffer), end, meta)
+        (downcast(buffer), end, description)
     }
 }
 
@@ -100,5 +102,6 @@ async fn run(
     let number = connection.next_request();
     let handler = ResponseHandler::Parts(handler);
     let outstanding = connection.begin(number, &Request::Follow(id.key), handler, deadline).await;
-    connection.finish(outstanding, done, deadline).await
+    let (buffer, result, meta) = connection.finish(outstanding, done, deadline).await;
+    (buffer, result, meta.map(|meta| PageDescription::of(meta, &connection)))
 }

@@ -15,7 +15,7 @@ use crate::connection::{
 use crate::stats::{Counters, count};
 use crate::url::Transport;
 use futures::future::join_all;
-use larder_format::{PageId, PageKey, PageMeta, whole_chunks};
+use larder_format::{PageId, PageKey, PageMeta, PageOrigin, whole_chunks};
 use larder_memory::share::{SharedBlock, SharedMemory};
 use larder_runtime::now;
 use larder_wire::{Delivery, PageRange, Request, VERSION_PAGE_RANGES, YieldBudget};
@@ -69,6 +69,21 @@ impl Fetched {
     }
 }
 
+/// Description of a page that was read. With it, its holder can verify the page and put it again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageDescription {
+    /// Source of the page. `None` if the node has not said it.
+    pub origin: Option<PageOrigin>,
+    /// CRC-32 of each chunk of the page, part by part.
+    pub chunk_crcs: Vec<u32>,
+}
+
+impl PageDescription {
+    pub(super) fn of(meta: PageMeta, connection: &Connection) -> Self {
+        PageDescription { origin: connection.origin(meta.generation), chunk_crcs: meta.chunk_crcs }
+    }
+}
+
 /// A requested page, or range of one, with its index in the caller's request.
 struct IndexedPage {
     index: usize,
@@ -78,7 +93,7 @@ struct IndexedPage {
 }
 
 /// Result of one page at one node, with the description of a hit.
-type PageEnd = (IndexedPage, PageResult, Option<PageMeta>);
+type PageEnd = (IndexedPage, PageResult, Option<PageDescription>);
 
 impl Client {
     /// Reads whole pages, each into a buffer of exactly the bytes of a page.
@@ -106,14 +121,14 @@ impl Client {
         ends.into_iter().map(|(buffer, fetched, _)| (buffer, fetched)).collect()
     }
 
-    /// Like [`Client::get_with`], and returns the description of each hit: generation and checksums
-    /// of the bytes in the buffer. A caller that keeps the page can verify it later.
+    /// Like [`Client::get_with`], and returns the description of each hit. A caller that keeps the
+    /// page can verify it later, and put it again with [`Client::put_copy`].
     pub async fn get_described<B: AsMut<[u8]> + Send + 'static>(
         &self,
         pages: Vec<(PageKey, B)>,
         options: GetOptions,
         deadline: Instant,
-    ) -> Vec<(B, Fetched, Option<PageMeta>)> {
+    ) -> Vec<(B, Fetched, Option<PageDescription>)> {
         self.read(pages.into_iter().map(|(key, buffer)| (key, None, buffer)).collect(), options, deadline).await
     }
 
@@ -140,10 +155,10 @@ impl Client {
         pages: Vec<(PageKey, Option<Range<u32>>, B)>,
         options: GetOptions,
         deadline: Instant,
-    ) -> Vec<(B, Fetched, Option<PageMeta>)> {
+    ) -> Vec<(B, Fetched, Option<PageDescription>)> {
         let mut keys = Vec::with_capacity(pages.len());
         let mut ranges = Vec::with_capacity(pages.len());
-        let mut slots: Vec<Option<(B, Fetched, Option<PageMeta>)>> = Vec::with_capacity(pages.len());
+        let mut slots: Vec<Option<(B, Fetched, Option<PageDescription>)>> = Vec::with_capacity(pages.len());
         for (key, range, buffer) in pages {
             keys.push(key);
             ranges.push(range);
@@ -170,7 +185,7 @@ impl Client {
         namespace: &Namespace,
         keys: &[PageKey],
         ranges: &[Option<Range<u32>>],
-        slots: &mut [Option<(B, Fetched, Option<PageMeta>)>],
+        slots: &mut [Option<(B, Fetched, Option<PageDescription>)>],
         options: GetOptions,
         deadline: Instant,
     ) {
@@ -200,15 +215,15 @@ impl Client {
         let ends: Vec<PageEnd> = join_all(gets).await.into_iter().flatten().collect();
         // Across all batches: ranges of one page may travel over several connections.
         let mixed = pages_of_mixed_puts(&ends);
-        for (IndexedPage { index, id, buffer, .. }, result, meta) in ends {
+        for (IndexedPage { index, id, buffer, .. }, result, description) in ends {
             let result = if mixed.contains(&id) { PageResult::Missed } else { result };
             let fetched = match (result, self.record(result)) {
                 (PageResult::Busy(ms), _) => Fetched::Busy { retry_after: retry_delay(ms) },
                 (_, Some(tier)) => Fetched::Hit(tier),
                 (_, None) => Fetched::Miss,
             };
-            let meta = meta.filter(|_| fetched.tier().is_some());
-            slots[index] = Some((downcast(buffer), fetched, meta));
+            let description = description.filter(|_| fetched.tier().is_some());
+            slots[index] = Some((downcast(buffer), fetched, description));
         }
     }
 
@@ -280,8 +295,10 @@ async fn get_with_retries(
         let wanted: Vec<_> = names.iter().map(|(_, id, range)| (*id, range.as_ref())).collect();
         let copied = copy_to_buffers(connection, &wanted, responses, deadline).await;
         let ended = names.into_iter().zip(copied);
-        let with_name =
-            |((index, id, range), (buffer, result, meta))| (IndexedPage { index, id, range, buffer }, result, meta);
+        let with_name = |((index, id, range), (buffer, result, meta)): (_, (_, _, Option<PageMeta>))| {
+            let description = meta.map(|meta| PageDescription::of(meta, connection));
+            (IndexedPage { index, id, range, buffer }, result, description)
+        };
         ends.extend(ended.map(with_name));
         let hint = |end: &PageEnd| if let PageResult::Busy(ms) = end.1 { Some(ms) } else { None };
         let pause = ends.iter().filter_map(hint).max().map(|ms| connection.jittered(retry_delay(ms)));

@@ -11,9 +11,9 @@ use crate::client::Client;
 use crate::connection::{Connection, OpenParts, PartSource, SentPart, cancel_puts, open_parts, send_part};
 use crate::stats::{Counters, count};
 use bytes::Bytes;
-use larder_format::{PageKey, chunk_crcs};
+use larder_format::{PageKey, PageOrigin, chunk_crcs};
 use larder_runtime::now;
-use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response};
+use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response, VERSION_COPIES};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,6 +57,9 @@ pub enum PutOutcome {
     AlreadyThere,
     /// The node has other bytes under this key, and keeps them.
     Refused,
+    /// The put was that of a copy, and the page may have been forgotten since it was copied. The
+    /// caller must drop its copy, and may put the page again after computing it.
+    Forgotten,
     /// Another client is putting this key now. The page appears when that client commits.
     InProgress,
     /// The node has no room for the put now.
@@ -96,7 +99,28 @@ impl AsRef<[u8]> for BudgetedPart {
 
 enum PutStep {
     Part { part: usize, bytes: BudgetedPart },
-    Commit(oneshot::Sender<PutOutcome>),
+    Commit(oneshot::Sender<PutEnd>),
+}
+
+/// Outcome of a put, and the origin of the node's page if it has the same bytes.
+type PutEnd = (PutOutcome, Option<PageOrigin>);
+
+/// Origin of the bytes of a put.
+#[derive(Clone, Copy)]
+enum PutSource {
+    Computed,
+    Copied(Option<PageOrigin>),
+}
+
+impl PutSource {
+    /// Condition that the node checks. The error: the node cannot check it.
+    fn condition(self, connection: &Connection) -> Result<Option<u64>, PutOutcome> {
+        match self {
+            PutSource::Computed => Ok(None),
+            PutSource::Copied(_) if connection.version() < VERSION_COPIES => Err(PutOutcome::Forgotten),
+            PutSource::Copied(origin) => Ok(Some(connection.generation_of(origin))),
+        }
+    }
 }
 
 /// A put in progress, from [`Client::put`]. It takes parts in any order, then the commit. Dropping
@@ -124,22 +148,44 @@ impl Client {
     /// # Panics
     /// If the client was attached without a namespace, or outside a tokio runtime.
     pub fn put_with(&self, page: NewPage, options: PutOptions, deadline: Instant) -> PagePut {
+        self.begin_put(page, PutSource::Computed, options, deadline)
+    }
+
+    /// Like [`Client::put_with`], for bytes that the caller has kept since it read or put the page.
+    /// `origin` comes from [`Client::get_described`], [`Follow::finish_described`] or
+    /// [`PagePut::commit_described`].
+    ///
+    /// The outcome is [`PutOutcome::Forgotten`] if the page was forgotten since then. It is also
+    /// `Forgotten` if the node cannot know: the origin is unknown, or another node or another run
+    /// of this node.
+    ///
+    /// [`Follow::finish_described`]: crate::Follow::finish_described
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace, or outside a tokio runtime.
+    pub fn put_copy(
+        &self,
+        page: NewPage,
+        origin: Option<PageOrigin>,
+        options: PutOptions,
+        deadline: Instant,
+    ) -> PagePut {
+        self.begin_put(page, PutSource::Copied(origin), options, deadline)
+    }
+
+    fn begin_put(&self, page: NewPage, source: PutSource, options: PutOptions, deadline: Instant) -> PagePut {
         let part_table = self.namespace().geometry.part_table();
         // Unbounded in type only: each part enters once, and the budget bounds their bytes.
         let (steps, queue) = mpsc::unbounded_channel();
         let put = PagePut { steps: Some(steps), budget: self.put_budget().clone(), parts_left: part_table.clone() };
-        let work = run(self.owner(&page.key), page, options, part_table, queue, deadline);
+        let work = run(self.owner(&page.key), page, source, options, part_table, queue, deadline);
         let counters = self.counters().clone();
         tokio::spawn(async move {
             let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
-            let (reply, outcome) = match ended {
-                Some((reply, outcome)) => (Some(reply), outcome),
-                None => (None, PutOutcome::Lost),
-            };
-            count_outcome(&counters, outcome);
-            if let Some(reply) = reply {
+            count_outcome(&counters, ended.as_ref().map_or(PutOutcome::Lost, |(_, end)| end.0));
+            if let Some((reply, end)) = ended {
                 // The caller may have stopped waiting for the commit.
-                let _ = reply.send(outcome);
+                let _ = reply.send(end);
             }
         });
         put
@@ -169,15 +215,18 @@ impl PagePut {
 
     /// Seals the page, after all parts were passed. Waits until `deadline` for the outcome.
     pub async fn commit(self, deadline: Instant) -> PutOutcome {
-        let Some(steps) = &self.steps else { return PutOutcome::Lost };
+        self.commit_described(deadline).await.0
+    }
+
+    /// Like [`PagePut::commit`], and returns the origin of the node's page if it has the same
+    /// bytes. A caller that keeps the page can put it again with [`Client::put_copy`].
+    pub async fn commit_described(self, deadline: Instant) -> (PutOutcome, Option<PageOrigin>) {
         let (sender, receiver) = oneshot::channel();
-        if steps.send(PutStep::Commit(sender)).is_err() {
-            return PutOutcome::Lost;
-        }
-        match tokio::time::timeout_at(deadline.into(), receiver).await {
-            Ok(Ok(outcome)) => outcome,
-            _ => PutOutcome::Lost,
-        }
+        // A failed send means that the put has ended, as a dropped sender does.
+        let sent = self.steps.as_ref().is_some_and(|steps| steps.send(PutStep::Commit(sender)).is_ok());
+        let answer = async { if sent { receiver.await.ok() } else { None } };
+        let end = tokio::time::timeout_at(deadline.into(), answer).await.ok().flatten();
+        end.unwrap_or((PutOutcome::Lost, None))
     }
 }
 
@@ -189,17 +238,18 @@ fn count_outcome(counters: &Counters, outcome: PutOutcome) {
             count(&counters.puts_lost, 1);
             count(&counters.puts_busy, 1);
         }
-        PutOutcome::AlreadyThere | PutOutcome::Refused | PutOutcome::InProgress => {}
+        PutOutcome::AlreadyThere | PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::InProgress => {}
     }
 }
 
 type StepQueue = mpsc::UnboundedReceiver<PutStep>;
 /// Channel for the commit's answer, with that answer. `None` if the caller never committed.
-type Ended = Option<(oneshot::Sender<PutOutcome>, PutOutcome)>;
+type Ended = Option<(oneshot::Sender<PutEnd>, PutEnd)>;
 
 async fn run(
     connection: Option<Arc<Connection>>,
     page: NewPage,
+    source: PutSource,
     options: PutOptions,
     part_table: Vec<u32>,
     mut queue: StepQueue,
@@ -208,7 +258,11 @@ async fn run(
     let Some(connection) = connection else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
     let NewPage { key, parent, position } = page;
-    let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table };
+    let copy_of = match source.condition(&connection) {
+        Ok(condition) => condition,
+        Err(outcome) => return drain(&mut queue, outcome).await,
+    };
+    let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table, copy_of };
     let request = Request::Reserve(vec![reserve]);
     let mut retries = options.busy_retries;
     loop {
@@ -227,6 +281,7 @@ async fn run(
             }
             ReserveOutcome::Exists => None,
             ReserveOutcome::InProgress => Some(PutOutcome::InProgress),
+            ReserveOutcome::Forgotten => Some(PutOutcome::Forgotten),
             ReserveOutcome::Busy => Some(PutOutcome::Busy { retry_after }),
             ReserveOutcome::Malformed => return drain(&mut queue, PutOutcome::Lost).await,
         };
@@ -266,7 +321,7 @@ async fn drain(queue: &mut StepQueue, outcome: PutOutcome) -> Ended {
     // Each part is dropped at once, which returns its share of the budget.
     while let Some(step) = queue.recv().await {
         if let PutStep::Commit(reply) = step {
-            return Some((reply, outcome));
+            return Some((reply, (outcome, None)));
         }
     }
     None
@@ -287,7 +342,7 @@ async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut StepQueue, deadline
             PutStep::Commit(reply) => {
                 let answer = connection.request(&Request::Commit(vec![put]), deadline).await;
                 open.is_armed = answer.is_none();
-                return Some((reply, commit_outcome(answer)));
+                return Some((reply, put_end(connection, answer)));
             }
         }
     }
@@ -320,24 +375,21 @@ impl From<CommitOutcome> for PutOutcome {
     }
 }
 
-fn commit_outcome(answer: Option<Response>) -> PutOutcome {
+fn put_end(connection: &Connection, answer: Option<Response>) -> PutEnd {
     match answer {
-        Some(Response::Committed(outcomes)) => {
-            outcomes.first().map_or(PutOutcome::Lost, |&outcome| PutOutcome::from(outcome))
+        Some(Response::Committed(ends)) => {
+            ends.first().map_or((PutOutcome::Lost, None), |end| (end.outcome.into(), connection.origin(end.generation)))
         }
-        Some(Response::Busy { retry_after_ms, .. }) => PutOutcome::Busy { retry_after: retry_delay(retry_after_ms) },
-        _ => PutOutcome::Lost,
+        Some(Response::Busy { retry_after_ms, .. }) => {
+            (PutOutcome::Busy { retry_after: retry_delay(retry_after_ms) }, None)
+        }
+        _ => (PutOutcome::Lost, None),
     }
 }
 
 /// Compares a page that the node already has with chunk checksums of the caller's bytes.
-pub(super) async fn compare(
-    connection: &Arc<Connection>,
-    key: PageKey,
-    crcs: Vec<u32>,
-    deadline: Instant,
-) -> PutOutcome {
-    commit_outcome(connection.request(&Request::Compare { key, crcs }, deadline).await)
+pub(super) async fn compare(connection: &Arc<Connection>, key: PageKey, crcs: Vec<u32>, deadline: Instant) -> PutEnd {
+    put_end(connection, connection.request(&Request::Compare { key, crcs }, deadline).await)
 }
 
 /// Compares a page that the node already has with the parts that the caller still passes.
@@ -358,11 +410,11 @@ async fn compare_parts(
             }
             PutStep::Commit(reply) => {
                 let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
-                let outcome = match whole {
+                let end = match whole {
                     Some(whole) => compare(connection, key, whole.concat(), deadline).await,
-                    None => PutOutcome::Lost,
+                    None => (PutOutcome::Lost, None),
                 };
-                return Some((reply, outcome));
+                return Some((reply, end));
             }
         }
     }

@@ -203,6 +203,7 @@ impl Batch<'_> {
             position: page.position,
             ttl_ms: options.ttl_ms(),
             part_bytes: self.part_table.to_vec(),
+            copy_of: None,
         });
         Request::Reserve(reserved.collect())
     }
@@ -303,8 +304,8 @@ impl Batch<'_> {
         }
         let request = Request::Commit(indices.iter().map(|&index| self.entry(index)).collect());
         match self.connection.request(&request, self.deadline).await {
-            Some(Response::Committed(outcomes)) if outcomes.len() == indices.len() => {
-                indices.iter().copied().zip(outcomes).collect()
+            Some(Response::Committed(ends)) if ends.len() == indices.len() => {
+                indices.iter().copied().zip(ends.iter().map(|end| end.outcome)).collect()
             }
             _ => Vec::new(),
         }
@@ -327,11 +328,12 @@ impl Batch<'_> {
             match reserved {
                 ReserveOutcome::Granted => sealed.map_or(PutOutcome::Lost, PutOutcome::from),
                 ReserveOutcome::Exists => {
-                    compare(self.connection, page.key, self.page_crcs(bytes), self.deadline).await
+                    compare(self.connection, page.key, self.page_crcs(bytes), self.deadline).await.0
                 }
                 ReserveOutcome::InProgress => PutOutcome::InProgress,
                 ReserveOutcome::Busy => PutOutcome::Busy { retry_after },
-                ReserveOutcome::Malformed => PutOutcome::Lost,
+                // The pages are no copies, so a node that refuses them as such is broken.
+                ReserveOutcome::Malformed | ReserveOutcome::Forgotten => PutOutcome::Lost,
             }
         });
         join_all(ends).await

@@ -142,7 +142,8 @@ impl<R: ByteSource, W: ByteSink> Raw<R, W> {
 
     async fn reserve(&mut self, number: u32) -> Entry {
         let part_bytes = geometry().part_table();
-        let page = Reserved { key: key(number), parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes };
+        let page =
+            Reserved { key: key(number), parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes, copy_of: None };
         let granted = self.request(Request::Reserve(vec![page])).await.unwrap();
         let is_granted =
             matches!(granted, Response::Reserved { outcomes, .. } if outcomes == [ReserveOutcome::Granted]);
@@ -168,7 +169,7 @@ impl<R: ByteSource, W: ByteSink> Raw<R, W> {
         let put = self.reserve(number).await;
         self.parts(put, bytes, offset).await.unwrap();
         match self.request(Request::Commit(vec![put])).await.unwrap() {
-            Response::Committed(outcomes) => outcomes == [CommitOutcome::Stored],
+            Response::Committed(ends) => ends.iter().all(|end| end.outcome == CommitOutcome::Stored),
             other => panic!("{other:?} to commit"),
         }
     }

@@ -4,7 +4,7 @@ use crate::budget::Account;
 use crate::puts::Put;
 use crate::state::NodeState;
 use larder_format::PageId;
-use larder_wire::{CommitOutcome, Entry, ReserveOutcome, Reserved, Response};
+use larder_wire::{CommitOutcome, Entry, PutEnd, ReserveOutcome, Reserved, Response};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -80,9 +80,10 @@ pub(super) fn entries_of(request: u64) -> std::ops::RangeInclusive<Entry> {
 
 /// Commits puts in order. An unknown put counts as incomplete.
 pub(super) fn commit(node: &NodeState, puts: &[Option<Arc<Put>>]) -> Response {
-    let outcomes = puts.iter().map(|put| match put {
-        Some(put) => node.store.puts().commit(put),
-        None => CommitOutcome::Incomplete,
+    let ends = puts.iter().map(|put| {
+        let outcome = put.as_ref().map_or(CommitOutcome::Incomplete, |put| node.store.puts().commit(put));
+        let stored = put.as_ref().filter(|_| outcome == CommitOutcome::Stored);
+        PutEnd { outcome, generation: stored.map_or(0, |put| put.generation()) }
     });
-    Response::Committed(outcomes.collect())
+    Response::Committed(ends.collect())
 }

@@ -5,7 +5,7 @@ use crate::budget::Account;
 use crate::state::NodeState;
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageKey};
-use larder_wire::{CommitOutcome, ErrorCode, PinKind, Request, Response};
+use larder_wire::{CommitOutcome, ErrorCode, PinKind, PutEnd, Request, Response};
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -71,8 +71,9 @@ impl PageAdmin {
                     let _charge = account.charge_read(BLOCK_BYTES as u64).await;
                     store.compare(&id, &crcs, deadline).await
                 };
-                let outcome = tokio::time::timeout_at(deadline.into(), compare).await;
-                Response::Committed(vec![outcome.unwrap_or(CommitOutcome::Incomplete)])
+                let end = tokio::time::timeout_at(deadline.into(), compare).await;
+                let late = PutEnd { outcome: CommitOutcome::Incomplete, generation: 0 };
+                Response::Committed(vec![end.unwrap_or(late)])
             }
         }
     }

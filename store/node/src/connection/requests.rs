@@ -153,6 +153,7 @@ impl Connection {
             }
             Request::Withdraw(name) => Response::Count(u32::from(node.members.withdraw(&name))),
             Request::Members => Response::Members(node.members.list(now())),
+            Request::Ping => Response::Pong,
             Request::Status => Response::Status(node.status().to_string()),
             message => match &self.namespace {
                 Some(namespace) => {

@@ -59,14 +59,16 @@ impl Tiers {
         found.map(|page| (page, TierCode::L3))
     }
 
-    /// Returns the checksums of a page. Counts a hit or a miss, as a get does: the caller has the
-    /// same page and asks in place of a put.
+    /// Returns the checksums and the generation of a page. Counts a hit or a miss, as a get does:
+    /// the caller has the same page and asks in place of a put.
     ///
     /// Of a page on L3, only the header of its record is read. It is neither verified nor loaded.
-    pub(crate) async fn chunk_crcs(&self, id: &PageId, deadline: Instant) -> Option<Vec<u32>> {
+    pub(crate) async fn describe(&self, id: &PageId, deadline: Instant) -> Option<(Vec<u32>, u64)> {
         let location = self.lookup(id);
         let PageLocation::OnL3(found) = location else {
-            return self.get_at(id, location, deadline).await.map(|(page, _)| page.meta().chunk_crcs);
+            let (page, _) = self.get_at(id, location, deadline).await?;
+            let meta = page.meta();
+            return Some((meta.chunk_crcs, meta.generation));
         };
         let read = async {
             let meta = self.devices.read_meta(&found.location).await;
@@ -86,7 +88,7 @@ impl Tiers {
             Some(_) => self.metrics.pages_hit_l3.inc(),
             None => self.metrics.pages_missed.inc(),
         };
-        meta.map(|meta| meta.chunk_crcs)
+        meta.map(|meta| (meta.chunk_crcs, meta.generation))
     }
 
     /// Returns a page, after reading it from L3 if necessary. Counts neither a hit nor a miss: the
@@ -207,14 +209,21 @@ mod tests {
     use larder_log::{L3, L3Options};
     use larder_memory::Arena;
     use larder_runtime::Clock;
-    use larder_wire::{CommitOutcome, Reserved};
+    use larder_wire::{CommitOutcome, PutEnd, Reserved};
 
     fn id() -> PageId {
         PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) }
     }
 
     fn put(store: &Store, byte: u8) {
-        let page = Reserved { key: id().key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![100] };
+        let page = Reserved {
+            key: id().key,
+            parent: PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes: vec![100],
+            copy_of: None,
+        };
         let put = store.reserve(id(), page).ok().unwrap();
         let mut part = put.take_part(0, 100).unwrap();
         part.fill(byte);
@@ -270,12 +279,13 @@ mod tests {
         let store = open(dir.path(), 100).await;
         let crcs = |byte: u8| chunk_crcs(&[byte; 100]).collect::<Vec<u32>>();
         let read_bytes = || store.status()["tiers"]["l3"]["devices"][0]["log"]["read_bytes"].as_u64();
-        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, CommitOutcome::AlreadyThere);
-        assert_eq!(store.compare(&id(), &crcs(2), soon()).await, CommitOutcome::Refused);
+        let end = |outcome, generation| PutEnd { outcome, generation };
+        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, end(CommitOutcome::AlreadyThere, 1));
+        assert_eq!(store.compare(&id(), &crcs(2), soon()).await, end(CommitOutcome::Refused, 0));
         assert_eq!((store.metrics().pages_read_l3.get(), read_bytes()), (0, Some(0)));
         assert_eq!(store.tiers().lookup(&id()).tier(), TierCode::L3, "it was not loaded");
         store.forget(&[id()], soon()).await.unwrap();
-        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, CommitOutcome::Incomplete);
+        assert_eq!(store.compare(&id(), &crcs(1), soon()).await, end(CommitOutcome::Incomplete, 0));
         store.close(soon()).await;
     }
 

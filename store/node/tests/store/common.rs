@@ -65,8 +65,14 @@ pub fn directory() -> tempfile::TempDir {
 
 /// Puts a page with a time to live. Returns `Err` if the reservation is refused.
 pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome, ReserveOutcome> {
-    let page =
-        Reserved { key: id(number).key, parent: PageKey::NONE, position: 0, ttl_ms, part_bytes: vec![PAGE as u32] };
+    let page = Reserved {
+        key: id(number).key,
+        parent: PageKey::NONE,
+        position: 0,
+        ttl_ms,
+        part_bytes: vec![PAGE as u32],
+        copy_of: None,
+    };
     let put = store.reserve(id(number), page)?;
     let mut part = put.take_part(0, PAGE).unwrap();
     part.copy_from_slice(&bytes(number));

@@ -70,8 +70,14 @@ async fn close_aborts_open_puts_and_flushes_with_their_budget() {
         put(&store, number).await;
     }
     // This put takes the whole budget.
-    let page =
-        Reserved { key: id(10).key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32] };
+    let page = Reserved {
+        key: id(10).key,
+        parent: PageKey::NONE,
+        position: 0,
+        ttl_ms: 0,
+        part_bytes: vec![PAGE as u32],
+        copy_of: None,
+    };
     let open = store.reserve(id(10), page).ok().unwrap();
     let deadline = soon();
     store.close(deadline).await;
@@ -139,6 +145,7 @@ async fn puts_are_busy_at_once_when_the_budget_is_spent() {
             position: 0,
             ttl_ms: 0,
             part_bytes: vec![PAGE as u32],
+            copy_of: None,
         };
         match store.reserve(id(number), page) {
             Ok(put) => open.push(put),

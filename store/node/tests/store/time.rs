@@ -34,6 +34,7 @@ async fn pins_and_idle_puts_expire_by_the_same_clock() {
         position: 0,
         ttl_ms: 0,
         part_bytes: vec![PAGE as u32],
+        copy_of: None,
     };
     store.reserve(id(3), page).unwrap();
     let stop = tokio_util::sync::CancellationToken::new();

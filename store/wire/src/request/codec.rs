@@ -1,7 +1,6 @@
 //! Encoding and decoding of requests.
 
 use super::{Request, Reserved};
-use crate::VERSION_SHARED_MEMORY_PUTS;
 use crate::codes::PinKind;
 use crate::fields::{
     Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
@@ -10,6 +9,7 @@ use crate::fields::{
 use crate::frame::{Frame, Payload};
 use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
 use crate::messages::{REQUESTS, RequestKind};
+use crate::{VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
 use larder_format::codec::{Put, Reader, Result};
 use larder_format::{MAX_PARTS, NamespaceDescriptor};
 
@@ -59,7 +59,7 @@ impl Request {
                 out.put_u32(*hold_ms);
             }
             Request::Release(entries) | Request::Commit(entries) => out.put_list(entries, put_entry),
-            Request::Reserve(pages) => out.put_list(pages, |out, page| page.encode(out)),
+            Request::Reserve(pages) => out.put_list(pages, |out, page| page.encode(version, out)),
             Request::Part { put, part, crcs, bytes } => {
                 put_entry(&mut out, put);
                 out.put_u32(*part);
@@ -76,7 +76,7 @@ impl Request {
                 out.put_string(info);
             }
             Request::Withdraw(name) => out.put_string(name),
-            Request::Members | Request::Status => {}
+            Request::Members | Request::Status | Request::Ping => {}
             Request::Cancel(request) => out.put_u64(*request),
             Request::Compare { key, crcs } => {
                 out.put(&key.0);
@@ -121,7 +121,9 @@ impl Request {
             },
             RequestKind::Lookup => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold time")? },
             RequestKind::Release => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
-            RequestKind::Reserve => Request::Reserve(r.list(MAX_PUTS, "pages to reserve", Reserved::decode)?),
+            RequestKind::Reserve => {
+                Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| Reserved::decode(version, r))?)
+            }
             RequestKind::Part => Request::Part {
                 put: entry(&mut r)?,
                 part: r.u32("part")?,
@@ -145,6 +147,7 @@ impl Request {
             RequestKind::Withdraw => Request::Withdraw(r.string(MAX_NAME_BYTES, "member name")?),
             RequestKind::Members => Request::Members,
             RequestKind::Status => Request::Status,
+            RequestKind::Ping => Request::Ping,
             RequestKind::Cancel => Request::Cancel(r.u64("request number")?),
             RequestKind::Compare => Request::Compare { key: key(&mut r)?, crcs: crcs(&mut r)? },
             RequestKind::Pin => Request::Pin {
@@ -167,21 +170,28 @@ impl Request {
 }
 
 impl Reserved {
-    fn encode(&self, out: &mut Vec<u8>) {
+    fn encode(&self, version: u16, out: &mut Vec<u8>) {
         out.put(&self.key.0);
         out.put(&self.parent.0);
         out.put_u32(self.position);
         out.put_u64(self.ttl_ms);
         out.put_list(&self.part_bytes, |out, &bytes| out.put_u32(bytes));
+        if version >= VERSION_COPIES {
+            put_optional(out, self.copy_of.as_ref(), |out, &generation| out.put_u64(generation));
+        }
     }
 
-    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+    fn decode(version: u16, reader: &mut Reader<'_>) -> Result<Self> {
         Ok(Reserved {
             key: key(reader)?,
             parent: key(reader)?,
             position: reader.u32("position")?,
             ttl_ms: reader.u64("time to live")?,
             part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part length"))?,
+            copy_of: match version {
+                VERSION_COPIES.. => optional(reader, |r| r.u64("generation of the copy"))?,
+                _ => None,
+            },
         })
     }
 }

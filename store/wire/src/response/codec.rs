@@ -1,6 +1,7 @@
 //! Encoding and decoding of responses.
 
-use super::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, Response};
+use super::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, PutEnd, Response};
+use crate::VERSION_COPIES;
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
 use crate::fields::{
     GrantedRange, PagePin, PayloadLocation, RdmaEndpoint, crcs, optional, put_crcs, put_optional, put_range, range,
@@ -19,10 +20,10 @@ impl Response {
     pub fn frame(&self, version: u16, request: u64, payload: Option<Payload>) -> Frame {
         let kind = self.kind();
         debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
-        Frame::new(kind as u8, request, 0, &self.encode(), payload).for_version(version)
+        Frame::new(kind as u8, request, 0, &self.encode(version), payload).for_version(version)
     }
 
-    fn encode(&self) -> Vec<u8> {
+    fn encode(&self, version: u16) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
             Response::Hello { version, node_id, epoch, namespace, arena_listener } => {
@@ -60,7 +61,7 @@ impl Response {
                 put_optional(&mut out, index.as_ref(), |out, &index| out.put_u32(index));
                 out.put_u32(*retry_after_ms);
             }
-            Response::End => {}
+            Response::End | Response::Pong => {}
             Response::Part { part, crcs } => {
                 out.put_u32(*part);
                 put_crcs(&mut out, crcs);
@@ -77,7 +78,7 @@ impl Response {
                     out.put_u32(*retry_after_ms);
                 }
             }
-            Response::Committed(outcomes) => out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code())),
+            Response::Committed(ends) => out.put_list(ends, |out, end| end.encode(version, out)),
             Response::Count(count) => out.put_u32(*count),
             Response::Members(members) => out.put_list(members, |out, member| {
                 out.put_string(&member.name);
@@ -141,6 +142,7 @@ impl Response {
                 Response::Busy { index: optional(&mut r, |r| r.u32("index"))?, retry_after_ms: r.u32("retry time")? }
             }
             ResponseKind::End => Response::End,
+            ResponseKind::Pong => Response::Pong,
             ResponseKind::Part => Response::Part { part: r.u32("part")?, crcs: crcs(&mut r)? },
             ResponseKind::FollowEnd => Response::FollowEnd {
                 state: FollowState::from_code(r.u8("follow state")?)?,
@@ -152,9 +154,9 @@ impl Response {
                 (_, 0) => return Err(DecodeError::Invalid("retry time")),
                 (outcomes, retry_after_ms) => Response::Reserved { outcomes, retry_after_ms },
             },
-            ResponseKind::Committed => Response::Committed(
-                r.list(MAX_PUTS, "commit outcomes", |r| CommitOutcome::from_code(r.u8("commit outcome")?))?,
-            ),
+            ResponseKind::Committed => {
+                Response::Committed(r.list(MAX_PUTS, "commit outcomes", |r| PutEnd::decode(version, r))?)
+            }
             ResponseKind::Count => Response::Count(r.u32("count")?),
             ResponseKind::Members => Response::Members(r.list(MAX_MEMBERS, "members", MemberEntry::decode)?),
             ResponseKind::Status => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
@@ -190,6 +192,27 @@ impl MemberEntry {
             name: reader.string(MAX_NAME_BYTES, "member name")?,
             info: reader.string(MAX_INFO_BYTES, "member info")?,
         })
+    }
+}
+
+impl PutEnd {
+    fn encode(&self, version: u16, out: &mut Vec<u8>) {
+        out.put_u8(self.outcome.code());
+        if version >= VERSION_COPIES {
+            out.put_u64(self.generation);
+        }
+    }
+
+    fn decode(version: u16, reader: &mut Reader<'_>) -> Result<Self> {
+        let outcome = CommitOutcome::from_code(reader.u8("commit outcome")?)?;
+        let generation = if version >= VERSION_COPIES { reader.u64("generation")? } else { 0 };
+        // A writer must not learn a generation of bytes that are not its own.
+        match outcome {
+            CommitOutcome::Refused | CommitOutcome::Incomplete if generation > 0 => {
+                Err(DecodeError::Invalid("generation"))
+            }
+            outcome => Ok(Self { outcome, generation }),
+        }
     }
 }
 

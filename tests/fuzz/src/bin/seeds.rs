@@ -10,7 +10,7 @@ use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
     ArenaListenerInfo, ArenaPage, CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, GrantedRange,
     HEADER_BYTES, MemberEntry, PROTOCOL_VERSION, PagePin, PageRange, PartGrant, PartLocation, PayloadLocation, PinKind,
-    RdmaEndpoint, Request, ReserveOutcome, Reserved, Response, TierCode,
+    PutEnd, RdmaEndpoint, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn meta() -> PageMeta {
 fn requests() -> Vec<Frame> {
     let key = PageKey([4; 32]);
     let entry = Entry { request: 5, index: 6 };
-    let reserved = Reserved { key, parent: key, position: 1, ttl_ms: 2, part_bytes: vec![3, 4] };
+    let reserved = Reserved { key, parent: key, position: 1, ttl_ms: 2, part_bytes: vec![3, 4], copy_of: None };
     let hello = |namespace| Request::Hello { version_min: 1, version_max: 2, name: "n".into(), namespace };
     let requests = [
         hello(None),
@@ -45,7 +45,7 @@ fn requests() -> Vec<Frame> {
         Request::Get { keys: vec![key], by: Delivery::InPlace },
         Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
         Request::Release(vec![entry; 2]),
-        Request::Reserve(vec![reserved; 2]),
+        Request::Reserve(vec![reserved.clone(), Reserved { copy_of: Some(7), ..reserved }]),
         Request::Part { put: entry, part: 1, crcs: vec![8, 9], bytes: PartLocation::Rdma },
         Request::Commit(vec![entry]),
         Request::Abort(entry),
@@ -70,6 +70,7 @@ fn requests() -> Vec<Frame> {
             bytes: PartLocation::SharedMemory { offset: 1 << 32, bytes: 70_000 },
         },
         Request::Pins(vec![key; 2]),
+        Request::Ping,
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
@@ -94,7 +95,7 @@ fn responses() -> Vec<Frame> {
         Response::FollowEnd { state: FollowState::Sealed, meta: Some(meta()) },
         Response::Reserved { outcomes: vec![ReserveOutcome::Granted], retry_after_ms: 0 },
         Response::Reserved { outcomes: vec![ReserveOutcome::Busy], retry_after_ms: 5 },
-        Response::Committed(vec![CommitOutcome::Stored]),
+        Response::Committed(vec![PutEnd { outcome: CommitOutcome::Stored, generation: 7 }]),
         Response::Count(1),
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
@@ -122,6 +123,7 @@ fn responses() -> Vec<Frame> {
             2
         ]),
         Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 9 })]),
+        Response::Pong,
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }

@@ -201,6 +201,7 @@ async fn put_and_get(node: &NodeIncarnation) {
         position: (key % CHAIN) as u32,
         ttl_ms: 0,
         part_bytes: vec![1000],
+        copy_of: None,
     };
     let put = match node.store.reserve(id, page) {
         Ok(put) => put,

@@ -95,7 +95,8 @@ async fn compare(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
     let limit = Limit::draw(random);
     let started = node.request_time();
     let deadline = limit.deadline_within(PATIENCE);
-    let outcome = limit.run(node.store.compare(&page_id(key), &crcs, deadline)).await;
+    let end = limit.run(node.store.compare(&page_id(key), &crcs, deadline)).await;
+    let outcome = end.map(|end| end.outcome);
     node.check_end("comparison", deadline);
     node.world.event("compare", [key, content, outcome.map_or(0, |outcome| outcome as u64)]);
     let needed = match outcome {

@@ -65,6 +65,7 @@ fn reserve<'a>(
         position: (key % CHAIN) as u32,
         ttl_ms,
         part_bytes: parts.clone(),
+        copy_of: None,
     };
     let outcome = node.store.reserve(id, page);
     let answer = outcome.as_ref().map_or_else(|outcome| *outcome as u64, |_| 0);

@@ -3,7 +3,8 @@
 //! A put is identified by its key and its *content*, the number from which its bytes follow. A
 //! client may receive these bytes, or learn of the page, if a put of that key with that content is:
 //! - committed: its writer requested the commit, and no answer said that it failed;
-//! - not forgotten: after a complete forget, puts that ended before the forget began are dead;
+//! - not forgotten: after a complete forget, puts that ended before the forget began are dead, and
+//!   so are all puts of copies that clients had then, even those that begin later;
 //! - not expired.
 //!
 //! A put with unknown outcome may take effect until the cluster is idle. The model never requires a
@@ -21,6 +22,8 @@ struct Put {
     number: u64,
     content: u64,
     commit_requested: bool,
+    /// Tick at which the client had the bytes, if the put is one of a copy.
+    copied: Option<u64>,
     ended: Option<u64>,
     dead_since: Option<u64>,
     expires_unix_ms: u64,
@@ -53,18 +56,26 @@ pub(super) struct Model {
     contents: Vec<BTreeSet<u64>>,
     /// Tick of the last forget, by key. `u64::MAX` while one is in flight.
     forgotten: Vec<u64>,
+    /// Begin and end of the complete forget that began last, by key.
+    complete: Vec<(u64, u64)>,
 }
 
 impl Model {
     pub(super) fn new(keys: u64) -> Model {
         let forgotten = vec![0; keys as usize];
+        let complete = vec![(0, 0); keys as usize];
         let contents = vec![BTreeSet::new(); keys as usize];
-        Model { clock: 0, puts: 0, keys: (0..keys).map(|_| Vec::new()).collect(), contents, forgotten }
+        Model { clock: 0, puts: 0, keys: (0..keys).map(|_| Vec::new()).collect(), contents, forgotten, complete }
     }
 
     fn now(&mut self) -> u64 {
         self.clock += 1;
         self.clock
+    }
+
+    /// Tick of this moment: requests that begin later have a later one.
+    pub(super) fn tick(&mut self) -> u64 {
+        self.now()
     }
 
     pub(super) fn request_time(&mut self, unix_ms: u64) -> RequestTime {
@@ -73,11 +84,30 @@ impl Model {
 
     pub(super) fn put_begins(&mut self, key: u64, content: Option<u64>) -> PutId {
         self.puts += 1;
-        let number = self.puts;
         let content = content.unwrap_or(self.puts);
-        let put =
-            Put { number, content, commit_requested: false, ended: None, dead_since: None, expires_unix_ms: u64::MAX };
-        self.keys[key as usize].push(put);
+        self.add_put(key, content, None)
+    }
+
+    /// Begins a put of bytes that the client has had since tick `copied`. It is dead from the start
+    /// if a complete forget began after that.
+    pub(super) fn copy_begins(&mut self, key: u64, content: u64, copied: u64) -> PutId {
+        self.puts += 1;
+        self.add_put(key, content, Some(copied))
+    }
+
+    fn add_put(&mut self, key: u64, content: u64, copied: Option<u64>) -> PutId {
+        let number = self.puts;
+        let (began, over) = self.complete[key as usize];
+        let dead_since = copied.is_some_and(|copied| copied <= began).then_some(over);
+        self.keys[key as usize].push(Put {
+            number,
+            content,
+            commit_requested: false,
+            copied,
+            ended: None,
+            dead_since,
+            expires_unix_ms: u64::MAX,
+        });
         self.contents[key as usize].insert(content);
         PutId { key, number, content }
     }
@@ -118,8 +148,11 @@ impl Model {
         let now = self.now();
         for key in forgetting.keys.into_iter().filter(|_| complete) {
             self.forgotten[key as usize] = now;
+            let complete = &mut self.complete[key as usize];
+            *complete = (*complete).max((forgetting.began, now));
             for put in &mut self.keys[key as usize] {
-                if put.ended.is_some_and(|ended| ended <= forgetting.began) {
+                // A copy is as old as its bytes, whenever it is put.
+                if put.copied.or(put.ended).is_some_and(|since| since <= forgetting.began) {
                     put.dead_since.get_or_insert(now);
                 }
             }
@@ -233,6 +266,27 @@ mod tests {
         assert!(model.check(1, &bytes, started, false).is_err());
         model.put_ends(other, None);
         assert!(!model.may_exist(1, ContentMatch::Any, late), "the answer said that it is not stored");
+    }
+
+    #[test]
+    fn copy_from_before_a_forget_is_never_allowed() {
+        let mut model = Model::new(1);
+        let put = model.put_begins(0, None);
+        model.commit_requested(put);
+        model.put_ends(put, Some(u64::MAX));
+        let copied = model.tick();
+        let open = model.copy_begins(0, put.content, copied);
+        model.commit_requested(open);
+        let forgetting = model.forget_begins(vec![0]);
+        model.forget_ends(forgetting, true);
+        let late = model.copy_begins(0, put.content, copied);
+        model.commit_requested(late);
+        let started = model.request_time(0);
+        assert!(!model.may_exist(0, ContentMatch::Any, started));
+        let copied = model.tick();
+        let newer = model.copy_begins(0, put.content, copied);
+        model.commit_requested(newer);
+        assert!(model.may_exist(0, ContentMatch::Same(put.content), started));
     }
 
     #[test]

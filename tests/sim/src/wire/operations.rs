@@ -33,6 +33,8 @@ struct Worker {
     client: Client,
     random: RandomSource,
     views: Vec<KeptView>,
+    /// Pages to put again, as an engine puts pages of its L1.
+    kept_pages: Vec<put::KeptPage>,
     leases: Vec<Lease>,
 }
 
@@ -41,7 +43,9 @@ pub(super) async fn work(cluster: &Arc<Cluster>, clients: &[Client], round: u64,
     let work = (0..workers).map(|number| {
         let client = clients[(number % clients.len() as u64) as usize].clone();
         let random = worker_random(cluster, round, number);
-        let mut worker = Worker { cluster: cluster.clone(), client, random, views: Vec::new(), leases: Vec::new() };
+        let cluster = cluster.clone();
+        let mut worker =
+            Worker { cluster, client, random, views: Vec::new(), kept_pages: Vec::new(), leases: Vec::new() };
         tokio::spawn(async move {
             worker.client.ready(Duration::from_secs(1)).await;
             for _ in 0..operations / workers {
@@ -68,7 +72,8 @@ impl Worker {
     async fn run_operation(&mut self) {
         let key = self.draw_key();
         match self.random.below(1000) {
-            ..170 => self.put_parts(key).await,
+            ..110 => self.put_parts(key).await,
+            110..170 => self.put_copy().await,
             170..300 => self.put_pages().await,
             300..430 => self.get().await,
             430..500 => self.ranges().await,
@@ -110,7 +115,24 @@ impl Worker {
 
     async fn put_parts(&mut self, key: u64) {
         let limit = self.limit();
-        put::parts(&self.cluster, &self.client, &mut self.random, key, limit).await;
+        let written = put::parts(&self.cluster, &self.client, &mut self.random, key, limit).await;
+        self.keep(written);
+    }
+
+    fn keep(&mut self, page: impl IntoIterator<Item = put::KeptPage>) {
+        self.kept_pages.extend(page);
+        while self.kept_pages.len() > KEPT_MAX {
+            self.kept_pages.swap_remove(self.random.below(self.kept_pages.len() as u64) as usize);
+        }
+    }
+
+    async fn put_copy(&mut self) {
+        let limit = self.limit();
+        if self.kept_pages.is_empty() {
+            return;
+        }
+        let kept = self.kept_pages[self.random.below(self.kept_pages.len() as u64) as usize];
+        put::copy(&self.cluster, &self.client, &mut self.random, kept, limit).await;
     }
 
     async fn put_pages(&mut self) {
@@ -136,10 +158,11 @@ impl Worker {
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
         let hedge = self.random.chance(200_000).then(|| Duration::from_millis(self.random.below(300)));
         let options = GetOptions { hedge_after: hedge, busy_retries: self.random.below(3) as u32 };
-        let got = limit.run(self.client.get_with(pages, options, deadline)).await;
+        let got = limit.run(self.client.get_described(pages, options, deadline)).await;
         self.cluster.check_end("get", deadline, LATE_MS);
+        let copied = self.cluster.model.lock().tick();
         let Some(got) = got else { return self.cluster.world.count("cancelled", 1) };
-        for (key, (bytes, fetched)) in keys.into_iter().zip(got) {
+        for (key, (bytes, fetched, description)) in keys.into_iter().zip(got) {
             let Some(tier) = fetched.tier() else {
                 let busy = matches!(fetched, Fetched::Busy { .. });
                 self.cluster.world.event("miss", [key, busy.into(), 0]);
@@ -149,6 +172,8 @@ impl Worker {
             let content = self.check("get", key, &bytes, started);
             self.cluster.world.event("hit", [key, content.unwrap_or(0), tier as u64]);
             self.count_hit(tier);
+            let origin = description.and_then(|description| description.origin);
+            self.keep(content.map(|content| put::KeptPage { key, content, origin, copied }));
         }
     }
 
@@ -315,9 +340,10 @@ impl Worker {
         let buffer = vec![0xee; self.cluster.setup.geometry.page_bytes()];
         let ((limit, _), started) = (self.limit(), self.cluster.request_time());
         let deadline = limit.deadline_within(Duration::from_millis(self.random.below(3000)));
-        let followed = limit.run(self.client.follow(page_key(key), buffer, deadline).finish()).await;
+        let followed = limit.run(self.client.follow(page_key(key), buffer, deadline).finish_described()).await;
+        let copied = self.cluster.model.lock().tick();
         self.cluster.check_end("follow", deadline.max(soon(Duration::ZERO) - Duration::from_millis(60)), LATE_MS);
-        let Some((bytes, end)) = followed else { return self.cluster.world.count("cancelled", 1) };
+        let Some((bytes, end, description)) = followed else { return self.cluster.world.count("cancelled", 1) };
         self.cluster.world.event("follow", [key, end as u64, 0]);
         self.cluster.world.count(
             match end {
@@ -328,7 +354,9 @@ impl Worker {
             1,
         );
         if end == FollowEnd::Sealed {
-            self.check("follow", key, &bytes, started);
+            let content = self.check("follow", key, &bytes, started);
+            let origin = description.and_then(|description| description.origin);
+            self.keep(content.map(|content| put::KeptPage { key, content, origin, copied }));
         }
     }
 

@@ -7,7 +7,8 @@ use crate::random::RandomSource;
 use crate::wire::model::{PutId, RequestTime};
 use crate::workload::Limit;
 use bytes::Bytes;
-use larder_client::{Client, NewPage, PutOptions, PutOutcome};
+use larder_client::{Client, NewPage, PagePut, PutOptions, PutOutcome};
+use larder_format::PageOrigin;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
@@ -35,6 +36,16 @@ fn options(cluster: &Cluster, random: &mut RandomSource) -> PutOptions {
     PutOptions { ttl, busy_retries: random.below(3) as u32 }
 }
 
+/// Page that a client has kept since it read or put it.
+#[derive(Clone, Copy)]
+pub(super) struct KeptPage {
+    pub(super) key: u64,
+    pub(super) content: u64,
+    pub(super) origin: Option<PageOrigin>,
+    /// Tick at which the client had the page.
+    pub(super) copied: u64,
+}
+
 fn outcome_code(outcome: PutOutcome) -> u64 {
     match outcome {
         PutOutcome::Stored => 0,
@@ -43,6 +54,7 @@ fn outcome_code(outcome: PutOutcome) -> u64 {
         PutOutcome::InProgress => 3,
         PutOutcome::Busy { .. } => 4,
         PutOutcome::Lost => 5,
+        PutOutcome::Forgotten => 6,
     }
 }
 
@@ -63,6 +75,7 @@ pub(super) fn record_outcome(
             Some(PutOutcome::InProgress) => "puts in progress",
             Some(PutOutcome::Busy { .. }) => "puts busy",
             Some(PutOutcome::Lost) => "puts lost",
+            Some(PutOutcome::Forgotten) => "copies refused",
             None => "puts cancelled",
         },
         1,
@@ -93,32 +106,50 @@ pub(super) fn record_outcome(
 }
 
 /// Puts one page part by part, in any order and with pauses. Some writers disappear in between.
-/// Their puts must not block others.
+/// Their puts must not block others. Returns the page if the store has it.
 pub(super) async fn parts(
     cluster: &Cluster,
     client: &Client,
     random: &mut RandomSource,
     key: u64,
     (limit, deadline): (Limit, Instant),
-) {
+) -> Option<KeptPage> {
     let put_id = begin(cluster, key, random);
     let options = options(cluster, random);
-    limit.run(write(cluster, client, put_id, options, deadline, random)).await;
+    let put = client.put_with(page(key), options, deadline);
+    let written = limit.run(write(cluster, client, put, put_id, options, deadline, random)).await;
     cluster.check_end("put", deadline, LATE_MS + 200);
+    written.flatten()
+}
+
+/// Puts a copy. A forget after it was taken makes it worthless, whichever client forgot the page.
+pub(super) async fn copy(
+    cluster: &Cluster,
+    client: &Client,
+    random: &mut RandomSource,
+    kept: KeptPage,
+    (limit, deadline): (Limit, Instant),
+) {
+    let put_id = cluster.model.lock().copy_begins(kept.key, kept.content, kept.copied);
+    let options = options(cluster, random);
+    let put = client.put_copy(page(kept.key), kept.origin, options, deadline);
+    let written = limit.run(write(cluster, client, put, put_id, options, deadline, random)).await;
+    cluster.check_end("put of a copy", deadline, LATE_MS + 200);
+    cluster.world.count("copies put", written.flatten().is_some().into());
 }
 
 async fn write(
     cluster: &Cluster,
     client: &Client,
+    mut put: PagePut,
     put_id: PutId,
     options: PutOptions,
     deadline: Instant,
     random: &mut RandomSource,
-) {
+) -> Option<KeptPage> {
     let table = cluster.setup.geometry.part_table();
     let bytes = bytes_of(cluster, client, put_id);
     let started = cluster.request_time();
-    let mut put = client.put_with(page(put_id.key), options, deadline);
     let mut order: Vec<usize> = (0..table.len()).collect();
     for last in (1..order.len()).rev() {
         order.swap(last, random.below(last as u64 + 1) as usize);
@@ -133,13 +164,21 @@ async fn write(
     }
     if random.chance(80_000) {
         // The writer abandons the put without an abort.
-        return cluster.world.count("puts abandoned", 1);
+        cluster.world.count("puts abandoned", 1);
+        return None;
     }
     if !leaves_out {
         cluster.model.lock().commit_requested(put_id);
     }
     let mut answer = OutcomeGuard { cluster, put_id, options, started, outcome: None };
-    answer.outcome = Some(put.commit(deadline).await);
+    let (outcome, origin) = put.commit_described(deadline).await;
+    answer.outcome = Some(outcome);
+    // The model hears of the outcome first: from here on a forget covers the put.
+    drop(answer);
+    let PutId { key, content, .. } = put_id;
+    let copied = cluster.model.lock().tick();
+    let is_there = matches!(outcome, PutOutcome::Stored | PutOutcome::AlreadyThere);
+    is_there.then_some(KeptPage { key, content, origin, copied })
 }
 
 /// Records the outcome of a put when dropped. A cancelled put has an unknown outcome: its page may

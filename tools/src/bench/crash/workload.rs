@@ -159,7 +159,7 @@ impl Worker<'_> {
                 let text = format!("{}: version {version} was refused, but no other can exist", self.name(key));
                 counters.violation(&counters.impossible, text);
             }
-            PutOutcome::Refused | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
             PutOutcome::Lost => self.pages.oracle.put_unknown(key),
         }
     }
@@ -173,7 +173,7 @@ impl Worker<'_> {
         match self.put_version(key, version).await {
             PutOutcome::Stored | PutOutcome::AlreadyThere => self.pages.oracle.stored(key, version),
             PutOutcome::Lost => self.pages.oracle.put_unknown(key),
-            PutOutcome::Refused | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
         }
     }
 
@@ -198,7 +198,9 @@ impl Worker<'_> {
             PutOutcome::Stored => &counters.stored,
             PutOutcome::AlreadyThere => &counters.already_there,
             PutOutcome::Refused => &counters.refused,
-            PutOutcome::InProgress | PutOutcome::Busy { .. } | PutOutcome::Lost => &counters.puts_lost,
+            PutOutcome::Forgotten | PutOutcome::InProgress | PutOutcome::Busy { .. } | PutOutcome::Lost => {
+                &counters.puts_lost
+            }
         });
         outcome
     }

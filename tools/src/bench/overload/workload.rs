@@ -215,6 +215,7 @@ impl LoadConnection {
             position: 0,
             ttl_ms: 0,
             part_bytes: vec![self.pages.page_bytes as u32],
+            copy_of: None,
         };
         let request = Request::Reserve(numbers.iter().map(reserved).collect());
         self.send_request(&request, PendingRequest::Reserve(numbers, operation))
@@ -254,8 +255,8 @@ impl LoadConnection {
                     self.reserve_answered(header.request, numbers, operation, response)?;
                     None
                 }
-                (Some(PendingRequest::Commit(operation)), Response::Committed(outcomes)) => {
-                    let stored = outcomes.iter().filter(|&&outcome| outcome == CommitOutcome::Stored).count();
+                (Some(PendingRequest::Commit(operation)), Response::Committed(ends)) => {
+                    let stored = ends.iter().filter(|end| end.outcome == CommitOutcome::Stored).count();
                     add(if operation.in_time() { &self.counters.put } else { &self.counters.missed }, stored);
                     if operation.in_time() {
                         add(&self.counters.bytes, stored * self.pages.page_bytes);

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Entry, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
+use crate::{Entry, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_COPIES};
 use larder_format::{PageKey, chunk_crcs};
 use proptest::prelude::*;
 
@@ -7,7 +7,7 @@ const KEY: PageKey = PageKey([1; 32]);
 const ENTRY: Entry = Entry { request: 3, index: 1 };
 
 fn reserved(parts: usize) -> Reserved {
-    Reserved { key: KEY, parent: PageKey::NONE, position: 7, ttl_ms: 1, part_bytes: vec![1; parts] }
+    Reserved { key: KEY, parent: PageKey::NONE, position: 7, ttl_ms: 1, part_bytes: vec![1; parts], copy_of: None }
 }
 
 fn part(crcs: Vec<u32>, bytes: PartLocation) -> Request {
@@ -25,6 +25,7 @@ fn samples() -> Vec<Request> {
         Request::Lookup { keys: vec![KEY], hold_ms: 5 },
         Request::Release(vec![ENTRY; 2]),
         Request::Reserve(vec![reserved(2)]),
+        Request::Reserve(vec![reserved(1), Reserved { copy_of: Some(1 << 40), ..reserved(2) }]),
         part(crcs.clone(), PartLocation::Inline),
         part(crcs.clone(), PartLocation::Rdma),
         part(crcs, PartLocation::SharedMemory { offset: 1 << 40, bytes: 7 }),
@@ -38,6 +39,7 @@ fn samples() -> Vec<Request> {
         Request::Withdraw("e".into()),
         Request::Members,
         Request::Status,
+        Request::Ping,
         Request::Cancel(9),
         Request::Compare { key: KEY, crcs: vec![1, 2] },
         Request::Pin { keys: vec![KEY], kind: PinKind::Soft, ttl_ms: 5 },
@@ -126,5 +128,17 @@ proptest! {
     #[test]
     fn decoder_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
         let _ = Request::decode(PROTOCOL_VERSION, kind, &body);
+    }
+
+    #[test]
+    fn reserved_pages_keep_their_copy_conditions(
+        conditions in prop::collection::vec(any::<Option<u64>>(), 0..5),
+        version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION,
+    ) {
+        let pages: Vec<Reserved> = conditions.iter().map(|&copy_of| Reserved { copy_of, ..reserved(2) }).collect();
+        let body = Request::Reserve(pages.clone()).encode(version);
+        let decoded = Request::decode(version, RequestKind::Reserve as u8, &body);
+        let known = |page: Reserved| Reserved { copy_of: page.copy_of.filter(|_| version >= VERSION_COPIES), ..page };
+        prop_assert_eq!(decoded, Ok(Request::Reserve(pages.into_iter().map(known).collect())));
     }
 }

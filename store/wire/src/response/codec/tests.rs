@@ -22,6 +22,10 @@ fn arena_page(index: u32, bytes: Range<u32>) -> ArenaPage {
     ArenaPage { index, tier: TierCode::L2, meta: meta(), bytes, offset: 1 << 40 }
 }
 
+fn put_end(outcome: CommitOutcome, generation: u64) -> PutEnd {
+    PutEnd { outcome, generation }
+}
+
 fn samples() -> Vec<Response> {
     vec![
         hello("n".into(), "m".into(), "d".into()),
@@ -47,8 +51,9 @@ fn samples() -> Vec<Response> {
         Response::Reserved { outcomes: vec![ReserveOutcome::Exists], retry_after_ms: 0 },
         Response::Busy { index: Some(3), retry_after_ms: 1 },
         Response::Busy { index: None, retry_after_ms: 1000 },
-        Response::Committed(vec![CommitOutcome::Refused]),
+        Response::Committed(vec![put_end(CommitOutcome::Refused, 0), put_end(CommitOutcome::Stored, 1 << 40)]),
         Response::Count(5),
+        Response::Pong,
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
         Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 7 })]),
@@ -60,11 +65,11 @@ fn samples() -> Vec<Response> {
 fn responses_round_trip_in_every_version_that_has_them() {
     for message in samples() {
         let kind = message.kind();
-        let body = message.encode();
         for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION {
-            let decoded = Response::decode(version, kind as u8, &body);
+            let decoded = Response::decode(version, kind as u8, &message.encode(version));
             assert_eq!(decoded.is_ok(), version >= kind.since_version(), "{message:?} in version {version}");
         }
+        let body = message.encode(PROTOCOL_VERSION);
         assert_eq!(Response::decode(PROTOCOL_VERSION, kind as u8, &body).unwrap(), message);
         let longer = [body.as_slice(), &[0]].concat();
         assert!(Response::decode(PROTOCOL_VERSION, kind as u8, &longer).is_err(), "{message:?} with an extra byte");
@@ -95,7 +100,7 @@ fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Response {
         ("ReservedBusy", "outcomes") => {
             Response::Reserved { outcomes: vec![ReserveOutcome::Busy; count], retry_after_ms: 1 }
         }
-        ("Committed", "outcomes") => Response::Committed(vec![CommitOutcome::Stored; count]),
+        ("Committed", "outcomes") => Response::Committed(vec![put_end(CommitOutcome::Stored, 1); count]),
         ("Members", "members") => members(count, MemberEntry { name: none(), info: none() }),
         ("Members", "name") => members(1, MemberEntry { name: text, info: none() }),
         ("Members", "info") => members(1, MemberEntry { name: none(), info: text }),
@@ -114,7 +119,7 @@ fn decoder_enforces_the_limits_of_the_table() {
     for row in RESPONSES {
         for &(limit, max) in row.limits {
             let decode = |count| {
-                let body = with_length(row, limit, count).encode();
+                let body = with_length(row, limit, count).encode(PROTOCOL_VERSION);
                 Response::decode(PROTOCOL_VERSION, row.kind, &body)
             };
             assert!(decode(max).is_ok(), "{}: {max} {limit}", row.name);
@@ -130,9 +135,28 @@ fn page_without_a_pin_has_one_encoding() {
     assert!(Response::decode(PROTOCOL_VERSION, ResponseKind::Pins as u8, &body).is_err());
 }
 
+#[test]
+fn only_stored_bytes_have_a_generation() {
+    let with_generation = Response::Committed(vec![put_end(CommitOutcome::Refused, 7)]).encode(PROTOCOL_VERSION);
+    assert!(Response::decode(PROTOCOL_VERSION, ResponseKind::Committed as u8, &with_generation).is_err());
+}
+
 proptest! {
     #[test]
     fn decoder_never_panics(kind: u8, body in prop::collection::vec(any::<u8>(), 0..400)) {
         let _ = Response::decode(PROTOCOL_VERSION, kind, &body);
+    }
+
+    #[test]
+    fn put_ends_keep_their_generations(
+        generations in prop::collection::vec(any::<u64>(), 0..5),
+        version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION,
+    ) {
+        let stored = |&generation| put_end(CommitOutcome::Stored, generation);
+        let ends: Vec<PutEnd> = generations.iter().map(stored).collect();
+        let body = Response::Committed(ends.clone()).encode(version);
+        let decoded = Response::decode(version, ResponseKind::Committed as u8, &body);
+        let known = |end: PutEnd| if version >= VERSION_COPIES { end } else { put_end(end.outcome, 0) };
+        prop_assert_eq!(decoded, Ok(Response::Committed(ends.into_iter().map(known).collect())));
     }
 }

@@ -1,0 +1,125 @@
+//! Puts of copies: pages that a client keeps and puts again. A copy never brings a forgotten page
+//! back.
+
+use super::*;
+use larder_client::PageDescription;
+use larder_format::PageOrigin;
+use larder_wire::VERSION_COPIES;
+
+fn page(number: u32) -> NewPage {
+    NewPage { key: key(number), parent: PageKey::NONE, position: 0 }
+}
+
+async fn put_described(client: &Client, number: u32, options: PutOptions) -> Option<PageOrigin> {
+    let mut put = client.put_with(page(number), options, soon());
+    parts(&payload(number)).into_iter().enumerate().for_each(|(part, bytes)| put.part(part, bytes));
+    let (outcome, origin) = put.commit_described(soon()).await;
+    assert_eq!(outcome, PutOutcome::Stored);
+    origin
+}
+
+async fn put_copy(client: &Client, number: u32, origin: Option<PageOrigin>) -> (PutOutcome, Option<PageOrigin>) {
+    let mut put = client.put_copy(page(number), origin, PutOptions::default(), soon());
+    parts(&payload(number)).into_iter().enumerate().for_each(|(part, bytes)| put.part(part, bytes));
+    put.commit_described(soon()).await
+}
+
+async fn describe(client: &Client, number: u32) -> Option<PageDescription> {
+    let pages = vec![(key(number), vec![0u8; geometry().page_bytes()])];
+    client.get_described(pages, Default::default(), soon()).await.remove(0).2
+}
+
+async fn exists(client: &Client, number: u32) -> bool {
+    client.exists(&[key(number)], soon()).await[0]
+}
+
+/// Puts a page and waits until the node has dropped it. No client has forgotten it.
+async fn put_and_expire(client: &Client, number: u32) -> Option<PageOrigin> {
+    let ttl = Some(Duration::from_millis(1));
+    let origin = put_described(client, number, PutOptions { ttl, ..PutOptions::default() }).await;
+    while exists(client, number).await {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    origin
+}
+
+#[tokio::test]
+async fn copy_of_a_forgotten_page_is_refused() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let other = attach(&[&node], 1).await;
+    let put = put_described(&client, 1, PutOptions::default()).await;
+    let read = describe(&other, 1).await.unwrap().origin;
+    let (_, _, followed) = other.follow(key(1), vec![0u8; geometry().page_bytes()], soon()).finish_described().await;
+    assert!(put.is_some() && put == read && put == followed.unwrap().origin);
+    assert_eq!(put_copy(&other, 1, read).await, (PutOutcome::AlreadyThere, put));
+
+    assert!(client.forget(&[key(1)], soon()).await.complete);
+    assert_eq!(put_copy(&other, 1, read).await, (PutOutcome::Forgotten, None));
+    assert!(!exists(&client, 1).await);
+    let again = put_described(&client, 1, PutOptions::default()).await;
+    assert_eq!(put_copy(&other, 1, read).await, (PutOutcome::AlreadyThere, again), "the page was put after the forget");
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn copy_of_a_page_that_was_not_forgotten_is_stored() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let origin = put_and_expire(&client, 1).await;
+    assert!(client.forget(&[key(2)], soon()).await.complete, "of another page");
+    assert_eq!(put_copy(&client, 1, None).await, (PutOutcome::Forgotten, None), "its origin is unknown");
+    let (outcome, newer) = put_copy(&client, 1, origin).await;
+    assert_eq!((outcome, get(&client, &[1]).await[0].0 == payload(1)), (PutOutcome::Stored, true));
+    assert!(newer.unwrap().generation > origin.unwrap().generation);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn forget_ends_an_open_put_of_a_copy() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach_over(1, &[&node], 1).await;
+    let origin = put_and_expire(&client, 1).await;
+    let mut put = client.put_copy(page(1), origin, PutOptions::default(), soon());
+    let mut parts = parts(&payload(1)).into_iter().enumerate();
+    let (part, bytes) = parts.next().unwrap();
+    put.part(part, bytes);
+    while node.status()["puts_open"] != 1 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert!(client.forget(&[key(1)], soon()).await.complete);
+    parts.for_each(|(part, bytes)| put.part(part, bytes));
+    assert_eq!((put.commit(soon()).await, exists(&client, 1).await), (PutOutcome::Lost, false));
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn copy_from_another_node_or_an_earlier_run_is_refused() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let elsewhere = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let origin = put_and_expire(&client, 1).await;
+    let other = attach(&[&elsewhere], 1).await;
+    assert_eq!(put_copy(&other, 1, origin).await.0, PutOutcome::Forgotten);
+    let kept = put_described(&client, 2, PutOptions::default()).await;
+    node.shutdown().await;
+
+    let node = Node::start(options(Some(dir.path()))).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    assert_eq!(put_copy(&client, 1, origin).await.0, PutOutcome::Forgotten);
+    let read = describe(&client, 2).await.unwrap().origin;
+    assert!(read.unwrap().generation == kept.unwrap().generation && read != kept, "the same page in another run");
+    node.shutdown().await;
+    elsewhere.shutdown().await;
+}
+
+#[tokio::test]
+async fn copy_is_not_put_at_a_node_that_cannot_refuse_it() {
+    let older = NodeOptions { protocol_max: VERSION_COPIES - 1, ..options(None) };
+    let node = Node::start(older).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    assert_eq!(put_described(&client, 1, PutOptions::default()).await, None);
+    assert_eq!(put_copy(&client, 2, None).await.0, PutOutcome::Forgotten);
+    node.shutdown().await;
+}
