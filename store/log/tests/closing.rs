@@ -106,6 +106,7 @@ impl Device for GatedDevice {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn closing_a_log_evicts_no_page() {
     const SEGMENTS: u64 = 6;
+    const PAGES_PER_SEGMENT: u32 = 15;
     let dir = temp();
     let arena = arena();
     let device = Arc::new(GatedDevice {
@@ -122,6 +123,11 @@ async fn closing_a_log_evicts_no_page() {
     while l3.stats().segments_prepared < SEGMENTS {
         put(&l3, &arena, pages, 1, 60_000).await;
         pages += 1;
+        // The last segment must not open before the footers are held back.
+        if (pages + 1).is_multiple_of(PAGES_PER_SEGMENT) {
+            let prepared = u64::from(pages / PAGES_PER_SEGMENT) + 2;
+            eventually("the next segment", || l3.stats().segments_prepared >= prepared).await;
+        }
     }
     device.syncs.send_replace(true);
     eventually("a footer", || device.footers_waiting.load(Ordering::SeqCst) > 0).await;
