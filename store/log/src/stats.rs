@@ -19,6 +19,9 @@ pub struct L3Stats {
     pub segments_used: u64,
     /// Segments prepared for records: created, or reclaimed and reused.
     pub segments_prepared: u64,
+    /// Segments with completed writes that no sync covers yet. 0: every write that had completed is
+    /// durable, unless its sync failed.
+    pub segments_unsynced: u64,
     /// Segments closed early because a write or sync of them failed.
     pub segments_abandoned: u64,
     /// Pages read for clients, and verified.
@@ -94,6 +97,7 @@ impl Counters {
             segments_max: log.segments_max,
             segments_used: log.segments_used,
             segments_prepared: log.segments_prepared,
+            segments_unsynced: log.segments_unsynced,
             segments_abandoned: log.segments_abandoned,
             evicted_pages: log.evicted_pages,
             kept_pages: log.kept_pages,

@@ -236,10 +236,14 @@ impl Segments {
         self.by_number.insert(segment, Segment::Sealed(epoch));
     }
 
-    pub(super) fn sync_plan(&self) -> Vec<SyncTicket> {
+    /// Segments with completed writes that no sync covers, oldest epoch first.
+    pub(super) fn unsynced(&self) -> impl Iterator<Item = (u32, &EpochState)> {
         let epochs = self.by_epoch.values().filter_map(|&segment| Some((segment, self.epoch(segment)?)));
-        epochs
-            .filter(|(_, epoch)| epoch.has_unsynced_writes())
+        epochs.filter(|(_, epoch)| epoch.has_unsynced_writes())
+    }
+
+    pub(super) fn sync_plan(&self) -> Vec<SyncTicket> {
+        self.unsynced()
             .map(|(segment, epoch)| SyncTicket {
                 segment,
                 epoch: epoch.number(),

@@ -354,6 +354,24 @@ fn log_of_few_segments_copies_nothing() {
     assert_eq!(driver.copied, 0);
 }
 
+#[test]
+fn segment_counts_as_unsynced_until_its_sync_has_ended() {
+    let mut driver = FaultlessLog::new(8, 50);
+    assert_eq!(driver.log.counts().segments_unsynced, 0);
+    driver.put(1);
+    assert_eq!(driver.log.counts().segments_unsynced, 1);
+    let tickets = driver.log.sync_plan();
+    driver.put(2);
+    for ticket in tickets {
+        driver.log.sync_done(ticket, true);
+    }
+    assert_eq!(driver.log.counts().segments_unsynced, 1, "the second write completed after the sync had begun");
+    for ticket in driver.log.sync_plan() {
+        driver.log.sync_done(ticket, true);
+    }
+    assert_eq!(driver.log.counts().segments_unsynced, 0);
+}
+
 /// A page dropped for a quota may come back after a crash, so its forget needs a tombstone.
 #[test]
 fn forget_of_page_dropped_by_quota_writes_tombstone() {
