@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn splitter_refuses_a_line_whose_end_comes_beyond_the_limit() {
+    fn splitter_refuses_a_line_that_ends_beyond_the_limit() {
         let whole = vec![b'x'; ANSWER_BYTES_MAX];
         let mut lines = LineSplitter::default();
         lines.push(&whole).unwrap();

@@ -62,7 +62,7 @@ impl PutTable {
             draining: Vec::new(),
             waiting: BTreeMap::new(),
             waiters: 0,
-            waiters_total: 0,
+            next_waiter: 0,
             closed: false,
         }
     }

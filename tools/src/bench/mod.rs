@@ -1,6 +1,7 @@
 //! `larder bench …`: reproducible measurements.
 
 pub mod crash;
+pub mod isolation;
 pub mod overload;
 pub mod serve;
 pub mod trace;
@@ -14,6 +15,8 @@ pub enum Bench {
     Crash(crash::Args),
     /// Offer a store node ten times its capacity, and check memory, goodput and refusal latency
     Overload(overload::Args),
+    /// Measure the latency of one client beside writers, and the cost of a hit beside idle tenants
+    Isolation(isolation::Args),
     /// Measure time to first token, tokens per second and hit rate of a running router, with and
     /// without the store
     Serve(serve::Args),
@@ -24,6 +27,7 @@ pub enum Bench {
 pub async fn run(bench: Bench) -> Result<()> {
     match bench {
         Bench::Crash(args) => crash::run(args).await,
+        Bench::Isolation(args) => isolation::run(args).await,
         Bench::Overload(args) => overload::run(args).await,
         Bench::Serve(args) => serve::run(args).await,
         // The replay computes for minutes without waiting for anything.

@@ -12,13 +12,13 @@
 
 mod connection;
 mod misbehaving;
-mod node;
+pub mod node;
 mod workload;
 
 use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use node::NodeProcess;
+use node::{CpuSeconds, NodeProcess};
 use rustix::thread::CpuSet;
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -73,10 +73,20 @@ struct OverloadReport {
     goodput_mb_s: f64,
     /// Operations started per second, as a multiple of those at the best goodput.
     load_factor: f64,
+    /// Processor time of the node and of the load generator, in milliseconds per GB (1e9) of
+    /// goodput, at the best goodput and under overload.
+    node_cpu_best_ms_gb: f64,
+    node_cpu_ms_gb: f64,
+    load_cpu_best_ms_gb: f64,
+    load_cpu_ms_gb: f64,
     pages_read: u64,
     pages_put: u64,
     pages_busy: u64,
+    /// Pages that the node gave up at their deadline, and those that came after it. Each was work
+    /// for nothing.
     pages_missed: u64,
+    pages_read_late: u64,
+    pages_put_late: u64,
     wrong_bytes: u64,
     /// Peak resident memory of the node under overload, and its budget.
     rss_max_mib: f64,
@@ -144,7 +154,7 @@ impl OverloadReport {
 pub async fn run(args: Args) -> Result<()> {
     let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
     let [node_cpus, workload_cpus] = split_processors()?;
-    let threads = load_threads(workload_cpus)?;
+    let threads = load_threads(workload_cpus, 0)?;
     let report = measure(&args, node_cpus, &threads, time).await;
     threads.shutdown_background();
     let report = report?;
@@ -158,7 +168,7 @@ pub async fn run(args: Args) -> Result<()> {
 
 /// Returns the processors of the node and of the load generator. With a single processor they share
 /// it.
-fn split_processors() -> Result<[CpuSet; 2]> {
+pub fn split_processors() -> Result<[CpuSet; 2]> {
     let allowed = rustix::thread::sched_getaffinity(None)?;
     let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&number| allowed.is_set(number)).collect();
     let of = |numbers: &[usize]| {
@@ -171,23 +181,26 @@ fn split_processors() -> Result<[CpuSet; 2]> {
 }
 
 /// Starts the threads of the load generator, bound to their processors. The node has others where
-/// the machine has at least two, so the load cannot starve it.
-fn load_threads(processors: CpuSet) -> Result<Runtime> {
+/// the machine has at least two, so the load cannot starve it. `niceness` is that of the threads.
+pub fn load_threads(processors: CpuSet, niceness: i32) -> Result<Runtime> {
     // Tried on this thread first: the threads cannot report an error when they start.
     let here = rustix::thread::sched_getaffinity(None)?;
     rustix::thread::sched_setaffinity(None, &processors).context("cannot bind the load generator to its processors")?;
     rustix::thread::sched_setaffinity(None, &here)?;
     let stay = move || {
         let _ = rustix::thread::sched_setaffinity(None, &processors);
+        // Without an argument Linux changes the calling thread only.
+        let _ = rustix::process::setpriority_process(None, niceness);
     };
     let threads = processors.count() as usize;
     Ok(Builder::new_multi_thread().worker_threads(threads).on_thread_start(stay).enable_all().build()?)
 }
 
 async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Duration) -> Result<OverloadReport> {
-    let node = NodeProcess::start(node_cpus).await?;
+    let node = NodeProcess::start(None, node_cpus, &node::OPTIONS).await?;
     let address = node.address().to_string();
     let json = args.json;
+    let cpu = node.cpu_clock();
     let measured = threads.spawn(async move {
         let mut load = Workload::attach(&address).await?;
         let mut best = 0.0;
@@ -202,8 +215,11 @@ async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Durati
             }
         }
         // Measured again: the best of several tries overstates the capacity.
+        let before = cpu.now()?;
         let (goodput, operations) = load.sustained(concurrency, LEVEL_DURATION).await?;
-        anyhow::Ok((load, Sustained { concurrency, goodput, operations }))
+        let cpu = cpu.now()?.since(before);
+        let gigabytes = load.counters.totals().bytes as f64 / 1e9;
+        anyhow::Ok((load, Sustained { concurrency, goodput, operations, gigabytes, cpu }))
     });
     let (load, best) = measured.await??;
     overload(&node, threads, load, best, time).await
@@ -213,6 +229,8 @@ struct Sustained {
     concurrency: usize,
     goodput: f64,
     operations: f64,
+    gigabytes: f64,
+    cpu: CpuSeconds,
 }
 
 async fn overload(
@@ -230,6 +248,7 @@ async fn overload(
     drop(entered);
     load.counters.reset();
     let begin = Instant::now();
+    let cpu_before = node.cpu_clock().now()?;
     let offering = threads.spawn(async move {
         let offered = load.offer(best.operations * OVERLOAD_FACTOR, time).await?;
         anyhow::Ok((load, offered))
@@ -242,6 +261,8 @@ async fn overload(
     let (mut load, offered) = offering.await??;
     let seconds = begin.elapsed().as_secs_f64();
     let totals: LoadTotals = load.counters.totals();
+    let cpu = node.cpu_clock().now()?.since(cpu_before);
+    let gigabytes = totals.bytes as f64 / 1e9;
     stop.cancel();
     load.wait_idle().await?;
     let disconnected = misbehaving_clients.await?;
@@ -265,10 +286,16 @@ async fn overload(
         best_after_mb_s: again / 1e6,
         goodput_mb_s: totals.bytes as f64 / seconds / 1e6,
         load_factor: offered as f64 / seconds / best.operations,
+        node_cpu_best_ms_gb: best.cpu.node * 1e3 / best.gigabytes,
+        node_cpu_ms_gb: cpu.node * 1e3 / gigabytes,
+        load_cpu_best_ms_gb: best.cpu.load * 1e3 / best.gigabytes,
+        load_cpu_ms_gb: cpu.load * 1e3 / gigabytes,
         pages_read: totals.read_pages,
         pages_put: totals.put,
         pages_busy: totals.busy,
         pages_missed: totals.missed,
+        pages_read_late: totals.late_reads,
+        pages_put_late: totals.late_puts,
         wrong_bytes: totals.wrong,
         rss_max_mib: mib(rss_max),
         rss_budget_mib: mib(node::BUDGET_BYTES),

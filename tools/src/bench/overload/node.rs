@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use larder_client::{Client, ClientOptions, StoreUrl, Transport};
 use rustix::thread::CpuSet;
 use serde_json::Value;
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -17,16 +18,55 @@ const FIXED_MIB: u64 = 48;
 /// Maximum resident memory, including the touched part of the arena. It is the sum of the budgets
 /// that the node gets, and of [`FIXED_MIB`].
 pub const BUDGET_BYTES: u64 = (L2_MIB + IN_FLIGHT_MIB + REQUESTS_MIB + FIXED_MIB) << 20;
+/// Options with the budgets above.
+pub const OPTIONS: [&str; 6] = ["--l2", "256MiB", "--in-flight", "64MiB", "--request-memory", "16MiB"];
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a status answer. It is generous, because the overloaded machine delays even this
 /// client.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(20);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(15);
+/// Unit of processor times in /proc, which the kernel's interface fixes for all machines of today.
+const TICKS_PER_SECOND: f64 = 100.0;
 
 pub struct NodeProcess {
     child: Child,
     address: String,
     admin: Client,
+}
+
+/// Reads the processor time of the node and of this process.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuClock {
+    node: Option<u32>,
+}
+
+/// Processor time in user and kernel mode, in seconds.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuSeconds {
+    pub node: f64,
+    pub load: f64,
+}
+
+impl CpuClock {
+    pub fn now(self) -> Result<CpuSeconds> {
+        let node = self.node.context("the node has ended")?;
+        Ok(CpuSeconds { node: cpu_seconds(&node.to_string())?, load: cpu_seconds("self")? })
+    }
+}
+
+impl CpuSeconds {
+    pub fn since(self, before: CpuSeconds) -> CpuSeconds {
+        CpuSeconds { node: self.node - before.node, load: self.load - before.load }
+    }
+}
+
+fn cpu_seconds(process: &str) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
+    // The name of the program may contain blanks. It is in brackets, before all numbers.
+    let (_, fields) = stat.rsplit_once(')').context("/proc/PID/stat has another form")?;
+    let ticks = fields.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<f64>());
+    let ticks: f64 = ticks.sum::<Result<f64, _>>().context("/proc/PID/stat has another form")?;
+    Ok(ticks / TICKS_PER_SECOND)
 }
 
 pub struct Counters(Value);
@@ -38,14 +78,18 @@ impl Counters {
 }
 
 impl NodeProcess {
-    pub async fn start(processors: CpuSet) -> Result<NodeProcess> {
-        let mib = |mib: u64| format!("{mib}MiB");
+    /// Starts a node on some processors, without shared memory. `binary` is this one by default.
+    pub async fn start(binary: Option<&Path>, processors: CpuSet, options: &[&str]) -> Result<NodeProcess> {
+        let binary = match binary {
+            Some(binary) => binary.to_path_buf(),
+            None => std::env::current_exe()?,
+        };
         // A child inherits the processors of the thread that spawns it.
         let here = rustix::thread::sched_getaffinity(None)?;
         rustix::thread::sched_setaffinity(None, &processors)?;
-        let child = Command::new(std::env::current_exe()?)
+        let child = Command::new(binary)
             .args(["--log", "error", "store", "--listen", "127.0.0.1:0", "--share-memory", "never"])
-            .args(["--l2", &mib(L2_MIB), "--in-flight", &mib(IN_FLIGHT_MIB), "--request-memory", &mib(REQUESTS_MIB)])
+            .args(options)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -79,7 +123,11 @@ impl NodeProcess {
         Some(kib << 10)
     }
 
-    async fn status(&self) -> Result<Value> {
+    pub fn cpu_clock(&self) -> CpuClock {
+        CpuClock { node: self.child.id() }
+    }
+
+    pub async fn status(&self) -> Result<Value> {
         let begin = Instant::now();
         loop {
             let answer = self.admin.status(Instant::now() + STATUS_TIMEOUT).await;

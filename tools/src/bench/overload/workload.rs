@@ -40,15 +40,19 @@ const QUEUE_FRAMES: usize = 1024;
 /// machine must not end in a burst.
 const CATCH_UP_MAX: Duration = Duration::from_millis(50);
 
-/// Outcomes of operations, in pages unless stated otherwise. Puts that end after [`TIMEOUT`] count
-/// as missed.
+/// Outcomes of operations, in pages unless stated otherwise.
 #[derive(Default)]
 pub struct LoadTotals {
     pub bytes: u64,
     pub read_pages: u64,
     pub put: u64,
     pub busy: u64,
+    /// Pages that the node answered with a miss, because it gave up at the deadline.
     pub missed: u64,
+    /// Pages that arrived after [`TIMEOUT`].
+    pub late_reads: u64,
+    /// Pages whose put ended after [`TIMEOUT`].
+    pub late_puts: u64,
     pub wrong: u64,
     pub operations: u64,
 }
@@ -62,14 +66,18 @@ pub struct LoadCounters {
     put: AtomicU64,
     busy: AtomicU64,
     missed: AtomicU64,
+    late_reads: AtomicU64,
+    late_puts: AtomicU64,
     wrong: AtomicU64,
     operations: AtomicU64,
     in_flight: AtomicUsize,
 }
 
 impl LoadCounters {
-    fn all(&self) -> [&AtomicU64; 7] {
-        [&self.bytes, &self.read_pages, &self.put, &self.busy, &self.missed, &self.wrong, &self.operations]
+    fn all(&self) -> [&AtomicU64; 9] {
+        let Self { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, in_flight: _ } =
+            self;
+        [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations]
     }
 
     pub fn reset(&self) {
@@ -77,9 +85,9 @@ impl LoadCounters {
     }
 
     pub fn totals(&self) -> LoadTotals {
-        let [bytes, read_pages, put, busy, missed, wrong, operations] =
+        let [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations] =
             self.all().map(|count| count.load(Ordering::Relaxed));
-        LoadTotals { bytes, read_pages, put, busy, missed, wrong, operations }
+        LoadTotals { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations }
     }
 }
 
@@ -257,7 +265,7 @@ impl LoadConnection {
                 }
                 (Some(PendingRequest::Commit(operation)), Response::Committed(ends)) => {
                     let stored = ends.iter().filter(|end| end.outcome == CommitOutcome::Stored).count();
-                    add(if operation.in_time() { &self.counters.put } else { &self.counters.missed }, stored);
+                    add(if operation.in_time() { &self.counters.put } else { &self.counters.late_puts }, stored);
                     if operation.in_time() {
                         add(&self.counters.bytes, stored * self.pages.page_bytes);
                     }
@@ -286,15 +294,15 @@ impl LoadConnection {
         let slots = memory.len() / self.pages.page_bytes;
         let start = index as usize % slots * self.pages.page_bytes;
         let bytes = &mut memory[start..start + self.pages.page_bytes];
-        let mut arriving = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
-        reader.payload(bytes, |piece| arriving.take(piece)).await?;
-        if arriving.finish().is_err() || !self.pages.is_page(number, meta, bytes) {
+        let mut verifier = PayloadVerifier::new(&meta.part_bytes, &meta.chunk_crcs);
+        reader.payload(bytes, |piece| verifier.take(piece)).await?;
+        if verifier.finish().is_err() || !self.pages.is_page(number, meta, bytes) {
             add(&self.counters.wrong, 1);
         } else if operation.in_time() {
             add(&self.counters.read_pages, 1);
             add(&self.counters.bytes, bytes.len());
         } else {
-            add(&self.counters.missed, 1);
+            add(&self.counters.late_reads, 1);
         }
         Ok(PendingRequest::Get(pages, operation))
     }
