@@ -35,8 +35,8 @@ use crate::options::NodeOptions;
 use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
+use larder_runtime::sync::Mutex;
 use line::Line;
-use parking_lot::Mutex;
 use rates::{ReadRate, ReleaseRate};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -501,3 +501,5 @@ impl Budget {
 mod room_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, feature = "shuttle"))]
+mod threads;

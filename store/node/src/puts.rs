@@ -18,9 +18,9 @@ use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
 use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use larder_format::PageId;
-use larder_runtime::{fail_point, now};
+use larder_runtime::sync::Mutex;
+use larder_runtime::{fail_point, now, race_point};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
-use parking_lot::Mutex;
 pub use put::{Progress, Put};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -137,6 +137,10 @@ impl Puts {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
+        if race_point!("node.reserve-after-unlock") {
+            drop(state);
+            state = self.state.lock();
+        }
         let reserved = charge(bytes as u64).and_then(|charge| {
             let writer = charge.as_ref().map(Charge::connection);
             Some((self.tiers.reserve(bytes, charge)?, writer))
@@ -160,9 +164,11 @@ impl Puts {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };
-        let Some(reservation) = put.take_reservation() else { return CommitOutcome::Incomplete };
         // Visible before the put closes, so that no reader finds it in neither place.
-        if !self.tiers.insert(Arc::new(page), reservation) {
+        let Some(is_stored) = put.end_by(|reservation| self.tiers.insert(Arc::new(page), reservation)) else {
+            return CommitOutcome::Incomplete;
+        };
+        if !is_stored {
             // Pins or a quota hold all of L2: nothing can be evicted for this page.
             self.metrics.puts_dropped_l2_full.inc();
             self.close(put, Progress::Aborted);
@@ -298,6 +304,10 @@ impl Puts {
         }
         if state.waiters >= self.waiters_max {
             return Presence::TooManyWaiters;
+        }
+        if race_point!("node.wait-after-unlock") {
+            drop(state);
+            state = self.state.lock();
         }
         let (sender, started) = oneshot::channel();
         let number = state.waiters_total;

@@ -25,6 +25,8 @@ mod changes;
 mod forget;
 mod load;
 mod status;
+#[cfg(all(test, feature = "shuttle"))]
+mod threads;
 mod writeback;
 
 use crate::budget::Charge;
@@ -39,9 +41,9 @@ use foyer::{Cache, CacheBuilder, FifoConfig};
 use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_memory::{Arena, SlotMut};
-use larder_runtime::{Clock, fail_point, now};
+use larder_runtime::sync::{Mutex, MutexGuard};
+use larder_runtime::{Clock, fail_point, now, race_point, sync};
 use larder_wire::{PagePin, PinKind, TierCode};
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Weak};
@@ -342,18 +344,27 @@ impl Tiers {
     pub(crate) fn hold(&self, page: &Arc<Page>) -> Option<Hold> {
         // `forget` withholds the page under this lock as its last step. A hold that begins before
         // that step is withheld by it; one that begins after it finds the page gone.
-        self.hold_current(&self.state.lock(), page)
+        let state = self.state.lock();
+        if race_point!("node.hold-after-unlock") {
+            let is_current = self.is_current(&state, page);
+            drop(state);
+            return is_current.then(|| self.holds.hold(page)).flatten();
+        }
+        self.hold_current(&state, page)
     }
 
     fn hold_current(&self, state: &TiersState, page: &Arc<Page>) -> Option<Hold> {
+        if self.is_current(state, page) { self.holds.hold(page) } else { None }
+    }
+
+    fn is_current(&self, state: &TiersState, page: &Page) -> bool {
         let PageMeta { id, generation, .. } = &page.meta;
         let is_same_put = |found: &Arc<Page>| found.meta.generation == *generation;
         // The cheapest probe first; most pages are in L2.
-        let is_current = state.policy.generation(id) == Some(*generation)
+        state.policy.generation(id) == Some(*generation)
             || self.writeback.get(id).is_some_and(|found| is_same_put(&found))
             || self.holds.get(id).is_some_and(|found| is_same_put(&found))
-            || self.devices.generation(id) == Some(*generation);
-        if is_current { self.holds.hold(page) } else { None }
+            || self.devices.generation(id) == Some(*generation)
     }
 
     pub(crate) fn hold_l2(&self, id: &PageId) -> Option<Hold> {
@@ -471,7 +482,7 @@ impl Tiers {
     fn begin_write(&self, page: Arc<Page>, quota: Option<u64>) {
         let Some(tiers) = self.this.upgrade() else { return };
         let ticket = self.writeback.begin(&page);
-        self.runtime.spawn(async move {
+        sync::spawn(&self.runtime, async move {
             // The guard ends the write even if this task is cancelled or panics.
             let mut write = WriteGuard { tiers, page, stored: false, ticket };
             let Page { meta, payload } = &*write.page;
