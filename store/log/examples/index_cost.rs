@@ -12,7 +12,7 @@ use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
 use larder_log::machine::{
     Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, ReadTicket, WriteOutcome,
 };
-use parking_lot::RwLock;
+use larder_runtime::sync::RwLock;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,7 +1,7 @@
 //! The listener for damaged pages.
 
 use larder_format::PageId;
-use parking_lot::RwLock;
+use larder_runtime::sync::RwLock;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ use crate::shared::LogShared;
 use larder_format::PageId;
 use larder_format::disk::record_bytes;
 use larder_io::{Priority, SmallFile};
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -15,12 +15,12 @@ use larder_format::disk::{BLOCK_BYTES, LogId};
 use larder_io::device::run;
 use larder_io::{Device, Done, Operation, Priority, RingClosed, segment_name};
 use larder_memory::Arena;
+use larder_runtime::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use larder_runtime::sync::{Mutex, RwLock, RwLockWriteGuard};
 use larder_runtime::{Clock, OrderedWatch, fail_point};
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 /// Maximum number of uses that wait for a change of the log. Each takes some 0.5 µs of the

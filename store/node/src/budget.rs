@@ -36,8 +36,8 @@ use crate::options::NodeOptions;
 use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
+use larder_runtime::sync::Mutex;
 use line::Line;
-use parking_lot::Mutex;
 use rates::{ReadRate, ReleaseRate};
 use readers::ReaderOrder;
 use serde_json::json;
@@ -485,3 +485,5 @@ impl Budget {
 mod room_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, feature = "shuttle"))]
+mod threads;

@@ -7,8 +7,8 @@
 
 use crate::page::Page;
 use larder_format::PageId;
-use larder_runtime::fail_point;
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
+use larder_runtime::{fail_point, race_point};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -85,7 +85,15 @@ impl Holds {
         if !is_unchanged() {
             return HoldOutcome::Changed;
         }
+        if race_point!("node.hold-after-unlock") {
+            drop(held);
+            held = self.held.lock();
+        }
         let bytes_after = held.bytes + bytes;
+        if race_point!("node.held-bytes-after-unlock") {
+            drop(held);
+            held = self.held.lock();
+        }
         let page = match held.pages.get_mut(&key_of(page)) {
             // A page that was read from L3 twice has two copies. The held one serves both readers,
             // so that it counts once.

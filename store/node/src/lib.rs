@@ -43,6 +43,8 @@ mod holds;
 mod identity;
 mod members;
 mod metrics;
+#[cfg(all(test, feature = "shuttle"))]
+mod model;
 pub mod node;
 pub mod options;
 mod page;

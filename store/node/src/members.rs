@@ -3,8 +3,8 @@
 //! Engines renew their entries. The registry only tells a router where to ask, so correctness never
 //! depends on it.
 
+use larder_runtime::sync::Mutex;
 use larder_wire::{MAX_MEMBERS, MemberEntry};
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

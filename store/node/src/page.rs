@@ -5,7 +5,7 @@
 
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_memory::Slot;
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

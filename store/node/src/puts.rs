@@ -22,9 +22,9 @@ use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use generations::Generations;
 use larder_format::PageId;
-use larder_runtime::{fail_point, now};
+use larder_runtime::sync::Mutex;
+use larder_runtime::{fail_point, now, race_point};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
-use parking_lot::Mutex;
 pub use put::{Progress, Put};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -158,6 +158,10 @@ impl Puts {
             self.metrics.puts_forgotten.inc();
             return Err(ReserveOutcome::Forgotten);
         }
+        if race_point!("node.reserve-after-unlock") {
+            drop(state);
+            state = self.state.lock();
+        }
         let reserved = charge(bytes as u64).and_then(|charge| {
             let writer = charge.as_ref().map(Charge::connection);
             Some((self.tiers.reserve(bytes, charge)?, writer))
@@ -180,9 +184,12 @@ impl Puts {
             self.abort(put);
             return CommitOutcome::Incomplete;
         };
-        let Some(reservation) = put.take_reservation() else { return CommitOutcome::Incomplete };
         // Visible before the put closes, so that no reader finds it in neither place.
-        if !self.tiers.insert(Arc::new(self.tiers.page(meta, payload)), reservation) {
+        let page = Arc::new(self.tiers.page(meta, payload));
+        let Some(is_stored) = put.end_by(|reservation| self.tiers.insert(page, reservation)) else {
+            return CommitOutcome::Incomplete;
+        };
+        if !is_stored {
             // Pins or a quota hold all of L2: nothing can be evicted for this page.
             self.metrics.puts_dropped_l2_full.inc();
             self.close(put, Progress::Aborted);
@@ -328,6 +335,10 @@ impl Puts {
         }
         if state.waiters >= self.waiters_max {
             return Presence::TooManyWaiters;
+        }
+        if race_point!("node.wait-after-unlock") {
+            drop(state);
+            state = self.state.lock();
         }
         let (sender, started) = oneshot::channel();
         let number = state.next_waiter;

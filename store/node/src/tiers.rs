@@ -32,6 +32,8 @@ mod hold;
 mod index;
 mod load;
 mod status;
+#[cfg(all(test, feature = "shuttle"))]
+mod threads;
 mod touches;
 mod writeback;
 
@@ -48,9 +50,9 @@ use index::PageIndex;
 use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_memory::{Arena, Slot, SlotMut};
-use larder_runtime::{Clock, fail_point, now};
+use larder_runtime::sync::{Mutex, MutexGuard};
+use larder_runtime::{Clock, fail_point, now, sync};
 use larder_wire::{PagePin, PinKind, TierCode};
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Weak};
@@ -427,7 +429,7 @@ impl Tiers {
     fn begin_write(&self, page: Arc<Page>, quota: Option<u64>) {
         let Some(tiers) = self.this.upgrade() else { return };
         let ticket = self.writeback.begin(&page);
-        self.runtime.spawn(async move {
+        sync::spawn(&self.runtime, async move {
             // The guard ends the write even if this task is cancelled or panics.
             let mut write = WriteGuard { tiers, page, stored: false, ticket };
             let meta = write.page.meta();

@@ -7,6 +7,9 @@
 //!
 //! Names are stable and have the form `component.defect-in-words`. Without the feature
 //! `fail-points` the macro is the constant `false`, so nothing of it remains in the binary.
+//!
+//! A race point is the same for the thread models: it releases a lock between a check and the
+//! action that relies on it. The simulation cannot find it, because it has one thread.
 
 #[cfg(feature = "fail-points")]
 thread_local! {
@@ -22,14 +25,23 @@ macro_rules! fail_point {
     };
 }
 
-/// The implementation of [`fail_point!`].
+/// Evaluates to `true` while the race point of that name is active on this thread. Only the thread
+/// models activate race points.
+#[macro_export]
+macro_rules! race_point {
+    ($name:literal) => {
+        $crate::fail::is_active($name)
+    };
+}
+
+/// The implementation of [`fail_point!`] and [`race_point!`].
 #[cfg(feature = "fail-points")]
 #[doc(hidden)]
 pub fn is_active(name: &'static str) -> bool {
     ACTIVE.get() == Some(name)
 }
 
-/// The implementation of [`fail_point!`].
+/// The implementation of [`fail_point!`] and [`race_point!`].
 #[cfg(not(feature = "fail-points"))]
 #[doc(hidden)]
 #[inline(always)]
@@ -37,11 +49,16 @@ pub const fn is_active(_name: &'static str) -> bool {
     false
 }
 
-/// Runs `work` with a fail point active on this thread, and restores the previous state afterwards.
+/// Runs `work` with a fail point active on this thread, and restores the previous state afterwards,
+/// also after a panic.
 #[cfg(feature = "fail-points")]
 pub fn with<T>(name: &'static str, work: impl FnOnce() -> T) -> T {
-    let before = ACTIVE.replace(Some(name));
-    let result = work();
-    ACTIVE.set(before);
-    result
+    struct Restore(Option<&'static str>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ACTIVE.set(self.0);
+        }
+    }
+    let _restore = Restore(ACTIVE.replace(Some(name)));
+    work()
 }

@@ -8,11 +8,14 @@
 //! - [`OrderedWatch`]: a value that tasks wait on, with a fixed wake-up order.
 //! - [`random`]: seeds and generators.
 //! - [`fail_point!`]: deliberate defects that the simulation must find.
+//!
+//! [`sync`] is the same for the thread models: locks and tasks that a model interleaves.
 #![forbid(unsafe_code)]
 
 mod clock;
 pub mod fail;
 pub mod random;
+pub mod sync;
 mod watch;
 
 pub use clock::{Clock, now};

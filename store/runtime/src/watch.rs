@@ -1,6 +1,6 @@
 //! A value that tasks wait on.
 
-use parking_lot::Mutex;
+use crate::sync::Mutex;
 use tokio::sync::Notify;
 
 /// A value with tasks that wait for it to change.

@@ -4,7 +4,7 @@ use super::{
     Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, Kind, LosingWriter, OUTSTANDING_MIN,
     PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
 };
-use larder_runtime::{fail_point, now};
+use larder_runtime::{fail_point, now, race_point};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, oneshot};
@@ -100,6 +100,10 @@ impl Account {
             Kind::Puts if self.budget.is_full(&state, bytes) => bytes,
             _ => self.budget.overrun(&mut state, self.connection, kind, bytes, now).max(),
         };
+        if race_point!("node.charge-after-unlock") {
+            drop(state);
+            state = self.budget.state.lock();
+        }
         if overrun == 0 {
             return Ok(self.grant(&mut state, kind, bytes, now));
         }

@@ -190,7 +190,7 @@ async fn queued_reads_are_granted_by_tenant_in_turn() {
     );
     // The other tenant comes first, as the first one had everything. No small read overtakes a
     // large one.
-    let order = order.into_inner();
+    let order = order.lock();
     assert_eq!((&order[..2], order.len()), (&["of another tenant", "large"][..], 4));
     assert_eq!(used_of(&budget), [0; 4]);
     assert!(b.try_charge(Kind::Reads, 1).is_some(), "the queue is empty");

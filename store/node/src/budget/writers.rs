@@ -6,7 +6,7 @@
 
 use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Silence after which a writer may lose its reservations, if others want the room.

@@ -22,10 +22,10 @@ use crate::state::NodeState;
 use futures::StreamExt;
 use larder_rdma::{EndpointAddress, Error, GrantCredit, Guarded, SlotSlice};
 use larder_runtime::now;
+use larder_runtime::sync::Mutex;
 use larder_wire::{
     Entry, ErrorCode, MAX_PART_GRANTS, MAX_RDMA_CHANNELS, PartGrant, PayloadLocation, RdmaEndpoint, Response, TierCode,
 };
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::io;
 use std::ops::Range;

@@ -10,8 +10,8 @@
 use super::handshake::HELLO_BODY_MAX;
 use crate::state::NodeState;
 use larder_runtime::now;
+use larder_runtime::sync::Mutex;
 use larder_wire::{ByteSink, ByteSource, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response};
-use parking_lot::Mutex;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

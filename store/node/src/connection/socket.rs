@@ -9,8 +9,8 @@
 use crate::budget::Account;
 use larder_io::unacknowledged_bytes;
 use larder_runtime::now;
+use larder_runtime::sync::Mutex;
 use larder_wire::{ByteSink, ByteSource};
-use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::pin::pin;

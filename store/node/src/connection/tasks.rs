@@ -1,7 +1,7 @@
 //! Tasks of one connection's waiting requests.
 
 use crate::budget::Charge;
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;

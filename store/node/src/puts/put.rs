@@ -7,9 +7,9 @@ use crate::rdma::WriteGrant;
 use crate::tiers::PutReservation;
 use larder_format::{PageId, PageMeta, chunk_crcs};
 use larder_memory::{Slot, SlotMut, SlotPart, SlotPartMut};
-use larder_runtime::{OrderedWatch, fail_point, now};
+use larder_runtime::sync::Mutex;
+use larder_runtime::{OrderedWatch, fail_point, now, race_point};
 use larder_wire::Reserved;
-use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
 /// State of one part. The state that holds the memory owns it.
@@ -228,6 +228,17 @@ impl Put {
     /// Returns `true` if the put was aborted and its client may still write parts of it.
     pub(crate) fn is_draining(&self) -> bool {
         self.draining.lock().is_some()
+    }
+
+    /// Ends the put by `end`, which gets the reservation. Returns `None` if another call has ended
+    /// it. Until `end` returns, every other such call waits.
+    pub(super) fn end_by<T>(&self, end: impl FnOnce(PutReservation) -> T) -> Option<T> {
+        // Held while a commit makes the page visible. A forget that finds the put ended then also
+        // finds the page, and removes it.
+        let mut guard = self.reservation.lock();
+        let reservation = guard.take()?;
+        let _held = (!race_point!("node.commit-after-unlock")).then_some(guard);
+        Some(end(reservation))
     }
 
     /// Takes the reservation, and with it the right to end the put. Only one caller gets it.

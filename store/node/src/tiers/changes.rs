@@ -1,12 +1,14 @@
 //! Change counters that tell whether the result of a lookup is still valid.
 
 use larder_format::PageId;
-use std::sync::atomic::{AtomicU64, Ordering};
+use larder_runtime::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of counters. Pages that share a counter invalidate each other's lookups, which costs a
 /// second lookup and never a wrong result. 4096 counters take 32 KiB, and a read of L3 that takes
 /// 100 µs while 40,000 pages per second enter L2 loses its place in L2 once in a thousand times.
-const COUNTERS: usize = 4096;
+///
+/// A thread model creates a node per schedule, and needs few.
+const COUNTERS: usize = if cfg!(feature = "shuttle") { 16 } else { 4096 };
 
 /// State of a page's change counter at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use super::{Tiers, TiersState};
 use crate::page::Page;
 use crate::policy::PolicyActions;
 use larder_format::PageId;
-use parking_lot::MutexGuard;
+use larder_runtime::sync::MutexGuard;
 use std::sync::Arc;
 
 /// Pages that L3 learns of in one second, at most. Each was hit 16 times since it was last told.
@@ -116,7 +116,14 @@ mod tests {
 
     fn put(store: &Store, number: u32) {
         let key = id(number).key;
-        let page = Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32] };
+        let page = Reserved {
+            key,
+            parent: PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes: vec![PAGE as u32],
+            copy_of: None,
+        };
         let put = store.reserve(id(number), page).ok().unwrap();
         let part = put.take_part(0, PAGE).unwrap();
         let crcs = chunk_crcs(&part).collect();

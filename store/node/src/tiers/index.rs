@@ -13,7 +13,7 @@ use crate::policy::{hash_shards, page_hash};
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use larder_format::PageId;
-use parking_lot::RwLock;
+use larder_runtime::sync::RwLock;
 use std::sync::Arc;
 
 pub(super) struct PageIndex {

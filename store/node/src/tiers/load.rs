@@ -5,7 +5,7 @@ use crate::devices::DeviceLocation;
 use crate::page::Page;
 use larder_format::PageId;
 use larder_log::L3Error;
-use larder_runtime::{fail_point, now};
+use larder_runtime::{fail_point, now, race_point};
 use larder_wire::TierCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -114,7 +114,7 @@ impl Tiers {
         Some(read.ok()?.value().clone())
     }
 
-    async fn read_into_l2(&self, id: PageId, found: StampedLocation) -> Option<Arc<Page>> {
+    pub(super) async fn read_into_l2(&self, id: PageId, found: StampedLocation) -> Option<Arc<Page>> {
         let mut found = found;
         // Another read of this page may have ended between the lookup and this call. Without this
         // check the device would read the page twice.
@@ -147,6 +147,10 @@ impl Tiers {
         // the older put until L2 evicts it.
         let is_current =
             self.changes.stamp(&id) == found.stamp && page.generation() == found.location.generation() && is_on_l3;
+        if race_point!("node.load-after-unlock") {
+            drop(state);
+            state = self.lock_updated(&mut actions);
+        }
         if is_current || fail_point!("node.load-after-forget") {
             state.policy.set_writable(writable);
             state.policy.loaded(page.clone(), self.clock.now_unix_ms(), &mut actions);

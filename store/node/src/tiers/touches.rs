@@ -12,10 +12,10 @@
 //! - The touches of one thread are applied in their order. With one thread, as in a simulation,
 //!   that is the order of all hits.
 
-use parking_lot::Mutex;
+use larder_runtime::sync::Mutex;
+use larder_runtime::sync::atomic::{AtomicUsize, Ordering};
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A decision may have to apply all of them, at about 0.7 µs each (record 0012).
 const QUEUE_TOUCHES: usize = 32;
@@ -92,7 +92,8 @@ impl TouchQueues {
 /// Queue of the calling thread. The choice affects only speed: the touches of one thread share a
 /// queue.
 fn queue_of_thread() -> usize {
-    static THREADS: AtomicUsize = AtomicUsize::new(0);
+    // Not of a model: a static outlives its schedules.
+    static THREADS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     thread_local! {
         static QUEUE: Cell<Option<usize>> = const { Cell::new(None) };
     }

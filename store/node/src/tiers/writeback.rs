@@ -6,11 +6,11 @@
 
 use crate::page::Page;
 use larder_format::PageId;
+use larder_runtime::sync::Mutex;
+use larder_runtime::sync::atomic::{AtomicU64, Ordering};
 use larder_runtime::{OrderedWatch, fail_point, now};
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Becomes `true` when the write has ended, successfully or not.
