@@ -41,7 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 keep_percent,
                 quota_default: u64::MAX,
             };
-            let mut replay = Replay { log: Log::new(config), requested: 0, hits: 0, puts: 0, copying: None };
+            let mut replay =
+                Replay { log: Log::new(config), requested: 0, hits: 0, puts: 0, blocks: Vec::new(), copying: None };
             for request in trace.requests() {
                 replay.request(&request.blocks)?;
             }
@@ -56,6 +57,8 @@ struct Replay {
     requested: u64,
     hits: u64,
     puts: u64,
+    /// Blocks put, by generation - 1. It stands for the metadata on the device.
+    blocks: Vec<u32>,
     /// Runs while the open segment takes further records.
     copying: Option<CopyForward>,
 }
@@ -76,12 +79,12 @@ impl Replay {
 
     fn read(&mut self, block: u32) -> bool {
         let ticket = self.log.begin_read(&id(block), 0);
-        self.log.touch(&id(block));
         ticket.map(|ticket| self.log.end_read(ticket)).is_some()
     }
 
     fn put(&mut self, block: u32, parent: Option<u32>, position: u32) -> Result<(), Box<dyn Error>> {
         self.puts += 1;
+        self.blocks.push(block);
         let meta = meta(block, parent, position, self.puts);
         loop {
             match self.log.append(&meta)? {
@@ -107,11 +110,12 @@ impl Replay {
             }
         }
         let Some(work) = self.copying.take() else { return Ok(()) };
-        for (id, number) in work.pages {
-            let Some(ticket) = self.log.begin_maintenance_read(&id, number) else { continue };
-            let meta = PageMeta { position: ticket.entry.position, generation: ticket.entry.generation, ..page(id) };
+        for record in work.pages {
+            let Some(ticket) = self.log.begin_maintenance_read(record) else { continue };
+            let generation = ticket.entry.generation;
             self.log.end_read(ticket);
-            let copy = self.log.plan_copy(&id, number, &meta).ok_or("room for a copy was reserved")?;
+            let meta = PageMeta { generation, ..page(id(self.blocks[generation as usize - 1])) };
+            let copy = self.log.plan_copy(record, &meta).ok_or("room for a copy was reserved")?;
             self.log.write_done(copy, WriteOutcome::Written);
         }
         self.log.copy_forward_done(work.segment, work.epoch);

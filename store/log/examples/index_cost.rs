@@ -4,15 +4,15 @@
 //!
 //! There is no device: each planned write completes at once. The log is filled. Then one thread
 //! puts pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread
-//! looks pages up meanwhile. Each call of the log is timed as the node makes it: under one lock
-//! per call.
+//! looks pages up meanwhile, and reports uses of them, as hits in L2 do. Each call of the log is
+//! timed as the node makes it: under one lock per call.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the clock and /proc")]
 
 use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
+use larder_log::LogLock;
 use larder_log::machine::{
     Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, ReadTicket, WriteOutcome,
 };
-use larder_runtime::sync::RwLock;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,8 +22,7 @@ const SEGMENT_BYTES: u64 = 1 << 30;
 /// Pages of a sequence: each but the first has a parent.
 const SEQUENCE: u64 = 15;
 const BYTES_PER_SECOND: u64 = 2_000_000_000;
-/// Uses that the node records at once.
-const USES_MAX: usize = 64;
+const CALLS: [(&str, &str); 4] = [("lookup", "idle"), ("lookup", "busy"), ("use in L2", "idle"), ("use in L2", "busy")];
 const IDLE: Duration = Duration::from_secs(3);
 /// Puts between two checks of the rate. A put per tick would measure the sleep.
 const BURST: u64 = 64;
@@ -34,19 +33,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pages, page_kib, namespaces) = (argument(0, 300_000), argument(1, 64), argument(2, 1));
     let before = resident_bytes();
     let bench = Bench::new(pages, page_kib << 10, namespaces);
-    let mut writer = Writer { bench: &bench, next: 0, copying: None, uses: Vec::new(), held: BTreeMap::new() };
+    let mut writer = Writer { bench: &bench, next: 0, copying: None, held: BTreeMap::new() };
     // Once around, so that all segments were recycled at least once.
     while writer.next < bench.capacity_pages() * 3 / 2 {
         writer.put_and_read()?;
     }
     let counts = bench.log.read().counts();
     let each = |bytes: f64| bytes / counts.pages as f64;
-    println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} ranked", counts.pages, counts.kept_pages);
+    println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} used", counts.pages, counts.kept_pages);
     println!("memory per page: {:.1} bytes resident", each(resident_bytes() - before));
-    println!(
-        "index per page:  {:.1} bytes by capacity, without retention",
-        each(bench.log.read().index_bytes() as f64)
-    );
+    println!("index per page:  {:.1} bytes by capacity", each(bench.log.read().index_bytes() as f64));
     writer.held.clear();
     std::thread::scope(|scope| -> Result<(), Box<dyn Error>> {
         let reader = scope.spawn(|| bench.look_up());
@@ -55,9 +51,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         let result = writer.put_at_rate(3 * SEGMENT_BYTES / bench.page_bytes);
         bench.is_done.store(true, Ordering::Relaxed);
         result?;
-        let [idle, busy] = reader.join().map_err(|_| "the thread of lookups panicked")?;
-        print_latency("idle", idle);
-        print_latency("while segments are recycled", busy);
+        let latencies = reader.join().map_err(|_| "the thread of lookups panicked")?;
+        for ((call, when), latencies) in CALLS.into_iter().zip(latencies) {
+            print_latency(call, when, latencies);
+        }
         Ok(())
     })?;
     println!("| call | count | total ms | longest hold of the lock, µs |");
@@ -69,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 struct Bench {
-    log: RwLock<Log>,
+    log: LogLock,
     pages: u64,
     page_bytes: u64,
     namespaces: u64,
@@ -89,7 +86,7 @@ impl Bench {
             quota_default: u64::MAX,
         };
         Bench {
-            log: RwLock::new(Log::new(config)),
+            log: LogLock::new(Log::new(config)),
             pages,
             page_bytes,
             namespaces,
@@ -124,10 +121,10 @@ impl Bench {
         }
     }
 
-    /// Looks pages up until the writer is done. Returns the latencies in nanoseconds, from before
-    /// the writer began and from after.
-    fn look_up(&self) -> [Vec<u32>; 2] {
-        let mut latencies = [Vec::new(), Vec::new()];
+    /// Looks pages up and reports uses of them, until the writer is done. Returns the latencies in
+    /// nanoseconds, in the order of [`CALLS`].
+    fn look_up(&self) -> [Vec<u32>; 4] {
+        let mut latencies = [const { Vec::new() }; 4];
         let mut random = 1u64;
         while !self.is_done.load(Ordering::Relaxed) {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -137,6 +134,12 @@ impl Bench {
             std::hint::black_box(self.log.read().lookup(&id, 0));
             let busy = usize::from(self.is_busy.load(Ordering::Relaxed));
             latencies[busy].push(began.elapsed().as_nanos() as u32);
+            // As `L3::touch` does for a hit in L2: a use is lost while the log is being changed.
+            let began = Instant::now();
+            if let Some(log) = self.log.try_read() {
+                log.touch(&id);
+            }
+            latencies[2 + busy].push(began.elapsed().as_nanos() as u32);
             // A lookup every few microseconds, as a busy node makes them.
             let pause = Instant::now();
             while pause.elapsed() < Duration::from_micros(2) {
@@ -158,7 +161,6 @@ struct Writer<'a> {
     bench: &'a Bench,
     next: u64,
     copying: Option<CopyForward>,
-    uses: Vec<PageId>,
     /// By the name of the call of the log.
     held: BTreeMap<&'static str, Held>,
 }
@@ -184,7 +186,7 @@ impl Writer<'_> {
     fn put_at_rate(&mut self, pages: u64) -> Result<(), Box<dyn Error>> {
         let began = Instant::now();
         for put in 0..pages {
-            if put % BURST == 0 {
+            if put.is_multiple_of(BURST) {
                 let due = Duration::from_nanos(put * self.bench.page_bytes * 1_000_000_000 / BYTES_PER_SECOND);
                 std::thread::sleep(due.saturating_sub(began.elapsed()));
             }
@@ -210,21 +212,16 @@ impl Writer<'_> {
         }
         self.next += 1;
         self.bench.next.store(self.next, Ordering::Relaxed);
-        if number % 3 == 0 {
+        if number.is_multiple_of(3) {
             let back = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
             let read = self.bench.id((number - back % self.bench.pages.min(number + 1)) / 5 * 5);
-            // Reads share the lock. The next change of the log records the use.
+            // Reads share the lock.
             let ticket = self.bench.log.read().begin_read(&read, 0);
             if let Some(ticket) = ticket {
-                self.uses.push(read);
                 self.end_read(ticket);
             }
         }
-        if self.uses.len() == USES_MAX {
-            let uses = std::mem::take(&mut self.uses);
-            self.locked("touch", |log| uses.iter().for_each(|id| log.touch(id)));
-        }
-        if number % 1024 == 0 {
+        if number.is_multiple_of(1024) {
             let plan = self.bench.log.read().sync_plan();
             for ticket in plan {
                 self.locked("sync_done", |log| log.sync_done(ticket, true));
@@ -248,12 +245,13 @@ impl Writer<'_> {
             }
         }
         let Some(work) = self.copying.take() else { return Ok(()) };
-        for (id, number) in work.pages {
-            let Some(ticket) = self.bench.log.read().begin_maintenance_read(&id, number) else { continue };
+        for record in work.pages {
+            let ticket = self.bench.log.read().begin_maintenance_read(record);
+            let Some(ticket) = ticket else { continue };
             // The example numbers pages by generation, so it needs no device for the metadata.
             let meta = self.bench.meta(ticket.entry.generation - 1);
             self.end_read(ticket);
-            if let Some(copy) = self.locked("plan_copy", |log| log.plan_copy(&id, number, &meta)) {
+            if let Some(copy) = self.locked("plan_copy", |log| log.plan_copy(record, &meta)) {
                 self.locked("write_done", |log| log.write_done(copy, WriteOutcome::Written));
             }
         }
@@ -262,13 +260,13 @@ impl Writer<'_> {
     }
 }
 
-fn print_latency(when: &str, mut latencies: Vec<u32>) {
+fn print_latency(call: &str, when: &str, mut latencies: Vec<u32>) {
     latencies.sort_unstable();
     let at = |share: f64| latencies.get((latencies.len() as f64 * share) as usize).copied().unwrap_or(0);
     let longest = latencies.last().copied().unwrap_or(0);
     let micros = |nanos: u32| f64::from(nanos) / 1000.0;
     println!(
-        "lookup {when}: p50 {:.2} µs, p99 {:.2} µs, p99.9 {:.2} µs, longest {:.0} µs ({} lookups)",
+        "{call} {when}: p50 {:.2} µs, p99 {:.2} µs, p99.9 {:.2} µs, longest {:.0} µs ({} calls)",
         micros(at(0.5)),
         micros(at(0.99)),
         micros(at(0.999)),

@@ -20,8 +20,6 @@ const SEGMENT_BYTES: u64 = 64 << 20;
 const PAGE_BYTES: u32 = 256 << 10;
 /// Pages per sequence.
 const SEQUENCE: u64 = 20;
-/// Pages that retention learns per step.
-const SETTLE: usize = 256;
 
 struct Counting;
 
@@ -131,32 +129,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     per_page("index ready", began);
     let index = held_bytes() - before;
 
-    let began = Instant::now();
-    let mut longest = 0.0;
-    loop {
-        let step = Instant::now();
-        let more = log.warm_retention(SETTLE);
-        longest = step.elapsed().as_secs_f64().max(longest);
-        if !more {
-            break;
-        }
-    }
-    per_page("retention warmed", began);
-    println!("at most {:.2} ms for {SETTLE} pages", longest * 1e3);
-    let all = held_bytes() - before;
-
     let counts = log.counts();
     if counts.pages != pages || report.footers != tails.len() as u64 {
         return Err(format!("{} pages from {} footers", counts.pages, report.footers).into());
     }
     let each = |bytes: usize, pages: u64| bytes as f64 / pages as f64;
     println!("index: {:.1} bytes per page by allocated capacity", each(log.index_bytes() as usize, pages));
-    println!("index and empty retention: {:.1} bytes per page allocated", each(index, pages));
-    println!(
-        "retention: {:.1} bytes for each of {} ranked pages, {:.1} for each page",
-        each(all - index, counts.kept_pages),
-        counts.kept_pages,
-        each(all - index, pages)
-    );
+    println!("index: {:.1} bytes per page allocated", each(index, pages));
     Ok(())
 }

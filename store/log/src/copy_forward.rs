@@ -11,11 +11,10 @@
 
 use crate::L3Error;
 use crate::guards::{ReadGuard, WriteGuard};
-use crate::machine::{CopyForward, ReadTicket};
+use crate::machine::{CopyForward, ReadTicket, RecordRef};
 use crate::read::VerifiedPage;
 use crate::shared::{LogShared, Preparations};
 use futures::stream::{self, StreamExt};
-use larder_format::PageId;
 use larder_io::Priority;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -32,7 +31,7 @@ const MEMORY_RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// log.
 pub(crate) async fn copy_forward(shared: Arc<LogShared>, work: CopyForward, guard: CopyForwardGuard) {
     let retries = AtomicU32::new(MEMORY_RETRIES);
-    let copies = stream::iter(work.pages).map(|(id, number)| copy_page(&shared, id, number, &retries));
+    let copies = stream::iter(work.pages).map(|record| copy_page(&shared, record, &retries));
     let copied: Vec<_> = copies.buffer_unordered(COPIES_IN_FLIGHT).collect().await;
     let file = shared.segment_path(work.segment);
     let file = file.display();
@@ -87,15 +86,10 @@ impl Drop for CopyForwardGuard {
 }
 
 /// Copies one page. Returns the segment of the copy, or `None` if the page no longer needs one.
-async fn copy_page(
-    shared: &Arc<LogShared>,
-    id: PageId,
-    number: u64,
-    retries: &AtomicU32,
-) -> Result<Option<u32>, L3Error> {
-    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(&id, number)) else { return Ok(None) };
+async fn copy_page(shared: &Arc<LogShared>, record: RecordRef, retries: &AtomicU32) -> Result<Option<u32>, L3Error> {
+    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(record)) else { return Ok(None) };
     let Some((meta, payload)) = read_when_memory(shared, ticket, retries).await? else { return Ok(None) };
-    let Some(planned) = shared.update_log(|log| log.plan_copy(&id, number, &meta)) else { return Ok(None) };
+    let Some(planned) = shared.update_log(|log| log.plan_copy(record, &meta)) else { return Ok(None) };
     let segment = planned.header.place.segment;
     let bytes = payload.len() as u64;
     let answer = shared.submit_record(WriteGuard::new(shared, planned, None), Some(payload)).await?;

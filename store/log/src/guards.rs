@@ -4,7 +4,7 @@
 //! A ticket that never returns would keep its segment from being reclaimed, and the log would stop
 //! when it is full. A dropped future, a closed device and a panic all drop the guard.
 
-use crate::machine::{Entry, PlannedWrite, ReadTicket, WriteOutcome};
+use crate::machine::{Entry, PlannedWrite, ReadTicket, RecordRef, WriteOutcome};
 use crate::shared::LogShared;
 use larder_format::PageId;
 use larder_format::disk::RecordHeader;
@@ -51,26 +51,31 @@ impl Drop for WriteGuard {
     }
 }
 
+/// The record that a read is to find.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReadTarget {
+    /// The page that a client asked for. `None` in maintenance.
+    pub(crate) id: Option<PageId>,
+    pub(crate) record: RecordRef,
+    pub(crate) entry: Entry,
+}
+
 /// A read in flight. It keeps its segment from being reclaimed until the device has answered, even
 /// if the reader has given up.
 pub(crate) struct ReadGuard {
     shared: Arc<LogShared>,
-    id: PageId,
-    entry: Entry,
+    target: ReadTarget,
     ticket: Option<ReadTicket>,
 }
 
 impl ReadGuard {
     pub(crate) fn new(shared: &Arc<LogShared>, ticket: ReadTicket) -> ReadGuard {
-        ReadGuard { shared: shared.clone(), id: ticket.id, entry: ticket.entry, ticket: Some(ticket) }
+        let target = ReadTarget { id: ticket.id, record: ticket.record, entry: ticket.entry };
+        ReadGuard { shared: shared.clone(), target, ticket: Some(ticket) }
     }
 
-    pub(crate) fn id(&self) -> PageId {
-        self.id
-    }
-
-    pub(crate) fn entry(&self) -> Entry {
-        self.entry
+    pub(crate) fn target(&self) -> ReadTarget {
+        self.target
     }
 }
 

@@ -25,13 +25,12 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct L3Entry {
     pub payload_bytes: u32,
     pub generation: u64,
-    pub position: u32,
 }
 
 impl From<&Entry> for L3Entry {
     fn from(entry: &Entry) -> L3Entry {
-        let Entry { payload_bytes, generation, position, .. } = *entry;
-        L3Entry { payload_bytes, generation, position }
+        let Entry { payload_bytes, generation, .. } = *entry;
+        L3Entry { payload_bytes, generation }
     }
 }
 
@@ -54,10 +53,6 @@ impl L3Location {
 
     pub fn payload_bytes(&self) -> u32 {
         self.0.entry.payload_bytes
-    }
-
-    pub fn position(&self) -> u32 {
-        self.0.entry.position
     }
 
     pub fn entry(&self) -> L3Entry {
@@ -189,10 +184,10 @@ impl L3 {
     }
 
     /// Records a use of pages that a faster tier served. Without it, retention would take the most
-    /// used pages for unused ones. Does not wait for the log, so it may lose some uses while the
-    /// log is busy.
+    /// used pages for unused ones. Does not wait for the log: while another thread changes the log,
+    /// uses are lost.
     pub fn touch(&self, ids: &[PageId]) {
-        ids.iter().for_each(|id| self.shared().note_use(*id));
+        self.shared().try_with_log(|log| ids.iter().for_each(|id| log.touch(id)));
     }
 
     /// Sets the listener for pages that were dropped because of damage. It runs on the device's
@@ -342,4 +337,61 @@ async fn within<T>(
 ) -> Result<T, L3Error> {
     // Only the caller stops waiting. The device completes the request and reports it to the log.
     tokio::time::timeout_at(deadline.into(), work).await.unwrap_or(Err(L3Error::Deadline(activity)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::PageKey;
+
+    fn id(n: u8) -> PageId {
+        PageId { namespace: NamespaceId([1; 32]), key: PageKey([n; 32]) }
+    }
+
+    async fn open(dir: &std::path::Path, arena: &Arc<Arena>) -> L3 {
+        let options = L3Options { segment_bytes: 1 << 20, ..L3Options::new(dir, (6 << 20) + SMALL_FILES_BYTES) };
+        let l3 = L3::open(options, arena.clone()).await.unwrap();
+        l3.recovered().await.unwrap();
+        l3
+    }
+
+    async fn put(l3: &L3, arena: &Arc<Arena>, n: u8) {
+        let payload = [n; 5000];
+        let mut meta = PageMeta::describe(id(n), PageKey::NONE, 0, vec![5000], &payload);
+        meta.generation = u64::from(n);
+        let mut slot = arena.allocate(5000).unwrap();
+        slot.copy_from_slice(&payload);
+        l3.write(meta, slot.freeze(), Instant::now() + Duration::from_secs(60)).await.unwrap();
+    }
+
+    async fn get(l3: &L3, n: u8) -> Option<u8> {
+        let (meta, slot) = l3.read(&id(n), Instant::now() + Duration::from_secs(60)).await.unwrap()?;
+        assert_eq!(meta.id, id(n));
+        Some(slot[0])
+    }
+
+    /// Pages with the same fingerprint share an index entry. A reader of one of them never gets the
+    /// other, and a forget deletes the named page only.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn page_with_the_fingerprint_of_another_is_a_miss() {
+        let dir = tempfile::tempdir().unwrap();
+        let arena = Arena::new(4 << 20).unwrap();
+        let l3 = open(dir.path(), &arena).await;
+        l3.shared().update_log(|log| log.make_fingerprints_equal());
+        put(&l3, &arena, 1).await;
+        assert_eq!((get(&l3, 1).await, get(&l3, 2).await), (Some(1), None));
+        assert!(l3.lookup(&id(2)).is_some(), "the lookup cannot tell");
+        let location = l3.lookup(&id(2)).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        assert!(l3.read_meta_at(&location, deadline).await.unwrap().is_none());
+        assert_eq!((l3.stats().corrupt, get(&l3, 1).await), (0, Some(1)), "no damage");
+        assert_eq!(l3.forget(&[id(2)], deadline).await.unwrap(), 1);
+        assert_eq!(get(&l3, 1).await, None, "they shared the entry");
+        l3.close().await;
+        drop(l3);
+
+        let l3 = open(dir.path(), &arena).await;
+        assert_eq!((get(&l3, 1).await, get(&l3, 2).await), (Some(1), None), "the tombstone names the other page");
+        l3.close().await;
+    }
 }

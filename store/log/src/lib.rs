@@ -21,7 +21,7 @@
 //! | `background`, `prepare`, `copy_forward` | segments, footers, syncs, expiry, copies |
 //! | `scrub` | reads all pages at a low rate, to find damage early |
 //! | `memory` | memory for blocks that state the identity of the log |
-//! | `shared`, `guards` | shared state, and guards for reads and writes in flight |
+//! | `shared`, `lock`, `guards` | shared state, its lock, and guards for reads and writes in flight |
 //! | `damage`, `report` | the listener for damaged pages, and the report of a recovery |
 //!
 //! `docs/internals/log-and-recovery.md` explains the design.
@@ -35,6 +35,7 @@ mod error;
 mod forget;
 mod guards;
 mod l3;
+mod lock;
 pub mod machine;
 mod memory;
 mod options;
@@ -50,6 +51,7 @@ mod write;
 
 pub use error::L3Error;
 pub use l3::{L3, L3Entry, L3Location};
+pub use lock::LogLock;
 pub use machine::Pin;
 pub use options::{L3Options, WRITE_QUEUE_BYTES_MAX};
 pub use report::{RecoveryProgress, RecoveryReport};

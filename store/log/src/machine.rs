@@ -28,7 +28,7 @@
 //! | --- | --- | --- |
 //! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
 //! | `Index` | `index` | page → record, fallback records, namespaces |
-//! | `Retention` | `retention` | ranking of pages, pins, order by expiry |
+//! | `Retention` | `retention` | pins, order by quota and by expiry |
 //! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
 //! | `RecoveryState` | `recovery` | progress of the start |
 //!
@@ -36,7 +36,6 @@
 //! `quota`, `prepare` (the next segment), `copy_forward`, `footer`, `scrub`; `triage`, `scan` and
 //! `recovery` at a start.
 
-use larder_evict::HitDensity;
 use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace};
 use larder_format::footer::{Footer, FooterRoom};
 use larder_format::{NamespaceId, PageId, is_expired};
@@ -70,7 +69,7 @@ pub use copy_forward::CopyForward;
 pub use footer::PlannedFooter;
 pub use forget::Forget;
 pub use prepare::{Prepare, PrepareOutcome};
-pub use read::{Location, ReadTicket};
+pub use read::{Location, ReadTicket, RecordRef};
 pub use recovery::{RecoveryError, RecoveryResult};
 pub use retention::{Pin, PinError};
 pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
@@ -80,7 +79,7 @@ pub use triage::{FoundSegment, Recovery, SegmentEpoch};
 
 use index::Index;
 use prepare::NextSegment;
-use recovery::{RecoveryState, RetentionWarmup};
+use recovery::RecoveryState;
 use retention::Retention;
 use segments::Segments;
 use unindexed::UnindexedRecords;
@@ -94,20 +93,13 @@ pub struct LogConfig {
     /// Seed of the index's hash. It must be unknown to clients, or they could choose keys that
     /// collide.
     pub hash_seed: u64,
-    /// Percentage of the log's bytes for pages that are copied when their segment is reclaimed,
-    /// because they will probably be used again. With 0, pages are evicted in the order in which
-    /// they came. Default [`KEEP_PERCENT_DEFAULT`], maximum 90.
+    /// Maximum percentage of a segment for copies of pages that were used, when another segment is
+    /// reclaimed, on average. With 0, pages are evicted in the order in which they came. Default
+    /// [`KEEP_PERCENT_DEFAULT`], maximum 90.
     pub keep_percent: u8,
     /// Quota in bytes of a namespace for which [`Log::set_quota`] set none. `u64::MAX` for no
     /// limit.
     pub quota_default: u64,
-}
-
-impl LogConfig {
-    fn retained_bytes_max(&self) -> u64 {
-        let bytes = self.segment_bytes.saturating_mul(u64::from(self.segments_max));
-        bytes / 100 * u64::from(self.keep_percent.min(90))
-    }
 }
 
 /// Index entry of a page, as readers and the scrub see it. It is a snapshot: the record may be
@@ -119,7 +111,6 @@ pub struct Entry {
     pub number: u64,
     pub payload_bytes: u32,
     pub generation: u64,
-    pub position: u32,
     /// Expiry in milliseconds since 1970, up to a second early. 0 if the page never expires.
     pub expires_unix_ms: u64,
 }
@@ -174,8 +165,8 @@ pub struct Log {
     unindexed: UnindexedRecords,
     /// Present until every segment was recovered.
     recovery: Option<RecoveryState>,
-    /// Present until retention knows every recovered page.
-    warmup: Option<RetentionWarmup>,
+    /// Bytes of pages without a hard pin that may be copied.
+    copy_credit: u64,
     intents: VecDeque<Intent>,
     /// No more writes: a segment is in an unknown state, see [`AppendError::Stopped`].
     stopped: bool,
@@ -189,10 +180,10 @@ impl Log {
             segments: Segments::new(config.segment_bytes),
             next_segment: NextSegment::None,
             index: Index::new(config.hash_seed, config.quota_default),
-            retention: Retention::new(config.retained_bytes_max(), HitDensity::new(config.hash_seed)),
+            retention: Retention::default(),
             unindexed: UnindexedRecords::default(),
             recovery: None,
-            warmup: None,
+            copy_credit: config.copy_credit_max(),
             intents: VecDeque::new(),
             stopped: false,
             counts: LogCounts::default(),
@@ -219,8 +210,8 @@ impl Log {
             segments_max: u64::from(self.config.segments_max),
             segments_used: self.segments.used() as u64,
             segments_unsynced: self.segments.unsynced().count() as u64,
-            kept_pages: self.retention.pages() as u64,
-            kept_bytes: self.retention.bytes(),
+            kept_pages: self.index.used_pages(),
+            kept_bytes: self.index.used_bytes(),
             pinned_bytes: self.retention.pinned_bytes(),
             ..self.counts
         }

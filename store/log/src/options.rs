@@ -39,9 +39,9 @@ pub struct L3Options {
     pub segment_bytes: u64,
     /// Maximum number of requests in flight to the device, 1..=1024. Default 16.
     pub queue_depth: u32,
-    /// Percentage of the log for pages that will probably be used again, 0..=75. They are copied
-    /// when their segment is reclaimed. A higher value keeps more and writes more: at most 1 / (1 -
-    /// keep) times the bytes of all puts.
+    /// Percentage of the segments, on average, for copies of pages that were used, 0..=75. They are
+    /// copied when their segment is reclaimed. A higher value keeps more and writes more: at most 1
+    /// / (1 - keep) times the bytes of all puts.
     pub keep_percent: u8,
     /// Quota in bytes of a namespace for which [`L3::set_quota`](crate::L3::set_quota) set none.
     /// Default `u64::MAX`: no limit.

@@ -5,8 +5,8 @@
 //! evidence.
 
 use crate::L3Error;
-use crate::guards::ReadGuard;
-use crate::machine::{Entry, Location, ReadTicket};
+use crate::guards::{ReadGuard, ReadTarget};
+use crate::machine::{Location, ReadTicket};
 use crate::memory::RecordMemory;
 use crate::shared::LogShared;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
@@ -27,26 +27,34 @@ impl LogShared {
     pub(crate) async fn read_page(self: &Arc<Self>, id: &PageId) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
         let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
-        self.read_client_record(ticket).await
+        self.read_client_record(id, ticket).await
     }
 
     pub(crate) async fn read_page_at(self: &Arc<Self>, location: &Location) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
         let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
-        self.read_client_record(ticket).await
+        self.read_client_record(&location.id, ticket).await
     }
 
     /// Reads a record for a client. If the record is damaged, reads the record that it was copied
     /// from.
-    async fn read_client_record(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<VerifiedPage>, L3Error> {
-        let id = ticket.id;
-        self.note_use(id);
+    async fn read_client_record(
+        self: &Arc<Self>,
+        id: &PageId,
+        ticket: ReadTicket,
+    ) -> Result<Option<VerifiedPage>, L3Error> {
+        let first = ticket.record;
         let mut page = self.read_record(ticket, Priority::Demand).await?;
         if page.is_none() {
             // The damaged record was dropped. The index finds the original now, if its segment
             // still exists.
             let now = self.clock.now_unix_ms();
-            let Some(ticket) = self.with_log(|log| log.begin_read(&id, now)) else { return Ok(None) };
+            let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+            if ticket.record == first {
+                // The record is intact, and of another page with the same fingerprint.
+                drop(ReadGuard::new(self, ticket));
+                return Ok(None);
+            }
             page = self.read_record(ticket, Priority::Demand).await?;
         }
         if let Some((_, payload)) = &page {
@@ -62,12 +70,11 @@ impl LogShared {
     pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
         let now = self.clock.now_unix_ms();
         let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
-        let id = ticket.id;
         if let Some(meta) = self.read_header(ticket).await? {
             return Ok(Some(meta));
         }
         // The record that it was copied from, as for a read of the whole page.
-        match self.with_log(|log| log.begin_read(&id, now)) {
+        match self.with_log(|log| log.begin_read(&location.id, now)) {
             Some(ticket) => self.read_header(ticket).await,
             None => Ok(None),
         }
@@ -75,16 +82,15 @@ impl LogShared {
 
     async fn read_header(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<PageMeta>, L3Error> {
         let guard = ReadGuard::new(self, ticket);
-        let id = guard.id();
-        let entry = guard.entry();
+        let target = guard.target();
         let memory = RecordMemory::header(&self.arena).ok_or(L3Error::NoMemory { bytes: BLOCK_BYTES })?;
         let Some(RecordMemory { slot, .. }) = self.read_blocks(memory, guard, Priority::Demand).await? else {
             return Ok(None);
         };
-        match self.verify_header(&id, &entry, &slot) {
-            Ok(meta) => Ok(Some(meta)),
+        match self.verify_header(&target, &slot) {
+            Ok(meta) => Ok(target.is_wanted(&meta).then_some(meta)),
             Err(problem) => {
-                self.drop_damaged(&id, &entry, &problem, &slot);
+                self.drop_damaged(&target, &problem, &slot);
                 Ok(None)
             }
         }
@@ -98,7 +104,7 @@ impl LogShared {
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
         let guard = ReadGuard::new(self, ticket);
-        let memory = self.allocate_record(guard.entry().payload_bytes as usize)?;
+        let memory = self.allocate_record(guard.target().entry.payload_bytes as usize)?;
         self.read_record_into(memory, guard, priority).await
     }
 
@@ -110,15 +116,14 @@ impl LogShared {
         guard: ReadGuard,
         priority: Priority,
     ) -> Result<Option<VerifiedPage>, L3Error> {
-        let id = guard.id();
-        let entry = guard.entry();
+        let target = guard.target();
         // Header and payload are adjacent: one request reads both.
         let Some(memory) = self.read_blocks(memory, guard, priority).await? else { return Ok(None) };
         let (header, payload) = memory.split();
-        match self.verify_record(&id, &entry, &header, &payload) {
-            Ok(meta) => Ok(Some((meta, payload.freeze()))),
+        match self.verify_record(&target, &header, &payload) {
+            Ok(meta) => Ok(target.is_wanted(&meta).then(|| (meta, payload.freeze()))),
             Err(problem) => {
-                self.drop_damaged(&id, &entry, &problem, &header);
+                self.drop_damaged(&target, &problem, &header);
                 Ok(None)
             }
         }
@@ -132,10 +137,10 @@ impl LogShared {
         guard: ReadGuard,
         priority: Priority,
     ) -> Result<Option<RecordMemory>, L3Error> {
-        let id = guard.id();
-        let entry = guard.entry();
-        let segment = entry.place.segment;
-        let operation = Operation::read_split(entry.place.offset, memory.block, memory.slot);
+        let target = guard.target();
+        let place = target.entry.place;
+        let segment = place.segment;
+        let operation = Operation::read_split(place.offset, memory.block, memory.slot);
         let (reply, answer) = oneshot::channel();
         let on_done = move |done: Done| {
             if fail_point!("log.abandoned-read-leaks") && reply.is_closed() {
@@ -151,14 +156,14 @@ impl LogShared {
         if let Err(error) = result {
             // The file ends inside the record: an operator truncated it.
             if error.kind() == io::ErrorKind::UnexpectedEof {
-                self.drop_damaged(&id, &entry, &error, &[]);
+                self.drop_damaged(&target, &error, &[]);
                 return Ok(None);
             }
             // The record may be readable later, but until then every reader would wait for an
             // error. The scrub reads all pages of a device that may fail for a moment only, so it
             // drops none.
             if priority != Priority::Idle {
-                self.update_log(|log| log.drop_damaged(&id, entry.number));
+                self.update_log(|log| log.drop_damaged(target.record));
             }
             return Err(self.io_error("read", segment, error));
         }
@@ -168,20 +173,23 @@ impl LogShared {
 
     /// Checks that header and payload are the record that the index names, with every byte intact.
     /// Returns the metadata of the page, or a description of the damage.
-    fn verify_record(&self, id: &PageId, entry: &Entry, header: &[u8], payload: &[u8]) -> Result<PageMeta, String> {
-        let meta = self.verify_header(id, entry, header)?;
+    fn verify_record(&self, target: &ReadTarget, header: &[u8], payload: &[u8]) -> Result<PageMeta, String> {
+        let meta = self.verify_header(target, header)?;
         if !fail_point!("log.read-skips-checksum") {
             meta.verify(&meta.id, payload).map_err(|mismatch| mismatch.to_string())?;
         }
         Ok(meta)
     }
 
-    /// Checks that a header is that of the record that the index names, of the page that was
-    /// requested. Returns the metadata of the page, or a description of the damage.
-    fn verify_header(&self, id: &PageId, entry: &Entry, header: &[u8]) -> Result<PageMeta, String> {
+    /// Checks that a header is that of the record that the index names. Returns the metadata of its
+    /// page, or a description of the damage.
+    fn verify_header(&self, target: &ReadTarget, header: &[u8]) -> Result<PageMeta, String> {
+        let entry = &target.entry;
         let record = RecordHeader::decode_at_stated_place(header, &self.log_id).map_err(|error| error.to_string())?;
         let RecordBody::Page(meta) = record.body else { return Err("the record is not a page".into()) };
-        let is_expected = record.place == entry.place && record.number == entry.number && meta.id == *id;
+        // Numbers are unique in the log, so this is the record that was indexed. Its header states
+        // the page.
+        let is_expected = record.place == entry.place && record.number == entry.number;
         if !is_expected && !fail_point!("log.read-skips-identity") {
             return Err(format!(
                 "another record is here: number {} of page {:?}, written for {:?}",
@@ -191,11 +199,14 @@ impl LogShared {
         Ok(meta)
     }
 
-    /// Drops a damaged page, counts it, and logs the evidence. The damage listener is called only
-    /// if the record was still the current one.
-    fn drop_damaged(&self, id: &PageId, entry: &Entry, problem: &dyn Display, header: &[u8]) {
+    /// Drops a damaged page, counts it, and logs the evidence. Calls the damage listener if the
+    /// record was still the current one, and the page is known: maintenance learns its name from
+    /// the header only.
+    fn drop_damaged(&self, target: &ReadTarget, problem: &dyn Display, header: &[u8]) {
+        let entry = &target.entry;
         self.counters.corrupt.add(1);
-        let was_current = self.update_log(|log| log.drop_damaged(id, entry.number));
+        let id = target.id.or_else(|| self.stated_page(target, header));
+        let was_current = self.update_log(|log| log.drop_damaged(target.record));
         tracing::warn!(
             page = ?id,
             file = %self.segment_path(entry.place.segment).display(),
@@ -207,8 +218,21 @@ impl LogShared {
             %problem,
             "L3: dropped a damaged page; readers get a miss. If this repeats, check the device and run `larder verify`"
         );
-        if was_current {
-            self.damage.report(*id);
+        if let Some(id) = id.filter(|_| was_current) {
+            self.damage.report(id);
         }
+    }
+
+    /// The page that an intact header names.
+    fn stated_page(&self, target: &ReadTarget, header: &[u8]) -> Option<PageId> {
+        self.verify_header(target, header).ok().map(|meta| meta.id)
+    }
+}
+
+impl ReadTarget {
+    /// Returns `true` unless the client asked for another page, which has the same fingerprint. Its
+    /// answer is a miss.
+    fn is_wanted(&self, meta: &PageMeta) -> bool {
+        self.id.is_none_or(|id| id == meta.id) || fail_point!("log.read-skips-identity")
     }
 }

@@ -40,9 +40,6 @@ const SCANS: usize = 16;
 /// Maximum bytes of memory per scan. A scan that gets less proceeds in smaller steps and
 /// takes longer.
 const SCAN_BYTES: usize = 1 << 20;
-/// Number of pages that retention learns under one lock of the log. Readers get their turn between
-/// two batches.
-const WARMUP_PAGES: usize = 512;
 /// Retries of a scan for memory: 10 s in total. Other devices and clients may hold all of it for a
 /// while.
 const MEMORY_RETRIES: u32 = 1000;
@@ -240,9 +237,6 @@ pub(crate) async fn recover(
     // The last writes of a crashed process may still be in the device's cache. A power failure must
     // not take them now, after they were served.
     shared.sync_all().await;
-    while shared.update_log(|log| log.warm_retention(WARMUP_PAGES)) {
-        tokio::task::yield_now().await;
-    }
 }
 
 /// Scans all segments. Returns the numbers of the empty ones, or `None` if recovery cannot

@@ -8,9 +8,8 @@
 //! Invariant: the log's lock is held for one segment at most, and nothing is sorted under it.
 
 use crate::L3Options;
-use crate::machine::{Entry, ScrubList};
+use crate::machine::{Entry, RecordRef, ScrubList};
 use crate::shared::LogShared;
-use larder_format::PageId;
 use larder_format::disk::record_bytes;
 use larder_io::{Priority, SmallFile};
 use larder_runtime::sync::Mutex;
@@ -223,9 +222,9 @@ async fn scrub_step(shared: &Arc<LogShared>, progress: &mut ScrubProgress, list:
         *list = None;
     }
     let mut bytes = 0;
-    for (id, entry) in pages {
+    for (record, entry) in pages {
         progress.position = Some((entry.place.epoch, entry.place.offset));
-        scrub_page(shared, &id, &entry, progress).await;
+        scrub_page(shared, record, &entry, progress).await;
         bytes += record_bytes(entry.payload_bytes as usize) as u64;
     }
     progress.bytes += bytes;
@@ -241,9 +240,9 @@ fn end_pass(shared: &LogShared, progress: &mut ScrubProgress) {
     tracing::info!(%dir, pages = progress.pages, damaged = progress.damaged, "L3: scrub pass completed");
 }
 
-async fn scrub_page(shared: &Arc<LogShared>, id: &PageId, entry: &Entry, progress: &mut ScrubProgress) {
+async fn scrub_page(shared: &Arc<LogShared>, record: RecordRef, entry: &Entry, progress: &mut ScrubProgress) {
     // The page may have been forgotten or replaced since the step began.
-    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(id, entry.number)) else { return };
+    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(record)) else { return };
     match shared.read_record(ticket, Priority::Idle).await {
         Ok(Some(_)) => progress.pages += 1,
         Ok(None) => {
@@ -252,7 +251,7 @@ async fn scrub_page(shared: &Arc<LogShared>, id: &PageId, entry: &Entry, progres
         }
         Err(error) => {
             progress.skipped += 1;
-            tracing::debug!(page = ?id, %error, "L3: the scrub skipped a page");
+            tracing::debug!(place = ?entry.place, %error, "L3: the scrub skipped a page");
         }
     }
 }

@@ -5,12 +5,12 @@
 //! - Every planned write and every read ticket returns to the log exactly once, see `guards.rs`.
 
 use crate::damage::DamageReports;
+use crate::lock::LogLock;
 use crate::machine::{Log, SyncTicket};
 use crate::options::WRITE_QUEUE_BYTES_MAX;
 use crate::report::RecoveryProgress;
 use crate::stats::Counters;
 use crate::{L3Error, L3Options};
-use larder_format::PageId;
 use larder_format::disk::{BLOCK_BYTES, LogId};
 use larder_io::device::run;
 use larder_io::{Device, Done, Operation, Priority, RingClosed, segment_name};
@@ -22,10 +22,6 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::sync::{Notify, Semaphore, oneshot};
-
-/// Maximum number of uses that wait for a change of the log. Each takes some 0.5 µs of the
-/// exclusive lock.
-const USES_MAX: usize = 64;
 
 /// Results of all preparations so far, for writers that wait for room.
 #[derive(Debug, Clone, Default)]
@@ -46,11 +42,7 @@ impl Preparations {
 pub(crate) struct LogShared {
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Arc<dyn Device>,
-    /// Lookups share the lock. Plans and reports take it exclusively. It is held for short
-    /// computations only, never across an await.
-    log: RwLock<Log>,
-    /// Pages used since the last change of the log, at most [`USES_MAX`]. A leaf lock.
-    uses: Mutex<Vec<PageId>>,
+    log: LogLock,
     pub(crate) log_id: LogId,
     pub(crate) segment_bytes: u64,
     pub(crate) counters: Counters,
@@ -79,8 +71,7 @@ impl LogShared {
             arena,
             device,
             segment_bytes: log.config().segment_bytes,
-            log: RwLock::new(log),
-            uses: Mutex::default(),
+            log: LogLock::new(log),
             log_id,
             counters: Counters::default(),
             write_queue: Arc::new(Semaphore::new(WRITE_QUEUE_BYTES_MAX / BLOCK_BYTES)),
@@ -100,16 +91,17 @@ impl LogShared {
         read(&self.log.read())
     }
 
+    /// As [`with_log`](Self::with_log), unless another thread changes the log right now.
+    pub(crate) fn try_with_log(&self, read: impl FnOnce(&Log)) {
+        if let Some(log) = self.log.try_read() {
+            read(&log);
+        }
+    }
+
     /// Changes the log under the exclusive lock, and wakes the background task if there is work for
     /// it.
     pub(crate) fn update_log<R>(&self, change: impl FnOnce(&mut Log) -> R) -> R {
-        let uses = std::mem::take(&mut *self.uses.lock());
-        self.change(self.log.write(), &uses, change)
-    }
-
-    fn change<R>(&self, mut log: RwLockWriteGuard<'_, Log>, uses: &[PageId], change: impl FnOnce(&mut Log) -> R) -> R {
-        // First, so that the change sees them.
-        uses.iter().for_each(|id| log.touch(id));
+        let mut log = self.log.write();
         let result = change(&mut log);
         let has_intents = log.has_intents();
         // Unlocked first: the woken task needs the lock at once.
@@ -119,22 +111,6 @@ impl LogShared {
             self.intents.notify_one();
         }
         result
-    }
-
-    /// Records a use of a page at the next change of the log. Never waits for the lock of the log.
-    /// If [`USES_MAX`] uses wait already, the use is lost, and the page looks a little less used.
-    pub(crate) fn note_use(&self, id: PageId) {
-        let is_full = {
-            let mut uses = self.uses.lock();
-            if uses.len() < USES_MAX {
-                uses.push(id);
-            }
-            uses.len() >= USES_MAX
-        };
-        if is_full && let Some(log) = self.log.try_write() {
-            let uses = std::mem::take(&mut *self.uses.lock());
-            self.change(log, &uses, |_| ());
-        }
     }
 
     pub(crate) fn ensure_open(&self) -> Result<(), L3Error> {

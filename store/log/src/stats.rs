@@ -33,8 +33,8 @@ pub struct L3Stats {
     pub write_queue_bytes: u64,
     pub forgotten_pages: u64,
     pub evicted_pages: u64,
-    /// Pages that retention ranks. A copy-forward copies them if they were used since their put,
-    /// and all others are evicted with their segment.
+    /// Pages used since their record was written, or since the start. A copy-forward copies them,
+    /// and all others without a pin are evicted with their segment.
     pub kept_pages: u64,
     pub kept_bytes: u64,
     pub pinned_bytes: u64,
@@ -45,7 +45,7 @@ pub struct L3Stats {
     pub copied_forward_pages: u64,
     pub copied_forward_bytes: u64,
     /// Bytes of memory allocated for the index: entries, hash tables, and lists of slots per
-    /// segment. Retention is not included.
+    /// segment. The orders by quota and by expiry are not included.
     pub index_bytes: u64,
     pub corrupt: u64,
     pub io_errors: u64,

@@ -73,7 +73,7 @@ impl Log {
         let planned = self.plan(RecordBody::Page(meta.clone()), &meta.id.namespace, bytes)?;
         Ok(match planned {
             Some(write) => {
-                self.unindexed.write_planned(&meta.id);
+                self.unindexed.write_planned(self.index.fingerprint(&meta.id));
                 if fail_point!("log.visible-before-write") {
                     self.publish_page(&write.header);
                 }
@@ -185,7 +185,8 @@ impl Log {
     }
 
     fn page_write_ended(&mut self, header: &RecordHeader, id: &PageId, outcome: WriteOutcome) {
-        let forgotten = self.unindexed.write_ended(id, header.number);
+        let page = self.index.fingerprint(id);
+        let forgotten = self.unindexed.write_ended(page, header.number);
         let evicted = self.segments.is_reclaiming(header.place.segment);
         match outcome {
             WriteOutcome::NotSent => {}
@@ -193,7 +194,7 @@ impl Log {
             WriteOutcome::Written if !evicted => self.publish_page(header),
             WriteOutcome::Written | WriteOutcome::Failed => {
                 self.counts.evicted_pages += u64::from(evicted);
-                self.unindexed.add(*id, header.number + 1, header.place.epoch);
+                self.unindexed.add(page, header.number + 1, header.place.epoch);
             }
         }
     }
@@ -211,13 +212,13 @@ impl Log {
             if pin == Pin::Hard && self.exceeds_quota_with(slot, &page) {
                 // The pinned page stays. The new one would be dropped for the quota at once.
                 self.counts.quota_pages += 1;
-                return self.unindexed.add(page.id, page.number + 1, header.place.epoch);
+                let fingerprint = self.index.fingerprint(&page.id);
+                return self.unindexed.add(fingerprint, page.number + 1, header.place.epoch);
             }
             self.remove_page(slot);
         }
         self.make_quota_room(&page.id.namespace, record_bytes(page.payload_bytes as usize) as u64);
         let slot = self.insert_page(segment, &page);
-        self.rank_page(slot);
         if self.index.namespace_bytes(&page.id.namespace) > self.index.quota(&page.id.namespace) {
             self.counts.quota_pages += 1;
             self.drop_page(slot);

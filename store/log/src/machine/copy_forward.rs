@@ -18,7 +18,7 @@
 //!    from a segment of the same size. They are at most a quarter of the log, so at most one
 //!    segment in four fills up with them.
 //! 2. The record for which the segment was opened.
-//! 3. Copies of other pages, up to seven eighths of the segment.
+//! 3. Copies of other pages, up to seven eighths of the segment, and on average `keep_percent`.
 //!
 //! Steps, and what a crash or failure leaves after each of them:
 //!
@@ -46,14 +46,17 @@
 //! - A log of fewer than [`SEGMENTS_MIN`] segments copies nothing.
 //! - If the next segment could not be created, copies take no more than the rest of the open one.
 
-use super::index::NONE;
 use super::*;
 use larder_format::PageMeta;
 use larder_format::disk::{RecordBody, record_bytes};
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 /// In a smaller log, the room for copies would be too large a share.
 const SEGMENTS_MIN: u32 = 4;
+
+/// Number of segments whose share copies may take at once, if few were made before. Pages that are
+/// used together were often put together.
+const CREDIT_SEGMENTS: u64 = 4;
 
 /// Copy these pages, sync the segment of the copies, and report to [`Log::copy_forward_done`] in
 /// any case. A copy is [`Log::begin_maintenance_read`], a verified read, and [`Log::plan_copy`].
@@ -62,9 +65,9 @@ pub struct CopyForward {
     /// The segment that is reclaimed next.
     pub segment: u32,
     pub epoch: u64,
-    /// Pages to copy with the numbers of their records: hard-pinned ones first, then in the order
+    /// Records to copy: those of hard-pinned pages first, then soft-pinned ones, then in the order
     /// in which they became visible.
-    pub pages: Vec<(PageId, u64)>,
+    pub pages: Vec<RecordRef>,
 }
 
 #[derive(Debug)]
@@ -73,9 +76,8 @@ pub(super) struct CopyForwardState {
     source: SegmentEpoch,
     /// Open segment in which room for the copies is reserved.
     target: SegmentEpoch,
-    /// Pages without a planned copy, with the numbers of their records. At the end they are
-    /// evicted.
-    left: BTreeMap<PageId, u64>,
+    /// Numbers of the records without a planned copy. At the end their pages are evicted.
+    left: BTreeSet<u64>,
 }
 
 /// Pages of the oldest segment that were chosen for copies so far. Room for each is reserved.
@@ -85,13 +87,24 @@ pub(super) struct ChoiceOfCopies {
     target: SegmentEpoch,
     /// Position in the source's list of slots.
     next: usize,
-    /// The first pass takes the hard-pinned pages, and the second one all others.
-    is_pinned_pass: bool,
+    /// Pin of the pages that this pass takes: hard-pinned ones first, those without a pin last.
+    pass: Pin,
     /// The record for which the target was opened, until it has its place.
     beside: Option<(NamespaceId, u64)>,
-    pages: Vec<(PageId, u64)>,
-    /// The same pages, with the numbers of their records.
-    left: BTreeMap<PageId, u64>,
+    pages: Vec<RecordRef>,
+    /// Their numbers.
+    left: BTreeSet<u64>,
+}
+
+impl LogConfig {
+    /// Bytes of copies that each reclaim allows, on average.
+    fn copied_bytes_share(&self) -> u64 {
+        self.segment_bytes / 100 * u64::from(self.keep_percent)
+    }
+
+    pub(super) fn copy_credit_max(&self) -> u64 {
+        self.copied_bytes_share() * CREDIT_SEGMENTS
+    }
 }
 
 impl Log {
@@ -117,7 +130,7 @@ impl Log {
             NextSegment::Evicting(segment) => return entry.segment == *segment,
             _ => return false,
         };
-        entry.segment == source && left.get(&self.index.id_of(slot)) != Some(&entry.number)
+        entry.segment == source && !left.contains(&entry.number)
     }
 
     /// Starts to reclaim the oldest segment, if the one just opened for a record of `bytes` is the
@@ -137,14 +150,15 @@ impl Log {
         let source = SegmentEpoch { segment, epoch };
         let target = self.segments.open_epoch().map(|(segment, open)| SegmentEpoch { segment, epoch: open.number() });
         let Some(target) = target.filter(|_| self.can_copy_forward()) else { return self.reclaim(segment) };
+        self.copy_credit = (self.copy_credit + self.config.copied_bytes_share()).min(self.config.copy_credit_max());
         let choice = ChoiceOfCopies {
             source,
             target,
             next: 0,
-            is_pinned_pass: self.retention.pinned_bytes() > 0,
+            pass: self.retention.first_pass(),
             beside: next_record.map(|(namespace, bytes)| (*namespace, bytes)),
             pages: Vec::new(),
-            left: BTreeMap::new(),
+            left: BTreeSet::new(),
         };
         self.next_segment = NextSegment::Choosing(choice);
         self.begin_steps();
@@ -159,7 +173,7 @@ impl Log {
         let NextSegment::Choosing(choice) = &self.next_segment else { return false };
         let end = self.segments.epoch(choice.target.segment).map_or(0, |target| target.end());
         let is_next_record = choice.beside == Some((*namespace, bytes));
-        choice.is_pinned_pass || (!is_next_record && end + bytes > self.config.segment_bytes / 8)
+        choice.pass == Pin::Hard || (!is_next_record && end + bytes > self.config.segment_bytes / 8)
     }
 
     /// Notes that the record for which the open segment was opened has its place, so that copies
@@ -190,8 +204,9 @@ impl Log {
             self.next_segment = NextSegment::Choosing(choice);
             return true;
         }
-        if choice.is_pinned_pass && is_open {
-            choice = ChoiceOfCopies { next: 0, is_pinned_pass: false, ..choice };
+        if choice.pass != Pin::None && is_open {
+            let pass = if choice.pass == Pin::Hard { Pin::Soft } else { Pin::None };
+            choice = ChoiceOfCopies { next: 0, pass, ..choice };
             self.next_segment = NextSegment::Choosing(choice);
             return true;
         }
@@ -209,53 +224,51 @@ impl Log {
         false
     }
 
-    /// Reserves room for the copy of a page, if it is worth one. Candidates are the pages in the
-    /// ranking of `retention` that were used or are pinned. The pages without a hard pin are added
-    /// only up to seven eighths of the segment.
+    /// Reserves room for the copy of a page, if it is worth one: it was used, or is pinned. Pages
+    /// without a hard pin are copied only up to seven eighths of the segment, and on average up to
+    /// `keep_percent`.
     fn consider_copy(&mut self, choice: &mut ChoiceOfCopies, slot: u32) {
         let entry = *self.index.get(slot);
-        let pin = self.retention.pin_of(slot);
         // A page that was never used is not worth a second write: traffic without readers is
         // written once.
         let is_candidate = entry.segment == choice.source.segment
-            && entry.retained_at != NONE
-            && (entry.is_used() || pin != Pin::None)
-            && choice.is_pinned_pass == (pin == Pin::Hard);
-        if !is_candidate {
-            return;
-        }
-        let id = self.index.id_of(slot);
+            && self.retention.pin_of(slot) == choice.pass
+            && (choice.pass != Pin::None || self.index.is_used(slot));
         // The list names a slot twice if it was reused for another page of the segment.
-        if choice.left.contains_key(&id) {
+        if !is_candidate || choice.left.contains(&entry.number) {
             return;
         }
         let segment_bytes = self.config.segment_bytes;
         let bytes = entry.record_bytes();
-        let is_pinned = choice.is_pinned_pass;
+        let is_pinned = choice.pass == Pin::Hard;
         let Some(target) = self.segments.epoch_mut(choice.target.segment) else { return };
         // Leave an eighth of every segment to new records, so that writers always make progress.
         // Hard-pinned pages are exempt: they are at most a quarter of the log.
-        if !is_pinned && target.reserved_bytes() + bytes > segment_bytes / 8 * 7 {
+        let is_over = target.reserved_bytes() + bytes > segment_bytes / 8 * 7 || bytes > self.copy_credit;
+        if !is_pinned && is_over {
             return;
         }
+        let namespace = *self.index.namespace_of(slot);
         let beside = choice.beside.as_ref().filter(|_| !is_pinned).map(|(namespace, bytes)| (namespace, *bytes));
-        if target.reserve_copy(segment_bytes, &id.namespace, bytes, beside) {
-            choice.pages.push((id, entry.number));
-            choice.left.insert(id, entry.number);
+        if target.reserve_copy(segment_bytes, &namespace, bytes, beside) {
+            choice.pages.push(RecordRef { number: entry.number, slot });
+            choice.left.insert(entry.number);
+            // Hard-pinned pages are copied without credit too.
+            self.copy_credit -= bytes.min(self.copy_credit);
         }
     }
 
-    /// Plans the copy of a page named by [`Intent::CopyForward`], whose record `number` has the
-    /// metadata `meta`. Returns `None` if another record of the page is current, or the reservation
-    /// is gone.
-    pub fn plan_copy(&mut self, id: &PageId, number: u64, meta: &PageMeta) -> Option<PlannedWrite> {
+    /// Plans the copy of a record named by [`Intent::CopyForward`], which has the metadata `meta`.
+    /// Returns `None` if another record of the page is current, or the reservation is gone.
+    pub fn plan_copy(&mut self, record: RecordRef, meta: &PageMeta) -> Option<PlannedWrite> {
+        let RecordRef { number, .. } = record;
         let NextSegment::CopyingForward(copying) = &self.next_segment else { return None };
-        if self.stopped || copying.left.get(id) != Some(&number) || meta.id != *id {
+        if self.stopped || !copying.left.contains(&number) {
             return None;
         }
         let SegmentEpoch { segment, epoch } = copying.target;
         // The number names the record. `meta` was read from the device, so it is compared as well.
-        let is_current = self.index.find(id).map(|slot| self.index.get(slot)).is_some_and(|entry| {
+        let is_current = self.index.find(&meta.id).map(|slot| self.index.get(slot)).is_some_and(|entry| {
             entry.number == number
                 && entry.generation == meta.generation
                 && entry.payload_bytes as usize == meta.payload_bytes()
@@ -268,10 +281,10 @@ impl Log {
         let target = RecordPlace { segment, epoch, offset: 0 };
         let offset = self.segments.epoch_at_mut(&target)?.allocate_reserved(bytes)?;
         if let NextSegment::CopyingForward(copying) = &mut self.next_segment {
-            copying.left.remove(id);
+            copying.left.remove(&number);
         }
         self.counts.copied_pages += 1;
-        self.unindexed.write_planned(id);
+        self.unindexed.write_planned(self.index.fingerprint(&meta.id));
         Some(self.planned(RecordPlace { offset, ..target }, RecordBody::Page(meta.clone())))
     }
 

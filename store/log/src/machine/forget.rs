@@ -33,12 +33,13 @@ impl Log {
     /// Forgets a page. No reader finds it from now on, even if a write of it is in flight. A later
     /// put is visible again.
     pub fn forget(&mut self, id: &PageId) -> Result<Forget, AppendError> {
-        let was_indexed = self.index.find(id).is_some();
+        let page = self.index.fingerprint(id);
+        let was_indexed = self.index.find_fingerprint(page).is_some();
         // Segments that recovery has not read yet may hold records of the page.
         if self.recovery.is_some() {
             return if self.stopped { Err(AppendError::Stopped) } else { Ok(Forget::Wait) };
         }
-        if !was_indexed && !self.unindexed.may_exist(id) {
+        if !was_indexed && !self.unindexed.may_exist(page) {
             return Ok(Forget::NotThere);
         }
         if fail_point!("log.forget-writes-no-tombstone") {
@@ -50,18 +51,18 @@ impl Log {
         };
         let number = tombstone.header.number;
         // The plan may have evicted the page to make room, so the lookup above may be stale.
-        let slot = self.index.find(id);
+        let slot = self.index.find_fingerprint(page);
         slot.map(|slot| self.remove_page(slot));
         let was_found = slot.is_some();
-        self.unindexed.delete_in_flight_below(id, number);
+        self.unindexed.delete_in_flight_below(page, number);
         // Until the tombstone is durable, a crash may bring older records back.
-        self.unindexed.add(*id, number, tombstone.header.place.epoch);
+        self.unindexed.add(page, number, tombstone.header.place.epoch);
         Ok(Forget::Write { tombstone, was_found })
     }
 
     /// Reports that tombstone `number` of a page is durable. From now on no crash brings an older
     /// record of the page back.
     pub fn forgotten(&mut self, id: &PageId, number: u64) {
-        self.unindexed.tombstone_durable(id, number);
+        self.unindexed.tombstone_durable(self.index.fingerprint(id), number);
     }
 }

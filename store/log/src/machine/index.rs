@@ -7,64 +7,76 @@
 //!   slots of its segment names the page.
 //!
 //! Layout: entries lie in a slab of fixed-size chunks, so growth never moves an entry. Hash tables
-//! map a page to its *slot*, its position in the slab. There are 64 tables, because a table that
-//! grows moves everything it has at once. The hash is seeded, so clients cannot choose keys that
-//! collide.
+//! map a page to its *slot*, its position in the slab. There are 4096 tables, because a table that
+//! grows moves everything it has at once.
 //!
-//! Entries name their namespace by a number, because namespaces are few and their names long. An
-//! entry keeps only 32 hash bits of its parent page. A false match, one in a billion, merely
-//! changes the order in which two unrelated pages are evicted.
+//! An entry does not hold its page's name, but a [`Fingerprint`] of it. Two pages with the same
+//! fingerprint would share an entry: one of them is a miss then. A reader compares the whole name
+//! with the record's header, so it never gets another page. Record 0020 has the figures.
+//!
+//! Entries name their namespace by a number, because namespaces are few and their names long.
 
 use hashbrown::HashTable;
 use larder_format::disk::{BLOCK_BYTES, RecordPlace, record_bytes};
 use larder_format::footer::PageSummary;
-use larder_format::{NamespaceId, PageId, PageKey};
+use larder_format::{NamespaceId, PageId};
 use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-pub(super) const NONE: u32 = u32::MAX;
-/// Entries per chunk of the slab: 320 KiB.
+/// Segment of a free slot.
+const NONE: u32 = u32::MAX;
+/// Entries per chunk of the slab: 192 KiB.
 const CHUNK: usize = 4096;
-const SHARDS: usize = 64;
-/// Flag in [`PackedEntry::block`] of a page that was used. A segment has far fewer blocks than
-/// 2^31.
-const USED: u32 = 1 << 31;
+const SHARDS: usize = 4096;
 /// Maximum number of namespaces that are kept for their quota alone.
 pub(super) const WITHOUT_PAGES_MAX: usize = 4096;
 const NEVER: u32 = u32::MAX;
 
-/// The index entry of a page: 80 bytes. A log of 1 TiB with pages of 64 KiB has some 16 million
+/// 96 bits of a keyed hash of a page's namespace and key.
+///
+/// The key is secret, so clients cannot choose pages that collide. By chance, two of 2^26 pages
+/// have the same fingerprint with a probability of 2^-45.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Fingerprint([u32; 3]);
+
+impl Fingerprint {
+    /// Number of the shard. The first shards get twice the pages of the last ones, and the others
+    /// lie between. Tables double when they are full, so equal shards would all grow at once, and
+    /// all be half empty afterwards.
+    fn shard(&self) -> usize {
+        let hash = u64::from(self.0[0]);
+        let skewed = (2 * hash + ((hash * hash) >> 32)) / 3;
+        ((skewed * SHARDS as u64) >> 32) as usize
+    }
+
+    /// Hash in the table of a shard. Independent of the bits that choose the shard.
+    fn hash(&self) -> u64 {
+        u64::from(self.0[1]) << 32 | u64::from(self.0[2])
+    }
+}
+
+/// The index entry of a page: 48 bytes. A log of 1 TiB with pages of 64 KiB has some 16 million
 /// entries, so the size matters.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PackedEntry {
-    key: PageKey,
     pub(super) number: u64,
     pub(super) generation: u64,
+    pub(super) fingerprint: Fingerprint,
     pub(super) namespace: u32,
-    parent_tag: u32,
     pub(super) segment: u32,
-    /// Offset of the record in its segment, in blocks, with the flag [`USED`].
+    /// Offset of the record in its segment, in blocks.
     block: u32,
     pub(super) payload_bytes: u32,
-    pub(super) position: u32,
     /// Expiry in seconds since 1970, rounded down: a page expires up to a second early, never late.
     expires_s: u32,
-    /// Index of the page's handle in the retention ranking, or [`NONE`].
-    pub(super) retained_at: u32,
 }
+
+const _: () = assert!(size_of::<PackedEntry>() == 48);
 
 impl PackedEntry {
     pub(super) fn offset(&self) -> u64 {
-        u64::from(self.block & !USED) * BLOCK_BYTES as u64
-    }
-
-    /// Returns `true` if the page was used since its put, or since the start of the process.
-    pub(super) fn is_used(&self) -> bool {
-        self.block & USED != 0
-    }
-
-    pub(super) fn set_used(&mut self) {
-        self.block |= USED;
+        u64::from(self.block) * BLOCK_BYTES as u64
     }
 
     pub(super) fn record_bytes(&self) -> u64 {
@@ -120,13 +132,30 @@ pub(super) struct Namespace {
 }
 
 #[derive(Debug)]
+struct Chunk {
+    entries: Vec<PackedEntry>,
+    /// A bit per entry: the page was used since its record was written, or since the start of the
+    /// process. Atomic, because readers that share the index set it.
+    used: Vec<AtomicU64>,
+}
+
+impl Chunk {
+    fn new() -> Chunk {
+        Chunk { entries: Vec::with_capacity(CHUNK), used: (0..CHUNK / 64).map(|_| AtomicU64::new(0)).collect() }
+    }
+}
+
+#[derive(Debug)]
 pub(super) struct Index {
     seed: u64,
+    /// Bits of fingerprints that count. A test clears some, so that pages collide.
+    #[cfg(test)]
+    fingerprint_mask: u32,
     quota_default: u64,
     /// Namespaces with a quota of their own that lost their last page, or never had one. Oldest
     /// first. Some have pages again.
     without_pages: VecDeque<u32>,
-    chunks: Vec<Vec<PackedEntry>>,
+    chunks: Vec<Chunk>,
     free: Vec<u32>,
     shards: Vec<HashTable<u32>>,
     namespaces: Vec<Namespace>,
@@ -134,6 +163,8 @@ pub(super) struct Index {
     namespaces_by_id: BTreeMap<NamespaceId, u32>,
     len: usize,
     record_bytes: u64,
+    used_pages: AtomicU64,
+    used_bytes: AtomicU64,
     /// By slot.
     fallbacks: BTreeMap<u32, FallbackRecord>,
 }
@@ -142,6 +173,8 @@ impl Index {
     pub(super) fn new(seed: u64, quota_default: u64) -> Index {
         Index {
             seed,
+            #[cfg(test)]
+            fingerprint_mask: u32::MAX,
             quota_default,
             without_pages: VecDeque::new(),
             chunks: Vec::new(),
@@ -152,6 +185,8 @@ impl Index {
             namespaces_by_id: BTreeMap::new(),
             len: 0,
             record_bytes: 0,
+            used_pages: AtomicU64::new(0),
+            used_bytes: AtomicU64::new(0),
             fallbacks: BTreeMap::new(),
         }
     }
@@ -166,88 +201,112 @@ impl Index {
 
     /// Bytes of heap memory, fallbacks excluded.
     pub(super) fn memory_bytes(&self) -> usize {
-        let slab = self.chunks.iter().map(|chunk| chunk.capacity() * size_of::<PackedEntry>()).sum::<usize>();
-        let tables = self.shards.iter().map(HashTable::allocation_size).sum::<usize>();
+        let slab = self.chunks.len() * CHUNK * size_of::<PackedEntry>() + self.chunks.len() * CHUNK / 8;
+        let tables = self.shards.iter().map(|table| size_of_val(table) + table.allocation_size()).sum::<usize>();
         let namespaces = self.namespaces.capacity() * (size_of::<Namespace>() + size_of::<(NamespaceId, u32)>());
         slab + tables + namespaces + (self.free.capacity() + self.namespaces_free.capacity()) * size_of::<u32>()
     }
 
-    pub(super) fn hash(&self, id: &PageId) -> u64 {
+    pub(super) fn fingerprint(&self, id: &PageId) -> Fingerprint {
         let mut hasher = DefaultHasher::new();
         hasher.write_u64(self.seed);
         hasher.write(&id.namespace.0);
         hasher.write(&id.key.0);
-        hasher.finish()
+        let first = hasher.finish();
+        // A longer message has an independent hash.
+        hasher.write_u8(1);
+        let words = [first as u32, (first >> 32) as u32, hasher.finish() as u32];
+        #[cfg(test)]
+        let words = words.map(|word| word & self.fingerprint_mask);
+        Fingerprint(words)
     }
 
-    fn tag(&self, id: &PageId) -> u32 {
-        (self.hash(id) >> 32) as u32
+    /// Lets all pages collide.
+    #[cfg(test)]
+    pub(super) fn make_fingerprints_equal(&mut self) {
+        self.fingerprint_mask = 0;
     }
 
     /// The slot of a page: one probe of a hash table.
     pub(super) fn find(&self, id: &PageId) -> Option<u32> {
-        let namespace = *self.namespaces_by_id.get(&id.namespace)?;
-        let tag = self.tag(id);
-        let is_it = |&slot: &u32| {
-            let entry = self.get(slot);
-            entry.key == id.key && entry.namespace == namespace
-        };
-        self.shards[shard_of(tag)].find(spread(tag), is_it).copied()
+        self.find_fingerprint(self.fingerprint(id))
     }
 
-    /// Returns `true` if record `number` of page `id` is in `slot`. Costs no hash probe, so a
-    /// caller that remembers a slot can check it first.
-    pub(super) fn is_at(&self, slot: u32, id: &PageId, number: u64) -> bool {
-        let entry = self.chunks.get(slot as usize / CHUNK).and_then(|chunk| chunk.get(slot as usize % CHUNK));
-        // A free slot has no segment. Record numbers are never reused, so the other fields only
-        // guard against a location of another log.
-        entry.is_some_and(|entry| {
-            entry.segment != NONE && entry.number == number && entry.key == id.key && self.id_of(slot) == *id
-        })
+    pub(super) fn find_fingerprint(&self, fingerprint: Fingerprint) -> Option<u32> {
+        let is_it = |&slot: &u32| self.get(slot).fingerprint == fingerprint;
+        self.shards[fingerprint.shard()].find(fingerprint.hash(), is_it).copied()
+    }
+
+    /// Returns `true` if record `number` is in `slot`. Costs no hash probe, so a caller that
+    /// remembers a slot can check it first. Record numbers are never reused.
+    pub(super) fn is_at(&self, slot: u32, number: u64) -> bool {
+        let chunk = self.chunks.get(slot as usize / CHUNK);
+        let entry = chunk.and_then(|chunk| chunk.entries.get(slot as usize % CHUNK));
+        entry.is_some_and(|entry| entry.segment != NONE && entry.number == number)
     }
 
     pub(super) fn get(&self, slot: u32) -> &PackedEntry {
-        &self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+        &self.chunks[slot as usize / CHUNK].entries[slot as usize % CHUNK]
     }
 
-    pub(super) fn get_mut(&mut self, slot: u32) -> &mut PackedEntry {
-        &mut self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+    fn get_mut(&mut self, slot: u32) -> &mut PackedEntry {
+        &mut self.chunks[slot as usize / CHUNK].entries[slot as usize % CHUNK]
     }
 
-    pub(super) fn id_of(&self, slot: u32) -> PageId {
-        let entry = self.get(slot);
-        PageId { namespace: self.namespaces[entry.namespace as usize].id, key: entry.key }
+    pub(super) fn namespace_of(&self, slot: u32) -> &NamespaceId {
+        &self.namespaces[self.get(slot).namespace as usize].id
     }
 
-    /// The slot of the previous page of the sequence, if that is indexed. The search compares only
-    /// 32 hash bits, so it may rarely find an unrelated page.
-    pub(super) fn parent_of(&self, slot: u32) -> Option<u32> {
-        let child = self.get(slot);
-        let position = child.position.checked_sub(1)?;
-        let is_it = |&slot: &u32| {
-            let entry = self.get(slot);
-            entry.namespace == child.namespace
-                && entry.position == position
-                && self.tag(&self.id_of(slot)) == child.parent_tag
-        };
-        self.shards[shard_of(child.parent_tag)].find(spread(child.parent_tag), is_it).copied()
+    fn used_word(&self, slot: u32) -> (&AtomicU64, u64) {
+        let at = slot as usize % CHUNK;
+        (&self.chunks[slot as usize / CHUNK].used[at / 64], 1 << (at % 64))
+    }
+
+    /// Returns `true` if the page was used since its record was written, or since the start of the
+    /// process.
+    pub(super) fn is_used(&self, slot: u32) -> bool {
+        let (word, bit) = self.used_word(slot);
+        word.load(Ordering::Relaxed) & bit != 0
+    }
+
+    /// Marks the page in `slot` as used. Needs no exclusive access.
+    pub(super) fn set_used(&self, slot: u32) {
+        let (word, bit) = self.used_word(slot);
+        // Tested first: a line that is only read stays in the caches of all cores. Relaxed: the
+        // bits order no other memory access, and the lock of the log orders them with changes.
+        if word.load(Ordering::Relaxed) & bit == 0 && word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
+            self.used_pages.fetch_add(1, Ordering::Relaxed);
+            self.used_bytes.fetch_add(self.get(slot).record_bytes(), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn clear_used(&mut self, slot: u32) {
+        let (word, bit) = self.used_word(slot);
+        if word.fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+            self.used_pages.fetch_sub(1, Ordering::Relaxed);
+            self.used_bytes.fetch_sub(self.get(slot).record_bytes(), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn used_pages(&self) -> u64 {
+        self.used_pages.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.used_bytes.load(Ordering::Relaxed)
     }
 
     /// Inserts a page that is not indexed, and returns its slot.
     pub(super) fn insert(&mut self, segment: u32, page: &PageSummary) -> u32 {
-        let parent = PageId { namespace: page.id.namespace, key: page.parent };
         let entry = PackedEntry {
-            key: page.id.key,
             number: page.number,
             generation: page.generation,
+            fingerprint: self.fingerprint(&page.id),
             namespace: self.intern(&page.id.namespace),
-            parent_tag: self.tag(&parent),
             segment,
             block: (page.offset / BLOCK_BYTES as u64) as u32,
             payload_bytes: page.payload_bytes,
-            position: page.position,
             expires_s: seconds(page.expires_unix_ms),
-            retained_at: NONE,
         };
         let slot = self.take_slot(entry);
         let namespace = &mut self.namespaces[entry.namespace as usize];
@@ -255,10 +314,10 @@ impl Index {
         namespace.bytes += entry.record_bytes();
         self.len += 1;
         self.record_bytes += entry.record_bytes();
-        let tag = self.tag(&page.id);
-        let mut shard = std::mem::take(&mut self.shards[shard_of(tag)]);
-        shard.insert_unique(spread(tag), slot, |&slot| spread(self.tag(&self.id_of(slot))));
-        self.shards[shard_of(tag)] = shard;
+        let shard = entry.fingerprint.shard();
+        let mut table = std::mem::take(&mut self.shards[shard]);
+        table.insert_unique(entry.fingerprint.hash(), slot, |&slot| self.get(slot).fingerprint.hash());
+        self.shards[shard] = table;
         slot
     }
 
@@ -266,23 +325,25 @@ impl Index {
         self.get(slot).is_same_put(page)
     }
 
+    /// Points an entry to another record of its put. The page counts as unused from then on.
     pub(super) fn relocate(&mut self, slot: u32, at: &FallbackRecord) {
+        self.clear_used(slot);
         let entry = self.get_mut(slot);
         entry.segment = at.segment;
-        entry.block = (entry.block & USED) | (at.offset / BLOCK_BYTES as u64) as u32;
+        entry.block = (at.offset / BLOCK_BYTES as u64) as u32;
         entry.number = at.number;
     }
 
     /// Removes the entry in `slot`, with its fallback. The next insertion reuses the slot, so
     /// callers must not keep it.
     pub(super) fn remove(&mut self, slot: u32) -> PackedEntry {
-        let id = self.id_of(slot);
         self.fallbacks.remove(&slot);
-        let tag = self.tag(&id);
-        if let Ok(found) = self.shards[shard_of(tag)].find_entry(spread(tag), |&other| other == slot) {
+        self.clear_used(slot);
+        let entry = *self.get(slot);
+        let fingerprint = entry.fingerprint;
+        if let Ok(found) = self.shards[fingerprint.shard()].find_entry(fingerprint.hash(), |&other| other == slot) {
             found.remove();
         }
-        let entry = *self.get(slot);
         // Lists of slots per segment are not updated: they skip a slot without a segment.
         self.get_mut(slot).segment = NONE;
         self.free.push(slot);
@@ -397,11 +458,11 @@ impl Index {
             *self.get_mut(slot) = entry;
             return slot;
         }
-        if self.chunks.last().is_none_or(|chunk| chunk.len() == CHUNK) {
-            self.chunks.push(Vec::with_capacity(CHUNK));
+        if self.chunks.last().is_none_or(|chunk| chunk.entries.len() == CHUNK) {
+            self.chunks.push(Chunk::new());
         }
         let chunks = self.chunks.len();
-        let last = &mut self.chunks[chunks - 1];
+        let last = &mut self.chunks[chunks - 1].entries;
         last.push(entry);
         ((chunks - 1) * CHUNK + last.len() - 1) as u32
     }
@@ -430,14 +491,4 @@ impl Index {
 
 pub(super) fn place_of(entry: &PackedEntry, epoch: u64) -> RecordPlace {
     RecordPlace { segment: entry.segment, epoch, offset: entry.offset() }
-}
-
-fn shard_of(tag: u32) -> usize {
-    tag as usize % SHARDS
-}
-
-/// Widens the 32 hash bits that a child keeps of its parent to the 64 that a table needs.
-fn spread(tag: u32) -> u64 {
-    let wide = u64::from(tag).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    wide ^ (wide >> 29)
 }

@@ -1,4 +1,4 @@
-//! Index entries over their life: inserted, moved, ranked, used, pinned, dropped.
+//! Index entries over their life: inserted, moved, used, pinned, dropped.
 //!
 //! Every change of an entry goes through this module, because index, retention and segment must
 //! agree: see the invariants of `retention.rs`.
@@ -8,26 +8,16 @@
 //! it is removed while its record stays on the device. A dropped record is *unindexed*, see
 //! `unindexed.rs`.
 
-use super::index::{FallbackRecord, Index, NONE, PackedEntry};
+use super::index::{FallbackRecord, PackedEntry};
 use super::*;
-use larder_evict::{Evicted, EvictionReason, NamespaceIndex, NewPage};
 use larder_format::footer::PageSummary;
 
 impl Log {
-    /// Inserts a page that is not indexed. Does not rank it yet.
+    /// Inserts a page that is not indexed.
     pub(super) fn insert_page(&mut self, segment: u32, page: &PageSummary) -> u32 {
         let slot = self.index.insert(segment, page);
-        let entry = *self.index.get(slot);
-        let namespace = self.index.namespace(entry.namespace);
-        if namespace.pages == 1 {
-            // Namespace numbers are reused, so the ranking may still have the quota of another one.
-            // A namespace without ranked pages has nothing to evict.
-            self.retention.set_quota(entry.namespace, namespace.quota_bytes);
-        }
-        if self.has_quota(&entry) {
-            self.retention.retire(slot, &entry);
-        }
-        self.retention.add(slot, &entry);
+        self.update_quota_order(slot);
+        self.retention.add_expiry(slot, self.index.get(slot));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
         }
@@ -43,27 +33,23 @@ impl Log {
         let &PackedEntry { segment: from, number, generation, .. } = self.index.get(slot);
         let offset = self.index.get(slot).offset();
         self.index.set_fallback(slot, FallbackRecord { segment: from, offset, number, generation });
-        self.relocate_entry(slot, |index| index.relocate(slot, &FallbackRecord::of(segment, page)));
+        self.relocate_entry(slot, &FallbackRecord::of(segment, page));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
         }
         true
     }
 
-    /// Changes the place of an entry, and its position in the retired list.
-    fn relocate_entry(&mut self, slot: u32, change: impl FnOnce(&mut Index)) {
-        let before = *self.index.get(slot);
-        change(&mut self.index);
-        if before.retained_at == NONE && self.has_quota(&before) {
-            self.retention.unretire(slot, &before);
-            self.retention.retire(slot, self.index.get(slot));
-        }
+    /// Changes the place of an entry, and its position in the quota order.
+    fn relocate_entry(&mut self, slot: u32, to: &FallbackRecord) {
+        self.retention.remove_from_quota_order(slot, self.index.get(slot));
+        self.index.relocate(slot, to);
+        self.update_quota_order(slot);
     }
 
     /// Points the entry in `slot` back to the record that its current one was copied from. Returns
     /// `false` if that record is gone.
     pub(super) fn fall_back(&mut self, slot: u32) -> bool {
-        let id = self.index.id_of(slot);
         let before = *self.index.get(slot);
         let Some(original) = self.index.take_fallback(slot) else { return false };
         if self.segments.is_reclaiming(original.segment) {
@@ -73,93 +59,36 @@ impl Log {
             epoch.add_slot(slot);
         }
         if let Some(epoch) = self.segments.epoch(before.segment) {
-            self.unindexed.add(id, before.number + 1, epoch.number());
+            self.unindexed.add(before.fingerprint, before.number + 1, epoch.number());
         }
-        self.relocate_entry(slot, |index| index.relocate(slot, &original));
+        self.relocate_entry(slot, &original);
         true
     }
 
     pub(super) fn remove_page(&mut self, slot: u32) -> PackedEntry {
         let entry = *self.index.get(slot);
         self.retention.remove(slot, &entry);
+        if self.index.namespace(entry.namespace).pages == 1 {
+            // Numbers of namespaces are reused.
+            self.retention.forget_namespace(entry.namespace);
+        }
         self.index.remove(slot)
     }
 
     /// Removes a page whose record stays on the device. The record counts as unindexed from then
     /// on, so that a later forget writes a tombstone.
     pub(super) fn drop_page(&mut self, slot: u32) {
-        let id = self.index.id_of(slot);
         let entry = self.remove_page(slot);
         if let Some(recovery) = &mut self.recovery {
             // Recovery has yet to read older segments. An older record of the page must not take
             // its place.
-            recovery.delete_below(id, entry.number, true);
+            recovery.delete_below(entry.fingerprint, entry.number, true);
         }
         // A restart may bring the record back, so a later forget must write a tombstone.
         if let Some(epoch) = self.segments.epoch(entry.segment)
             && !fail_point!("log.damage-needs-no-tombstone")
         {
-            self.unindexed.add(id, entry.number + 1, epoch.number());
-        }
-    }
-
-    pub(super) fn has_quota(&self, entry: &PackedEntry) -> bool {
-        self.index.namespace(entry.namespace).quota_bytes != u64::MAX
-    }
-
-    /// Ranks a page, at the cost of others. Returns `true` if the page is ranked now, `false` if
-    /// the ranking refuses it.
-    pub(super) fn rank_page(&mut self, slot: u32) -> bool {
-        let entry = *self.index.get(slot);
-        if entry.retained_at != NONE {
-            return true;
-        }
-        let parent = self.index.parent_of(slot).and_then(|parent| self.retention.handle(self.index.get(parent)));
-        let page = NewPage {
-            name: slot,
-            fingerprint: self.index.hash(&self.index.id_of(slot)),
-            namespace: NamespaceIndex(entry.namespace),
-            parent,
-            position: entry.position,
-            bytes: entry.record_bytes() as u32,
-            // The log expires pages itself. A page that outlives its parent is still worth its
-            // room.
-            deadline_ms: None,
-        };
-        let mut evicted = Vec::new();
-        let ranked = self.retention.rank(page, &mut evicted);
-        if let Some(at) = ranked {
-            self.index.get_mut(slot).retained_at = at;
-            self.retention.unretire(slot, &entry);
-        }
-        self.handle_evictions(evicted);
-        ranked.is_some()
-    }
-
-    /// Retires the pages that the ranking evicted. Drops those whose namespace is over its quota.
-    pub(super) fn handle_evictions(&mut self, evicted: Vec<Evicted<u32>>) {
-        for Evicted { name: slot, reason, .. } in evicted {
-            self.index.get_mut(slot).retained_at = NONE;
-            self.retention.evicted(slot);
-            let entry = *self.index.get(slot);
-            if reason == EvictionReason::Quota {
-                self.counts.quota_pages += 1;
-                self.drop_page(slot);
-            } else if self.has_quota(&entry) {
-                self.retention.retire(slot, &entry);
-            }
-        }
-    }
-
-    /// Records a use of a page. A page outside the ranking tries to enter it again, and may
-    /// displace others.
-    pub(super) fn use_page(&mut self, slot: u32) {
-        self.index.get_mut(slot).set_used();
-        match self.retention.handle(self.index.get(slot)) {
-            Some(handle) => self.retention.touch(handle),
-            None => {
-                self.rank_page(slot);
-            }
+            self.unindexed.add(entry.fingerprint, entry.number + 1, epoch.number());
         }
     }
 
@@ -192,29 +121,11 @@ impl Log {
                 return Err(PinError::NotKept);
             }
         }
-        if pin != Pin::None && !self.rank_page(slot) {
+        if pin != Pin::None && (self.config.keep_percent == 0 || !self.can_copy_forward()) {
             return Err(PinError::NotKept);
         }
-        let entry = *self.index.get(slot);
-        self.retention.unpin(slot, &entry);
-        let Some(handle) = self.retention.handle(&entry) else { return Ok(()) };
-        self.retention.pin(slot, handle, &entry, pin);
-        if pin == Pin::Hard {
-            self.mark_ancestors_used(slot);
-        }
+        self.retention.set_pin(slot, self.index.get(slot), pin);
+        self.update_quota_order(slot);
         Ok(())
-    }
-
-    /// Marks the pages before a pinned one as used: readers reach a page only through them.
-    fn mark_ancestors_used(&mut self, slot: u32) {
-        // Parents are found by 32 hash bits, so a chain may be a ring. No sequence is longer than
-        // the position of its last page.
-        let mut steps = self.index.get(slot).position;
-        let mut at = self.index.parent_of(slot);
-        while let Some(slot) = at.filter(|_| steps > 0) {
-            self.index.get_mut(slot).set_used();
-            at = self.index.parent_of(slot);
-            steps -= 1;
-        }
     }
 }

@@ -41,9 +41,9 @@ pub enum PrepareOutcome {
     Undetermined,
 }
 
-/// Pages per [`Log::reclaim_step`]. A step takes some 20 µs, for which lookups wait. Tests take
+/// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which lookups wait. Tests take
 /// single pages, so that other requests come between them.
-const SLICE: usize = if cfg!(test) { 1 } else { 32 };
+const SLICE: usize = if cfg!(test) { 1 } else { 8 };
 
 #[derive(Debug)]
 pub(super) enum NextSegment {

@@ -10,10 +10,13 @@
 //!   [`LogConfig::quota_default`], and only the most recent thousands are. Clients may name any
 //!   number of namespaces.
 
-use super::index::NONE;
 use super::*;
 use larder_format::disk::record_bytes;
 use larder_format::footer::PageSummary;
+
+/// Maximum number of used pages that one search for room passes over. It bounds the time for which
+/// a put holds the lock.
+const PASSED_OVER_MAX: u32 = 32;
 
 impl Log {
     /// Quota of a namespace in bytes. [`LogConfig::quota_default`] for an unknown namespace.
@@ -24,24 +27,18 @@ impl Log {
     /// Limits the bytes of the records of a namespace's visible pages. `u64::MAX` for no limit.
     /// Does not survive a restart.
     ///
-    /// The excess is dropped: first retired pages, oldest first, then pages that the ranking
-    /// evicts. Takes time in proportion to the pages of the log.
+    /// The excess is dropped. Takes time in proportion to the pages of the log.
     pub fn set_quota(&mut self, namespace: NamespaceId, quota_bytes: u64) {
         let had_quota = self.index.quota(&namespace) != u64::MAX;
         let number = self.index.set_quota(&namespace, quota_bytes);
         if quota_bytes == u64::MAX {
-            self.retention.clear_retired(number);
+            self.retention.clear_quota_order(number);
         } else if !had_quota {
             for slot in self.index.slots_of(number) {
-                let entry = *self.index.get(slot);
-                if entry.retained_at == NONE {
-                    self.retention.retire(slot, &entry);
-                }
+                self.update_quota_order(slot);
             }
         }
         self.make_quota_room(&namespace, 0);
-        let evicted = self.retention.set_quota(number, quota_bytes);
-        self.handle_evictions(evicted);
         self.index.release(number);
     }
 
@@ -51,13 +48,33 @@ impl Log {
         others + record_bytes(page.payload_bytes as usize) as u64 > namespace.quota_bytes
     }
 
-    /// Makes room for `bytes` in the quota of a namespace, as far as dropping retired pages does.
+    /// Makes room for `bytes` in the quota of a namespace, as far as dropping pages without a hard
+    /// pin does. Pages that were not used go first, older records before younger ones.
     pub(super) fn make_quota_room(&mut self, namespace: &NamespaceId, bytes: u64) {
+        let Some(number) = self.index.namespace_number(namespace) else { return };
+        let mut passed_over = 0;
         while self.index.namespace_bytes(namespace).saturating_add(bytes) > self.index.quota(namespace) {
-            let Some(number) = self.index.namespace_number(namespace) else { return };
-            let Some(slot) = self.retention.first_retired(number) else { return };
+            let Some(slot) = self.retention.next_in_quota_order(number) else { return };
+            let is_retained = self.index.is_used(slot) || self.retention.pin_of(slot) == Pin::Soft;
+            if is_retained && passed_over < PASSED_OVER_MAX {
+                // A second chance: the next search finds the page unused, unless it was used again.
+                self.index.clear_used(slot);
+                passed_over += 1;
+                continue;
+            }
             self.counts.quota_pages += 1;
             self.drop_page(slot);
+        }
+    }
+
+    /// Adds a page to the quota order, or removes it, as its namespace and its pin require.
+    pub(super) fn update_quota_order(&mut self, slot: u32) {
+        let entry = *self.index.get(slot);
+        let has_quota = self.index.namespace(entry.namespace).quota_bytes != u64::MAX;
+        if has_quota && self.retention.pin_of(slot) != Pin::Hard {
+            self.retention.add_to_quota_order(slot, &entry);
+        } else {
+            self.retention.remove_from_quota_order(slot, &entry);
         }
     }
 }

@@ -15,13 +15,26 @@ pub struct Location {
     slot: u32,
 }
 
+/// Name of one record: its number, and the index slot of its page.
+///
+/// A reference holds nothing: the record may be replaced or vanish at any time, and the log checks
+/// that it is current.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RecordRef {
+    pub number: u64,
+    pub(super) slot: u32,
+}
+
 /// Permission to read one record. The caller must pass it to [`Log::end_read`] or
 /// [`ReadTicket::end`] exactly once. Until then the segment is not reclaimed.
 #[derive(Debug)]
 #[must_use = "a read must be ended, or its segment is never reclaimed"]
 pub struct ReadTicket {
-    pub id: PageId,
+    /// The page that a client asked for. `None` if the read is maintenance: the log does not know
+    /// the name of a page, only its record.
+    pub id: Option<PageId>,
     pub entry: Entry,
+    pub record: RecordRef,
     reads: Arc<ReadsInFlight>,
 }
 
@@ -43,6 +56,12 @@ impl Log {
         (!must_not_serve(entry.expires_unix_ms, now_unix_ms)).then_some(Location { id: *id, entry, slot })
     }
 
+    /// Lets all pages collide, for a test.
+    #[cfg(test)]
+    pub(crate) fn make_fingerprints_equal(&mut self) {
+        self.index.make_fingerprints_equal();
+    }
+
     pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
         self.lookup(id, now_unix_ms).map(|location| location.entry)
     }
@@ -58,7 +77,7 @@ impl Log {
 
     /// The slot of a located page. Probes the index only if the page has moved.
     fn resolve(&self, location: &Location) -> Option<u32> {
-        match self.index.is_at(location.slot, &location.id, location.entry.number) {
+        match self.index.is_at(location.slot, location.entry.number) {
             true => Some(location.slot),
             false => self.index.find(&location.id),
         }
@@ -72,50 +91,52 @@ impl Log {
             number: packed.number,
             payload_bytes: packed.payload_bytes,
             generation: packed.generation,
-            position: packed.position,
             expires_unix_ms: packed.expires_unix_ms(),
         })
     }
 
-    /// Begins a read of a page for a client. The caller reports the use with [`Log::touch`], at any
-    /// time: reads need no exclusive access to the log.
+    /// Begins a read of a page for a client, and records a use of it. Reads need no exclusive access
+    /// to the log.
     pub fn begin_read(&self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.index.find(id)?;
-        self.begin_client_read(slot, now_unix_ms)
+        self.begin_client_read(slot, id, now_unix_ms)
     }
 
     /// Like [`begin_read`](Self::begin_read), for a page that was looked up. Reads the current
     /// record of the page if the location is stale.
     pub fn begin_read_at(&self, location: &Location, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.resolve(location)?;
-        self.begin_client_read(slot, now_unix_ms)
+        self.begin_client_read(slot, &location.id, now_unix_ms)
     }
 
-    fn begin_client_read(&self, slot: u32, now_unix_ms: u64) -> Option<ReadTicket> {
+    fn begin_client_read(&self, slot: u32, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
         // [`Log::drop_expired`] drops the page.
         if must_not_serve(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
             return None;
         }
-        self.begin_slot_read(slot)
+        self.index.set_used(slot);
+        self.begin_slot_read(slot, Some(*id))
     }
 
-    /// Begins a read of record `number` of a page for maintenance, which is no use of the page.
-    /// Returns `None` if another record of the page is current.
-    pub fn begin_maintenance_read(&self, id: &PageId, number: u64) -> Option<ReadTicket> {
-        let slot = self.index.find(id).filter(|&slot| self.index.get(slot).number == number)?;
-        self.begin_slot_read(slot)
+    /// Begins a read of a record for maintenance, which is no use of its page. Returns `None` if
+    /// another record of the page is current.
+    pub fn begin_maintenance_read(&self, record: RecordRef) -> Option<ReadTicket> {
+        if !self.index.is_at(record.slot, record.number) {
+            return None;
+        }
+        self.begin_slot_read(record.slot, None)
     }
 
-    fn begin_slot_read(&self, slot: u32) -> Option<ReadTicket> {
+    fn begin_slot_read(&self, slot: u32, id: Option<PageId>) -> Option<ReadTicket> {
         let entry = self.entry(slot)?;
         let reads = self.segments.epoch_at(&entry.place)?.begin_read();
-        Some(ReadTicket { id: self.index.id_of(slot), entry, reads })
+        Some(ReadTicket { id, entry, record: RecordRef { number: entry.number, slot }, reads })
     }
 
-    /// Records a use of a page, by a read or in a faster tier.
-    pub fn touch(&mut self, id: &PageId) {
+    /// Records a use of a page in a faster tier.
+    pub fn touch(&self, id: &PageId) {
         if let Some(slot) = self.index.find(id) {
-            self.use_page(slot);
+            self.index.set_used(slot);
         }
     }
 
@@ -131,15 +152,14 @@ impl Log {
         self.reclaim_if_idle();
     }
 
-    /// Reports that record `number` of a page is damaged. The page is served from the record that
-    /// this one was copied from, or not at all. Returns `false` if another record of the page is
-    /// current.
-    pub fn drop_damaged(&mut self, id: &PageId, number: u64) -> bool {
-        let Some(slot) = self.index.find(id).filter(|&slot| self.index.get(slot).number == number) else {
+    /// Reports that a record is damaged. Its page is served from the record that this one was copied
+    /// from, or not at all. Returns `false` if another record of the page is current.
+    pub fn drop_damaged(&mut self, record: RecordRef) -> bool {
+        if !self.index.is_at(record.slot, record.number) {
             return false;
-        };
-        if !self.fall_back(slot) {
-            self.drop_page(slot);
+        }
+        if !self.fall_back(record.slot) {
+            self.drop_page(record.slot);
         }
         true
     }

@@ -13,8 +13,6 @@
 //!    may scan several segments at once.
 //! 3. [`Log::finish_recovery`]: the log takes writes. Segments without a footer get one after their
 //!    next sync.
-//! 4. [`Log::warm_retention`], until it returns `false`: retention learns the recovered pages,
-//!    oldest first.
 //!
 //! A crash in any step changes nothing but the removals of step 1, see `triage.rs`.
 //!
@@ -23,7 +21,7 @@
 //!   their pages is served. The unread part may hold a tombstone of any of them.
 //! - The index is then incomplete up to that epoch, see `unindexed.rs`.
 
-use super::index::FallbackRecord;
+use super::index::{FallbackRecord, Fingerprint, Index};
 use super::segment::EpochState;
 use super::*;
 use larder_format::disk::record_bytes;
@@ -72,7 +70,7 @@ pub(super) struct RecoveryState {
     /// Segments not recovered yet. The next one is the last.
     left: Vec<SegmentEpoch>,
     segments: usize,
-    deletions: BTreeMap<PageId, Deletion>,
+    deletions: BTreeMap<Fingerprint, Deletion>,
     record_number_max: u64,
     /// A segment was cut short, so it and all older ones are untrusted.
     untrusted: bool,
@@ -102,9 +100,9 @@ impl RecoveryState {
     }
 
     /// Notes that the records of a page with numbers below `number` do not count.
-    pub(super) fn delete_below(&mut self, id: PageId, number: u64, not_durable: bool) {
+    pub(super) fn delete_below(&mut self, page: Fingerprint, number: u64, not_durable: bool) {
         let deletion = Deletion { below: number, not_durable };
-        let known = self.deletions.entry(id).or_insert(deletion);
+        let known = self.deletions.entry(page).or_insert(deletion);
         if number > known.below {
             *known = deletion;
         }
@@ -120,7 +118,7 @@ impl RecoveryState {
     }
 
     /// Collects everything in a segment that deletes records of this segment or of older ones.
-    fn collect_deletions(&mut self, records: &[RecordSummary], not_durable: bool, now_unix_ms: u64) {
+    fn collect_deletions(&mut self, index: &Index, records: &[RecordSummary], not_durable: bool, now_unix_ms: u64) {
         for record in records {
             self.record_number_max = self.record_number_max.max(record.number());
             match record {
@@ -131,26 +129,18 @@ impl RecoveryState {
                         self.result.expired += 1;
                         // Otherwise an older put of the page would be served after a newer one
                         // expired.
-                        self.delete_below(page.id, page.number, false);
+                        self.delete_below(index.fingerprint(&page.id), page.number, false);
                     }
                 }
                 RecordSummary::Tombstone(tombstone) => {
                     self.result.tombstones += 1;
                     if !fail_point!("log.recovery-ignores-tombstones") {
-                        self.delete_below(tombstone.id, tombstone.number, not_durable);
+                        self.delete_below(index.fingerprint(&tombstone.id), tombstone.number, not_durable);
                     }
                 }
             }
         }
     }
-}
-
-#[derive(Debug)]
-pub(super) struct RetentionWarmup {
-    /// Epoch and offset of the last page that was ranked.
-    after: (u64, u64),
-    /// Pages of younger epochs were ranked when they were written.
-    last_epoch: u64,
 }
 
 impl Log {
@@ -182,7 +172,7 @@ impl Log {
         // Only a footer proves that the segment was synced: it is written after the sync.
         let synced = footer && !is_young;
         self.segments.add_sealed(segment, EpochState::recovered(epoch, end, synced));
-        recovery.collect_deletions(&records, !synced, now_unix_ms);
+        recovery.collect_deletions(&self.index, &records, !synced, now_unix_ms);
         for record in &records {
             if let RecordSummary::Page(page) = record {
                 self.recover_page(recovery, SegmentEpoch { segment, epoch }, page, now_unix_ms);
@@ -196,22 +186,23 @@ impl Log {
     }
 
     fn recover_page(&mut self, recovery: &mut RecoveryState, at: SegmentEpoch, page: &PageSummary, now_unix_ms: u64) {
+        let fingerprint = self.index.fingerprint(&page.id);
         if is_expired(page.expires_unix_ms, now_unix_ms) {
-            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+            return self.unindexed.add(fingerprint, page.number + 1, at.epoch);
         }
         if recovery.untrusted {
             recovery.result.untrusted += 1;
-            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+            return self.unindexed.add(fingerprint, page.number + 1, at.epoch);
         }
-        if let Some(deletion) = recovery.deletions.get(&page.id).filter(|deletion| deletion.below > page.number) {
+        if let Some(deletion) = recovery.deletions.get(&fingerprint).filter(|deletion| deletion.below > page.number) {
             if deletion.not_durable {
                 // A power failure may still take the tombstone, so another forget must write
                 // another one.
-                self.unindexed.add(page.id, deletion.below, at.epoch);
+                self.unindexed.add(fingerprint, deletion.below, at.epoch);
             }
             return;
         }
-        let known = self.index.find(&page.id);
+        let known = self.index.find_fingerprint(fingerprint);
         if let Some(slot) = known.filter(|&slot| !self.supersedes(slot, page.number)) {
             if self.index.is_same_put(slot, page) {
                 self.index.set_first_fallback(slot, FallbackRecord::of(at.segment, page));
@@ -227,7 +218,7 @@ impl Log {
         let used = self.index.namespace_bytes(&page.id.namespace);
         if used.saturating_add(bytes) > self.index.quota(&page.id.namespace) {
             self.counts.quota_pages += 1;
-            return self.unindexed.add(page.id, page.number + 1, at.epoch);
+            return self.unindexed.add(fingerprint, page.number + 1, at.epoch);
         }
         self.insert_page(at.segment, page);
     }
@@ -241,29 +232,11 @@ impl Log {
         }
         let recovery = self.recovery.take().ok_or(RecoveryError::NotRecovering)?;
         self.segments.number_records_above(recovery.record_number_max);
-        self.warmup = Some(RetentionWarmup { after: (0, 0), last_epoch: self.segments.newest_epoch().unwrap_or(0) });
         // In the order of their numbers, which every run of the simulation repeats.
         let segments: BTreeSet<u32> = self.segments.in_epoch_order(..).map(|(_, segment)| segment).collect();
         for segment in segments {
             self.plan_footer(segment);
         }
         Ok(recovery.result)
-    }
-
-    /// Ranks at most `max` recovered pages, oldest record first. Returns `true` if there are more.
-    /// Until a page is ranked or used, it is not copied when its segment is reclaimed.
-    pub fn warm_retention(&mut self, max: usize) -> bool {
-        let Some(RetentionWarmup { after: (epoch, offset), last_epoch }) = self.warmup.take() else { return false };
-        let next = self.segments.in_epoch_order(epoch..=last_epoch.max(epoch)).find_map(|(found, segment)| {
-            let slots = self.slots_after(segment, if found == epoch { offset } else { 0 });
-            (!slots.is_empty()).then_some((found, slots))
-        });
-        let Some((epoch, slots)) = next else { return false };
-        for &slot in slots.iter().take(max.max(1)) {
-            let offset = self.index.get(slot).offset();
-            self.warmup = Some(RetentionWarmup { after: (epoch, offset), last_epoch });
-            self.rank_page(slot);
-        }
-        true
     }
 }

@@ -44,7 +44,7 @@ impl Log {
 
     /// Takes the next pages of a list: at least one, and further ones up to `bytes_max` of records.
     /// Empty at the end of the list.
-    pub fn scrub_next(&self, list: &mut ScrubList, bytes_max: u64) -> Vec<(PageId, Entry)> {
+    pub fn scrub_next(&self, list: &mut ScrubList, bytes_max: u64) -> Vec<(RecordRef, Entry)> {
         let mut found = Vec::new();
         let mut bytes = 0;
         while let Some(&(offset, slot)) = list.pages.get(list.next) {
@@ -57,20 +57,11 @@ impl Log {
                 if bytes > bytes_max && !found.is_empty() {
                     break;
                 }
-                found.push((self.index.id_of(slot), entry));
+                found.push((RecordRef { number: entry.number, slot }, entry));
             }
             list.next += 1;
         }
         found
-    }
-
-    /// Slots of the pages of a segment whose records follow `offset`, in the order of their
-    /// offsets.
-    pub(super) fn slots_after(&self, segment: u32, offset: u64) -> Vec<u32> {
-        let mut pages = self.pages_after(segment, offset);
-        pages.sort_unstable();
-        pages.dedup();
-        pages.into_iter().map(|(_, slot)| slot).collect()
     }
 
     /// Offset and slot of each page of a segment whose record follows `offset`, in any order, and

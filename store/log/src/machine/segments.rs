@@ -98,10 +98,6 @@ impl Segments {
         self.by_epoch.first_key_value().map(|(&epoch, _)| epoch)
     }
 
-    pub(super) fn newest_epoch(&self) -> Option<u64> {
-        self.by_epoch.last_key_value().map(|(&epoch, _)| epoch)
-    }
-
     /// The epoch and number of the segment to reclaim next: the oldest one, unless it is open.
     ///
     /// No other segment may go first. Its tombstones could delete records in an older segment.

@@ -55,7 +55,6 @@ enum Step {
     Pin { id: u8, pin: u8 },
     Quota { namespace: u8, blocks: u64 },
     Expire { seconds: u64 },
-    Warm { max: usize },
     Crash { seed: u64, segments_max: u32 },
     Rot { seed: u64, header: bool },
 }
@@ -75,7 +74,6 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (0..IDS, 0u8..3).prop_map(|(id, pin)| Step::Pin { id, pin }),
         1 => (0u8..2, 0u64..40).prop_map(|(namespace, blocks)| Step::Quota { namespace, blocks }),
         2 => (1u64..4).prop_map(|seconds| Step::Expire { seconds }),
-        2 => (1usize..5).prop_map(|max| Step::Warm { max }),
         2 => (any::<u64>(), 2u32..8).prop_map(|(seed, segments_max)| Step::Crash { seed, segments_max }),
         1 => (any::<u64>(), any::<bool>()).prop_map(|(seed, header)| Step::Rot { seed, header }),
     ];
@@ -138,6 +136,11 @@ struct Model {
     rotted: usize,
 }
 
+fn record_of(log: &Log, id: &PageId) -> Option<RecordRef> {
+    let slot = log.index.find(id)?;
+    Some(RecordRef { number: log.index.get(slot).number, slot })
+}
+
 fn config(segments_max: u32) -> LogConfig {
     LogConfig { segment_bytes: SEGMENT, segments_max, hash_seed: 5, keep_percent: 50, quota_default: u64::MAX }
 }
@@ -174,7 +177,7 @@ impl Model {
 
     fn step(&mut self, step: Step) -> Result<(), String> {
         self.clock += 1;
-        if self.clock % 2 == 0 {
+        if self.clock.is_multiple_of(2) {
             (0..16).for_each(|_| self.reclaiming = self.reclaiming && self.log.reclaim_step());
         }
         match step {
@@ -183,15 +186,12 @@ impl Model {
             Step::Complete { which, outcome } => self.complete(which, outcome),
             Step::Intent { fails } => self.intent(fails),
             Step::Sync { fails } => self.sync(fails),
-            Step::BeginRead { id: n } => {
-                self.reads.extend(self.log.begin_read(&id(n), self.now_ms));
-                self.log.touch(&id(n));
-            }
+            Step::BeginRead { id: n } => self.reads.extend(self.log.begin_read(&id(n), self.now_ms)),
             Step::EndRead { which } => self.end_read(which)?,
             Step::Touch { id: n } => self.log.touch(&id(n)),
             Step::Damage { id: n } => {
-                if let Some(number) = self.log.find(&id(n), 0).map(|entry| entry.number) {
-                    self.log.drop_damaged(&id(n), number);
+                if let Some(record) = record_of(&self.log, &id(n)) {
+                    self.log.drop_damaged(record);
                     self.doubtful.insert(id(n));
                     self.pinned.remove(&n);
                 }
@@ -202,9 +202,6 @@ impl Model {
             Step::Expire { seconds } => {
                 self.now_ms += seconds * 1000;
                 self.log.drop_expired(self.now_ms, 1);
-            }
-            Step::Warm { max } => {
-                self.log.warm_retention(max);
             }
             Step::Crash { seed, segments_max } => self.crash(seed, segments_max, None)?,
             Step::Rot { seed, header } => self.crash(seed, self.segments_max, Some(header))?,
@@ -388,11 +385,11 @@ impl Model {
             return Ok(());
         }
         if !work.pages.is_empty() {
-            let (id, number) = work.pages.swap_remove((which % work.pages.len() as u64) as usize);
-            if let Some(ticket) = self.log.begin_maintenance_read(&id, number) {
+            let record = work.pages.swap_remove((which % work.pages.len() as u64) as usize);
+            if let Some(ticket) = self.log.begin_maintenance_read(record) {
                 let meta = self.read(&ticket.entry)?;
                 self.log.end_read(ticket);
-                if let Some(write) = self.log.plan_copy(&id, number, &meta) {
+                if let Some(write) = self.log.plan_copy(record, &meta) {
                     assert!(write.header.place.epoch > work.epoch);
                     self.copies.insert(write.header.number);
                     self.writes.push(write);
@@ -499,9 +496,9 @@ impl Model {
         while let Some(mut list) = self.log.scrub_list(after) {
             list.sort();
             let steps = std::iter::repeat_with(|| self.log.scrub_next(&mut list, 3 * BLOCK_BYTES as u64));
-            for (id, entry) in steps.take_while(|pages| !pages.is_empty()).flatten() {
+            for (record, entry) in steps.take_while(|pages| !pages.is_empty()).flatten() {
                 let at = (entry.place.epoch, entry.place.offset);
-                if after.is_some_and(|after| after >= at) || self.log.find(&id, 0) != Some(entry) {
+                if after.is_some_and(|after| after >= at) || self.log.entry(record.slot) != Some(entry) {
                     return Err(format!("{entry:?} was scrubbed after {after:?}"));
                 }
                 (after, met) = (Some(at), met + 1);
@@ -633,7 +630,9 @@ impl Model {
             }
             Err(_) if safe == Some(entry.generation) => return Err(format!("page {n} was durable and is torn")),
             Err(_) => {
-                self.log.drop_damaged(&id(n), entry.number);
+                if let Some(record) = record_of(&self.log, &id(n)) {
+                    self.log.drop_damaged(record);
+                }
                 // Recovery may still find an older record of the page. Another crash brings the
                 // torn one back.
                 self.doubtful.insert(id(n));

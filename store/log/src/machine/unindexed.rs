@@ -7,24 +7,26 @@
 //! - The *index is incomplete* up to an epoch if some segment up to that epoch could not be read to
 //!   its end, or its pages are being evicted. Any page may have unindexed records there.
 //!
+//! Pages are named by their fingerprints. `index.rs` has the probability that two are equal.
+//!
 //! Invariant: a record on the device that no durable tombstone deletes belongs to an index entry,
 //! to a write in flight, or to an unindexed record, or lies where the index is incomplete. A forget
 //! of any other page therefore needs no tombstone.
 
-use larder_format::PageId;
+use super::index::Fingerprint;
 use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
 #[derive(Debug, Default)]
 pub(super) struct UnindexedRecords {
-    in_flight: BTreeMap<PageId, InFlight>,
-    records: BTreeMap<PageId, Unindexed>,
+    in_flight: BTreeMap<Fingerprint, InFlight>,
+    records: BTreeMap<Fingerprint, Unindexed>,
     /// No record of this epoch or an older one is on the device. Entries that name such an epoch
     /// count as absent.
     reclaimed_up_to: u64,
     /// Page at which [`UnindexedRecords::purge`] continues.
-    purge_from: Option<PageId>,
+    purge_from: Option<Fingerprint>,
     /// The index is incomplete up to this epoch. 0 if it is complete.
     incomplete_up_to: u64,
 }
@@ -45,41 +47,41 @@ struct Unindexed {
 }
 
 impl UnindexedRecords {
-    pub(super) fn write_planned(&mut self, id: &PageId) {
-        self.in_flight.entry(*id).or_default().writes += 1;
+    pub(super) fn write_planned(&mut self, page: Fingerprint) {
+        self.in_flight.entry(page).or_default().writes += 1;
     }
 
     /// The write of record `number` of a page has ended. Returns `true` if a forget deleted the
     /// record meanwhile.
-    pub(super) fn write_ended(&mut self, id: &PageId, number: u64) -> bool {
-        let Some(in_flight) = self.in_flight.get_mut(id) else { return false };
+    pub(super) fn write_ended(&mut self, page: Fingerprint, number: u64) -> bool {
+        let Some(in_flight) = self.in_flight.get_mut(&page) else { return false };
         assert!(in_flight.writes > 0, "a write ended that was not planned");
         in_flight.writes -= 1;
         let deleted = number < in_flight.deleted_below;
         if in_flight.writes == 0 {
-            self.in_flight.remove(id);
+            self.in_flight.remove(&page);
         }
         deleted
     }
 
     /// Deletes the records of a page that are being written with numbers below `number`.
-    pub(super) fn delete_in_flight_below(&mut self, id: &PageId, number: u64) {
-        if let Some(in_flight) = self.in_flight.get_mut(id) {
+    pub(super) fn delete_in_flight_below(&mut self, page: Fingerprint, number: u64) {
+        if let Some(in_flight) = self.in_flight.get_mut(&page) {
             in_flight.deleted_below = if fail_point!("log.forget-misses-write-in-flight") { 0 } else { number };
         }
     }
 
     /// Notes that records of a page with numbers below `below`, in segments up to `epoch`, may be
     /// on the device.
-    pub(super) fn add(&mut self, id: PageId, below: u64, epoch: u64) {
-        let known = self.records.entry(id).or_insert(Unindexed { below, epoch });
+    pub(super) fn add(&mut self, page: Fingerprint, below: u64, epoch: u64) {
+        let known = self.records.entry(page).or_insert(Unindexed { below, epoch });
         *known = Unindexed { below: known.below.max(below), epoch: known.epoch.max(epoch) };
     }
 
     /// The tombstone `number` of a page is durable: it deletes all records with smaller numbers.
-    pub(super) fn tombstone_durable(&mut self, id: &PageId, number: u64) {
-        if self.records.get(id).is_some_and(|known| known.below <= number) {
-            self.records.remove(id);
+    pub(super) fn tombstone_durable(&mut self, page: Fingerprint, number: u64) {
+        if self.records.get(&page).is_some_and(|known| known.below <= number) {
+            self.records.remove(&page);
         }
     }
 
@@ -94,20 +96,18 @@ impl UnindexedRecords {
     /// where the last call ended.
     pub(super) fn purge(&mut self, max: usize) {
         let from = self.purge_from.take().map_or(Bound::Unbounded, Bound::Included);
-        let mut visited = 0;
         let mut gone = Vec::new();
-        for (id, known) in self.records.range((from, Bound::Unbounded)) {
+        for (visited, (page, known)) in self.records.range((from, Bound::Unbounded)).enumerate() {
             if visited == max {
-                self.purge_from = Some(*id);
+                self.purge_from = Some(*page);
                 break;
             }
-            visited += 1;
             if known.epoch <= self.reclaimed_up_to {
-                gone.push(*id);
+                gone.push(*page);
             }
         }
-        for id in gone {
-            self.records.remove(&id);
+        for page in gone {
+            self.records.remove(&page);
         }
     }
 
@@ -116,10 +116,10 @@ impl UnindexedRecords {
     }
 
     /// Returns `true` if a record of a page without an index entry may be on the device.
-    pub(super) fn may_exist(&self, id: &PageId) -> bool {
+    pub(super) fn may_exist(&self, page: Fingerprint) -> bool {
         let incomplete = self.incomplete_up_to > 0 && !fail_point!("log.forget-trusts-incomplete-index");
         incomplete
-            || self.in_flight.contains_key(id)
-            || self.records.get(id).is_some_and(|known| known.epoch > self.reclaimed_up_to)
+            || self.in_flight.contains_key(&page)
+            || self.records.get(&page).is_some_and(|known| known.epoch > self.reclaimed_up_to)
     }
 }

@@ -24,6 +24,11 @@ fn scanned(segment: u32, epoch: u64, records: Vec<RecordSummary>) -> ScannedSegm
     ScannedSegment { segment, epoch, records, end, footer: true, torn: 0, cut_short: false }
 }
 
+fn drop_damaged(log: &mut Log, n: u8, number: u64) -> bool {
+    let record = record_of(log, &id(n)).filter(|record| record.number == number);
+    record.is_some_and(|record| log.drop_damaged(record))
+}
+
 fn restored(config: LogConfig, segments: Vec<ScannedSegment>) -> Log {
     let found = segments
         .iter()
@@ -127,20 +132,37 @@ struct FaultlessLog {
     log: Log,
     generation: u64,
     copied: u64,
+    /// By generation.
+    ids: BTreeMap<u64, PageId>,
 }
 
 impl FaultlessLog {
     fn new(segments_max: u32, keep_percent: u8) -> FaultlessLog {
         let segment_bytes = 208 * BLOCK_BYTES as u64;
         let config = LogConfig { segment_bytes, segments_max, hash_seed: 1, keep_percent, quota_default: u64::MAX };
-        FaultlessLog { log: Log::new(config), generation: 0, copied: 0 }
+        FaultlessLog { log: Log::new(config), generation: 0, copied: 0, ids: BTreeMap::new() }
     }
 
-    fn page(&self, key: u64) -> PageMeta {
+    fn id(key: u64) -> PageId {
         let mut bytes = [0; 32];
         bytes[..8].copy_from_slice(&key.to_le_bytes());
-        let id = PageId { namespace: NamespaceId([0; 32]), key: PageKey(bytes) };
+        PageId { namespace: NamespaceId([0; 32]), key: PageKey(bytes) }
+    }
+
+    /// The next version of a page.
+    fn page(&mut self, key: u64) -> PageMeta {
+        let id = FaultlessLog::id(key);
+        self.ids.insert(self.generation, id);
         PageMeta { id, ..meta(0, self.generation, 1, 0) }
+    }
+
+    /// Metadata that the device would return for a record.
+    fn meta(&mut self, record: RecordRef) -> Option<PageMeta> {
+        let ticket = self.log.begin_maintenance_read(record)?;
+        let entry = ticket.entry;
+        self.log.end_read(ticket);
+        let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
+        Some(PageMeta { id: self.ids[&entry.generation], ..meta(0, entry.generation, blocks, 0) })
     }
 
     fn put(&mut self, key: u64) -> PageId {
@@ -169,11 +191,9 @@ impl FaultlessLog {
                 Intent::Footer(footer) => self.log.footer_done(footer, WriteOutcome::Written),
                 Intent::Reclaim => while self.log.reclaim_step() {},
                 Intent::CopyForward(work) => {
-                    for (id, number) in &work.pages {
-                        let Some(entry) = self.log.find(id, 0) else { continue };
-                        let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
-                        let meta = PageMeta { id: *id, ..meta(0, entry.generation, blocks, 0) };
-                        if let Some(write) = self.log.plan_copy(id, *number, &meta) {
+                    for &record in &work.pages {
+                        let Some(meta) = self.meta(record) else { continue };
+                        if let Some(write) = self.log.plan_copy(record, &meta) {
                             self.copied += 1;
                             self.log.write_done(write, WriteOutcome::Written);
                         }
@@ -200,7 +220,6 @@ fn used_pages_are_retained() {
             for n in 0..2 {
                 let id = wanted[(key as usize * 2 + n) % 100];
                 if let Some(ticket) = driver.log.begin_read(&id, 0) {
-                    driver.log.touch(&id);
                     driver.log.end_read(ticket);
                 }
             }
@@ -298,7 +317,7 @@ fn large_pages_fit_beside_pinned_ones() {
     for key in 0..200 {
         driver.put_blocks(1000 + key, 200 - key % 150);
     }
-    assert!((0..208).all(|key| driver.log.find(&driver.page(key).id, 0).is_some()));
+    assert!((0..208).all(|key| driver.log.find(&FaultlessLog::id(key), 0).is_some()));
 }
 
 /// Every page of a copy-forward has its room, however much is put meanwhile.
@@ -307,7 +326,8 @@ fn writers_leave_reserved_room_to_copies() {
     let mut driver = FaultlessLog::new(5, 50);
     let work = (0..2000).find_map(|key| {
         driver.generation += 1;
-        while let Ok(Append::Write(write)) = driver.log.append(&driver.page(key)) {
+        let page = driver.page(key);
+        while let Ok(Append::Write(write)) = driver.log.append(&page) {
             driver.log.write_done(write, WriteOutcome::Written);
         }
         match driver.log.next_intent() {
@@ -317,7 +337,7 @@ fn writers_leave_reserved_room_to_copies() {
             Some(Intent::CopyForward(work)) => return Some(work),
             None => {}
         }
-        let wanted = driver.page(key % 30).id;
+        let wanted = FaultlessLog::id(key % 30);
         driver.log.touch(&wanted);
         None
     });
@@ -325,7 +345,8 @@ fn writers_leave_reserved_room_to_copies() {
     assert!(!work.pages.is_empty());
     let put = (100_000..).take_while(|&key| {
         driver.generation += 1;
-        match driver.log.append(&driver.page(key)).unwrap() {
+        let page = driver.page(key);
+        match driver.log.append(&page).unwrap() {
             Append::Write(write) => driver.log.write_done(write, WriteOutcome::Written),
             _ => return false,
         }
@@ -333,10 +354,9 @@ fn writers_leave_reserved_room_to_copies() {
     });
     assert!(put.count() > 0);
     let segment_bytes = driver.log.config().segment_bytes;
-    for (id, number) in &work.pages {
-        let entry = driver.log.find(id, 0).unwrap();
-        let meta = PageMeta { id: *id, ..meta(0, entry.generation, 1, 0) };
-        let Some(write) = driver.log.plan_copy(id, *number, &meta) else { panic!("no room for a copy") };
+    for &record in &work.pages {
+        let meta = driver.meta(record).unwrap();
+        let Some(write) = driver.log.plan_copy(record, &meta) else { panic!("no room for a copy") };
         let end = write.header.place.offset + write.header.record_bytes() as u64;
         assert!(end + 2 * BLOCK_BYTES as u64 <= segment_bytes, "a copy where the footer is to be");
         driver.log.write_done(write, WriteOutcome::Written);
@@ -386,6 +406,30 @@ fn forget_of_page_dropped_by_quota_writes_tombstone() {
     driver.log.set_quota(ids[0].namespace, u64::MAX);
     driver.put(101);
     assert_eq!(driver.log.counts().pages, 6);
+}
+
+/// A quota drops pages that nobody used before older ones that were used.
+#[test]
+fn quota_drops_unused_pages_first() {
+    let mut driver = FaultlessLog::new(8, 50);
+    let ids: Vec<PageId> = (0..20).map(|key| driver.put(key)).collect();
+    ids[..3].iter().for_each(|id| driver.log.touch(id));
+    driver.log.set_quota(ids[0].namespace, 5 * 2 * BLOCK_BYTES as u64);
+    let left: Vec<bool> = ids.iter().map(|id| driver.log.find(id, 0).is_some()).collect();
+    assert!(left[..3].iter().all(|&there| there), "{left:?}");
+    assert_eq!(left.iter().filter(|&&there| there).count(), 5);
+}
+
+/// A copy counts as unused, so each use is worth one copy.
+#[test]
+fn page_that_is_not_used_again_is_copied_once() {
+    let mut driver = FaultlessLog::new(8, 50);
+    let id = driver.put(1);
+    driver.log.touch(&id);
+    (0..5000).for_each(|key| {
+        driver.put(10 + key);
+    });
+    assert_eq!((driver.copied, driver.log.find(&id, 0)), (1, None));
 }
 
 /// Only a full device makes the log smaller. No segment number stays unused.
@@ -467,7 +511,6 @@ fn expired_newest_put_hides_older_put_at_recovery() {
     segments().into_iter().rev().for_each(|segment| log.recover_segment(segment, 5000).unwrap());
     assert_eq!(log.finish_recovery().unwrap().expired, 1);
     assert_eq!(log.find(&id(2), 5000), None);
-    while log.warm_retention(1) {}
     let Some(Intent::Prepare(prepare)) = ({
         let _ = log.append(&meta(4, 1, 1, 0));
         log.next_intent()
@@ -551,19 +594,19 @@ fn torn_copy_falls_back_to_its_original() {
     let none = || scanned(2, 3, Vec::new());
     let mut first = log(none());
     assert_eq!(first.find(&id(2), 0).map(|entry| entry.number), Some(9));
-    assert!(first.drop_damaged(&id(2), 9));
+    assert!(drop_damaged(&mut first, 2, 9));
     let entry = first.find(&id(2), 0).unwrap();
     assert_eq!((entry.number, entry.place.epoch), (4, 1));
     let mut list = first.scrub_list(None).unwrap();
     list.sort();
     assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
-    assert!(first.drop_damaged(&id(2), 4));
+    assert!(drop_damaged(&mut first, 2, 4));
     assert_eq!(first.find(&id(2), 0), None);
     assert!(first.index.fallbacks() == 0);
 
     let other = PageSummary { generation: 5, number: 9, ..original };
     let mut log = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(other))]);
-    assert!(log.drop_damaged(&id(2), 9));
+    assert!(drop_damaged(&mut log, 2, 9));
     assert_eq!(log.find(&id(2), 0), None, "another put is no copy");
 }
 
@@ -575,7 +618,6 @@ fn damaged_copy_falls_back_while_its_original_exists() {
     for key in 0..3000 {
         let id = driver.put(key % 500);
         if let Some(ticket) = driver.log.begin_read(&id, 0) {
-            driver.log.touch(&id);
             driver.log.end_read(ticket);
         }
         let work = match driver.log.next_intent() {
@@ -594,14 +636,13 @@ fn damaged_copy_falls_back_while_its_original_exists() {
             }
             None => continue,
         };
-        let (id, number) = work.pages[0];
+        let meta = driver.meta(work.pages[0]).unwrap();
+        let id = meta.id;
         let entry = driver.log.find(&id, 0).unwrap();
-        let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
-        let meta = PageMeta { id, ..meta(0, entry.generation, blocks, 0) };
-        let write = driver.log.plan_copy(&id, number, &meta).unwrap();
-        let copy = write.header.number;
+        let write = driver.log.plan_copy(work.pages[0], &meta).unwrap();
         driver.log.write_done(write, WriteOutcome::Written);
-        assert!(driver.log.drop_damaged(&id, copy));
+        let copy = record_of(&driver.log, &id).unwrap();
+        assert!(driver.log.drop_damaged(copy));
         assert_eq!(driver.log.find(&id, 0), Some(entry));
         fell_back += 1;
         driver.log.copy_forward_done(work.segment, work.epoch);
@@ -642,8 +683,8 @@ fn namespace_without_pages_is_forgotten() {
         let there: Vec<PageId> = (0..3).map(|key| page(n, key).id).filter(|id| log.find(id, 0).is_some()).collect();
         assert_eq!(there.len(), 2, "the default holds for namespace {n}");
         for id in there {
-            let number = log.find(&id, 0).unwrap().number;
-            assert!(log.drop_damaged(&id, number));
+            let record = record_of(&log, &id).unwrap();
+            assert!(log.drop_damaged(record));
         }
     }
     assert!(log.index.namespaces() <= 1, "{}", log.index.namespaces());
