@@ -12,7 +12,7 @@ use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-// Without a weak count: L2 has a slot per page, and nobody refers to one weakly.
+// Without a weak count: L2 has a slot per page, and no code refers to one weakly.
 use triomphe::Arc as SlotArc;
 
 mod mapping;

@@ -70,8 +70,8 @@ const TENANT_SHARES_MAX: u64 = 16;
 const DEMAND_TIME: Duration = Duration::from_secs(3);
 /// Time without progress after which a reader may be disconnected.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
-/// Interval between two searches for a stalled reader. One search disconnects at most one reader, so
-/// that its memory returns before the next one is chosen.
+/// Interval between two searches for a stalled reader. One search disconnects at most one reader,
+/// so that its memory returns before the next one is chosen.
 const STALLED_SEARCH_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of its deadline for which a reader may request bytes. As much again waits in queues
 /// that this module cannot see, and the rate drops when more readers arrive.

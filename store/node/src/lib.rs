@@ -1,7 +1,8 @@
 //! The Larder store node.
 //!
 //! A node keeps pages in DRAM (L2: one arena) and on NVMe (L3: one segment log per device). It
-//! serves them over TCP, to processes of its own machine in place, and to clients with RDMA devices.
+//! serves them over TCP, to processes of its own machine in place, and to clients with RDMA
+//! devices.
 //!
 //! Invariants:
 //! - A page is visible only after its commit, when all parts have landed and were verified. It
