@@ -13,7 +13,7 @@
 //!   (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
 //!   1998).
 //! - A reader that receives nothing for a second, while others wait for its memory, is
-//!   disconnected.
+//!   disconnected. Others wait if a read is queued, or if little memory bounds a connection.
 //! - A writer that sends nothing for a second, while others wait for its room, loses its puts. So
 //!   does a tenant above its share.
 //! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
@@ -444,6 +444,22 @@ impl Budget {
             // If the receiver is gone, the charge comes back in the error and is dropped, which
             // returns its bytes.
             let _ = charge.map(|charge| grant.send(charge));
+        }
+    }
+
+    /// Disconnects a stalled reader while less than [`FREE_READ_FRACTION`] of the read memory is
+    /// free. To be called for a reader that waits because of its own bound, which follows from the
+    /// free memory.
+    fn relieve_reads(&self, state: &mut BudgetState, connection: u64, now: Instant) {
+        let max = self.node_max[Kind::Reads as usize];
+        let used = state.used[Kind::Reads as usize];
+        let wanted = (used + max / FREE_READ_FRACTION).saturating_sub(max);
+        let Some(tenant) = state.connections.get(&connection).map(|connection| connection.tenant) else { return };
+        // A tenant at its share gains nothing from the memory of others.
+        let share = state.tenants.share(tenant, Kind::Reads, max);
+        let is_at_share = state.tenants.used(tenant, Kind::Reads) >= share;
+        if wanted > 0 {
+            self.disconnect_stalled(state, is_at_share.then_some(tenant), wanted, now);
         }
     }
 

@@ -201,6 +201,9 @@ impl Account {
                     state.enqueue(self, bytes, grant, now);
                     return Err(receiver);
                 }
+                // Stalled readers may hold most of the memory. They lower the bound of this one
+                // then, and no read would ever queue behind them.
+                self.budget.relieve_reads(&mut state, self.connection, now);
             }
             released.await;
         }

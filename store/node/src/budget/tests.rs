@@ -299,6 +299,38 @@ async fn stalled_reader_is_disconnected_only_when_others_wait() {
     drop(moving);
 }
 
+/// Each stalled reader takes a quarter of what is free, so together they never fill the memory. The
+/// others would have a small part of it, and no read would queue.
+#[tokio::test(start_paused = true)]
+async fn stalled_readers_that_leave_little_memory_are_disconnected() {
+    let budget = budget();
+    let stuck: Vec<_> = (0..8).map(|_| account(&budget, "t")).collect();
+    let fill = |client: &Arc<Account>| {
+        let mut charges: Vec<Charge> = (0..64).map_while(|_| client.try_charge(Kind::Reads, MIB / 4)).collect();
+        charges.iter_mut().for_each(Charge::mark_queued);
+        charges
+    };
+    let mut held = Vec::new();
+    for client in &stuck {
+        held.push(fill(client));
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let free = || 32 * MIB - used_of(&budget)[1];
+    assert!((MIB..8 * MIB).contains(&free()), "{} bytes are free", free());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let reader = account(&budget, "t");
+    let few = fill(&reader);
+    assert!(waits(reader.charge_read(MIB / 4)).await, "it has its part of what is free");
+    let disconnected = || stuck.iter().filter(|client| client.is_disconnecting()).count();
+    assert!(stuck[0].is_disconnecting() && disconnected() == 1, "the longest silence first");
+    assert!(waits(reader.charge_read(MIB / 4)).await && disconnected() == 1, "its memory will be enough");
+    held.remove(0);
+    let more = fill(&reader);
+    assert!(!more.is_empty() && waits(reader.charge_read(MIB / 4)).await);
+    assert!(disconnected() == 1 && free() >= 8 * MIB, "a quarter is free");
+    drop((few, more));
+}
+
 #[tokio::test(start_paused = true)]
 async fn slow_reader_of_a_large_page_stays_connected() {
     let budget = budget();
