@@ -463,7 +463,7 @@ impl Tiers {
         let until_ms = self.clock.now_unix_ms().saturating_add(ttl_ms);
         let pinned = self.state.lock().policy.pin(ids, kind, until_ms)?;
         // L3 pins only the pages that L2 pins too: the end of a pin in L2 ends it on L3.
-        let ids: Vec<PageId> = ids.iter().filter(|id| self.l2.contains(*id)).copied().collect();
+        let ids: Vec<PageId> = ids.iter().filter(|id| self.l2.contains(id)).copied().collect();
         self.devices.pin(&ids, kind);
         Ok(pinned)
     }

@@ -49,13 +49,18 @@ impl Runner {
     /// Runs cargo and fails if it fails. Subcommands that compile get the number of jobs, so that a
     /// small machine does not run out of memory.
     pub fn cargo(&self, arguments: &[&str]) -> Result<()> {
+        self.cargo_with(&[], arguments)
+    }
+
+    /// Runs cargo like [`Runner::cargo`], with variables in its environment.
+    pub fn cargo_with(&self, variables: &[(&str, &str)], arguments: &[&str]) -> Result<()> {
         let mut command = self.command(&std::env::var_os("CARGO").map_or("cargo".into(), PathBuf::from));
         let split = arguments.iter().position(|argument| *argument == "--").unwrap_or(arguments.len());
         command.args(&arguments[..split]);
         if matches!(arguments.first(), Some(&("build" | "test" | "run" | "clippy"))) {
             command.arg(format!("-j{}", self.jobs));
         }
-        command.args(&arguments[split..]);
+        command.args(&arguments[split..]).envs(variables.iter().copied());
         execute(&mut command)
     }
 

@@ -11,12 +11,16 @@ const FAIL_POINT_TEST: &str = "fail_points";
 const CI_FUZZ_SECONDS: u64 = 30;
 const NIGHTLY_FUZZ_SECONDS: u64 = 30 * 60;
 const NIGHTLY_SIMULATION_MINUTES: &str = "60";
+/// Schedules of each thread model and scheduler. CI runs the default of `store/node/src/model.rs`.
+const NIGHTLY_SCHEDULES: &str = "100000";
 
 const FMT: Step = Step { name: "fmt", title: "cargo fmt", run: fmt };
 const TIDY: Step = Step { name: "tidy", title: "rules of style", run: check_tidy };
 const TYPOS: Step = Step { name: "typos", title: "spelling", run: typos };
 const DENY: Step = Step { name: "deny", title: "licenses and sources of dependencies", run: deny };
 const CLIPPY: Step = Step { name: "clippy", title: "cargo clippy, warnings denied", run: clippy };
+const THREADS: Step =
+    Step { name: "threads", title: "thread models of node and log, and their negative controls", run: threads };
 const DEPLOY: Step = Step { name: "deploy", title: "systemd units and the settings that they run under", run: deploy };
 
 /// Steps of CI. The sum must stay under 40 minutes on two busy cores: everything longer belongs to
@@ -29,6 +33,7 @@ pub const CI: &[Step] = &[
     DENY,
     Step { name: "test", title: "tests of the workspace, with doc examples", run: test },
     Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
+    THREADS,
     Step { name: "docs", title: "generated pages match the code", run: check_docs },
     Step { name: "smoke", title: "larder up, used with curl and the openai package", run: smoke },
     DEPLOY,
@@ -44,6 +49,9 @@ pub const NIGHTLY: &[Step] = &[
     Step { name: "advisories", title: "security advisories of dependencies", run: advisories },
     Step { name: "ignored", title: "tests that are marked #[ignore]", run: ignored },
     Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
+    Step { name: "threads", title: "many more schedules of the thread models", run: nightly_threads },
+    Step { name: "tsan", title: "ThreadSanitizer over the tests of node and client", run: tsan },
+    Step { name: "miri", title: "Miri over the unsafe code of memory and ring", run: miri },
     Step { name: "sim-log", title: "simulation of the log", run: simulate_log },
     Step { name: "sim-node", title: "simulation of a node", run: simulate_node },
     Step { name: "sim-wire", title: "simulation of clients and nodes", run: simulate_wire },
@@ -112,7 +120,9 @@ fn advisories(runner: &Runner) -> Result<()> {
 }
 
 fn clippy(runner: &Runner) -> Result<()> {
-    runner.cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])
+    runner.cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    let models = ["-p", "larder-node", "--lib", "--tests", "--features", "shuttle"];
+    runner.cargo(&[&["clippy", "--release"], models.as_slice(), &["--", "-D", "warnings"]].concat())
 }
 
 fn test(runner: &Runner) -> Result<()> {
@@ -126,6 +136,28 @@ fn ignored(runner: &Runner) -> Result<()> {
 fn fail_points(runner: &Runner) -> Result<()> {
     let features = ["--features", "fail-points", "--test", FAIL_POINT_TEST];
     runner.cargo(&[&["test", "--release", "-p", "larder-sim"], features.as_slice()].concat())
+}
+
+/// Arguments that select the thread models. With the feature, other tests of the crate cannot run.
+const THREAD_MODELS: &[&str] =
+    &["test", "--release", "-p", "larder-node", "--lib", "--features", "shuttle", "--", "threads"];
+
+fn threads(runner: &Runner) -> Result<()> {
+    runner.cargo(THREAD_MODELS)
+}
+
+fn nightly_threads(runner: &Runner) -> Result<()> {
+    // Other schedules each night. A failure prints its own.
+    let seed = std::time::UNIX_EPOCH.elapsed()?.as_secs().to_string();
+    runner.cargo_with(&[("LARDER_MODEL_SCHEDULES", NIGHTLY_SCHEDULES), ("LARDER_MODEL_SEED", &seed)], THREAD_MODELS)
+}
+
+fn tsan(runner: &Runner) -> Result<()> {
+    runner.program("tests/threads/tsan", &[])
+}
+
+fn miri(runner: &Runner) -> Result<()> {
+    runner.program("tests/threads/miri", &[])
 }
 
 fn check_docs(runner: &Runner) -> Result<()> {
@@ -210,9 +242,16 @@ mod tests {
     #[test]
     fn scripts_and_tests_of_the_steps_exist() {
         let test = format!("tests/sim/tests/{FAIL_POINT_TEST}.rs");
-        for path in
-            [&test, "tests/smoke.sh", "tests/deploy/run", "tests/rdma/run", "tests/fuzz/run", "benches/peers/run"]
-        {
+        let scripts = [
+            "tests/smoke.sh",
+            "tests/deploy/run",
+            "tests/rdma/run",
+            "tests/fuzz/run",
+            "tests/threads/tsan",
+            "tests/threads/miri",
+            "benches/peers/run",
+        ];
+        for path in scripts.into_iter().chain([test.as_str()]) {
             assert!(workspace_root().join(path).exists(), "{path}");
         }
     }

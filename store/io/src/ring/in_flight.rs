@@ -223,3 +223,64 @@ impl Drop for InFlightTable {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::{Block, Done};
+    use larder_memory::Arena;
+
+    fn queued(operation: Operation) -> QueuedRequest {
+        let request = Request { file: FileId(0), priority: Priority::Demand, operation };
+        QueuedRequest { request, completion: Box::new(|_: Done| {}) }
+    }
+
+    /// Fills the memory as the kernel does: through the addresses, behind the compiler's back.
+    fn fill(iovecs: &[libc::iovec], byte: u8) -> usize {
+        for iovec in iovecs {
+            // SAFETY: `gather` names memory that the entry owns, and nothing borrows it now.
+            unsafe { iovec.iov_base.cast::<u8>().write_bytes(byte, iovec.iov_len) };
+        }
+        iovecs.iter().map(|iovec| iovec.iov_len).sum()
+    }
+
+    #[test]
+    fn iovecs_of_merged_reads_cover_the_memory_behind_the_bytes_moved() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let slot = || arena.allocate(2 * BLOCK_BYTES).unwrap();
+        let first = Operation::read_split(0, Some(Block::of(&[])), slot());
+        let second = queued(Operation::read(3 * BLOCK_BYTES as u64, slot()));
+        let mut inflight = InFlight::new(queued(first));
+        assert!(inflight.is_continued_by(&second.request));
+        inflight.push(second);
+        assert_eq!((inflight.gather(), fill(&inflight.iovecs, 1)), (0, 5 * BLOCK_BYTES));
+        // The kernel moved two blocks, and the rest comes with the next submission.
+        inflight.moved = 2 * BLOCK_BYTES;
+        assert_eq!((inflight.gather(), fill(&inflight.iovecs, 2)), (2 * BLOCK_BYTES as u64, 3 * BLOCK_BYTES));
+        let mut read = Vec::new();
+        for queued in inflight.into_requests() {
+            let Operation::Read { block, slot, .. } = queued.request.operation else { panic!("a read") };
+            read.extend(block.iter().flat_map(|block| block.to_vec()));
+            read.extend_from_slice(&slot);
+        }
+        let moved = 2 * BLOCK_BYTES;
+        assert!(read.len() == 5 * BLOCK_BYTES && read[..moved].iter().all(|&byte| byte == 1));
+        assert!(read[moved..].iter().all(|&byte| byte == 2));
+    }
+
+    #[test]
+    fn iovecs_of_a_write_show_readers_the_same_bytes() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let mut slot = arena.allocate(BLOCK_BYTES).unwrap();
+        slot.fill(7);
+        let slot = slot.freeze();
+        let mut inflight = InFlight::new(queued(Operation::write(0, Block::of(b"header"), Some(slot.clone()))));
+        inflight.gather();
+        for iovec in &inflight.iovecs {
+            // SAFETY: the entry owns the memory, which is shared for reading only.
+            let bytes = unsafe { std::slice::from_raw_parts(iovec.iov_base.cast::<u8>(), iovec.iov_len) };
+            assert!(bytes.starts_with(b"header") || bytes.iter().all(|&byte| byte == 7));
+        }
+        assert!(slot.iter().all(|&byte| byte == 7));
+    }
+}

@@ -101,6 +101,10 @@ impl Mapping {
     }
 
     fn advise_huge(&self) {
+        // Miri knows no `madvise`. Its memory is neither huge nor faulted in.
+        if cfg!(miri) {
+            return;
+        }
         // SAFETY: the range is mapped and owned; the advice changes no content. Refusal only costs
         // speed.
         unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
@@ -118,6 +122,9 @@ impl Mapping {
     }
 
     fn populate(&self, at: usize, part: usize) -> io::Result<()> {
+        if cfg!(miri) {
+            return Ok(());
+        }
         let len = part.min(self.len - at);
         // SAFETY: at + len <= self.len, so the range lies in the mapping.
         let start = unsafe { self.start.add(at) };
@@ -180,7 +187,9 @@ fn huge_file(len: usize) -> io::Result<File> {
 /// it.
 fn map(len: usize, file: Option<&File>) -> io::Result<(NonNull<u8>, usize)> {
     let reserved = len.checked_add(HUGE_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
-    let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // Miri maps private memory only, without further flags.
+    let unreserved = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
+    let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | unreserved;
     let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: no address is requested, so no existing mapping is replaced.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), reserved, access, private, -1, 0) };

@@ -125,6 +125,26 @@ mod tests {
     }
 
     #[test]
+    fn parts_are_written_while_other_threads_read_frozen_ones() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let mut parts = arena.allocate(300).unwrap().into_parts(&[100; 3]);
+        let mut first = parts.remove(0);
+        first.fill(1);
+        let first = first.freeze();
+        let frozen: Vec<SlotPart> = std::thread::scope(|scope| {
+            let write = |mut part: SlotPartMut| {
+                part.fill(1);
+                part.freeze()
+            };
+            let writers: Vec<_> = parts.into_iter().map(|part| scope.spawn(move || write(part))).collect();
+            assert!(first.iter().all(|&byte| byte == 1));
+            let written = writers.into_iter().map(|writer| writer.join().unwrap());
+            std::iter::once(first.clone()).chain(written).collect()
+        });
+        assert!(Slot::join(&frozen).unwrap().iter().all(|&byte| byte == 1));
+    }
+
+    #[test]
     fn parts_of_different_slots_do_not_join() {
         let arena = Arena::new(1 << 20).unwrap();
         let mut halves = Vec::new();

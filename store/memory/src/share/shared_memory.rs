@@ -8,7 +8,7 @@
 use crate::ExtentAllocator;
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,6 +37,9 @@ impl SharedMemory {
     /// Maps `bytes`, rounded up to whole units.
     pub fn new(bytes: usize) -> io::Result<Arc<SharedMemory>> {
         let len = bytes.max(1).checked_next_multiple_of(UNIT_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+        if cfg!(miri) {
+            return Self::private(len);
+        }
         let file = memfd_create(c"larder-client", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, len as u64)?;
         let shown = super::read_only(file.as_fd())?;
@@ -50,6 +53,17 @@ impl SharedMemory {
         // it forbids new writable mappings.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL)?;
         Ok(Arc::new(memory))
+    }
+
+    /// Memory of this process alone, for Miri, which maps no files. The descriptor stands for one.
+    fn private(len: usize) -> io::Result<Arc<SharedMemory>> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the system chooses.
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE) }?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let extents = Mutex::new(ExtentAllocator::new((len / UNIT_BYTES) as u64));
+        let file = std::io::pipe()?.0.into();
+        Ok(Arc::new(SharedMemory { extents, start, len, file }))
     }
 
     /// Allocates a block of `len` bytes. It contains bytes of earlier owners. Returns `None` if no
