@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use larder_client::StoreUrl;
-use larder_node::{Executor, FabricOptions, L3Device, Node, NodeOptions, RdmaOptions};
+use larder_node::{Executor, FabricOptions, L3_QUEUE_DEPTH_DEFAULT, L3Device, Node, NodeOptions, RdmaOptions};
 use larder_router::{Router, RouterOptions};
 use larder_worker::{Engine, EngineOptions, Role};
 use std::net::SocketAddr;
@@ -68,6 +68,10 @@ pub struct StoreArgs {
     /// processor. 0 disables polling
     #[arg(long, default_value_t = 200, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=10_000))]
     busy_poll_us: u64,
+    /// Maximum number of requests with each L3 device at a time, 1 to 1024. More can raise the
+    /// throughput of a device that serves many at once, and every request then takes longer
+    #[arg(long, default_value_t = L3_QUEUE_DEPTH_DEFAULT, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    l3_queue_depth: u32,
     /// Executor of L3 I/O: `glommio`, or `thread` where glommio is not available
     #[arg(long, default_value_t, value_name = "EXECUTOR")]
     l3_executor: Executor,
@@ -165,6 +169,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         l3: args.l3,
         scrub_bytes_per_second: args.l2_scrub_rate.as_u64(),
         l3_scrub_bytes_per_second: args.l3_scrub_rate.as_u64(),
+        l3_queue_depth: args.l3_queue_depth,
         l3_executor: args.l3_executor,
         drain_timeout: Duration::from_secs(args.drain_timeout),
         busy_poll: Duration::from_micros(args.busy_poll_us),

@@ -14,6 +14,9 @@ pub struct RingStats {
     /// to them.
     pub submissions: u64,
     pub merged: u64,
+    /// Entries whose memory the kernel need not pin, because one registered buffer contains all of
+    /// it.
+    pub registered: u64,
     /// Bytes of successful requests.
     pub bytes: u64,
 }
@@ -23,6 +26,7 @@ pub(crate) struct Counters {
     pub(crate) requests: Counter,
     pub(crate) submissions: Counter,
     pub(crate) merged: Counter,
+    pub(crate) registered: Counter,
     pub(crate) bytes: Counter,
 }
 
@@ -46,6 +50,7 @@ impl Counters {
             requests: self.requests.get(),
             submissions: self.submissions.get(),
             merged: self.merged.get(),
+            registered: self.registered.get(),
             bytes: self.bytes.get(),
         }
     }

@@ -423,6 +423,7 @@ async fn run_together(bed: &TestRing, requests: Vec<Request>) -> (Vec<larder_io:
         requests: after.requests - before.requests,
         submissions: after.submissions - before.submissions,
         merged: after.merged - before.merged,
+        registered: after.registered - before.registered,
         bytes: after.bytes - before.bytes,
     };
     (outcomes.into_iter().map(|(_, done)| done).collect(), stats)

@@ -1,11 +1,11 @@
 //! The lock around the state of a log.
 
 use crate::machine::Log;
-use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use larder_runtime::sync::{MODELLED, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Attempts at the shared lock before a reader sleeps: some 5 µs. The exclusive lock is mostly held
-/// for less, and a sleeping reader takes 50 µs to wake up.
-const ATTEMPTS: u32 = 200;
+/// for less, and a sleeping reader takes 50 µs to wake up. In a thread model each is a step.
+const ATTEMPTS: u32 = if MODELLED { 1 } else { 200 };
 
 /// A [`Log`] that lookups share and changes take exclusively. It is held for short computations
 /// only, never across an await.

@@ -24,6 +24,8 @@ const KEEP_PERCENT_MAX: u8 = 75;
 /// Bytes for the small files: two superblocks, progress of the scrub, and the temporary file that
 /// replaces one of them.
 pub(crate) const SMALL_FILES_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+/// Default of [`L3Options::queue_depth`]. Decision record 0021 has the measurement.
+pub const QUEUE_DEPTH_DEFAULT: u32 = 16;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
 #[derive(Debug, Clone)]
@@ -37,7 +39,8 @@ pub struct L3Options {
     /// choice is 64 MiB, less for capacities under 1 GiB, more for those over 256 GiB. A page must
     /// fit into a segment. An existing log keeps the size that it was created with.
     pub segment_bytes: u64,
-    /// Maximum number of requests in flight to the device, 1..=1024. Default 16.
+    /// Maximum number of requests in flight to the device, 1..=1024. Default
+    /// [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: u32,
     /// Percentage of the segments, on average, for copies of pages that were used, 0..=75. They are
     /// copied when their segment is reclaimed. A higher value keeps more and writes more: at most 1
@@ -66,7 +69,7 @@ impl L3Options {
             dir: dir.into(),
             capacity_bytes,
             segment_bytes: 0,
-            queue_depth: 16,
+            queue_depth: QUEUE_DEPTH_DEFAULT,
             keep_percent: 50,
             quota_default: u64::MAX,
             scrub_bytes_per_second: 256 << 20,

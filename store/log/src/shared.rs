@@ -16,7 +16,6 @@ use larder_io::device::run;
 use larder_io::{Device, Done, Operation, Priority, RingClosed, segment_name};
 use larder_memory::Arena;
 use larder_runtime::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use larder_runtime::sync::{Mutex, RwLock, RwLockWriteGuard};
 use larder_runtime::{Clock, OrderedWatch, fail_point};
 use std::io;
 use std::path::PathBuf;

@@ -3,7 +3,8 @@
 //! Invariants:
 //! - Two slots never overlap.
 //! - A slot's memory returns to the arena when its last owner drops it, and only then.
-//! - The mapping lives as long as any slot of it.
+//! - The mapping lives as long as any slot or private block of it.
+//! - No slot reaches into private memory, which other processes cannot map.
 
 use crate::ExtentAllocator;
 use parking_lot::Mutex;
@@ -17,11 +18,14 @@ use triomphe::Arc as SlotArc;
 
 mod mapping;
 mod parts;
+mod private;
 mod span;
 
 pub use mapping::ArenaSharing;
 use mapping::Mapping;
 pub use parts::{SlotPart, SlotPartMut};
+pub use private::PrivateBlock;
+use private::PrivateBlocks;
 pub use span::SlotSlice;
 
 /// Unit and alignment of slots, one page of the processor. Direct I/O needs this alignment.
@@ -29,9 +33,12 @@ pub const UNIT_BYTES: usize = 4096;
 
 /// Memory for all pages in L2 and in flight. It is faulted in at start, on huge pages where the
 /// system has them. A mutex guards the list of free extents and is held for one lookup.
-/// system has them.
+///
+/// The arena consists of regions of 1 GiB. A kernel registers no longer piece of memory. Each
+/// region starts with 2 MiB of private blocks, see [`Arena::private_block`].
 pub struct Arena {
     extents: Mutex<ExtentAllocator>,
+    private: PrivateBlocks,
     mapping: Mapping,
 }
 
@@ -43,13 +50,18 @@ impl Arena {
 
     /// Maps and faults in `bytes`, rounded up to whole units.
     pub fn with(bytes: usize, sharing: ArenaSharing) -> io::Result<Arc<Arena>> {
+        Self::with_regions(bytes, sharing, private::REGION_BYTES)
+    }
+
+    fn with_regions(bytes: usize, sharing: ArenaSharing, region_bytes: usize) -> io::Result<Arc<Arena>> {
         let bytes = bytes.max(1).next_multiple_of(UNIT_BYTES);
         if u32::try_from(bytes / UNIT_BYTES).is_err() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "an arena has at most 16 TiB"));
         }
-        let mapping = Mapping::new(bytes, sharing)?;
-        let extents = Mutex::new(ExtentAllocator::new((bytes / UNIT_BYTES) as u64));
-        Ok(Arc::new(Arena { extents, mapping }))
+        let mapping = Mapping::new(bytes, sharing, region_bytes)?;
+        let mut extents = ExtentAllocator::new((bytes / UNIT_BYTES) as u64);
+        let private = PrivateBlocks::new(&mapping, &mut extents);
+        Ok(Arc::new(Arena { extents: Mutex::new(extents), private, mapping }))
     }
 
     /// Allocates an exclusive slot of `len` bytes. Returns `None` if no free extent is long enough.
@@ -67,6 +79,8 @@ impl Arena {
         Some(slot)
     }
 
+    /// Returns the length of the arena in bytes. Above 1 GiB, private blocks take 2 MiB of each
+    /// GiB.
     pub fn capacity(&self) -> usize {
         self.mapping.len()
     }
@@ -74,7 +88,7 @@ impl Arena {
     /// Returns the bytes in use by slots, in whole units.
     pub fn used(&self) -> usize {
         let extents = self.extents.lock();
-        (extents.units() - extents.free_units()) as usize * UNIT_BYTES
+        (extents.units() - extents.free_units()) as usize * UNIT_BYTES - self.private.bytes_inside()
     }
 
     pub fn largest_free(&self) -> usize {

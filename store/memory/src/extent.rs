@@ -69,6 +69,25 @@ impl ExtentAllocator {
         Some(start)
     }
 
+    /// Allocates exactly these units, which must be in one free extent. Returns `false` if they are
+    /// not.
+    pub fn take(&mut self, start: u64, len: u64) -> bool {
+        let Some((&first, &free)) = self.by_start.range(..=start).next_back() else { return false };
+        let (end, free_end) = (start + len, first + free);
+        if len == 0 || end > free_end {
+            return false;
+        }
+        self.remove(first, free);
+        if first < start {
+            self.insert(first, start - first);
+        }
+        if end < free_end {
+            self.insert(end, free_end - end);
+        }
+        self.free_units -= len;
+        true
+    }
+
     /// Releases `len` units from `start`. They may be a part of an allocated extent.
     ///
     /// # Panics
@@ -124,6 +143,20 @@ mod tests {
         assert_eq!(ExtentAllocator::new(0).allocate(1), None);
         assert_eq!(ExtentAllocator::new(4).allocate(0), None);
         assert_eq!(ExtentAllocator::new(4).allocate(5), None);
+    }
+
+    #[test]
+    fn exact_units_are_taken_only_if_all_are_free() {
+        let mut allocator = ExtentAllocator::new(10);
+        assert!(allocator.take(4, 2));
+        assert_eq!((allocator.free_units(), allocator.largest_free(), allocator.fragments()), (8, 4, 2));
+        for (start, len) in [(3, 2), (5, 1), (9, 2), (10, 1), (0, 0)] {
+            assert!(!allocator.take(start, len), "{len} from {start}");
+        }
+        assert!(allocator.take(0, 4) && allocator.take(6, 4));
+        assert_eq!((allocator.free_units(), allocator.allocate(1)), (0, None));
+        allocator.release(0, 10);
+        assert_eq!(allocator.fragments(), 1);
     }
 
     #[test]

@@ -19,5 +19,5 @@ pub mod extent;
 pub mod share;
 pub mod span;
 
-pub use arena::{Arena, ArenaSharing, Slot, SlotMut, SlotPart, SlotPartMut, SlotSlice};
+pub use arena::{Arena, ArenaSharing, PrivateBlock, Slot, SlotMut, SlotPart, SlotPartMut, SlotSlice};
 pub use extent::ExtentAllocator;

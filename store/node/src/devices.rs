@@ -124,6 +124,7 @@ impl Devices {
             let log = L3Options {
                 quota_default: quota_max.map_or(u64::MAX, |quota| share_of(quota, bytes, total)),
                 scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
+                queue_depth: options.l3_queue_depth,
                 executor: options.l3_executor,
                 clock,
                 ..L3Options::new(&dir, bytes)

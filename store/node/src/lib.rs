@@ -58,6 +58,7 @@ mod store;
 mod tiers;
 
 pub use larder_io::Executor;
+pub use larder_log::QUEUE_DEPTH_DEFAULT as L3_QUEUE_DEPTH_DEFAULT;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use metrics::metrics_registry;
 pub use node::{Node, NodeError};

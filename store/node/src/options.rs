@@ -5,6 +5,7 @@
 use crate::policy::{NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
 use larder_io::Executor;
+use larder_log::QUEUE_DEPTH_DEFAULT;
 use larder_memory::ArenaSharing;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -68,6 +69,9 @@ pub struct NodeOptions {
     /// what a day and the bytes of the log ask for, and reports if the maximum is lower. Default:
     /// 256 MiB/s. With 0 it runs only on request.
     pub l3_scrub_bytes_per_second: u64,
+    /// Maximum number of requests with each L3 device at a time. Default:
+    /// [`QUEUE_DEPTH_DEFAULT`]. 1 to 1,024.
+    pub l3_queue_depth: u32,
     /// Executor of L3 I/O. Default: glommio.
     pub l3_executor: Executor,
     /// Lets processes of the same machine and user map the arena and read pages in place. Default:
@@ -114,6 +118,7 @@ impl Default for NodeOptions {
             quotas: Vec::new(),
             scrub_bytes_per_second: 64 << 20,
             l3_scrub_bytes_per_second: 256 << 20,
+            l3_queue_depth: QUEUE_DEPTH_DEFAULT,
             l3_executor: Executor::default(),
             share_memory: None,
             rdma: RdmaOptions::default(),

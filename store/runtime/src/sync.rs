@@ -10,9 +10,12 @@
 //! - Shuttle runs every atomic operation in one total order. It finds wrong interleavings, and no
 //!   wrong memory ordering.
 
+/// True in a thread model.
+pub const MODELLED: bool = cfg!(feature = "shuttle");
+
 #[cfg(not(feature = "shuttle"))]
 mod production {
-    pub use parking_lot::{Mutex, MutexGuard, RwLock, RwLockWriteGuard};
+    pub use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
     pub use std::sync::atomic;
     use tokio::runtime::Handle;
 
@@ -63,12 +66,12 @@ mod modelled {
             ignore_poison(self.0.read())
         }
 
-        pub fn write(&self) -> RwLockWriteGuard<'_, T> {
-            ignore_poison(self.0.write())
+        pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
+            self.0.try_read().ok()
         }
 
-        pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
-            self.0.try_write().ok()
+        pub fn write(&self) -> RwLockWriteGuard<'_, T> {
+            ignore_poison(self.0.write())
         }
     }
 

@@ -11,8 +11,8 @@ use super::files::Files;
 use super::in_flight::{InFlight, InFlightTable, QueuedRequest};
 use super::kernel::{self, Registered};
 use super::options::{Executor, RingCapabilities, RingOptions};
-use crate::inbox::{Inbox, Message, run_completion};
-use crate::request::{Done, FileId, Priority, RingClosed};
+use crate::inbox::{Inbox, Message};
+use crate::request::{FileId, Priority, RingClosed};
 use crate::stats::Counters;
 use io_uring::{IoUring, opcode, squeue, types};
 use larder_memory::Arena;
@@ -93,7 +93,8 @@ impl Engine {
 
     pub(super) fn capabilities(&self, executor: Executor) -> RingCapabilities {
         let (registered_buffers, registered_files) = (self.registered.buffers, self.files.registered);
-        RingCapabilities { executor, registered_buffers, registered_files }
+        let vectored = self.registered.vectored;
+        RingCapabilities { executor, registered_buffers, registered_files, vectored }
     }
 
     /// Submits a poll on the eventfd, unless one is with the kernel. Its completion ends a sleep.
@@ -181,7 +182,7 @@ impl Engine {
             }
             match self.inbox.take(self.idle_allowed()) {
                 Some((priority, Message::Submit(request, completion))) => {
-                    self.accept(priority, QueuedRequest { request, completion })
+                    self.accept(priority, QueuedRequest::new(request, completion))
                 }
                 Some((_, Message::Attach(file, reply))) => {
                     // If the caller no longer waits for the number, it cannot use the file: it
@@ -214,7 +215,7 @@ impl Engine {
             false => Some(io::Error::new(io::ErrorKind::NotFound, "the file is not attached to this ring")),
         };
         if let Some(error) = refused {
-            return complete(queued, Err(error));
+            return queued.complete(Err(error));
         }
         let mut inflight = InFlight::new(queued);
         // Only the head of the same queue is inspected. Merging thus never reorders requests, and
@@ -223,7 +224,7 @@ impl Engine {
             priority,
             |message| matches!(message, Message::Submit(request, _) if inflight.is_continued_by(request)),
         ) {
-            inflight.push(QueuedRequest { request, completion });
+            inflight.push(QueuedRequest::new(request, completion));
         }
         self.counters.requests.add(inflight.len());
         if inflight.len() > 1 {
@@ -235,7 +236,7 @@ impl Engine {
 
     fn start(&mut self, index: usize) {
         let Some(inflight) = self.table.get(index) else { return };
-        let entry = self.registered.entry(&self.arena, &self.files, inflight);
+        let entry = self.registered.entry(&self.arena, &self.files, inflight, &self.counters);
         self.counters.submissions.add(1);
         self.push(&entry.user_data(index as u64));
     }
@@ -270,7 +271,7 @@ impl Engine {
             let _ = self.submit(false);
         }
         for (queued, result) in self.finished.drain(..) {
-            complete(queued, result);
+            queued.complete(result);
         }
     }
 
@@ -345,16 +346,11 @@ impl Engine {
     }
 }
 
-fn complete(queued: QueuedRequest, result: io::Result<()>) {
-    let QueuedRequest { request, completion } = queued;
-    run_completion(completion, Done { operation: request.operation, result });
-}
-
 impl Drop for Engine {
     /// Completes requests that are not with the kernel. The table leaks those that are.
     fn drop(&mut self) {
-        std::mem::take(&mut self.finished).into_iter().for_each(|(queued, result)| complete(queued, result));
+        std::mem::take(&mut self.finished).into_iter().for_each(|(queued, result)| queued.complete(result));
         let retries = std::mem::take(&mut self.retries);
-        retries.into_iter().for_each(|queued| complete(queued, Err(RingClosed.into())));
+        retries.into_iter().for_each(|queued| queued.complete(Err(RingClosed.into())));
     }
 }

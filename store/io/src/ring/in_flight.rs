@@ -6,8 +6,12 @@
 //! - A table that is dropped with entries in it leaks them. Memory that a device may still write is
 //!   never freed.
 
-use crate::request::{Completion, FileId, Operation, Priority, Request};
+use crate::inbox::run_completion;
+use crate::request::{Completion, Done, FileId, Operation, Priority, Request};
 use larder_format::disk::BLOCK_BYTES;
+use larder_memory::{Arena, PrivateBlock};
+use std::io;
+use std::sync::Arc;
 
 /// Maximum length of a merged entry. A longer one would delay demand reads behind it.
 const MERGED_BYTES_MAX: usize = 1 << 20;
@@ -15,7 +19,43 @@ const MERGED_MAX: usize = 16;
 
 pub(super) struct QueuedRequest {
     pub(super) request: Request,
-    pub(super) completion: Completion,
+    completion: Completion,
+    /// Registered memory that the kernel uses instead of the request's block.
+    staged: Option<PrivateBlock>,
+}
+
+impl QueuedRequest {
+    pub(super) fn new(request: Request, completion: Completion) -> QueuedRequest {
+        QueuedRequest { request, completion, staged: None }
+    }
+
+    /// Copies the request's block to registered memory, unless it has none or was copied before.
+    /// Copying 4 KiB costs less than pinning the memory of the whole request.
+    fn stage(&mut self, arena: &Arc<Arena>, region: usize) {
+        let operation = &self.request.operation;
+        let (Operation::Read { block: Some(block), .. } | Operation::Write { block: Some(block), .. }) = operation
+        else {
+            return;
+        };
+        if self.staged.is_some() {
+            return;
+        }
+        self.staged = arena.private_block(region);
+        if let Some(staged) = &mut self.staged
+            && matches!(operation, Operation::Write { .. })
+        {
+            staged.copy_from_slice(&block[..]);
+        }
+    }
+
+    /// Calls the completion. The kernel must be done with the request's memory.
+    pub(super) fn complete(self, result: io::Result<()>) {
+        let QueuedRequest { request: Request { mut operation, .. }, completion, staged } = self;
+        if let (Operation::Read { block: Some(block), .. }, Some(staged), Ok(())) = (&mut operation, &staged, &result) {
+            block.copy_from_slice(staged);
+        }
+        run_completion(completion, Done { operation, result });
+    }
 }
 
 /// Kind of transfer of an entry. All requests of a merged entry have the same.
@@ -55,6 +95,7 @@ impl InFlight {
         let bytes = first.request.operation.bytes();
         Box::new(InFlight { first, more: Vec::new(), bytes, moved: 0, retries: 0, iovecs: Vec::new() })
     }
+
     /// Returns `true` if `request` starts where these end, so that one entry can do both. The
     /// result respects the bounds of a merged entry.
     pub(super) fn is_continued_by(&self, request: &Request) -> bool {
@@ -102,13 +143,30 @@ impl InFlight {
         std::iter::once(self.first).chain(self.more)
     }
 
+    /// Copies blocks to registered memory, so that one registered buffer contains all memory of the
+    /// entry. The buffer is that of the first slot, or the first buffer if there is none. Blocks
+    /// for which the buffer has no room stay where they are.
+    pub(super) fn stage(&mut self, arena: &Arc<Arena>) {
+        // A part of a block may already be where it is: the rest must go there, too.
+        if self.moved > 0 {
+            return;
+        }
+        let mut requests = std::iter::once(&mut self.first).chain(&mut self.more);
+        let region = requests.find_map(|queued| slot_address(&mut queued.request.operation));
+        let region = region.map_or(Some(0), |address| arena.region_of(address, 1));
+        let Some(region) = region else { return };
+        for queued in std::iter::once(&mut self.first).chain(&mut self.more) {
+            queued.stage(arena, region);
+        }
+    }
+
     /// Collects the memory behind the bytes already transferred into `iovecs`. Returns the file
     /// offset of that memory.
     pub(super) fn gather(&mut self) -> u64 {
         let mut gathered = IovecBuilder { skip: self.moved, iovecs: std::mem::take(&mut self.iovecs) };
         gathered.iovecs.clear();
         for queued in std::iter::once(&mut self.first).chain(&mut self.more) {
-            gathered.add_operation(&mut queued.request.operation);
+            gathered.add_request(queued);
         }
         self.iovecs = gathered.iovecs;
         self.offset() + self.moved as u64
@@ -122,24 +180,34 @@ fn offset_of(operation: &Operation) -> u64 {
     }
 }
 
+fn slot_address(operation: &mut Operation) -> Option<usize> {
+    let pointer = match operation {
+        Operation::Read { slot, .. } => slot.pointer(),
+        Operation::Write { payload, .. } => payload.as_ref()?.0.pointer(),
+        Operation::Sync => return None,
+    };
+    Some(pointer.as_ptr() as usize)
+}
+
 struct IovecBuilder {
     skip: usize,
     iovecs: Vec<libc::iovec>,
 }
 
 impl IovecBuilder {
-    fn add_operation(&mut self, operation: &mut Operation) {
-        match operation {
+    fn add_request(&mut self, queued: &mut QueuedRequest) {
+        let staged = queued.staged.as_ref().map(|staged| staged.pointer().as_ptr());
+        match &mut queued.request.operation {
             Operation::Read { block, slot, range, .. } => {
                 if let Some(block) = block {
-                    self.add(block.as_mut_ptr(), BLOCK_BYTES);
+                    self.add(staged.unwrap_or(block.as_mut_ptr()), BLOCK_BYTES);
                 }
                 // SAFETY: `Operation::check` passed, so range.end <= capacity of the slot.
                 self.add(unsafe { slot.pointer().as_ptr().add(range.start) }, range.len());
             }
             Operation::Write { block, payload, .. } => {
                 if let Some(block) = block {
-                    self.add(block.as_mut_ptr(), BLOCK_BYTES);
+                    self.add(staged.unwrap_or(block.as_mut_ptr()), BLOCK_BYTES);
                 }
                 if let Some((slot, range)) = payload {
                     // SAFETY: as above. The kernel only reads from this memory.
@@ -232,7 +300,7 @@ mod tests {
 
     fn queued(operation: Operation) -> QueuedRequest {
         let request = Request { file: FileId(0), priority: Priority::Demand, operation };
-        QueuedRequest { request, completion: Box::new(|_: Done| {}) }
+        QueuedRequest { request, completion: Box::new(|_: Done| {}), staged: None }
     }
 
     /// Fills the memory as the kernel does: through the addresses, behind the compiler's back.

@@ -5,19 +5,18 @@
 use super::files::Files;
 use super::in_flight::{Action, InFlight};
 use super::options::RingOptions;
+use crate::stats::Counters;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use larder_memory::Arena;
+use larder_memory::span::Span;
 use std::io;
 use std::sync::Arc;
-
-/// Maximum length of one registered buffer. The kernel accepts no longer one (1 GiB).
-const PIECE_BYTES: usize = 1 << 30;
 
 #[derive(Clone, Copy)]
 pub(super) struct Registered {
     pub(super) buffers: bool,
     /// True if one entry can transfer several ranges of a registered buffer (Linux 6.15).
-    vectored: bool,
+    pub(super) vectored: bool,
 }
 
 /// Builds an entry for a registered file or for a plain descriptor, which are different types.
@@ -35,6 +34,8 @@ macro_rules! on_file {
 
 /// Creates a ring whose task work runs when this thread enters the kernel anyway, instead of
 /// interrupting it. Older kernels do not know the flags and get a plain ring.
+///
+/// Decision record 0021 tells what DEFER_TASKRUN, SQPOLL and IOPOLL cost.
 pub(super) fn build(entries: u32) -> io::Result<IoUring> {
     match IoUring::builder().setup_single_issuer().setup_coop_taskrun().setup_taskrun_flag().build(entries) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
@@ -49,15 +50,29 @@ impl Registered {
         let vectored =
             [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE].iter().all(|&code| probe.is_supported(code));
         let buffers = options.register_arena && register_arena(ring, arena, &options.name);
-        Registered { buffers, vectored: probed && vectored }
+        Registered { buffers, vectored: buffers && options.vectored && probed && vectored }
     }
 
     /// Builds the entry for the rest of `inflight`. The entry points into its memory, so `inflight`
     /// must stay in place until it completes.
-    pub(super) fn entry(self, arena: &Arena, files: &Files, inflight: &mut InFlight) -> squeue::Entry {
+    ///
+    /// With several ranges, a kernel before 6.15 pins them for the transfer. That costs less than
+    /// an entry for each range of registered memory, see decision record 0021.
+    pub(super) fn entry(
+        self,
+        arena: &Arc<Arena>,
+        files: &Files,
+        inflight: &mut InFlight,
+        counters: &Counters,
+    ) -> squeue::Entry {
+        if self.vectored {
+            inflight.stage(arena);
+        }
         let (file, action, offset) = (inflight.file(), inflight.action(), inflight.gather());
-        let buffer = self.buffer(arena, &inflight.iovecs);
-        match (action, inflight.iovecs.as_slice()) {
+        let ranges = inflight.iovecs.as_slice();
+        let buffer = self.buffer(arena, ranges).filter(|_| self.vectored || ranges.len() == 1);
+        counters.registered.add(usize::from(buffer.is_some()));
+        match (action, ranges) {
             (Action::Sync, _) | (_, []) => {
                 let flags = types::FsyncFlags::DATASYNC;
                 on_file!(files, file, |fd| opcode::Fsync::new(fd).flags(flags).build())
@@ -79,7 +94,7 @@ impl Registered {
             }
             (action, iovecs) => {
                 let (list, len) = (iovecs.as_ptr(), iovecs.len() as u32);
-                match (action, buffer.filter(|_| self.vectored)) {
+                match (action, buffer) {
                     (Action::Write, Some(index)) => on_file!(files, file, |fd| {
                         opcode::WritevFixed::new(fd, list, len, index).offset(offset).build()
                     }),
@@ -97,36 +112,25 @@ impl Registered {
 
     /// Returns the index of the registered buffer that contains all ranges, if there is one.
     fn buffer(self, arena: &Arena, iovecs: &[libc::iovec]) -> Option<u16> {
-        let start = arena.start();
-        let len = arena.capacity();
-        let index_of = |piece: &libc::iovec| {
-            let from = (piece.iov_base as usize).checked_sub(start.as_ptr() as usize)?;
-            let last = from + piece.iov_len.checked_sub(1)?;
-            (last < len && from / PIECE_BYTES == last / PIECE_BYTES).then_some((from / PIECE_BYTES) as u16)
-        };
-        let first = index_of(iovecs.first()?)?;
-        let same = self.buffers && iovecs[1..].iter().all(|piece| index_of(piece) == Some(first));
-        same.then_some(first)
+        if !self.buffers {
+            return None;
+        }
+        let region_of = |range: &libc::iovec| arena.region_of(range.iov_base as usize, range.iov_len);
+        let first = region_of(iovecs.first()?)?;
+        let same = iovecs[1..].iter().all(|range| region_of(range) == Some(first));
+        if same { u16::try_from(first).ok() } else { None }
     }
 }
 
 fn register_arena(ring: &IoUring, arena: &Arc<Arena>, name: &str) -> bool {
-    let start = arena.start();
-    let len = arena.capacity();
-    let iovecs: Vec<libc::iovec> = (0..len)
-        .step_by(PIECE_BYTES)
-        .map(|at| {
-            // SAFETY: at < len, so the pointer stays inside the mapping.
-            let base = unsafe { start.add(at) };
-            libc::iovec { iov_base: base.as_ptr().cast(), iov_len: PIECE_BYTES.min(len - at) }
-        })
-        .collect();
+    let region = |span: Span| libc::iovec { iov_base: span.start().as_ptr().cast(), iov_len: span.len() };
+    let iovecs: Vec<libc::iovec> = arena.regions().map(region).collect();
     // SAFETY: the engine owns the arena and drops the ring first, so the mapping outlives the
     // registration.
     match unsafe { ring.submitter().register_buffers(&iovecs) } {
         Ok(()) => true,
         Err(error) => {
-            tracing::warn!(ring = name, arena_bytes = len, %error, "the arena could not be registered with io_uring (raise RLIMIT_MEMLOCK); transfers cost more CPU");
+            tracing::warn!(ring = name, arena_bytes = arena.capacity(), %error, "the arena could not be registered with io_uring (raise RLIMIT_MEMLOCK); transfers cost more CPU");
             false
         }
     }

@@ -53,6 +53,9 @@ pub struct RingOptions {
     pub files_max: u32,
     /// Registers the arena with the kernel. Worth it for a ring that transfers pages.
     pub register_arena: bool,
+    /// Transfers several ranges of registered memory with one entry, if the kernel can (Linux
+    /// 6.15). Tests clear it, to run as on an older kernel.
+    pub vectored: bool,
     /// Maximum time that closing waits for requests that the device does not complete.
     pub close_timeout: Duration,
 }
@@ -67,6 +70,7 @@ impl RingOptions {
             backlog: 256,
             files_max,
             register_arena: true,
+            vectored: true,
             close_timeout: Duration::from_secs(10),
         }
     }
@@ -80,4 +84,7 @@ pub struct RingCapabilities {
     pub registered_buffers: bool,
     /// True if files are registered, which saves a reference count per request.
     pub registered_files: bool,
+    /// True if requests with several ranges, such as a header and a payload, use registered memory
+    /// (Linux 6.15).
+    pub vectored: bool,
 }

@@ -1,7 +1,11 @@
 //! The mapping under an arena.
 //!
-//! Invariant: from `new` until drop, `len` bytes from `start` are mapped, readable, writable and
-//! backed by memory.
+//! Invariants:
+//! - From `new` until drop, `len` bytes from `start` are mapped, readable, writable and backed by
+//!   memory. The [`PRIVATE_BYTES`] before `start` are mapped, too. They get memory when they are
+//!   registered or first used, because small arenas never use them.
+//! - The first [`PRIVATE_BYTES`] of every region are private to this process, also if a file backs
+//!   the rest. The first region starts that much before `start`.
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, memfd_create, openat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen};
@@ -12,6 +16,9 @@ use std::ptr::NonNull;
 
 /// Size of a huge page where base pages have 4 KiB.
 const HUGE_BYTES: usize = 2 << 20;
+/// Private memory at the start of each region: one huge page, because a registered buffer is
+/// cheaper for the kernel if all its pages have one size.
+pub(super) const PRIVATE_BYTES: usize = HUGE_BYTES;
 const SHMEM_MODE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 /// Permissions of the file. A process that reopens it through a received descriptor can only read.
@@ -20,7 +27,10 @@ const READ_ONLY: Mode = Mode::RUSR;
 pub(super) struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    /// The whole reservation, which is longer than `len` so that `start` can be aligned.
+    /// Length of a region, a multiple of [`HUGE_BYTES`]. The last one may be shorter.
+    region_bytes: usize,
+    /// The whole reservation. It has room for the private memory before `start`, and for the
+    /// alignment of `start`.
     mapped: (NonNull<u8>, usize),
     /// The mapped file, if other processes may map it too.
     file: Option<File>,
@@ -46,7 +56,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub(super) fn new(len: usize, sharing: ArenaSharing) -> io::Result<Mapping> {
+    pub(super) fn new(len: usize, sharing: ArenaSharing, region_bytes: usize) -> io::Result<Mapping> {
         let file = match sharing {
             ArenaSharing::Never => None,
             _ => match huge_file(len) {
@@ -58,21 +68,23 @@ impl Mapping {
                 Err(_) => None,
             },
         };
-        match Self::of(len, file) {
+        match Self::of(len, file, region_bytes) {
             // Shared memory can be harder to get than private memory. `IfHuge` then prefers a
             // private arena to none.
-            Err(_) if sharing == ArenaSharing::IfHuge => Self::of(len, None),
+            Err(_) if sharing == ArenaSharing::IfHuge => Self::of(len, None, region_bytes),
             made => made,
         }
     }
 
-    fn of(len: usize, file: Option<File>) -> io::Result<Mapping> {
-        let mapped = map(len, file.as_ref())?;
-        let lead = mapped.0.as_ptr().align_offset(HUGE_BYTES);
-        // SAFETY: `map` reserves HUGE_BYTES more than `len`, so the aligned start and `len` bytes
-        // behind it lie inside.
-        let start = unsafe { mapped.0.add(lead) };
-        let mut mapping = Mapping { start, len, mapped, file, huge_pages: false };
+    fn of(len: usize, file: Option<File>, region_bytes: usize) -> io::Result<Mapping> {
+        let mapped = reserve(len)?;
+        // SAFETY: `reserve` maps PRIVATE_BYTES and HUGE_BYTES more than `len`, so the start lies
+        // inside, and so do `len` bytes behind it.
+        let start = unsafe { mapped.0.add(PRIVATE_BYTES) };
+        // SAFETY: as above.
+        let start = unsafe { start.add(start.as_ptr().align_offset(HUGE_BYTES)) };
+        let mut mapping = Mapping { start, len, region_bytes, mapped, file, huge_pages: false };
+        mapping.map_file()?;
         if let Some(file) = &mapping.file {
             // Fails on a tmpfs. Peers receive that file through a read-only descriptor, so seals
             // are a second line of defense.
@@ -100,17 +112,55 @@ impl Mapping {
         self.file.as_ref().map(AsFd::as_fd)
     }
 
+    pub(super) fn region_bytes(&self) -> usize {
+        self.region_bytes
+    }
+
+    /// Returns the address of the first region: its private memory, and `start` behind it.
+    pub(super) fn regions_start(&self) -> NonNull<u8> {
+        // SAFETY: `of` leaves PRIVATE_BYTES before the start.
+        unsafe { self.start.sub(PRIVATE_BYTES) }
+    }
+
+    /// Maps the file over the reservation, and private memory over the start of each region.
+    fn map_file(&self) -> io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        self.map_over(0, self.len, libc::MAP_SHARED, file.as_raw_fd())?;
+        let firsts = (self.region_bytes - PRIVATE_BYTES..self.len).step_by(self.region_bytes);
+        for first in firsts {
+            let bytes = PRIVATE_BYTES.min(self.len - first);
+            self.map_over(first, bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the mapping of `len` bytes from `at`. The caller keeps the range inside the arena,
+    /// before any slot exists.
+    fn map_over(&self, at: usize, len: usize, flags: i32, file: i32) -> io::Result<()> {
+        assert!(at + len <= self.len, "the range lies in the reservation");
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the assertion keeps the target in the reservation of this mapping, which nothing
+        // uses yet.
+        let mapped = unsafe {
+            let target = self.start.add(at).as_ptr().cast();
+            libc::mmap(target, len, access, flags | libc::MAP_FIXED, file, 0)
+        };
+        if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
     fn advise_huge(&self) {
         // Miri knows no `madvise`. Its memory is neither huge nor faulted in.
         if cfg!(miri) {
             return;
         }
+        let (start, len) = (self.regions_start(), PRIVATE_BYTES + self.len);
         // SAFETY: the range is mapped and owned; the advice changes no content. Refusal only costs
         // speed.
-        unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
+        unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
     }
 
-    /// Backs every page with memory, on up to 16 threads, so that no request pays for a page fault.
+    /// Backs every page from `start` with memory, on up to 16 threads, so that no request pays for
+    /// a page fault.
     fn touch(&self) -> io::Result<()> {
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16));
         let part = self.len.div_ceil(threads).next_multiple_of(HUGE_BYTES);
@@ -183,35 +233,19 @@ fn huge_file(len: usize) -> io::Result<File> {
     Ok(file)
 }
 
-/// Maps `len` bytes so that they can start at a huge page: reserves a longer range and maps inside
-/// it.
-fn map(len: usize, file: Option<&File>) -> io::Result<(NonNull<u8>, usize)> {
-    let reserved = len.checked_add(HUGE_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+/// Maps private memory with room for `len` bytes at a huge page, and for private memory before it.
+fn reserve(len: usize) -> io::Result<(NonNull<u8>, usize)> {
+    let reserved = len.checked_add(PRIVATE_BYTES + HUGE_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
     // Miri maps private memory only, without further flags.
     let unreserved = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
-    let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | unreserved;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | unreserved;
     let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: no address is requested, so no existing mapping is replaced.
-    let base = unsafe { libc::mmap(std::ptr::null_mut(), reserved, access, private, -1, 0) };
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), reserved, access, flags, -1, 0) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    let base_pointer = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    if let Some(file) = file {
-        let lead = base_pointer.as_ptr().align_offset(HUGE_BYTES);
-        // SAFETY: the target lies in the reservation just made, which nothing uses yet.
-        let mapped = unsafe {
-            let target = base_pointer.as_ptr().add(lead).cast();
-            libc::mmap(target, len, access, libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd(), 0)
-        };
-        if mapped == libc::MAP_FAILED {
-            let error = io::Error::last_os_error();
-            // SAFETY: exactly the reservation made above.
-            unsafe { libc::munmap(base, reserved) };
-            return Err(error);
-        }
-    }
-    Ok((base_pointer, reserved))
+    Ok((NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?, reserved))
 }
 
 /// Returns the bytes on huge pages in mappings that overlap `start..start+len`, according to smaps.
