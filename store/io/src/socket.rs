@@ -4,13 +4,14 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
 /// Returns the bytes in the send queue of a stream socket that the peer has not acknowledged. For a
-/// UNIX socket these are the bytes that the peer has not read. Source: `SIOCOUTQ` in tcp(7) and unix(7).
+/// UNIX socket these are the bytes that the peer has not read. Source: `SIOCOUTQ` in tcp(7) and
+/// unix(7).
 ///
 /// # Errors
 /// The error of the system call, for example for a descriptor that is no socket.
 pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the descriptor is open while `socket` is borrowed, and TIOCOUTQ, which equals SIOCOUTQ,
+    // SAFETY: the descriptor is open while `socket` is borrowed. TIOCOUTQ, which equals SIOCOUTQ,
     // writes one int.
     let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if result < 0 {

@@ -21,7 +21,7 @@
 //! | `background`, `prepare`, `copy_forward` | segments, footers, syncs, expiry, copies |
 //! | `scrub` | reads all pages at a low rate, to find damage early |
 //! | `memory` | memory for blocks that state the identity of the log |
-//! | `shared`, `lock`, `guards` | shared state, its lock, and guards for reads and writes in flight |
+//! | `shared`, `lock`, `guards` | shared state, its lock, guards for reads and writes in flight |
 //! | `damage`, `report` | the listener for damaged pages, and the report of a recovery |
 //!
 //! `docs/internals/log-and-recovery.md` explains the design.

@@ -188,8 +188,8 @@ impl Batch<'_> {
         Some(self.conclude(reserved, committed.concat()).await)
     }
 
-    /// Abandons the queued parts if the node granted no page. Over a slow link they would occupy the
-    /// stream for long, and the node would discard them.
+    /// Abandons the queued parts if the node granted no page. Over a slow link they would occupy
+    /// the stream for long, and the node would discard them.
     fn abandon_if_refused(&self, answer: Option<&ReserveAnswer>) {
         if answer.is_some_and(|(outcomes, _)| !outcomes.contains(&ReserveOutcome::Granted)) {
             self.connection.abandon_parts(self.number);

@@ -41,8 +41,8 @@ pub enum PrepareOutcome {
     Undetermined,
 }
 
-/// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which lookups wait. Tests take
-/// single pages, so that other requests come between them.
+/// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which lookups wait. Tests
+/// take single pages, so that other requests come between them.
 const SLICE: usize = if cfg!(test) { 1 } else { 8 };
 
 #[derive(Debug)]

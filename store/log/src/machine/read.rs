@@ -95,8 +95,8 @@ impl Log {
         })
     }
 
-    /// Begins a read of a page for a client, and records a use of it. Reads need no exclusive access
-    /// to the log.
+    /// Begins a read of a page for a client, and records a use of it. Reads need no exclusive
+    /// access to the log.
     pub fn begin_read(&self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
         let slot = self.index.find(id)?;
         self.begin_client_read(slot, id, now_unix_ms)
@@ -152,8 +152,8 @@ impl Log {
         self.reclaim_if_idle();
     }
 
-    /// Reports that a record is damaged. Its page is served from the record that this one was copied
-    /// from, or not at all. Returns `false` if another record of the page is current.
+    /// Reports that a record is damaged. Its page is served from the record that this one was
+    /// copied from, or not at all. Returns `false` if another record of the page is current.
     pub fn drop_damaged(&mut self, record: RecordRef) -> bool {
         if !self.index.is_at(record.slot, record.number) {
             return false;

@@ -408,7 +408,7 @@ fn forget_of_page_dropped_by_quota_writes_tombstone() {
     assert_eq!(driver.log.counts().pages, 6);
 }
 
-/// A quota drops pages that nobody used before older ones that were used.
+/// A quota drops pages that no reader used before older ones that were used.
 #[test]
 fn quota_drops_unused_pages_first() {
     let mut driver = FaultlessLog::new(8, 50);
