@@ -56,6 +56,23 @@ fn decode_names_the_problem_of_an_unusable_model_folder() {
     assert!(refused(dir.path()).contains("model.safetensors"));
 }
 
+#[test]
+fn node_that_could_outgrow_the_machine_does_not_start() {
+    let refusal = |options: &[&str]| {
+        let dir = data_dir();
+        let data_dir = dir.path().to_str().unwrap();
+        let args = [&["store", "--listen", "127.0.0.1:0", "--data-dir", data_dir], options].concat();
+        let mut node = Process::start(&args);
+        assert_eq!(node.wait().code(), Some(1), "an error, not a panic: {}", node.stderr());
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "it has touched nothing");
+        node.stderr()
+    };
+    let error = refusal(&["--l2", "900TiB"]);
+    assert!(error.contains("LRD0106") && error.contains("lower --l2"), "{error}");
+    let error = refusal(&["--l3-bytes", "60PiB"]);
+    assert!(error.contains("largest part is L3 index") && error.contains("raise --l3-mean-page"), "{error}");
+}
+
 /// Reads until the node closes the connection, and fails if it keeps it open.
 fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -65,7 +65,7 @@ fn uptime(seconds: u64) -> String {
     }
 }
 
-fn node_columns() -> [Column<NodeView>; 15] {
+fn node_columns() -> [Column<NodeView>; 16] {
     [
         column("ADDRESS", |node| node.address.clone()),
         wide_column("NODE", |node| node.node_id.clone().unwrap_or_else(|| "-".into())),
@@ -85,6 +85,7 @@ fn node_columns() -> [Column<NodeView>; 15] {
         wide_column("UNFLUSHED", |node| count(state(node), "/tiers/l2/dirty_pages")),
         wide_column("PINNED", |node| count(state(node), "/tiers/l2/pinned_pages")),
         wide_column("LEASED", |node| count(state(node), "/tiers/l2/held_pages")),
+        wide_column("MEMORY MAX", |node| bytes(state(node), "/memory_max/bytes")),
     ]
 }
 

@@ -22,6 +22,10 @@ pub struct TierArgs {
     /// default
     #[arg(long, value_name = "[NAMESPACE=]SIZE")]
     quota: Vec<Quota>,
+    /// Smallest mean size of pages for which L3 uses its whole size. It bounds the memory of the
+    /// index: with smaller pages, L3 evicts early. Each device may always have 524,288 pages
+    #[arg(long, default_value = "64KiB", value_name = "SIZE")]
+    l3_mean_page: ByteSize,
     /// DRAM for pages in transfer, in addition to L2: half for puts, half for reads. Puts beyond it
     /// are answered "busy". Default: an eighth of L2, at least 64 MiB
     #[arg(long, value_name = "SIZE")]
@@ -54,6 +58,7 @@ impl TierArgs {
         options.connection_put_bytes = bytes(self.connection_put_limit);
         options.connection_read_window_bytes = bytes(self.connection_read_window);
         options.connection_outstanding_bytes = bytes(self.connection_outstanding_limit);
+        options.l3_mean_page_bytes = self.l3_mean_page.as_u64();
         options.request_bytes = self.request_memory.as_u64();
         options.connections_max = self.max_connections;
         for quota in &self.quota {

@@ -40,6 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 hash_seed: 1,
                 keep_percent,
                 quota_default: u64::MAX,
+                pages_max: u64::MAX,
             };
             let mut replay =
                 Replay { log: Log::new(config), requested: 0, hits: 0, puts: 0, blocks: Vec::new(), copying: None };

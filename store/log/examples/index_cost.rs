@@ -84,6 +84,7 @@ impl Bench {
             hash_seed: 1,
             keep_percent: KEEP_PERCENT_DEFAULT,
             quota_default: u64::MAX,
+            pages_max: u64::MAX,
         };
         Bench {
             log: LogLock::new(Log::new(config)),

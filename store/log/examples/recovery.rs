@@ -116,6 +116,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         hash_seed: 5,
         keep_percent: KEEP_PERCENT_DEFAULT,
         quota_default: u64::MAX,
+        pages_max: u64::MAX,
     };
     let Recovery { mut log, scan_order, .. } = Recovery::new(config, found.collect());
     for segment in scan_order {

@@ -96,6 +96,7 @@ impl L3 {
             segments_max: options.segments_max(superblock.segment_bytes)?,
             keep_percent: options.keep_percent,
             quota_default: options.quota_default,
+            pages_max: options.pages_max,
             hash_seed: larder_runtime::random::seed(options.seed),
         };
         let memory = recovery::scan_memory(&arena).map_err(L3Error::io("map memory to scan", device.path()))?;

@@ -53,7 +53,7 @@ pub use error::L3Error;
 pub use l3::{L3, L3Entry, L3Location};
 pub use lock::LogLock;
 pub use machine::Pin;
-pub use options::{L3Options, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};
+pub use options::{L3Options, PAGE_MEMORY_BYTES, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};
 pub use report::{RecoveryProgress, RecoveryReport};
 pub use scrub::{ScrubProgress, ScrubRate};
 pub use stats::L3Stats;

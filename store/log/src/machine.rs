@@ -18,7 +18,8 @@
 //!    do.
 //! 4. The first record of a segment is planned only after its header, with an epoch never used
 //!    before, is durable.
-//! 5. The number of segments never exceeds the capacity.
+//! 5. The number of segments never exceeds the capacity, and the number of pages never exceeds
+//!    `pages_max`. A log at either bound reclaims its oldest segment.
 //! 6. The footer of a segment is planned only when nothing else of the segment is in flight and all
 //!    its records are durable. It lists all of them. Room for it is kept from the first record on.
 //!
@@ -36,7 +37,7 @@
 //! `quota`, `prepare` (the next segment), `copy_forward`, `footer`, `scrub`; `triage`, `scan` and
 //! `recovery` at a start.
 
-use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace};
+use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace, record_bytes};
 use larder_format::footer::{Footer, FooterRoom};
 use larder_format::{NamespaceId, PageId, is_expired};
 use larder_runtime::fail_point;
@@ -100,6 +101,28 @@ pub struct LogConfig {
     /// Quota in bytes of a namespace for which [`Log::set_quota`] set none. `u64::MAX` for no
     /// limit.
     pub quota_default: u64,
+    /// Maximum number of pages that take memory: those in the index, and those with unindexed
+    /// records. [`Log::new`] raises it to [`LogConfig::pages_max_min`].
+    pub pages_max: u64,
+}
+
+impl LogConfig {
+    /// Smallest [`LogConfig::pages_max`] that works with segments of this size. Half of it is for
+    /// pages to come, so that readers find the other half.
+    pub fn pages_max_min(segment_bytes: u64) -> u64 {
+        2 * pages_reserve(segment_bytes)
+    }
+}
+
+/// Maximum number of pages in a segment.
+fn segment_pages(segment_bytes: u64) -> u64 {
+    segment_bytes / record_bytes(1) as u64
+}
+
+/// Pages that may come before the log opens another segment and the one after it: those of both,
+/// of the open segment, and of writes in flight to the one before.
+fn pages_reserve(segment_bytes: u64) -> u64 {
+    4 * segment_pages(segment_bytes)
 }
 
 /// Index entry of a page, as readers and the scrub see it. It is a snapshot: the record may be
@@ -135,6 +158,7 @@ pub enum Intent {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LogCounts {
     pub pages: u64,
+    pub pages_max: u64,
     pub page_bytes: u64,
     pub segments: u64,
     pub segments_max: u64,
@@ -176,6 +200,8 @@ pub struct Log {
 
 impl Log {
     pub fn new(config: LogConfig) -> Log {
+        let config =
+            LogConfig { pages_max: config.pages_max.max(LogConfig::pages_max_min(config.segment_bytes)), ..config };
         Log {
             segments: Segments::new(config.segment_bytes),
             next_segment: NextSegment::None,
@@ -205,6 +231,7 @@ impl Log {
         let unrecovered = self.recovery.as_ref().map_or(0, RecoveryState::segments_left);
         LogCounts {
             pages: self.index.len() as u64,
+            pages_max: self.config.pages_max,
             page_bytes: self.index.record_bytes(),
             segments: (self.segments.len() + unrecovered) as u64,
             segments_max: u64::from(self.config.segments_max),
@@ -215,6 +242,25 @@ impl Log {
             pinned_bytes: self.retention.pinned_bytes(),
             ..self.counts
         }
+    }
+
+    /// Returns `true` if the log should reclaim a segment when it opens one. Copies then have a
+    /// whole segment for themselves.
+    pub(super) fn is_index_full(&self) -> bool {
+        self.pages_tracked().saturating_add(pages_reserve(self.config.segment_bytes)) > self.config.pages_max
+    }
+
+    /// Returns `true` if the log must reclaim a segment before it prepares another one: the pages
+    /// of that one, of the open one and of writes in flight could exceed
+    /// [`LogConfig::pages_max`].
+    pub(super) fn is_index_overfull(&self) -> bool {
+        let to_come = pages_reserve(self.config.segment_bytes) - segment_pages(self.config.segment_bytes);
+        self.pages_tracked().saturating_add(to_come) > self.config.pages_max
+    }
+
+    /// Number of entries that pages have in memory. A copied page has a second one for a while.
+    fn pages_tracked(&self) -> u64 {
+        (self.index.len() + self.index.fallbacks() + self.unindexed.pages()) as u64
     }
 
     pub fn index_bytes(&self) -> u64 {

@@ -1,12 +1,19 @@
 //! Options of an L3, their checks, and the sizes that follow from them.
 
 use crate::L3Error;
-use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN};
+use crate::machine::LogConfig;
+use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN, record_bytes};
 use larder_io::{Executor, RingOptions};
 use larder_runtime::Clock;
 use std::path::PathBuf;
 use std::time::Duration;
 
+/// Memory of a page that the log keeps track of, in bytes, at most. The index takes 66, which the
+/// example `index_cost` measures, and the orders by expiry and by quota some 30 each.
+pub const PAGE_MEMORY_BYTES: u64 = 128;
+/// Memory for scans, and for the header blocks of queued writes. Each record of the write queue has
+/// a block, and the smallest takes two blocks.
+const BUFFER_BYTES_MAX: u64 = (16 << 20) + WRITE_QUEUE_BYTES_MAX as u64 / 2;
 /// Maximum bytes of records that are queued or in flight to the device. Writers wait for room,
 /// which bounds the memory that a slow device holds.
 pub const WRITE_QUEUE_BYTES_MAX: usize = 64 << 20;
@@ -49,6 +56,11 @@ pub struct L3Options {
     /// Quota in bytes of a namespace for which [`L3::set_quota`](crate::L3::set_quota) set none.
     /// Default `u64::MAX`: no limit.
     pub quota_default: u64,
+    /// Maximum number of pages that take memory. At the bound, the log reclaims its oldest segment
+    /// although it has unused ones, so small pages leave a part of the capacity unused. The log
+    /// raises it to the pages that eight segments can hold. Default `u64::MAX`: no bound but the
+    /// capacity.
+    pub pages_max: u64,
     /// Maximum rate of the scrub, in bytes per second. 0 scrubs only on request. The scrub is as
     /// fast as its interval and the bytes of the log ask for, see [`ScrubRate`](crate::ScrubRate).
     /// Default 256 MiB.
@@ -72,12 +84,25 @@ impl L3Options {
             queue_depth: QUEUE_DEPTH_DEFAULT,
             keep_percent: 50,
             quota_default: u64::MAX,
+            pages_max: u64::MAX,
             scrub_bytes_per_second: 256 << 20,
             scrub_interval: Duration::from_secs(24 * 3600),
             executor: Executor::default(),
             clock: Clock::system(),
             seed: None,
         }
+    }
+
+    /// Maximum memory of the index and of everything else that the log keeps per page, in bytes.
+    pub fn index_memory_max(&self) -> u64 {
+        let smallest = record_bytes(1) as u64;
+        let pages_max = self.pages_max.max(LogConfig::pages_max_min(self.segment_bytes()));
+        pages_max.min(self.capacity_bytes / smallest) * PAGE_MEMORY_BYTES
+    }
+
+    /// Maximum memory of the log's buffers, in bytes.
+    pub fn buffer_memory_max(&self) -> u64 {
+        BUFFER_BYTES_MAX
     }
 
     pub(crate) fn segment_bytes(&self) -> u64 {

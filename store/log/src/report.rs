@@ -24,6 +24,9 @@ pub struct RecoveryReport {
     /// Pages in these segments and in older ones. They are not served, because a lost tombstone may
     /// have deleted them.
     pub pages_untrusted: u64,
+    /// Records of pages that the index had no room for, because its bound was lowered. They are not
+    /// served.
+    pub pages_beyond_index: u64,
     /// Records that were begun and are incomplete: writes that a crash interrupted.
     pub torn_records: u64,
     pub io_errors: u64,
@@ -38,6 +41,7 @@ impl RecoveryReport {
             segments_by_footer: result.footers,
             segments_cut_short: result.cut_short,
             pages_untrusted: result.untrusted,
+            pages_beyond_index: result.beyond_index,
             torn_records: result.torn_records,
             ..self
         }

@@ -13,6 +13,9 @@ pub struct L3Stats {
     pub bytes_on_device: u64,
     pub bytes_capacity: u64,
     pub pages: u64,
+    /// Bound of the pages that take memory. At the bound, the log reclaims its oldest segment
+    /// although it has unused ones.
+    pub pages_max: u64,
     pub segments: u64,
     /// Lower than the capacity allows if the file system had no room for more.
     pub segments_max: u64,
@@ -93,6 +96,7 @@ impl Counters {
         L3Stats {
             bytes_used: log.page_bytes,
             pages: log.pages,
+            pages_max: log.pages_max,
             segments: log.segments,
             segments_max: log.segments_max,
             segments_used: log.segments_used,

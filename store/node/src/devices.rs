@@ -120,18 +120,15 @@ impl Devices {
         // whose own quota the log learns only at its first handshake.
         let own = options.quotas.iter().map(|quota| quota.bytes);
         let quota_max = options.quota_default.map(|quota| own.fold(quota, u64::max));
-        let opens = configured.into_iter().map(|L3Device { dir, bytes }| async move {
+        let opens = configured.into_iter().map(|device| async move {
             let log = L3Options {
-                quota_default: quota_max.map_or(u64::MAX, |quota| share_of(quota, bytes, total)),
-                scrub_bytes_per_second: options.l3_scrub_bytes_per_second,
-                queue_depth: options.l3_queue_depth,
-                executor: options.l3_executor,
+                quota_default: quota_max.map_or(u64::MAX, |quota| share_of(quota, device.bytes, total)),
                 clock,
-                ..L3Options::new(&dir, bytes)
+                ..options.log_options(&device)
             };
             // A device that hangs must not keep the others from starting.
             let opened = tokio::time::timeout(OPEN_MAX, L3::open(log, arena.clone())).await;
-            (L3Device { dir, bytes }, opened.unwrap_or(Err(L3Error::Deadline("opening"))))
+            (device, opened.unwrap_or(Err(L3Error::Deadline("opening"))))
         });
         let devices = Devices::of(join_all(opens).await)?;
         devices.wait_until_recovered().await;

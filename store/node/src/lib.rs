@@ -17,6 +17,7 @@
 //! | --- | --- |
 //! | [`options`] | settings |
 //! | [`node`] | start, accept, shutdown |
+//! | [`memory_plan`] | upper bound of the node's memory |
 //! | `state` | state that connections and HTTP endpoints share |
 //! | `connection` | one client: handshake, requests, transfers |
 //! | `budget` | admission control: bytes in flight per connection, tenant and node |
@@ -43,6 +44,7 @@ mod health;
 mod holds;
 mod identity;
 mod members;
+pub mod memory_plan;
 mod metrics;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;

@@ -22,6 +22,7 @@ macro_rules! counters {
             pub(crate) rdma_channels: Gauge,
             pub(crate) rdma_grants: Gauge,
             pub(crate) in_flight: LabelledGauge,
+            pub(crate) memory_max: LabelledGauge,
             pub(crate) devices: LabelledGauge,
             pub(crate) late_scrubs: LabelledGauge,
             pub(crate) namespaces: LabelledGauge,
@@ -132,6 +133,8 @@ impl Metrics {
         registry.register("rdma_grants", help, self.rdma_grants.clone());
         let help = "Bytes in flight by kind: puts, reads, outstanding (requested and not yet sent), requests";
         registry.register("in_flight_bytes", help, self.in_flight.clone());
+        let help = "Bytes of memory that the node's options let each part of it take";
+        registry.register("memory_max_bytes", help, self.memory_max.clone());
         let help = "1 if the L3 device in directory dir is in use; 0 if not, for the given reason";
         registry.register("l3_device_up", help, self.devices.clone());
         let help = "1 if the scrub of the L3 device in directory dir cannot verify it once a day; 0 if it can";
@@ -159,6 +162,7 @@ pub fn metrics_registry() -> Registry {
         gauge.get_or_create(&labels).set(0);
     };
     sample(&metrics.in_flight, &["kind"]);
+    sample(&metrics.memory_max, &["part"]);
     sample(&metrics.devices, &["dir", "reason"]);
     sample(&metrics.late_scrubs, &["dir"]);
     sample(&metrics.namespaces, &["namespace"]);

@@ -3,6 +3,7 @@
 use crate::connection::{ConnectionLimit, SharedArena};
 use crate::devices::Devices;
 use crate::identity::Identity;
+use crate::memory_plan::{MemoryPlan, machine_memory};
 use crate::options::NodeOptions;
 use crate::rdma::Rdma;
 use crate::state::NodeState;
@@ -42,6 +43,8 @@ pub enum NodeError {
     Directory { directory: String, source: std::io::Error },
     #[error("cannot map {bytes} bytes for L2 and pages in transfer: {source}; lower --l2 or --in-flight [LRD0104]")]
     Memory { bytes: u64, source: std::io::Error },
+    #[error("{0} [LRD0106]")]
+    MemoryPlan(String),
     #[error("cannot open L3: {0}")]
     L3(#[from] larder_log::L3Error),
 }
@@ -66,6 +69,9 @@ impl Node {
     /// background. A device that fails to open is an error only if no other one opens.
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
+        let memory_plan = MemoryPlan::of(&options);
+        memory_plan.check(&options, machine_memory()).map_err(NodeError::MemoryPlan)?;
+        tracing::info!(bytes = memory_plan.total(), "memory of this node, at most: {memory_plan}");
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();

@@ -1,11 +1,11 @@
 //! Settings of a store node. The doc comments are the manual; `larder store --help` has the flags.
 //!
-//! Memory of a node: L2, `in_flight_bytes`, `request_bytes`, and about 48 MiB for the process.
+//! [`crate::memory_plan`] tells how much memory they can take.
 
 use crate::policy::{NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
 use larder_io::Executor;
-use larder_log::QUEUE_DEPTH_DEFAULT;
+use larder_log::{L3Options, QUEUE_DEPTH_DEFAULT};
 use larder_memory::ArenaSharing;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -52,6 +52,10 @@ pub struct NodeOptions {
     /// a data directory, the identity is stored beside the first log that can be written. Default:
     /// none, which puts one log into the directory `l3` of the data directory. At most 64.
     pub l3: Vec<L3Device>,
+    /// Smallest mean size of pages, in bytes, for which L3 uses its whole size. It bounds the
+    /// memory of the index: a device keeps at most as many pages as it has room for pages of this
+    /// size, or [`L3_PAGES_MIN`]. Default: 64 KiB. At least 4 KiB.
+    pub l3_mean_page_bytes: u64,
     /// Time at which pages are written to L3. Default: write-through.
     pub write_policy: WritePolicy,
     /// Number of reads from L2 after which write-through-selective writes a page. Default: 2. At
@@ -112,6 +116,7 @@ impl Default for NodeOptions {
             connection_request_bytes: None,
             l3_bytes: 4 << 30,
             l3: Vec::new(),
+            l3_mean_page_bytes: 64 << 10,
             write_policy: WritePolicy::Through,
             write_after_hits: 2,
             quota_default: None,
@@ -143,6 +148,11 @@ pub struct L3Device {
 
 /// Minimum size of L2, in bytes. Smaller ones hold only a few pages of a large model.
 pub const L2_BYTES_MIN: u64 = 32 << 20;
+/// Number of pages that an L3 device may always have. A device of 4 GiB then holds pages of any
+/// size.
+pub const L3_PAGES_MIN: u64 = 1 << 19;
+/// Minimum of [`NodeOptions::l3_mean_page_bytes`]. The log has no smaller unit.
+pub const L3_MEAN_PAGE_BYTES_MIN: u64 = 4096;
 /// Minimum memory for requests, in bytes. It admits about a dozen connections with small requests.
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
 /// Maximum of [`NodeOptions::connections_max`]. Each connection is an open file.
@@ -159,6 +169,10 @@ impl NodeOptions {
         if self.request_bytes < REQUEST_BYTES_MIN {
             let given = self.request_bytes;
             return Err(format!("--request-memory is {given} bytes; the minimum is {REQUEST_BYTES_MIN} (1MiB)"));
+        }
+        if self.l3_mean_page_bytes < L3_MEAN_PAGE_BYTES_MIN {
+            let given = self.l3_mean_page_bytes;
+            return Err(format!("--l3-mean-page is {given} bytes; the minimum is {L3_MEAN_PAGE_BYTES_MIN} (4KiB)"));
         }
         if !(1..=CONNECTIONS_MAX).contains(&self.connections_max) {
             let given = self.connections_max;
@@ -197,6 +211,17 @@ impl NodeOptions {
                 vec![L3Device { dir: dir.join("l3"), bytes: self.l3_bytes }]
             }
             _ => Vec::new(),
+        }
+    }
+
+    /// Options of the log of a device, without those that depend on other devices.
+    pub(crate) fn log_options(&self, device: &L3Device) -> L3Options {
+        L3Options {
+            pages_max: (device.bytes / self.l3_mean_page_bytes).max(L3_PAGES_MIN),
+            scrub_bytes_per_second: self.l3_scrub_bytes_per_second,
+            queue_depth: self.l3_queue_depth,
+            executor: self.l3_executor,
+            ..L3Options::new(&device.dir, device.bytes)
         }
     }
 
@@ -268,6 +293,12 @@ mod tests {
         assert!(twice.validate().unwrap_err().contains("twice"));
         let nowhere = NodeOptions { write_policy: WritePolicy::Back, ..NodeOptions::default() };
         assert!(nowhere.validate().unwrap_err().contains("--write-policy write-back needs"));
+        assert!(
+            NodeOptions { l3_mean_page_bytes: 1, ..good.clone() }
+                .validate()
+                .unwrap_err()
+                .contains("--l3-mean-page is 1")
+        );
         assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
         let connections = |connections_max| NodeOptions { connections_max, ..good.clone() }.validate();
         assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());

@@ -6,6 +6,7 @@
 
 use crate::budget::{Account, Budget, Kind};
 use crate::devices::Devices;
+use crate::memory_plan::MemoryPlan;
 use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
 use crate::policy::PinRefused;
@@ -236,6 +237,7 @@ impl Store {
         let mut tiers = self.tiers.status();
         tiers["l2"]["scrub"] = self.scrub_progress.status();
         serde_json::json!({
+            "memory_max": MemoryPlan::of(&self.options).json(),
             "tiers": tiers,
             "puts_open": open,
             "readers_waiting": waiting,
@@ -263,6 +265,9 @@ impl Store {
         let in_flight = self.budget.usage().into_iter();
         let in_flight = in_flight.map(|(kind, bytes)| (vec![label("kind", kind.to_string())], gauge(bytes)));
         metrics::show(&self.metrics.in_flight, in_flight.collect());
+        let plan = MemoryPlan::of(&self.options);
+        let parts = plan.parts().map(|(part, bytes)| (vec![label("part", part.to_string())], gauge(bytes)));
+        metrics::show(&self.metrics.memory_max, parts.collect());
     }
 }
 

@@ -45,6 +45,7 @@
 //! - A log that was opened full has no open segment to copy to.
 //! - A log of fewer than [`SEGMENTS_MIN`] segments copies nothing.
 //! - If the next segment could not be created, copies take no more than the rest of the open one.
+//!   So do those of a second segment that is reclaimed because the index is full.
 
 use super::*;
 use larder_format::PageMeta;
@@ -134,10 +135,11 @@ impl Log {
     }
 
     /// Starts to reclaim the oldest segment, if the one just opened for a record of `bytes` is the
-    /// last available: no segment is free, and the log has all its segments.
+    /// last available: no segment is free, and the log has all its segments, or the index has no
+    /// room for another one.
     pub(super) fn copy_forward_ahead(&mut self, namespace: &NamespaceId, bytes: u64) {
-        let is_last =
-            self.segments.free_segment().is_none() && self.segments.len() >= self.config.segments_max as usize;
+        let has_all = self.segments.len() >= self.config.segments_max as usize;
+        let is_last = self.is_index_full() || (has_all && self.segments.free_segment().is_none());
         if is_last && matches!(self.next_segment, NextSegment::None) && self.can_copy_forward() {
             self.reclaim_oldest(Some((namespace, bytes)));
         }
@@ -241,6 +243,10 @@ impl Log {
         let segment_bytes = self.config.segment_bytes;
         let bytes = entry.record_bytes();
         let is_pinned = choice.pass == Pin::Hard;
+        // A copy frees no entry, so while the index is full only hard-pinned pages are copied.
+        if !is_pinned && self.is_index_full() {
+            return;
+        }
         let Some(target) = self.segments.epoch_mut(choice.target.segment) else { return };
         // Leave an eighth of every segment to new records, so that writers always make progress.
         // Hard-pinned pages are exempt: they are at most a quarter of the log.

@@ -199,6 +199,10 @@ impl Index {
         self.record_bytes
     }
 
+    pub(super) fn fallbacks(&self) -> usize {
+        self.fallbacks.len()
+    }
+
     /// Bytes of heap memory, fallbacks excluded.
     pub(super) fn memory_bytes(&self) -> usize {
         let slab = self.chunks.len() * CHUNK * size_of::<PackedEntry>() + self.chunks.len() * CHUNK / 8;
@@ -375,11 +379,6 @@ impl Index {
         if self.fallbacks.get(&slot).is_some_and(|record| record.segment == segment) {
             self.fallbacks.remove(&slot);
         }
-    }
-
-    #[cfg(test)]
-    pub(super) fn fallbacks(&self) -> usize {
-        self.fallbacks.len()
     }
 
     #[cfg(test)]

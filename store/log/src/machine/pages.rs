@@ -114,7 +114,9 @@ impl Log {
         if pin == Pin::Hard {
             let bytes = self.retention.pinned_bytes() + self.index.get(slot).record_bytes();
             let max = self.pinned_bytes_max();
-            if bytes > max {
+            let pages = self.retention.pinned_pages() + 1;
+            // In pages too: pinned pages that fill the index would leave no room to writers.
+            if bytes > max || pages > (self.config.pages_max - pages_reserve(self.config.segment_bytes)) / 4 {
                 return Err(PinError::Full { bytes, max });
             }
             if self.is_excluded_from_copy(slot) {

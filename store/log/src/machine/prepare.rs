@@ -44,6 +44,9 @@ pub enum PrepareOutcome {
 /// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which lookups wait. Tests
 /// take single pages, so that other requests come between them.
 const SLICE: usize = if cfg!(test) { 1 } else { 8 };
+/// Entries of unindexed records that a step visits while the index is full. It must find those
+/// whose record is gone, and a visit costs less than an eviction.
+const PURGE_SLICE: usize = 8 * SLICE;
 
 #[derive(Debug)]
 pub(super) enum NextSegment {
@@ -57,6 +60,8 @@ pub(super) enum NextSegment {
     /// This segment waits for its reads and writes to end.
     Reclaiming(u32),
     Preparing,
+    /// This segment is ready, but the index is full. Entries of records that are gone leave it.
+    Purging(u32),
     Ready(u32),
     /// It could not be prepared. The next writer without room tries again, and gets the error if
     /// that fails too.
@@ -91,6 +96,10 @@ impl Log {
     }
 
     fn choose_next(&mut self) {
+        // An unused segment does not help if the index has no room for its pages.
+        if self.must_reclaim_for_index() {
+            return self.reclaim_oldest(None);
+        }
         if let Some(segment) = self.segments.free_segment() {
             return self.prepare(segment, true);
         }
@@ -122,13 +131,15 @@ impl Log {
         }
     }
 
-    /// Does a bounded part of the work to reclaim a segment: it chooses pages to copy, or evicts
-    /// pages. Returns `true` if there is more to do, after the caller let others use the log.
+    /// Does a bounded part of the work to reclaim a segment: it chooses pages to copy, evicts
+    /// pages, or removes entries of records that are gone. Returns `true` if there is more to do,
+    /// after the caller let others use the log.
     pub fn reclaim_step(&mut self) -> bool {
-        self.unindexed.purge(SLICE);
+        self.unindexed.purge(if self.is_index_full() { PURGE_SLICE } else { SLICE });
         match self.next_segment {
             NextSegment::Choosing(_) => self.choose_copies(SLICE),
             NextSegment::Evicting(segment) => self.evict_slice(segment),
+            NextSegment::Purging(segment) => self.check_room_in_index(segment),
             _ => false,
         }
     }
@@ -196,5 +207,35 @@ impl Log {
         // The records of all older epochs are gone from the device now.
         let oldest = self.segments.oldest_epoch().unwrap_or(epoch);
         self.unindexed.reclaimed_up_to(oldest - 1);
+        if let NextSegment::Ready(segment) = self.next_segment
+            && self.check_room_in_index(segment)
+        {
+            self.begin_steps();
+        }
+    }
+
+    /// Lets writers open a segment that is ready, if the index has room for its pages. Otherwise
+    /// entries of records that are gone leave the index first, and then another segment is
+    /// reclaimed. Returns `true` if another step has work.
+    fn check_room_in_index(&mut self, segment: u32) -> bool {
+        self.next_segment = NextSegment::Ready(segment);
+        if !self.must_reclaim_for_index() {
+            return false;
+        }
+        if self.unindexed.may_have_gone_records() {
+            self.next_segment = NextSegment::Purging(segment);
+            return true;
+        }
+        // The reclaimed segment had fewer pages than the next one can bring. Reclaim another.
+        self.segments.add_free(segment);
+        self.next_segment = NextSegment::None;
+        self.choose_next();
+        false
+    }
+
+    /// Returns `true` if another segment can bring more pages than the index has room for, and the
+    /// pages of an older one can leave.
+    fn must_reclaim_for_index(&self) -> bool {
+        self.is_index_overfull() && self.segments.next_to_reclaim().is_some()
     }
 }

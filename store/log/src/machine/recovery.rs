@@ -49,6 +49,8 @@ pub struct RecoveryResult {
     pub cut_short: u64,
     /// Page records in untrusted segments. These pages are not served.
     pub untrusted: u64,
+    /// Page records that the index had no room for. These pages are not served.
+    pub beyond_index: u64,
     /// Page records found, current or not.
     pub page_records: u64,
     pub expired: u64,
@@ -74,6 +76,9 @@ pub(super) struct RecoveryState {
     record_number_max: u64,
     /// A segment was cut short, so it and all older ones are untrusted.
     untrusted: bool,
+    /// The index had no room for a page. No older page is indexed either: it could be an older put
+    /// of one that was left out.
+    is_index_full: bool,
     result: RecoveryResult,
 }
 
@@ -85,6 +90,7 @@ impl RecoveryState {
             deletions: BTreeMap::new(),
             record_number_max: 0,
             untrusted: false,
+            is_index_full: false,
             result: RecoveryResult::default(),
         }
     }
@@ -119,13 +125,15 @@ impl RecoveryState {
 
     /// Collects everything in a segment that deletes records of this segment or of older ones.
     fn collect_deletions(&mut self, index: &Index, records: &[RecordSummary], not_durable: bool, now_unix_ms: u64) {
+        // No page of these segments will be served, so nothing need be deleted.
+        let is_needed = !self.is_index_full;
         for record in records {
             self.record_number_max = self.record_number_max.max(record.number());
             match record {
                 RecordSummary::Page(page) => {
                     self.result.page_records += 1;
                     self.result.generation_max = self.result.generation_max.max(page.generation);
-                    if is_expired(page.expires_unix_ms, now_unix_ms) {
+                    if is_needed && is_expired(page.expires_unix_ms, now_unix_ms) {
                         self.result.expired += 1;
                         // Otherwise an older put of the page would be served after a newer one
                         // expired.
@@ -134,7 +142,7 @@ impl RecoveryState {
                 }
                 RecordSummary::Tombstone(tombstone) => {
                     self.result.tombstones += 1;
-                    if !fail_point!("log.recovery-ignores-tombstones") {
+                    if is_needed && !fail_point!("log.recovery-ignores-tombstones") {
                         self.delete_below(index.fingerprint(&tombstone.id), tombstone.number, not_durable);
                     }
                 }
@@ -186,6 +194,13 @@ impl Log {
     }
 
     fn recover_page(&mut self, recovery: &mut RecoveryState, at: SegmentEpoch, page: &PageSummary, now_unix_ms: u64) {
+        let tracked = self.pages_tracked() + recovery.deletions.len() as u64;
+        recovery.is_index_full |= tracked >= self.config.pages_max;
+        if recovery.is_index_full {
+            recovery.result.beyond_index += 1;
+            // An entry for each page would take the memory that the bound saves.
+            return self.unindexed.mark_incomplete_up_to(at.epoch);
+        }
         let fingerprint = self.index.fingerprint(&page.id);
         if is_expired(page.expires_unix_ms, now_unix_ms) {
             return self.unindexed.add(fingerprint, page.number + 1, at.epoch);

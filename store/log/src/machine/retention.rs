@@ -51,6 +51,7 @@ pub(super) struct Retention {
     /// By slot. Pages without a pin are absent.
     pins: BTreeMap<u32, Pin>,
     pinned_bytes: u64,
+    pinned_pages: u64,
     quota_order: BTreeSet<QuotaKey>,
     /// By namespace: the record number from which the search for a page to drop continues.
     hands: BTreeMap<u32, u64>,
@@ -61,6 +62,11 @@ pub(super) struct Retention {
 impl Retention {
     pub(super) fn pinned_bytes(&self) -> u64 {
         self.pinned_bytes
+    }
+
+    /// Number of hard-pinned pages.
+    pub(super) fn pinned_pages(&self) -> u64 {
+        self.pinned_pages
     }
 
     pub(super) fn pin_of(&self, slot: u32) -> Pin {
@@ -86,9 +92,11 @@ impl Retention {
         if old == Some(Pin::Hard) {
             assert!(self.pinned_bytes >= bytes, "more bytes are unpinned than were pinned");
             self.pinned_bytes -= bytes;
+            self.pinned_pages -= 1;
         }
         if pin == Pin::Hard {
             self.pinned_bytes += bytes;
+            self.pinned_pages += 1;
         }
     }
 

@@ -13,13 +13,14 @@
 //! [`Model`] lists the properties that must hold.
 
 use super::*;
-use disk::{BlockWrite, Disk, LOG, Random, SEGMENT, blocks_of, blocks_of_footer};
+use disk::{BlockWrite, Disk, LOG, Random, SEGMENT, blocks_of, blocks_of_footer, config};
 use larder_format::disk::{LogId, RecordBody, SegmentHeader, record_bytes};
 use larder_format::footer::RecordSummary;
 use larder_format::{PageKey, PageMeta};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
+mod bounds;
 mod cases;
 mod controls;
 mod disk;
@@ -139,10 +140,6 @@ struct Model {
 fn record_of(log: &Log, id: &PageId) -> Option<RecordRef> {
     let slot = log.index.find(id)?;
     Some(RecordRef { number: log.index.get(slot).number, slot })
-}
-
-fn config(segments_max: u32) -> LogConfig {
-    LogConfig { segment_bytes: SEGMENT, segments_max, hash_seed: 5, keep_percent: 50, quota_default: u64::MAX }
 }
 
 impl Model {

@@ -27,6 +27,9 @@ pub(super) struct UnindexedRecords {
     reclaimed_up_to: u64,
     /// Page at which [`UnindexedRecords::purge`] continues.
     purge_from: Option<Fingerprint>,
+    /// Number of entries that [`UnindexedRecords::purge`] has yet to visit, so that it has seen
+    /// each since the last reclaim.
+    purge_left: usize,
     /// The index is incomplete up to this epoch. 0 if it is complete.
     incomplete_up_to: u64,
 }
@@ -71,6 +74,11 @@ impl UnindexedRecords {
         }
     }
 
+    /// Number of pages with an entry for unindexed records.
+    pub(super) fn pages(&self) -> usize {
+        self.records.len()
+    }
+
     /// Notes that records of a page with numbers below `below`, in segments up to `epoch`, may be
     /// on the device.
     pub(super) fn add(&mut self, page: Fingerprint, below: u64, epoch: u64) {
@@ -86,7 +94,10 @@ impl UnindexedRecords {
     }
 
     pub(super) fn reclaimed_up_to(&mut self, epoch: u64) {
-        self.reclaimed_up_to = self.reclaimed_up_to.max(epoch);
+        if epoch > self.reclaimed_up_to {
+            self.reclaimed_up_to = epoch;
+            self.purge_left = self.records.len();
+        }
         if self.incomplete_up_to <= epoch {
             self.incomplete_up_to = 0;
         }
@@ -95,13 +106,16 @@ impl UnindexedRecords {
     /// Visits at most `max` entries, and removes those without a record on the device. Continues
     /// where the last call ended.
     pub(super) fn purge(&mut self, max: usize) {
-        let from = self.purge_from.take().map_or(Bound::Unbounded, Bound::Included);
+        let first = self.purge_from.take();
+        let from = first.map_or(Bound::Unbounded, Bound::Included);
         let mut gone = Vec::new();
-        for (visited, (page, known)) in self.records.range((from, Bound::Unbounded)).enumerate() {
+        let mut visited = 0;
+        for (page, known) in self.records.range((from, Bound::Unbounded)) {
             if visited == max {
                 self.purge_from = Some(*page);
                 break;
             }
+            visited += 1;
             if known.epoch <= self.reclaimed_up_to {
                 gone.push(*page);
             }
@@ -109,6 +123,13 @@ impl UnindexedRecords {
         for page in gone {
             self.records.remove(&page);
         }
+        let has_seen_all = first.is_none() && self.purge_from.is_none();
+        self.purge_left = if has_seen_all { 0 } else { self.purge_left - self.purge_left.min(visited) };
+    }
+
+    /// Returns `true` if [`UnindexedRecords::purge`] may still find entries without a record.
+    pub(super) fn may_have_gone_records(&self) -> bool {
+        self.purge_left > 0
     }
 
     pub(super) fn mark_incomplete_up_to(&mut self, epoch: u64) {

@@ -19,7 +19,7 @@ fn summary(n: u8, number: u64, offset: u64) -> PageSummary {
     }
 }
 
-fn scanned(segment: u32, epoch: u64, records: Vec<RecordSummary>) -> ScannedSegment {
+pub(super) fn scanned(segment: u32, epoch: u64, records: Vec<RecordSummary>) -> ScannedSegment {
     let end = records.last().map_or(BLOCK_BYTES as u64, |last| last.offset() + last.record_bytes());
     ScannedSegment { segment, epoch, records, end, footer: true, torn: 0, cut_short: false }
 }
@@ -29,7 +29,7 @@ fn drop_damaged(log: &mut Log, n: u8, number: u64) -> bool {
     record.is_some_and(|record| log.drop_damaged(record))
 }
 
-fn restored(config: LogConfig, segments: Vec<ScannedSegment>) -> Log {
+pub(super) fn restored(config: LogConfig, segments: Vec<ScannedSegment>) -> Log {
     let found = segments
         .iter()
         .map(|one| FoundSegment { segment: one.segment, epoch: Ok(one.epoch), truncated: false })
@@ -139,7 +139,14 @@ struct FaultlessLog {
 impl FaultlessLog {
     fn new(segments_max: u32, keep_percent: u8) -> FaultlessLog {
         let segment_bytes = 208 * BLOCK_BYTES as u64;
-        let config = LogConfig { segment_bytes, segments_max, hash_seed: 1, keep_percent, quota_default: u64::MAX };
+        let config = LogConfig {
+            segment_bytes,
+            segments_max,
+            hash_seed: 1,
+            keep_percent,
+            quota_default: u64::MAX,
+            pages_max: u64::MAX,
+        };
         FaultlessLog { log: Log::new(config), generation: 0, copied: 0, ids: BTreeMap::new() }
     }
 

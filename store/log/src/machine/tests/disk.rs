@@ -11,6 +11,17 @@ pub(super) const SEGMENT: u64 = BLOCKS * BLOCK_BYTES as u64;
 pub(super) type Block = Vec<u8>;
 pub(super) type Address = (u32, u64);
 
+pub(super) fn config(segments_max: u32) -> LogConfig {
+    LogConfig {
+        segment_bytes: SEGMENT,
+        segments_max,
+        hash_seed: 5,
+        keep_percent: 50,
+        quota_default: u64::MAX,
+        pages_max: u64::MAX,
+    }
+}
+
 #[derive(Clone)]
 pub(super) struct BlockWrite {
     pub(super) at: Address,
