@@ -6,7 +6,7 @@ use larder_format::footer::{PageSummary, TombstoneSummary};
 
 const BIG: u64 = 4 << 20;
 
-fn summary(n: u8, number: u64, offset: u64) -> PageSummary {
+pub(super) fn summary(n: u8, number: u64, offset: u64) -> PageSummary {
     PageSummary {
         id: id(n),
         offset,
@@ -24,7 +24,7 @@ pub(super) fn scanned(segment: u32, epoch: u64, records: Vec<RecordSummary>) -> 
     ScannedSegment { segment, epoch, records, end, footer: true, torn: 0, cut_short: false }
 }
 
-fn drop_damaged(log: &mut Log, n: u8, number: u64) -> bool {
+pub(super) fn drop_damaged(log: &mut Log, n: u8, number: u64) -> bool {
     let record = record_of(log, &id(n)).filter(|record| record.number == number);
     record.is_some_and(|record| log.drop_damaged(record))
 }
@@ -588,33 +588,6 @@ fn hole_before_the_durable_end_is_damage() {
     let body = RecordBody::Lost { bytes: BLOCK_BYTES as u64 };
     disk.cached.extend(blocks_of(&RecordHeader { place, number: 2, durable: 0, body }));
     assert!(disk.scan(SegmentEpoch { segment: 0, epoch: 1 }).cut_short);
-}
-
-/// A crash left a torn copy and its original. The original is served after a read found the copy
-/// damaged.
-#[test]
-fn torn_copy_falls_back_to_its_original() {
-    let original = summary(2, 4, BLOCK_BYTES as u64);
-    let copy = PageSummary { number: 9, ..original };
-    let page = |summary| vec![RecordSummary::Page(summary)];
-    let log = |later| restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy)), later]);
-    let none = || scanned(2, 3, Vec::new());
-    let mut first = log(none());
-    assert_eq!(first.find(&id(2), 0).map(|entry| entry.number), Some(9));
-    assert!(drop_damaged(&mut first, 2, 9));
-    let entry = first.find(&id(2), 0).unwrap();
-    assert_eq!((entry.number, entry.place.epoch), (4, 1));
-    let mut list = first.scrub_list(None).unwrap();
-    list.sort();
-    assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
-    assert!(drop_damaged(&mut first, 2, 4));
-    assert_eq!(first.find(&id(2), 0), None);
-    assert!(first.index.fallbacks() == 0);
-
-    let other = PageSummary { generation: 5, number: 9, ..original };
-    let mut log = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(other))]);
-    assert!(drop_damaged(&mut log, 2, 9));
-    assert_eq!(log.find(&id(2), 0), None, "another put is no copy");
 }
 
 /// A copy is damaged while its original's segment still exists.
