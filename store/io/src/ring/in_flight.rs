@@ -54,6 +54,8 @@ impl QueuedRequest {
         if let (Operation::Read { block: Some(block), .. }, Some(staged), Ok(())) = (&mut operation, &staged, &result) {
             block.copy_from_slice(staged);
         }
+        // First: the completion may start a request that needs the memory.
+        drop(staged);
         run_completion(completion, Done { operation, result });
     }
 }

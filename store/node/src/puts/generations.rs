@@ -1,4 +1,4 @@
-//! Generations of a node: numbers that order its puts and its forgets.
+//! Generations of a node: numbers of its puts, which also order its forgets.
 //!
 //! A client may put a copy of a page long after it read the page. It states the generation of the
 //! page that it copied. The node refuses the copy if the page was forgotten after that generation.
@@ -19,7 +19,7 @@ const SLOTS: usize = 1 << 20;
 
 pub(super) struct Generations {
     next: u64,
-    /// By the hash of a page: generation of the latest forget in this slot, or 0.
+    /// By the hash of a page: generation of the first put after the latest forget in this slot, or 0.
     forgotten: Vec<u64>,
 }
 
@@ -36,9 +36,9 @@ impl Generations {
 
     /// Records that these pages are forgotten now. Puts from here on are newer.
     pub(super) fn record_forget(&mut self, ids: &[PageId]) {
-        let generation = self.next();
+        // The number of the next put: greater than those of all earlier puts, and not of later ones.
         for id in ids {
-            self.forgotten[slot(id)] = generation;
+            self.forgotten[slot(id)] = self.next;
         }
     }
 

@@ -396,8 +396,9 @@ impl Worker {
         let Some((server, arena)) = self.cluster.network.host(&super::address(node)) else { return };
         let found = server.store().tiers().get(&self.cluster.id(key), soon(PATIENCE)).now_or_never().flatten();
         let Some((page, TierCode::L2)) = found else { return };
-        // L2 and this function hold it. With a third owner, a reader could see the bit change.
-        if Arc::strong_count(&page) > 2 {
+        // L2's index, its policy and this function hold it. With a fourth owner, a reader could see
+        // the bit change.
+        if Arc::strong_count(&page) > 3 {
             return;
         }
         let byte = page.payload.arena_offset() + self.random.below(page.payload.len() as u64) as usize;
