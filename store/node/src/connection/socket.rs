@@ -141,25 +141,19 @@ impl<W: ByteSink> ScheduledSink<W> {
 impl<W: ByteSink> ByteSink for ScheduledSink<W> {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let bytes = from.iter().map(|slice| slice.len()).sum();
+        let mut has_waited = bytes > BULK_MIN;
         let sent = loop {
-            {
-                let on_wait = || *self.uncongested_since.0.lock() = now();
-                let mut operation = pin!(self.scheduler.run(bytes, self.inner.send(from), on_wait));
-                // Without a timer: most sends do not wait.
-                if let Poll::Ready(sent) = futures::poll!(&mut operation) {
-                    break sent;
-                }
-                // The timer first: polled for its end, the operation would take it for room in the
-                // socket. A dropped operation has taken no bytes, so it can begin again.
-                tokio::select! {
-                    biased;
-                    () = tokio::time::sleep(PROGRESS_INTERVAL) => {}
-                    sent = operation => break sent,
+            let operation = self.scheduler.run(bytes, self.inner.send(from), || has_waited = true);
+            // A dropped operation has taken no bytes, so it can begin again.
+            match tokio::time::timeout(PROGRESS_INTERVAL, operation).await {
+                Ok(sent) => break sent,
+                Err(_) => {
+                    has_waited = true;
+                    self.look_for_progress();
                 }
             }
-            self.look_for_progress();
         };
-        if bytes > BULK_MIN {
+        if has_waited {
             *self.uncongested_since.0.lock() = now();
         }
         if sent.is_ok() {

@@ -19,7 +19,7 @@ const SLOTS: usize = 1 << 20;
 
 pub(super) struct Generations {
     next: u64,
-    /// By the hash of a page: generation of the first put after the latest forget in this slot, or 0.
+    /// By the hash of a page: number of the first put after the latest forget in this slot, or 0.
     forgotten: Vec<u64>,
 }
 
@@ -36,7 +36,7 @@ impl Generations {
 
     /// Records that these pages are forgotten now. Puts from here on are newer.
     pub(super) fn record_forget(&mut self, ids: &[PageId]) {
-        // The number of the next put: greater than those of all earlier puts, and not of later ones.
+        // The number of the next put: greater than those of all earlier puts, and of no later one.
         for id in ids {
             self.forgotten[slot(id)] = self.next;
         }
