@@ -31,7 +31,7 @@ const KEEP_PERCENT_MAX: u8 = 75;
 /// Bytes for the small files: two superblocks, progress of the scrub, and the temporary file that
 /// replaces one of them.
 pub(crate) const SMALL_FILES_BYTES: u64 = 4 * BLOCK_BYTES as u64;
-/// Default of [`L3Options::queue_depth`]. Decision record 0021 has the measurement.
+/// Default of [`L3Options::queue_depth`]. No measurement on several drives chose it.
 pub const QUEUE_DEPTH_DEFAULT: u32 = 16;
 const QUEUE_DEPTH_MAX: u32 = 1024;
 
