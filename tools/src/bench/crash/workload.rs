@@ -5,7 +5,7 @@ use super::node_state;
 use super::oracle::{Oracle, ReadResult};
 use super::pages::PageKind;
 use anyhow::{Result, bail};
-use larder_client::{Client, ClientOptions, PutOutcome, StoreUrl};
+use larder_client::{Client, ClientOptions, GetOptions, PutOutcome, StoreUrl};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::sync::Arc;
@@ -225,13 +225,17 @@ impl Worker<'_> {
     /// Reads pages and checks their bytes. Returns the version of each page that was present and
     /// valid.
     async fn read(&self, keys: &[usize]) -> Vec<Option<u64>> {
+        self.read_with(keys, GetOptions::default()).await
+    }
+
+    async fn read_with(&self, keys: &[usize], options: GetOptions) -> Vec<Option<u64>> {
         let PageSet { kind, oracle } = self.pages;
         let bounds: Vec<_> = keys.iter().map(|&key| oracle.begin_read(key)).collect();
         let wanted = keys.iter().map(|&key| (kind.key(key), vec![0u8; kind.page_bytes()])).collect();
-        let answers = self.client.get(wanted, Instant::now() + OPERATION_TIMEOUT).await;
+        let answers = self.client.get_with(wanted, options, Instant::now() + OPERATION_TIMEOUT).await;
         self.workload.counters.gets.fetch_add(keys.len() as u64, Ordering::Relaxed);
-        let checked = answers.into_iter().zip(keys).zip(bounds).map(|(((bytes, tier), &key), bound)| {
-            tier?;
+        let checked = answers.into_iter().zip(keys).zip(bounds).map(|(((bytes, fetched), &key), bound)| {
+            fetched.tier()?;
             increment(&self.workload.counters.hits);
             let version = kind.version_of(key, &bytes);
             self.check_version(key, version, version.map(|version| oracle.check_version(key, bound, version)))
@@ -270,11 +274,14 @@ impl Worker<'_> {
     async fn check(&self, keys: &[usize], flushed: Option<Instant>) -> Result<()> {
         let oracle = &self.pages.oracle;
         let expected = |key| self.workload.roomy.then(|| oracle.must_have(key, flushed)).flatten();
-        let mut found = self.read(keys).await;
+        // A node refuses pages at the end of a large get to a client that reads slowly. A refused page
+        // is not lost, so the check comes back for it until the deadline.
+        let options = GetOptions { busy_retries: u32::MAX, ..GetOptions::default() };
+        let mut found = self.read_with(keys, options).await;
         // The node serves while it recovers its log, so a miss is final only after recovery.
         if keys.iter().zip(&found).any(|(&key, version)| version.is_none() && expected(key).is_some()) {
             node_state::wait_until_recovered(self.client).await?;
-            found = self.read(keys).await;
+            found = self.read_with(keys, options).await;
         }
         let counters = &self.workload.counters;
         for (&key, version) in keys.iter().zip(found) {
