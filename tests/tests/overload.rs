@@ -1,7 +1,7 @@
 //! Overload of a store node, applied by `larder bench overload`.
 //!
 //! This test compares outcomes and counters only. The command itself judges goodput, offered load,
-//! late refusals and the latency of the probe: run it on an idle machine.
+//! late refusals, lost connections and the latency of the probe: run it on an idle machine.
 
 use larder_tests::larder;
 use std::process::Command;

@@ -88,6 +88,9 @@ struct OverloadReport {
     pages_read_late: u64,
     pages_put_late: u64,
     wrong_bytes: u64,
+    /// Regular clients that the node disconnected. It takes a client for a stalled reader that reads
+    /// nothing for a second, so this is 0 unless the machine starves the load generator.
+    connections_lost: u64,
     /// Peak resident memory of the node under overload, and its budget.
     rss_max_mib: f64,
     rss_budget_mib: f64,
@@ -113,6 +116,11 @@ impl OverloadReport {
             self.load_factor >= OVERLOAD_FACTOR_MIN,
             "the offered load was only {:.1} times the capacity",
             self.load_factor
+        );
+        ensure!(
+            self.connections_lost == 0,
+            "the node disconnected {} clients that read their answers",
+            self.connections_lost
         );
         let rss = self.rss_max_mib / self.rss_budget_mib;
         ensure!(
@@ -297,6 +305,7 @@ async fn overload(
         pages_read_late: totals.late_reads,
         pages_put_late: totals.late_puts,
         wrong_bytes: totals.wrong,
+        connections_lost: totals.connections_lost,
         rss_max_mib: mib(rss_max),
         rss_budget_mib: mib(node::BUDGET_BYTES),
         refusals: count("refusals")?,

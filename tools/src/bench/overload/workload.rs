@@ -13,6 +13,8 @@ use larder_wire::{
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -55,6 +57,7 @@ pub struct LoadTotals {
     pub late_puts: u64,
     pub wrong: u64,
     pub operations: u64,
+    pub connections_lost: u64,
 }
 
 /// Live counters behind [`LoadTotals`]. All accesses are relaxed: the counters order no other
@@ -70,14 +73,26 @@ pub struct LoadCounters {
     late_puts: AtomicU64,
     wrong: AtomicU64,
     operations: AtomicU64,
+    connections_lost: AtomicU64,
     in_flight: AtomicUsize,
 }
 
 impl LoadCounters {
-    fn all(&self) -> [&AtomicU64; 9] {
-        let Self { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, in_flight: _ } =
-            self;
-        [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations]
+    fn all(&self) -> [&AtomicU64; 10] {
+        let Self {
+            bytes,
+            read_pages,
+            put,
+            busy,
+            missed,
+            late_reads,
+            late_puts,
+            wrong,
+            operations,
+            connections_lost,
+            in_flight: _,
+        } = self;
+        [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost]
     }
 
     pub fn reset(&self) {
@@ -85,9 +100,9 @@ impl LoadCounters {
     }
 
     pub fn totals(&self) -> LoadTotals {
-        let [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations] =
+        let [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost] =
             self.all().map(|count| count.load(Ordering::Relaxed));
-        LoadTotals { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations }
+        LoadTotals { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost }
     }
 }
 
@@ -277,7 +292,7 @@ impl LoadConnection {
                 self.pending.lock().insert(header.request, remaining);
             }
         }
-        bail!("the node closed the connection")
+        Err(io::Error::from(io::ErrorKind::UnexpectedEof).into())
     }
 
     async fn receive_page(
@@ -369,19 +384,77 @@ impl LoadConnection {
     }
 }
 
+/// Place of a connection, which [`keep_connected`] replaces when the node ends it.
+#[derive(Clone)]
+struct Place(Arc<Mutex<Arc<LoadConnection>>>);
+
+impl Place {
+    fn connection(&self) -> Arc<LoadConnection> {
+        self.0.lock().clone()
+    }
+}
+
+/// Both ends of a new connection: its socket, and the queue of what it sends.
+type Link = (FrameConnection, mpsc::Receiver<Frame>);
+
+async fn connect(
+    address: &str,
+    pages: &Arc<PageSet>,
+    counters: &Arc<LoadCounters>,
+) -> Result<(Arc<LoadConnection>, Link)> {
+    let frames = FrameConnection::attach(address, pages.namespace.clone()).await?;
+    let (out, queue) = mpsc::channel(QUEUE_FRAMES);
+    let connection = LoadConnection {
+        pages: pages.clone(),
+        counters: counters.clone(),
+        out,
+        pending: Mutex::default(),
+        next: AtomicU64::new(1),
+    };
+    Ok((Arc::new(connection), (frames, queue)))
+}
+
+/// Runs the connection of a place, and the next one whenever the node has ended it. Returns an error
+/// that is not the end of a connection, such as an unexpected answer.
+async fn keep_connected(address: String, place: Place, mut link: Link) -> Result<Infallible> {
+    loop {
+        let connection = place.connection();
+        let (FrameConnection { reader, writer }, queue) = link;
+        let ended = tokio::select! {
+            sent = writer.send_all(queue, TIMEOUT * 10) => sent.map_err(anyhow::Error::from),
+            received = connection.receive(reader) => received,
+        };
+        // Ends the operations, so that no caller waits for them.
+        connection.pending.lock().clear();
+        match ended {
+            Err(error) if !is_disconnect(&error) => return Err(error),
+            _ => add(&connection.counters.connections_lost, 1),
+        }
+        let (next, next_link) = connect(&address, &connection.pages, &connection.counters).await?;
+        *place.0.lock() = next;
+        link = next_link;
+    }
+}
+
+fn is_disconnect(error: &anyhow::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    kind.is_some_and(|kind| [BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof].contains(&kind))
+}
+
 /// All connections of the load generator. Operations go to them in turn, so that no connection
 /// limits the load alone.
 pub struct Workload {
-    senders: Vec<Arc<LoadConnection>>,
+    places: Vec<Place>,
     sequence: AtomicU64,
     pub counters: Arc<LoadCounters>,
-    connections: JoinSet<Result<()>>,
+    connections: JoinSet<Result<Infallible>>,
 }
 
 impl Workload {
     pub async fn attach(address: &str) -> Result<Workload> {
         let mut load = Workload {
-            senders: Vec::new(),
+            places: Vec::new(),
             sequence: AtomicU64::new(0),
             counters: Arc::default(),
             connections: JoinSet::new(),
@@ -391,23 +464,10 @@ impl Workload {
             put_pinned_pages(address, pages).await?;
         }
         for pages in page_sets.iter().cycle().take(CONNECTIONS_PER_SIZE * page_sets.len()) {
-            let frames = FrameConnection::attach(address, pages.namespace.clone()).await?;
-            let (out, queue) = mpsc::channel(QUEUE_FRAMES);
-            let connection = Arc::new(LoadConnection {
-                pages: pages.clone(),
-                counters: load.counters.clone(),
-                out,
-                pending: Mutex::default(),
-                next: AtomicU64::new(1),
-            });
-            load.senders.push(connection.clone());
-            load.connections.spawn(async move { Ok(frames.writer.send_all(queue, TIMEOUT * 10).await?) });
-            load.connections.spawn(async move {
-                let received = connection.receive(frames.reader).await;
-                // Ends the operations, so that no caller waits for them.
-                connection.pending.lock().clear();
-                received
-            });
+            let (connection, link) = connect(address, pages, &load.counters).await?;
+            let place = Place(Arc::new(Mutex::new(connection)));
+            load.places.push(place.clone());
+            load.connections.spawn(keep_connected(address.to_string(), place, link));
         }
         Ok(load)
     }
@@ -416,8 +476,8 @@ impl Workload {
     /// Gets and puts alternate.
     fn begin(&self, on_end: Option<oneshot::Sender<()>>) -> bool {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
-        let round = sequence / self.senders.len() as u64;
-        let connection = &self.senders[sequence as usize % self.senders.len()];
+        let round = sequence / self.places.len() as u64;
+        let connection = self.places[sequence as usize % self.places.len()].connection();
         let pages = &connection.pages;
         let operation = Operation::begin(&self.counters, on_end);
         if (round + sequence / PAGE_BYTES.len() as u64).is_multiple_of(2) {
@@ -440,11 +500,15 @@ impl Workload {
         let work = (0..concurrency).map(|_| async {
             while begin.elapsed() < time {
                 let (on_end, ended) = oneshot::channel();
-                ensure!(self.begin(Some(on_end)), "a request could not be sent");
+                if !self.begin(Some(on_end)) {
+                    // The connection is being replaced.
+                    tokio::time::sleep(TICK).await;
+                    continue;
+                }
                 // The operation drops the sender at its end, which this side sees as an error.
                 let _ = tokio::time::timeout(COMPLETION_TIMEOUT, ended).await.context("a request was not answered")?;
             }
-            Ok(())
+            anyhow::Ok(())
         });
         futures::future::try_join_all(work.collect::<Vec<_>>()).await?;
         let seconds = begin.elapsed().as_secs_f64();
@@ -454,11 +518,13 @@ impl Workload {
         Ok((totals.bytes as f64 / seconds, totals.operations as f64 / seconds))
     }
 
-    /// Fails if a connection was lost. The node must never disconnect a client that reads its
-    /// answers.
+    /// Fails if the node sent an unexpected answer, or refuses new connections.
     fn connected(&mut self) -> Result<()> {
         match self.connections.try_join_next() {
-            Some(lost) => lost?.context("a connection was lost"),
+            Some(failed) => match failed? {
+                Ok(never) => match never {},
+                Err(error) => Err(error),
+            },
             None => Ok(()),
         }
     }
