@@ -145,7 +145,8 @@ impl Puts {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         }
-        if state.open.contains_key(&id) {
+        let has_twin = || state.open.keys().any(|open| open.key == id.key);
+        if state.open.contains_key(&id) || (fail_point!("node.open-puts-ignore-namespace") && has_twin()) {
             return Err(ReserveOutcome::InProgress);
         }
         if self.tiers.locate(&id) != TierCode::Absent && !fail_point!("node.second-writer-replaces") {

@@ -8,7 +8,7 @@
 //! destroyed their tombstones, or hidden their records from recovery. No store with one copy can
 //! prevent that.
 
-use crate::payload::key_in;
+use crate::payload::{number_in, number_of};
 use crate::random::RandomSource;
 use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace, SegmentHeader, Superblock};
 use larder_io::SmallFile;
@@ -36,6 +36,7 @@ struct Segment {
     dropped_by_sync: Vec<Range<usize>>,
     /// The device silently damaged this segment since its header was last written.
     silently_damaged: bool,
+    /// Numbers of the keys of its tombstones.
     tombstones: Vec<u64>,
 }
 
@@ -74,6 +75,7 @@ pub struct Disk {
     small: BTreeMap<SmallFile, Vec<u8>>,
     writes: u64,
     recent: VecDeque<(u32, Range<usize>)>,
+    /// Numbers of suspect keys. A key is suspect in all namespaces or in none.
     suspects: BTreeSet<u64>,
     /// A segment header was silently damaged. Any page of an earlier incarnation may return.
     all_suspect: bool,
@@ -240,10 +242,10 @@ impl Disk {
             found.silently_damaged = false;
             found.tombstones.clear();
         }
-        if let Some(key) = block.and_then(key_in) {
-            found.tombstones.push(key);
+        if let Some(number) = block.and_then(number_in) {
+            found.tombstones.push(number);
             if found.silently_damaged {
-                self.suspects.insert(key);
+                self.suspects.insert(number);
             }
         }
     }
@@ -259,13 +261,13 @@ impl Disk {
     /// the log writes no tombstones for their pages.
     pub fn note_hidden(&mut self, segment: u32, offset: u64, len: usize) {
         let hidden = self.read(segment, offset, len).unwrap_or_default();
-        let keys: Vec<u64> = hidden.chunks(BLOCK_BYTES).filter_map(key_in).collect();
-        self.suspects.extend(keys);
+        let numbers: Vec<u64> = hidden.chunks(BLOCK_BYTES).filter_map(number_in).collect();
+        self.suspects.extend(numbers);
         self.note_silent_fault(segment, offset);
     }
 
     pub fn is_suspect(&self, key: u64) -> bool {
-        self.all_suspect || self.suspects.contains(&key)
+        self.all_suspect || self.suspects.contains(&number_of(key))
     }
 
     pub fn fail_until(&mut self, until_ms: u64) {
@@ -472,10 +474,10 @@ mod tests {
         assert!(!disk.is_suspect(5));
         disk.note_silent_fault(0, 8192);
         assert!(disk.is_suspect(5));
-        disk.note_write(0, 12288, Some(&block(6)));
-        assert!(disk.is_suspect(6), "the segment may not be read to its end");
+        disk.note_write(0, 12288, Some(&block(8)));
+        assert!(disk.is_suspect(8), "the segment may not be read to its end");
         disk.note_write(0, 0, None);
-        disk.note_write(0, 4096, Some(&block(7)));
-        assert!(!disk.is_suspect(7));
+        disk.note_write(0, 4096, Some(&block(11)));
+        assert!(!disk.is_suspect(11));
     }
 }

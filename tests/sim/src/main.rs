@@ -3,6 +3,7 @@
 use clap::Parser;
 use larder_sim::faults::Profile;
 use larder_sim::run::{Options, Scope, SeedReport, Summary, run_seed, run_seeds};
+use larder_sim::world::FORGIVEN;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -111,7 +112,9 @@ fn run_many(args: &Args, options: &Options) -> bool {
 }
 
 fn print_summary(summary: &Summary) {
-    summary.counts.iter().for_each(|(counter, count)| println!("{count:>10}  {counter}"));
+    let checked = summary.counts.iter().filter(|(counter, _)| !counter.starts_with(FORGIVEN));
+    checked.for_each(|(counter, count)| println!("{count:>10}  {counter}"));
+    summary.forgiven().for_each(|(counter, count)| println!("{count:>10}  {counter}"));
     println!(
         "{} seeds, {} operations, {:.1} virtual hours in {:.1} s",
         summary.seeds, summary.operations, summary.virtual_hours, summary.seconds

@@ -21,13 +21,14 @@
 
 mod node;
 
-use crate::payload::{self, page_id, page_key};
+use crate::payload::{self, NAMESPACES, number_of, page_id, page_key};
 use larder_format::{PageKey, PageMeta, is_expired};
 use std::collections::BTreeMap;
 
 pub use node::ContentMatch;
 
-/// Length of a sequence: each key is the parent of the next, within a group of this many keys.
+/// Length of a sequence: each key is the parent of the next one of its namespace, within a group of
+/// this many keys.
 pub(crate) const CHAIN: u64 = 16;
 
 #[derive(Debug, Clone, Copy)]
@@ -200,8 +201,7 @@ impl Model {
     pub fn describe(&self, key: u64, version: u64, payload: &[u8]) -> PageMeta {
         let known = self.version(version);
         let parts = known.map_or_else(Vec::new, |version| version.parts.clone());
-        let position = (key % CHAIN) as u32;
-        let mut meta = PageMeta::describe(page_id(key), parent(key), position, parts, payload);
+        let mut meta = PageMeta::describe(page_id(key), parent(key), position(key), parts, payload);
         meta.generation = version;
         meta.expires_unix_ms = self.expires_unix_ms(version);
         meta
@@ -256,7 +256,7 @@ impl Model {
         {
             return Err(format!("key {key} version {}: parts {:?}", meta.generation, meta.part_bytes));
         }
-        if meta.parent != parent(key) || u64::from(meta.position) != key % CHAIN {
+        if meta.parent != parent(key) || meta.position != position(key) {
             return Err(format!("key {key} version {}: wrong parent or position", meta.generation));
         }
         payload::check(key, version.content, payload)
@@ -284,10 +284,15 @@ impl Model {
     }
 }
 
+/// Position of a key in its sequence.
+pub(crate) fn position(key: u64) -> u32 {
+    (number_of(key) % CHAIN) as u32
+}
+
 pub(crate) fn parent(key: u64) -> PageKey {
-    match key % CHAIN {
+    match position(key) {
         0 => PageKey::NONE,
-        _ => page_key(key - 1),
+        _ => page_key(key - NAMESPACES),
     }
 }
 

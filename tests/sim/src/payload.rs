@@ -8,7 +8,9 @@ use larder_format::{NamespaceId, PageId, PageKey};
 
 /// Prefix of every simulated key. The device recognizes keys in the blocks it stores by it.
 pub const KEY_MAGIC: [u8; 8] = *b"SIMxKEY:";
-const NAMESPACES: u64 = 2;
+/// Number of namespaces. Keys that follow each other name pages of different namespaces, and up to
+/// this many of them have the same key bytes.
+pub const NAMESPACES: u64 = 3;
 
 fn mix(value: u64) -> u64 {
     let mut mixed = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -17,20 +19,38 @@ fn mix(value: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
+/// Number of a key within its namespace. The key bytes follow from it.
+pub fn number_of(key: u64) -> u64 {
+    key / NAMESPACES
+}
+
+pub fn key_in_namespace(namespace: u64, number: u64) -> u64 {
+    number * NAMESPACES + namespace
+}
+
+pub fn namespace_of(key: u64) -> u64 {
+    key % NAMESPACES
+}
+
 pub fn page_key(key: u64) -> PageKey {
+    let number = number_of(key);
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&KEY_MAGIC);
-    bytes[8..16].copy_from_slice(&key.to_le_bytes());
-    bytes[16..24].copy_from_slice(&mix(key).to_le_bytes());
+    bytes[8..16].copy_from_slice(&number.to_le_bytes());
+    bytes[16..24].copy_from_slice(&mix(number).to_le_bytes());
     PageKey(bytes)
 }
 
-pub fn page_id(key: u64) -> PageId {
-    PageId { namespace: NamespaceId([(key % NAMESPACES) as u8 + 1; 32]), key: page_key(key) }
+pub fn namespace_id(namespace: u64) -> NamespaceId {
+    NamespaceId([namespace as u8 + 1; 32])
 }
 
-/// Returns the key that a block names within its first 512 bytes, if any.
-pub fn key_in(block: &[u8]) -> Option<u64> {
+pub fn page_id(key: u64) -> PageId {
+    PageId { namespace: namespace_id(namespace_of(key)), key: page_key(key) }
+}
+
+/// Returns the number of the key that a block names within its first 512 bytes, if any.
+pub fn number_in(block: &[u8]) -> Option<u64> {
     let head = &block[..block.len().min(512)];
     let at = head.windows(8).position(|window| window == KEY_MAGIC)?;
     let number = head.get(at + 8..at + 16)?;
@@ -98,6 +118,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn namespaces_share_key_bytes() {
+        let keys: Vec<u64> = (0..NAMESPACES).map(|namespace| key_in_namespace(namespace, 7)).collect();
+        assert!(keys.iter().all(|&key| page_key(key) == page_key(keys[0]) && number_of(key) == 7));
+        let namespaces: std::collections::BTreeSet<_> = keys.iter().map(|&key| page_id(key).namespace).collect();
+        assert_eq!(namespaces.len() as u64, NAMESPACES);
+    }
+
+    #[test]
     fn wrong_bytes_are_detected() {
         let mut bytes = vec![0; 1001];
         fill(3, 4, &mut bytes);
@@ -119,10 +147,10 @@ mod tests {
     }
 
     #[test]
-    fn key_is_found_in_a_block() {
+    fn key_number_is_found_in_a_block() {
         let mut block = vec![0; 4096];
         block[77..109].copy_from_slice(&page_key(9).0);
-        assert_eq!(key_in(&block), Some(9));
-        assert_eq!(key_in(&[0; 4096]), None);
+        assert_eq!(number_in(&block), Some(number_of(9)));
+        assert_eq!(number_in(&[0; 4096]), None);
     }
 }

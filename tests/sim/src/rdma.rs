@@ -69,7 +69,7 @@ impl RdmaFaults {
         }
         if profile.has_silent_faults() {
             faults.flip = rate(30_000);
-            faults.short = rate(30_000);
+            faults.short = rate(60_000);
         }
         faults
     }

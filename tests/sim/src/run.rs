@@ -11,7 +11,7 @@ use crate::panics;
 use crate::random::{RandomSource, Stream};
 use crate::setup::Setup;
 use crate::wire::{self, ClusterSetup};
-use crate::world::World;
+use crate::world::{FORGIVEN, World};
 use larder_memory::Arena;
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -237,6 +237,14 @@ impl Summary {
 
     pub fn count(&self, counter: &str) -> u64 {
         self.counts.get(counter).copied().unwrap_or(0)
+    }
+
+    /// Counters of the exemptions that the oracles granted.
+    pub fn forgiven(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.counts
+            .iter()
+            .filter(|(counter, _)| counter.starts_with(FORGIVEN))
+            .map(|(counter, count)| (*counter, *count))
     }
 }
 

@@ -39,6 +39,8 @@ pub struct Setup {
     pub uniform_bytes: Option<u32>,
     pub keep_percent: u8,
     pub ttl_rate: u32,
+    /// Forgets of all pages of a namespace, per million forgets.
+    pub forget_namespace_rate: u32,
     pub admin_rate: u32,
     pub scrub_bytes_per_second: u64,
     pub scrub_interval_ms: u64,
@@ -79,6 +81,7 @@ impl Setup {
             uniform_bytes: random.chance(300_000).then(|| random.between(500, 9_000) as u32),
             keep_percent: [0, 0, 30, 50, 75][random.below(5) as usize],
             ttl_rate: [0, 50_000, 300_000][random.below(3) as usize],
+            forget_namespace_rate: [0, 2_000, 20_000][random.below(3) as usize],
             admin_rate: [0, 5_000, 30_000][random.below(3) as usize],
             scrub_bytes_per_second: [0, MIB, 32 * MIB][random.below(3) as usize],
             scrub_interval_ms: [2_000, 30_000, 24 * 3_600_000][random.below(3) as usize],

@@ -12,6 +12,7 @@
 //! - No request ends later than its deadline plus the documented delay.
 //! - A request over a slow network succeeds if its deadline leaves the time for it, and one that
 //!   ends at its deadline costs the others nothing.
+//! - A caller that a busy node refused, and that returns as told, gets in.
 //! - A node that copies from client memory copies the bytes of the put, or the put is lost.
 //! - A page that is read in place does not change until the reader releases it, whatever happens to
 //!   page, connection and node.
@@ -36,9 +37,11 @@ mod nodes;
 mod operations;
 mod progress;
 mod put;
+mod room;
 pub mod transport;
 
 use crate::faults::{Faults, Profile};
+use crate::payload::{NAMESPACES, namespace_of, page_key};
 use crate::random::{RandomSource, Stream};
 use crate::rdma::{DeviceSpec, FabricGuard, MemoryWindows, RdmaFaults};
 use crate::world::World;
@@ -58,6 +61,7 @@ use tokio_util::sync::CancellationToken;
 use transport::NetworkFaults;
 
 const KIB: u64 = 1 << 10;
+const OTHER_TENANT: &str = "other tenant";
 /// Number of rounds. Faults stop after each, and the cluster must become idle. The next round
 /// starts from the state that this one leaves.
 const ROUNDS: u64 = 3;
@@ -71,7 +75,10 @@ pub struct ClusterSetup {
     profile: Profile,
     pub nodes: usize,
     workers: u64,
+    /// Keys of each namespace.
     keys: u64,
+    /// Number of namespaces that the clients of the workload use.
+    namespaces: u64,
     l2_bytes: u64,
     in_flight_bytes: u64,
     segments: u64,
@@ -91,6 +98,8 @@ pub struct ClusterSetup {
     memory_bytes: usize,
     /// True if nodes have budgets that are often exhausted.
     tight: bool,
+    /// True if all clients use RDMA, and the network rarely disturbs them.
+    over_rdma: bool,
 }
 
 impl ClusterSetup {
@@ -103,19 +112,25 @@ impl ClusterSetup {
         let sizes = [(8, 1), (32, 1), (96, 1), (96, 8), (96, 32)];
         let (head_dim, scale) = sizes[[0, 0, 1, 1, 1, 2, 2, 3, 3, 4][random.below(10) as usize]];
         let nodes = random.between(1, 3) as usize;
+        // Otherwise few seeds use RDMA for long: any old version, machine without a device or
+        // damaged frame prevents it.
+        let over_rdma = random.chance(250_000);
         let mut protocols = |count: u64| {
-            let one = |_| if random.chance(200_000) { PROTOCOL_VERSION_MIN } else { PROTOCOL_VERSION };
+            let old = if over_rdma { 0 } else { 200_000 };
+            let one = |_| if random.chance(old) { PROTOCOL_VERSION_MIN } else { PROTOCOL_VERSION };
             (0..count).map(one).collect()
         };
         let (node_protocols, client_protocols): (Vec<u16>, Vec<u16>) = (protocols(nodes as u64), protocols(clients));
         let mut devices =
-            |kind: u8, count: u64| (0..count).map(|host| draw_devices(kind, host as u8, random)).collect();
+            |kind: u8, count: u64| (0..count).map(|host| draw_devices(kind, host as u8, over_rdma, random)).collect();
         let (node_devices, client_devices): (Vec<Vec<_>>, Vec<Vec<_>>) =
             (devices(1, nodes as u64), devices(2, clients));
-        let memory_bytes = [0, 32, 128, 1024][random.below(4) as usize] * (KIB * scale) as usize;
+        let memory_kib = if over_rdma { [128, 1024, 1024, 1024] } else { [0, 32, 128, 1024] };
+        let memory_bytes = memory_kib[random.below(4) as usize] * (KIB * scale) as usize;
         let newest = |versions: &[u16]| versions.iter().all(|&version| version >= VERSION_RDMA);
         let nodes_have = memory_bytes > 0 && newest(&node_protocols) && node_devices.iter().all(|all| !all.is_empty());
         let transport = |client: usize| match kinds[random.below(kinds.len() as u64) as usize] {
+            _ if over_rdma => Transport::Rdma,
             // A client restricted to RDMA needs devices and a protocol version that support it, on
             // both sides.
             Transport::Rdma
@@ -126,7 +141,8 @@ impl ClusterSetup {
             transport => transport,
         };
         let transports: Vec<Transport> = (0..clients as usize).map(transport).collect();
-        let local = transports.iter().map(|&transport| transport == Transport::Shm || random.chance(400_000)).collect();
+        let rate = if over_rdma { 0 } else { 400_000 };
+        let local = transports.iter().map(|&transport| transport == Transport::Shm || random.chance(rate)).collect();
         let endpoint = EndpointOptions {
             transfers: [1, 4, 64][random.below(3) as usize],
             grants: [2, 16, 256][random.below(3) as usize],
@@ -144,9 +160,11 @@ impl ClusterSetup {
             node_devices,
             client_devices,
             endpoint,
-            page_age_ms: [1_000, 60_000][random.below(2) as usize],
+            // A large page takes longer than a second on a device that moves it in small pieces.
+            page_age_ms: [1_000, 60_000][random.below(2) as usize].max(if scale > 8 { 60_000 } else { 0 }),
             workers: random.between(1, 3),
             keys: [12, 40, 100][random.below(3) as usize],
+            namespaces: [1, 2, NAMESPACES][random.below(3) as usize],
             l2_bytes: [128, 256, 512][random.below(3) as usize] * KIB * scale,
             in_flight_bytes: [128, 256, 512][random.below(3) as usize] * KIB * scale,
             segments: random.between(3, 6),
@@ -164,6 +182,7 @@ impl ClusterSetup {
             budget_bytes: [1 << 30, 1 << 20, 100_000][random.below(3) as usize],
             memory_bytes,
             tight: random.chance(500_000),
+            over_rdma,
         }
     }
 
@@ -179,19 +198,26 @@ impl ClusterSetup {
         FabricOptions { devices, endpoint: self.endpoint.clone() }
     }
 
-    fn namespace(&self) -> NamespaceDescriptor {
+    /// Namespaces with equal keys: the second differs from the first in its weights, the third in
+    /// its tenant.
+    fn namespace(&self, number: u64) -> NamespaceDescriptor {
         NamespaceDescriptor {
             model: "simulated".into(),
-            weights: [7; 32],
+            weights: [7 + u8::from(number == 1); 32],
             geometry: self.geometry,
-            tenant: "tenant".into(),
+            tenant: if number == 2 { OTHER_TENANT.into() } else { "tenant".into() },
         }
+    }
+
+    /// Namespace of a client of the workload.
+    fn namespace_of_client(&self, client: usize) -> u64 {
+        client as u64 % self.namespaces
     }
 }
 
-/// Draws zero to two RDMA devices of a machine, each on its own rail.
-fn draw_devices(kind: u8, host: u8, random: &mut RandomSource) -> Vec<DeviceSpec> {
-    let count = [0, 1, 1, 2][random.below(4) as usize];
+/// Draws up to two RDMA devices of a machine, each on its own rail.
+fn draw_devices(kind: u8, host: u8, needs_one: bool, random: &mut RandomSource) -> Vec<DeviceSpec> {
+    let count = [u8::from(needs_one), 1, 1, 2][random.below(4) as usize];
     let device = |rail| DeviceSpec {
         name: format!("rdma-{kind}-{host}-{rail}"),
         address: [10, rail, kind, host],
@@ -201,13 +227,24 @@ fn draw_devices(kind: u8, host: u8, random: &mut RandomSource) -> Vec<DeviceSpec
     (0..count).map(device).collect()
 }
 
+/// Choices of a client. [`Cluster::spec`] has the usual ones.
+#[derive(Clone, Copy)]
+struct ClientSpec {
+    namespace: u64,
+    /// Number of nodes that it knows.
+    nodes: usize,
+    connections: usize,
+    transport: Transport,
+    protocol_max: u16,
+}
+
 struct Cluster {
     world: Arc<World>,
     setup: ClusterSetup,
     network: Arc<Network>,
     rdma: Arc<Mutex<RdmaFaults>>,
     model: Mutex<Model>,
-    namespace: NamespaceId,
+    namespaces: Vec<NamespaceId>,
     faults_enabled: AtomicBool,
     operations: AtomicU64,
 }
@@ -218,7 +255,7 @@ impl Cluster {
     }
 
     fn id(&self, key: u64) -> PageId {
-        PageId { namespace: self.namespace, key: crate::payload::page_key(key) }
+        PageId { namespace: self.namespaces[namespace_of(key) as usize], key: page_key(key) }
     }
 
     fn crashes(&self) -> bool {
@@ -236,33 +273,45 @@ impl Cluster {
         }
     }
 
-    fn client(&self, name: &str, machine: ClientHost, transport: Transport, protocol_max: u16) -> Client {
-        self.client_with(DEFAULT_CONNECTIONS, name, machine, transport, protocol_max)
-    }
-
-    fn client_with(
-        &self,
-        connections: usize,
-        name: &str,
-        machine: ClientHost,
-        transport: Transport,
-        protocol_max: u16,
-    ) -> Client {
-        let url = StoreUrl { nodes: (0..self.setup.nodes).map(address).collect(), transport, connections };
+    fn client(&self, name: &str, machine: ClientHost, spec: ClientSpec) -> Client {
+        let url = StoreUrl {
+            nodes: (0..spec.nodes).map(address).collect(),
+            transport: spec.transport,
+            connections: spec.connections,
+        };
         let options = ClientOptions {
             name: name.into(),
             put_queue_bytes_max: self.setup.budget_bytes,
             memory_bytes: self.setup.memory_bytes,
-            protocol_max,
+            protocol_max: spec.protocol_max,
             seed: Some(self.world.seed),
             ..ClientOptions::default()
         };
-        larder_client::sim::attach(Arc::new(machine), url, self.setup.namespace(), options)
+        larder_client::sim::attach(Arc::new(machine), url, self.setup.namespace(spec.namespace), options)
+    }
+
+    /// Client outside the workload, on another machine, which uses one TCP connection per node.
+    fn remote_client(&self, name: &str, spec: ClientSpec) -> Client {
+        let machine = ClientHost::new(self.network.clone(), false, FabricOptions::default());
+        self.client(name, machine, ClientSpec { connections: 1, ..spec })
+    }
+
+    fn spec(&self) -> ClientSpec {
+        ClientSpec {
+            namespace: 0,
+            nodes: self.setup.nodes,
+            connections: DEFAULT_CONNECTIONS,
+            transport: Transport::Tcp,
+            protocol_max: PROTOCOL_VERSION,
+        }
     }
 }
 
 pub(crate) fn run(world: &Arc<World>, setup: ClusterSetup, operations: u64, random: &mut RandomSource) -> u64 {
-    let faults = NetworkFaults::draw(setup.profile, random);
+    let mut faults = NetworkFaults::draw(setup.profile, random);
+    if setup.over_rdma {
+        faults.spare_connections();
+    }
     let rdma = Arc::new(Mutex::new(RdmaFaults::draw(setup.profile, random)));
     let all: Vec<DeviceSpec> = setup.node_devices.iter().chain(&setup.client_devices).flatten().cloned().collect();
     // Declared before the runtime, so it is dropped after every user of a device.
@@ -278,8 +327,8 @@ pub(crate) fn run(world: &Arc<World>, setup: ClusterSetup, operations: u64, rand
             world: world.clone(),
             network: Arc::new(Network::new(world.clone(), faults)),
             rdma,
-            model: Mutex::new(Model::new(setup.keys)),
-            namespace: setup.namespace().id(),
+            model: Mutex::new(Model::new(setup.keys * NAMESPACES)),
+            namespaces: (0..NAMESPACES).map(|namespace| setup.namespace(namespace).id()).collect(),
             setup,
             faults_enabled: AtomicBool::new(true),
             operations: AtomicU64::new(0),
@@ -300,7 +349,9 @@ async fn run_rounds(cluster: &Arc<Cluster>, network: NetworkFaults, operations: 
     let client = |(number, (transport, protocol)): (usize, (&Transport, &u16))| {
         let fabric = cluster.setup.fabric(&cluster.setup.client_devices[number]);
         let machine = ClientHost::new(cluster.network.clone(), cluster.setup.local[number], fabric);
-        cluster.client(&format!("client-{number}"), machine, *transport, *protocol)
+        let namespace = cluster.setup.namespace_of_client(number);
+        let spec = ClientSpec { namespace, transport: *transport, protocol_max: *protocol, ..cluster.spec() };
+        cluster.client(&format!("client-{number}"), machine, spec)
     };
     let rdma = *cluster.rdma.lock();
     let clients: Vec<Client> = speakers.map(client).collect();
@@ -328,7 +379,7 @@ async fn run_rounds(cluster: &Arc<Cluster>, network: NetworkFaults, operations: 
         if cluster.world.failed() {
             return;
         }
-        check::quiesce(cluster, &hosts, &clients).await;
+        check::quiesce(cluster, &hosts, &clients, round + 1 == ROUNDS).await;
     }
     drop(clients);
     check::end(cluster, hosts).await;

@@ -1,11 +1,14 @@
 //! Choices that the workers of the log, of a node and of a cluster share.
 
+use crate::payload::{NAMESPACES, namespace_of};
 use crate::random::RandomSource;
 use crate::setup::Setup;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 const LARGE_BYTES: u64 = 200_000;
+/// Largest forget that is not one of a whole namespace.
+pub(crate) const KEYS_FORGOTTEN_AT_ONCE: usize = 4;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Limit {
@@ -47,6 +50,20 @@ pub(crate) fn draw_key(setup: &Setup, random: &mut RandomSource) -> u64 {
         1 => random.below(keys / 8 + 1),
         _ => random.below(keys).min(random.below(keys)),
     }
+}
+
+/// Draws the keys of one forget: a few keys, or now and then all keys of a namespace. The latter
+/// leave the log and L2 without a page of it, so that both drop what they know of the namespace.
+pub(crate) fn draw_forgotten_keys(setup: &Setup, key: u64, random: &mut RandomSource) -> Vec<u64> {
+    if random.chance(setup.forget_namespace_rate) {
+        let namespace = random.below(NAMESPACES);
+        return (0..setup.keys).filter(|&key| namespace_of(key) == namespace).collect();
+    }
+    let mut keys = vec![key];
+    (0..random.below(4)).for_each(|_| keys.push(draw_key(setup, random)));
+    keys.sort_unstable();
+    keys.dedup();
+    keys
 }
 
 pub(crate) fn parts(setup: &Setup, random: &mut RandomSource) -> Vec<u32> {

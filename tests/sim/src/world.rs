@@ -14,6 +14,9 @@ use tokio::time::Instant;
 /// Bound on reported violations. The first one explains most.
 const VIOLATIONS_KEPT: usize = 8;
 
+/// Begins the names of the counters of exemptions.
+pub const FORGIVEN: &str = "forgiven: ";
+
 const BEGAN_UNIX_MS: u64 = 1_700_000_000_123;
 
 /// Surroundings of one seed: the state that outlives an incarnation. One thread uses it, so its
@@ -83,8 +86,32 @@ impl World {
 
     /// Returns `true` if forgotten pages of a key may return because a device silently damaged
     /// their tombstones.
-    pub fn is_suspect(&self, key: u64) -> bool {
+    fn is_suspect(&self, key: u64) -> bool {
         self.disks.iter().any(|disk| disk.lock().is_suspect(key))
+    }
+
+    /// Decides about a broken promise: forgives it, and counts that, if the key is suspect.
+    pub fn forgives_suspect(&self, key: u64) -> bool {
+        let is_suspect = self.is_suspect(key);
+        self.forgive("forgiven: suspect key", is_suspect.into());
+        is_suspect
+    }
+
+    /// Runs a check of a key. If it fails and the key is suspect, repeats it with the parameter
+    /// `true`, and counts a success as forgiven.
+    pub fn check_key<T>(&self, key: u64, check: impl Fn(bool) -> Result<T, String>) -> Result<T, String> {
+        check(false).or_else(|problem| match self.is_suspect(key) {
+            true => check(true).inspect(|_| self.forgive("forgiven: suspect key", 1)),
+            false => Err(problem),
+        })
+    }
+
+    /// Counts broken or unchecked promises that the fault model exempts. The name of the counter
+    /// begins with [`FORGIVEN`].
+    pub fn forgive(&self, counter: &'static str, by: u64) {
+        if by > 0 {
+            self.count(counter, by);
+        }
     }
 
     pub fn event(&self, name: &'static str, numbers: [u64; 3]) {

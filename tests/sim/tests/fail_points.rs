@@ -35,8 +35,9 @@ const fn errors(name: &'static str, defect: &'static str) -> FailPoint {
     FailPoint { name, defect, profile: Some(Profile::Errors) }
 }
 
-const LOG: [FailPoint; 28] = [
+const LOG: [FailPoint; 29] = [
     any("log.read-skips-checksum", "A read does not verify the checksums of the page."),
+    any("log.index-ignores-namespace", "The index finds a page by its key alone, without its namespace."),
     any("log.read-skips-identity", "A read does not verify that the record belongs to the requested page."),
     any("log.acknowledge-before-write", "A write is acknowledged when it is submitted to the device."),
     any("log.visible-before-write", "A page is visible before its write has completed."),
@@ -84,10 +85,11 @@ const LOG: [FailPoint; 28] = [
     errors("log.hole-is-torn-write", "Recovery treats a hole in the durable part of a segment as a torn write."),
 ];
 
-const NODE: [FailPoint; 19] = [
+const NODE: [FailPoint; 20] = [
     any("node.seal-incomplete-page", "A put is sealed although parts are missing."),
     any("node.accept-damaged-part", "A part becomes visible although its bytes do not match its checksums."),
     any("node.second-writer-replaces", "A put of a page that is present is accepted."),
+    any("node.open-puts-ignore-namespace", "An open put blocks puts of the same key in other namespaces."),
     any("node.aborted-put-leaks-reservation", "An aborted put does not return its reserved memory."),
     any("node.cancelled-follower-leaks", "A follower that stopped waiting is still counted."),
     any("node.forget-keeps-l2", "A forget leaves the copy in L2."),
@@ -106,7 +108,7 @@ const NODE: [FailPoint; 19] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 30] = [
+const WIRE: [FailPoint; 33] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -143,6 +145,9 @@ const WIRE: [FailPoint; 30] = [
     any("node.range-returns-other-chunks", "A range read returns other chunks of the page."),
     any("client.range-skips-checksum", "The client returns a range without verifying its checksums."),
     any("node.serve-forgotten-held", "The node serves a forgotten page from a hold."),
+    any("node.silent-writer-keeps-room", "Silent writers keep their room while others wait for it."),
+    any("node.line-forgets-callers", "A refused caller gets no place in the line."),
+    any("node.time-told-too-short", "A refused caller is told to return at once."),
     any("node.read-charge-leaks", "Sent bytes still count against the read budget."),
     any(
         "rdma.memory-returned-on-disconnect",

@@ -6,6 +6,7 @@
 
 use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
+use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -285,7 +286,7 @@ impl BudgetState {
         now: Instant,
     ) -> Vec<LosingWriter> {
         // A writer can only become silent later than this search found.
-        if self.silent_from.is_some_and(|from| now < from) {
+        if self.silent_from.is_some_and(|from| now < from) || fail_point!("node.silent-writer-keeps-room") {
             return Vec::new();
         }
         let mut silent = Vec::new();
@@ -308,8 +309,7 @@ impl BudgetState {
     /// Writers of tenants above their share of `max`, if `connection` has waited for long enough.
     /// The longest silence comes first.
     pub(super) fn excess_writers(&self, connection: u64, max: u64, now: Instant) -> Vec<LosingWriter> {
-        let waits = self.line.waits_since(connection).map(|since| now.saturating_duration_since(since));
-        if waits.is_none_or(|waits| waits < EXCESS_AFTER) {
+        if self.line.waited(connection, now) < EXCESS_AFTER {
             return Vec::new();
         }
         let mut above: Vec<(Duration, LosingWriter)> = Vec::new();

@@ -2,11 +2,11 @@
 
 use super::LogIncarnation;
 use crate::model::{Expected, RequestTime};
-use crate::payload::{self, page_id};
+use crate::payload::{self, NAMESPACES, namespace_id, page_id};
 use crate::random::{RandomSource, Stream};
-use crate::workload::{Limit, draw_key, parts};
+use crate::workload::{KEYS_FORGOTTEN_AT_ONCE, Limit, draw_forgotten_keys, draw_key, parts};
 use futures::future::join;
-use larder_format::{NamespaceId, PageMeta};
+use larder_format::PageMeta;
 use larder_log::{L3Error, Pin};
 use larder_memory::Slot;
 use std::sync::Arc;
@@ -162,9 +162,8 @@ fn request_time(log: &LogIncarnation) -> RequestTime {
 }
 
 fn check(log: &LogIncarnation, key: u64, started: RequestTime, meta: &PageMeta, payload: &[u8]) {
-    let suspect = log.world.is_suspect(key);
     let model = log.model.lock();
-    let found = model.check_found(key, meta.generation, started, suspect);
+    let found = log.world.check_key(key, |suspect| model.check_found(key, meta.generation, started, suspect));
     if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
         drop(model);
         log.world.violate(format!("get: {problem}"));
@@ -176,20 +175,16 @@ fn find(log: &LogIncarnation, key: u64) {
     let found = log.l3.find(&page_id(key));
     log.world.event("find", [key, found.map_or(0, |entry| entry.generation), 0]);
     let Some(entry) = found else { return };
-    let suspect = log.world.is_suspect(key);
-    let checked = log.model.lock().check_found(key, entry.generation, started, suspect);
+    let model = log.model.lock();
+    let checked = log.world.check_key(key, |suspect| model.check_found(key, entry.generation, started, suspect));
+    drop(model);
     if let Err(problem) = checked {
         log.world.violate(format!("lookup: {problem}"));
     }
 }
 
 async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
-    let mut keys = vec![key];
-    for _ in 0..random.below(4) {
-        keys.push(draw_key(&log.setup, random));
-    }
-    keys.sort_unstable();
-    keys.dedup();
+    let keys = draw_forgotten_keys(&log.setup, key, random);
     let ids: Vec<_> = keys.iter().map(|&key| page_id(key)).collect();
     let limit = Limit::draw(random);
     keys.iter().for_each(|&key| log.world.event("forget", [key, 0, 0]));
@@ -199,6 +194,7 @@ async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
     let answer = outcome_code(&result);
     keys.iter().for_each(|&key| log.world.event("forget answer", [key, 0, answer]));
     log.world.count(counter_name("forget", answer), 1);
+    log.world.count("namespaces forgotten", u64::from(answer == 0 && keys.len() > KEYS_FORGOTTEN_AT_ONCE));
     log.model.lock().forget_ends(forgetting, answer == 0);
 }
 
@@ -206,7 +202,7 @@ async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
 /// pages that may have expired.
 pub(super) async fn check_expected(log: &LogIncarnation, expected: &[Expected]) {
     if !log.setup.profile.is_reliable() {
-        return;
+        return log.world.forgive("forgiven: durable pages of failing devices", expected.len() as u64);
     }
     for Expected { key, version } in expected {
         let expires = log.model.lock().expires_unix_ms(*version);
@@ -228,7 +224,7 @@ fn administer(log: &LogIncarnation, random: &mut RandomSource) {
     match random.below(8) {
         0 => log.l3.scrub_now(),
         1 | 2 => {
-            let namespace = NamespaceId([random.between(1, 2) as u8; 32]);
+            let namespace = namespace_id(random.below(NAMESPACES));
             let bytes = if random.chance(500_000) { u64::MAX } else { random.below(4 * log.setup.segment_bytes) };
             log.world.event("quota", [namespace.0[0].into(), bytes, 0]);
             log.l3.set_quota(namespace, bytes);

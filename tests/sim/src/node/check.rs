@@ -4,7 +4,7 @@ use super::NodeIncarnation;
 use crate::device::SimDevice;
 use crate::faults::Faults;
 use crate::incarnation::FAULTS_DRAINED_AFTER;
-use crate::model::{CHAIN, ContentMatch, RequestTime, parent};
+use crate::model::{ContentMatch, RequestTime, parent, position};
 use crate::payload::{self, page_id, page_key};
 use crate::quiescence::{self, status_number};
 use futures::FutureExt;
@@ -44,7 +44,7 @@ pub(super) fn find(node: &NodeIncarnation, key: u64) {
     let tier = node.store.tiers().locate(&page_id(key));
     node.world.event("find", [key, tier as u64, 0]);
     let allowed = node.model.lock().may_exist(key, ContentMatch::Any, started);
-    if tier != TierCode::Absent && !allowed && !node.world.is_suspect(key) {
+    if tier != TierCode::Absent && !allowed && !node.world.forgives_suspect(key) {
         node.violate(format!(
             "key {key} is reported in {tier:?}, although it was forgotten, has expired, or was never sealed"
         ));
@@ -60,9 +60,8 @@ pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime,
         report_damage(node, key, page, &mismatch.to_string());
         return false;
     }
-    let suspect = node.world.is_suspect(key);
     let model = node.model.lock();
-    let found = model.check_found(key, page.generation(), started, suspect);
+    let found = node.world.check_key(key, |suspect| model.check_found(key, page.generation(), started, suspect));
     if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta(), &page.payload)) {
         drop(model);
         node.violate(format!("get: {problem}"));
@@ -74,8 +73,9 @@ fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) 
     let generation = page.generation();
     node.world.event("damaged", [key, generation, 0]);
     node.world.count("damaged in L2", 1);
-    if !node.memory_fails() {
-        node.violate(format!("key {key}: version {generation} is damaged although memory works: {mismatch}"));
+    match node.memory_fails() {
+        true => node.world.forgive("forgiven: damage by failing memory", 1),
+        false => node.violate(format!("key {key}: version {generation} is damaged although memory works: {mismatch}")),
     }
     let id = page_id(key);
     node.store.tiers().recheck(&id);
@@ -193,12 +193,12 @@ async fn put_and_get(node: &NodeIncarnation) {
     match forgotten {
         Ok(_) => {}
         Err(error) if healthy => return node.violate(format!("a forget fails after faults have stopped: {error}")),
-        Err(_) => return node.world.count("logs stopped", 1),
+        Err(_) => return node.world.forgive("forgiven: log stopped", 1),
     }
     let page = Reserved {
         key: page_key(key),
         parent: parent(key),
-        position: (key % CHAIN) as u32,
+        position: position(key),
         ttl_ms: 0,
         part_bytes: vec![1000],
         copy_of: None,
@@ -207,9 +207,9 @@ async fn put_and_get(node: &NodeIncarnation) {
         Ok(put) => put,
         // While no log takes writes, write-back refuses puts that would evict dirty pages.
         Err(ReserveOutcome::Busy) if !healthy && node.node_setup.write_policy == WritePolicy::Back => {
-            return node.world.count("logs stopped", 1);
+            return node.world.forgive("forgiven: log stopped", 1);
         }
-        Err(_) if node.world.is_suspect(key) => return,
+        Err(_) if node.world.forgives_suspect(key) => return,
         Err(other) => return node.violate(format!("a put is {other:?} after faults have stopped")),
     };
     let version = node.model.lock().reserved(key, vec![1000], None);

@@ -4,7 +4,7 @@ use super::{NodeIncarnation, check, put};
 use crate::model::ContentMatch;
 use crate::payload::{self, page_id};
 use crate::random::{RandomSource, Stream};
-use crate::workload::{Limit, draw_key};
+use crate::workload::{KEYS_FORGOTTEN_AT_ONCE, Limit, draw_forgotten_keys, draw_key};
 use futures::FutureExt;
 use larder_format::{PageId, chunk_crcs};
 use larder_node::sim::{Presence, Progress, Put};
@@ -106,7 +106,7 @@ async fn compare(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
         Some(CommitOutcome::Stored) => return node.violate("a comparison stored something".into()),
     };
     node.world.count("compared", 1);
-    if !node.model.lock().may_exist(key, needed, started) && !node.world.is_suspect(key) {
+    if !node.model.lock().may_exist(key, needed, started) && !node.world.forgives_suspect(key) {
         node.violate(format!("key {key}: compared with content {content}: {outcome:?}, which cannot be"));
     }
 }
@@ -161,8 +161,10 @@ async fn follow_put(node: &NodeIncarnation, key: u64, put: &Put, deadline: Insta
             let Some((found, crcs)) = put.landed(part).filter(|_| !*seen) else { continue };
             *seen = true;
             let whole = chunk_crcs(&found).eq(crcs.iter().copied()) && *found == *expected;
-            if !whole && !node.memory_fails() {
-                node.violate(format!("key {key}: part {part} of put {version} has wrong bytes"));
+            match node.memory_fails() {
+                _ if whole => {}
+                true => node.world.forgive("forgiven: damage by failing memory", 1),
+                false => node.violate(format!("key {key}: part {part} of put {version} has wrong bytes")),
             }
         }
         match now {
@@ -251,10 +253,7 @@ fn flip(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
 }
 
 async fn forget(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
-    let mut keys = vec![key];
-    (0..random.below(4)).for_each(|_| keys.push(draw_key(&node.setup, random)));
-    keys.sort_unstable();
-    keys.dedup();
+    let keys = draw_forgotten_keys(&node.setup, key, random);
     let ids: Vec<PageId> = keys.iter().map(|&key| page_id(key)).collect();
     let limit = Limit::draw(random);
     let deadline = limit.deadline_within(PATIENCE);
@@ -265,6 +264,7 @@ async fn forget(node: &NodeIncarnation, key: u64, random: &mut RandomSource) {
     let done = matches!(result, Some(Ok(_)));
     keys.iter().for_each(|&key| node.world.event("forget answer", [key, 0, done.into()]));
     node.world.count(if done { "forgets acknowledged" } else { "forgets not acknowledged" }, 1);
+    node.world.count("namespaces forgotten", u64::from(done && keys.len() > KEYS_FORGOTTEN_AT_ONCE));
     node.model.lock().forget_ends(forgetting, done);
     keys.iter().for_each(|&key| check::find(node, key));
 }

@@ -1,7 +1,7 @@
 //! Writers of a node: they reserve a page, send its parts, and commit, abort or abandon the put.
 
 use super::NodeIncarnation;
-use crate::model::{CHAIN, parent};
+use crate::model::{parent, position};
 use crate::payload::{self, page_id, page_key};
 use crate::random::RandomSource;
 use crate::workload::parts;
@@ -62,7 +62,7 @@ fn reserve<'a>(
     let page = Reserved {
         key: page_key(key),
         parent: parent(key),
-        position: (key % CHAIN) as u32,
+        position: position(key),
         ttl_ms,
         part_bytes: parts.clone(),
         copy_of: None,

@@ -3,7 +3,7 @@
 use super::{Cluster, LATE_MS, put, soon, worker_random};
 use crate::faults::Profile;
 use crate::model::ContentMatch;
-use crate::payload::page_key;
+use crate::payload::{key_in_namespace, page_key};
 use crate::random::RandomSource;
 use crate::wire::model::RequestTime;
 use crate::workload::Limit;
@@ -31,6 +31,7 @@ struct KeptView {
 struct Worker {
     cluster: Arc<Cluster>,
     client: Client,
+    namespace: u64,
     random: RandomSource,
     views: Vec<KeptView>,
     /// Pages to put again, as an engine puts pages of its L1.
@@ -41,11 +42,16 @@ struct Worker {
 pub(super) async fn work(cluster: &Arc<Cluster>, clients: &[Client], round: u64, operations: u64) {
     let workers = clients.len() as u64 * cluster.setup.workers;
     let work = (0..workers).map(|number| {
-        let client = clients[(number % clients.len() as u64) as usize].clone();
-        let random = worker_random(cluster, round, number);
-        let cluster = cluster.clone();
-        let mut worker =
-            Worker { cluster, client, random, views: Vec::new(), kept_pages: Vec::new(), leases: Vec::new() };
+        let at = (number % clients.len() as u64) as usize;
+        let mut worker = Worker {
+            cluster: cluster.clone(),
+            client: clients[at].clone(),
+            namespace: cluster.setup.namespace_of_client(at),
+            random: worker_random(cluster, round, number),
+            views: Vec::new(),
+            kept_pages: Vec::new(),
+            leases: Vec::new(),
+        };
         tokio::spawn(async move {
             worker.client.ready(Duration::from_secs(1)).await;
             for _ in 0..operations / workers {
@@ -92,7 +98,9 @@ impl Worker {
     fn draw_key(&mut self) -> u64 {
         // Some keys are more popular than others.
         let keys = self.cluster.setup.keys;
-        if self.random.chance(500_000) { self.random.below(keys) } else { self.random.below(keys.min(6)) }
+        let all = self.random.chance(500_000);
+        let number = self.random.below(if all { keys } else { keys.min(6) });
+        key_in_namespace(self.namespace, number)
     }
 
     fn draw_keys(&mut self, most: u64) -> Vec<u64> {
@@ -142,8 +150,9 @@ impl Worker {
     }
 
     fn check(&self, operation: &str, key: u64, bytes: &[u8], started: RequestTime) -> Option<u64> {
-        let suspect = self.cluster.world.is_suspect(key);
-        let checked = self.cluster.model.lock().check(key, bytes, started, suspect);
+        let model = self.cluster.model.lock();
+        let checked = self.cluster.world.check_key(key, |suspect| model.check(key, bytes, started, suspect));
+        drop(model);
         checked.map_err(|problem| self.cluster.violate(format!("{operation}: {problem}"))).ok()
     }
 
@@ -209,8 +218,10 @@ impl Worker {
             if range.is_empty() || range.end as usize > self.cluster.setup.geometry.page_bytes() {
                 self.cluster.violate(format!("key {key}: the invalid range {range:?} returned bytes"));
             }
-            let suspect = self.cluster.world.is_suspect(key);
-            let checked = self.cluster.model.lock().check_range(key, range.start as usize, &bytes, since, suspect);
+            let model = self.cluster.model.lock();
+            let check = |suspect| model.check_range(key, range.start as usize, &bytes, since, suspect);
+            let checked = self.cluster.world.check_key(key, check);
+            drop(model);
             self.cluster.world.event("range", [key, range.start.into(), *checked.as_ref().unwrap_or(&0)]);
             if let Err(problem) = checked {
                 self.cluster.violate(format!("get_ranges: {problem}"));
@@ -245,10 +256,14 @@ impl Worker {
             let which = self.random.below(self.views.len() as u64) as usize;
             let KeptView { view, key, content } = &self.views[which];
             // A memory fault may change a page that is read in place.
-            if let Err(problem) = crate::payload::check(*key, *content, view)
-                && !(self.cluster.setup.profile.memory_fails() && view.in_place())
-            {
-                self.cluster.violate(format!("bytes changed while a reader held the view: {problem}"));
+            match crate::payload::check(*key, *content, view) {
+                Ok(()) => {}
+                Err(_) if self.cluster.setup.profile.memory_fails() && view.in_place() => {
+                    self.cluster.world.forgive("forgiven: damage by failing memory", 1);
+                }
+                Err(problem) => {
+                    self.cluster.violate(format!("bytes changed while a reader held the view: {problem}"));
+                }
             }
             self.cluster.world.count("views rechecked", 1);
             if most > 1 || self.random.chance(500_000) {
@@ -315,8 +330,8 @@ impl Worker {
     }
 
     fn check_reported_tier(&self, key: u64, tier: Tier, started: RequestTime) {
-        if !self.cluster.model.lock().may_exist(key, ContentMatch::Any, started) && !self.cluster.world.is_suspect(key)
-        {
+        let allowed = self.cluster.model.lock().may_exist(key, ContentMatch::Any, started);
+        if !allowed && !self.cluster.world.forgives_suspect(key) {
             self.cluster.violate(format!(
                 "key {key} is reported in {tier:?}, although it was forgotten, has expired, or was never put"
             ));

@@ -6,14 +6,13 @@
 //! So the result must be a hit.
 //!
 //! The oracle forgives nothing else than a profile in which devices or memory fail: such a node may
-//! lose a page at any time. The counters "progress checks" and "progress checks forgiven" tell how
-//! often.
+//! lose a page at any time. The counters "progress checks" and "forgiven: progress of failing nodes"
+//! tell how often.
 
-use super::net::ClientHost;
 use super::{Cluster, operations, put, soon};
-use crate::payload::page_key;
+use crate::payload::{key_in_namespace, page_key};
 use crate::workload::Limit;
-use larder_client::{Client, FabricOptions, PutOutcome, Transport};
+use larder_client::{Client, PutOutcome};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
@@ -27,20 +26,19 @@ const SHORT_LATE: Duration = Duration::from_millis(50);
 
 pub(super) async fn check(cluster: &Cluster, client: &Client) {
     if !cluster.setup.profile.is_reliable() {
-        return cluster.world.count("progress checks forgiven", 1);
+        return cluster.world.forgive("forgiven: progress of failing nodes", 1);
     }
-    let keys = [0, 1];
-    for key in keys {
+    let [resident, put] = [0, 1].map(|number| key_in_namespace(0, number));
+    for key in [resident, put] {
         if !operations::forget(cluster, client, vec![key], Limit::None, soon(PATIENCE)).await {
             return cluster.violate("a forget is not complete before the progress check".into());
         }
     }
-    let (_, outcome) = put::put_undisturbed(cluster, client, 0).await;
+    let (_, outcome) = put::put_undisturbed(cluster, client, resident).await;
     if outcome != PutOutcome::Stored {
         return cluster.violate(format!("a put is {outcome:?} before the progress check"));
     }
-    let machine = ClientHost::new(cluster.network.clone(), false, FabricOptions::default());
-    let slow = cluster.client_with(1, "slow", machine, Transport::Tcp, larder_wire::PROTOCOL_VERSION);
+    let slow = cluster.remote_client("slow", cluster.spec());
     if !slow.ready(PATIENCE).await {
         return cluster.violate("a client is not connected before the progress check".into());
     }
@@ -48,20 +46,20 @@ pub(super) async fn check(cluster: &Cluster, client: &Client) {
     let rate = (cluster.setup.geometry.page_bytes() as f64 / PAGE_TIME.as_secs_f64()) as u64 + 1;
     cluster.network.faults.lock().bytes_per_second = rate;
     let connections = cluster.network.connections();
-    let (_, outcome) = put::put_undisturbed(cluster, &slow, 1).await;
+    let (_, outcome) = put::put_undisturbed(cluster, &slow, put).await;
     if outcome != PutOutcome::Stored {
         cluster.violate(format!("a put over a slow network is {outcome:?} although its deadline is long enough"));
     }
     let deadline = Instant::now() + SHORT;
     let short = async {
-        get(cluster, &slow, 0, SHORT).await;
+        get(cluster, &slow, resident, SHORT).await;
         let late = deadline.elapsed();
         if late > SHORT_LATE {
             cluster.violate(format!("a get over a slow network ended {late:?} after its deadline"));
         }
     };
     let long = async {
-        if !get(cluster, &slow, 1, PATIENCE).await {
+        if !get(cluster, &slow, put, PATIENCE).await {
             cluster.violate("a get over a slow network is a miss although its deadline is long enough".into());
         }
     };

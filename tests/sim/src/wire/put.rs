@@ -1,7 +1,7 @@
 //! Writers of a cluster: single pages part by part, and batches of whole pages.
 
 use super::{Cluster, LATE_MS, soon};
-use crate::model::{CHAIN, ContentMatch, parent};
+use crate::model::{ContentMatch, parent, position};
 use crate::payload::{self, page_key};
 use crate::random::RandomSource;
 use crate::wire::model::{PutId, RequestTime};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
 pub(super) fn page(key: u64) -> NewPage {
-    NewPage { key: page_key(key), parent: parent(key), position: (key % CHAIN) as u32 }
+    NewPage { key: page_key(key), parent: parent(key), position: position(key) }
 }
 
 /// Bytes of a put, in shared client memory while some is free. An abort returns that memory, so it
@@ -97,7 +97,7 @@ pub(super) fn record_outcome(
     }
     let wrong = needed.is_some_and(|needed| !model.may_exist(put_id.key, needed, started));
     drop(model);
-    if wrong && !cluster.world.is_suspect(put_id.key) {
+    if wrong && !cluster.world.forgives_suspect(put_id.key) {
         cluster.violate(format!(
             "key {}: a put of content {} is {outcome:?}, which contradicts the puts so far",
             put_id.key, put_id.content

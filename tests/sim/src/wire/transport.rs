@@ -86,6 +86,12 @@ impl NetworkFaults {
         *self = NetworkFaults { latency_ms_max: self.latency_ms_max, ..NetworkFaults::default() };
     }
 
+    /// Leaves few faults that end a connection, and with it the RDMA channels.
+    pub fn spare_connections(&mut self) {
+        let kept = NetworkFaults { refuse: self.refuse / 20, cut: self.cut / 20, slow: 0, ..*self };
+        *self = NetworkFaults { flip: 0, omit: 0, duplicate: 0, replay: 0, reorder: 0, ..kept };
+    }
+
     fn has_silent_faults(&self) -> bool {
         self.flip + self.omit + self.duplicate + self.replay + self.reorder > 0
     }
