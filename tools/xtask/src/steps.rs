@@ -38,6 +38,7 @@ pub const CI: &[Step] = &[
     Step { name: "smoke", title: "larder up, used with curl and the openai package", run: smoke },
     DEPLOY,
     Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
+    Step { name: "power", title: "power cuts at some flushes of a node's device", run: ci_power },
     Step { name: "fuzz", title: "every decoder, fuzzed for seconds", run: ci_fuzz },
     CLIPPY,
 ];
@@ -56,6 +57,7 @@ pub const NIGHTLY: &[Step] = &[
     Step { name: "sim-node", title: "simulation of a node", run: simulate_node },
     Step { name: "sim-wire", title: "simulation of clients and nodes", run: simulate_wire },
     Step { name: "crash", title: "a node under load, killed again and again", run: crash },
+    Step { name: "power", title: "power cuts at every flush of a node's device", run: nightly_power },
     Step { name: "overload", title: "ten minutes of ten times the load", run: overload },
     DEPLOY,
     Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
@@ -179,6 +181,18 @@ fn rdma(runner: &Runner) -> Result<()> {
     runner.program("tests/rdma/run", &[])
 }
 
+/// A short workload, and every twelfth flush.
+fn ci_power(runner: &Runner) -> Result<()> {
+    runner.program("tests/power/run", &["--steps", "30", "--every", "12"])
+}
+
+/// Cuts the power on two file systems. The control loses flushes, and must find lost pages.
+fn nightly_power(runner: &Runner) -> Result<()> {
+    runner.program("tests/power/run", &["--file-system", "ext4"])?;
+    runner.program("tests/power/run", &["--file-system", "xfs"])?;
+    runner.program("tests/power/run", &["--lost-flushes", "8", "--every", "4"])
+}
+
 fn ci_fuzz(runner: &Runner) -> Result<()> {
     fuzz(runner, CI_FUZZ_SECONDS, &[])
 }
@@ -246,6 +260,7 @@ mod tests {
             "tests/smoke.sh",
             "tests/deploy/run",
             "tests/rdma/run",
+            "tests/power/run",
             "tests/fuzz/run",
             "tests/threads/tsan",
             "tests/threads/miri",
