@@ -133,7 +133,11 @@ pub enum Behaviour {
     DieAfter(usize),
     HangAfter(usize),
     LeaveAfter(usize),
+    /// Ends the answer after some tokens as if it were complete, without its last event.
+    TruncateAfter(usize),
     Flood,
+    /// Generates as many tokens as the request allows, without waiting for a reader.
+    Fill,
     LosePages,
 }
 
@@ -343,7 +347,11 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         ..Default::default()
     };
     let tokens = request.sampling.max_tokens.min(10);
-    let tokens = if behaviour == Behaviour::Flood { request.sampling.max_tokens + 5 } else { tokens };
+    let tokens = match behaviour {
+        Behaviour::Flood => request.sampling.max_tokens + 5,
+        Behaviour::Fill => request.sampling.max_tokens,
+        _ => tokens,
+    };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
     let mut lines = vec![line(DecodeEvent::Start(start))];
     lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32, text: format!(" t{i}") })));
@@ -355,6 +363,10 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         Behaviour::LeaveAfter(count) => {
             lines.truncate(count + 1);
             lines.push(line(DecodeEvent::Error(ApiError::busy("the engine is shutting down", 200))));
+            return Body::from(lines.concat()).into_response();
+        }
+        Behaviour::TruncateAfter(count) => {
+            lines.truncate(count + 1);
             return Body::from(lines.concat()).into_response();
         }
         Behaviour::HangAfter(count) => {

@@ -3,6 +3,7 @@
 
 mod admin;
 mod fakes;
+mod hostile;
 mod openai;
 mod routing;
 mod store;
