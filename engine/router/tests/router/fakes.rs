@@ -153,6 +153,7 @@ pub struct FakeEngine {
     /// Requests to forget, each with the number of pages that the store held at that time.
     pub forgets: Mutex<Vec<(ForgetRequest, usize)>>,
     pub running: Arc<AtomicUsize>,
+    template: String,
     store: Arc<FakeStore>,
 }
 
@@ -211,12 +212,23 @@ impl FakeEngine {
         role: Role,
         max_context: u32,
     ) -> Arc<FakeEngine> {
+        Self::start_model(store, name, role, max_context, MODEL, TEMPLATE).await
+    }
+
+    pub async fn start_model(
+        store: &Arc<FakeStore>,
+        name: &str,
+        role: Role,
+        max_context: u32,
+        model: &str,
+        template: &str,
+    ) -> Arc<FakeEngine> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
             url: format!("http://{}", listener.local_addr().unwrap()),
-            model: MODEL.into(),
-            descriptor: descriptor(),
+            model: model.into(),
+            descriptor: NamespaceDescriptor { model: model.into(), ..descriptor() },
             numerics: String::new(),
             max_context,
             page_tokens: PAGE_TOKENS,
@@ -230,10 +242,11 @@ impl FakeEngine {
             decodes: Mutex::default(),
             forgets: Mutex::default(),
             running: Arc::default(),
+            template: template.into(),
             store: store.clone(),
         });
         let routes = Routes::new()
-            .route(PATH_MODEL, get(model))
+            .route(PATH_MODEL, get(identity))
             .route("/v1/model/files/{name}", get(file))
             .route(PATH_STATE, get(|| async { Json(EngineState { l1_pages: 77, ..Default::default() }) }))
             .route(PATH_PREFILL, post(prefill))
@@ -258,7 +271,7 @@ impl FakeEngine {
     }
 }
 
-async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
+async fn identity(State(engine): State<Arc<FakeEngine>>) -> Response {
     engine.identity_checks.fetch_add(1, Ordering::SeqCst);
     match engine.is_gone.load(Ordering::SeqCst) {
         true => StatusCode::SERVICE_UNAVAILABLE.into_response(),
@@ -266,10 +279,10 @@ async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
     }
 }
 
-async fn file(Path(name): Path<String>) -> Response {
+async fn file(State(engine): State<Arc<FakeEngine>>, Path(name): Path<String>) -> Response {
     match name.as_str() {
         "tokenizer.json" => tokenizer_json().to_string().into_response(),
-        "chat_template.jinja" => TEMPLATE.into_response(),
+        "chat_template.jinja" => engine.template.clone().into_response(),
         "config.json" => json!({"vocab_size": VOCAB_SIZE}).to_string().into_response(),
         _ => StatusCode::NOT_FOUND.into_response(),
     }
@@ -413,6 +426,7 @@ impl TestCluster {
         options.prefill_min_tokens = 8;
         options.poll_interval = Duration::from_millis(20);
         options.request_timeout = PATIENCE;
+        options.template_worker = crate::template_worker_command();
         adjust(&mut options);
         let router = Router::start_with(options, Arc::new(FakeDirectory(store.clone()))).await.unwrap();
         if decodes > 0 {
