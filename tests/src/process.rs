@@ -114,6 +114,28 @@ impl Process {
         self.errors.lock().expect("no panic under this lock").clone()
     }
 
+    /// Largest resident memory of the process since its start, in bytes.
+    pub fn peak_memory_bytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("the process runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of KiB");
+        kib << 10
+    }
+
+    /// Process ids of the child processes.
+    pub fn children(&self) -> Vec<u32> {
+        let parent = self.child.id().to_string();
+        let entries = std::fs::read_dir("/proc").expect("Linux has it");
+        let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        let is_child = |pid: &u32| {
+            // Fields after the program's name in parentheses: state, parent.
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+            fields.split(' ').nth(1) == Some(&parent)
+        };
+        pids.filter(is_child).collect()
+    }
+
     /// Sends SIGKILL and waits for the end of the process.
     pub fn sigkill(mut self) {
         self.child.kill().expect("it can be killed");

@@ -5,7 +5,8 @@
 //! - `status` and `prefix` send requests to a router's admin API.
 //! - `verify` checks the L3 logs of stopped nodes.
 //! - `bench` runs measurements.
-//! - `docs` prints reference pages for docs/. It is hidden from the help.
+//! - `docs` prints reference pages for docs/, and `template-worker` renders chat templates for a
+//!   router. Both are hidden from the help.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -25,6 +26,7 @@ mod verify;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use larder_model::template_worker;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -65,6 +67,9 @@ enum Command {
     /// Run a measurement
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Render chat templates for a router, which starts this command
+    #[command(hide = true)]
+    TemplateWorker,
     /// Print a generated reference page
     #[command(subcommand, hide = true)]
     Docs(docs::Docs),
@@ -72,6 +77,11 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Command::TemplateWorker = cli.command {
+        // Before any thread starts. Its memory limit has no room for their stacks, and its standard
+        // error leads nowhere.
+        return template_worker::run().map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
+    }
     start_logging(&cli);
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -125,6 +135,8 @@ async fn run(command: Command) -> Result<ExitCode> {
             docs::print(&page);
             Ok(())
         }
+        // `main` runs it without a runtime.
+        Command::TemplateWorker => Ok(()),
     }?;
     Ok(ExitCode::SUCCESS)
 }

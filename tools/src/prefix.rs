@@ -11,9 +11,11 @@ use larder_router::admin::api::{
     ForgetResponse, InspectResponse, PATH_FORGET, PATH_INSPECT, PATH_PIN, PATH_UNPIN, PATH_WARM, PageStatus,
     PinRequest, PinResponse, PinStatus, PinStrength, PrefixRequest, WarmResponse,
 };
-use larder_router::openai::types::{Fields, take_messages};
+use larder_router::openai::fields::Fields;
+use larder_router::openai::types::take_messages;
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde::de::IgnoredAny;
+use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -95,13 +97,14 @@ fn read(path: &Path) -> Result<String> {
 /// Parses a list of messages, or a whole request, by the rules of `/v1/chat/completions`. Other
 /// rules could name another prompt, and so other pages.
 fn parse_chat(text: &str) -> Result<Vec<ChatMessage>> {
-    let json: Value = serde_json::from_str(text).context("not valid JSON")?;
-    let fields = match json {
-        Value::Array(messages) => Map::from_iter([("messages".to_owned(), messages.into())]),
-        Value::Object(fields) => fields,
+    serde_json::from_str::<IgnoredAny>(text).context("not valid JSON")?;
+    let request = match text.trim_start().as_bytes().first() {
+        Some(b'[') => format!("{{\"messages\": {text}}}"),
+        Some(b'{') => text.to_owned(),
         _ => bail!("not a chat: expected [{{\"role\": \"user\", \"content\": \"…\"}}, …]"),
     };
-    let messages = take_messages(&mut Fields::from_object(fields)).map_err(|error| anyhow!(error.body.message))?;
+    let messages = Fields::parse(request.as_bytes()).and_then(|mut fields| take_messages(&mut fields));
+    let messages = messages.map_err(|error| anyhow!(error.body.message))?;
     messages.context("'messages' is required")
 }
 

@@ -2,13 +2,15 @@
 //!
 //! Invariants:
 //! - A template is untrusted code. It sees the messages and the special tokens, and nothing else.
-//! - A rendering does a bounded amount of work ([`FUEL`]). Every failure is an error, never a
-//!   panic.
+//! - The number of instructions is bounded ([`FUEL`]), and so is the text. Time and memory are not:
+//!   one instruction can take any amount of both. Compile and render only in the process of
+//!   [`template_worker`](crate::template_worker).
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Maximum template instructions per rendering. A message takes some tens of them. Templates come
@@ -23,40 +25,104 @@ pub struct ChatMessage {
     pub content: String,
 }
 
+/// A chat template before it is compiled, and the texts of the model's special tokens. A text is
+/// empty if the model has no such token.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChatTemplateSource {
+    pub source: String,
+    pub bos: String,
+    pub eos: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RenderError {
+    /// The template does not compile, refuses the conversation, or runs out of [`FUEL`].
+    #[error("the chat template failed: {0}")]
+    Failed(String),
+    #[error("the chat template wrote more text than allowed")]
+    TooLong,
+}
+
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    bos: String,
+    eos: String,
 }
 
 impl ChatTemplate {
-    /// Compiles `source` with the settings of transformers, so that templates render as in
-    /// training. Fails on a syntax error.
-    pub fn new(source: &str) -> Result<ChatTemplate, Error> {
-        let mut environment = Environment::new();
-        // The settings of transformers: trim_blocks, lstrip_blocks, loop controls, Python methods,
-        // no escaping.
-        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_fuel(Some(FUEL));
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", |format: &str| strftime(format, SystemTime::now()));
-        environment.add_filter("tojson", to_json);
-        environment.add_template_owned(NAME, without_generation_tags(source))?;
-        Ok(ChatTemplate { environment })
+    /// Compiles a template with the settings of transformers, so that it renders as in training.
+    /// Fails on a syntax error.
+    pub fn new(template: ChatTemplateSource) -> Result<ChatTemplate, RenderError> {
+        let environment = environment(&template.source).map_err(failed)?;
+        Ok(ChatTemplate { environment, bos: template.bos, eos: template.eos })
     }
 
-    /// Renders a conversation. `bos` and `eos` are the texts of the special tokens, empty if the
-    /// model has none.
-    pub fn render(&self, messages: &[ChatMessage], generate: bool, bos: &str, eos: &str) -> Result<String, Error> {
+    /// Renders a conversation to a text of at most `text_bytes_max` bytes. With `generate` it ends
+    /// with the cue for the assistant's answer.
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        generate: bool,
+        text_bytes_max: usize,
+    ) -> Result<String, RenderError> {
         let messages: Vec<Value> =
             messages.iter().map(|m| context! { role => &m.role, content => &m.content }).collect();
-        self.environment.get_template(NAME)?.render(context! {
+        let context = context! {
             messages => messages,
             add_generation_prompt => generate,
-            bos_token => bos,
-            eos_token => eos,
-        })
+            bos_token => &self.bos,
+            eos_token => &self.eos,
+        };
+        let mut text = BoundedText { bytes: Vec::new(), bytes_max: text_bytes_max, is_full: false };
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let rendered = template.render_captured_to(context, &mut text).map(drop);
+        match rendered {
+            _ if text.is_full => Err(RenderError::TooLong),
+            Ok(()) => String::from_utf8(text.bytes).map_err(|error| RenderError::Failed(error.to_string())),
+            Err(error) => Err(failed(error)),
+        }
+    }
+}
+
+fn failed(error: Error) -> RenderError {
+    RenderError::Failed(format!("{error:#}"))
+}
+
+fn environment(source: &str) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    // The settings of transformers: trim_blocks, lstrip_blocks, loop controls, Python methods, no
+    // escaping.
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", |format: &str| strftime(format, SystemTime::now()));
+    environment.add_filter("tojson", to_json);
+    environment.add_template_owned(NAME, without_generation_tags(source))?;
+    Ok(environment)
+}
+
+/// Output of a rendering. Refuses writes beyond its limit, which ends the rendering.
+struct BoundedText {
+    bytes: Vec<u8>,
+    bytes_max: usize,
+    is_full: bool,
+}
+
+impl io::Write for BoundedText {
+    fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + piece.len() > self.bytes_max {
+            self.is_full = true;
+            return Err(io::Error::other("the text exceeds its limit"));
+        }
+        self.bytes.extend_from_slice(piece);
+        Ok(piece.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -185,8 +251,12 @@ mod tests {
             .to_vec()
     }
 
-    fn render(source: &str) -> Result<String, Error> {
-        ChatTemplate::new(source)?.render(&conversation(), true, "<s>", "</s>")
+    fn template(source: &str) -> Result<ChatTemplate, RenderError> {
+        ChatTemplate::new(ChatTemplateSource { source: source.into(), bos: "<s>".into(), eos: "</s>".into() })
+    }
+
+    fn render(source: &str) -> Result<String, RenderError> {
+        template(source)?.render(&conversation(), true, 1000)
     }
 
     #[test]
@@ -211,7 +281,14 @@ mod tests {
         assert!(refused.to_string().contains("no such role"));
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
         assert!(render(endless).is_err());
-        assert!(ChatTemplate::new("{% if %}").is_err());
+        assert!(template("{% if %}").is_err());
+    }
+
+    #[test]
+    fn text_above_the_limit_is_an_error() {
+        let five = template("{{ 'é' }}{{ 'abc' }}").unwrap();
+        assert_eq!(five.render(&[], true, 5).unwrap(), "éabc");
+        assert_eq!(five.render(&[], true, 4), Err(RenderError::TooLong));
     }
 
     #[test]

@@ -17,6 +17,7 @@
 //! - [`numerics`]: fingerprint of the rounding of this build on this machine.
 //! - [`sampling`]: selection of a token from logits.
 //! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
+//! - [`template_worker`]: the process that renders chat templates.
 
 pub mod batch;
 pub mod chat;
@@ -29,11 +30,12 @@ pub mod sampling;
 mod scratch;
 pub mod stop;
 pub mod stream;
+pub mod template_worker;
 pub mod tokenizer;
 pub mod weights;
 
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
-pub use chat::ChatMessage;
+pub use chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
 pub use config::{Architecture, ModelConfig, Rope};
 pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage};
 pub use model::Model;

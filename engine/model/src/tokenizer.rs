@@ -3,7 +3,7 @@
 //! Invariant: the files in [`Tokenizer::FILES`] determine the tokenizer completely. A router that
 //! fetches them from an engine gets the same tokens as the engine.
 
-use crate::chat::{ChatMessage, ChatTemplate};
+use crate::chat::ChatTemplateSource;
 use crate::config::eos_token_ids;
 use crate::stream::{Decoder, TokenStream};
 use serde_json::Value;
@@ -24,10 +24,6 @@ pub enum TokenizerError {
     Invalid { file: &'static str, reason: String },
     #[error("the text cannot be encoded: {0}")]
     Encode(String),
-    #[error("the model has no chat template")]
-    NoChatTemplate,
-    #[error("the chat template failed: {0}")]
-    Chat(String),
 }
 
 /// Conversion between text and tokens. Share it by reference. The streams it creates own their
@@ -35,10 +31,12 @@ pub enum TokenizerError {
 pub struct Tokenizer {
     inner: Arc<Decoder>,
     eos_ids: Vec<u32>,
-    bos: String,
-    eos: String,
-    chat: Option<ChatTemplate>,
+    token_bytes_max: usize,
+    chat: Option<ChatTemplateSource>,
 }
+
+/// Maximum size of a chat template, in bytes. The longest in use have about 30 KiB.
+const TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
 impl Tokenizer {
     /// Files of a model folder that determine the tokenizer. All but the first are optional.
@@ -71,15 +69,23 @@ impl Tokenizer {
         if eos_ids.is_empty() {
             eos_ids.extend(inner.token_to_id(&eos));
         }
-        let chat = match chat_source(files, &settings)? {
-            Some(source) => Some(ChatTemplate::new(&source).map_err(|e| TokenizerError::Chat(format!("{e:#}")))?),
-            None => None,
-        };
-        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, bos, eos, chat })
+        let chat = chat_source(files, &settings)?.map(|source| ChatTemplateSource { source, bos, eos });
+        if chat.as_ref().is_some_and(|chat| chat.source.len() > TEMPLATE_BYTES_MAX) {
+            let reason = format!("the chat template has more than {TEMPLATE_BYTES_MAX} bytes");
+            return Err(TokenizerError::Invalid { file: "chat_template.jinja", reason });
+        }
+        let token_bytes_max = inner.get_vocab(true).keys().map(String::len).max().unwrap_or_default();
+        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, chat })
+    }
+
+    /// Length of the longest token in bytes, as the vocabulary spells it. It spells some bytes with
+    /// two, so the text of a token may be shorter.
+    pub fn token_bytes_max(&self) -> usize {
+        self.token_bytes_max
     }
 
     /// Returns the tokens of `text`. `add_special` adds the model's surrounding tokens, often one
-    /// at the start. Text from [`chat`](Self::chat) already contains them.
+    /// at the start. Text of a chat template already contains them.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TokenizerError> {
         let encoding =
             catch_panic(|| self.inner.tokenizer.encode_fast(text, add_special)).map_err(TokenizerError::Encode)?;
@@ -95,21 +101,14 @@ impl Tokenizer {
         TokenStream::new(Arc::clone(&self.inner))
     }
 
-    /// Renders a conversation in the format of the model's training. Encode the result without
-    /// special tokens.
-    pub fn chat(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, TokenizerError> {
-        let template = self.chat.as_ref().ok_or(TokenizerError::NoChatTemplate)?;
-        template
-            .render(messages, add_generation_prompt, &self.bos, &self.eos)
-            .map_err(|e| TokenizerError::Chat(format!("{e:#}")))
-    }
-
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
 
-    pub fn has_chat_template(&self) -> bool {
-        self.chat.is_some()
+    /// Chat template of the model, not compiled: it is untrusted. Encode its text without special
+    /// tokens.
+    pub fn chat_template(&self) -> Option<&ChatTemplateSource> {
+        self.chat.as_ref()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Tokenizers: the bundled model's, and synthetic ones of other kinds.
 
-use larder_model::{ChatMessage, Tokenizer, TokenizerError};
+use larder_model::{ChatMessage, ChatTemplate, Tokenizer, TokenizerError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -144,16 +144,25 @@ fn stream_emits_whole_characters() {
 #[test]
 fn bundled_model_renders_chats() {
     let tokenizer = bundled();
-    assert!(tokenizer.has_chat_template());
+    let template = ChatTemplate::new(tokenizer.chat_template().unwrap().clone()).unwrap();
+    let chat = |messages: &[ChatMessage], generate| template.render(messages, generate, 1000).unwrap();
     assert_eq!(tokenizer.eos_ids(), [2]);
     let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
     let messages = [message("system", "Be kind."), message("user", "Who are you?")];
-    let text = tokenizer.chat(&messages, true).unwrap();
+    let text = chat(&messages, true);
     let ids = tokenizer.encode(&text, false).unwrap();
     assert!(text.contains("Be kind.") && text.contains("Who are you?"), "{text}");
     // Each role mark is one token.
     assert!(ids.contains(&3) && ids.contains(&4) && ids.contains(&5), "{text}: {ids:?}");
-    assert!(text.starts_with(&tokenizer.chat(&messages, false).unwrap()));
+    assert!(text.starts_with(&chat(&messages, false)));
+}
+
+#[test]
+fn longest_token_bounds_the_text_of_every_token() {
+    for (name, tokenizer, vocab) in [("bundled", bundled(), 4096), ("bytes", byte_level(), 257)] {
+        let longest = (0..vocab).map(|id| tokenizer.decode(&[id]).len()).max().unwrap();
+        assert!((longest..100).contains(&tokenizer.token_bytes_max()), "{name}: {longest}");
+    }
 }
 
 #[test]
@@ -189,13 +198,12 @@ fn malformed_files_are_errors() {
         "version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}))
     .unwrap();
     let mut files = BTreeMap::from([("tokenizer.json".to_owned(), tokenizer)]);
-    let plain = Tokenizer::from_files(&files).unwrap();
-    assert!(matches!(plain.chat(&[], true), Err(TokenizerError::NoChatTemplate)));
-    files.insert("chat_template.jinja".into(), b"{{ raise_exception('only users may speak') }}".to_vec());
-    let error = Tokenizer::from_files(&files).unwrap().chat(&[], true).unwrap_err().to_string();
-    assert!(error.contains("only users may speak"), "{error}");
-    files.insert("chat_template.jinja".into(), b"{% endfor %}".to_vec());
-    assert!(matches!(Tokenizer::from_files(&files), Err(TokenizerError::Chat(_))));
+    assert!(Tokenizer::from_files(&files).unwrap().chat_template().is_none());
+    files.insert("chat_template.jinja".into(), vec![b' '; (1 << 20) + 1]);
+    assert!(Tokenizer::from_files(&files).unwrap_err().to_string().contains("chat template"));
+    files.insert("chat_template.jinja".into(), vec![0xFF]);
+    assert!(Tokenizer::from_files(&files).is_err());
+    files.remove("chat_template.jinja");
     files.insert("tokenizer_config.json".into(), b"{".to_vec());
     assert!(Tokenizer::from_files(&files).unwrap_err().to_string().contains("tokenizer_config.json"));
 }

@@ -14,6 +14,7 @@
 use crate::RouterState;
 use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::models::{MODELS_MAX, ModelKey, ServedModel, unix_seconds};
+use crate::templates::ChatRenderer;
 use larder_client::Member;
 use larder_model::Tokenizer;
 use larder_worker::api::EngineInfo;
@@ -286,12 +287,23 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
     let tokenizer = tokio::task::spawn_blocking(move || Tokenizer::from_files(&files).map_err(|e| e.to_string()))
         .await
         .map_err(|error| error.to_string())??;
+    let name = engine.info.model.clone();
+    let chat = tokenizer.chat_template().cloned();
+    let chat = chat.map(|template| ChatRenderer::new(router.templates.clone(), name.clone(), template));
+    if let Some(chat) = &chat
+        && let Err(error) = chat.check(deadline).await
+    {
+        // Completions work without it. Debug output escapes the template's text.
+        let error = error.to_string();
+        tracing::warn!(model = %name, ?error, "chats of this model fail; check its chat template [LRD0503]");
+    }
     Ok(ServedModel {
-        name: engine.info.model.clone(),
+        name,
         namespace: engine.namespace,
         page_tokens: engine.info.page_tokens as usize,
         vocab_size,
         tokenizer: Arc::new(tokenizer),
+        chat,
         pages: router.directory.pages(&engine.info.descriptor),
         created: unix_seconds(),
     })

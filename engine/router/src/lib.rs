@@ -9,8 +9,9 @@
 //!
 //! - Nothing but the prompt's tokens affects the text of an answer. The store's replies are hints.
 //!   Losing an engine costs time and never yields wrong text.
-//! - Everything is bounded: answers in progress, request bodies, engines, attempts. Every wait has
-//!   a deadline.
+//! - Everything is bounded: answers in progress, request bodies, texts to tokenise, engines,
+//!   attempts. Every wait has a deadline.
+//! - Chat templates are untrusted code and run in other processes.
 //! - A client that disconnects cancels all work done for it.
 //!
 //! Layout:
@@ -21,12 +22,15 @@
 //! - [`engines`], [`breaker`]: the engine table, load balancing and circuit breaking.
 //! - [`models`]: model names, tokenizers and page indexes.
 //! - [`calls`]: client of the engines' HTTP interface.
+//! - `body`: request bodies and their memory.
+//! - [`templates`], `tokenise`: conversations to text, and text to tokens.
 //! - [`route`]: prefill and decode of one prompt.
 //! - [`openai`], [`admin`]: the two HTTP servers.
 //! - [`metrics`]: Prometheus metrics and the counters of the status page.
 #![forbid(unsafe_code)]
 
 pub mod admin;
+mod body;
 pub mod breaker;
 pub mod calls;
 pub mod discovery;
@@ -38,6 +42,8 @@ pub mod openai;
 pub mod options;
 pub mod route;
 pub mod store;
+pub mod templates;
+mod tokenise;
 
 pub use options::{OptionsError, RouterOptions};
 
@@ -82,6 +88,9 @@ pub(crate) struct RouterState {
     pub(crate) metrics: Arc<metrics::Metrics>,
     /// Admission control: one permit per answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
+    pub(crate) bodies: body::BodyBudget,
+    pub(crate) tokeniser: tokenise::TokeniserQueue,
+    pub(crate) templates: Arc<templates::TemplateWorkers>,
     pub(crate) started: Instant,
     pub(crate) refresh_soon: Notify,
 }
@@ -126,6 +135,8 @@ impl Router {
         let (listener, addr) = listen(options.listen).await?;
         // Bind both ports before any task starts, so that a failure leaves nothing running.
         let (admin_listener, admin_addr) = listen(options.admin_listen).await?;
+        let metrics = Arc::new(metrics::Metrics::default());
+        let templates = templates::TemplateWorkers::new(options.template_worker.clone(), metrics.clone());
         let router = Arc::new(RouterState {
             api_addr: addr,
             admin_addr,
@@ -133,8 +144,11 @@ impl Router {
             engines: Default::default(),
             models: Default::default(),
             engine_client: calls::EngineClient::new(options.connect_timeout)?,
-            metrics: Default::default(),
+            metrics,
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
+            bodies: Default::default(),
+            tokeniser: Default::default(),
+            templates: Arc::new(templates),
             started: Instant::now(),
             refresh_soon: Notify::new(),
             options,

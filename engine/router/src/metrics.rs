@@ -31,6 +31,32 @@ struct RoleLabels {
     role: &'static str,
 }
 
+/// Reason for a refusal that protects the router's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RefusalReason {
+    BodyTooLarge,
+    BodiesBusy,
+    PromptTooLong,
+    TemplateBusy,
+}
+
+impl RefusalReason {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::BodyTooLarge => "body_too_large",
+            Self::BodiesBusy => "bodies_busy",
+            Self::PromptTooLong => "prompt_too_long",
+            Self::TemplateBusy => "template_busy",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabels {
+    reason: &'static str,
+}
+
+#[derive(Debug)]
 pub struct Metrics {
     requests: Family<RequestLabels, Counter>,
     ttft_seconds: Histogram,
@@ -39,6 +65,8 @@ pub struct Metrics {
     tokens_out: Counter,
     tokens_cached: Counter,
     retries: Family<RoleLabels, Counter>,
+    refusals: Family<ReasonLabels, Counter>,
+    template_stops: Counter,
     inflight: Gauge,
     engines_up: Family<RoleLabels, Gauge>,
     finished: AtomicU64,
@@ -75,6 +103,8 @@ impl Default for Metrics {
             tokens_out: Counter::default(),
             tokens_cached: Counter::default(),
             retries: Family::default(),
+            refusals: Family::default(),
+            template_stops: Counter::default(),
             inflight: Gauge::default(),
             engines_up: Family::default(),
             finished: AtomicU64::new(0),
@@ -108,6 +138,16 @@ impl Metrics {
         r.register("tokens_out", "Generated tokens of completed answers", self.tokens_out.clone());
         r.register("tokens_cached", "Prompt tokens that a cache provided", self.tokens_cached.clone());
         r.register("retries", "Calls repeated on another engine after a failure, by role", self.retries.clone());
+        r.register(
+            "refusals",
+            "Requests refused before work, by reason: body_too_large, bodies_busy, prompt_too_long or template_busy",
+            self.refusals.clone(),
+        );
+        r.register(
+            "template_stops",
+            "Renderings of a chat template that exceeded their time or memory; their process was killed",
+            self.template_stops.clone(),
+        );
         r.register("inflight", "Requests in progress", self.inflight.clone());
         r.register(
             "engines_up",
@@ -124,6 +164,14 @@ impl Metrics {
 
     pub fn count_retry(&self, role: Role) {
         self.retries.get_or_create(&RoleLabels { role: role.as_str() }).inc();
+    }
+
+    pub fn count_refusal(&self, reason: RefusalReason) {
+        self.refusals.get_or_create(&ReasonLabels { reason: reason.as_str() }).inc();
+    }
+
+    pub fn count_template_stop(&self) {
+        self.template_stops.inc();
     }
 
     /// Adds the token counts of a completed answer. `cached` is a part of `tokens_in`.
@@ -173,6 +221,7 @@ pub fn metrics_registry() -> Registry {
     let metrics = Metrics::default();
     drop(metrics.requests.get_or_create(&RequestLabels { endpoint: "", status: 0 }));
     drop(metrics.retries.get_or_create(&RoleLabels { role: "" }));
+    drop(metrics.refusals.get_or_create(&ReasonLabels { reason: "" }));
     drop(metrics.engines_up.get_or_create(&RoleLabels { role: "" }));
     metrics.registry
 }

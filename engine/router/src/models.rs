@@ -1,7 +1,10 @@
 //! Models that clients can request: name, tokenizer and page index.
 
 use crate::engines::EngineTable;
+use crate::openai::types::PROMPTS_MAX;
 use crate::store::PageIndex;
+use crate::templates::ChatRenderer;
+use crate::tokenise::text_bytes_max;
 use larder_format::NamespaceId;
 use larder_model::Tokenizer;
 use larder_worker::api::Role;
@@ -13,6 +16,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Maximum number of models in the table. A full table drops models without engines and then
 /// ignores new ones.
 pub const MODELS_MAX: usize = 64;
+
+/// Size of a request body that is accepted for every model, in bytes.
+const BODY_BYTES_FLOOR: usize = 1 << 20;
+/// Longest form of one byte of text in JSON: `\u0000`.
+const JSON_BYTES_PER_BYTE: usize = 6;
 
 /// Name and namespace of a model. Two namespaces may share a name while new weights replace old
 /// ones.
@@ -27,6 +35,8 @@ pub struct ServedModel {
     /// not say. Valid ids are below it.
     pub vocab_size: Option<u32>,
     pub tokenizer: Arc<Tokenizer>,
+    /// `None` if the model has no chat template.
+    pub chat: Option<ChatRenderer>,
     pub pages: Arc<dyn PageIndex>,
     /// Time at which the router first loaded it, in seconds since 1970. The API reports it as
     /// `created`.
@@ -104,6 +114,18 @@ impl ModelTable {
             None if models.is_empty() => ModelLookup::NoneKnown,
             None => ModelLookup::Unknown,
         }
+    }
+
+    /// Largest request body in bytes that some model's context can need: all prompts at their
+    /// limit. `None` while no model has a decode engine.
+    pub fn body_bytes_max(&self, engines: &EngineTable) -> Option<usize> {
+        let models = self.models.read();
+        let needs = models.values().filter_map(|model| {
+            let context = engines.context_max(Role::Decode, model.namespace)?;
+            Some(text_bytes_max(&model.tokenizer, context))
+        });
+        let text = needs.max()?;
+        Some(text.saturating_mul(PROMPTS_MAX * JSON_BYTES_PER_BYTE).saturating_add(BODY_BYTES_FLOOR))
     }
 
     pub fn is_ready(&self, engines: &EngineTable) -> bool {

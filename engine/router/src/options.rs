@@ -1,5 +1,6 @@
 //! Settings of a router. The comments of the fields are the manual.
 
+use crate::templates::WorkerCommand;
 use larder_client::StoreUrl;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -32,8 +33,13 @@ pub struct RouterOptions {
     /// Maximum number of engines of one role that one request tries before it fails. Default 3,
     /// minimum 1.
     pub attempts_max: usize,
-    /// Maximum size of a request body, in bytes. Default 16 MiB, minimum 1 KiB.
+    /// Maximum size of a request body, in bytes. The contexts of the models may lower it: no body
+    /// may be longer than 16 prompts of the longest tokens, plus 1 MiB. Default 16 MiB, minimum 1
+    /// KiB.
     pub body_bytes_max: usize,
+    /// Command that renders chat templates, in a process of its own. Default: this program with the
+    /// hidden command `template-worker`, which `larder` has.
+    pub template_worker: WorkerCommand,
     /// Maximum time a stopping router waits for running answers. Default 5 s, minimum 0.
     pub shutdown_grace: Duration,
 }
@@ -60,6 +66,7 @@ impl RouterOptions {
             connect_timeout: Duration::from_secs(1),
             attempts_max: 3,
             body_bytes_max: 16 << 20,
+            template_worker: WorkerCommand::default(),
             shutdown_grace: Duration::from_secs(5),
         }
     }

@@ -34,15 +34,23 @@ impl AdminError {
 }
 
 impl From<ApiError> for AdminError {
-    /// Turns an error of the shared request parser into a 400. This body has no field for the wrong
-    /// parameter, so the message must name it.
+    /// Turns an error of the shared request parser into one of this API. This body has no field for
+    /// the wrong parameter, so the message must name it.
     fn from(error: ApiError) -> Self {
+        let code = match error.status {
+            StatusCode::PAYLOAD_TOO_LARGE => "too_large",
+            StatusCode::TOO_MANY_REQUESTS => "busy",
+            StatusCode::GATEWAY_TIMEOUT => "timeout",
+            StatusCode::INTERNAL_SERVER_ERROR => "internal",
+            _ => "bad_request",
+        };
+        let status = if code == "bad_request" { StatusCode::BAD_REQUEST } else { error.status };
         let message = error.body.message;
         match error.body.param {
             Some(param) if !message.contains(&format!("'{param}'")) => {
-                Self::bad_request(format!("'{param}': {message}"))
+                Self::new(status, code, format!("'{param}': {message}"))
             }
-            _ => Self::bad_request(message),
+            _ => Self::new(status, code, message),
         }
     }
 }

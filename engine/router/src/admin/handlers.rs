@@ -14,10 +14,14 @@ use super::api::{
 use super::error::AdminError;
 use super::prefix::{Prefix, PrefixInput};
 use crate::RouterState;
-use crate::openai::types::{Fields, take_messages};
-use axum::body::{Body, to_bytes};
+use crate::body::{BodyCharge, with_lingering};
+use crate::openai::fields::Fields;
+use crate::openai::read_body;
+use crate::openai::types::take_messages;
+use axum::body::Body;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri, header::CONTENT_TYPE};
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -49,6 +53,7 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route(PATH_UNPIN, post(unpin))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
+        .layer(from_fn(with_lingering))
         .with_state(router)
 }
 
@@ -151,9 +156,9 @@ async fn pin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Respo
     with_time_limit(async {
         // Parsed before the model is looked up: a wrong request is a 400 even while no engine is
         // up.
-        let PinOrder { model, input, seconds, soft } = parse(body, PinOrder::take).await?;
+        let (PinOrder { model, input, seconds, soft }, _charge) = parse(&router, body, PinOrder::take).await?;
         let kind = if soft { PinKind::Soft } else { PinKind::Hard };
-        let prefix = Prefix::resolve(router, model, input).await?;
+        let prefix = Prefix::resolve(router, model, input, deadline()).await?;
         Ok(Json(prefix.pin(kind, Duration::from_secs(seconds), deadline()).await?).into_response())
     })
     .await
@@ -179,26 +184,28 @@ async fn with_time_limit(work: impl Future<Output = Result<Response, AdminError>
 }
 
 async fn resolve_prefix(router: Arc<RouterState>, body: Body) -> Result<Prefix, AdminError> {
-    let (model, input) = parse(body, take_prefix).await?;
-    Prefix::resolve(router, model, input).await
+    let ((model, input), _charge) = parse(&router, body, take_prefix).await?;
+    Prefix::resolve(router, model, input, deadline()).await
 }
 
-/// Reads a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over.
-async fn parse<T: Send + 'static>(body: Body, take: fn(&mut Fields) -> Result<T, AdminError>) -> Result<T, AdminError> {
-    let bytes = to_bytes(body, BODY_BYTES_MAX).await.map_err(|_| {
-        let message = format!("the request body is longer than {BODY_BYTES_MAX} bytes");
-        AdminError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
-    })?;
+/// Reads a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over. The
+/// caller keeps the charge until it has dropped the result.
+async fn parse<T: Send + 'static>(
+    router: &RouterState,
+    body: Body,
+    take: fn(&mut Fields<'_>) -> Result<T, AdminError>,
+) -> Result<(T, BodyCharge), AdminError> {
+    let (bytes, charge) = read_body(router, body, BODY_BYTES_MAX, deadline()).await?;
     let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
         let mut fields = Fields::parse(&bytes)?;
         let request = take(&mut fields)?;
         fields.refuse_rest()?;
-        Ok(request)
+        Ok::<_, AdminError>((request, charge))
     });
     parsed.await.map_err(|error| AdminError::internal("read the request", error))?
 }
 
-fn take_prefix(fields: &mut Fields) -> Result<(Option<String>, PrefixInput), AdminError> {
+fn take_prefix(fields: &mut Fields<'_>) -> Result<(Option<String>, PrefixInput), AdminError> {
     const ONE_OF: &str = "give exactly one of 'text', 'tokens' and 'messages'";
     let model = fields.take("model")?;
     let text: Option<String> = fields.take("text")?;
@@ -231,8 +238,8 @@ struct PinOrder {
 }
 
 impl PinOrder {
-    fn take(fields: &mut Fields) -> Result<Self, AdminError> {
-        let mut prefix = Fields::from_object(fields.require("prefix")?);
+    fn take(fields: &mut Fields<'_>) -> Result<Self, AdminError> {
+        let mut prefix: Fields<'_> = fields.require("prefix")?;
         let (model, input) = take_prefix(&mut prefix)?;
         prefix.refuse_rest()?;
         let seconds: u64 = fields.require("seconds")?;

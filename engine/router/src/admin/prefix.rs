@@ -8,13 +8,14 @@ use crate::RouterState;
 use crate::calls::{CallError, remaining_ms};
 use crate::engines::RemoteEngine;
 use crate::models::{ModelLookup, ServedModel};
-use crate::openai::{chat_tokens, random_id};
+use crate::openai::{chat_text, random_id, too_many_bytes};
 use crate::route::PrefillJob;
+use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::http::StatusCode;
 use larder_client::{PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
 use larder_model::ChatMessage;
-use larder_worker::api::{CacheMode, ForgetRequest, PrefillRequest};
+use larder_worker::api::{CacheMode, ForgetRequest, PrefillRequest, Role};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,16 +56,18 @@ impl Prefix {
         router: Arc<RouterState>,
         model: Option<String>,
         input: PrefixInput,
+        deadline: Instant,
     ) -> Result<Prefix, AdminError> {
         let model = find_model(&router, model.as_deref())?;
-        // Tokenising and hashing take time in proportion to the prefix and must not block the event
-        // loop.
-        let tokenised = tokio::task::spawn_blocking(move || {
+        let input = rendered(&router, &model, input, deadline).await?;
+        let bytes = match &input {
+            RenderedPrefix::Text { text, .. } => text.len(),
+            RenderedPrefix::Tokens(tokens) => tokens.len() * size_of::<u32>(),
+        };
+        let state = router.clone();
+        // The caller limits the time.
+        let tokenised = state.tokeniser.run(bytes, move || {
             let tokens = tokenise(&model, input)?;
-            if tokens.len() > TOKENS_MAX {
-                let message = format!("the prefix has {} tokens; the maximum is {TOKENS_MAX}", tokens.len());
-                return Err(AdminError::bad_request(message));
-            }
             let keys = larder_format::page_keys(&tokens, model.page_tokens).into();
             Ok(Prefix { router, model, tokens, keys })
         });
@@ -284,19 +287,57 @@ fn find_model(router: &RouterState, name: Option<&str>) -> Result<Arc<ServedMode
     }
 }
 
-fn tokenise(model: &ServedModel, input: PrefixInput) -> Result<Vec<u32>, AdminError> {
+/// A prefix whose conversation, if it was one, is a text.
+enum RenderedPrefix {
+    Text { text: String, add_special: bool },
+    Tokens(Vec<u32>),
+}
+
+/// Renders a conversation. Refuses texts that cannot fit the longest context of the model's
+/// engines, for which no pages can exist.
+async fn rendered(
+    router: &RouterState,
+    model: &ServedModel,
+    input: PrefixInput,
+    deadline: Instant,
+) -> Result<RenderedPrefix, AdminError> {
+    let context = [Role::Prefill, Role::Decode].map(|role| router.engines.context_max(role, model.namespace));
+    let context = context.into_iter().flatten().max().unwrap_or(TOKENS_MAX).min(TOKENS_MAX);
+    let bytes_max = text_bytes_max(&model.tokenizer, context);
     match input {
-        PrefixInput::Text(text) => {
-            model.tokenizer.encode(&text, true).map_err(|error| AdminError::bad_request(error.to_string()))
+        PrefixInput::Text(text) if text.len() > bytes_max => {
+            Err(too_many_bytes(router, "text", context, bytes_max, text.len()).into())
         }
-        PrefixInput::Tokens(tokens) => {
-            check_vocabulary(&tokens, &model.name, model.vocab_size)?;
-            Ok(tokens)
-        }
+        PrefixInput::Text(text) => Ok(RenderedPrefix::Text { text, add_special: true }),
+        PrefixInput::Tokens(tokens) => Ok(RenderedPrefix::Tokens(tokens)),
         // The cue for an answer is not part of the conversation: without it the pages match those
         // of every continuation.
-        PrefixInput::Messages(messages) => Ok(chat_tokens(model, &messages, false)?),
+        PrefixInput::Messages(messages) => {
+            let text = chat_text(router, model, messages, false, context, deadline).await?;
+            Ok(RenderedPrefix::Text { text, add_special: false })
+        }
     }
+}
+
+fn tokenise(model: &ServedModel, input: RenderedPrefix) -> Result<Vec<u32>, AdminError> {
+    let tokens = match input {
+        RenderedPrefix::Text { text, add_special } => {
+            let encoded = encode(&model.tokenizer, &text, add_special, TOKENS_MAX);
+            encoded.map_err(|error| match error {
+                EncodeError::Tokenizer(error) => AdminError::bad_request(error.to_string()),
+                EncodeError::TooLong(tokens) => too_many_tokens(tokens),
+            })?
+        }
+        RenderedPrefix::Tokens(tokens) => {
+            check_vocabulary(&tokens, &model.name, model.vocab_size)?;
+            tokens
+        }
+    };
+    if tokens.len() > TOKENS_MAX { Err(too_many_tokens(tokens.len())) } else { Ok(tokens) }
+}
+
+fn too_many_tokens(tokens: usize) -> AdminError {
+    AdminError::bad_request(format!("the prefix has {tokens} tokens; the maximum is {TOKENS_MAX}"))
 }
 
 /// Refuses tokens that the model does not have. No engine could have computed pages for them, so

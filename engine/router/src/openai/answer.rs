@@ -5,10 +5,13 @@
 
 use super::RequestContext;
 use super::errors::ApiError;
-use super::types::{CommonParams, Usage, finish_reason_name};
-use crate::metrics::RequestRecord;
+use super::types::{CommonParams, PromptInput, Usage, finish_reason_name};
+use crate::RouterState;
+use crate::body::BodyCharge;
+use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
+use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use futures::future::{join_all, try_join_all};
@@ -18,9 +21,6 @@ use serde_json::json;
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
-
-/// Largest text tokenised on the event loop, in bytes. Longer texts go to a blocking thread.
-const TOKENISE_INLINE_BYTES_MAX: usize = 8 << 10;
 
 /// Endpoint of a request, which decides the form of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,55 +61,87 @@ pub(crate) async fn find_model(request: &RequestContext, name: &str) -> Result<A
     served.map(|()| model.clone()).ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
 }
 
-/// Admits a request as one answer in progress, or fails with 429. Never waits: a queue in front of
-/// full engines would only add latency.
-pub(crate) fn admit(request: &RequestContext) -> Result<OwnedSemaphorePermit, ApiError> {
-    acquire_permits(request, 1)
-}
-
-/// Extends `permit` to one permit per choice. Fails with 400 if `choices` exceeds the limit, with
-/// 429 if too few are free.
-pub(crate) fn admit_choices(
-    request: &RequestContext,
-    permit: &mut OwnedSemaphorePermit,
-    choices: usize,
-) -> Result<(), ApiError> {
+/// Admits a request as `choices` answers in progress. Fails with 400 if that exceeds the limit, and
+/// with 429 if too few are free. Never waits: a queue in front of full engines would only add
+/// latency.
+pub(crate) fn admit(request: &RequestContext, choices: usize) -> Result<OwnedSemaphorePermit, ApiError> {
     let most = request.router.options.max_inflight;
     if choices > most {
         // A 429 would invite retries, and none of them could succeed.
         let message = format!("the request needs {choices} answers; this server runs at most {most} at once");
         return Err(ApiError::field("n", message));
     }
-    assert!(choices >= permit.num_permits(), "parsing admits at least one prompt and one choice");
-    let more = choices - permit.num_permits();
-    permit.merge(acquire_permits(request, u32::try_from(more).unwrap_or(u32::MAX))?);
-    Ok(())
+    let count = u32::try_from(choices).unwrap_or(u32::MAX);
+    let permits = request.router.inflight.clone().try_acquire_many_owned(count);
+    permits.map_err(|_| ApiError::overloaded("this server is at its limit of answers in progress; try again later", 1))
 }
 
-fn acquire_permits(request: &RequestContext, count: u32) -> Result<OwnedSemaphorePermit, ApiError> {
-    request
-        .router
-        .inflight
-        .clone()
-        .try_acquire_many_owned(count)
-        .map_err(|_| ApiError::overloaded("this server is at its limit of answers in progress; try again later", 1))
+/// Longest context of the model's decode engines, in tokens. Engines that the circuit breaker
+/// excludes count: a breaker that opens must not change the limit that clients see.
+pub(crate) fn context(request: &RequestContext, model: &ServedModel) -> Result<usize, ApiError> {
+    let context = request.router.engines.context_max(Role::Decode, model.namespace);
+    context.ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
 }
 
-/// Tokenises with `tokenise` and computes page keys. Both take time in proportion to `bytes`, so
-/// large inputs go to a blocking thread.
-pub(crate) async fn prompts<T>(model: &Arc<ServedModel>, bytes: usize, tokenise: T) -> Result<Vec<Prompt>, ApiError>
-where
-    T: FnOnce(&ServedModel) -> Result<Vec<Vec<u32>>, ApiError> + Send + 'static,
-{
+/// 413 for a text that is longer than the longest tokens could make a context of `context` tokens.
+pub(crate) fn too_many_bytes(
+    router: &RouterState,
+    field: &str,
+    context: usize,
+    bytes_max: usize,
+    bytes: usize,
+) -> ApiError {
+    router.metrics.count_refusal(RefusalReason::PromptTooLong);
+    let message = format!(
+        "This model's maximum context length is {context} tokens, which have at most {bytes_max} bytes of text. The \
+         {field} has {bytes} bytes. Please shorten it."
+    );
+    ApiError::prompt_too_large(field, message)
+}
+
+/// Tokenises the inputs and computes page keys. Refuses inputs that cannot fit `context` before
+/// that. The memory of the body counts as free afterwards.
+pub(crate) async fn prompts(
+    request: &mut RequestContext,
+    endpoint: Endpoint,
+    model: &Arc<ServedModel>,
+    inputs: Vec<PromptInput>,
+    context: usize,
+) -> Result<Vec<Prompt>, ApiError> {
+    let router = request.router.clone();
+    let field = endpoint.prompt_field();
+    let bytes_max = text_bytes_max(&model.tokenizer, context);
+    for input in &inputs {
+        match input {
+            PromptInput::Text(text) if text.len() > bytes_max => {
+                return Err(too_many_bytes(&router, field, context, bytes_max, text.len()));
+            }
+            PromptInput::Text(_) => {}
+            PromptInput::Tokens(tokens) => drop(tokens_to_generate(endpoint, None, tokens.len(), context)?),
+        }
+    }
+    let bytes = inputs.iter().map(PromptInput::bytes).sum();
+    // A rendered chat has its special tokens already. Adding them would double the one at the
+    // start.
+    let add_special = endpoint == Endpoint::Completion;
     let model = model.clone();
     let make = move || -> Result<Vec<Prompt>, ApiError> {
-        let lists = tokenise(&model)?;
-        Ok(lists.into_iter().map(|tokens| Prompt::new(tokens, model.page_tokens)).collect())
+        let tokenise = |input| match input {
+            PromptInput::Tokens(tokens) => Ok(tokens),
+            PromptInput::Text(text) => encode(&model.tokenizer, &text, add_special, context),
+        };
+        let prompt = |input| tokenise(input).map(|tokens| Prompt::new(tokens, model.page_tokens));
+        let prompts: Result<_, EncodeError> = inputs.into_iter().map(prompt).collect();
+        prompts.map_err(|error| match error {
+            EncodeError::Tokenizer(error) => ApiError::field(field, error.to_string()),
+            EncodeError::TooLong(tokens) => context_exceeded(endpoint, None, tokens, context),
+        })
     };
-    if bytes <= TOKENISE_INLINE_BYTES_MAX {
-        return make();
-    }
-    tokio::task::spawn_blocking(make).await.map_err(|error| ApiError::internal("tokenise the prompt", error))?
+    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, make));
+    let made = made.await.map_err(|_| ApiError::from(RouteError::Deadline))?;
+    let prompts = made.map_err(|error| ApiError::internal("tokenise the prompt", error))?;
+    request.body = BodyCharge::default();
+    prompts
 }
 
 pub(crate) struct AnswerJob {
@@ -159,13 +191,7 @@ fn tokens_to_generate(
 ) -> Result<u32, ApiError> {
     let requested = prompt_tokens + max_tokens.unwrap_or(1) as usize;
     if requested > context {
-        let message = format!(
-            "This model's maximum context length is {context} tokens, but {requested} were requested: {prompt_tokens} in \
-             the {field} and {more} for the answer. Please shorten one of them.",
-            field = endpoint.prompt_field(),
-            more = max_tokens.unwrap_or(1),
-        );
-        return Err(ApiError::context_length(endpoint.prompt_field(), message));
+        return Err(context_exceeded(endpoint, max_tokens, prompt_tokens, context));
     }
     let default = match endpoint {
         Endpoint::Completion => super::types::COMPLETION_TOKENS_DEFAULT,
@@ -176,13 +202,22 @@ fn tokens_to_generate(
     Ok(max_tokens.unwrap_or(default).min(u32::try_from(room).unwrap_or(u32::MAX)))
 }
 
+fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: usize, context: usize) -> ApiError {
+    let field = endpoint.prompt_field();
+    let more = max_tokens.unwrap_or(1);
+    let requested = prompt_tokens.saturating_add(more as usize);
+    let message = format!(
+        "This model's maximum context length is {context} tokens, but {requested} were requested: {prompt_tokens} in \
+         the {field} and {more} for the answer. Please shorten one of them."
+    );
+    ApiError::context_length(field, message)
+}
+
 /// Sends all choices to engines and waits for their first tokens. The first failure cancels the
 /// other choices.
 pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let AnswerJob { request, endpoint, model, common, prompts, permit } = job;
-    let no_engine = || ApiError::from(RouteError::NoEngine(Role::Decode));
-    // Excluded engines count: a breaker that opens must not change the limit that clients see.
-    let context = request.router.engines.context_max(Role::Decode, model.namespace).ok_or_else(no_engine)?;
+    let context = context(&request, &model)?;
     let mut limits = Vec::with_capacity(prompts.len());
     for prompt in &prompts {
         if prompt.tokens.is_empty() {

@@ -2,18 +2,22 @@
 
 use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
-use super::types::ChatRequest;
+use super::types::{ChatRequest, PromptInput};
 use super::{RequestContext, RequestId, counted, stream};
 use crate::RouterState;
-use crate::metrics::RequestRecord;
+use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::ServedModel;
+use crate::route::RouteError;
+use crate::templates::ChatError;
+use crate::tokenise::text_bytes_max;
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
-use larder_model::ChatMessage;
+use larder_model::{ChatMessage, RenderError};
 use std::sync::Arc;
+use tokio::time::Instant;
 
 pub(crate) async fn handle(
     State(router): State<Arc<RouterState>>,
@@ -28,14 +32,19 @@ pub(crate) async fn handle(
     counted(&router, "chat", serve).await
 }
 
-async fn serve(request: RequestContext, body: Body, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
-    // Before the body is read, so that the limit also bounds the memory of bodies in flight.
-    let mut permit = answer::admit(&request)?;
+async fn serve(
+    mut request: RequestContext,
+    body: Body,
+    record: &mut Option<RequestRecord>,
+) -> Result<Response, ApiError> {
     let ChatRequest { common, messages } = request.read(body, ChatRequest::parse).await?;
     let model = answer::find_model(&request, &common.model).await?;
-    answer::admit_choices(&request, &mut permit, common.n as usize)?;
-    let bytes = messages.iter().map(|m| m.content.len()).sum();
-    let prompts = answer::prompts(&model, bytes, move |model| Ok(vec![tokens(model, &messages, true)?])).await?;
+    // After the body: a client that sends slowly must not hold a place.
+    let permit = answer::admit(&request, common.n as usize)?;
+    let context = answer::context(&request, &model)?;
+    let text = text(&request.router, &model, messages, true, context, request.deadline).await?;
+    let inputs = vec![PromptInput::Text(text)];
+    let prompts = answer::prompts(&mut request, Endpoint::Chat, &model, inputs, context).await?;
     let is_stream = common.stream;
     let started =
         answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit }).await?;
@@ -45,16 +54,40 @@ async fn serve(request: RequestContext, body: Body, record: &mut Option<RequestR
     if is_stream { Ok(stream::respond(started, record.take())) } else { answer::whole(started, record).await }
 }
 
-/// Renders a conversation with the model's chat template and tokenises it. With `generate` it ends
-/// with the cue for the assistant's answer.
-pub(crate) fn tokens(model: &ServedModel, messages: &[ChatMessage], generate: bool) -> Result<Vec<u32>, ApiError> {
-    if !model.tokenizer.has_chat_template() {
+/// Renders a conversation with the model's chat template, to a text that can fit `context` tokens.
+/// With `generate` it ends with the cue for the assistant's answer.
+pub(crate) async fn text(
+    router: &RouterState,
+    model: &ServedModel,
+    messages: Vec<ChatMessage>,
+    generate: bool,
+    context: usize,
+    deadline: Instant,
+) -> Result<String, ApiError> {
+    let Some(chat) = &model.chat else {
         let message = format!("the model '{}' has no chat template; send a text prompt instead", model.name);
         return Err(ApiError::field("messages", message));
+    };
+    let bytes_max = text_bytes_max(&model.tokenizer, context);
+    let bytes = messages.iter().map(|message| message.content.len()).sum();
+    // Before the rendering, which would copy it all.
+    if bytes > bytes_max {
+        return Err(answer::too_many_bytes(router, "messages", context, bytes_max, bytes));
     }
-    let failed = |error: larder_model::TokenizerError| ApiError::field("messages", error.to_string());
-    let text = model.tokenizer.chat(messages, generate).map_err(failed)?;
-    // The template has written the special tokens. Adding them here would double the one at the
-    // start.
-    model.tokenizer.encode(&text, false).map_err(failed)
+    chat.render(messages, generate, bytes_max, deadline).await.map_err(|error| {
+        let message = error.to_string();
+        match error {
+            ChatError::Template(RenderError::TooLong) => {
+                answer::too_many_bytes(router, "messages", context, bytes_max, bytes)
+            }
+            ChatError::Template(_) => ApiError::field("messages", message),
+            ChatError::Exceeded => ApiError::field("messages", message).code("chat_template_exceeded"),
+            ChatError::Busy => {
+                router.metrics.count_refusal(RefusalReason::TemplateBusy);
+                ApiError::overloaded(message, 1)
+            }
+            ChatError::Deadline => RouteError::Deadline.into(),
+            ChatError::Start(error) => ApiError::internal("render the conversation", error),
+        }
+    })
 }

@@ -2,7 +2,7 @@
 
 use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
-use super::types::{CompletionRequest, PromptInput};
+use super::types::CompletionRequest;
 use super::{RequestContext, RequestId, counted, stream};
 use crate::RouterState;
 use crate::metrics::RequestRecord;
@@ -26,23 +26,17 @@ pub(crate) async fn handle(
     counted(&router, "completions", serve).await
 }
 
-async fn serve(request: RequestContext, body: Body, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
-    // Before the body is read, so that the limit also bounds the memory of bodies in flight.
-    let mut permit = answer::admit(&request)?;
+async fn serve(
+    mut request: RequestContext,
+    body: Body,
+    record: &mut Option<RequestRecord>,
+) -> Result<Response, ApiError> {
     let CompletionRequest { common, prompts } = request.read(body, CompletionRequest::parse).await?;
     let model = answer::find_model(&request, &common.model).await?;
-    answer::admit_choices(&request, &mut permit, prompts.len() * common.n as usize)?;
-    let bytes = prompts.iter().map(size).sum();
-    let prompts = answer::prompts(&model, bytes, move |model| {
-        let tokenise = |prompt| match prompt {
-            PromptInput::Tokens(tokens) => Ok(tokens),
-            PromptInput::Text(text) => {
-                model.tokenizer.encode(&text, true).map_err(|error| ApiError::field("prompt", error.to_string()))
-            }
-        };
-        prompts.into_iter().map(tokenise).collect()
-    })
-    .await?;
+    // After the body: a client that sends slowly must not hold a place.
+    let permit = answer::admit(&request, prompts.len() * common.n as usize)?;
+    let context = answer::context(&request, &model)?;
+    let prompts = answer::prompts(&mut request, Endpoint::Completion, &model, prompts, context).await?;
     let is_stream = common.stream;
     let started =
         answer::begin(AnswerJob { request, endpoint: Endpoint::Completion, model, common, prompts, permit }).await?;
@@ -50,12 +44,4 @@ async fn serve(request: RequestContext, body: Body, record: &mut Option<RequestR
         record.first_token();
     }
     if is_stream { Ok(stream::respond(started, record.take())) } else { answer::whole(started, record).await }
-}
-
-/// Approximate size of a prompt in bytes. It decides whether tokenising leaves the event loop.
-fn size(prompt: &PromptInput) -> usize {
-    match prompt {
-        PromptInput::Text(text) => text.len(),
-        PromptInput::Tokens(tokens) => tokens.len() * size_of::<u32>(),
-    }
 }

@@ -60,6 +60,13 @@ impl ApiError {
         Self::field(param, message).code("context_length_exceeded")
     }
 
+    /// 413 for a prompt whose bytes alone exceed the context.
+    pub fn prompt_too_large(param: &str, message: impl Into<String>) -> Self {
+        let mut error = Self::context_length(param, message);
+        error.status = StatusCode::PAYLOAD_TOO_LARGE;
+        error
+    }
+
     pub fn no_route(method: &str, path: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("Unknown request URL: {method} {path}"))
             .code("unknown_url")
@@ -119,7 +126,7 @@ impl ApiError {
         error
     }
 
-    fn code(mut self, code: &str) -> Self {
+    pub(crate) fn code(mut self, code: &str) -> Self {
         self.body.code = Some(code.into());
         self
     }

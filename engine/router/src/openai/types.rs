@@ -5,79 +5,22 @@
 //! text without notice.
 
 use super::errors::ApiError;
-use crate::json::reason;
+use super::fields::{BoundedList, Fields, TextOrList};
 use larder_model::{ChatMessage, SamplingParams};
 use larder_worker::api::{FinishReason, STOP_BYTES_MAX};
-use serde::de::DeserializeOwned;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use std::fmt;
 
 pub const PROMPTS_MAX: usize = 16;
 pub const CHOICES_MAX: u32 = 8;
 pub const STOPS_MAX: usize = 16;
 pub const MESSAGES_MAX: usize = 4096;
+/// Maximum number of parts of a message's content.
+pub const PARTS_MAX: usize = 1024;
 /// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
-
-/// Fields of a JSON object, taken one by one. Parsing a whole struct at once could not tell the
-/// client which field is wrong.
-pub struct Fields(Map<String, Value>);
-
-impl Fields {
-    pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
-            Ok(_) => Err(ApiError::invalid("the request body must be a JSON object")),
-            Err(error) => Err(ApiError::invalid(format!("the request body is not valid JSON: {}", reason(&error)))),
-        }
-    }
-
-    pub fn from_object(fields: Map<String, Value>) -> Self {
-        Self(fields)
-    }
-
-    /// Takes a field. A `null` counts as absent, because many clients send their unset options so.
-    pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, ApiError> {
-        match self.0.remove(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => serde_json::from_value(value)
-                .map(Some)
-                .map_err(|error| ApiError::field(name, format!("'{name}' is not valid: {}", reason(&error)))),
-        }
-    }
-
-    pub(crate) fn require<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, ApiError> {
-        self.take(name)?.ok_or_else(|| ApiError::field(name, format!("'{name}' is required")))
-    }
-
-    fn number(&mut self, name: &str, range: std::ops::RangeInclusive<f32>) -> Result<Option<f32>, ApiError> {
-        let value: Option<f32> = self.take(name)?;
-        match value {
-            Some(v) if !range.contains(&v) => {
-                let message = format!("'{name}' is {v}; it must be from {} to {}", range.start(), range.end());
-                Err(ApiError::field(name, message))
-            }
-            value => Ok(value),
-        }
-    }
-
-    /// Refuses the first field that was not taken. For strict APIs, in which a misspelt field must
-    /// not be ignored.
-    pub(crate) fn refuse_rest(&self) -> Result<(), ApiError> {
-        match self.0.keys().next() {
-            None => Ok(()),
-            Some(name) => Err(ApiError::field(name, format!("'{name}' is not a field of this request"))),
-        }
-    }
-
-    /// Takes a field and refuses it unless it is absent, null, or `is_harmless`.
-    fn refuse_unless(&mut self, name: &str, is_harmless: impl FnOnce(&Value) -> bool) -> Result<(), ApiError> {
-        match self.0.remove(name) {
-            Some(value) if !value.is_null() && !is_harmless(&value) => Err(ApiError::unsupported(name)),
-            _ => Ok(()),
-        }
-    }
-}
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CommonParams {
@@ -94,20 +37,13 @@ pub struct CommonParams {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a string or a list of strings")]
-enum Stop {
-    One(String),
-    Many(Vec<String>),
-}
-
-#[derive(Deserialize)]
 struct StreamOptions {
     #[serde(default)]
     include_usage: bool,
 }
 
 impl CommonParams {
-    fn take(fields: &mut Fields) -> Result<Self, ApiError> {
+    fn take(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
         refuse_unsupported(fields)?;
         let n: u32 = fields.take("n")?.unwrap_or(1);
         if !(1..=CHOICES_MAX).contains(&n) {
@@ -142,7 +78,7 @@ impl CommonParams {
     }
 }
 
-fn take_sampling(fields: &mut Fields) -> Result<SamplingParams, ApiError> {
+fn take_sampling(fields: &mut Fields<'_>) -> Result<SamplingParams, ApiError> {
     let seed: Option<i64> = fields.take("seed")?;
     // vLLM and others turn top-k off with -1, so clients send it.
     let top_k: i64 = fields.take("top_k")?.unwrap_or(0);
@@ -158,16 +94,13 @@ fn take_sampling(fields: &mut Fields) -> Result<SamplingParams, ApiError> {
     })
 }
 
-fn take_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
-    let mut stops = match fields.take("stop")? {
+fn take_stop(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
+    let mut stops = match fields.take::<TextOrList<String, STOPS_MAX>>("stop")? {
         None => Vec::new(),
-        Some(Stop::One(stop)) => vec![stop],
-        Some(Stop::Many(stops)) => stops,
+        Some(TextOrList::Text(stop)) => vec![stop],
+        Some(TextOrList::List(stops)) => stops,
     };
     stops.retain(|stop| !stop.is_empty());
-    if stops.len() > STOPS_MAX {
-        return Err(ApiError::field("stop", format!("'stop' may have at most {STOPS_MAX} strings")));
-    }
     if stops.iter().any(|stop| stop.len() > STOP_BYTES_MAX) {
         return Err(ApiError::field("stop", format!("a string of 'stop' may have at most {STOP_BYTES_MAX} bytes")));
     }
@@ -175,7 +108,7 @@ fn take_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
 }
 
 /// Refuses known but unimplemented fields, except at values that leave the answer unchanged.
-fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
+fn refuse_unsupported(fields: &mut Fields<'_>) -> Result<(), ApiError> {
     let is_zero = |value: &Value| value.as_f64() == Some(0.0);
     let is_false = |value: &Value| *value == Value::Bool(false);
     let is_empty = |value: &Value| {
@@ -211,13 +144,92 @@ pub enum PromptInput {
     Tokens(Vec<u32>),
 }
 
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a string, a list of strings, a list of token ids, or a list of those")]
-enum PromptField {
-    Text(String),
-    Tokens(Vec<u32>),
-    Texts(Vec<String>),
-    TokenLists(Vec<Vec<u32>>),
+impl PromptInput {
+    pub fn bytes(&self) -> usize {
+        match self {
+            PromptInput::Text(text) => text.len(),
+            PromptInput::Tokens(tokens) => tokens.len() * size_of::<u32>(),
+        }
+    }
+}
+
+/// Field `prompt`: a string, a list of token ids, or a list of such prompts.
+struct Prompts(Vec<PromptInput>);
+
+/// Element of a list in the field `prompt`.
+enum PromptItem {
+    Id(u32),
+    Prompt(PromptInput),
+}
+
+struct PromptVisitor;
+
+impl<'de> Visitor<'de> for PromptVisitor {
+    type Value = Prompts;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, a list of strings, a list of token ids, or a list of those")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Prompts, E> {
+        Ok(Prompts(vec![PromptInput::Text(text.to_owned())]))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Prompts, A::Error> {
+        let mut ids = Vec::new();
+        let mut prompts = Vec::new();
+        while let Some(item) = items.next_element()? {
+            match item {
+                PromptItem::Id(id) => ids.push(id),
+                PromptItem::Prompt(prompt) => prompts.push(prompt),
+            }
+            if prompts.len() > PROMPTS_MAX {
+                return Err(A::Error::custom(format!("more than {PROMPTS_MAX} prompts")));
+            }
+            if !ids.is_empty() && !prompts.is_empty() {
+                return Err(A::Error::custom("a list of both token ids and prompts"));
+            }
+        }
+        Ok(Prompts(if prompts.is_empty() { vec![PromptInput::Tokens(ids)] } else { prompts }))
+    }
+}
+
+impl<'de> Deserialize<'de> for Prompts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PromptVisitor)
+    }
+}
+
+struct ItemVisitor;
+
+impl<'de> Visitor<'de> for ItemVisitor {
+    type Value = PromptItem;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, a token id, or a list of token ids")
+    }
+
+    fn visit_u64<E: Error>(self, id: u64) -> Result<PromptItem, E> {
+        u32::try_from(id).map(PromptItem::Id).map_err(|_| E::custom(format!("{id} is not a token id")))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<PromptItem, E> {
+        Ok(PromptItem::Prompt(PromptInput::Text(text.to_owned())))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PromptItem, A::Error> {
+        let mut ids = Vec::new();
+        while let Some(id) = items.next_element()? {
+            ids.push(id);
+        }
+        Ok(PromptItem::Prompt(PromptInput::Tokens(ids)))
+    }
+}
+
+impl<'de> Deserialize<'de> for PromptItem {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ItemVisitor)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -231,16 +243,7 @@ impl CompletionRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::parse(body)?;
         let common = CommonParams::take(&mut fields)?;
-        let prompts: Vec<PromptInput> = match fields.require("prompt")? {
-            PromptField::Text(text) => vec![PromptInput::Text(text)],
-            PromptField::Tokens(tokens) => vec![PromptInput::Tokens(tokens)],
-            PromptField::Texts(texts) => texts.into_iter().map(PromptInput::Text).collect(),
-            PromptField::TokenLists(lists) => lists.into_iter().map(PromptInput::Tokens).collect(),
-        };
-        if !(1..=PROMPTS_MAX).contains(&prompts.len()) {
-            let message = format!("'prompt' has {} prompts; it must have from 1 to {PROMPTS_MAX}", prompts.len());
-            return Err(ApiError::field("prompt", message));
-        }
+        let Prompts(prompts) = fields.require("prompt")?;
         Ok(Self { common, prompts })
     }
 }
@@ -249,14 +252,7 @@ impl CompletionRequest {
 struct RawMessage {
     role: String,
     #[serde(default)]
-    content: Option<Content>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "message content must be a string or a list of parts")]
-enum Content {
-    Text(String),
-    Parts(Vec<ContentPart>),
+    content: Option<TextOrList<ContentPart, PARTS_MAX>>,
 }
 
 #[derive(Deserialize)]
@@ -285,10 +281,12 @@ impl ChatRequest {
 
 /// Takes and validates the field `messages`. Accepts the roles of OpenAI's API, and text as a
 /// string or as parts.
-pub fn take_messages(fields: &mut Fields) -> Result<Option<Vec<ChatMessage>>, ApiError> {
-    let Some(raw) = fields.take::<Vec<RawMessage>>("messages")? else { return Ok(None) };
-    if !(1..=MESSAGES_MAX).contains(&raw.len()) {
-        let message = format!("'messages' has {} messages; it must have from 1 to {MESSAGES_MAX}", raw.len());
+pub fn take_messages(fields: &mut Fields<'_>) -> Result<Option<Vec<ChatMessage>>, ApiError> {
+    let Some(BoundedList(raw)) = fields.take::<BoundedList<RawMessage, MESSAGES_MAX>>("messages")? else {
+        return Ok(None);
+    };
+    if raw.is_empty() {
+        let message = format!("'messages' has 0 messages; it must have from 1 to {MESSAGES_MAX}");
         return Err(ApiError::field("messages", message));
     }
     let messages: Result<Vec<_>, _> = raw.into_iter().enumerate().map(|(at, raw)| message(at, raw)).collect();
@@ -306,8 +304,8 @@ fn message(at: usize, raw: RawMessage) -> Result<ChatMessage, ApiError> {
         other => return wrong("role", format!("'{other}' is not one of system, developer, user, assistant, tool")),
     };
     let content = match raw.content {
-        Some(Content::Text(text)) => text,
-        Some(Content::Parts(parts)) => match parts.iter().find(|part| part.kind != "text") {
+        Some(TextOrList::Text(text)) => text,
+        Some(TextOrList::List(parts)) => match parts.iter().find(|part| part.kind != "text") {
             Some(part) => return wrong("content", format!("parts of type '{}' are not supported", part.kind)),
             None => parts.into_iter().map(|part| part.text).collect::<Vec<_>>().join("\n"),
         },
@@ -448,6 +446,34 @@ mod tests {
         ] {
             let error = chat(json!({"model": "m", "messages": messages})).unwrap_err();
             assert_eq!(error.body.param.as_deref(), Some(param));
+        }
+    }
+
+    #[test]
+    fn parse_bounds_prompts_messages_and_parts() {
+        for prompt in [
+            json!(vec!["a"; 17]),
+            json!(vec![vec![1]; 17]),
+            json!([1, "a"]),
+            json!([[1], 2]),
+            json!([[[1]]]),
+            json!([-1]),
+            json!([1.5]),
+            json!([1_u64 << 32]),
+        ] {
+            let error = completion(json!({"model": "m", "prompt": prompt})).unwrap_err();
+            assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")), "{prompt}");
+        }
+        let text = json!({"role": "user", "content": "a"});
+        assert_eq!(
+            chat(json!({"model": "m", "messages": vec![&text; MESSAGES_MAX]})).unwrap().messages.len(),
+            MESSAGES_MAX
+        );
+        let parts = |count| json!([{"role": "user", "content": vec![json!({"type": "text", "text": "a"}); count]}]);
+        chat(json!({"model": "m", "messages": parts(PARTS_MAX)})).unwrap();
+        for messages in [json!(vec![&text; MESSAGES_MAX + 1]), parts(PARTS_MAX + 1)] {
+            let error = chat(json!({"model": "m", "messages": messages})).unwrap_err();
+            assert_eq!(error.body.param.as_deref(), Some("messages"));
         }
     }
 

@@ -133,7 +133,11 @@ pub enum Behaviour {
     DieAfter(usize),
     HangAfter(usize),
     LeaveAfter(usize),
+    /// Ends the answer after some tokens as if it were complete, without its last event.
+    TruncateAfter(usize),
     Flood,
+    /// Generates as many tokens as the request allows, without waiting for a reader.
+    Fill,
     LosePages,
 }
 
@@ -149,6 +153,7 @@ pub struct FakeEngine {
     /// Requests to forget, each with the number of pages that the store held at that time.
     pub forgets: Mutex<Vec<(ForgetRequest, usize)>>,
     pub running: Arc<AtomicUsize>,
+    template: String,
     store: Arc<FakeStore>,
 }
 
@@ -207,12 +212,23 @@ impl FakeEngine {
         role: Role,
         max_context: u32,
     ) -> Arc<FakeEngine> {
+        Self::start_model(store, name, role, max_context, MODEL, TEMPLATE).await
+    }
+
+    pub async fn start_model(
+        store: &Arc<FakeStore>,
+        name: &str,
+        role: Role,
+        max_context: u32,
+        model: &str,
+        template: &str,
+    ) -> Arc<FakeEngine> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
             url: format!("http://{}", listener.local_addr().unwrap()),
-            model: MODEL.into(),
-            descriptor: descriptor(),
+            model: model.into(),
+            descriptor: NamespaceDescriptor { model: model.into(), ..descriptor() },
             numerics: String::new(),
             max_context,
             page_tokens: PAGE_TOKENS,
@@ -226,10 +242,11 @@ impl FakeEngine {
             decodes: Mutex::default(),
             forgets: Mutex::default(),
             running: Arc::default(),
+            template: template.into(),
             store: store.clone(),
         });
         let routes = Routes::new()
-            .route(PATH_MODEL, get(model))
+            .route(PATH_MODEL, get(identity))
             .route("/v1/model/files/{name}", get(file))
             .route(PATH_STATE, get(|| async { Json(EngineState { l1_pages: 77, ..Default::default() }) }))
             .route(PATH_PREFILL, post(prefill))
@@ -254,7 +271,7 @@ impl FakeEngine {
     }
 }
 
-async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
+async fn identity(State(engine): State<Arc<FakeEngine>>) -> Response {
     engine.identity_checks.fetch_add(1, Ordering::SeqCst);
     match engine.is_gone.load(Ordering::SeqCst) {
         true => StatusCode::SERVICE_UNAVAILABLE.into_response(),
@@ -262,10 +279,10 @@ async fn model(State(engine): State<Arc<FakeEngine>>) -> Response {
     }
 }
 
-async fn file(Path(name): Path<String>) -> Response {
+async fn file(State(engine): State<Arc<FakeEngine>>, Path(name): Path<String>) -> Response {
     match name.as_str() {
         "tokenizer.json" => tokenizer_json().to_string().into_response(),
-        "chat_template.jinja" => TEMPLATE.into_response(),
+        "chat_template.jinja" => engine.template.clone().into_response(),
         "config.json" => json!({"vocab_size": VOCAB_SIZE}).to_string().into_response(),
         _ => StatusCode::NOT_FOUND.into_response(),
     }
@@ -343,7 +360,11 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         ..Default::default()
     };
     let tokens = request.sampling.max_tokens.min(10);
-    let tokens = if behaviour == Behaviour::Flood { request.sampling.max_tokens + 5 } else { tokens };
+    let tokens = match behaviour {
+        Behaviour::Flood => request.sampling.max_tokens + 5,
+        Behaviour::Fill => request.sampling.max_tokens,
+        _ => tokens,
+    };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
     let mut lines = vec![line(DecodeEvent::Start(start))];
     lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32, text: format!(" t{i}") })));
@@ -355,6 +376,10 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         Behaviour::LeaveAfter(count) => {
             lines.truncate(count + 1);
             lines.push(line(DecodeEvent::Error(ApiError::busy("the engine is shutting down", 200))));
+            return Body::from(lines.concat()).into_response();
+        }
+        Behaviour::TruncateAfter(count) => {
+            lines.truncate(count + 1);
             return Body::from(lines.concat()).into_response();
         }
         Behaviour::HangAfter(count) => {
@@ -401,6 +426,7 @@ impl TestCluster {
         options.prefill_min_tokens = 8;
         options.poll_interval = Duration::from_millis(20);
         options.request_timeout = PATIENCE;
+        options.template_worker = crate::template_worker_command();
         adjust(&mut options);
         let router = Router::start_with(options, Arc::new(FakeDirectory(store.clone()))).await.unwrap();
         if decodes > 0 {

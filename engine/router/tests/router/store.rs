@@ -44,6 +44,7 @@ async fn router_finds_engines_and_pages_through_a_store_node() {
     options.listen = "127.0.0.1:0".parse().unwrap();
     options.admin_listen = options.listen;
     options.prefill_min_tokens = 8;
+    options.template_worker = crate::template_worker_command();
     let router = Router::start(options).await.unwrap();
     assert!(router.wait_ready(PATIENCE).await);
     eventually("both engines join", || router.engines().len() == 2).await;

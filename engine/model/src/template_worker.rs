@@ -1,0 +1,210 @@
+//! Process that compiles and renders one chat template.
+//!
+//! A template is untrusted code, and one expression of it can take any time and memory: `x ~ x`
+//! doubles a string, and comparing nested lists can take for ever. No counter inside the process
+//! stops that. So the router starts this worker, and kills it when it exceeds its time.
+//!
+//! Invariants:
+//! - The worker has at most [`MEMORY_BYTES_MAX`] of address space. Exceeding it ends the worker
+//!   only.
+//! - It ends when the router closes the socket or dies.
+//!
+//! Protocol, on one stream socket. A frame is its length as a `u32` in little-endian order, and
+//! that many bytes. The first request is a [`ChatTemplateSource`] and every other one a
+//! [`RenderJob`], both as JSON. Each has one [`Answer`].
+
+use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit};
+use serde::{Deserialize, Serialize};
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+/// Maximum address space of a worker: its program, the conversation and all values of the template.
+/// A conversation of 16 MiB takes about 100 MiB in templates of common models.
+pub const MEMORY_BYTES_MAX: u64 = 512 << 20;
+/// Maximum length of a frame in bytes. A larger conversation would not fit
+/// [`MEMORY_BYTES_MAX`] anyway.
+pub const FRAME_BYTES_MAX: usize = 128 << 20;
+/// Resident memory above which a worker asks to be replaced, in bytes. A fresh one takes a few MiB.
+const RETIRE_BYTES: u64 = 64 << 20;
+/// Size of a memory page in `/proc/self/statm`.
+const PAGE_BYTES: u64 = 4096;
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RenderJob {
+    pub messages: Vec<ChatMessage>,
+    pub add_generation_prompt: bool,
+    /// Maximum size of the text in bytes.
+    pub text_bytes_max: usize,
+}
+
+/// Answer of a worker: one byte for the kind, one byte that is 1 if the worker asks to be replaced,
+/// and a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    pub result: Result<String, RenderError>,
+    /// The worker holds much memory after this job. The router should start another one.
+    pub is_worn: bool,
+}
+
+const KIND_TEXT: u8 = 0;
+const KIND_FAILED: u8 = 1;
+const KIND_TOO_LONG: u8 = 2;
+
+impl Answer {
+    fn encode(self) -> Vec<u8> {
+        let (kind, text) = match self.result {
+            Ok(text) => (KIND_TEXT, text),
+            Err(RenderError::Failed(reason)) => (KIND_FAILED, reason),
+            Err(RenderError::TooLong) => (KIND_TOO_LONG, String::new()),
+        };
+        let mut bytes = vec![kind, u8::from(self.is_worn)];
+        bytes.extend_from_slice(text.as_bytes());
+        bytes
+    }
+
+    pub fn decode(mut bytes: Vec<u8>) -> io::Result<Answer> {
+        let malformed = |problem: &str| io::Error::new(io::ErrorKind::InvalidData, problem.to_string());
+        let &[kind, is_worn, ..] = &bytes[..] else { return Err(malformed("the answer has no kind")) };
+        bytes.drain(..2);
+        let text = String::from_utf8(bytes).map_err(|_| malformed("the answer is not UTF-8"))?;
+        let result = match kind {
+            KIND_TEXT => Ok(text),
+            KIND_FAILED => Err(RenderError::Failed(text)),
+            KIND_TOO_LONG => Err(RenderError::TooLong),
+            _ => return Err(malformed("the answer is of an unknown kind")),
+        };
+        Ok(Answer { result, is_worn: is_worn == 1 })
+    }
+}
+
+/// Runs the worker on its standard input, which must be a stream socket. Returns when the router
+/// closes it.
+///
+/// Limits the memory of this process for good: call it from a program that does nothing else.
+pub fn run() -> io::Result<()> {
+    limit_resources()?;
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    serve(socket)
+}
+
+fn limit_resources() -> io::Result<()> {
+    // An aborted template must not fill the disk with core dumps.
+    for (resource, bytes) in [(Resource::As, MEMORY_BYTES_MAX), (Resource::Core, 0)] {
+        let hard = getrlimit(resource).maximum.map_or(bytes, |hard| hard.min(bytes));
+        setrlimit(resource, Rlimit { current: Some(hard), maximum: Some(hard) })?;
+    }
+    // A router that is killed cannot kill a worker whose template loops.
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    Ok(())
+}
+
+fn serve(mut socket: UnixStream) -> io::Result<()> {
+    let Some(source) = read_frame(&mut socket)? else { return Ok(()) };
+    let source: ChatTemplateSource = serde_json::from_slice(&source)?;
+    let template = match ChatTemplate::new(source) {
+        Ok(template) => {
+            answer(&mut socket, Ok(String::new()))?;
+            template
+        }
+        Err(reason) => return answer(&mut socket, Err(reason)),
+    };
+    while let Some(job) = read_frame(&mut socket)? {
+        let RenderJob { messages, add_generation_prompt, text_bytes_max } = serde_json::from_slice(&job)?;
+        drop(job);
+        let result = template.render(&messages, add_generation_prompt, text_bytes_max);
+        drop(messages);
+        answer(&mut socket, result)?;
+    }
+    Ok(())
+}
+
+fn answer(socket: &mut UnixStream, result: Result<String, RenderError>) -> io::Result<()> {
+    let is_worn = resident_bytes().is_none_or(|bytes| bytes > RETIRE_BYTES);
+    let bytes = Answer { result, is_worn }.encode();
+    socket.write_all(&frame_header(bytes.len())?)?;
+    socket.write_all(&bytes)
+}
+
+/// Header of a frame of `len` bytes. Fails above [`FRAME_BYTES_MAX`].
+pub fn frame_header(len: usize) -> io::Result<[u8; 4]> {
+    match u32::try_from(len) {
+        Ok(short) if len <= FRAME_BYTES_MAX => Ok(short.to_le_bytes()),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {len} bytes is too long"))),
+    }
+}
+
+/// Length of the frame with this header. Fails above `bytes_max`.
+pub fn frame_len(header: [u8; 4], bytes_max: usize) -> io::Result<usize> {
+    let len = u32::from_le_bytes(header) as usize;
+    match len <= bytes_max {
+        true => Ok(len),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {len} bytes is too long"))),
+    }
+}
+
+/// Reads a frame. Returns `None` at the end of the stream.
+fn read_frame(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
+    let mut header = [0; 4];
+    match socket.read_exact(&mut header) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let mut bytes = vec![0; frame_len(header, FRAME_BYTES_MAX)?];
+    socket.read_exact(&mut bytes)?;
+    Ok(Some(bytes))
+}
+
+fn resident_bytes() -> Option<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * PAGE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exchange(socket: &mut UnixStream, request: &impl Serialize) -> Answer {
+        let bytes = serde_json::to_vec(request).unwrap();
+        socket.write_all(&frame_header(bytes.len()).unwrap()).unwrap();
+        socket.write_all(&bytes).unwrap();
+        Answer::decode(read_frame(socket).unwrap().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn worker_compiles_a_template_once_and_renders_until_the_socket_closes() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let worker = std::thread::spawn(move || serve(theirs));
+        let source = "{% for m in messages %}{{ m.content }};{% endfor %}{{ eos_token }}";
+        let source = ChatTemplateSource { source: source.into(), bos: "<s>".into(), eos: "</s>".into() };
+        assert_eq!(exchange(&mut ours, &source).result, Ok(String::new()));
+        let message = |content: &str| ChatMessage { role: "user".into(), content: content.into() };
+        for (text_bytes_max, expected) in [(100, Ok("a;b;</s>".to_string())), (5, Err(RenderError::TooLong))] {
+            let job =
+                RenderJob { messages: vec![message("a"), message("b")], add_generation_prompt: true, text_bytes_max };
+            assert_eq!(exchange(&mut ours, &job).result, expected);
+        }
+        drop(ours);
+        worker.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn worker_reports_a_template_that_does_not_compile() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let worker = std::thread::spawn(move || serve(theirs));
+        let source = ChatTemplateSource { source: "{% if %}".into(), ..ChatTemplateSource::default() };
+        assert!(matches!(exchange(&mut ours, &source).result, Err(RenderError::Failed(_))));
+        assert_eq!(read_frame(&mut ours).unwrap(), None);
+        worker.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn frames_above_the_limit_are_refused() {
+        assert!(frame_header(FRAME_BYTES_MAX + 1).is_err());
+        assert!(frame_len(u32::MAX.to_le_bytes(), FRAME_BYTES_MAX).is_err());
+        assert_eq!(frame_len(frame_header(77).unwrap(), 77).unwrap(), 77);
+    }
+}

@@ -1,0 +1,240 @@
+//! Rendering of chat templates in worker processes.
+//!
+//! A template comes with the model folder or from an engine, so it is untrusted code. One
+//! expression of it can take any time and memory. Only a process can be stopped then
+//! (docs/decisions/0023).
+//!
+//! Invariants:
+//!
+//! - Each model has at most one worker, which runs one rendering at a time. A template delays no
+//!   other model's chats, except while [`RENDERINGS_MAX`] templates loop at once.
+//! - A rendering ends after [`RENDER_TIME_MAX`] or at the request's deadline. The worker is killed
+//!   then, and the next rendering starts another one.
+//! - A worker that was interrupted is never used again: its socket may hold half a frame.
+
+use crate::metrics::Metrics;
+use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
+use larder_model::{ChatMessage, ChatTemplateSource, RenderError};
+use parking_lot::Mutex;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+use thiserror::Error;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::process::{Child, Command};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+/// Maximum time of a rendering, the start of its worker included. Templates in use take
+/// milliseconds; the rest is for a busy machine.
+pub const RENDER_TIME_MAX: Duration = Duration::from_secs(5);
+/// Maximum number of renderings at a time. With the workers' memory limit this bounds their memory
+/// to 2 GiB.
+pub const RENDERINGS_MAX: usize = 4;
+/// Maximum number of requests that wait for the worker of one model.
+pub const WAITING_MAX: usize = 256;
+/// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
+/// for the kind of an answer and an error message.
+const ANSWER_BYTES_SPARE: usize = 64 << 10;
+/// Minimum time between two log lines about the template of one model.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Command that runs [`larder_model::template_worker::run`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerCommand {
+    pub program: PathBuf,
+    pub arguments: Vec<String>,
+}
+
+impl Default for WorkerCommand {
+    /// This program, with the hidden command of `larder`. The link in /proc names the running
+    /// program even after an update has replaced its file.
+    fn default() -> Self {
+        Self { program: "/proc/self/exe".into(), arguments: vec!["template-worker".into()] }
+    }
+}
+
+#[derive(Debug, Error)]
+pub enum ChatError {
+    #[error("{0}")]
+    Template(RenderError),
+    #[error("the chat template of the model took too much time or memory for this conversation")]
+    Exceeded,
+    #[error("too many chats wait for the chat template of this model; try again later")]
+    Busy,
+    #[error("the request took longer than its time limit")]
+    Deadline,
+    #[error("cannot start the template worker: {0}")]
+    Start(io::Error),
+}
+
+/// State that the workers of all models share.
+#[derive(Debug)]
+pub struct TemplateWorkers {
+    command: WorkerCommand,
+    renderings: Semaphore,
+    metrics: Arc<Metrics>,
+}
+
+impl TemplateWorkers {
+    pub fn new(command: WorkerCommand, metrics: Arc<Metrics>) -> Self {
+        Self { command, renderings: Semaphore::new(RENDERINGS_MAX), metrics }
+    }
+}
+
+/// Chat template of a model, and its worker.
+pub struct ChatRenderer {
+    workers: Arc<TemplateWorkers>,
+    model: String,
+    template: ChatTemplateSource,
+    waiting: Semaphore,
+    /// `None` before the first rendering and after a failure. The lock is held during a rendering.
+    worker: tokio::sync::Mutex<Option<Worker>>,
+    last_logged: Mutex<Option<Instant>>,
+}
+
+/// A request to a worker, and the longest answer to accept.
+struct Job {
+    request: Vec<u8>,
+    answer_bytes_max: usize,
+}
+
+/// A worker process. Dropping it kills the process.
+struct Worker {
+    socket: UnixStream,
+    _child: Child,
+}
+
+impl ChatRenderer {
+    pub fn new(workers: Arc<TemplateWorkers>, model: String, template: ChatTemplateSource) -> Self {
+        Self {
+            workers,
+            model,
+            template,
+            waiting: Semaphore::new(WAITING_MAX),
+            worker: tokio::sync::Mutex::default(),
+            last_logged: Mutex::default(),
+        }
+    }
+
+    /// Starts the worker, which compiles the template.
+    pub async fn check(&self, deadline: Instant) -> Result<(), ChatError> {
+        self.limited(deadline, None).await.map(drop)
+    }
+
+    /// Renders a conversation to a text of at most `text_bytes_max` bytes.
+    pub async fn render(
+        &self,
+        messages: Vec<ChatMessage>,
+        add_generation_prompt: bool,
+        text_bytes_max: usize,
+        deadline: Instant,
+    ) -> Result<String, ChatError> {
+        let job = RenderJob { messages, add_generation_prompt, text_bytes_max };
+        // Off the event loop: writing megabytes as JSON takes milliseconds.
+        let request = tokio::task::spawn_blocking(move || serde_json::to_vec(&job).map_err(io::Error::from));
+        let request = request.await.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;
+        let answer_bytes_max = text_bytes_max.saturating_add(ANSWER_BYTES_SPARE).min(FRAME_BYTES_MAX);
+        self.limited(deadline, Some(Job { request, answer_bytes_max })).await
+    }
+
+    /// Waits for the worker, starts it if there is none, and has it run `job`.
+    async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<String, ChatError> {
+        let Ok(_waiting) = self.waiting.try_acquire() else { return Err(ChatError::Busy) };
+        let wait = async {
+            let place = self.worker.lock().await;
+            // After the lock: the requests of one model hold at most one of these permits.
+            (place, self.workers.renderings.acquire().await)
+        };
+        let (mut place, _rendering) = tokio::time::timeout_at(deadline, wait).await.map_err(|_| ChatError::Deadline)?;
+        // Taken out: if the client disconnects, the worker is dropped with this future. Its socket
+        // may hold half a frame.
+        let idle = place.take();
+        let give_up = deadline.min(Instant::now() + RENDER_TIME_MAX);
+        let result = tokio::time::timeout_at(give_up, self.run(idle, job)).await.unwrap_or(Err(ChatError::Exceeded));
+        match result {
+            Ok((worker, answer)) => {
+                *place = worker.filter(|_| !answer.is_worn);
+                answer.result.map_err(ChatError::Template)
+            }
+            Err(error) => {
+                self.note(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns the answer, and the worker if it can be used again.
+    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, Answer), ChatError> {
+        let (mut worker, compiled) = match idle {
+            Some(worker) => (worker, Answer { result: Ok(String::new()), is_worn: false }),
+            None => self.start().await?,
+        };
+        // A worker whose template does not compile ends by itself.
+        match job {
+            _ if compiled.result.is_err() => Ok((None, compiled)),
+            None => Ok((Some(worker), compiled)),
+            Some(job) => {
+                let answer = worker.exchange(&job).await.map_err(|_| ChatError::Exceeded)?;
+                Ok((Some(worker), answer))
+            }
+        }
+    }
+
+    async fn start(&self) -> Result<(Worker, Answer), ChatError> {
+        let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
+        let request = serde_json::to_vec(&self.template).map_err(|error| ChatError::Start(error.into()))?;
+        let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE };
+        let compiled = worker.exchange(&job).await.map_err(|_| ChatError::Exceeded)?;
+        Ok((worker, compiled))
+    }
+
+    fn note(&self, error: &ChatError) {
+        match error {
+            ChatError::Exceeded => self.workers.metrics.count_template_stop(),
+            ChatError::Start(_) => {}
+            // The template's own refusals are answers to the client.
+            _ => return,
+        }
+        let mut last = self.last_logged.lock();
+        // A client can repeat the request, and must not fill the log.
+        if last.is_none_or(|at| at.elapsed() >= LOG_INTERVAL) {
+            *last = Some(Instant::now());
+            tracing::warn!(model = %self.model, %error, "chat refused; check the model's chat template [LRD0503]");
+        }
+    }
+}
+
+impl Worker {
+    fn spawn(command: &WorkerCommand) -> io::Result<Worker> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        let child = Command::new(&command.program)
+            .args(&command.arguments)
+            .env_clear()
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // Ctrl-C in a terminal must not end it before the chats that it renders.
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()?;
+        Ok(Worker { socket: UnixStream::from_std(ours)?, _child: child })
+    }
+
+    /// Sends a request and receives its answer. Fails if the worker ends, for lack of memory for
+    /// example.
+    async fn exchange(&mut self, job: &Job) -> io::Result<Answer> {
+        self.socket.write_all(&frame_header(job.request.len())?).await?;
+        self.socket.write_all(&job.request).await?;
+        let mut header = [0; 4];
+        self.socket.read_exact(&mut header).await?;
+        let mut answer = vec![0; frame_len(header, job.answer_bytes_max)?];
+        self.socket.read_exact(&mut answer).await?;
+        Answer::decode(answer)
+    }
+}

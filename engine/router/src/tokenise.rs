@@ -1,0 +1,151 @@
+//! Tokenising of prompts, off the event loop and in bounded memory.
+//!
+//! A tokenizer takes about a second and 200 MB for each MiB of text, and cannot be interrupted. So
+//! the router refuses texts that cannot fit the context before it tokenises them.
+//!
+//! Invariants:
+//!
+//! - No text is longer than the context times the longest token.
+//! - Short texts never wait for long ones.
+//! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
+
+use larder_model::{Tokenizer, TokenizerError};
+use std::sync::Arc;
+use tokio::sync::Semaphore;
+use tokio::task::JoinError;
+
+/// Longest text that counts as short, in bytes. It takes about 60 ms and 12 MB.
+const SHORT_BYTES_MAX: usize = 64 << 10;
+/// Maximum number of requests with short texts in progress.
+const SHORT_MAX: usize = 8;
+/// Maximum size of the long texts in progress, in bytes. They take about 400 MB.
+const LONG_BYTES_MAX: usize = 2 << 20;
+/// Granularity of [`LONG_BYTES_MAX`].
+const CHARGE_BYTES: usize = 1 << 10;
+/// Minimum bytes per token that [`text_bytes_max`] assumes. Tokenizers of small vocabularies drop
+/// blanks between tokens.
+const TOKEN_BYTES_MIN: usize = 16;
+/// Length of the pieces of a long text that are tokenised one by one, to see if it fits.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// Maximum size of a text in bytes that can fit a context of `context` tokens.
+pub(crate) fn text_bytes_max(tokenizer: &Tokenizer, context: usize) -> usize {
+    context.saturating_mul(tokenizer.token_bytes_max().max(TOKEN_BYTES_MIN))
+}
+
+#[derive(Debug)]
+pub(crate) enum EncodeError {
+    /// The text has at least this number of tokens, more than the context.
+    TooLong(usize),
+    Tokenizer(TokenizerError),
+}
+
+/// Tokenises `text`. Stops early if it is far too long for `context` tokens.
+pub(crate) fn encode(
+    tokenizer: &Tokenizer,
+    text: &str,
+    add_special: bool,
+    context: usize,
+) -> Result<Vec<u32>, EncodeError> {
+    // The sum over pieces exceeds the true number by a few tokens per cut. Twice the context
+    // leaves room for that.
+    let tokens_max = context.saturating_mul(2);
+    let mut tokens = 0;
+    let mut rest = if text.len() > PIECE_BYTES { text } else { "" };
+    while !rest.is_empty() {
+        let (piece, more) = rest.split_at(rest.floor_char_boundary(PIECE_BYTES));
+        tokens += tokenizer.encode(piece, false).map_err(EncodeError::Tokenizer)?.len();
+        if tokens > tokens_max {
+            return Err(EncodeError::TooLong(tokens));
+        }
+        rest = more;
+    }
+    tokenizer.encode(text, add_special).map_err(EncodeError::Tokenizer)
+}
+
+/// Places for texts in progress.
+#[derive(Debug)]
+pub(crate) struct TokeniserQueue {
+    short: Arc<Semaphore>,
+    long: Arc<Semaphore>,
+}
+
+impl Default for TokeniserQueue {
+    fn default() -> Self {
+        Self {
+            short: Arc::new(Semaphore::new(SHORT_MAX)),
+            long: Arc::new(Semaphore::new(LONG_BYTES_MAX / CHARGE_BYTES)),
+        }
+    }
+}
+
+impl TokeniserQueue {
+    /// Runs `work` on a blocking thread when there is room for its `bytes` of text. Waits in the
+    /// order of arrival. Dropping the future ends the wait, but not the work.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, JoinError> {
+        let permit = if bytes <= SHORT_BYTES_MAX {
+            self.short.clone().acquire_owned().await
+        } else {
+            let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
+            self.long.clone().acquire_many_owned(charge as u32).await
+        };
+        tokio::task::spawn_blocking(move || {
+            // Held by the work itself: it goes on if the client disconnects.
+            let _permit = permit;
+            work()
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::sync::mpsc;
+
+    /// Tokenizer in which `a` is a token, and every other word is unknown.
+    fn words() -> Tokenizer {
+        let json = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}});
+        Tokenizer::from_files(&BTreeMap::from([("tokenizer.json".to_string(), json.to_string().into_bytes())])).unwrap()
+    }
+
+    #[test]
+    fn encode_stops_early_only_far_above_the_context() {
+        let tokenizer = words();
+        let text = "a ".repeat(PIECE_BYTES);
+        assert_eq!(encode(&tokenizer, &text, false, PIECE_BYTES / 2).unwrap().len(), PIECE_BYTES);
+        let stopped = encode(&tokenizer, &text, false, 1000).unwrap_err();
+        assert!(matches!(stopped, EncodeError::TooLong(tokens) if tokens == PIECE_BYTES / 2), "{stopped:?}");
+        // A cut falls between characters, also where that shortens a piece.
+        let text = "éé ".repeat(PIECE_BYTES / 4);
+        assert_eq!(encode(&tokenizer, &text, false, PIECE_BYTES).unwrap().len(), PIECE_BYTES / 4);
+    }
+
+    #[test]
+    fn text_limit_follows_the_longest_token() {
+        assert_eq!(text_bytes_max(&words(), 100), 1600);
+        assert_eq!(text_bytes_max(&words(), usize::MAX), usize::MAX);
+    }
+
+    #[tokio::test]
+    async fn short_texts_pass_long_ones_and_long_ones_wait_for_each_other() {
+        let queue = TokeniserQueue::default();
+        let (end, wait) = mpsc::channel::<()>();
+        let long = queue.run(LONG_BYTES_MAX * 3, move || wait.recv().is_ok());
+        let mut long = Box::pin(long);
+        assert!(futures::poll!(&mut long).is_pending());
+        let mut second = Box::pin(queue.run(SHORT_BYTES_MAX + 1, || ()));
+        assert!(futures::poll!(&mut second).is_pending());
+        assert_eq!(queue.run(SHORT_BYTES_MAX, || 7).await.unwrap(), 7);
+        assert!(futures::poll!(&mut second).is_pending());
+        end.send(()).unwrap();
+        assert!(long.await.unwrap());
+        second.await.unwrap();
+    }
+}

@@ -1,0 +1,201 @@
+//! Slow and hostile clients, models and engines.
+
+use crate::fakes::*;
+use larder_worker::api::Role;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Sends a request without reading the answer.
+fn send(cluster: &TestCluster, body: &str) -> TcpStream {
+    let mut socket = TcpStream::connect(cluster.router.addr()).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let length = body.len();
+    let head =
+        format!("POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
+    socket.write_all((head + body).as_bytes()).unwrap();
+    socket
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stream_cut_off_at_the_deadline_ends_with_an_error_event() {
+    let cluster = TestCluster::with(0, 0, |options| options.request_timeout = Duration::from_secs(3)).await;
+    // An answer that exceeds the buffers of both sockets.
+    let context = 200_000;
+    let engine = FakeEngine::start_with_context(&cluster.store, "decode-0", Role::Decode, context).await;
+    engine.behave(Behaviour::Fill);
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    let body = json!({"model": MODEL, "prompt": "w1", "stream": true, "max_tokens": context - 10});
+    let mut socket = send(&cluster, &body.to_string());
+    eventually("the answer begins", || cluster.router.counters().inflight == 1).await;
+    eventually("the deadline ends the answer", || cluster.router.counters().inflight == 0).await;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    assert!(!answer.contains("\"finish_reason\":\"length\""), "the buffers hold the whole answer");
+    let end = answer.split("data: ").collect::<Vec<_>>();
+    let [.., error, done] = &end[..] else { panic!("no events: {answer}") };
+    assert!(error.contains("\"error\"") && error.contains("timeout"), "{error}");
+    assert!(done.starts_with("[DONE]"), "{done}");
+    assert_eq!(cluster.router.counters().requests_failed, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answer_that_an_engine_truncates_is_an_error() {
+    let cluster = TestCluster::with(0, 1, |options| options.attempts_max = 1).await;
+    cluster.decodes[0].behave(Behaviour::TruncateAfter(3));
+    let mut body = json!({"model": MODEL, "prompt": "w1", "max_tokens": 10});
+    let response = cluster.post("/v1/completions", body.clone()).await;
+    let status = response.status().as_u16();
+    let answer: Value = response.json().await.unwrap();
+    assert_eq!((status, answer["error"]["code"].as_str()), (502, Some("engine_lost")), "{answer}");
+    // The breaker may exclude the engine for a moment.
+    eventually("the engine is admitted", || cluster.router.engines().iter().any(|engine| engine.is_admitted())).await;
+    body["stream"] = json!(true);
+    let text = cluster.post("/v1/completions", body).await.text().await.unwrap();
+    let end = text.split("data: ").collect::<Vec<_>>();
+    let [.., error, done] = &end[..] else { panic!("no events: {text}") };
+    assert!(
+        error.contains("engine_lost") && done.starts_with("[DONE]") && !text.contains("\"finish_reason\":\""),
+        "{text}"
+    );
+}
+
+/// Starts a decode engine whose model has this template, and waits until the router serves it.
+async fn engine_with_template(cluster: &TestCluster, model: &str, template: &str) -> Arc<FakeEngine> {
+    let name = format!("decode-{model}");
+    let engine = FakeEngine::start_model(&cluster.store, &name, Role::Decode, CONTEXT, model, template).await;
+    let deadline = Instant::now() + PATIENCE;
+    let url = cluster.url(&format!("/v1/models/{model}"));
+    while !cluster.http.get(&url).send().await.unwrap().status().is_success() {
+        assert!(Instant::now() < deadline, "{model} is not served");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    engine
+}
+
+async fn chat(cluster: &TestCluster, model: &str) -> (u16, Value) {
+    let body = json!({"model": model, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 4});
+    let response = cluster.post("/v1/chat/completions", body).await;
+    (response.status().as_u16(), response.json().await.unwrap())
+}
+
+/// Each of these aborts its process, or takes longer than any client waits.
+const HOSTILE_TEMPLATES: [&str; 6] = [
+    // Doubling of a string.
+    "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(9) %}{% set ns.x = ns.x | replace('a', 'aaaaaaaaaaaaaaaa') %}{% endfor %}",
+    "{{ [1, [2, [3]]] | tojson(indent=1000000000) }}",
+    // Nesting that overflows the stack when it is written.
+    "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
+    // 2^60 comparisons in one instruction.
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{% set l = range(90000) | list %}{% for i in range(90000) %}{% set m = l | sort(reverse=true) %}{% endfor %}",
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_templates_are_stopped_while_others_render() {
+    let cluster = TestCluster::new(0, 1).await;
+    let mut engines = Vec::new();
+    for (at, template) in HOSTILE_TEMPLATES.iter().enumerate() {
+        engines.push(engine_with_template(&cluster, &format!("hostile-{at}"), template).await);
+    }
+    let honest = async {
+        for _ in 0..20 {
+            let (status, answer) = chat(&cluster, MODEL).await;
+            assert_eq!(status, 200, "{answer}");
+        }
+    };
+    let names: Vec<String> = (0..engines.len()).map(|at| format!("hostile-{at}")).collect();
+    let hostile = futures::future::join_all(names.iter().map(|name| chat(&cluster, name)));
+    let (answers, ()) = tokio::join!(hostile, honest);
+    for (template, (status, answer)) in HOSTILE_TEMPLATES.iter().zip(answers) {
+        assert_eq!(
+            (status, answer["error"]["code"].as_str()),
+            (400, Some("chat_template_exceeded")),
+            "{template}: {answer}"
+        );
+    }
+    let metrics = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
+    assert!(metrics.contains(&format!("larder_router_template_stops_total {}", names.len())), "{metrics}");
+    let decodes = engines.iter().chain(&cluster.decodes).map(|engine| engine.decode_count()).sum::<usize>();
+    assert_eq!(decodes, 20, "only honest chats reach an engine");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn templates_that_fail_by_themselves_leave_their_worker_running() {
+    let cluster = TestCluster::new(0, 0).await;
+    let template = "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ 'w1 ' * 50 * messages | length }}";
+    engine_with_template(&cluster, "strict", template).await;
+    engine_with_template(&cluster, "broken", "{% if %}").await;
+    let message = json!({"role": "user", "content": "w1"});
+    let ask = async |model: &str, messages: Vec<&Value>| {
+        let body = json!({"model": model, "messages": messages});
+        let response = cluster.post("/v1/chat/completions", body).await;
+        (response.status().as_u16(), response.json::<Value>().await.unwrap()["error"]["message"].to_string())
+    };
+    for _ in 0..3 {
+        let (status, error) = ask("strict", vec![&message, &message]).await;
+        assert!(status == 400 && error.contains("one message only"), "{error}");
+        assert_eq!(ask("strict", vec![&message]).await.0, 200);
+        let (status, error) = ask("broken", vec![&message]).await;
+        assert!(status == 400 && error.contains("the chat template failed"), "{error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_does_not_wait_for_a_hostile_template() {
+    let cluster = TestCluster::with(0, 0, |options| options.shutdown_grace = Duration::from_millis(10)).await;
+    engine_with_template(&cluster, "hostile", HOSTILE_TEMPLATES[4]).await;
+    let body = json!({"model": "hostile", "messages": [{"role": "user", "content": "w1"}]}).to_string();
+    let request = cluster.http.post(cluster.url("/v1/chat/completions")).body(body);
+    let request = tokio::spawn(request.send());
+    eventually("the request is in progress", || cluster.router.counters().inflight == 1).await;
+    cluster.router.shutdown().await;
+    request.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompts_beyond_the_context_are_refused_by_their_bytes() {
+    let cluster = TestCluster::new(0, 1).await;
+    let long = "x".repeat(200_000);
+    let message = json!([{"role": "user", "content": long}]);
+    for (path, body, field) in [
+        ("/v1/completions", json!({"model": MODEL, "prompt": long}), "prompt"),
+        ("/v1/completions", json!({"model": MODEL, "prompt": ["w1", long]}), "prompt"),
+        ("/v1/chat/completions", json!({"model": MODEL, "messages": message}), "messages"),
+    ] {
+        let response = cluster.post(path, body).await;
+        assert_eq!(response.status(), 413);
+        let answer: Value = response.json().await.unwrap();
+        let error = &answer["error"];
+        assert_eq!((error["code"].as_str(), error["param"].as_str()), (Some("context_length_exceeded"), Some(field)));
+    }
+    let response = cluster.post("/v1/completions", json!({"model": MODEL, "prompt": vec![1; 100_000]})).await;
+    assert_eq!(response.status(), 400);
+    let (status, answer) = cluster.admin_post("/admin/v1/prefix/inspect", json!({"text": long})).await;
+    assert_eq!((status, answer["error"]["code"].as_str()), (413, Some("too_large")), "{answer}");
+    let (status, answer) = cluster.admin_post("/admin/v1/prefix/inspect", json!({"messages": message})).await;
+    assert_eq!((status, answer["error"]["code"].as_str()), (413, Some("too_large")), "{answer}");
+    let metrics = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
+    assert!(metrics.contains("larder_router_refusals_total{reason=\"prompt_too_long\"} 5"), "{metrics}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn client_that_sends_too_much_reads_the_refusal() {
+    let cluster = TestCluster::new(0, 1).await;
+    let body = vec![b'x'; 40 << 20];
+    for url in [cluster.url("/v1/completions"), cluster.url("/v1/nothing"), cluster.admin_url("/admin/v1/prefix/warm")]
+    {
+        let response = cluster.http.post(&url).body(body.clone()).send().await.unwrap();
+        let status = response.status().as_u16();
+        let answer: Value = response.json().await.unwrap();
+        assert!(answer["error"]["message"].is_string() && [413, 404].contains(&status), "{url}: {status} {answer}");
+    }
+    // Without a length, the router notices in the middle.
+    let piece = bytes::Bytes::from(vec![b'x'; 1 << 20]);
+    let pieces = futures::stream::iter((0..40).map(move |_| Ok::<_, std::io::Error>(piece.clone())));
+    let request = cluster.http.post(cluster.url("/v1/completions")).body(reqwest::Body::wrap_stream(pieces));
+    assert_eq!(request.send().await.unwrap().status(), 413);
+}
