@@ -3,6 +3,8 @@
 //! Every body is JSON. `/v1/decode` answers with newline-delimited JSON, one [`DecodeEvent`] per
 //! line. These types are the only specification of the interface.
 
+use axum::http::Uri;
+use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
 pub use larder_model::SamplingParams;
 use serde::{Deserialize, Serialize};
@@ -283,9 +285,58 @@ pub struct EngineState {
     pub store_nodes: u32,
 }
 
+/// Maximum length of an engine's URL, in bytes: longer than any host name with a port.
+const URL_BYTES_MAX: usize = 300;
+
+/// Returns `true` for `http://HOST` and `http://HOST:PORT`, the only form of an engine's URL.
+/// Routers append their own paths. After a query or a fragment, these would have no effect, so the
+/// member would choose the whole request.
+pub fn is_engine_url(url: &str) -> bool {
+    // `Uri` drops a fragment without an error.
+    let is_foreign = |c: char| matches!(c, '?' | '#' | '@' | '\\') || c.is_whitespace() || c.is_control();
+    if url.len() > URL_BYTES_MAX || url.contains(is_foreign) {
+        return false;
+    }
+    url.parse::<Uri>().is_ok_and(|uri| {
+        let is_host = |authority: &Authority| {
+            !authority.host().is_empty()
+                && (authority.as_str() == authority.host() || authority.port_u16().is_some_and(|port| port > 0))
+        };
+        uri.scheme_str() == Some("http") && uri.authority().is_some_and(is_host) && uri.path() == "/"
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn engine_url_is_a_host_and_a_port_only() {
+        for url in ["http://10.0.0.1:7720", "http://gpu-7.example.com/", "http://[::1]:80"] {
+            assert!(is_engine_url(url), "{url}");
+        }
+        let long = format!("http://{}", "a".repeat(URL_BYTES_MAX));
+        let wrong = [
+            "https://a:1",
+            "ftp://a:1",
+            "a:1",
+            "http://",
+            "http://a:0",
+            "http://a:65536",
+            "http://a:",
+            "http://user@a:1",
+            "http://user:word@a:1",
+            "http://a:1/any?x#",
+            "http://a:1/any",
+            "http://a:1?x",
+            "http://a:1#x",
+            "http://a:1\\@b",
+            "http://a:1/\r\nHost: b",
+            "http:// a:1",
+            &long,
+        ];
+        wrong.iter().for_each(|url| assert!(!is_engine_url(url), "{url}"));
+    }
 
     #[test]
     fn events_serialize_to_the_documented_json() {

@@ -1,6 +1,6 @@
 //! Options of an engine. The comment of each field is its manual: meaning, default, range and unit.
 
-use crate::api::Role;
+use crate::api::{Role, is_engine_url};
 use larder_client::StoreUrl;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
 use larder_model::{Model, Tokenizer};
@@ -137,9 +137,10 @@ impl EngineOptions {
             }
         }
         if let Some(url) = &self.advertise
-            && !(url.starts_with("http://") || url.starts_with("https://"))
+            && !is_engine_url(url)
         {
-            return wrong("advertise", format!("is '{url}', must begin with http:// or https://"));
+            let requirement = "must be http://HOST:PORT, without user, path, query or fragment";
+            return wrong("advertise", format!("is '{url}', {requirement}"));
         }
         let ms = Duration::from_millis;
         for (option, value, least) in [
