@@ -15,6 +15,7 @@
 //! - [`forward`]: the forward pass over a batch, in the buffers of `scratch`.
 //! - [`kv`]: pages of keys and values in memory ([`KvPool`], [`KvPage`]), in the store's layout.
 //! - [`numerics`]: fingerprint of the rounding of this build on this machine.
+//! - [`speed`]: prompt tokens per second of this machine.
 //! - [`sampling`]: selection of a token from logits.
 //! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
 
@@ -27,6 +28,7 @@ pub mod model;
 pub mod numerics;
 pub mod sampling;
 mod scratch;
+pub mod speed;
 pub mod stop;
 pub mod stream;
 pub mod tokenizer;

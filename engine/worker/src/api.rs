@@ -101,8 +101,8 @@ pub struct PrefillResponse {
     pub pages_l2: u32,
     pub pages_l3: u32,
     pub pages_computed: u32,
-    /// Number of pages that the engine put but the store does not hold. No engine should follow
-    /// them.
+    /// Number of pages that the engine put but the store does not hold, as far as the engine knows.
+    /// Includes pages that another client is putting. No engine should follow them.
     #[serde(default)]
     pub pages_lost: u32,
     pub queue_ms: u64,
@@ -144,6 +144,11 @@ pub struct DecodeRequest {
     /// decode engine follows those that are not sealed yet.
     #[serde(default)]
     pub await_pages: u32,
+    /// Number of leading pages that the store had before the prefill of this request began. A
+    /// prefill engine hands the later ones over, so the engine does not count them as reused.
+    /// Absent if there was no prefill: every page that the store has is reused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cached_pages: Option<u32>,
     #[serde(default)]
     pub cache: CacheMode,
     /// Time from arrival until the engine gives up, in milliseconds. The engine caps it.
@@ -179,6 +184,8 @@ pub struct DecodeStart {
     pub pages_l1: u32,
     pub pages_l2: u32,
     pub pages_l3: u32,
+    /// Pages that a prefill engine handed over for this request: read while it wrote them, or
+    /// shortly after. They are no reuse.
     pub pages_followed: u32,
     pub tokens_computed: u32,
 }
@@ -277,8 +284,8 @@ pub struct EngineState {
     pub l1_pages: u32,
     pub l1_pages_free: u32,
     pub l1_pages_cached: u32,
-    /// Prompt throughput in tokens per second of computation, as a moving average. 0 until
-    /// measured.
+    /// Prompt throughput in tokens per second of computation, as a moving average. It begins with a
+    /// measurement at start.
     pub prefill_tokens_per_second: f64,
     /// Duration of a step in milliseconds, as a moving average. 0 until measured.
     pub step_ms: f64,

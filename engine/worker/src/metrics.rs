@@ -100,7 +100,7 @@ impl Metrics {
             pages: add(
                 r,
                 "prompt_pages",
-                "Prompt pages by source: l1, l2, l3, followed (read while written), computed",
+                "Prompt pages by source: reused from l1, l2 or l3, followed (handed over by a prefill engine), computed",
                 Family::default(),
             ),
             published: add(r, "pages_published", "Pages put into the store by outcome", Family::default()),

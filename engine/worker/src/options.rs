@@ -57,11 +57,15 @@ pub struct EngineOptions {
     /// Name of the kernels' rounding, 1 to 256 bytes. Engines share pages only if they have the
     /// same one. Default: none, the engine measures it with a probe at start.
     pub numerics: Option<String>,
-    /// Time without a new page after which a decode engine treats a suspected prefill as dead and
-    /// computes the remaining pages itself. A prefill that shows no fault gets four times as long.
-    /// Default 2 s, minimum 10 ms.
+    /// Minimum time that a decode engine waits for the next part of a page from a prefill. It waits
+    /// longer only if computing the missing pages itself would take longer. Default 100 ms, minimum
+    /// 1 ms.
+    pub follow_grace: Duration,
+    /// Maximum time without a new part after which a decode engine treats a suspected prefill as
+    /// dead and computes the remaining pages itself. A prefill that shows no fault gets four times
+    /// as long. Default 2 s, minimum 10 ms.
     pub follow_stall_timeout: Duration,
-    /// Maximum time that a decode engine waits for the first page of a prefill before it computes
+    /// Maximum time that a decode engine waits for the first part of a prefill before it computes
     /// all pages itself. Half of the request's remaining time is a further bound. Default 30 s,
     /// minimum 10 ms.
     pub follow_start_timeout: Duration,
@@ -103,6 +107,7 @@ impl EngineOptions {
             queue_max: 256,
             tenant: "default".into(),
             numerics: None,
+            follow_grace: Duration::from_millis(100),
             follow_stall_timeout: Duration::from_secs(2),
             follow_start_timeout: Duration::from_secs(30),
             queue_timeout: Duration::from_secs(60),
@@ -144,6 +149,7 @@ impl EngineOptions {
         }
         let ms = Duration::from_millis;
         for (option, value, least) in [
+            ("follow_grace", self.follow_grace, ms(1)),
             ("follow_stall_timeout", self.follow_stall_timeout, ms(10)),
             ("follow_start_timeout", self.follow_start_timeout, ms(10)),
             ("queue_timeout", self.queue_timeout, ms(1)),

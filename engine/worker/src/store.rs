@@ -6,7 +6,8 @@
 
 use futures::future::BoxFuture;
 use larder_client::{
-    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PutOptions, PutOutcome, Tier,
+    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PartsReceived, PutOptions, PutOutcome,
+    Tier,
 };
 use larder_format::{PageKey, PageOrigin};
 use larder_model::{KvPage, PageSeal};
@@ -29,6 +30,16 @@ pub enum Followed {
     Missed,
 }
 
+/// Reason for a lookup. It decides what the store counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LookupPurpose {
+    /// The pages of earlier requests. The store leases those it has, and counts the others as
+    /// misses.
+    Reuse,
+    /// Pages that a prefill engine writes for this request. Their absence is no miss.
+    HandOver,
+}
+
 /// Origin of the bytes of a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PutSource {
@@ -44,15 +55,21 @@ pub enum PutSource {
 pub trait PageStore: Send + Sync + 'static {
     /// Finds the longest prefix of `keys` that the store can serve. If no node answers, the prefix
     /// is empty and `answered` is false.
-    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup>;
+    fn lookup(&self, keys: Vec<PageKey>, purpose: LookupPurpose, deadline: Instant) -> BoxFuture<'_, Lookup>;
 
     /// Reads whole pages into their buffers. `None` marks a miss, and the content of its buffer is
     /// undefined.
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>>;
 
     /// Reads a page while another engine writes it, or waits until `deadline` for such a write to
-    /// begin.
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)>;
+    /// begin. Counts each part that arrives in `parts`.
+    fn follow(
+        &self,
+        key: PageKey,
+        buffer: KvPage,
+        parts: PartsReceived,
+        deadline: Instant,
+    ) -> BoxFuture<'_, (KvPage, Followed)>;
 
     /// Opens a put. MUST return at once, because the scheduler calls it between steps. Dropping the
     /// put aborts it.
@@ -99,8 +116,13 @@ fn seal(page: PageDescription) -> PageSeal {
 }
 
 impl PageStore for Client {
-    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
-        Box::pin(async move { Client::lookup(self, &keys, LOOKUP_LEASE, deadline).await })
+    fn lookup(&self, keys: Vec<PageKey>, purpose: LookupPurpose, deadline: Instant) -> BoxFuture<'_, Lookup> {
+        let lease = match purpose {
+            LookupPurpose::Reuse => LOOKUP_LEASE,
+            // Nodes count misses only for lookups with a lease.
+            LookupPurpose::HandOver => Duration::ZERO,
+        };
+        Box::pin(async move { Client::lookup(self, &keys, lease, deadline).await })
     }
 
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>> {
@@ -115,8 +137,14 @@ impl PageStore for Client {
         })
     }
 
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
-        let follow = Client::follow(self, key, buffer, deadline);
+    fn follow(
+        &self,
+        key: PageKey,
+        buffer: KvPage,
+        parts: PartsReceived,
+        deadline: Instant,
+    ) -> BoxFuture<'_, (KvPage, Followed)> {
+        let follow = Client::follow_counted(self, key, buffer, parts, deadline);
         Box::pin(async move {
             let (page, end, description) = follow.finish_described().await;
             let followed = match (end, description) {

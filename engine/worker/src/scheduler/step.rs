@@ -264,7 +264,9 @@ impl Scheduler {
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
         PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused | PutOutcome::Forgotten => true,
-        PutOutcome::Stored | PutOutcome::AlreadyThere | PutOutcome::InProgress => false,
+        // The other writer may never send a byte.
+        PutOutcome::InProgress => true,
+        PutOutcome::Stored | PutOutcome::AlreadyThere => false,
     }
 }
 
