@@ -37,7 +37,7 @@ pub mod weights;
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
 pub use chat::ChatMessage;
 pub use config::{Architecture, ModelConfig, Rope};
-pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage};
+pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage, is_finite};
 pub use model::Model;
 pub use sampling::{Sampler, SamplingParams};
 pub use stop::{StopMatcher, StopStep};

@@ -212,6 +212,9 @@ pub enum ErrorCode {
     BadRequest,
     Deadline,
     NotFound,
+    /// Pages from the store held values that are not finite. The engine has dropped them, so a
+    /// retry computes them anew.
+    PagesUnusable,
     Internal,
 }
 
@@ -221,7 +224,7 @@ impl ErrorCode {
             ErrorCode::ContextLengthExceeded | ErrorCode::BadRequest => 400,
             ErrorCode::NotFound => 404,
             ErrorCode::Internal => 500,
-            ErrorCode::Busy => 503,
+            ErrorCode::Busy | ErrorCode::PagesUnusable => 503,
             ErrorCode::Deadline => 504,
         }
     }
@@ -234,7 +237,8 @@ pub struct ApiError {
     pub code: ErrorCode,
     /// Explanation for humans. Programs should only look at `code`.
     pub message: String,
-    /// With `busy`: delay before a retry, in milliseconds. Also sent in [`HEADER_RETRY_AFTER_MS`].
+    /// With `busy` and `pages_unusable`: delay before a retry, in milliseconds. Also sent in
+    /// [`HEADER_RETRY_AFTER_MS`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<u64>,
 }

@@ -75,6 +75,10 @@ pub trait PageStore: Send + Sync + 'static {
     /// put aborts it.
     fn put(&self, page: NewPage, source: PutSource, deadline: Instant) -> Box<dyn OpenPut>;
 
+    /// Forgets those pages whose stored copy has the given origin. An unknown origin stands for
+    /// any. Returns the number of pages that it asked the store to forget.
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize>;
+
     fn nodes_connected(&self) -> usize;
 }
 
@@ -162,6 +166,25 @@ impl PageStore for Client {
             PutSource::Copy { origin } => Client::put_copy(self, page, origin, PutOptions::default(), deadline),
         };
         Box::new(ClientPut { client: self.clone(), put })
+    }
+
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
+            let stored = self.describe(&keys, deadline).await;
+            // Another put may replace a page between this look and the forget. That page is then
+            // computed once more.
+            let is_copy = |origin: &Option<PageOrigin>, page: &PageDescription| {
+                origin.is_none() || page.origin.is_none() || *origin == page.origin
+            };
+            let same = pages.into_iter().zip(stored);
+            let same = same.filter(|((_, origin), page)| page.as_ref().is_some_and(|page| is_copy(origin, page)));
+            let same: Vec<PageKey> = same.map(|((key, _), _)| key).collect();
+            if !same.is_empty() {
+                self.forget(&same, deadline).await;
+            }
+            same.len()
+        })
     }
 
     fn nodes_connected(&self) -> usize {

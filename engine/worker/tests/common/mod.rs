@@ -284,6 +284,12 @@ impl PageStore for Attached {
         Box::new(MemoryPut { store: self.0.clone(), key: page.key, source, parts: Vec::new() })
     }
 
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, _: Instant) -> BoxFuture<'_, usize> {
+        let keys: Vec<PageKey> = pages.into_iter().map(|(key, _)| key).collect();
+        self.0.forget_durably(&keys);
+        Box::pin(async move { keys.len() })
+    }
+
     fn nodes_connected(&self) -> usize {
         usize::from(!self.0.inner.lock().down)
     }
