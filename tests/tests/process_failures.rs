@@ -3,8 +3,8 @@
 use larder_tests::{CompletionRequest, PATIENCE, Reference, Stack, complete, eventually, get_json, metric};
 use std::time::{Duration, Instant};
 
-/// Time that a decode engine waits for the first page of a prefill that it believes alive: the
-/// default of its option `follow_start_timeout`.
+/// Maximum time that a decode engine waits for the first part of a prefill: the default of its
+/// option `follow_start_timeout`.
 const FOLLOW_START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Complete pages of 32 tokens in a prompt of 3,000 tokens.
 const LONG_PROMPT_PAGES: u64 = 93;
@@ -171,4 +171,21 @@ async fn silent_store_node_is_abandoned_and_reconnected() {
     stack.ready().await;
     let answer = complete(&stack.api, &CompletionRequest::new(&tokens).cache("store")).await.unwrap();
     assert_eq!((answer.text, answer.cached), (expected, 288));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stopped_prefill_holds_up_no_answer() {
+    let reference = Reference::load();
+    let stack = Stack::start(1).await;
+    stack.prefill.as_ref().unwrap().sigstop();
+    for seed in 8..10 {
+        let tokens = reference.prompt(seed, 1000);
+        let expected = reference.greedy_text(&tokens, 32);
+        let begin = Instant::now();
+        let answer = complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap();
+        println!("answer after {:?}", begin.elapsed());
+        assert_eq!((answer.text, answer.cached), (expected, 0));
+        // Without this bound the wait would go unnoticed, because it ends as well.
+        assert!(begin.elapsed() < FOLLOW_START_TIMEOUT, "the request waited for a prefill engine that hangs");
+    }
 }

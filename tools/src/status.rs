@@ -65,7 +65,7 @@ fn uptime(seconds: u64) -> String {
     }
 }
 
-fn node_columns() -> [Column<NodeView>; 16] {
+fn node_columns() -> [Column<NodeView>; 17] {
     [
         column("ADDRESS", |node| node.address.clone()),
         wide_column("NODE", |node| node.node_id.clone().unwrap_or_else(|| "-".into())),
@@ -81,6 +81,7 @@ fn node_columns() -> [Column<NodeView>; 16] {
             format!("{}/{}", count(state, "/counters/pages_hit_l2"), count(state, "/counters/pages_hit_l3"))
         }),
         column("MISSES", |node| count(state(node), "/counters/pages_missed")),
+        wide_column("HANDED OVER", |node| count(state(node), "/counters/pages_followed")),
         wide_column("WRITE POLICY", |node| text(state(node), "/tiers/l2/write_policy")),
         wide_column("UNFLUSHED", |node| count(state(node), "/tiers/l2/dirty_pages")),
         wide_column("PINNED", |node| count(state(node), "/tiers/l2/pinned_pages")),

@@ -104,6 +104,12 @@ impl KvPage {
         &values[..self.geometry().page_bytes() / 4]
     }
 
+    /// Returns `true` if no value is NaN or infinite. Meaningful only for pages of
+    /// [`KvDtype::F32`]. Costs one pass over the page.
+    pub fn is_finite(&self) -> bool {
+        is_finite(self.as_f32())
+    }
+
     pub fn as_f32_mut(&mut self) -> &mut [f32] {
         let len = self.geometry().page_bytes() / 4;
         &mut bytemuck::cast_slice_mut(&mut self.buffer)[..len]
@@ -228,6 +234,12 @@ impl PageSlot {
     }
 }
 
+/// Returns `true` if no value is NaN or infinite.
+pub fn is_finite(values: &[f32]) -> bool {
+    // Without an early exit inside a block, the compiler uses vector instructions.
+    values.chunks(1024).all(|block| block.iter().fold(true, |all, value| all & value.is_finite()))
+}
+
 /// Selects the keys or the values. The numbers give their order in the page layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvKind {
@@ -304,6 +316,20 @@ mod tests {
         let short = SealedPage::received(page, PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), origin });
         short.set_origin(PageOrigin { run: 2, generation: 3 });
         assert!(short.verify().is_err() && short.origin() == origin);
+    }
+
+    #[test]
+    fn one_value_that_is_no_number_makes_a_page_not_finite() {
+        let pool = KvPool::new(geometry(2, 1), 1);
+        let mut page = pool.allocate().unwrap();
+        let last = page.as_f32().len() - 1;
+        for (at, value) in [(0, f32::NAN), (last, f32::INFINITY), (last, f32::NEG_INFINITY)] {
+            assert!(page.is_finite());
+            page.as_f32_mut()[at] = value;
+            assert!(!page.is_finite());
+            page.as_f32_mut()[at] = f32::MAX;
+        }
+        assert!(page.is_finite() && is_finite(&[]));
     }
 
     #[test]

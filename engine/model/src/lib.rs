@@ -15,6 +15,7 @@
 //! - [`forward`]: the forward pass over a batch, in the buffers of `scratch`.
 //! - [`kv`]: pages of keys and values in memory ([`KvPool`], [`KvPage`]), in the store's layout.
 //! - [`numerics`]: fingerprint of the rounding of this build on this machine.
+//! - [`speed`]: prompt tokens per second of this machine.
 //! - [`sampling`]: selection of a token from logits.
 //! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
 //! - [`template_worker`]: the process that renders chat templates.
@@ -28,6 +29,7 @@ pub mod model;
 pub mod numerics;
 pub mod sampling;
 mod scratch;
+pub mod speed;
 pub mod stop;
 pub mod stream;
 pub mod template_worker;
@@ -37,7 +39,7 @@ pub mod weights;
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
 pub use chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
 pub use config::{Architecture, ModelConfig, Rope};
-pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage};
+pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage, is_finite};
 pub use model::Model;
 pub use sampling::{Sampler, SamplingParams};
 pub use stop::{StopMatcher, StopStep};

@@ -60,7 +60,10 @@ impl CallError {
         match self {
             CallError::Lost { .. } => true,
             CallError::Refused { error, .. } => {
-                matches!(error.code, ErrorCode::Busy | ErrorCode::Internal | ErrorCode::NotFound)
+                matches!(
+                    error.code,
+                    ErrorCode::Busy | ErrorCode::Internal | ErrorCode::NotFound | ErrorCode::PagesUnusable
+                )
             }
             CallError::Deadline { .. } => false,
         }
@@ -393,6 +396,7 @@ mod tests {
         assert!(CallError::lost("e", "x").is_retryable());
         assert!(refused(ErrorCode::Busy).is_retryable());
         assert!(refused(ErrorCode::Internal).is_retryable());
+        assert!(refused(ErrorCode::PagesUnusable).is_retryable());
         assert!(!refused(ErrorCode::BadRequest).is_retryable());
         assert!(!refused(ErrorCode::ContextLengthExceeded).is_retryable());
         assert!(!CallError::Deadline { engine: "e".into() }.is_retryable());

@@ -17,7 +17,7 @@ use crate::models::{MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use crate::templates::ChatRenderer;
 use larder_client::Member;
 use larder_model::Tokenizer;
-use larder_worker::api::EngineInfo;
+use larder_worker::api::{EngineInfo, is_engine_url};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -263,7 +263,7 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
         // Page keys depend on the tokens per page. If engine and router disagreed about them, every
         // lookup would miss.
         let is_possible = geometry.validate().is_ok() && geometry.page_tokens == info.page_tokens;
-        if is_possible && info.url.starts_with("http://") {
+        if is_possible && is_engine_url(&info.url) {
             named.insert(member.name, info);
         } else {
             tracing::warn!(member = %member.name, url = %info.url, "engine ignored: its page geometry or URL is invalid; check its version and options");
@@ -326,7 +326,7 @@ mod tests {
     fn named_engines_skips_members_that_are_not_valid_engines() {
         let good = info(Role::Prefill, 1, 10);
         let wrong_pages = EngineInfo { page_tokens: 5, ..good.clone() };
-        let wrong_url = EngineInfo { url: "ftp://a".into(), ..good.clone() };
+        let wrong_url = EngineInfo { url: "http://127.0.0.1:1/any?x#".into(), ..good.clone() };
         let member = |name: &str, info| Member { name: name.into(), info };
         let members = vec![
             member("bench", serde_json::json!({"role": "something else"})),

@@ -318,6 +318,8 @@ impl PromptPlan {
             tokens: self.prompt.tokens.clone(),
             sampling: sampling.clone(),
             await_pages: await_pages as u32,
+            // Pages beyond those may come from the prefill of this request.
+            cached_pages: self.prefill.is_some().then_some(self.cached_pages as u32),
             cache: self.cache,
             deadline_ms: remaining_ms(self.deadline),
         };

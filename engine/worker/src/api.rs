@@ -3,6 +3,8 @@
 //! Every body is JSON. `/v1/decode` answers with newline-delimited JSON, one [`DecodeEvent`] per
 //! line. These types are the only specification of the interface.
 
+use axum::http::Uri;
+use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
 pub use larder_model::SamplingParams;
 use serde::{Deserialize, Serialize};
@@ -99,8 +101,8 @@ pub struct PrefillResponse {
     pub pages_l2: u32,
     pub pages_l3: u32,
     pub pages_computed: u32,
-    /// Number of pages that the engine put but the store does not hold. No engine should follow
-    /// them.
+    /// Number of pages that the engine put but the store does not hold, as far as the engine knows.
+    /// Includes pages that another client is putting. No engine should follow them.
     #[serde(default)]
     pub pages_lost: u32,
     pub queue_ms: u64,
@@ -142,6 +144,11 @@ pub struct DecodeRequest {
     /// decode engine follows those that are not sealed yet.
     #[serde(default)]
     pub await_pages: u32,
+    /// Number of leading pages that the store had before the prefill of this request began. A
+    /// prefill engine hands the later ones over, so the engine does not count them as reused.
+    /// Absent if there was no prefill: every page that the store has is reused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cached_pages: Option<u32>,
     #[serde(default)]
     pub cache: CacheMode,
     /// Time from arrival until the engine gives up, in milliseconds. The engine caps it.
@@ -177,6 +184,8 @@ pub struct DecodeStart {
     pub pages_l1: u32,
     pub pages_l2: u32,
     pub pages_l3: u32,
+    /// Pages that a prefill engine handed over for this request: read while it wrote them, or
+    /// shortly after. They are no reuse.
     pub pages_followed: u32,
     pub tokens_computed: u32,
 }
@@ -203,6 +212,9 @@ pub enum ErrorCode {
     BadRequest,
     Deadline,
     NotFound,
+    /// Pages from the store held values that are not finite. The engine has dropped them, so a
+    /// retry computes them anew.
+    PagesUnusable,
     Internal,
 }
 
@@ -212,7 +224,7 @@ impl ErrorCode {
             ErrorCode::ContextLengthExceeded | ErrorCode::BadRequest => 400,
             ErrorCode::NotFound => 404,
             ErrorCode::Internal => 500,
-            ErrorCode::Busy => 503,
+            ErrorCode::Busy | ErrorCode::PagesUnusable => 503,
             ErrorCode::Deadline => 504,
         }
     }
@@ -225,7 +237,8 @@ pub struct ApiError {
     pub code: ErrorCode,
     /// Explanation for humans. Programs should only look at `code`.
     pub message: String,
-    /// With `busy`: delay before a retry, in milliseconds. Also sent in [`HEADER_RETRY_AFTER_MS`].
+    /// With `busy` and `pages_unusable`: delay before a retry, in milliseconds. Also sent in
+    /// [`HEADER_RETRY_AFTER_MS`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<u64>,
 }
@@ -275,17 +288,66 @@ pub struct EngineState {
     pub l1_pages: u32,
     pub l1_pages_free: u32,
     pub l1_pages_cached: u32,
-    /// Prompt throughput in tokens per second of computation, as a moving average. 0 until
-    /// measured.
+    /// Prompt throughput in tokens per second of computation, as a moving average. It begins with a
+    /// measurement at start.
     pub prefill_tokens_per_second: f64,
     /// Duration of a step in milliseconds, as a moving average. 0 until measured.
     pub step_ms: f64,
     pub store_nodes: u32,
 }
 
+/// Maximum length of an engine's URL, in bytes: longer than any host name with a port.
+const URL_BYTES_MAX: usize = 300;
+
+/// Returns `true` for `http://HOST` and `http://HOST:PORT`, the only form of an engine's URL.
+/// Routers append their own paths. After a query or a fragment, these would have no effect, so the
+/// member would choose the whole request.
+pub fn is_engine_url(url: &str) -> bool {
+    // `Uri` drops a fragment without an error.
+    let is_foreign = |c: char| matches!(c, '?' | '#' | '@' | '\\') || c.is_whitespace() || c.is_control();
+    if url.len() > URL_BYTES_MAX || url.contains(is_foreign) {
+        return false;
+    }
+    url.parse::<Uri>().is_ok_and(|uri| {
+        let is_host = |authority: &Authority| {
+            !authority.host().is_empty()
+                && (authority.as_str() == authority.host() || authority.port_u16().is_some_and(|port| port > 0))
+        };
+        uri.scheme_str() == Some("http") && uri.authority().is_some_and(is_host) && uri.path() == "/"
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn engine_url_is_a_host_and_a_port_only() {
+        for url in ["http://10.0.0.1:7720", "http://gpu-7.example.com/", "http://[::1]:80"] {
+            assert!(is_engine_url(url), "{url}");
+        }
+        let long = format!("http://{}", "a".repeat(URL_BYTES_MAX));
+        let wrong = [
+            "https://a:1",
+            "ftp://a:1",
+            "a:1",
+            "http://",
+            "http://a:0",
+            "http://a:65536",
+            "http://a:",
+            "http://user@a:1",
+            "http://user:word@a:1",
+            "http://a:1/any?x#",
+            "http://a:1/any",
+            "http://a:1?x",
+            "http://a:1#x",
+            "http://a:1\\@b",
+            "http://a:1/\r\nHost: b",
+            "http:// a:1",
+            &long,
+        ];
+        wrong.iter().for_each(|url| assert!(!is_engine_url(url), "{url}"));
+    }
 
     #[test]
     fn events_serialize_to_the_documented_json() {

@@ -19,7 +19,7 @@ use axum::serve::ListenerExt;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
-use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics};
+use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -163,6 +163,14 @@ async fn numerics_of(options: &EngineOptions, model: &Arc<Model>) -> Result<Stri
     Ok(measured)
 }
 
+/// Measures the speed of the forward pass. 0 if it cannot be measured: decode engines then wait for
+/// a prefill up to the limits of the options.
+async fn speed_of(model: &Arc<Model>, page_tokens: u32) -> f64 {
+    let model = model.clone();
+    let measured = tokio::task::spawn_blocking(move || speed::tokens_per_second(&model, page_tokens).unwrap_or(0.0));
+    measured.await.unwrap_or(0.0)
+}
+
 async fn launch(
     options: EngineOptions,
     loaded: Preloaded,
@@ -199,6 +207,7 @@ async fn launch(
         publisher,
         metrics: metrics.clone(),
         limits: limits(&options),
+        tokens_per_second: speed_of(&loaded.model, options.page_tokens).await,
         runtime: Handle::current(),
         tasks: tasks.clone(),
         stop: stop.clone(),
@@ -248,6 +257,7 @@ fn limits(options: &EngineOptions) -> SchedulerLimits {
             chunk_tokens: options.chunk_tokens,
             max_batch: options.max_batch,
         },
+        follow_grace: options.follow_grace,
         follow_stall_timeout: options.follow_stall_timeout,
         follow_start_timeout: options.follow_start_timeout,
         queue_timeout: options.queue_timeout,

@@ -16,7 +16,7 @@ use crate::api::{
 use crate::commits::Commits;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
-use crate::sequence::{DecodeOutput, PrefillOutput, RequestKind, Sequence, SequenceParams};
+use crate::sequence::{AwaitedPages, DecodeOutput, PrefillOutput, RequestKind, Sequence, SequenceParams};
 use crate::store::PageStore;
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -188,14 +188,15 @@ async fn forget(
 }
 
 async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
-    let DecodeRequest { request_id, tokens, sampling, await_pages, cache, deadline_ms } = app.accept(body).await?;
+    let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } =
+        app.accept(body).await?;
     let params = RequestParams { request_id, tokens, cache, deadline_ms };
     app.check(&params).and_then(|()| check_sampling(&sampling)).map_err(|e| app.refused(e))?;
     let max_tokens = sampling.max_tokens.min(app.info.max_context as usize - params.tokens.len());
     // Room for the whole answer, so that a slow client never blocks a step.
     let (events, mut answer) = mpsc::channel(max_tokens + NON_TOKEN_EVENTS_MAX);
-    let output =
-        DecodeOutput::new(&sampling, max_tokens, await_pages as usize, &app.tokenizer, app.eos_tokens.clone(), events);
+    let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
+    let output = DecodeOutput::new(&sampling, max_tokens, pages, &app.tokenizer, app.eos_tokens.clone(), events);
     let caller = app.submit(params, RequestKind::Decode(Box::new(output))).await.map_err(|e| app.refused(e))?;
     // The status line is not sent before the first event, so an error can still set the HTTP
     // status.

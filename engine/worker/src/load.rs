@@ -4,14 +4,16 @@
 //!
 //! Invariants:
 //! - A load ends by the time limits of its [`LoadJob`], whatever the store does.
+//! - A follow without progress lasts no longer than the engine needs to compute the missing pages,
+//!   or [`FollowLimits::grace`] if that is longer. A reservation without bytes is no progress.
 //! - A page counts as loaded only if the store client has verified every byte of it.
 //! - A load never fails a request. The scheduler computes the pages that did not arrive.
 
 use crate::metrics::PageSource;
-use crate::store::{Fetched, Followed, PageStore};
+use crate::store::{Fetched, Followed, LookupPurpose, PageStore};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use larder_client::Tier;
+use larder_client::{Lookup, PartsReceived, Tier};
 use larder_format::PageKey;
 use larder_model::{KvPage, SealedPage};
 use std::collections::{BTreeSet, VecDeque};
@@ -29,6 +31,10 @@ const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Multiple of the stall timeout granted to a writer that has sealed a page and neither aborted nor
 /// skipped one.
 const STALL_FACTOR_UNSUSPECTED: u32 = 4;
+/// Maximum duration of a follow with progress, as a multiple of the time to compute the pages here.
+/// A writer on a busy engine may be slower than that. One that sends a part now and then is not
+/// worth the wait.
+const FOLLOW_FACTOR_MAX: u32 = 4;
 
 pub(crate) struct LoadJob {
     pub(crate) keys: Vec<PageKey>,
@@ -37,11 +43,40 @@ pub(crate) struct LoadJob {
     pub(crate) buffers: Vec<KvPage>,
     /// Number of leading pages that are in the store or that a prefill engine is writing.
     pub(crate) await_pages: usize,
+    /// Number of leading pages that earlier requests may have left in the store. A prefill engine
+    /// writes the others for this request.
+    pub(crate) reusable: usize,
     pub(crate) load_timeout: Duration,
-    pub(crate) follow_until: Instant,
-    pub(crate) follow_stall_timeout: Duration,
-    /// Time limit for the first page of a writer.
-    pub(crate) follow_start_timeout: Duration,
+    pub(crate) follow: FollowLimits,
+}
+
+/// Limits of the wait for pages that another engine writes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FollowLimits {
+    /// End of the follow, whatever its progress.
+    pub(crate) until: Instant,
+    /// Minimum patience. A prefill engine needs this time to receive the request and to begin.
+    pub(crate) grace: Duration,
+    /// Maximum wait for the first part.
+    pub(crate) start: Duration,
+    /// Maximum wait after a fault of the writer.
+    pub(crate) stall: Duration,
+    pub(crate) cost: ComputeCost,
+}
+
+/// Time that this engine needs to compute pages by itself.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ComputeCost {
+    /// Time for the requests that are ready already.
+    pub(crate) backlog: Duration,
+    pub(crate) page: Duration,
+}
+
+impl ComputeCost {
+    fn of(self, pages: usize) -> Duration {
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        self.backlog.saturating_add(self.page.saturating_mul(pages))
+    }
 }
 
 pub(crate) struct LoadedPage {
@@ -67,13 +102,18 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     let mut buffers = VecDeque::from(job.buffers);
     let deadline = Instant::now() + job.load_timeout;
     let lookup_until = deadline.min(Instant::now() + LOOKUP_TIMEOUT);
-    // Enforced here as well: a store that ignores its deadline must not hold up the request.
-    let lookup = tokio::time::timeout_at(lookup_until.into(), store.lookup(job.keys.clone(), lookup_until));
-    let lookup = lookup.await.unwrap_or_default();
-    let found = lookup.tiers.len().min(job.keys.len());
+    let (reusable, handed_over) = job.keys.split_at(job.reusable.min(job.keys.len()));
+    // Both live to the end of the load, because they hold leases.
+    let (reused, handed) = futures::join!(
+        look_up(store, reusable, LookupPurpose::Reuse, lookup_until),
+        look_up(store, handed_over, LookupPurpose::HandOver, lookup_until),
+    );
+    let is_whole = reused.tiers.len() >= reusable.len();
+    let more = if is_whole { handed.tiers.len().min(handed_over.len()) } else { 0 };
+    let found = reused.tiers.len().min(reusable.len()) + more;
     loaded.in_store = found;
-    loaded.answered = lookup.answered;
-    if !lookup.answered && found == 0 {
+    loaded.answered = reused.answered && handed.answered;
+    if !loaded.answered && found == 0 {
         // No node is reachable, so there is nothing to read or to follow.
         loaded.unused.extend(buffers);
         return loaded;
@@ -87,7 +127,9 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
             match fetched {
                 Some(Fetched { tier, seal }) => {
                     let page = SealedPage::received(page, seal);
-                    loaded.pages.push(LoadedPage { index, page, source: source_of(tier) });
+                    // Sealed between the router's lookup and this one.
+                    let source = if index < reusable.len() { source_of(tier) } else { PageSource::Followed };
+                    loaded.pages.push(LoadedPage { index, page, source });
                 }
                 // The store evicted the page after the lookup. It becomes a candidate for
                 // following.
@@ -102,13 +144,21 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     // The caller promised the awaited pages only. No engine may be writing the others.
     missing.retain(|&index| index < awaited);
     missing.extend(found.max(job.present)..awaited);
-    let timeouts =
-        FollowTimeouts { stall: job.follow_stall_timeout, first: job.follow_start_timeout, until: job.follow_until };
-    let following = Follower { store, keys: &job.keys, timeouts };
+    let following = Follower { store, keys: &job.keys, limits: job.follow, parts: PartsReceived::default() };
     let waiting = missing.into_iter().filter_map(|index| Some((index, buffers.pop_front()?))).collect();
     loaded.unused.extend(buffers);
     following.run(waiting, &mut loaded).await;
     loaded
+}
+
+/// Looks pages up until `deadline`. An empty list needs no question.
+async fn look_up(store: &dyn PageStore, keys: &[PageKey], purpose: LookupPurpose, deadline: Instant) -> Lookup {
+    if keys.is_empty() {
+        return Lookup { answered: true, ..Lookup::default() };
+    }
+    // Enforced here as well: a store that ignores its deadline must not hold up the request.
+    let lookup = tokio::time::timeout_at(deadline.into(), store.lookup(keys.to_vec(), purpose, deadline));
+    lookup.await.unwrap_or_default()
 }
 
 fn source_of(tier: Tier) -> PageSource {
@@ -121,34 +171,50 @@ fn source_of(tier: Tier) -> PageSource {
 struct Follower<'a> {
     store: &'a dyn PageStore,
     keys: &'a [PageKey],
-    timeouts: FollowTimeouts,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct FollowTimeouts {
-    stall: Duration,
-    first: Duration,
-    until: Instant,
+    limits: FollowLimits,
+    /// Parts of all followed pages.
+    parts: PartsReceived,
 }
 
 struct WriterProgress {
     progress: Instant,
+    /// Parts that had arrived at the last look.
+    parts: u64,
     wrote: bool,
     /// Start of the suspicion that it is dead: it aborted or skipped a page.
     suspect_since: Option<Instant>,
 }
 
 impl WriterProgress {
-    fn deadline(&self, timeouts: FollowTimeouts) -> Instant {
-        let at = match self.suspect_since {
+    fn new(now: Instant) -> Self {
+        Self { progress: now, parts: 0, wrote: false, suspect_since: None }
+    }
+
+    /// Time at which this engine stops to wait for `missing` pages. Each progress moves it.
+    fn deadline(&self, limits: &FollowLimits, missing: usize) -> Instant {
+        let (since, longest) = match self.suspect_since {
             // Progress after the suspicion began restarts the clock: another engine may have taken
             // over.
-            Some(since) => since.max(self.progress) + timeouts.stall,
-            None if self.wrote => self.progress + timeouts.stall * STALL_FACTOR_UNSUSPECTED,
+            Some(since) => (since.max(self.progress), limits.stall),
+            None if self.wrote => (self.progress, limits.stall.saturating_mul(STALL_FACTOR_UNSUSPECTED)),
             // The prefill may still wait in its own queue.
-            None => self.progress + timeouts.first,
+            None => (self.progress, limits.start),
         };
-        at.min(timeouts.until)
+        // A wait as long as the computation costs at most twice the better choice, whatever the
+        // writer does later.
+        let patience = limits.cost.of(missing).min(longest).max(limits.grace);
+        (since + patience).min(limits.until)
+    }
+
+    /// Notes parts that arrived since the last look. Returns `false` if there are none.
+    fn sees(&mut self, parts: u64, now: Instant) -> bool {
+        let has_more = parts > self.parts;
+        if has_more {
+            self.progress = now;
+            self.parts = parts;
+            self.wrote = true;
+        }
+        has_more
     }
 }
 
@@ -156,7 +222,11 @@ impl Follower<'_> {
     /// Follows the pages in `waiting`, which are ordered by index, until all are sealed or the
     /// writer counts as dead.
     async fn run(&self, mut waiting: VecDeque<(usize, KvPage)>, loaded: &mut Loaded) {
-        let mut writer = WriterProgress { progress: Instant::now(), wrote: false, suspect_since: None };
+        let mut writer = WriterProgress::new(Instant::now());
+        let longest = self.limits.cost.of(waiting.len()).saturating_mul(FOLLOW_FACTOR_MAX);
+        let longest = longest.max(self.limits.stall).max(self.limits.grace);
+        let until = self.limits.until.min(writer.progress + longest);
+        let limits = FollowLimits { until, ..self.limits };
         let mut running = FuturesUnordered::new();
         let mut unsealed: BTreeSet<usize> = waiting.iter().map(|(index, _)| *index).collect();
         loop {
@@ -164,11 +234,16 @@ impl Follower<'_> {
                 && let Some((index, buffer)) = waiting.pop_front()
             {
                 // Start in order: the writer seals the first pages first.
-                running.push(self.follow(index, buffer, Duration::ZERO));
+                running.push(self.follow(index, buffer, Duration::ZERO, until));
             }
-            let give_up = tokio::time::Instant::from_std(writer.deadline(self.timeouts));
-            let Ok(Some((index, page, end))) = tokio::time::timeout_at(give_up, running.next()).await else {
-                break;
+            let give_up = tokio::time::Instant::from_std(writer.deadline(&limits, unsealed.len()));
+            let ended = tokio::time::timeout_at(give_up, running.next()).await;
+            let is_sending = writer.sees(self.parts.get(), Instant::now());
+            let (index, page, end) = match ended {
+                Ok(Some(ended)) => ended,
+                // Parts of a page that is not complete yet.
+                Err(_) if is_sending && Instant::now() < until => continue,
+                Ok(None) | Err(_) => break,
             };
             if let Followed::Sealed(seal) = end {
                 unsealed.remove(&index);
@@ -185,11 +260,11 @@ impl Follower<'_> {
             // for a while.
             writer.suspect_since.get_or_insert_with(Instant::now);
             // Without a connected node no writer can deliver a page: compute at once.
-            if Instant::now() >= self.timeouts.until || self.store.nodes_connected() == 0 {
+            if Instant::now() >= until || self.store.nodes_connected() == 0 {
                 loaded.unused.push(page);
                 break;
             }
-            running.push(self.follow(index, page, FOLLOW_RETRY_DELAY));
+            running.push(self.follow(index, page, FOLLOW_RETRY_DELAY, until));
         }
         // Dropping a running follow returns its buffer to the pool once no transfer can touch it.
         loaded.unused.extend(waiting.drain(..).map(|(_, page)| page));
@@ -200,16 +275,17 @@ impl Follower<'_> {
         index: usize,
         buffer: KvPage,
         pause: Duration,
+        until: Instant,
     ) -> impl Future<Output = (usize, KvPage, Followed)> + use<'_> {
         let store = self.store;
         let key = self.keys[index];
-        let until = self.timeouts.until;
+        let parts = self.parts.clone();
         async move {
             // A timer would delay even a zero sleep to its next tick.
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
-            let (page, end) = store.follow(key, buffer, until).await;
+            let (page, end) = store.follow(key, buffer, parts, until).await;
             (index, page, end)
         }
     }
@@ -219,20 +295,45 @@ impl Follower<'_> {
 mod tests {
     use super::*;
 
+    fn limits(start: Instant) -> FollowLimits {
+        let seconds = Duration::from_secs;
+        FollowLimits {
+            until: start + seconds(100),
+            grace: Duration::from_millis(100),
+            start: seconds(30),
+            stall: seconds(2),
+            cost: ComputeCost { backlog: Duration::ZERO, page: seconds(60) },
+        }
+    }
+
     #[test]
     fn writer_deadline_shrinks_as_suspicion_grows() {
         let start = Instant::now();
         let seconds = Duration::from_secs;
-        let timeouts = FollowTimeouts { stall: seconds(2), first: seconds(30), until: start + seconds(100) };
-        let mut writer = WriterProgress { progress: start, wrote: false, suspect_since: None };
-        assert_eq!(writer.deadline(timeouts), start + seconds(30), "it may be queued");
+        let limits = limits(start);
+        let mut writer = WriterProgress::new(start);
+        assert_eq!(writer.deadline(&limits, 1), start + seconds(30), "it may be queued");
         writer.wrote = true;
-        assert_eq!(writer.deadline(timeouts), start + seconds(8), "it may be stuck");
+        assert_eq!(writer.deadline(&limits, 1), start + seconds(8), "it may be stuck");
         writer.suspect_since = Some(start + seconds(1));
-        assert_eq!(writer.deadline(timeouts), start + seconds(3), "it gave a page up");
+        assert_eq!(writer.deadline(&limits, 1), start + seconds(3), "it gave a page up");
         writer.progress = start + seconds(5);
-        assert_eq!(writer.deadline(timeouts), start + seconds(7), "another goes on from there");
-        let short = FollowTimeouts { until: start + seconds(6), ..timeouts };
-        assert_eq!(writer.deadline(short), start + seconds(6));
+        assert_eq!(writer.deadline(&limits, 1), start + seconds(7), "another goes on from there");
+        let short = FollowLimits { until: start + seconds(6), ..limits };
+        assert_eq!(writer.deadline(&short, 1), start + seconds(6));
+    }
+
+    #[test]
+    fn patience_ends_when_computing_would_be_done() {
+        let start = Instant::now();
+        let ms = Duration::from_millis;
+        let cost = ComputeCost { backlog: ms(30), page: ms(10) };
+        let limits = FollowLimits { cost, ..limits(start) };
+        let mut writer = WriterProgress::new(start);
+        assert_eq!(writer.deadline(&limits, 50), start + ms(530), "for the first part as well");
+        assert_eq!(writer.deadline(&limits, 3), start + ms(100), "the grace period");
+        assert!(!writer.sees(0, start + ms(50)) && writer.sees(1, start + ms(60)));
+        assert_eq!(writer.deadline(&limits, 50), start + ms(590), "a part is progress");
+        assert_eq!(limits.cost.of(usize::MAX), ms(30) + ms(10) * u32::MAX);
     }
 }

@@ -86,6 +86,7 @@ pub struct Metrics {
     pub(crate) l1_pages_cached: Gauge,
     pub(crate) l1_pages_corrupt: Counter,
     pub(crate) l1_pages_forgotten: Counter,
+    pub(crate) suspect_pages: Counter,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
 }
@@ -100,7 +101,7 @@ impl Metrics {
             pages: add(
                 r,
                 "prompt_pages",
-                "Prompt pages by source: l1, l2, l3, followed (read while written), computed",
+                "Prompt pages by source: reused from l1, l2 or l3, followed (handed over by a prefill engine), computed",
                 Family::default(),
             ),
             published: add(r, "pages_published", "Pages put into the store by outcome", Family::default()),
@@ -147,6 +148,12 @@ impl Metrics {
                 r,
                 "l1_forgotten_pages",
                 "Pages dropped from L1 because they were forgotten, or because the store refused to take them back",
+                Counter::default(),
+            ),
+            suspect_pages: add(
+                r,
+                "suspect_pages",
+                "Pages from the store with values that are not finite, dropped from L1 and from the store",
                 Counter::default(),
             ),
             store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),

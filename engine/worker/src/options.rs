@@ -1,6 +1,6 @@
 //! Options of an engine. The comment of each field is its manual: meaning, default, range and unit.
 
-use crate::api::Role;
+use crate::api::{Role, is_engine_url};
 use larder_client::StoreUrl;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
 use larder_model::{Model, Tokenizer};
@@ -57,11 +57,15 @@ pub struct EngineOptions {
     /// Name of the kernels' rounding, 1 to 256 bytes. Engines share pages only if they have the
     /// same one. Default: none, the engine measures it with a probe at start.
     pub numerics: Option<String>,
-    /// Time without a new page after which a decode engine treats a suspected prefill as dead and
-    /// computes the remaining pages itself. A prefill that shows no fault gets four times as long.
-    /// Default 2 s, minimum 10 ms.
+    /// Minimum time that a decode engine waits for the next part of a page from a prefill. It waits
+    /// longer only if computing the missing pages itself would take longer. Default 100 ms, minimum
+    /// 1 ms.
+    pub follow_grace: Duration,
+    /// Maximum time without a new part after which a decode engine treats a suspected prefill as
+    /// dead and computes the remaining pages itself. A prefill that shows no fault gets four times
+    /// as long. Default 2 s, minimum 10 ms.
     pub follow_stall_timeout: Duration,
-    /// Maximum time that a decode engine waits for the first page of a prefill before it computes
+    /// Maximum time that a decode engine waits for the first part of a prefill before it computes
     /// all pages itself. Half of the request's remaining time is a further bound. Default 30 s,
     /// minimum 10 ms.
     pub follow_start_timeout: Duration,
@@ -103,6 +107,7 @@ impl EngineOptions {
             queue_max: 256,
             tenant: "default".into(),
             numerics: None,
+            follow_grace: Duration::from_millis(100),
             follow_stall_timeout: Duration::from_secs(2),
             follow_start_timeout: Duration::from_secs(30),
             queue_timeout: Duration::from_secs(60),
@@ -137,12 +142,14 @@ impl EngineOptions {
             }
         }
         if let Some(url) = &self.advertise
-            && !(url.starts_with("http://") || url.starts_with("https://"))
+            && !is_engine_url(url)
         {
-            return wrong("advertise", format!("is '{url}', must begin with http:// or https://"));
+            let requirement = "must be http://HOST:PORT, without user, path, query or fragment";
+            return wrong("advertise", format!("is '{url}', {requirement}"));
         }
         let ms = Duration::from_millis;
         for (option, value, least) in [
+            ("follow_grace", self.follow_grace, ms(1)),
             ("follow_stall_timeout", self.follow_stall_timeout, ms(10)),
             ("follow_start_timeout", self.follow_start_timeout, ms(10)),
             ("queue_timeout", self.queue_timeout, ms(1)),

@@ -45,6 +45,12 @@ impl SequencePages {
         }
     }
 
+    /// Whole pages with their indices: those in use, and those loaded for later positions.
+    pub(crate) fn whole_pages(&self) -> impl Iterator<Item = (usize, &Arc<SealedPage>)> {
+        let used = (0..self.slots.len()).filter_map(|index| Some((index, self.sealed(index)?)));
+        used.chain(self.loaded.iter().map(|(&index, page)| (index, page)))
+    }
+
     pub(crate) fn reserved_mut(&mut self) -> &mut Vec<KvPage> {
         &mut self.reserved
     }

@@ -2,6 +2,7 @@
 //!
 //! Invariants:
 //! - A part is written only when all its layers hold all tokens of the page.
+//! - No page with a value that is not finite is committed.
 //! - The written bytes are identical on every engine (see batch invariance in
 //!   docs/internals/engines.md).
 //! - Nothing here waits for the network.
@@ -12,7 +13,7 @@ use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
-use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
+use larder_model::{Chunk, KvPage, LayerHooks, SealedPage, is_finite};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -119,6 +120,8 @@ pub(crate) struct CompletingPage {
     pub(crate) chunk: usize,
     pub(crate) page: usize,
     pub(crate) put: Box<dyn OpenPut>,
+    /// False once the pass has written a value into it that is not finite.
+    pub(crate) is_usable: bool,
 }
 
 /// Hooks of the forward pass that write parts as their last layers finish. Network transfer thus
@@ -133,10 +136,22 @@ impl LayerHooks for PublishHooks {
         for (part, range) in self.parts.ended_by(layer) {
             for completing in &mut self.pages {
                 // The forward pass waits for this hook, so the bytes cannot change during the copy.
-                let payload: &[u8] = batch[completing.chunk].pages[completing.page].page().as_ref();
-                completing.put.write_part(part, &payload[range.clone()]);
+                let page = batch[completing.chunk].pages[completing.page].page();
+                let payload: &[u8] = page.as_ref();
+                completing.is_usable &= is_finite(&page.as_f32()[range.start / 4..range.end / 4]);
+                if completing.is_usable {
+                    completing.put.write_part(part, &payload[range.clone()]);
+                }
             }
         }
+    }
+}
+
+impl PublishHooks {
+    /// Returns `true` if the pass wrote values into the completed pages of this chunk that are not
+    /// finite.
+    pub(crate) fn found_unusable(&self, chunk: usize) -> bool {
+        self.pages.iter().any(|page| page.chunk == chunk && !page.is_usable)
     }
 }
 
@@ -162,37 +177,57 @@ mod tests {
         }
     }
 
-    #[test]
-    fn parts_are_written_after_their_last_layer_and_tile_the_page() {
-        let geometry = PageGeometry {
-            dtype: KvDtype::F32,
-            layers: 5,
-            kv_heads: 2,
-            head_dim: 4,
-            page_tokens: 4,
-            layers_per_part: 2,
-            head_groups: 1,
-        };
-        let pool = KvPool::new(geometry, 2);
-        let mut page = pool.allocate().unwrap();
-        page.as_mut().iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
-        let expected = page.as_ref().to_vec();
-        let mut slots = [PageSlot::Open(pool.allocate().unwrap()), PageSlot::Open(page)];
+    const GEOMETRY: PageGeometry = PageGeometry {
+        dtype: KvDtype::F32,
+        layers: 5,
+        kv_heads: 2,
+        head_dim: 4,
+        page_tokens: 4,
+        layers_per_part: 2,
+        head_groups: 1,
+    };
+
+    /// Runs the hooks over all layers of a pass that completes `page`. Returns the hooks, the parts
+    /// that they have written, and their number after each layer.
+    fn run_hooks(page: KvPage, spare: KvPage) -> (PublishHooks, RecordedParts, Vec<usize>) {
+        let mut slots = [PageSlot::Open(spare), PageSlot::Open(page)];
         let batch = [Chunk { tokens: &[1], position: 7, pages: &mut slots, logits: LogitRows::None }];
         let parts = RecordedParts::default();
         let put = Box::new(Recorder(parts.clone()));
         let mut hooks = PublishHooks {
-            parts: Arc::new(PartTable::new(&geometry)),
-            pages: vec![CompletingPage { chunk: 0, page: 1, put }],
+            parts: Arc::new(PartTable::new(&GEOMETRY)),
+            pages: vec![CompletingPage { chunk: 0, page: 1, put, is_usable: true }],
         };
         let mut sent = Vec::new();
         for layer in 0..5 {
             hooks.layer_done(layer, &batch);
             sent.push(parts.lock().len());
         }
+        (hooks, parts, sent)
+    }
+
+    #[test]
+    fn parts_are_written_after_their_last_layer_and_tile_the_page() {
+        let pool = KvPool::new(GEOMETRY, 2);
+        let mut page = pool.allocate().unwrap();
+        page.as_f32_mut().iter_mut().enumerate().for_each(|(i, value)| *value = i as f32);
+        let expected = page.as_ref().to_vec();
+        let (hooks, parts, sent) = run_hooks(page, pool.allocate().unwrap());
         assert_eq!(sent, [0, 1, 1, 2, 3]);
         let parts = parts.lock();
         assert_eq!(parts.iter().map(|(part, _)| *part).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>(), expected);
+        assert!(!hooks.found_unusable(0));
+    }
+
+    #[test]
+    fn parts_from_one_that_is_not_finite_on_are_not_written() {
+        let pool = KvPool::new(GEOMETRY, 2);
+        let mut page = pool.allocate().unwrap();
+        let second = GEOMETRY.part_bytes(0) / 4;
+        page.as_f32_mut()[second] = f32::INFINITY;
+        let (hooks, _, sent) = run_hooks(page, pool.allocate().unwrap());
+        assert_eq!(sent, [0, 1, 1, 1, 1]);
+        assert!(hooks.found_unusable(0) && !hooks.found_unusable(1));
     }
 }

@@ -85,10 +85,12 @@ pub(crate) enum SchedulerEvent {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SchedulerLimits {
     pub(crate) step: StepLimits,
-    /// Time without a new page after which a followed prefill counts as dead.
+    /// Limit of the wait for a followed prefill that shows a fault.
     pub(crate) follow_stall_timeout: Duration,
-    /// Limit of the wait for the first page of a followed prefill.
+    /// Limit of the wait for the first part of a followed prefill.
     pub(crate) follow_start_timeout: Duration,
+    /// Minimum patience with a followed prefill.
+    pub(crate) follow_grace: Duration,
     /// Limit of the wait for L1 pages before the first admission.
     pub(crate) queue_timeout: Duration,
     /// Limit for the lookup and the reads of one request's pages.
@@ -102,6 +104,8 @@ pub(crate) struct SchedulerContext {
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) limits: SchedulerLimits,
+    /// Prompt tokens per second, as measured at start.
+    pub(crate) tokens_per_second: f64,
     pub(crate) runtime: Handle,
     pub(crate) tasks: TaskTracker,
     /// Stops the thread. The canceller must also send [`SchedulerEvent::Wake`], or the thread may
@@ -124,7 +128,7 @@ pub(crate) struct Scheduler {
     queue: VecDeque<Sequence>,
     /// Requests that hold pages, in order of admission. A preempted request re-enters at the end.
     active: Vec<Sequence>,
-    /// Moving average for `/v1/state`: prompt tokens per second of computation. 0 until measured.
+    /// Moving average of the prompt tokens per second of computation.
     prefill_tokens_per_second: f64,
     /// Moving average for `/v1/state`: duration of a step in milliseconds. 0 until measured.
     step_ms: f64,
@@ -133,12 +137,12 @@ pub(crate) struct Scheduler {
 impl Scheduler {
     pub(crate) fn new(context: SchedulerContext) -> Self {
         Self {
+            prefill_tokens_per_second: context.tokens_per_second,
             context,
             radix: RadixTree::default(),
             withheld: WithheldKeys::default(),
             queue: VecDeque::new(),
             active: Vec::new(),
-            prefill_tokens_per_second: 0.0,
             step_ms: 0.0,
         }
     }

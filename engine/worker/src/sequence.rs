@@ -113,11 +113,22 @@ pub(crate) struct PrefillOutput {
     pub(crate) commits: Vec<JoinHandle<PutOutcome>>,
 }
 
+/// Pages of a decode request's prompt, as the router knows them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AwaitedPages {
+    /// Leading pages that are in the store, or that a prefill engine is writing.
+    pub(crate) awaited: usize,
+    /// Leading pages that the store had before the prefill began. `None` without a prefill.
+    pub(crate) cached: Option<usize>,
+}
+
 pub(crate) struct DecodeOutput {
     /// Channel to the client. Its capacity covers the whole answer, so that a step never waits for
     /// a slow client.
     pub(crate) events: mpsc::Sender<DecodeEvent>,
     pub(crate) await_pages: usize,
+    /// Leading pages that the store had before the prefill of this request began.
+    pub(crate) cached_pages: Option<usize>,
     sampler: Sampler,
     text: TokenStream,
     stops: StopMatcher,
@@ -133,14 +144,15 @@ impl DecodeOutput {
     pub(crate) fn new(
         sampling: &SamplingParams,
         max_tokens: usize,
-        await_pages: usize,
+        pages: AwaitedPages,
         tokenizer: &Tokenizer,
         eos_tokens: Arc<[u32]>,
         events: mpsc::Sender<DecodeEvent>,
     ) -> Self {
         Self {
             events,
-            await_pages,
+            await_pages: pages.awaited,
+            cached_pages: pages.cached,
             sampler: Sampler::new(sampling),
             text: tokenizer.stream(),
             stops: StopMatcher::new(sampling.stop.clone()),

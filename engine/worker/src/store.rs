@@ -6,7 +6,8 @@
 
 use futures::future::BoxFuture;
 use larder_client::{
-    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PutOptions, PutOutcome, Tier,
+    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PartsReceived, PutOptions, PutOutcome,
+    Tier,
 };
 use larder_format::{PageKey, PageOrigin};
 use larder_model::{KvPage, PageSeal};
@@ -29,6 +30,16 @@ pub enum Followed {
     Missed,
 }
 
+/// Reason for a lookup. It decides what the store counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LookupPurpose {
+    /// The pages of earlier requests. The store leases those it has, and counts the others as
+    /// misses.
+    Reuse,
+    /// Pages that a prefill engine writes for this request. Their absence is no miss.
+    HandOver,
+}
+
 /// Origin of the bytes of a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PutSource {
@@ -44,19 +55,29 @@ pub enum PutSource {
 pub trait PageStore: Send + Sync + 'static {
     /// Finds the longest prefix of `keys` that the store can serve. If no node answers, the prefix
     /// is empty and `answered` is false.
-    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup>;
+    fn lookup(&self, keys: Vec<PageKey>, purpose: LookupPurpose, deadline: Instant) -> BoxFuture<'_, Lookup>;
 
     /// Reads whole pages into their buffers. `None` marks a miss, and the content of its buffer is
     /// undefined.
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>>;
 
     /// Reads a page while another engine writes it, or waits until `deadline` for such a write to
-    /// begin.
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)>;
+    /// begin. Counts each part that arrives in `parts`.
+    fn follow(
+        &self,
+        key: PageKey,
+        buffer: KvPage,
+        parts: PartsReceived,
+        deadline: Instant,
+    ) -> BoxFuture<'_, (KvPage, Followed)>;
 
     /// Opens a put. MUST return at once, because the scheduler calls it between steps. Dropping the
     /// put aborts it.
     fn put(&self, page: NewPage, source: PutSource, deadline: Instant) -> Box<dyn OpenPut>;
+
+    /// Forgets those pages whose stored copy has the given origin. An unknown origin stands for
+    /// any. Returns the number of pages that it asked the store to forget.
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize>;
 
     fn nodes_connected(&self) -> usize;
 }
@@ -99,8 +120,13 @@ fn seal(page: PageDescription) -> PageSeal {
 }
 
 impl PageStore for Client {
-    fn lookup(&self, keys: Vec<PageKey>, deadline: Instant) -> BoxFuture<'_, Lookup> {
-        Box::pin(async move { Client::lookup(self, &keys, LOOKUP_LEASE, deadline).await })
+    fn lookup(&self, keys: Vec<PageKey>, purpose: LookupPurpose, deadline: Instant) -> BoxFuture<'_, Lookup> {
+        let lease = match purpose {
+            LookupPurpose::Reuse => LOOKUP_LEASE,
+            // Nodes count misses only for lookups with a lease.
+            LookupPurpose::HandOver => Duration::ZERO,
+        };
+        Box::pin(async move { Client::lookup(self, &keys, lease, deadline).await })
     }
 
     fn get(&self, pages: Vec<(PageKey, KvPage)>, deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>> {
@@ -115,8 +141,14 @@ impl PageStore for Client {
         })
     }
 
-    fn follow(&self, key: PageKey, buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
-        let follow = Client::follow(self, key, buffer, deadline);
+    fn follow(
+        &self,
+        key: PageKey,
+        buffer: KvPage,
+        parts: PartsReceived,
+        deadline: Instant,
+    ) -> BoxFuture<'_, (KvPage, Followed)> {
+        let follow = Client::follow_counted(self, key, buffer, parts, deadline);
         Box::pin(async move {
             let (page, end, description) = follow.finish_described().await;
             let followed = match (end, description) {
@@ -134,6 +166,25 @@ impl PageStore for Client {
             PutSource::Copy { origin } => Client::put_copy(self, page, origin, PutOptions::default(), deadline),
         };
         Box::new(ClientPut { client: self.clone(), put })
+    }
+
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let keys: Vec<PageKey> = pages.iter().map(|(key, _)| *key).collect();
+            let stored = self.describe(&keys, deadline).await;
+            // Another put may replace a page between this look and the forget. That page is then
+            // computed once more.
+            let is_copy = |origin: &Option<PageOrigin>, page: &PageDescription| {
+                origin.is_none() || page.origin.is_none() || *origin == page.origin
+            };
+            let same = pages.into_iter().zip(stored);
+            let same = same.filter(|((_, origin), page)| page.as_ref().is_some_and(|page| is_copy(origin, page)));
+            let same: Vec<PageKey> = same.map(|((key, _), _)| key).collect();
+            if !same.is_empty() {
+                self.forget(&same, deadline).await;
+            }
+            same.len()
+        })
     }
 
     fn nodes_connected(&self) -> usize {

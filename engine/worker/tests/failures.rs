@@ -47,7 +47,7 @@ async fn decode_computes_pages_that_prefill_lost() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disconnected_client_frees_all_pages() {
     let store = MemoryStore::new();
-    let decoder = engine(Role::Decode, &store).await;
+    let decoder = engine_with(patient(Role::Decode), &store).await;
     let response = post(&decoder, "/v1/decode", &decode_request(&prompt(3, 100), 3000)).await;
     let mut stream = response.bytes_stream();
     stream.next().await.unwrap().unwrap();

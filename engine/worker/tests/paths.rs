@@ -54,7 +54,7 @@ async fn decode_follows_pages_while_prefill_writes_them() {
         let mut settings = options(Role::Prefill);
         settings.chunk_tokens = chunk_tokens;
         let prefiller = engine_with(settings, &store).await;
-        let decoder = engine(Role::Decode, &store).await;
+        let decoder = engine_with(patient(Role::Decode), &store).await;
         let mut request = decode_request(&prompt(seed, LEN), 20);
         request.await_pages = PAGES as u32;
         let expected = expected(&request.tokens, 20);

@@ -2,12 +2,13 @@
 
 mod common;
 
+use common::real::*;
 use common::*;
 use larder_client::{Client, ClientOptions, StoreUrl};
 use larder_format::page_keys;
 use larder_node::{Node, NodeOptions};
 use larder_worker::api::{CacheMode, EngineInfo};
-use larder_worker::{Engine, EngineHandle, Role};
+use larder_worker::{Engine, Role};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,46 +16,11 @@ use std::time::{Duration, Instant};
 const LEN: usize = 203;
 const PAGES: usize = (LEN - 1) / PAGE;
 
-async fn node(listen: SocketAddr) -> Node {
-    let options = NodeOptions { listen, l2_bytes: 64 << 20, l3_bytes: 0, ..Default::default() };
-    Node::start(options).await.unwrap()
-}
-
-async fn attached(role: Role, node: &Node) -> EngineHandle {
-    attached_with(role, node, None).await
-}
-
-async fn attached_with(role: Role, node: &Node, numerics: Option<&str>) -> EngineHandle {
-    let mut settings = options(role);
-    settings.numerics = numerics.map(str::to_string);
-    settings.store = format!("larder://{}/", node.addr()).parse().unwrap();
-    let engine = Engine::start(settings).await.unwrap();
-    assert!(store_is(&engine, true).await);
-    engine
-}
-
-async fn store_is(engine: &EngineHandle, up: bool) -> bool {
-    connected(engine, usize::from(up)).await
-}
-
-/// Waits up to 30 s until the engine is connected to this many nodes.
-async fn connected(engine: &EngineHandle, nodes: usize) -> bool {
-    let until = Instant::now() + Duration::from_secs(30);
-    while engine.state().store_nodes as usize != nodes && Instant::now() < until {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    engine.state().store_nodes as usize == nodes
-}
-
-fn any_port() -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], 0))
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_and_decode_share_pages_through_a_node() {
     let node = node(any_port()).await;
     let prefiller = attached(Role::Prefill, &node).await;
-    let decoder = attached(Role::Decode, &node).await;
+    let decoder = attached_by(patient(Role::Decode), &node).await;
     let mut request = decode_request(&prompt(1, LEN), 40);
     request.await_pages = PAGES as u32;
     let computing = async {

@@ -93,7 +93,7 @@ pub use operations::{
 };
 pub use operations::{PagePut, PageView, PinKind, Pinned, PutOptions, PutOutcome, Registration, Tier};
 pub use options::ClientOptions;
-pub use stats::ClientStats;
+pub use stats::{ClientStats, PartsReceived};
 pub use url::{DEFAULT_CONNECTIONS, MAX_CONNECTIONS, MAX_NODES, StoreUrl, Transport, UrlError};
 
 /// Hooks for simulations: connections that are not sockets, and the resources of a client.

@@ -1,6 +1,7 @@
 //! Counters of a client.
 
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Counters of a client since it was attached, in pages unless stated otherwise.
@@ -66,4 +67,21 @@ impl Counters {
 
 pub(crate) fn count(counter: &AtomicU64, by: usize) {
     counter.fetch_add(by as u64, Ordering::Relaxed);
+}
+
+/// Number of parts that follows have received and verified. Clones share the number, so one counter
+/// can serve several follows. Its growth is a sign of life of their writers.
+#[derive(Debug, Clone, Default)]
+pub struct PartsReceived(Arc<AtomicU64>);
+
+impl PartsReceived {
+    /// Parts so far.
+    pub fn get(&self) -> u64 {
+        // Relaxed: the number orders no other memory.
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }

@@ -49,16 +49,20 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Pages served from DRAM (L2)
+    /// Pages read from DRAM (L2), without those that were followed
     pages_hit_l2,
-    /// Pages served from NVMe (L3)
+    /// Pages read from NVMe (L3), without those that were followed
     pages_hit_l3,
+    /// Pages that a reader followed to their end: handed over by their writer, and neither hits nor
+    /// misses
+    pages_followed,
     /// Hits of pages in L2 that the order of eviction did not learn of, because a queue of hits was
     /// full
     touches_dropped_l2,
     /// Pages loaded from L3 into L2, including those that lookups with a lease load in advance
     pages_read_l3,
-    /// Requested pages that the node did not have
+    /// Pages that the node did not have: those of reads, and those of lookups with a lease, which
+    /// engines make for pages to reuse
     pages_missed,
     /// Pages committed by a put
     pages_put,

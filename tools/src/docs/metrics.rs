@@ -82,7 +82,7 @@ mod tests {
         let page = page();
         for expected in [
             "## Store node",
-            "| `larder_store_pages_hit_l2_total` | counter | pages |  | Pages served from DRAM (L2). |",
+            "| `larder_store_pages_hit_l2_total` | counter | pages |  | Pages read from DRAM (L2), without those that were followed. |",
             "| `larder_store_in_flight_bytes` | gauge | bytes | `kind` |",
             "| `larder_store_l3_device_up` | gauge | 0 or 1 | `dir`, `reason` |",
             "| `larder_engine_state_seconds` | histogram | seconds | `role`, `state` |",

@@ -349,3 +349,15 @@ async fn equal_prefixes_share_an_engine_until_load_differs() {
     }
     assert!(cluster.decodes.iter().all(|engine| engine.running.load(Ordering::SeqCst) == 1));
 }
+
+#[tokio::test]
+async fn engine_that_found_unusable_pages_is_not_excluded() {
+    let cluster = TestCluster::new(0, 1).await;
+    cluster.decodes[0].behave(Behaviour::Refuse(ErrorCode::PagesUnusable));
+    // A client that puts such pages must not take engines away from others.
+    for _ in 0..4 {
+        let (status, body) = cluster.complete(3).await;
+        assert_eq!((status, body["error"]["code"].as_str()), (503, Some("engine_unavailable")), "{body}");
+    }
+    assert!(cluster.router.engines()[0].is_admitted());
+}

@@ -2,7 +2,7 @@
 //! out.
 
 use super::{Scheduler, SchedulerEvent};
-use crate::load::{LoadJob, Loaded, load};
+use crate::load::{ComputeCost, FollowLimits, LoadJob, Loaded, load};
 use crate::metrics::PageSource;
 use crate::radix::RadixTree;
 use crate::sequence::{RequestKind, RequestState, Sequence};
@@ -81,9 +81,9 @@ impl Scheduler {
             return;
         }
         sequence.enter_loading();
-        let await_pages = match &sequence.kind {
-            RequestKind::Prefill(_) => 0,
-            RequestKind::Decode(output) => output.await_pages,
+        let (await_pages, reusable) = match &sequence.kind {
+            RequestKind::Prefill(_) => (0, cacheable),
+            RequestKind::Decode(output) => (output.await_pages, output.cached_pages.unwrap_or(cacheable)),
         };
         let reserved = sequence.pages.reserved_mut();
         let buffers = reserved.split_off(reserved.len() - (cacheable - present));
@@ -97,10 +97,15 @@ impl Scheduler {
             present,
             buffers,
             await_pages,
+            reusable,
             load_timeout: limits.load_timeout.min(follow_until - now),
-            follow_until,
-            follow_stall_timeout: limits.follow_stall_timeout,
-            follow_start_timeout: limits.follow_start_timeout,
+            follow: FollowLimits {
+                until: follow_until,
+                grace: limits.follow_grace,
+                start: limits.follow_start_timeout,
+                stall: limits.follow_stall_timeout,
+                cost: self.compute_cost(),
+            },
         };
         let store = self.context.store.clone();
         let sender = self.context.sender.clone();
@@ -120,6 +125,15 @@ impl Scheduler {
             // Sending fails only after the scheduler thread has ended.
             let _ = sender.send_async(event).await;
         });
+    }
+
+    /// Estimates the time to compute pages here and now, from the measured speed.
+    fn compute_cost(&self) -> ComputeCost {
+        let pending: usize = self.active.iter().filter(|s| s.is_ready()).map(|s| s.pending()).sum();
+        // Out of range only for a speed of 0: the limits of the follow bound the wait then.
+        let time = |tokens: usize| Duration::try_from_secs_f64(tokens as f64 / self.prefill_tokens_per_second);
+        let time = |tokens| time(tokens).unwrap_or(Duration::MAX);
+        ComputeCost { backlog: time(pending), page: time(self.context.limits.step.page_tokens) }
     }
 
     /// Applies the result of a load and makes the request ready. Ignores a result whose request has

@@ -1,20 +1,30 @@
-//! Pages that leave L1 before their eviction: forgotten, damaged, or refused by the store.
+//! Pages that leave L1 before their eviction: forgotten, damaged, refused by the store, or suspect.
+//!
+//! A *suspect* page has intact checksums and a value that is not finite (NaN or infinite). No
+//! engine publishes such a page, so another client put it.
 //!
 //! Invariants:
 //! - From the answer to a forget until the end of its hold, the engine neither caches the forgotten
 //!   pages in L1 nor opens puts of them.
 //! - A sequence that held a forgotten page may finish with it. It shares that page and all later
 //!   ones with no other sequence, not even after the hold.
-//! - No sequence computes from a page that is known to be damaged.
+//! - No sequence computes from a page that is known to be damaged or suspect.
+//! - A request whose pass gave values that are not finite fails. It gets no token from them.
 
-use super::Scheduler;
-use larder_format::PageKey;
+use super::{RETRY_AFTER_MS, Scheduler};
+use crate::api::{ApiError, ErrorCode};
+use crate::metrics::RequestOutcome;
+use larder_format::{PageKey, PageOrigin};
+use larder_model::SealedPage;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Maximum number of forgets whose hold is not over. The engine refuses further ones.
 const HOLDS_MAX: usize = 64;
+/// Maximum time for the store to forget suspect pages. The failed request waits for it, so that a
+/// retry finds the pages gone.
+const FORGET_SUSPECTS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Keys that the engine must not cache or put for now.
 #[derive(Default)]
@@ -92,15 +102,65 @@ impl Scheduler {
         tracing::error!(%key, %mismatch, "L1 page damaged in memory: dropped; check the machine's memory [LRD0408]");
         self.context.metrics.l1_pages_corrupt.inc();
         self.radix.remove(key);
-        // Their later pages were computed from the damage.
+        self.preempt_users(key, &page);
+    }
+
+    /// Preempts the requests that use this page: their later pages were computed from it.
+    fn preempt_users(&mut self, key: &PageKey, page: &Arc<SealedPage>) {
         let uses = |s: &crate::sequence::Sequence| {
             let at = s.keys.iter().position(|own| own == key);
-            at.and_then(|at| s.pages.sealed(at)).is_some_and(|own| Arc::ptr_eq(own, &page))
+            at.and_then(|at| s.pages.sealed(at)).is_some_and(|own| Arc::ptr_eq(own, page))
         };
         let users: Vec<u64> = self.active.iter().filter(|s| uses(s)).map(|s| s.id).collect();
         for id in users {
             self.preempt(id);
         }
+    }
+
+    /// Fails a request whose pass gave values that are not finite. Finds the suspect pages among
+    /// those that it uses, drops them from L1 and has the store forget them. Other requests that
+    /// use them start again. Without a suspect page, the model itself is at fault.
+    pub(super) fn fail_unusable(&mut self, id: u64) {
+        // Gone if it used a suspect page of a request before it: it starts again without the page.
+        let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
+        let mut sequence = self.active.remove(at);
+        let whole = sequence.pages.whole_pages();
+        let suspects: Vec<(PageKey, Arc<SealedPage>)> = whole
+            .filter(|(_, page)| !page.is_finite())
+            .map(|(index, page)| (sequence.keys[index], page.clone()))
+            .collect();
+        // Returned before the wait below.
+        sequence.pages.clear();
+        sequence.puts.clear();
+        if suspects.is_empty() {
+            tracing::error!(request = %sequence.request_id, "the model computed values that are not finite; check its weights [LRD0410]");
+            let message = "the model computed values that are not finite for this prompt; its weights may be damaged";
+            sequence.fail(ApiError::new(ErrorCode::Internal, message), RequestOutcome::Failed);
+            return;
+        }
+        self.context.metrics.suspect_pages.inc_by(suspects.len() as u64);
+        for (key, page) in &suspects {
+            tracing::error!(%key, origin = ?page.origin(), "page from the store has values that are not finite: dropped; find the client that put it [LRD0409]");
+            // L1 may have another copy of the page by now.
+            if self.radix.peek(key).is_some_and(|cached| Arc::ptr_eq(cached, page)) {
+                self.radix.remove(key);
+            }
+            self.preempt_users(key, page);
+        }
+        let pages: Vec<(PageKey, Option<PageOrigin>)> =
+            suspects.iter().map(|(key, page)| (*key, page.origin())).collect();
+        drop(suspects);
+        let store = self.context.store.clone();
+        self.context.tasks.spawn(async move {
+            let deadline = Instant::now() + FORGET_SUSPECTS_TIMEOUT;
+            let count = pages.len();
+            let forget = tokio::time::timeout_at(deadline.into(), store.forget_copies(pages, deadline));
+            let forgotten = forget.await.unwrap_or(0);
+            tracing::info!(request = %sequence.request_id, suspects = count, forgotten, "asked the store to forget suspect pages");
+            let message = format!("{count} cached pages of this prompt held values that are not finite; they are dropped, so repeat the request");
+            let error = ApiError { retry_after_ms: Some(RETRY_AFTER_MS), ..ApiError::new(ErrorCode::PagesUnusable, message) };
+            sequence.fail(error, RequestOutcome::Failed);
+        });
     }
 
     /// Drops a page that the store refused as a copy: it may have been forgotten, or the store has

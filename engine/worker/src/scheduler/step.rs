@@ -10,7 +10,7 @@ use crate::publish::{CompletingPage, PublishHooks};
 use crate::sequence::{RequestKind, Sequence};
 use crate::store::PutSource;
 use larder_client::PutOutcome;
-use larder_model::{Chunk, LogitRows};
+use larder_model::{Chunk, LogitRows, is_finite};
 use std::time::Instant;
 
 impl Scheduler {
@@ -148,7 +148,7 @@ impl Scheduler {
                     None => self.context.publisher.open(&sequence.keys, page, PutSource::Computed),
                 };
                 if end >= (page + 1) * page_tokens {
-                    hooks.pages.push(CompletingPage { chunk, page, put });
+                    hooks.pages.push(CompletingPage { chunk, page, put, is_usable: true });
                 } else {
                     sequence.puts.insert(page, put);
                 }
@@ -159,8 +159,14 @@ impl Scheduler {
 
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         let mut ended = Vec::new();
-        for (plan, logits) in granted.iter().zip(&logits) {
+        let mut unusable = Vec::new();
+        for (chunk, (plan, logits)) in granted.iter().zip(&logits).enumerate() {
             let sequence = &mut self.active[plan.candidate];
+            // Before its pages enter L1. Their puts are aborted below, because they are not sealed.
+            if hooks.found_unusable(chunk) || !is_finite(logits) {
+                unusable.push(sequence.id);
+                continue;
+            }
             let uses_l1 = sequence.cache.uses_l1();
             let private_from = sequence.private_from();
             let keys = &sequence.keys;
@@ -191,6 +197,7 @@ impl Scheduler {
             // After the loop: removing earlier would shift the indices of the plan.
             self.active.retain(|s| s.id != id);
         }
+        unusable.into_iter().for_each(|id| self.fail_unusable(id));
     }
 
     fn fail_step(&mut self, granted: &[PlannedChunk], reason: &str) {
@@ -264,7 +271,9 @@ impl Scheduler {
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
         PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused | PutOutcome::Forgotten => true,
-        PutOutcome::Stored | PutOutcome::AlreadyThere | PutOutcome::InProgress => false,
+        // The other writer may never send a byte.
+        PutOutcome::InProgress => true,
+        PutOutcome::Stored | PutOutcome::AlreadyThere => false,
     }
 }
 

@@ -2,14 +2,16 @@
 //! implementation of generation.
 #![allow(dead_code)]
 
+pub mod real;
+
 use futures::future::BoxFuture;
-use larder_client::{Lookup, NewPage, PutOutcome, Tier};
+use larder_client::{Lookup, NewPage, PartsReceived, PutOutcome, Tier};
 use larder_format::{PageKey, PageOrigin, chunk_crcs};
 use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSeal, PageSlot, Sampler, SamplingParams, Tokenizer};
 use larder_worker::api::{
     ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse,
 };
-use larder_worker::store::{Fetched, Followed, OpenPut, PageStore, PutSource};
+use larder_worker::store::{Fetched, Followed, LookupPurpose, OpenPut, PageStore, PutSource};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
@@ -209,7 +211,7 @@ fn seal(inner: &Inner, page: &StoredPage) -> PageSeal {
 pub struct Attached(pub Arc<MemoryStore>);
 
 impl PageStore for Attached {
-    fn lookup(&self, keys: Vec<PageKey>, _deadline: Instant) -> BoxFuture<'_, Lookup> {
+    fn lookup(&self, keys: Vec<PageKey>, _purpose: LookupPurpose, _deadline: Instant) -> BoxFuture<'_, Lookup> {
         Box::pin(async move {
             let delay = self.0.inner.lock().lookup_delay;
             tokio::time::sleep(delay).await;
@@ -244,7 +246,13 @@ impl PageStore for Attached {
         })
     }
 
-    fn follow(&self, key: PageKey, mut buffer: KvPage, deadline: Instant) -> BoxFuture<'_, (KvPage, Followed)> {
+    fn follow(
+        &self,
+        key: PageKey,
+        mut buffer: KvPage,
+        _parts: PartsReceived,
+        deadline: Instant,
+    ) -> BoxFuture<'_, (KvPage, Followed)> {
         Box::pin(async move {
             self.0.inner.lock().follow_calls += 1;
             // Subscribe before the first look, or a put in between would go unnoticed.
@@ -274,6 +282,12 @@ impl PageStore for Attached {
     fn put(&self, page: NewPage, source: PutSource, _deadline: Instant) -> Box<dyn OpenPut> {
         self.0.inner.lock().puts_begun.push(page.key);
         Box::new(MemoryPut { store: self.0.clone(), key: page.key, source, parts: Vec::new() })
+    }
+
+    fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, _: Instant) -> BoxFuture<'_, usize> {
+        let keys: Vec<PageKey> = pages.into_iter().map(|(key, _)| key).collect();
+        self.0.forget_durably(&keys);
+        Box::pin(async move { keys.len() })
     }
 
     fn nodes_connected(&self) -> usize {
@@ -327,6 +341,13 @@ pub fn options(role: Role) -> EngineOptions {
     options
 }
 
+/// Options of an engine that waits for a prefill, however slow the machine is.
+pub fn patient(role: Role) -> EngineOptions {
+    let mut options = options(role);
+    options.follow_grace = Duration::from_secs(60);
+    options
+}
+
 pub async fn engine(role: Role, store: &Arc<MemoryStore>) -> EngineHandle {
     engine_with(options(role), store).await
 }
@@ -341,6 +362,7 @@ pub fn decode_request(tokens: &[u32], max_tokens: usize) -> DecodeRequest {
         tokens: tokens.to_vec(),
         sampling: SamplingParams { max_tokens, ignore_eos: true, ..Default::default() },
         await_pages: 0,
+        cached_pages: None,
         cache: CacheMode::All,
         deadline_ms: 30_000,
     }

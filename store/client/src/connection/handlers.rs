@@ -8,6 +8,7 @@
 //! - Only a page whose identity and checksums match counts as a hit.
 
 use crate::buffer::DynBuffer;
+use crate::stats::PartsReceived;
 use larder_format::{PageGeometry, PageId, PageKey, PageMeta, PayloadVerifier};
 use larder_memory::share::{HeldBytes, SharedBlock};
 use larder_wire::{FollowState, Response, TierCode};
@@ -271,6 +272,7 @@ pub(crate) struct PartsHandler {
     buffer: Option<DynBuffer>,
     /// Chunk checksums of each part that has arrived intact.
     crcs: Vec<Option<Vec<u32>>>,
+    received: PartsReceived,
     result: FollowResult,
     /// Description of the sealed page. Present only with [`FollowResult::Sealed`]. Boxed, because
     /// the handlers of all requests take the space of the largest one.
@@ -287,11 +289,12 @@ impl PartsHandler {
         id: PageId,
         geometry: PageGeometry,
         buffer: DynBuffer,
+        received: PartsReceived,
     ) -> (Self, oneshot::Receiver<FollowedPage>) {
         let (done, receiver) = oneshot::channel();
         let crcs = vec![None; geometry.part_count()];
         let result = FollowResult::Missed;
-        (Self { id, geometry, buffer: Some(buffer), crcs, result, meta: None, done: Some(done) }, receiver)
+        (Self { id, geometry, buffer: Some(buffer), crcs, received, result, meta: None, done: Some(done) }, receiver)
     }
 
     fn range(&self, part: usize) -> Range<usize> {
@@ -315,7 +318,10 @@ impl PartsHandler {
     pub(super) fn finish_part(&mut self, part: u32, crcs: Option<Vec<u32>>) -> bool {
         let is_valid = crcs.is_some();
         match crcs {
-            Some(crcs) => self.crcs[part as usize] = Some(crcs),
+            Some(crcs) => {
+                self.crcs[part as usize] = Some(crcs);
+                self.received.count();
+            }
             None => self.result = FollowResult::Corrupt,
         }
         is_valid
@@ -454,8 +460,12 @@ mod tests {
     }
 
     fn followed(parts: &[(u32, u8)], state: FollowState, meta: Option<PageMeta>) -> FollowResult {
-        let (mut handler, mut done) =
-            PartsHandler::new(id(7), geometry(), Box::new(vec![0u8; geometry().page_bytes()]));
+        let (mut handler, mut done) = PartsHandler::new(
+            id(7),
+            geometry(),
+            Box::new(vec![0u8; geometry().page_bytes()]),
+            PartsReceived::default(),
+        );
         for &(part, from) in parts {
             let (source, payload) = page(from);
             let bytes = &payload[source.part_range(part as usize).unwrap()];

@@ -4,7 +4,7 @@ use super::get::PageDescription;
 use crate::buffer::{DynBuffer, downcast};
 use crate::client::Client;
 use crate::connection::{Connection, FollowResult, PartsHandler, ResponseHandler};
-use crate::stats::{Counters, count};
+use crate::stats::{Counters, PartsReceived, count};
 use larder_format::{PageGeometry, PageId, PageKey};
 use larder_wire::Request;
 use std::marker::PhantomData;
@@ -53,9 +53,23 @@ impl Client {
     /// # Panics
     /// If the client was attached without a namespace, or outside a tokio runtime.
     pub fn follow<B: AsMut<[u8]> + Send + 'static>(&self, key: PageKey, buffer: B, deadline: Instant) -> Follow<B> {
+        self.follow_counted(key, buffer, PartsReceived::default(), deadline)
+    }
+
+    /// Like [`Client::follow`], and counts each part in `parts` when it is in the buffer.
+    ///
+    /// # Panics
+    /// As [`Client::follow`].
+    pub fn follow_counted<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        key: PageKey,
+        buffer: B,
+        parts: PartsReceived,
+        deadline: Instant,
+    ) -> Follow<B> {
         let namespace = self.namespace();
         let id = PageId { namespace: namespace.id, key };
-        let task = tokio::spawn(run(self.owner(&key), id, namespace.geometry, Box::new(buffer), deadline));
+        let task = tokio::spawn(run(self.owner(&key), id, namespace.geometry, Box::new(buffer), parts, deadline));
         Follow { task, counters: self.counters().clone(), _buffer: PhantomData }
     }
 }
@@ -92,13 +106,14 @@ async fn run(
     id: PageId,
     geometry: PageGeometry,
     buffer: DynBuffer,
+    parts: PartsReceived,
     deadline: Instant,
 ) -> FollowedPage {
     let Some(connection) = connection else {
         tokio::time::sleep(ABSENT_PAUSE).await;
         return (buffer, FollowResult::Missed, None);
     };
-    let (handler, done) = PartsHandler::new(id, geometry, buffer);
+    let (handler, done) = PartsHandler::new(id, geometry, buffer, parts);
     let number = connection.next_request();
     let handler = ResponseHandler::Parts(handler);
     let outstanding = connection.begin(number, &Request::Follow(id.key), handler, deadline).await;

@@ -150,6 +150,16 @@ impl Client {
         fetched.into_iter().map(|(buffer, fetched, _)| (buffer, fetched.tier())).collect()
     }
 
+    /// Describes stored pages, in the order of `keys`. `None`: the page does not exist, or its node
+    /// did not answer before `deadline`.
+    ///
+    /// Costs a read of one chunk per page, which the node counts as a hit.
+    pub async fn describe(&self, keys: &[PageKey], deadline: Instant) -> Vec<Option<PageDescription>> {
+        let first_byte = |key: &PageKey| (*key, Some(0..1), vec![0u8]);
+        let read = self.read(keys.iter().map(first_byte).collect(), GetOptions::default(), deadline).await;
+        read.into_iter().map(|(_, _, description)| description).collect()
+    }
+
     async fn read<B: AsMut<[u8]> + Send + 'static>(
         &self,
         pages: Vec<(PageKey, Option<Range<u32>>, B)>,

@@ -29,10 +29,13 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
                 Progress::Sealed => {
                     // Another put of the key may be current by now: the client may have taken its
                     // time to receive the parts. They are not parts of that page.
-                    let found = node.store.tiers().get(&id, deadline).await;
-                    let followed = found.filter(|(page, _)| page.generation() == put.generation());
+                    let found = node.store.tiers().hand_over(&id, deadline).await;
+                    let followed = found.filter(|page| page.generation() == put.generation());
                     let (state, meta) = match followed {
-                        Some((page, _)) => (FollowState::Sealed, Some(page.meta())),
+                        Some(page) => {
+                            node.metrics.pages_followed.inc();
+                            (FollowState::Sealed, Some(page.meta()))
+                        }
                         None => (FollowState::Miss, None),
                     };
                     return end(state, meta).await;
@@ -53,7 +56,7 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
 
 async fn follow_sealed(node: &NodeState, responder: &Responder, id: PageId, deadline: Instant) -> io::Result<()> {
     let end = |state, meta| responder.finish(Response::FollowEnd { state, meta });
-    let Some((page, _)) = node.store.tiers().get(&id, deadline).await else {
+    let Some(page) = node.store.tiers().hand_over(&id, deadline).await else {
         return end(FollowState::Miss, None).await;
     };
     let meta = page.meta();
@@ -66,6 +69,7 @@ async fn follow_sealed(node: &NodeState, responder: &Responder, id: PageId, dead
         };
         responder.send_bytes(node, head, PagePayload { page: page.clone(), bytes }, credit).await?;
     }
+    node.metrics.pages_followed.inc();
     end(FollowState::Sealed, Some(meta)).await
 }
 

@@ -23,6 +23,11 @@ impl Connection {
     ) -> io::Result<()> {
         let node = self.node.clone();
         let tiers = node.store.tiers().locate_prefix(&ids);
+        // A lookup with a lease announces reads. Those that cannot come are misses of these reads.
+        // Other lookups only ask.
+        if hold_ms > 0 {
+            node.store.tiers().count_misses(ids.len() - tiers.len());
+        }
         let l3_expected_us = u32::try_from(node.store.tiers().l3_expected().as_micros()).unwrap_or(u32::MAX);
         let may_hold = self.holdings.may_lease(request) && hold_ms > 0 && !tiers.is_empty();
         let permit = if may_hold { self.tasks.permit(ids.len()) } else { None };

@@ -18,11 +18,17 @@ const L3_TOUCHES_AT_ONCE: usize = 64;
 impl Tiers {
     /// Counts hits of pages in DRAM.
     pub(super) fn record_hits<'a>(&self, pages: impl Iterator<Item = &'a Page>) {
-        let mut hits = 0;
+        let hits = self.record_touches(pages);
+        self.metrics.pages_hit_l2.inc_by(hits);
+    }
+
+    /// Tells the policy of reads of pages in DRAM. Returns their number.
+    pub(super) fn record_touches<'a>(&self, pages: impl Iterator<Item = &'a Page>) -> u64 {
+        let mut reads = 0;
         let mut dropped = 0;
         let mut is_due = self.hits_write;
         for page in pages {
-            hits += 1;
+            reads += 1;
             let touch = Touch { hash: self.l2.hash(&page.id()), generation: page.generation() };
             match self.touches.record(touch) {
                 Recorded::Queued => {}
@@ -33,15 +39,14 @@ impl Tiers {
                 }
             }
         }
-        if hits == 0 {
-            return;
-        }
-        self.metrics.pages_hit_l2.inc_by(hits);
         if dropped > 0 {
             self.metrics.touches_dropped_l2.inc_by(dropped);
         }
         // Without a wait. If another thread has the lock, touches stay queued for the next one.
-        if is_due && let Some(mut state) = self.state.try_lock() {
+        if reads > 0
+            && is_due
+            && let Some(mut state) = self.state.try_lock()
+        {
             let mut actions = PolicyActions::default();
             if self.hits_write {
                 self.touches.take_all(&mut state.touches);
@@ -51,6 +56,7 @@ impl Tiers {
             self.apply_touches(&mut state, &mut actions);
             self.apply(state, actions, None);
         }
+        reads
     }
 
     /// Takes the `state` lock and applies all queued touches, so that the next decision knows the

@@ -100,6 +100,19 @@ impl Tiers {
         }
     }
 
+    /// Returns a page for a reader that follows it. Counts neither a hit nor a miss, because its
+    /// writer hands it over. The policy learns of the read.
+    pub(crate) async fn hand_over(&self, id: &PageId, deadline: Instant) -> Option<Arc<Page>> {
+        match self.lookup(id) {
+            PageLocation::OnL3(found) => self.load(id, found, deadline).await,
+            location => {
+                let page = location.into_page()?;
+                self.record_touches(std::iter::once(&*page));
+                Some(page)
+            }
+        }
+    }
+
     /// Reads a page from L3. Concurrent readers of the same put share one device read. The device
     /// read continues past the deadline of this reader, for the others.
     async fn load(&self, id: &PageId, found: StampedLocation, deadline: Instant) -> Option<Arc<Page>> {
