@@ -13,6 +13,7 @@ mod bench;
 mod bundled;
 mod docs;
 mod errors;
+mod http_args;
 mod output;
 mod prefix;
 mod serve;

@@ -4,6 +4,7 @@
 //! All counters use relaxed ordering: readers need no consistency between two of them.
 
 use crate::engines::EngineTable;
+use larder_http::HttpMetrics;
 use larder_worker::api::Role;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -43,6 +44,7 @@ pub struct Metrics {
     engines_up: Family<RoleLabels, Gauge>,
     finished: AtomicU64,
     failed: AtomicU64,
+    http: HttpMetrics,
     registry: Registry,
 }
 
@@ -79,6 +81,7 @@ impl Default for Metrics {
             engines_up: Family::default(),
             finished: AtomicU64::new(0),
             failed: AtomicU64::new(0),
+            http: HttpMetrics::default(),
             registry: Registry::default(),
         };
         // Registered after construction: the registry holds clones that share the counters.
@@ -114,7 +117,12 @@ impl Metrics {
             "Engines that accept requests, by role; excludes engines behind an open circuit breaker",
             self.engines_up.clone(),
         );
+        self.http.register(&mut r);
         r
+    }
+
+    pub(crate) fn http(&self) -> &HttpMetrics {
+        &self.http
     }
 
     pub fn begin(self: &Arc<Self>, endpoint: &'static str) -> RequestRecord {
@@ -174,6 +182,7 @@ pub fn metrics_registry() -> Registry {
     drop(metrics.requests.get_or_create(&RequestLabels { endpoint: "", status: 0 }));
     drop(metrics.retries.get_or_create(&RoleLabels { role: "" }));
     drop(metrics.engines_up.get_or_create(&RoleLabels { role: "" }));
+    metrics.http.sample();
     metrics.registry
 }
 

@@ -3,6 +3,7 @@
 use crate::api::Role;
 use larder_client::StoreUrl;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
+use larder_http::HttpOptions;
 use larder_model::{Model, Tokenizer};
 use std::fmt;
 use std::net::SocketAddr;
@@ -36,6 +37,9 @@ pub struct EngineOptions {
     pub store: StoreUrl,
     /// Address of the HTTP server. Port 0 selects a free port. Default 127.0.0.1:0.
     pub listen: SocketAddr,
+    /// Limits of the HTTP server. Default: those of [`HttpOptions`], but bodies of up to
+    /// [`BODY_BYTES_MAX`](crate::api::BODY_BYTES_MAX).
+    pub http: HttpOptions,
     /// URL under which routers reach this engine. Default: `http://` and the bound address.
     pub advertise: Option<String>,
     /// Number of tokens per page. All engines of a model must agree, or they cannot share pages.
@@ -95,6 +99,7 @@ impl EngineOptions {
             model_name: None,
             store,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            http: HttpOptions { body_bytes_max: crate::api::BODY_BYTES_MAX, ..HttpOptions::default() },
             advertise: None,
             page_tokens: 32,
             l1_bytes: 256 << 20,
@@ -141,6 +146,7 @@ impl EngineOptions {
         {
             return wrong("advertise", format!("is '{url}', must begin with http:// or https://"));
         }
+        self.http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
         let ms = Duration::from_millis;
         for (option, value, least) in [
             ("follow_stall_timeout", self.follow_stall_timeout, ms(10)),
