@@ -2,6 +2,7 @@
 
 use crate::api::Role;
 use larder_client::StoreUrl;
+use larder_format::codec::is_printable;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
 use larder_http::HttpOptions;
 use larder_model::{Model, Tokenizer};
@@ -140,6 +141,9 @@ impl EngineOptions {
             if name.is_empty() || name.len() > MAX_NAME_BYTES {
                 return wrong(option, format!("must have 1 to {MAX_NAME_BYTES} bytes"));
             }
+            if !is_printable(&name) {
+                return wrong(option, format!("is {name:?}, must not contain control characters"));
+            }
         }
         if let Some(url) = &self.advertise
             && !(url.starts_with("http://") || url.starts_with("https://"))
@@ -188,11 +192,12 @@ mod tests {
         assert_eq!(options().validate(), Ok(()));
         assert_eq!(options().name(), "tiny");
         type InvalidSetting = (&'static str, fn(&mut EngineOptions));
-        let invalid_settings: [InvalidSetting; 6] = [
+        let invalid_settings: [InvalidSetting; 7] = [
             ("page_tokens", |o| o.page_tokens = 0),
             ("max_batch", |o| o.max_batch = 0),
             ("tenant", |o| o.tenant.clear()),
             ("numerics", |o| o.numerics = Some(String::new())),
+            ("model_name", |o| o.model_name = Some("a\n\u{1b}[2J".into())),
             ("advertise", |o| o.advertise = Some("10.0.0.1:1".into())),
             ("follow_stall_timeout", |o| o.follow_stall_timeout = Duration::ZERO),
         ];
