@@ -14,6 +14,8 @@ mod bench;
 mod bundled;
 mod docs;
 mod errors;
+mod http_args;
+mod logging;
 mod output;
 mod prefix;
 mod serve;
@@ -27,9 +29,7 @@ mod verify;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use larder_model::template_worker;
-use std::io::IsTerminal;
 use std::process::ExitCode;
-use tracing_subscriber::EnvFilter;
 
 /// A distributed KV cache store for large language models, with compute attached
 #[derive(Debug, Parser)]
@@ -96,7 +96,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("larder: {}", errors::describe(&error));
+            eprintln!("larder: {}", output::escape_lines(&errors::describe(&error)));
             ExitCode::FAILURE
         }
     }
@@ -109,14 +109,7 @@ fn start_logging(cli: &Cli) {
         Command::Store(_) | Command::Prefill(_) | Command::Decode(_) | Command::Router(_) => "info",
         _ => "warn",
     };
-    let filter = EnvFilter::new(cli.log.as_deref().unwrap_or(default));
-    let ansi = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(ansi)
-        .with_target(false)
-        .init();
+    logging::start(cli.log.as_deref().unwrap_or(default));
 }
 
 async fn run(command: Command) -> Result<ExitCode> {

@@ -1,5 +1,6 @@
 //! Commands that run one process of an installation: a store node, an engine or a router.
 
+use crate::http_args::HttpArgs;
 use crate::output::say;
 use crate::signals;
 use crate::tiers::{self, TierArgs};
@@ -75,6 +76,8 @@ pub struct StoreArgs {
     /// Executor of L3 I/O: `glommio`, or `thread` where glommio is not available
     #[arg(long, default_value_t, value_name = "EXECUTOR")]
     l3_executor: Executor,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 #[derive(Debug, Args)]
@@ -110,6 +113,8 @@ pub struct EngineArgs {
     /// Maximum number of sequences in one step
     #[arg(long, default_value_t = 64, value_name = "SEQUENCES")]
     max_batch: usize,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 #[derive(Debug, Args)]
@@ -130,6 +135,8 @@ pub struct RouterArgs {
     /// Maximum duration of a request, in seconds
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     request_timeout: u64,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -182,6 +189,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         ..NodeOptions::default()
     };
     args.tiers.apply(&mut options);
+    args.http.apply(&mut options.http);
     let node = Node::start(options).await.context("the store node cannot start")?;
     say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
@@ -202,6 +210,7 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.l1_bytes = args.l1.as_u64() as usize;
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
+    args.http.apply(&mut options.http);
     let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
     say!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
     signals::stop_requested().await?;
@@ -215,6 +224,8 @@ pub async fn router(args: RouterArgs) -> Result<()> {
     options.admin_listen = args.admin_listen;
     options.prefill_min_tokens = args.prefill_min_tokens;
     options.request_timeout = Duration::from_secs(args.request_timeout);
+    args.http.apply(&mut options.http);
+    args.http.apply_common(&mut options.admin_http);
     let router = Router::start(options).await.context("the router cannot start")?;
     say!("OpenAI API at http://{}/v1, admin API at http://{}", router.addr(), router.admin_addr());
     signals::stop_requested().await?;

@@ -1,5 +1,6 @@
 //! Plain text tables.
 
+use crate::output::escape;
 use comfy_table::{ContentArrangement, Table, presets};
 
 const WIDTH: u16 = 120;
@@ -35,13 +36,20 @@ pub fn format<T>(columns: &[Column<T>], rows: &[T], wide: bool) -> String {
         table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     }
     table.set_header(shown.iter().map(|column| column.header));
-    table.add_rows(rows.iter().map(|row| shown.iter().map(|column| (column.cell)(row)).collect::<Vec<_>>()));
+    table.add_rows(rows.iter().map(|row| shown.iter().map(|column| escape(&(column.cell)(row))).collect::<Vec<_>>()));
     table.trim_fmt()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_other_processes_cannot_forge_rows() {
+        let columns = [column("NAME", |row: &String| row.clone())];
+        let text = section("rows", &columns, &["evil\n\u{1b}[2Jgood  up".to_string()], true);
+        assert!(text.contains(r"evil\u000a\u001b[2Jgood") && text.lines().count() == 5, "{text}");
+    }
 
     #[test]
     fn default_view_wraps_at_120_columns_and_leaves_out_wide_columns() {

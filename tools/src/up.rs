@@ -3,6 +3,7 @@
 //! The parts talk to each other exactly as they would across machines: over the data port and HTTP,
 //! by URL.
 
+use crate::http_args::HttpArgs;
 use crate::output::say;
 use crate::tiers::TierArgs;
 use crate::verify::NODE_DIR_PREFIX;
@@ -60,6 +61,8 @@ pub struct Args {
     /// Tokens per page
     #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     page_tokens: u32,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 /// Everything that `up` has started, in this order. Shutdown goes the other way, so no part
@@ -111,6 +114,7 @@ impl LocalCluster {
                 ..NodeOptions::default()
             };
             args.tiers.apply(&mut options);
+            args.http.apply_common(&mut options.http);
             let node = Node::start(options).await.with_context(|| format!("store node {number} cannot start"))?;
             let admin = node.admin_addr();
             self.nodes.push(node);
@@ -129,12 +133,15 @@ impl LocalCluster {
             options.preloaded = Some(preloaded.clone());
             options.page_tokens = args.page_tokens;
             options.l1_bytes = args.l1.as_u64() as usize;
+            args.http.apply_common(&mut options.http);
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
             self.engines.push(engine);
         }
         let mut options = RouterOptions::new(store);
         options.listen = args.listen;
         options.admin_listen = args.admin_listen;
+        args.http.apply(&mut options.http);
+        args.http.apply_common(&mut options.admin_http);
         let router = Router::start(options).await.context("the router cannot start")?;
         let ready = router.wait_ready(READY_TIMEOUT).await;
         let admin = router.admin_addr();

@@ -16,6 +16,7 @@ use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::models::{MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use crate::templates::ChatRenderer;
 use larder_client::Member;
+use larder_format::codec::is_printable;
 use larder_model::Tokenizer;
 use larder_worker::api::{EngineInfo, is_engine_url};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -263,10 +264,14 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
         // Page keys depend on the tokens per page. If engine and router disagreed about them, every
         // lookup would miss.
         let is_possible = geometry.validate().is_ok() && geometry.page_tokens == info.page_tokens;
-        if is_possible && is_engine_url(&info.url) {
+        // JSON can name any character, and these strings reach logs, terminals and API clients.
+        let texts = [&member.name, &info.url, &info.model, &info.numerics];
+        let is_printable =
+            texts.into_iter().chain([&info.descriptor.model, &info.descriptor.tenant]).all(|t| is_printable(t));
+        if is_possible && is_printable && is_engine_url(&info.url) {
             named.insert(member.name, info);
         } else {
-            tracing::warn!(member = %member.name, url = %info.url, "engine ignored: its page geometry or URL is invalid; check its version and options");
+            tracing::warn!(member = ?member.name, url = ?info.url, "engine ignored: its page geometry, URL or a name is invalid; check its version and options");
         }
     }
     named

@@ -47,7 +47,7 @@ mod tokenise;
 
 pub use options::{OptionsError, RouterOptions};
 
-use axum::serve::ListenerExt;
+use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -156,8 +156,11 @@ impl Router {
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         tasks.spawn(discovery::run(router.clone(), stop.clone()));
-        serve(&tasks, &stop, listener, openai::routes(router.clone()));
-        serve(&tasks, &stop, admin_listener, admin::handlers::routes(router.clone()));
+        let grace = router.options.shutdown_grace;
+        let routes = openai::routes(router.clone());
+        tasks.spawn(router.api_server().serve(listener, routes, stop.clone(), grace));
+        let routes = admin::handlers::routes(router.clone());
+        tasks.spawn(router.admin_server().serve(admin_listener, routes, stop.clone(), grace));
         tracing::info!(%addr, %admin_addr, "router listens for requests");
         Ok(RouterHandle { router, addr, admin_addr, stop, tasks })
     }
@@ -170,20 +173,20 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Router
     Ok((listener, addr))
 }
 
-fn serve(tasks: &TaskTracker, stop: &CancellationToken, listener: TcpListener, routes: axum::Router) {
-    // Streamed tokens are small and latency-sensitive. Nagle's algorithm would hold them back to
-    // fill a segment.
-    let listener = listener.tap_io(|socket| {
-        if let Err(error) = socket.set_nodelay(true) {
-            tracing::debug!(%error, "cannot set TCP_NODELAY; streamed tokens may be delayed");
-        }
-    });
-    let stopped = stop.clone().cancelled_owned();
-    tasks.spawn(async move {
-        if let Err(error) = axum::serve(listener, routes).with_graceful_shutdown(stopped).await {
-            tracing::error!(%error, "HTTP server stopped unexpectedly; restart the router");
-        }
-    });
+impl RouterState {
+    /// Server of the OpenAI API. Browsers on any page may use it.
+    fn api_server(&self) -> HttpServer {
+        let options = HttpOptions { body_bytes_max: self.options.body_bytes_max, ..self.options.http.clone() };
+        let metrics = self.metrics.http().clone();
+        HttpServer { name: "api", options, allowed_hosts: None, metrics, render: openai::errors::refusal }
+    }
+
+    fn admin_server(&self) -> HttpServer {
+        let options = self.options.admin_http.clone();
+        let allowed_hosts = Some(AllowedHosts::new(options.allowed_hosts.clone()));
+        let metrics = self.metrics.http().clone();
+        HttpServer { name: "admin", options, allowed_hosts, metrics, render: admin::error::refusal }
+    }
 }
 
 /// Location of the other port for an error message. A listener on an unspecified address (0.0.0.0

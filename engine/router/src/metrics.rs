@@ -4,6 +4,7 @@
 //! All counters use relaxed ordering: readers need no consistency between two of them.
 
 use crate::engines::EngineTable;
+use larder_http::HttpMetrics;
 use larder_worker::api::Role;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -71,6 +72,7 @@ pub struct Metrics {
     engines_up: Family<RoleLabels, Gauge>,
     finished: AtomicU64,
     failed: AtomicU64,
+    http: HttpMetrics,
     registry: Registry,
 }
 
@@ -109,6 +111,7 @@ impl Default for Metrics {
             engines_up: Family::default(),
             finished: AtomicU64::new(0),
             failed: AtomicU64::new(0),
+            http: HttpMetrics::default(),
             registry: Registry::default(),
         };
         // Registered after construction: the registry holds clones that share the counters.
@@ -154,7 +157,12 @@ impl Metrics {
             "Engines that accept requests, by role; excludes engines behind an open circuit breaker",
             self.engines_up.clone(),
         );
+        self.http.register(&mut r);
         r
+    }
+
+    pub(crate) fn http(&self) -> &HttpMetrics {
+        &self.http
     }
 
     pub fn begin(self: &Arc<Self>, endpoint: &'static str) -> RequestRecord {
@@ -223,6 +231,7 @@ pub fn metrics_registry() -> Registry {
     drop(metrics.retries.get_or_create(&RoleLabels { role: "" }));
     drop(metrics.refusals.get_or_create(&ReasonLabels { reason: "" }));
     drop(metrics.engines_up.get_or_create(&RoleLabels { role: "" }));
+    metrics.http.sample();
     metrics.registry
 }
 

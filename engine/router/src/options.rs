@@ -2,6 +2,7 @@
 
 use crate::templates::WorkerCommand;
 use larder_client::StoreUrl;
+use larder_http::HttpOptions;
 use std::net::SocketAddr;
 use std::time::Duration;
 use thiserror::Error;
@@ -13,10 +14,16 @@ pub struct RouterOptions {
     pub listen: SocketAddr,
     /// Address of the admin API and the metrics. Port 0 takes a free one. Default `127.0.0.1:8001`.
     pub admin_listen: SocketAddr,
+    /// Limits of the OpenAI API's HTTP server. `body_bytes_max` replaces the one in here. Default:
+    /// those of [`HttpOptions`], but 2048 connections.
+    pub http: HttpOptions,
+    /// Limits of the admin API's HTTP server. Default: those of [`HttpOptions`], but 128
+    /// connections and bodies of 16 MiB: 4 Mi tokens, the longest prefix, are about that much text.
+    pub admin_http: HttpOptions,
     /// Minimum number of uncached prompt tokens in whole pages for which the router uses a prefill
     /// engine. Below it the decode engine computes them itself. Default 64, minimum 1.
     pub prefill_min_tokens: u32,
-    /// Maximum time of a request, from its arrival to its last token. Default 120 s, minimum 100
+    /// Maximum time of a request, from the end of its body to its last token. Default 120 s, minimum 100
     /// ms.
     pub request_timeout: Duration,
     /// Maximum number of answers in progress. A request counts once for each of its choices. The
@@ -58,6 +65,8 @@ impl RouterOptions {
             store,
             listen: SocketAddr::from(([127, 0, 0, 1], 8000)),
             admin_listen: SocketAddr::from(([127, 0, 0, 1], 8001)),
+            http: HttpOptions { connections_max: 2048, ..HttpOptions::default() },
+            admin_http: HttpOptions { connections_max: 128, body_bytes_max: 16 << 20, ..HttpOptions::default() },
             prefill_min_tokens: 64,
             request_timeout: Duration::from_secs(120),
             max_inflight: 1024,
@@ -83,6 +92,9 @@ impl RouterOptions {
             if value < least {
                 return wrong(option, format!("is {value}, must be at least {least}"));
             }
+        }
+        for http in [&self.http, &self.admin_http] {
+            http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
         }
         // `Semaphore::new` panics above this number of permits.
         if self.max_inflight > tokio::sync::Semaphore::MAX_PERMITS {

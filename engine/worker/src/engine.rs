@@ -15,10 +15,10 @@ use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLim
 use crate::scrub;
 use crate::store::PageStore;
 use axum::body::Bytes;
-use axum::serve::ListenerExt;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
+use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -239,7 +239,8 @@ async fn launch(
     // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
     tokio::spawn(watch_store(store, metrics, stop.clone()));
     tokio::spawn(scrub::run(sender, geometry.page_bytes(), stop.clone()));
-    let server = tokio::spawn(serve(listener, app.clone(), stop.clone()));
+    let server = http_server(options.http, &app);
+    let server = tokio::spawn(server.serve(listener, http::router(app.clone()), stop.clone(), SHUTDOWN_STEP_TIMEOUT));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })
 }
 
@@ -282,14 +283,16 @@ fn model_files(folder: &Path) -> BTreeMap<&'static str, Bytes> {
         .collect()
 }
 
-async fn serve(listener: TcpListener, app: Arc<AppState>, stop: CancellationToken) {
-    // Disable Nagle's algorithm: each token is a small write that the client waits for.
-    let listener = listener.tap_io(|socket| {
-        let _ = socket.set_nodelay(true);
-    });
-    let server = axum::serve(listener, http::router(app)).with_graceful_shutdown(stop.cancelled_owned());
-    if let Err(error) = server.await {
-        tracing::error!(%error, "the HTTP server failed; the engine accepts no more requests");
+/// Server of this engine. Its port trusts every program, but no web page.
+fn http_server(options: HttpOptions, app: &AppState) -> HttpServer {
+    // Routers use the advertised name.
+    let allowed_hosts = AllowedHosts::new(options.allowed_hosts.clone()).with_url(&app.info.url);
+    HttpServer {
+        name: "engine",
+        options,
+        allowed_hosts: Some(allowed_hosts),
+        metrics: app.metrics.http.clone(),
+        render: http::refusal,
     }
 }
 

@@ -26,6 +26,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use larder_format::page_keys;
+use larder_http::Refusal;
 use larder_model::Tokenizer;
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
@@ -102,6 +103,16 @@ impl IntoResponse for ApiError {
         }
         response
     }
+}
+
+/// Answer to a request that the server refused before any handler saw it.
+pub(crate) fn refusal(refusal: &Refusal) -> Response {
+    let code = if refusal.status == StatusCode::SERVICE_UNAVAILABLE { ErrorCode::Busy } else { ErrorCode::BadRequest };
+    let retry_after_ms = refusal.retry_after_s.map(|seconds| seconds * 1000);
+    let error = ApiError { retry_after_ms, ..ApiError::new(code, refusal.message.clone()) };
+    let mut response = error.into_response();
+    *response.status_mut() = refusal.status;
+    response
 }
 
 /// Represents the client of a request. Its drop, e.g. on disconnect, cancels the request and wakes

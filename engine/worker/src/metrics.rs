@@ -3,6 +3,7 @@
 
 use crate::api::Role;
 use larder_client::PutOutcome;
+use larder_http::HttpMetrics;
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
@@ -89,6 +90,7 @@ pub struct Metrics {
     pub(crate) suspect_pages: Counter,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
+    pub(crate) http: HttpMetrics,
 }
 
 impl Metrics {
@@ -96,6 +98,8 @@ impl Metrics {
         let label = ("role".into(), role.as_str().into());
         let mut registry = Registry::with_prefix_and_labels("larder_engine", std::iter::once(label));
         let r = &mut registry;
+        let http = HttpMetrics::default();
+        http.register(r);
         Self {
             requests: add(r, "requests", "Finished requests by outcome", Family::default()),
             pages: add(
@@ -163,6 +167,7 @@ impl Metrics {
                 "Times the connection to the store was lost or restored",
                 Counter::default(),
             ),
+            http,
             registry,
         }
     }
@@ -215,6 +220,7 @@ pub fn metrics_registry() -> Registry {
     drop(metrics.published.get_or_create(&[("outcome", "")]));
     drop(metrics.state_seconds.get_or_create(&[("state", "")]));
     drop(metrics.state_requests.get_or_create(&[("state", "")]));
+    metrics.http.sample();
     metrics.registry
 }
 

@@ -2,7 +2,9 @@
 
 use crate::api::{Role, is_engine_url};
 use larder_client::StoreUrl;
+use larder_format::codec::is_printable;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
+use larder_http::HttpOptions;
 use larder_model::{Model, Tokenizer};
 use std::fmt;
 use std::net::SocketAddr;
@@ -36,6 +38,9 @@ pub struct EngineOptions {
     pub store: StoreUrl,
     /// Address of the HTTP server. Port 0 selects a free port. Default 127.0.0.1:0.
     pub listen: SocketAddr,
+    /// Limits of the HTTP server. Default: those of [`HttpOptions`], but bodies of up to
+    /// [`BODY_BYTES_MAX`](crate::api::BODY_BYTES_MAX).
+    pub http: HttpOptions,
     /// URL under which routers reach this engine. Default: `http://` and the bound address.
     pub advertise: Option<String>,
     /// Number of tokens per page. All engines of a model must agree, or they cannot share pages.
@@ -99,6 +104,7 @@ impl EngineOptions {
             model_name: None,
             store,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            http: HttpOptions { body_bytes_max: crate::api::BODY_BYTES_MAX, ..HttpOptions::default() },
             advertise: None,
             page_tokens: 32,
             l1_bytes: 256 << 20,
@@ -140,6 +146,9 @@ impl EngineOptions {
             if name.is_empty() || name.len() > MAX_NAME_BYTES {
                 return wrong(option, format!("must have 1 to {MAX_NAME_BYTES} bytes"));
             }
+            if !is_printable(&name) {
+                return wrong(option, format!("is {name:?}, must not contain control characters"));
+            }
         }
         if let Some(url) = &self.advertise
             && !is_engine_url(url)
@@ -147,6 +156,7 @@ impl EngineOptions {
             let requirement = "must be http://HOST:PORT, without user, path, query or fragment";
             return wrong("advertise", format!("is '{url}', {requirement}"));
         }
+        self.http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
         let ms = Duration::from_millis;
         for (option, value, least) in [
             ("follow_grace", self.follow_grace, ms(1)),
@@ -189,11 +199,12 @@ mod tests {
         assert_eq!(options().validate(), Ok(()));
         assert_eq!(options().name(), "tiny");
         type InvalidSetting = (&'static str, fn(&mut EngineOptions));
-        let invalid_settings: [InvalidSetting; 6] = [
+        let invalid_settings: [InvalidSetting; 7] = [
             ("page_tokens", |o| o.page_tokens = 0),
             ("max_batch", |o| o.max_batch = 0),
             ("tenant", |o| o.tenant.clear()),
             ("numerics", |o| o.numerics = Some(String::new())),
+            ("model_name", |o| o.model_name = Some("a\n\u{1b}[2J".into())),
             ("advertise", |o| o.advertise = Some("10.0.0.1:1".into())),
             ("follow_stall_timeout", |o| o.follow_stall_timeout = Duration::ZERO),
         ];

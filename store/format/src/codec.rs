@@ -7,6 +7,17 @@
 
 use thiserror::Error;
 
+/// Returns `true` if a terminal or a log file shows `text` as it is, in one line.
+pub fn is_printable(text: &str) -> bool {
+    text.chars().all(is_printable_char)
+}
+
+/// Returns `false` for control characters, line separators and marks that change the direction of
+/// text. They could move a cursor, begin a forged line, or show a name in another order.
+pub fn is_printable_char(c: char) -> bool {
+    !(c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'))
+}
+
 /// Reason that bytes do not decode. A decoder reports the first field that is wrong and reads
 /// nothing behind it.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -99,7 +110,9 @@ impl<'a> Reader<'a> {
     pub fn string(&mut self, max: usize, what: &'static str) -> Result<String> {
         let len = self.count(max, what)?;
         let bytes = self.take(len, what)?;
-        String::from_utf8(bytes.to_vec()).map_err(|_| DecodeError::Invalid(what))
+        let text = String::from_utf8(bytes.to_vec()).map_err(|_| DecodeError::Invalid(what))?;
+        // Names reach terminals and log lines.
+        if is_printable(&text) { Ok(text) } else { Err(DecodeError::Invalid(what)) }
     }
 
     /// Takes a counted list of at most `max` items. Memory grows with the items read, never ahead
@@ -166,5 +179,25 @@ pub trait Put {
 impl Put for Vec<u8> {
     fn put(&mut self, bytes: &[u8]) {
         self.extend_from_slice(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strings_with_control_characters_are_refused() {
+        let decode = |text: &str| {
+            let mut bytes = Vec::new();
+            bytes.put_string(text);
+            Reader::new(&bytes).string(100, "name")
+        };
+        for good in ["decode-1", "Qwen3 235B", "größe", "模型", "{\"a\": \"b\\n\"}"] {
+            assert_eq!(decode(good).as_deref(), Ok(good));
+        }
+        for bad in ["a\nb", "a\rb", "\u{1b}[2J", "a\0", "a\u{7f}", "\u{9b}31m", "a\u{2028}b", "a\u{202e}b", "\t"] {
+            assert_eq!(decode(bad), Err(DecodeError::Invalid("name")), "{bad:?}");
+        }
     }
 }

@@ -6,6 +6,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use larder_http::Refusal;
 use std::sync::Arc;
 
 pub(crate) fn routes(node: Arc<NodeState>) -> Router {
@@ -21,6 +22,11 @@ pub(crate) fn routes(node: Arc<NodeState>) -> Router {
 async fn scrub(State(node): State<Arc<NodeState>>) -> &'static str {
     node.store.tiers().devices().scrub_now();
     "scrub started; see /status for its progress\n"
+}
+
+/// Answer to a request that the server refused before any endpoint saw it.
+pub(crate) fn refusal(refusal: &Refusal) -> Response {
+    (refusal.status, format!("{}\n", refusal.message)).into_response()
 }
 
 async fn metrics(State(node): State<Arc<NodeState>>) -> Response {

@@ -3,6 +3,7 @@
 //! Counters use relaxed ordering: readers need no consistency between two of them. The registry
 //! adds the prefix `larder_store_`, and the text form adds `_total` to counters.
 
+use larder_http::HttpMetrics;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -170,5 +171,9 @@ pub fn metrics_registry() -> Registry {
     sample(&metrics.devices, &["dir", "reason"]);
     sample(&metrics.late_scrubs, &["dir"]);
     sample(&metrics.namespaces, &["namespace"]);
-    metrics.registry()
+    let http = HttpMetrics::default();
+    http.sample();
+    let mut registry = metrics.registry();
+    http.register(&mut registry);
+    registry
 }

@@ -10,6 +10,7 @@ use crate::state::NodeState;
 use crate::store::Store;
 use crate::{admin, connection, rdma};
 use futures::future::BoxFuture;
+use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_memory::Arena;
 use larder_memory::share::{ArenaListener, PeerMemory};
 use larder_runtime::{Clock, now};
@@ -32,6 +33,8 @@ const CONNECTIONS_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause after a failed accept. The usual cause is a lack of file descriptors, which come back when
 /// clients disconnect. Without a pause the loop would use a whole processor until then.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+/// Maximum time that a shutdown waits for answers of the admin server.
+const ADMIN_STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Error)]
 pub enum NodeError {
@@ -96,7 +99,7 @@ impl Node {
         // Last of all that can fail: a client that connects finds a node that serves.
         let (listener, addr) = listen(options.listen).await?;
         let admin_addr = match options.admin_listen {
-            Some(address) => Some(serve_admin(&state, address, &stop, &tasks).await?),
+            Some(address) => Some(serve_admin(&state, (address, options.http.clone()), &stop, &tasks).await?),
             None => None,
         };
         let upkeep = state.clone();
@@ -263,18 +266,19 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeEr
 
 async fn serve_admin(
     state: &Arc<NodeState>,
-    address: SocketAddr,
+    (address, options): (SocketAddr, HttpOptions),
     stop: &CancellationToken,
     tasks: &TaskTracker,
 ) -> Result<SocketAddr, NodeError> {
     let (listener, addr) = listen(address).await?;
-    let server = axum::serve(listener, admin::routes(state.clone()));
-    let stopped = stop.clone().cancelled_owned();
-    tasks.spawn(async move {
-        if let Err(error) = server.with_graceful_shutdown(stopped).await {
-            tracing::error!(%error, %addr, "the admin server ended; restart the node to get /metrics and /status back");
-        }
-    });
+    let server = HttpServer {
+        name: "admin",
+        allowed_hosts: Some(AllowedHosts::new(options.allowed_hosts.clone())),
+        options,
+        metrics: state.http.clone(),
+        render: admin::refusal,
+    };
+    tasks.spawn(server.serve(listener, admin::routes(state.clone()), stop.clone(), ADMIN_STOP_TIMEOUT));
     Ok(addr)
 }
 

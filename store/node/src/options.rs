@@ -4,6 +4,7 @@
 
 use crate::policy::{NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
+use larder_http::HttpOptions;
 use larder_io::Executor;
 use larder_log::{L3Options, QUEUE_DEPTH_DEFAULT};
 use larder_memory::ArenaSharing;
@@ -18,6 +19,9 @@ pub struct NodeOptions {
     pub listen: SocketAddr,
     /// Address of the HTTP endpoints `/healthz`, `/metrics`, `/status` and `/scrub`. Default: off.
     pub admin_listen: Option<SocketAddr>,
+    /// Limits of the HTTP server behind [`NodeOptions::admin_listen`]. Default: those of
+    /// [`HttpOptions`], but 128 connections and bodies of 4 KiB.
+    pub http: HttpOptions,
     /// Directory of the node's identity and, unless [`NodeOptions::l3`] is set, of its L3. Default:
     /// none. Without it and without `l3` the node has no L3 and loses all pages when it stops.
     pub data_dir: Option<PathBuf>,
@@ -106,6 +110,8 @@ impl Default for NodeOptions {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
             admin_listen: None,
+            // Scrapers and operators need few connections, and no endpoint reads its body.
+            http: HttpOptions { connections_max: 128, body_bytes_max: 4 << 10, ..HttpOptions::default() },
             data_dir: None,
             l2_bytes: 1 << 30,
             in_flight_bytes: None,
@@ -184,6 +190,7 @@ impl NodeOptions {
         if self.write_policy != WritePolicy::Through && self.l3_devices().is_empty() {
             return Err(format!("--write-policy {} needs an L3: set --data-dir or --l3", self.write_policy));
         }
+        self.http.validate().map_err(|error| error.to_string())?;
         self.validate_devices()
     }
 

@@ -6,6 +6,7 @@ use crate::members::Members;
 use crate::metrics::Metrics;
 use crate::rdma::{self, Rdma};
 use crate::store::Store;
+use larder_http::HttpMetrics;
 use larder_rdma::NicStats;
 use larder_runtime::now;
 use larder_wire::ArenaListenerInfo;
@@ -21,6 +22,7 @@ pub(crate) struct NodeState {
     pub(crate) members: Members,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) registry: Registry,
+    pub(crate) http: HttpMetrics,
     /// Address of the arena listener, sent in the handshake. `None` if the arena is not shared: all
     /// clients use TCP then.
     pub(crate) arena_listener: Option<ArenaListenerInfo>,
@@ -42,10 +44,14 @@ impl NodeState {
         busy_poll: Duration,
     ) -> Arc<NodeState> {
         let metrics = store.metrics().clone();
+        let http = HttpMetrics::default();
+        let mut registry = metrics.registry();
+        http.register(&mut registry);
         Arc::new(NodeState {
             store,
             members: Members::default(),
-            registry: metrics.registry(),
+            registry,
+            http,
             metrics,
             arena_listener,
             protocol_max,

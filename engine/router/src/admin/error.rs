@@ -5,6 +5,7 @@ use crate::openai::errors::ApiError;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use larder_http::Refusal;
 
 #[derive(Debug)]
 pub(crate) struct AdminError {
@@ -53,6 +54,17 @@ impl From<ApiError> for AdminError {
             _ => Self::new(status, code, message),
         }
     }
+}
+
+/// Answer to a request that the server refused before any handler saw it.
+pub(crate) fn refusal(refusal: &Refusal) -> Response {
+    let code = match refusal.status {
+        StatusCode::PAYLOAD_TOO_LARGE => "too_large",
+        StatusCode::SERVICE_UNAVAILABLE => "unavailable",
+        StatusCode::REQUEST_TIMEOUT => "timeout",
+        _ => "bad_request",
+    };
+    AdminError::new(refusal.status, code, refusal.message.clone()).into_response()
 }
 
 impl IntoResponse for AdminError {

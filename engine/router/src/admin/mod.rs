@@ -6,6 +6,6 @@
 //! - `prefix`: operations on the pages of a prefix.
 
 pub mod api;
-mod error;
+pub(crate) mod error;
 pub(crate) mod handlers;
 pub(crate) mod prefix;

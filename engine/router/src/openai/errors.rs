@@ -9,6 +9,7 @@ use crate::route::RouteError;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header::RETRY_AFTER};
 use axum::response::{IntoResponse, Response};
+use larder_http::Refusal;
 use larder_worker::api::ErrorCode;
 use serde::{Deserialize, Serialize};
 
@@ -134,6 +135,15 @@ impl ApiError {
     pub fn envelope(&self) -> Envelope<'_> {
         Envelope { error: &self.body }
     }
+}
+
+/// Answer to a request that the server refused before any handler saw it.
+pub(crate) fn refusal(refusal: &Refusal) -> Response {
+    let is_busy = refusal.status == StatusCode::SERVICE_UNAVAILABLE;
+    let kind = if is_busy { "server_error" } else { "invalid_request_error" };
+    let error = ApiError::new(refusal.status, kind, refusal.message.clone());
+    let error = if is_busy { error.code("overloaded") } else { error };
+    error.into_response()
 }
 
 impl From<RouteError> for ApiError {

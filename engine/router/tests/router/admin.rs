@@ -227,7 +227,8 @@ async fn errors_name_fields_once_and_no_rust_types() {
     ] {
         assert_eq!(refusal(&cluster, path, body).await, expected);
     }
-    let response = cluster.http.post(cluster.admin_url(PATH_INSPECT)).body("{\"text\": ").send().await.unwrap();
+    let request = cluster.http.post(cluster.admin_url(PATH_INSPECT)).header("content-type", "application/json");
+    let response = request.body("{\"text\": ").send().await.unwrap();
     let body: Value = response.json().await.unwrap();
     let message = body["error"]["message"].as_str().unwrap();
     assert!(message.starts_with("the request body is not valid JSON: EOF while parsing"), "{message}");

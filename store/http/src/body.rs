@@ -1,0 +1,180 @@
+//! Bodies of requests: received in pieces, charged as they arrive, within their time.
+
+use crate::options::{BODY_BYTES_FREE, HttpOptions};
+use crate::refusal::{Reason, Refusal};
+use axum::http::StatusCode;
+use bytes::Bytes;
+use hyper::body::{Body, Frame, Incoming};
+use prometheus_client::metrics::gauge::Gauge;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
+
+/// Memory for all bodies of a server.
+#[derive(Debug)]
+pub(crate) struct BodyMemory {
+    used: AtomicUsize,
+    bytes_max: usize,
+    /// Shows `used` to operators.
+    gauge: Gauge,
+}
+
+impl BodyMemory {
+    pub(crate) fn new(bytes_max: usize, gauge: Gauge) -> Arc<BodyMemory> {
+        Arc::new(BodyMemory { used: AtomicUsize::new(0), bytes_max, gauge })
+    }
+
+    fn take(&self, bytes: usize) -> bool {
+        // Relaxed: the counter guards no other memory.
+        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+            used.checked_add(bytes).filter(|&used| used <= self.bytes_max)
+        });
+        if taken.is_ok() {
+            self.gauge.inc_by(bytes as i64);
+        }
+        taken.is_ok()
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.gauge.dec_by(bytes as i64);
+    }
+}
+
+/// Bytes of one body, with the memory charged for them. Parsing drops them, and so ends the charge.
+#[derive(Debug)]
+struct ChargedBytes {
+    bytes: Vec<u8>,
+    charged: usize,
+    memory: Arc<BodyMemory>,
+}
+
+impl ChargedBytes {
+    /// Appends `piece`. Returns `false`, without a change, if the server has no memory for it.
+    fn append(&mut self, piece: &[u8]) -> bool {
+        // The first part is free, so that small requests work while large ones fill the memory.
+        let owed = (self.bytes.len() + piece.len()).saturating_sub(BODY_BYTES_FREE);
+        if !self.memory.take(owed - self.charged) {
+            return false;
+        }
+        self.charged = owed;
+        self.bytes.extend_from_slice(piece);
+        true
+    }
+}
+
+impl AsRef<[u8]> for ChargedBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for ChargedBytes {
+    fn drop(&mut self) {
+        self.memory.give_back(self.charged);
+    }
+}
+
+/// Minimum pace of an upload: each time limit must bring a step, or the end.
+struct Pace {
+    timeout: Duration,
+    step_bytes: u64,
+    deadline: Instant,
+    /// Length at which the deadline moves on.
+    bytes_due: u64,
+}
+
+impl Pace {
+    fn new(options: &HttpOptions, now: Instant) -> Pace {
+        let (timeout, step_bytes) = (options.body_timeout, options.body_step_bytes());
+        Pace { timeout, step_bytes, deadline: now + timeout, bytes_due: step_bytes }
+    }
+
+    fn received(&mut self, bytes: u64, now: Instant) {
+        if bytes >= self.bytes_due {
+            self.bytes_due = bytes + self.step_bytes;
+            self.deadline = now + self.timeout;
+        }
+    }
+}
+
+/// Receives a whole body. Refuses it above the limits of size, time and memory. The memory stays
+/// charged until the last handle of the returned bytes is dropped.
+pub(crate) async fn receive(
+    mut body: Incoming,
+    options: &HttpOptions,
+    memory: &Arc<BodyMemory>,
+) -> Result<Bytes, Refusal> {
+    let too_long = || {
+        let message = format!("the request body is longer than {} bytes", options.body_bytes_max);
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, Reason::BodySize, message)
+    };
+    // The announced length, if there is one. Refused before any of it is read.
+    if body.size_hint().lower() > options.body_bytes_max as u64 {
+        return Err(too_long());
+    }
+    let mut received = ChargedBytes { bytes: Vec::new(), charged: 0, memory: memory.clone() };
+    let mut pace = Pace::new(options, Instant::now());
+    loop {
+        let frame = timeout_at(pace.deadline, poll_fn(|cx| Pin::new(&mut body).poll_frame(cx))).await;
+        let frame = frame.map_err(|_| {
+            let message = "the request body arrived too slowly; send it faster or in smaller requests";
+            Refusal::new(StatusCode::REQUEST_TIMEOUT, Reason::BodyTimeout, message)
+        })?;
+        let Some(frame) = frame else { break };
+        // A broken body has no reader left in most cases, so its answer hardly matters.
+        let broken = |_| Refusal::new(StatusCode::BAD_REQUEST, Reason::BodyBroken, "the request body is incomplete");
+        let Ok(piece) = frame.map_err(broken).map(Frame::into_data)? else { continue };
+        if received.bytes.len() + piece.len() > options.body_bytes_max {
+            return Err(too_long());
+        }
+        if !received.append(&piece) {
+            let message = "the server has no memory left for request bodies; retry later";
+            return Err(Refusal::busy(Reason::BodyMemory, message));
+        }
+        pace.received(received.bytes.len() as u64, Instant::now());
+    }
+    Ok(Bytes::from_owner(received))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deadline_moves_on_only_when_a_step_has_arrived() {
+        let start = Instant::now();
+        let ten_seconds = Duration::from_secs(10);
+        let mut pace = Pace::new(&HttpOptions { body_timeout: ten_seconds, ..HttpOptions::default() }, start);
+        let step = 10 * (64 << 10);
+        pace.received(step - 1, start + Duration::from_secs(9));
+        assert_eq!(pace.deadline, start + ten_seconds, "one byte short");
+        pace.received(step, start + Duration::from_secs(9));
+        pace.received(2 * step - 1, start + Duration::from_secs(18));
+        assert_eq!(pace.deadline, start + Duration::from_secs(19));
+        pace.received(2 * step, start + Duration::from_secs(18));
+        assert_eq!(pace.deadline, start + Duration::from_secs(28));
+    }
+
+    #[test]
+    fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
+        let memory = BodyMemory::new(100, Gauge::default());
+        let body = || ChargedBytes { bytes: Vec::new(), charged: 0, memory: memory.clone() };
+        let mut first = body();
+        assert!(first.append(&vec![1; BODY_BYTES_FREE]) && first.append(&[2; 60]));
+        assert_eq!(memory.used.load(Ordering::Relaxed), 60);
+        let mut second = body();
+        assert!(second.append(&vec![1; BODY_BYTES_FREE]) && !second.append(&[2; 41]));
+        let bytes = Bytes::from_owner(first);
+        let slice = bytes.slice(..10);
+        drop(bytes);
+        assert!(!second.append(&[2; 41]), "a slice keeps the memory");
+        drop(slice);
+        assert!(second.append(&[2; 41]));
+        drop(second);
+        assert_eq!(memory.used.load(Ordering::Relaxed), 0);
+    }
+}

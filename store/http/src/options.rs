@@ -1,0 +1,119 @@
+//! Limits of a server. The comments of the fields are the manual.
+
+use std::time::Duration;
+use thiserror::Error;
+
+/// Bytes of each body that do not count against [`HttpOptions::body_memory_bytes`]. Requests of
+/// this size work even while others fill that memory.
+pub(crate) const BODY_BYTES_FREE: usize = 64 << 10;
+/// Minimum rate of an upload, in bytes per second: the rate that [`HttpOptions::body_timeout`]
+/// demands.
+pub(crate) const BODY_BYTES_PER_SECOND: u64 = 64 << 10;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HttpOptions {
+    /// Maximum number of connections. A quarter is reserved for addresses that were served within
+    /// the last ten minutes. Default 1024, minimum 4.
+    pub connections_max: usize,
+    /// Maximum number of connections of one address, or of one /64 network with IPv6. Clients
+    /// behind one address translation or proxy share it. Default: three quarters of
+    /// `connections_max`.
+    pub connections_per_address: Option<usize>,
+    /// Maximum time from the first byte of a request, or from the connect, to the end of its
+    /// header. Default 10 s, minimum 1 ms.
+    pub header_timeout: Duration,
+    /// Time in which a body must end, or bring 64 KiB per second of it. The time then starts anew.
+    /// Default 10 s, minimum 1 ms.
+    pub body_timeout: Duration,
+    /// Maximum time that a connection stays open between two requests. Clients give up a connection
+    /// after at most 90 s in most cases, and should do so first. Default 120 s, minimum 1 ms.
+    pub idle_timeout: Duration,
+    /// Maximum time that a client may leave its socket full before the connection is closed.
+    /// Streams that wait for tokens do not count. Default 30 s, minimum 1 ms.
+    pub write_timeout: Duration,
+    /// Maximum size of one body, in bytes. Default 64 KiB.
+    pub body_bytes_max: usize,
+    /// Maximum bytes of all bodies that are arriving or not yet parsed, without the first 64 KiB
+    /// of each. Default 64 MiB.
+    pub body_memory_bytes: usize,
+    /// Host names under which browsers and programs may reach ports that trust every client,
+    /// besides IP addresses and `localhost`. The OpenAI API accepts every name. Default: none.
+    pub allowed_hosts: Vec<String>,
+}
+
+impl Default for HttpOptions {
+    fn default() -> Self {
+        Self {
+            connections_max: 1024,
+            connections_per_address: None,
+            header_timeout: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(120),
+            write_timeout: Duration::from_secs(30),
+            body_bytes_max: 64 << 10,
+            body_memory_bytes: 64 << 20,
+            allowed_hosts: Vec::new(),
+        }
+    }
+}
+
+/// Setting out of range. The message names the option and its limits.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("--{flag} {requirement}")]
+pub struct OptionsError {
+    /// Name of the command-line option, without dashes.
+    pub flag: &'static str,
+    pub requirement: String,
+}
+
+impl HttpOptions {
+    /// Checks every setting against its limits. The error names the first one that is out of range.
+    pub fn validate(&self) -> Result<(), OptionsError> {
+        let wrong = |flag, requirement: &str| Err(OptionsError { flag, requirement: requirement.into() });
+        if !(4..=1 << 20).contains(&self.connections_max) {
+            return wrong("http-connections", "must be within 4 to 1048576");
+        }
+        if !(1..=self.connections_max).contains(&self.per_address()) {
+            return wrong("http-connections-per-address", "must be at least 1 and at most --http-connections");
+        }
+        for (flag, value) in [
+            ("http-header-timeout", self.header_timeout),
+            ("http-body-timeout", self.body_timeout),
+            ("http-idle-timeout", self.idle_timeout),
+            ("http-write-timeout", self.write_timeout),
+        ] {
+            if value < Duration::from_millis(1) {
+                return wrong(flag, "must be at least 1 ms");
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn per_address(&self) -> usize {
+        self.connections_per_address.unwrap_or(self.connections_max - self.reserved())
+    }
+
+    /// Number of places that only known addresses may take.
+    pub(crate) fn reserved(&self) -> usize {
+        self.connections_max / 4
+    }
+
+    /// Bytes that a body must bring within each [`HttpOptions::body_timeout`].
+    pub(crate) fn body_step_bytes(&self) -> u64 {
+        (BODY_BYTES_PER_SECOND as f64 * self.body_timeout.as_secs_f64()) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid_and_errors_name_the_flag() {
+        assert_eq!(HttpOptions::default().validate(), Ok(()));
+        let wrong = HttpOptions { connections_per_address: Some(5), connections_max: 4, ..HttpOptions::default() };
+        assert_eq!(wrong.validate().unwrap_err().flag, "http-connections-per-address");
+        let wrong = HttpOptions { idle_timeout: Duration::ZERO, ..HttpOptions::default() };
+        assert!(wrong.validate().unwrap_err().to_string().contains("--http-idle-timeout must"));
+    }
+}
