@@ -15,6 +15,7 @@ mod docs;
 mod errors;
 mod output;
 mod prefix;
+mod process;
 mod serve;
 mod signals;
 mod status;
@@ -73,6 +74,8 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(&cli);
+    process::restrict_new_files();
+    process::raise_descriptor_limit();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
