@@ -8,11 +8,13 @@
 
 mod node_state;
 mod process;
+mod raw;
 mod reference;
 mod request;
 
 pub use node_state::{is_flushed, is_recovered, wait_for_node};
 pub use process::{Process, Stack, data_dir, larder, unused_address};
+pub use raw::{RawConnection, hello};
 pub use reference::{Reference, tiny_model_dir};
 pub use request::{Completion, CompletionRequest, complete, get_json, metric, node_statuses};
 

@@ -59,13 +59,18 @@ pub struct Process {
 
 impl Process {
     pub fn start(arguments: &[&str]) -> Process {
-        let mut child = Command::new(larder())
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("larder starts");
+        Self::spawn(Command::new(larder()).args(arguments))
+    }
+
+    /// Starts `larder` after a shell command such as `umask 022`, in the same process.
+    pub fn start_after(shell_command: &str, arguments: &[&str]) -> Process {
+        let script = format!("{shell_command} && exec \"$0\" \"$@\"");
+        Self::spawn(Command::new("sh").args(["-c", &script]).arg(larder()).args(arguments))
+    }
+
+    fn spawn(command: &mut Command) -> Process {
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("larder starts");
         let (sender, lines) = mpsc::channel();
         let stdout = child.stdout.take().expect("stdout is piped");
         let output_reader = std::thread::spawn(move || {
@@ -114,12 +119,24 @@ impl Process {
         self.errors.lock().expect("no panic under this lock").clone()
     }
 
-    /// Largest resident memory of the process since its start, in bytes.
-    pub fn peak_memory_bytes(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("the process runs");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
-        let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of KiB");
-        kib << 10
+    /// Value of a line of `/proc/PID/status`, such as `VmRSS`, in bytes.
+    ///
+    /// # Panics
+    /// Panics if the process has ended or the kernel has no such line.
+    pub fn memory_bytes(&self, name: &str) -> u64 {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = std::fs::read_to_string(&path).expect("the process runs");
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        kib.unwrap_or_else(|| panic!("no {name} in {path}")) << 10
+    }
+
+    /// Number of open file descriptors of the process.
+    ///
+    /// # Panics
+    /// Panics if the process has ended.
+    pub fn descriptors(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).expect("the process runs").count()
     }
 
     /// Process ids of the child processes.

@@ -21,7 +21,7 @@ async fn post(url: &str, body: String) -> (u16, Value) {
 async fn large_requests_cost_the_router_little_memory() {
     let stack = Stack::start(1).await;
     let router = stack.router.as_ref().unwrap();
-    let before = router.peak_memory_bytes();
+    let before = router.memory_bytes("VmHWM");
     let (completions, chats) = (format!("{}/v1/completions", stack.api), format!("{}/v1/chat/completions", stack.api));
     // Small objects: as general JSON values they take a hundred times their text.
     let objects = |bytes: usize| format!("[{}0]", "{\"\":0},".repeat(bytes / 7));
@@ -48,7 +48,7 @@ async fn large_requests_cost_the_router_little_memory() {
             assert!(answer["error"]["message"].is_string(), "{answer}");
         }
     }
-    let grown = router.peak_memory_bytes() - before;
+    let grown = router.memory_bytes("VmHWM") - before;
     println!("peak memory of the router: {} MiB, then {} MiB more", before >> 20, grown >> 20);
     // Bodies of 64 MiB, each in two buffers for a moment while one grows, and parsed prompts.
     assert!(grown < 256 * MIB as u64, "{} MiB", grown >> 20);

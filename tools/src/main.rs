@@ -18,6 +18,7 @@ mod http_args;
 mod logging;
 mod output;
 mod prefix;
+mod process;
 mod serve;
 mod signals;
 mod status;
@@ -83,6 +84,8 @@ fn main() -> ExitCode {
         return template_worker::run().map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
     }
     start_logging(&cli);
+    process::restrict_new_files();
+    process::raise_descriptor_limit();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {

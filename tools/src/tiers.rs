@@ -47,6 +47,15 @@ pub struct TierArgs {
     /// together they may take three quarters of --request-memory
     #[arg(long, default_value_t = 1024, value_name = "CONNECTIONS")]
     max_connections: usize,
+    /// Maximum number of connections from one IP address (of IPv6: one /64 network), and of those over
+    /// local sockets. All programs behind one address share it. Default: three quarters of
+    /// --max-connections
+    #[arg(long, value_name = "CONNECTIONS")]
+    max_connections_per_peer: Option<usize>,
+    /// Time without a request after which a connection with nothing in flight is closed, in seconds, at
+    /// least 10. Clients of Larder send a request every 2 s
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    idle_timeout: u64,
 }
 
 impl TierArgs {
@@ -61,6 +70,8 @@ impl TierArgs {
         options.l3_mean_page_bytes = self.l3_mean_page.as_u64();
         options.request_bytes = self.request_memory.as_u64();
         options.connections_max = self.max_connections;
+        options.connections_per_peer_max = self.max_connections_per_peer;
+        options.idle_timeout = Duration::from_secs(self.idle_timeout);
         for quota in &self.quota {
             match quota {
                 Quota::Default(bytes) => options.quota_default = Some(*bytes),

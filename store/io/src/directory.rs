@@ -8,12 +8,15 @@
 //! - A created, removed or renamed file stays so after a crash of the machine: the directory is
 //!   synced before the call returns.
 //! - Opening removes what a crash left of unfinished segments and small files.
+//! - Removing and syncing need no new descriptor. A process that ran out of them can thus undo a
+//!   creation that failed, and the log knows the state of every segment.
 //!
 //! All methods block.
 
 use crate::device::SmallFile;
 use crate::file::DeviceFile;
 use larder_format::disk::misplaced_names;
+use std::cell::RefCell;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -28,6 +31,12 @@ const NEW: &str = ".new";
 // release the lock.
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(25);
+/// Descriptors that a directory keeps open and gives up when the process has no other. A segment
+/// takes one for good and one more while it is created, so the log can open several segments until
+/// connections end.
+const RESERVED_DESCRIPTORS: usize = 16;
+/// Descriptors that one operation on the directory takes at a time, at most.
+const OPERATION_DESCRIPTORS: usize = 2;
 
 #[derive(Debug, Error)]
 pub enum OpenError {
@@ -55,7 +64,17 @@ impl OpenError {
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
+    /// The directory itself, for syncs.
+    handle: File,
+    /// Duplicates of `handle`, see [`RESERVED_DESCRIPTORS`].
+    reserve: RefCell<Vec<File>>,
     _lock: File,
+}
+
+/// Returns `true` for an error that says that the process, or the machine, has as many open files
+/// as it may have. The operation succeeds once some are closed.
+pub fn is_out_of_descriptors(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 impl Directory {
@@ -66,11 +85,14 @@ impl Directory {
         let lock_path = path.join(LOCK);
         let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
         let lock = opened.map_err(OpenError::io("opening", &lock_path))?;
-        let directory = match take(&lock) {
-            Ok(()) => Directory { path: path.to_path_buf(), _lock: lock },
+        match take(&lock) {
+            Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(OpenError::Locked(path.to_path_buf())),
             Err(TryLockError::Error(error)) => return Err(OpenError::io("locking", &lock_path)(error)),
-        };
+        }
+        let handle = File::open(path).map_err(OpenError::io("opening", path))?;
+        let directory = Directory { path: path.to_path_buf(), handle, reserve: RefCell::default(), _lock: lock };
+        directory.refill_reserve();
         directory.remove_unfinished().map_err(OpenError::io("removing unfinished segments in", path))?;
         Ok(directory)
     }
@@ -89,8 +111,34 @@ impl Directory {
         Ok(())
     }
 
+    /// Opens duplicates up to [`RESERVED_DESCRIPTORS`], or as many as the process may.
+    fn refill_reserve(&self) {
+        let mut reserve = self.reserve.borrow_mut();
+        while reserve.len() < RESERVED_DESCRIPTORS {
+            match self.handle.try_clone() {
+                Ok(duplicate) => reserve.push(duplicate),
+                // A later operation tries again.
+                Err(_) => break,
+            }
+        }
+    }
+
+    /// Runs an operation that opens files. If the process has no descriptor left, it runs once more
+    /// with some of the reserve.
+    fn open_files<T>(&self, operation: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        let mut result = operation();
+        if result.as_ref().is_err_and(is_out_of_descriptors) {
+            let mut reserve = self.reserve.borrow_mut();
+            (0..OPERATION_DESCRIPTORS).for_each(|_| drop(reserve.pop()));
+            drop(reserve);
+            result = operation();
+        }
+        self.refill_reserve();
+        result
+    }
+
     pub(crate) fn load(&self, file: SmallFile) -> io::Result<Option<Vec<u8>>> {
-        match fs::read(self.path.join(file.name())) {
+        match self.open_files(|| fs::read(self.path.join(file.name()))) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -102,7 +150,7 @@ impl Directory {
         let new = self.path.join(format!("{}{NEW}", file.name()));
         // The content must be durable before the rename makes it visible. Otherwise a crash could
         // leave an empty file under the final name.
-        let mut out = File::create(&new)?;
+        let mut out = self.open_files(|| File::create(&new))?;
         out.write_all(bytes)?;
         out.sync_all()?;
         fs::rename(&new, &path)?;
@@ -111,7 +159,7 @@ impl Directory {
 
     pub(crate) fn segments(&self) -> io::Result<Vec<u32>> {
         let mut numbers = Vec::new();
-        for entry in fs::read_dir(&self.path)? {
+        for entry in self.open_files(|| fs::read_dir(&self.path))? {
             numbers.extend(entry?.file_name().to_str().and_then(segment_number));
         }
         numbers.sort_unstable();
@@ -126,7 +174,7 @@ impl Directory {
     /// truncated: it may belong to another log.
     pub(crate) fn open_segment(&self, segment: u32, segment_bytes: u64) -> io::Result<(DeviceFile, u64)> {
         let path = self.segment_path(segment);
-        let file = DeviceFile::open(&path)?;
+        let file = self.open_files(|| DeviceFile::open(&path))?;
         let len = file.len()?;
         if len != segment_bytes {
             tracing::warn!(file = %path.display(), len, segment_bytes, "a segment file has an unexpected length");
@@ -137,6 +185,10 @@ impl Directory {
     /// Creates a segment file, replacing an existing one. It is fully allocated and starts with
     /// `header`.
     pub(crate) fn create_segment(&self, segment: u32, segment_bytes: u64, header: &[u8]) -> io::Result<DeviceFile> {
+        self.open_files(|| self.try_create_segment(segment, segment_bytes, header))
+    }
+
+    fn try_create_segment(&self, segment: u32, segment_bytes: u64, header: &[u8]) -> io::Result<DeviceFile> {
         // Frees the space of the old file first: the disk may have no room for both.
         self.remove_segment(segment)?;
         let path = self.segment_path(segment);
@@ -190,7 +242,7 @@ impl Directory {
     }
 
     fn sync(&self) -> io::Result<()> {
-        File::open(&self.path)?.sync_all()
+        self.handle.sync_all()
     }
 }
 

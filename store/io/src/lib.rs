@@ -27,7 +27,7 @@ mod stats;
 mod timers;
 
 pub use device::{BoxFuture, Device, DeviceCapabilities, SmallFile, TaskClass};
-pub use directory::{OpenError, segment_name};
+pub use directory::{OpenError, is_out_of_descriptors, segment_name};
 pub use file::DeviceFile;
 pub use file_device::FileDevice;
 pub use request::{Block, Completion, Done, FileId, Operation, Priority, Request, RingClosed};

@@ -25,6 +25,9 @@ const SEGMENTS_WANTED_MIN: u64 = 16;
 const SEGMENTS_WANTED_MAX: u64 = 4096;
 /// One segment is written while another is prepared.
 const SEGMENTS_MIN: u64 = 2;
+/// Descriptors of a log beside its segments: the directory with its reserve, the lock, the rings and
+/// the events of the executor.
+const DESCRIPTORS_BESIDE_SEGMENTS: u64 = 48;
 /// Maximum number of segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;
 const KEEP_PERCENT_MAX: u8 = 75;
@@ -103,6 +106,12 @@ impl L3Options {
     /// Maximum memory of the log's buffers, in bytes.
     pub fn buffer_memory_max(&self) -> u64 {
         BUFFER_BYTES_MAX
+    }
+
+    /// Maximum number of descriptors that the log has open: its segments, and those of its
+    /// directory and executor.
+    pub fn descriptors_max(&self) -> u64 {
+        self.segments_max(self.segment_bytes()).map_or(0, u64::from) + DESCRIPTORS_BESIDE_SEGMENTS
     }
 
     pub(crate) fn segment_bytes(&self) -> u64 {

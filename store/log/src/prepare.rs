@@ -6,6 +6,7 @@ use larder_format::disk::SegmentHeader;
 use larder_io::{Block, Operation, Priority};
 use larder_runtime::fail_point;
 use std::io;
+use std::sync::Arc;
 
 struct PrepareFailure {
     error: io::Error,
@@ -47,7 +48,7 @@ impl LogShared {
             preparations.next_turn();
             if let Err(PrepareFailure { error, .. }) = result {
                 preparations.failures += 1;
-                preparations.error = Some((error.kind(), error.to_string()));
+                preparations.error = Some(Arc::new(error));
             }
         });
     }

@@ -29,7 +29,8 @@ pub(crate) struct Preparations {
     /// preparation failed, copies ended, recovery ended, or the log was closed.
     pub(crate) turn: u64,
     pub(crate) failures: u64,
-    pub(crate) error: Option<(io::ErrorKind, String)>,
+    /// Error of the last failure.
+    pub(crate) error: Option<Arc<io::Error>>,
 }
 
 impl Preparations {

@@ -96,8 +96,11 @@ impl LogShared {
             }
             let turn = seen.turn;
             seen = self.preparations.wait_for(|now| (now.turn != turn).then(|| now.clone())).await;
-            if let Some((kind, message)) = seen.error.as_ref().filter(|_| seen.failures > failures) {
-                let source = io::Error::new(*kind, message.clone());
+            if let Some(error) = seen.error.as_ref().filter(|_| seen.failures > failures) {
+                // Several writers get the one error. Its number must survive: callers tell a lack
+                // of descriptors from a broken device by it.
+                let copied = || io::Error::new(error.kind(), error.to_string());
+                let source = error.raw_os_error().map_or_else(copied, io::Error::from_raw_os_error);
                 let path = self.device.path().to_path_buf();
                 return Err(L3Error::Io { action: "prepare a segment in", path, source });
             }

@@ -43,18 +43,20 @@ mod socket;
 mod tasks;
 
 use crate::budget::{Account, Charge};
+use crate::places::Place;
 use crate::state::NodeState;
+use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
 use larder_format::codec::DecodeError;
 use larder_memory::share::{ArenaSession, PeerMemory, PeerMemoryFile};
 use larder_runtime::{fail_point, now};
-use larder_wire::{BusyPollSource, ByteSink, ByteSource, FrameReader, FrameWriter};
+use larder_wire::{BusyPollSource, ByteSink, ByteSource, FrameQueue, FrameReader, FrameWriter};
 use open_puts::OpenPuts;
 use outbox::Outbox;
 use parts::SharedParts;
 use rdma::ClientChannels;
-pub(crate) use refusal::{ConnectionLimit, Refusals, record as record_refusal, refuse_tcp};
+pub(crate) use refusal::{ConnectionLimit, Refusals, record as record_refusal, record_failed_accept, refuse_tcp};
 pub(crate) use socket::BulkScheduler;
 use socket::{ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
@@ -94,6 +96,8 @@ struct Connection {
     rdma: Arc<ClientChannels>,
     tasks: RequestTasks,
     received_at: Instant,
+    /// `None` in a simulation, which admits all its clients.
+    place: Option<Arc<Place>>,
     /// Charge of the current request, until a task takes it over.
     charge: Option<Charge>,
 }
@@ -105,6 +109,37 @@ struct Namespace {
 }
 
 impl Connection {
+    /// Serves the client until it disconnects, violates the protocol, or is disconnected.
+    async fn run<S: ByteSource, W: ByteSink>(
+        self,
+        mut reader: FrameReader<S>,
+        writer: FrameWriter<W>,
+        queue: FrameQueue,
+    ) -> io::Result<()> {
+        let account = self.account.clone();
+        let peer = self.peer.clone();
+        // Aborted on drop: a connection that is cancelled must not leave its writer behind.
+        let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
+        if self.namespace.is_some() {
+            self.outbox.open_window(self.node.store.options().connection_read_window_bytes(self.page_bytes()));
+        }
+        let ended = tokio::select! {
+            // Biased: a disconnect must not lose against a client that requests all the time.
+            biased;
+            () = account.disconnect_requested() => None,
+            ended = self.serve(&mut reader) => Some(ended),
+        };
+        let Some(ended) = ended else {
+            // Queued frames are not flushed: they are the memory that others wait for.
+            tracing::warn!(%peer, "disconnected a client that received nothing for 1 s while others waited");
+            return Ok(());
+        };
+        // The connection and its tasks are gone, and with them the senders of the queue. Frames that
+        // are queued already may still leave.
+        let _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut writer).await;
+        ended
+    }
+
     fn page_bytes(&self) -> u64 {
         let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
         part_table.iter().map(|&bytes| u64::from(bytes)).sum()
@@ -123,7 +158,7 @@ impl Drop for Connection {
 
 /// Serves one client over TCP until it disconnects or violates the protocol. Dropping the future
 /// ends the connection with its tasks, and aborts its open puts.
-pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream) {
+pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream, place: Arc<Place>) {
     let peer = stream.peer_addr().map_or_else(|_| "unknown address".to_string(), |address| address.to_string());
     // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
     if let Err(error) = stream.set_nodelay(true) {
@@ -136,16 +171,16 @@ pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream) {
     }
     let (read, write) = stream.into_split();
     let read = BusyPollSource::new(read, node.busy_poll);
-    serve(node, peer, read, write).await;
+    run(node, peer, (read, write), None, None, Some(place)).await;
 }
 
 pub(crate) async fn serve<R: ByteSource, W: ByteSink>(node: Arc<NodeState>, peer: String, read: R, write: W) {
-    run(node, peer, (read, write), None, None).await;
+    run(node, peer, (read, write), None, None, None).await;
 }
 
 /// Serves a process of the same machine. Pages that it reads in place stay held until it releases
 /// them or unmaps the arena, however the connection ends.
-pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena: Arc<SharedArena>) {
+pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena: Arc<SharedArena>, place: Arc<Place>) {
     // Without a permit the client falls back to TCP.
     let Ok(permit) = arena.sessions.clone().try_acquire_owned() else { return };
     let peer = "local client".to_string();
@@ -166,7 +201,7 @@ pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena:
         drop(permit);
     };
     let peer_memory = peer_memory.map(|memory| Arc::new(memory) as Arc<dyn PeerMemory>);
-    serve_in_place(node, peer, (read, write), peer_memory, session_end).await;
+    serve_in_place(node, peer, (read, write), peer_memory, session_end, Some(place)).await;
 }
 
 /// Serves one client that reads pages in place until `session_end` resolves. Parts that it puts may
@@ -177,6 +212,7 @@ pub(crate) async fn serve_in_place<R: ByteSource, W: ByteSink>(
     streams: (R, W),
     peer_memory: Option<Arc<dyn PeerMemory>>,
     session_end: impl Future<Output = ()> + Send + 'static,
+    place: Option<Arc<Place>>,
 ) {
     let holds = Arc::<InPlaceHolds>::default();
     let until_session_end = Arc::clone(&holds);
@@ -185,7 +221,7 @@ pub(crate) async fn serve_in_place<R: ByteSource, W: ByteSink>(
         session_end.await;
         drop(until_session_end);
     });
-    run(node, peer, streams, Some(holds.clone()), peer_memory).await;
+    run(node, peer, streams, Some(holds.clone()), peer_memory, place).await;
     if fail_point!("node.holds-end-with-connection") {
         holds.clear();
     }
@@ -205,6 +241,7 @@ async fn run<R: ByteSource, W: ByteSink>(
     (read, write): (R, W),
     in_place: Option<Arc<InPlaceHolds>>,
     peer_memory: Option<Arc<dyn PeerMemory>>,
+    place: Option<Arc<Place>>,
 ) {
     let account = node.store.budget().open();
     let (write, uncongested_since) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
@@ -215,33 +252,32 @@ async fn run<R: ByteSource, W: ByteSink>(
         }
         return;
     };
-    let (outbox, queue) = Outbox::new(account.clone(), uncongested_since);
-    let connection = Connection {
-        node: node.clone(),
-        account: account.clone(),
-        peer: peer.as_str().into(),
-        outbox,
-        namespace: None,
-        puts: OpenPuts::default(),
-        shared_parts: SharedParts::new(peer_memory),
-        holdings: Holdings::new(in_place),
-        rdma: Arc::default(),
-        tasks: RequestTasks::new(),
-        received_at: now(),
-        charge: None,
-    };
-    // Aborted on drop: a connection that is cancelled must not leave its writer behind.
-    let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
     let mut reader = FrameReader::new(ScheduledSource::new(read, node.bulk_scheduler.clone()));
-    let ended = tokio::select! {
-        // Biased: a disconnect must not lose against a client that requests all the time.
-        biased;
-        () = account.disconnect_requested() => None,
-        ended = connection.serve(&mut reader) => Some(ended),
-    };
-    let Some(ended) = ended else {
-        // Queued frames are not flushed: they are the memory that others wait for.
-        return tracing::warn!(%peer, "disconnected a client that received nothing for 1 s while others waited");
+    let stranger = Stranger { node: &node, account: &account, peer: &peer, place: place.as_deref() };
+    let ended = match stranger.handshake(&mut reader, &mut writer).await {
+        Ok(Some(greeting)) => {
+            let (mut outbox, queue) = Outbox::new(account.clone(), uncongested_since);
+            outbox.set_version(greeting.version);
+            let connection = Connection {
+                node: node.clone(),
+                account,
+                peer: peer.as_str().into(),
+                outbox,
+                namespace: greeting.namespace,
+                puts: OpenPuts::default(),
+                shared_parts: SharedParts::new(peer_memory),
+                holdings: Holdings::new(in_place),
+                rdma: Arc::default(),
+                tasks: RequestTasks::new(),
+                received_at: now(),
+                place,
+                charge: None,
+            };
+            // Boxed: a connection that serves has several times the state of a stranger.
+            Box::pin(connection.run(reader, writer, queue)).await
+        }
+        Ok(None) => Ok(()),
+        Err(error) => Err(error),
     };
     match ended {
         Ok(()) => tracing::debug!(%peer, "client disconnected"),
@@ -251,9 +287,6 @@ async fn run<R: ByteSource, W: ByteSink>(
         }
         Err(error) => tracing::debug!(%peer, %error, "connection lost"),
     }
-    // The connection and its tasks are gone, and with them the senders of the queue. Frames that
-    // are queued already may still leave.
-    let _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut writer).await;
 }
 
 fn protocol_error(error: DecodeError) -> io::Error {

@@ -546,6 +546,8 @@ impl Device {
             {
                 self.full.fetch_add(1, Relaxed);
             }
+            // The device is not at fault. The next write tries again.
+            L3Error::Io { source, .. } if larder_io::is_out_of_descriptors(source) => {}
             L3Error::Deadline(_) => self.record_fault(kind, admission, Fault::Timeout),
             L3Error::Io { .. } | L3Error::Closed | L3Error::Append(AppendError::Stopped) => {
                 self.record_fault(kind, admission, Fault::Error);

@@ -39,6 +39,7 @@
 mod admin;
 mod budget;
 mod connection;
+mod descriptors;
 mod devices;
 mod health;
 mod holds;
@@ -51,6 +52,7 @@ mod model;
 pub mod node;
 pub mod options;
 mod page;
+mod places;
 mod policy;
 mod puts;
 mod rdma;

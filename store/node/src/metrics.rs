@@ -125,6 +125,9 @@ counters! {
     rdma_channels_opened,
     /// Connections accepted
     connections_accepted,
+    /// Connections closed by the node because they were idle, or because another one needed the
+    /// place before their handshake
+    connections_closed_idle,
     /// Connections closed by the node: too many, no memory, wrong protocol version, or malformed
     /// messages
     connections_rejected,

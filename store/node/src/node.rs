@@ -1,10 +1,12 @@
 //! Start, connections and shutdown of a node.
 
 use crate::connection::{ConnectionLimit, SharedArena};
+use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
 use crate::identity::Identity;
 use crate::memory_plan::{MemoryPlan, machine_memory};
 use crate::options::NodeOptions;
+use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
 use crate::state::NodeState;
 use crate::store::Store;
@@ -23,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -35,6 +37,9 @@ const CONNECTIONS_END_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 /// Maximum time that a shutdown waits for answers of the admin server.
 const ADMIN_STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time between two looks for idle connections. The timeout has whole seconds.
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Error)]
 pub enum NodeError {
@@ -105,11 +110,16 @@ impl Node {
         let upkeep = state.clone();
         let upkeep_stop = stop.clone();
         tasks.spawn(async move { upkeep.store.upkeep(upkeep_stop).await });
-        let permits = Arc::new(Semaphore::new(options.connections_max));
-        let acceptor = Acceptor { state: state.clone(), permits, stop: stop.clone(), tasks: tasks.clone() };
+        let acceptor = Acceptor {
+            state: state.clone(),
+            places: Places::new(options.place_limits(descriptors::for_connections(&options)), state.metrics.clone()),
+            stop: stop.clone(),
+            tasks: tasks.clone(),
+        };
         if let Some(local) = local {
             tasks.spawn(accept_local(acceptor.clone(), local));
         }
+        tasks.spawn(close_idle(acceptor.places.clone(), stop.clone()));
         tasks.spawn(accept_tcp(acceptor, listener));
         tracing::info!(node = %state.identity.node_id, epoch = state.identity.epoch, %addr, "store node ready");
         Ok(Node { state, addr, admin_addr, stop, tasks, drain_timeout: options.drain_timeout })
@@ -193,7 +203,7 @@ impl Server {
     ) -> BoxFuture<'static, ()> {
         let state = self.state.clone();
         let peer = "simulated local client".into();
-        Box::pin(connection::serve_in_place(state, peer, (read, write), peer_memory, session_end))
+        Box::pin(connection::serve_in_place(state, peer, (read, write), peer_memory, session_end, None))
     }
 }
 
@@ -313,8 +323,7 @@ fn listen_local(arena: &Arena, options: &NodeOptions, identity: &Identity, rng: 
 #[derive(Clone)]
 struct Acceptor {
     state: Arc<NodeState>,
-    /// One permit per connection that may still be open.
-    permits: Arc<Semaphore>,
+    places: Arc<Places>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
@@ -330,14 +339,14 @@ impl Acceptor {
             accepted = accept => accepted,
         };
         if let Err(error) = &accepted {
-            tracing::warn!(%error, "cannot accept a connection; if files ran out, raise the limit of open files");
+            connection::record_failed_accept(&self.state, error);
             tokio::time::sleep(ACCEPT_RETRY).await;
         }
         Some(accepted.ok())
     }
 
-    /// Spawns the task of a connection, which keeps its permit until it ends.
-    fn serve(&self, permit: OwnedSemaphorePermit, serve: impl Future<Output = ()> + Send + 'static) {
+    /// Spawns the task of a connection, which keeps its place until it ends.
+    fn serve(&self, place: Arc<Place>, serve: impl Future<Output = ()> + Send + 'static) {
         let metrics = self.state.metrics.clone();
         metrics.connections_accepted.inc();
         let stop = self.stop.clone();
@@ -347,39 +356,45 @@ impl Acceptor {
                 // Biased: a shutdown must not lose against a connection that is always ready.
                 biased;
                 () = stop.cancelled() => {}
+                () = place.closed() => {}
                 () = serve => {}
             }
             metrics.connections.dec();
-            drop(permit);
+            drop(place);
         });
     }
 
-    /// Takes the permit of a new connection. `None` if as many as allowed are open.
-    fn permit(&self) -> Option<OwnedSemaphorePermit> {
-        self.permits.clone().try_acquire_owned().ok()
-    }
-
     /// Answers a TCP connection beyond the limit and closes it.
-    fn refuse_tcp(&self, stream: TcpStream, peer: SocketAddr) {
-        let recorded = connection::record_refusal(&self.state, &peer.to_string(), ConnectionLimit::Count);
+    fn refuse_tcp(&self, stream: TcpStream, peer: SocketAddr, limit: ConnectionLimit) {
+        let recorded = connection::record_refusal(&self.state, &peer.to_string(), limit);
         let Some(permit) = recorded else { return };
         let stop = self.stop.clone();
         self.tasks.spawn(async move {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => {}
-                () = connection::refuse_tcp(stream, permit) => {}
+                () = connection::refuse_tcp(stream, permit, limit) => {}
             }
         });
+    }
+}
+
+/// Closes connections that are idle for too long, until the node shuts down.
+async fn close_idle(places: Arc<Places>, stop: CancellationToken) {
+    while stop.run_until_cancelled(tokio::time::sleep(IDLE_CHECK_INTERVAL)).await.is_some() {
+        places.close_idle();
     }
 }
 
 async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
     while let Some(accepted) = acceptor.next(listener.accept()).await {
         let Some((stream, peer)) = accepted else { continue };
-        match acceptor.permit() {
-            Some(permit) => acceptor.serve(permit, connection::serve_tcp(acceptor.state.clone(), stream)),
-            None => acceptor.refuse_tcp(stream, peer),
+        match acceptor.places.admit(Peer::of(peer), TCP_DESCRIPTORS) {
+            Ok(place) => {
+                let place = Arc::new(place);
+                acceptor.serve(place.clone(), connection::serve_tcp(acceptor.state.clone(), stream, place));
+            }
+            Err(limit) => acceptor.refuse_tcp(stream, peer, limit),
         }
     }
 }
@@ -387,12 +402,14 @@ async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
 async fn accept_local(acceptor: Acceptor, local: LocalAccess) {
     while let Some(accepted) = acceptor.next(local.listener.accept()).await {
         let Some(stream) = accepted else { continue };
-        match acceptor.permit() {
-            Some(permit) => {
-                acceptor.serve(permit, connection::serve_local(acceptor.state.clone(), stream, local.arena.clone()));
+        match acceptor.places.admit(Peer::Local, LOCAL_DESCRIPTORS) {
+            Ok(place) => {
+                let place = Arc::new(place);
+                let serve = connection::serve_local(acceptor.state.clone(), stream, local.arena.clone(), place.clone());
+                acceptor.serve(place, serve);
             }
             // No answer here: the client falls back to TCP, and gets it there.
-            None => drop(connection::record_refusal(&acceptor.state, "local client", ConnectionLimit::Count)),
+            Err(limit) => drop(connection::record_refusal(&acceptor.state, "local client", limit)),
         }
     }
 }

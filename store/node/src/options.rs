@@ -2,6 +2,7 @@
 //!
 //! [`crate::memory_plan`] tells how much memory they can take.
 
+use crate::places::PlaceLimits;
 use crate::policy::{NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
 use larder_http::HttpOptions;
@@ -94,6 +95,13 @@ pub struct NodeOptions {
     /// "busy" and closed. Each takes 48 KiB of memory, see [`NodeOptions::request_bytes`]. Default:
     /// 1024. At most [`CONNECTIONS_MAX`].
     pub connections_max: usize,
+    /// Maximum number of connections from one IP address, and of those over local sockets. Of an
+    /// IPv6 address the network of 64 bits counts. Default: three quarters of `connections_max`.
+    /// Programs behind one address share it, so a lower value can keep out engines of one machine.
+    pub connections_per_peer_max: Option<usize>,
+    /// Time without a request after which a connection with nothing in flight is closed. Default:
+    /// 60 s. At least 10 s: clients of Larder send a request every 2 s.
+    pub idle_timeout: Duration,
     /// Maximum time that a TCP connection polls for the next request before its thread sleeps. It
     /// polls only while requests arrive that fast and no other thread needs the processor. Default:
     /// 200 µs, which is one round trip between two sleeping peers. Zero disables polling.
@@ -135,6 +143,8 @@ impl Default for NodeOptions {
             rdma: RdmaOptions::default(),
             drain_timeout: Duration::from_secs(60),
             connections_max: 1024,
+            connections_per_peer_max: None,
+            idle_timeout: Duration::from_secs(60),
             busy_poll: larder_wire::DEFAULT_BUSY_POLL,
             seed: None,
             protocol_max: larder_wire::PROTOCOL_VERSION,
@@ -163,6 +173,8 @@ pub const L3_MEAN_PAGE_BYTES_MIN: u64 = 4096;
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
 /// Maximum of [`NodeOptions::connections_max`]. Each connection is an open file.
 pub const CONNECTIONS_MAX: usize = 1 << 20;
+/// Minimum of [`NodeOptions::idle_timeout`]. A client whose probe was lost has time for another one.
+pub const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(10);
 /// Maximum number of L3 devices. Each has its own executor thread.
 pub const L3_DEVICES_MAX: usize = 64;
 
@@ -183,6 +195,14 @@ impl NodeOptions {
         if !(1..=CONNECTIONS_MAX).contains(&self.connections_max) {
             let given = self.connections_max;
             return Err(format!("--max-connections is {given}; it must be in 1..={CONNECTIONS_MAX}"));
+        }
+        if let Some(given) = self.connections_per_peer_max.filter(|max| !(1..=self.connections_max).contains(max)) {
+            let max = self.connections_max;
+            return Err(format!("--max-connections-per-peer is {given}; it must be in 1..={max} (--max-connections)"));
+        }
+        if self.idle_timeout < IDLE_TIMEOUT_MIN {
+            let given = self.idle_timeout.as_secs();
+            return Err(format!("--idle-timeout is {given} s; the minimum is {} s", IDLE_TIMEOUT_MIN.as_secs()));
         }
         if self.write_after_hits == 0 {
             return Err("--write-after-hits is 0; it must be at least 1, or use --write-policy write-through".into());
@@ -232,6 +252,20 @@ impl NodeOptions {
         }
     }
 
+    /// Limits of connections, with so many descriptors for all of them.
+    pub(crate) fn place_limits(&self, descriptors: usize) -> PlaceLimits {
+        PlaceLimits {
+            connections: self.connections_max,
+            per_peer: self.connections_per_peer(),
+            descriptors,
+            idle_timeout: self.idle_timeout,
+        }
+    }
+
+    pub fn connections_per_peer(&self) -> usize {
+        self.connections_per_peer_max.unwrap_or(self.connections_max - self.connections_max / 4)
+    }
+
     pub fn arena_bytes(&self) -> u64 {
         self.l2_bytes + self.in_flight_bytes()
     }
@@ -256,8 +290,8 @@ impl NodeOptions {
         self.connection_outstanding_bytes.unwrap_or_else(|| self.l2_bytes.max(256 << 20))
     }
 
-    /// Maximum number of readers that wait for absent pages. Each counts as a request of 1 KiB, and
-    /// together they may use a quarter of the request memory, hence the division by 4 KiB.
+    /// Maximum number of readers that wait for absent pages. It bounds their table. Each is also
+    /// charged about 5 KiB of the request memory.
     pub(crate) fn waiters_max(&self) -> usize {
         usize::try_from(self.request_bytes >> 12).unwrap_or(usize::MAX)
     }
@@ -309,6 +343,10 @@ mod tests {
         assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
         let connections = |connections_max| NodeOptions { connections_max, ..good.clone() }.validate();
         assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());
+        let idle_timeout = Duration::from_secs(9);
+        assert!(NodeOptions { idle_timeout, ..good.clone() }.validate().unwrap_err().contains("--idle-timeout is 9 s"));
+        let per_peer = |max| NodeOptions { connections_per_peer_max: Some(max), ..good.clone() }.validate();
+        assert!(per_peer(0).is_err() && per_peer(1024).is_ok() && per_peer(1025).unwrap_err().contains("per-peer"));
         assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));
     }
 }

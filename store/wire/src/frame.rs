@@ -29,6 +29,7 @@ use crate::VERSION_FRAGMENTS;
 use larder_format::MAX_PAGE_BYTES;
 use larder_format::codec::{DecodeError, Put, Reader};
 use std::io;
+use std::sync::Arc;
 
 /// Length of a frame header in bytes. All headers have this length, so a reader knows the lengths
 /// of body and payload after that many bytes.
@@ -149,6 +150,18 @@ impl<T> AsRef<[u8]> for Guard<T> {
     }
 }
 
+/// Bytes of a body that frames share, and a guard of one of these frames.
+struct SharedBytes<T> {
+    bytes: Arc<[u8]>,
+    _guard: T,
+}
+
+impl<T> AsRef<[u8]> for SharedBytes<T> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 /// An encoded frame that waits to be sent. It owns its payload, so the payload's memory stays valid
 /// until the frame is dropped.
 pub struct Frame {
@@ -160,7 +173,12 @@ pub struct Frame {
     payload_len: usize,
     is_fragmented: bool,
     is_abandoned: Option<Box<IsAbandoned>>,
+    /// Dropped with the frame.
+    held: Option<Held>,
 }
+
+/// Guard of a frame, whatever its type.
+type Held = Box<dyn Send + Sync>;
 
 /// Condition under which the rest of a payload is not sent. Once true, it stays true.
 type IsAbandoned = dyn Fn() -> bool + Send + Sync;
@@ -186,7 +204,29 @@ impl Frame {
         let mut head = header.encode();
         head.put_u32(crc(&head, body));
         head.put(body);
-        Frame { head, payload, payload_len: payload_bytes, is_fragmented: false, is_abandoned: None }
+        Frame { head, payload, payload_len: payload_bytes, is_fragmented: false, is_abandoned: None, held: None }
+    }
+
+    /// Encodes a frame that sends a body from memory that other frames share. Dropping the frame
+    /// drops `guard`.
+    ///
+    /// # Panics
+    /// If the body is above [`MAX_BODY_BYTES`].
+    pub(crate) fn with_shared_body(
+        kind: u8,
+        request: u64,
+        body: Arc<[u8]>,
+        guard: impl Send + Sync + 'static,
+    ) -> Frame {
+        assert!(body.len() <= MAX_BODY_BYTES, "a body of {} bytes is above the limit", body.len());
+        let body_bytes = body.len() as u32;
+        let header = FrameHeader { kind, request, body_bytes, payload_bytes: 0, deadline_ms: 0, flags: 0, crc: 0 };
+        let mut head = header.encode();
+        head.put_u32(crc(&head, &body));
+        // The writer sends a payload behind its head, and so the bytes stand where the body belongs.
+        let payload_len = body.len();
+        let payload: Payload = Box::new(SharedBytes { bytes: body, _guard: guard });
+        Frame { head, payload: Some(payload), payload_len, is_fragmented: false, is_abandoned: None, held: None }
     }
 
     /// Adapts a new frame to the negotiated version: a payload above [`FRAGMENT_BYTES`] travels in
@@ -214,6 +254,12 @@ impl Frame {
         // A payload is a guard already: it keeps its memory alive until the frame is dropped.
         debug_assert!(self.payload.is_none(), "a frame with payload cannot carry a guard");
         self.payload = Some(Box::new(Guard(guard)));
+    }
+
+    /// Lets a frame own a second guard, beside its payload or its first one. The guard is dropped
+    /// with the frame.
+    pub fn hold(&mut self, guard: impl Send + Sync + 'static) {
+        self.held = Some(Box::new(guard));
     }
 
     /// Length of header, body and payload in bytes.

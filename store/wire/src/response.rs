@@ -3,6 +3,8 @@
 
 mod codec;
 
+pub use codec::SharedResponse;
+
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
 use crate::fields::{GrantedRange, PagePin, PayloadLocation, RdmaEndpoint};
 use larder_format::{NamespaceId, PageMeta};

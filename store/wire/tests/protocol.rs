@@ -166,3 +166,44 @@ fn document_lists_all_versions() {
     let versions: Vec<String> = (PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION).map(|v| v.to_string()).collect();
     assert_eq!(documented, versions);
 }
+
+#[test]
+fn largest_requests_fit_the_bounds_of_their_bodies() {
+    use larder_format::{MAX_CHUNKS, PageKey};
+    use larder_wire::{
+        Entry, MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS, PartLocation, RdmaEndpoint,
+    };
+    let entry = Entry { request: 1, index: 2 };
+    let name = "n".repeat(MAX_NAME_BYTES);
+    let endpoint = RdmaEndpoint { channel: 1, address: [0; 32] };
+    let largest = [
+        Request::Ping,
+        Request::Members,
+        Request::Status,
+        Request::Cancel(1),
+        Request::Abort(entry),
+        Request::Suspect(PageKey([1; 32])),
+        Request::Follow(PageKey([1; 32])),
+        Request::Withdraw(name.clone()),
+        Request::Register { name, ttl_ms: 1, info: "i".repeat(MAX_INFO_BYTES) },
+        Request::Release(vec![entry; MAX_KEYS]),
+        Request::Commit(vec![entry; MAX_PUTS]),
+        Request::Forget(vec![PageKey([1; 32]); MAX_KEYS]),
+        Request::Part {
+            put: entry,
+            part: 1,
+            crcs: vec![0; MAX_CHUNKS],
+            bytes: PartLocation::SharedMemory { offset: 0, bytes: 1 },
+        },
+        Request::RdmaChannels { closed: vec![1; MAX_RDMA_CHANNELS], offered: vec![endpoint; MAX_RDMA_CHANNELS] },
+        Request::GrantParts { reserve: 1, channels: vec![1; MAX_RDMA_CHANNELS] },
+    ];
+    for request in largest {
+        let frame = request.frame(PROTOCOL_VERSION, 1, 0, None);
+        let bytes = frame.len() - HEADER_BYTES;
+        let max = Request::max_body_bytes(frame.head[4]);
+        assert!(bytes <= max, "{} bytes of kind {} are above {max}", bytes, frame.head[4]);
+        let is_never_shed = !Request::is_sheddable(frame.head[4]);
+        assert!(max <= 272 << 10 || !is_never_shed, "kind {}", frame.head[4]);
+    }
+}

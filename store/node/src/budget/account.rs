@@ -1,7 +1,7 @@
 //! Budget of one connection: its charges, and the wait for read memory.
 
 use super::{
-    Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, Kind, LosingWriter, OUTSTANDING_MIN,
+    Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter, OUTSTANDING_MIN,
     PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
 };
 use larder_runtime::{fail_point, now, race_point};
@@ -28,6 +28,11 @@ const RETURN_TIME: Duration = Duration::from_millis(100);
 /// End of a place whose connection is told to return after `time`.
 fn place_end(now: Instant, time: Duration) -> Instant {
     now + time + time / RETURN_PART + RETURN_TIME
+}
+
+/// Memory of a request of whose body so many bytes have arrived.
+fn request_bytes(body_bytes: usize) -> u64 {
+    REQUEST_BYTES + REQUEST_BODY_COPIES * body_bytes as u64
 }
 
 /// Account of one connection. Charges keep it alive. Its drop, after the last charge, returns the
@@ -300,18 +305,43 @@ impl Account {
         writer.is_silent || tenant.is_some_and(|tenant| state.tenants.excess(tenant, max) > 0)
     }
 
-    /// Charges a request with a body of `body_bytes`. A `mandatory` request always passes.
-    pub(crate) fn charge_request(self: &Arc<Self>, body_bytes: u32, mandatory: bool) -> Result<Charge, Busy> {
-        let bytes = REQUEST_BYTES + REQUEST_BODY_COPIES * u64::from(body_bytes);
-        if !mandatory {
-            return self.charge(Kind::Requests, bytes);
+    /// Charges a request of whose body `body_bytes` will be in memory. A `mandatory` request always
+    /// passes.
+    pub(crate) fn charge_request(self: &Arc<Self>, body_bytes: usize, mandatory: bool) -> Result<Charge, Busy> {
+        self.charge_or_force(request_bytes(body_bytes), mandatory)
+    }
+
+    /// Raises the charge of a request to that of a body with more bytes in memory. On a refusal the
+    /// charge stays as it is.
+    pub(crate) fn grow_request(
+        self: &Arc<Self>,
+        charge: &mut Charge,
+        body_bytes: usize,
+        mandatory: bool,
+    ) -> Result<(), Busy> {
+        let bytes = request_bytes(body_bytes);
+        if bytes > charge.bytes {
+            charge.absorb(self.charge_or_force(bytes - charge.bytes, mandatory)?);
         }
-        Ok(self.charge_unchecked(Kind::Requests, bytes))
+        Ok(())
+    }
+
+    fn charge_or_force(self: &Arc<Self>, bytes: u64, mandatory: bool) -> Result<Charge, Busy> {
+        match mandatory {
+            true => Ok(self.charge_unchecked(Kind::Requests, bytes)),
+            false => self.charge(Kind::Requests, bytes),
+        }
     }
 
     /// Charges bytes that exist already, beyond the bound if need be.
     pub(crate) fn charge_unchecked(self: &Arc<Self>, kind: Kind, bytes: u64) -> Charge {
         self.grant(&mut self.budget.state.lock(), kind, bytes, now())
+    }
+
+    /// Returns `true` if nothing of the connection is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        let state = self.budget.state.lock();
+        state.connections.get(&self.connection).is_none_or(|connection| connection.used == [0; KINDS.len()])
     }
 
     #[cfg(test)]
@@ -343,6 +373,14 @@ impl Charge {
     /// Returns the bytes of work that did not happen. They are no sample of any rate.
     pub(crate) fn release_unused(mut self) {
         self.counts_for_rate = false;
+    }
+
+    /// Takes over the bytes of another charge of the same connection and kind.
+    fn absorb(&mut self, mut other: Charge) {
+        debug_assert!(self.kind == other.kind && self.kind == Kind::Requests && !self.queued && !other.queued);
+        self.bytes += other.bytes;
+        // Its drop then returns nothing.
+        other.bytes = 0;
     }
 
     /// Returns the bytes beyond the first `bytes`. Does nothing if the charge is smaller already.

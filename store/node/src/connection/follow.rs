@@ -2,6 +2,7 @@
 
 use super::Connection;
 use super::outbox::{PagePayload, PartPayload, Responder};
+use crate::budget::Kind;
 use crate::puts::{Presence, Progress, Put};
 use crate::state::NodeState;
 use larder_format::PageId;
@@ -9,12 +10,24 @@ use larder_wire::{FollowState, Response};
 use std::io;
 use std::time::Instant;
 
+/// Memory of a follower that waits for its page, beside that of its request: its task, its timer and
+/// its entry in the table of waiting readers.
+const FOLLOW_BYTES: u64 = 4 << 10;
+
 impl Connection {
     pub(super) async fn follow(&mut self, request: u64, id: PageId, deadline: Instant) -> io::Result<()> {
         self.node.metrics.follows.inc();
+        let charge = match self.account.charge(Kind::Requests, FOLLOW_BYTES) {
+            Ok(charge) => charge,
+            Err(busy) => return self.refuse(request, busy).await,
+        };
         let node = self.node.clone();
         let responder = self.responder(request, deadline);
-        self.spawn(request, 1, async move { follow(&node, &responder, id, deadline).await }).await
+        let work = async move {
+            let _charge = charge;
+            follow(&node, &responder, id, deadline).await
+        };
+        self.spawn(request, 1, work).await
     }
 }
 
@@ -24,12 +37,13 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
     let end = |state, meta| responder.finish(Response::FollowEnd { state, meta });
     loop {
         match node.store.puts().presence(&id) {
-            Presence::Sealed => return follow_sealed(node, responder, id, deadline).await,
-            Presence::Open(put) => match follow_put(node, responder, &put, deadline).await? {
+            // Boxed: most followers wait for a put, and then need none of this state.
+            Presence::Sealed => return Box::pin(follow_sealed(node, responder, id, deadline)).await,
+            Presence::Open(put) => match Box::pin(follow_put(node, responder, &put, deadline)).await? {
                 Progress::Sealed => {
                     // Another put of the key may be current by now: the client may have taken its
                     // time to receive the parts. They are not parts of that page.
-                    let found = node.store.tiers().hand_over(&id, deadline).await;
+                    let found = Box::pin(node.store.tiers().hand_over(&id, deadline)).await;
                     let followed = found.filter(|page| page.generation() == put.generation());
                     let (state, meta) = match followed {
                         Some(page) => {

@@ -9,7 +9,8 @@ use crate::page::Page;
 use crate::state::NodeState;
 use larder_runtime::now;
 use larder_wire::{
-    ArenaPage, Frame, FrameQueue, PROTOCOL_VERSION_MIN, Payload, PayloadLocation, QueuedPayloads, Response, TierCode,
+    ArenaPage, Frame, FrameQueue, PROTOCOL_VERSION_MIN, Payload, PayloadLocation, QueuedPayloads, Response,
+    SharedResponse, TierCode,
 };
 use std::io;
 use std::ops::Range;
@@ -22,6 +23,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 /// fill it, and few enough that answers to a slow client wait in its tasks, where they can be
 /// cancelled.
 const QUEUE_FRAMES: usize = 32;
+/// Bytes of short answers that one connection may have in its queue, beyond the first answer. A
+/// client that does not read its answers gets no further ones, and its next requests stay in its
+/// socket.
+const ANSWER_BYTES: u32 = 64 << 10;
+/// Answers above this length are charged one by one. The charge of the connection covers the
+/// others.
+const CHARGED_ANSWER_MIN: usize = 1 << 10;
 /// Unit of the read window, in bytes. A semaphore counts in u32, so bytes themselves would limit
 /// the window to 4 GiB.
 const WINDOW_UNIT: u64 = 4096;
@@ -39,6 +47,8 @@ pub(super) struct Outbox {
     version: u16,
     /// Free bytes of the read window, in units of [`WINDOW_UNIT`]. Empty until the handshake.
     window: Arc<Semaphore>,
+    /// Free bytes for short answers, of [`ANSWER_BYTES`].
+    answers: Arc<Semaphore>,
     account: Arc<Account>,
     uncongested_since: UncongestedSince,
     payloads: Arc<QueuedPayloads>,
@@ -53,6 +63,7 @@ impl Outbox {
             bulk,
             version: PROTOCOL_VERSION_MIN,
             window: Arc::new(Semaphore::new(0)),
+            answers: Arc::new(Semaphore::new(ANSWER_BYTES as usize)),
             account,
             uncongested_since,
             payloads: Arc::default(),
@@ -88,8 +99,27 @@ impl Outbox {
         self.send(response.frame(self.version, request, None)).await
     }
 
-    pub(super) async fn send(&self, frame: Frame) -> io::Result<()> {
+    pub(super) async fn send(&self, mut frame: Frame) -> io::Result<()> {
+        frame.hold(self.answer_credit(frame.len(), true).await?);
         enqueue(&self.control, frame).await
+    }
+
+    /// Queues an answer whose bytes other frames share. Its owner accounts for their memory.
+    pub(super) async fn send_shared(&self, request: u64, response: &SharedResponse) -> io::Result<()> {
+        let credit = self.answer_credit(response.body_bytes(), false).await?;
+        enqueue(&self.control, response.frame(request, credit)).await
+    }
+
+    /// Waits until the client has read enough of its earlier answers. The credit returns when the
+    /// answer has left.
+    async fn answer_credit(&self, bytes: usize, is_charged: bool) -> io::Result<AnswerCredit> {
+        // An answer above the whole window goes alone.
+        let permits = u32::try_from(bytes).unwrap_or(u32::MAX).min(ANSWER_BYTES);
+        let window = self.answers.clone().acquire_many_owned(permits).await;
+        let _window = window.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        let _charge = (is_charged && bytes > CHARGED_ANSWER_MIN)
+            .then(|| self.account.charge_unchecked(Kind::Requests, bytes as u64));
+        Ok(AnswerCredit { _window, _charge })
     }
 
     pub(super) fn responder(&self, request: u64, deadline: Instant) -> Responder {
@@ -100,6 +130,12 @@ impl Outbox {
 async fn enqueue(queue: &mpsc::Sender<Frame>, frame: Frame) -> io::Result<()> {
     // The writer drops its end only when the socket failed.
     queue.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+}
+
+/// Space of one short answer in the window of its connection, and its memory.
+struct AnswerCredit {
+    _window: OwnedSemaphorePermit,
+    _charge: Option<Charge>,
 }
 
 /// Permission for bytes to be in flight to the client: space in the read window, and memory of the
@@ -142,9 +178,10 @@ impl Responder {
     /// client takes it for the end of them.
     pub(super) async fn finish(&self, response: Response) -> io::Result<()> {
         // Relaxed: all answers of a request are sent by one task.
-        let has_sent_bulk = self.has_sent_bulk.load(Ordering::Relaxed);
-        let queue = if has_sent_bulk { &self.outbox.bulk } else { &self.outbox.control };
-        enqueue(queue, self.frame(response)).await
+        match self.has_sent_bulk.load(Ordering::Relaxed) {
+            true => enqueue(&self.outbox.bulk, self.frame(response)).await,
+            false => self.send(response).await,
+        }
     }
 
     /// Holds a page for the client and sends its location in the arena. Fails if the client already

@@ -30,6 +30,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionLimit {
     Count,
+    /// Connections of one address, or over local sockets.
+    Peer,
     Memory,
 }
 
@@ -37,7 +39,9 @@ pub(crate) enum ConnectionLimit {
 pub(crate) struct Refusals {
     permits: Arc<Semaphore>,
     count: Mutex<LogLines>,
+    peer: Mutex<LogLines>,
     memory: Mutex<LogLines>,
+    failed_accepts: Mutex<LogLines>,
 }
 
 #[derive(Debug, Default)]
@@ -60,7 +64,13 @@ impl LogLines {
 
 impl Refusals {
     pub(crate) fn new() -> Refusals {
-        Refusals { permits: Arc::new(Semaphore::new(REFUSALS_MAX)), count: Mutex::default(), memory: Mutex::default() }
+        Refusals {
+            permits: Arc::new(Semaphore::new(REFUSALS_MAX)),
+            count: Mutex::default(),
+            peer: Mutex::default(),
+            memory: Mutex::default(),
+            failed_accepts: Mutex::default(),
+        }
     }
 }
 
@@ -70,6 +80,7 @@ pub(crate) fn record(node: &NodeState, peer: &str, limit: ConnectionLimit) -> Op
     node.metrics.connections_rejected.inc();
     let lines = match limit {
         ConnectionLimit::Count => &node.refusals.count,
+        ConnectionLimit::Peer => &node.refusals.peer,
         ConnectionLimit::Memory => &node.refusals.memory,
     };
     if let Some(refused) = lines.lock().record(now()) {
@@ -79,6 +90,10 @@ pub(crate) fn record(node: &NodeState, peer: &str, limit: ConnectionLimit) -> Op
                 %peer, refused, limit = options.connections_max,
                 "connections refused: the node has as many as it may have; raise --max-connections [LRD0105]"
             ),
+            ConnectionLimit::Peer => tracing::warn!(
+                %peer, refused, limit = options.connections_per_peer(),
+                "connections refused: their address has as many as it may have; raise --max-connections-per-peer [LRD0105]"
+            ),
             ConnectionLimit::Memory => tracing::warn!(
                 %peer, refused, limit_bytes = options.request_bytes,
                 "connections refused: no memory left for them; raise --request-memory [LRD0105]"
@@ -86,6 +101,16 @@ pub(crate) fn record(node: &NodeState, peer: &str, limit: ConnectionLimit) -> Op
         }
     }
     node.refusals.permits.clone().try_acquire_owned().ok()
+}
+
+/// Logs a failed accept if a line is due. The usual cause is a lack of descriptors.
+pub(crate) fn record_failed_accept(node: &NodeState, error: &io::Error) {
+    if let Some(failed) = node.refusals.failed_accepts.lock().record(now()) {
+        tracing::warn!(
+            %error, failed,
+            "cannot accept a connection; if open files ran out, raise their limit (LimitNOFILE, ulimit -n) [LRD0107]"
+        );
+    }
 }
 
 /// Receives the first message of a refused client and answers it with the error *busy*.
@@ -100,6 +125,7 @@ pub(super) async fn answer<R: ByteSource, W: ByteSink>(limit: ConnectionLimit, r
         reader.take_body(&head).await?;
         let message = match limit {
             ConnectionLimit::Count => "the node has no room for another connection; try again later",
+            ConnectionLimit::Peer => "this address has too many connections to the node; try again later",
             ConnectionLimit::Memory => "the node has no memory for another connection; try again later",
         };
         let response = Response::Error { code: ErrorCode::Busy, message: message.into() };
@@ -111,9 +137,9 @@ pub(super) async fn answer<R: ByteSource, W: ByteSink>(limit: ConnectionLimit, r
 }
 
 /// Refuses a TCP connection beyond the limit of the node.
-pub(crate) async fn refuse_tcp(stream: TcpStream, permit: OwnedSemaphorePermit) {
+pub(crate) async fn refuse_tcp(stream: TcpStream, permit: OwnedSemaphorePermit, limit: ConnectionLimit) {
     let (read, write) = stream.into_split();
-    answer(ConnectionLimit::Count, read, &mut FrameWriter::new(write)).await;
+    answer(limit, read, &mut FrameWriter::new(write)).await;
     drop(permit);
 }
 

@@ -34,10 +34,10 @@ impl Connection {
     /// # Errors
     /// `InvalidData` for a protocol error; any other kind if the connection was lost.
     pub(super) async fn serve<S: ByteSource>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
-        if !self.handshake(reader).await? {
-            return Ok(());
-        }
-        while let Some(head) = reader.head().await? {
+        // A client may be silent between its requests, but not within a header.
+        while reader.begin().await? {
+            let head = tokio::time::timeout(STALL_TIMEOUT, reader.head()).await.map_err(timed_out)??;
+            let Some(head) = head else { break };
             self.serve_one(reader, &head).await?;
         }
         Ok(())
@@ -48,7 +48,9 @@ impl Connection {
             return Ok(());
         }
         let header = head.header;
-        let request = match Request::decode(self.outbox.version(), header.kind, reader.body()) {
+        let decoded = Request::decode(self.outbox.version(), header.kind, reader.body());
+        reader.release_body();
+        let request = match decoded {
             Ok(request) => request,
             Err(error) => {
                 let message = format!("a message of kind {}: {error}", header.kind);
@@ -79,25 +81,43 @@ impl Connection {
         })
     }
 
-    /// Charges a request and receives its body. Returns `false` if the request was answered "busy".
+    /// Receives the body of a request, and charges it before each growth of the memory for it.
+    /// Returns `false` if the request was answered "busy".
     async fn admit<S: ByteSource>(&mut self, reader: &mut FrameReader<S>, head: &FrameHead) -> io::Result<bool> {
         let header = &head.header;
-        // Charged before the body is received, which allocates it.
-        match self.account.charge_request(header.body_bytes, !Request::is_sheddable(header.kind)) {
+        if header.body_bytes as usize > Request::max_body_bytes(header.kind) {
+            return Err(protocol_error(DecodeError::Invalid("body length of this kind of request")));
+        }
+        let mandatory = !Request::is_sheddable(header.kind);
+        // Requests without a body are charged, too.
+        let mut admission = self.account.charge_request(0, mandatory);
+        let account = &self.account;
+        let receive = reader.take_body_if(head, |body_bytes| {
+            let grown = admission.as_mut().map_err(|busy| *busy);
+            match grown.and_then(|charge| account.grow_request(charge, body_bytes, mandatory)) {
+                Ok(()) => true,
+                Err(busy) => {
+                    admission = Err(busy);
+                    false
+                }
+            }
+        });
+        tokio::time::timeout(STALL_TIMEOUT, receive).await.map_err(timed_out)??;
+        self.received_at = now();
+        if let Some(place) = &self.place {
+            place.record_activity(self.received_at);
+        }
+        match admission {
             Ok(charge) => self.charge = Some(charge),
             Err(busy) => {
-                tokio::time::timeout(STALL_TIMEOUT, reader.skip_body(head)).await.map_err(timed_out)??;
                 // Only parts have a payload, and parts are never refused.
                 if header.payload_bytes > 0 {
                     return Err(protocol_error(DecodeError::Invalid("payload")));
                 }
-                self.received_at = now();
                 self.refuse(header.request, busy).await?;
                 return Ok(false);
             }
         }
-        tokio::time::timeout(STALL_TIMEOUT, reader.take_body(head)).await.map_err(timed_out)??;
-        self.received_at = now();
         Ok(true)
     }
 
@@ -152,7 +172,10 @@ impl Connection {
                 Response::Count(u32::from(node.members.register(name, info, ttl, now())))
             }
             Request::Withdraw(name) => Response::Count(u32::from(node.members.withdraw(&name))),
-            Request::Members => Response::Members(node.members.list(now())),
+            Request::Members => {
+                let members = node.members.shared(now());
+                return self.outbox.send_shared(header.request, &members).await;
+            }
             Request::Ping => Response::Pong,
             Request::Status => Response::Status(node.status().to_string()),
             message => match &self.namespace {

@@ -9,7 +9,7 @@
 
 use super::queue::QueuedFrame;
 use super::{
-    CRC_AT, FRAGMENT_BYTES, Frame, FrameQueue, HEADER_BYTES, IsAbandoned, Payload, REQUEST_AT, YIELD_BYTES,
+    CRC_AT, FRAGMENT_BYTES, Frame, FrameQueue, HEADER_BYTES, Held, IsAbandoned, Payload, REQUEST_AT, YIELD_BYTES,
     fragment_head,
 };
 use std::collections::VecDeque;
@@ -64,6 +64,7 @@ enum Role {
 struct Message {
     payload: Option<Payload>,
     is_abandoned: Option<Box<IsAbandoned>>,
+    _held: Option<Held>,
 }
 
 impl Message {
@@ -132,8 +133,8 @@ impl Batch {
             QueuedFrame::Urgent(frame) => (frame, true),
             QueuedFrame::Bulk(frame) => (frame, false),
         };
-        let Frame { head, payload, payload_len, is_fragmented, is_abandoned } = frame;
-        let message = Arc::new(Message { payload, is_abandoned });
+        let Frame { head, payload, payload_len, is_fragmented, is_abandoned, held } = frame;
+        let message = Arc::new(Message { payload, is_abandoned, _held: held });
         if message.is_abandoned() {
             return;
         }
@@ -273,7 +274,7 @@ fn request_of(head: &[u8]) -> u64 {
 
 /// An empty fragment, which ends the open payload.
 fn end_segment(request: u64) -> Segment {
-    let message = Arc::new(Message { payload: None, is_abandoned: None });
+    let message = Arc::new(Message { payload: None, is_abandoned: None, _held: None });
     let head = fragment_head(request, 0);
     Segment { head, number: 0, is_urgent: false, message, bytes: 0..0, role: Role::Fragment }
 }

@@ -21,7 +21,10 @@ const SCRATCH_BYTES: usize = CHUNK_BYTES;
 const PIECE_BYTES: usize = 512 << 10;
 /// Capacity of the body buffer that is kept between frames, in bytes. A rare large body must not
 /// occupy memory for the connection's lifetime.
-const BODY_CAPACITY_BYTES: usize = 64 << 10;
+const BODY_CAPACITY_BYTES: usize = 16 << 10;
+/// First length of the body buffer, in bytes. It doubles as bytes arrive, so an announced length
+/// costs nothing by itself.
+const BODY_STEP_BYTES: usize = 8 << 10;
 
 /// Reads frames from a stream. Headers and bodies pass through a small buffer, payloads go straight
 /// to their final memory.
@@ -132,23 +135,40 @@ impl<S: ByteSource> FrameReader<S> {
         }
     }
 
+    /// Waits for the first byte of the next frame, for callers that bound the time of the rest.
+    /// Returns `false` at a clean end of the stream. Cancel safe.
+    pub async fn begin(&mut self) -> io::Result<bool> {
+        if self.to > self.from {
+            return Ok(true);
+        }
+        let into = &mut [IoSliceMut::new(&mut self.ahead[..])];
+        let received = match self.open.left {
+            0 => self.source.receive_next(into).await?,
+            _ => self.source.receive(into).await?,
+        };
+        self.from = 0;
+        self.to = received;
+        self.count(received);
+        Ok(received > 0)
+    }
+
     /// Reads the next header, which may be that of a fragment. Cancel safe.
     async fn any_head(&mut self) -> io::Result<Option<FrameHead>> {
+        if !self.begin().await? {
+            return Ok(None);
+        }
         while self.to - self.from < HEADER_BYTES {
             self.ahead.copy_within(self.from..self.to, 0);
             self.to -= self.from;
             self.from = 0;
             let into = &mut [IoSliceMut::new(&mut self.ahead[self.to..])];
-            let received = match self.to {
-                0 if self.open.left == 0 => self.source.receive_next(into).await?,
-                _ => self.source.receive(into).await?,
-            };
-            match received {
-                0 if self.to == 0 => return Ok(None),
+            match self.source.receive(into).await? {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                received => self.to += received,
+                received => {
+                    self.to += received;
+                    self.count(received);
+                }
             }
-            self.count(received);
         }
         let bytes = self.ahead[self.from..].first_chunk().expect("the loop received a whole header");
         let head = FrameHead { header: FrameHeader::decode(bytes).map_err(invalid)?, bytes: *bytes };
@@ -168,25 +188,54 @@ impl<S: ByteSource> FrameReader<S> {
     /// Reads the body of a header and verifies both. A failure is final: the caller must close the
     /// stream.
     pub async fn take_body(&mut self, head: &FrameHead) -> io::Result<()> {
+        self.take_body_if(head, |_| true).await.map(|_| ())
+    }
+
+    /// Reads the body of a header and verifies both, in memory that grows as the bytes arrive.
+    ///
+    /// Calls `admit` with the length of the buffer before it grows. If `admit` returns `false`, the
+    /// reader drops the body, discards the rest, and returns `false`. [`FrameReader::body`] is empty
+    /// then.
+    ///
+    /// # Errors
+    /// As for [`FrameReader::take_body`].
+    pub async fn take_body_if(&mut self, head: &FrameHead, mut admit: impl FnMut(usize) -> bool) -> io::Result<bool> {
+        let total = head.header.body_bytes as usize;
         let mut body = std::mem::take(&mut self.body);
-        body.resize(head.header.body_bytes as usize, 0);
-        self.fill(&mut body).await?;
-        // One large body must not pin a mebibyte for the rest of the connection.
-        body.shrink_to(BODY_CAPACITY_BYTES);
+        body.clear();
+        while body.len() < total {
+            let at = body.len();
+            let length = total.min(BODY_STEP_BYTES.max(2 * at));
+            if !admit(length) {
+                self.skip_rest(head, &body).await?;
+                return Ok(false);
+            }
+            body.reserve_exact(length - at);
+            body.resize(length, 0);
+            self.fill(&mut body[at..]).await?;
+        }
         self.body = body;
-        self.verify(head, crc(&head.bytes, &self.body))
+        self.verify(head, crc(&head.bytes, &self.body))?;
+        Ok(true)
     }
 
     /// Reads the body of a header and verifies both, without memory for the body.
     /// [`FrameReader::body`] is empty afterwards.
     pub async fn skip_body(&mut self, head: &FrameHead) -> io::Result<()> {
+        self.skip_rest(head, &[]).await
+    }
+
+    /// Discards the rest of a body after its first bytes, `received`, and verifies all of it.
+    async fn skip_rest(&mut self, head: &FrameHead, received: &[u8]) -> io::Result<()> {
         self.body = Vec::new();
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(&head.bytes[..CRC_AT]);
-        let mut left = head.header.body_bytes as usize;
-        let mut scratch = vec![0; left.min(SCRATCH_BYTES)];
+        hasher.update(received);
+        let mut left = head.header.body_bytes as usize - received.len();
+        // Small: nothing is charged for it, and many refused clients may be slow.
+        let mut scratch = vec![0; left.min(BODY_STEP_BYTES)];
         while left > 0 {
-            let piece = &mut scratch[..left.min(SCRATCH_BYTES)];
+            let piece = &mut scratch[..left.min(BODY_STEP_BYTES)];
             self.fill(piece).await?;
             hasher.update(piece);
             left -= piece.len();
@@ -226,6 +275,14 @@ impl<S: ByteSource> FrameReader<S> {
     /// first.
     pub fn body(&self) -> &[u8] {
         &self.body
+    }
+
+    /// Frees the buffer of a large body, once the caller has decoded it. Otherwise a single large
+    /// body would keep its memory until the next one.
+    pub fn release_body(&mut self) {
+        if self.body.capacity() > BODY_CAPACITY_BYTES {
+            self.body = Vec::new();
+        }
     }
 
     /// Fills `memory` with the next bytes of the stream. They are part of a body.

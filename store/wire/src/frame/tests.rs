@@ -202,6 +202,57 @@ async fn skipped_body_is_verified() {
     }
 }
 
+#[tokio::test]
+async fn body_buffer_grows_as_bytes_arrive() {
+    // The header announces the largest body, and 20,000 bytes of it arrive.
+    let frame = Frame::new(9, 1, 0, &vec![5; MAX_BODY_BYTES], None);
+    let bytes = frame.head[..HEADER_BYTES + 20_000].to_vec();
+    let mut reader = FrameReader::new(SlowSource { bytes, at: 0, step: 1000 });
+    let head = reader.head().await.unwrap().unwrap();
+    let mut lengths = Vec::new();
+    let ended = reader.take_body_if(&head, |bytes| {
+        lengths.push(bytes);
+        true
+    });
+    assert_eq!(ended.await.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    assert_eq!(lengths, [8 << 10, 16 << 10, 32 << 10]);
+}
+
+#[tokio::test]
+async fn body_that_is_refused_midway_is_verified_and_leaves_the_stream_in_step() {
+    for damage in [None, Some(100), Some(30_000)] {
+        let mut bytes = Frame::new(9, 1, 0, &[5; 40_000], None).head;
+        let mut second = Frame::new(9, 2, 0, b"x", None);
+        second.number(1);
+        bytes.extend(second.head);
+        damage.inspect(|&at: &usize| bytes[at] ^= 1);
+        let mut reader = FrameReader::new(SlowSource { bytes, at: 0, step: 1000 });
+        let head = reader.head().await.unwrap().unwrap();
+        let taken = reader.take_body_if(&head, |bytes| bytes < 20_000).await;
+        assert_eq!(taken.ok(), damage.is_none().then_some(false));
+        if damage.is_none() {
+            assert!(reader.body().is_empty());
+            assert_eq!(reader.next().await.unwrap().unwrap().request, 2);
+        }
+    }
+}
+
+#[tokio::test]
+async fn shared_body_is_read_like_any_other() {
+    let shared: Arc<[u8]> = vec![7; 300 << 10].into();
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    let mut writer = FrameWriter::new(SlowSink { taken: taken.clone(), step: 10_000 });
+    for request in 0..2 {
+        writer.send(Frame::with_shared_body(9, request, shared.clone(), ())).await.unwrap();
+    }
+    assert_eq!(Arc::strong_count(&shared), 1, "sent frames are dropped");
+    let mut reader = FrameReader::new(SlowSource { bytes: std::mem::take(&mut taken.lock()), at: 0, step: 7000 });
+    for request in 0..2 {
+        assert_eq!(reader.next().await.unwrap().unwrap().request, request);
+        assert_eq!(reader.body(), &shared[..]);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn send_all_times_out_on_a_stalled_sink() {
     struct StalledSink;

@@ -6,12 +6,16 @@ use crate::fields::{
     Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
     put_crcs, put_entry, put_keys, put_optional, put_range, range,
 };
-use crate::frame::{Frame, Payload};
+use crate::frame::{Frame, MAX_BODY_BYTES, Payload};
 use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
 use crate::messages::{REQUESTS, RequestKind};
-use crate::{VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
+use crate::{PROTOCOL_VERSION, VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
 use larder_format::codec::{Put, Reader, Result};
-use larder_format::{MAX_PARTS, NamespaceDescriptor};
+use larder_format::{MAX_CHUNKS, MAX_PARTS, NamespaceDescriptor, PageKey};
+
+/// Maximum body of a request of an unknown kind, in bytes. The node reads it to answer with an
+/// error.
+const UNKNOWN_BODY_BYTES: usize = 4 << 10;
 
 impl Request {
     /// Returns `true` if a node under overload may refuse requests of this kind without reading the
@@ -21,6 +25,37 @@ impl Request {
     /// members and status, by which an installation finds its nodes.
     pub fn is_sheddable(kind: u8) -> bool {
         REQUESTS.iter().any(|message| message.kind == kind && message.sheddable)
+    }
+
+    /// Maximum body of a request of this kind, in bytes. A node refuses a longer one by its header.
+    /// Of requests that are never shed the bound is tight, because a node admits them without
+    /// regard to its memory.
+    pub fn max_body_bytes(kind: u8) -> usize {
+        const ENTRY_BYTES: usize = 12;
+        // Length of a list or text, and the fields beside it.
+        const FIELDS_BYTES: usize = 32;
+        let Ok(kind) = RequestKind::decode(PROTOCOL_VERSION, kind) else { return UNKNOWN_BODY_BYTES };
+        match kind {
+            RequestKind::Members | RequestKind::Status | RequestKind::Ping => 0,
+            RequestKind::Cancel | RequestKind::Abort => ENTRY_BYTES,
+            RequestKind::Follow | RequestKind::Suspect => size_of::<PageKey>(),
+            RequestKind::Withdraw => FIELDS_BYTES + MAX_NAME_BYTES,
+            RequestKind::Register => FIELDS_BYTES + MAX_NAME_BYTES + MAX_INFO_BYTES,
+            RequestKind::Release => FIELDS_BYTES + ENTRY_BYTES * MAX_KEYS,
+            RequestKind::Commit => FIELDS_BYTES + ENTRY_BYTES * MAX_PUTS,
+            RequestKind::Forget => FIELDS_BYTES + size_of::<PageKey>() * MAX_KEYS,
+            RequestKind::Part => 2 * FIELDS_BYTES + size_of::<u32>() * MAX_CHUNKS,
+            RequestKind::Hello | RequestKind::RdmaChannels | RequestKind::GrantParts => MAX_NAME_BYTES << 6,
+            RequestKind::Locate
+            | RequestKind::Get
+            | RequestKind::GetRanges
+            | RequestKind::Reserve
+            | RequestKind::Warm
+            | RequestKind::Compare
+            | RequestKind::Pin
+            | RequestKind::Pins
+            | RequestKind::Lookup => MAX_BODY_BYTES,
+        }
     }
 
     /// A frame of this request for protocol version `version`, which must have this kind of

@@ -14,6 +14,31 @@ use crate::limits::{
 use crate::messages::ResponseKind;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
+use std::sync::Arc;
+
+/// Encoded response without payload, whose bytes several frames share. Clones share them, too.
+#[derive(Debug, Clone)]
+pub struct SharedResponse {
+    kind: u8,
+    body: Arc<[u8]>,
+}
+
+impl SharedResponse {
+    /// A frame that answers `request`. Dropping the frame, sent or unsent, drops `guard`.
+    pub fn frame(&self, request: u64, guard: impl Send + Sync + 'static) -> Frame {
+        Frame::with_shared_body(self.kind, request, self.body.clone(), guard)
+    }
+
+    /// Length of the shared bytes.
+    pub fn body_bytes(&self) -> usize {
+        self.body.len()
+    }
+
+    /// Number of frames and other owners that share the bytes.
+    pub fn owners(&self) -> usize {
+        Arc::strong_count(&self.body)
+    }
+}
 
 impl Response {
     /// A frame of this response to `request`, for a protocol version that has this kind of message.
@@ -21,6 +46,11 @@ impl Response {
         let kind = self.kind();
         debug_assert!(kind.since_version() <= version, "version {version} has no {kind:?}");
         Frame::new(kind as u8, request, 0, &self.encode(version), payload).for_version(version)
+    }
+
+    /// Encodes this response once, for several frames. Each frame then costs its header only.
+    pub fn shared(&self, version: u16) -> SharedResponse {
+        SharedResponse { kind: self.kind() as u8, body: self.encode(version).into() }
     }
 
     fn encode(&self, version: u16) -> Vec<u8> {

@@ -1,0 +1,288 @@
+//! Strangers at the data port of a store node: clients that connect and say nothing, announce
+//! bodies that they do not send, or request answers that they do not read.
+//!
+//! Each test has a bound on the memory or the places that strangers take, and an honest client that
+//! is served meanwhile.
+
+use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_tests::{PATIENCE, Process, RawConnection, data_dir, is_flushed, wait_for_node};
+use larder_wire::{HEADER_BYTES, MAX_BODY_BYTES, Request, Response};
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+const PAGE_BYTES: usize = 256 << 10;
+
+fn namespace(tenant: &str) -> NamespaceDescriptor {
+    let geometry = PageGeometry {
+        dtype: KvDtype::F16,
+        layers: 2,
+        kv_heads: 8,
+        head_dim: 128,
+        page_tokens: 32,
+        layers_per_part: 2,
+        head_groups: 1,
+    };
+    assert_eq!(geometry.page_bytes(), PAGE_BYTES);
+    NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: tenant.into() }
+}
+
+fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
+}
+
+/// A node without L3, and the address of its data port.
+fn start(more: &[&str]) -> (Process, SocketAddr) {
+    let mut node = Process::start(&[&["store", "--listen", "127.0.0.1:0", "--l2", "32MiB"], more].concat());
+    let address = address(&mut node);
+    (node, address)
+}
+
+fn address(node: &mut Process) -> SocketAddr {
+    let url = node.url("larder://");
+    url.trim_start_matches("larder://").trim_end_matches('/').parse().expect("a node prints its address")
+}
+
+async fn attach(address: SocketAddr, tenant: &str) -> Client {
+    let url = format!("larder://{address}/").parse().expect("a valid URL");
+    Client::attach(url, Some(namespace(tenant)), ClientOptions::default())
+}
+
+/// Puts and reads a page. Fails if the node does not serve within [`PATIENCE`].
+async fn serves(client: &Client, number: u32) {
+    assert!(client.ready(PATIENCE).await, "an honest client connects");
+    let bytes: Vec<u8> = (0..PAGE_BYTES as u32).map(|at| (at.wrapping_mul(31) + number) as u8).collect();
+    let deadline = Instant::now() + PATIENCE;
+    let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
+    let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
+    let outcomes = client.put_pages(vec![(page, bytes.clone().into())], options, deadline).await;
+    assert_eq!(outcomes, [PutOutcome::Stored], "page {number}");
+    let (got, tier) = client.get(vec![(key(number), vec![0; PAGE_BYTES])], deadline).await.remove(0);
+    assert!(tier.is_some() && got == bytes, "page {number} comes back");
+}
+
+/// Waits until the memory of a process has not grown for a second, and returns it.
+async fn settled_memory(node: &Process) -> u64 {
+    let mut before = node.memory_bytes("VmRSS");
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let now = node.memory_bytes("VmRSS");
+        if now <= before + MIB / 4 {
+            return now;
+        }
+        before = now;
+    }
+}
+
+/// Memory that connections of strangers add to a node, in bytes.
+async fn memory_of<F: Future<Output = RawConnection>>(
+    node: &Process,
+    count: usize,
+    mut connect: impl FnMut(usize) -> F,
+) -> (u64, Vec<RawConnection>) {
+    let before = settled_memory(node).await;
+    let mut connections = Vec::new();
+    for number in 0..count {
+        connections.push(connect(number).await);
+    }
+    let after = settled_memory(node).await;
+    println!("{count} connections: {} to {} KiB", before >> 10, after >> 10);
+    (after.saturating_sub(before), connections)
+}
+
+#[tokio::test]
+async fn connection_before_its_handshake_costs_at_most_16_kib() {
+    const CONNECTIONS: usize = 400;
+    let (node, address) = start(&["--max-connections", "4096", "--request-memory", "256MiB"]);
+    // The first ones pay for pools of the allocator and of the runtime.
+    let (_, warm) = memory_of(&node, 50, async |_| RawConnection::open(address).await.unwrap()).await;
+    // All at once: a node waits only a few seconds for a handshake.
+    let before = node.memory_bytes("VmRSS");
+    let mut connections = Vec::new();
+    for _ in 0..CONNECTIONS {
+        let mut raw = RawConnection::open(address).await.unwrap();
+        raw.send_bytes(b"LRDR").await.unwrap();
+        connections.push(raw);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let added = node.memory_bytes("VmRSS").saturating_sub(before) / CONNECTIONS as u64;
+    println!("{added} bytes per connection");
+    assert!(added <= 16 << 10, "{added} bytes per connection");
+    drop((warm, connections));
+}
+
+#[tokio::test]
+async fn announced_bodies_take_no_memory_before_they_arrive() {
+    let (node, address) = start(&[]);
+    let body = vec![0; MAX_BODY_BYTES];
+    // Never shed, and shed under overload.
+    for (page, request) in [Request::Status, Request::Locate(vec![])].into_iter().enumerate() {
+        let kind = request.frame(larder_wire::PROTOCOL_VERSION, 0, 0, None).head[4];
+        let header = &larder_wire::Frame::new(kind, 1, 0, &body, None).head[..HEADER_BYTES];
+        let (added, connections) = memory_of(&node, 600, async |number| {
+            let namespace = namespace(&format!("stranger-{}", number % 4));
+            let mut raw = RawConnection::connect(address, Some(namespace)).await.unwrap();
+            raw.send_bytes(header).await.unwrap();
+            raw
+        })
+        .await;
+        println!("{request:?}: {} MiB added by 600 headers", added / MIB);
+        assert!(added < 64 * MIB, "{} MiB added by 600 headers", added / MIB);
+        serves(&attach(address, "honest").await, page as u32).await;
+        drop(connections);
+    }
+}
+
+#[tokio::test]
+async fn unread_member_lists_are_bounded() {
+    let (node, address) = start(&[]);
+    let mut member = RawConnection::connect(address, None).await.unwrap();
+    for number in 0..500 {
+        let info = format!("{{\"pad\":\"{}\"}}", "x".repeat(1000));
+        let register = Request::Register { name: format!("member-{number}"), ttl_ms: 60_000, info };
+        member.request(&register).await.unwrap();
+    }
+    let (added, connections) = memory_of(&node, 30, async |_| {
+        let mut raw = RawConnection::connect(address, None).await.unwrap();
+        for _ in 0..100 {
+            raw.send(&Request::Members).await.unwrap();
+        }
+        raw
+    })
+    .await;
+    println!("{} MiB added by 30 connections", added / MIB);
+    assert!(added < 32 * MIB, "{} MiB added by 30 connections", added / MIB);
+    match member.request(&Request::Members).await.unwrap() {
+        Response::Members(members) => assert_eq!(members.len(), 500, "an honest client has its list"),
+        other => panic!("{other:?}"),
+    }
+    drop(connections);
+}
+
+#[tokio::test]
+async fn waiting_followers_take_the_memory_that_they_are_charged() {
+    const CONNECTIONS: usize = 20;
+    const FOLLOWS: u32 = 700;
+    let (node, address) = start(&[]);
+    let (added, connections) = memory_of(&node, CONNECTIONS, async |number| {
+        let mut raw = RawConnection::connect(address, Some(namespace("stranger"))).await.unwrap();
+        for follow in 0..FOLLOWS {
+            raw.send(&Request::Follow(key((number as u32) << 16 | follow))).await.unwrap();
+        }
+        raw
+    })
+    .await;
+    let client = attach(address, "honest").await;
+    assert!(client.ready(PATIENCE).await);
+    let status = client.status(Instant::now() + PATIENCE).await.pop().unwrap().status.unwrap();
+    let requests = &status["budget"]["requests"];
+    let (charged, bound) = (requests["bytes"].as_u64().unwrap(), requests["bytes_max"].as_u64().unwrap());
+    println!("{} KiB added, {} KiB charged, bound {} KiB", added >> 10, charged >> 10, bound >> 10);
+    assert!(added <= charged && charged <= bound, "{added} bytes added, {charged} charged, bound {bound}");
+    drop(connections);
+}
+
+#[tokio::test]
+async fn idle_connections_make_room_for_a_client() {
+    for greets in [false, true] {
+        let (node, address) = start(&["--max-connections", "64"]);
+        let mut strangers = Vec::new();
+        for _ in 0..64 {
+            if greets {
+                strangers.extend(RawConnection::connect(address, None).await);
+            } else {
+                strangers.push(RawConnection::open(address).await.unwrap());
+            }
+        }
+        assert!(strangers.len() >= 48, "one address may take three quarters of the places");
+        serves(&attach(address, "honest").await, 1).await;
+        let refused = node.stderr().contains("--max-connections-per-peer [LRD0105]");
+        assert_eq!(refused, greets, "{}", node.stderr());
+    }
+}
+
+#[tokio::test]
+async fn idle_connection_is_closed_after_the_timeout_and_a_client_stays() {
+    let (_node, address) = start(&["--idle-timeout", "10"]);
+    let client = attach(address, "honest").await;
+    serves(&client, 1).await;
+    let mut idle = RawConnection::connect(address, None).await.unwrap();
+    tokio::time::timeout(PATIENCE, idle.closed()).await.expect("the node closes the connection");
+    serves(&client, 2).await;
+    let status = client.status(Instant::now() + PATIENCE).await.pop().unwrap().status.unwrap();
+    assert_eq!(status["counters"]["connections_closed_idle"], 1);
+}
+
+#[tokio::test]
+async fn half_a_header_is_closed() {
+    let (_node, address) = start(&[]);
+    let mut raw = RawConnection::connect(address, None).await.unwrap();
+    let frame = raw.frame(&Request::Ping);
+    raw.send_bytes(&frame[..16]).await.unwrap();
+    tokio::time::timeout(PATIENCE, raw.closed()).await.expect("the node closes the connection");
+}
+
+#[tokio::test]
+async fn log_takes_writes_at_the_limit_of_open_files() {
+    let dir = data_dir();
+    let path = dir.path().to_str().expect("a UTF-8 path");
+    let store = ["store", "--listen", "127.0.0.1:0", "--l2", "32MiB", "--l3-bytes", "512MiB", "--data-dir", path];
+    let mut node = Process::start_after("ulimit -n 1024", &store);
+    let address = address(&mut node);
+    let client = attach(address, "honest").await;
+    serves(&client, 0).await;
+    let mut strangers = Vec::new();
+    let mut refused = 0;
+    for _ in 0..1100 {
+        // A node without descriptors accepts nothing.
+        let connect = RawConnection::connect(address, None);
+        match tokio::time::timeout(Duration::from_secs(2), connect).await {
+            Ok(Ok(raw)) => strangers.push(raw),
+            _ => refused += 1,
+        }
+    }
+    println!("{} strangers, {refused} refused, {} descriptors", strangers.len(), node.descriptors());
+    assert!(refused > 0, "the limit of open files is below the number of strangers");
+    for number in 1..400 {
+        serves(&client, number).await;
+    }
+    let status = wait_for_node(&client, "L3 has no write left", is_flushed).await;
+    assert_eq!(status["counters"]["l3_writes_failed"], 0, "stderr:\n{}", node.stderr());
+    let stderr = node.stderr();
+    assert!(stderr.contains("LRD0107") && stderr.contains("LRD0105"), "{stderr}");
+    assert!(stderr.lines().count() < 40, "the log is not flooded:\n{stderr}");
+}
+
+#[tokio::test]
+async fn files_and_directories_are_private_whatever_the_umask() {
+    let dir = data_dir();
+    let path = dir.path().join("new").join("store");
+    let data_dir = path.to_str().expect("a UTF-8 path");
+    let store = ["store", "--listen", "127.0.0.1:0", "--l2", "32MiB", "--l3-bytes", "128MiB", "--data-dir", data_dir];
+    let mut node = Process::start_after("umask 000", &store);
+    let client = attach(address(&mut node), "honest").await;
+    serves(&client, 0).await;
+    wait_for_node(&client, "L3 has no write left", is_flushed).await;
+    let mut found = 0;
+    let mut directories = vec![dir.path().join("new")];
+    while let Some(directory) = directories.pop() {
+        assert_eq!(mode(&directory), 0o700, "{}", directory.display());
+        for entry in std::fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else {
+                assert_eq!(mode(&path), 0o600, "{}", path.display());
+                found += 1;
+            }
+        }
+    }
+    assert!(found >= 4, "identity, lock, superblocks and a segment, not {found} files");
+}
+
+fn mode(path: &Path) -> u32 {
+    std::fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+}
