@@ -70,6 +70,9 @@ const TENANT_SHARES_MAX: u64 = 16;
 const DEMAND_TIME: Duration = Duration::from_secs(3);
 /// Time without progress after which a reader may be disconnected.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
+/// Interval in which a connection asks its full socket for progress, and in which a search comes
+/// back to a reader that nothing is known of.
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval between two searches for a stalled reader. One search disconnects at most one reader,
 /// so that its memory returns before the next one is chosen.
 const STALLED_SEARCH_INTERVAL: Duration = Duration::from_millis(20);
@@ -179,12 +182,30 @@ struct ReaderProgress {
     queued: u64,
     /// Last time at which the reader made progress, or had nothing to receive.
     last_progress: Instant,
+    /// Last time at which the node asked for progress, or saw it.
+    last_look: Instant,
+}
+
+impl ReaderProgress {
+    fn record(&mut self, now: Instant) {
+        self.last_progress = now;
+        self.last_look = now;
+    }
+
+    /// Time for which the reader had bytes to receive and is known to have received none. A node
+    /// that has had no processor to look is no reason to disconnect the reader.
+    fn stalled_for(&self) -> Duration {
+        if self.queued == 0 {
+            return Duration::ZERO;
+        }
+        self.last_look.saturating_duration_since(self.last_progress)
+    }
 }
 
 impl Progress {
     fn new(now: Instant) -> Arc<Progress> {
         Arc::new(Progress {
-            reader: Mutex::new(ReaderProgress { queued: 0, last_progress: now }),
+            reader: Mutex::new(ReaderProgress { queued: 0, last_progress: now, last_look: now }),
             writer: Mutex::new(WriterProgress::new(now)),
         })
     }

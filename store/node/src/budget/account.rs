@@ -86,7 +86,12 @@ impl Account {
     /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a
     /// slow link the socket takes few at a time.
     pub(crate) fn record_progress(&self) {
-        self.progress.reader.lock().last_progress = now();
+        self.progress.reader.lock().record(now());
+    }
+
+    /// Records that the client's full socket was asked for progress, and had none to report.
+    pub(crate) fn record_no_progress(&self) {
+        self.progress.reader.lock().last_look = now();
     }
 
     /// Records bytes that the client sent for its puts. Any byte proves that the writer is alive.
@@ -399,7 +404,7 @@ impl Charge {
     pub(crate) fn mark_queued(&mut self) {
         let mut reader = self.account.progress.reader.lock();
         if reader.queued == 0 {
-            reader.last_progress = now();
+            reader.record(now());
         }
         reader.queued += self.bytes;
         self.queued = true;
@@ -417,7 +422,7 @@ impl Drop for Charge {
         if self.queued {
             let mut reader = self.account.progress.reader.lock();
             subtract(&mut reader.queued, self.bytes);
-            reader.last_progress = now;
+            reader.record(now);
         }
         let mut state = budget.state.lock();
         match self.kind {

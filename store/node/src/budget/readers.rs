@@ -3,7 +3,8 @@
 //! Each piece of a page is progress. Recording it must not take the budget's lock, so the order
 //! lags behind: it has for each reader a time that is not later than its last progress. A search
 //! looks at the first reader only. If that reader made progress since, it moves back, and the next
-//! one is first.
+//! one is first. It also moves back, for a short time, if its connection has not looked for progress
+//! for long enough: on a busy machine.
 //!
 //! Invariants:
 //! - Every reader with read memory is in the order, unless it is being disconnected. A reader may
@@ -12,7 +13,7 @@
 //!   once per that time. One search looks at [`VISITS_MAX`] readers, whatever the connections.
 
 use super::tenants::TenantNumber;
-use super::{BudgetState, Kind, STALLED_AFTER, subtract};
+use super::{BudgetState, Kind, LOOK_INTERVAL, STALLED_AFTER, subtract};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
@@ -147,9 +148,16 @@ impl BudgetState {
             let reader = connection.progress.reader.lock();
             // A reader without queued bytes has nothing to receive.
             let progress = if reader.queued == 0 { now } else { reader.last_progress };
+            let is_stalled = reader.stalled_for() >= STALLED_AFTER;
             drop(reader);
             if progress > since {
                 self.readers_order.place(number, connection.tenant, progress);
+                continue;
+            }
+            if !is_stalled {
+                // Due again after the next look. The order holds times of STALLED_AFTER ago.
+                let again = now.checked_sub(STALLED_AFTER).map_or(now, |due| due + LOOK_INTERVAL);
+                self.readers_order.place(number, connection.tenant, again);
                 continue;
             }
             connection.disconnect.cancel();

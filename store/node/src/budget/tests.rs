@@ -269,6 +269,18 @@ async fn tenant_at_its_share_does_not_delay_others() {
     assert!(waiting.await.is_ok());
 }
 
+/// Looks for progress of the client's full socket, as its connection does, and finds none.
+fn look_for_progress(client: &Arc<Account>) {
+    let client = Arc::downgrade(client);
+    tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+            let Some(client) = client.upgrade() else { return };
+            client.record_no_progress();
+        }
+    });
+}
+
 #[tokio::test(start_paused = true)]
 async fn stalled_reader_is_disconnected_only_when_others_wait() {
     let budget = budget();
@@ -281,6 +293,8 @@ async fn stalled_reader_is_disconnected_only_when_others_wait() {
         charge
     };
     let stuck = queue(&slow);
+    look_for_progress(&slow);
+    look_for_progress(&quick);
     tokio::time::sleep(Duration::from_millis(900)).await;
     let moving = queue(&quick);
     let given_up = |client: &Arc<Account>| client.is_disconnecting();
@@ -313,6 +327,7 @@ async fn stalled_readers_that_leave_little_memory_are_disconnected() {
     let mut held = Vec::new();
     for client in &stuck {
         held.push(fill(client));
+        look_for_progress(client);
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let free = || 32 * MIB - used_of(&budget)[1];
@@ -332,6 +347,23 @@ async fn stalled_readers_that_leave_little_memory_are_disconnected() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn reader_stays_connected_while_its_connection_has_no_processor_to_look_for_progress() {
+    let budget = budget();
+    let reader = account(&budget, "t");
+    let third = account(&budget, "t");
+    let mut charge = reader.charge(Kind::Reads, 32 * MIB).ok().unwrap();
+    charge.mark_queued();
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    reader.record_no_progress();
+    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB));
+    assert!(waiting.await.is_err() && !reader.is_disconnecting());
+    reader.record_no_progress();
+    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB));
+    assert!(waiting.await.is_err() && reader.is_disconnecting());
+    drop(charge);
+}
+
+#[tokio::test(start_paused = true)]
 async fn slow_reader_of_a_large_page_stays_connected() {
     let budget = budget();
     let stuck = account(&budget, "t");
@@ -343,6 +375,8 @@ async fn slow_reader_of_a_large_page_stays_connected() {
         charge
     };
     let _waiting = [queue(&stuck), queue(&slow)];
+    look_for_progress(&stuck);
+    look_for_progress(&slow);
     let taking = async {
         for _ in 0..10 {
             tokio::time::sleep(Duration::from_millis(400)).await;
@@ -367,6 +401,7 @@ async fn search_for_a_stalled_reader_visits_each_reader_at_most_once_a_second() 
     // More than one search visits. They fill the node.
     let readers: Vec<_> = (0..600).map(|number| account(&budget, &format!("t{}", number % 7))).collect();
     let _charges: Vec<Charge> = readers.iter().map(charge).collect();
+    readers.iter().for_each(look_for_progress);
     let waiting = account(&budget, "waiting");
     let waiting = tokio::spawn(async move { waiting.charge_read(MIB).await });
     let seconds = 5;
@@ -394,6 +429,8 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
     let two = account(&budget, "a");
     let third = account(&budget, "a");
     let stuck = [queue(&one, 16 * MIB), queue(&two, 16 * MIB)];
+    look_for_progress(&one);
+    look_for_progress(&two);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let given_up = || budget.metrics.slow_readers_disconnected.get();
     assert!(third.try_charge(Kind::Reads, MIB).is_none() && given_up() == 0, "try_charge disconnects nobody");
@@ -406,6 +443,8 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
     let other = account(&budget, "b");
     let own = account(&budget, "a");
     let longest = queue(&other, 6 * MIB);
+    look_for_progress(&other);
+    look_for_progress(&own);
     tokio::time::sleep(Duration::from_millis(10)).await;
     let stuck = queue(&own, 10 * MIB);
     tokio::time::sleep(Duration::from_secs(2)).await;

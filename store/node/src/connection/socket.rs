@@ -6,7 +6,7 @@
 //!
 //! A client's short answers may wait behind its own pages. They share its socket.
 
-use crate::budget::Account;
+use crate::budget::{Account, LOOK_INTERVAL};
 use larder_io::unacknowledged_bytes;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
@@ -17,15 +17,13 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Operations on more bytes than this are bulk. 64 KiB are one chunk of a page, which the kernel
 /// copies in about 10 µs. Bodies and short answers are smaller.
 const BULK_MIN: usize = 64 << 10;
-/// Interval in which a full socket is asked for progress. A client counts as stalled after 1 s.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Schedules bulk socket operations of all connections, in the order in which they ask.
 #[derive(Clone)]
@@ -104,7 +102,8 @@ pub(super) struct ScheduledSink<W> {
     uncongested_since: UncongestedSince,
     /// Learns of the client's progress. `None` for a connection that was refused.
     account: Option<Arc<Account>>,
-    /// Bytes that the client had not acknowledged at the last look.
+    /// Bytes that the client had not acknowledged at the last look. `None` after a send, which adds
+    /// to them.
     unacknowledged: Option<u64>,
 }
 
@@ -121,19 +120,14 @@ impl<W: ByteSink> ScheduledSink<W> {
     /// Records progress if the client has received bytes since the last look. The socket of a slow
     /// link takes 64 KiB at a time, so that a second can pass between two sends.
     fn look_for_progress(&mut self) {
-        let unacknowledged = self.inner.socket().and_then(|socket| unacknowledged_bytes(socket).ok());
-        // A send in between only adds bytes, and records progress itself.
-        if let (Some(before), Some(after)) = (self.unacknowledged, unacknowledged)
-            && after < before
-        {
-            self.record_progress();
-        }
-        self.unacknowledged = unacknowledged;
-    }
-
-    fn record_progress(&self) {
-        if let Some(account) = &self.account {
-            account.record_progress();
+        let after = self.inner.socket().and_then(|socket| unacknowledged_bytes(socket).ok());
+        let before = std::mem::replace(&mut self.unacknowledged, after);
+        let Some(account) = &self.account else { return };
+        match (before, after) {
+            (Some(before), Some(after)) if after < before => account.record_progress(),
+            // The first look after a send: it may come late, and the client have received bytes.
+            (None, Some(_)) => account.record_progress(),
+            _ => account.record_no_progress(),
         }
     }
 }
@@ -145,7 +139,7 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
         let sent = loop {
             let operation = self.scheduler.run(bytes, self.inner.send(from), || has_waited = true);
             // A dropped operation has taken no bytes, so it can begin again.
-            match tokio::time::timeout(PROGRESS_INTERVAL, operation).await {
+            match tokio::time::timeout(LOOK_INTERVAL, operation).await {
                 Ok(sent) => break sent,
                 Err(_) => {
                     has_waited = true;
@@ -157,7 +151,10 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
             *self.uncongested_since.0.lock() = now();
         }
         if sent.is_ok() {
-            self.record_progress();
+            self.unacknowledged = None;
+            if let Some(account) = &self.account {
+                account.record_progress();
+            }
         }
         sent
     }
@@ -204,6 +201,7 @@ impl<R: ByteSource> ByteSource for ScheduledSource<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
     use tokio::sync::mpsc;
 
     const BULK: usize = 128 << 10;
