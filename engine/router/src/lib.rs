@@ -22,7 +22,6 @@
 //! - [`engines`], [`breaker`]: the engine table, load balancing and circuit breaking.
 //! - [`models`]: model names, tokenizers and page indexes.
 //! - [`calls`]: client of the engines' HTTP interface.
-//! - `body`: request bodies and their memory.
 //! - [`templates`], `tokenise`: conversations to text, and text to tokens.
 //! - [`route`]: prefill and decode of one prompt.
 //! - [`openai`], [`admin`]: the two HTTP servers.
@@ -30,7 +29,6 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
-mod body;
 pub mod breaker;
 pub mod calls;
 pub mod discovery;
@@ -88,7 +86,6 @@ pub(crate) struct RouterState {
     pub(crate) metrics: Arc<metrics::Metrics>,
     /// Admission control: one permit per answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
-    pub(crate) bodies: body::BodyBudget,
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
     pub(crate) started: Instant,
@@ -146,7 +143,6 @@ impl Router {
             engine_client: calls::EngineClient::new(options.connect_timeout)?,
             metrics,
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
-            bodies: Default::default(),
             tokeniser: Default::default(),
             templates: Arc::new(templates),
             started: Instant::now(),

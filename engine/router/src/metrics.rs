@@ -36,7 +36,6 @@ struct RoleLabels {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RefusalReason {
     BodyTooLarge,
-    BodiesBusy,
     PromptTooLong,
     TemplateBusy,
 }
@@ -45,7 +44,6 @@ impl RefusalReason {
     fn as_str(self) -> &'static str {
         match self {
             Self::BodyTooLarge => "body_too_large",
-            Self::BodiesBusy => "bodies_busy",
             Self::PromptTooLong => "prompt_too_long",
             Self::TemplateBusy => "template_busy",
         }
@@ -143,7 +141,7 @@ impl Metrics {
         r.register("retries", "Calls repeated on another engine after a failure, by role", self.retries.clone());
         r.register(
             "refusals",
-            "Requests refused before work, by reason: body_too_large, bodies_busy, prompt_too_long or template_busy",
+            "Requests refused before work, by reason: body_too_large, prompt_too_long or template_busy",
             self.refusals.clone(),
         );
         r.register(

@@ -1,7 +1,11 @@
 //! Bodies of requests: received in pieces, charged as they arrive, within their time.
+//!
+//! A handler that keeps what it parsed takes a [`RequestBody`], and keeps its charge as long.
 
 use crate::options::{BODY_BYTES_FREE, HttpOptions};
 use crate::refusal::{Reason, Refusal};
+use axum::body::to_bytes;
+use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, Incoming};
@@ -44,26 +48,57 @@ impl BodyMemory {
     }
 }
 
-/// Bytes of one body, with the memory charged for them. Parsing drops them, and so ends the charge.
+/// Memory charged for a body. Returned when the last handle is dropped.
+#[derive(Debug, Clone, Default)]
+pub struct BodyCharge {
+    _charge: Option<Arc<Charge>>,
+}
+
 #[derive(Debug)]
-struct ChargedBytes {
-    bytes: Vec<u8>,
-    charged: usize,
+struct Charge {
+    bytes: usize,
     memory: Arc<BodyMemory>,
 }
 
-impl ChargedBytes {
-    /// Appends `piece`. Returns `false`, without a change, if the server has no memory for it.
-    fn append(&mut self, piece: &[u8]) -> bool {
-        // The first part is free, so that small requests work while large ones fill the memory.
-        let owed = (self.bytes.len() + piece.len()).saturating_sub(BODY_BYTES_FREE);
-        if !self.memory.take(owed - self.charged) {
-            return false;
-        }
-        self.charged = owed;
-        self.bytes.extend_from_slice(piece);
-        true
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.memory.give_back(self.bytes);
     }
+}
+
+/// Body of a request, in one piece. An extractor.
+#[derive(Debug)]
+pub struct RequestBody {
+    pub bytes: Bytes,
+    /// Keeps the body charged after its bytes are dropped. Without a charge for a body that this
+    /// server did not receive, or that is short.
+    pub charge: BodyCharge,
+}
+
+impl<S: Send + Sync> FromRequest<S> for RequestBody {
+    type Rejection = (StatusCode, &'static str);
+
+    async fn from_request(request: Request, _state: &S) -> Result<Self, Self::Rejection> {
+        let (parts, body) = request.into_parts();
+        let charge = parts.extensions.get().cloned().unwrap_or_default();
+        // The server has received the whole body, within its limit.
+        let bytes = to_bytes(body, usize::MAX).await;
+        let bytes = bytes.map_err(|_| (StatusCode::BAD_REQUEST, "the request body is incomplete"))?;
+        Ok(RequestBody { bytes, charge })
+    }
+}
+
+/// Bytes of a body that arrives, with the memory charged for them.
+#[derive(Debug)]
+struct ArrivingBody {
+    bytes: Vec<u8>,
+    charge: Charge,
+}
+
+/// Bytes of a body with their charge, as the owner of a [`Bytes`].
+struct ChargedBytes {
+    bytes: Vec<u8>,
+    _charge: Arc<Charge>,
 }
 
 impl AsRef<[u8]> for ChargedBytes {
@@ -72,9 +107,27 @@ impl AsRef<[u8]> for ChargedBytes {
     }
 }
 
-impl Drop for ChargedBytes {
-    fn drop(&mut self) {
-        self.memory.give_back(self.charged);
+impl ArrivingBody {
+    fn new(memory: Arc<BodyMemory>) -> ArrivingBody {
+        ArrivingBody { bytes: Vec::new(), charge: Charge { bytes: 0, memory } }
+    }
+
+    /// Appends `piece`. Returns `false`, without a change, if the server has no memory for it.
+    fn append(&mut self, piece: &[u8]) -> bool {
+        // The first part is free, so that small requests work while large ones fill the memory.
+        let owed = (self.bytes.len() + piece.len()).saturating_sub(BODY_BYTES_FREE);
+        if !self.charge.memory.take(owed - self.charge.bytes) {
+            return false;
+        }
+        self.charge.bytes = owed;
+        self.bytes.extend_from_slice(piece);
+        true
+    }
+
+    fn finish(self) -> (Bytes, BodyCharge) {
+        let charge = Arc::new(self.charge);
+        let bytes = ChargedBytes { bytes: self.bytes, _charge: charge.clone() };
+        (Bytes::from_owner(bytes), BodyCharge { _charge: Some(charge) })
     }
 }
 
@@ -102,12 +155,12 @@ impl Pace {
 }
 
 /// Receives a whole body. Refuses it above the limits of size, time and memory. The memory stays
-/// charged until the last handle of the returned bytes is dropped.
+/// charged until the last handles of the bytes and of the charge are dropped.
 pub(crate) async fn receive(
     mut body: Incoming,
     options: &HttpOptions,
     memory: &Arc<BodyMemory>,
-) -> Result<Bytes, Refusal> {
+) -> Result<(Bytes, BodyCharge), Refusal> {
     let too_long = || {
         let message = format!("the request body is longer than {} bytes", options.body_bytes_max);
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, Reason::BodySize, message)
@@ -116,7 +169,7 @@ pub(crate) async fn receive(
     if body.size_hint().lower() > options.body_bytes_max as u64 {
         return Err(too_long());
     }
-    let mut received = ChargedBytes { bytes: Vec::new(), charged: 0, memory: memory.clone() };
+    let mut received = ArrivingBody::new(memory.clone());
     let mut pace = Pace::new(options, Instant::now());
     loop {
         let frame = timeout_at(pace.deadline, poll_fn(|cx| Pin::new(&mut body).poll_frame(cx))).await;
@@ -137,7 +190,7 @@ pub(crate) async fn receive(
         }
         pace.received(received.bytes.len() as u64, Instant::now());
     }
-    Ok(Bytes::from_owner(received))
+    Ok(received.finish())
 }
 
 #[cfg(test)]
@@ -162,19 +215,23 @@ mod tests {
     #[test]
     fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
         let memory = BodyMemory::new(100, Gauge::default());
-        let body = || ChargedBytes { bytes: Vec::new(), charged: 0, memory: memory.clone() };
+        let body = || ArrivingBody::new(memory.clone());
         let mut first = body();
         assert!(first.append(&vec![1; BODY_BYTES_FREE]) && first.append(&[2; 60]));
         assert_eq!(memory.used.load(Ordering::Relaxed), 60);
         let mut second = body();
         assert!(second.append(&vec![1; BODY_BYTES_FREE]) && !second.append(&[2; 41]));
-        let bytes = Bytes::from_owner(first);
+        let (bytes, charge) = first.finish();
         let slice = bytes.slice(..10);
-        drop(bytes);
+        drop((bytes, charge.clone()));
+        drop(charge);
         assert!(!second.append(&[2; 41]), "a slice keeps the memory");
         drop(slice);
         assert!(second.append(&[2; 41]));
-        drop(second);
+        let (bytes, charge) = second.finish();
+        drop(bytes);
+        assert_eq!(memory.used.load(Ordering::Relaxed), 41, "a handler keeps the charge");
+        drop(charge);
         assert_eq!(memory.used.load(Ordering::Relaxed), 0);
     }
 }

@@ -25,6 +25,7 @@ mod refusal;
 mod server;
 mod socket;
 
+pub use body::{BodyCharge, RequestBody};
 pub use hosts::AllowedHosts;
 pub use metrics::HttpMetrics;
 pub use options::{HttpOptions, OptionsError};

@@ -208,7 +208,7 @@ impl Shared {
 
     /// Checks a request and receives its body.
     async fn receive(&self, request: Request<Incoming>, phase: &PhaseCell) -> Result<Request<Body>, Refusal> {
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         let has_body = !body.is_end_stream();
         if let Some(allowed) = &self.allowed_hosts {
             allowed.check(&parts, has_body)?;
@@ -217,7 +217,8 @@ impl Shared {
             return Ok(Request::from_parts(parts, Body::empty()));
         }
         phase.enter(Phase::Body);
-        let bytes = body::receive(body, &self.options, &self.memory).await?;
+        let (bytes, charge) = body::receive(body, &self.options, &self.memory).await?;
+        parts.extensions.insert(charge);
         Ok(Request::from_parts(parts, Body::from(bytes)))
     }
 }

@@ -14,26 +14,22 @@ use super::api::{
 use super::error::AdminError;
 use super::prefix::{Prefix, PrefixInput};
 use crate::RouterState;
-use crate::body::{BodyCharge, with_lingering};
+use crate::openai::check_length;
 use crate::openai::fields::Fields;
-use crate::openai::read_body;
 use crate::openai::types::take_messages;
-use axum::body::Body;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri, header::CONTENT_TYPE};
-use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::future::join_all;
 use larder_client::PinKind;
+use larder_http::{BodyCharge, RequestBody};
 use larder_worker::api::Role;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Maximum size of a request body. 4 Mi tokens, the longest prefix, are about 16 MiB of text.
-const BODY_BYTES_MAX: usize = 16 << 20;
 const STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time of a prefix request. Warming is the slowest: it may compute the whole prefix.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
@@ -53,7 +49,6 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route(PATH_UNPIN, post(unpin))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
-        .layer(from_fn(with_lingering))
         .with_state(router)
 }
 
@@ -128,7 +123,7 @@ fn models(router: &RouterState) -> Vec<ModelStatus> {
     models.collect()
 }
 
-async fn inspect(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+async fn inspect(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.inspect(deadline()).await).into_response())
@@ -136,7 +131,7 @@ async fn inspect(State(router): State<Arc<RouterState>>, body: Body) -> Result<R
     .await
 }
 
-async fn warm(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+async fn warm(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.warm(deadline()).await).into_response())
@@ -144,7 +139,7 @@ async fn warm(State(router): State<Arc<RouterState>>, body: Body) -> Result<Resp
     .await
 }
 
-async fn forget(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+async fn forget(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.forget(deadline()).await).into_response())
@@ -152,7 +147,7 @@ async fn forget(State(router): State<Arc<RouterState>>, body: Body) -> Result<Re
     .await
 }
 
-async fn pin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+async fn pin(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         // Parsed before the model is looked up: a wrong request is a 400 even while no engine is
         // up.
@@ -164,7 +159,7 @@ async fn pin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Respo
     .await
 }
 
-async fn unpin(State(router): State<Arc<RouterState>>, body: Body) -> Result<Response, AdminError> {
+async fn unpin(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         let prefix = resolve_prefix(router, body).await?;
         Ok(Json(prefix.pin(PinKind::None, Duration::ZERO, deadline()).await?).into_response())
@@ -183,19 +178,20 @@ async fn with_time_limit(work: impl Future<Output = Result<Response, AdminError>
     })
 }
 
-async fn resolve_prefix(router: Arc<RouterState>, body: Body) -> Result<Prefix, AdminError> {
+async fn resolve_prefix(router: Arc<RouterState>, body: RequestBody) -> Result<Prefix, AdminError> {
     let ((model, input), _charge) = parse(&router, body, take_prefix).await?;
     Prefix::resolve(router, model, input, deadline()).await
 }
 
-/// Reads a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over. The
+/// Parses a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over. The
 /// caller keeps the charge until it has dropped the result.
 async fn parse<T: Send + 'static>(
     router: &RouterState,
-    body: Body,
+    body: RequestBody,
     take: fn(&mut Fields<'_>) -> Result<T, AdminError>,
 ) -> Result<(T, BodyCharge), AdminError> {
-    let (bytes, charge) = read_body(router, body, BODY_BYTES_MAX, deadline()).await?;
+    check_length(router, &body)?;
+    let RequestBody { bytes, charge } = body;
     let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
         let mut fields = Fields::parse(&bytes)?;
         let request = take(&mut fields)?;

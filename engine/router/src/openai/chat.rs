@@ -11,10 +11,10 @@ use crate::route::RouteError;
 use crate::templates::ChatError;
 use crate::tokenise::text_bytes_max;
 use axum::Extension;
-use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
+use larder_http::RequestBody;
 use larder_model::{ChatMessage, RenderError};
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -23,7 +23,7 @@ pub(crate) async fn handle(
     State(router): State<Arc<RouterState>>,
     Extension(id): Extension<RequestId>,
     headers: HeaderMap,
-    body: Body,
+    body: RequestBody,
 ) -> Response {
     let serve = async |record: &mut Option<RequestRecord>| {
         let request = RequestContext::new(router.clone(), id, &headers)?;
@@ -34,12 +34,11 @@ pub(crate) async fn handle(
 
 async fn serve(
     mut request: RequestContext,
-    body: Body,
+    body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let ChatRequest { common, messages } = request.read(body, ChatRequest::parse).await?;
+    let ChatRequest { common, messages } = request.parse(body, ChatRequest::parse).await?;
     let model = answer::find_model(&request, &common.model).await?;
-    // After the body: a client that sends slowly must not hold a place.
     let permit = answer::admit(&request, common.n as usize)?;
     let context = answer::context(&request, &model)?;
     let text = text(&request.router, &model, messages, true, context, request.deadline).await?;

@@ -7,17 +7,17 @@ use super::{RequestContext, RequestId, counted, stream};
 use crate::RouterState;
 use crate::metrics::RequestRecord;
 use axum::Extension;
-use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
+use larder_http::RequestBody;
 use std::sync::Arc;
 
 pub(crate) async fn handle(
     State(router): State<Arc<RouterState>>,
     Extension(id): Extension<RequestId>,
     headers: HeaderMap,
-    body: Body,
+    body: RequestBody,
 ) -> Response {
     let serve = async |record: &mut Option<RequestRecord>| {
         let request = RequestContext::new(router.clone(), id, &headers)?;
@@ -28,12 +28,11 @@ pub(crate) async fn handle(
 
 async fn serve(
     mut request: RequestContext,
-    body: Body,
+    body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let CompletionRequest { common, prompts } = request.read(body, CompletionRequest::parse).await?;
+    let CompletionRequest { common, prompts } = request.parse(body, CompletionRequest::parse).await?;
     let model = answer::find_model(&request, &common.model).await?;
-    // After the body: a client that sends slowly must not hold a place.
     let permit = answer::admit(&request, prompts.len() * common.n as usize)?;
     let context = answer::context(&request, &model)?;
     let prompts = answer::prompts(&mut request, Endpoint::Completion, &model, prompts, context).await?;

@@ -23,10 +23,8 @@ pub mod types;
 
 use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};
-use crate::body::{self, BodyCharge, BodyError};
 use crate::metrics::RefusalReason;
 use crate::models::ModelLookup;
-use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue};
@@ -35,6 +33,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use errors::ApiError;
+use larder_http::{BodyCharge, RequestBody};
 use larder_worker::api::CacheMode;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -61,7 +60,6 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn(with_request_id))
-        .layer(from_fn(body::with_lingering))
         .with_state(router)
 }
 
@@ -156,42 +154,27 @@ impl RequestContext {
         Ok(Self { cache: cache_mode(headers)?, router, request_id: id.0, deadline, body: BodyCharge::default() })
     }
 
-    /// Reads the body and parses it with `parse`. Fails with 413 above the body limit, with 429 if
-    /// the bodies of other requests use all memory, and with 504 at the deadline.
-    async fn read<T: Send + 'static>(
+    /// Parses the body with `parse`. Fails with 413 if no model's context needs so long a body.
+    async fn parse<T: Send + 'static>(
         &mut self,
-        body: Body,
+        body: RequestBody,
         parse: fn(&[u8]) -> Result<T, ApiError>,
     ) -> Result<T, ApiError> {
-        let (bytes, charge) = read_body(&self.router, body, self.router.options.body_bytes_max, self.deadline).await?;
-        self.body = charge;
-        let parsed = spawn_blocking_if_large(bytes, move |bytes| parse(&bytes)).await;
+        check_length(&self.router, &body)?;
+        self.body = body.charge;
+        let parsed = spawn_blocking_if_large(body.bytes, move |bytes| parse(&bytes)).await;
         parsed.unwrap_or_else(|error| Err(ApiError::internal("read the request", error)))
     }
 }
 
-/// Reads a body of at most `bytes_max` bytes, and of no more than any model's context needs.
-pub(crate) async fn read_body(
-    router: &RouterState,
-    body: Body,
-    bytes_max: usize,
-    deadline: Instant,
-) -> Result<(bytes::Bytes, BodyCharge), ApiError> {
-    let needed = router.models.body_bytes_max(&router.engines).unwrap_or(usize::MAX);
-    let bytes_max = bytes_max.min(needed);
-    router.bodies.read(body, bytes_max, deadline).await.map_err(|error| match error {
-        BodyError::TooLarge => {
-            router.metrics.count_refusal(RefusalReason::BodyTooLarge);
-            ApiError::too_large(bytes_max)
-        }
-        BodyError::Busy => {
-            router.metrics.count_refusal(RefusalReason::BodiesBusy);
-            ApiError::overloaded("this server holds too many large requests; try again later", 1)
-        }
-        // No client reads this answer.
-        BodyError::Broken => ApiError::invalid("the request body ended early"),
-        BodyError::Deadline => crate::route::RouteError::Deadline.into(),
-    })
+/// Refuses a body that is longer than any model's context needs.
+pub(crate) fn check_length(router: &RouterState, body: &RequestBody) -> Result<(), ApiError> {
+    let bytes_max = router.models.body_bytes_max(&router.engines).unwrap_or(usize::MAX);
+    if body.bytes.len() <= bytes_max {
+        return Ok(());
+    }
+    router.metrics.count_refusal(RefusalReason::BodyTooLarge);
+    Err(ApiError::too_large(bytes_max))
 }
 
 /// Runs `parse` inline for small inputs and on a blocking thread above [`PARSE_INLINE_BYTES_MAX`].
