@@ -195,7 +195,19 @@ impl Log {
             WriteOutcome::Written | WriteOutcome::Failed => {
                 self.counts.evicted_pages += u64::from(evicted);
                 self.unindexed.add(page, header.number + 1, header.place.epoch);
+                if outcome == WriteOutcome::Written {
+                    self.drop_older_put(header, id);
+                }
             }
+        }
+    }
+
+    /// Drops the put that a written record replaces, if the record itself is evicted at once.
+    fn drop_older_put(&mut self, header: &RecordHeader, id: &PageId) {
+        let Some(RecordSummary::Page(page)) = RecordSummary::of(header) else { return };
+        let Some(slot) = self.index.find(id) else { return };
+        if self.supersedes(slot, header.number) && !self.index.is_same_put(slot, &page) {
+            self.drop_page(slot);
         }
     }
 

@@ -284,6 +284,46 @@ fn segment_is_evicted_slice_by_slice() {
     assert_eq!(driver.log.forget(&left[1]), Ok(Forget::NotThere));
 }
 
+/// The eviction of a segment begins while writes to it are in flight.
+#[test]
+fn older_put_is_not_served_after_a_newer_one_to_an_evicted_segment() {
+    let mut driver = FaultlessLog::new(8, 0);
+    let mut in_flight = Vec::new();
+    let is_evicting = |log: &Log| matches!(log.next_segment, NextSegment::Evicting(_));
+    for key in 0..2000 {
+        let mut append = |driver: &mut FaultlessLog| {
+            driver.generation += 1;
+            let page = driver.page(key);
+            (page.id, driver.log.append(&page).unwrap())
+        };
+        if let (_, Append::Write(write)) = append(&mut driver) {
+            driver.log.write_done(write, WriteOutcome::Written);
+        }
+        if in_flight.len() < 20
+            && let (id, Append::Write(write)) = append(&mut driver)
+        {
+            in_flight.push((id, write));
+        }
+        match driver.log.next_intent() {
+            Some(Intent::Prepare(prepare)) => driver.log.prepared(&prepare, PrepareOutcome::Ready),
+            Some(Intent::Footer(footer)) => driver.log.footer_done(footer, WriteOutcome::Written),
+            Some(Intent::Reclaim) => while !is_evicting(&driver.log) && driver.log.reclaim_step() {},
+            _ => {}
+        }
+        if is_evicting(&driver.log) {
+            break;
+        }
+    }
+    assert!(is_evicting(&driver.log));
+    let mut older = 0;
+    for (id, write) in in_flight {
+        older += usize::from(driver.log.find(&id, 0).is_some());
+        driver.log.write_done(write, WriteOutcome::Written);
+        assert!(driver.log.find(&id, 0).is_none(), "the node has acknowledged a newer put");
+    }
+    assert!(older > 0, "all older puts were evicted before");
+}
+
 #[test]
 fn pinned_pages_stay_and_are_bounded() {
     let mut driver = FaultlessLog::new(8, 50);
