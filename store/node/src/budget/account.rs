@@ -25,6 +25,11 @@ const RETURN_PART: u32 = 4;
 /// add up to a quarter of the delay as jitter, and the request takes time.
 const RETURN_TIME: Duration = Duration::from_millis(100);
 
+/// End of a place whose connection is told to return after `time`.
+fn place_end(now: Instant, time: Duration) -> Instant {
+    now + time + time / RETURN_PART + RETURN_TIME
+}
+
 /// Account of one connection. Charges keep it alive. Its drop, after the last charge, returns the
 /// fixed charge of the connection.
 pub(crate) struct Account {
@@ -233,8 +238,14 @@ impl Account {
             let time = self.budget.time_for_room(state, Scope::Connection(self.connection), excess, now);
             return Busy { retry_after: time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX) };
         }
+        // An estimate that failed before is too short: writers differ. A part of the time so far
+        // bounds the number of returns.
+        let at_least = |state: &BudgetState| state.line.waited(self.connection, now) / WAITED_PART;
         if first.max() == 0 {
-            return Busy { retry_after: NO_ROOM_RETRY };
+            let time = NO_ROOM_RETRY.max(at_least(state)).min(PUT_RETRY_MAX);
+            // A caller that has a place keeps it. Its room is free, but cannot be used yet.
+            state.line.keep_until(self.connection, place_end(now, time));
+            return Busy { retry_after: time };
         }
         state.line.enter(self.connection, tenant, bytes, now);
         // Again with the place: those behind it no longer count.
@@ -245,19 +256,13 @@ impl Account {
                 time = time.max(self.budget.time_for_room(state, scope, excess, now));
             }
         }
-        // An estimate that failed before is too short: writers differ. A part of the time so far
-        // bounds the number of returns.
-        let waited = state
-            .line
-            .waits_since(self.connection)
-            .map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-        let time = time.max(waited / WAITED_PART);
+        let time = time.max(at_least(state));
         if time > PUT_RETRY_MAX {
             // Most clients give up before. Their places would hold room in vain.
             state.line.leave(self.connection);
             return Busy { retry_after: PUT_RETRY_MAX };
         }
-        let expires_at = now + time + time / RETURN_PART + RETURN_TIME;
+        let expires_at = place_end(now, time);
         state.line.keep_until(self.connection, expires_at);
         state.tenants.record_demand(tenant, kind, expires_at);
         Busy { retry_after: time }

@@ -12,7 +12,7 @@
 use super::Kind;
 use super::tenants::{TenantNumber, TenantTable};
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Bounds the line, and with it the cost of an admission while writers wait. Further connections
 /// are told a time without a place.
@@ -56,7 +56,8 @@ impl Line {
     }
 
     /// Sums the bytes promised to places ahead of a connection, or to all if it has none. A place
-    /// whose tenant is at its share of `max` takes nothing, because it cannot be served now.
+    /// of another tenant that is at its share of `max` takes nothing, because it cannot be served
+    /// now. Places of the own tenant always count: they get its room first.
     pub(super) fn ahead(&self, connection: u64, tenant: TenantNumber, tenants: &TenantTable, max: u64) -> Ahead {
         let mut ahead = Ahead::default();
         if self.places.is_empty() {
@@ -67,7 +68,8 @@ impl Line {
         for (_, place) in self.places.iter().take_while(|(key, _)| own.is_none_or(|own| *key < own)) {
             let promised = by_tenant.entry(place.tenant).or_default();
             let used = tenants.used(place.tenant, Kind::Puts) + *promised;
-            if used > 0 && used + place.bytes > tenants.share(place.tenant, Kind::Puts, max) {
+            let is_other = place.tenant != tenant;
+            if is_other && used > 0 && used + place.bytes > tenants.share(place.tenant, Kind::Puts, max) {
                 continue;
             }
             *promised += place.bytes;
@@ -108,10 +110,10 @@ impl Line {
         }
     }
 
-    /// Returns the first refusal of a connection that has a place.
-    pub(super) fn waits_since(&self, connection: u64) -> Option<Instant> {
-        let key = self.by_connection.get(&connection)?;
-        self.places.get(key).map(|place| place.since)
+    /// Returns the time since the first refusal of a connection, or zero if it has no place.
+    pub(super) fn waited(&self, connection: u64, now: Instant) -> Duration {
+        let place = self.by_connection.get(&connection).and_then(|key| self.places.get(key));
+        place.map_or(Duration::ZERO, |place| now.saturating_duration_since(place.since))
     }
 
     /// Takes granted bytes off the connection's place, and ends the place with its last byte.

@@ -70,9 +70,21 @@ async fn write(open: &Open, account: &Account, bytes_per_second: u64) {
     open.end(account);
 }
 
-/// Callers of their own tenants that are refused, return as told, and write at `bytes_per_second`.
-/// Returns how many returns found room, and the number of all returns.
-async fn refused_callers(budget: &Arc<Budget>, open: &Open, count: u64, bytes_per_second: u64) -> (u64, u64) {
+/// Tenant of a caller by its number.
+type TenantOf = fn(u64) -> String;
+
+fn own_tenant(number: u64) -> String {
+    format!("caller {number}")
+}
+
+/// Callers that are refused, return as told, and write at `bytes_per_second`. Returns how many
+/// returns found room, and the number of all returns.
+async fn refused_callers(
+    budget: &Arc<Budget>,
+    open: &Open,
+    (count, tenant_of): (u64, TenantOf),
+    bytes_per_second: u64,
+) -> (u64, u64) {
     let truthful = Arc::<AtomicU64>::default();
     let returns = Arc::<AtomicU64>::default();
     let callers: Vec<_> = (0..count)
@@ -83,7 +95,7 @@ async fn refused_callers(budget: &Arc<Budget>, open: &Open, count: u64, bytes_pe
             let returns = returns.clone();
             tokio::spawn(async move {
                 sleep(Duration::from_millis(7 * number)).await;
-                let caller = account(&budget, &format!("caller {number}"));
+                let caller = account(&budget, &tenant_of(number));
                 if !open.reserve(&caller) {
                     let mut told = caller.wait_in_line(PAGE, PAGE).retry_after;
                     for attempt in 0.. {
@@ -119,7 +131,7 @@ async fn callers_refused_by_silent_writers_get_in_when_told() {
     let silent: Vec<_> = (0..4).map(|number| account(&budget, &format!("silent {number}"))).collect();
     assert!(silent.iter().all(|writer| open.reserve(writer)));
     let begin = now();
-    let (truthful, returns) = refused_callers(&budget, &open, 12, 80 * MIB).await;
+    let (truthful, returns) = refused_callers(&budget, &open, (12, own_tenant), 80 * MIB).await;
     assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
     let took = now() - begin;
     assert!(took < Duration::from_secs(6), "{took:?}");
@@ -140,11 +152,49 @@ async fn callers_refused_by_slow_writers_get_in_when_told() {
     // The first measurement of the writers needs a moment.
     let calling = async {
         sleep(Duration::from_millis(60)).await;
-        refused_callers(&budget, &open, 12, 4 * MIB).await
+        refused_callers(&budget, &open, (12, own_tenant), 4 * MIB).await
     };
     let ((), (truthful, returns)) = futures::join!(writing, calling);
     assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
     assert_eq!(in_use(&budget), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_of_one_tenant_get_in_when_told() {
+    let budget = budget();
+    let open = Open::default();
+    let slow: Vec<_> = (0..4).map(|_| account(&budget, "tenant")).collect();
+    assert!(slow.iter().all(|writer| open.reserve(writer)));
+    let writing = async {
+        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 4 * MIB))).await;
+    };
+    let calling = async {
+        sleep(Duration::from_millis(60)).await;
+        refused_callers(&budget, &open, (12, |_| "tenant".into()), 4 * MIB).await
+    };
+    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let caller = account(&budget, "caller");
+    assert!(!open.reserve(&caller));
+    let first = caller.wait_in_line(PAGE, PAGE).retry_after;
+    sleep(first).await;
+    open.end(&holder);
+    // The budget has room, but the arena has no free run of bytes for a page.
+    let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+    assert!(told >= first / 4, "{told:?} after {first:?}");
+    holder.record_received(1);
+    sleep(told + told / 4).await;
+    let newcomer = account(&budget, "newcomer");
+    assert!(!open.reserve(&newcomer), "the room is promised to the caller");
+    assert!(open.reserve(&caller));
 }
 
 #[tokio::test(start_paused = true)]

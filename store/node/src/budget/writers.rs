@@ -308,8 +308,7 @@ impl BudgetState {
     /// Writers of tenants above their share of `max`, if `connection` has waited for long enough.
     /// The longest silence comes first.
     pub(super) fn excess_writers(&self, connection: u64, max: u64, now: Instant) -> Vec<LosingWriter> {
-        let waits = self.line.waits_since(connection).map(|since| now.saturating_duration_since(since));
-        if waits.is_none_or(|waits| waits < EXCESS_AFTER) {
+        if self.line.waited(connection, now) < EXCESS_AFTER {
             return Vec::new();
         }
         let mut above: Vec<(Duration, LosingWriter)> = Vec::new();
