@@ -266,7 +266,7 @@ impl Account {
                 time = time.max(self.budget.time_for_room(state, scope, excess, now));
             }
         }
-        let time = if fail_point!("node.time-told-too-short") { PUT_RETRY_MIN } else { time.max(at_least(state)) };
+        let time = time.max(at_least(state));
         if time > PUT_RETRY_MAX {
             // Most clients give up before. Their places would hold room in vain.
             state.line.leave(self.connection);

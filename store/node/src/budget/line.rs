@@ -56,9 +56,9 @@ impl Line {
         self.places.len()
     }
 
-    /// Sums the bytes promised to places ahead of a connection, or to all if it has none. A place of
-    /// another tenant that is at its share of `max` takes nothing, because it cannot be served now.
-    /// Places of the own tenant always count: they get its room first.
+    /// Sums the bytes promised to places ahead of a connection, or to all if it has none. A place
+    /// of another tenant that is at its share of `max` takes nothing, because it cannot be served
+    /// now. Places of the own tenant always count: they get its room first.
     pub(super) fn ahead(&self, connection: u64, tenant: TenantNumber, tenants: &TenantTable, max: u64) -> Ahead {
         let mut ahead = Ahead::default();
         if self.places.is_empty() {

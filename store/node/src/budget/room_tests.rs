@@ -177,7 +177,7 @@ async fn callers_of_one_tenant_get_in_when_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn caller_whose_room_cannot_be_used_yet_keeps_its_place_and_returns_less_often() {
+async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full() {
     let budget = budget();
     let open = Open::default();
     let holder = account(&budget, "holder");

@@ -6,8 +6,8 @@
 //! So the result must be a hit.
 //!
 //! The oracle forgives nothing else than a profile in which devices or memory fail: such a node may
-//! lose a page at any time. The counters "progress checks" and "forgiven: progress of failing nodes"
-//! tell how often.
+//! lose a page at any time. The counters "progress checks" and
+//! "forgiven: progress of failing nodes" tell how often.
 
 use super::{Cluster, operations, put, soon};
 use crate::payload::{key_in_namespace, page_key};
