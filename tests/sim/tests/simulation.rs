@@ -23,10 +23,9 @@ fn describe(failed: &[SeedReport]) -> String {
 
 /// Checks that every fault and every outcome was exercised. A run without hits would prove nothing.
 fn check_coverage(summary: &Summary, least: &[(&str, u64)]) {
-    let missed = least.iter().filter(|(counter, least)| summary.count(counter) < *least);
-    let missed = missed.map(|(counter, least)| format!("{counter}: {} of {least}", summary.count(counter)));
-    let missed: Vec<_> = missed.collect();
-    assert!(missed.is_empty(), "exercised too rarely: {missed:?}");
+    for (counter, least) in least {
+        assert!(summary.count(counter) >= *least, "{counter}: {} times, fewer than required", summary.count(counter));
+    }
 }
 
 /// Checks that the oracles forgave no more than `most`, and nothing that is not listed.
@@ -212,8 +211,6 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("rdma bit flip", 10),
         ("rdma truncated", 100),
         ("progress checks", 100),
-        ("room checks", 20),
-        ("returns that got in", 100),
     ];
     check_coverage(&summary, &least);
     let most = [
@@ -221,7 +218,6 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("forgiven: damage in transit", 3_000),
         ("forgiven: log stopped", 50),
         ("forgiven: progress of failing nodes", 500),
-        ("forgiven: refusals by an old protocol", 30),
         ("forgiven: suspect key", 50),
     ];
     check_forgiven(&summary, &most);

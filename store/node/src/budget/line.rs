@@ -11,7 +11,6 @@
 
 use super::Kind;
 use super::tenants::{TenantNumber, TenantTable};
-use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -91,7 +90,7 @@ impl Line {
             return;
         }
         self.leave(connection);
-        if self.places.len() >= PLACES_MAX || fail_point!("node.line-forgets-callers") {
+        if self.places.len() >= PLACES_MAX {
             return;
         }
         let last = self.places.iter().rfind(|(_, place)| place.tenant == tenant).map(|(&(turn, _), _)| turn + 1);

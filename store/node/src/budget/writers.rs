@@ -6,7 +6,6 @@
 
 use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
-use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -286,7 +285,7 @@ impl BudgetState {
         now: Instant,
     ) -> Vec<LosingWriter> {
         // A writer can only become silent later than this search found.
-        if self.silent_from.is_some_and(|from| now < from) || fail_point!("node.silent-writer-keeps-room") {
+        if self.silent_from.is_some_and(|from| now < from) {
             return Vec::new();
         }
         let mut silent = Vec::new();
