@@ -47,13 +47,13 @@ pub struct TierArgs {
     /// together they may take three quarters of --request-memory
     #[arg(long, default_value_t = 1024, value_name = "CONNECTIONS")]
     max_connections: usize,
-    /// Maximum number of connections from one IP address (of IPv6: one /64 network), and of those over
-    /// local sockets. All programs behind one address share it. Default: three quarters of
+    /// Maximum number of connections from one IP address (of IPv6: one /64 network), and of those
+    /// over local sockets. All programs behind one address share it. Default: three quarters of
     /// --max-connections
     #[arg(long, value_name = "CONNECTIONS")]
     max_connections_per_peer: Option<usize>,
-    /// Time without a request after which a connection with nothing in flight is closed, in seconds, at
-    /// least 10. Clients of Larder send a request every 2 s
+    /// Time without a request after which a connection with nothing in flight is closed, in
+    /// seconds, at least 10. Clients of Larder send a request every 2 s
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
     idle_timeout: u64,
 }

@@ -25,8 +25,8 @@ const SEGMENTS_WANTED_MIN: u64 = 16;
 const SEGMENTS_WANTED_MAX: u64 = 4096;
 /// One segment is written while another is prepared.
 const SEGMENTS_MIN: u64 = 2;
-/// Descriptors of a log beside its segments: the directory with its reserve, the lock, the rings and
-/// the events of the executor.
+/// Descriptors of a log beside its segments: the directory with its reserve, the lock, the rings
+/// and the events of the executor.
 const DESCRIPTORS_BESIDE_SEGMENTS: u64 = 48;
 /// Maximum number of segments, each of which is an open file.
 const FILES_MAX: u32 = 1 << 16;

@@ -134,8 +134,8 @@ impl Connection {
             tracing::warn!(%peer, "disconnected a client that received nothing for 1 s while others waited");
             return Ok(());
         };
-        // The connection and its tasks are gone, and with them the senders of the queue. Frames that
-        // are queued already may still leave.
+        // The connection and its tasks are gone, and with them the senders of the queue. Frames
+        // that are queued already may still leave.
         let _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut writer).await;
         ended
     }

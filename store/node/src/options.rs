@@ -173,7 +173,8 @@ pub const L3_MEAN_PAGE_BYTES_MIN: u64 = 4096;
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
 /// Maximum of [`NodeOptions::connections_max`]. Each connection is an open file.
 pub const CONNECTIONS_MAX: usize = 1 << 20;
-/// Minimum of [`NodeOptions::idle_timeout`]. A client whose probe was lost has time for another one.
+/// Minimum of [`NodeOptions::idle_timeout`]. A client whose probe was lost has time for another
+/// one.
 pub const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(10);
 /// Maximum number of L3 devices. Each has its own executor thread.
 pub const L3_DEVICES_MAX: usize = 64;

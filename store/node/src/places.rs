@@ -1,11 +1,11 @@
 //! Places of the connections that may be open at a time.
 //!
-//! A client needs no permission to connect, so a careless or hostile one may take all places. A node
-//! tells clients apart by their address, by their handshake, and by what they have in flight.
+//! A client needs no permission to connect, so a careless or hostile one may take all places. A
+//! node tells clients apart by their address, by their handshake, and by what they have in flight.
 //!
 //! Invariants:
-//! - The connections with a place keep within three limits: in all, per peer, and in descriptors. At
-//!   most [`CLOSING_MAX`] others are being closed.
+//! - The connections with a place keep within three limits: in all, per peer, and in descriptors.
+//! At   most [`CLOSING_MAX`] others are being closed.
 //! - A connection that has greeted and has something in flight, or was active within [`IDLE_MIN`],
 //!   never loses its place to another one.
 //! - Strangers, which have not greeted, take at most a quarter of the places. The oldest one makes
@@ -32,7 +32,8 @@ const CLOSING_MAX: usize = 64;
 /// Silence after which a connection without anything in flight may lose its place. A client of
 /// Larder probes an idle node every 2 s, and waits up to 3 s for the answer.
 const IDLE_MIN: Duration = Duration::from_secs(6);
-/// Age from which a stranger makes room when all places are taken. A handshake takes one round trip.
+/// Age from which a stranger makes room when all places are taken. A handshake takes one round
+/// trip.
 const STRANGER_GRACE: Duration = Duration::from_secs(1);
 /// Minimum time between two searches for idle connections that found none. A search looks at all.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);

@@ -223,7 +223,8 @@ impl Frame {
         let header = FrameHeader { kind, request, body_bytes, payload_bytes: 0, deadline_ms: 0, flags: 0, crc: 0 };
         let mut head = header.encode();
         head.put_u32(crc(&head, &body));
-        // The writer sends a payload behind its head, and so the bytes stand where the body belongs.
+        // The writer sends a payload behind its head, and so the bytes stand where the body
+        // belongs.
         let payload_len = body.len();
         let payload: Payload = Box::new(SharedBytes { bytes: body, _guard: guard });
         Frame { head, payload: Some(payload), payload_len, is_fragmented: false, is_abandoned: None, held: None }

@@ -10,8 +10,8 @@ use larder_wire::{FollowState, Response};
 use std::io;
 use std::time::Instant;
 
-/// Memory of a follower that waits for its page, beside that of its request: its task, its timer and
-/// its entry in the table of waiting readers.
+/// Memory of a follower that waits for its page, beside that of its request: its task, its timer
+/// and its entry in the table of waiting readers.
 const FOLLOW_BYTES: u64 = 4 << 10;
 
 impl Connection {

@@ -39,8 +39,8 @@ impl Stranger<'_> {
     /// connection before.
     ///
     /// # Errors
-    /// `ConnectionAborted` if the client was refused, `InvalidData` for a protocol error, `TimedOut`
-    /// after [`HANDSHAKE_TIMEOUT`].
+    /// `ConnectionAborted` if the client was refused, `InvalidData` for a protocol error,
+    /// `TimedOut` after [`HANDSHAKE_TIMEOUT`].
     pub(super) async fn handshake<S: ByteSource, W: ByteSink>(
         &self,
         reader: &mut FrameReader<S>,

@@ -194,8 +194,8 @@ impl<S: ByteSource> FrameReader<S> {
     /// Reads the body of a header and verifies both, in memory that grows as the bytes arrive.
     ///
     /// Calls `admit` with the length of the buffer before it grows. If `admit` returns `false`, the
-    /// reader drops the body, discards the rest, and returns `false`. [`FrameReader::body`] is empty
-    /// then.
+    /// reader drops the body, discards the rest, and returns `false`. [`FrameReader::body`] is
+    /// empty then.
     ///
     /// # Errors
     /// As for [`FrameReader::take_body`].
