@@ -8,8 +8,8 @@ use std::time::Duration;
 #[derive(Debug, Args)]
 pub struct HttpArgs {
     /// Maximum number of HTTP connections: to the OpenAI API of a router, to an engine, or to the
-    /// admin port of a node. A quarter is reserved for addresses served within ten minutes. Default:
-    /// 2048 for a router, 1024 for an engine, 128 for a node
+    /// admin port of a node. A quarter is reserved for addresses served within ten minutes.
+    /// Default: 2048 for a router, 1024 for an engine, 128 for a node
     #[arg(long, value_name = "CONNECTIONS")]
     http_connections: Option<usize>,
     /// Part of --http-connections that one address may use, or one /64 network with IPv6. Clients

@@ -1,5 +1,5 @@
-//! Printing, safe from the texts of other processes, and to standard output without panicking when the reader has gone, as in
-//! `larder status | head`.
+//! Printing, safe from the texts of other processes. A reader of standard output that has gone, as
+//! in `larder status | head`, causes no panic.
 
 use larder_format::codec::is_printable_char;
 use std::fmt::Arguments;

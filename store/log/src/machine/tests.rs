@@ -24,6 +24,7 @@ mod bounds;
 mod cases;
 mod controls;
 mod disk;
+mod eviction;
 mod fallback;
 
 const IDS: u8 = 12;

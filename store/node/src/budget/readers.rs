@@ -3,8 +3,8 @@
 //! Each piece of a page is progress. Recording it must not take the budget's lock, so the order
 //! lags behind: it has for each reader a time that is not later than its last progress. A search
 //! looks at the first reader only. If that reader made progress since, it moves back, and the next
-//! one is first. It also moves back, for a short time, if its connection has not looked for progress
-//! for long enough: on a busy machine.
+//! one is first. On a busy machine its connection may not have looked for progress long enough. The
+//! reader then moves back for a short time.
 //!
 //! Invariants:
 //! - Every reader with read memory is in the order, unless it is being disconnected. A reader may

@@ -274,8 +274,8 @@ impl Worker<'_> {
     async fn check(&self, keys: &[usize], flushed: Option<Instant>) -> Result<()> {
         let oracle = &self.pages.oracle;
         let expected = |key| self.workload.roomy.then(|| oracle.must_have(key, flushed)).flatten();
-        // A node refuses pages at the end of a large get to a client that reads slowly. A refused page
-        // is not lost, so the check comes back for it until the deadline.
+        // A node refuses pages at the end of a large get to a client that reads slowly. A refused
+        // page is not lost, so the check comes back for it until the deadline.
         let options = GetOptions { busy_retries: u32::MAX, ..GetOptions::default() };
         let mut found = self.read_with(keys, options).await;
         // The node serves while it recovers its log, so a miss is final only after recovery.

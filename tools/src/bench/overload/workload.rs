@@ -414,8 +414,8 @@ async fn connect(
     Ok((Arc::new(connection), (frames, queue)))
 }
 
-/// Runs the connection of a place, and the next one whenever the node has ended it. Returns an error
-/// that is not the end of a connection, such as an unexpected answer.
+/// Runs the connection of a place, and the next one whenever the node has ended it. Returns an
+/// error that is not the end of a connection, such as an unexpected answer.
 async fn keep_connected(address: String, place: Place, mut link: Link) -> Result<Infallible> {
     loop {
         let connection = place.connection();

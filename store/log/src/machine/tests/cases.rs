@@ -128,16 +128,16 @@ fn unreadable_footer_falls_back_to_record_headers() {
 }
 
 /// A log with segments of 100 pages, on a device that never fails.
-struct FaultlessLog {
-    log: Log,
-    generation: u64,
+pub(super) struct FaultlessLog {
+    pub(super) log: Log,
+    pub(super) generation: u64,
     copied: u64,
     /// By generation.
     ids: BTreeMap<u64, PageId>,
 }
 
 impl FaultlessLog {
-    fn new(segments_max: u32, keep_percent: u8) -> FaultlessLog {
+    pub(super) fn new(segments_max: u32, keep_percent: u8) -> FaultlessLog {
         let segment_bytes = 208 * BLOCK_BYTES as u64;
         let config = LogConfig {
             segment_bytes,
@@ -157,7 +157,7 @@ impl FaultlessLog {
     }
 
     /// The next version of a page.
-    fn page(&mut self, key: u64) -> PageMeta {
+    pub(super) fn page(&mut self, key: u64) -> PageMeta {
         let id = FaultlessLog::id(key);
         self.ids.insert(self.generation, id);
         PageMeta { id, ..meta(0, self.generation, 1, 0) }
@@ -191,7 +191,7 @@ impl FaultlessLog {
         panic!("no room for page {key}");
     }
 
-    fn work(&mut self) {
+    pub(super) fn work(&mut self) {
         while let Some(intent) = self.log.next_intent() {
             match intent {
                 Intent::Prepare(prepare) => self.log.prepared(&prepare, PrepareOutcome::Ready),
@@ -236,92 +236,6 @@ fn used_pages_are_retained() {
         assert_eq!(left > 0, keep_percent > 0);
         assert_eq!(driver.copied > 0, keep_percent > 0);
     }
-}
-
-/// Between two slices of an eviction, the pages that are left can be read, and an evicted page may
-/// still be on the device.
-#[test]
-fn segment_is_evicted_slice_by_slice() {
-    let mut driver = FaultlessLog::new(8, 0);
-    let mut ids: Vec<PageId> = Vec::new();
-    let is_evicting = |log: &Log| matches!(log.next_segment, NextSegment::Evicting(_));
-    for key in 0..2000 {
-        driver.generation += 1;
-        let page = driver.page(key);
-        if let Append::Write(write) = driver.log.append(&page).unwrap() {
-            driver.log.write_done(write, WriteOutcome::Written);
-            ids.push(page.id);
-        }
-        match driver.log.next_intent() {
-            Some(Intent::Prepare(prepare)) => driver.log.prepared(&prepare, PrepareOutcome::Ready),
-            Some(Intent::Footer(footer)) => driver.log.footer_done(footer, WriteOutcome::Written),
-            Some(Intent::Reclaim) => while !is_evicting(&driver.log) && driver.log.reclaim_step() {},
-            _ => {}
-        }
-        if is_evicting(&driver.log) {
-            break;
-        }
-    }
-    assert!(is_evicting(&driver.log));
-    let oldest = driver.log.segments.in_epoch_order(..).next().unwrap();
-    let mut left: Vec<PageId> = ids.clone();
-    left.retain(|id| driver.log.find(id, 0).is_some_and(|entry| entry.place.epoch == oldest.0));
-    assert!(left.len() > 10 && driver.log.find(&ids[0], 0).is_some());
-    assert_eq!(driver.log.pin(&left[0], Pin::Hard), Err(PinError::NotKept));
-    let ticket = driver.log.begin_read(&left[0], 0).unwrap();
-    let pages = driver.log.counts().pages;
-    assert!(driver.log.reclaim_step());
-    assert_eq!(driver.log.counts().pages, pages - 1);
-    let evicted = *left.iter().find(|id| driver.log.find(id, 0).is_none()).unwrap();
-    while driver.log.reclaim_step() {}
-    assert!(left.iter().all(|id| driver.log.find(id, 0).is_none()));
-    assert!(matches!(driver.log.next_segment, NextSegment::Reclaiming(_)), "a page is being read");
-    // Until the new header is durable, a crash would bring the page back.
-    let forget = driver.log.forget(&evicted);
-    assert!(matches!(forget, Ok(Forget::Write { was_found: false, .. }) | Ok(Forget::Wait)), "{forget:?}");
-    driver.log.end_read(ticket);
-    driver.work();
-    assert_eq!(driver.log.forget(&left[1]), Ok(Forget::NotThere));
-}
-
-/// The eviction of a segment begins while writes to it are in flight.
-#[test]
-fn older_put_is_not_served_after_a_newer_one_to_an_evicted_segment() {
-    let mut driver = FaultlessLog::new(8, 0);
-    let mut in_flight = Vec::new();
-    let is_evicting = |log: &Log| matches!(log.next_segment, NextSegment::Evicting(_));
-    for key in 0..2000 {
-        let mut append = |driver: &mut FaultlessLog| {
-            driver.generation += 1;
-            let page = driver.page(key);
-            (page.id, driver.log.append(&page).unwrap())
-        };
-        if let (_, Append::Write(write)) = append(&mut driver) {
-            driver.log.write_done(write, WriteOutcome::Written);
-        }
-        if in_flight.len() < 20
-            && let (id, Append::Write(write)) = append(&mut driver)
-        {
-            in_flight.push((id, write));
-        }
-        match driver.log.next_intent() {
-            Some(Intent::Prepare(prepare)) => driver.log.prepared(&prepare, PrepareOutcome::Ready),
-            Some(Intent::Footer(footer)) => driver.log.footer_done(footer, WriteOutcome::Written),
-            Some(Intent::Reclaim) => while !is_evicting(&driver.log) && driver.log.reclaim_step() {},
-            _ => {}
-        }
-        if is_evicting(&driver.log) {
-            break;
-        }
-    }
-    assert!(is_evicting(&driver.log));
-    let mut older = 0;
-    for (id, write) in in_flight {
-        older += usize::from(driver.log.find(&id, 0).is_some());
-        driver.log.write_done(write, WriteOutcome::Written);
-        assert!(driver.log.find(&id, 0).is_none(), "the node has acknowledged a newer put");
-    }
-    assert!(older > 0, "all older puts were evicted before");
 }
 
 #[test]
