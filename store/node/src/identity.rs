@@ -1,12 +1,12 @@
 //! Identity of a node: a random id, and an epoch that grows with every start.
 //!
-//! The identity is kept in the data directory, or beside an L3 log.
+//! The identity is kept in the data directory, or beside each L3 log.
 //!
 //! Invariants:
 //! - No two starts over the same L3 assign the same generation to puts. A generation begins with
 //!   the epoch of the start, and the epoch exceeds the previous one and all generations on L3.
-//! - The clock alone never decides. If the previous epoch is unknown or the new one cannot be
-//!   stored, the start first reads all generations on L3. The lower half of the first generation is
+//! - The clock alone never decides. If a directory does not tell its epoch or cannot store the new
+//!   one, the start first reads all generations on L3. The lower half of the first generation is
 //!   random, which also keeps starts without any L3 apart.
 #![allow(
     clippy::disallowed_methods,
@@ -18,12 +18,23 @@ use rand::Rng;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     pub(crate) node_id: String,
     pub(crate) epoch: u64,
+}
+
+/// Result of [`Identity::next`].
+#[derive(Debug)]
+pub(crate) struct NextIdentity {
+    pub(crate) identity: Identity,
+    /// Directories that store it.
+    pub(crate) stored_in: Vec<PathBuf>,
+    /// `true` if every directory told its epoch, and stores the new one.
+    pub(crate) is_continued: bool,
+    pub(crate) errors: Vec<(PathBuf, io::Error)>,
 }
 
 const FILE: &str = "node.json";
@@ -36,32 +47,53 @@ impl Identity {
         Self { node_id: format!("node-{:012x}", rng.random::<u64>() >> 16), epoch: unix_seconds.max(1) }
     }
 
-    pub(crate) fn is_kept(dir: &Path) -> bool {
-        dir.join(FILE).is_file()
-    }
-
-    /// Reads the identity in `dir`, or makes one, and stores it durably with the next epoch.
-    /// Returns `true` with it if there was one.
+    /// Makes the identity of the next start, and stores it durably in all directories. Its epoch
+    /// exceeds the largest one found. Its name is that of the first directory that has one. A
+    /// directory whose identity cannot be read is left as it is.
     ///
     /// The epoch is durable before it is returned. Otherwise a crash could let two starts use the
     /// same generations.
-    pub(crate) fn next(dir: &Path, unix_seconds: u64, rng: &mut impl Rng) -> io::Result<(Self, bool)> {
+    pub(crate) fn next(dirs: &[&Path], unix_seconds: u64, rng: &mut impl Rng) -> NextIdentity {
+        let mut errors = Vec::new();
+        let mut readable = Vec::new();
+        let mut kept = Vec::new();
+        for dir in dirs {
+            match fs::create_dir_all(dir).and_then(|()| Self::read(dir)) {
+                Ok(found) => {
+                    readable.push(*dir);
+                    kept.extend(found);
+                }
+                Err(error) => errors.push((dir.to_path_buf(), error)),
+            }
+        }
+        let epoch = kept.iter().map(|found| found.epoch).max().unwrap_or(0);
+        // A directory without an identity may have a log all the same.
+        let are_all_known = !dirs.is_empty() && kept.len() == dirs.len();
+        let named = kept.into_iter().next().unwrap_or_else(|| Self::transient(unix_seconds, rng));
+        let identity = Self { epoch: epoch.saturating_add(1).max(unix_seconds), ..named };
+        let mut stored_in = Vec::new();
+        for dir in readable {
+            match identity.store(dir) {
+                Ok(()) => stored_in.push(dir.to_path_buf()),
+                Err(error) => errors.push((dir.to_path_buf(), error)),
+            }
+        }
+        let is_continued = are_all_known && errors.is_empty();
+        NextIdentity { identity, stored_in, is_continued, errors }
+    }
+
+    fn read(dir: &Path) -> io::Result<Option<Self>> {
         let path = dir.join(FILE);
-        let kept: Option<Self> = match fs::read(&path) {
-            Ok(bytes) => Some(serde_json::from_slice(&bytes).map_err(|error| {
+        match fs::read(&path) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
                 io::Error::new(
                     io::ErrorKind::InvalidData,
                     format!("{}: {error}; remove the file to give the node a new identity", path.display()),
                 )
-            })?),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(error),
-        };
-        let is_kept = kept.is_some();
-        let mut identity = kept.unwrap_or_else(|| Self { epoch: 0, ..Self::transient(unix_seconds, rng) });
-        identity.epoch = identity.epoch.saturating_add(1).max(unix_seconds);
-        identity.store(dir)?;
-        Ok((identity, is_kept))
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Stores the identity durably.
@@ -101,7 +133,7 @@ mod tests {
     fn the_epoch_grows_even_if_the_file_is_lost_or_the_clock_goes_back() {
         let dir = tempfile::tempdir().unwrap();
         let mut rng = rand::rng();
-        let mut next = |seconds| Identity::next(dir.path(), seconds, &mut rng).unwrap().0;
+        let mut next = |seconds| Identity::next(&[dir.path()], seconds, &mut rng).identity;
         let first = next(1_800_000_000);
         assert_eq!(first.epoch, 1_800_000_000);
         assert_eq!(next(1_800_000_000).epoch, 1_800_000_001, "twice in a second");
@@ -111,6 +143,31 @@ mod tests {
         let anew = next(1_800_000_100);
         let mut rng = rand::rng();
         assert!(anew.generation_first(&mut rng) > back.generation_first(&mut rng) && anew.node_id != first.node_id);
+    }
+
+    #[test]
+    fn largest_epoch_counts_and_an_unreadable_directory_leaves_it_unknown() {
+        let [one, two] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let dirs = [one.path(), two.path()];
+        let mut rng = rand::rng();
+        let first = Identity::next(&dirs, 100, &mut rng);
+        assert!(!first.is_continued && first.errors.is_empty());
+        assert_eq!(first.stored_in, dirs);
+        // The first device misses a start.
+        let missed = Identity::next(&dirs[1..], 500, &mut rng);
+        let third = Identity::next(&dirs, 7, &mut rng);
+        assert!(missed.is_continued && third.is_continued);
+        assert_eq!((third.identity.epoch, &third.identity.node_id), (501, &first.identity.node_id));
+        // A file that cannot be read may have a larger epoch.
+        std::fs::remove_file(two.path().join(FILE)).unwrap();
+        std::fs::create_dir(two.path().join(FILE)).unwrap();
+        let unknown = Identity::next(&dirs, 7, &mut rng);
+        assert_eq!((unknown.is_continued, unknown.errors.len(), unknown.identity.epoch), (false, 1, 502));
+        assert_eq!(unknown.stored_in, dirs[..1]);
+        std::fs::write(one.path().join(FILE), "{").unwrap();
+        let damaged = Identity::next(&dirs, 7, &mut rng);
+        assert!(!damaged.is_continued && damaged.stored_in.is_empty());
+        assert_eq!(std::fs::read(one.path().join(FILE)).unwrap(), b"{", "it is left to the operator");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::connection::{ConnectionLimit, SharedArena};
 use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
-use crate::identity::Identity;
+use crate::identity::{Identity, NextIdentity};
 use crate::memory_plan::{MemoryPlan, machine_memory};
 use crate::options::NodeOptions;
 use crate::places::{Peer, Place, Places};
@@ -20,7 +20,7 @@ use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -95,7 +95,7 @@ impl Node {
         let local = listen_local(&arena, &options, &found.identity, &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
         let devices = Devices::open(&options, clock, &arena).await?;
-        let identity = found.above_generations(&devices).await?;
+        let identity = above_generations(found, &devices).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
         let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
@@ -207,64 +207,42 @@ impl Server {
     }
 }
 
-/// Identity of a start, before the generations on L3 are known.
-struct FoundIdentity {
-    identity: Identity,
-    /// Directory that it is stored in, if it could be stored.
-    dir: Option<PathBuf>,
-    /// `true` if the previous epoch was known, and the new one is stored.
-    is_continued: bool,
-}
-
-impl FoundIdentity {
-    /// Raises the epoch above all generations on the devices, durably. Waits for recovery if the
-    /// epoch alone does not guarantee that.
-    #[allow(clippy::disallowed_methods, reason = "runs once, before a node starts")]
-    async fn above_generations(mut self, devices: &Devices) -> Result<Identity, NodeError> {
-        if !self.is_continued && !devices.is_empty() {
-            tracing::info!("the previous epoch of this node is unknown or not stored; waiting until L3 is recovered");
-            devices.wait_for_generations().await;
-        }
-        if self.identity.exceed(devices.generation_max()) {
-            let epoch = self.identity.epoch;
-            tracing::warn!(
-                epoch,
-                "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised"
-            );
-            if let Some(dir) = &self.dir {
-                let directory = dir.display().to_string();
-                self.identity.store(dir).map_err(|source| NodeError::Directory { directory, source })?;
-            }
-        }
-        Ok(self.identity)
+/// Raises the epoch above all generations on the devices, durably. Waits for recovery if the epoch
+/// alone does not guarantee that.
+#[allow(clippy::disallowed_methods, reason = "runs once, before a node starts")]
+async fn above_generations(found: NextIdentity, devices: &Devices) -> Result<Identity, NodeError> {
+    let NextIdentity { mut identity, stored_in, is_continued, .. } = found;
+    if !is_continued && !devices.is_empty() {
+        tracing::info!("the previous epoch of this node is unknown or not stored; waiting until L3 is recovered");
+        devices.wait_for_generations().await;
     }
+    if identity.exceed(devices.generation_max()) {
+        let epoch = identity.epoch;
+        tracing::warn!(epoch, "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised");
+        for dir in &stored_in {
+            let directory = dir.display().to_string();
+            identity.store(dir).map_err(|source| NodeError::Directory { directory, source })?;
+        }
+    }
+    Ok(identity)
 }
 
-/// Returns the node's name and next epoch: from the data directory, or else from beside the first
-/// L3 log that can be written. A node with neither gets a new name at each start.
+/// Returns the node's name and next epoch: from the data directory, or else from beside the L3
+/// logs. A node with neither gets a new name at each start.
 #[allow(clippy::disallowed_methods, reason = "runs once, before a node starts; the simulation names its nodes itself")]
-fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<FoundIdentity, NodeError> {
-    let mut next = |dir: &Path| {
-        let identity = std::fs::create_dir_all(dir).and_then(|()| Identity::next(dir, unix_seconds, rng));
-        let identity = identity.map_err(|source| NodeError::Directory { directory: dir.display().to_string(), source });
-        let (identity, is_continued) = identity?;
-        Ok(FoundIdentity { identity, dir: Some(dir.to_path_buf()), is_continued })
+fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<NextIdentity, NodeError> {
+    let dirs: Vec<&Path> = match &options.data_dir {
+        Some(dir) => vec![dir],
+        None => options.l3.iter().map(|device| device.dir.as_path()).collect(),
     };
-    if let Some(dir) = &options.data_dir {
-        return next(dir);
-    }
-    let mut dirs: Vec<&Path> = options.l3.iter().map(|device| device.dir.as_path()).collect();
-    // Directories with an identity first: the operator may list the devices in another order today.
-    dirs.sort_by_key(|dir| !Identity::is_kept(dir));
-    for dir in dirs {
-        match next(dir) {
-            Ok(found) => return Ok(found),
-            Err(error) => {
-                tracing::warn!(%error, dir = %dir.display(), "cannot store the node's identity here; trying the next device");
-            }
+    let mut found = Identity::next(&dirs, unix_seconds, rng);
+    for (dir, source) in std::mem::take(&mut found.errors) {
+        if options.data_dir.is_some() {
+            return Err(NodeError::Directory { directory: dir.display().to_string(), source });
         }
+        tracing::warn!(error = %source, dir = %dir.display(), "cannot keep the node's identity on this device");
     }
-    Ok(FoundIdentity { identity: Identity::transient(unix_seconds, rng), dir: None, is_continued: false })
+    Ok(found)
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
