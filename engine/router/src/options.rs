@@ -23,8 +23,8 @@ pub struct RouterOptions {
     /// Minimum number of uncached prompt tokens in whole pages for which the router uses a prefill
     /// engine. Below it the decode engine computes them itself. Default 64, minimum 1.
     pub prefill_min_tokens: u32,
-    /// Maximum time of a request, from the end of its body to its last token. Default 120 s, minimum
-    /// 100 ms.
+    /// Maximum time of a request, from the end of its body to its last token. Default 120 s,
+    /// minimum 100 ms.
     pub request_timeout: Duration,
     /// Maximum number of answers in progress. A request counts once for each of its choices. The
     /// router answers 429 to requests above the limit. Default 1024, minimum 1.

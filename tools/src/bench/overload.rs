@@ -88,8 +88,8 @@ struct OverloadReport {
     pages_read_late: u64,
     pages_put_late: u64,
     wrong_bytes: u64,
-    /// Regular clients that the node disconnected. It takes a client that reads nothing for a second
-    /// for stalled, so this is 0 unless the machine starves the load generator.
+    /// Regular clients that the node disconnected. It takes a client that reads nothing for a
+    /// second for stalled, so this is 0 unless the machine starves the load generator.
     connections_lost: u64,
     /// Peak resident memory of the node under overload, and its budget.
     rss_max_mib: f64,
