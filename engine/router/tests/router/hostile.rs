@@ -188,7 +188,8 @@ async fn client_that_sends_too_much_reads_the_refusal() {
     let body = vec![b'x'; 40 << 20];
     for url in [cluster.url("/v1/completions"), cluster.url("/v1/nothing"), cluster.admin_url("/admin/v1/prefix/warm")]
     {
-        let response = cluster.http.post(&url).body(body.clone()).send().await.unwrap();
+        let request = cluster.http.post(&url).header("content-type", "application/json").body(body.clone());
+        let response = request.send().await.unwrap();
         let status = response.status().as_u16();
         let answer: Value = response.json().await.unwrap();
         assert!(answer["error"]["message"].is_string() && [413, 404].contains(&status), "{url}: {status} {answer}");
