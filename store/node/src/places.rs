@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! - The connections with a place keep within three limits: in all, per peer, and in descriptors.
-//! At   most [`CLOSING_MAX`] others are being closed.
+//!   At most [`CLOSING_MAX`] others are being closed.
 //! - A connection that has greeted and has something in flight, or was active within [`IDLE_MIN`],
 //!   never loses its place to another one.
 //! - Strangers, which have not greeted, take at most a quarter of the places. The oldest one makes
