@@ -64,6 +64,15 @@ pub(crate) struct FollowLimits {
     pub(crate) cost: ComputeCost,
 }
 
+impl FollowLimits {
+    /// Time at which the follow of so many pages ends, even if it makes progress.
+    fn end_of_follow(&self, pages: usize, begin: Instant) -> Instant {
+        let longest = self.cost.of(pages).saturating_mul(FOLLOW_FACTOR_MAX).max(self.stall).max(self.grace);
+        // The cost is unbounded while the engine's speed is unknown.
+        begin.checked_add(longest).map_or(self.until, |end| end.min(self.until))
+    }
+}
+
 /// Time that this engine needs to compute pages by itself.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ComputeCost {
@@ -223,9 +232,7 @@ impl Follower<'_> {
     /// writer counts as dead.
     async fn run(&self, mut waiting: VecDeque<(usize, KvPage)>, loaded: &mut Loaded) {
         let mut writer = WriterProgress::new(Instant::now());
-        let longest = self.limits.cost.of(waiting.len()).saturating_mul(FOLLOW_FACTOR_MAX);
-        let longest = longest.max(self.limits.stall).max(self.limits.grace);
-        let until = self.limits.until.min(writer.progress + longest);
+        let until = self.limits.end_of_follow(waiting.len(), writer.progress);
         let limits = FollowLimits { until, ..self.limits };
         let mut running = FuturesUnordered::new();
         let mut unsealed: BTreeSet<usize> = waiting.iter().map(|(index, _)| *index).collect();
@@ -321,6 +328,17 @@ mod tests {
         assert_eq!(writer.deadline(&limits, 1), start + seconds(7), "another goes on from there");
         let short = FollowLimits { until: start + seconds(6), ..limits };
         assert_eq!(writer.deadline(&short, 1), start + seconds(6));
+    }
+
+    #[test]
+    fn follow_ends_in_time_if_the_speed_of_the_engine_is_unknown() {
+        let start = Instant::now();
+        let unknown = ComputeCost { backlog: Duration::ZERO, page: Duration::MAX };
+        let limits = FollowLimits { cost: unknown, ..limits(start) };
+        assert_eq!(limits.end_of_follow(2, start), limits.until);
+        let quick = ComputeCost { backlog: Duration::ZERO, page: Duration::from_millis(1) };
+        let limits = FollowLimits { cost: quick, ..limits };
+        assert_eq!(limits.end_of_follow(2, start), start + limits.stall);
     }
 
     #[test]
