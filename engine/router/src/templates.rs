@@ -2,7 +2,7 @@
 //!
 //! A template comes with the model folder or from an engine, so it is untrusted code. One
 //! expression of it can take any time and memory. Only a process can be stopped then
-//! (docs/decisions/0023).
+//! (docs/decisions/0022).
 //!
 //! Invariants:
 //!
