@@ -2,6 +2,7 @@
 
 use crate::options::HttpOptions;
 use parking_lot::Mutex;
+use std::task::Waker;
 use tokio::time::Instant;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +18,7 @@ pub(crate) enum Phase {
 #[derive(Debug)]
 pub(crate) struct PhaseCell(Mutex<PhaseState>);
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct PhaseState {
     phase: Phase,
     since: Instant,
@@ -27,6 +28,17 @@ struct PhaseState {
     /// The client's socket is full. The server has handed over all of a short answer by then, so
     /// the phase may be idle already.
     is_sending: bool,
+    /// Task that reads in a phase without a read deadline. It must learn of the next one.
+    reader: Option<Waker>,
+}
+
+impl PhaseState {
+    /// Has the reader ask for its deadline again.
+    fn wake_reader(&mut self) {
+        if let Some(reader) = self.reader.take() {
+            reader.wake();
+        }
+    }
 }
 
 impl Default for PhaseCell {
@@ -37,6 +49,7 @@ impl Default for PhaseCell {
             since: Instant::now(),
             is_draining: false,
             is_sending: false,
+            reader: None,
         }))
     }
 }
@@ -46,6 +59,7 @@ impl PhaseCell {
         let mut state = self.0.lock();
         state.phase = phase;
         state.since = Instant::now();
+        state.wake_reader();
     }
 
     /// Records that bytes arrived. They begin the next request if the connection was idle.
@@ -73,6 +87,7 @@ impl PhaseCell {
         if state.phase == Phase::Idle {
             state.since = Instant::now();
         }
+        state.wake_reader();
     }
 
     pub(crate) fn is_answering(&self) -> bool {
@@ -81,22 +96,22 @@ impl PhaseCell {
 
     /// Start of a phase in which the server owes the client nothing. `None` while it answers.
     pub(crate) fn waiting_since(&self) -> Option<Instant> {
-        let state = *self.0.lock();
+        let state = self.0.lock();
         (state.phase != Phase::Answering && !state.is_sending).then_some(state.since)
     }
 
     /// Phase and time at which the socket stops waiting for bytes. `None` in phases without such a
-    /// limit: bodies have one of their own.
-    pub(crate) fn read_deadline(&self, options: &HttpOptions) -> Option<(Phase, Instant)> {
-        let state = *self.0.lock();
+    /// limit: bodies have one of their own. The next change of the phase then wakes `reader`.
+    pub(crate) fn read_deadline(&self, options: &HttpOptions, reader: &Waker) -> Option<(Phase, Instant)> {
+        let mut state = self.0.lock();
         let limit = match state.phase {
-            Phase::Idle => options.idle_timeout,
-            Phase::Header => options.header_timeout,
-            Phase::Body | Phase::Answering => return None,
+            Phase::Idle if !state.is_sending => Some(options.idle_timeout),
+            Phase::Header if !state.is_sending => Some(options.header_timeout),
+            _ => None,
         };
-        if state.is_sending {
-            return None;
+        if limit.is_none() {
+            state.reader = Some(reader.clone());
         }
-        Some((state.phase, state.since + limit))
+        Some((state.phase, state.since + limit?))
     }
 }

@@ -82,6 +82,10 @@ impl Places {
         let peer = network(address);
         let mut table = self.table.lock();
         if let Some(limit) = self.limit_reached(&table, peer, now) {
+            // One place less would still be too many: no connection is evicted in vain.
+            if limit == PlaceLimit::Total && table.open.len() > self.total_max(&table, peer, now) {
+                return Err(limit);
+            }
             let victim = table.longest_waiting(now, |c| limit == PlaceLimit::Total || c.peer == peer).ok_or(limit)?;
             table.evict(victim);
         }
@@ -95,12 +99,16 @@ impl Places {
     }
 
     fn limit_reached(&self, table: &Table, peer: IpAddr, now: Instant) -> Option<PlaceLimit> {
-        let is_known = table.known.get(&peer).is_some_and(|&served| now.duration_since(served) < KNOWN_FOR);
-        let total_max = if is_known { self.connections_max } else { self.connections_max - self.reserved };
         if table.per_address.get(&peer).is_some_and(|&open| open >= self.per_address_max) {
             return Some(PlaceLimit::Address);
         }
-        (table.open.len() >= total_max).then_some(PlaceLimit::Total)
+        (table.open.len() >= self.total_max(table, peer, now)).then_some(PlaceLimit::Total)
+    }
+
+    /// Number of connections up to which this peer may open another one.
+    fn total_max(&self, table: &Table, peer: IpAddr, now: Instant) -> usize {
+        let is_known = table.known.get(&peer).is_some_and(|&served| now.duration_since(served) < KNOWN_FOR);
+        if is_known { self.connections_max } else { self.connections_max - self.reserved }
     }
 
     #[cfg(test)]
@@ -193,6 +201,16 @@ mod tests {
         assert_eq!(places.open(), 8);
         drop((strangers, known));
         assert_eq!((places.open(), places.table.lock().per_address.len()), (0, 0));
+    }
+
+    #[test]
+    fn stranger_evicts_no_client_from_the_reserve() {
+        let places = places(8, 8);
+        places.take(peer(1)).unwrap().served();
+        let known: Vec<_> = (0..8).map(|_| places.take(peer(1)).unwrap()).collect();
+        let later = Instant::now() + EVICTION_GRACE;
+        assert_eq!(places.take_at(peer(9), later).unwrap_err(), PlaceLimit::Total);
+        assert!(known.iter().all(|place| !place.evicted.is_cancelled()));
     }
 
     #[test]

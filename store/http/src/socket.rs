@@ -81,7 +81,7 @@ impl AsyncRead for Socket {
             }
             return Poll::Ready(result);
         }
-        let Some((phase, deadline)) = this.phase.read_deadline(&this.options) else { return Poll::Pending };
+        let Some((phase, deadline)) = this.phase.read_deadline(&this.options, cx.waker()) else { return Poll::Pending };
         if this.read_timer.deadline() != deadline {
             this.read_timer.as_mut().reset(deadline);
         }

@@ -168,6 +168,19 @@ async fn half_a_header_and_an_idle_connection_end() {
 }
 
 #[tokio::test]
+async fn connection_that_is_idle_after_a_long_answer_ends() {
+    let server = start(HttpOptions { header_timeout: SHORT, idle_timeout: SHORT, ..options() }).await;
+    let stream = server.send(1, "GET /wait HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").await;
+    // No timer of the header is left when the answer ends.
+    tokio::time::sleep(SHORT * 4).await;
+    server.release.notify_one();
+    let answer = to_end(stream).await;
+    assert!(answer.ends_with("released"), "{answer}");
+    eventually("no connection is left", || server.open() == 0).await;
+    server.stopped().await;
+}
+
+#[tokio::test]
 async fn stalled_body_is_answered_and_never_reaches_a_handler() {
     let server = start(HttpOptions { body_timeout: SHORT, ..options() }).await;
     let answer = server.ask(1, &format!("{}half", post_head(100))).await;
