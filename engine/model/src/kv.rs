@@ -161,6 +161,7 @@ pub struct SealedPage {
     chunk_crcs: Vec<u32>,
     /// Empty until the store has told it.
     origin: OnceLock<PageOrigin>,
+    is_received: bool,
 }
 
 impl SealedPage {
@@ -173,17 +174,22 @@ impl SealedPage {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
-        Self { page, chunk_crcs: crcs, origin: OnceLock::new() }
+        Self { page, chunk_crcs: crcs, origin: OnceLock::new(), is_received: false }
     }
 
     /// Keeps a page with the checksums that came with it. Does not read the bytes.
     pub fn received(page: KvPage, seal: PageSeal) -> Self {
         let origin = seal.origin.map_or_else(OnceLock::new, OnceLock::from);
-        Self { page, chunk_crcs: seal.chunk_crcs, origin }
+        Self { page, chunk_crcs: seal.chunk_crcs, origin, is_received: true }
     }
 
     pub fn origin(&self) -> Option<PageOrigin> {
         self.origin.get().copied()
+    }
+
+    /// Returns `true` if the page came from the store, so that any client may have computed it.
+    pub fn is_received(&self) -> bool {
+        self.is_received
     }
 
     /// Records the source of the page in the store. A source that is known already stays.
@@ -303,7 +309,7 @@ mod tests {
         let mut page = pool.allocate().unwrap();
         page.as_mut().fill(7);
         let mut sealed = SealedPage::compute(page);
-        assert_eq!((sealed.verify(), sealed.origin()), (Ok(()), None));
+        assert_eq!((sealed.verify(), sealed.origin(), sealed.is_received()), (Ok(()), None, false));
         let seal = PageSeal { chunk_crcs: sealed.chunk_crcs.clone(), origin: None };
         let last = sealed.page.as_ref().len() - 1;
         sealed.page.as_mut()[last] ^= 1;
@@ -315,7 +321,7 @@ mod tests {
         let origin = Some(PageOrigin { run: 1, generation: 3 });
         let short = SealedPage::received(page, PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), origin });
         short.set_origin(PageOrigin { run: 2, generation: 3 });
-        assert!(short.verify().is_err() && short.origin() == origin);
+        assert!(short.verify().is_err() && short.origin() == origin && short.is_received());
     }
 
     #[test]

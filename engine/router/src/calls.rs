@@ -34,9 +34,13 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Failure of a call to an engine. `engine` is its name, or its URL before it has joined.
 #[derive(Debug, Clone, Error)]
 pub enum CallError {
-    /// The connection failed or broke, or the answer violates the interface.
+    /// The connection failed or broke.
     #[error("lost engine {engine}: {reason}")]
     Lost { engine: String, reason: String },
+    /// The answer violates the interface. No engine of Larder sends such an answer, whatever the
+    /// request.
+    #[error("engine {engine} sent a wrong answer: {reason}")]
+    Violation { engine: String, reason: String },
     #[error("engine {engine} refused the request: {error}")]
     Refused { engine: String, error: ApiError },
     #[error("engine {engine} did not answer before the deadline")]
@@ -46,6 +50,10 @@ pub enum CallError {
 impl CallError {
     pub(crate) fn lost(engine: &str, reason: impl std::fmt::Display) -> Self {
         CallError::Lost { engine: engine.into(), reason: reason.to_string() }
+    }
+
+    pub(crate) fn violation(engine: &str, reason: impl std::fmt::Display) -> Self {
+        CallError::Violation { engine: engine.into(), reason: reason.to_string() }
     }
 
     /// Failure of the router itself before the call. The engine is not at fault.
@@ -58,7 +66,7 @@ impl CallError {
     /// or a proxy before it, lacks the endpoint. After the deadline no engine has time left.
     pub fn is_retryable(&self) -> bool {
         match self {
-            CallError::Lost { .. } => true,
+            CallError::Lost { .. } | CallError::Violation { .. } => true,
             CallError::Refused { error, .. } => {
                 matches!(
                     error.code,
@@ -73,17 +81,6 @@ impl CallError {
     /// one may succeed.
     pub fn exceeds_context(&self) -> bool {
         matches!(self, CallError::Refused { error, .. } if error.code == ErrorCode::ContextLengthExceeded)
-    }
-
-    /// Reports the failure to the engine's circuit breaker. Refusals that are the client's fault or
-    /// plain overload do not count against the engine. Nor do deadlines, because one may be the
-    /// client's short limit; a caller that knows better counts them itself.
-    pub fn note(&self, engine: &RemoteEngine) {
-        match self {
-            CallError::Lost { .. } => engine.note_lost(),
-            CallError::Refused { error, .. } if error.code == ErrorCode::Internal => engine.note_fault(),
-            CallError::Refused { .. } | CallError::Deadline { .. } => {}
-        }
     }
 }
 
@@ -174,12 +171,14 @@ impl EngineClient {
     pub async fn decode(
         &self,
         engine: &RemoteEngine,
-        request: &DecodeRequest,
+        request: DecodeRequest,
         deadline: Instant,
     ) -> Result<EventStream, CallError> {
-        let request = self.http.post(url(engine, PATH_DECODE)).json(request);
+        let post = self.http.post(url(engine, PATH_DECODE)).json(&request);
+        // The body has the tokens now.
+        drop(request);
         let response = within(&engine.name, deadline, async {
-            let response = send(&engine.name, request).await?;
+            let response = send(&engine.name, post).await?;
             match response.status().is_success() {
                 true => Ok(response),
                 false => Err(refusal(&engine.name, response).await),
@@ -206,9 +205,8 @@ impl EngineClient {
                 return Err(refusal(engine, response).await);
             }
             let body = read_body(engine, &mut response, ANSWER_BYTES_MAX).await?;
-            serde_json::from_slice(&body).map_err(|error| {
-                CallError::lost(engine, format!("it sent an answer of another form: {}", reason(&error)))
-            })
+            serde_json::from_slice(&body)
+                .map_err(|error| CallError::violation(engine, format!("it has another form: {}", reason(&error))))
         })
         .await
     }
@@ -253,7 +251,7 @@ async fn read_body(engine: &str, response: &mut reqwest::Response, bytes_max: us
     while let Some(chunk) = response.chunk().await.map_err(|error| CallError::lost(engine, describe(&error)))? {
         // Checked on the received bytes: Content-Length may be absent or wrong.
         if body.len() + chunk.len() > bytes_max {
-            return Err(CallError::lost(engine, format!("its answer exceeds {bytes_max} bytes")));
+            return Err(CallError::violation(engine, format!("it exceeds {bytes_max} bytes")));
         }
         body.extend_from_slice(&chunk);
     }
@@ -307,13 +305,13 @@ impl EventStream {
             })
             .await?;
             let chunk = chunk.ok_or_else(|| CallError::lost(engine, "its stream ended without an end event"))?;
-            self.lines.push(&chunk).map_err(|reason| CallError::lost(engine, reason))?;
+            self.lines.push(&chunk).map_err(|reason| CallError::violation(engine, reason))?;
         };
         match serde_json::from_slice(&line) {
             Ok(DecodeEvent::Error(error)) => Err(CallError::Refused { engine: self.engine.clone(), error }),
             Ok(event) => Ok(event),
             Err(error) => {
-                Err(CallError::lost(&self.engine, format!("it sent an event of another form: {}", reason(&error))))
+                Err(CallError::violation(&self.engine, format!("an event has another form: {}", reason(&error))))
             }
         }
     }

@@ -6,14 +6,15 @@
 //! Invariants:
 //!
 //! - An engine is in the router's engine table only if the store names it, or named it within
-//!   [`UNNAMED_GRACE`].
+//!   [`UNNAMED_GRACE`]. While no store node answers, those named last count as named.
+//! - An engine that does not answer leaves the table within 5 s, also while no store node answers.
 //! - It has also confirmed its identity over HTTP. A dead engine's port may belong to another
 //!   process by now.
 //! - One task owns all state. Slow calls run beside it, so that a slow engine delays no other.
 
 use crate::RouterState;
 use crate::engines::{ENGINES_MAX, RemoteEngine};
-use crate::models::{MODELS_MAX, ModelKey, ServedModel, unix_seconds};
+use crate::models::{MODELS_BYTES_MAX, MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use crate::templates::ChatRenderer;
 use larder_client::Member;
 use larder_format::codec::is_printable;
@@ -21,6 +22,7 @@ use larder_model::Tokenizer;
 use larder_worker::api::{EngineInfo, is_engine_url};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -31,8 +33,13 @@ const MEMBERS_TIMEOUT: Duration = Duration::from_secs(1);
 /// ask for.
 const EMPTY_INTERVAL: Duration = Duration::from_millis(50);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-const TOKENIZER_TIMEOUT: Duration = Duration::from_secs(30);
-const TOKENIZER_FILE_BYTES_MAX: usize = 64 << 20;
+/// Maximum time to fetch all files of a model.
+const MODEL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum size of all files of a model in bytes, twice the largest in use.
+const MODEL_BYTES_MAX: usize = 64 << 20;
+/// Maximum number of models that are being fetched. Bounds the memory of downloads and tokenizers
+/// that the table has no room for.
+const LOADS_MAX: usize = 4;
 /// Backoff after the first failure. It doubles up to [`BACKOFF_MAX`], so that an engine that is
 /// down costs few probes and a quick restart is noticed soon.
 const BACKOFF_MIN: Duration = Duration::from_millis(250);
@@ -40,9 +47,14 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time an engine stays in the table after the store last named it, provided that it still answers.
 /// A restarted store node does not name an engine until the engine has registered again.
 const UNNAMED_GRACE: Duration = Duration::from_secs(10);
-/// Maximum time for an unnamed engine to confirm its identity. Short, because the refresh waits for
-/// it.
-const UNNAMED_PROBE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Maximum time for an engine of the table to confirm its identity. Short, because the refresh waits
+/// for it.
+const CONFIRM_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time without an answer after which an engine leaves the table while no store node answers. More
+/// than one check, because a busy machine may miss one.
+const SILENT_MAX: Duration = Duration::from_secs(1);
+/// Maximum number of new engines whose identity is being confirmed.
+const PROBES_MAX: usize = 64;
 
 struct Backoff {
     until: Instant,
@@ -70,6 +82,8 @@ struct Discovery {
     load_backoffs: HashMap<ModelKey, Backoff>,
     named: BTreeMap<String, EngineInfo>,
     last_named: HashMap<String, Instant>,
+    /// Engines of the table that do not answer while no store node does, and the first time.
+    silent: HashMap<String, Instant>,
 }
 
 pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
@@ -83,6 +97,7 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
         load_backoffs: HashMap::new(),
         named: BTreeMap::new(),
         last_named: HashMap::new(),
+        silent: HashMap::new(),
     };
     let mut next_refresh = Instant::now();
     // Requests may bring a refresh forward, but only to this time. It keeps a burst of requests
@@ -118,9 +133,9 @@ impl Discovery {
         // The client keeps the deadline itself. The timeout guards against one that does not:
         // discovery must never stall.
         let members = tokio::time::timeout(MEMBERS_TIMEOUT * 2, self.router.directory.members(deadline)).await;
-        // No store node answered. Keep the table: its engines still serve, and their circuit
-        // breakers catch those that do not.
-        let Ok(Some(members)) = members else { return };
+        // No store node answered. The engines serve without the store.
+        let Ok(Some(members)) = members else { return self.drop_silent().await };
+        self.silent.clear();
         self.named = named_engines(members);
         self.drop_replaced();
         self.check_unnamed().await;
@@ -151,17 +166,44 @@ impl Discovery {
             last_named.insert(engine.name.clone(), self.last_named.get(&engine.name).copied().unwrap_or(now));
         }
         self.last_named = last_named;
-        let deadline = now + UNNAMED_PROBE_TIMEOUT;
-        let this = &*self;
-        let checks = unnamed.into_iter().map(|engine| async move {
-            let is_over = this.last_named.get(&engine.name).is_none_or(|at| at.elapsed() >= UNNAMED_GRACE);
-            let answer = this.router.engine_client.model(&engine.info.url, deadline).await;
-            let answers_for_itself = answer.is_ok_and(|info| info == engine.info);
-            (is_over || !answers_for_itself).then_some(engine)
+        for (engine, is_confirmed) in self.confirm(unnamed).await {
+            let is_over = self.last_named.get(&engine.name).is_none_or(|at| at.elapsed() >= UNNAMED_GRACE);
+            if is_over || !is_confirmed {
+                self.remove(&engine);
+            }
+        }
+    }
+
+    /// Asks engines for their identity. Each comes back with `true` if it confirms it.
+    async fn confirm(&self, engines: Vec<Arc<RemoteEngine>>) -> Vec<(Arc<RemoteEngine>, bool)> {
+        let deadline = Instant::now() + CONFIRM_TIMEOUT;
+        // All at once, so the refresh waits for the slowest and not for their sum.
+        let checks = engines.into_iter().map(|engine| async move {
+            let answer = self.router.engine_client.model(&engine.info.url, deadline).await;
+            let is_confirmed = answer.is_ok_and(|info| info == engine.info);
+            (engine, is_confirmed)
         });
-        // All checks run at once, so the refresh waits for the slowest and not for their sum.
-        let gone: Vec<_> = futures::future::join_all(checks).await;
-        gone.into_iter().flatten().for_each(|engine| self.remove(&engine));
+        futures::future::join_all(checks).await
+    }
+
+    /// Removes the engines that have not answered for [`SILENT_MAX`], while no store node can tell
+    /// which are registered. They return when they answer again.
+    async fn drop_silent(&mut self) {
+        let now = Instant::now();
+        let silent =
+            self.confirm(self.router.engines.list()).await.into_iter().filter(|(_, is_confirmed)| !is_confirmed);
+        let mut since = HashMap::new();
+        for (engine, _) in silent {
+            let at = self.silent.get(&engine.name).copied().unwrap_or(now);
+            if at.elapsed() >= SILENT_MAX {
+                self.remove(&engine);
+            } else {
+                since.insert(engine.name.clone(), at);
+            }
+        }
+        self.silent = since;
+        self.begin_probes();
+        self.begin_loads();
     }
 
     fn remove(&self, engine: &RemoteEngine) {
@@ -173,7 +215,9 @@ impl Discovery {
     fn begin_probes(&mut self) {
         for (name, info) in &self.named {
             if self.router.engines.get(name).is_some()
+                || self.router.engines.is_expelled(name)
                 || self.probing.contains(name)
+                || self.probing.len() >= PROBES_MAX
                 || !is_due(&self.probe_backoffs, name)
             {
                 continue;
@@ -217,8 +261,7 @@ impl Discovery {
             let key = (engine.info.model.clone(), engine.namespace);
             if self.router.models.contains(&key)
                 || self.loading.contains(&key)
-                // Bounds the memory of downloads in progress.
-                || self.loading.len() >= MODELS_MAX
+                || self.loading.len() >= LOADS_MAX
                 || !is_due(&self.load_backoffs, &key)
             {
                 continue;
@@ -233,27 +276,39 @@ impl Discovery {
         self.loading.remove(&key);
         match result {
             Ok(model) => {
-                tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
-                self.load_backoffs.remove(&key);
-                self.router.models.insert(model, &self.router.engines);
+                if self.router.models.insert(model, &self.router.engines) {
+                    tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
+                    self.load_backoffs.remove(&key);
+                } else {
+                    tracing::warn!(model = %key.0, models_max = MODELS_MAX, bytes_max = MODELS_BYTES_MAX, "model not served: too many models, or their files are too large; use another router for it");
+                    self.postpone(key);
+                }
             }
             Err(error) => {
                 tracing::warn!(model = %key.0, %error, "cannot load the tokenizer; discovery will retry");
-                // Bounds the map. Losing the backoffs only makes some retries come early.
-                if self.load_backoffs.len() >= MODELS_MAX {
-                    self.load_backoffs.clear();
-                }
-                let backoff = Backoff::after_failure(self.load_backoffs.get(&key));
-                self.load_backoffs.insert(key, backoff);
+                self.postpone(key);
             }
         }
+        // A model may wait for this place.
+        self.begin_loads();
+    }
+
+    fn postpone(&mut self, key: ModelKey) {
+        // Bounds the map. Losing the backoffs only makes some retries come early.
+        if self.load_backoffs.len() >= MODELS_MAX {
+            self.load_backoffs.clear();
+        }
+        let backoff = Backoff::after_failure(self.load_backoffs.get(&key));
+        self.load_backoffs.insert(key, backoff);
     }
 }
 
 /// Members that describe themselves as engines with a valid page geometry and URL. Other members of
-/// the store, such as benchmarks, are skipped.
+/// the store, such as benchmarks, are skipped. So are all but one with the same description: a member
+/// that registers another one many times would multiply its load.
 fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
     let mut named = BTreeMap::new();
+    let mut described = HashSet::new();
     // The list comes from the network, so bound it before parsing.
     for member in members.into_iter().take(ENGINES_MAX) {
         let Ok(info) = serde_json::from_value::<EngineInfo>(member.info) else {
@@ -269,7 +324,9 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
         let is_printable =
             texts.into_iter().chain([&info.descriptor.model, &info.descriptor.tenant]).all(|t| is_printable(t));
         if is_possible && is_printable && is_engine_url(&info.url) {
-            named.insert(member.name, info);
+            if described.insert(serde_json::to_string(&info).unwrap_or_default()) {
+                named.insert(member.name, info);
+            }
         } else {
             tracing::warn!(member = ?member.name, url = ?info.url, "engine ignored: its page geometry, URL or a name is invalid; check its version and options");
         }
@@ -280,11 +337,14 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
 /// Fetches the tokenizer from `engine` and attaches to the pages of its namespace. The tokenizer is
 /// built off the event loop: that takes up to seconds.
 async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<ServedModel, String> {
-    let deadline = Instant::now() + TOKENIZER_TIMEOUT;
+    let deadline = Instant::now() + MODEL_TIMEOUT;
     let mut files = BTreeMap::new();
+    let mut file_bytes = 0;
     for &name in Tokenizer::FILES {
-        let file = router.engine_client.file(&engine.info.url, name, TOKENIZER_FILE_BYTES_MAX, deadline).await;
+        let room = MODEL_BYTES_MAX - file_bytes;
+        let file = router.engine_client.file(&engine.info.url, name, room, deadline).await;
         if let Some(bytes) = file.map_err(|error| error.to_string())? {
+            file_bytes += bytes.len();
             files.insert(name.to_string(), bytes);
         }
     }
@@ -310,6 +370,9 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         tokenizer: Arc::new(tokenizer),
         chat,
         pages: router.directory.pages(&engine.info.descriptor),
+        source: engine.name.clone(),
+        is_distrusted: AtomicBool::new(false),
+        file_bytes,
         created: unix_seconds(),
     })
 }
@@ -338,6 +401,7 @@ mod tests {
             member("a", serde_json::to_value(&good).unwrap()),
             member("b", serde_json::to_value(wrong_pages).unwrap()),
             member("c", serde_json::to_value(wrong_url).unwrap()),
+            member("d", serde_json::to_value(&good).unwrap()),
         ];
         assert_eq!(named_engines(members), BTreeMap::from([("a".to_string(), good)]));
     }

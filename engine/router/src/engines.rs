@@ -5,6 +5,7 @@
 //! - The outstanding load of an engine is the sum of its live [`LoadGuard`]s. A request gives its
 //!   share back however it ends.
 //! - The balancer never picks an engine that the request has already tried.
+//! - An expelled engine does not return under its name before [`EXPELLED_FOR`] has passed.
 
 use crate::breaker::CircuitBreaker;
 use larder_format::{NamespaceId, PageKey};
@@ -13,10 +14,14 @@ use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Maximum number of engines in the table. Further members of the store are ignored.
 pub const ENGINES_MAX: usize = 4096;
+
+/// Time for which an engine that broke the interface stays out of the table. It may have been
+/// repaired by then. One that was restarted has another name and joins at once.
+pub const EXPELLED_FOR: Duration = Duration::from_secs(60);
 
 /// Engine as seen by this router: its self-description, its circuit breaker and the load this
 /// router put on it.
@@ -90,7 +95,7 @@ pub struct LoadGuard {
 }
 
 impl LoadGuard {
-    pub fn engine(&self) -> &RemoteEngine {
+    pub fn engine(&self) -> &Arc<RemoteEngine> {
         &self.engine
     }
 
@@ -131,6 +136,8 @@ pub struct EngineRequirement<'a> {
 #[derive(Debug, Default)]
 pub struct EngineTable {
     engines: RwLock<BTreeMap<String, Arc<RemoteEngine>>>,
+    /// Engines that broke the interface, and the time of that. Locked after `engines`.
+    expelled: Mutex<BTreeMap<String, (Arc<RemoteEngine>, Instant)>>,
 }
 
 impl EngineTable {
@@ -149,6 +156,34 @@ impl EngineTable {
     /// such engine.
     pub fn remove(&self, name: &str) -> bool {
         self.engines.write().remove(name).is_some()
+    }
+
+    /// Removes an engine that broke the interface, and keeps its name out for a while. Returns
+    /// `false` if the table has no such engine, or another one of its name.
+    pub fn expel(&self, engine: &Arc<RemoteEngine>) -> bool {
+        let mut engines = self.engines.write();
+        if !engines.get(&engine.name).is_some_and(|known| Arc::ptr_eq(known, engine)) {
+            return false;
+        }
+        engines.remove(&engine.name);
+        let mut expelled = self.expelled.lock();
+        expelled.retain(|_, (_, at)| at.elapsed() < EXPELLED_FOR);
+        // Bounds the map: a member can return under many names.
+        if expelled.len() < ENGINES_MAX {
+            expelled.insert(engine.name.clone(), (engine.clone(), Instant::now()));
+        }
+        true
+    }
+
+    pub fn is_expelled(&self, name: &str) -> bool {
+        self.expelled.lock().get(name).is_some_and(|(_, at)| at.elapsed() < EXPELLED_FOR)
+    }
+
+    /// All engines that may hold pages: those of the table, and those that were expelled lately.
+    pub fn list_with_expelled(&self) -> Vec<Arc<RemoteEngine>> {
+        let mut engines = self.list();
+        engines.extend(self.expelled.lock().values().map(|(engine, _)| engine.clone()));
+        engines
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<RemoteEngine>> {
@@ -330,5 +365,17 @@ pub(crate) mod tests {
         assert!(table.choose(&need(&[])).is_none());
         table.get("d3").unwrap().note_success();
         assert_eq!(table.choose(&need(&[])).unwrap().name, "d3");
+    }
+
+    #[test]
+    fn expelled_engine_is_out_and_still_counts_as_a_holder_of_pages() {
+        let table = table();
+        let engine = table.get("d1").unwrap();
+        table.insert(RemoteEngine::new("d1".into(), info(Role::Decode, 1, 200)));
+        assert!(!table.expel(&engine), "another engine of its name has joined");
+        let engine = table.get("d1").unwrap();
+        assert!(table.expel(&engine) && !table.expel(&engine));
+        assert!(table.is_expelled("d1") && !table.is_expelled("d2") && table.get("d1").is_none());
+        assert_eq!((table.list().len(), table.list_with_expelled().len()), (4, 5));
     }
 }

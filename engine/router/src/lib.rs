@@ -9,8 +9,8 @@
 //!
 //! - Nothing but the prompt's tokens affects the text of an answer. The store's replies are hints.
 //!   Losing an engine costs time and never yields wrong text.
-//! - Everything is bounded: answers in progress, request bodies, texts to tokenise, engines,
-//!   attempts. Every wait has a deadline.
+//! - Everything is bounded: answers in progress, their prompts and texts, request bodies, texts to
+//!   tokenise, engines, attempts. Every wait has a deadline.
 //! - Chat templates are untrusted code and run in other processes.
 //! - A client that disconnects cancels all work done for it.
 //!
@@ -45,7 +45,10 @@ mod tokenise;
 
 pub use options::{OptionsError, RouterOptions};
 
+use calls::CallError;
+use engines::RemoteEngine;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
+use larder_worker::api::ErrorCode;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -86,6 +89,10 @@ pub(crate) struct RouterState {
     pub(crate) metrics: Arc<metrics::Metrics>,
     /// Admission control: one permit per answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
+    /// One permit per kibibyte of prompts of answers in progress.
+    pub(crate) prompts: Arc<Semaphore>,
+    /// One permit per 64 KiB of the texts of answers that are not streamed.
+    pub(crate) answers: Arc<Semaphore>,
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
     pub(crate) started: Instant,
@@ -93,6 +100,28 @@ pub(crate) struct RouterState {
 }
 
 impl RouterState {
+    /// Reports a failed call to the engine's circuit breaker. Drops an engine that broke the
+    /// interface.
+    ///
+    /// Refusals that are the client's fault or plain overload do not count against the engine. Nor
+    /// do deadlines, because one may be the client's short limit; a caller that knows better counts
+    /// them itself.
+    pub(crate) fn note_failure(&self, error: &CallError, engine: &Arc<RemoteEngine>) {
+        match error {
+            CallError::Lost { .. } => engine.note_lost(),
+            CallError::Violation { reason, .. } => {
+                if self.engines.expel(engine) {
+                    self.metrics.count_expulsion();
+                    self.models.distrust_files_of(&engine.name);
+                    let (name, url) = (&engine.name, &engine.info.url);
+                    tracing::warn!(engine = %name, %url, %reason, "engine dropped: it sent a wrong answer; stop it, or update engine and router to the same version [LRD0504]");
+                }
+            }
+            CallError::Refused { error, .. } if error.code == ErrorCode::Internal => engine.note_fault(),
+            CallError::Refused { .. } | CallError::Deadline { .. } => {}
+        }
+    }
+
     /// Wakes discovery and retries `find` until it returns a value. Gives up with `None` after
     /// [`ENGINE_WAIT`] or at `deadline`, whichever comes first.
     pub(crate) async fn wait_for<T>(&self, deadline: Instant, find: impl Fn() -> Option<T>) -> Option<T> {
@@ -143,6 +172,8 @@ impl Router {
             engine_client: calls::EngineClient::new(options.connect_timeout)?,
             metrics,
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
+            prompts: Arc::new(Semaphore::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES)),
+            answers: Arc::new(Semaphore::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES)),
             tokeniser: Default::default(),
             templates: Arc::new(templates),
             started: Instant::now(),

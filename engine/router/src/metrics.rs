@@ -38,6 +38,7 @@ pub enum RefusalReason {
     BodyTooLarge,
     PromptTooLong,
     TemplateBusy,
+    PromptsBusy,
 }
 
 impl RefusalReason {
@@ -46,6 +47,7 @@ impl RefusalReason {
             Self::BodyTooLarge => "body_too_large",
             Self::PromptTooLong => "prompt_too_long",
             Self::TemplateBusy => "template_busy",
+            Self::PromptsBusy => "prompts_busy",
         }
     }
 }
@@ -66,6 +68,7 @@ pub struct Metrics {
     retries: Family<RoleLabels, Counter>,
     refusals: Family<ReasonLabels, Counter>,
     template_stops: Counter,
+    engines_expelled: Counter,
     inflight: Gauge,
     engines_up: Family<RoleLabels, Gauge>,
     finished: AtomicU64,
@@ -105,6 +108,7 @@ impl Default for Metrics {
             retries: Family::default(),
             refusals: Family::default(),
             template_stops: Counter::default(),
+            engines_expelled: Counter::default(),
             inflight: Gauge::default(),
             engines_up: Family::default(),
             finished: AtomicU64::new(0),
@@ -141,13 +145,18 @@ impl Metrics {
         r.register("retries", "Calls repeated on another engine after a failure, by role", self.retries.clone());
         r.register(
             "refusals",
-            "Requests refused before work, by reason: body_too_large, prompt_too_long or template_busy",
+            "Requests refused before work, by reason: body_too_large, prompt_too_long, template_busy or prompts_busy",
             self.refusals.clone(),
         );
         r.register(
             "template_stops",
             "Renderings of a chat template that exceeded their time or memory; their process was killed",
             self.template_stops.clone(),
+        );
+        r.register(
+            "engines_expelled",
+            "Engines dropped for a while because they sent a wrong answer",
+            self.engines_expelled.clone(),
         );
         r.register("inflight", "Requests in progress", self.inflight.clone());
         r.register(
@@ -178,6 +187,10 @@ impl Metrics {
 
     pub fn count_template_stop(&self) {
         self.template_stops.inc();
+    }
+
+    pub fn count_expulsion(&self) {
+        self.engines_expelled.inc();
     }
 
     /// Adds the token counts of a completed answer. `cached` is a part of `tokens_in`.

@@ -11,11 +11,16 @@ use larder_worker::api::Role;
 use parking_lot::RwLock;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Maximum number of models in the table. A full table drops models without engines and then
 /// ignores new ones.
 pub const MODELS_MAX: usize = 64;
+
+/// Maximum size of all models' files, in bytes. A tokenizer takes several times the size of its
+/// file.
+pub const MODELS_BYTES_MAX: usize = 256 << 20;
 
 /// Size of a request body that is accepted for every model, in bytes.
 const BODY_BYTES_FLOOR: usize = 1 << 20;
@@ -38,6 +43,13 @@ pub struct ServedModel {
     /// `None` if the model has no chat template.
     pub chat: Option<ChatRenderer>,
     pub pages: Arc<dyn PageIndex>,
+    /// Name of the engine that its files came from.
+    pub source: String,
+    /// Set when that engine broke the interface. Its files may be as wrong, so discovery replaces
+    /// the model by one with the files of another engine.
+    pub is_distrusted: AtomicBool,
+    /// Size of its files in bytes.
+    pub file_bytes: usize,
     /// Time at which the router first loaded it, in seconds since 1970. The API reports it as
     /// `created`.
     pub created: u64,
@@ -68,19 +80,38 @@ pub struct ModelTable {
 }
 
 impl ModelTable {
-    pub fn insert(&self, model: ServedModel, engines: &EngineTable) {
+    /// Adds a model. Returns `false` if the table has no room for it.
+    pub fn insert(&self, model: ServedModel, engines: &EngineTable) -> bool {
         let mut models = self.models.write();
-        if models.len() >= MODELS_MAX {
+        let has_room = |models: &BTreeMap<ModelKey, Arc<ServedModel>>| {
+            // A model with its key makes room.
+            let others = models.iter().filter(|(key, _)| **key != model.key());
+            let sizes: Vec<usize> = others.map(|(_, other)| other.file_bytes).collect();
+            sizes.len() < MODELS_MAX && sizes.iter().sum::<usize>() + model.file_bytes <= MODELS_BYTES_MAX
+        };
+        if !has_room(&models) {
             // Only models without engines may go: clients can still be using the others.
             models.retain(|_, m| engines.context_max(Role::Decode, m.namespace).is_some());
         }
-        if models.len() < MODELS_MAX {
+        let has_room = has_room(&models);
+        if has_room {
             models.insert(model.key(), Arc::new(model));
+        }
+        has_room
+    }
+
+    /// Marks the models whose files came from this engine. They serve until discovery has replaced
+    /// them.
+    pub fn distrust_files_of(&self, engine: &str) {
+        for model in self.models.read().values().filter(|model| model.source == engine) {
+            // Relaxed: discovery may see it a moment later.
+            model.is_distrusted.store(true, Ordering::Relaxed);
         }
     }
 
+    /// Returns `true` if the table has the model, from an engine that has kept to the interface.
     pub fn contains(&self, key: &ModelKey) -> bool {
-        self.models.read().contains_key(key)
+        self.models.read().get(key).is_some_and(|model| !model.is_distrusted.load(Ordering::Relaxed))
     }
 
     /// Models that have a decode engine, ordered by name. A name stands for one namespace: the one

@@ -18,7 +18,7 @@ pub struct RouterOptions {
     /// those of [`HttpOptions`], but 2048 connections.
     pub http: HttpOptions,
     /// Limits of the admin API's HTTP server. Default: those of [`HttpOptions`], but 128
-    /// connections and bodies of 16 MiB: 4 Mi tokens, the longest prefix, are about that much text.
+    /// connections and bodies of 16 MiB: the longest text, or two million token ids.
     pub admin_http: HttpOptions,
     /// Minimum number of uncached prompt tokens in whole pages for which the router uses a prefill
     /// engine. Below it the decode engine computes them itself. Default 64, minimum 1.

@@ -24,6 +24,7 @@ use larder_worker::api::{
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -36,6 +37,11 @@ const GENERATION_LOAD_TOKENS_MAX: u64 = 64;
 // text already, and a delay of this length at its end is hardly noticed.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
 
+/// Maximum text of one token event, in bytes. The text that a stop string of 4 KiB held back comes
+/// with one token, as do 256 tokens of incomplete characters.
+const EVENT_TEXT_BYTES_MAX: usize = 16 << 10;
+/// Maximum text of one answer, in bytes. An engine may claim any context, and so any length.
+const ANSWER_TEXT_BYTES_MAX: usize = 16 << 20;
 /// Upper bound of the average text per generated token, in bytes: twice the longest tokens in use,
 /// which are runs of 128 blanks.
 const TOKEN_BYTES_MAX: usize = 256;
@@ -51,6 +57,8 @@ pub enum RouteError {
     /// Every engine that was tried is at its limit.
     #[error("all engines of this model are busy; try again later")]
     Busy { retry_after_ms: u64 },
+    #[error("this server is at its limit of text in answers; stream the answer, or try again later")]
+    AnswersFull,
     /// Every engine that was tried failed before its first token.
     #[error("{0}")]
     Unavailable(CallError),
@@ -88,7 +96,8 @@ impl RouteError {
     /// Returns `true` if an engine that joins now could serve the prompt. Requests wait for it
     /// while engines are being replaced.
     fn is_missing_engine(&self) -> bool {
-        matches!(self, RouteError::NoEngine(_) | RouteError::Unavailable(CallError::Lost { .. }))
+        use CallError::{Lost, Violation};
+        matches!(self, RouteError::NoEngine(_) | RouteError::Unavailable(Lost { .. } | Violation { .. }))
     }
 }
 
@@ -250,7 +259,7 @@ impl PromptPlan {
                 "decode failed before its first token; trying another engine if one can help"
             );
             // Before the next choice, so that the balancer skips an engine that was lost.
-            error.note(&engine);
+            self.router.note_failure(&error, &engine);
             tried.push(engine.name.clone());
             let mut is_retryable = error.is_retryable();
             if error.exceeds_context() {
@@ -323,8 +332,12 @@ impl PromptPlan {
             cache: self.cache,
             deadline_ms: remaining_ms(self.deadline),
         };
-        let mut events = self.router.engine_client.decode(engine, &request, self.deadline).await?;
+        let mut events = self.router.engine_client.decode(engine, request, self.deadline).await?;
         let start = match events.next().await? {
+            DecodeEvent::Start(start) if start.prompt_tokens != self.prompt_tokens() => {
+                let reason = format!("it counts {} tokens of {}", start.prompt_tokens, self.prompt_tokens());
+                return Err(CallError::violation(&engine.name, reason));
+            }
             DecodeEvent::Start(start) => start,
             other => return Err(unexpected(&load, &other)),
         };
@@ -332,7 +345,10 @@ impl PromptPlan {
         // The prompt is computed. Only the generation still loads the engine.
         load.reduce_to(generation_tokens(sampling));
         let limits = OutputLimits::new(sampling.max_tokens);
-        Ok(Generation { plan: self.clone(), start, first: Some(first), events, load, limits })
+        let generation = Generation { plan: self.clone(), start, first: None, events, load, limits };
+        // Here, where another engine can still take over.
+        generation.check(&first)?;
+        Ok(Generation { first: Some(first), ..generation })
     }
 
     /// Number of prompt tokens whose KV came from a cache. With `may_wait` it waits up to
@@ -353,6 +369,11 @@ impl PromptPlan {
             }
         };
         pages.saturating_mul(self.model.page_tokens as u32).min(self.prompt_tokens())
+    }
+
+    /// Room for the texts of answers.
+    pub(crate) fn answers(&self) -> Arc<Semaphore> {
+        self.router.answers.clone()
     }
 
     pub fn prompt_tokens(&self) -> u32 {
@@ -397,10 +418,7 @@ fn event_name(event: &DecodeEvent) -> &'static str {
 }
 
 fn unexpected(load: &LoadGuard, event: &DecodeEvent) -> CallError {
-    CallError::Lost {
-        engine: load.engine().name.clone(),
-        reason: format!("it sent an unexpected {} event", event_name(event)),
-    }
+    CallError::violation(&load.engine().name, format!("unexpected {} event", event_name(event)))
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -415,23 +433,27 @@ pub enum Delta {
 struct OutputLimits {
     tokens: usize,
     text_bytes: usize,
+    /// Tokens received so far.
+    received: usize,
 }
 
 impl OutputLimits {
     fn new(max_tokens: usize) -> Self {
         let text_bytes = max_tokens.saturating_mul(TOKEN_BYTES_MAX).saturating_add(TEXT_BYTES_SPARE);
-        Self { tokens: max_tokens, text_bytes }
+        let text_bytes = text_bytes.min(ANSWER_TEXT_BYTES_MAX);
+        Self { tokens: max_tokens, text_bytes, received: 0 }
     }
 
-    /// Counts one token. Returns `false`, and counts nothing, if it exceeds a limit.
-    fn take(&mut self, text: &str) -> bool {
-        match (self.tokens.checked_sub(1), self.text_bytes.checked_sub(text.len())) {
-            (Some(tokens), Some(text_bytes)) => {
-                *self = Self { tokens, text_bytes };
-                true
-            }
-            _ => false,
-        }
+    fn admits(&self, text: &str) -> bool {
+        self.tokens > 0 && text.len() <= self.text_bytes.min(EVENT_TEXT_BYTES_MAX)
+    }
+
+    /// Counts one token, which the caller has seen admitted.
+    fn take(&mut self, text: &str) {
+        debug_assert!(self.admits(text));
+        self.tokens -= 1;
+        self.text_bytes -= text.len();
+        self.received += 1;
     }
 }
 
@@ -452,14 +474,15 @@ impl Generation {
                 Some(event) => event,
                 None => self.events.next().await.map_err(|error| self.fail(error))?,
             };
+            self.check(&event).map_err(|error| self.fail(error))?;
             match event {
-                DecodeEvent::Token { text, .. } if !self.limits.take(&text) => {
-                    let reason = format!("it sent more than the requested tokens (last event: {} bytes)", text.len());
-                    return Err(self.fail(CallError::lost(self.engine_name(), reason)));
+                DecodeEvent::Token { text, .. } => {
+                    self.limits.take(&text);
+                    // A token inside a character or a possible stop string has no text yet.
+                    if !text.is_empty() {
+                        return Ok(Delta::Text(text));
+                    }
                 }
-                // A token inside a character or a possible stop string has no text yet.
-                DecodeEvent::Token { text, .. } if text.is_empty() => {}
-                DecodeEvent::Token { text, .. } => return Ok(Delta::Text(text)),
                 DecodeEvent::End { finish_reason, completion_tokens } => {
                     return Ok(Delta::End { finish_reason, completion_tokens });
                 }
@@ -468,10 +491,47 @@ impl Generation {
         }
     }
 
+    /// Checks the next event against the request and the events before it.
+    ///
+    /// # Errors
+    /// A violation of the interface.
+    fn check(&self, event: &DecodeEvent) -> Result<(), CallError> {
+        let reason = match event {
+            DecodeEvent::Token { text, .. } if !self.limits.admits(text) => {
+                format!("it has more than the requested tokens (last event: {} bytes)", text.len())
+            }
+            DecodeEvent::Token { id, .. } if self.contradicts_its_files(*id) => {
+                format!("its model has no token {id}")
+            }
+            DecodeEvent::End { completion_tokens, .. } if *completion_tokens as usize != self.limits.received => {
+                format!("it counts {completion_tokens} tokens after {} of them", self.limits.received)
+            }
+            DecodeEvent::End { finish_reason: FinishReason::Length, .. } if !self.is_at_limit() => {
+                format!("it ends by its length after {} tokens", self.limits.received)
+            }
+            DecodeEvent::Start(_) => return Err(unexpected(&self.load, event)),
+            _ => return Ok(()),
+        };
+        Err(CallError::violation(self.engine_name(), reason))
+    }
+
+    /// Returns `true` if the vocabulary that this engine has sent lacks token `id`. Another engine's
+    /// files prove nothing: either of the two may be wrong.
+    fn contradicts_its_files(&self, id: u32) -> bool {
+        let model = &self.plan.model;
+        model.source == self.engine_name() && model.vocab_size.is_some_and(|vocab| id >= vocab)
+    }
+
+    /// Returns `true` if the answer has as many tokens as the request or the engine's context allows.
+    fn is_at_limit(&self) -> bool {
+        let context = self.load.engine().info.max_context as usize;
+        self.limits.tokens == 0 || self.plan.prompt.tokens.len() + self.limits.received >= context
+    }
+
     fn fail(&self, error: CallError) -> RouteError {
         tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, "decode failed after its first token");
         // No retry, because the client has part of the answer. The circuit breaker still counts it.
-        error.note(self.load.engine());
+        self.plan.router.note_failure(&error, self.load.engine());
         RouteError::new(error, true)
     }
 
@@ -520,7 +580,7 @@ impl PrefillJob {
             drop(watch);
             // Before the next `choose`, which compares loads: this call loads the engine no more.
             drop(load);
-            let error = match answer {
+            let error = match answer.and_then(|answer| self.check(&engine, answer)) {
                 Ok(answer) => {
                     engine.note_success();
                     return Ok(answer);
@@ -531,7 +591,7 @@ impl PrefillJob {
                 request = %self.request.request_id, engine = %engine.name, %error,
                 "prefill failed; trying another engine if one can help"
             );
-            error.note(&engine);
+            self.router.note_failure(&error, &engine);
             let is_retryable = error.is_retryable();
             failure = RouteError::new(error, false);
             if !is_retryable {
@@ -540,6 +600,19 @@ impl PrefillJob {
             tried.push(engine.name.clone());
         }
         Err(failure)
+    }
+}
+
+impl PrefillJob {
+    /// Checks the counts of an answer against the prompt.
+    fn check(&self, engine: &RemoteEngine, answer: PrefillResponse) -> Result<PrefillResponse, CallError> {
+        let pages = (self.request.tokens.len() - 1) / self.model.page_tokens;
+        let cached = u64::from(answer.pages_l1) + u64::from(answer.pages_l2) + u64::from(answer.pages_l3);
+        if answer.pages as usize == pages && cached <= pages as u64 && answer.pages_lost <= answer.pages {
+            return Ok(answer);
+        }
+        let reason = format!("it counts {} pages, {cached} of them cached, of {pages}", answer.pages);
+        Err(CallError::violation(&engine.name, reason))
     }
 }
 
@@ -573,10 +646,24 @@ mod tests {
     #[test]
     fn output_limits_bound_tokens_and_text() {
         let mut limits = OutputLimits::new(2);
-        assert!(limits.take("") && limits.take("a") && !limits.take(""));
+        for text in ["", "a"] {
+            assert!(limits.admits(text));
+            limits.take(text);
+        }
+        assert!(!limits.admits(""));
         let mut limits = OutputLimits::new(2);
-        assert!(limits.take(&"x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE)) && !limits.take("x"));
-        OutputLimits::new(usize::MAX);
+        let longest = "x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE);
+        assert!(limits.admits(&longest));
+        limits.take(&longest);
+        assert!(!limits.admits("x") && limits.admits(""));
+        let mut limits = OutputLimits::new(usize::MAX);
+        let longest = "x".repeat(EVENT_TEXT_BYTES_MAX);
+        assert!(!limits.admits(&(longest.clone() + "x")));
+        for _ in 0..ANSWER_TEXT_BYTES_MAX / EVENT_TEXT_BYTES_MAX {
+            assert!(limits.admits(&longest));
+            limits.take(&longest);
+        }
+        assert!(!limits.admits("x"));
     }
 
     #[test]

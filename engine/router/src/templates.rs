@@ -11,6 +11,8 @@
 //! - A rendering ends after [`RENDER_TIME_MAX`] or at the request's deadline. The worker is killed
 //!   then, and the next rendering starts another one.
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
+//! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised, or are a single
+//!   one. A short conversation can render to a long text.
 
 use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
@@ -26,7 +28,7 @@ use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 /// Maximum time of a rendering, the start of its worker included. Templates in use take
@@ -37,6 +39,11 @@ pub const RENDER_TIME_MAX: Duration = Duration::from_secs(5);
 pub const RENDERINGS_MAX: usize = 4;
 /// Maximum number of requests that wait for the worker of one model.
 pub const WAITING_MAX: usize = 256;
+/// Maximum size of all texts of templates in memory, in bytes. The tokeniser takes about a minute
+/// for as much.
+pub const TEXTS_BYTES_MAX: usize = 64 << 20;
+/// Granularity of [`TEXTS_BYTES_MAX`].
+const CHARGE_BYTES: usize = 1 << 10;
 /// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
 /// for the kind of an answer and an error message.
 const ANSWER_BYTES_SPARE: usize = 64 << 10;
@@ -64,7 +71,7 @@ pub enum ChatError {
     Template(RenderError),
     #[error("the chat template of the model took too much time or memory for this conversation")]
     Exceeded,
-    #[error("too many chats wait for the chat template of this model; try again later")]
+    #[error("too many chats wait for the chat template of this model or for the tokenizer; try again later")]
     Busy,
     #[error("the request took longer than its time limit")]
     Deadline,
@@ -77,13 +84,30 @@ pub enum ChatError {
 pub struct TemplateWorkers {
     command: WorkerCommand,
     renderings: Semaphore,
+    /// One permit per [`CHARGE_BYTES`] of text.
+    texts: Arc<Semaphore>,
     metrics: Arc<Metrics>,
 }
 
 impl TemplateWorkers {
     pub fn new(command: WorkerCommand, metrics: Arc<Metrics>) -> Self {
-        Self { command, renderings: Semaphore::new(RENDERINGS_MAX), metrics }
+        let texts = Arc::new(Semaphore::new(TEXTS_BYTES_MAX / CHARGE_BYTES));
+        Self { command, renderings: Semaphore::new(RENDERINGS_MAX), texts, metrics }
     }
+}
+
+/// Text of a conversation.
+#[derive(Debug)]
+pub struct RenderedText {
+    pub text: String,
+    /// Keep it until the text is tokenised.
+    pub charge: TextCharge,
+}
+
+/// Share of [`TEXTS_BYTES_MAX`]. Dropping it gives the share back.
+#[derive(Debug, Default)]
+pub struct TextCharge {
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 /// Chat template of a model, and its worker.
@@ -109,6 +133,37 @@ struct Worker {
     _child: Child,
 }
 
+/// Failure of an exchange with a worker.
+enum ExchangeError {
+    /// The worker had ended before. The job is not at fault.
+    Ended,
+    /// There is no room for the text.
+    Busy,
+    /// The worker ended during the job, or its answer is malformed.
+    Failed,
+}
+
+impl From<io::Error> for ExchangeError {
+    fn from(_: io::Error) -> Self {
+        Self::Failed
+    }
+}
+
+impl From<ExchangeError> for ChatError {
+    fn from(error: ExchangeError) -> Self {
+        match error {
+            ExchangeError::Ended | ExchangeError::Failed => ChatError::Exceeded,
+            ExchangeError::Busy => ChatError::Busy,
+        }
+    }
+}
+
+/// Answer of a worker, with the share of its text.
+struct ChargedAnswer {
+    answer: Answer,
+    charge: TextCharge,
+}
+
 impl ChatRenderer {
     pub fn new(workers: Arc<TemplateWorkers>, model: String, template: ChatTemplateSource) -> Self {
         Self {
@@ -126,14 +181,15 @@ impl ChatRenderer {
         self.limited(deadline, None).await.map(drop)
     }
 
-    /// Renders a conversation to a text of at most `text_bytes_max` bytes.
+    /// Renders a conversation to a text of at most `text_bytes_max` bytes. Refuses it as busy if
+    /// there is no room for the text.
     pub async fn render(
         &self,
         messages: Vec<ChatMessage>,
         add_generation_prompt: bool,
         text_bytes_max: usize,
         deadline: Instant,
-    ) -> Result<String, ChatError> {
+    ) -> Result<RenderedText, ChatError> {
         let job = RenderJob { messages, add_generation_prompt, text_bytes_max };
         // Off the event loop: writing megabytes as JSON takes milliseconds.
         let request = tokio::task::spawn_blocking(move || serde_json::to_vec(&job).map_err(io::Error::from));
@@ -143,7 +199,7 @@ impl ChatRenderer {
     }
 
     /// Waits for the worker, starts it if there is none, and has it run `job`.
-    async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<String, ChatError> {
+    async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<RenderedText, ChatError> {
         let Ok(_waiting) = self.waiting.try_acquire() else { return Err(ChatError::Busy) };
         let wait = async {
             let place = self.worker.lock().await;
@@ -154,12 +210,15 @@ impl ChatRenderer {
         // Taken out: if the client disconnects, the worker is dropped with this future. Its socket
         // may hold half a frame.
         let idle = place.take();
-        let give_up = deadline.min(Instant::now() + RENDER_TIME_MAX);
-        let result = tokio::time::timeout_at(give_up, self.run(idle, job)).await.unwrap_or(Err(ChatError::Exceeded));
+        let longest = Instant::now() + RENDER_TIME_MAX;
+        // Only the template's own limit is its fault.
+        let late = if deadline < longest { ChatError::Deadline } else { ChatError::Exceeded };
+        let result = tokio::time::timeout_at(deadline.min(longest), self.run(idle, job)).await.unwrap_or(Err(late));
         match result {
-            Ok((worker, answer)) => {
+            Ok((worker, ChargedAnswer { answer, charge })) => {
                 *place = worker.filter(|_| !answer.is_worn);
-                answer.result.map_err(ChatError::Template)
+                let text = answer.result.map_err(ChatError::Template)?;
+                Ok(RenderedText { text, charge })
             }
             Err(error) => {
                 self.note(&error);
@@ -169,27 +228,31 @@ impl ChatRenderer {
     }
 
     /// Returns the answer, and the worker if it can be used again.
-    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, Answer), ChatError> {
-        let (mut worker, compiled) = match idle {
-            Some(worker) => (worker, Answer { result: Ok(String::new()), is_worn: false }),
-            None => self.start().await?,
-        };
+    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, ChargedAnswer), ChatError> {
+        if let (Some(mut worker), Some(job)) = (idle, &job) {
+            match worker.exchange(job, &self.workers.texts).await {
+                // Something else killed it since its last job. A fresh one takes its place.
+                Err(ExchangeError::Ended) => {}
+                result => return Ok((Some(worker), result?)),
+            }
+        }
+        let (mut worker, compiled) = self.start().await?;
         // A worker whose template does not compile ends by itself.
         match job {
-            _ if compiled.result.is_err() => Ok((None, compiled)),
+            _ if compiled.answer.result.is_err() => Ok((None, compiled)),
             None => Ok((Some(worker), compiled)),
             Some(job) => {
-                let answer = worker.exchange(&job).await.map_err(|_| ChatError::Exceeded)?;
+                let answer = worker.exchange(&job, &self.workers.texts).await?;
                 Ok((Some(worker), answer))
             }
         }
     }
 
-    async fn start(&self) -> Result<(Worker, Answer), ChatError> {
+    async fn start(&self) -> Result<(Worker, ChargedAnswer), ChatError> {
         let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
         let request = serde_json::to_vec(&self.template).map_err(|error| ChatError::Start(error.into()))?;
         let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE };
-        let compiled = worker.exchange(&job).await.map_err(|_| ChatError::Exceeded)?;
+        let compiled = worker.exchange(&job, &self.workers.texts).await?;
         Ok((worker, compiled))
     }
 
@@ -227,14 +290,21 @@ impl Worker {
     }
 
     /// Sends a request and receives its answer. Fails if the worker ends, for lack of memory for
-    /// example.
-    async fn exchange(&mut self, job: &Job) -> io::Result<Answer> {
-        self.socket.write_all(&frame_header(job.request.len())?).await?;
+    /// example, or if `texts` has no room for the answer.
+    async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<ChargedAnswer, ExchangeError> {
+        let header = frame_header(job.request.len())?;
+        // The kernel closes the socket of a process that ends. It has room for a header otherwise.
+        self.socket.write_all(&header).await.map_err(|_| ExchangeError::Ended)?;
         self.socket.write_all(&job.request).await?;
         let mut header = [0; 4];
         self.socket.read_exact(&mut header).await?;
-        let mut answer = vec![0; frame_len(header, job.answer_bytes_max)?];
+        let bytes = frame_len(header, job.answer_bytes_max)?;
+        // Before the memory is allocated. A text above the limit can only be a single one.
+        let permits = bytes.min(TEXTS_BYTES_MAX).div_ceil(CHARGE_BYTES) as u32;
+        // At once: a worker that waits with its answer would keep other chats from rendering.
+        let permit = texts.clone().try_acquire_many_owned(permits).map_err(|_| ExchangeError::Busy)?;
+        let mut answer = vec![0; bytes];
         self.socket.read_exact(&mut answer).await?;
-        Answer::decode(answer)
+        Ok(ChargedAnswer { answer: Answer::decode(answer)?, charge: TextCharge { _permit: Some(permit) } })
     }
 }

@@ -1,11 +1,11 @@
 //! Tokenising of prompts, off the event loop and in bounded memory.
 //!
-//! A tokenizer takes about a second and 200 MB for each MiB of text, and cannot be interrupted. So
+//! A tokenizer takes about a second and 150 MB for each MiB of text, and cannot be interrupted. So
 //! the router refuses texts that cannot fit the context before it tokenises them.
 //!
 //! Invariants:
 //!
-//! - No text is longer than the context times the longest token.
+//! - No text is longer than the context times the longest token, or than [`TEXT_BYTES_MAX`].
 //! - Short texts never wait for long ones.
 //! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
 
@@ -14,6 +14,9 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 use tokio::task::JoinError;
 
+/// Maximum size of a text in bytes, about a million tokens. It takes about 600 MB. A member may
+/// claim any context and any token, and a context of the longest tokens has far more bytes.
+pub(crate) const TEXT_BYTES_MAX: usize = 4 << 20;
 /// Longest text that counts as short, in bytes. It takes about 60 ms and 12 MB.
 const SHORT_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of requests with short texts in progress.
@@ -28,9 +31,9 @@ const TOKEN_BYTES_MIN: usize = 16;
 /// Length of the pieces of a long text that are tokenised one by one, to see if it fits.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// Maximum size of a text in bytes that can fit a context of `context` tokens.
+/// Maximum size of a text in bytes that may fit a context of `context` tokens.
 pub(crate) fn text_bytes_max(tokenizer: &Tokenizer, context: usize) -> usize {
-    context.saturating_mul(tokenizer.token_bytes_max().max(TOKEN_BYTES_MIN))
+    context.saturating_mul(tokenizer.token_bytes_max().max(TOKEN_BYTES_MIN)).min(TEXT_BYTES_MAX)
 }
 
 #[derive(Debug)]
@@ -130,7 +133,7 @@ mod tests {
     #[test]
     fn text_limit_follows_the_longest_token() {
         assert_eq!(text_bytes_max(&words(), 100), 1600);
-        assert_eq!(text_bytes_max(&words(), usize::MAX), usize::MAX);
+        assert_eq!(text_bytes_max(&words(), usize::MAX), TEXT_BYTES_MAX);
     }
 
     #[tokio::test]

@@ -25,7 +25,7 @@ use axum::extract::{DefaultBodyLimit, Json, Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use larder_format::page_keys;
+use larder_format::{PageKey, page_keys};
 use larder_http::Refusal;
 use larder_model::Tokenizer;
 use parking_lot::Mutex;
@@ -176,9 +176,10 @@ async fn forget(
         return Err(ApiError::new(ErrorCode::BadRequest, message));
     }
     let deadline = tokio::time::Instant::now() + Duration::from_millis(deadline_ms).min(app.request_timeout);
+    let context = app.info.max_context as usize;
     let page_tokens = app.info.page_tokens as usize;
     // Hashing millions of tokens takes longer than the event loop may wait.
-    let hashed = tokio::task::spawn_blocking(move || HashSet::from_iter(page_keys(&tokens, page_tokens)));
+    let hashed = tokio::task::spawn_blocking(move || forgettable(&tokens, context, page_tokens));
     let keys = Arc::new(hashed.await.map_err(|_| engine_stopped())?);
     let forgetting = async {
         let (reply, dropped) = oneshot::channel();
@@ -237,6 +238,12 @@ fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: Calle
         },
     );
     ([(header::CONTENT_TYPE, CONTENT_TYPE_NDJSON)], Body::from_stream(lines)).into_response()
+}
+
+/// Keys of those pages of a prefix that this engine can hold. Bounds the memory of the holds: a body
+/// has room for many times the context.
+fn forgettable(tokens: &[u32], context: usize, page_tokens: usize) -> HashSet<PageKey> {
+    page_keys(&tokens[..tokens.len().min(context)], page_tokens).into_iter().collect()
 }
 
 fn engine_stopped() -> ApiError {
@@ -376,4 +383,16 @@ async fn health(State(app): State<Arc<AppState>>) -> Result<&'static str, ApiErr
 async fn metrics(State(app): State<Arc<AppState>>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], app.metrics.encode()).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forget_covers_no_more_pages_than_the_context() {
+        let tokens = [1; 1000];
+        assert_eq!(forgettable(&tokens, 100, 16).len(), 6);
+        assert_eq!(forgettable(&tokens[..40], 100, 16).len(), 2);
+    }
 }

@@ -1,6 +1,8 @@
 //! Loads the pages of one request into L1: lookup, read, follow.
 //!
-//! To follow a page is to wait for it while another engine writes it.
+//! To follow a page is to wait for it while another engine writes it. A page that was written for
+//! this request is followed even if it is complete: nodes count reads as reuse, and follows as
+//! hand-over.
 //!
 //! Invariants:
 //! - A load ends by the time limits of its [`LoadJob`], whatever the store does.
@@ -119,7 +121,8 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     );
     let is_whole = reused.tiers.len() >= reusable.len();
     let more = if is_whole { handed.tiers.len().min(handed_over.len()) } else { 0 };
-    let found = reused.tiers.len().min(reusable.len()) + more;
+    let readable = reused.tiers.len().min(reusable.len());
+    let found = readable + more;
     loaded.in_store = found;
     loaded.answered = reused.answered && handed.answered;
     if !loaded.answered && found == 0 {
@@ -128,17 +131,15 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
         return loaded;
     }
     let mut missing: VecDeque<usize> = VecDeque::new();
-    if found > job.present {
+    if readable > job.present {
         let wanted: Vec<(PageKey, KvPage)> =
-            job.keys[job.present..found].iter().copied().zip(buffers.drain(..found - job.present)).collect();
+            job.keys[job.present..readable].iter().copied().zip(buffers.drain(..readable - job.present)).collect();
         for (offset, (page, fetched)) in store.get(wanted, deadline).await.into_iter().enumerate() {
             let index = job.present + offset;
             match fetched {
                 Some(Fetched { tier, seal }) => {
                     let page = SealedPage::received(page, seal);
-                    // Sealed between the router's lookup and this one.
-                    let source = if index < reusable.len() { source_of(tier) } else { PageSource::Followed };
-                    loaded.pages.push(LoadedPage { index, page, source });
+                    loaded.pages.push(LoadedPage { index, page, source: source_of(tier) });
                 }
                 // The store evicted the page after the lookup. It becomes a candidate for
                 // following.
@@ -152,7 +153,8 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     let awaited = job.await_pages.min(job.keys.len());
     // The caller promised the awaited pages only. No engine may be writing the others.
     missing.retain(|&index| index < awaited);
-    missing.extend(found.max(job.present)..awaited);
+    // Pages that are found and not reusable were sealed between the router's lookup and this one.
+    missing.extend(readable.max(job.present)..awaited.max(found));
     let following = Follower { store, keys: &job.keys, limits: job.follow, parts: PartsReceived::default() };
     let waiting = missing.into_iter().filter_map(|index| Some((index, buffers.pop_front()?))).collect();
     loaded.unused.extend(buffers);

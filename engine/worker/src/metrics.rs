@@ -157,7 +157,7 @@ impl Metrics {
             suspect_pages: add(
                 r,
                 "suspect_pages",
-                "Pages from the store with values that are not finite, dropped from L1 and from the store",
+                "Pages from the store that led to values that are not finite, dropped from L1 and from the store",
                 Counter::default(),
             ),
             store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),

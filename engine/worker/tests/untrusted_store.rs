@@ -105,13 +105,17 @@ async fn decode_does_not_wait_for_a_prefill_that_hangs() {
     assert_eq!(answer.expect("decode waits for nobody").tokens, expected(&request.tokens, 10));
 }
 
-/// Puts a page full of NaN under the key of page `index` of `tokens`.
-async fn put_nan(client: &Client, engine: &EngineHandle, tokens: &[u32], index: usize) {
+/// Puts a page under the key of page `index` of `tokens`. All its values are `value`.
+async fn put_page(client: &Client, engine: &EngineHandle, tokens: &[u32], index: usize, value: f32) {
     let mut put = client.put(new_page(&page_keys(tokens, PAGE), index), soon());
     for (part, bytes) in engine.info().descriptor.geometry.part_table().into_iter().enumerate() {
-        put.part(part, f32::NAN.to_le_bytes().repeat(bytes as usize / 4).into());
+        put.part(part, value.to_le_bytes().repeat(bytes as usize / 4).into());
     }
     assert_eq!(put.commit(soon()).await, PutOutcome::Stored);
+}
+
+async fn put_nan(client: &Client, engine: &EngineHandle, tokens: &[u32], index: usize) {
+    put_page(client, engine, tokens, index, f32::NAN).await;
 }
 
 /// Number of pages that the store has. All of their values must be finite.
@@ -161,6 +165,76 @@ async fn nan_page_fails_one_request_and_disappears() {
         assert_eq!(decode(&decoder, &request).await.tokens, expected(&request.tokens, 10), "a retry computes the page");
     }
     assert!(is_idle(&decoder).await);
+}
+
+/// Finite, but every product with it overflows.
+const HUGE: f32 = 3e38;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn page_of_huge_values_fails_one_request_and_disappears() {
+    let node = node(any_port()).await;
+    let decoder = attached(Role::Decode, &node).await;
+    let other = client(&node, &decoder).await;
+    for (round, index) in [0, 3, PAGES - 1].into_iter().enumerate() {
+        let request = decode_request(&prompt(60 + round as u64, LEN), 10);
+        let keys = page_keys(&request.tokens, PAGE);
+        if index > 0 {
+            let before = decode_request(&request.tokens[..index * PAGE + 1], 1);
+            decode(&decoder, &before).await;
+            assert!(stores(&other, &keys[..index]).await);
+        }
+        put_page(&other, &decoder, &request.tokens, index, HUGE).await;
+        let (status, error) = try_decode(&decoder, &request).await.unwrap_err();
+        assert_eq!((status, error.code), (503, ErrorCode::PagesUnusable), "{}", error.message);
+        assert_eq!(usable_pages(&other, &keys).await, index, "the engine computed the pages before it itself");
+        let metric = metric(&decoder, "larder_engine_suspect_pages_total").await;
+        assert_eq!(metric as usize, round + 1);
+        assert_eq!(decode(&decoder, &request).await.tokens, expected(&request.tokens, 10), "a retry computes the page");
+    }
+    assert!(is_idle(&decoder).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_computed_from_a_suspect_page_disappear_with_it() {
+    let node = node(any_port()).await;
+    let decoder = attached(Role::Decode, &node).await;
+    let fresh = attached(Role::Decode, &node).await;
+    let other = client(&node, &decoder).await;
+    let request = decode_request(&prompt(70, LEN), 10);
+    let keys = page_keys(&request.tokens, PAGE);
+    // Wrong values, of which the engine computes finite ones.
+    put_page(&other, &decoder, &request.tokens, 0, 1.0).await;
+    decode(&decoder, &decode_request(&request.tokens[..5 * PAGE + 1], 1)).await;
+    assert!(stores(&other, &keys[..5]).await);
+    put_page(&other, &decoder, &request.tokens, 5, HUGE).await;
+    let (status, error) = try_decode(&decoder, &request).await.unwrap_err();
+    assert_eq!((status, error.code), (503, ErrorCode::PagesUnusable), "{}", error.message);
+    assert_eq!(usable_pages(&other, &keys).await, 0, "they all come from the first page");
+    for engine in [&fresh, &decoder] {
+        assert_eq!(decode(engine, &request).await.tokens, expected(&request.tokens, 10));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_that_received_all_pages_suspects_all_of_them() {
+    let node = node(any_port()).await;
+    let decoder = attached(Role::Decode, &node).await;
+    let prefiller = attached(Role::Prefill, &node).await;
+    let fresh = attached(Role::Decode, &node).await;
+    let other = client(&node, &decoder).await;
+    let request = decode_request(&prompt(71, LEN), 10);
+    let keys = page_keys(&request.tokens, PAGE);
+    prefill(&prefiller, &request.tokens[..5 * PAGE + 1], CacheMode::All).await;
+    put_page(&other, &decoder, &request.tokens, 5, HUGE).await;
+    let bystander = decode(&fresh, &decode_request(&request.tokens[..5 * PAGE + 1], 1)).await;
+    assert_eq!(bystander.start.pages_l2, 5);
+    // The values do not tell which page is wrong.
+    let (status, error) = try_decode(&fresh, &request).await.unwrap_err();
+    assert_eq!((status, error.code), (503, ErrorCode::PagesUnusable), "{}", error.message);
+    assert_eq!((usable_pages(&other, &keys).await, fresh.state().l1_pages_cached), (0, 0));
+    for engine in [&fresh, &decoder] {
+        assert_eq!(decode(engine, &request).await.tokens, expected(&request.tokens, 10));
+    }
 }
 
 /// Waits until the store has the pages.
@@ -249,6 +323,20 @@ async fn hits_and_misses_of_a_node_count_reuse_only() {
         assert_eq!(decode(&fresh, &request).await.start.pages_l2 as usize, PAGES);
     }
     assert_eq!((hits(), counter(&node, "pages_missed")), (pages, pages), "half of the prompts were repeated");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn node_counts_no_hit_for_pages_that_the_prefill_sealed_before() {
+    let node = node(any_port()).await;
+    let prefiller = attached(Role::Prefill, &node).await;
+    let decoder = attached(Role::Decode, &node).await;
+    let request = awaiting(51, 10);
+    prefill(&prefiller, &request.tokens, CacheMode::All).await;
+    let answer = decode(&decoder, &request).await;
+    assert_eq!((answer.start.pages_followed as usize, answer.start.pages_l2), (PAGES, 0));
+    assert_eq!(answer.tokens, expected(&request.tokens, 10));
+    let hits = counter(&node, "pages_hit_l2") + counter(&node, "pages_hit_l3");
+    assert_eq!((hits, counter(&node, "pages_followed")), (0, PAGES), "a prompt that nobody had");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

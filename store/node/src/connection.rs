@@ -43,7 +43,8 @@ mod socket;
 mod tasks;
 
 use crate::budget::{Account, Charge};
-use crate::places::Place;
+use crate::members::MemberOwner;
+use crate::places::{Peer, Place};
 use crate::state::NodeState;
 use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
@@ -61,6 +62,7 @@ pub(crate) use socket::BulkScheduler;
 use socket::{ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -91,6 +93,8 @@ struct Connection {
     /// `None` for a client that only manages members or asks for the status.
     namespace: Option<Namespace>,
     puts: OpenPuts,
+    /// Owner of the members that this connection registers.
+    member: MemberOwner,
     shared_parts: SharedParts,
     holdings: Holdings,
     rdma: Arc<ClientChannels>,
@@ -150,6 +154,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         // Tasks first: a commit that still runs must not find its puts aborted halfway.
         self.tasks.abort_all();
+        self.node.members.end(self.member);
         if !fail_point!("node.puts-outlive-connection") {
             self.puts.abort_all(&self.node);
         }
@@ -265,6 +270,7 @@ async fn run<R: ByteSource, W: ByteSink>(
                 outbox,
                 namespace: greeting.namespace,
                 puts: OpenPuts::default(),
+                member: node.members.owner(peer.parse::<SocketAddr>().map_or(Peer::Local, Peer::of)),
                 shared_parts: SharedParts::new(peer_memory),
                 holdings: Holdings::new(in_place),
                 rdma: Arc::default(),

@@ -3,9 +3,16 @@
 //! Engines renew their entries. The registry only tells a router where to ask, so correctness never
 //! depends on it.
 //!
+//! Invariants:
+//! - Only the connection that registered a name renews or withdraws it. The entry ends with the
+//!   connection.
+//! - One peer has at most half of the table. The last eighth is for peers that have, or lately had,
+//!   a few entries, so that their engines can return after a restart.
+//!
 //! The node encodes the list once per change, and all answers share its bytes. Clients that do not
 //! read them can keep [`SNAPSHOTS_MAX`] lists in memory, of half a mebibyte each.
 
+use crate::places::Peer;
 use larder_runtime::sync::Mutex;
 use larder_wire::{MAX_MEMBERS, MemberEntry, PROTOCOL_VERSION_MIN, Response, SharedResponse};
 use std::collections::BTreeMap;
@@ -19,19 +26,64 @@ const ENTRY_BYTES: usize = 8;
 /// Encoded lists in memory at a time. While clients keep so many unread, others get the newest of
 /// them, which may lack the last changes.
 const SNAPSHOTS_MAX: usize = 8;
+/// Part of the table for one peer.
+const PEER_SHARE: usize = 2;
+/// Part of the table for known peers only.
+const KNOWN_SHARE: usize = 8;
+/// Maximum number of entries of a known peer that uses that part.
+const KNOWN_ENTRIES_MAX: usize = 16;
+/// Time for which a peer counts as known after its last registration.
+const KNOWN_FOR: Duration = Duration::from_secs(600);
+/// Known peers that a node remembers.
+const KNOWN_MAX: usize = 1024;
+/// Minimum time between two log lines about refused registrations.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Upper bound of a time to live. A dead engine disappears after at most this time.
 const TTL_MAX: Duration = Duration::from_secs(60);
+
+/// Connection that registers members.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MemberOwner {
+    connection: u64,
+    peer: Peer,
+}
 
 struct Entry {
     info: String,
     expires: Instant,
+    owner: MemberOwner,
+}
+
+#[derive(Default)]
+struct Table {
+    entries: BTreeMap<String, Entry>,
+    /// Time of the last registration of each peer.
+    known: BTreeMap<Peer, Instant>,
+    last_logged: Option<Instant>,
+}
+
+/// Reason for a refused registration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Refusal {
+    Foreign,
+    Full,
+}
+
+impl Refusal {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Foreign => "another connection has registered its name; give each engine its own",
+            Self::Full => "the table is full, or has too many members of this peer; stop some of them",
+        }
+    }
 }
 
 #[derive(Default)]
 pub(crate) struct Members {
-    entries: Mutex<BTreeMap<String, Entry>>,
-    /// Locked before `entries`.
+    table: Mutex<Table>,
+    /// Locked before `table`.
     snapshots: Mutex<Vec<Snapshot>>,
+    next_connection: AtomicU64,
     /// Number of changes to the names or descriptions so far.
     changes: AtomicU64,
 }
@@ -45,32 +97,62 @@ struct Snapshot {
 }
 
 impl Members {
-    /// Adds or renews an entry. Returns `false` if the table is full.
-    pub(crate) fn register(&self, name: String, info: String, ttl: Duration, now: Instant) -> bool {
-        let mut entries = self.entries.lock();
+    /// Identity of a new connection of `peer`. It must be passed to [`Members::end`] when the
+    /// connection ends.
+    pub(crate) fn owner(&self, peer: Peer) -> MemberOwner {
+        // Relaxed: only the uniqueness of the number counts.
+        MemberOwner { connection: self.next_connection.fetch_add(1, Relaxed), peer }
+    }
+
+    /// Adds or renews an entry. Returns `false` if the name belongs to another connection, or if
+    /// the table has no room for the entry.
+    pub(crate) fn register(&self, owner: MemberOwner, name: String, info: String, ttl: Duration, now: Instant) -> bool {
+        let mut table = self.table.lock();
         // Expired entries go first, so that dead engines do not keep new ones out.
-        entries.retain(|_, entry| entry.expires > now);
-        let others: usize =
-            entries.iter().filter(|(n, _)| **n != name).map(|(n, e)| n.len() + e.info.len() + ENTRY_BYTES).sum();
-        let full = entries.len() >= MAX_MEMBERS && !entries.contains_key(&name);
-        if full || others + name.len() + info.len() + ENTRY_BYTES > BYTES_MAX {
+        table.entries.retain(|_, entry| entry.expires > now);
+        let entry = Entry { info, expires: now + ttl.min(TTL_MAX), owner };
+        if let Err(refusal) = table.admit(&name, &entry, now) {
+            // A refused client repeats its request every second.
+            if table.last_logged.is_none_or(|at| now >= at + LOG_INTERVAL) {
+                table.last_logged = Some(now);
+                let peer = owner.peer;
+                tracing::warn!(?name, ?peer, "member not registered: {}", refusal.as_str());
+            }
             return false;
         }
-        let entry = Entry { info, expires: now + ttl.min(TTL_MAX) };
-        let is_changed = entries.get(&name).is_none_or(|before| before.info != entry.info);
-        entries.insert(name, entry);
+        table.remember(owner.peer, now);
+        let is_changed = table.entries.get(&name).is_none_or(|before| before.info != entry.info);
+        table.entries.insert(name, entry);
+        drop(table);
         if is_changed {
             self.record_change();
         }
         true
     }
 
-    pub(crate) fn withdraw(&self, name: &str) -> bool {
-        let is_removed = self.entries.lock().remove(name).is_some();
-        if is_removed {
+    /// Removes an entry of this connection.
+    pub(crate) fn withdraw(&self, owner: MemberOwner, name: &str) -> bool {
+        let mut table = self.table.lock();
+        let is_own = table.entries.get(name).is_some_and(|entry| entry.owner == owner);
+        if is_own {
+            table.entries.remove(name);
+            drop(table);
             self.record_change();
         }
-        is_removed
+        is_own
+    }
+
+    /// Removes all entries of a connection that has ended. Its engine has stopped, or registers
+    /// again with its next connection.
+    pub(crate) fn end(&self, owner: MemberOwner) {
+        let mut table = self.table.lock();
+        let before = table.entries.len();
+        table.entries.retain(|_, entry| entry.owner != owner);
+        let is_changed = table.entries.len() < before;
+        drop(table);
+        if is_changed {
+            self.record_change();
+        }
     }
 
     fn record_change(&self) {
@@ -94,16 +176,67 @@ impl Members {
         if let Some(newest) = snapshots.last().filter(|_| snapshots.len() >= SNAPSHOTS_MAX) {
             return newest.encoded.clone();
         }
-        let valid_until = self.entries.lock().values().map(|entry| entry.expires).filter(|&at| at > now).min();
+        let valid_until = self.table.lock().entries.values().map(|entry| entry.expires).filter(|&at| at > now).min();
         let encoded = Response::Members(self.list(now)).shared(PROTOCOL_VERSION_MIN);
         snapshots.push(Snapshot { encoded: encoded.clone(), changes, valid_until });
         encoded
     }
 
     pub(crate) fn list(&self, now: Instant) -> Vec<MemberEntry> {
-        let entries = self.entries.lock();
-        let live = entries.iter().filter(|(_, entry)| entry.expires > now);
+        let table = self.table.lock();
+        let live = table.entries.iter().filter(|(_, entry)| entry.expires > now);
         live.map(|(name, entry)| MemberEntry { name: name.clone(), info: entry.info.clone() }).collect()
+    }
+}
+
+impl Table {
+    /// Checks that `entry` may stand under `name`.
+    fn admit(&self, name: &str, entry: &Entry, now: Instant) -> Result<(), Refusal> {
+        if self.entries.get(name).is_some_and(|before| before.owner != entry.owner) {
+            return Err(Refusal::Foreign);
+        }
+        let peer = entry.owner.peer;
+        let is_known = self.known.get(&peer).is_some_and(|at| now < *at + KNOWN_FOR);
+        let mut all = Usage::default();
+        let mut of_peer = Usage::default();
+        // The entry that this one replaces makes room.
+        let others = self.entries.iter().filter(|(other, _)| *other != name);
+        for (name, entry) in others.map(|(name, entry)| (name.as_str(), entry)).chain([(name, entry)]) {
+            all.add(name, entry);
+            if entry.owner.peer == peer {
+                of_peer.add(name, entry);
+            }
+        }
+        let may_use_all = is_known && of_peer.entries <= KNOWN_ENTRIES_MAX;
+        let fits = of_peer.fits(1, PEER_SHARE) && all.fits(KNOWN_SHARE - usize::from(!may_use_all), KNOWN_SHARE);
+        if fits { Ok(()) } else { Err(Refusal::Full) }
+    }
+
+    fn remember(&mut self, peer: Peer, now: Instant) {
+        self.known.insert(peer, now);
+        if self.known.len() > KNOWN_MAX
+            && let Some(oldest) = self.known.iter().min_by_key(|(_, at)| **at).map(|(peer, _)| *peer)
+        {
+            self.known.remove(&oldest);
+        }
+    }
+}
+
+#[derive(Default)]
+struct Usage {
+    entries: usize,
+    bytes: usize,
+}
+
+impl Usage {
+    fn add(&mut self, name: &str, entry: &Entry) {
+        self.entries += 1;
+        self.bytes += name.len() + entry.info.len() + ENTRY_BYTES;
+    }
+
+    /// Returns `true` if this is at most `parts / share` of the table.
+    fn fits(&self, parts: usize, share: usize) -> bool {
+        self.entries * share <= MAX_MEMBERS * parts && self.bytes * share <= BYTES_MAX * parts
     }
 }
 
@@ -111,20 +244,70 @@ impl Members {
 mod tests {
     use super::*;
 
+    fn peer(host: u8) -> Peer {
+        Peer::of(([10, 0, 0, host], 7).into())
+    }
+
     #[test]
     fn entries_expire_and_are_bounded() {
         let members = Members::default();
         let now = larder_runtime::now();
         let ttl = Duration::from_secs(3);
-        assert!(members.register("a".into(), "{}".into(), ttl, now));
-        assert!(members.register("a".into(), "{1}".into(), ttl, now + Duration::from_secs(2)));
+        let owner = members.owner(peer(1));
+        let register = |name: &str, info: &str, at| members.register(owner, name.into(), info.into(), ttl, at);
+        assert!(register("a", "{}", now) && register("a", "{1}", now + Duration::from_secs(2)));
         assert_eq!(members.list(now + Duration::from_secs(4)), [MemberEntry { name: "a".into(), info: "{1}".into() }]);
         assert!(members.list(now + Duration::from_secs(6)).is_empty());
-        for i in 0..2 * MAX_MEMBERS {
-            members.register(format!("m{i}"), "x".repeat(1000), ttl, now);
+        for host in 1..4 {
+            let owner = members.owner(peer(host));
+            for i in 0..MAX_MEMBERS {
+                members.register(owner, format!("m{host}-{i}"), "x".repeat(1000), ttl, now);
+            }
         }
         assert!(members.list(now).len() < 600, "the bytes are bounded");
-        assert!(members.withdraw("m1") && !members.withdraw("m1"));
+        assert!(members.withdraw(owner, "a") && !members.withdraw(owner, "a"));
+    }
+
+    #[test]
+    fn name_belongs_to_the_connection_that_registered_it() {
+        let members = Members::default();
+        let now = larder_runtime::now();
+        let ttl = Duration::from_secs(3);
+        let engine = members.owner(peer(1));
+        // Even one of the same machine.
+        let stranger = members.owner(peer(1));
+        let register = |owner, info: &str, at| members.register(owner, "decode-1".into(), info.into(), ttl, at);
+        let listed = |at| members.list(at).into_iter().map(|entry| entry.info).collect::<Vec<_>>();
+        assert!(register(engine, "{}", now));
+        assert!(!register(stranger, "{1}", now) && !members.withdraw(stranger, "decode-1"));
+        members.end(stranger);
+        assert_eq!(listed(now), ["{}"]);
+        members.end(engine);
+        assert!(listed(now).is_empty(), "the engine's connection has ended");
+        assert!(register(stranger, "{1}", now));
+        assert!(!register(engine, "{}", now));
+        assert!(register(engine, "{}", now + ttl), "a silent connection loses the name");
+        assert_eq!(listed(now + ttl), ["{}"]);
+    }
+
+    #[test]
+    fn no_peer_fills_the_table_and_known_peers_return() {
+        let members = Members::default();
+        let now = larder_runtime::now();
+        let ttl = Duration::from_secs(3);
+        let fill = |host: u8| {
+            let owner = members.owner(peer(host));
+            let names = (0..MAX_MEMBERS).map(|i| format!("m{host}-{i}"));
+            names.filter(|name| members.register(owner, name.clone(), "{}".into(), ttl, now)).count()
+        };
+        let engine = members.owner(peer(1));
+        assert!(members.register(engine, "decode-1".into(), "{}".into(), ttl, now));
+        members.end(engine);
+        assert_eq!(fill(2), MAX_MEMBERS / 2);
+        assert_eq!(fill(3), MAX_MEMBERS / 2 - MAX_MEMBERS / 8, "the rest is for known peers");
+        assert_eq!(fill(4), 0);
+        let restarted = members.owner(peer(1));
+        assert!(members.register(restarted, "decode-1".into(), "{}".into(), ttl, now));
     }
 
     #[test]
@@ -132,7 +315,8 @@ mod tests {
         let members = Members::default();
         let start = larder_runtime::now();
         let ttl = Duration::from_secs(3);
-        let register = |number: u32, at| members.register(format!("m{number}"), "{}".into(), ttl, at);
+        let owner = members.owner(peer(1));
+        let register = |number: u32, at| members.register(owner, format!("m{number}"), "{}".into(), ttl, at);
         assert!(register(0, start));
         let shared: Vec<_> = (0..100).map(|_| members.shared(start)).collect();
         assert_eq!(shared[0].owners(), 101, "one list for all answers");

@@ -10,6 +10,7 @@ use crate::engines::RemoteEngine;
 use crate::models::{ModelLookup, ServedModel};
 use crate::openai::{chat_text, random_id, too_many_bytes};
 use crate::route::PrefillJob;
+use crate::templates::TextCharge;
 use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::http::StatusCode;
 use larder_client::{PagePin, PinKind, Pinned, Tier};
@@ -224,8 +225,9 @@ impl Prefix {
             hold_ms: hold.as_millis() as u64,
             deadline_ms: remaining_ms(deadline),
         };
-        // Also those that the circuit breaker excludes: they hold pages all the same.
-        let mut engines = self.router.engines.list();
+        // Also those that the circuit breaker excludes and those that were expelled: they hold
+        // pages all the same.
+        let mut engines = self.router.engines.list_with_expelled();
         engines.retain(|engine| engine.namespace == self.model.namespace);
         let answers = self.router.engine_client.forget_all(&engines, &request, deadline).await;
         let confirmed = |(engine, answer): (Arc<RemoteEngine>, Result<_, CallError>)| {
@@ -289,7 +291,7 @@ fn find_model(router: &RouterState, name: Option<&str>) -> Result<Arc<ServedMode
 
 /// A prefix whose conversation, if it was one, is a text.
 enum RenderedPrefix {
-    Text { text: String, add_special: bool },
+    Text { text: String, add_special: bool, charge: TextCharge },
     Tokens(Vec<u32>),
 }
 
@@ -308,20 +310,20 @@ async fn rendered(
         PrefixInput::Text(text) if text.len() > bytes_max => {
             Err(too_many_bytes(router, "text", context, bytes_max, text.len()).into())
         }
-        PrefixInput::Text(text) => Ok(RenderedPrefix::Text { text, add_special: true }),
+        PrefixInput::Text(text) => Ok(RenderedPrefix::Text { text, add_special: true, charge: TextCharge::default() }),
         PrefixInput::Tokens(tokens) => Ok(RenderedPrefix::Tokens(tokens)),
         // The cue for an answer is not part of the conversation: without it the pages match those
         // of every continuation.
         PrefixInput::Messages(messages) => {
-            let text = chat_text(router, model, messages, false, context, deadline).await?;
-            Ok(RenderedPrefix::Text { text, add_special: false })
+            let rendered = chat_text(router, model, messages, false, context, deadline).await?;
+            Ok(RenderedPrefix::Text { text: rendered.text, add_special: false, charge: rendered.charge })
         }
     }
 }
 
 fn tokenise(model: &ServedModel, input: RenderedPrefix) -> Result<Vec<u32>, AdminError> {
     let tokens = match input {
-        RenderedPrefix::Text { text, add_special } => {
+        RenderedPrefix::Text { text, add_special, charge: _charge } => {
             let encoded = encode(&model.tokenizer, &text, add_special, TOKENS_MAX);
             encoded.map_err(|error| match error {
                 EncodeError::Tokenizer(error) => AdminError::bad_request(error.to_string()),

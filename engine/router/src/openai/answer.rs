@@ -10,6 +10,7 @@ use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
+use crate::templates::TextCharge;
 use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -19,8 +20,23 @@ use larder_model::SamplingParams;
 use larder_worker::api::{FinishReason, Role};
 use serde_json::json;
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
+
+/// Maximum memory for the prompts of answers in progress, in bytes.
+pub(crate) const PROMPTS_BYTES_MAX: usize = 512 << 20;
+/// Granularity of [`PROMPTS_BYTES_MAX`].
+pub(crate) const PROMPT_CHARGE_BYTES: usize = 1 << 10;
+/// Memory of a token of a prompt: itself, its part of a page key, and the prefill request.
+const PROMPT_TOKEN_BYTES: usize = 16;
+/// Memory of a token in the request of one choice, as a number and as JSON.
+const CHOICE_TOKEN_BYTES: usize = 10;
+
+/// Maximum memory for the texts of answers that are not streamed, in bytes, without the first
+/// [`ANSWER_CHARGE_BYTES`] of each.
+pub(crate) const ANSWERS_BYTES_MAX: usize = 256 << 20;
+/// Granularity of [`ANSWERS_BYTES_MAX`].
+pub(crate) const ANSWER_CHARGE_BYTES: usize = 64 << 10;
 
 /// Endpoint of a request, which decides the form of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +99,7 @@ pub(crate) fn context(request: &RequestContext, model: &ServedModel) -> Result<u
     context.ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
 }
 
-/// 413 for a text that is longer than the longest tokens could make a context of `context` tokens.
+/// 413 for a text of more than `bytes_max` bytes, the maximum for a context of `context` tokens.
 pub(crate) fn too_many_bytes(
     router: &RouterState,
     field: &str,
@@ -93,14 +109,14 @@ pub(crate) fn too_many_bytes(
 ) -> ApiError {
     router.metrics.count_refusal(RefusalReason::PromptTooLong);
     let message = format!(
-        "This model's maximum context length is {context} tokens, which have at most {bytes_max} bytes of text. The \
-         {field} has {bytes} bytes. Please shorten it."
+        "This model's maximum context length is {context} tokens, and this server accepts at most {bytes_max} bytes \
+         of text for it. The {field} has {bytes} bytes. Please shorten it."
     );
     ApiError::prompt_too_large(field, message)
 }
 
 /// Tokenises the inputs and computes page keys. Refuses inputs that cannot fit `context` before
-/// that. The memory of the body counts as free afterwards.
+/// that. The memory of the body and of a rendered text counts as free afterwards.
 pub(crate) async fn prompts(
     request: &mut RequestContext,
     endpoint: Endpoint,
@@ -141,6 +157,7 @@ pub(crate) async fn prompts(
     let made = made.await.map_err(|_| ApiError::from(RouteError::Deadline))?;
     let prompts = made.map_err(|error| ApiError::internal("tokenise the prompt", error))?;
     request.body = BodyCharge::default();
+    request.text = TextCharge::default();
     prompts
 }
 
@@ -166,6 +183,8 @@ pub(crate) struct Choice {
     pub(crate) index: u32,
     pub(crate) generation: Generation,
     plan: Arc<PromptPlan>,
+    /// Charge for the prompt, which all its choices share.
+    _charge: Arc<OwnedSemaphorePermit>,
     sampling: SamplingParams,
     tried: Vec<String>,
 }
@@ -213,6 +232,20 @@ fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: 
     ApiError::context_length(field, message)
 }
 
+/// Charges a prompt for its tokens and keys, and for the requests of its choices to engines.
+///
+/// # Errors
+/// 429 if the prompts of all answers in progress exceed [`PROMPTS_BYTES_MAX`].
+fn charge(router: &RouterState, prompt: &Prompt, choices: u32) -> Result<OwnedSemaphorePermit, ApiError> {
+    let bytes = prompt.tokens.len() * (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize);
+    // A prompt that is larger than the limit can only be a single one.
+    let permits = bytes.min(PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES) as u32;
+    router.prompts.clone().try_acquire_many_owned(permits).map_err(|_| {
+        router.metrics.count_refusal(RefusalReason::PromptsBusy);
+        ApiError::overloaded("this server is at its limit of prompt tokens in progress; try again later", 1)
+    })
+}
+
 /// Sends all choices to engines and waits for their first tokens. The first failure cancels the
 /// other choices.
 pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
@@ -225,20 +258,25 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         }
         limits.push(tokens_to_generate(endpoint, common.max_tokens, prompt.tokens.len(), context)?);
     }
+    let charges = prompts.iter().map(|prompt| charge(&request.router, prompt, common.n));
+    let charges = charges.collect::<Result<Vec<_>, _>>()?;
     let tokens_requested = common.max_tokens.map_or(0, |tokens| tokens as usize);
     let prompt_tokens = prompts.iter().map(|p| p.tokens.len() as u32).collect();
     // Concurrently: each plan may wait for the lookup timeout.
-    let plans = join_all(prompts.into_iter().map(|prompt| {
+    let plans = join_all(prompts.into_iter().zip(charges).map(|(prompt, charge)| {
         let router = request.router.clone();
         let id = request.request_id.clone();
-        PromptPlan::make(router, model.clone(), id, prompt, request.cache, request.deadline, tokens_requested)
+        let make =
+            PromptPlan::make(router, model.clone(), id, prompt, request.cache, request.deadline, tokens_requested);
+        async move { (make.await, charge) }
     }))
     .await;
     let mut starts = Vec::with_capacity(plans.len() * common.n as usize);
-    for (at, (plan, &limit)) in plans.iter().zip(&limits).enumerate() {
+    for (at, ((plan, charge), &limit)) in plans.into_iter().zip(&limits).enumerate() {
+        let charge = Arc::new(charge);
         for choice in 0..common.n {
             let index = at as u32 * common.n + choice;
-            starts.push(Choice::begin(index, plan.clone(), common.sampling_of(choice, limit)));
+            starts.push(Choice::begin(index, plan.clone(), charge.clone(), common.sampling_of(choice, limit)));
         }
     }
     let choices = try_join_all(starts).await?;
@@ -254,10 +292,15 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
 }
 
 impl Choice {
-    async fn begin(index: u32, plan: Arc<PromptPlan>, sampling: SamplingParams) -> Result<Choice, RouteError> {
+    async fn begin(
+        index: u32,
+        plan: Arc<PromptPlan>,
+        charge: Arc<OwnedSemaphorePermit>,
+        sampling: SamplingParams,
+    ) -> Result<Choice, RouteError> {
         let mut tried = Vec::new();
         let generation = plan.generate(&sampling, &mut tried).await?;
-        Ok(Choice { index, generation, plan, sampling, tried })
+        Ok(Choice { index, generation, plan, _charge: charge, sampling, tried })
     }
 
     /// Collects the whole text. The client has received nothing yet, so the choice starts over on
@@ -277,9 +320,13 @@ impl Choice {
 
     async fn collect(&mut self) -> Result<FinishedChoice, RouteError> {
         let mut text = String::new();
+        let mut charge = AnswerCharge::new(self.plan.answers());
         loop {
             match self.generation.next().await? {
-                Delta::Text(more) => text.push_str(&more),
+                Delta::Text(more) => {
+                    text.push_str(&more);
+                    charge.grow_to(text.len())?;
+                }
                 Delta::End { finish_reason, completion_tokens } => {
                     let cached_tokens = self.generation.cached_tokens(true).await;
                     return Ok(FinishedChoice {
@@ -292,6 +339,30 @@ impl Choice {
                 }
             }
         }
+    }
+}
+
+/// Charge of a text that is collected. Dropping it gives the charge back.
+struct AnswerCharge {
+    answers: Arc<Semaphore>,
+    permits: Vec<OwnedSemaphorePermit>,
+}
+
+impl AnswerCharge {
+    fn new(answers: Arc<Semaphore>) -> Self {
+        Self { answers, permits: Vec::new() }
+    }
+
+    /// Charges a text of `bytes` bytes beyond its first [`ANSWER_CHARGE_BYTES`].
+    ///
+    /// # Errors
+    /// [`RouteError::AnswersFull`] if the texts of all answers exceed [`ANSWERS_BYTES_MAX`].
+    fn grow_to(&mut self, bytes: usize) -> Result<(), RouteError> {
+        while bytes > (self.permits.len() + 1) * ANSWER_CHARGE_BYTES {
+            let permit = self.answers.clone().try_acquire_owned();
+            self.permits.push(permit.map_err(|_| RouteError::AnswersFull)?);
+        }
+        Ok(())
     }
 }
 
@@ -390,6 +461,20 @@ impl ResponseMeta {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn texts_of_answers_are_bounded_together() {
+        let answers = Arc::new(Semaphore::new(3));
+        let mut first = AnswerCharge::new(answers.clone());
+        let mut second = AnswerCharge::new(answers.clone());
+        first.grow_to(ANSWER_CHARGE_BYTES).unwrap();
+        assert_eq!(answers.available_permits(), 3, "short answers are free");
+        first.grow_to(3 * ANSWER_CHARGE_BYTES).unwrap();
+        second.grow_to(2 * ANSWER_CHARGE_BYTES).unwrap();
+        assert!(matches!(second.grow_to(2 * ANSWER_CHARGE_BYTES + 1), Err(RouteError::AnswersFull)));
+        drop(first);
+        second.grow_to(2 * ANSWER_CHARGE_BYTES + 1).unwrap();
+    }
 
     #[test]
     fn usage_counts_each_prompt_once_with_its_smallest_hit() {

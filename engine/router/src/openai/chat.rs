@@ -8,7 +8,7 @@ use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::ServedModel;
 use crate::route::RouteError;
-use crate::templates::ChatError;
+use crate::templates::{ChatError, RenderedText};
 use crate::tokenise::text_bytes_max;
 use axum::Extension;
 use axum::extract::State;
@@ -41,8 +41,9 @@ async fn serve(
     let model = answer::find_model(&request, &common.model).await?;
     let permit = answer::admit(&request, common.n as usize)?;
     let context = answer::context(&request, &model)?;
-    let text = text(&request.router, &model, messages, true, context, request.deadline).await?;
-    let inputs = vec![PromptInput::Text(text)];
+    let rendered = text(&request.router, &model, messages, true, context, request.deadline).await?;
+    request.text = rendered.charge;
+    let inputs = vec![PromptInput::Text(rendered.text)];
     let prompts = answer::prompts(&mut request, Endpoint::Chat, &model, inputs, context).await?;
     let is_stream = common.stream;
     let started =
@@ -62,7 +63,7 @@ pub(crate) async fn text(
     generate: bool,
     context: usize,
     deadline: Instant,
-) -> Result<String, ApiError> {
+) -> Result<RenderedText, ApiError> {
     let Some(chat) = &model.chat else {
         let message = format!("the model '{}' has no chat template; send a text prompt instead", model.name);
         return Err(ApiError::field("messages", message));

@@ -12,7 +12,9 @@
 //! bodies.
 
 mod answer;
-pub(crate) use answer::too_many_bytes;
+pub(crate) use answer::{
+    ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX, PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes,
+};
 mod chat;
 pub(crate) use chat::text as chat_text;
 mod completions;
@@ -25,6 +27,7 @@ use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};
 use crate::metrics::RefusalReason;
 use crate::models::ModelLookup;
+use crate::templates::TextCharge;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue};
@@ -146,12 +149,16 @@ pub(crate) struct RequestContext {
     pub(crate) deadline: Instant,
     /// Charge for the body, or for the prompts in it.
     body: BodyCharge,
+    /// Charge for the text of a conversation.
+    text: TextCharge,
 }
 
 impl RequestContext {
     fn new(router: Arc<RouterState>, id: RequestId, headers: &HeaderMap) -> Result<Self, ApiError> {
         let deadline = Instant::now() + router.options.request_timeout;
-        Ok(Self { cache: cache_mode(headers)?, router, request_id: id.0, deadline, body: BodyCharge::default() })
+        let cache = cache_mode(headers)?;
+        let request_id = id.0;
+        Ok(Self { router, request_id, cache, deadline, body: BodyCharge::default(), text: TextCharge::default() })
     }
 
     /// Parses the body with `parse`. Fails with 413 if no model's context needs so long a body.

@@ -2,7 +2,8 @@
 //!
 //! Unknown fields are ignored, as OpenAI's own server does. Known fields that this server does not
 //! implement are refused if their value would change the answer. Ignoring those would return wrong
-//! text without notice.
+//! text without notice. If an object names a field twice, the last value counts, as in the JSON
+//! parsers of Python, on which most servers of this API are built.
 
 use super::errors::ApiError;
 use super::fields::{BoundedList, Fields, TextOrList};
@@ -36,10 +37,20 @@ pub struct CommonParams {
     pub include_usage: bool,
 }
 
-#[derive(Deserialize)]
 struct StreamOptions {
-    #[serde(default)]
     include_usage: bool,
+}
+
+impl<'de> Deserialize<'de> for StreamOptions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Fields::deserialize(deserializer)?;
+        Ok(Self { include_usage: take_inner(&mut fields, "include_usage")?.unwrap_or(false) })
+    }
+}
+
+/// Takes a field of an object inside another one. The error of the outer one quotes this error.
+fn take_inner<'a, T: Deserialize<'a>, E: Error>(fields: &mut Fields<'a>, name: &str) -> Result<Option<T>, E> {
+    fields.take(name).map_err(|error| E::custom(error.body.message))
 }
 
 impl CommonParams {
@@ -248,19 +259,30 @@ impl CompletionRequest {
     }
 }
 
-#[derive(Deserialize)]
 struct RawMessage {
     role: String,
-    #[serde(default)]
     content: Option<TextOrList<ContentPart, PARTS_MAX>>,
 }
 
-#[derive(Deserialize)]
+impl<'de> Deserialize<'de> for RawMessage {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Fields::deserialize(deserializer)?;
+        let role = take_inner(&mut fields, "role")?.ok_or_else(|| D::Error::missing_field("role"))?;
+        Ok(Self { role, content: take_inner(&mut fields, "content")? })
+    }
+}
+
 struct ContentPart {
-    #[serde(rename = "type")]
     kind: String,
-    #[serde(default)]
     text: String,
+}
+
+impl<'de> Deserialize<'de> for ContentPart {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Fields::deserialize(deserializer)?;
+        let kind = take_inner(&mut fields, "type")?.ok_or_else(|| D::Error::missing_field("type"))?;
+        Ok(Self { kind, text: take_inner(&mut fields, "text")?.unwrap_or_default() })
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -450,6 +472,17 @@ mod tests {
     }
 
     #[test]
+    fn last_of_equal_fields_counts_at_every_level() {
+        let body = br#"{"model": "x", "model": "m", "stream_options": {"include_usage": false, "include_usage": true},
+            "messages": [{"role": "robot", "content": "a", "role": "user", "content": null,
+                "content": [{"type": "image_url", "text": "b", "type": "text", "text": "c"}]}]}"#;
+        let request = ChatRequest::parse(body).unwrap();
+        let message = &request.messages[0];
+        assert_eq!((message.role.as_str(), message.content.as_str()), ("user", "c"));
+        assert!(request.common.model == "m" && request.common.include_usage);
+    }
+
+    #[test]
     fn parse_bounds_prompts_messages_and_parts() {
         for prompt in [
             json!(vec!["a"; 17]),
@@ -491,8 +524,15 @@ mod tests {
                 assert!(!message.contains(leak), "{message}");
             }
         }
-        let message = chat(json!({"model": "m", "messages": [5]})).unwrap_err().body.message;
-        assert!(message.contains("expected an object") && !message.contains("RawMessage"), "{message}");
+        for (messages, expected) in [
+            (json!([5]), "expected an object"),
+            (json!([{"content": "a"}]), "missing field `role`"),
+            (json!([{"role": 5}]), "'role' is not valid: invalid type: integer `5`, expected a string"),
+            (json!([{"role": "user", "content": [{"text": "a"}]}]), "missing field `type`"),
+        ] {
+            let message = chat(json!({"model": "m", "messages": messages})).unwrap_err().body.message;
+            assert!(message.contains(expected) && !message.contains("RawMessage"), "{message}");
+        }
     }
 
     #[test]

@@ -139,6 +139,29 @@ pub enum Behaviour {
     /// Generates as many tokens as the request allows, without waiting for a reader.
     Fill,
     LosePages,
+    /// Answers that no engine of Larder sends.
+    Wrong(WrongAnswer),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum WrongAnswer {
+    /// An event that is no JSON, after some tokens.
+    NoJson,
+    /// JSON that is no event.
+    NoEvent,
+    /// A line that never ends.
+    EndlessLine,
+    /// Another number of tokens of the prompt.
+    OtherPrompt,
+    /// A token that the model does not have.
+    UnknownToken,
+    /// An end that counts another number of tokens.
+    WrongTotal,
+    /// An end by length, far below the limit.
+    EarlyLength,
+    SecondStart,
+    /// A prefill of more pages than the prompt has.
+    TooManyPages,
 }
 
 /// HTTP server with an engine's interface. It records the requests it receives.
@@ -154,6 +177,9 @@ pub struct FakeEngine {
     pub forgets: Mutex<Vec<(ForgetRequest, usize)>>,
     pub running: Arc<AtomicUsize>,
     template: String,
+    padding: usize,
+    /// Requests for files of the model.
+    pub files_sent: AtomicUsize,
     store: Arc<FakeStore>,
 }
 
@@ -223,6 +249,19 @@ impl FakeEngine {
         model: &str,
         template: &str,
     ) -> Arc<FakeEngine> {
+        Self::start_padded(store, name, role, max_context, (model, template), 0).await
+    }
+
+    /// Like [`FakeEngine::start_model`], with blanks at the end of `tokenizer_config.json` and
+    /// `generation_config.json`.
+    pub async fn start_padded(
+        store: &Arc<FakeStore>,
+        name: &str,
+        role: Role,
+        max_context: u32,
+        (model, template): (&str, &str),
+        padding: usize,
+    ) -> Arc<FakeEngine> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
@@ -243,6 +282,8 @@ impl FakeEngine {
             forgets: Mutex::default(),
             running: Arc::default(),
             template: template.into(),
+            padding,
+            files_sent: AtomicUsize::new(0),
             store: store.clone(),
         });
         let routes = Routes::new()
@@ -280,7 +321,11 @@ async fn identity(State(engine): State<Arc<FakeEngine>>) -> Response {
 }
 
 async fn file(State(engine): State<Arc<FakeEngine>>, Path(name): Path<String>) -> Response {
+    engine.files_sent.fetch_add(1, Ordering::SeqCst);
     match name.as_str() {
+        "tokenizer_config.json" | "generation_config.json" if engine.padding > 0 => {
+            ("{}".to_string() + &" ".repeat(engine.padding)).into_response()
+        }
         "tokenizer.json" => tokenizer_json().to_string().into_response(),
         "chat_template.jinja" => engine.template.clone().into_response(),
         "config.json" => json!({"vocab_size": VOCAB_SIZE}).to_string().into_response(),
@@ -313,6 +358,9 @@ async fn prefill(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Pref
         return Json(PrefillResponse { pages, pages_lost: pages, pages_l2: 2, ..Default::default() }).into_response();
     }
     engine.store.hold(&keys);
+    if behaviour == Behaviour::Wrong(WrongAnswer::TooManyPages) {
+        return Json(PrefillResponse { pages: pages + 1, ..Default::default() }).into_response();
+    }
     let answer =
         PrefillResponse { pages, pages_l2: cached as u32, pages_computed: pages - cached as u32, ..Default::default() };
     Json(answer).into_response()
@@ -367,7 +415,7 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
     let mut lines = vec![line(DecodeEvent::Start(start))];
-    lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32, text: format!(" t{i}") })));
+    lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32 % VOCAB_SIZE, text: format!(" t{i}") })));
     let is_short = tokens < request.sampling.max_tokens;
     let finish_reason = if is_short { FinishReason::Stop } else { FinishReason::Length };
     match behaviour {
@@ -393,7 +441,29 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         _ => {}
     }
     lines.push(line(DecodeEvent::End { finish_reason, completion_tokens: tokens as u32 }));
+    if let Behaviour::Wrong(wrong) = behaviour {
+        spoil(&mut lines, wrong, start);
+    }
     Body::from(lines.concat()).into_response()
+}
+
+/// Turns the lines of an answer into wrong ones.
+fn spoil(lines: &mut [String], wrong: WrongAnswer, start: DecodeStart) {
+    let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
+    let tokens = lines.len() as u32 - 2;
+    let end = |finish_reason, completion_tokens| line(DecodeEvent::End { finish_reason, completion_tokens });
+    let (at, other) = match wrong {
+        WrongAnswer::NoJson => (2, "token\n".to_string()),
+        WrongAnswer::NoEvent => (2, "{\"type\": \"tokens\"}\n".to_string()),
+        WrongAnswer::EndlessLine => (2, "x".repeat(2 << 20)),
+        WrongAnswer::OtherPrompt => (0, line(DecodeEvent::Start(DecodeStart { prompt_tokens: 7777, ..start }))),
+        WrongAnswer::UnknownToken => (1, line(DecodeEvent::Token { id: VOCAB_SIZE, text: "x".into() })),
+        WrongAnswer::WrongTotal => (lines.len() - 1, end(FinishReason::Stop, tokens + 1)),
+        WrongAnswer::EarlyLength => (lines.len() - 1, end(FinishReason::Length, tokens)),
+        WrongAnswer::SecondStart => (2, line(DecodeEvent::Start(start))),
+        WrongAnswer::TooManyPages => return,
+    };
+    lines[at] = other;
 }
 
 pub struct TestCluster {

@@ -1,7 +1,10 @@
 //! Slow and hostile clients, models and engines.
 
 use crate::fakes::*;
+use larder_model::{ChatMessage, ChatTemplateSource};
+use larder_router::templates::{ChatError, ChatRenderer, RenderedText, TEXTS_BYTES_MAX, TemplateWorkers};
 use larder_worker::api::Role;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -156,6 +159,99 @@ async fn stop_does_not_wait_for_a_hostile_template() {
     request.abort();
 }
 
+/// Renderer whose worker process has `mark` in its command line.
+fn renderer(template: &str, mark: &str) -> ChatRenderer {
+    let mut command = crate::template_worker_command();
+    // One more test to run, which does not exist.
+    command.arguments.push(mark.into());
+    let workers = Arc::new(TemplateWorkers::new(command, Arc::default()));
+    ChatRenderer::new(workers, "m".into(), ChatTemplateSource { source: template.into(), ..Default::default() })
+}
+
+async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
+    let message = ChatMessage { role: "user".into(), content: "w1".into() };
+    renderer.render(vec![message], true, 64 << 20, tokio::time::Instant::now() + limit).await
+}
+
+/// Process that has `mark` in its command line and is no zombie.
+fn process_with(mark: &str) -> Option<i32> {
+    let processes = std::fs::read_dir("/proc").unwrap();
+    let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    ids.into_iter().find(|id| {
+        let arguments = std::fs::read_to_string(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        arguments.split('\0').any(|argument| argument == mark)
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chat_after_the_death_of_an_idle_template_worker_succeeds() {
+    let mark = "worker-that-dies";
+    let renderer = renderer("{{ messages[0].content }}", mark);
+    for _ in 0..3 {
+        assert_eq!(render(&renderer, PATIENCE).await.unwrap().text, "w1");
+        let worker = process_with(mark).expect("it is kept for the next chat");
+        kill_process(Pid::from_raw(worker).unwrap(), Signal::KILL).unwrap();
+        eventually("the worker dies", || process_with(mark).is_none()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deadline_of_a_request_is_not_the_fault_of_the_template() {
+    let renderer = renderer(HOSTILE_TEMPLATES[5], "worker-that-loops");
+    let error = render(&renderer, Duration::from_millis(300)).await.unwrap_err();
+    assert!(matches!(error, ChatError::Deadline), "{error}");
+    let error = render(&renderer, PATIENCE).await.unwrap_err();
+    assert!(matches!(error, ChatError::Exceeded), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn texts_that_wait_for_the_tokeniser_are_bounded_by_their_bytes() {
+    let bytes = 4 << 20;
+    let renderer = renderer(&format!("{{{{ 'x' * {bytes} }}}}"), "worker-that-writes-much");
+    let mut waiting = Vec::new();
+    let refused = loop {
+        match render(&renderer, PATIENCE).await {
+            Ok(rendered) => waiting.push(rendered),
+            Err(error) => break error,
+        }
+        assert!(waiting.len() <= 64, "a chat of two bytes takes {bytes} bytes each time");
+    };
+    assert!(matches!(refused, ChatError::Busy), "{refused}");
+    let held: usize = waiting.iter().map(|rendered| rendered.text.len()).sum();
+    println!("{held} bytes of texts");
+    assert!(held <= TEXTS_BYTES_MAX && held + bytes * 2 > TEXTS_BYTES_MAX);
+    waiting.truncate(waiting.len() - 2);
+    assert_eq!(render(&renderer, PATIENCE).await.unwrap().text.len(), bytes);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompts_of_answers_in_progress_are_bounded_by_their_bytes() {
+    let cluster = TestCluster::new(0, 0).await;
+    let context = 300_000;
+    let engine = FakeEngine::start_with_context(&cluster.store, "decode-0", Role::Decode, context).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    engine.behave(Behaviour::HangAfter(1));
+    // A body of 3 MB. Each choice of each prompt has a copy of its tokens on the way to the engine.
+    let prompts = vec![vec![1; 100_000]; 16];
+    let body = json!({"model": MODEL, "prompt": prompts, "n": 8, "stream": true, "max_tokens": 4});
+    let mut running = Vec::new();
+    let refused = loop {
+        let response = cluster.post("/v1/completions", body.clone()).await;
+        if response.status() != 200 {
+            break response;
+        }
+        running.push(response);
+        assert!(running.len() < 8, "eight requests of 128 choices");
+    };
+    println!("{} requests of 12.8 million tokens in progress", running.len());
+    assert_eq!((refused.status().as_u16(), running.len()), (429, 3));
+    assert!(refused.headers().contains_key("retry-after"));
+    drop(running);
+    eventually("the prompts are let go", || cluster.router.counters().inflight == 0).await;
+    engine.behave(Behaviour::Serve);
+    assert_eq!(cluster.complete(3).await.0, 200);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prompts_beyond_the_context_are_refused_by_their_bytes() {
     let cluster = TestCluster::new(0, 1).await;
@@ -178,8 +274,20 @@ async fn prompts_beyond_the_context_are_refused_by_their_bytes() {
     assert_eq!((status, answer["error"]["code"].as_str()), (413, Some("too_large")), "{answer}");
     let (status, answer) = cluster.admin_post("/admin/v1/prefix/inspect", json!({"messages": message})).await;
     assert_eq!((status, answer["error"]["code"].as_str()), (413, Some("too_large")), "{answer}");
+    // A member that claims a huge context does not make the router tokenise huge texts.
+    let huge = FakeEngine::start_model(&cluster.store, "decode-huge", Role::Decode, u32::MAX, "huge", "{{ 1 }}").await;
+    eventually("it joins", || cluster.router.engines().len() == 2).await;
+    let longer = "w1 ".repeat(2 << 20);
+    let begin = Instant::now();
+    let mut status = 404;
+    // Its tokenizer is loaded soon.
+    while status == 404 && begin.elapsed() < PATIENCE {
+        let response = cluster.post("/v1/completions", json!({"model": "huge", "prompt": longer})).await;
+        status = response.status().as_u16();
+    }
+    assert_eq!((status, huge.decode_count()), (413, 0));
     let metrics = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
-    assert!(metrics.contains("larder_router_refusals_total{reason=\"prompt_too_long\"} 5"), "{metrics}");
+    assert!(metrics.contains("larder_router_refusals_total{reason=\"prompt_too_long\"} 6"), "{metrics}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,7 +4,7 @@ use crate::fakes::*;
 use larder_worker::api::{CacheMode, ErrorCode, Role};
 use serde_json::json;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 fn cached(body: &serde_json::Value) -> u64 {
     body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
@@ -104,12 +104,106 @@ async fn engine_that_shuts_down_during_an_answer_is_replaced() {
 }
 
 #[tokio::test]
-async fn engine_that_exceeds_its_output_limits_counts_as_lost() {
+async fn engine_that_exceeds_its_output_limits_is_dropped() {
     let cluster = TestCluster::new(0, 1).await;
     cluster.decodes[0].behave(Behaviour::Flood);
     let (status, body) = cluster.complete(5).await;
     assert_eq!((status, body["error"]["code"].as_str()), (502, Some("engine_lost")));
-    assert!(!cluster.router.engines()[0].is_admitted());
+    assert!(cluster.router.engines().is_empty());
+}
+
+/// Asks until the first decode engine has answered wrongly. All answers must be complete: the second
+/// engine takes over.
+async fn provoke(cluster: &TestCluster) {
+    let is_out = || cluster.router.engines().iter().all(|engine| engine.name != "decode-0");
+    for words in 1..50 {
+        let body = json!({"model": MODEL, "prompt": prompt(words), "max_tokens": 20});
+        let response = cluster.post("/v1/completions", body).await;
+        let status = response.status().as_u16();
+        let answer: serde_json::Value = response.json().await.unwrap();
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(answer["choices"][0]["text"].as_str().unwrap().matches(" t9").count(), 1);
+        if is_out() {
+            return;
+        }
+    }
+    panic!("the engine is not dropped");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decode_engine_that_sends_wrong_answers_is_dropped_and_others_continue() {
+    use WrongAnswer::*;
+    for wrong in [NoJson, NoEvent, EndlessLine, OtherPrompt, UnknownToken, WrongTotal, EarlyLength, SecondStart] {
+        // The first engine's files tell its vocabulary.
+        let cluster = TestCluster::new(0, 1).await;
+        let second = FakeEngine::start(&cluster.store, "decode-1", Role::Decode).await;
+        eventually("it joins", || cluster.router.engines().len() == 2).await;
+        let files = second.files_sent.load(Ordering::SeqCst);
+        cluster.decodes[0].behave(Behaviour::Wrong(wrong));
+        provoke(&cluster).await;
+        cluster.refreshed().await;
+        let names: Vec<String> = cluster.router.engines().iter().map(|engine| engine.name.clone()).collect();
+        assert_eq!(names, ["decode-1"], "{wrong:?}: it must not return at once");
+        eventually("the model has the files of the other engine", || second.files_sent.load(Ordering::SeqCst) > files)
+            .await;
+        assert_eq!(cluster.complete(3).await.0, 200);
+        let metrics = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
+        assert!(metrics.contains("larder_router_engines_expelled_total 1"), "{metrics}");
+        let (status, answer) = cluster.admin_post("/admin/v1/prefix/forget", json!({"text": prompt(9)})).await;
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(cluster.decodes[0].forgets.lock().len(), 2, "it may hold pages still");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_engine_of_a_model_with_wrong_answers_yields_an_error() {
+    use WrongAnswer::*;
+    for (wrong, expected) in [(NoEvent, (502, "engine_lost")), (OtherPrompt, (503, "engine_unavailable"))] {
+        let cluster = TestCluster::new(0, 1).await;
+        cluster.decodes[0].behave(Behaviour::Wrong(wrong));
+        let (status, body) = cluster.complete(3).await;
+        assert_eq!((status, body["error"]["code"].as_str().unwrap()), expected, "{body}");
+        assert!(cluster.router.engines().is_empty());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefill_engine_that_sends_wrong_counts_is_dropped() {
+    let cluster = TestCluster::new(1, 1).await;
+    cluster.prefills[0].behave(Behaviour::Wrong(WrongAnswer::TooManyPages));
+    let (status, body) = cluster.complete(33).await;
+    assert_eq!(status, 200, "{body}");
+    eventually("it is dropped", || cluster.router.engines().len() == 1).await;
+    assert_eq!(cluster.complete(34).await.0, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_that_stops_with_all_store_nodes_disappears_and_may_return() {
+    let cluster = TestCluster::new(0, 2).await;
+    cluster.store.is_down.store(true, Ordering::SeqCst);
+    cluster.decodes[0].is_gone.store(true, Ordering::SeqCst);
+    let names = || cluster.router.engines().iter().map(|engine| engine.name.clone()).collect::<Vec<_>>();
+    let begin = Instant::now();
+    eventually("the stopped engine is out", || names() == ["decode-1"]).await;
+    println!("out after {:?}", begin.elapsed());
+    cluster.refreshed().await;
+    assert_eq!(names(), ["decode-1"], "the other one serves without the store");
+    assert_eq!(cluster.complete(3).await.0, 200);
+    cluster.decodes[0].is_gone.store(false, Ordering::SeqCst);
+    eventually("it answers again", || names().len() == 2).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn model_with_too_many_bytes_of_files_is_not_served() {
+    let cluster = TestCluster::new(0, 1).await;
+    // Each file is below the limit, both together are not.
+    let padding = 40 << 20;
+    let model = ("large", "{{ messages[0].content }}");
+    let large = FakeEngine::start_padded(&cluster.store, "decode-large", Role::Decode, CONTEXT, model, padding).await;
+    // An attempt asks for five files at most.
+    eventually("the router tries again", || large.files_sent.load(Ordering::SeqCst) > 5).await;
+    let status = cluster.http.get(cluster.url("/v1/models/large")).send().await.unwrap().status();
+    assert_eq!(status, 404);
 }
 
 #[tokio::test]

@@ -1,7 +1,8 @@
 //! Pages that leave L1 before their eviction: forgotten, damaged, refused by the store, or suspect.
 //!
-//! A *suspect* page has intact checksums and a value that is not finite (NaN or infinite). No
-//! engine publishes such a page, so another client put it.
+//! A *suspect* page has intact checksums, but its values may be wrong, because another client may
+//! have put it. The engine looks for such pages when a pass gives values that are not finite (NaN or
+//! infinite).
 //!
 //! Invariants:
 //! - From the answer to a forget until the end of its hold, the engine neither caches the forgotten
@@ -13,7 +14,10 @@
 
 use super::{RETRY_AFTER_MS, Scheduler};
 use crate::api::{ApiError, ErrorCode};
+use crate::commits::Commits;
 use crate::metrics::RequestOutcome;
+use crate::sequence::Sequence;
+use crate::store::PageStore;
 use larder_format::{PageKey, PageOrigin};
 use larder_model::SealedPage;
 use std::collections::HashSet;
@@ -25,6 +29,10 @@ const HOLDS_MAX: usize = 64;
 /// Maximum time for the store to forget suspect pages. The failed request waits for it, so that a
 /// retry finds the pages gone.
 const FORGET_SUSPECTS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Maximum part of it to wait for commits of suspect pages, which could store a page after the
+/// forget.
+const COMMITS_WAIT: Duration = Duration::from_secs(1);
 
 /// Keys that the engine must not cache or put for now.
 #[derive(Default)]
@@ -102,33 +110,28 @@ impl Scheduler {
         tracing::error!(%key, %mismatch, "L1 page damaged in memory: dropped; check the machine's memory [LRD0408]");
         self.context.metrics.l1_pages_corrupt.inc();
         self.radix.remove(key);
-        self.preempt_users(key, &page);
+        self.preempt_users(|s| {
+            let at = s.keys.iter().position(|own| own == key);
+            at.is_some_and(|at| uses(s, at, &page))
+        });
     }
 
-    /// Preempts the requests that use this page: their later pages were computed from it.
-    fn preempt_users(&mut self, key: &PageKey, page: &Arc<SealedPage>) {
-        let uses = |s: &crate::sequence::Sequence| {
-            let at = s.keys.iter().position(|own| own == key);
-            at.and_then(|at| s.pages.sealed(at)).is_some_and(|own| Arc::ptr_eq(own, page))
-        };
-        let users: Vec<u64> = self.active.iter().filter(|s| uses(s)).map(|s| s.id).collect();
+    /// Preempts the requests that use a discarded page: their later pages were computed from it.
+    fn preempt_users(&mut self, is_user: impl Fn(&Sequence) -> bool) {
+        let users: Vec<u64> = self.active.iter().filter(|s| is_user(s)).map(|s| s.id).collect();
         for id in users {
             self.preempt(id);
         }
     }
 
-    /// Fails a request whose pass gave values that are not finite. Finds the suspect pages among
-    /// those that it uses, drops them from L1 and has the store forget them. Other requests that
-    /// use them start again. Without a suspect page, the model itself is at fault.
+    /// Fails a request whose pass gave values that are not finite. Drops its suspect pages from L1
+    /// and has the store forget them. Other requests that use them start again. Without a suspect
+    /// page, the model itself is at fault.
     pub(super) fn fail_unusable(&mut self, id: u64) {
         // Gone if it used a suspect page of a request before it: it starts again without the page.
         let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
         let mut sequence = self.active.remove(at);
-        let whole = sequence.pages.whole_pages();
-        let suspects: Vec<(PageKey, Arc<SealedPage>)> = whole
-            .filter(|(_, page)| !page.is_finite())
-            .map(|(index, page)| (sequence.keys[index], page.clone()))
-            .collect();
+        let suspects = find_suspects(&sequence);
         // Returned before the wait below.
         sequence.pages.clear();
         sequence.puts.clear();
@@ -139,28 +142,24 @@ impl Scheduler {
             return;
         }
         self.context.metrics.suspect_pages.inc_by(suspects.len() as u64);
-        for (key, page) in &suspects {
-            tracing::error!(%key, origin = ?page.origin(), "page from the store has values that are not finite: dropped; find the client that put it [LRD0409]");
+        for (index, page) in &suspects {
             // L1 may have another copy of the page by now.
+            let key = &sequence.keys[*index];
             if self.radix.peek(key).is_some_and(|cached| Arc::ptr_eq(cached, page)) {
                 self.radix.remove(key);
             }
-            self.preempt_users(key, page);
         }
-        let pages: Vec<(PageKey, Option<PageOrigin>)> =
-            suspects.iter().map(|(key, page)| (*key, page.origin())).collect();
+        self.preempt_users(|s| suspects.iter().any(|(index, page)| uses(s, *index, page)));
+        let copies: Vec<(PageKey, Option<PageOrigin>)> =
+            suspects.iter().map(|(index, page)| (sequence.keys[*index], page.origin())).collect();
+        // The pages return to L1 before the wait.
         drop(suspects);
-        let store = self.context.store.clone();
-        self.context.tasks.spawn(async move {
-            let deadline = Instant::now() + FORGET_SUSPECTS_TIMEOUT;
-            let count = pages.len();
-            let forget = tokio::time::timeout_at(deadline.into(), store.forget_copies(pages, deadline));
-            let forgotten = forget.await.unwrap_or(0);
-            tracing::info!(request = %sequence.request_id, suspects = count, forgotten, "asked the store to forget suspect pages");
-            let message = format!("{count} cached pages of this prompt held values that are not finite; they are dropped, so repeat the request");
-            let error = ApiError { retry_after_ms: Some(RETRY_AFTER_MS), ..ApiError::new(ErrorCode::PagesUnusable, message) };
-            sequence.fail(error, RequestOutcome::Failed);
-        });
+        self.context.tasks.spawn(forget_suspects(
+            sequence,
+            copies,
+            self.context.store.clone(),
+            self.context.publisher.commits().clone(),
+        ));
     }
 
     /// Drops a page that the store refused as a copy: it may have been forgotten, or the store has
@@ -172,6 +171,56 @@ impl Scheduler {
             self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
         }
     }
+}
+
+fn uses(sequence: &Sequence, index: usize, page: &Arc<SealedPage>) -> bool {
+    sequence.pages.sealed(index).is_some_and(|own| Arc::ptr_eq(own, page))
+}
+
+/// Finds the pages, by index, that may have caused values that are not finite. These are the pages
+/// that contain such values. Without any, finite values have overflowed. No value proves that, so
+/// every used page from the first received one on is suspect: those after it were computed from it.
+fn find_suspects(sequence: &Sequence) -> Vec<(usize, Arc<SealedPage>)> {
+    let request = &sequence.request_id;
+    let whole: Vec<(usize, Arc<SealedPage>)> =
+        sequence.pages.whole_pages().map(|(index, page)| (index, page.clone())).collect();
+    let proven: Vec<_> = whole.iter().filter(|(_, page)| !page.is_finite()).cloned().collect();
+    for (index, page) in &proven {
+        let key = &sequence.keys[*index];
+        tracing::error!(%request, %key, origin = ?page.origin(), "page from the store has values that are not finite: dropped; find the client that put it [LRD0409]");
+    }
+    if !proven.is_empty() {
+        return proven;
+    }
+    let is_used = |index: usize| sequence.pages.sealed(index).is_some();
+    let received = whole.iter().filter(|(index, page)| page.is_received() && is_used(*index));
+    let Some(first) = received.map(|(index, _)| *index).min() else { return Vec::new() };
+    let suspects: Vec<_> = whole.into_iter().filter(|(index, _)| *index >= first).collect();
+    let key = &sequence.keys[first];
+    tracing::error!(%request, %key, pages = suspects.len(), "pages from the store led to values that are not finite: dropped this page and those after it; find the client that put them [LRD0409]");
+    suspects
+}
+
+/// Has the store forget suspect pages, and fails the request that used them.
+async fn forget_suspects(
+    sequence: Sequence,
+    copies: Vec<(PageKey, Option<PageOrigin>)>,
+    store: Arc<dyn PageStore>,
+    commits: Arc<Commits>,
+) {
+    let begin = Instant::now();
+    let deadline = begin + FORGET_SUSPECTS_TIMEOUT;
+    let count = copies.len();
+    let keys: HashSet<PageKey> = copies.iter().map(|(key, _)| *key).collect();
+    // A commit that takes longer is rather lost than slow: forget at least the other pages.
+    let _ = tokio::time::timeout_at((begin + COMMITS_WAIT).into(), commits.wait_for(&keys)).await;
+    let forget = tokio::time::timeout_at(deadline.into(), store.forget_copies(copies, deadline));
+    let forgotten = forget.await.unwrap_or(0);
+    tracing::info!(request = %sequence.request_id, suspects = count, forgotten, "asked the store to forget suspect pages");
+    let message =
+        format!("cached pages led to values that are not finite; {count} pages are dropped, so repeat the request");
+    let error = ApiError { retry_after_ms: Some(RETRY_AFTER_MS), ..ApiError::new(ErrorCode::PagesUnusable, message) };
+    sequence.fail(error, RequestOutcome::Failed);
 }
 
 #[cfg(test)]

@@ -169,9 +169,9 @@ impl Connection {
             }
             Request::Register { name, ttl_ms, info } => {
                 let ttl = Duration::from_millis(u64::from(ttl_ms));
-                Response::Count(u32::from(node.members.register(name, info, ttl, now())))
+                Response::Count(u32::from(node.members.register(self.member, name, info, ttl, now())))
             }
-            Request::Withdraw(name) => Response::Count(u32::from(node.members.withdraw(&name))),
+            Request::Withdraw(name) => Response::Count(u32::from(node.members.withdraw(self.member, &name))),
             Request::Members => {
                 let members = node.members.shared(now());
                 return self.outbox.send_shared(header.request, &members).await;
