@@ -3,7 +3,7 @@
 //! Invariants:
 //! - The result for one row (one token) is bit-identical whatever other rows share the call and
 //!   however many threads run it.
-//! - All values are `f32`, all matrices row-major.
+//! - All sums are `f32`, all activations row-major.
 //!
 //! Layout:
 //! - [`cpu`]: kernels of the engine, and the reference for the device kernels.

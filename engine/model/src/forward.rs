@@ -68,10 +68,7 @@ impl Model {
         scratch.rope.fill(&self.frequencies, positions);
         let stream = sized(&mut scratch.stream, tokens.len() * hidden);
         stream.par_chunks_exact_mut(hidden).with_min_len(64).zip(&tokens).for_each(|(row, &token)| {
-            match &self.weights.embedding {
-                Some(table) => row.copy_from_slice(&table[token as usize * hidden..][..hidden]),
-                None => self.weights.output.copy_row(token as usize, row),
-            }
+            self.weights.embedding.as_ref().unwrap_or(&self.weights.output).copy_row(token as usize, row);
         });
     }
 
@@ -198,14 +195,14 @@ impl Model {
         let count: usize = rows.iter().map(Range::len).sum();
         let normed = sized(&mut scratch.normed, count * hidden);
         rms_norm(&scratch.stream[..count * hidden], &self.weights.norm, self.config.rms_eps, normed);
-        let mut first = 0;
+        // One product for all chunks, because it reads the whole matrix from memory.
+        let logits = sized(&mut scratch.logits, count * vocab);
+        matmul(normed, &self.weights.output, None, logits);
+        let mut rest = &*logits;
         let of_chunk = |rows: &Range<usize>| {
-            let mut logits = vec![0.0; rows.len() * vocab];
-            if !rows.is_empty() {
-                matmul(&normed[first * hidden..][..rows.len() * hidden], &self.weights.output, None, &mut logits);
-            }
-            first += rows.len();
-            logits
+            let (own, others) = rest.split_at(rows.len() * vocab);
+            rest = others;
+            own.to_vec()
         };
         rows.iter().map(of_chunk).collect()
     }

@@ -9,7 +9,7 @@ use crate::config::ModelConfig;
 use crate::scratch::ScratchPool;
 use crate::weights::{LoadError, Tensor, Tensors, WeightFiles, read_json, read_optional_json};
 use larder_format::{KvDtype, MAX_PARTS, PageGeometry};
-use larder_kernels::cpu::PackedMatrix;
+use larder_kernels::cpu::{PackedMatrix, WeightType};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
@@ -28,7 +28,7 @@ pub struct Model {
 
 pub(crate) struct Weights {
     /// Embedding matrix. `None` if the model ties it to the output matrix.
-    pub(crate) embedding: Option<Vec<f32>>,
+    pub(crate) embedding: Option<PackedMatrix>,
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
     pub(crate) output: PackedMatrix,
@@ -53,7 +53,7 @@ pub(crate) struct Linear {
 
 impl Model {
     /// Loads the model folder `dir`: `config.json`, the optional `generation_config.json`, and the
-    /// weights. Converts all weights to `f32`, so memory use is 4 bytes per parameter.
+    /// weights. The matrices keep their element type in memory.
     ///
     /// # Errors
     /// If the folder is incomplete or malformed, or if it needs a feature this engine lacks. The
@@ -120,7 +120,7 @@ impl<'a> Loader<'a> {
             (None, embedding)
         } else {
             let output = self.take("lm_head.weight", &[config.vocab, config.hidden])?;
-            (Some(embedding.to_vec()), output)
+            (Some(pack(&[embedding], config.hidden)?), output)
         };
         let layers = (0..config.layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
         let norm = self.take("model.norm.weight", &[config.hidden])?.to_vec();
@@ -191,8 +191,13 @@ impl<'a> Loader<'a> {
     }
 }
 
+/// Packs tensors of one input as one matrix, in their type. Tensors of different types become `f32`,
+/// which holds every other type without loss.
 fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<PackedMatrix, LoadError> {
     let outputs = parts.iter().map(Tensor::rows).sum();
+    let weight_type = parts[0].weight_type();
+    let is_uniform = parts.iter().all(|part| part.weight_type() == weight_type);
+    let weight_type = if is_uniform { weight_type } else { WeightType::F32 };
     let fill = |mut output: usize, row: &mut [f32]| {
         for part in parts {
             if output < part.rows() {
@@ -201,6 +206,6 @@ fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<PackedMatrix, LoadError> 
             output -= part.rows();
         }
     };
-    PackedMatrix::new(outputs, inputs, fill)
+    PackedMatrix::new(outputs, inputs, weight_type, fill)
         .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
 }

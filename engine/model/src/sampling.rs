@@ -7,6 +7,7 @@
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
 
 /// Sampling parameters of a completion. Fields that are absent in JSON take their defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,6 +41,10 @@ impl Default for SamplingParams {
         }
     }
 }
+
+/// Best tokens among which the nucleus is searched first. Each further search takes eight times as
+/// many.
+const NUCLEUS_FIRST: usize = 128;
 
 #[derive(Debug, Clone)]
 pub struct Sampler {
@@ -78,22 +83,19 @@ impl Sampler {
     /// Returns ids and their unnormalised probabilities, in the order that `draw` visits.
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let mut kept: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|(_, x)| !x.is_nan()).collect();
-        let best_first = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if self.top_k > 0 && self.top_k < kept.len() {
             kept.select_nth_unstable_by(self.top_k - 1, best_first);
             kept.truncate(self.top_k);
         }
-        let needs_order = self.top_k > 0 || self.top_p < 1.0;
-        if needs_order {
-            kept.sort_unstable_by(best_first);
-        }
         let max = kept.iter().map(|c| c.1).fold(f32::NEG_INFINITY, f32::max);
         let weight = |x: f32| if x == max { 1.0 } else { (f64::from(x - max) / f64::from(self.temperature)).exp() };
-        let mut weighted: Vec<(u32, f64)> = kept.into_iter().map(|(id, x)| (id, weight(x))).collect();
         if self.top_p < 1.0 {
-            weighted.truncate(nucleus(&weighted, f64::from(self.top_p)));
+            return nucleus(kept, f64::from(self.top_p), weight);
         }
-        weighted
+        if self.top_k > 0 {
+            kept.sort_unstable_by(best_first);
+        }
+        kept.into_iter().map(|(id, x)| (id, weight(x))).collect()
     }
 
     fn draw(&mut self, candidates: &[(u32, f64)]) -> u32 {
@@ -110,16 +112,38 @@ impl Sampler {
     }
 }
 
-/// Number of best tokens whose probabilities reach `top_p`, including the token that crosses it. At
-/// least one.
-fn nucleus(weighted: &[(u32, f64)], top_p: f64) -> usize {
-    let threshold = top_p * weighted.iter().map(|c| c.1).sum::<f64>();
-    let mut sum = 0.0;
-    let crossing = weighted.iter().position(|c| {
-        sum += c.1;
-        sum >= threshold
-    });
-    crossing.map_or(weighted.len(), |index| index + 1)
+/// Order by descending logit, then ascending id.
+fn best_first(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
+    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+}
+
+/// Returns the best tokens whose probabilities reach `top_p`, including the token that crosses it,
+/// best first. At least one, if `kept` has one.
+///
+/// Sorts only as many of the best tokens as it needs: a vocabulary has 150,000, and the nucleus
+/// usually some dozens.
+fn nucleus(mut kept: Vec<(u32, f32)>, top_p: f64, weight: impl Fn(f32) -> f64) -> Vec<(u32, f64)> {
+    // The sum needs one order for equal results, and has the order of the ids or that of `top_k`.
+    let threshold = top_p * kept.iter().map(|c| weight(c.1)).sum::<f64>();
+    let mut count = NUCLEUS_FIRST;
+    loop {
+        if count < kept.len() {
+            kept.select_nth_unstable_by(count - 1, best_first);
+        }
+        let len = count.min(kept.len());
+        let best = &mut kept[..len];
+        best.sort_unstable_by(best_first);
+        let mut sum = 0.0;
+        let crossing = best.iter().position(|c| {
+            sum += weight(c.1);
+            sum >= threshold
+        });
+        if crossing.is_some() || count >= kept.len() {
+            let size = crossing.map_or(kept.len(), |index| index + 1);
+            return kept[..size].iter().map(|&(id, x)| (id, weight(x))).collect();
+        }
+        count *= 8;
+    }
 }
 
 #[cfg(test)]
@@ -170,6 +194,27 @@ mod tests {
         assert_eq!(drawn(&params(1.0, 0, 0.8)), [false, true, true, true]);
         assert_eq!(drawn(&params(1.0, 0, 0.0)), [false, true, false, false]);
         assert_eq!(drawn(&params(1.0, 3, 0.99)), [false, true, true, true]);
+    }
+
+    #[test]
+    fn nucleus_has_the_tokens_that_sorting_the_whole_vocabulary_gives() {
+        // Flat logits need several searches, steep ones a single one.
+        for (steepness, top_p) in [(0.0, 0.9), (0.001, 0.5), (0.1, 0.999), (3.0, 0.9), (0.01, 1.0 - f32::EPSILON)] {
+            let logits: Vec<f32> = (0..5000).map(|i| (i * 7919 % 5000) as f32 * -steepness).collect();
+            let mut sorted: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
+            sorted.sort_by(best_first);
+            let weights: Vec<f64> = sorted.iter().map(|c| f64::from(c.1 - sorted[0].1).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mut sum = 0.0;
+            let crossing = weights.iter().position(|weight| {
+                sum += weight;
+                sum >= f64::from(top_p) * total * (1.0 + 1e-12)
+            });
+            let size = crossing.map_or(sorted.len(), |index| index + 1);
+            let found = Sampler::new(&params(1.0, 0, top_p)).candidates(&logits);
+            assert!(found.len().abs_diff(size) <= 1, "{steepness} {top_p}: {} {size}", found.len());
+            assert!(found.iter().zip(&sorted).all(|(a, b)| a.0 == b.0), "{steepness} {top_p}");
+        }
     }
 
     #[test]

@@ -13,6 +13,7 @@ pub(crate) struct Scratch {
     pub(crate) projected: Vec<f32>,
     pub(crate) gate_up: Vec<f32>,
     pub(crate) activated: Vec<f32>,
+    pub(crate) logits: Vec<f32>,
     pub(crate) rope: RopeTable,
 }
 

@@ -4,6 +4,7 @@
 //! engine reads. Every other case is a [`LoadError`] that names the tensor or the file.
 
 use half::{bf16, f16};
+use larder_kernels::cpu::WeightType;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
@@ -173,6 +174,15 @@ impl Tensor<'_> {
 
     pub(crate) fn rows(&self) -> usize {
         self.shape[0]
+    }
+
+    /// Type that holds the elements without loss.
+    pub(crate) fn weight_type(&self) -> WeightType {
+        match self.element_type {
+            ElementType::F32 => WeightType::F32,
+            ElementType::Bf16 => WeightType::Bf16,
+            ElementType::F16 => WeightType::F16,
+        }
     }
 
     pub(crate) fn read_row(&self, row: usize, out: &mut [f32]) {

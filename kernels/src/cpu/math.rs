@@ -88,14 +88,23 @@ pub fn softmax(row: &mut [f32]) {
 /// Index of the largest value. Returns the lowest index among equals, and 0 for an empty row. NaN
 /// never wins.
 pub fn argmax(row: &[f32]) -> u32 {
-    let mut best = 0;
-    let mut max = f32::NEG_INFINITY;
-    for (index, &value) in row.iter().enumerate() {
-        if value > max {
-            (best, max) = (index, value);
+    struct Largest<'a>(&'a [f32]);
+    impl NullaryFnOnce for Largest<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn call(self) -> f32 {
+            let mut largest = [f32::NEG_INFINITY; LANES];
+            let (whole, rest) = self.0.as_chunks::<LANES>();
+            for piece in whole {
+                for lane in 0..LANES {
+                    largest[lane] = larger(piece[lane], largest[lane]);
+                }
+            }
+            rest.iter().fold(max_lanes(largest), |max, value| larger(*value, max))
         }
     }
-    best as u32
+    let max = Arch::new().dispatch(Largest(row));
+    row.iter().position(|value| *value == max).unwrap_or(0) as u32
 }
 
 #[cfg(test)]
@@ -137,5 +146,11 @@ mod tests {
         assert_eq!(argmax(&[1.0, 3.0, f32::NAN, 3.0]), 1);
         assert_eq!(argmax(&[]), 0);
         assert_eq!(argmax(&[f32::NAN, f32::NEG_INFINITY, -3.0]), 2);
+        assert_eq!(argmax(&[f32::NAN; 20]), 0);
+        for best in 0..50 {
+            let mut row = [f32::NAN; 50];
+            row[best..].fill(-1.0);
+            assert_eq!(argmax(&row), best as u32);
+        }
     }
 }

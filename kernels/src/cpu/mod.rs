@@ -4,7 +4,7 @@
 //! calls spread over all cores with rayon. Small calls stay on the calling thread.
 //!
 //! Invariant: the kernel alone fixes the order of every sum.
-//! - A matrix product adds in the order of the inner index.
+//! - A matrix product adds in the order of the inner index, with one rounding per step.
 //! - A sum over a row runs in [`LANES`] lanes, which are then added pairwise.
 //! - Attention visits the keys in blocks of absolute positions.
 
@@ -15,6 +15,8 @@ mod math;
 mod matmul;
 mod norm;
 mod rope;
+mod stored;
+mod vector;
 
 pub use activation::silu_mul;
 pub use attention::{AttentionChunk, AttentionShape, HeadLayout, attention};
@@ -22,3 +24,4 @@ pub use math::{LANES, argmax, softmax};
 pub use matmul::{PackError, PackedMatrix, matmul};
 pub use norm::{add, rms_norm};
 pub use rope::{Rope, RopeTable};
+pub use stored::WeightType;
