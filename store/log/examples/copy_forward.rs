@@ -79,7 +79,7 @@ impl Replay {
     }
 
     fn read(&mut self, block: u32) -> bool {
-        let ticket = self.log.begin_read(&id(block), 0);
+        let ticket = self.log.entries().begin_read(&id(block), 0);
         ticket.map(|ticket| self.log.end_read(ticket)).is_some()
     }
 
@@ -112,7 +112,7 @@ impl Replay {
         }
         let Some(work) = self.copying.take() else { return Ok(()) };
         for record in work.pages {
-            let Some(ticket) = self.log.begin_maintenance_read(record) else { continue };
+            let Some(ticket) = self.log.entries().begin_maintenance_read(record) else { continue };
             let generation = ticket.entry.generation;
             self.log.end_read(ticket);
             let meta = PageMeta { generation, ..page(id(self.blocks[generation as usize - 1])) };

@@ -2,10 +2,11 @@
 //!
 //! `cargo run --release -p larder-log --example index_cost [PAGES] [PAGE_KIB] [NAMESPACES]`
 //!
-//! There is no device: each planned write completes at once. The log is filled. Then one thread
-//! puts pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread
-//! looks pages up meanwhile, and reports uses of them, as hits in L2 do. Each call of the log is
-//! timed as the node makes it: under one lock per call.
+//! There is no device: each planned write completes at once, so no bytes move, and no write is in
+//! flight for long. All else is the traffic of a node. The log is filled. Then one thread puts
+//! pages at 2 GB/s while segments are recycled, and reads a third as many. A second thread looks
+//! pages up meanwhile, and reports uses of them, as hits in L2 do. The control does the work of a
+//! lookup in memory of that thread alone: it has the noise of the machine, and no lock.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the clock and /proc")]
 
 use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
@@ -15,6 +16,7 @@ use larder_log::machine::{
 };
 use std::collections::BTreeMap;
 use std::error::Error;
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -22,7 +24,16 @@ const SEGMENT_BYTES: u64 = 1 << 30;
 /// Pages of a sequence: each but the first has a parent.
 const SEQUENCE: u64 = 15;
 const BYTES_PER_SECOND: u64 = 2_000_000_000;
-const CALLS: [(&str, &str); 4] = [("lookup", "idle"), ("lookup", "busy"), ("use in L2", "idle"), ("use in L2", "busy")];
+const CALLS: [(&str, &str); 6] = [
+    ("lookup", "idle"),
+    ("lookup", "busy"),
+    ("use in L2", "idle"),
+    ("use in L2", "busy"),
+    ("control", "idle"),
+    ("control", "busy"),
+];
+/// Cache lines of the table that the control probes: as large as the index of 4 million pages.
+const CONTROL_LINES: usize = 1 << 22;
 const IDLE: Duration = Duration::from_secs(3);
 /// Puts between two checks of the rate. A put per tick would measure the sleep.
 const BURST: u64 = 64;
@@ -38,11 +49,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     while writer.next < bench.capacity_pages() * 3 / 2 {
         writer.put_and_read()?;
     }
-    let counts = bench.log.read().counts();
+    let counts = bench.log.lock().counts();
     let each = |bytes: f64| bytes / counts.pages as f64;
     println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} used", counts.pages, counts.kept_pages);
     println!("memory per page: {:.1} bytes resident", each(resident_bytes() - before));
-    println!("index per page:  {:.1} bytes by capacity", each(bench.log.read().index_bytes() as f64));
+    println!("index per page:  {:.1} bytes by capacity", each(bench.log.lock().index_bytes() as f64));
     writer.held.clear();
     std::thread::scope(|scope| -> Result<(), Box<dyn Error>> {
         let reader = scope.spawn(|| bench.look_up());
@@ -57,10 +68,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         Ok(())
     })?;
-    println!("| call | count | total ms | longest hold of the lock, µs |");
-    println!("|---|---|---|---|");
-    for (call, Held { count, total, longest }) in &writer.held {
-        println!("| {call} | {count} | {} | {:.0} |", total.as_millis(), longest.as_secs_f64() * 1e6);
+    println!("| call | count | total ms | p99.9 of its hold of the lock, µs | longest |");
+    println!("|---|---|---|---|---|");
+    for (call, Held { count, total, longest, each }) in &mut writer.held {
+        let p999 = f64::from(quantile(each, 0.999)) / 1e3;
+        println!("| {call} | {count} | {} | {p999:.1} | {:.0} |", total.as_millis(), longest.as_secs_f64() * 1e6);
     }
     Ok(())
 }
@@ -84,7 +96,7 @@ impl Bench {
             hash_seed: 1,
             keep_percent: KEEP_PERCENT_DEFAULT,
             quota_default: u64::MAX,
-            pages_max: u64::MAX,
+            pages_max: 2 * pages,
         };
         Bench {
             log: LogLock::new(Log::new(config)),
@@ -124,23 +136,25 @@ impl Bench {
 
     /// Looks pages up and reports uses of them, until the writer is done. Returns the latencies in
     /// nanoseconds, in the order of [`CALLS`].
-    fn look_up(&self) -> [Vec<u32>; 4] {
-        let mut latencies = [const { Vec::new() }; 4];
+    fn look_up(&self) -> [Vec<u32>; 6] {
+        let mut latencies = [const { Vec::new() }; 6];
+        let control = vec![[1u64; 8]; CONTROL_LINES];
         let mut random = 1u64;
         while !self.is_done.load(Ordering::Relaxed) {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let written = self.next.load(Ordering::Relaxed);
             let id = self.id(written - 1 - (random >> 32) % self.pages.min(written));
             let began = Instant::now();
-            std::hint::black_box(self.log.read().lookup(&id, 0));
+            std::hint::black_box(self.log.entries().lookup(&id, 0));
             let busy = usize::from(self.is_busy.load(Ordering::Relaxed));
             latencies[busy].push(began.elapsed().as_nanos() as u32);
-            // As `L3::touch` does for a hit in L2: a use is lost while the log is being changed.
             let began = Instant::now();
-            if let Some(log) = self.log.try_read() {
-                log.touch(&id);
-            }
+            self.log.entries().touch(&id);
             latencies[2 + busy].push(began.elapsed().as_nanos() as u32);
+            // The work of a lookup in memory of this thread: it shows the noise of the machine.
+            let began = Instant::now();
+            std::hint::black_box(probe(&control, &id));
+            latencies[4 + busy].push(began.elapsed().as_nanos() as u32);
             // A lookup every few microseconds, as a busy node makes them.
             let pause = Instant::now();
             while pause.elapsed() < Duration::from_micros(2) {
@@ -151,11 +165,24 @@ impl Bench {
     }
 }
 
+/// Hashes an id as the index does, and reads three lines that depend on each other.
+fn probe(lines: &[[u64; 8]], id: &PageId) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(&id.namespace.0);
+    hasher.write(&id.key.0);
+    let first = hasher.finish();
+    hasher.write_u8(1);
+    let hash = first ^ hasher.finish();
+    (1..=3).fold(hash, |at, step| at.rotate_left(21) ^ lines[at as usize % lines.len()][step])
+}
+
 #[derive(Default)]
 struct Held {
     count: u64,
     total: Duration,
     longest: Duration,
+    /// In nanoseconds, beside lookups only: it takes memory.
+    each: Vec<u32>,
 }
 
 struct Writer<'a> {
@@ -168,13 +195,18 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     fn locked<R>(&mut self, call: &'static str, change: impl FnOnce(&mut Log) -> R) -> R {
-        let mut log = self.bench.log.write();
+        let mut log = self.bench.log.lock();
         let began = Instant::now();
         let result = change(&mut log);
         let elapsed = began.elapsed();
         drop(log);
         let held = self.held.entry(call).or_default();
-        *held = Held { count: held.count + 1, total: held.total + elapsed, longest: held.longest.max(elapsed) };
+        held.count += 1;
+        held.total += elapsed;
+        held.longest = held.longest.max(elapsed);
+        if self.bench.is_busy.load(Ordering::Relaxed) {
+            held.each.push(elapsed.as_nanos() as u32);
+        }
         result
     }
 
@@ -216,14 +248,13 @@ impl Writer<'_> {
         if number.is_multiple_of(3) {
             let back = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
             let read = self.bench.id((number - back % self.bench.pages.min(number + 1)) / 5 * 5);
-            // Reads share the lock.
-            let ticket = self.bench.log.read().begin_read(&read, 0);
+            let ticket = self.bench.log.entries().begin_read(&read, 0);
             if let Some(ticket) = ticket {
                 self.end_read(ticket);
             }
         }
         if number.is_multiple_of(1024) {
-            let plan = self.bench.log.read().sync_plan();
+            let plan = self.bench.log.lock().sync_plan();
             for ticket in plan {
                 self.locked("sync_done", |log| log.sync_done(ticket, true));
             }
@@ -247,7 +278,7 @@ impl Writer<'_> {
         }
         let Some(work) = self.copying.take() else { return Ok(()) };
         for record in work.pages {
-            let ticket = self.bench.log.read().begin_maintenance_read(record);
+            let ticket = self.bench.log.entries().begin_maintenance_read(record);
             let Some(ticket) = ticket else { continue };
             // The example numbers pages by generation, so it needs no device for the metadata.
             let meta = self.bench.meta(ticket.entry.generation - 1);
@@ -261,18 +292,18 @@ impl Writer<'_> {
     }
 }
 
+fn quantile(nanos: &mut [u32], share: f64) -> u32 {
+    nanos.sort_unstable();
+    nanos.get((nanos.len() as f64 * share) as usize).copied().unwrap_or(0)
+}
+
 fn print_latency(call: &str, when: &str, mut latencies: Vec<u32>) {
-    latencies.sort_unstable();
-    let at = |share: f64| latencies.get((latencies.len() as f64 * share) as usize).copied().unwrap_or(0);
-    let longest = latencies.last().copied().unwrap_or(0);
-    let micros = |nanos: u32| f64::from(nanos) / 1000.0;
+    let mut micros = |share| f64::from(quantile(&mut latencies, share)) / 1e3;
+    let (p50, p99, p999) = (micros(0.5), micros(0.99), micros(0.999));
+    let longest = latencies.last().copied().unwrap_or(0) / 1000;
+    let count = latencies.len();
     println!(
-        "{call} {when}: p50 {:.2} µs, p99 {:.2} µs, p99.9 {:.2} µs, longest {:.0} µs ({} calls)",
-        micros(at(0.5)),
-        micros(at(0.99)),
-        micros(at(0.999)),
-        micros(longest),
-        latencies.len()
+        "{call} {when}: p50 {p50:.2} µs, p99 {p99:.2} µs, p99.9 {p999:.2} µs, longest {longest} µs ({count} calls)"
     );
 }
 

@@ -87,7 +87,7 @@ impl Drop for CopyForwardGuard {
 
 /// Copies one page. Returns the segment of the copy, or `None` if the page no longer needs one.
 async fn copy_page(shared: &Arc<LogShared>, record: RecordRef, retries: &AtomicU32) -> Result<Option<u32>, L3Error> {
-    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(record)) else { return Ok(None) };
+    let Some(ticket) = shared.entries().begin_maintenance_read(record) else { return Ok(None) };
     let Some((meta, payload)) = read_when_memory(shared, ticket, retries).await? else { return Ok(None) };
     let Some(planned) = shared.update_log(|log| log.plan_copy(record, &meta)) else { return Ok(None) };
     let segment = planned.header.place.segment;

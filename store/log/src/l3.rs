@@ -185,10 +185,11 @@ impl L3 {
     }
 
     /// Records a use of pages that a faster tier served. Without it, retention would take the most
-    /// used pages for unused ones. Does not wait for the log: while another thread changes the log,
-    /// uses are lost.
+    /// used pages for unused ones. Does not wait: while another thread changes a page's shard of
+    /// the index, its use is lost.
     pub fn touch(&self, ids: &[PageId]) {
-        self.shared().try_with_log(|log| ids.iter().for_each(|id| log.touch(id)));
+        let entries = self.shared().entries();
+        ids.iter().for_each(|id| entries.touch(id));
     }
 
     /// Sets the listener for pages that were dropped because of damage. It runs on the device's
@@ -201,17 +202,17 @@ impl L3 {
         &self.running.shared
     }
 
-    /// Looks up a page. Costs one probe of the index under a shared lock.
+    /// Looks up a page. Costs one probe of the index. Waits for no other work of the log.
     pub fn lookup(&self, id: &PageId) -> Option<L3Location> {
         let now = self.shared().clock.now_unix_ms();
-        self.shared().with_log(|log| log.lookup(id, now).map(L3Location))
+        self.shared().entries().lookup(id, now).map(L3Location)
     }
 
     /// Returns `true` if a lookup would find the same put as `location` names, even if its record
     /// was copied since.
     pub fn is_current(&self, location: &L3Location) -> bool {
         let now = self.shared().clock.now_unix_ms();
-        self.shared().with_log(|log| log.is_current(&location.0, now))
+        self.shared().entries().is_current(&location.0, now)
     }
 
     /// Facts about a page, from the index. It may be gone by the time it is read.
@@ -378,7 +379,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let arena = Arena::new(4 << 20).unwrap();
         let l3 = open(dir.path(), &arena).await;
-        l3.shared().update_log(|log| log.make_fingerprints_equal());
+        l3.shared().entries().make_fingerprints_equal();
         put(&l3, &arena, 1).await;
         assert_eq!((get(&l3, 1).await, get(&l3, 2).await), (Some(1), None));
         assert!(l3.lookup(&id(2)).is_some(), "the lookup cannot tell");

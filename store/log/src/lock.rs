@@ -1,38 +1,29 @@
 //! The lock around the state of a log.
 
-use crate::machine::Log;
-use larder_runtime::sync::{MODELLED, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::machine::{Log, SharedIndex};
+use larder_runtime::sync::{Mutex, MutexGuard};
+use std::sync::Arc;
 
-/// Attempts at the shared lock before a reader sleeps: some 5 µs. The exclusive lock is mostly held
-/// for less, and a sleeping reader takes 50 µs to wake up. In a thread model each is a step.
-const ATTEMPTS: u32 = if MODELLED { 1 } else { 200 };
-
-/// A [`Log`] that lookups share and changes take exclusively. It is held for short computations
-/// only, never across an await.
+/// A [`Log`] that one thread uses at a time, and its index, which lookups and reads use without
+/// that lock. It is held for short computations only, never across an await.
 #[derive(Debug)]
-pub struct LogLock(RwLock<Log>);
+pub struct LogLock {
+    log: Mutex<Log>,
+    entries: Arc<SharedIndex>,
+}
 
 impl LogLock {
     pub fn new(log: Log) -> LogLock {
-        LogLock(RwLock::new(log))
+        let entries = log.entries().clone();
+        LogLock { log: Mutex::new(log), entries }
     }
 
-    pub fn read(&self) -> RwLockReadGuard<'_, Log> {
-        for _ in 0..ATTEMPTS {
-            if let Some(log) = self.0.try_read() {
-                return log;
-            }
-            std::hint::spin_loop();
-        }
-        self.0.read()
+    /// The part that lookups and reads use. Never waits for [`LogLock::lock`].
+    pub fn entries(&self) -> &SharedIndex {
+        &self.entries
     }
 
-    /// The shared lock, unless another thread has or awaits the exclusive one.
-    pub fn try_read(&self) -> Option<RwLockReadGuard<'_, Log>> {
-        self.0.try_read()
-    }
-
-    pub fn write(&self) -> RwLockWriteGuard<'_, Log> {
-        self.0.write()
+    pub fn lock(&self) -> MutexGuard<'_, Log> {
+        self.log.lock()
     }
 }

@@ -28,7 +28,8 @@
 //! | part | module | holds |
 //! | --- | --- | --- |
 //! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
-//! | `Index` | `index` | page → record, fallback records, namespaces |
+//! | `Index` | `index`, `entry` | fallback records, namespaces |
+//! | `SharedIndex` | `shared_index`, `segment_reads` | page → record, uses, reads in flight |
 //! | `Retention` | `retention` | pins, order by quota and by expiry |
 //! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
 //! | `RecoveryState` | `recovery` | progress of the start |
@@ -42,10 +43,12 @@ use larder_format::footer::{Footer, FooterRoom};
 use larder_format::{NamespaceId, PageId, is_expired};
 use larder_runtime::fail_point;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use thiserror::Error;
 
 mod append;
 mod copy_forward;
+mod entry;
 mod footer;
 mod forget;
 mod index;
@@ -58,7 +61,9 @@ mod retention;
 mod scan;
 mod scrub;
 mod segment;
+mod segment_reads;
 mod segments;
+mod shared_index;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -75,6 +80,7 @@ pub use recovery::{RecoveryError, RecoveryResult};
 pub use retention::{Pin, PinError};
 pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
 pub use scrub::ScrubList;
+pub use shared_index::SharedIndex;
 pub use sync::SyncTicket;
 pub use triage::{FoundSegment, Recovery, SegmentEpoch};
 
@@ -82,6 +88,7 @@ use index::Index;
 use prepare::NextSegment;
 use recovery::RecoveryState;
 use retention::Retention;
+use segment_reads::SegmentReads;
 use segments::Segments;
 use unindexed::UnindexedRecords;
 
@@ -178,7 +185,8 @@ pub struct LogCounts {
 }
 
 /// The log: the place of each record, and the work that comes next. It computes in memory only, so
-/// the caller may hold a lock around each call.
+/// the caller may hold a lock around each call. Lookups and reads go to [`Log::entries`], which
+/// needs no such lock.
 #[derive(Debug)]
 pub struct Log {
     config: LogConfig,
@@ -200,12 +208,20 @@ pub struct Log {
 
 impl Log {
     pub fn new(config: LogConfig) -> Log {
-        let config =
-            LogConfig { pages_max: config.pages_max.max(LogConfig::pages_max_min(config.segment_bytes)), ..config };
+        Log::with_segments(config, 0)
+    }
+
+    /// A log of which segments with numbers below `numbers` may exist.
+    fn with_segments(config: LogConfig, numbers: u32) -> Log {
+        let pages_max = config.pages_max.max(LogConfig::pages_max_min(config.segment_bytes));
+        let config = LogConfig { pages_max: pages_max.min(shared_index::PAGES_MAX), ..config };
+        let excess = u32::from(fail_point!("log.one-segment-over-capacity"));
+        let numbers = numbers.max(config.segments_max.saturating_add(excess)).min(entry::SEGMENTS_MAX);
+        let reads = Arc::new(SegmentReads::new(numbers as usize));
         Log {
-            segments: Segments::new(config.segment_bytes),
+            segments: Segments::new(config.segment_bytes, reads.clone()),
             next_segment: NextSegment::None,
-            index: Index::new(config.hash_seed, config.quota_default),
+            index: Index::new(&config, reads),
             retention: Retention::default(),
             unindexed: UnindexedRecords::default(),
             recovery: None,
@@ -215,6 +231,11 @@ impl Log {
             counts: LogCounts::default(),
             config,
         }
+    }
+
+    /// The part that lookups and reads use without the log.
+    pub fn entries(&self) -> &Arc<SharedIndex> {
+        &self.index.entries
     }
 
     pub fn config(&self) -> &LogConfig {
@@ -237,8 +258,8 @@ impl Log {
             segments_max: u64::from(self.config.segments_max),
             segments_used: self.segments.used() as u64,
             segments_unsynced: self.segments.unsynced().count() as u64,
-            kept_pages: self.index.used_pages(),
-            kept_bytes: self.index.used_bytes(),
+            kept_pages: self.index.entries.used_pages(),
+            kept_bytes: self.index.entries.used_bytes(),
             pinned_bytes: self.retention.pinned_bytes(),
             ..self.counts
         }
@@ -279,7 +300,7 @@ impl Log {
     /// Returns `true` if `number` outranks the record in `slot`, so that it becomes the current
     /// one.
     fn supersedes(&self, slot: u32, number: u64) -> bool {
-        self.index.get(slot).number <= number || fail_point!("log.older-record-replaces-newer")
+        self.index.entries.get(slot).number <= number || fail_point!("log.older-record-replaces-newer")
     }
 }
 

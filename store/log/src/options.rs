@@ -8,7 +8,7 @@ use larder_runtime::Clock;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Memory of a page that the log keeps track of, in bytes, at most. The index takes 66, which the
+/// Memory of a page that the log keeps track of, in bytes, at most. The index takes 63, which the
 /// example `index_cost` measures, and the orders by expiry and by quota some 30 each.
 pub const PAGE_MEMORY_BYTES: u64 = 128;
 /// Memory for scans, and for the header blocks of queued writes. Each record of the write queue has

@@ -26,13 +26,13 @@ impl LogShared {
     /// record nor the fallback is intact.
     pub(crate) async fn read_page(self: &Arc<Self>, id: &PageId) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+        let Some(ticket) = self.entries().begin_read(id, now) else { return Ok(None) };
         self.read_client_record(id, ticket).await
     }
 
     pub(crate) async fn read_page_at(self: &Arc<Self>, location: &Location) -> Result<Option<VerifiedPage>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let Some(ticket) = self.entries().begin_read_at(location, now) else { return Ok(None) };
         self.read_client_record(&location.id, ticket).await
     }
 
@@ -49,7 +49,7 @@ impl LogShared {
             // The damaged record was dropped. The index finds the original now, if its segment
             // still exists.
             let now = self.clock.now_unix_ms();
-            let Some(ticket) = self.with_log(|log| log.begin_read(id, now)) else { return Ok(None) };
+            let Some(ticket) = self.entries().begin_read(id, now) else { return Ok(None) };
             if ticket.record == first {
                 // The record is intact, and of another page with the same fingerprint.
                 drop(ReadGuard::new(self, ticket));
@@ -69,12 +69,12 @@ impl LogShared {
     /// as in [`LogShared::read_page_at`].
     pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
         let now = self.clock.now_unix_ms();
-        let Some(ticket) = self.with_log(|log| log.begin_read_at(location, now)) else { return Ok(None) };
+        let Some(ticket) = self.entries().begin_read_at(location, now) else { return Ok(None) };
         if let Some(meta) = self.read_header(ticket).await? {
             return Ok(Some(meta));
         }
         // The record that it was copied from, as for a read of the whole page.
-        match self.with_log(|log| log.begin_read(&location.id, now)) {
+        match self.entries().begin_read(&location.id, now) {
             Some(ticket) => self.read_header(ticket).await,
             None => Ok(None),
         }

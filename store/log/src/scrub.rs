@@ -242,7 +242,7 @@ fn end_pass(shared: &LogShared, progress: &mut ScrubProgress) {
 
 async fn scrub_page(shared: &Arc<LogShared>, record: RecordRef, entry: &Entry, progress: &mut ScrubProgress) {
     // The page may have been forgotten or replaced since the step began.
-    let Some(ticket) = shared.with_log(|log| log.begin_maintenance_read(record)) else { return };
+    let Some(ticket) = shared.entries().begin_maintenance_read(record) else { return };
     match shared.read_record(ticket, Priority::Idle).await {
         Ok(Some(_)) => progress.pages += 1,
         Ok(None) => {

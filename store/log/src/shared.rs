@@ -6,7 +6,7 @@
 
 use crate::damage::DamageReports;
 use crate::lock::LogLock;
-use crate::machine::{Log, SyncTicket};
+use crate::machine::{Log, SharedIndex, SyncTicket};
 use crate::options::WRITE_QUEUE_BYTES_MAX;
 use crate::report::RecoveryProgress;
 use crate::stats::Counters;
@@ -85,23 +85,19 @@ impl LogShared {
         }
     }
 
-    /// Calls `read` with the log, under the shared lock. It must be short and must not use this log
-    /// again.
+    /// For lookups and reads, which do not wait for the log's lock.
+    pub(crate) fn entries(&self) -> &SharedIndex {
+        self.log.entries()
+    }
+
+    /// Calls `read` with the log, under its lock. It must be short and must not use this log again.
     pub(crate) fn with_log<R>(&self, read: impl FnOnce(&Log) -> R) -> R {
-        read(&self.log.read())
+        read(&self.log.lock())
     }
 
-    /// As [`with_log`](Self::with_log), unless another thread changes the log right now.
-    pub(crate) fn try_with_log(&self, read: impl FnOnce(&Log)) {
-        if let Some(log) = self.log.try_read() {
-            read(&log);
-        }
-    }
-
-    /// Changes the log under the exclusive lock, and wakes the background task if there is work for
-    /// it.
+    /// Changes the log under its lock, and wakes the background task if there is work for it.
     pub(crate) fn update_log<R>(&self, change: impl FnOnce(&mut Log) -> R) -> R {
-        let mut log = self.log.write();
+        let mut log = self.log.lock();
         let result = change(&mut log);
         let has_intents = log.has_intents();
         // Unlocked first: the woken task needs the lock at once.

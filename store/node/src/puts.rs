@@ -22,7 +22,7 @@ use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use generations::Generations;
 use larder_format::PageId;
-use larder_runtime::sync::Mutex;
+use larder_runtime::sync::{Mutex, MutexGuard};
 use larder_runtime::{fail_point, now, race_point};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 pub use put::{Progress, Put};
@@ -34,7 +34,8 @@ use tokio::sync::oneshot;
 pub struct Puts {
     tiers: Arc<Tiers>,
     metrics: Arc<Metrics>,
-    /// Outermost lock of the node: held while [`Tiers`] looks a page up or reserves memory.
+    /// Outermost lock of the node: held while [`Tiers`] reserves memory, never while L3 looks a page
+    /// up.
     state: Mutex<PutTable>,
     waiters_max: usize,
 }
@@ -140,7 +141,7 @@ impl Puts {
     ) -> Result<Arc<Put>, ReserveOutcome> {
         let bytes = page_bytes(page);
         // Held to the end: two writers of one page must not both find it absent.
-        let mut state = self.state.lock();
+        let (mut state, is_stored) = self.lock_with_lookup(&id);
         if state.closed {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
@@ -149,7 +150,7 @@ impl Puts {
         if state.open.contains_key(&id) || (fail_point!("node.open-puts-ignore-namespace") && has_twin()) {
             return Err(ReserveOutcome::InProgress);
         }
-        if self.tiers.locate(&id) != TierCode::Absent && !fail_point!("node.second-writer-replaces") {
+        if is_stored && !fail_point!("node.second-writer-replaces") {
             self.metrics.puts_existing.inc();
             return Err(ReserveOutcome::Exists);
         }
@@ -176,6 +177,26 @@ impl Puts {
         state.open.insert(id, put.clone());
         state.wake(&id);
         Ok(put)
+    }
+
+    /// Looks a page up in the tiers, and locks the table. Returns `true` if the tiers have the page.
+    ///
+    /// If they have not, no put of it was sealed between the lookup and the lock. A put changes the
+    /// page's stamp once lookups find it, and leaves the table afterwards. So a page that is absent
+    /// under an unchanged stamp is stored nowhere, or its put is still in the table.
+    fn lock_with_lookup(&self, id: &PageId) -> (MutexGuard<'_, PutTable>, bool) {
+        loop {
+            // The stamp first, and both without the lock: every put and follow needs it, and L3 may
+            // make a lookup wait.
+            let stamp = self.tiers.stamp(id);
+            let is_stored = self.tiers.locate(id) != TierCode::Absent;
+            let state = self.state.lock();
+            let is_valid = is_stored || self.tiers.stamp(id) == stamp;
+            // Another round only follows a put, load or forget of a page with the same counter.
+            if is_valid || race_point!("node.lookup-trusted-after-unlock") {
+                return (state, is_stored);
+            }
+        }
     }
 
     /// Seals a put and makes its page visible. Aborts the put instead if a part is missing, or if
@@ -327,11 +348,11 @@ impl Puts {
 
     /// Returns the state of a page. An absent page comes with a waiter for its put.
     pub fn presence(&self, id: &PageId) -> Presence<'_> {
-        let mut state = self.state.lock();
+        let (mut state, is_stored) = self.lock_with_lookup(id);
         if let Some(put) = state.open.get(id) {
             return Presence::Open(put.clone());
         }
-        if self.tiers.locate(id) != TierCode::Absent {
+        if is_stored {
             return Presence::Sealed;
         }
         if state.waiters >= self.waiters_max {

@@ -4,18 +4,18 @@
 //! - `policy` alone decides which pages L2 keeps, and `l2` indexes them. Both change under the
 //!   `state` lock.
 //! - A hit in L2 never waits for `state`, nor for a lock of an L3 log. No thread waits for an L3
-//!   log while it holds `state`.
+//!   log while it holds `state` or the table of open puts.
 //! - A page with a write to L3 in flight stays readable in `writeback` until the write ends.
 //!   Eviction therefore never leaves a page unreachable between the tiers.
 //! - Concurrent readers of one put on L3 share one device read.
 //! - An expired page is a miss in every tier.
 //!
 //! Lock order, outermost first. A thread takes a lock only while it holds none further down:
-//! 1. the table of open puts (`puts`), which looks pages up and reserves bytes under its lock;
+//! 1. the table of open puts (`puts`), which reserves bytes under its lock;
 //! 2. [`Tiers::state`];
 //! 3. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
-//!    the health of a device, the arena. The state of an L3 log is a leaf too, but only for threads
-//!    without `state`.
+//!    the health of a device, the arena. An L3 log and the shards of its index are leaves too, but
+//!    only for threads without 1 and 2.
 //!
 //! No lock is held across an `await`. An L3 log calls the damage listener without its own lock,
 //! because the listener takes `state`.
@@ -51,7 +51,7 @@ use larder_evict::EvictionReason;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_memory::{Arena, Slot, SlotMut};
 use larder_runtime::sync::{Mutex, MutexGuard};
-use larder_runtime::{Clock, fail_point, now, sync};
+use larder_runtime::{Clock, fail_point, now, race_point, sync};
 use larder_wire::{PagePin, PinKind, TierCode};
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicU32;
@@ -329,6 +329,11 @@ impl Tiers {
         }
     }
 
+    /// Stamp of a page. It changes with every put, load and forget of the page.
+    pub(crate) fn stamp(&self, id: &PageId) -> ChangeStamp {
+        self.changes.stamp(id)
+    }
+
     pub fn locate(&self, id: &PageId) -> TierCode {
         self.lookup(id).tier()
     }
@@ -362,11 +367,16 @@ impl Tiers {
         let now_ms = self.clock.now_unix_ms();
         let outcome = state.policy.put(page.clone(), reservation.spend(), now_ms, &mut actions);
         self.update_index(&state.policy, &page);
+        let is_in_l2 = state.policy.generation(&id) == Some(page.generation());
         // Recorded before: see `Tiers::hold`.
         self.changes.record(&id);
         // An older put is held only for its current readers.
         self.holds.withhold(&id);
         self.apply(state, actions, Some(&page));
+        // A page that L2 refused is found from now on: `Puts` relies on a change after that.
+        if !is_in_l2 && !race_point!("node.refused-put-keeps-stamp") {
+            self.changes.record(&id);
+        }
         self.in_flight_ended.notify_waiters();
         outcome == PutOutcome::Stored
     }

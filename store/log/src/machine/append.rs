@@ -66,14 +66,19 @@ impl Log {
     /// Plans the record of a page. If the log is full, this may reclaim its oldest segment. A put
     /// that the index has, by key and generation, is not planned again.
     pub fn append(&mut self, meta: &PageMeta) -> Result<Append, AppendError> {
-        if self.index.find(&meta.id).is_some_and(|slot| self.index.get(slot).generation == meta.generation) {
+        if self
+            .index
+            .entries
+            .find(&meta.id)
+            .is_some_and(|slot| self.index.entries.get(slot).generation == meta.generation)
+        {
             return Ok(Append::AlreadyThere);
         }
         let bytes = record_bytes(meta.payload_bytes()) as u64;
         let planned = self.plan(RecordBody::Page(meta.clone()), &meta.id.namespace, bytes)?;
         Ok(match planned {
             Some(write) => {
-                self.unindexed.write_planned(self.index.fingerprint(&meta.id));
+                self.unindexed.write_planned(self.index.entries.fingerprint(&meta.id));
                 if fail_point!("log.visible-before-write") {
                     self.publish_page(&write.header);
                 }
@@ -185,7 +190,7 @@ impl Log {
     }
 
     fn page_write_ended(&mut self, header: &RecordHeader, id: &PageId, outcome: WriteOutcome) {
-        let page = self.index.fingerprint(id);
+        let page = self.index.entries.fingerprint(id);
         let forgotten = self.unindexed.write_ended(page, header.number);
         let evicted = self.segments.is_reclaiming(header.place.segment);
         match outcome {
@@ -205,8 +210,8 @@ impl Log {
     /// Drops the put that a written record replaces, if the record itself is evicted at once.
     fn drop_older_put(&mut self, header: &RecordHeader, id: &PageId) {
         let Some(RecordSummary::Page(page)) = RecordSummary::of(header) else { return };
-        let Some(slot) = self.index.find(id) else { return };
-        if self.supersedes(slot, header.number) && !self.index.is_same_put(slot, &page) {
+        let Some(slot) = self.index.entries.find(id) else { return };
+        if self.supersedes(slot, header.number) && !self.index.entries.get(slot).is_same_put(&page) {
             self.drop_page(slot);
         }
     }
@@ -216,7 +221,7 @@ impl Log {
         let Some(RecordSummary::Page(page)) = RecordSummary::of(header) else { return };
         let segment = header.place.segment;
         let mut pin = Pin::None;
-        if let Some(slot) = self.index.find(&page.id) {
+        if let Some(slot) = self.index.entries.find(&page.id) {
             if !self.supersedes(slot, page.number) || self.relocate_page(slot, segment, &page) {
                 return;
             }
@@ -224,7 +229,7 @@ impl Log {
             if pin == Pin::Hard && self.exceeds_quota_with(slot, &page) {
                 // The pinned page stays. The new one would be dropped for the quota at once.
                 self.counts.quota_pages += 1;
-                let fingerprint = self.index.fingerprint(&page.id);
+                let fingerprint = self.index.entries.fingerprint(&page.id);
                 return self.unindexed.add(fingerprint, page.number + 1, header.place.epoch);
             }
             self.remove_page(slot);

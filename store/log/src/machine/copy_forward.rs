@@ -124,14 +124,14 @@ impl Log {
     /// Returns `true` if the page's segment is being reclaimed, and no copy of this page is to be
     /// planned any more. A pin would come too late for it.
     pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
-        let entry = self.index.get(slot);
+        let entry = self.index.entries.get(slot);
         let (source, left) = match &self.next_segment {
             NextSegment::Choosing(choice) => (choice.source.segment, &choice.left),
             NextSegment::CopyingForward(copying) => (copying.source.segment, &copying.left),
-            NextSegment::Evicting(segment) => return entry.segment == *segment,
+            NextSegment::Evicting(segment) => return entry.segment() == *segment,
             _ => return false,
         };
-        entry.segment == source && !left.contains(&entry.number)
+        entry.segment() == source && !left.contains(&{ entry.number })
     }
 
     /// Starts to reclaim the oldest segment, if the one just opened for a record of `bytes` is the
@@ -230,14 +230,14 @@ impl Log {
     /// without a hard pin are copied only up to seven eighths of the segment, and on average up to
     /// `keep_percent`.
     fn consider_copy(&mut self, choice: &mut ChoiceOfCopies, slot: u32) {
-        let entry = *self.index.get(slot);
+        let entry = self.index.entries.get(slot);
         // A page that was never used is not worth a second write: traffic without readers is
         // written once.
-        let is_candidate = entry.segment == choice.source.segment
+        let is_candidate = entry.segment() == choice.source.segment
             && self.retention.pin_of(slot) == choice.pass
-            && (choice.pass != Pin::None || self.index.is_used(slot));
+            && (choice.pass != Pin::None || self.index.entries.is_used(slot));
         // The list names a slot twice if it was reused for another page of the segment.
-        if !is_candidate || choice.left.contains(&entry.number) {
+        if !is_candidate || choice.left.contains(&{ entry.number }) {
             return;
         }
         let segment_bytes = self.config.segment_bytes;
@@ -274,11 +274,12 @@ impl Log {
         }
         let SegmentEpoch { segment, epoch } = copying.target;
         // The number names the record. `meta` was read from the device, so it is compared as well.
-        let is_current = self.index.find(&meta.id).map(|slot| self.index.get(slot)).is_some_and(|entry| {
-            entry.number == number
-                && entry.generation == meta.generation
-                && entry.payload_bytes as usize == meta.payload_bytes()
-        });
+        let is_current =
+            self.index.entries.find(&meta.id).map(|slot| self.index.entries.get(slot)).is_some_and(|entry| {
+                entry.number == number
+                    && entry.generation == meta.generation
+                    && entry.payload_bytes as usize == meta.payload_bytes()
+            });
         if !(is_current || fail_point!("log.copy-forward-after-forget")) || !self.segments.is_open(segment) {
             return None;
         }
@@ -290,7 +291,7 @@ impl Log {
             copying.left.remove(&number);
         }
         self.counts.copied_pages += 1;
-        self.unindexed.write_planned(self.index.fingerprint(&meta.id));
+        self.unindexed.write_planned(self.index.entries.fingerprint(&meta.id));
         Some(self.planned(RecordPlace { offset, ..target }, RecordBody::Page(meta.clone())))
     }
 

@@ -33,8 +33,8 @@ impl Log {
     /// Forgets a page. No reader finds it from now on, even if a write of it is in flight. A later
     /// put is visible again.
     pub fn forget(&mut self, id: &PageId) -> Result<Forget, AppendError> {
-        let page = self.index.fingerprint(id);
-        let was_indexed = self.index.find_fingerprint(page).is_some();
+        let page = self.index.entries.fingerprint(id);
+        let was_indexed = self.index.entries.find_fingerprint(page).is_some();
         // Segments that recovery has not read yet may hold records of the page.
         if self.recovery.is_some() {
             return if self.stopped { Err(AppendError::Stopped) } else { Ok(Forget::Wait) };
@@ -43,7 +43,7 @@ impl Log {
             return Ok(Forget::NotThere);
         }
         if fail_point!("log.forget-writes-no-tombstone") {
-            self.index.find(id).map(|slot| self.remove_page(slot));
+            self.index.entries.find(id).map(|slot| self.remove_page(slot));
             return Ok(Forget::NotThere);
         }
         let Some(tombstone) = self.plan(RecordBody::Tombstone(*id), &id.namespace, BLOCK_BYTES as u64)? else {
@@ -51,7 +51,7 @@ impl Log {
         };
         let number = tombstone.header.number;
         // The plan may have evicted the page to make room, so the lookup above may be stale.
-        let slot = self.index.find_fingerprint(page);
+        let slot = self.index.entries.find_fingerprint(page);
         slot.map(|slot| self.remove_page(slot));
         let was_found = slot.is_some();
         self.unindexed.delete_in_flight_below(page, number);
@@ -63,6 +63,6 @@ impl Log {
     /// Reports that tombstone `number` of a page is durable. From now on no crash brings an older
     /// record of the page back.
     pub fn forgotten(&mut self, id: &PageId, number: u64) {
-        self.unindexed.tombstone_durable(self.index.fingerprint(id), number);
+        self.unindexed.tombstone_durable(self.index.entries.fingerprint(id), number);
     }
 }

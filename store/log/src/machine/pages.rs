@@ -8,7 +8,8 @@
 //! it is removed while its record stays on the device. A dropped record is *unindexed*, see
 //! `unindexed.rs`.
 
-use super::index::{FallbackRecord, PackedEntry};
+use super::entry::PackedEntry;
+use super::index::FallbackRecord;
 use super::*;
 use larder_format::footer::PageSummary;
 
@@ -17,7 +18,7 @@ impl Log {
     pub(super) fn insert_page(&mut self, segment: u32, page: &PageSummary) -> u32 {
         let slot = self.index.insert(segment, page);
         self.update_quota_order(slot);
-        self.retention.add_expiry(slot, self.index.get(slot));
+        self.retention.add_expiry(slot, &self.index.entries.get(slot));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
         }
@@ -27,12 +28,11 @@ impl Log {
     /// Moves the entry in `slot` to `page`, if that is another record of the same put. Retention
     /// and pin stay. Returns `false` if it is a record of another put.
     pub(super) fn relocate_page(&mut self, slot: u32, segment: u32, page: &PageSummary) -> bool {
-        if !self.index.is_same_put(slot, page) {
+        let entry = self.index.entries.get(slot);
+        if !entry.is_same_put(page) {
             return false;
         }
-        let &PackedEntry { segment: from, number, generation, .. } = self.index.get(slot);
-        let offset = self.index.get(slot).offset();
-        self.index.set_fallback(slot, FallbackRecord { segment: from, offset, number, generation });
+        self.index.set_fallback(slot, FallbackRecord::of_entry(&entry));
         self.relocate_entry(slot, &FallbackRecord::of(segment, page));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
@@ -42,15 +42,15 @@ impl Log {
 
     /// Changes the place of an entry, and its position in the quota order.
     fn relocate_entry(&mut self, slot: u32, to: &FallbackRecord) {
-        self.retention.remove_from_quota_order(slot, self.index.get(slot));
-        self.index.relocate(slot, to);
+        self.retention.remove_from_quota_order(slot, &self.index.entries.get(slot));
+        self.index.entries.relocate(slot, to.segment, to.offset, to.number);
         self.update_quota_order(slot);
     }
 
     /// Points the entry in `slot` back to the record that its current one was copied from. Returns
     /// `false` if that record is gone.
     pub(super) fn fall_back(&mut self, slot: u32) -> bool {
-        let before = *self.index.get(slot);
+        let before = self.index.entries.get(slot);
         let Some(original) = self.index.take_fallback(slot) else { return false };
         if self.segments.is_reclaiming(original.segment) {
             return false;
@@ -58,7 +58,7 @@ impl Log {
         if let Some(epoch) = self.segments.epoch_mut(original.segment) {
             epoch.add_slot(slot);
         }
-        if let Some(epoch) = self.segments.epoch(before.segment) {
+        if let Some(epoch) = self.segments.epoch(before.segment()) {
             self.unindexed.add(before.fingerprint, before.number + 1, epoch.number());
         }
         self.relocate_entry(slot, &original);
@@ -66,7 +66,7 @@ impl Log {
     }
 
     pub(super) fn remove_page(&mut self, slot: u32) -> PackedEntry {
-        let entry = *self.index.get(slot);
+        let entry = self.index.entries.get(slot);
         self.retention.remove(slot, &entry);
         if self.index.namespace(entry.namespace).pages == 1 {
             // Numbers of namespaces are reused.
@@ -85,7 +85,7 @@ impl Log {
             recovery.delete_below(entry.fingerprint, entry.number, true);
         }
         // A restart may bring the record back, so a later forget must write a tombstone.
-        if let Some(epoch) = self.segments.epoch(entry.segment)
+        if let Some(epoch) = self.segments.epoch(entry.segment())
             && !fail_point!("log.damage-needs-no-tombstone")
         {
             self.unindexed.add(entry.fingerprint, entry.number + 1, epoch.number());
@@ -103,7 +103,7 @@ impl Log {
 
     /// Sets the pin of a page, whatever it was. After an error the old pin still holds.
     pub fn pin(&mut self, id: &PageId, pin: Pin) -> Result<(), PinError> {
-        let slot = self.index.find(id).ok_or(PinError::NotFound)?;
+        let slot = self.index.entries.find(id).ok_or(PinError::NotFound)?;
         self.pin_slot(slot, pin)
     }
 
@@ -112,7 +112,7 @@ impl Log {
             return Ok(());
         }
         if pin == Pin::Hard {
-            let bytes = self.retention.pinned_bytes() + self.index.get(slot).record_bytes();
+            let bytes = self.retention.pinned_bytes() + self.index.entries.get(slot).record_bytes();
             let max = self.pinned_bytes_max();
             let pages = self.retention.pinned_pages() + 1;
             // In pages too: pinned pages that fill the index would leave no room to writers.
@@ -126,7 +126,7 @@ impl Log {
         if pin != Pin::None && (self.config.keep_percent == 0 || !self.can_copy_forward()) {
             return Err(PinError::NotKept);
         }
-        self.retention.set_pin(slot, self.index.get(slot), pin);
+        self.retention.set_pin(slot, &self.index.entries.get(slot), pin);
         self.update_quota_order(slot);
         Ok(())
     }

@@ -41,7 +41,7 @@ pub enum PrepareOutcome {
     Undetermined,
 }
 
-/// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which lookups wait. Tests
+/// Pages per [`Log::reclaim_step`]. A step takes a few microseconds, for which writers wait. Tests
 /// take single pages, so that other requests come between them.
 const SLICE: usize = if cfg!(test) { 1 } else { 8 };
 /// Entries of unindexed records that a step visits while the index is full. It must find those
@@ -147,7 +147,7 @@ impl Log {
     fn evict_slice(&mut self, segment: u32) -> bool {
         let Some(epoch) = self.segments.epoch_mut(segment) else { return false };
         for slot in epoch.take_slots(SLICE) {
-            if self.index.get(slot).segment == segment {
+            if self.index.entries.get(slot).segment() == segment {
                 self.counts.evicted_pages += 1;
                 self.remove_page(slot);
             } else {

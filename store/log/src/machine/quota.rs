@@ -34,7 +34,7 @@ impl Log {
         if quota_bytes == u64::MAX {
             self.retention.clear_quota_order(number);
         } else if !had_quota {
-            for slot in self.index.slots_of(number) {
+            for slot in self.index.entries.slots_of(number) {
                 self.update_quota_order(slot);
             }
         }
@@ -43,8 +43,8 @@ impl Log {
     }
 
     pub(super) fn exceeds_quota_with(&self, slot: u32, page: &PageSummary) -> bool {
-        let namespace = self.index.namespace(self.index.get(slot).namespace);
-        let others = namespace.bytes - self.index.get(slot).record_bytes();
+        let namespace = self.index.namespace(self.index.entries.get(slot).namespace);
+        let others = namespace.bytes - self.index.entries.get(slot).record_bytes();
         others + record_bytes(page.payload_bytes as usize) as u64 > namespace.quota_bytes
     }
 
@@ -55,10 +55,10 @@ impl Log {
         let mut passed_over = 0;
         while self.index.namespace_bytes(namespace).saturating_add(bytes) > self.index.quota(namespace) {
             let Some(slot) = self.retention.next_in_quota_order(number) else { return };
-            let is_retained = self.index.is_used(slot) || self.retention.pin_of(slot) == Pin::Soft;
+            let is_retained = self.index.entries.is_used(slot) || self.retention.pin_of(slot) == Pin::Soft;
             if is_retained && passed_over < PASSED_OVER_MAX {
                 // A second chance: the next search finds the page unused, unless it was used again.
-                self.index.clear_used(slot);
+                self.index.entries.clear_used(slot);
                 passed_over += 1;
                 continue;
             }
@@ -69,7 +69,7 @@ impl Log {
 
     /// Adds a page to the quota order, or removes it, as its namespace and its pin require.
     pub(super) fn update_quota_order(&mut self, slot: u32) {
-        let entry = *self.index.get(slot);
+        let entry = self.index.entries.get(slot);
         let has_quota = self.index.namespace(entry.namespace).quota_bytes != u64::MAX;
         if has_quota && self.retention.pin_of(slot) != Pin::Hard {
             self.retention.add_to_quota_order(slot, &entry);

@@ -1,8 +1,11 @@
 //! The read path: lookup, read tickets, damage, expiry.
 
-use super::segment::ReadsInFlight;
+use super::entry::PackedEntry;
+use super::segment_reads::SegmentReads;
+use super::shared_index::{Shard, position_of};
 use super::*;
-use std::sync::Arc;
+use larder_runtime::race_point;
+use larder_runtime::sync::RwLockReadGuard;
 
 /// Location of a page, as of one lookup.
 ///
@@ -35,7 +38,7 @@ pub struct ReadTicket {
     pub id: Option<PageId>,
     pub entry: Entry,
     pub record: RecordRef,
-    reads: Arc<ReadsInFlight>,
+    segments: Arc<SegmentReads>,
 }
 
 impl ReadTicket {
@@ -43,101 +46,109 @@ impl ReadTicket {
     /// caller must call [`Log::reads_ended`].
     #[must_use = "a reclaim may wait for the read"]
     pub fn end(self) -> bool {
-        self.reads.end()
+        self.segments.end(self.entry.place.segment)
     }
 }
 
-impl Log {
+impl SharedIndex {
     /// Looks up a page that can be read. Costs one hash probe. A lookup is no use of the page: only
     /// reads and touches change its rank.
     pub fn lookup(&self, id: &PageId, now_unix_ms: u64) -> Option<Location> {
-        let slot = self.index.find(id)?;
-        let entry = self.entry(slot)?;
+        let (slot, shard) = self.find_shared(id)?;
+        let entry = self.entry(shard.entry(position_of(slot)));
         (!must_not_serve(entry.expires_unix_ms, now_unix_ms)).then_some(Location { id: *id, entry, slot })
-    }
-
-    /// Lets all pages collide, for a test.
-    #[cfg(test)]
-    pub(crate) fn make_fingerprints_equal(&mut self) {
-        self.index.make_fingerprints_equal();
-    }
-
-    pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
-        self.lookup(id, now_unix_ms).map(|location| location.entry)
     }
 
     /// Returns `true` if a reader would find the same put as `location` names, wherever its record
     /// stands.
     pub fn is_current(&self, location: &Location, now_unix_ms: u64) -> bool {
-        let entry = self.resolve(location).and_then(|slot| self.entry(slot));
-        entry.is_some_and(|entry| {
-            entry.generation == location.entry.generation && !must_not_serve(entry.expires_unix_ms, now_unix_ms)
+        self.resolve(location).is_some_and(|(slot, shard)| {
+            let entry = shard.entry(position_of(slot));
+            entry.generation == location.entry.generation && !must_not_serve(entry.expires_unix_ms(), now_unix_ms)
         })
     }
 
-    /// The slot of a located page. Probes the index only if the page has moved.
-    fn resolve(&self, location: &Location) -> Option<u32> {
-        match self.index.is_at(location.slot, location.entry.number) {
-            true => Some(location.slot),
-            false => self.index.find(&location.id),
+    /// The slot of a located page, and its shard, which is locked. Probes the index only if the
+    /// page has moved.
+    fn resolve(&self, location: &Location) -> Option<(u32, RwLockReadGuard<'_, Shard>)> {
+        let shard = self.share(location.slot);
+        if shard.is_at(position_of(location.slot), location.entry.number) {
+            return Some((location.slot, shard));
         }
+        drop(shard);
+        self.find_shared(&location.id)
     }
 
-    pub(super) fn entry(&self, slot: u32) -> Option<Entry> {
-        let packed = self.index.get(slot);
-        let epoch = self.segments.epoch(packed.segment)?.number();
-        Some(Entry {
-            place: index::place_of(packed, epoch),
+    /// The page in a slot. `None` if the slot is free.
+    pub(super) fn at(&self, slot: u32) -> Option<Entry> {
+        let shard = self.share(slot);
+        let entry = shard.entry(position_of(slot));
+        (!entry.is_free()).then(|| self.entry(entry))
+    }
+
+    fn entry(&self, packed: &PackedEntry) -> Entry {
+        let epoch = self.segments.epoch(packed.segment());
+        Entry {
+            place: RecordPlace { segment: packed.segment(), epoch, offset: packed.offset() },
             number: packed.number,
             payload_bytes: packed.payload_bytes,
             generation: packed.generation,
             expires_unix_ms: packed.expires_unix_ms(),
-        })
+        }
     }
 
-    /// Begins a read of a page for a client, and records a use of it. Reads need no exclusive
-    /// access to the log.
+    /// Begins a read of a page for a client, and records a use of it.
     pub fn begin_read(&self, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
-        let slot = self.index.find(id)?;
-        self.begin_client_read(slot, id, now_unix_ms)
+        let (slot, shard) = self.find_shared(id)?;
+        self.begin_client_read(slot, shard, id, now_unix_ms)
     }
 
     /// Like [`begin_read`](Self::begin_read), for a page that was looked up. Reads the current
     /// record of the page if the location is stale.
     pub fn begin_read_at(&self, location: &Location, now_unix_ms: u64) -> Option<ReadTicket> {
-        let slot = self.resolve(location)?;
-        self.begin_client_read(slot, &location.id, now_unix_ms)
+        let (slot, shard) = self.resolve(location)?;
+        self.begin_client_read(slot, shard, &location.id, now_unix_ms)
     }
 
-    fn begin_client_read(&self, slot: u32, id: &PageId, now_unix_ms: u64) -> Option<ReadTicket> {
+    fn begin_client_read(
+        &self,
+        slot: u32,
+        shard: RwLockReadGuard<'_, Shard>,
+        id: &PageId,
+        now_unix_ms: u64,
+    ) -> Option<ReadTicket> {
         // [`Log::drop_expired`] drops the page.
-        if must_not_serve(self.index.get(slot).expires_unix_ms(), now_unix_ms) {
+        if must_not_serve(shard.entry(position_of(slot)).expires_unix_ms(), now_unix_ms) {
             return None;
         }
-        self.index.set_used(slot);
-        self.begin_slot_read(slot, Some(*id))
+        self.set_used(&shard, position_of(slot));
+        Some(self.begin_slot_read(slot, shard, Some(*id)))
     }
 
     /// Begins a read of a record for maintenance, which is no use of its page. Returns `None` if
     /// another record of the page is current.
     pub fn begin_maintenance_read(&self, record: RecordRef) -> Option<ReadTicket> {
-        if !self.index.is_at(record.slot, record.number) {
-            return None;
-        }
-        self.begin_slot_read(record.slot, None)
+        let shard = self.share(record.slot);
+        let is_current = shard.is_at(position_of(record.slot), record.number);
+        is_current.then(|| self.begin_slot_read(record.slot, shard, None))
     }
 
-    fn begin_slot_read(&self, slot: u32, id: Option<PageId>) -> Option<ReadTicket> {
-        let entry = self.entry(slot)?;
-        let reads = self.segments.epoch_at(&entry.place)?.begin_read();
-        Some(ReadTicket { id, entry, record: RecordRef { number: entry.number, slot }, reads })
-    }
-
-    /// Records a use of a page in a faster tier.
-    pub fn touch(&self, id: &PageId) {
-        if let Some(slot) = self.index.find(id) {
-            self.index.set_used(slot);
+    /// Counts a read of the page in `slot`. Takes the lock of its shard, so that no caller can
+    /// unlock before the count: an eviction in between would not see the read.
+    fn begin_slot_read(&self, slot: u32, shard: RwLockReadGuard<'_, Shard>, id: Option<PageId>) -> ReadTicket {
+        let entry = self.entry(shard.entry(position_of(slot)));
+        if race_point!("log.read-counted-after-unlock") {
+            drop(shard);
+            drop(self.share(slot));
         }
+        self.segments.begin(entry.place.segment);
+        ReadTicket { id, entry, record: RecordRef { number: entry.number, slot }, segments: self.segments.clone() }
+    }
+}
+
+impl Log {
+    pub fn find(&self, id: &PageId, now_unix_ms: u64) -> Option<Entry> {
+        self.index.entries.lookup(id, now_unix_ms).map(|location| location.entry)
     }
 
     /// Reports that the device has answered a read, with whatever result.
@@ -155,7 +166,7 @@ impl Log {
     /// Reports that a record is damaged. Its page is served from the record that this one was
     /// copied from, or not at all. Returns `false` if another record of the page is current.
     pub fn drop_damaged(&mut self, record: RecordRef) -> bool {
-        if !self.index.is_at(record.slot, record.number) {
+        if !self.index.entries.is_at(record.slot, record.number) {
             return false;
         }
         if !self.fall_back(record.slot) {

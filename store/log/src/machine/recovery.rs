@@ -21,8 +21,10 @@
 //!   their pages is served. The unread part may hold a tombstone of any of them.
 //! - The index is then incomplete up to that epoch, see `unindexed.rs`.
 
-use super::index::{FallbackRecord, Fingerprint, Index};
+use super::entry::Fingerprint;
+use super::index::FallbackRecord;
 use super::segment::EpochState;
+use super::shared_index::SharedIndex;
 use super::*;
 use larder_format::disk::record_bytes;
 use larder_format::footer::{PageSummary, RecordSummary};
@@ -124,7 +126,13 @@ impl RecoveryState {
     }
 
     /// Collects everything in a segment that deletes records of this segment or of older ones.
-    fn collect_deletions(&mut self, index: &Index, records: &[RecordSummary], not_durable: bool, now_unix_ms: u64) {
+    fn collect_deletions(
+        &mut self,
+        index: &SharedIndex,
+        records: &[RecordSummary],
+        not_durable: bool,
+        now_unix_ms: u64,
+    ) {
         // No page of these segments will be served, so nothing need be deleted.
         let is_needed = !self.is_index_full;
         for record in records {
@@ -180,8 +188,10 @@ impl Log {
         // Only a footer proves that the segment was synced: it is written after the sync.
         let synced = footer && !is_young;
         self.segments.add_sealed(segment, EpochState::recovered(epoch, end, synced));
-        recovery.collect_deletions(&self.index, &records, !synced, now_unix_ms);
-        for record in &records {
+        recovery.collect_deletions(&self.index.entries, &records, !synced, now_unix_ms);
+        // Newest first, as the segments: readers find each page at once, and no record that
+        // follows may take it back.
+        for record in records.iter().rev() {
             if let RecordSummary::Page(page) = record {
                 self.recover_page(recovery, SegmentEpoch { segment, epoch }, page, now_unix_ms);
             }
@@ -201,7 +211,7 @@ impl Log {
             // An entry for each page would take the memory that the bound saves.
             return self.unindexed.mark_incomplete_up_to(at.epoch);
         }
-        let fingerprint = self.index.fingerprint(&page.id);
+        let fingerprint = self.index.entries.fingerprint(&page.id);
         if is_expired(page.expires_unix_ms, now_unix_ms) {
             return self.unindexed.add(fingerprint, page.number + 1, at.epoch);
         }
@@ -217,9 +227,9 @@ impl Log {
             }
             return;
         }
-        let known = self.index.find_fingerprint(fingerprint);
+        let known = self.index.entries.find_fingerprint(fingerprint);
         if let Some(slot) = known.filter(|&slot| !self.supersedes(slot, page.number)) {
-            if self.index.is_same_put(slot, page) {
+            if self.index.entries.get(slot).is_same_put(page) {
                 self.index.set_first_fallback(slot, FallbackRecord::of(at.segment, page));
                 // A reclaim of the segment finds the fallback by its slot.
                 if let Some(epoch) = self.segments.epoch_mut(at.segment) {

@@ -12,7 +12,7 @@
 //! - The quota order holds exactly the pages of namespaces with a quota that have no hard pin.
 //! - The records of hard-pinned pages take at most a quarter of the log.
 
-use super::index::PackedEntry;
+use super::entry::PackedEntry;
 use larder_format::is_expired;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;

@@ -48,12 +48,12 @@ impl Log {
         let mut found = Vec::new();
         let mut bytes = 0;
         while let Some(&(offset, slot)) = list.pages.get(list.next) {
-            let current = self.entry(slot).filter(|entry| {
+            let current = self.index.entries.at(slot).filter(|entry| {
                 let RecordPlace { segment, epoch, offset: at } = entry.place;
                 (segment, epoch, at) == (list.segment, list.epoch, offset)
             });
             if let Some(entry) = current {
-                bytes += self.index.get(slot).record_bytes();
+                bytes += record_bytes(entry.payload_bytes as usize) as u64;
                 if bytes > bytes_max && !found.is_empty() {
                     break;
                 }
@@ -69,8 +69,8 @@ impl Log {
     fn pages_after(&self, segment: u32, offset: u64) -> Vec<(u64, u32)> {
         let Some(epoch) = self.segments.epoch(segment) else { return Vec::new() };
         let page = |&slot: &u32| {
-            let entry = self.index.get(slot);
-            (entry.segment == segment && entry.offset() > offset).then(|| (entry.offset(), slot))
+            let entry = self.index.entries.get(slot);
+            (entry.segment() == segment && entry.offset() > offset).then(|| (entry.offset(), slot))
         };
         epoch.slots().iter().filter_map(page).collect()
     }

@@ -10,7 +10,7 @@
 //!
 //! Invariants:
 //! - Every planned write and every begun read of an epoch ends exactly once. Only an idle epoch,
-//!   one without either, may be overwritten.
+//!   one without either, may be overwritten. `segment_reads` counts the reads.
 //! - A footer lists each record whose write completed, or is not written at all.
 
 use larder_format::NamespaceId;
@@ -18,43 +18,6 @@ use larder_format::disk::{BLOCK_BYTES, RecordHeader};
 use larder_format::footer::{Footer, FooterRoom, RecordSummary};
 use larder_runtime::fail_point;
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-
-/// Number of reads in flight of one epoch, with the flag [`AWAITED`].
-///
-/// A read begins under the shared lock of the log, and ends without it: the thread that completes
-/// I/O must not wait for the log.
-#[derive(Debug, Default)]
-pub(super) struct ReadsInFlight(AtomicU32);
-
-/// Flag of an epoch whose reclaim waits for the last read.
-const AWAITED: u32 = 1 << 31;
-
-impl ReadsInFlight {
-    fn begin(&self) {
-        // Relaxed: the lock of the log orders begins before the check of a reclaim.
-        let before = self.0.fetch_add(1, Ordering::Relaxed);
-        assert!(before & !AWAITED < AWAITED - 1, "more reads in flight than the counter holds");
-    }
-
-    /// Returns `true` if a reclaim waited for this read.
-    pub(super) fn end(&self) -> bool {
-        // Release: the device is done with the segment before the reclaim sees the count.
-        let before = self.0.fetch_sub(1, Ordering::AcqRel);
-        assert!(before & !AWAITED > 0, "a read ended that was not begun");
-        before == AWAITED | 1
-    }
-
-    fn is_zero(&self) -> bool {
-        // Acquire pairs with the release in `end`.
-        self.0.load(Ordering::Acquire) & !AWAITED == 0
-    }
-
-    fn awaited(&self) {
-        self.0.fetch_or(AWAITED, Ordering::AcqRel);
-    }
-}
 
 #[derive(Debug)]
 pub(super) struct EpochState {
@@ -74,7 +37,6 @@ pub(super) struct EpochState {
     /// them bounds the part that a sync can make durable.
     unwritten: BTreeSet<u64>,
     durable_end: u64,
-    reads: Arc<ReadsInFlight>,
     writes_completed: u64,
     writes_synced: u64,
     sync_failed: bool,
@@ -93,7 +55,6 @@ impl EpochState {
             writes_in_flight: 0,
             unwritten: BTreeSet::new(),
             durable_end: BLOCK_BYTES as u64,
-            reads: Arc::default(),
             writes_completed: 0,
             writes_synced: 0,
             sync_failed: false,
@@ -133,9 +94,8 @@ impl EpochState {
         taken
     }
 
-    pub(super) fn is_idle(&self) -> bool {
-        (self.writes_in_flight == 0 || fail_point!("log.reuse-segment-under-write"))
-            && (self.reads.is_zero() || fail_point!("log.reuse-segment-under-read"))
+    pub(super) fn has_writes_in_flight(&self) -> bool {
+        self.writes_in_flight > 0 && !fail_point!("log.reuse-segment-under-write")
     }
 
     pub(super) fn is_unused(&self) -> bool {
@@ -236,16 +196,6 @@ impl EpochState {
     fn end_write(&mut self) {
         assert!(self.writes_in_flight > 0, "a write ended that was not planned");
         self.writes_in_flight -= 1;
-    }
-
-    pub(super) fn begin_read(&self) -> Arc<ReadsInFlight> {
-        self.reads.begin();
-        self.reads.clone()
-    }
-
-    /// Lets the last read in flight report its end, because a reclaim waits for it.
-    pub(super) fn await_reads(&self) {
-        self.reads.awaited();
     }
 
     /// Offset up to which every planned record is written.
@@ -369,22 +319,5 @@ impl Segment {
             Segment::Sealed(epoch) => Segment::Reclaiming(epoch),
             other => other,
         };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn last_read_reports_its_end_only_to_a_reclaim_that_waits() {
-        let reads = ReadsInFlight::default();
-        reads.begin();
-        assert!(!reads.end() && reads.is_zero());
-        reads.begin();
-        reads.begin();
-        reads.awaited();
-        assert!(!reads.is_zero() && !reads.end() && !reads.is_zero());
-        assert!(reads.end() && reads.is_zero());
     }
 }

@@ -9,11 +9,13 @@
 
 use super::SyncTicket;
 use super::segment::{EpochState, Segment};
+use super::segment_reads::SegmentReads;
 use larder_format::NamespaceId;
 use larder_format::disk::{BLOCK_BYTES, RecordPlace, SEGMENT_BYTES_MAX};
 use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::ops::RangeBounds;
+use std::sync::Arc;
 
 /// Count of record numbers that each epoch has to itself. It exceeds the records of any segment:
 /// each takes at least a block, and so does the header.
@@ -27,10 +29,11 @@ pub(super) struct Segments {
     open: Option<u32>,
     next_epoch: u64,
     next_record: u64,
+    reads: Arc<SegmentReads>,
 }
 
 impl Segments {
-    pub(super) fn new(segment_bytes: u64) -> Segments {
+    pub(super) fn new(segment_bytes: u64, reads: Arc<SegmentReads>) -> Segments {
         Segments {
             segment_bytes,
             by_number: BTreeMap::new(),
@@ -38,6 +41,7 @@ impl Segments {
             open: None,
             next_epoch: 1,
             next_record: 1,
+            reads,
         }
     }
 
@@ -182,6 +186,7 @@ impl Segments {
         let Some(segment) = self.by_number.get_mut(&number) else { return false };
         let Segment::Ready(epoch) = *segment else { return false };
         *segment = Segment::Open(EpochState::new(epoch));
+        self.reads.begin_epoch(number, epoch);
         self.by_epoch.insert(epoch, number);
         self.open = Some(number);
         true
@@ -211,9 +216,9 @@ impl Segments {
     /// writes are in flight.
     pub(super) fn end_reclaim(&mut self, segment: u32) -> Option<bool> {
         let epoch = self.epoch(segment)?;
-        // Before the check: a read that ends after it reports that.
-        epoch.await_reads();
-        if !epoch.is_idle() {
+        // Called in any case: a read that ends from now on reports that.
+        let has_reads = !self.reads.await_end(segment);
+        if has_reads || epoch.has_writes_in_flight() {
             return None;
         }
         let number = epoch.number();
@@ -228,6 +233,7 @@ impl Segments {
 
     /// Adds a segment with records, found by recovery. It takes no more records.
     pub(super) fn add_sealed(&mut self, segment: u32, epoch: EpochState) {
+        self.reads.begin_epoch(segment, epoch.number());
         self.by_epoch.insert(epoch.number(), segment);
         self.by_number.insert(segment, Segment::Sealed(epoch));
     }

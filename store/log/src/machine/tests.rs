@@ -140,8 +140,8 @@ struct Model {
 }
 
 fn record_of(log: &Log, id: &PageId) -> Option<RecordRef> {
-    let slot = log.index.find(id)?;
-    Some(RecordRef { number: log.index.get(slot).number, slot })
+    let slot = log.index.entries.find(id)?;
+    Some(RecordRef { number: log.index.entries.get(slot).number, slot })
 }
 
 impl Model {
@@ -185,9 +185,9 @@ impl Model {
             Step::Complete { which, outcome } => self.complete(which, outcome),
             Step::Intent { fails } => self.intent(fails),
             Step::Sync { fails } => self.sync(fails),
-            Step::BeginRead { id: n } => self.reads.extend(self.log.begin_read(&id(n), self.now_ms)),
+            Step::BeginRead { id: n } => self.reads.extend(self.log.entries().begin_read(&id(n), self.now_ms)),
             Step::EndRead { which } => self.end_read(which)?,
-            Step::Touch { id: n } => self.log.touch(&id(n)),
+            Step::Touch { id: n } => self.log.entries().touch(&id(n)),
             Step::Damage { id: n } => {
                 if let Some(record) = record_of(&self.log, &id(n)) {
                     self.log.drop_damaged(record);
@@ -385,7 +385,7 @@ impl Model {
         }
         if !work.pages.is_empty() {
             let record = work.pages.swap_remove((which % work.pages.len() as u64) as usize);
-            if let Some(ticket) = self.log.begin_maintenance_read(record) {
+            if let Some(ticket) = self.log.entries().begin_maintenance_read(record) {
                 let meta = self.read(&ticket.entry)?;
                 self.log.end_read(ticket);
                 if let Some(write) = self.log.plan_copy(record, &meta) {
@@ -497,7 +497,7 @@ impl Model {
             let steps = std::iter::repeat_with(|| self.log.scrub_next(&mut list, 3 * BLOCK_BYTES as u64));
             for (record, entry) in steps.take_while(|pages| !pages.is_empty()).flatten() {
                 let at = (entry.place.epoch, entry.place.offset);
-                if after.is_some_and(|after| after >= at) || self.log.entry(record.slot) != Some(entry) {
+                if after.is_some_and(|after| after >= at) || self.log.index.entries.at(record.slot) != Some(entry) {
                     return Err(format!("{entry:?} was scrubbed after {after:?}"));
                 }
                 (after, met) = (Some(at), met + 1);
@@ -600,7 +600,7 @@ impl Model {
             self.log.recover_segment(scanned, self.now_ms).map_err(|error| error.to_string())?;
             if random.below(2) == 0 {
                 (0..IDS).try_for_each(|n| self.check_recovered(n, None))?;
-                self.reads.extend(self.log.begin_read(&id(random.below(IDS.into()) as u8), self.now_ms));
+                self.reads.extend(self.log.entries().begin_read(&id(random.below(IDS.into()) as u8), self.now_ms));
             }
         }
         self.log.finish_recovery().map_err(|error| error.to_string())?;

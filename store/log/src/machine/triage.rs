@@ -13,6 +13,7 @@
 //! Invariant: no crash between the caller's removals makes an untrusted segment look trusted. The
 //! order of [`Recovery::discard`] ensures that: oldest first, and the reason for the distrust last.
 
+use super::entry::SEGMENTS_MAX;
 use super::*;
 use larder_format::epoch::{ForeignHeader, Headerless, Verdict, may_replace};
 use std::collections::BTreeMap;
@@ -52,7 +53,8 @@ pub struct Recovery {
 impl Recovery {
     pub fn new(config: LogConfig, found: Vec<FoundSegment>) -> Recovery {
         let segments_max = config.segments_max as usize;
-        let mut log = Log::new(config);
+        let numbers = found.iter().map(|found| found.segment.saturating_add(1)).max().unwrap_or(0);
+        let mut log = Log::with_segments(config, numbers);
         let mut triage = Triage::of(found);
         if let Some((&newest, _)) = triage.kept.last_key_value() {
             log.segments.number_epochs_above(newest);
@@ -103,6 +105,11 @@ impl Triage {
                 Err(headerless) if !fail_point!("log.headerless-segment-is-empty") => headerless.verdict(oldest),
                 Err(_) => Verdict::Remove,
                 Ok(epoch) => Verdict::Epoch(epoch),
+            };
+            let verdict = match verdict {
+                // No log writes to such a number, and the index cannot name it.
+                Verdict::Epoch(_) if found.segment >= SEGMENTS_MAX => Verdict::LogUntrusted,
+                verdict => verdict,
             };
             last_number = last_number.max(match verdict {
                 Verdict::Misplaced(ForeignHeader::Log) => None,

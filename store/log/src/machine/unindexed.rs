@@ -7,13 +7,13 @@
 //! - The *index is incomplete* up to an epoch if some segment up to that epoch could not be read to
 //!   its end, or its pages are being evicted. Any page may have unindexed records there.
 //!
-//! Pages are named by their fingerprints. `index.rs` has the probability that two are equal.
+//! Pages are named by their fingerprints. `entry.rs` has the probability that two are equal.
 //!
 //! Invariant: a record on the device that no durable tombstone deletes belongs to an index entry,
 //! to a write in flight, or to an unindexed record, or lies where the index is incomplete. A forget
 //! of any other page therefore needs no tombstone.
 
-use super::index::Fingerprint;
+use super::entry::Fingerprint;
 use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::ops::Bound;

@@ -52,6 +52,11 @@ fn threads_find_a_segment_reused_under_a_read() {
     finds("log.reuse-segment-under-read", read_beside_recycling);
 }
 
+#[test]
+fn threads_find_a_read_that_is_counted_after_its_unlock() {
+    finds("log.read-counted-after-unlock", read_beside_recycling);
+}
+
 /// A page whose write had begun when it was forgotten stays forgotten.
 fn forget_beside_write(arena: &Arc<Arena>) {
     let (l3, device) = open(arena, 2);

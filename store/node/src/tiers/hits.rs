@@ -12,9 +12,6 @@ use std::sync::Arc;
 
 /// Pages that L3 learns of in one second, at most. Each was hit 16 times since it was last told.
 const L3_TOUCHES_MAX: usize = 4096;
-/// Pages per call to a log: it holds the lock of its index for that long, about 10 µs.
-const L3_TOUCHES_AT_ONCE: usize = 64;
-
 impl Tiers {
     /// Counts hits of pages in DRAM.
     pub(super) fn record_hits<'a>(&self, pages: impl Iterator<Item = &'a Page>) {
@@ -89,7 +86,7 @@ impl Tiers {
 
     pub(super) fn send_l3_touches(&self) {
         let ids = std::mem::take(&mut *self.l3_touches.lock());
-        ids.chunks(L3_TOUCHES_AT_ONCE).for_each(|ids| self.devices.touch(ids));
+        self.devices.touch(&ids);
     }
 
     /// Returns those of `ids` that are in DRAM. Counts a hit for each. The reader at the far end

@@ -2,11 +2,15 @@
 
 use super::{PageLocation, StampedLocation, Tiers};
 use crate::holds::Holds;
-use crate::model::{block_on, explore, finds, id, open_put, options, page, put, reserve, soon, store, store_with_log};
+use crate::model::{
+    PAGE, block_on, explore, finds, id, open_put, options, page, put, reserve, soon, store, store_with_log,
+};
+use crate::options::NodeOptions;
 use crate::page::PageShapes;
 use crate::policy::WritePolicy;
 use crate::puts::Presence;
 use crate::store::Store;
+use larder_format::chunk_crcs;
 use larder_memory::Arena;
 use larder_wire::{ReserveOutcome, TierCode};
 use shuttle::thread;
@@ -254,9 +258,51 @@ fn threads_find_two_puts_of_one_page() {
     finds("node.reserve-after-unlock", writers_of_one_page);
 }
 
+/// A writer that looks a page up while another puts it finds that put, or its page.
+fn reserve_beside_put(arena: &Arc<Arena>) {
+    let store = store(arena);
+    let writer = thread::spawn({
+        let store = store.clone();
+        move || {
+            let put = reserve(&store, 1)?;
+            let mut part = put.take_part(0, PAGE).unwrap();
+            part.fill(7);
+            let crcs = chunk_crcs(&part).collect();
+            assert!(put.land(0, part, crcs));
+            Ok::<_, ReserveOutcome>(store.puts().commit(&put))
+        }
+    });
+    let second = reserve(&store, 1);
+    let first = writer.join().unwrap();
+    assert!(first.is_ok() != second.is_ok(), "both or none put the page: {first:?}");
+    store.puts().shut_down();
+}
+
+#[test]
+fn threads_put_a_page_once_while_its_put_ends() {
+    explore(reserve_beside_put);
+}
+
+#[test]
+fn threads_find_a_lookup_that_is_trusted_too_long() {
+    finds("node.lookup-trusted-after-unlock", reserve_beside_put);
+    finds("node.lookup-trusted-after-unlock", wait_beside_reserve);
+}
+
 /// A reader that waits for an absent page learns of every put of it.
 fn wait_beside_reserve(arena: &Arc<Arena>) {
-    let store = store(arena);
+    wait_beside_put(&store(arena));
+}
+
+/// As above, for a put that L2 refuses and that goes to L3 at once.
+fn wait_beside_put_past_l2(arena: &Arc<Arena>) {
+    let options = NodeOptions { l2_bytes: 0, ..options(WritePolicy::Through) };
+    let (store, _) = store_with_log(arena, &options);
+    wait_beside_put(&store);
+    block_on(store.tiers().drain(soon()));
+}
+
+fn wait_beside_put(store: &Arc<Store>) {
     let reader = thread::spawn({
         let store = store.clone();
         move || match store.puts().presence(&id(1)) {
@@ -266,13 +312,19 @@ fn wait_beside_reserve(arena: &Arc<Arena>) {
             Presence::TooManyWaiters => panic!("one reader is not too many"),
         }
     });
-    put(&store, 1, 7);
+    put(store, 1, 7);
     reader.join().unwrap();
 }
 
 #[test]
 fn threads_that_wait_for_a_put_are_woken() {
     explore(wait_beside_reserve);
+    explore(wait_beside_put_past_l2);
+}
+
+#[test]
+fn threads_find_a_put_past_l2_that_changes_no_stamp() {
+    finds("node.refused-put-keeps-stamp", wait_beside_put_past_l2);
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn work(log: &mut Log) {
         Some(Intent::Prepare(prepare)) => log.prepared(&prepare, PrepareOutcome::Ready),
         Some(Intent::CopyForward(work)) => {
             for record in work.pages {
-                let Some(ticket) = log.begin_maintenance_read(record) else { continue };
+                let Some(ticket) = log.entries().begin_maintenance_read(record) else { continue };
                 let Entry { generation, payload_bytes, .. } = ticket.entry;
                 log.end_read(ticket);
                 let meta = page(generation, u64::from(payload_bytes) / BLOCK_BYTES as u64);
@@ -89,7 +89,7 @@ proptest! {
                 prop_assert!(log.pages_tracked() <= max, "{} of {max} pages", log.pages_tracked());
                 let is_limited = quota.is_some() && n % 2 == 1;
                 prop_assert!(is_limited || log.find(&meta.id, 0).is_some(), "page {n} is not found");
-                log.touch(&meta.id);
+                log.entries().touch(&meta.id);
                 if pin > 1 {
                     let _ = log.pin(&meta.id, if pin == 2 { Pin::Soft } else { Pin::Hard });
                 }
@@ -113,7 +113,7 @@ fn full_index_keeps_hard_pinned_pages_and_copies_no_others() {
     for n in 0..2000 {
         let meta = page(n, 1);
         put(&mut log, &meta);
-        log.touch(&meta.id);
+        log.entries().touch(&meta.id);
         if n < 60 && log.pin(&meta.id, Pin::Hard).is_ok() {
             pinned.push(meta.id);
         }

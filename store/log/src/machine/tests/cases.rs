@@ -165,7 +165,7 @@ impl FaultlessLog {
 
     /// Metadata that the device would return for a record.
     fn meta(&mut self, record: RecordRef) -> Option<PageMeta> {
-        let ticket = self.log.begin_maintenance_read(record)?;
+        let ticket = self.log.entries().begin_maintenance_read(record)?;
         let entry = ticket.entry;
         self.log.end_read(ticket);
         let blocks = u64::from(entry.payload_bytes) / BLOCK_BYTES as u64;
@@ -226,7 +226,7 @@ fn used_pages_are_retained() {
             driver.put(1000 + key);
             for n in 0..2 {
                 let id = wanted[(key as usize * 2 + n) % 100];
-                if let Some(ticket) = driver.log.begin_read(&id, 0) {
+                if let Some(ticket) = driver.log.entries().begin_read(&id, 0) {
                     driver.log.end_read(ticket);
                 }
             }
@@ -299,7 +299,7 @@ fn writers_leave_reserved_room_to_copies() {
             None => {}
         }
         let wanted = FaultlessLog::id(key % 30);
-        driver.log.touch(&wanted);
+        driver.log.entries().touch(&wanted);
         None
     });
     let work = work.unwrap();
@@ -374,7 +374,7 @@ fn forget_of_page_dropped_by_quota_writes_tombstone() {
 fn quota_drops_unused_pages_first() {
     let mut driver = FaultlessLog::new(8, 50);
     let ids: Vec<PageId> = (0..20).map(|key| driver.put(key)).collect();
-    ids[..3].iter().for_each(|id| driver.log.touch(id));
+    ids[..3].iter().for_each(|id| driver.log.entries().touch(id));
     driver.log.set_quota(ids[0].namespace, 5 * 2 * BLOCK_BYTES as u64);
     let left: Vec<bool> = ids.iter().map(|id| driver.log.find(id, 0).is_some()).collect();
     assert!(left[..3].iter().all(|&there| there), "{left:?}");
@@ -386,7 +386,7 @@ fn quota_drops_unused_pages_first() {
 fn page_that_is_not_used_again_is_copied_once() {
     let mut driver = FaultlessLog::new(8, 50);
     let id = driver.put(1);
-    driver.log.touch(&id);
+    driver.log.entries().touch(&id);
     (0..5000).for_each(|key| {
         driver.put(10 + key);
     });
@@ -524,6 +524,9 @@ fn untrusted_segments_are_discarded() {
     assert_eq!(sort(with(found(1, Err(known), false))), (vec![], vec![repair], vec![30, 25, 20, 10]));
     let oldest = Headerless { epoch: Some(5), begins: true, ..silent };
     assert_eq!(sort(with(found(1, Err(oldest), false))), (vec![1], vec![], vec![30, 20, 10]));
+    for epoch in [Ok(25), Err(known)] {
+        assert_eq!(sort(with(found(65_535, epoch, false))), (vec![7, 5, 4, 65_535], vec![], vec![]));
+    }
 }
 
 /// A record is missing that a later one calls durable: damage, after which nothing older is served.
@@ -551,7 +554,7 @@ fn damaged_copy_falls_back_while_its_original_exists() {
     let mut fell_back = 0;
     for key in 0..3000 {
         let id = driver.put(key % 500);
-        if let Some(ticket) = driver.log.begin_read(&id, 0) {
+        if let Some(ticket) = driver.log.entries().begin_read(&id, 0) {
             driver.log.end_read(ticket);
         }
         let work = match driver.log.next_intent() {

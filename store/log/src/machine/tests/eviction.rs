@@ -44,7 +44,7 @@ fn segment_is_evicted_slice_by_slice() {
     left.retain(|id| driver.log.find(id, 0).is_some_and(|entry| entry.place.epoch == oldest.0));
     assert!(left.len() > 10 && driver.log.find(&ids[0], 0).is_some());
     assert_eq!(driver.log.pin(&left[0], Pin::Hard), Err(PinError::NotKept));
-    let ticket = driver.log.begin_read(&left[0], 0).unwrap();
+    let ticket = driver.log.entries().begin_read(&left[0], 0).unwrap();
     let pages = driver.log.counts().pages;
     assert!(driver.log.reclaim_step());
     assert_eq!(driver.log.counts().pages, pages - 1);
