@@ -29,7 +29,7 @@
 //! | --- | --- | --- |
 //! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
 //! | `Index` | `index` | page → record, fallback records, namespaces |
-//! | `Retention` | `retention` | pins, order by quota and by expiry |
+//! | `Retention` | `retention` | pins, floors, order by quota and by expiry |
 //! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
 //! | `RecoveryState` | `recovery` | progress of the start |
 //!
@@ -191,6 +191,8 @@ pub struct Log {
     recovery: Option<RecoveryState>,
     /// Bytes of pages without a hard pin that may be copied.
     copy_credit: u64,
+    /// Bytes of pages that may be copied for the floor of their namespace.
+    floor_credit: u64,
     intents: VecDeque<Intent>,
     /// No more writes: a segment is in an unknown state, see [`AppendError::Stopped`].
     stopped: bool,
@@ -210,6 +212,7 @@ impl Log {
             unindexed: UnindexedRecords::default(),
             recovery: None,
             copy_credit: config.copy_credit_max(),
+            floor_credit: config.floor_credit_max(),
             intents: VecDeque::new(),
             stopped: false,
             counts: LogCounts::default(),
