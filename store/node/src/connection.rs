@@ -45,6 +45,7 @@ mod tasks;
 use crate::budget::{Account, Charge};
 use crate::places::Place;
 use crate::state::NodeState;
+use crate::tiers::NamespaceUser;
 use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
@@ -90,6 +91,8 @@ struct Connection {
     outbox: Outbox,
     /// `None` for a client that only manages members or asks for the status.
     namespace: Option<Namespace>,
+    /// Keeps the floor of the namespace.
+    _user: Option<NamespaceUser>,
     puts: OpenPuts,
     shared_parts: SharedParts,
     holdings: Holdings,
@@ -264,6 +267,7 @@ async fn run<R: ByteSource, W: ByteSink>(
                 peer: peer.as_str().into(),
                 outbox,
                 namespace: greeting.namespace,
+                _user: greeting.user,
                 puts: OpenPuts::default(),
                 shared_parts: SharedParts::new(peer_memory),
                 holdings: Holdings::new(in_place),
