@@ -37,11 +37,12 @@ pub enum Prefix {
 
 #[derive(Debug, Args)]
 pub struct PinArgs {
-    /// Duration of the pin: a number followed by s, m, h or d, at most 30d
+    /// Duration of the pin: a number followed by s, m, h or d, at most the
+    /// node's --max-pin-time
     #[arg(long = "for", value_name = "DURATION", value_parser = duration)]
     duration: Duration,
     /// Evict the pages when nothing else can be evicted. Without it they always stay, and a node
-    /// refuses pins beyond a quarter of its L2
+    /// refuses pins beyond the namespace's share of a quarter of its L2
     #[arg(long)]
     soft: bool,
     #[command(flatten)]

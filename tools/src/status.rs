@@ -116,12 +116,14 @@ fn device_columns<'a>() -> [Column<Entry<'a>>; 6] {
     ]
 }
 
-fn namespace_columns<'a>() -> [Column<Entry<'a>>; 5] {
+fn namespace_columns<'a>() -> [Column<Entry<'a>>; 7] {
     [
         column("ADDRESS", |namespace: &Entry<'_>| namespace.address.to_string()),
         column("NAMESPACE", |namespace| text(namespace.state, "/namespace").chars().take(NAMESPACE_DIGITS).collect()),
         column("PAGES", |namespace| count(namespace.state, "/pages")),
         column("SIZE", |namespace| bytes(namespace.state, "/bytes")),
+        column("PINNED", |namespace| bytes(namespace.state, "/hard_pinned_bytes")),
+        column("FLOOR", |namespace| bytes(namespace.state, "/floor_bytes")),
         column("QUOTA", |namespace| bytes(namespace.state, "/quota_bytes")),
     ]
 }
@@ -201,7 +203,7 @@ mod tests {
                             "pages": 123_456_789, "bytes_used": 7u64 << 40, "bytes_capacity": 8u64 << 40,
                             "devices": [device],
                         },
-                        "namespaces": [{"namespace": "ab".repeat(32), "pages": 1, "bytes": 1024, "quota_bytes": null}],
+                        "namespaces": [{"namespace": "ab".repeat(32), "pages": 1, "bytes": 1024, "quota_bytes": null, "floor_bytes": 512, "hard_pinned_bytes": 0}],
                     },
                 },
             })

@@ -22,6 +22,10 @@ pub struct TierArgs {
     /// default
     #[arg(long, value_name = "[NAMESPACE=]SIZE")]
     quota: Vec<Quota>,
+    /// Maximum duration of a pin: a number followed by s, m, h or d, at most 30d. Pins take room that
+    /// other namespaces cannot have until they expire
+    #[arg(long, default_value = "24h", value_name = "DURATION", value_parser = duration)]
+    max_pin_time: Duration,
     /// Smallest mean size of pages for which L3 uses its whole size. It bounds the memory of the
     /// index: with smaller pages, L3 evicts early. Each device may always have 524,288 pages
     #[arg(long, default_value = "64KiB", value_name = "SIZE")]
@@ -69,6 +73,7 @@ impl TierArgs {
         options.connection_outstanding_bytes = bytes(self.connection_outstanding_limit);
         options.l3_mean_page_bytes = self.l3_mean_page.as_u64();
         options.request_bytes = self.request_memory.as_u64();
+        options.pin_time_max = self.max_pin_time;
         options.connections_max = self.max_connections;
         options.connections_per_peer_max = self.max_connections_per_peer;
         options.idle_timeout = Duration::from_secs(self.idle_timeout);

@@ -9,14 +9,19 @@
 //!    for its ancestors.
 //! 4. A soft-pinned page is evicted only if no other page can make the needed room.
 //! 5. A page is a miss after its deadline. A deadline is never later than that of the parent.
+//! 6. A page of a namespace at or below its floor makes room for others only if no namespace is
+//!    above its floor. The order in 4 holds within a namespace then.
 //!
 //! A page is *evictable* if it has no pins and no resident children. Exactly the evictable pages
-//! are offered: to the policy, or in the order of soft-pinned pages. Offered pages with a deadline
-//! or a quota are also in the orders of those. Every change of pins and children passes through
-//! [`Evictor::update_offer`], which maintains this.
+//! are offered: to the policy, or in the order of soft-pinned pages, and in the list of their
+//! namespace. Offered pages with a deadline are also in the order of deadlines. Every change of
+//! pins and children passes through [`Evictor::update_offer`], which maintains this.
+
+mod namespaces;
 
 use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
 use crate::push_tight;
+use namespaces::{Links, ListEnd, Namespaces};
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
@@ -96,13 +101,15 @@ struct Page<T> {
     namespace: NamespaceIndex,
     bytes: u32,
     generation: u32,
+    /// Neighbours in the list of its namespace, while it is offered.
+    links: Links,
     children: u32,
     pins: u16,
     resident: bool,
     soft_pinned: bool,
     offered: bool,
-    /// True if the page is in the quota order: its namespace had a quota when it was offered.
-    in_quota_order: bool,
+    /// True if the page was touched since it entered the list of its namespace.
+    touched: bool,
     /// True if `deadline_of` has its deadline.
     expires: bool,
 }
@@ -110,21 +117,12 @@ struct Page<T> {
 /// Slot of no page: the table never grows that large.
 const NO_SLOT: Slot = Slot(u32::MAX);
 /// Maximum size of a table entry with a name of four bytes. With the state of the policy and its
-/// ghost entries a page takes at most 104 bytes.
-const PAGE_BYTES_MAX: usize = 36;
+/// ghost entries a page takes at most 114 bytes.
+const PAGE_BYTES_MAX: usize = 44;
 const _: () = assert!(size_of::<Page<u32>>() <= PAGE_BYTES_MAX);
 
-#[derive(Debug, Clone, Copy)]
-struct NamespaceUsage {
-    used_bytes: u64,
-    quota_bytes: u64,
-}
-
-/// Entry of the quota order: namespace, soft-pinned or not, time of the last access.
-type QuotaOrder = (NamespaceIndex, bool, Stamp, Slot);
-
-/// The resident pages of one tier. The evictor enforces capacity, quotas, pins and deadlines. The
-/// [`Policy`] ranks the pages that these rules allow to leave.
+/// The resident pages of one tier. The evictor enforces capacity, quotas, floors, pins and
+/// deadlines. The [`Policy`] ranks the pages that these rules allow to leave.
 #[derive(Debug)]
 pub struct Evictor<T, P> {
     policy: P,
@@ -133,9 +131,8 @@ pub struct Evictor<T, P> {
     tick: u64,
     pages: Vec<Page<T>>,
     empty: Vec<Slot>,
-    usage: BTreeMap<NamespaceIndex, NamespaceUsage>,
+    namespaces: Namespaces,
     soft: BTreeSet<(Stamp, Slot)>,
-    quota_order: BTreeSet<QuotaOrder>,
     deadlines: BTreeSet<(u64, Slot)>,
     /// Deadline of each resident page that has one.
     deadline_of: BTreeMap<Slot, u64>,
@@ -150,9 +147,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             tick: 0,
             pages: Vec::new(),
             empty: Vec::new(),
-            usage: BTreeMap::new(),
+            namespaces: Namespaces::default(),
             soft: BTreeSet::new(),
-            quota_order: BTreeSet::new(),
             deadlines: BTreeSet::new(),
             deadline_of: BTreeMap::new(),
         }
@@ -173,11 +169,11 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let deadline_ms = self.limited_deadline(&page, now_ms)?;
         // The parent counts the child before room is made, so that no eviction takes the parent.
         if let Some(parent) = page.parent {
-            self.update_offer(parent.slot, |parent| parent.children += 1);
+            self.update_offer(parent.slot, ListEnd::Back, |parent| parent.children += 1);
         }
         let room = self.make_room(page.namespace, page.bytes, evicted);
         if let (Err(_), Some(parent)) = (room, page.parent) {
-            self.update_offer(parent.slot, |parent| parent.children -= 1);
+            self.update_offer(parent.slot, ListEnd::Back, |parent| parent.children -= 1);
         }
         room?;
         Ok(self.admit(page, deadline_ms))
@@ -190,17 +186,15 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             return false;
         }
         self.tick += 1;
-        let page = &self.pages[handle.slot.index()];
-        let position = self.policy.stamp(handle.slot).position.0;
-        let stamp = Stamp::new(self.tick, position);
-        let in_own_order = page.offered && (page.soft_pinned || page.in_quota_order);
-        if in_own_order {
-            self.withdraw(handle.slot);
+        let page = &mut self.pages[handle.slot.index()];
+        page.touched = true;
+        let before = self.policy.stamp(handle.slot);
+        let stamp = Stamp::new(self.tick, before.position.0);
+        if page.offered && page.soft_pinned {
+            self.soft.remove(&(before, handle.slot));
+            self.soft.insert((stamp, handle.slot));
         }
         self.policy.touch(handle.slot, stamp);
-        if in_own_order {
-            self.offer(handle.slot);
-        }
         true
     }
 
@@ -270,7 +264,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     pub fn pin(&mut self, handle: PageHandle) -> bool {
         let may = self.page(handle).is_some_and(|page| page.pins < u16::MAX);
         if may {
-            self.update_offer(handle.slot, |page| page.pins += 1);
+            self.update_offer(handle.slot, ListEnd::Back, |page| page.pins += 1);
         }
         may
     }
@@ -280,7 +274,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     pub fn unpin(&mut self, handle: PageHandle) -> bool {
         let may = self.page(handle).is_some_and(|page| page.pins > 0);
         if may {
-            self.update_offer(handle.slot, |page| page.pins -= 1);
+            self.update_offer(handle.slot, ListEnd::Back, |page| page.pins -= 1);
         }
         may
     }
@@ -297,7 +291,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.pages[handle.slot.index()].soft_pinned = soft_pinned;
         if offered {
-            self.offer(handle.slot);
+            self.offer(handle.slot, ListEnd::Back);
         }
         true
     }
@@ -306,13 +300,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Pinned pages may keep the namespace above its quota. Until they leave, the evictor refuses
     /// its new pages.
     pub fn set_quota(&mut self, namespace: NamespaceIndex, quota_bytes: u64, evicted: &mut Vec<Evicted<T>>) {
-        let usage_of = self.usage.entry(namespace).or_insert(NamespaceUsage::UNLIMITED);
-        let starts = usage_of.quota_bytes == u64::MAX && quota_bytes != u64::MAX;
-        usage_of.quota_bytes = quota_bytes;
-        if starts {
-            self.order_by_quota(namespace);
-        }
-        while self.usage_of(namespace).over(0) && self.evict_of(namespace, evicted) {}
+        self.namespaces.update(namespace, |usage| usage.quota_bytes = quota_bytes);
+        while self.namespaces.usage_of(namespace).over(0) && self.evict_of(namespace, evicted) {}
     }
 
     pub fn used_bytes(&self) -> u64 {
@@ -324,7 +313,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     pub fn namespace_bytes(&self, namespace: NamespaceIndex) -> u64 {
-        self.usage_of(namespace).used_bytes
+        self.namespaces.usage_of(namespace).used_bytes
     }
 
     pub fn len(&self) -> usize {
@@ -343,12 +332,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         self.pages.get(handle.slot.index()).filter(|page| page.generation == handle.generation && page.resident)
     }
 
-    fn usage_of(&self, namespace: NamespaceIndex) -> NamespaceUsage {
-        self.usage.get(&namespace).copied().unwrap_or(NamespaceUsage::UNLIMITED)
-    }
-
     fn limited_deadline(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, InsertError> {
-        let most = self.capacity_bytes.min(self.usage_of(page.namespace).quota_bytes);
+        let most = self.capacity_bytes.min(self.namespaces.usage_of(page.namespace).quota_bytes);
         if u64::from(page.bytes) > most {
             return Err(InsertError::TooLarge { bytes: page.bytes, most });
         }
@@ -366,14 +351,13 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         bytes: u32,
         evicted: &mut Vec<Evicted<T>>,
     ) -> Result<(), InsertError> {
-        while self.usage_of(namespace).over(bytes) {
+        while self.namespaces.usage_of(namespace).over(bytes) {
             if !self.evict_of(namespace, evicted) {
                 return Err(InsertError::Pinned);
             }
         }
         while self.used_bytes + u64::from(bytes) > self.capacity_bytes {
-            let soft = |soft: &BTreeSet<(Stamp, Slot)>| soft.first().map(|(_, slot)| *slot);
-            let slot = self.policy.victim().or_else(|| soft(&self.soft)).ok_or(InsertError::Pinned)?;
+            let slot = self.victim().ok_or(InsertError::Pinned)?;
             self.evict(slot, EvictionReason::Capacity, evicted);
         }
         Ok(())
@@ -381,21 +365,9 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 
     /// Evicts one page of a namespace. Returns `false` if none is evictable.
     fn evict_of(&mut self, namespace: NamespaceIndex, evicted: &mut Vec<Evicted<T>>) -> bool {
-        let oldest = (namespace, false, Stamp { run: 0, position: std::cmp::Reverse(u32::MAX) }, Slot(0));
-        let first = self.quota_order.range(oldest..).next().copied();
-        let Some((_, _, _, slot)) = first.filter(|first| first.0 == namespace) else { return false };
+        let Some(slot) = self.oldest_of(namespace) else { return false };
         self.evict(slot, EvictionReason::Quota, evicted);
         true
-    }
-
-    fn order_by_quota(&mut self, namespace: NamespaceIndex) {
-        for index in 0..self.pages.len() {
-            let page = &self.pages[index];
-            if page.offered && page.namespace == namespace {
-                self.withdraw(Slot(index as u32));
-                self.offer(Slot(index as u32));
-            }
-        }
     }
 
     fn evict(&mut self, slot: Slot, reason: EvictionReason, evicted: &mut Vec<Evicted<T>>) {
@@ -419,12 +391,13 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             namespace: new.namespace,
             bytes: new.bytes,
             generation,
+            links: Links::NONE,
             children: 0,
             pins: 0,
             resident: true,
             soft_pinned: false,
             offered: false,
-            in_quota_order: false,
+            touched: false,
             expires: deadline_ms != u64::MAX,
         };
         if page.expires {
@@ -435,10 +408,10 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             None => push_tight(&mut self.pages, page),
         }
         self.used_bytes += u64::from(new.bytes);
-        self.usage.entry(new.namespace).or_insert(NamespaceUsage::UNLIMITED).used_bytes += u64::from(new.bytes);
+        self.namespaces.update(new.namespace, |usage| usage.used_bytes += u64::from(new.bytes));
         let parent = new.parent.map(|parent| parent.slot);
         self.policy.insert(slot, &Arrival { fingerprint: new.fingerprint, parent, stamp });
-        self.offer(slot);
+        self.offer(slot, ListEnd::Back);
         PageHandle { slot, generation }
     }
 
@@ -456,48 +429,39 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             self.deadline_of.remove(&slot);
         }
         self.used_bytes -= bytes;
-        self.credit(namespace, bytes);
+        self.namespaces.update(namespace, |usage| usage.used_bytes -= bytes);
         push_tight(&mut self.empty, slot);
         if self.page(parent).is_some() {
-            self.update_offer(parent.slot, |parent| parent.children -= 1);
+            // The rest of an evicted sequence goes before others.
+            let end = if removal == Removal::Evicted { ListEnd::Front } else { ListEnd::Back };
+            self.update_offer(parent.slot, end, |parent| parent.children -= 1);
         }
         name
     }
 
-    fn credit(&mut self, namespace: NamespaceIndex, bytes: u64) {
-        let Some(usage_of) = self.usage.get_mut(&namespace) else { return };
-        usage_of.used_bytes -= bytes;
-        if usage_of.used_bytes == 0 && usage_of.quota_bytes == u64::MAX {
-            self.usage.remove(&namespace);
-        }
-    }
-
     /// Changes pins or children of a page, then offers or withdraws it accordingly. All changes of
-    /// either number go through here, so that offers stay correct.
-    fn update_offer(&mut self, slot: Slot, change: impl FnOnce(&mut Page<T>)) {
+    /// either number go through here, so that offers stay correct. An offered page enters the list
+    /// of its namespace at `end`.
+    fn update_offer(&mut self, slot: Slot, end: ListEnd, change: impl FnOnce(&mut Page<T>)) {
         let page = &mut self.pages[slot.index()];
         change(page);
         let free = page.pins == 0 && page.children == 0;
         if free && !page.offered {
-            self.offer(slot);
+            self.offer(slot, end);
         } else if !free && page.offered {
             self.withdraw(slot);
         }
     }
 
-    fn offer(&mut self, slot: Slot) {
-        let has_quota = self.usage_of(self.pages[slot.index()].namespace).quota_bytes != u64::MAX;
+    fn offer(&mut self, slot: Slot, end: ListEnd) {
+        self.link(slot, end);
         let page = &mut self.pages[slot.index()];
         page.offered = true;
-        page.in_quota_order = has_quota;
         let stamp = self.policy.stamp(slot);
         if page.soft_pinned {
             self.soft.insert((stamp, slot));
         } else {
             self.policy.offer(slot);
-        }
-        if page.in_quota_order {
-            self.quota_order.insert((page.namespace, page.soft_pinned, stamp, slot));
         }
         if page.expires
             && let Some(deadline_ms) = self.deadline_of.get(&slot)
@@ -507,30 +471,20 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     fn withdraw(&mut self, slot: Slot) {
+        self.unlink(slot);
         let page = &mut self.pages[slot.index()];
         page.offered = false;
-        // The stamp of the offer: it changes only in `touch`, which withdraws the page before.
+        // The stamp of the offer: it changes only in `touch`, which moves the page.
         let stamp = self.policy.stamp(slot);
         if page.soft_pinned {
             self.soft.remove(&(stamp, slot));
         } else {
             self.policy.withdraw(slot);
         }
-        if page.in_quota_order {
-            self.quota_order.remove(&(page.namespace, page.soft_pinned, stamp, slot));
-        }
         if page.expires
             && let Some(deadline_ms) = self.deadline_of.get(&slot)
         {
             self.deadlines.remove(&(*deadline_ms, slot));
         }
-    }
-}
-
-impl NamespaceUsage {
-    const UNLIMITED: NamespaceUsage = NamespaceUsage { used_bytes: 0, quota_bytes: u64::MAX };
-
-    fn over(&self, more_bytes: u32) -> bool {
-        self.used_bytes.saturating_add(u64::from(more_bytes)) > self.quota_bytes
     }
 }

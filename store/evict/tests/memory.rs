@@ -1,4 +1,4 @@
-//! Memory per resident page, measured at the allocator: at most 104 bytes from half a million pages
+//! Memory per resident page, measured at the allocator: at most 114 bytes from half a million pages
 //! on. That includes the estimator's fixed tables and a name of four bytes per page.
 
 use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
@@ -26,7 +26,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-const PAGE_BYTES_MAX: usize = 104;
+const PAGE_BYTES_MAX: usize = 114;
 const FIXED_BYTES_MAX: usize = 8 << 20;
 
 /// Fills to `pages` in sequences of `sequence`, then that much again.
@@ -54,7 +54,7 @@ fn held_bytes(pages: usize, sequence: usize) -> usize {
 }
 
 #[test]
-fn page_takes_at_most_104_bytes() {
+fn page_takes_at_most_114_bytes() {
     let fixed = held_bytes(64, 16);
     println!("fixed: {fixed} bytes");
     assert!(fixed <= FIXED_BYTES_MAX);

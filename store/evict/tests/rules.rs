@@ -30,6 +30,10 @@ enum Step {
     SoftPin(usize, bool),
     Wait(u64),
     Quota(u64),
+    Floor {
+        limited: bool,
+        bytes: u64,
+    },
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -49,6 +53,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (0..100usize, any::<bool>()).prop_map(|(page, soft)| Step::SoftPin(page, soft)),
         1 => (1..30u64).prop_map(Step::Wait),
         1 => (0..60u64).prop_map(Step::Quota),
+        1 => (any::<bool>(), 0..CAPACITY_BYTES / 2).prop_map(|(limited, bytes)| Step::Floor { limited, bytes }),
     ];
     proptest::collection::vec(step, 1..400)
 }
@@ -70,13 +75,21 @@ struct Model<P> {
     named: u32,
     now_ms: u64,
     quota_bytes: u64,
+    floors: BTreeMap<NamespaceIndex, u64>,
 }
 
 impl<P: Policy> Model<P> {
     fn new(policy: P) -> Model<P> {
         let mut evictor = Evictor::new(CAPACITY_BYTES, policy);
         evictor.set_quota(LIMITED, QUOTA_BYTES, &mut Vec::new());
-        Model { evictor, pages: BTreeMap::new(), named: 0, now_ms: 0, quota_bytes: QUOTA_BYTES }
+        Model {
+            evictor,
+            pages: BTreeMap::new(),
+            named: 0,
+            now_ms: 0,
+            quota_bytes: QUOTA_BYTES,
+            floors: BTreeMap::new(),
+        }
     }
 
     fn nth(&self, number: usize) -> Option<u32> {
@@ -95,6 +108,10 @@ impl<P: Policy> Model<P> {
         self.pages.values().filter(|page| page.namespace == namespace).map(|page| u64::from(page.bytes)).sum()
     }
 
+    fn is_above_floor(&self, namespace: NamespaceIndex) -> bool {
+        self.bytes_of(namespace) > self.floors.get(&namespace).copied().unwrap_or(0)
+    }
+
     /// Applies evictions in this order. `spared` is the parent of the page being inserted.
     fn gone(&mut self, evicted: &[Evicted<u32>], spared: Option<u32>) {
         for gone in evicted {
@@ -104,8 +121,8 @@ impl<P: Policy> Model<P> {
             if gone.reason == EvictionReason::Expired {
                 assert!(page.deadline_ms <= self.now_ms);
             } else if page.soft {
-                let helps =
-                    |other: &Known| gone.reason == EvictionReason::Capacity || other.namespace == page.namespace;
+                let any = gone.reason == EvictionReason::Capacity && self.floors.is_empty();
+                let helps = |other: &Known| any || other.namespace == page.namespace;
                 let better = self
                     .pages
                     .iter()
@@ -114,6 +131,12 @@ impl<P: Policy> Model<P> {
             }
             if gone.reason == EvictionReason::Quota {
                 assert_eq!(page.namespace, LIMITED);
+            }
+            if gone.reason == EvictionReason::Capacity && !self.is_above_floor(page.namespace) {
+                let may_go = |name: u32| Some(name) != spared && self.may_go(name);
+                let above =
+                    self.pages.iter().find(|(name, other)| self.is_above_floor(other.namespace) && may_go(**name));
+                assert!(above.is_none(), "{gone:?} is of a namespace at its floor, {above:?} is not");
             }
             self.pages.remove(&gone.name);
         }
@@ -171,6 +194,11 @@ impl<P: Policy> Model<P> {
                 self.gone(&evicted, None);
                 let left = self.pages.iter().find(|(name, page)| page.namespace == LIMITED && self.may_go(**name));
                 assert!(self.bytes_of(LIMITED) <= bytes || left.is_none(), "{left:?} could have gone");
+            }
+            Step::Floor { limited, bytes } => {
+                let namespace = if limited { LIMITED } else { NamespaceIndex(0) };
+                self.evictor.set_floor(namespace, bytes);
+                self.floors.insert(namespace, bytes);
             }
             Step::Touch(n) | Step::Remove(n) | Step::Pin(n) | Step::Unpin(n) | Step::SoftPin(n, _) => {
                 if let Some(name) = self.nth(n) {
@@ -315,4 +343,59 @@ fn child_never_outlives_its_parent() {
     evictor.unpin(second);
     evictor.expire(60, &mut evicted);
     assert_eq!(evicted.iter().map(|gone| gone.name).collect::<Vec<_>>(), [1, 0]);
+}
+
+/// Puts one-page sequences of a namespace, as many as fit the tier several times.
+fn flood(evictor: &mut Evictor<u32, impl Policy>, namespace: NamespaceIndex, names: std::ops::Range<u32>) -> Vec<u32> {
+    let mut evicted = Vec::new();
+    for name in names {
+        evictor.insert(NewPage { namespace, ..page(name, None, 0) }, 0, &mut evicted).unwrap();
+    }
+    evicted.iter().map(|gone| gone.name).collect()
+}
+
+#[test]
+fn flood_of_one_namespace_leaves_the_floors_of_others() {
+    let policies: [Box<dyn Policy>; 3] = [Box::new(Lru::new()), Box::new(S3Fifo::new()), Box::new(HitDensity::new(0))];
+    for policy in policies {
+        let mut evictor = Evictor::new(1000, policy);
+        let [small, large, hostile] = [NamespaceIndex(1), NamespaceIndex(2), NamespaceIndex(3)];
+        for namespace in [small, large, hostile] {
+            evictor.set_floor(namespace, 166);
+        }
+        flood(&mut evictor, small, 0..100);
+        flood(&mut evictor, large, 1000..1900);
+        let gone = flood(&mut evictor, hostile, 10_000..20_000);
+        assert!(gone.iter().all(|name| *name >= 1000), "all pages of the small namespace are below its floor");
+        let bytes = [small, large, hostile].map(|namespace| evictor.namespace_bytes(namespace));
+        assert!(bytes[0] == 100 && bytes[1] >= 166 && bytes.iter().sum::<u64>() == 1000, "{bytes:?}");
+        // Without floors the flood takes everything.
+        for namespace in [small, large] {
+            evictor.set_floor(namespace, 0);
+        }
+        evictor.set_floor(hostile, 500);
+        let before = evictor.namespace_bytes(hostile).min(500);
+        flood(&mut evictor, NamespaceIndex(4), 30_000..40_000);
+        assert_eq!([small, large].map(|namespace| evictor.namespace_bytes(namespace)), [0, 0]);
+        assert_eq!(evictor.namespace_bytes(hostile), before);
+    }
+}
+
+#[test]
+fn namespace_above_its_floor_loses_sequences_from_their_end_and_touched_ones_last() {
+    let mut evictor = Evictor::new(9, Lru::new());
+    let mut evicted = Vec::new();
+    let mut parents = Vec::new();
+    for sequence in 0..3 {
+        let mut parent = None;
+        for position in 0..3 {
+            let new = page(10 * sequence + position, parent, position);
+            parent = Some(evictor.insert(new, 0, &mut evicted).unwrap());
+            parents.extend(parent);
+        }
+    }
+    // The first sequence was used again.
+    parents[..3].iter().for_each(|handle| assert!(evictor.touch(*handle, 0)));
+    evictor.set_quota(NamespaceIndex(0), 5, &mut evicted);
+    assert_eq!(evicted.iter().map(|gone| gone.name).collect::<Vec<_>>(), [12, 11, 10, 22]);
 }

@@ -12,6 +12,7 @@ use larder_format::disk::BLOCK_BYTES;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_io::{BoxFuture, Device, FileDevice, TaskClass};
 use larder_memory::{Arena, Slot};
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -175,6 +176,13 @@ impl L3 {
     /// forgot it.
     pub fn quota(&self, namespace: &NamespaceId) -> u64 {
         self.shared().with_log(|log| log.quota(namespace))
+    }
+
+    /// Sets the floors of all namespaces in bytes, and removes those of others. When the log reclaims
+    /// a segment, it copies the pages without which a namespace would fall below its floor. All
+    /// floors together should take at most half of the log. They do not survive a restart.
+    pub fn set_floors(&self, floors: BTreeMap<NamespaceId, u64>) {
+        self.shared().update_log(|log| log.set_floors(floors));
     }
 
     /// Sets the pin of pages, and returns the number of pages that have it now.

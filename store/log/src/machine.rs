@@ -30,7 +30,7 @@
 //! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
 //! | `Index` | `index`, `entry` | fallback records, namespaces |
 //! | `SharedIndex` | `shared_index`, `segment_reads` | page → record, uses, reads in flight |
-//! | `Retention` | `retention` | pins, order by quota and by expiry |
+//! | `Retention` | `retention` | pins, floors, order by quota and by expiry |
 //! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
 //! | `RecoveryState` | `recovery` | progress of the start |
 //!
@@ -199,6 +199,8 @@ pub struct Log {
     recovery: Option<RecoveryState>,
     /// Bytes of pages without a hard pin that may be copied.
     copy_credit: u64,
+    /// Bytes of pages that may be copied for the floor of their namespace.
+    floor_credit: u64,
     intents: VecDeque<Intent>,
     /// No more writes: a segment is in an unknown state, see [`AppendError::Stopped`].
     stopped: bool,
@@ -226,6 +228,7 @@ impl Log {
             unindexed: UnindexedRecords::default(),
             recovery: None,
             copy_credit: config.copy_credit_max(),
+            floor_credit: config.floor_credit_max(),
             intents: VecDeque::new(),
             stopped: false,
             counts: LogCounts::default(),

@@ -6,7 +6,8 @@
 //!   larger than the bound is admitted alone, and requests that release resources always are.
 //! - Admission answers at once: granted or [`Busy`]. An admitted read then waits for memory,
 //!   tenants in round-robin order, and each tenant in FIFO order.
-//! - A tenant may use a whole bound while it is alone, and its equal share otherwise.
+//! - A tenant may use a whole bound while it is alone, and its share otherwise: peers share equally,
+//!   and so do the tenants of a peer.
 //! - A reader may request as many bytes as it can receive in a quarter of its deadline, by the
 //!   measured rates. Other slow readers never lower that share.
 //! - Slow readers never use up the memory for reads: each may hold a quarter of the free bytes
@@ -33,6 +34,7 @@ mod writers;
 
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
+use crate::places::Peer;
 use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
@@ -63,8 +65,6 @@ const QUARTERS: u64 = 4;
 /// A reader may hold this fraction of the free read memory. With a quarter, N stuck readers leave
 /// (3/4)^N of it, which is never nothing.
 const FREE_READ_FRACTION: u64 = 4;
-/// Bounds the loss by many idle tenants: each active tenant has at least a sixteenth.
-const TENANT_SHARES_MAX: u64 = 16;
 /// A refused tenant counts as active this long, or until its place in the line ends. It covers the
 /// retry delays of all other refusals, so the tenant's share is still reserved when it returns.
 const DEMAND_TIME: Duration = Duration::from_secs(3);
@@ -346,7 +346,7 @@ impl Budget {
         let disconnect = CancellationToken::new();
         let progress = Progress::new(now());
         let connection = ConnectionUsage {
-            tenant: state.tenants.join(""),
+            tenant: state.tenants.join(Peer::Local, ""),
             used: [0; KINDS.len()],
             puts: 0,
             read_rate: ReadRate::default(),

@@ -46,6 +46,7 @@ use crate::budget::{Account, Charge};
 use crate::members::MemberOwner;
 use crate::places::{Peer, Place};
 use crate::state::NodeState;
+use crate::tiers::NamespaceUser;
 use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
@@ -92,6 +93,8 @@ struct Connection {
     outbox: Outbox,
     /// `None` for a client that only manages members or asks for the status.
     namespace: Option<Namespace>,
+    /// Keeps the floor of the namespace.
+    _user: Option<NamespaceUser>,
     puts: OpenPuts,
     /// Owner of the members that this connection registers.
     member: MemberOwner,
@@ -269,6 +272,7 @@ async fn run<R: ByteSource, W: ByteSink>(
                 peer: peer.as_str().into(),
                 outbox,
                 namespace: greeting.namespace,
+                _user: greeting.user,
                 puts: OpenPuts::default(),
                 member: node.members.owner(peer.parse::<SocketAddr>().map_or(Peer::Local, Peer::of)),
                 shared_parts: SharedParts::new(peer_memory),

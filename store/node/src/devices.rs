@@ -14,6 +14,7 @@
 use crate::health::{Admission, Fault, Health};
 use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
+use crate::shares::Floors;
 use futures::future::join_all;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_log::machine::AppendError;
@@ -351,6 +352,13 @@ impl Devices {
     pub(crate) fn set_quota(&self, namespace: NamespaceId, bytes: u64) {
         for device in &self.devices {
             device.l3.set_quota(namespace, share_of(bytes, device.bytes, self.bytes));
+        }
+    }
+
+    /// Sets the floors of all namespaces in use, on each device by its capacity.
+    pub(crate) fn set_floors(&self, floors: &Floors) {
+        for device in &self.devices {
+            device.l3.set_floors(floors.iter().map(|(namespace, part)| (*namespace, part.of(device.bytes))).collect());
         }
     }
 

@@ -21,6 +21,7 @@
 //! | `state` | state that connections and HTTP endpoints share |
 //! | `connection` | one client: handshake, requests, transfers |
 //! | `budget` | admission control: bytes in flight per connection, tenant and node |
+//! | `shares` | namespaces in use, and the floor of each |
 //! | `store` | operations on pages, without sockets |
 //! | `puts` | open puts, and readers that wait for them |
 //! | `page` | a sealed page in DRAM |
@@ -57,6 +58,7 @@ mod policy;
 mod puts;
 mod rdma;
 mod scrub;
+mod shares;
 mod state;
 mod store;
 mod tiers;
@@ -76,10 +78,12 @@ pub mod sim {
     pub use crate::devices::Devices;
     pub use crate::node::Server;
     pub use crate::page::Page;
+    pub use crate::places::Peer;
     pub use crate::policy::*;
     pub use crate::puts::{Presence, Progress, Put, Puts, Waiter};
     pub use crate::rdma::{Rdma, open as open_rdma};
+    pub use crate::shares::{FloorPart, Floors};
     pub use crate::store::Store;
-    pub use crate::tiers::{PageLocation, StampedLocation, Tiers, TiersError};
+    pub use crate::tiers::{NamespaceUser, PageLocation, StampedLocation, Tiers, TiersError};
     pub use larder_runtime::Clock;
 }

@@ -9,6 +9,7 @@ use larder_http::HttpOptions;
 use larder_io::Executor;
 use larder_log::{L3Options, QUEUE_DEPTH_DEFAULT};
 use larder_memory::ArenaSharing;
+use larder_wire::MAX_PIN_MS;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -71,6 +72,9 @@ pub struct NodeOptions {
     pub quota_default: Option<u64>,
     /// Quotas of single namespaces. The first match applies.
     pub quotas: Vec<NamespaceQuota>,
+    /// Maximum time to live of a pin. Requests for a longer one are refused. Pins take room that no
+    /// other namespace can have until they expire. Default: 24 hours. From a second to 30 days.
+    pub pin_time_max: Duration,
     /// Rate of the background verification of L2, in bytes per second. Default: 64 MiB/s. 0
     /// disables it, and damage is then found only by readers.
     pub scrub_bytes_per_second: u64,
@@ -135,6 +139,7 @@ impl Default for NodeOptions {
             write_after_hits: 2,
             quota_default: None,
             quotas: Vec::new(),
+            pin_time_max: Duration::from_secs(24 * 3600),
             scrub_bytes_per_second: 64 << 20,
             l3_scrub_bytes_per_second: 256 << 20,
             l3_queue_depth: QUEUE_DEPTH_DEFAULT,
@@ -176,6 +181,8 @@ pub const CONNECTIONS_MAX: usize = 1 << 20;
 /// Minimum of [`NodeOptions::idle_timeout`]. A client whose probe was lost has time for another
 /// one.
 pub const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(10);
+/// Minimum of [`NodeOptions::pin_time_max`]. A node looks for expired pins once a second.
+pub const PIN_TIME_MIN: Duration = Duration::from_secs(1);
 /// Maximum number of L3 devices. Each has its own executor thread.
 pub const L3_DEVICES_MAX: usize = 64;
 
@@ -204,6 +211,10 @@ impl NodeOptions {
         if self.idle_timeout < IDLE_TIMEOUT_MIN {
             let given = self.idle_timeout.as_secs();
             return Err(format!("--idle-timeout is {given} s; the minimum is {} s", IDLE_TIMEOUT_MIN.as_secs()));
+        }
+        if !(PIN_TIME_MIN..=Duration::from_millis(MAX_PIN_MS)).contains(&self.pin_time_max) {
+            let given = self.pin_time_max.as_secs();
+            return Err(format!("--max-pin-time is {given} s; it must be from 1 s to 30 days"));
         }
         if self.write_after_hits == 0 {
             return Err("--write-after-hits is 0; it must be at least 1, or use --write-policy write-through".into());
@@ -346,6 +357,8 @@ mod tests {
         assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());
         let idle_timeout = Duration::from_secs(9);
         assert!(NodeOptions { idle_timeout, ..good.clone() }.validate().unwrap_err().contains("--idle-timeout is 9 s"));
+        let pins = |seconds| NodeOptions { pin_time_max: Duration::from_secs(seconds), ..good.clone() }.validate();
+        assert!(pins(1).is_ok() && pins(0).unwrap_err().contains("--max-pin-time") && pins(31 * 86_400).is_err());
         let per_peer = |max| NodeOptions { connections_per_peer_max: Some(max), ..good.clone() }.validate();
         assert!(per_peer(0).is_err() && per_peer(1024).is_ok() && per_peer(1025).unwrap_err().contains("per-peer"));
         assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));

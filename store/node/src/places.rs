@@ -41,9 +41,10 @@ const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 const KNOWN_MAX: usize = 1024;
 
 /// Origin of a connection, as far as a node can tell without authentication.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Peer {
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Peer {
     /// Processes of this machine and user, over local sockets.
+    #[default]
     Local,
     Address(IpAddr),
 }
@@ -125,11 +126,16 @@ struct PlaceState {
 /// Place of one connection. Dropping it frees the place.
 pub(crate) struct Place {
     places: Arc<Places>,
+    peer: Peer,
     number: u64,
     state: Arc<PlaceState>,
 }
 
 impl Place {
+    pub(crate) fn peer(&self) -> Peer {
+        self.peer
+    }
+
     /// Resolves when the connection must make room for another one.
     pub(crate) async fn closed(&self) {
         self.state.close.cancelled().await;
@@ -236,7 +242,7 @@ impl Places {
         table.open += 1;
         table.descriptors += descriptors;
         table.peers.entry(peer).or_default().open += 1;
-        Ok(Place { places: self.clone(), number, state })
+        Ok(Place { places: self.clone(), peer, number, state })
     }
 
     /// Closes the connections that have been idle for the timeout.

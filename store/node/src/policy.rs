@@ -7,6 +7,8 @@
 //! 3. A dirty page leaves L2 only after its write to L3 was requested. Exceptions: the policy is
 //!    write-through-selective, the page has expired, or the node has no L3.
 //! 4. Hard pins keep at most a quarter of L2, including the ancestors that stay because of them.
+//! 5. A page of a namespace at or below its floor makes room only if no namespace is above its
+//!    floor. Expiry, quotas and forgets are exempt.
 //!
 //! This module decides and `tiers` executes. It does no I/O and reads neither clock nor randomness,
 //! so a model test can drive it. Time comes in as Unix milliseconds. Decisions come back as

@@ -12,10 +12,11 @@
 //!
 //! Lock order, outermost first. A thread takes a lock only while it holds none further down:
 //! 1. the table of open puts (`puts`), which reserves bytes under its lock;
-//! 2. [`Tiers::state`];
-//! 3. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
+//! 2. [`Tiers::shares`], so that floors are set in the order of their changes;
+//! 3. [`Tiers::state`];
+//! 4. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
 //!    the health of a device, the arena. An L3 log and the shards of its index are leaves too, but
-//!    only for threads without 1 and 2.
+//!    only for threads without 1 and 3.
 //!
 //! No lock is held across an `await`. An L3 log calls the damage listener without its own lock,
 //! because the listener takes `state`.
@@ -43,7 +44,9 @@ use crate::holds::Holds;
 use crate::metrics::Metrics;
 use crate::options::NodeOptions;
 use crate::page::{Page, PageShapes};
+use crate::places::Peer;
 use crate::policy::{L2Policy, PinRefused, PolicyActions, PolicyOptions, PutOutcome, WritePolicy};
+use crate::shares::Shares;
 use changes::{ChangeCounters, ChangeStamp};
 use foyer::{Cache, CacheBuilder, FifoConfig};
 use index::PageIndex;
@@ -70,8 +73,8 @@ const MAKE_ROOM_BYTES: u64 = 64 << 20;
 /// The arena hands out slots in multiples of this many bytes.
 pub(crate) const SLOT_UNIT: usize = 4096;
 /// Memory of a page in DRAM beside its payload, in bytes: indices, metadata with checksums, and the
-/// allocator's share. The example `l2_memory` measures 298, and an expiry adds some 100.
-pub(crate) const PAGE_MEMORY_BYTES: u64 = 400;
+/// allocator's share. The example `l2_memory` measures 306, and an expiry adds some 100.
+pub(crate) const PAGE_MEMORY_BYTES: u64 = 416;
 const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
 
 /// Location of a page on L3, with the stamp that tells whether the lookup is still valid. Holds no
@@ -136,6 +139,19 @@ impl Drop for PutReservation {
     }
 }
 
+/// Use of a namespace by a connection. Keeps the namespace's floor.
+pub struct NamespaceUser {
+    tiers: Arc<Tiers>,
+    namespace: NamespaceId,
+    peer: Peer,
+}
+
+impl Drop for NamespaceUser {
+    fn drop(&mut self) {
+        self.tiers.shares.lock().leave(self.namespace, self.peer, now());
+    }
+}
+
 /// State that changes under one lock. Code that changes `policy` applies its actions to `l2` and
 /// `writeback` before it releases the lock: no thread sees one without the other.
 struct TiersState {
@@ -153,6 +169,8 @@ pub struct Tiers {
     l3_reads: Cache<(PageId, u64), Arc<Page>>,
     devices: Devices,
     arena: Arc<Arena>,
+    /// Namespaces in use. See the lock order.
+    shares: Mutex<Shares>,
     state: Mutex<TiersState>,
     shapes: PageShapes,
     touches: TouchQueues,
@@ -217,6 +235,7 @@ impl Tiers {
                 l3_reads,
                 devices,
                 arena,
+                shares: Mutex::default(),
                 state: Mutex::new(TiersState { policy, touches: Vec::new() }),
                 shapes: PageShapes::default(),
                 touches: TouchQueues::default(),
@@ -491,6 +510,9 @@ impl Tiers {
     /// second.
     pub(crate) fn tick(&self) {
         self.send_l3_touches();
+        let mut shares = self.shares.lock();
+        shares.expire(now());
+        self.update_floors(shares);
         self.decide(|policy, now_ms, actions| policy.tick(now_ms, actions));
     }
 
@@ -500,6 +522,25 @@ impl Tiers {
         if let Some(bytes) = quota {
             self.devices.set_quota(namespace, bytes);
         }
+    }
+
+    /// Records that a connection of a peer uses a namespace, until the answer is dropped. Passes
+    /// quota and floors to the policy and the L3 logs, before the first page arrives.
+    pub fn join(&self, namespace: NamespaceId, peer: Peer) -> Option<NamespaceUser> {
+        self.apply_quota(namespace);
+        let tiers = self.this.upgrade()?;
+        let mut shares = self.shares.lock();
+        shares.join(namespace, peer);
+        self.update_floors(shares);
+        Some(NamespaceUser { tiers, namespace, peer })
+    }
+
+    /// Passes changed floors on. Takes the lock, so that an older change never follows a newer one.
+    fn update_floors(&self, mut shares: MutexGuard<'_, Shares>) {
+        let Some(floors) = shares.take_changed() else { return };
+        self.state.lock().policy.set_floors(&floors);
+        self.devices.set_floors(&floors);
+        drop(shares);
     }
 
     /// Walks over the pages in L2: see [`L2Policy::next_from`].

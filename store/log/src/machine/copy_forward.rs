@@ -17,8 +17,11 @@
 //! 1. Copies of hard-pinned pages. In a freshly opened segment they always fit, because they come
 //!    from a segment of the same size. They are at most a quarter of the log, so at most one
 //!    segment in four fills up with them.
-//! 2. The record for which the segment was opened.
-//! 3. Copies of other pages, up to seven eighths of the segment, and on average `keep_percent`.
+//! 2. Copies of pages without which their namespace would fall below its floor. They may fill
+//!    [`FLOOR_RUN_SEGMENTS`] segments in a row, and on average take seven eighths of each. After a
+//!    longer run they come after 3, and the run loses an eighth of the rest.
+//! 3. The record for which the segment was opened.
+//! 4. Copies of other pages, up to seven eighths of the segment, and on average `keep_percent`.
 //!
 //! Steps, and what a crash or failure leaves after each of them:
 //!
@@ -50,7 +53,7 @@
 use super::*;
 use larder_format::PageMeta;
 use larder_format::disk::{RecordBody, record_bytes};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// In a smaller log, the room for copies would be too large a share.
 const SEGMENTS_MIN: u32 = 4;
@@ -59,6 +62,21 @@ const SEGMENTS_MIN: u32 = 4;
 /// used together were often put together.
 const CREDIT_SEGMENTS: u64 = 4;
 
+/// Full segments in a row that copies for floors may fill. Writers get little room meanwhile.
+const FLOOR_RUN_SEGMENTS: u64 = 8;
+
+/// Pages that a choice of copies takes, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Pass {
+    Hard,
+    /// Pages without which their namespace falls below its floor. Those that nothing else retains
+    /// count as leaving first.
+    FloorUnretained,
+    FloorRetained,
+    Soft,
+    Used,
+}
+
 /// Copy these pages, sync the segment of the copies, and report to [`Log::copy_forward_done`] in
 /// any case. A copy is [`Log::begin_maintenance_read`], a verified read, and [`Log::plan_copy`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,8 +84,8 @@ pub struct CopyForward {
     /// The segment that is reclaimed next.
     pub segment: u32,
     pub epoch: u64,
-    /// Records to copy: those of hard-pinned pages first, then soft-pinned ones, then in the order
-    /// in which they became visible.
+    /// Records to copy: those of hard-pinned pages first, then those for floors, soft-pinned ones,
+    /// and used ones, each in the order in which they became visible.
     pub pages: Vec<RecordRef>,
 }
 
@@ -88,8 +106,11 @@ pub(super) struct ChoiceOfCopies {
     target: SegmentEpoch,
     /// Position in the source's list of slots.
     next: usize,
-    /// Pin of the pages that this pass takes: hard-pinned ones first, those without a pin last.
-    pass: Pin,
+    pass: Pass,
+    /// True if copies for floors may fill the target. Otherwise they leave room to `beside`.
+    floors_may_fill: bool,
+    /// Bytes by namespace that leave with the source, as far as floors allow.
+    leaving: BTreeMap<u32, u64>,
     /// The record for which the target was opened, until it has its place.
     beside: Option<(NamespaceId, u64)>,
     pages: Vec<RecordRef>,
@@ -105,6 +126,15 @@ impl LogConfig {
 
     pub(super) fn copy_credit_max(&self) -> u64 {
         self.copied_bytes_share() * CREDIT_SEGMENTS
+    }
+
+    /// Bytes of copies for floors that each reclaim allows, on average.
+    fn floor_bytes_share(&self) -> u64 {
+        self.segment_bytes / 8 * 7
+    }
+
+    pub(super) fn floor_credit_max(&self) -> u64 {
+        self.floor_bytes_share() + (self.segment_bytes - self.floor_bytes_share()) * FLOOR_RUN_SEGMENTS
     }
 }
 
@@ -153,11 +183,14 @@ impl Log {
         let target = self.segments.open_epoch().map(|(segment, open)| SegmentEpoch { segment, epoch: open.number() });
         let Some(target) = target.filter(|_| self.can_copy_forward()) else { return self.reclaim(segment) };
         self.copy_credit = (self.copy_credit + self.config.copied_bytes_share()).min(self.config.copy_credit_max());
+        self.floor_credit = (self.floor_credit + self.config.floor_bytes_share()).min(self.config.floor_credit_max());
         let choice = ChoiceOfCopies {
             source,
             target,
             next: 0,
-            pass: self.retention.first_pass(),
+            pass: self.pass_from(Pass::Hard),
+            floors_may_fill: self.floor_credit >= self.config.segment_bytes,
+            leaving: BTreeMap::new(),
             beside: next_record.map(|(namespace, bytes)| (*namespace, bytes)),
             pages: Vec::new(),
             left: BTreeSet::new(),
@@ -166,16 +199,78 @@ impl Log {
         self.begin_steps();
     }
 
+    /// Replaces the floors of all namespaces, in bytes of records. Together they should take at most
+    /// half of the log. They do not survive a restart.
+    pub fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
+        self.retention.set_floors(floors);
+    }
+
+    /// The first pass from `pass` on that may find pages.
+    fn pass_from(&self, pass: Pass) -> Pass {
+        match pass {
+            Pass::Hard if self.retention.pinned_bytes() > 0 => Pass::Hard,
+            Pass::Hard | Pass::FloorUnretained | Pass::FloorRetained if self.is_floor_at_risk() => {
+                pass.max(Pass::FloorUnretained)
+            }
+            _ if pass <= Pass::Soft && self.retention.has_pins() => Pass::Soft,
+            _ => Pass::Used,
+        }
+    }
+
+    fn pass_after(&self, pass: Pass) -> Option<Pass> {
+        let next = match pass {
+            Pass::Hard => Pass::FloorUnretained,
+            Pass::FloorUnretained => Pass::FloorRetained,
+            Pass::FloorRetained => Pass::Soft,
+            Pass::Soft => Pass::Used,
+            Pass::Used => return None,
+        };
+        Some(self.pass_from(next))
+    }
+
+    /// Returns `true` if the loss of a segment could bring a namespace below its floor. A namespace
+    /// that is alone needs no floor. Costs O(n log n) for n namespaces with a floor.
+    fn is_floor_at_risk(&self) -> bool {
+        let floors = self.retention.floors();
+        let segment_bytes = self.config.segment_bytes;
+        self.config.keep_percent > 0
+            && floors.len() > 1
+            && floors.iter().any(|(namespace, floor)| {
+                let bytes = self.index.namespace_bytes(namespace);
+                bytes > 0 && bytes < floor.saturating_add(segment_bytes)
+            })
+    }
+
+    /// Returns `true` if the namespace of a page would fall below its floor without the page. If
+    /// not, counts the page as leaving.
+    fn is_needed_for_floor(&self, choice: &mut ChoiceOfCopies, slot: u32) -> bool {
+        let entry = self.index.entries.get(slot);
+        let namespace = self.index.namespace(entry.namespace);
+        let floor = self.retention.floors().get(self.index.namespace_of(slot)).copied().unwrap_or(0);
+        let leaving = choice.leaving.entry(entry.namespace).or_default();
+        let without = namespace.bytes.checked_sub(*leaving + entry.record_bytes());
+        if without.is_some_and(|without| without >= floor) {
+            *leaving += entry.record_bytes();
+            return false;
+        }
+        // While the index is full, copies for floors take at most a quarter of it, as hard-pinned
+        // pages do. Small pages could otherwise leave no room to writers.
+        let log_bytes = self.config.segment_bytes * u64::from(self.config.segments_max);
+        let pages = u128::from(self.config.pages_max - pages_reserve(self.config.segment_bytes)) / 2;
+        let floor_pages = pages * u128::from(floor) / u128::from(log_bytes.max(1));
+        floor > 0 && (!self.is_index_full() || u128::from(namespace.pages) <= floor_pages)
+    }
+
     /// Returns `true` if a record must wait until the pages to copy are chosen.
     ///
-    /// Hard-pinned pages take room before any writer does. The record for which the segment was
-    /// opened comes next. Meanwhile other records share the eighth that copies leave to them:
+    /// Hard-pinned pages, and those for floors, take room before any writer does. The record for
+    /// which the segment was opened comes next. Meanwhile other records share the eighth that copies leave to them:
     /// writers could otherwise fill the segment before the choice ends.
     pub(super) fn must_await_choice(&self, namespace: &NamespaceId, bytes: u64) -> bool {
         let NextSegment::Choosing(choice) = &self.next_segment else { return false };
         let end = self.segments.epoch(choice.target.segment).map_or(0, |target| target.end());
         let is_next_record = choice.beside == Some((*namespace, bytes));
-        choice.pass == Pin::Hard || (!is_next_record && end + bytes > self.config.segment_bytes / 8)
+        choice.pass <= Pass::FloorRetained || (!is_next_record && end + bytes > self.config.segment_bytes / 8)
     }
 
     /// Notes that the record for which the open segment was opened has its place, so that copies
@@ -206,8 +301,7 @@ impl Log {
             self.next_segment = NextSegment::Choosing(choice);
             return true;
         }
-        if choice.pass != Pin::None && is_open {
-            let pass = if choice.pass == Pin::Hard { Pin::Soft } else { Pin::None };
+        if let Some(pass) = self.pass_after(choice.pass).filter(|_| is_open) {
             choice = ChoiceOfCopies { next: 0, pass, ..choice };
             self.next_segment = NextSegment::Choosing(choice);
             return true;
@@ -226,41 +320,52 @@ impl Log {
         false
     }
 
-    /// Reserves room for the copy of a page, if it is worth one: it was used, or is pinned. Pages
-    /// without a hard pin are copied only up to seven eighths of the segment, and on average up to
-    /// `keep_percent`.
+    /// Reserves room for the copy of a page, if it is worth one: it was used, is pinned, or is needed
+    /// for a floor. The module documentation has the precedence and the limits of each kind.
     fn consider_copy(&mut self, choice: &mut ChoiceOfCopies, slot: u32) {
         let entry = self.index.entries.get(slot);
         // A page that was never used is not worth a second write: traffic without readers is
         // written once.
-        let is_candidate = entry.segment() == choice.source.segment
-            && self.retention.pin_of(slot) == choice.pass
-            && (choice.pass != Pin::None || self.index.entries.is_used(slot));
+        let pin = self.retention.pin_of(slot);
+        let is_of_pass = match choice.pass {
+            Pass::Hard => pin == Pin::Hard,
+            Pass::FloorUnretained => pin == Pin::None && !self.index.entries.is_used(slot),
+            Pass::FloorRetained => pin == Pin::Soft || (pin == Pin::None && self.index.entries.is_used(slot)),
+            Pass::Soft => pin == Pin::Soft,
+            Pass::Used => pin == Pin::None && self.index.entries.is_used(slot),
+        };
         // The list names a slot twice if it was reused for another page of the segment.
-        if !is_candidate || choice.left.contains(&{ entry.number }) {
+        if !is_of_pass || entry.segment() != choice.source.segment || choice.left.contains(&{ entry.number }) {
+            return;
+        }
+        let is_for_floor = matches!(choice.pass, Pass::FloorUnretained | Pass::FloorRetained);
+        if is_for_floor && !self.is_needed_for_floor(choice, slot) {
             return;
         }
         let segment_bytes = self.config.segment_bytes;
         let bytes = entry.record_bytes();
-        let is_pinned = choice.pass == Pin::Hard;
-        // A copy frees no entry, so while the index is full only hard-pinned pages are copied.
-        if !is_pinned && self.is_index_full() {
+        let is_pinned = choice.pass == Pass::Hard;
+        // A copy frees no entry, so while the index is full few pages are copied.
+        if !is_pinned && !is_for_floor && self.is_index_full() {
             return;
         }
         let Some(target) = self.segments.epoch_mut(choice.target.segment) else { return };
         // Leave an eighth of every segment to new records, so that writers always make progress.
         // Hard-pinned pages are exempt: they are at most a quarter of the log.
         let is_over = target.reserved_bytes() + bytes > segment_bytes / 8 * 7 || bytes > self.copy_credit;
-        if !is_pinned && is_over {
+        let is_refused = if is_for_floor { bytes > self.floor_credit } else { !is_pinned && is_over };
+        if is_refused {
             return;
         }
         let namespace = *self.index.namespace_of(slot);
-        let beside = choice.beside.as_ref().filter(|_| !is_pinned).map(|(namespace, bytes)| (namespace, *bytes));
+        let may_fill = is_pinned || (is_for_floor && choice.floors_may_fill);
+        let beside = choice.beside.as_ref().filter(|_| !may_fill).map(|(namespace, bytes)| (namespace, *bytes));
         if target.reserve_copy(segment_bytes, &namespace, bytes, beside) {
             choice.pages.push(RecordRef { number: entry.number, slot });
             choice.left.insert(entry.number);
-            // Hard-pinned pages are copied without credit too.
+            // Hard-pinned pages, and those for floors, are copied without credit too.
             self.copy_credit -= bytes.min(self.copy_credit);
+            self.floor_credit -= if is_for_floor { bytes } else { 0 };
         }
     }
 

@@ -5,15 +5,17 @@
 //! is not used any more goes with the segment of its copy. Record 0020 compares this with a
 //! ranking.
 //!
+//! A page is also retained if its namespace would fall below its *floor* without it.
+//!
 //! This part holds what only some pages have: pins, the order of pages in namespaces with a quota,
-//! and the order by expiry.
+//! and the order by expiry. It also holds the floors.
 //!
 //! Invariants:
 //! - The quota order holds exactly the pages of namespaces with a quota that have no hard pin.
 //! - The records of hard-pinned pages take at most a quarter of the log.
 
 use super::entry::PackedEntry;
-use larder_format::is_expired;
+use larder_format::{NamespaceId, is_expired};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use thiserror::Error;
@@ -57,6 +59,8 @@ pub(super) struct Retention {
     hands: BTreeMap<u32, u64>,
     /// Expiry in milliseconds since 1970, and slot, of all pages with an expiry.
     expiring: BTreeSet<(u64, u32)>,
+    /// Floors in bytes of records.
+    floors: BTreeMap<NamespaceId, u64>,
 }
 
 impl Retention {
@@ -73,13 +77,16 @@ impl Retention {
         self.pins.get(&slot).copied().unwrap_or_default()
     }
 
-    /// The first pin for which the choice of copies needs a pass.
-    pub(super) fn first_pass(&self) -> Pin {
-        match (self.pinned_bytes, self.pins.is_empty()) {
-            (_, true) => Pin::None,
-            (0, false) => Pin::Soft,
-            _ => Pin::Hard,
-        }
+    pub(super) fn has_pins(&self) -> bool {
+        !self.pins.is_empty()
+    }
+
+    pub(super) fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
+        self.floors = floors;
+    }
+
+    pub(super) fn floors(&self) -> &BTreeMap<NamespaceId, u64> {
+        &self.floors
     }
 
     /// Sets the pin of a page. The caller updates the quota order.

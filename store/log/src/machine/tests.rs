@@ -26,6 +26,7 @@ mod controls;
 mod disk;
 mod eviction;
 mod fallback;
+mod floors;
 
 const IDS: u8 = 12;
 

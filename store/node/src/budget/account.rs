@@ -4,6 +4,8 @@ use super::{
     Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter, OUTSTANDING_MIN,
     PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
 };
+use crate::places::Peer;
+use crate::tiers::SLOT_UNIT;
 use larder_runtime::{fail_point, now, race_point};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,6 +35,12 @@ fn place_end(now: Instant, time: Duration) -> Instant {
 /// Memory of a request of whose body so many bytes have arrived.
 fn request_bytes(body_bytes: usize) -> u64 {
     REQUEST_BYTES + REQUEST_BODY_COPIES * body_bytes as u64
+}
+
+/// Memory that a page of so many bytes takes in the arena. A small page takes far more than its
+/// bytes.
+fn arena_bytes(page_bytes: u64) -> u64 {
+    page_bytes.next_multiple_of(SLOT_UNIT as u64)
 }
 
 /// Account of one connection. Charges keep it alive. Its drop, after the last charge, returns the
@@ -75,9 +83,9 @@ impl Account {
 
     /// Moves the connection to its tenant. Must be called before the first charge for a page:
     /// earlier charges would be subtracted from the wrong tenant.
-    pub(crate) fn set_tenant(&self, tenant: &str) {
+    pub(crate) fn set_tenant(&self, peer: Peer, tenant: &str) {
         let mut state = self.budget.state.lock();
-        let tenant = state.tenants.join(tenant);
+        let tenant = state.tenants.join(peer, tenant);
         let Some(connection) = state.connections.get_mut(&self.connection) else { return };
         let before = std::mem::replace(&mut connection.tenant, tenant);
         state.tenants.leave(before);
@@ -158,6 +166,7 @@ impl Account {
     /// reserves a share nor disconnects a stalled reader.
     pub(crate) fn try_charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Option<Charge> {
         let now = now();
+        let bytes = if kind == Kind::Reads { arena_bytes(bytes) } else { bytes };
         let mut state = self.budget.state.lock();
         let fits = state.tenant_queue.is_empty()
             && self.budget.overrun(&mut state, self.connection, kind, bytes, now).max() == 0;
@@ -177,6 +186,7 @@ impl Account {
     /// its send queue, then for the node. Reads of one connection are granted in FIFO order,
     /// whatever their sizes.
     pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
+        let bytes = arena_bytes(bytes);
         loop {
             let mut grant = match self.wait_for_reader(bytes).await {
                 Ok(charge) => return charge,

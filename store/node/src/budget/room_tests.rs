@@ -15,8 +15,12 @@ fn budget() -> Arc<Budget> {
 }
 
 fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
+    account_of(budget, Peer::Local, tenant)
+}
+
+fn account_of(budget: &Arc<Budget>, peer: Peer, tenant: &str) -> Arc<Account> {
     let account = budget.open().unwrap();
-    account.set_tenant(tenant);
+    account.set_tenant(peer, tenant);
     account
 }
 
@@ -244,6 +248,63 @@ async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
     assert!(open.reserve(&modest) && open.reserve(&modest));
     assert!(!open.reserve(&modest), "at its share");
     assert_eq!(greedy.iter().map(|writer| open.len(writer)).sum::<usize>(), 2);
+}
+
+/// Sends a byte of each connection every 100 ms until `callers` were told to return.
+async fn trickle_for(time: Duration, senders: &[Arc<Account>]) {
+    let end = now() + time;
+    while now() < end {
+        sleep(Duration::from_millis(100)).await;
+        senders.iter().for_each(|sender| sender.record_received(1));
+    }
+}
+
+/// Before, a share was never below a sixteenth: sixteen tenants could keep everything.
+#[tokio::test(start_paused = true)]
+async fn seventeenth_tenant_gets_its_share_of_the_room_that_sixteen_hold() {
+    let options = NodeOptions { in_flight_bytes: Some(2 * 64 * MIB), ..NodeOptions::default() };
+    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let held: Mutex<BTreeMap<u64, Vec<Charge>>> = Mutex::default();
+    let reserve = |account: &Arc<Account>| {
+        let charge = account.charge(Kind::Puts, MIB).ok().or_else(|| {
+            for writer in account.losing_writers(MIB) {
+                while account.takes_from(writer, MIB)
+                    && held.lock().get_mut(&writer.connection).unwrap().pop().is_some()
+                {}
+            }
+            account.charge(Kind::Puts, MIB).ok()
+        });
+        charge.map(|charge| held.lock().entry(account.connection()).or_default().push(charge)).is_some()
+    };
+    let sixteen: Vec<_> = (0..16).map(|number| account(&budget, &number.to_string())).collect();
+    sixteen.iter().cycle().take(64).for_each(|account| assert!(reserve(account)));
+    let next = account(&budget, "17");
+    assert!(!reserve(&next));
+    let told = next.wait_in_line(3 * MIB, MIB).retry_after;
+    trickle_for(told, &sixteen).await;
+    let got = (0..9).take_while(|_| reserve(&next)).count();
+    assert_eq!(got, 3, "a seventeenth of 64 MiB is 3.8 pages");
+}
+
+#[tokio::test(start_paused = true)]
+async fn peer_with_many_tenants_takes_no_share_of_another_peer() {
+    let budget = budget();
+    let open = Open::default();
+    let stranger = Peer::Address([10, 0, 0, 9].into());
+    let many: Vec<_> = (0..4).map(|number| account_of(&budget, stranger, &number.to_string())).collect();
+    many.iter().for_each(|account| assert!(open.reserve(account)));
+    // The same tenant's name from another address is another tenant.
+    let honest = account_of(&budget, Peer::Local, "0");
+    assert!(!open.reserve(&honest));
+    let share = |account: &Arc<Account>| {
+        let mut state = budget.state.lock();
+        let tenant = state.connections.get(&account.connection()).unwrap().tenant;
+        state.tenants.expire(now());
+        state.tenants.share(tenant, Kind::Puts, 4 * PAGE)
+    };
+    assert_eq!((share(&honest), share(&many[0])), (2 * PAGE, PAGE / 2));
+    drop((many, open));
+    assert_eq!(share(&honest), 4 * PAGE);
 }
 
 #[tokio::test(start_paused = true)]

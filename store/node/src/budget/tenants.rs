@@ -1,11 +1,16 @@
 //! Tenants with open connections: their bytes in flight, and the share of each.
 //!
+//! A tenant is the name that a client gave, together with the client's peer: without authentication
+//! a name proves nothing. Peers share equally, and so do the tenants of a peer. A peer that invents
+//! names gets no more.
+//!
 //! Invariants:
-//! - `active` counts the tenants with demand exactly. So a share costs O(1), and a charge
-//!   O(log n) for n tenants, however many of them are idle.
+//! - `active` counts the tenants with demand exactly, and the peers that have such tenants. So a
+//!   share costs O(log n) for n peers, however many tenants are idle.
 //! - A tenant has demand while it has bytes in flight, and until the end of its recorded demand.
 
-use super::{BytesByKind, KINDS, Kind, QueuedRead, TENANT_SHARES_MAX, subtract};
+use super::{BytesByKind, KINDS, Kind, QueuedRead, subtract};
+use crate::places::Peer;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,8 +18,11 @@ use std::time::Instant;
 /// Number of a tenant in the table. A tenant that leaves and returns gets another one.
 pub(super) type TenantNumber = u64;
 
+/// Name of a tenant, and the peer that gave it.
+type TenantKey = (Peer, Arc<str>);
+
 pub(super) struct Tenant {
-    name: Arc<str>,
+    key: TenantKey,
     connections: usize,
     used: BytesByKind,
     puts: u64,
@@ -35,11 +43,11 @@ impl Tenant {
 
 #[derive(Default)]
 pub(super) struct TenantTable {
-    numbers: BTreeMap<Arc<str>, TenantNumber>,
+    numbers: BTreeMap<TenantKey, TenantNumber>,
     tenants: BTreeMap<TenantNumber, Tenant>,
     joined: u64,
-    /// Number of tenants with demand, by kind.
-    active: [u64; KINDS.len()],
+    /// Number of tenants with demand of each peer that has one, by kind.
+    active: [BTreeMap<Peer, u64>; KINDS.len()],
     /// End, kind and tenant of all recorded demand, the earliest end first.
     demand_ends: BTreeSet<(Instant, usize, TenantNumber)>,
 }
@@ -50,8 +58,9 @@ impl TenantTable {
     }
 
     /// Counts one more connection of a tenant. The caller pairs it with [`TenantTable::leave`].
-    pub(super) fn join(&mut self, name: &str) -> TenantNumber {
-        if let Some(&number) = self.numbers.get(name) {
+    pub(super) fn join(&mut self, peer: Peer, name: &str) -> TenantNumber {
+        let key: TenantKey = (peer, name.into());
+        if let Some(&number) = self.numbers.get(&key) {
             if let Some(tenant) = self.tenants.get_mut(&number) {
                 tenant.connections += 1;
             }
@@ -59,16 +68,15 @@ impl TenantTable {
         }
         let number = self.joined;
         self.joined += 1;
-        let name: Arc<str> = name.into();
         let tenant = Tenant {
-            name: name.clone(),
+            key: key.clone(),
             connections: 1,
             used: [0; KINDS.len()],
             puts: 0,
             demand_until: [None; KINDS.len()],
             queue: VecDeque::new(),
         };
-        self.numbers.insert(name, number);
+        self.numbers.insert(key, number);
         self.tenants.insert(number, tenant);
         number
     }
@@ -81,9 +89,11 @@ impl TenantTable {
             return;
         }
         let Some(tenant) = self.tenants.remove(&number) else { return };
-        self.numbers.remove(&tenant.name);
+        self.numbers.remove(&tenant.key);
         for (kind, until) in tenant.demand_until.into_iter().enumerate() {
-            subtract(&mut self.active[kind], u64::from(tenant.is_active(kind)));
+            if tenant.is_active(kind) {
+                self.deactivate(tenant.key.0, kind);
+            }
             if let Some(until) = until {
                 self.demand_ends.remove(&(until, kind, number));
             }
@@ -150,22 +160,33 @@ impl TenantTable {
         }
     }
 
-    /// Returns the bytes that a tenant may use of `max`: equal shares of all tenants with demand.
-    /// The caller has called [`TenantTable::expire`].
+    /// Returns the bytes that a tenant may use of `max`: equal shares of all peers whose tenants
+    /// have demand, divided among those tenants. The caller has called [`TenantTable::expire`].
     pub(super) fn share(&self, number: TenantNumber, kind: Kind, max: u64) -> u64 {
-        let index = kind as usize;
-        let is_active = self.tenants.get(&number).is_some_and(|tenant| tenant.is_active(index));
-        let others = self.active[index] - u64::from(is_active);
-        max / (1 + others).min(TENANT_SHARES_MAX)
+        let Some(tenant) = self.tenants.get(&number) else { return max };
+        let active = &self.active[kind as usize];
+        let of_peer = active.get(&tenant.key.0).copied().unwrap_or(0);
+        let peers = active.len() as u64 + u64::from(of_peer == 0);
+        let tenants = of_peer + u64::from(!tenant.is_active(kind as usize));
+        max / peers / tenants
+    }
+
+    fn deactivate(&mut self, peer: Peer, kind: usize) {
+        let Some(of_peer) = self.active[kind].get_mut(&peer) else { return };
+        subtract(of_peer, 1);
+        if *of_peer == 0 {
+            self.active[kind].remove(&peer);
+        }
     }
 
     fn update(&mut self, number: TenantNumber, kind: usize, change: impl FnOnce(&mut Tenant)) {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         let was_active = tenant.is_active(kind);
         change(tenant);
+        let peer = tenant.key.0;
         match (was_active, tenant.is_active(kind)) {
-            (false, true) => self.active[kind] += 1,
-            (true, false) => subtract(&mut self.active[kind], 1),
+            (false, true) => *self.active[kind].entry(peer).or_default() += 1,
+            (true, false) => self.deactivate(peer, kind),
             (false, false) | (true, true) => {}
         }
     }

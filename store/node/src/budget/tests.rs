@@ -16,7 +16,7 @@ fn budget() -> Arc<Budget> {
 
 fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
     let account = budget.open().unwrap();
-    account.set_tenant(tenant);
+    account.set_tenant(Peer::Local, tenant);
     account
 }
 

@@ -3,6 +3,7 @@
 use super::{Account, Budget, Charge, Kind};
 use crate::model::{block_on, explore, finds};
 use crate::options::NodeOptions;
+use crate::places::Peer;
 use larder_memory::Arena;
 use shuttle::thread;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ fn accounts() -> (Arc<Budget>, [Arc<Account>; 3]) {
     let budget = Budget::new(&options, Arc::default(), Arc::default());
     let accounts = ["a", "a", "b"].map(|tenant| {
         let account = budget.open().unwrap();
-        account.set_tenant(tenant);
+        account.set_tenant(Peer::Local, tenant);
         account
     });
     (budget, accounts)

@@ -7,6 +7,7 @@ use super::{HANDSHAKE_TIMEOUT, Namespace, protocol_error, timed_out};
 use crate::budget::Account;
 use crate::places::Place;
 use crate::state::NodeState;
+use crate::tiers::NamespaceUser;
 use larder_format::codec::DecodeError;
 use larder_wire::{
     ByteSink, ByteSource, ErrorCode, Frame, FrameHeader, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Request,
@@ -24,6 +25,7 @@ pub(super) struct Greeting {
     pub(super) version: u16,
     /// `None` for a client that only manages members or asks for the status.
     pub(super) namespace: Option<Namespace>,
+    pub(super) user: Option<NamespaceUser>,
 }
 
 /// A client that has not introduced itself.
@@ -83,16 +85,16 @@ impl Stranger<'_> {
             let refusal = Response::Error { code: ErrorCode::Version, message };
             return Ok((refusal.frame(PROTOCOL_VERSION_MIN, header.request, None), None));
         }
+        // Without a place, as in simulations, all clients are one peer.
+        let peer_of_place = self.place.map(Place::peer).unwrap_or_default();
         if let Some(namespace) = &namespace {
             // Before any charge: a charge belongs to the tenant of its time.
-            self.account.set_tenant(&namespace.tenant);
+            self.account.set_tenant(peer_of_place, &namespace.tenant);
         }
         let namespace =
             namespace.map(|namespace| Namespace { id: namespace.id(), part_table: namespace.geometry.part_table() });
         let id = namespace.as_ref().map(|namespace| namespace.id);
-        if let Some(id) = id {
-            node.store.tiers().apply_quota(id);
-        }
+        let user = id.and_then(|id| node.store.tiers().join(id, peer_of_place));
         tracing::debug!(peer = %self.peer, client = %name, version, namespace = ?id, "client connected");
         if let Some(place) = self.place {
             // Before the answer: a client that has it must not lose its place as a stranger.
@@ -106,6 +108,6 @@ impl Stranger<'_> {
             arena_listener: node.arena_listener.clone(),
         };
         // The answer is the first message of the negotiated version.
-        Ok((response.frame(version, header.request, None), Some(Greeting { version, namespace })))
+        Ok((response.frame(version, header.request, None), Some(Greeting { version, namespace, user })))
     }
 }

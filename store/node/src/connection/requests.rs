@@ -12,10 +12,11 @@ use larder_format::codec::DecodeError;
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_runtime::{fail_point, now};
 use larder_wire::{
-    ByteSource, Entry, ErrorCode, FrameHead, FrameHeader, FrameReader, MAX_PIN_MS, PageRange, PartLocation, PinKind,
-    Request, ReserveOutcome, Reserved, Response,
+    ByteSource, Entry, ErrorCode, FrameHead, FrameHeader, FrameReader, PageRange, PartLocation, PinKind, Request,
+    ReserveOutcome, Reserved, Response,
 };
 use std::io;
+use std::ops::RangeInclusive;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -229,8 +230,10 @@ impl Connection {
                 Ok(())
             }
             Request::Follow(key) => self.follow(request, id(key), deadline).await,
-            Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !(1..=MAX_PIN_MS).contains(&ttl_ms) => {
-                let message = format!("pins last from 1 to {MAX_PIN_MS} milliseconds, not {ttl_ms}");
+            Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !self.pin_times().contains(&ttl_ms) => {
+                let most = *self.pin_times().end();
+                let message =
+                    format!("pins last from 1 to {most} milliseconds at this node (--max-pin-time), not {ttl_ms}");
                 self.outbox.respond(request, Response::Error { code: ErrorCode::Malformed, message }).await
             }
             message => {
@@ -240,6 +243,11 @@ impl Connection {
                 self.administer(request, operation, deadline).await
             }
         }
+    }
+
+    /// Times to live that a pin may have, in milliseconds.
+    fn pin_times(&self) -> RangeInclusive<u64> {
+        1..=self.node.store.options().pin_time_max.as_millis() as u64
     }
 
     async fn reserve(&mut self, request: u64, namespace: NamespaceId, pages: Vec<Reserved>) -> io::Result<()> {

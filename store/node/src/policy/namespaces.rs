@@ -8,6 +8,7 @@
 
 use super::options::NamespaceQuota;
 use super::{L2Policy, PageState, Resident};
+use crate::shares::Floors;
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
 use larder_format::NamespaceId;
 use larder_runtime::fail_point;
@@ -21,6 +22,13 @@ struct ResidentNamespace {
     bytes: u64,
     /// Resolved when its first page came. The rules never change while a node runs.
     quota: Option<u64>,
+}
+
+impl ResidentNamespace {
+    /// Floor that the evictor keeps. A floor never exceeds the quota, which an operator chose.
+    fn kept_floor(&self, floor: u64) -> u64 {
+        floor.min(self.quota.unwrap_or(u64::MAX))
+    }
 }
 
 /// Quota rules by prefix. A look-up costs one search per length of a prefix, however many rules
@@ -72,6 +80,8 @@ pub(super) struct NamespaceTable {
     free: Vec<NamespaceIndex>,
     indices_used: u32,
     rules: QuotaRules,
+    /// Floors in bytes of the namespaces in use, resident or not.
+    floors: BTreeMap<NamespaceId, u64>,
 }
 
 impl NamespaceTable {
@@ -82,6 +92,7 @@ impl NamespaceTable {
             free: Vec::new(),
             indices_used: 0,
             rules: QuotaRules::new(quota_default, quotas),
+            floors: BTreeMap::new(),
         }
     }
 
@@ -112,13 +123,36 @@ impl NamespaceTable {
             NamespaceIndex(self.indices_used - 1)
         });
         let quota = self.rules.quota(&namespace);
-        // Set even without a quota: the index may carry that of the namespace that had it before.
+        // Set even without a quota or floor: the index may carry those of the namespace that had it
+        // before.
         let enforced = quota.filter(|_| !fail_point!("node.ignore-quota"));
         evictor.set_quota(index, enforced.unwrap_or(u64::MAX), evicted);
         let bytes = u64::from(bytes);
-        self.resident.insert(namespace, ResidentNamespace { index, pages: 1, bytes, quota });
+        let resident = ResidentNamespace { index, pages: 1, bytes, quota };
+        evictor.set_floor(index, resident.kept_floor(self.floor(&namespace)));
+        self.resident.insert(namespace, resident);
         self.by_size.insert((Reverse(size_class(bytes)), namespace));
         index
+    }
+
+    /// Floor of a namespace in bytes. 0 if it is not in use.
+    pub(super) fn floor(&self, namespace: &NamespaceId) -> u64 {
+        self.floors.get(namespace).copied().unwrap_or(0)
+    }
+
+    /// Floors of all namespaces in use, in bytes.
+    pub(super) fn floors(&self) -> impl ExactSizeIterator<Item = (NamespaceId, u64)> {
+        self.floors.iter().map(|(namespace, floor)| (*namespace, *floor))
+    }
+
+    /// Replaces all floors. Costs O(n log n) for n namespaces in use, however many are resident.
+    fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>, evictor: &mut Evictor<PageState, HitDensity>) {
+        let before = std::mem::replace(&mut self.floors, floors);
+        for namespace in before.keys().chain(self.floors.keys()) {
+            if let Some(resident) = self.resident.get(namespace) {
+                evictor.set_floor(resident.index, resident.kept_floor(self.floor(namespace)));
+            }
+        }
     }
 
     pub(super) fn remove_page(&mut self, namespace: NamespaceId, bytes: u32) {
@@ -151,7 +185,15 @@ impl NamespaceTable {
         self.by_size.iter().filter_map(|(_, namespace)| {
             let resident = self.resident.get(namespace)?;
             let ResidentNamespace { pages, bytes, quota, .. } = *resident;
-            Some(NamespaceUse { namespace: *namespace, pages, bytes, quota_bytes: quota })
+            let floor_bytes = resident.kept_floor(self.floor(namespace));
+            Some(NamespaceUse {
+                namespace: *namespace,
+                pages,
+                bytes,
+                quota_bytes: quota,
+                floor_bytes,
+                hard_pinned_bytes: 0,
+            })
         })
     }
 }
@@ -163,6 +205,10 @@ pub struct NamespaceUse {
     pub bytes: u64,
     /// `None` is no limit.
     pub quota_bytes: Option<u64>,
+    /// Bytes that no other namespace can take from this one.
+    pub floor_bytes: u64,
+    /// Bytes that its hard pins keep.
+    pub hard_pinned_bytes: u64,
 }
 
 impl<P: Resident> L2Policy<P> {
@@ -170,10 +216,18 @@ impl<P: Resident> L2Policy<P> {
         self.namespaces.quota(namespace)
     }
 
+    /// Replaces the floors of all namespaces in use.
+    pub fn set_floors(&mut self, floors: &Floors) {
+        let capacity = self.options.capacity_bytes;
+        let floors = floors.iter().map(|(namespace, part)| (*namespace, part.of(capacity))).collect();
+        self.namespaces.set_floors(floors, &mut self.evictor);
+    }
+
     /// Usage of the namespaces with the most bytes, largest first, at most `most` of them. The last
     /// of them may be up to a quarter smaller than one that is left out.
     pub fn namespaces(&self, most: usize) -> Vec<NamespaceUse> {
         let mut uses: Vec<NamespaceUse> = self.namespaces.largest().take(most).collect();
+        uses.iter_mut().for_each(|used| used.hard_pinned_bytes = self.hard_pinned_bytes(&used.namespace));
         uses.sort_by_key(|used| (Reverse(used.bytes), used.namespace));
         uses
     }

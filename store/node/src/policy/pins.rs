@@ -2,7 +2,11 @@
 //!
 //! Invariants:
 //! - L2 keeps a page while the page has a hard pin, or while it keeps a child that came after it.
-//! - All pages kept by hard pins take at most a quarter of L2.
+//! - All pages kept by hard pins take at most a quarter of L2: the *pinnable bytes*.
+//! - Half of the pinnable bytes is divided into floors, as L2 itself is. Beyond their floors, the
+//!   namespaces together pin at most the other half. One alone pins at most three quarters of all,
+//!   so that the next one finds a floor. Pins from before a change of the floors stay until they
+//!   expire.
 //! - The soft-pinned pages of each namespace take at most a quarter of L2.
 
 use super::{L2Policy, Resident};
@@ -13,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// Pins may keep one part in this many of L2. The rest stays for other pages.
-const PINNED_PART: u64 = 4;
+pub(super) const PINNED_PART: u64 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pin {
@@ -36,6 +40,8 @@ pub(super) struct Pins {
     keep_counts: BTreeMap<Slot, u32>,
     /// Bytes of pages kept by hard pins, ancestors included.
     kept_bytes: u64,
+    /// The same per namespace, without zeros.
+    kept_by: BTreeMap<NamespaceId, u64>,
     /// Bytes of soft-pinned pages per namespace, without zeros.
     soft_bytes: BTreeMap<NamespaceId, u64>,
 }
@@ -58,6 +64,25 @@ impl Pins {
         };
     }
 
+    pub(super) fn kept_by(&self, namespace: &NamespaceId) -> u64 {
+        self.kept_by.get(namespace).copied().unwrap_or_default()
+    }
+
+    fn add_kept(&mut self, namespace: NamespaceId, bytes: u64) {
+        self.kept_bytes += bytes;
+        *self.kept_by.entry(namespace).or_default() += bytes;
+    }
+
+    fn remove_kept(&mut self, namespace: NamespaceId, bytes: u64) {
+        let before = self.kept_by(&namespace);
+        assert!(before >= bytes, "let go of {bytes} bytes of {before}");
+        self.kept_bytes -= bytes;
+        match before - bytes {
+            0 => self.kept_by.remove(&namespace),
+            after => self.kept_by.insert(namespace, after),
+        };
+    }
+
     /// Returns a page whose pin has expired.
     pub(super) fn first_expired(&self, now_ms: u64) -> Option<Slot> {
         self.by_expiry.first().filter(|(until_ms, _)| *until_ms <= now_ms).map(|(_, slot)| *slot)
@@ -71,7 +96,8 @@ impl Pins {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PinRefused {
     #[error(
-        "hard pins may keep at most {most} bytes, a quarter of L2, and these pages would exceed that; unpin other pages"
+        "hard pins of this namespace may keep {most} bytes now, its share of a quarter of L2, and these pages would \
+         exceed that; unpin other pages, or wait until pins of others expire"
     )]
     Hard { most: u64 },
     #[error(
@@ -86,7 +112,9 @@ impl<P: Resident> L2Policy<P> {
     /// those are. [`PinKind::None`] removes pins and returns how many pages had one. A refusal
     /// changes nothing.
     pub fn pin(&mut self, ids: &BTreeSet<PageId>, kind: PinKind, until_ms: u64) -> Result<usize, PinRefused> {
-        let most = self.options.capacity_bytes / PINNED_PART;
+        let soft_most = self.options.capacity_bytes / PINNED_PART;
+        // The pins of one namespace leave its maximum as it is.
+        let mut hard_most = None::<(NamespaceId, u64)>;
         let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms }) };
         let mut before = Vec::new();
         for id in ids {
@@ -97,9 +125,15 @@ impl<P: Resident> L2Policy<P> {
             }
             before.push((slot, old));
             self.set_pin(slot, pin);
+            let (_, most) = *match &mut hard_most {
+                Some(known) if known.0 == id.namespace => known,
+                other => other.insert((id.namespace, self.hard_pins_max(&id.namespace))),
+            };
             let refused = match kind {
-                PinKind::Hard if self.pins.kept_bytes > most => PinRefused::Hard { most },
-                PinKind::Soft if self.pins.soft_bytes(&id.namespace) > most => PinRefused::Soft { most },
+                PinKind::Hard if self.pins.kept_by(&id.namespace) > most => PinRefused::Hard { most },
+                PinKind::Soft if self.pins.soft_bytes(&id.namespace) > soft_most => {
+                    PinRefused::Soft { most: soft_most }
+                }
                 _ => continue,
             };
             // The caller holds the lock throughout, so no other thread sees the pins that are
@@ -108,6 +142,28 @@ impl<P: Resident> L2Policy<P> {
             return Err(refused);
         }
         Ok(before.len())
+    }
+
+    /// Bytes that the hard pins of a namespace may keep now. Costs O(n log n) for n namespaces with
+    /// a floor.
+    fn hard_pins_max(&self, namespace: &NamespaceId) -> u64 {
+        let most = self.options.capacity_bytes / PINNED_PART;
+        let others = self.pins.kept_bytes - self.pins.kept_by(namespace);
+        let free = most - others.min(most);
+        // A store without connections, as in tests, knows no namespace in use.
+        if self.namespaces.floors().len() == 0 {
+            return free;
+        }
+        let others_within_floors: u64 = self
+            .namespaces
+            .floors()
+            .filter(|(other, _)| other != namespace)
+            .map(|(other, floor)| self.pins.kept_by(&other).min(floor / PINNED_PART))
+            .sum();
+        let beyond_floors = others - others_within_floors;
+        let common = most / 2 - beyond_floors.min(most / 2);
+        let floor = self.namespaces.floor(namespace) / PINNED_PART;
+        (floor + common).min(most / 4 * 3).min(free)
     }
 
     /// Returns the pin of a page in L2, with the time until it expires.
@@ -120,6 +176,11 @@ impl<P: Resident> L2Policy<P> {
 
     pub fn pinned(&self) -> (usize, u64) {
         (self.pins.by_expiry.len(), self.pins.kept_bytes)
+    }
+
+    /// Bytes that the hard pins of a namespace keep.
+    pub fn hard_pinned_bytes(&self, namespace: &NamespaceId) -> u64 {
+        self.pins.kept_by(namespace)
     }
 
     pub(super) fn set_pin(&mut self, slot: Slot, pin: Option<Pin>) {
@@ -164,8 +225,9 @@ impl<P: Resident> L2Policy<P> {
     }
 
     /// Adds a reason to keep a page. The first reason is one to keep its parent as well, so a call
-    /// walks up to the first ancestor that is kept already.
+    /// walks up to the first ancestor that is kept already. All of them are of one namespace.
     fn keep(&mut self, slot: Slot) {
+        let Some(id) = self.id_at(slot) else { return };
         let mut next = Some(slot);
         while let Some(slot) = next {
             let count = self.pins.keep_counts.entry(slot).or_default();
@@ -173,7 +235,7 @@ impl<P: Resident> L2Policy<P> {
             if *count > 1 {
                 return;
             }
-            self.pins.kept_bytes += u64::from(self.bytes_at(slot));
+            self.pins.add_kept(id.namespace, u64::from(self.bytes_at(slot)));
             self.update_in_pins(slot);
             next = self.live_parent(slot);
         }
@@ -181,6 +243,7 @@ impl<P: Resident> L2Policy<P> {
 
     /// Removes a reason to keep a page. The last one removes a reason to keep its parent as well.
     fn let_go(&mut self, slot: Slot) {
+        let Some(id) = self.id_at(slot) else { return };
         let mut next = Some(slot);
         while let Some(slot) = next {
             // Each `let_go` follows a `keep` of the same page: `live_parent` never returns a later
@@ -192,7 +255,7 @@ impl<P: Resident> L2Policy<P> {
                 return;
             }
             self.pins.keep_counts.remove(&slot);
-            self.pins.kept_bytes -= u64::from(self.bytes_at(slot));
+            self.pins.remove_kept(id.namespace, u64::from(self.bytes_at(slot)));
             self.update_in_pins(slot);
             next = self.live_parent(slot);
         }
@@ -224,7 +287,7 @@ impl<P: Resident> L2Policy<P> {
         if self.pins.keep_counts.remove(&slot).is_none() {
             return;
         }
-        self.pins.kept_bytes -= u64::from(bytes);
+        self.pins.remove_kept(id.namespace, u64::from(bytes));
         if let Some(parent) = self.live_parent(slot) {
             self.let_go(parent);
         }

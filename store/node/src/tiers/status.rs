@@ -42,6 +42,8 @@ impl Tiers {
                     "pages": used.pages,
                     "bytes": used.bytes,
                     "quota_bytes": used.quota_bytes,
+                    "floor_bytes": used.floor_bytes,
+                    "hard_pinned_bytes": used.hard_pinned_bytes,
                 })
             })
             .collect();

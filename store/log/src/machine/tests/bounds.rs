@@ -29,9 +29,17 @@ fn page(n: u64, blocks: u64) -> PageMeta {
     }
 }
 
-/// Does one piece of background work without faults: a slice of a reclaim, or an intent. Copies
-/// every page that the log names.
 fn work(log: &mut Log) {
+    work_with(log, page);
+}
+
+fn put(log: &mut Log, meta: &PageMeta) {
+    put_with(log, meta, page);
+}
+
+/// Does one piece of background work without faults: a slice of a reclaim, or an intent. Copies
+/// every page that the log names. `page` makes a page of its generation and blocks.
+pub(super) fn work_with(log: &mut Log, page: impl Fn(u64, u64) -> PageMeta) {
     if log.reclaim_step() {
         return;
     }
@@ -54,12 +62,13 @@ fn work(log: &mut Log) {
     }
 }
 
-fn put(log: &mut Log, meta: &PageMeta) {
+/// Puts a page, with as much background work as that needs.
+pub(super) fn put_with(log: &mut Log, meta: &PageMeta, page: impl Fn(u64, u64) -> PageMeta + Copy) {
     for _ in 0..100_000 {
         match log.append(meta).unwrap() {
             Append::Write(write) => return log.write_done(write, WriteOutcome::Written),
             Append::AlreadyThere => return,
-            Append::Wait => work(log),
+            Append::Wait => work_with(log, page),
         }
     }
     panic!("the writer found no room although every segment was reclaimed once");

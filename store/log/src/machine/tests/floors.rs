@@ -1,0 +1,150 @@
+//! Floors: pages that a log copies because their namespace would fall below its floor.
+
+use super::bounds::{put_with, work_with};
+use super::*;
+
+const SEGMENT_BYTES: u64 = 256 << 10;
+const SEGMENTS: u32 = 40;
+const LOG_BYTES: u64 = SEGMENT_BYTES * SEGMENTS as u64;
+const RECORD_BYTES: u64 = 2 * BLOCK_BYTES as u64;
+
+fn big_log(pages_max: u64) -> Log {
+    Log::new(LogConfig { segment_bytes: SEGMENT_BYTES, pages_max, ..config(SEGMENTS) })
+}
+
+fn namespace(number: u64) -> NamespaceId {
+    NamespaceId([number as u8; 32])
+}
+
+/// The page of a generation, which names the namespace and the key.
+fn page_of(generation: u64, blocks: u64) -> PageMeta {
+    let bytes = (blocks * BLOCK_BYTES as u64) as u32;
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&generation.to_le_bytes());
+    PageMeta {
+        id: PageId { namespace: namespace(generation >> 32), key: PageKey(key) },
+        parent: PageKey::NONE,
+        position: 0,
+        generation,
+        expires_unix_ms: 0,
+        part_bytes: vec![bytes],
+        chunk_crcs: vec![0; PageMeta::chunks_of(bytes)],
+    }
+}
+
+fn page(namespace: u64, n: u64) -> PageMeta {
+    page_of(namespace << 32 | n, 1)
+}
+
+/// Puts pages of one block, with numbers in this range.
+fn put_pages(log: &mut Log, namespace: u64, numbers: std::ops::Range<u64>) {
+    for n in numbers {
+        put_with(log, &page(namespace, n), page_of);
+        // The background work keeps up with the writers.
+        work_with(log, page_of);
+    }
+}
+
+fn found(log: &Log, namespace: u64, numbers: std::ops::Range<u64>) -> usize {
+    numbers.filter(|n| log.find(&page(namespace, *n).id, 0).is_some()).count()
+}
+
+fn floors(of: &[(u64, u64)]) -> BTreeMap<NamespaceId, u64> {
+    of.iter().map(|&(number, bytes)| (namespace(number), bytes)).collect()
+}
+
+#[test]
+fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
+    let floor = LOG_BYTES / 4;
+    for (floors, expected) in [(floors(&[]), 0), (floors(&[(2, floor)]), 0), (floors(&[(1, floor), (2, floor)]), 100)] {
+        let mut log = big_log(u64::MAX);
+        log.set_floors(floors);
+        put_pages(&mut log, 1, 0..100);
+        put_pages(&mut log, 2, 0..10_000);
+        assert_eq!(found(&log, 1, 0..100), expected);
+        assert!(found(&log, 2, 9000..10_000) == 1000, "the newest pages of the burst are there");
+        let copied = log.counts().copied_pages;
+        assert!(copied <= 100 * 12, "each page is copied once per turn of the log: {copied}");
+    }
+}
+
+#[test]
+fn namespace_falls_to_its_floor_and_no_further() {
+    let floor = LOG_BYTES / 4;
+    let mut log = big_log(u64::MAX);
+    log.set_floors(floors(&[(1, floor), (2, floor)]));
+    put_pages(&mut log, 1, 0..4000);
+    assert!(log.index.namespace_bytes(&namespace(1)) > LOG_BYTES / 10 * 9, "alone it has nearly everything");
+    let mut least = u64::MAX;
+    for n in 0..20_000 {
+        put_pages(&mut log, 2, n..n + 1);
+        least = least.min(log.index.namespace_bytes(&namespace(1)));
+    }
+    // The floor is a run of ten segments, and eight of them are copied as a whole.
+    assert!(least >= floor - 2 * SEGMENT_BYTES / 8 - RECORD_BYTES, "{least} of {floor}");
+    assert!(least < floor + 2 * SEGMENT_BYTES, "{least} of {floor}");
+    let copied = log.counts().copied_pages;
+    assert!(copied < 20_000 / 2, "{copied} copies for 20,000 puts");
+}
+
+/// Of the pages of a namespace, those that nobody used leave first.
+#[test]
+fn used_pages_of_a_namespace_leave_last() {
+    let floor = LOG_BYTES / 8;
+    let mut log = big_log(u64::MAX);
+    log.set_floors(floors(&[(1, floor), (2, floor)]));
+    put_pages(&mut log, 1, 0..300);
+    (0..300).step_by(3).for_each(|n| log.touch(&page(1, n).id));
+    put_pages(&mut log, 2, 0..3000);
+    let used = (0..300).step_by(3).filter(|n| log.find(&page(1, *n).id, 0).is_some()).count();
+    assert_eq!(used, 100);
+    assert!((floor / RECORD_BYTES..180).contains(&(found(&log, 1, 0..300) as u64)));
+}
+
+/// A stranger's small pages fill the index before the device.
+#[test]
+fn full_index_keeps_pages_below_the_floor() {
+    let mut log = big_log(0);
+    let max = log.counts().pages_max;
+    log.set_floors(floors(&[(1, LOG_BYTES / 4), (2, LOG_BYTES / 4)]));
+    let kept = max / 32;
+    put_pages(&mut log, 1, 0..kept);
+    put_pages(&mut log, 2, 0..10_000);
+    assert_eq!(found(&log, 1, 0..kept) as u64, kept, "{max} pages at most");
+    assert!(log.pages_tracked() <= max);
+    // More than its part of the index is not protected: writers must find room.
+    put_pages(&mut log, 1, 1000..1000 + max / 4);
+    put_pages(&mut log, 2, 10_000..20_000);
+    assert!(log.counts().copied_pages < 20_000 / 2, "{}", log.counts().copied_pages);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    /// Whatever the namespaces put, each keeps its floor or what it put, whichever is less. The
+    /// floors together are a run of twenty segments at most, which may lose an eighth.
+    #[test]
+    fn floors_hold_for_random_bursts(
+        bursts in prop::collection::vec((1u64..5, 1u64..1500), 1..12),
+        uses in any::<bool>(),
+    ) {
+        let floor = LOG_BYTES / 8;
+        let mut log = big_log(u64::MAX);
+        log.set_floors(floors(&[(1, floor), (2, floor), (3, floor), (4, floor)]));
+        let mut put = BTreeMap::<u64, u64>::new();
+        for (number, pages) in bursts {
+            let first = put.get(&number).copied().unwrap_or(0);
+            put_pages(&mut log, number, first..first + pages);
+            put.insert(number, first + pages);
+            if uses {
+                (first..first + pages).step_by(2).for_each(|n| log.touch(&page(number, n).id));
+            }
+            for (number, pages) in &put {
+                let kept = floor.min(pages * RECORD_BYTES);
+                let least = kept - kept / 8;
+                let bytes = log.index.namespace_bytes(&namespace(*number));
+                prop_assert!(bytes >= least, "namespace {number}: {bytes} of {least}");
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! Namespaces in use, and the part of a tier that is the floor of each: bytes that other namespaces
+//! cannot take from it.
+//!
+//! Half of a tier is divided into floors: equally among the peers, and the part of a peer equally
+//! among the namespaces that it uses. A namespace that several peers use has a part of each.
+//!
+//! Invariants:
+//! - All floors together are at most half of a tier.
+//! - A namespace is *in use* by a peer while the peer has a connection with it, and for
+//!   [`USED_FOR`] after the last one.
+//! - The first [`FLOORS_PER_PEER`] namespaces of a peer have floors. So a peer that opens many takes
+//!   nothing from other peers, and leaves a sixteenth of its own part to each namespace before.
+//! - The table is bounded by the connections, [`ENDED_PER_PEER`] and [`PEERS_MAX`].
+//!
+//! A node knows a peer by its address only. Record 0024 tells what that does not defend.
+
+use crate::places::Peer;
+use larder_format::NamespaceId;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// Time for which a namespace keeps its floor after its last connection. An engine restarts within
+/// it, and an abandoned model leaves its room to others soon.
+pub(crate) const USED_FOR: Duration = Duration::from_secs(600);
+/// Namespaces of one peer that have a floor. A router of a few models with some tenants each finds
+/// room, and the smallest floor is still worth having.
+const FLOORS_PER_PEER: usize = 16;
+/// Namespaces of a peer without a connection that the table keeps.
+const ENDED_PER_PEER: usize = 64;
+/// Peers that the table keeps, beyond those with connections.
+const PEERS_MAX: usize = 1024;
+
+/// Part of the floors of a tier, in units of 2^-32. All parts together are at most 1.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FloorPart(u64);
+
+impl FloorPart {
+    const ALL: u64 = 1 << 32;
+
+    /// Floor in a tier of `capacity_bytes`.
+    pub fn of(self, capacity_bytes: u64) -> u64 {
+        let bytes = u128::from(capacity_bytes / 2) * u128::from(self.0) / u128::from(FloorPart::ALL);
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+}
+
+pub type Floors = BTreeMap<NamespaceId, FloorPart>;
+
+/// Use of a namespace by a peer.
+#[derive(Debug)]
+struct Use {
+    /// Order in which the peer began to use its namespaces.
+    number: u64,
+    connections: usize,
+    /// End of the use. `None` while there are connections.
+    ends_at: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Shares {
+    peers: BTreeMap<Peer, BTreeMap<NamespaceId, Use>>,
+    uses_begun: u64,
+    has_changed: bool,
+    next_end: Option<Instant>,
+}
+
+impl Shares {
+    /// Counts one more connection. The caller pairs it with [`Shares::leave`].
+    pub(crate) fn join(&mut self, namespace: NamespaceId, peer: Peer) {
+        if self.peers.len() >= PEERS_MAX && !self.peers.contains_key(&peer) {
+            self.forget_a_peer();
+        }
+        let number = self.uses_begun;
+        let uses = self.peers.entry(peer).or_default();
+        let used = uses.entry(namespace).or_insert(Use { number, connections: 0, ends_at: None });
+        used.connections += 1;
+        used.ends_at = None;
+        if used.number != number {
+            return;
+        }
+        self.uses_begun += 1;
+        self.has_changed |= uses.len() <= FLOORS_PER_PEER;
+        if uses.len() > ENDED_PER_PEER {
+            let ended = uses.iter().filter_map(|(namespace, used)| Some((used.ends_at?, *namespace)));
+            let ended: Vec<(Instant, NamespaceId)> = ended.collect();
+            if ended.len() > ENDED_PER_PEER
+                && let Some((_, first)) = ended.into_iter().min()
+            {
+                uses.remove(&first);
+                self.has_changed = true;
+            }
+        }
+    }
+
+    pub(crate) fn leave(&mut self, namespace: NamespaceId, peer: Peer, now: Instant) {
+        let Some(used) = self.peers.get_mut(&peer).and_then(|uses| uses.get_mut(&namespace)) else { return };
+        assert!(used.connections > 0, "a connection left a namespace that it had not joined");
+        used.connections -= 1;
+        if used.connections == 0 {
+            let ends_at = now + USED_FOR;
+            used.ends_at = Some(ends_at);
+            self.next_end = Some(self.next_end.map_or(ends_at, |next| next.min(ends_at)));
+        }
+    }
+
+    /// Ends the uses whose time is over. Visits the table only if there may be one.
+    pub(crate) fn expire(&mut self, now: Instant) {
+        if self.next_end.is_none_or(|next| now < next) {
+            return;
+        }
+        self.peers.retain(|_, uses| {
+            uses.retain(|_, used| used.ends_at.is_none_or(|end| now < end));
+            !uses.is_empty()
+        });
+        self.next_end = self.peers.values().flat_map(|uses| uses.values()).filter_map(|used| used.ends_at).min();
+        self.has_changed = true;
+    }
+
+    /// Returns the floors if they may have changed since the last call.
+    pub(crate) fn take_changed(&mut self) -> Option<Floors> {
+        if !std::mem::take(&mut self.has_changed) {
+            return None;
+        }
+        let mut floors = Floors::new();
+        for uses in self.peers.values() {
+            let mut first: Vec<(u64, NamespaceId)> = uses.iter().map(|(id, used)| (used.number, *id)).collect();
+            first.sort_unstable();
+            first.truncate(FLOORS_PER_PEER);
+            let part = FloorPart::ALL / self.peers.len() as u64 / first.len().max(1) as u64;
+            first.into_iter().for_each(|(_, namespace)| floors.entry(namespace).or_default().0 += part);
+        }
+        Some(floors)
+    }
+
+    /// Forgets the peer without connections whose use ends first.
+    fn forget_a_peer(&mut self) {
+        let end_of = |uses: &BTreeMap<NamespaceId, Use>| {
+            let ends: Option<Vec<Instant>> = uses.values().map(|used| used.ends_at).collect();
+            ends?.into_iter().max()
+        };
+        let ended = self.peers.iter().filter_map(|(peer, uses)| Some((end_of(uses)?, *peer)));
+        if let Some((_, peer)) = ended.min() {
+            self.peers.remove(&peer);
+            self.has_changed = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    fn id(number: u32) -> NamespaceId {
+        let mut id = [0; 32];
+        id[..4].copy_from_slice(&number.to_be_bytes());
+        NamespaceId(id)
+    }
+
+    fn peer(host: u32) -> Peer {
+        Peer::Address(Ipv4Addr::from_bits(host).into())
+    }
+
+    /// Floor of a namespace in a tier of 96,000 bytes, of which half is for floors.
+    fn floor(floors: &Floors, namespace: u32) -> u64 {
+        floors.get(&id(namespace)).map_or(0, |part| part.of(96_000) + 1) / 10 * 10
+    }
+
+    #[test]
+    fn peers_share_equally_and_so_do_the_namespaces_of_a_peer() {
+        let mut shares = Shares::default();
+        shares.join(id(1), peer(1));
+        let floors = shares.take_changed().unwrap();
+        assert_eq!((floor(&floors, 1), floors[&id(1)].of(96_000)), (48_000, 48_000));
+        shares.join(id(2), peer(1));
+        shares.join(id(3), peer(2));
+        let floors = shares.take_changed().unwrap();
+        assert_eq!([1, 2, 3].map(|n| floor(&floors, n)), [12_000, 12_000, 24_000]);
+        // A second peer of a namespace adds its part.
+        shares.join(id(1), peer(2));
+        let floors = shares.take_changed().unwrap();
+        assert_eq!([1, 2, 3].map(|n| floor(&floors, n)), [24_000, 12_000, 12_000]);
+        shares.join(id(1), peer(2));
+        assert_eq!(shares.take_changed(), None);
+    }
+
+    #[test]
+    fn peer_with_many_namespaces_takes_nothing_from_others_and_little_from_its_own_first_ones() {
+        let mut shares = Shares::default();
+        shares.join(id(1), peer(1));
+        shares.join(id(2), peer(2));
+        let now = larder_runtime::now();
+        for number in 100..5000 {
+            shares.join(id(number), peer(2));
+            if number % 2 == 0 {
+                shares.leave(id(number), peer(2), now);
+            }
+        }
+        let floors = shares.take_changed().unwrap();
+        assert_eq!((floor(&floors, 1), floor(&floors, 2)), (24_000, 1_500));
+        assert_eq!(floors.len(), 1 + FLOORS_PER_PEER);
+        let sum: u64 = floors.values().map(|part| part.of(96_000)).sum();
+        assert!(sum <= 48_000, "{sum}");
+        (101..5000).step_by(2).for_each(|number| shares.leave(id(number), peer(2), now));
+        shares.join(id(6000), peer(2));
+        shares.expire(now + USED_FOR);
+        assert_eq!(shares.take_changed().map(|floors| floors.len()), Some(3), "1, 2 and 6000 have connections");
+    }
+
+    #[test]
+    fn namespace_keeps_its_floor_for_a_while_after_its_last_connection() {
+        let mut shares = Shares::default();
+        let now = larder_runtime::now();
+        shares.join(id(1), peer(1));
+        shares.join(id(2), peer(1));
+        shares.leave(id(1), peer(1), now);
+        shares.take_changed();
+        shares.expire(now + USED_FOR - Duration::from_secs(1));
+        assert_eq!(shares.take_changed(), None);
+        shares.expire(now + USED_FOR);
+        let floors = shares.take_changed().unwrap();
+        assert_eq!((floor(&floors, 1), floor(&floors, 2)), (0, 48_000));
+    }
+
+    #[test]
+    fn table_is_bounded_in_peers_and_in_namespaces() {
+        let mut shares = Shares::default();
+        let now = larder_runtime::now();
+        shares.join(id(1), peer(0));
+        for host in 1..3000 {
+            shares.join(id(host), peer(host));
+            shares.leave(id(host), peer(host), now + Duration::from_millis(host.into()));
+        }
+        assert_eq!(shares.peers.len(), PEERS_MAX);
+        assert!(shares.peers.contains_key(&peer(0)) && shares.peers.contains_key(&peer(2999)));
+        for number in 0..500 {
+            shares.join(id(number), peer(0));
+            shares.leave(id(number), peer(0), now);
+        }
+        assert!(shares.peers[&peer(0)].len() <= ENDED_PER_PEER + 2);
+    }
+}
