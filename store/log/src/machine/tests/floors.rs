@@ -94,7 +94,7 @@ fn used_pages_of_a_namespace_leave_last() {
     let mut log = big_log(u64::MAX);
     log.set_floors(floors(&[(1, floor), (2, floor)]));
     put_pages(&mut log, 1, 0..300);
-    (0..300).step_by(3).for_each(|n| log.touch(&page(1, n).id));
+    (0..300).step_by(3).for_each(|n| log.entries().touch(&page(1, n).id));
     put_pages(&mut log, 2, 0..3000);
     let used = (0..300).step_by(3).filter(|n| log.find(&page(1, *n).id, 0).is_some()).count();
     assert_eq!(used, 100);
@@ -137,7 +137,7 @@ proptest! {
             put_pages(&mut log, number, first..first + pages);
             put.insert(number, first + pages);
             if uses {
-                (first..first + pages).step_by(2).for_each(|n| log.touch(&page(number, n).id));
+                (first..first + pages).step_by(2).for_each(|n| log.entries().touch(&page(number, n).id));
             }
             for (number, pages) in &put {
                 let kept = floor.min(pages * RECORD_BYTES);
