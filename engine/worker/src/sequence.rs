@@ -163,9 +163,8 @@ impl DecodeOutput {
         }
     }
 
-    /// Samples the next token and builds its event. The reason is `Some` for the last token.
-    fn next(&mut self, logits: &[f32]) -> (u32, DecodeEvent, Option<FinishReason>) {
-        let id = self.sampler.sample(logits);
+    /// Builds the event of the next token. The reason is `Some` for the last token.
+    fn next(&mut self, id: u32) -> (DecodeEvent, Option<FinishReason>) {
         self.generated += 1;
         let ended = !self.ignore_eos && self.eos_tokens.contains(&id);
         let mut text = String::new();
@@ -188,7 +187,7 @@ impl DecodeOutput {
             stopped = self.flush(&mut text);
         }
         let reason = if stopped { Some(FinishReason::Stop) } else { reason };
-        (id, DecodeEvent::Token { id, text }, reason)
+        (DecodeEvent::Token { id, text }, reason)
     }
 
     /// Appends the text held back for incomplete characters and stop strings. Returns `true` if it
@@ -386,9 +385,17 @@ impl Sequence {
         self.count_pages(PageSource::Computed, whole.filter(|&page| page < cacheable).count());
     }
 
-    /// Samples the next token and sends it. Returns the outcome if the request ends: it was the
+    /// Sampler of a request that generates. Its state advances with each token.
+    pub(crate) fn sampler(&mut self) -> Option<&mut Sampler> {
+        match &mut self.kind {
+            RequestKind::Decode(output) => Some(&mut output.sampler),
+            RequestKind::Prefill(_) => None,
+        }
+    }
+
+    /// Appends a sampled token and sends it. Returns the outcome if the request ends: it was the
     /// last token, or the client is gone.
-    pub(crate) fn generate(&mut self, logits: &[f32]) -> Option<RequestOutcome> {
+    pub(crate) fn generate(&mut self, id: u32) -> Option<RequestOutcome> {
         let RequestKind::Decode(output) = &mut self.kind else { return Some(RequestOutcome::Failed) };
         if output.generated == 0 {
             let start = DecodeStart {
@@ -404,7 +411,7 @@ impl Sequence {
                 return Some(RequestOutcome::Cancelled);
             }
         }
-        let (id, event, reason) = output.next(logits);
+        let (event, reason) = output.next(id);
         self.metrics.tokens_generated.inc();
         // The channel has room for all events, so an error means that the client is gone.
         if output.events.try_send(event).is_err() {

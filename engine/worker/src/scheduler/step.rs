@@ -10,8 +10,12 @@ use crate::publish::{CompletingPage, PublishHooks};
 use crate::sequence::{RequestKind, Sequence};
 use crate::store::PutSource;
 use larder_client::PutOutcome;
-use larder_model::{Chunk, LogitRows, is_finite};
+use larder_model::{Chunk, LogitRows, Sampler, is_finite};
+use rayon::prelude::*;
 use std::time::Instant;
+
+/// Logits of a chunk that are NaN or infinite. No token may follow from them.
+struct NotFinite;
 
 impl Scheduler {
     /// Runs one step. Returns `false` if no request was computed: none was ready, or none got a
@@ -157,16 +161,33 @@ impl Scheduler {
         hooks
     }
 
+    /// Samples a token for every chunk with logits, in parallel: a vocabulary has 150,000 of them.
+    /// Fails for logits that are not finite.
+    fn sample(&mut self, granted: &[PlannedChunk], logits: &[Vec<f32>]) -> Vec<Result<Option<u32>, NotFinite>> {
+        let mut plans = granted.iter().zip(logits).peekable();
+        let mut rows = Vec::with_capacity(granted.len());
+        for (at, sequence) in self.active.iter_mut().enumerate() {
+            if let Some((_, logits)) = plans.next_if(|(plan, _)| plan.candidate == at) {
+                rows.push((sequence.sampler().filter(|_| !logits.is_empty()), logits));
+            }
+        }
+        let sample = |(sampler, logits): (Option<&mut Sampler>, &Vec<f32>)| {
+            is_finite(logits).then(|| sampler.map(|sampler| sampler.sample(logits))).ok_or(NotFinite)
+        };
+        rows.into_par_iter().map(sample).collect()
+    }
+
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         let mut ended = Vec::new();
         let mut unusable = Vec::new();
-        for (chunk, (plan, logits)) in granted.iter().zip(&logits).enumerate() {
+        let sampled = self.sample(granted, &logits);
+        for (chunk, (plan, sampled)) in granted.iter().zip(sampled).enumerate() {
             let sequence = &mut self.active[plan.candidate];
             // Before its pages enter L1. Their puts are aborted below, because they are not sealed.
-            if hooks.found_unusable(chunk) || !is_finite(logits) {
+            let (Ok(token), false) = (sampled, hooks.found_unusable(chunk)) else {
                 unusable.push(sequence.id);
                 continue;
-            }
+            };
             let uses_l1 = sequence.cache.uses_l1();
             let private_from = sequence.private_from();
             let keys = &sequence.keys;
@@ -179,8 +200,8 @@ impl Scheduler {
                 }
             });
             sequence.count_computed(plan.tokens, whole);
-            if matches!(sequence.kind, RequestKind::Decode(_)) && sequence.pending() == 0 {
-                ended.extend(sequence.generate(logits).map(|outcome| (sequence.id, outcome)));
+            if let Some(token) = token {
+                ended.extend(sequence.generate(token).map(|outcome| (sequence.id, outcome)));
             }
         }
         // After the loop, because the commits name the pages that it sealed.
