@@ -47,8 +47,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time an engine stays in the table after the store last named it, provided that it still answers.
 /// A restarted store node does not name an engine until the engine has registered again.
 const UNNAMED_GRACE: Duration = Duration::from_secs(10);
-/// Maximum time for an engine of the table to confirm its identity. Short, because the refresh waits
-/// for it.
+/// Maximum time for an engine of the table to confirm its identity. Short, because the refresh
+/// waits for it.
 const CONFIRM_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time without an answer after which an engine leaves the table while no store node answers. More
 /// than one check, because a busy machine may miss one.
@@ -304,8 +304,8 @@ impl Discovery {
 }
 
 /// Members that describe themselves as engines with a valid page geometry and URL. Other members of
-/// the store, such as benchmarks, are skipped. So are all but one with the same description: a member
-/// that registers another one many times would multiply its load.
+/// the store, such as benchmarks, are skipped. So are all but one with the same description: a
+/// member that registers another one many times would multiply its load.
 fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
     let mut named = BTreeMap::new();
     let mut described = HashSet::new();

@@ -515,14 +515,15 @@ impl Generation {
         Err(CallError::violation(self.engine_name(), reason))
     }
 
-    /// Returns `true` if the vocabulary that this engine has sent lacks token `id`. Another engine's
-    /// files prove nothing: either of the two may be wrong.
+    /// Returns `true` if the vocabulary that this engine has sent lacks token `id`. Another
+    /// engine's files prove nothing: either of the two may be wrong.
     fn contradicts_its_files(&self, id: u32) -> bool {
         let model = &self.plan.model;
         model.source == self.engine_name() && model.vocab_size.is_some_and(|vocab| id >= vocab)
     }
 
-    /// Returns `true` if the answer has as many tokens as the request or the engine's context allows.
+    /// Returns `true` if the answer has as many tokens as the request or the engine's context
+    /// allows.
     fn is_at_limit(&self) -> bool {
         let context = self.load.engine().info.max_context as usize;
         self.limits.tokens == 0 || self.plan.prompt.tokens.len() + self.limits.received >= context

@@ -240,8 +240,8 @@ fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: Calle
     ([(header::CONTENT_TYPE, CONTENT_TYPE_NDJSON)], Body::from_stream(lines)).into_response()
 }
 
-/// Keys of those pages of a prefix that this engine can hold. Bounds the memory of the holds: a body
-/// has room for many times the context.
+/// Keys of those pages of a prefix that this engine can hold. Bounds the memory of the holds: a
+/// body has room for many times the context.
 fn forgettable(tokens: &[u32], context: usize, page_tokens: usize) -> HashSet<PageKey> {
     page_keys(&tokens[..tokens.len().min(context)], page_tokens).into_iter().collect()
 }

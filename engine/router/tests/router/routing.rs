@@ -112,8 +112,8 @@ async fn engine_that_exceeds_its_output_limits_is_dropped() {
     assert!(cluster.router.engines().is_empty());
 }
 
-/// Asks until the first decode engine has answered wrongly. All answers must be complete: the second
-/// engine takes over.
+/// Asks until the first decode engine has answered wrongly. All answers must be complete: the
+/// second engine takes over.
 async fn provoke(cluster: &TestCluster) {
     let is_out = || cluster.router.engines().iter().all(|engine| engine.name != "decode-0");
     for words in 1..50 {

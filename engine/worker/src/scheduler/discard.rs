@@ -1,8 +1,8 @@
 //! Pages that leave L1 before their eviction: forgotten, damaged, refused by the store, or suspect.
 //!
 //! A *suspect* page has intact checksums, but its values may be wrong, because another client may
-//! have put it. The engine looks for such pages when a pass gives values that are not finite (NaN or
-//! infinite).
+//! have put it. The engine looks for such pages when a pass gives values that are not finite (NaN
+//! or infinite).
 //!
 //! Invariants:
 //! - From the answer to a forget until the end of its hold, the engine neither caches the forgotten
