@@ -20,7 +20,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Deadline of requests whose answers nobody reads, in milliseconds.
+/// Deadline of requests whose answers no client reads, in milliseconds.
 const DEADLINE_MS: u32 = 30_000;
 /// Pages of one batch of the flood, and the pause between two batches.
 const FLOOD_PAGES: u64 = 4;
@@ -306,7 +306,7 @@ fn nonsense(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     .boxed()
 }
 
-/// Registers members whose descriptions are nonsense, or name a port where nobody listens.
+/// Registers members whose descriptions are nonsense, or name a port where no server listens.
 fn register(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
         let mut raw = Raw::connect(&stranger, None).await?;
