@@ -88,10 +88,12 @@ impl<S: Send + Sync> FromRequest<S> for RequestBody {
     }
 }
 
-/// Bytes of a body that arrives, with the memory charged for them.
+/// Bytes of a body that arrives, with a charge for the whole buffer.
 #[derive(Debug)]
 struct ArrivingBody {
     bytes: Vec<u8>,
+    /// Length that the body cannot exceed.
+    bytes_max: usize,
     charge: Charge,
 }
 
@@ -108,18 +110,25 @@ impl AsRef<[u8]> for ChargedBytes {
 }
 
 impl ArrivingBody {
-    fn new(memory: Arc<BodyMemory>) -> ArrivingBody {
-        ArrivingBody { bytes: Vec::new(), charge: Charge { bytes: 0, memory } }
+    /// Body of at most `bytes_max` bytes: the announced length, or else the limit.
+    fn new(memory: Arc<BodyMemory>, bytes_max: usize) -> ArrivingBody {
+        ArrivingBody { bytes: Vec::new(), bytes_max, charge: Charge { bytes: 0, memory } }
     }
 
     /// Appends `piece`. Returns `false`, without a change, if the server has no memory for it.
     fn append(&mut self, piece: &[u8]) -> bool {
-        // The first part is free, so that small requests work while large ones fill the memory.
-        let owed = (self.bytes.len() + piece.len()).saturating_sub(BODY_BYTES_FREE);
-        if !self.charge.memory.take(owed - self.charge.bytes) {
-            return false;
+        let length = self.bytes.len() + piece.len();
+        if length > self.bytes.capacity() {
+            // Doubles, so that the copies of all growths together stay below the length.
+            let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
+            // The first part is free, so that small requests work while large ones fill the memory.
+            let owed = capacity.saturating_sub(BODY_BYTES_FREE);
+            if !self.charge.memory.take(owed - self.charge.bytes) {
+                return false;
+            }
+            self.charge.bytes = owed;
+            self.bytes.reserve_exact(capacity - self.bytes.len());
         }
-        self.charge.bytes = owed;
         self.bytes.extend_from_slice(piece);
         true
     }
@@ -169,7 +178,8 @@ pub(crate) async fn receive(
     if body.size_hint().lower() > options.body_bytes_max as u64 {
         return Err(too_long());
     }
-    let mut received = ArrivingBody::new(memory.clone());
+    let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
+    let mut received = ArrivingBody::new(memory.clone(), announced.unwrap_or(options.body_bytes_max));
     let mut pace = Pace::new(options, Instant::now());
     loop {
         let frame = timeout_at(pace.deadline, poll_fn(|cx| Pin::new(&mut body).poll_frame(cx))).await;
@@ -215,11 +225,11 @@ mod tests {
     #[test]
     fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
         let memory = BodyMemory::new(100, Gauge::default());
-        let body = || ArrivingBody::new(memory.clone());
-        let mut first = body();
+        let body = |bytes| ArrivingBody::new(memory.clone(), BODY_BYTES_FREE + bytes);
+        let mut first = body(60);
         assert!(first.append(&vec![1; BODY_BYTES_FREE]) && first.append(&[2; 60]));
         assert_eq!(memory.used.load(Ordering::Relaxed), 60);
-        let mut second = body();
+        let mut second = body(41);
         assert!(second.append(&vec![1; BODY_BYTES_FREE]) && !second.append(&[2; 41]));
         let (bytes, charge) = first.finish();
         let slice = bytes.slice(..10);
@@ -233,5 +243,20 @@ mod tests {
         assert_eq!(memory.used.load(Ordering::Relaxed), 41, "a handler keeps the charge");
         drop(charge);
         assert_eq!(memory.used.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn charge_covers_the_whole_buffer_in_memory() {
+        const MIB: usize = 1 << 20;
+        let memory = BodyMemory::new(64 * MIB, Gauge::default());
+        let mut body = ArrivingBody::new(memory.clone(), 16 * MIB);
+        // Doublings of a buffer for pieces of this length reach almost twice a length.
+        let piece = [0; 8 << 10];
+        for _ in 0..(16 * MIB / piece.len()) {
+            assert!(body.append(&piece));
+            let charged = memory.used.load(Ordering::Relaxed);
+            assert!(charged + BODY_BYTES_FREE >= body.bytes.capacity(), "{charged} for {}", body.bytes.capacity());
+        }
+        assert_eq!(body.bytes.capacity(), 16 * MIB, "an announced length is not exceeded");
     }
 }

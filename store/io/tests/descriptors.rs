@@ -53,5 +53,9 @@ async fn segments_are_created_from_the_reserve_and_removed_without_a_descriptor(
     drop(files);
     create(failed).await.unwrap();
     assert_eq!(device.segments().await.unwrap(), (0..=failed).collect::<Vec<_>>());
+    // The reserve is full again.
+    let files = take_all_descriptors();
+    create(failed + 1).await.unwrap();
+    drop(files);
     device.close().await;
 }

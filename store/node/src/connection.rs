@@ -16,6 +16,7 @@
 //! | `handshake` | the first message |
 //! | `refusal` | connections beyond a limit |
 //! | `requests` | receive, admit and dispatch requests |
+//! | `arriving` | bodies that stall while others need their memory |
 //! | `open_puts`, `parts` | puts of this connection; receiving their parts |
 //! | `get`, `follow`, `lookup` | reads |
 //! | `holdings` | pages held for this client |
@@ -25,6 +26,7 @@
 //! | `tasks` | tasks of waiting requests |
 //! | `socket` | fair sharing of socket work between connections |
 
+mod arriving;
 mod busy;
 mod follow;
 mod get;
@@ -47,6 +49,7 @@ use crate::members::MemberOwner;
 use crate::places::{Peer, Place};
 use crate::state::NodeState;
 use crate::tiers::NamespaceUser;
+pub(crate) use arriving::ArrivingBodies;
 use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
@@ -58,7 +61,9 @@ use open_puts::OpenPuts;
 use outbox::Outbox;
 use parts::SharedParts;
 use rdma::ClientChannels;
-pub(crate) use refusal::{ConnectionLimit, Refusals, record as record_refusal, record_failed_accept, refuse_tcp};
+pub(crate) use refusal::{
+    ConnectionLimit, REFUSALS_MAX, Refusals, record as record_refusal, record_failed_accept, refuse_tcp,
+};
 pub(crate) use socket::BulkScheduler;
 use socket::{ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
@@ -125,6 +130,7 @@ impl Connection {
     ) -> io::Result<()> {
         let account = self.account.clone();
         let peer = self.peer.clone();
+        let node = self.node.clone();
         // Aborted on drop: a connection that is cancelled must not leave its writer behind.
         let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
         if self.namespace.is_some() {
@@ -138,7 +144,9 @@ impl Connection {
         };
         let Some(ended) = ended else {
             // Queued frames are not flushed: they are the memory that others wait for.
-            tracing::warn!(%peer, "disconnected a client that received nothing for 1 s while others waited");
+            if let Some(clients) = node.refusals.stalled_readers.record() {
+                tracing::warn!(%peer, clients, "disconnected clients that received nothing for 1 s while others waited");
+            }
             return Ok(());
         };
         // The connection and its tasks are gone, and with them the senders of the queue. Frames
@@ -204,9 +212,11 @@ pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena:
         Err(_) => return,
     };
     let (read, write) = stream.into_split();
+    // The process may map the arena for long after its connection has ended.
+    let descriptor = place.keep_descriptors(1);
     let session_end = async move {
         session.ended().await;
-        drop(permit);
+        drop((permit, descriptor));
     };
     let peer_memory = peer_memory.map(|memory| Arc::new(memory) as Arc<dyn PeerMemory>);
     serve_in_place(node, peer, (read, write), peer_memory, session_end, Some(place)).await;
@@ -255,6 +265,7 @@ async fn run<R: ByteSource, W: ByteSink>(
     let (write, uncongested_since) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
     let mut writer = FrameWriter::new(write);
     let Some(account) = account else {
+        node.end_stalled_bodies();
         if let Some(_permit) = refusal::record(&node, &peer, ConnectionLimit::Memory) {
             refusal::answer(ConnectionLimit::Memory, read, &mut writer).await;
         }
@@ -293,7 +304,12 @@ async fn run<R: ByteSource, W: ByteSink>(
         Ok(()) => tracing::debug!(%peer, "client disconnected"),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
             node.metrics.connections_rejected.inc();
-            tracing::warn!(%peer, %error, "connection closed after a protocol error; check that it is a Larder client");
+            if let Some(connections) = node.refusals.protocol_errors.record() {
+                tracing::warn!(
+                    %peer, connections, %error,
+                    "connections closed after protocol errors; check that these are Larder clients"
+                );
+            }
         }
         Err(error) => tracing::debug!(%peer, %error, "connection lost"),
     }

@@ -3,12 +3,14 @@
 //! The log must always be able to open its next segment, so the node refuses connections that would
 //! take the descriptors of its devices.
 
+use crate::connection::REFUSALS_MAX;
 use crate::options::NodeOptions;
+use crate::places::CLOSING_MAX;
 use rustix::process::{Resource, getrlimit};
 
-/// Descriptors of everything but connections and devices: listeners, HTTP requests, refused
-/// connections that wait for their answer, and the runtime.
-const OTHER_DESCRIPTORS: u64 = 192;
+/// Descriptors of everything but connections, devices and the admin port: listeners, refused
+/// connections that wait for their answer, connections that are being closed, and the runtime.
+const OTHER_DESCRIPTORS: u64 = 64 + 2 * REFUSALS_MAX as u64 + CLOSING_MAX as u64;
 /// Descriptors for connections that a node has at least, whatever its devices need. The reserve of
 /// each device lets its log go on for a while.
 const CONNECTION_DESCRIPTORS_MIN: u64 = 64;
@@ -23,7 +25,9 @@ pub(crate) fn for_connections(options: &NodeOptions) -> usize {
     // `None` stands for no limit.
     let Some(limit) = getrlimit(Resource::Nofile).current else { return usize::MAX >> 3 };
     let devices = options.l3_devices();
-    let reserved: u64 = devices.iter().map(|device| options.log_options(device).descriptors_max()).sum();
+    let of_devices: u64 = devices.iter().map(|device| options.log_options(device).descriptors_max()).sum();
+    let of_admin_port = options.admin_listen.map_or(0, |_| options.http.connections_max as u64);
+    let reserved = of_devices + of_admin_port;
     let left = left_for_connections(limit, reserved);
     let wanted = options.connections_max as u64;
     if left < wanted {
@@ -49,7 +53,7 @@ mod tests {
 
     #[test]
     fn devices_keep_their_descriptors() {
-        assert_eq!(left_for_connections(1024, 112), 720);
+        assert_eq!(left_for_connections(1024, 112), 656);
         assert_eq!(left_for_connections(256, 112), CONNECTION_DESCRIPTORS_MIN);
         assert_eq!(left_for_connections(64, 4096), CONNECTION_DESCRIPTORS_MIN);
     }

@@ -62,6 +62,8 @@ struct Device {
     /// Hash of the directory's name: the device's identity in rendezvous hashing.
     seed: u64,
     l3: L3,
+    /// `false` if the node's identity could not be stored beside the log. See `identity`.
+    takes_pages: bool,
     /// Reads and writes are judged apart: a full or worn drive often still reads.
     reads: Mutex<Health>,
     writes: Mutex<Health>,
@@ -161,6 +163,11 @@ impl Devices {
         }
     }
 
+    /// Keeps new pages away from the devices of these directories. Their pages stay readable.
+    pub(crate) fn take_no_pages(&mut self, dirs: &[PathBuf]) {
+        self.devices.iter_mut().for_each(|device| device.takes_pages = !dirs.contains(&device.dir));
+    }
+
     /// Waits until small logs are recovered, so that a restarted node does not begin with misses.
     async fn wait_until_recovered(&self) {
         let recovered = join_all(self.devices.iter().map(|device| device.l3.recovered()));
@@ -188,7 +195,7 @@ impl Devices {
     }
 
     pub(crate) fn writable(&self) -> bool {
-        self.devices.iter().any(|device| device.writes.lock().usable(now()))
+        self.devices.iter().any(Device::is_writable)
     }
 
     /// Finds the newest put of a page on the usable devices, with one index probe per device. Of
@@ -310,7 +317,7 @@ impl Devices {
     /// Usable devices in the order in which they are asked to write a page. Recovering devices come
     /// last: a write to them would wait although another device can take it.
     fn write_order(&self, id: &PageId) -> Vec<&Device> {
-        let mut order: Vec<&Device> = self.devices.iter().filter(|device| device.writes.lock().usable(now())).collect();
+        let mut order: Vec<&Device> = self.devices.iter().filter(|device| device.is_writable()).collect();
         let recovering = |device: &Device| device.l3.recovery().report.is_none();
         order.sort_by(|a, b| recovering(a).cmp(&recovering(b)).then_with(|| b.score(id).total_cmp(&a.score(id))));
         order
@@ -512,12 +519,17 @@ impl Device {
             seed: name.bytes().fold(0, |folded, byte| mixed(folded ^ u64::from(byte))),
             dir,
             l3,
+            takes_pages: true,
             reads: Mutex::default(),
             writes: Mutex::default(),
             errors: AtomicU64::new(0),
             timeouts: AtomicU64::new(0),
             full: AtomicU64::new(0),
         }
+    }
+
+    fn is_writable(&self) -> bool {
+        self.takes_pages && self.writes.lock().usable(now())
     }
 
     /// Score of weighted rendezvous hashing: the probability to score highest is proportional to
@@ -583,7 +595,10 @@ impl Device {
             (health.state_name(), health.fault().map(|fault| format!("{fault} of {kind}")))
         });
         let worst = [QUARANTINED, PROBING].into_iter().find(|name| kinds.iter().any(|(state, _)| state == name));
-        let reasons: Vec<String> = kinds.into_iter().filter_map(|(_, reason)| reason).collect();
+        let mut reasons: Vec<String> = kinds.into_iter().filter_map(|(_, reason)| reason).collect();
+        if !self.takes_pages {
+            reasons.push("no new pages: the node's identity cannot be stored here".into());
+        }
         let reason = if reasons.is_empty() { None } else { Some(reasons.join(", ")) };
         (worst.unwrap_or(HEALTHY), reason)
     }

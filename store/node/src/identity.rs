@@ -8,6 +8,9 @@
 //! - The clock alone never decides. If a directory does not tell its epoch or cannot store the new
 //!   one, the start first reads all generations on L3. The lower half of the first generation is
 //!   random, which also keeps starts without any L3 apart.
+//! - A log gets pages only of a start whose identity lies beside it. Otherwise a later start could
+//!   have the same epoch, if the clock goes back.
+//! - An epoch is at most [`EPOCH_MAX`]: generations do not wrap and do not saturate.
 #![allow(
     clippy::disallowed_methods,
     clippy::disallowed_types,
@@ -40,11 +43,18 @@ pub(crate) struct NextIdentity {
 const FILE: &str = "node.json";
 /// Position of the epoch in a generation.
 const EPOCH_SHIFT: u32 = 32;
+/// Largest epoch that a generation can begin with. As seconds it is the year 2106.
+const EPOCH_MAX: u64 = u32::MAX as u64;
+
+/// No epoch is left above a generation on L3.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NoEpochLeft;
 
 impl Identity {
     /// Identity of a node without a directory: new at every start.
     pub(crate) fn transient(unix_seconds: u64, rng: &mut impl Rng) -> Self {
-        Self { node_id: format!("node-{:012x}", rng.random::<u64>() >> 16), epoch: unix_seconds.max(1) }
+        let node_id = format!("node-{:012x}", rng.random::<u64>() >> 16);
+        Self { node_id, epoch: epoch_of_clock(unix_seconds) }
     }
 
     /// Makes the identity of the next start, and stores it durably in all directories. Its epoch
@@ -70,7 +80,8 @@ impl Identity {
         // A directory without an identity may have a log all the same.
         let are_all_known = !dirs.is_empty() && kept.len() == dirs.len();
         let named = kept.into_iter().next().unwrap_or_else(|| Self::transient(unix_seconds, rng));
-        let identity = Self { epoch: epoch.saturating_add(1).max(unix_seconds), ..named };
+        // `read` accepts no epoch without a next one.
+        let identity = Self { epoch: (epoch + 1).max(epoch_of_clock(unix_seconds)), ..named };
         let mut stored_in = Vec::new();
         for dir in readable {
             match identity.store(dir) {
@@ -84,16 +95,20 @@ impl Identity {
 
     fn read(dir: &Path) -> io::Result<Option<Self>> {
         let path = dir.join(FILE);
-        match fs::read(&path) {
-            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-                io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("{}: {error}; remove the file to give the node a new identity", path.display()),
-                )
-            }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
+        let unusable = |reason: String| {
+            let text = format!("{}: {reason}; remove the file to give the node a new identity", path.display());
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        };
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let found: Self = serde_json::from_slice(&bytes).map_err(|error| unusable(error.to_string()))?;
+        if found.epoch >= EPOCH_MAX {
+            return Err(unusable(format!("no epoch is left after {}", found.epoch)));
         }
+        Ok(Some(found))
     }
 
     /// Stores the identity durably.
@@ -110,19 +125,29 @@ impl Identity {
 
     /// Raises the epoch above that of `generation`, the largest on L3. Returns `true` if it was not
     /// above it before.
-    pub(crate) fn exceed(&mut self, generation: u64) -> bool {
-        let is_used = self.epoch <= generation >> EPOCH_SHIFT;
-        if is_used {
-            self.epoch = (generation >> EPOCH_SHIFT) + 1;
+    pub(crate) fn exceed(&mut self, generation: u64) -> Result<bool, NoEpochLeft> {
+        let used = generation >> EPOCH_SHIFT;
+        if self.epoch > used {
+            return Ok(false);
         }
-        is_used
+        if used >= EPOCH_MAX {
+            return Err(NoEpochLeft);
+        }
+        self.epoch = used + 1;
+        Ok(true)
     }
 
     /// Generation of the first put of this start. The epoch fills the upper 32 bits. The lower half
     /// begins in its first half at random, so a start has at least 2³¹ generations.
     pub(crate) fn generation_first(&self, rng: &mut impl Rng) -> u64 {
-        self.epoch.saturating_mul(1 << EPOCH_SHIFT).saturating_add(u64::from(rng.random::<u32>() >> 1))
+        (self.epoch << EPOCH_SHIFT) + u64::from(rng.random::<u32>() >> 1)
     }
+}
+
+/// Epoch of a start at this time. A clock without a usable time says nothing: the epoch then only
+/// counts on.
+fn epoch_of_clock(unix_seconds: u64) -> u64 {
+    if (1..EPOCH_MAX).contains(&unix_seconds) { unix_seconds } else { 1 }
 }
 
 #[cfg(test)]
@@ -173,8 +198,26 @@ mod tests {
     #[test]
     fn epoch_exceeds_every_generation_on_l3() {
         let mut identity = Identity { node_id: "n".into(), epoch: 7 };
-        assert!(!identity.exceed((6 << EPOCH_SHIFT) | 99) && identity.epoch == 7);
+        assert!(identity.exceed((6 << EPOCH_SHIFT) | 99) == Ok(false) && identity.epoch == 7);
         let used = (9 << EPOCH_SHIFT) | 5;
-        assert!(identity.exceed(used) && identity.generation_first(&mut rand::rng()) > used);
+        assert_eq!(identity.exceed(used), Ok(true));
+        assert!(identity.generation_first(&mut rand::rng()) > used);
+    }
+
+    #[test]
+    fn epochs_do_not_saturate_and_the_last_one_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut rng = rand::rng();
+        let mut next = |seconds| Identity::next(&[dir.path()], seconds, &mut rng);
+        assert_eq!(next(u64::MAX).identity.epoch, 1, "the clock is wrong");
+        assert_eq!(next(1 << 40).identity.epoch, 2);
+        let last = next(EPOCH_MAX - 1);
+        assert_eq!(last.identity.epoch, EPOCH_MAX - 1);
+        let mut other = Identity { epoch: EPOCH_MAX - 2, ..last.identity.clone() };
+        assert!(last.identity.generation_first(&mut rand::rng()) > other.generation_first(&mut rand::rng()));
+        assert!(next(5).is_continued, "one is left");
+        let beyond = next(5);
+        assert!(!beyond.is_continued && beyond.stored_in.is_empty() && beyond.errors.len() == 1, "{beyond:?}");
+        assert_eq!(other.exceed(u64::MAX), Err(NoEpochLeft));
     }
 }

@@ -45,6 +45,7 @@ mod devices;
 mod health;
 mod holds;
 mod identity;
+mod log_limit;
 mod members;
 pub mod memory_plan;
 mod metrics;

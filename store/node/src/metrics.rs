@@ -81,6 +81,9 @@ counters! {
     /// Readers disconnected because they received nothing for 1 s while others waited for the
     /// memory that they held
     slow_readers_disconnected,
+    /// Clients disconnected because a request of theirs stalled while others waited for the memory
+    /// that it held
+    stalled_requests_disconnected,
     /// Puts of different bytes under an existing key, refused
     puts_conflicting,
     /// Reservations answered busy because a bound on puts was reached

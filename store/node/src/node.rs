@@ -20,7 +20,7 @@ use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -53,6 +53,10 @@ pub enum NodeError {
     Memory { bytes: u64, source: std::io::Error },
     #[error("{0} [LRD0106]")]
     MemoryPlan(String),
+    #[error(
+        "L3 has a page of generation {generation:#x}, and no epoch is left above it; remove the log that has it [LRD0110]"
+    )]
+    NoEpochLeft { generation: u64 },
     #[error("cannot open L3: {0}")]
     L3(#[from] larder_log::L3Error),
 }
@@ -83,7 +87,7 @@ impl Node {
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();
-        let found = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
+        let (found, without_identity) = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
         let arena_bytes = options.arena_bytes();
         let sharing = options.sharing();
         // On a blocking thread: faulting in a large arena takes seconds.
@@ -94,7 +98,8 @@ impl Node {
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
         let local = listen_local(&arena, &options, &found.identity, &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
-        let devices = Devices::open(&options, clock, &arena).await?;
+        let mut devices = Devices::open(&options, clock, &arena).await?;
+        devices.take_no_pages(&without_identity);
         let identity = above_generations(found, &devices).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
@@ -216,7 +221,8 @@ async fn above_generations(found: NextIdentity, devices: &Devices) -> Result<Ide
         tracing::info!("the previous epoch of this node is unknown or not stored; waiting until L3 is recovered");
         devices.wait_for_generations().await;
     }
-    if identity.exceed(devices.generation_max()) {
+    let generation = devices.generation_max();
+    if identity.exceed(generation).map_err(|_| NodeError::NoEpochLeft { generation })? {
         let epoch = identity.epoch;
         tracing::warn!(epoch, "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised");
         for dir in &stored_in {
@@ -228,21 +234,31 @@ async fn above_generations(found: NextIdentity, devices: &Devices) -> Result<Ide
 }
 
 /// Returns the node's name and next epoch: from the data directory, or else from beside the L3
-/// logs. A node with neither gets a new name at each start.
+/// logs. A node with neither gets a new name at each start. Also returns the directories of logs
+/// that the identity should lie beside and does not.
 #[allow(clippy::disallowed_methods, reason = "runs once, before a node starts; the simulation names its nodes itself")]
-fn identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> Result<NextIdentity, NodeError> {
+fn identity(
+    options: &NodeOptions,
+    unix_seconds: u64,
+    rng: &mut StdRng,
+) -> Result<(NextIdentity, Vec<PathBuf>), NodeError> {
     let dirs: Vec<&Path> = match &options.data_dir {
         Some(dir) => vec![dir],
         None => options.l3.iter().map(|device| device.dir.as_path()).collect(),
     };
     let mut found = Identity::next(&dirs, unix_seconds, rng);
+    let mut without_identity = Vec::new();
     for (dir, source) in std::mem::take(&mut found.errors) {
         if options.data_dir.is_some() {
             return Err(NodeError::Directory { directory: dir.display().to_string(), source });
         }
-        tracing::warn!(error = %source, dir = %dir.display(), "cannot keep the node's identity on this device");
+        tracing::warn!(
+            error = %source, dir = %dir.display(),
+            "cannot keep the node's identity on this L3 device; it gets no pages until the next start [LRD0110]"
+        );
+        without_identity.push(dir);
     }
-    Ok(found)
+    Ok((found, without_identity))
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
@@ -456,6 +472,32 @@ mod tests {
             assert!(first > in_2080 + 5 && second > in_2080 + 5, "{can_store}: {first:#x}, {second:#x}");
             assert!(second != first && (second > first || !can_store), "{can_store}: {first:#x}, {second:#x}");
         }
+    }
+
+    #[tokio::test]
+    async fn log_without_the_identity_of_the_start_gets_no_pages() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        leave_page(dir.path(), 5 << 32).await;
+        std::fs::create_dir(dir.path().join("node.json.new")).unwrap();
+        let node = Node::start(options(&[dir.path()])).await.unwrap();
+        assert!(!node.state.store.tiers().devices().writable(), "a later start could have the same epoch");
+        let reason = node.status()["tiers"]["l3"]["devices"][0]["reason"].to_string();
+        assert!(reason.contains("identity"), "{reason}");
+        let old = PageId { namespace: NamespaceId([1; 32]), key: PageKey([3; 32]) };
+        assert!(node.state.store.tiers().devices().has(&old), "older pages stay readable");
+        node.shutdown().await;
+        std::fs::remove_dir(dir.path().join("node.json.new")).unwrap();
+        let node = Node::start(options(&[dir.path()])).await.unwrap();
+        assert!(node.state.store.tiers().devices().writable());
+        node.shutdown().await;
+    }
+
+    #[tokio::test]
+    async fn node_does_not_start_above_the_last_epoch() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        leave_page(dir.path(), u64::MAX - 5).await;
+        let error = Node::start(options(&[dir.path()])).await.err().expect("no epoch is left");
+        assert!(error.to_string().contains("LRD0110"), "{error}");
     }
 
     #[tokio::test]

@@ -5,7 +5,8 @@
 //!
 //! Invariants:
 //! - The connections with a place keep within three limits: in all, per peer, and in descriptors.
-//!   At most [`CLOSING_MAX`] others are being closed.
+//!   Those that are being closed have about [`CLOSING_MAX`] descriptors at most.
+//! - A descriptor that outlives its connection stays counted until it is closed.
 //! - A connection that has greeted and has something in flight, or was active within [`IDLE_MIN`],
 //!   never loses its place to another one.
 //! - Strangers, which have not greeted, take at most a quarter of the places. The oldest one makes
@@ -27,15 +28,17 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
-/// Connections that are being closed and still exist, at most.
-const CLOSING_MAX: usize = 64;
+/// Descriptors of connections that are being closed and still exist. No further connection is
+/// closed beyond it.
+pub(crate) const CLOSING_MAX: usize = 64;
 /// Silence after which a connection without anything in flight may lose its place. A client of
 /// Larder probes an idle node every 2 s, and waits up to 3 s for the answer.
 const IDLE_MIN: Duration = Duration::from_secs(6);
 /// Age from which a stranger makes room when all places are taken. A handshake takes one round
 /// trip.
 const STRANGER_GRACE: Duration = Duration::from_secs(1);
-/// Minimum time between two searches for idle connections that found none. A search looks at all.
+/// Minimum time between two searches for idle connections that found none: among the connections of
+/// one peer, or among all. A search looks at each of them.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 /// Peers without a connection that a node remembers.
 const KNOWN_MAX: usize = 1024;
@@ -93,11 +96,15 @@ struct Table {
     entries: BTreeMap<u64, Entry>,
     strangers: BTreeSet<u64>,
     open: usize,
+    /// Descriptors of all entries, and those that outlive their connection.
     descriptors: usize,
+    /// Part of them that comes back in a moment: those of connections that are being closed.
+    closing_descriptors: usize,
     peers: BTreeMap<Peer, PeerUse>,
     /// Peers without a connection, and the end of their last one.
     known: BTreeMap<Peer, Instant>,
     next_number: u64,
+    /// Time of the next search among all connections.
     next_search: Option<Instant>,
 }
 
@@ -110,9 +117,11 @@ struct Entry {
 #[derive(Default)]
 struct PeerUse {
     /// Connections with a place.
-    open: usize,
+    open: BTreeSet<u64>,
     /// Connections that have greeted, including those that are being closed.
     greeted: usize,
+    /// Time of the next search among the connections of this peer.
+    next_search: Option<Instant>,
 }
 
 struct PlaceState {
@@ -129,6 +138,18 @@ pub(crate) struct Place {
     peer: Peer,
     number: u64,
     state: Arc<PlaceState>,
+}
+
+/// Descriptors that stay open after their connection has ended. Dropping it gives them back.
+pub(crate) struct LastingDescriptors {
+    places: Arc<Places>,
+    count: usize,
+}
+
+impl Drop for LastingDescriptors {
+    fn drop(&mut self) {
+        self.places.table.lock().descriptors -= self.count;
+    }
 }
 
 impl Place {
@@ -155,6 +176,23 @@ impl Place {
         }
     }
 
+    /// Takes descriptors out of the place, because they may outlive the connection.
+    ///
+    /// # Panics
+    /// If the place was admitted with fewer.
+    pub(crate) fn keep_descriptors(&self, count: usize) -> LastingDescriptors {
+        let mut guard = self.places.table.lock();
+        let table = &mut *guard;
+        if let Some(entry) = table.entries.get_mut(&self.number) {
+            assert!(entry.descriptors >= count, "a place has the descriptors that it was admitted with");
+            entry.descriptors -= count;
+            if entry.state.close.is_cancelled() {
+                table.closing_descriptors -= count;
+            }
+        }
+        LastingDescriptors { places: self.places.clone(), count }
+    }
+
     pub(crate) fn record_activity(&self, now: Instant) {
         // Relaxed: the time orders nothing, and an old value only makes a search wait.
         self.state.active_ms.store(self.places.milliseconds(now), Ordering::Relaxed);
@@ -169,16 +207,18 @@ impl Drop for Place {
         table.strangers.remove(&self.number);
         table.descriptors -= entry.descriptors;
         let is_closing = entry.state.close.is_cancelled();
-        let Some(peer) = table.peers.get_mut(&entry.peer) else { return };
-        if !is_closing {
+        if is_closing {
+            table.closing_descriptors -= entry.descriptors;
+        } else {
             table.open -= 1;
-            peer.open -= 1;
         }
+        let Some(peer) = table.peers.get_mut(&entry.peer) else { return };
+        peer.open.remove(&self.number);
         if entry.state.account.get().is_some() {
             peer.greeted -= 1;
             table.known.insert(entry.peer, now());
         }
-        if peer.open == 0 && peer.greeted == 0 {
+        if peer.open.is_empty() && peer.greeted == 0 {
             table.peers.remove(&entry.peer);
         }
         if table.known.len() > KNOWN_MAX
@@ -208,7 +248,7 @@ impl Places {
         let limits = &self.limits;
         let mut guard = self.table.lock();
         let table = &mut *guard;
-        let of_peer = table.peers.get(&peer).map_or(0, |peer| peer.open);
+        let of_peer = table.peers.get(&peer).map_or(0, |peer| peer.open.len());
         if of_peer >= limits.per_peer && !self.close_one(table, Some(peer), now) {
             return Err(ConnectionLimit::Peer);
         }
@@ -221,12 +261,17 @@ impl Places {
         }
         let is_known = table.peers.get(&peer).is_some_and(|peer| peer.greeted > 0) || table.known.contains_key(&peer);
         let allowed = if is_known { limits.connections } else { limits.for_unknown_peers() };
-        let is_full = |table: &Table| table.open >= allowed || table.descriptors + descriptors > limits.descriptors;
-        if is_full(table) {
-            // The descriptors of the closed connection come back in a moment. The node keeps some
-            // for that time.
-            let lacks_place = table.open >= allowed;
-            if !self.close_one(table, None, now) || (lacks_place && table.open >= allowed) {
+        if table.open >= allowed {
+            let has_closed = self.close_one(table, None, now);
+            // Those of known peers may still be too many for an unknown one.
+            if !has_closed || table.open >= allowed {
+                return Err(ConnectionLimit::Count);
+            }
+        }
+        // The descriptors of closed connections come back in a moment. The node keeps some for that
+        // time. One connection may need those of several.
+        while table.descriptors - table.closing_descriptors + descriptors > limits.descriptors {
+            if !self.close_one(table, None, now) {
                 return Err(ConnectionLimit::Count);
             }
         }
@@ -241,7 +286,7 @@ impl Places {
         table.strangers.insert(number);
         table.open += 1;
         table.descriptors += descriptors;
-        table.peers.entry(peer).or_default().open += 1;
+        table.peers.entry(peer).or_default().open.insert(number);
         Ok(Place { places: self.clone(), peer, number, state })
     }
 
@@ -261,27 +306,49 @@ impl Places {
     /// Closes the oldest stranger, or else the connection that has been idle for longest, of one
     /// peer or of all. Returns `false` if no connection may be closed.
     fn close_one(&self, table: &mut Table, peer: Option<Peer>, now: Instant) -> bool {
-        if !table.may_close_more() || table.next_search.is_some_and(|at| now < at) {
-            return false;
-        }
-        let now_ms = self.milliseconds(now);
-        let is_silent =
-            |entry: &Entry, time: Duration| u128::from(now_ms - entry.active_ms().min(now_ms)) >= time.as_millis();
-        let is_of_peer = |entry: &Entry| peer.is_none_or(|peer| entry.peer == peer);
-        let strangers = table.strangers.iter().filter_map(|number| Some((*number, table.entries.get(number)?)));
-        let stranger = strangers.clone().find(|(_, entry)| is_of_peer(entry) && is_silent(entry, STRANGER_GRACE));
-        let mut found = stranger.map(|(number, _)| number);
-        if found.is_none() {
-            let candidates = table.entries.iter().filter(|(_, entry)| is_of_peer(entry) && is_silent(entry, IDLE_MIN));
-            let idle = candidates.filter(|(_, entry)| entry.is_idle()).min_by_key(|(_, entry)| entry.active_ms());
-            found = idle.map(|(number, _)| *number);
-        }
-        let Some(number) = found else {
-            table.next_search = Some(now + SEARCH_PAUSE);
-            return false;
+        let next_search = match peer {
+            Some(peer) => table.peers.get(&peer).and_then(|peer| peer.next_search),
+            None => table.next_search,
         };
-        self.close(table, number);
-        true
+        if !table.may_close_more() || next_search.is_some_and(|at| now < at) {
+            return false;
+        }
+        let found = match peer {
+            Some(peer) => {
+                let open = table.peers.get(&peer).into_iter().flat_map(|peer| &peer.open);
+                self.longest_idle(open.filter_map(|number| Some((*number, table.entries.get(number)?))), now)
+            }
+            None => self.longest_idle(table.entries.iter().map(|(number, entry)| (*number, entry)), now),
+        };
+        if let Some(number) = found {
+            self.close(table, number);
+            return true;
+        }
+        // The searches of one peer must not delay those of others.
+        let next = Some(now + SEARCH_PAUSE);
+        match peer {
+            Some(peer) => table.peers.entry(peer).or_default().next_search = next,
+            None => table.next_search = next,
+        }
+        false
+    }
+
+    /// The connection that may make room for another one: the oldest stranger, or else the one that
+    /// has been idle for longest.
+    fn longest_idle<'a>(&self, open: impl Iterator<Item = (u64, &'a Entry)>, now: Instant) -> Option<u64> {
+        let now_ms = self.milliseconds(now);
+        let silence = |entry: &Entry| Duration::from_millis(now_ms - entry.active_ms().min(now_ms));
+        let mut idle: Option<(u64, u64)> = None;
+        for (number, entry) in open {
+            if entry.is_stranger() && silence(entry) >= STRANGER_GRACE {
+                return Some(number);
+            }
+            let is_longer = idle.is_none_or(|(longest, _)| entry.active_ms() < longest);
+            if is_longer && silence(entry) >= IDLE_MIN && entry.is_idle() {
+                idle = Some((entry.active_ms(), number));
+            }
+        }
+        idle.map(|(_, number)| number)
     }
 
     fn close(&self, table: &mut Table, number: u64) {
@@ -289,8 +356,9 @@ impl Places {
         let Some(entry) = table.entries.get(&number).filter(|entry| !entry.state.close.is_cancelled()) else { return };
         entry.state.close.cancel();
         table.open -= 1;
+        table.closing_descriptors += entry.descriptors;
         if let Some(peer) = table.peers.get_mut(&entry.peer) {
-            peer.open -= 1;
+            peer.open.remove(&number);
         }
         self.metrics.connections_closed_idle.inc();
         tracing::debug!(peer = ?entry.peer, "connection closed: it was idle, or its place was needed before its handshake");
@@ -299,7 +367,7 @@ impl Places {
 
 impl Table {
     fn may_close_more(&self) -> bool {
-        self.entries.len() < self.open + CLOSING_MAX
+        self.closing_descriptors < CLOSING_MAX
     }
 }
 
@@ -307,6 +375,10 @@ impl Entry {
     fn active_ms(&self) -> u64 {
         // Relaxed: as in `record_activity`.
         self.state.active_ms.load(Ordering::Relaxed)
+    }
+
+    fn is_stranger(&self) -> bool {
+        self.state.account.get().is_none() && !self.state.close.is_cancelled()
     }
 
     /// Returns `true` for a connection that has greeted, has nothing in flight and is not being
@@ -334,9 +406,13 @@ mod tests {
 
     impl Fixture {
         fn new() -> Fixture {
+            Fixture::with(LIMITS)
+        }
+
+        fn with(limits: PlaceLimits) -> Fixture {
             let metrics = Arc::<Metrics>::default();
             let budget = Budget::new(&NodeOptions::default(), Arc::<WriteLoad>::default(), metrics.clone());
-            Fixture { places: Places::new(LIMITS, metrics), budget }
+            Fixture { places: Places::new(limits, metrics), budget }
         }
 
         /// Connections of a host that have greeted, with their accounts.
@@ -405,6 +481,51 @@ mod tests {
         let fixture = Fixture::new();
         let local: Vec<Place> = (0..4).map(|_| fixture.places.admit(Peer::Local, 20)).filter_map(Result::ok).collect();
         assert_eq!(local.len(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_of_three_descriptors_needs_those_of_three_others() {
+        let fixture = Fixture::with(PlaceLimits { descriptors: 12, ..LIMITS });
+        let all = fixture.greeted(1, 12);
+        tokio::time::sleep(IDLE_MIN).await;
+        all[2..].iter().for_each(|(place, _)| place.record_activity(now()));
+        assert_eq!(fixture.places.admit(Peer::Local, 3).err(), Some(ConnectionLimit::Count), "two others are idle");
+        tokio::time::sleep(IDLE_MIN).await;
+        let local = fixture.places.admit(Peer::Local, 3).unwrap();
+        let closed = |all: &[(Place, _)]| all.iter().filter(|(place, _)| place.state.close.is_cancelled()).count();
+        assert_eq!(closed(&all), 3);
+        let table = fixture.places.table.lock();
+        assert_eq!((table.open, table.descriptors, table.closing_descriptors), (10, 15, 3));
+        drop(table);
+        drop((local, all));
+        let table = fixture.places.table.lock();
+        assert_eq!((table.open, table.descriptors, table.closing_descriptors), (0, 0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn descriptor_that_outlives_its_connection_stays_counted() {
+        let fixture = Fixture::with(PlaceLimits { descriptors: 4, ..LIMITS });
+        let local = fixture.places.admit(Peer::Local, 3).unwrap();
+        let session = local.keep_descriptors(1);
+        drop(local);
+        let others = [(); 3].map(|()| fixture.places.admit(peer(1), 1).unwrap());
+        assert_eq!(fixture.places.admit(peer(1), 1).err(), Some(ConnectionLimit::Count), "the session lasts");
+        drop(session);
+        assert!(fixture.places.admit(peer(1), 1).is_ok());
+        drop(others);
+        assert_eq!(fixture.places.table.lock().descriptors, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn peer_at_its_limit_delays_no_search_for_another_peer() {
+        let fixture = Fixture::with(PlaceLimits { connections: 32, ..LIMITS });
+        let idle = fixture.greeted(2, 12);
+        tokio::time::sleep(IDLE_MIN).await;
+        let active = fixture.greeted(1, 12);
+        assert_eq!(fixture.greet(1).err(), Some(ConnectionLimit::Peer), "none of its connections is idle");
+        assert!(fixture.greet(2).is_ok(), "at the same time");
+        assert!(idle[0].0.state.close.is_cancelled());
+        drop(active);
     }
 
     #[test]

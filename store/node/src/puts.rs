@@ -18,6 +18,7 @@ mod generations;
 mod put;
 
 use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
+use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use generations::Generations;
@@ -38,6 +39,8 @@ pub struct Puts {
     /// up.
     state: Mutex<PutTable>,
     waiters_max: usize,
+    idle_lines: LogLimit,
+    taken_back_lines: LogLimit,
 }
 
 struct PutTable {
@@ -124,7 +127,10 @@ impl Puts {
     /// Creates an empty table. `generation_first` must exceed every generation in L3. At most
     /// `waiters_max` readers wait for absent pages.
     pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64, waiters_max: usize) -> Self {
-        Self { tiers, metrics, state: Mutex::new(PutTable::new(generation_first)), waiters_max }
+        let state = Mutex::new(PutTable::new(generation_first));
+        let idle_lines = LogLimit::default();
+        let taken_back_lines = LogLimit::default();
+        Self { tiers, metrics, state, waiters_max, idle_lines, taken_back_lines }
     }
 
     /// Reserves memory for a page that is neither stored nor being written. Refuses a copy that may
@@ -251,8 +257,10 @@ impl Puts {
         let idle: Vec<Arc<Put>> =
             self.state.lock().open.values().filter(|put| put.is_idle(now, timeout)).cloned().collect();
         for put in idle {
-            let key = put.id.key;
-            tracing::warn!(%key, ?timeout, "put aborted: its writer sent nothing for too long; check that client");
+            if let Some(puts) = self.idle_lines.record() {
+                let key = put.id.key;
+                tracing::warn!(%key, puts, ?timeout, "puts aborted: their writers sent nothing for too long; check them");
+            }
             self.abort(&put);
         }
         let draining: Vec<Arc<Put>> = {
@@ -289,11 +297,13 @@ impl Puts {
                 if !takes_from(*writer) {
                     return;
                 }
-                let key = put.id.key;
-                if writer.is_silent {
-                    tracing::warn!(%key, "put aborted: its writer sent nothing for 1 s while others waited for room");
-                } else {
-                    tracing::warn!(%key, "put aborted: its tenant had more than its share for 1 s while others waited");
+                if let Some(puts) = self.taken_back_lines.record() {
+                    let key = put.id.key;
+                    tracing::warn!(
+                        %key, puts, is_silent = writer.is_silent,
+                        "puts aborted, because others waited for room: their writers sent nothing for 1 s, or their \
+                         tenants had more than their share"
+                    );
                 }
                 self.abort_unannounced(&put);
                 self.metrics.puts_taken_back.inc();

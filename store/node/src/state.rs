@@ -1,6 +1,6 @@
 //! State that the connections and HTTP endpoints of a node share.
 
-use crate::connection::{BulkScheduler, Refusals};
+use crate::connection::{ArrivingBodies, BulkScheduler, Refusals};
 use crate::identity::Identity;
 use crate::members::Members;
 use crate::metrics::Metrics;
@@ -31,6 +31,7 @@ pub(crate) struct NodeState {
     pub(crate) rdma: Option<Rdma>,
     pub(crate) bulk_scheduler: BulkScheduler,
     pub(crate) refusals: Refusals,
+    pub(crate) arriving: ArrivingBodies,
     started: Instant,
 }
 
@@ -59,9 +60,21 @@ impl NodeState {
             rdma,
             bulk_scheduler: BulkScheduler::new(),
             refusals: Refusals::new(),
+            arriving: ArrivingBodies::default(),
             started: now(),
             identity,
         })
+    }
+
+    /// Disconnects clients whose requests stall. To be called when memory for requests is lacking.
+    pub(crate) fn end_stalled_bodies(&self) {
+        let ended = self.arriving.end_stalled();
+        self.metrics.stalled_requests_disconnected.inc_by(ended);
+        if ended > 0
+            && let Some(searches) = self.refusals.stalled_requests.record()
+        {
+            tracing::warn!(ended, searches, "disconnected clients whose requests stalled while others needed memory");
+        }
     }
 
     /// Returns the node's state as JSON, for `/status`. `docs/operations.md` describes the fields.

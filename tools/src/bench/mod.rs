@@ -1,6 +1,7 @@
 //! `larder bench …`: reproducible measurements.
 
 pub mod crash;
+pub mod hostile;
 pub mod isolation;
 pub mod overload;
 pub mod serve;
@@ -15,6 +16,9 @@ pub enum Bench {
     Crash(crash::Args),
     /// Offer a store node ten times its capacity, and check memory, goodput and refusal latency
     Overload(overload::Args),
+    /// Attack every port of a store, engines and a router at once, and check honest requests,
+    /// memory and leaks
+    Hostile(hostile::Args),
     /// Measure the latency of one client beside writers, and the cost of a hit beside idle tenants
     Isolation(isolation::Args),
     /// Measure time to first token, tokens per second and hit rate of a running router, with and
@@ -27,6 +31,7 @@ pub enum Bench {
 pub async fn run(bench: Bench) -> Result<()> {
     match bench {
         Bench::Crash(args) => crash::run(args).await,
+        Bench::Hostile(args) => hostile::run(args).await,
         Bench::Isolation(args) => isolation::run(args).await,
         Bench::Overload(args) => overload::run(args).await,
         Bench::Serve(args) => serve::run(args).await,

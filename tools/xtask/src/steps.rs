@@ -59,6 +59,7 @@ pub const NIGHTLY: &[Step] = &[
     Step { name: "crash", title: "a node under load, killed again and again", run: crash },
     Step { name: "power", title: "power cuts at every flush of a node's device", run: nightly_power },
     Step { name: "overload", title: "ten minutes of ten times the load", run: overload },
+    Step { name: "hostile", title: "ten minutes of attacks on every port", run: hostile },
     DEPLOY,
     Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
     Step { name: "fuzz", title: "every decoder, fuzzed for half an hour", run: nightly_fuzz },
@@ -228,6 +229,10 @@ fn crash(runner: &Runner) -> Result<()> {
 
 fn overload(runner: &Runner) -> Result<()> {
     larder(runner, &["bench", "overload", "--minutes", "10"])
+}
+
+fn hostile(runner: &Runner) -> Result<()> {
+    larder(runner, &["bench", "hostile", "--minutes", "10"])
 }
 
 fn all_peers(runner: &Runner) -> Result<()> {

@@ -81,7 +81,9 @@ impl Stranger<'_> {
             );
             node.metrics.connections_rejected.inc();
             let peer = self.peer;
-            tracing::warn!(%peer, client = %name, %message, "connection refused: upgrade the older of the two");
+            if let Some(refused) = node.refusals.versions.record() {
+                tracing::warn!(%peer, refused, client = %name, %message, "connections refused: upgrade the older side");
+            }
             let refusal = Response::Error { code: ErrorCode::Version, message };
             return Ok((refusal.frame(PROTOCOL_VERSION_MIN, header.request, None), None));
         }

@@ -185,7 +185,10 @@ impl Connection {
         for step in memory.chunks_mut(COPY_STEP_BYTES) {
             if let Err(error) = source.read(at, step) {
                 let peer = &self.peer;
-                return tracing::warn!(%peer, %error, "cannot read a part from the client's shared memory");
+                if let Some(parts) = self.node.refusals.damaged_parts.record() {
+                    tracing::warn!(%peer, parts, %error, "cannot read parts from a client's shared memory");
+                }
+                return;
             }
             verifier.take(step);
             self.account.record_received(step.len());
@@ -202,9 +205,14 @@ impl Connection {
 
     fn abort_damaged(&mut self, entry: &Entry, put: &Arc<Put>, part: u32, mismatch: &Mismatch) {
         self.node.metrics.parts_corrupt.inc();
-        let peer = &self.peer;
-        let key = put.id.key;
-        tracing::warn!(%peer, %key, part, %mismatch, "put aborted: a part arrived damaged; check the network and the client");
+        if let Some(parts) = self.node.refusals.damaged_parts.record() {
+            let peer = &self.peer;
+            let key = put.id.key;
+            tracing::warn!(
+                %peer, parts, %key, part, %mismatch,
+                "puts aborted: parts arrived damaged; check the network and the client"
+            );
+        }
         self.abort_unannounced(entry, put);
     }
 

@@ -5,27 +5,23 @@
 //!   would take the node for dead.
 //! - At most [`REFUSALS_MAX`] refused connections are open. Further ones are closed without an
 //!   answer. They are counted like the others.
-//! - The log gets one line per [`LOG_INTERVAL`] and limit, however many clients try.
+//! - The log gets few lines about each limit, however many clients try: see [`LogLimit`].
 
 use super::handshake::HELLO_BODY_MAX;
+use crate::log_limit::LogLimit;
 use crate::state::NodeState;
-use larder_runtime::now;
-use larder_runtime::sync::Mutex;
 use larder_wire::{ByteSink, ByteSource, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response};
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Maximum number of refused connections that wait for their answer. Each may take a Hello of
 /// 16 KiB, so together they take at most 1 MiB.
-const REFUSALS_MAX: usize = 64;
+pub(crate) const REFUSALS_MAX: usize = 64;
 /// Maximum time to receive Hello and to answer it.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
-/// Minimum time between two log lines about the same limit.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
-
 /// Limit that a refused connection exceeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionLimit {
@@ -35,41 +31,33 @@ pub(crate) enum ConnectionLimit {
     Memory,
 }
 
-/// Refusals of a node: the places for answers, and the lines logged so far.
+/// Places for answers to refused connections, and the limits of the lines about clients.
 pub(crate) struct Refusals {
     permits: Arc<Semaphore>,
-    count: Mutex<LogLines>,
-    peer: Mutex<LogLines>,
-    memory: Mutex<LogLines>,
-    failed_accepts: Mutex<LogLines>,
-}
-
-#[derive(Debug, Default)]
-struct LogLines {
-    last: Option<Instant>,
-    refused: u64,
-}
-
-impl LogLines {
-    /// Counts a refusal. Returns the number since the last line if a new one is due.
-    fn record(&mut self, at: Instant) -> Option<u64> {
-        self.refused += 1;
-        if self.last.is_some_and(|last| at.saturating_duration_since(last) < LOG_INTERVAL) {
-            return None;
-        }
-        self.last = Some(at);
-        Some(std::mem::take(&mut self.refused))
-    }
+    count: LogLimit,
+    peer: LogLimit,
+    memory: LogLimit,
+    failed_accepts: LogLimit,
+    pub(super) versions: LogLimit,
+    pub(super) protocol_errors: LogLimit,
+    pub(super) stalled_readers: LogLimit,
+    pub(crate) stalled_requests: LogLimit,
+    pub(super) damaged_parts: LogLimit,
 }
 
 impl Refusals {
     pub(crate) fn new() -> Refusals {
         Refusals {
             permits: Arc::new(Semaphore::new(REFUSALS_MAX)),
-            count: Mutex::default(),
-            peer: Mutex::default(),
-            memory: Mutex::default(),
-            failed_accepts: Mutex::default(),
+            count: LogLimit::default(),
+            peer: LogLimit::default(),
+            memory: LogLimit::default(),
+            failed_accepts: LogLimit::default(),
+            versions: LogLimit::default(),
+            protocol_errors: LogLimit::default(),
+            stalled_readers: LogLimit::default(),
+            stalled_requests: LogLimit::default(),
+            damaged_parts: LogLimit::default(),
         }
     }
 }
@@ -83,7 +71,7 @@ pub(crate) fn record(node: &NodeState, peer: &str, limit: ConnectionLimit) -> Op
         ConnectionLimit::Peer => &node.refusals.peer,
         ConnectionLimit::Memory => &node.refusals.memory,
     };
-    if let Some(refused) = lines.lock().record(now()) {
+    if let Some(refused) = lines.record() {
         let options = node.store.options();
         match limit {
             ConnectionLimit::Count => tracing::warn!(
@@ -105,7 +93,7 @@ pub(crate) fn record(node: &NodeState, peer: &str, limit: ConnectionLimit) -> Op
 
 /// Logs a failed accept if a line is due. The usual cause is a lack of descriptors.
 pub(crate) fn record_failed_accept(node: &NodeState, error: &io::Error) {
-    if let Some(failed) = node.refusals.failed_accepts.lock().record(now()) {
+    if let Some(failed) = node.refusals.failed_accepts.record() {
         tracing::warn!(
             %error, failed,
             "cannot accept a connection; if open files ran out, raise their limit (LimitNOFILE, ulimit -n) [LRD0107]"
@@ -141,21 +129,4 @@ pub(crate) async fn refuse_tcp(stream: TcpStream, permit: OwnedSemaphorePermit, 
     let (read, write) = stream.into_split();
     answer(limit, read, &mut FrameWriter::new(write)).await;
     drop(permit);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn refusals_are_logged_once_per_interval_with_their_number() {
-        let mut lines = LogLines::default();
-        let start = now();
-        assert_eq!(lines.record(start), Some(1), "the first one at once");
-        for _ in 0..9 {
-            assert_eq!(lines.record(start + LOG_INTERVAL / 2), None);
-        }
-        assert_eq!(lines.record(start + LOG_INTERVAL), Some(10));
-        assert_eq!(lines.record(start + LOG_INTERVAL), None);
-    }
 }

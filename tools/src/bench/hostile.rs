@@ -1,0 +1,372 @@
+//! Hostile test: attacks on every port at once, beside honest clients.
+//!
+//! A store node, two engines and a router run as processes of this binary. Honest clients measure
+//! alone first, then beside the attackers for the time of the test. The servers pass if
+//!
+//! - every honest request succeeds with the right bytes, within twice its time alone,
+//! - no process exceeds its memory,
+//! - connections, descriptors, threads, child processes, bytes in flight and reservations return to
+//!   their numbers from before the attacks.
+//!
+//! All run on one machine. The threads of the attackers have a lower priority, so that they delay
+//! honest clients by their load on the servers only.
+
+mod attacker;
+mod data;
+mod honest;
+mod http;
+mod servers;
+
+use super::overload::load_threads;
+use crate::output::say;
+use anyhow::{Context, Result, ensure};
+use attacker::{Attack, Attackers, Target};
+use clap::Parser;
+use honest::{AllSamples, Samples};
+use serde::Serialize;
+use serde_json::Value;
+use servers::{Resources, Servers};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+#[derive(Debug, Parser)]
+pub struct Args {
+    /// Duration of the attacks, in seconds. The honest clients first run alone for half of it, at
+    /// most for a minute
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    seconds: u64,
+    /// Duration of the attacks, in minutes. Overrides --seconds
+    #[arg(long, value_name = "MINUTES")]
+    minutes: Option<u64>,
+    /// Run only this attack, e.g. `stalled bodies`. May be given several times. Default: all
+    #[arg(long, value_name = "NAME")]
+    attack: Vec<String>,
+    /// Parent directory of the store's data and the servers' logs. L3 uses direct I/O, so it should
+    /// be on a real file system
+    #[arg(long, default_value = "/var/tmp", value_name = "DIRECTORY")]
+    dir: PathBuf,
+    /// Print the report as one line of JSON, without progress
+    #[arg(long)]
+    json: bool,
+}
+
+/// Nice value of the attackers' threads.
+const ATTACKER_NICENESS: i32 = 10;
+/// Maximum of the 99th percentile beside the attackers, as a multiple of that alone.
+const P99_RATIO_MAX: f64 = 2.0;
+/// Maximum memory of a router or engine beyond its memory alone: bodies of 64 MiB, each in two
+/// buffers for a moment while one grows, parsed prompts, L1 of an engine, and connections.
+const MEMORY_BEYOND_ALONE_MAX: u64 = 256 << 20;
+/// Time of honest requests before the first measurement.
+const WARM_UP_TIME: Duration = Duration::from_secs(3);
+/// Maximum time alone.
+const ALONE_MAX: Duration = Duration::from_secs(60);
+/// Time without requests before the baseline. Idle threads and idle HTTP connections end sooner.
+const QUIET_TIME: Duration = Duration::from_secs(12);
+/// Maximum time in which all resources must return.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval of looks at the resources.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+/// Maximum number of lines in the log of a process, per second of the attacks. Each limit logs at
+/// most once per ten seconds.
+const LOG_LINES_PER_SECOND_MAX: f64 = 5.0;
+
+#[derive(Debug, Serialize)]
+struct HostileReport {
+    seconds: f64,
+    /// Number of attacks by name.
+    attacks: BTreeMap<&'static str, u64>,
+    requests: BTreeMap<&'static str, RequestReport>,
+    processes: BTreeMap<&'static str, ProcessReport>,
+    left: NodeUse,
+}
+
+/// Honest requests of one kind. Times are in microseconds.
+#[derive(Debug, Serialize)]
+struct RequestReport {
+    alone: u64,
+    beside: u64,
+    p50_alone_us: u64,
+    p50_beside_us: u64,
+    p99_alone_us: u64,
+    p99_beside_us: u64,
+    p99_ratio: f64,
+    /// Requests that servers refused at first and served on a retry.
+    refused: u64,
+    /// Gets without a page, which evictions cause, and puts of pages that a stranger had reserved.
+    missed: u64,
+    failed: u64,
+    causes: Vec<String>,
+    wrong: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct ProcessReport {
+    memory_alone_mib: f64,
+    /// Largest resident memory since the start.
+    memory_peak_mib: f64,
+    memory_bound_mib: f64,
+    /// Resources beyond those before the attacks that had not returned within a minute.
+    left: Resources,
+    log_lines: usize,
+}
+
+/// Resources of the node that its status tells, in bytes or as a number.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+struct NodeUse {
+    bytes_in_flight: u64,
+    request_bytes: u64,
+    puts_open: u64,
+    readers_waiting: u64,
+}
+
+impl NodeUse {
+    fn of(status: &Value) -> Result<NodeUse> {
+        let budget = status["budget"].as_object().context("the node reports no budget")?;
+        let bytes = |name: &str| budget.get(name).and_then(|kind| kind["bytes"].as_u64());
+        let request_bytes = bytes("requests").context("the node reports no request memory")?;
+        let transfers = budget.keys().filter(|name| *name != "requests");
+        let count = |name: &str| status[name].as_u64().with_context(|| format!("the node reports no {name}"));
+        Ok(NodeUse {
+            bytes_in_flight: transfers.filter_map(|name| bytes(name)).sum(),
+            request_bytes,
+            puts_open: count("puts_open")?,
+            readers_waiting: count("readers_waiting")?,
+        })
+    }
+
+    fn beyond(&self, baseline: &NodeUse) -> NodeUse {
+        NodeUse {
+            bytes_in_flight: self.bytes_in_flight.saturating_sub(baseline.bytes_in_flight),
+            request_bytes: self.request_bytes.saturating_sub(baseline.request_bytes),
+            puts_open: self.puts_open.saturating_sub(baseline.puts_open),
+            readers_waiting: self.readers_waiting.saturating_sub(baseline.readers_waiting),
+        }
+    }
+}
+
+impl HostileReport {
+    fn check(&self) -> Result<()> {
+        for (name, request) in &self.requests {
+            let RequestReport { failed, wrong, causes, p99_ratio, .. } = request;
+            ensure!(*wrong == 0, "{wrong} {name} had wrong bytes");
+            ensure!(*failed == 0, "{failed} {name} failed: {}", causes.join("; "));
+            ensure!(request.beside > 0, "no {name} succeeded");
+            ensure!(*p99_ratio <= P99_RATIO_MAX, "the 99th percentile of {name} is {p99_ratio:.1} times that alone");
+        }
+        for (name, process) in &self.processes {
+            let ProcessReport { memory_peak_mib, memory_bound_mib, left, log_lines, .. } = process;
+            ensure!(
+                memory_peak_mib <= memory_bound_mib,
+                "{name} took {memory_peak_mib:.0} MiB of memory; its bound is {memory_bound_mib:.0} MiB"
+            );
+            ensure!(*left == Resources::default(), "{name} kept resources: {left:?}");
+            let lines_max = LOG_LINES_PER_SECOND_MAX * self.seconds;
+            ensure!(*log_lines as f64 <= lines_max, "{name} logged {log_lines} lines; the bound is {lines_max:.0}");
+        }
+        ensure!(self.left == NodeUse::default(), "the node kept resources: {:?}", self.left);
+        Ok(())
+    }
+}
+
+pub async fn run(args: Args) -> Result<()> {
+    let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
+    let dir = tempfile::Builder::new().prefix("larder-hostile-").tempdir_in(&args.dir);
+    let dir = dir.context("cannot create a directory for the store; choose another --dir")?;
+    let processors = rustix::thread::sched_getaffinity(None)?;
+    let threads = load_threads(processors, ATTACKER_NICENESS)?;
+    let measured = measure(&args, dir.path(), &threads, time).await;
+    threads.shutdown_background();
+    let report = measured?;
+    match args.json {
+        true => say!("{}", serde_json::to_string(&report)?),
+        false => print(&report),
+    }
+    report.check()
+}
+
+async fn measure(
+    args: &Args,
+    dir: &std::path::Path,
+    threads: &tokio::runtime::Runtime,
+    time: Duration,
+) -> Result<HostileReport> {
+    let progress = |text: &str| {
+        if !args.json {
+            say!("{text}");
+        }
+    };
+    let servers = Servers::start(dir).await?;
+    let target = Arc::new(Target {
+        ports: servers.ports.clone(),
+        next_page: Arc::<AtomicU64>::default(),
+        next_prompt: Arc::<AtomicU64>::default(),
+    });
+    let attacks = selected_attacks(&args.attack)?;
+    let here = tokio::runtime::Handle::current();
+    // The first requests wait for the engines' connections and for the template worker.
+    let (_, answers) = honest::run(&target, BTreeMap::new(), WARM_UP_TIME, &here).await?;
+    progress("honest clients alone …");
+    let (alone, answers) = honest::run(&target, answers, ALONE_MAX.min(time / 2), &here).await?;
+    tokio::time::sleep(QUIET_TIME).await;
+    let memory_alone = peak_memory(&servers)?;
+    let resources = servers.resources()?;
+    let node_use = NodeUse::of(&servers.node_status().await?)?;
+    progress("honest clients beside attackers …");
+    let begin = Instant::now();
+    let entered = threads.enter();
+    let attackers = Attackers::start(&attacks, &target);
+    drop(entered);
+    let beside = honest::run(&target, answers, time, &here).await;
+    let attacks = attackers.stop().await.into_iter().collect();
+    let seconds = begin.elapsed().as_secs_f64();
+    progress("waiting until all resources have returned …");
+    let (beside, _) = beside?;
+    let (left, node_left) = resources_left(&servers, &resources, &node_use).await?;
+    let memory_bound = servers.node_status().await?["memory_max"]["bytes"].as_u64();
+    let memory_bound = memory_bound.context("the node reports no memory plan")?;
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let mut processes = BTreeMap::new();
+    let peaks = memory_alone.into_iter().zip(peak_memory(&servers)?);
+    for ((server, (alone, peak)), left) in servers.all.iter().zip(peaks).zip(left) {
+        let bound = if server.name == "store" { memory_bound } else { alone + MEMORY_BEYOND_ALONE_MAX };
+        let report = ProcessReport {
+            memory_alone_mib: mib(alone),
+            memory_peak_mib: mib(peak),
+            memory_bound_mib: mib(bound),
+            left,
+            log_lines: server.log_lines(),
+        };
+        processes.insert(server.name, report);
+    }
+    Ok(HostileReport { seconds, attacks, requests: request_reports(alone, beside), processes, left: node_left })
+}
+
+/// Returns the attacks of these names, or all.
+fn selected_attacks(names: &[String]) -> Result<Vec<Attack>> {
+    let mut attacks: Vec<_> = http::attacks().into_iter().chain(data::attacks()).collect();
+    for name in names {
+        let known: Vec<_> = attacks.iter().map(|attack| attack.name).collect();
+        ensure!(known.contains(&name.as_str()), "there is no attack '{name}'; the attacks are: {}", known.join(", "));
+    }
+    attacks.retain(|attack| names.is_empty() || names.iter().any(|name| name == attack.name));
+    Ok(attacks)
+}
+
+fn peak_memory(servers: &Servers) -> Result<Vec<u64>> {
+    servers.all.iter().map(|server| server.peak_memory()).collect()
+}
+
+/// Waits until all resources have returned. Returns those that have not.
+async fn resources_left(
+    servers: &Servers,
+    baseline: &[Resources],
+    node_baseline: &NodeUse,
+) -> Result<(Vec<Resources>, NodeUse)> {
+    let begin = Instant::now();
+    loop {
+        let now = servers.resources()?;
+        let left: Vec<_> = now.iter().zip(baseline).map(|(now, before)| now.beyond(before)).collect();
+        let node_left = NodeUse::of(&servers.node_status().await?)?.beyond(node_baseline);
+        let has_returned = left.iter().all(|left| *left == Resources::default()) && node_left == NodeUse::default();
+        if has_returned || begin.elapsed() > RETURN_TIMEOUT {
+            return Ok((left, node_left));
+        }
+        tokio::time::sleep(LOOK_INTERVAL).await;
+    }
+}
+
+fn request_reports(alone: AllSamples, beside: AllSamples) -> BTreeMap<&'static str, RequestReport> {
+    let p99 = |samples: &Samples| samples.microseconds.value_at_quantile(0.99);
+    let p50 = |samples: &Samples| samples.microseconds.value_at_quantile(0.5);
+    let report = |((name, alone), beside): ((&'static str, Samples), Samples)| {
+        let report = RequestReport {
+            alone: alone.microseconds.len(),
+            beside: beside.microseconds.len(),
+            p50_alone_us: p50(&alone),
+            p50_beside_us: p50(&beside),
+            p99_alone_us: p99(&alone),
+            p99_beside_us: p99(&beside),
+            p99_ratio: p99(&beside) as f64 / p99(&alone).max(1) as f64,
+            refused: alone.refused + beside.refused,
+            missed: alone.missed + beside.missed,
+            failed: alone.failed + beside.failed,
+            wrong: alone.wrong + beside.wrong,
+            causes: [alone.causes, beside.causes].concat(),
+        };
+        (name, report)
+    };
+    // Both have the same kinds of requests.
+    alone.into_iter().zip(beside.into_values()).map(report).collect()
+}
+
+fn print(report: &HostileReport) {
+    let HostileReport { seconds, attacks, requests, processes, left } = report;
+    let total: u64 = attacks.values().sum();
+    say!("\n{total} attacks in {seconds:.0} s");
+    for (name, count) in attacks {
+        say!("  {name:24} {count:>8}");
+    }
+    say!(
+        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>6} {:>8} {:>7} {:>7} {:>6}",
+        "requests",
+        "number",
+        "p50 ms",
+        "beside",
+        "p99 ms",
+        "beside",
+        "ratio",
+        "refused",
+        "missed",
+        "failed",
+        "wrong"
+    );
+    for (name, of) in requests {
+        let ms = |us: u64| us as f64 / 1000.0;
+        say!(
+            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>8} {:>7} {:>7} {:>6}",
+            of.beside,
+            ms(of.p50_alone_us),
+            ms(of.p50_beside_us),
+            ms(of.p99_alone_us),
+            ms(of.p99_beside_us),
+            of.p99_ratio,
+            of.refused,
+            of.missed,
+            of.failed,
+            of.wrong
+        );
+    }
+    say!(
+        "\n{:10} {:>10} {:>9} {:>9} {:>8} {:>12} {:>8} {:>9} {:>10}",
+        "process",
+        "alone MiB",
+        "peak MiB",
+        "bound MiB",
+        "sockets",
+        "descriptors",
+        "threads",
+        "children",
+        "log lines"
+    );
+    for (name, of) in processes {
+        say!(
+            "{name:10} {:>10.0} {:>9.0} {:>9.0} {:>8} {:>12} {:>8} {:>9} {:>10}",
+            of.memory_alone_mib,
+            of.memory_peak_mib,
+            of.memory_bound_mib,
+            of.left.sockets,
+            of.left.descriptors,
+            of.left.threads,
+            of.left.children,
+            of.log_lines
+        );
+    }
+    let NodeUse { bytes_in_flight, request_bytes, puts_open, readers_waiting } = left;
+    say!(
+        "\nleft in the node: {bytes_in_flight} bytes in flight, {request_bytes} bytes of requests, {puts_open} puts, {readers_waiting} readers"
+    );
+}

@@ -1,0 +1,140 @@
+//! Attackers: clients that repeat one attack each, from addresses of their own.
+//!
+//! Strangers are bounded by sockets, not by processor time: each waits between two attacks, and the
+//! pauses bound the rate of every attack.
+
+use super::servers::Ports;
+use anyhow::Result;
+use futures::future::BoxFuture;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+/// Addresses of the strangers. Servers tell clients apart by their addresses, and honest clients
+/// have 127.0.0.1.
+const ADDRESSES: usize = 4;
+/// Maximum duration of one attack. A stranger then drops its connection.
+const ATTACK_TIMEOUT: Duration = Duration::from_secs(20);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Receive buffer of clients that do not read, in bytes.
+const SMALL_BUFFER: u32 = 4096;
+
+/// Targets of the attacks, and what the honest clients are doing.
+pub struct Target {
+    pub ports: Ports,
+    /// Number of the next page that the honest client puts.
+    pub next_page: Arc<AtomicU64>,
+    /// Number of the next prompt that the honest client sends.
+    pub next_prompt: Arc<AtomicU64>,
+}
+
+/// One client of an attack.
+#[derive(Clone)]
+pub struct Stranger {
+    pub target: Arc<Target>,
+    pub number: usize,
+    /// Number of this client's attack, from 0.
+    pub round: u64,
+}
+
+pub struct Attack {
+    pub name: &'static str,
+    pub clients: usize,
+    /// Pause of a client between two attacks.
+    pub pause: Duration,
+    pub run: fn(Stranger) -> BoxFuture<'static, Result<()>>,
+}
+
+impl Stranger {
+    pub fn address(&self) -> IpAddr {
+        Ipv4Addr::new(127, 0, 0, 2 + (self.number % ADDRESSES) as u8).into()
+    }
+
+    pub async fn connect(&self, port: SocketAddr) -> Result<TcpStream> {
+        self.connect_with(port, None).await
+    }
+
+    /// Connects with a receive buffer that fills at once.
+    pub async fn connect_unread(&self, port: SocketAddr) -> Result<TcpStream> {
+        self.connect_with(port, Some(SMALL_BUFFER)).await
+    }
+
+    async fn connect_with(&self, port: SocketAddr, receive_buffer: Option<u32>) -> Result<TcpStream> {
+        let socket = TcpSocket::new_v4()?;
+        if let Some(bytes) = receive_buffer {
+            socket.set_recv_buffer_size(bytes)?;
+        }
+        socket.bind(SocketAddr::new(self.address(), 0))?;
+        Ok(tokio::time::timeout(CONNECT_TIMEOUT, socket.connect(port)).await??)
+    }
+}
+
+/// Waits until the server closes the connection. Discards what it sends.
+pub async fn closed(mut stream: TcpStream) -> Result<()> {
+    let mut discarded = [0; 1024];
+    while stream.read(&mut discarded).await? > 0 {}
+    Ok(())
+}
+
+/// Keeps a connection, unread, until the attack ends.
+pub async fn hold(connection: impl Send) -> Result<()> {
+    tokio::time::sleep(ATTACK_TIMEOUT).await;
+    drop(connection);
+    Ok(())
+}
+
+/// Running attackers.
+pub struct Attackers {
+    tasks: JoinSet<()>,
+    stop: CancellationToken,
+    counts: Vec<(&'static str, Arc<AtomicU64>)>,
+}
+
+impl Attackers {
+    pub fn start(attacks: &[Attack], target: &Arc<Target>) -> Attackers {
+        let mut attackers = Attackers { tasks: JoinSet::new(), stop: CancellationToken::new(), counts: Vec::new() };
+        for attack in attacks {
+            let count = Arc::<AtomicU64>::default();
+            attackers.counts.push((attack.name, count.clone()));
+            for number in 0..attack.clients {
+                let stranger = Stranger { target: target.clone(), number, round: 0 };
+                // Spread over the pause, so that the clients do not act all at once.
+                let start = attack.pause.mul_f64(number as f64 / attack.clients as f64);
+                let repeat = repeat(attack.run, stranger, start, attack.pause, count.clone());
+                let stopped = attackers.stop.clone();
+                attackers.tasks.spawn(async move { stopped.run_until_cancelled(repeat).await.unwrap_or_default() });
+            }
+        }
+        attackers
+    }
+
+    /// Ends all attackers, which closes their connections. Returns the number of attacks by name.
+    pub async fn stop(mut self) -> Vec<(&'static str, u64)> {
+        self.stop.cancel();
+        while self.tasks.join_next().await.is_some() {}
+        // Relaxed: the tasks have ended.
+        self.counts.iter().map(|(name, count)| (*name, count.load(Ordering::Relaxed))).collect()
+    }
+}
+
+async fn repeat(
+    attack: fn(Stranger) -> BoxFuture<'static, Result<()>>,
+    mut stranger: Stranger,
+    start: Duration,
+    pause: Duration,
+    count: Arc<AtomicU64>,
+) {
+    tokio::time::sleep(start).await;
+    loop {
+        // A server may refuse or cut any attack: only their number is of interest.
+        let _ = tokio::time::timeout(ATTACK_TIMEOUT, attack(stranger.clone())).await;
+        count.fetch_add(1, Ordering::Relaxed);
+        stranger.round += 1;
+        tokio::time::sleep(pause).await;
+    }
+}
