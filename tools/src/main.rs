@@ -16,6 +16,7 @@ mod docs;
 mod errors;
 mod http_args;
 mod logging;
+mod model_args;
 mod output;
 mod prefix;
 mod process;

@@ -1,6 +1,7 @@
 //! Commands that run one process of an installation: a store node, an engine or a router.
 
 use crate::http_args::HttpArgs;
+use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::signals;
 use crate::tiers::{self, TierArgs};
@@ -88,6 +89,8 @@ pub struct EngineArgs {
     /// Model folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json
     #[arg(long, value_name = "DIRECTORY")]
     model: PathBuf,
+    #[command(flatten)]
+    load: ModelArgs,
     /// Model name in the API. Default: the name of the folder
     #[arg(long, value_name = "NAME")]
     model_name: Option<String>,
@@ -202,6 +205,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
 
 pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     let mut options = EngineOptions::new(role, args.model, args.store);
+    options.load = args.load.load_options();
     options.model_name = args.model_name;
     options.listen = args.listen;
     options.advertise = args.advertise;

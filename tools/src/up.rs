@@ -4,6 +4,7 @@
 //! by URL.
 
 use crate::http_args::HttpArgs;
+use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::tiers::TierArgs;
 use crate::verify::NODE_DIR_PREFIX;
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::Parser;
 use larder_client::{DEFAULT_CONNECTIONS, StoreUrl, Transport};
-use larder_model::{Model, Tokenizer};
+use larder_model::{LoadOptions, Model, Tokenizer};
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
@@ -44,6 +45,8 @@ pub struct Args {
     /// Model folder in Hugging Face layout. Default: the bundled model
     #[arg(long, value_name = "DIRECTORY")]
     model: Option<PathBuf>,
+    #[command(flatten)]
+    load: ModelArgs,
     /// Number of store nodes
     #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
@@ -191,7 +194,8 @@ async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<()> {
     // The model loads while the nodes recover.
     let loading = tokio::task::spawn_blocking({
         let folder = folder.clone();
-        move || load(&folder)
+        let options = args.load.load_options();
+        move || load(&folder, &options)
     });
     cluster.start_nodes(args).await?;
     let preloaded = loading.await??;
@@ -210,8 +214,9 @@ pub fn node_admin_urls(data_dir: &Path) -> Vec<String> {
     urls.map(|url| url.trim().to_string()).collect()
 }
 
-fn load(folder: &Path) -> Result<Preloaded> {
-    let model = Model::load(folder).with_context(|| format!("cannot load the model {}", folder.display()))?;
+fn load(folder: &Path, options: &LoadOptions) -> Result<Preloaded> {
+    let model =
+        Model::load_with(folder, options).with_context(|| format!("cannot load the model {}", folder.display()))?;
     let tokenizer =
         Tokenizer::load(folder).with_context(|| format!("cannot load the tokenizer of {}", folder.display()))?;
     Ok(Preloaded { model: Arc::new(model), tokenizer: Arc::new(tokenizer) })

@@ -6,8 +6,8 @@
 //! - The forward pass writes only to open pages, and there only to the slots of the chunk's own
 //!   tokens.
 
-use crate::config::ModelConfig;
-use crate::kv::{self, PageSlot};
+use crate::kv::PageSlot;
+use crate::model::Model;
 use larder_format::PageGeometry;
 use thiserror::Error;
 
@@ -80,7 +80,8 @@ impl Chunk<'_> {
         }
     }
 
-    fn check(&self, chunk: usize, config: &ModelConfig) -> Result<(), ForwardError> {
+    fn check(&self, chunk: usize, model: &Model) -> Result<(), ForwardError> {
+        let config = &model.config;
         if self.tokens.is_empty() {
             return Err(ForwardError::Empty { chunk });
         }
@@ -96,7 +97,7 @@ impl Chunk<'_> {
             return Err(ForwardError::Pages { chunk, needed: 1, found });
         };
         let geometry = *first.page().geometry();
-        if !has_shape_of(&geometry, config) {
+        if geometry.validate().is_err() || geometry != model.geometry(geometry.page_tokens) {
             return Err(ForwardError::Geometry { chunk, page: 0 });
         }
         let page_tokens = geometry.page_tokens as usize;
@@ -115,16 +116,8 @@ impl Chunk<'_> {
     }
 }
 
-fn has_shape_of(geometry: &PageGeometry, config: &ModelConfig) -> bool {
-    geometry.validate().is_ok()
-        && kv::is_computable(geometry)
-        && geometry.layers as usize == config.layers
-        && geometry.kv_heads as usize == config.kv_heads
-        && geometry.head_dim as usize == config.head_dim
-}
-
 /// Validates the whole batch before anything is computed, so that an error leaves every page
 /// unchanged. Returns the error of the first invalid chunk.
-pub(crate) fn check(batch: &[Chunk<'_>], config: &ModelConfig) -> Result<(), ForwardError> {
-    batch.iter().enumerate().try_for_each(|(index, chunk)| chunk.check(index, config))
+pub(crate) fn check(batch: &[Chunk<'_>], model: &Model) -> Result<(), ForwardError> {
+    batch.iter().enumerate().try_for_each(|(index, chunk)| chunk.check(index, model))
 }

@@ -8,7 +8,7 @@
 //! the keys and values of all rows, then continues only with the rows whose logits are requested.
 
 use crate::batch::{self, Chunk, ForwardError, LayerHooks};
-use crate::kv::{KvKind, PageSlot, head_layout};
+use crate::kv::{KvKind, PageElement, PageSlot, head_layout, with_element};
 use crate::model::{LayerWeights, Linear, Model};
 use crate::scratch::Scratch;
 use larder_format::PageGeometry;
@@ -33,7 +33,7 @@ impl Model {
     /// # Errors
     /// If the batch is invalid (see [`ForwardError`]). No page has changed then.
     pub fn forward(&self, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) -> Result<Vec<Vec<f32>>, ForwardError> {
-        batch::check(batch, &self.config)?;
+        batch::check(batch, self)?;
         let mut scratch = self.scratch.take();
         on_rayon(|| self.embed(batch, &mut scratch));
         let mut rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
@@ -47,7 +47,7 @@ impl Model {
             }
             if rows.iter().any(|rows| !rows.is_empty()) {
                 on_rayon(|| {
-                    self.attend(layer, batch, &rows, &mut scratch);
+                    with_element!(self.kv_dtype, E => self.attend::<E>(layer, batch, &rows, &mut scratch));
                     self.finish_layer(weights, &rows, &mut scratch);
                 });
             }
@@ -96,11 +96,11 @@ impl Model {
         for chunk in batch {
             let (own, others) = rest.split_at(chunk.tokens.len() * width);
             rest = others;
-            self.write_pages(layer, chunk, own);
+            with_element!(self.kv_dtype, E => self.write_pages::<E>(layer, chunk, own));
         }
     }
 
-    fn write_pages(&self, layer: usize, chunk: &mut Chunk<'_>, qkv: &[f32]) {
+    fn write_pages<E: PageElement>(&self, layer: usize, chunk: &mut Chunk<'_>, qkv: &[f32]) {
         let geometry = *chunk.geometry();
         let page_tokens = geometry.page_tokens as usize;
         let (keys, values) = head_layouts(&geometry, layer);
@@ -110,11 +110,12 @@ impl Model {
             let PageSlot::Open(page) = &mut chunk.pages[position / page_tokens] else {
                 unreachable!("validation has checked that the pages to write are open");
             };
-            let page = page.as_f32_mut();
+            let page = page.elements_mut::<E>();
             let slot = position % page_tokens;
             let heads = row[self.config.query_width()..].chunks_exact(head_dim);
             for (layout, head) in keys.iter().chain(&values).zip(heads) {
-                page[layout.start + slot * layout.stride..][..head_dim].copy_from_slice(head);
+                let elements = &mut page[layout.start + slot * layout.stride..][..head_dim];
+                elements.iter_mut().zip(head).for_each(|(element, value)| *element = E::from_f32(*value));
             }
         }
     }
@@ -137,13 +138,13 @@ impl Model {
         }
     }
 
-    fn attend(&self, layer: usize, batch: &[Chunk<'_>], rows: &[Range<usize>], scratch: &mut Scratch) {
+    fn attend<E: PageElement>(&self, layer: usize, batch: &[Chunk<'_>], rows: &[Range<usize>], scratch: &mut Scratch) {
         let config = &self.config;
         let count: usize = rows.iter().map(Range::len).sum();
         let query_width = config.query_width();
         let width = self.qkv_width();
-        let pages: Vec<Vec<&[f32]>> =
-            batch.iter().map(|chunk| chunk.pages.iter().map(|slot| slot.page().as_f32()).collect()).collect();
+        let pages: Vec<Vec<&[E]>> =
+            batch.iter().map(|chunk| chunk.pages.iter().map(|slot| slot.page().elements::<E>()).collect()).collect();
         let layouts: Vec<_> = batch.iter().map(|chunk| head_layouts(chunk.geometry(), layer)).collect();
         let mut queries = &scratch.qkv[..count * width];
         let mut out = sized(&mut scratch.attended, count * query_width);

@@ -9,10 +9,11 @@
 //! - The checksums of a [`SealedPage`] are as old as its content. Nothing computes them again from
 //!   bytes that have lain in memory since.
 
+use half::{bf16, f16};
 use larder_format::{KvDtype, Mismatch, PageGeometry, PageOrigin, PayloadVerifier, chunk_crcs};
-use larder_kernels::cpu::HeadLayout;
+use larder_kernels::cpu::{HeadLayout, KvElement};
 use std::fmt;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Unit of a page buffer, one cache line, so that every buffer starts on a cache line.
@@ -21,6 +22,44 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 struct CacheLine([u32; 16]);
 
 const CACHE_LINE_BYTES: usize = size_of::<CacheLine>();
+
+/// Element that pages of [`DTYPE`](Self::DTYPE) hold.
+pub(crate) trait PageElement: KvElement {
+    const DTYPE: KvDtype;
+}
+
+impl PageElement for f32 {
+    const DTYPE: KvDtype = KvDtype::F32;
+}
+
+impl PageElement for f16 {
+    const DTYPE: KvDtype = KvDtype::F16;
+}
+
+impl PageElement for bf16 {
+    const DTYPE: KvDtype = KvDtype::Bf16;
+}
+
+/// Evaluates an expression with `$element` as the Rust type of a [`KvDtype`].
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            larder_format::KvDtype::F32 => {
+                type $element = f32;
+                $body
+            }
+            larder_format::KvDtype::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            larder_format::KvDtype::Bf16 => {
+                type $element = half::bf16;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_element;
 
 /// Bounded pool of equal pages. Allocates each buffer on first use and keeps it, so an idle pool
 /// costs nothing.
@@ -98,21 +137,50 @@ impl KvPage {
         &self.pool.geometry
     }
 
-    /// Views the page as `f32`. Meaningful only for pages of [`KvDtype::F32`].
-    pub fn as_f32(&self) -> &[f32] {
-        let values = bytemuck::cast_slice(&self.buffer);
-        &values[..self.geometry().page_bytes() / 4]
+    /// Views the page as its elements.
+    ///
+    /// # Panics
+    /// If the page holds another type.
+    pub(crate) fn elements<E: PageElement>(&self) -> &[E] {
+        assert_eq!(self.geometry().dtype, E::DTYPE, "the page holds elements of this type");
+        &bytemuck::cast_slice(&self.buffer)[..self.geometry().page_bytes() / size_of::<E>()]
     }
 
-    /// Returns `true` if no value is NaN or infinite. Meaningful only for pages of
-    /// [`KvDtype::F32`]. Costs one pass over the page.
-    pub fn is_finite(&self) -> bool {
-        is_finite(self.as_f32())
-    }
-
-    pub fn as_f32_mut(&mut self) -> &mut [f32] {
-        let len = self.geometry().page_bytes() / 4;
+    /// Views the page as its elements.
+    ///
+    /// # Panics
+    /// If the page holds another type.
+    pub(crate) fn elements_mut<E: PageElement>(&mut self) -> &mut [E] {
+        assert_eq!(self.geometry().dtype, E::DTYPE, "the page holds elements of this type");
+        let len = self.geometry().page_bytes() / size_of::<E>();
         &mut bytemuck::cast_slice_mut(&mut self.buffer)[..len]
+    }
+
+    /// Replaces every element by a value, rounded to the type of the page.
+    pub fn fill_with(&mut self, mut value: impl FnMut() -> f32) {
+        with_element!(self.geometry().dtype, E => {
+            self.elements_mut::<E>().iter_mut().for_each(|element| *element = E::from_f32(value()));
+        });
+    }
+
+    /// Copies the elements, which f32 holds without loss.
+    pub fn to_f32(&self) -> Vec<f32> {
+        with_element!(self.geometry().dtype, E => {
+            self.elements::<E>().iter().map(|element| KvElement::to_f32(*element)).collect()
+        })
+    }
+
+    /// Returns `true` if no value is NaN or infinite. Costs one pass over the page.
+    pub fn is_finite(&self) -> bool {
+        self.is_finite_in(0..self.geometry().page_bytes())
+    }
+
+    /// Returns `true` if no value in a range of bytes is NaN or infinite. The range begins and ends
+    /// at an element.
+    pub fn is_finite_in(&self, bytes: Range<usize>) -> bool {
+        with_element!(self.geometry().dtype, E => {
+            is_finite(&self.elements::<E>()[bytes.start / size_of::<E>()..bytes.end / size_of::<E>()])
+        })
     }
 }
 
@@ -241,9 +309,9 @@ impl PageSlot {
 }
 
 /// Returns `true` if no value is NaN or infinite.
-pub fn is_finite(values: &[f32]) -> bool {
+pub fn is_finite<E: KvElement>(values: &[E]) -> bool {
     // Without an early exit inside a block, the compiler uses vector instructions.
-    values.chunks(1024).all(|block| block.iter().fold(true, |all, value| all & value.is_finite()))
+    values.chunks(1024).all(|block| block.iter().fold(true, |all, value| all & KvElement::is_finite(*value)))
 }
 
 /// Selects the keys or the values. The numbers give their order in the page layout.
@@ -265,12 +333,6 @@ pub fn head_layout(geometry: &PageGeometry, layer: usize, kind: KvKind, head: us
     let stride = group_heads * head_dim;
     let block = (2 * layer_in_part + kind as usize) * geometry.page_tokens as usize * stride;
     HeadLayout { start: part_start + block + (head % group_heads) * head_dim, stride }
-}
-
-/// Returns `true` if this build can compute on pages of `geometry`. The kernels need little-endian
-/// `f32`.
-pub fn is_computable(geometry: &PageGeometry) -> bool {
-    geometry.dtype == KvDtype::F32 && cfg!(target_endian = "little")
 }
 
 #[cfg(test)]
@@ -326,16 +388,21 @@ mod tests {
 
     #[test]
     fn one_value_that_is_no_number_makes_a_page_not_finite() {
-        let pool = KvPool::new(geometry(2, 1), 1);
-        let mut page = pool.allocate().unwrap();
-        let last = page.as_f32().len() - 1;
-        for (at, value) in [(0, f32::NAN), (last, f32::INFINITY), (last, f32::NEG_INFINITY)] {
-            assert!(page.is_finite());
-            page.as_f32_mut()[at] = value;
-            assert!(!page.is_finite());
-            page.as_f32_mut()[at] = f32::MAX;
+        for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+            let pool = KvPool::new(PageGeometry { dtype, ..geometry(2, 1) }, 1);
+            let mut page = pool.allocate().unwrap();
+            let len = page.to_f32().len();
+            for (at, value) in [(0, f32::NAN), (len - 1, f32::INFINITY), (len / 2, f32::NEG_INFINITY)] {
+                assert!(page.is_finite());
+                let mut index = 0..;
+                page.fill_with(|| if index.next() == Some(at) { value } else { 60_000.0 });
+                assert!(!page.is_finite());
+                assert!(page.is_finite_in(0..at * dtype.bytes()));
+                assert!(!page.is_finite_in(at * dtype.bytes()..(at + 1) * dtype.bytes()));
+                page.fill_with(|| -60_000.0);
+            }
         }
-        assert!(page.is_finite() && is_finite(&[]));
+        assert!(is_finite::<f32>(&[]));
     }
 
     #[test]
@@ -343,10 +410,10 @@ mod tests {
         let pool = KvPool::new(geometry(2, 1), 1);
         let mut page = pool.allocate().unwrap();
         assert_eq!(page.as_ref().len(), pool.geometry().page_bytes());
-        page.as_f32_mut()[7] = 1.5;
+        page.elements_mut::<f32>()[7] = 1.5;
         assert_eq!(page.as_ref()[28..32], 1.5f32.to_le_bytes());
         page.as_mut()[28..32].copy_from_slice(&2.5f32.to_le_bytes());
-        assert_eq!(page.as_f32()[7], 2.5);
+        assert_eq!(page.elements::<f32>()[7], 2.5);
     }
 
     #[test]

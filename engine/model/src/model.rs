@@ -23,7 +23,28 @@ pub struct Model {
     pub(crate) weights: Weights,
     pub(crate) frequencies: Vec<f32>,
     pub(crate) scratch: ScratchPool,
+    /// Element type of the pages.
+    pub(crate) kv_dtype: KvDtype,
     fingerprint: [u8; 32],
+}
+
+/// Choices for loading a model folder.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LoadOptions {
+    /// Element type of keys and values. Default: that of the model's weights.
+    pub kv_dtype: Option<KvDtype>,
+    pub weights: WeightFormat,
+}
+
+/// Format of the weight matrices in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// The type in the files: bf16, f16 or f32.
+    #[default]
+    Stored,
+    /// Eight bits per weight, with a scale per output and 32 inputs. Half the memory of bf16, at
+    /// the price of accuracy.
+    Q8,
 }
 
 pub(crate) struct Weights {
@@ -59,17 +80,26 @@ impl Model {
     /// If the folder is incomplete or malformed, or if it needs a feature this engine lacks. The
     /// error names the file, field or tensor.
     pub fn load(dir: &Path) -> Result<Model, LoadError> {
+        Model::load_with(dir, &LoadOptions::default())
+    }
+
+    /// Loads a model folder as [`load`](Model::load) does, with other choices.
+    ///
+    /// # Errors
+    /// Those of [`load`](Model::load).
+    pub fn load_with(dir: &Path, options: &LoadOptions) -> Result<Model, LoadError> {
         if !dir.is_dir() {
             return Err(LoadError::NoFolder(dir.to_owned()));
         }
         let generation = read_optional_json(&dir.join("generation_config.json"))?;
         let config = ModelConfig::from_json(&read_json(&dir.join("config.json"))?, &generation)?;
         let files = WeightFiles::open(dir)?;
-        let mut loader = Loader { tensors: files.tensors()?, used: Vec::new() };
+        let mut loader = Loader { tensors: files.tensors()?, used: Vec::new(), format: options.weights };
         let weights = loader.weights(&config)?;
+        let kv_dtype = options.kv_dtype.unwrap_or_else(|| loader.kv_dtype());
         let fingerprint = loader.fingerprint(&config);
         let frequencies = config.rope.frequencies(config.head_dim);
-        Ok(Model { config, weights, frequencies, scratch: ScratchPool::default(), fingerprint })
+        Ok(Model { config, weights, frequencies, scratch: ScratchPool::default(), kv_dtype, fingerprint })
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -86,11 +116,11 @@ impl Model {
     /// store's limits with [`PageGeometry::validate`].
     pub fn geometry(&self, page_tokens: u32) -> PageGeometry {
         let config = &self.config;
-        let layer_bytes = 2 * config.kv_width() * page_tokens as usize * KvDtype::F32.bytes();
+        let layer_bytes = 2 * config.kv_width() * page_tokens as usize * self.kv_dtype.bytes();
         let fitting = PART_BYTES_TARGET / layer_bytes.max(1);
         let layers_per_part = fitting.max(config.layers.div_ceil(MAX_PARTS)).clamp(1, config.layers);
         PageGeometry {
-            dtype: KvDtype::F32,
+            dtype: self.kv_dtype,
             layers: config.layers as u32,
             kv_heads: config.kv_heads as u32,
             head_dim: config.head_dim as u32,
@@ -111,6 +141,7 @@ impl std::fmt::Debug for Model {
 struct Loader<'a> {
     tensors: Tensors<'a>,
     used: Vec<Tensor<'a>>,
+    format: WeightFormat,
 }
 
 impl<'a> Loader<'a> {
@@ -120,11 +151,11 @@ impl<'a> Loader<'a> {
             (None, embedding)
         } else {
             let output = self.take("lm_head.weight", &[config.vocab, config.hidden])?;
-            (Some(pack(&[embedding], config.hidden)?), output)
+            (Some(self.pack(&[embedding], config.hidden)?), output)
         };
         let layers = (0..config.layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
         let norm = self.take("model.norm.weight", &[config.hidden])?.to_vec();
-        Ok(Weights { embedding, layers, norm, output: pack(&[output], config.hidden)? })
+        Ok(Weights { embedding, layers, norm, output: self.pack(&[output], config.hidden)? })
     }
 
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, LoadError> {
@@ -172,7 +203,7 @@ impl<'a> Loader<'a> {
                 bias.extend(self.take(&name(&format!("{part}.bias")), &[outputs])?.to_vec());
             }
         }
-        Ok(Linear { weight: pack(&weights, inputs)?, bias: has_bias.then_some(bias) })
+        Ok(Linear { weight: self.pack(&weights, inputs)?, bias: has_bias.then_some(bias) })
     }
 
     fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor<'a>, LoadError> {
@@ -181,31 +212,52 @@ impl<'a> Loader<'a> {
         Ok(tensor)
     }
 
+    /// Widest element type of the matrices in use. Keys and values have this type by default.
+    fn kv_dtype(&self) -> KvDtype {
+        let matrices = self.used.iter().filter(|tensor| tensor.is_matrix());
+        let types: Vec<WeightType> = matrices.map(Tensor::weight_type).collect();
+        if types.contains(&WeightType::F32) {
+            KvDtype::F32
+        } else if types.contains(&WeightType::F16) {
+            KvDtype::F16
+        } else {
+            KvDtype::Bf16
+        }
+    }
+
+    /// Packs tensors of one input as one matrix. Stored tensors of different types become `f32`,
+    /// which holds the others without loss.
+    fn pack(&self, parts: &[Tensor<'_>], inputs: usize) -> Result<PackedMatrix, LoadError> {
+        let outputs = parts.iter().map(Tensor::rows).sum();
+        let weight_type = parts[0].weight_type();
+        let is_uniform = parts.iter().all(|part| part.weight_type() == weight_type);
+        let weight_type = match self.format {
+            WeightFormat::Q8 => WeightType::Q8,
+            WeightFormat::Stored if is_uniform => weight_type,
+            WeightFormat::Stored => WeightType::F32,
+        };
+        let fill = |mut output: usize, row: &mut [f32]| {
+            for part in parts {
+                if output < part.rows() {
+                    return part.read_row(output, row);
+                }
+                output -= part.rows();
+            }
+        };
+        PackedMatrix::new(outputs, inputs, weight_type, fill)
+            .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
+    }
+
     fn fingerprint(mut self, config: &ModelConfig) -> [u8; 32] {
         self.used.sort_by(|a, b| a.name().cmp(b.name()));
         let digests: Vec<[u8; 32]> = self.used.par_iter().map(Tensor::digest).collect();
         let mut hash = Sha256::new();
         hash.update(config.canonical());
+        // Stored weights need no mark: their types are part of the tensors' digests.
+        if self.format == WeightFormat::Q8 {
+            hash.update("weights q8\n");
+        }
         digests.iter().for_each(|digest| hash.update(digest));
         hash.finalize().into()
     }
-}
-
-/// Packs tensors of one input as one matrix, in their type. Tensors of different types become `f32`,
-/// which holds every other type without loss.
-fn pack(parts: &[Tensor<'_>], inputs: usize) -> Result<PackedMatrix, LoadError> {
-    let outputs = parts.iter().map(Tensor::rows).sum();
-    let weight_type = parts[0].weight_type();
-    let is_uniform = parts.iter().all(|part| part.weight_type() == weight_type);
-    let weight_type = if is_uniform { weight_type } else { WeightType::F32 };
-    let fill = |mut output: usize, row: &mut [f32]| {
-        for part in parts {
-            if output < part.rows() {
-                return part.read_row(output, row);
-            }
-            output -= part.rows();
-        }
-    };
-    PackedMatrix::new(outputs, inputs, weight_type, fill)
-        .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
 }

@@ -35,11 +35,11 @@ pub fn measure(model: &Model, page_tokens: u32) -> Result<String, ForwardError> 
     let mut state = 1u64;
     for slot in &mut pages {
         let PageSlot::Open(page) = slot else { continue };
-        for value in page.as_f32_mut() {
+        page.fill_with(|| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             // 24 bits are exact in f32, so the input is the same everywhere: −1 to 1.
-            *value = (state >> 40) as f32 / (1 << 23) as f32 - 1.0;
-        }
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        });
     }
     let chunk = Chunk { tokens: &tokens, position: context - count, pages: &mut pages, logits: LogitRows::None };
     model.forward(&mut [chunk], &mut ())?;

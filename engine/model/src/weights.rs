@@ -172,6 +172,10 @@ impl Tensor<'_> {
         &self.name
     }
 
+    pub(crate) fn is_matrix(&self) -> bool {
+        self.shape.len() == 2
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.shape[0]
     }

@@ -191,7 +191,7 @@ fn invalid_batch_leaves_all_pages_unchanged() {
     let pool = KvPool::new(geometry, 8);
     let page = || {
         let mut page = pool.allocate().unwrap();
-        page.as_f32_mut().fill(7.0);
+        page.fill_with(|| 7.0);
         page
     };
     let good = &[1, 2, 3][..];
@@ -200,7 +200,7 @@ fn invalid_batch_leaves_all_pages_unchanged() {
         let valid = Chunk { tokens: good, position: 0, pages: &mut own, logits: LogitRows::Last };
         let broken = Chunk { tokens, position, pages: &mut pages, logits: LogitRows::All };
         let error = model.forward(&mut [valid, broken], &mut ()).unwrap_err();
-        let untouched = |slot: &PageSlot| slot.page().as_f32().iter().all(|&x| x == 7.0);
+        let untouched = |slot: &PageSlot| slot.page().to_f32().iter().all(|&x| x == 7.0);
         assert!(own.iter().chain(&pages).all(untouched), "{error}");
         error
     };
@@ -217,7 +217,7 @@ fn invalid_batch_leaves_all_pages_unchanged() {
     assert_eq!(attempt(good, 0, vec![sealed()]), ForwardError::Sealed { chunk: 1, page: 0 });
     let other = KvPool::new(model.geometry(8), 1);
     let mut foreign = other.allocate().unwrap();
-    foreign.as_f32_mut().fill(7.0);
+    foreign.fill_with(|| 7.0);
     let error = attempt(good, 14, vec![open(), PageSlot::Open(foreign)]);
     assert_eq!(error, ForwardError::Geometry { chunk: 1, page: 1 });
     assert_eq!(model.forward(&mut [], &mut ()).unwrap(), Vec::<Vec<f32>>::new());
@@ -230,8 +230,9 @@ fn layer_hook_runs_after_the_pages_of_its_layer_are_written() {
     impl larder_model::LayerHooks for LayerRecorder {
         fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]) {
             let page = batch[0].pages[0].page();
-            let layer_elements = page.as_f32().len() / page.geometry().layers as usize;
-            let mut layers = page.as_f32().chunks(layer_elements);
+            let elements = page.to_f32();
+            let layer_elements = elements.len() / page.geometry().layers as usize;
+            let mut layers = elements.chunks(layer_elements);
             assert!(layers.by_ref().take(layer + 1).all(|l| l.iter().all(|x| !x.is_nan())), "written so far");
             assert!(layers.all(|l| l.iter().all(|x| x.is_nan())), "not written yet");
             self.0.push(layer);
@@ -240,7 +241,7 @@ fn layer_hook_runs_after_the_pages_of_its_layer_are_written() {
     let model = Model::load(&golden(LLAMA)).unwrap();
     let pool = KvPool::new(model.geometry(4), 1);
     let mut page = pool.allocate().unwrap();
-    page.as_f32_mut().fill(f32::NAN);
+    page.fill_with(|| f32::NAN);
     let mut pages = [PageSlot::Open(page)];
     let chunk = Chunk { tokens: &[5, 6, 7, 8], position: 0, pages: &mut pages, logits: LogitRows::None };
     let mut recorder = LayerRecorder(Vec::new());

@@ -2,17 +2,31 @@
 //!
 //! Every folder of `tests/golden` with a `golden.safetensors` is a small random model. The file
 //! holds the logits and the greedy continuation that transformers computes.
-//! - Tolerance: each logit within 1e-5 of the largest absolute logit of its row.
-//! - One chunk, uneven chunks and single tokens must agree in every bit.
+//! - Tolerance: each logit within 1e-5 of the largest absolute logit of its row, with keys and
+//!   values in f32 and weights as stored. Narrower elements and weights have wider tolerances.
+//! - One chunk, uneven chunks and single tokens must agree in every bit, in every [`VARIANTS`].
 
+use larder_format::KvDtype;
 use larder_kernels::cpu::argmax;
-use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot};
+use larder_model::{Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Relative to the largest absolute logit of the row.
 const TOLERANCE: f32 = 1e-5;
+
+const EXACT: LoadOptions = LoadOptions { kv_dtype: Some(KvDtype::F32), weights: WeightFormat::Stored };
+
+/// Ways to load a model, each with its tolerance. Narrow types need wide ones, because these random
+/// models amplify differences.
+const VARIANTS: [(LoadOptions, f32); 5] = [
+    (EXACT, TOLERANCE),
+    (LoadOptions { kv_dtype: Some(KvDtype::F16), weights: WeightFormat::Stored }, 1.2e-2),
+    (LoadOptions { kv_dtype: Some(KvDtype::Bf16), weights: WeightFormat::Stored }, 1e-1),
+    (LoadOptions { kv_dtype: Some(KvDtype::F32), weights: WeightFormat::Q8 }, 5e-1),
+    (LoadOptions { kv_dtype: Some(KvDtype::Bf16), weights: WeightFormat::Q8 }, 5e-1),
+];
 
 fn golden_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")
@@ -27,15 +41,15 @@ struct Golden {
     last_logits: Vec<f32>,
 }
 
-fn goldens() -> Vec<Golden> {
+fn goldens(options: LoadOptions) -> Vec<Golden> {
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(golden_dir()).unwrap().map(|e| e.unwrap().path()).collect();
     dirs.retain(|dir| dir.join("golden.safetensors").is_file());
     dirs.sort();
     assert!(dirs.len() >= 6, "golden models are missing: {dirs:?}");
-    dirs.iter().map(|dir| golden(dir)).collect()
+    dirs.iter().map(|dir| golden(dir, options)).collect()
 }
 
-fn golden(dir: &Path) -> Golden {
+fn golden(dir: &Path, options: LoadOptions) -> Golden {
     let bytes = std::fs::read(dir.join("golden.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let data = |name: &str| file.tensor(name).unwrap().data();
@@ -43,7 +57,7 @@ fn golden(dir: &Path) -> Golden {
     let tokens = |name| data(name).as_chunks().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect();
     Golden {
         name: dir.file_name().unwrap().to_string_lossy().into_owned(),
-        model: Model::load(dir).unwrap(),
+        model: Model::load_with(dir, &options).unwrap(),
         prompt: tokens("prompt"),
         greedy: tokens("greedy"),
         logits: floats("logits"),
@@ -65,7 +79,7 @@ impl Sequence {
         let page = || {
             let mut page = pool.allocate().unwrap();
             // NaN makes a read of a slot that was not computed visible in the result.
-            page.as_f32_mut().fill(f32::NAN);
+            page.fill_with(|| f32::NAN);
             PageSlot::Open(page)
         };
         let pages = (0..count).map(|_| page()).collect();
@@ -90,19 +104,19 @@ impl Sequence {
         model.forward(&mut [self.chunk(len, logits)], &mut ()).unwrap().remove(0)
     }
 
-    /// Returns the bits of the keys and values computed so far, token by token.
-    fn kv_bits(&self) -> Vec<u32> {
+    /// Returns the bytes of the keys and values computed so far, token by token.
+    fn kv_bytes(&self) -> Vec<u8> {
         let geometry = *self.pages[0].page().geometry();
-        let width = (geometry.kv_heads * geometry.head_dim) as usize;
-        let mut bits = Vec::new();
+        let width = (geometry.kv_heads * geometry.head_dim) as usize * geometry.dtype.bytes();
+        let mut bytes = Vec::new();
         for position in 0..self.computed {
-            let page = self.pages[position / self.page_tokens].page().as_f32();
+            let page: &[u8] = self.pages[position / self.page_tokens].page().as_ref();
             for block in 0..2 * geometry.layers as usize {
                 let start = (block * self.page_tokens + position % self.page_tokens) * width;
-                bits.extend(page[start..start + width].iter().map(|x| x.to_bits()));
+                bytes.extend_from_slice(&page[start..start + width]);
             }
         }
-        bits
+        bytes
     }
 }
 
@@ -125,7 +139,7 @@ fn worst_difference(found: &[f32], expected: &[f32], vocab: usize) -> f32 {
 
 /// Computes prompt and greedy continuation in chunks of `lens` (repeated), in pages of
 /// `page_tokens`.
-fn logits_in_chunks(golden: &Golden, lens: &[usize], page_tokens: u32) -> (Vec<f32>, Vec<u32>) {
+fn logits_in_chunks(golden: &Golden, lens: &[usize], page_tokens: u32) -> (Vec<f32>, Vec<u8>) {
     let tokens = [&golden.prompt[..], &golden.greedy[..golden.greedy.len() - 1]].concat();
     let mut sequence = Sequence::new(&golden.model, page_tokens, &tokens, tokens.len());
     let mut logits = Vec::new();
@@ -136,29 +150,41 @@ fn logits_in_chunks(golden: &Golden, lens: &[usize], page_tokens: u32) -> (Vec<f
         }
         logits.extend(sequence.run(&golden.model, len, LogitRows::All));
     }
-    (logits, sequence.kv_bits())
+    (logits, sequence.kv_bytes())
 }
 
 #[test]
-fn logits_agree_with_transformers_for_every_chunking() {
-    for golden in goldens() {
-        let vocab = golden.model.config().vocab;
-        let (logits, kv) = logits_in_chunks(&golden, &[usize::MAX], 16);
-        let prompt = worst_difference(&logits[..golden.prompt.len() * vocab], &golden.logits, vocab);
-        let last = worst_difference(&logits[logits.len() - vocab..], &golden.last_logits, vocab);
-        println!("{}: largest difference {prompt:.1e} in the prompt, {last:.1e} in the last row", golden.name);
-        assert!(prompt < TOLERANCE && last < TOLERANCE, "{}: {prompt:e} {last:e}", golden.name);
-        for (lens, page_tokens) in [(&[1][..], 16), (&[5, 1, 17, 3], 16), (&[40, 64], 5), (&[7], 64)] {
-            let (other_logits, other_kv) = logits_in_chunks(&golden, lens, page_tokens);
-            assert!(bits(&logits) == bits(&other_logits), "{}: logits in chunks of {lens:?}", golden.name);
-            assert!(kv == other_kv, "{}: keys and values in chunks of {lens:?}", golden.name);
+fn logits_agree_with_transformers_for_every_chunking_and_variant() {
+    for (options, tolerance) in VARIANTS {
+        for golden in goldens(options) {
+            let name = format!("{} {options:?}", golden.name);
+            let vocab = golden.model.config().vocab;
+            let (logits, kv) = logits_in_chunks(&golden, &[usize::MAX], 16);
+            let prompt = worst_difference(&logits[..golden.prompt.len() * vocab], &golden.logits, vocab);
+            // The generated tokens are those of transformers, so the last row compares too.
+            let last = worst_difference(&logits[logits.len() - vocab..], &golden.last_logits, vocab);
+            println!("{name}: largest difference {prompt:.1e} in the prompt, {last:.1e} in the last row");
+            assert!(prompt < tolerance && last < tolerance, "{name}: {prompt:e} {last:e}");
+            for (lens, page_tokens) in [(&[1][..], 16), (&[5, 1, 17, 3], 16), (&[40, 64], 5), (&[7], 64)] {
+                let (other_logits, other_kv) = logits_in_chunks(&golden, lens, page_tokens);
+                assert!(bits(&logits) == bits(&other_logits), "{name}: logits in chunks of {lens:?}");
+                assert!(kv == other_kv, "{name}: keys and values in chunks of {lens:?}");
+            }
         }
     }
 }
 
 #[test]
+fn keys_and_values_have_the_type_of_the_weights_by_default() {
+    let dtype = |name: &str| Model::load(&golden_dir().join(name)).unwrap().geometry(16).dtype;
+    assert_eq!(dtype("llama3-rope-tied-bf16"), KvDtype::Bf16);
+    assert_eq!(dtype("qwen2-f16"), KvDtype::F16);
+    assert_eq!(dtype("mistral-f32"), KvDtype::F32);
+}
+
+#[test]
 fn greedy_tokens_equal_those_of_transformers() {
-    for mut golden in goldens() {
+    for mut golden in goldens(EXACT) {
         let room = golden.prompt.len() + golden.greedy.len();
         for prefill in [&[usize::MAX][..], &[9, 30, 2], &[1]] {
             let mut sequence = Sequence::new(&golden.model, 16, &golden.prompt, room);
@@ -190,7 +216,7 @@ fn greedy_tokens_equal_those_of_transformers() {
 
 #[test]
 fn batch_neighbours_change_no_bit() {
-    for golden in goldens() {
+    for golden in VARIANTS.iter().flat_map(|(options, _)| goldens(*options)) {
         let (model, vocab) = (&golden.model, golden.model.config().vocab as u32);
         let lens = [48, 1, 96, 70, 2];
         let tokens: Vec<Vec<u32>> =
@@ -199,7 +225,7 @@ fn batch_neighbours_change_no_bit() {
             .iter()
             .map(|tokens| {
                 let mut sequence = Sequence::new(model, 16, tokens, tokens.len());
-                (sequence.run(model, tokens.len(), LogitRows::All), sequence.kv_bits())
+                (sequence.run(model, tokens.len(), LogitRows::All), sequence.kv_bytes())
             })
             .collect();
         // Together, in steps of different sizes and with different pages. Some rows of logits are
@@ -237,14 +263,14 @@ fn batch_neighbours_change_no_bit() {
             }
         }
         for (sequence, alone) in sequences.iter().zip(&alone) {
-            assert!(sequence.kv_bits() == alone.1, "{}", golden.name);
+            assert!(sequence.kv_bytes() == alone.1, "{}", golden.name);
         }
     }
 }
 
 #[test]
 fn thread_count_changes_no_bit() {
-    let golden = golden(&golden_dir().join("llama-gqa-untied-f32"));
+    let golden = golden(&golden_dir().join("llama-gqa-untied-f32"), LoadOptions::default());
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| logits_in_chunks(&golden, &[100, 1], 16))

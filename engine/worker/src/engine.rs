@@ -128,9 +128,10 @@ async fn prepare(options: &mut EngineOptions) -> Result<(Preloaded, NamespaceDes
         Some(loaded) => loaded,
         None => {
             let folder = options.model_dir.clone();
+            let load_options = options.load;
             // Loading reads gigabytes and would block the event loop.
             let load = move || -> Result<Preloaded, EngineError> {
-                let model = Arc::new(Model::load(&folder)?);
+                let model = Arc::new(Model::load_with(&folder, &load_options)?);
                 let tokenizer = Arc::new(Tokenizer::load(&folder)?);
                 Ok(Preloaded { model, tokenizer })
             };

@@ -5,7 +5,7 @@ use larder_client::StoreUrl;
 use larder_format::codec::is_printable;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
 use larder_http::HttpOptions;
-use larder_model::{Model, Tokenizer};
+use larder_model::{LoadOptions, Model, Tokenizer};
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -33,6 +33,8 @@ pub struct EngineOptions {
     pub model_dir: PathBuf,
     /// Loaded model to use. Default: none, the engine loads `model_dir`.
     pub preloaded: Option<Preloaded>,
+    /// Types of weights and of pages, if the engine loads `model_dir`. Default: those of the model.
+    pub load: LoadOptions,
     /// Model name that clients use. Default: the name of the folder.
     pub model_name: Option<String>,
     pub store: StoreUrl,
@@ -101,6 +103,7 @@ impl EngineOptions {
             role,
             model_dir: model_dir.into(),
             preloaded: None,
+            load: LoadOptions::default(),
             model_name: None,
             store,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),

@@ -13,7 +13,7 @@ use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
-use larder_model::{Chunk, KvPage, LayerHooks, SealedPage, is_finite};
+use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -138,7 +138,7 @@ impl LayerHooks for PublishHooks {
                 // The forward pass waits for this hook, so the bytes cannot change during the copy.
                 let page = batch[completing.chunk].pages[completing.page].page();
                 let payload: &[u8] = page.as_ref();
-                completing.is_usable &= is_finite(&page.as_f32()[range.start / 4..range.end / 4]);
+                completing.is_usable &= page.is_finite_in(range.clone());
                 if completing.is_usable {
                     completing.put.write_part(part, &payload[range.clone()]);
                 }
@@ -210,7 +210,8 @@ mod tests {
     fn parts_are_written_after_their_last_layer_and_tile_the_page() {
         let pool = KvPool::new(GEOMETRY, 2);
         let mut page = pool.allocate().unwrap();
-        page.as_f32_mut().iter_mut().enumerate().for_each(|(i, value)| *value = i as f32);
+        let mut next = 0..;
+        page.fill_with(|| next.next().unwrap_or(0) as f32);
         let expected = page.as_ref().to_vec();
         let (hooks, parts, sent) = run_hooks(page, pool.allocate().unwrap());
         assert_eq!(sent, [0, 1, 1, 2, 3]);
@@ -225,7 +226,7 @@ mod tests {
         let pool = KvPool::new(GEOMETRY, 2);
         let mut page = pool.allocate().unwrap();
         let second = GEOMETRY.part_bytes(0) / 4;
-        page.as_f32_mut()[second] = f32::INFINITY;
+        page.as_mut()[4 * second..4 * second + 4].copy_from_slice(&f32::INFINITY.to_le_bytes());
         let (hooks, _, sent) = run_hooks(page, pool.allocate().unwrap());
         assert_eq!(sent, [0, 1, 1, 1, 1]);
         assert!(hooks.found_unusable(0) && !hooks.found_unusable(1));

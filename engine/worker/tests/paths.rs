@@ -3,9 +3,11 @@
 mod common;
 
 use common::*;
-use larder_format::page_keys;
-use larder_worker::Role;
+use larder_format::{KvDtype, page_keys};
+use larder_model::{LoadOptions, Model, WeightFormat};
 use larder_worker::api::{CacheMode, DecodeEvent, FinishReason};
+use larder_worker::{Preloaded, Role};
+use std::sync::Arc;
 use std::time::Duration;
 
 const LEN: usize = 203;
@@ -45,6 +47,34 @@ async fn answers_match_when_computed_or_read_from_l1_or_store() {
     assert!(is_idle(&first).await && is_idle(&second).await);
     first.shutdown().await;
     second.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_type_of_pages_and_weights_gives_one_answer_on_every_path() {
+    for (kv_dtype, weights) in
+        [(KvDtype::F32, WeightFormat::Stored), (KvDtype::F16, WeightFormat::Stored), (KvDtype::Bf16, WeightFormat::Q8)]
+    {
+        let load = LoadOptions { kv_dtype: Some(kv_dtype), weights };
+        let model = Arc::new(Model::load_with(&model_dir(), &load).unwrap());
+        let loaded = Preloaded { model, tokenizer: LOADED.tokenizer.clone() };
+        let with_role = |role| {
+            let mut settings = patient(role);
+            settings.preloaded = Some(loaded.clone());
+            settings
+        };
+        let store = MemoryStore::new();
+        let prefiller = engine_with(with_role(Role::Prefill), &store).await;
+        let decoder = engine_with(with_role(Role::Decode), &store).await;
+        let request = decode_request(&prompt(21, LEN), 20);
+        let mut uncached = request.clone();
+        uncached.cache = CacheMode::None;
+        let computed = decode(&decoder, &uncached).await;
+        prefill(&prefiller, &request.tokens, CacheMode::All).await;
+        let read = decode(&decoder, &request).await;
+        let cached = decode(&decoder, &request).await;
+        assert_eq!((read.start.pages_l2 as usize, cached.start.pages_l1 as usize), (PAGES, PAGES), "{load:?}");
+        assert_eq!((&read.tokens, &cached.tokens), (&computed.tokens, &computed.tokens), "{load:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -192,14 +222,14 @@ async fn generation_ends_at_a_stop_string() {
 async fn pages_with_several_parts_round_trip() {
     let large = |role| {
         let mut settings = options(role);
-        settings.page_tokens = 128;
+        settings.page_tokens = 256;
         settings
     };
-    assert!(LOADED.model.geometry(128).part_count() > 1, "the test must need it");
+    assert!(LOADED.model.geometry(256).part_count() > 1, "the test must need it");
     let store = MemoryStore::new();
     let prefiller = engine_with(large(Role::Prefill), &store).await;
     let decoder = engine_with(large(Role::Decode), &store).await;
-    let request = decode_request(&prompt(12, 300), 10);
+    let request = decode_request(&prompt(12, 600), 10);
     prefill(&prefiller, &request.tokens, CacheMode::All).await;
     let answer = decode(&decoder, &request).await;
     assert_eq!((answer.start.pages_l2, answer.tokens), (2, expected(&request.tokens, 10)));

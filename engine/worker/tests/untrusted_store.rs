@@ -7,7 +7,7 @@ use common::real::*;
 use common::*;
 use larder_client::{Client, ClientOptions, NewPage, PagePut, PutOutcome};
 use larder_format::{PageKey, page_keys};
-use larder_model::{KvPool, is_finite};
+use larder_model::KvPool;
 use larder_node::Node;
 use larder_worker::api::{ApiError, CacheMode, DecodeRequest, ErrorCode, PrefillRequest};
 use larder_worker::{EngineHandle, EngineOptions, Role};
@@ -123,7 +123,7 @@ async fn usable_pages(client: &Client, keys: &[PageKey]) -> usize {
     let pool = KvPool::new(LOADED.model.geometry(PAGE as u32), keys.len());
     let pages = keys.iter().map(|key| (*key, pool.allocate().unwrap())).collect();
     let stored = client.get(pages, soon()).await.into_iter().filter(|(_, tier)| tier.is_some());
-    stored.inspect(|(page, _)| assert!(is_finite(page.as_f32()), "the store has a page that is not finite")).count()
+    stored.inspect(|(page, _)| assert!(page.is_finite(), "the store has a page that is not finite")).count()
 }
 
 async fn try_prefill(engine: &EngineHandle, tokens: &[u32]) -> Result<u32, (u16, ApiError)> {

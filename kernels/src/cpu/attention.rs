@@ -1,9 +1,11 @@
-//! Causal attention over paged keys and values, with grouped query heads.
+//! Causal attention over paged keys and values, with grouped query heads. Keys and values become
+//! `f32` as they are read.
 //!
 //! Invariants:
 //! - The result of a query does not depend on its chunk or on the page size, not even in one bit.
-//! - Keys are taken in blocks of [`BLOCK`] absolute positions. A running maximum, sum and weighted
-//!   value carry over from block to block (online softmax).
+//! - Keys are taken in spans of [`SPAN`] absolute positions, and there in blocks of [`BLOCK`]. A
+//!   running maximum, sum and weighted value carry over from block to block (online softmax). Each
+//!   span begins afresh, and the spans are merged in order. So threads can share one long sequence.
 //! - Inside a block, a score sums the head's elements in order. Weights are summed in lanes by
 //!   absolute position, values position by position.
 //!
@@ -11,6 +13,7 @@
 //! values once, transposes the keys, and uses the copy for all of its queries.
 
 use super::disjoint::DisjointSlice;
+use super::element::KvElement;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
@@ -20,6 +23,9 @@ use std::sync::Arc;
 /// Keys per block, a multiple of [`LANES`]. A block's copies of keys and values stay in the L1 or
 /// L2 cache.
 const BLOCK: usize = 64;
+/// Keys per span, a multiple of [`BLOCK`]. Fixed, because it decides the order of the sums.
+const SPAN: usize = 1024;
+const _: () = assert!(SPAN.is_multiple_of(BLOCK));
 /// Target number of queries per task (rows times query heads per key head). More queries amortise
 /// the copy of a block, fewer leave enough tasks for all threads.
 const TASK_QUERIES: usize = 96;
@@ -46,8 +52,8 @@ pub struct AttentionShape {
     pub scale: f32,
 }
 
-/// Consecutive queries of one sequence.
-pub struct AttentionChunk<'a> {
+/// Consecutive queries of one sequence, over keys and values of type `E`.
+pub struct AttentionChunk<'a, E> {
     pub position: usize,
     /// `[rows][query_stride]`. Each row begins with its `[heads][head_dim]` queries.
     pub queries: &'a [f32],
@@ -55,7 +61,7 @@ pub struct AttentionChunk<'a> {
     pub query_stride: usize,
     /// The sequence's pages from position 0. They hold the keys and values up to the last query's
     /// position.
-    pub pages: &'a [&'a [f32]],
+    pub pages: &'a [&'a [E]],
     pub page_tokens: usize,
     /// Layout of each key head in a page.
     pub keys: &'a [HeadLayout],
@@ -70,7 +76,7 @@ pub struct AttentionChunk<'a> {
 ///
 /// # Panics
 /// If the shapes disagree, or if the pages do not cover the positions.
-pub fn attention(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_>]) {
+pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
     let row_width = shape.heads * shape.head_dim;
     let rows_per_task = (TASK_QUERIES * shape.kv_heads / shape.heads).max(1);
     let mut tasks = Vec::new();
@@ -89,40 +95,63 @@ pub fn attention(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_>]) {
             }
         }
     }
-    let run = |(input, out, first, count, head): &(ChunkInput<'_>, Arc<DisjointSlice<'_>>, usize, usize, usize)| {
-        let task = AttentionTask { shape, input, out, first: *first, rows: *count, kv_head: *head };
-        Arch::new().dispatch(task);
-    };
-    if tasks.len() == 1 {
-        return tasks.iter().for_each(run);
+    let tasks: Vec<AttentionTask<'_, E>> = (tasks.iter())
+        .map(|(input, out, first, rows, kv_head)| AttentionTask {
+            shape,
+            input,
+            out,
+            first: *first,
+            rows: *rows,
+            kv_head: *kv_head,
+        })
+        .collect();
+    let spans: usize = tasks.iter().map(AttentionTask::spans).sum();
+    let wanted = 2 * rayon::current_num_threads();
+    if tasks.len() == 1 && spans == 1 {
+        return tasks.into_iter().for_each(|task| Arch::new().dispatch(task));
     }
-    tasks.par_iter().with_max_len(1).for_each(run);
+    if tasks.len() >= wanted || spans == tasks.len() {
+        return tasks.into_par_iter().with_max_len(1).for_each(|task| Arch::new().dispatch(task));
+    }
+    // Few queries with many keys: one long sequence in decode, for example.
+    tasks.into_par_iter().with_max_len(1).for_each(|task| {
+        let parts: Vec<Workspace> = (0..task.spans())
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|span| Arch::new().dispatch(SpanTask { task: &task, span }))
+            .collect();
+        let mut totals = Totals::new(&parts[0]);
+        for (span, part) in parts.iter().enumerate() {
+            totals.merge(part, task.first_query(span * SPAN));
+        }
+        task.write_results(&totals);
+    });
 }
 
 /// Read-only part of an [`AttentionChunk`], shared by the tasks of the chunk.
 #[derive(Clone, Copy)]
-struct ChunkInput<'a> {
+struct ChunkInput<'a, E> {
     position: usize,
     queries: &'a [f32],
     query_stride: usize,
-    pages: &'a [&'a [f32]],
+    pages: &'a [&'a [E]],
     page_tokens: usize,
     keys: &'a [HeadLayout],
     values: &'a [HeadLayout],
 }
 
-impl ChunkInput<'_> {
+impl<E: KvElement> ChunkInput<'_, E> {
     /// Elements of the token at `position`.
     #[inline(always)]
-    fn token(&self, layout: HeadLayout, head_dim: usize, position: usize) -> &[f32] {
+    fn token(&self, layout: HeadLayout, head_dim: usize, position: usize) -> &[E] {
         let start = layout.start + position % self.page_tokens * layout.stride;
         &self.pages[position / self.page_tokens][start..start + head_dim]
     }
 }
 
-struct AttentionTask<'a> {
+struct AttentionTask<'a, E> {
     shape: &'a AttentionShape,
-    input: &'a ChunkInput<'a>,
+    input: &'a ChunkInput<'a, E>,
     out: &'a DisjointSlice<'a>,
     first: usize,
     rows: usize,
@@ -149,37 +178,116 @@ struct Workspace {
     values: Vec<f32>,
 }
 
-impl NullaryFnOnce for AttentionTask<'_> {
+/// Sums of a task's queries over the spans merged so far.
+struct Totals {
+    padded: usize,
+    /// As in [`Workspace`].
+    sums: Vec<f32>,
+    /// As in [`Workspace`].
+    running: Vec<(f32, f32)>,
+}
+
+impl Totals {
+    fn new(work: &Workspace) -> Totals {
+        let running = vec![(f32::NEG_INFINITY, 0.0); work.running.len()];
+        Totals { padded: work.padded, sums: vec![0.0; work.sums.len()], running }
+    }
+
+    /// Adds the sums of the next span, for the queries from `first` on. The first span is copied
+    /// exactly: its factor is 1, and that of nothing is 0.
+    #[inline(always)]
+    fn merge(&mut self, span: &Workspace, first: usize) {
+        let padded = self.padded;
+        for query in first..self.running.len() {
+            let ((max, sum), (span_max, span_sum)) = (self.running[query], span.running[query]);
+            let new_max = larger(max, span_max);
+            let (scale, span_scale) = (exp(max - new_max), exp(span_max - new_max));
+            self.running[query] = (new_max, sum * scale + span_sum * span_scale);
+            let range = query * padded..(query + 1) * padded;
+            for (total, part) in self.sums[range.clone()].iter_mut().zip(&span.sums[range]) {
+                *total = *total * scale + part * span_scale;
+            }
+        }
+    }
+}
+
+/// Computes one span of a task. The caller merges the spans.
+struct SpanTask<'a, E> {
+    task: &'a AttentionTask<'a, E>,
+    span: usize,
+}
+
+impl<E: KvElement> NullaryFnOnce for SpanTask<'_, E> {
+    type Output = Workspace;
+
+    #[inline(always)]
+    fn call(self) -> Workspace {
+        let mut work = self.task.gather_queries();
+        self.task.compute_span(&mut work, self.span);
+        work
+    }
+}
+
+impl<E: KvElement> NullaryFnOnce for AttentionTask<'_, E> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
-        let heads_per_kv = self.shape.heads / self.shape.kv_heads;
-        let mut work = self.gather_queries(heads_per_kv);
-        let first_position = self.input.position + self.first;
-        let end = first_position + self.rows;
+        let mut work = self.gather_queries();
+        let mut totals = Totals::new(&work);
+        for span in 0..self.spans() {
+            self.compute_span(&mut work, span);
+            totals.merge(&work, self.first_query(span * SPAN));
+        }
+        self.write_results(&totals);
+    }
+}
+
+impl<E: KvElement> AttentionTask<'_, E> {
+    fn heads_per_kv(&self) -> usize {
+        self.shape.heads / self.shape.kv_heads
+    }
+
+    fn first_position(&self) -> usize {
+        self.input.position + self.first
+    }
+
+    fn spans(&self) -> usize {
+        (self.first_position() + self.rows).div_ceil(SPAN)
+    }
+
+    /// First query that sees the key at position `start`. Earlier rows lie before it.
+    #[inline(always)]
+    fn first_query(&self, start: usize) -> usize {
+        start.saturating_sub(self.first_position()) * self.heads_per_kv()
+    }
+
+    /// Computes the sums of the queries over the keys of one span, into `work`.
+    #[inline(always)]
+    fn compute_span(&self, work: &mut Workspace, span: usize) {
+        work.running.fill((f32::NEG_INFINITY, 0.0));
+        work.sums.fill(0.0);
+        let first_position = self.first_position();
+        let heads_per_kv = self.heads_per_kv();
+        let end = (first_position + self.rows).min((span + 1) * SPAN);
         let mut limits = Vec::with_capacity(work.running.len());
-        for start in (0..end).step_by(BLOCK) {
+        for start in (span * SPAN..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
-            self.gather_block(&mut work, start, len);
-            // Rows before `row` lie before this block, so they see none of its keys.
-            let row = start.saturating_sub(first_position);
-            let first_query = row * heads_per_kv;
+            self.gather_block(work, start, len);
+            let first_query = self.first_query(start);
             limits.clear();
             limits.extend(
                 (first_query..work.running.len()).map(|q| (first_position + q / heads_per_kv + 1 - start).min(len)),
             );
-            scores(&mut work, first_query, len.div_ceil(LANES));
-            weights(&mut work, first_query, &limits);
-            weighted_values(&mut work, first_query, &limits);
+            scores(work, first_query, len.div_ceil(LANES));
+            weights(work, first_query, &limits);
+            weighted_values(work, first_query, &limits);
         }
-        self.write_results(&work, heads_per_kv);
     }
-}
 
-impl AttentionTask<'_> {
     #[inline(always)]
-    fn gather_queries(&self, heads_per_kv: usize) -> Workspace {
+    fn gather_queries(&self) -> Workspace {
+        let heads_per_kv = self.heads_per_kv();
         let head_dim = self.shape.head_dim;
         let padded = head_dim.next_multiple_of(LANES);
         let count = self.rows * heads_per_kv;
@@ -215,26 +323,29 @@ impl AttentionTask<'_> {
             let key = self.input.token(key_layout, work.head_dim, start + index);
             let group = &mut work.keys[index / LANES * LANES * work.head_dim..][..LANES * work.head_dim];
             for (lanes, element) in group.chunks_exact_mut(LANES).zip(key) {
-                lanes[index % LANES] = *element;
+                lanes[index % LANES] = element.to_f32();
             }
             let value = self.input.token(value_layout, work.head_dim, start + index);
-            work.values[index * work.padded..][..work.head_dim].copy_from_slice(value);
+            let target = &mut work.values[index * work.padded..][..work.head_dim];
+            target.iter_mut().zip(value).for_each(|(target, element)| *target = element.to_f32());
         }
     }
 
     #[inline(always)]
-    fn write_results(&self, work: &Workspace, heads_per_kv: usize) {
-        let row_width = self.shape.heads * work.head_dim;
-        let width = heads_per_kv * work.head_dim;
+    fn write_results(&self, totals: &Totals) {
+        let heads_per_kv = self.heads_per_kv();
+        let head_dim = self.shape.head_dim;
+        let row_width = self.shape.heads * head_dim;
+        let width = heads_per_kv * head_dim;
         for row in 0..self.rows {
             let at = (self.first + row) * row_width + self.kv_head * width;
             // SAFETY: tasks differ in their rows or in their key head, so no two write the same
             // range.
             let out = unsafe { self.out.range_mut(at, width) };
-            for (index, out) in out.chunks_exact_mut(work.head_dim).enumerate() {
+            for (index, out) in out.chunks_exact_mut(head_dim).enumerate() {
                 let query = row * heads_per_kv + index;
-                let scale = 1.0 / work.running[query].1;
-                let sums = &work.sums[query * work.padded..];
+                let scale = 1.0 / totals.running[query].1;
+                let sums = &totals.sums[query * totals.padded..];
                 out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum * scale);
             }
         }
@@ -410,10 +521,10 @@ mod tests {
         pages
     }
 
-    fn run(
+    fn run<E: KvElement>(
         shape: &AttentionShape,
         queries: &[f32],
-        pages: &[Vec<f32>],
+        pages: &[Vec<E>],
         page_tokens: usize,
         position: usize,
     ) -> Vec<f32> {
@@ -421,7 +532,7 @@ mod tests {
         let layouts =
             |start| (0..shape.kv_heads).map(move |h| HeadLayout { start: start + h * shape.head_dim, stride: width });
         let (keys, values): (Vec<_>, Vec<_>) = (layouts(0).collect(), layouts(page_tokens * width).collect());
-        let pages: Vec<&[f32]> = pages.iter().map(Vec::as_slice).collect();
+        let pages: Vec<&[E]> = pages.iter().map(Vec::as_slice).collect();
         let mut out = vec![f32::NAN; queries.len()];
         let chunk = AttentionChunk {
             position,
@@ -477,6 +588,48 @@ mod tests {
                 assert!(out.iter().zip(exact).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5), "row {row} head {head}");
             }
         }
+    }
+
+    #[test]
+    fn elements_of_two_bytes_give_the_bits_of_the_same_values_in_f32() {
+        fn check<E: KvElement>(name: &str) {
+            let (width, row) = (SHAPE.kv_heads * SHAPE.head_dim, SHAPE.heads * SHAPE.head_dim);
+            let round = |x: &f32| E::from_f32(*x).to_f32();
+            let keys: Vec<f32> = noise(90 * width, 7).iter().map(round).collect();
+            let values: Vec<f32> = noise(90 * width, 8).iter().map(round).collect();
+            let pages = pages(&SHAPE, &keys, &values, 16);
+            let narrow: Vec<Vec<E>> = pages.iter().map(|page| page.iter().map(|x| E::from_f32(*x)).collect()).collect();
+            let queries = noise(90 * row, 9);
+            let (wide, narrow) = (run(&SHAPE, &queries, &pages, 16, 0), run(&SHAPE, &queries, &narrow, 16, 0));
+            assert!(wide.iter().zip(&narrow).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}");
+        }
+        check::<half::bf16>("bf16");
+        check::<half::f16>("f16");
+    }
+
+    #[test]
+    fn threads_that_share_a_sequence_change_no_bit() {
+        let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 8, scale: 0.3 };
+        let tokens = 2 * SPAN + 300;
+        let (keys, values) = (noise(tokens * 8, 10), noise(tokens * 8, 11));
+        let queries = noise(tokens * 16, 12);
+        let pages = pages(&shape, &keys, &values, 32);
+        let at = |position: usize, rows: usize| {
+            run(&shape, &queries[position * 16..(position + rows) * 16], &pages, 32, position)
+        };
+        let with_threads = |threads: usize, position: usize, rows: usize| {
+            rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| at(position, rows))
+        };
+        let whole = with_threads(1, 0, tokens);
+        for threads in [1, 2, 40] {
+            for (position, rows) in [(0, tokens), (tokens - 1, 1), (SPAN - 3, 7), (2 * SPAN, 1), (SPAN - 1, 1)] {
+                let part = with_threads(threads, position, rows);
+                let same = part.iter().zip(&whole[position * 16..]).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{threads} threads, {rows} rows from {position}");
+            }
+        }
+        let exact = reference(&shape, &queries[(tokens - 1) * 16..][..8], 0, &keys, &values, tokens);
+        assert!(whole[(tokens - 1) * 16..].iter().zip(exact).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5));
     }
 
     #[test]

@@ -21,7 +21,8 @@ const TILE_VECTORS: usize = 3;
 const BLOCK_INPUTS: usize = 512;
 /// Fewest rows for which a task converts a piece of a panel before it multiplies.
 const EXPAND_ROWS: usize = 32;
-/// Limits of the rows per task. More rows amortise the conversion, fewer leave tasks for all threads.
+/// Limits of the rows per task. More rows amortise the conversion, fewer leave tasks for all
+/// threads.
 const TASK_ROWS: (usize, usize) = (32, 256);
 /// Multiplications per rayon task. Smaller products run on the calling thread.
 const TASK_PRODUCTS: usize = 1 << 16;
@@ -57,8 +58,8 @@ pub struct PackError {
 }
 
 impl PackedMatrix {
-    /// Packs a matrix. `fill(output, row)` writes the `inputs` weights of one output, which are then
-    /// rounded to `weight_type`. Calls `fill` from several threads.
+    /// Packs a matrix. `fill(output, row)` writes the `inputs` weights of one output, which are
+    /// then rounded to `weight_type`. Calls `fill` from several threads.
     ///
     /// # Errors
     /// If the allocation fails.
@@ -205,7 +206,8 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Multiplies all rows of `x` by one panel. Returns `[rows][PANEL]`; outputs beyond the matrix are 0.
+/// Multiplies all rows of `x` by one panel. Returns `[rows][PANEL]`; outputs beyond the matrix are
+/// 0.
 ///
 /// # Safety
 /// The machine has the instruction set `set`.

@@ -11,6 +11,7 @@
 mod activation;
 mod attention;
 mod disjoint;
+mod element;
 mod math;
 mod matmul;
 mod norm;
@@ -20,6 +21,7 @@ mod vector;
 
 pub use activation::silu_mul;
 pub use attention::{AttentionChunk, AttentionShape, HeadLayout, attention};
+pub use element::KvElement;
 pub use math::{LANES, argmax, softmax};
 pub use matmul::{PackError, PackedMatrix, matmul};
 pub use norm::{add, rms_norm};

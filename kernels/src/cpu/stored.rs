@@ -82,8 +82,8 @@ fn each<const N: usize>(panel: &mut [u8], lane: usize, weights: &[f32], bytes: i
     }
 }
 
-/// Smallest bf16 that is not below `value`, which is not negative. A smaller scale would cut off the
-/// largest weight.
+/// Smallest bf16 that is not below `value`, which is not negative. A smaller scale would cut off
+/// the largest weight.
 fn round_up(value: f32) -> bf16 {
     let cut = bf16::from_bits((value.to_bits() >> 16) as u16);
     if cut.to_f32() < value { bf16::from_bits(cut.to_bits() + 1) } else { cut }
@@ -155,7 +155,8 @@ impl Stored for Q8 {
 
     #[inline(always)]
     unsafe fn scale<V: Vector>(panel: *const u8, input: usize, column: usize) -> V {
-        // SAFETY: the caller guarantees that the block lies in the panel. It begins with the scales.
+        // SAFETY: the caller guarantees that the block, which begins with the scales, lies in the
+        // panel.
         unsafe { V::load_bf16(panel.add(input / Q8_BLOCK * Q8_BLOCK_BYTES).cast::<bf16>().add(column)) }
     }
 

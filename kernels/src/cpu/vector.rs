@@ -54,7 +54,8 @@ impl InstructionSet {
             // SAFETY: the caller guarantees the instruction set and the contract of the kernel.
             unsafe { kernel.run::<x86::Avx2>() }
         }
-        // SAFETY: the caller guarantees that the machine has the set, and the contract of the kernel.
+        // SAFETY: the caller guarantees that the machine has the set, and the contract of the
+        // kernel.
         unsafe {
             match self {
                 #[cfg(target_arch = "x86_64")]
