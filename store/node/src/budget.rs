@@ -373,7 +373,7 @@ impl Budget {
         let mut tenant_used = state.tenants.used(tenant, kind);
         if kind == Kind::Puts {
             state.line.expire(now);
-            let ahead = state.line.ahead(number, tenant, &state.tenants, node_max);
+            let ahead = state.line.ahead((number, tenant), &state.tenants, node_max, now);
             node_used += ahead.of_all + self.writes.bytes();
             tenant_used += ahead.of_tenant;
         }
@@ -397,19 +397,16 @@ impl Budget {
         used > 0 && used + bytes > self.node_max[Kind::Puts as usize]
     }
 
-    /// Time until `bytes` of the room for puts are free again, as far as `scope` frees them.
-    fn time_for_room(&self, state: &mut BudgetState, scope: Scope, bytes: u64, now: Instant) -> Duration {
-        let max = self.node_max[Kind::Puts as usize];
+    /// Returns the forecast of the room for puts, as far as `scope` frees it.
+    fn forecast<'a>(&self, state: &'a mut BudgetState, scope: Scope, now: Instant) -> &'a Forecast {
         if state.forecasts.first_key_value().is_some_and(|(_, forecast)| !forecast.is_current(now)) {
             state.forecasts.clear();
         }
-        if let Some(forecast) = state.forecasts.get(&scope).filter(|forecast| forecast.is_current(now)) {
-            return forecast.time_for(bytes, max);
+        if !state.forecasts.contains_key(&scope) {
+            let forecast = state.forecast(scope, self.node_max[Kind::Puts as usize], self.writes.load(), now);
+            state.forecasts.insert(scope, forecast);
         }
-        let forecast = state.forecast(scope, max, self.writes.load(), now);
-        let time = forecast.time_for(bytes, max);
-        state.forecasts.insert(scope, forecast);
-        time
+        &state.forecasts[&scope]
     }
 
     /// Grants queued reads while there is memory, tenants in round-robin order. Disconnects a

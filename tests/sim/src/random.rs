@@ -23,6 +23,8 @@ pub enum Stream {
     Connection(u64, u64),
     Host(u64),
     Rdma,
+    /// A client that returns to a busy node.
+    Caller(u64),
 }
 
 impl Stream {
@@ -37,6 +39,7 @@ impl Stream {
             Stream::Connection(connection, side) => 6 << 56 | connection << 8 | side,
             Stream::Host(number) => 7 << 56 | number,
             Stream::Rdma => 8 << 56,
+            Stream::Caller(number) => 9 << 56 | number,
         }
     }
 }

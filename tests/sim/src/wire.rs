@@ -12,6 +12,7 @@
 //! - No request ends later than its deadline plus the documented delay.
 //! - A request over a slow network succeeds if its deadline leaves the time for it, and one that
 //!   ends at its deadline costs the others nothing.
+//! - A caller that a busy node refused, and that returns as told, gets in.
 //! - A node that copies from client memory copies the bytes of the put, or the put is lost.
 //! - A page that is read in place does not change until the reader releases it, whatever happens to
 //!   page, connection and node.
@@ -36,6 +37,7 @@ mod nodes;
 mod operations;
 mod progress;
 mod put;
+mod room;
 pub mod transport;
 
 use crate::faults::{Faults, Profile};
@@ -377,7 +379,7 @@ async fn run_rounds(cluster: &Arc<Cluster>, network: NetworkFaults, operations: 
         if cluster.world.failed() {
             return;
         }
-        check::quiesce(cluster, &hosts, &clients).await;
+        check::quiesce(cluster, &hosts, &clients, round + 1 == ROUNDS).await;
     }
     drop(clients);
     check::end(cluster, hosts).await;

@@ -108,7 +108,7 @@ const NODE: [FailPoint; 20] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 30] = [
+const WIRE: [FailPoint; 33] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -145,6 +145,9 @@ const WIRE: [FailPoint; 30] = [
     any("node.range-returns-other-chunks", "A range read returns other chunks of the page."),
     any("client.range-skips-checksum", "The client returns a range without verifying its checksums."),
     any("node.serve-forgotten-held", "The node serves a forgotten page from a hold."),
+    any("node.silent-writer-keeps-room", "Silent writers keep their room while others wait for it."),
+    any("node.line-forgets-callers", "A refused caller gets no place in the line."),
+    any("node.time-told-too-short", "A refused caller is told to return at once."),
     any("node.read-charge-leaks", "Sent bytes still count against the read budget."),
     any(
         "rdma.memory-returned-on-disconnect",

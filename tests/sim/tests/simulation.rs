@@ -211,6 +211,8 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("rdma bit flip", 10),
         ("rdma truncated", 100),
         ("progress checks", 100),
+        ("room checks", 20),
+        ("returns that got in", 100),
     ];
     check_coverage(&summary, &least);
     let most = [
@@ -218,6 +220,7 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("forgiven: damage in transit", 3_000),
         ("forgiven: log stopped", 50),
         ("forgiven: progress of failing nodes", 500),
+        ("forgiven: refusals by an old protocol", 30),
         ("forgiven: suspect key", 50),
     ];
     check_forgiven(&summary, &most);

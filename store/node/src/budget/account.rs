@@ -1,5 +1,7 @@
 //! Budget of one connection: its charges, and the wait for read memory.
 
+use super::line::RoomOf;
+use super::tenants::TenantNumber;
 use super::{
     Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter, OUTSTANDING_MIN,
     PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
@@ -235,7 +237,7 @@ impl Account {
     }
 
     /// Gives the connection a place in the line for `bytes`, after a refusal of puts. Returns the
-    /// delay after which it finds room.
+    /// delay after which it finds room. `page_bytes` are those that a page takes in the arena.
     ///
     /// A connection at its own bound gets no place: no other connection can take its room.
     pub(crate) fn wait_in_line(&self, bytes: u64, page_bytes: u64) -> Busy {
@@ -243,49 +245,79 @@ impl Account {
         let now = now();
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
-        let Some(tenant) = state.connections.get(&self.connection).map(|connection| connection.tenant) else {
+        let Some(connection) = state.connections.get(&self.connection) else {
             return Busy { retry_after: PUT_RETRY_MAX };
         };
-        let used = state.connections.get(&self.connection).map_or(0, |connection| connection.used[kind as usize]);
-        let node_max = self.budget.node_max[kind as usize];
-        let share = state.tenants.share(tenant, kind, node_max);
-        // More cannot be granted at once, and would hold room of others.
-        let bytes = bytes.min(self.budget.connection_max[kind as usize]).min(share).max(page_bytes);
+        let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
+        let connection_max = self.budget.connection_max[kind as usize];
         let first = self.budget.overrun(state, self.connection, kind, page_bytes, now);
         if first.connection > 0 {
             state.line.leave(self.connection);
-            let excess = first.connection.min(used);
-            let time = self.budget.time_for_room(state, Scope::Connection(self.connection), excess, now);
+            let forecast = self.budget.forecast(state, Scope::Connection(self.connection), now);
+            let time = forecast.time_for(first.connection.min(used), connection_max);
             return Busy { retry_after: time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX) };
         }
-        // An estimate that failed before is too short: writers differ. A part of the time so far
-        // bounds the number of returns.
-        let at_least = |state: &BudgetState| state.line.waited(self.connection, now) / WAITED_PART;
-        if first.max() == 0 {
-            let time = NO_ROOM_RETRY.max(at_least(state)).min(PUT_RETRY_MAX);
-            // A caller that has a place keeps it. Its room is free, but cannot be used yet.
-            state.line.keep_until(self.connection, place_end(now, time));
-            return Busy { retry_after: time };
-        }
+        let share = state.tenants.share(tenant, kind, self.budget.node_max[kind as usize]);
+        // More cannot be granted at once, and would hold room of others.
+        let bytes = bytes.min(connection_max).min(share).max(page_bytes);
+        let had_place = state.line.has_place(self.connection);
         state.line.enter(self.connection, tenant, bytes, now);
-        // Again with the place: those behind it no longer count.
-        let overrun = self.budget.overrun(state, self.connection, kind, bytes, now);
-        let mut time = PUT_RETRY_MIN;
-        for (scope, excess) in [(Scope::Node, overrun.node), (Scope::Tenant(tenant), overrun.tenant)] {
-            if excess > 0 {
-                time = time.max(self.budget.time_for_room(state, scope, excess, now));
-            }
-        }
-        let time = time.max(at_least(state));
-        if time > PUT_RETRY_MAX {
+        let waited = state.line.waited(self.connection, now);
+        // An estimate that failed before is too short: writers differ. The time so far bounds the
+        // number of returns.
+        let time = match first.max() {
+            0 => NO_ROOM_RETRY.max(waited),
+            _ => self.time_for_room(state, tenant, (bytes, page_bytes), now).max(waited / WAITED_PART),
+        };
+        let time = if fail_point!("node.time-told-too-short") { PUT_RETRY_MIN } else { time };
+        if time > PUT_RETRY_MAX && !had_place {
             // Most clients give up before. Their places would hold room in vain.
             state.line.leave(self.connection);
             return Busy { retry_after: PUT_RETRY_MAX };
         }
-        let expires_at = place_end(now, time);
-        state.line.keep_until(self.connection, expires_at);
-        state.tenants.record_demand(tenant, kind, expires_at);
+        // A connection that has waited keeps its place: a new one would be the last.
+        let time = time.min(PUT_RETRY_MAX);
+        let holds_until = place_end(now, time);
+        state.line.keep_until(self.connection, now + time, holds_until);
+        state.tenants.record_demand(tenant, kind, holds_until);
         Busy { retry_after: time }
+    }
+
+    /// Time until this connection, which waits in the line for `bytes`, finds room for them.
+    fn time_for_room(
+        &self,
+        state: &mut BudgetState,
+        tenant: TenantNumber,
+        (bytes, page_bytes): (u64, u64),
+        now: Instant,
+    ) -> Duration {
+        let max = self.budget.node_max[Kind::Puts as usize];
+        let share = state.tenants.share(tenant, Kind::Puts, max);
+        // With the place: those behind it do not count.
+        let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
+        let mut time = PUT_RETRY_MIN;
+        for (scope, room_of, room, excess) in [
+            (Scope::Node, RoomOf::Node, max, overrun.node),
+            (Scope::Tenant(tenant), RoomOf::Tenant, share, overrun.tenant),
+        ] {
+            if excess == 0 {
+                continue;
+            }
+            let place = (self.connection, tenant);
+            let before = state.line.expected_before(place, &state.tenants, (room_of, bytes), max, now);
+            let forecast = self.budget.forecast(state, scope, now);
+            let whole_pages = (room / page_bytes.max(1) * page_bytes).max(page_bytes);
+            time = time.max(forecast.time_for(excess, whole_pages));
+            // Room that is free already stays promised to connections ahead until they return.
+            if let Some(before) = before {
+                let left = before.saturating_duration_since(now);
+                // They return later than told. Half a turn of that counts at most, or the times
+                // would grow exponentially with the length of the line.
+                let late = (left / RETURN_PART).min(forecast.turn / 2);
+                time = time.max(left + late + forecast.turn);
+            }
+        }
+        time
     }
 
     /// Returns the writers that may lose reservations, so that this one finds room for `bytes`: the
@@ -437,7 +469,7 @@ impl Drop for Charge {
         let mut state = budget.state.lock();
         match self.kind {
             Kind::Requests if self.counts_for_rate => state.request_release_rate.record(now, self.bytes),
-            Kind::Puts if self.counts_for_rate => state.put_time.record(now.saturating_duration_since(self.since)),
+            Kind::Puts if self.counts_for_rate => state.put_time.record(now.saturating_duration_since(self.since), now),
             Kind::Outstanding => {
                 let received = if self.counts_for_rate { self.bytes } else { 0 };
                 if let Some(connection) = state.connections.get_mut(&connection) {

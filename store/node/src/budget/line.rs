@@ -6,17 +6,24 @@
 //! Invariants:
 //! - A connection has at most one place, and the line at most [`PLACES_MAX`].
 //! - Tenants take turns: a tenant's second place comes after the first places of the others.
-//! - A place ends when its bytes were granted, with its connection, or soon after the time at
-//!   which the connection was to return. So room never waits for long for a client that is gone.
+//! - A place holds room until soon after the time at which the connection was to return. So room
+//!   never waits for long for a client that is gone.
+//! - A late connection keeps its turn without room for [`LATE_MAX`]. Over a slow link even a client
+//!   that returns as told is late.
+//! - A place ends when its bytes were granted, with its connection, or after that time.
 
 use super::Kind;
 use super::tenants::{TenantNumber, TenantTable};
+use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Bounds the line, and with it the cost of an admission while writers wait. Further connections
 /// are told a time without a place.
 const PLACES_MAX: usize = 128;
+
+/// Time for which a place outlasts the room that it holds.
+const LATE_MAX: Duration = Duration::from_secs(10);
 
 /// Turn of the place, then the order of arrival.
 type PlaceKey = (u64, u64);
@@ -27,7 +34,10 @@ struct Place {
     bytes: u64,
     /// First refusal that was not followed by a grant.
     since: Instant,
-    expires_at: Instant,
+    /// Time at which the connection was told to return.
+    returns_at: Instant,
+    /// The place holds room until then.
+    holds_until: Instant,
     /// True once some of its bytes were granted. A further refusal moves it to the end.
     is_served: bool,
 }
@@ -39,8 +49,19 @@ pub(super) struct Line {
     arrivals: u64,
     /// Turn of the last place that ended. A tenant without a place enters here.
     turn: u64,
-    /// No place expires before this time.
-    expiry_first: Option<Instant>,
+    /// No place is late before this time.
+    late_first: Option<Instant>,
+}
+
+impl Place {
+    fn holds_room(&self, now: Instant) -> bool {
+        now <= self.holds_until
+    }
+
+    /// Time at which the connection is expected. Once its time is over, any moment may be the last.
+    fn expected_at(&self, now: Instant) -> Instant {
+        if now < self.returns_at { self.returns_at } else { self.holds_until }
+    }
 }
 
 /// Bytes that places ahead of a connection will take.
@@ -50,37 +71,89 @@ pub(super) struct Ahead {
     pub(super) of_all: u64,
 }
 
+/// Room for puts that a place waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RoomOf {
+    Node,
+    Tenant,
+}
+
 impl Line {
     pub(super) fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Sums the bytes promised to places ahead of a connection, or to all if it has none. A place
-    /// of another tenant that is at its share of `max` takes nothing, because it cannot be served
-    /// now. Places of the own tenant always count: they get its room first.
-    pub(super) fn ahead(&self, connection: u64, tenant: TenantNumber, tenants: &TenantTable, max: u64) -> Ahead {
-        let mut ahead = Ahead::default();
-        if self.places.is_empty() {
-            return ahead;
-        }
+    /// Places ahead of a connection that room is promised to, or all such places if it has none. A
+    /// place of another tenant that is at its share of `max` takes nothing, because it cannot be
+    /// served now. Places of the own tenant always count: they get its room first.
+    fn promised(
+        &self,
+        (connection, tenant): (u64, TenantNumber),
+        tenants: &TenantTable,
+        max: u64,
+        now: Instant,
+    ) -> Vec<&Place> {
         let own = self.by_connection.get(&connection);
         let mut by_tenant = BTreeMap::<TenantNumber, u64>::new();
-        for (_, place) in self.places.iter().take_while(|(key, _)| own.is_none_or(|own| *key < own)) {
+        let ahead = self.places.iter().take_while(|(key, _)| own.is_none_or(|own| *key < own));
+        let is_promised = |place: &&Place| {
             let promised = by_tenant.entry(place.tenant).or_default();
             let used = tenants.used(place.tenant, Kind::Puts) + *promised;
             let is_other = place.tenant != tenant;
             if is_other && used > 0 && used + place.bytes > tenants.share(place.tenant, Kind::Puts, max) {
-                continue;
+                return false;
             }
             *promised += place.bytes;
-            ahead.of_all += place.bytes;
+            true
+        };
+        ahead.map(|(_, place)| place).filter(|place| place.holds_room(now)).filter(is_promised).collect()
+    }
+
+    /// Sums the bytes promised to places ahead of a connection.
+    pub(super) fn ahead(
+        &self,
+        connection: (u64, TenantNumber),
+        tenants: &TenantTable,
+        max: u64,
+        now: Instant,
+    ) -> Ahead {
+        let mut ahead = Ahead::default();
+        if self.places.is_empty() {
+            return ahead;
         }
-        ahead.of_tenant = by_tenant.get(&tenant).copied().unwrap_or(0);
+        for place in self.promised(connection, tenants, max, now) {
+            ahead.of_all += place.bytes;
+            ahead.of_tenant += if place.tenant == connection.1 { place.bytes } else { 0 };
+        }
         ahead
     }
 
-    /// Gives a connection a place, or moves the time of the place that it has. Does nothing if the
-    /// line is full.
+    /// Returns the time at which the connection is expected whose put must have ended before the
+    /// `bytes` of this one fit into the room of `scope`.
+    pub(super) fn expected_before(
+        &self,
+        connection: (u64, TenantNumber),
+        tenants: &TenantTable,
+        (scope, bytes): (RoomOf, u64),
+        max: u64,
+        now: Instant,
+    ) -> Option<Instant> {
+        let room = match scope {
+            RoomOf::Node => max,
+            RoomOf::Tenant => tenants.share(connection.1, Kind::Puts, max),
+        };
+        let mut sum = bytes;
+        let ahead = self.promised(connection, tenants, max, now);
+        let mut ahead = ahead.into_iter().filter(|place| scope == RoomOf::Node || place.tenant == connection.1);
+        let blocking = ahead.rfind(|place| {
+            sum += place.bytes;
+            sum > room
+        });
+        blocking.map(|place| place.expected_at(now))
+    }
+
+    /// Gives a connection a place, or changes the bytes of the place that it has. Does nothing if
+    /// the line is full, unless a late place can go.
     pub(super) fn enter(&mut self, connection: u64, tenant: TenantNumber, bytes: u64, now: Instant) {
         if let Some(key) = self.by_connection.get(&connection)
             && let Some(place) = self.places.get_mut(key)
@@ -90,24 +163,36 @@ impl Line {
             return;
         }
         self.leave(connection);
-        if self.places.len() >= PLACES_MAX {
+        if self.places.len() >= PLACES_MAX
+            && let Some(late) = self.places.values().find(|place| !place.holds_room(now))
+        {
+            self.leave(late.connection);
+        }
+        if self.places.len() >= PLACES_MAX || fail_point!("node.line-forgets-callers") {
             return;
         }
         let last = self.places.iter().rfind(|(_, place)| place.tenant == tenant).map(|(&(turn, _), _)| turn + 1);
         let key = (last.unwrap_or(0).max(self.turn), self.arrivals);
         self.arrivals += 1;
-        let place = Place { connection, tenant, bytes, since: now, expires_at: now, is_served: false };
+        let place =
+            Place { connection, tenant, bytes, since: now, returns_at: now, holds_until: now, is_served: false };
         self.places.insert(key, place);
         self.by_connection.insert(connection, key);
     }
 
-    /// Keeps the place of a connection until `expires_at`.
-    pub(super) fn keep_until(&mut self, connection: u64, expires_at: Instant) {
+    /// Records that the connection was told to return at `returns_at`. Its place holds room until
+    /// `holds_until`.
+    pub(super) fn keep_until(&mut self, connection: u64, returns_at: Instant, holds_until: Instant) {
         let key = self.by_connection.get(&connection);
         if let Some(place) = key.and_then(|key| self.places.get_mut(key)) {
-            place.expires_at = expires_at;
-            self.expiry_first = Some(self.expiry_first.map_or(expires_at, |first| first.min(expires_at)));
+            place.returns_at = returns_at;
+            place.holds_until = holds_until;
+            self.late_first = Some(self.late_first.map_or(holds_until, |first| first.min(holds_until)));
         }
+    }
+
+    pub(super) fn has_place(&self, connection: u64) -> bool {
+        self.by_connection.contains_key(&connection)
     }
 
     /// Returns the time since the first refusal of a connection, or zero if it has no place.
@@ -134,14 +219,14 @@ impl Line {
         self.turn = if self.places.is_empty() { 0 } else { self.turn.max(key.0) };
     }
 
-    /// Ends the places whose time is over. Visits the line only if one of them may have expired.
+    /// Ends the places that are late for too long. Visits the line only if there may be one.
     pub(super) fn expire(&mut self, now: Instant) {
-        if self.places.is_empty() || self.expiry_first.is_some_and(|first| now < first) {
+        if self.places.is_empty() || self.late_first.is_some_and(|first| now < first + LATE_MAX) {
             return;
         }
-        let expired: Vec<u64> =
-            self.places.values().filter(|place| place.expires_at < now).map(|place| place.connection).collect();
-        expired.into_iter().for_each(|connection| self.leave(connection));
-        self.expiry_first = self.places.values().map(|place| place.expires_at).min();
+        let ended = self.places.values().filter(|place| place.holds_until + LATE_MAX < now);
+        let ended: Vec<u64> = ended.map(|place| place.connection).collect();
+        ended.into_iter().for_each(|connection| self.leave(connection));
+        self.late_first = self.places.values().map(|place| place.holds_until).min();
     }
 }

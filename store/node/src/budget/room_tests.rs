@@ -181,6 +181,146 @@ async fn callers_of_one_tenant_get_in_when_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn callers_of_one_tenant_get_in_when_told_beside_a_silent_tenant() {
+    let budget = budget();
+    let open = Open::default();
+    // It keeps its share: the callers have room for two pages.
+    let silent = account(&budget, "silent");
+    let slow: Vec<_> = (0..2).map(|_| account(&budget, "tenant")).collect();
+    assert!(slow.iter().chain([&silent, &silent]).all(|writer| open.reserve(writer)));
+    let writing = async {
+        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 8 * MIB))).await;
+    };
+    let calling = async {
+        sleep(Duration::from_millis(60)).await;
+        refused_callers(&budget, &open, (8, |_| "tenant".into()), 8 * MIB).await
+    };
+    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
+}
+
+#[tokio::test(start_paused = true)]
+async fn put_that_was_slow_long_ago_delays_no_caller() {
+    let budget = budget();
+    let open = Open::default();
+    let slow = account(&budget, "slow");
+    assert!(open.reserve(&slow));
+    write(&open, &slow, MIB / 4).await;
+    sleep(Duration::from_secs(6)).await;
+    let silent: Vec<_> = (0..4).map(|number| account(&budget, &format!("silent {number}"))).collect();
+    assert!(silent.iter().all(|writer| open.reserve(writer)));
+    for number in 0..8 {
+        let caller = account(&budget, &format!("caller {number}"));
+        assert!(!open.reserve(&caller));
+        let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+        assert!(told < Duration::from_secs(4), "caller {number} is told {told:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_that_returns_late_keeps_its_turn() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "tenant");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let late = account(&budget, "tenant");
+    assert!(!open.reserve(&late));
+    let told = late.wait_in_line(PAGE, PAGE).retry_after;
+    sleep(Duration::from_millis(1)).await;
+    let behind = account(&budget, "tenant");
+    assert!(!open.reserve(&behind));
+    behind.wait_in_line(PAGE, PAGE);
+    sleep(told / 2).await;
+    holder.record_received(1);
+    sleep(told / 2 + told / 4 + Duration::from_millis(150)).await;
+    assert!(!open.reserve(&late), "the holder is not silent");
+    late.wait_in_line(PAGE, PAGE);
+    open.end(&holder);
+    assert!(!open.reserve(&behind), "the late one is ahead");
+    assert!(open.reserve(&late));
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_caller_holds_no_room_and_ends_after_a_while() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let late = account(&budget, "caller");
+    assert!(!open.reserve(&late));
+    let told = late.wait_in_line(PAGE, PAGE).retry_after;
+    sleep(told + told / 4 + Duration::from_millis(150)).await;
+    open.end(&holder);
+    let newcomer = account(&budget, "newcomer");
+    assert!(open.reserve(&newcomer), "the late one is not expected any more");
+    assert_eq!(budget.status()["writers_waiting"], 1);
+    sleep(Duration::from_secs(11)).await;
+    open.reserve(&newcomer);
+    assert_eq!(budget.status()["writers_waiting"], 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_is_not_told_to_return_before_those_that_room_is_promised_to() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let ahead: Vec<_> = (0..4).map(|number| account(&budget, &format!("{number}"))).collect();
+    let told = ahead.iter().map(|caller| {
+        assert!(!open.reserve(caller));
+        caller.wait_in_line(PAGE, PAGE).retry_after
+    });
+    let told: Vec<_> = told.collect();
+    (0..4).for_each(|_| assert!(open.end(&holder)));
+    // The room is free, and promised to callers that are not there yet.
+    let caller = account(&budget, "caller");
+    assert!(!open.reserve(&caller));
+    let later = caller.wait_in_line(PAGE, PAGE).retry_after;
+    assert!(later >= told[0], "{later:?}, the first one ahead returns after {:?}", told[0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_that_has_waited_keeps_its_place_when_the_time_told_grows() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let caller = account(&budget, "caller");
+    assert!(!open.reserve(&caller));
+    caller.wait_in_line(PAGE, PAGE);
+    // 64 s for a page.
+    for _ in 0..40 {
+        sleep(Duration::from_millis(100)).await;
+        holder.record_received(MIB as usize / 80);
+    }
+    let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+    assert_eq!(told, Duration::from_secs(10));
+    open.end(&holder);
+    let newcomer = account(&budget, "newcomer");
+    assert!(!open.reserve(&newcomer) && open.reserve(&caller));
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_that_the_arena_refuses_gets_a_place_and_returns_less_and_less_often() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "holder");
+    (0..3).for_each(|_| assert!(open.reserve(&holder)));
+    let caller = account(&budget, "caller");
+    // The budget has room, but the arena has no free run of bytes for a page.
+    let begin = now();
+    let mut returns = 0;
+    while now() - begin < Duration::from_secs(2) {
+        sleep(caller.wait_in_line(PAGE, PAGE).retry_after).await;
+        holder.record_received(1);
+        returns += 1;
+    }
+    assert!(returns <= 10, "{returns}");
+    let newcomer = account(&budget, "newcomer");
+    assert!(!open.reserve(&newcomer) && open.reserve(&caller));
+}
+
+#[tokio::test(start_paused = true)]
 async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full() {
     let budget = budget();
     let open = Open::default();
@@ -194,8 +334,9 @@ async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full()
     // The budget has room, but the arena has no free run of bytes for a page.
     let told = caller.wait_in_line(PAGE, PAGE).retry_after;
     assert!(told >= first / 4, "{told:?} after {first:?}");
+    sleep(told).await;
     holder.record_received(1);
-    sleep(told + told / 4).await;
+    sleep(told / 4).await;
     let newcomer = account(&budget, "newcomer");
     assert!(!open.reserve(&newcomer), "the room is promised to the caller");
     assert!(open.reserve(&caller));
@@ -338,6 +479,10 @@ async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
 async fn line_is_bounded_and_ends_with_its_connections() {
     let budget = budget();
     let open = Open::default();
+    // Puts take a millisecond. Otherwise few callers would find room within the longest delay.
+    let quick = put(&account(&budget, "quick"));
+    sleep(Duration::from_millis(1)).await;
+    drop(quick);
     let holder = account(&budget, "holder");
     (0..4).for_each(|_| assert!(open.reserve(&holder)));
     let callers: Vec<_> = (0..300).map(|number| account(&budget, &format!("{}", number % 7))).collect();

@@ -6,6 +6,7 @@
 
 use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
+use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ const STEP_FACTOR: f64 = 1.15;
 const RETURN_FACTOR: f64 = 1.4;
 /// Weight of a new sample in a mean, as a divisor.
 const MEAN_WEIGHT: u32 = 8;
+/// A mean is unknown after this time without a sample: other clients put other pages by then.
+const MEAN_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// Bytes that a connection sent for its open puts.
 #[derive(Debug)]
@@ -145,14 +148,22 @@ impl ExpectedEnd {
 
 /// Running mean of a time.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct MeanTime(Option<Duration>);
+pub(super) struct MeanTime {
+    /// The mean, and the time of its last sample.
+    mean: Option<(Duration, Instant)>,
+}
 
 impl MeanTime {
-    pub(super) fn record(&mut self, time: Duration) {
-        self.0 = Some(match self.0 {
+    pub(super) fn record(&mut self, time: Duration, now: Instant) {
+        let mean = match self.get(now) {
             Some(mean) => (mean * (MEAN_WEIGHT - 1) + time) / MEAN_WEIGHT,
             None => time,
-        });
+        };
+        self.mean = Some((mean, now));
+    }
+
+    fn get(&self, now: Instant) -> Option<Duration> {
+        self.mean.filter(|(_, at)| now.saturating_duration_since(*at) < MEAN_AGE_MAX).map(|(mean, _)| mean)
     }
 }
 
@@ -169,7 +180,7 @@ pub(super) struct Forecast {
     made_at: Instant,
     freed: [u64; STEPS],
     /// Time in which the whole room is used once, after that.
-    turn: Duration,
+    pub(super) turn: Duration,
 }
 
 fn steps() -> impl Iterator<Item = Duration> {
@@ -182,9 +193,9 @@ impl Forecast {
         now.saturating_duration_since(self.made_at) < FORECAST_AGE_MAX
     }
 
-    /// Time until `bytes` of `max` are free. Beyond the bytes in use now it counts the puts of
-    /// those who wait ahead.
-    pub(super) fn time_for(&self, bytes: u64, max: u64) -> Duration {
+    /// Time until `bytes` are free. Beyond the bytes in use now it counts the puts of connections
+    /// ahead, which take turns of `turn_bytes`.
+    pub(super) fn time_for(&self, bytes: u64, turn_bytes: u64) -> Duration {
         let found = steps().zip(&self.freed).find(|(_, freed)| **freed >= bytes);
         if let Some((time, _)) = found {
             return time;
@@ -192,7 +203,7 @@ impl Forecast {
         let all = self.freed[STEPS - 1];
         let end = steps().zip(&self.freed).find(|(_, freed)| **freed >= all).map_or(SILENT_AFTER, |(time, _)| time);
         // Whole turns: the puts of a turn often end together, because they began together.
-        let turns = ((bytes - all) as f64 / max.max(1) as f64).ceil();
+        let turns = ((bytes - all) as f64 / turn_bytes.max(1) as f64).ceil();
         end + self.turn.mul_f64(turns * RETURN_FACTOR)
     }
 }
@@ -216,7 +227,7 @@ struct WriterRoom<'a> {
 impl BudgetState {
     /// Expected release of room by the writers of `scope`. `max` is the whole room.
     pub(super) fn forecast(&self, scope: Scope, max: u64, writing: (u64, Option<Duration>), now: Instant) -> Forecast {
-        let put_time = self.put_time.0;
+        let put_time = self.put_time.get(now);
         let mut freed = [0; STEPS];
         let mut add = |used: u64, end: ExpectedEnd, excess: u64| {
             for (time, freed) in steps().zip(&mut freed) {
@@ -285,7 +296,7 @@ impl BudgetState {
         now: Instant,
     ) -> Vec<LosingWriter> {
         // A writer can only become silent later than this search found.
-        if self.silent_from.is_some_and(|from| now < from) {
+        if self.silent_from.is_some_and(|from| now < from) || fail_point!("node.silent-writer-keeps-room") {
             return Vec::new();
         }
         let mut silent = Vec::new();

@@ -4,6 +4,7 @@ use super::Connection;
 use super::socket::UncongestedSince;
 use crate::budget::Busy;
 use crate::metrics::Metrics;
+use crate::tiers::SLOT_UNIT;
 use larder_runtime::now;
 use larder_wire::{ErrorCode, ReserveOutcome, Response, VERSION_RETRY_AFTER};
 use std::io;
@@ -44,7 +45,8 @@ impl Connection {
     /// them together.
     pub(super) async fn answer_reserved(&self, request: u64, outcomes: Vec<ReserveOutcome>) -> io::Result<()> {
         let refused = outcomes.iter().filter(|&&outcome| outcome == ReserveOutcome::Busy).count() as u64;
-        let page_bytes = self.page_bytes();
+        // As the budget charges them: those that the page takes in the arena.
+        let page_bytes = self.page_bytes().next_multiple_of(SLOT_UNIT as u64);
         let busy = (refused > 0).then(|| self.account.wait_in_line(refused * page_bytes, page_bytes));
         let retry_after_ms =
             busy.filter(|_| self.outbox.version() >= VERSION_RETRY_AFTER).map_or(0, Busy::milliseconds);

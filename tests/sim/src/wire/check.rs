@@ -2,7 +2,7 @@
 
 use super::net::ClientHost;
 use super::nodes::NodeHost;
-use super::{Cluster, operations, progress, put, soon};
+use super::{Cluster, operations, progress, put, room, soon};
 use crate::payload::{self, key_in_namespace, page_key};
 use crate::quiescence::{self, status_number};
 use crate::workload::Limit;
@@ -16,7 +16,9 @@ const FAULTS_DRAINED_AFTER: Duration = Duration::from_secs(150);
 const IDLE_TIMEOUT_SECONDS: u64 = 60;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Client]) {
+/// Waits until the cluster is idle, and checks it. `is_last` adds the checks that one per seed is
+/// enough of.
+pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Client], is_last: bool) {
     sleep(FAULTS_DRAINED_AFTER).await;
     check_idle(cluster, hosts, clients).await;
     cluster.model.lock().quiesced();
@@ -36,6 +38,9 @@ pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Cl
     }
     if let Some(client) = clients.first().filter(|_| !cluster.world.failed()) {
         progress::check(cluster, client).await;
+    }
+    if let Some(client) = clients.first().filter(|_| is_last && !cluster.world.failed()) {
+        room::check(cluster, client).await;
     }
     check_idle(cluster, hosts, clients).await;
     cluster.model.lock().quiesced();
