@@ -271,7 +271,8 @@ impl Log {
     /// Returns `true` if the log should reclaim a segment when it opens one. Copies then have a
     /// whole segment for themselves.
     pub(super) fn is_index_full(&self) -> bool {
-        self.pages_tracked().saturating_add(pages_reserve(self.config.segment_bytes)) > self.config.pages_max
+        let tracked = self.pages_tracked().saturating_add(pages_reserve(self.config.segment_bytes));
+        tracked > self.config.pages_max && !fail_point!("log.index-exceeds-page-bound")
     }
 
     /// Returns `true` if the log must reclaim a segment before it prepares another one: the pages
@@ -279,7 +280,8 @@ impl Log {
     /// [`LogConfig::pages_max`].
     pub(super) fn is_index_overfull(&self) -> bool {
         let to_come = pages_reserve(self.config.segment_bytes) - segment_pages(self.config.segment_bytes);
-        self.pages_tracked().saturating_add(to_come) > self.config.pages_max
+        let tracked = self.pages_tracked().saturating_add(to_come);
+        tracked > self.config.pages_max && !fail_point!("log.index-exceeds-page-bound")
     }
 
     /// Number of entries that pages have in memory. A copied page has a second one for a while.

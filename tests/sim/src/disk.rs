@@ -10,6 +10,7 @@
 
 use crate::payload::{number_in, number_of};
 use crate::random::RandomSource;
+use crate::sparse::SparseBytes;
 use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader, RecordPlace, SegmentHeader, Superblock};
 use larder_io::SmallFile;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -28,8 +29,8 @@ struct Unsynced {
 
 #[derive(Debug, Default)]
 struct Segment {
-    now: Vec<u8>,
-    durable: Vec<u8>,
+    now: SparseBytes,
+    durable: SparseBytes,
     unsynced: Vec<Unsynced>,
     /// Ranges whose sync failed. Later syncs do not make them durable, as after a failed fsync on
     /// Linux.
@@ -105,7 +106,7 @@ impl Disk {
         self.remove(segment);
         self.resize(segment, bytes);
         let Some(Segment { now, durable, .. }) = self.segments.get_mut(&segment) else { return };
-        [now, durable].into_iter().for_each(|bytes| bytes[..header.len()].copy_from_slice(header));
+        [now, durable].into_iter().for_each(|bytes| bytes.write(0, header));
     }
 
     /// Copies or renames a segment file, to the place of another one if `over`, or to a number no
@@ -113,7 +114,7 @@ impl Disk {
     /// before: the log could no longer tell their origin, nor the segment they replaced.
     pub fn misplace(&mut self, renames: bool, over: bool, random: &mut RandomSource) -> Option<(u32, u32)> {
         let is_misplaced = |(number, segment): &(&u32, &Segment)| {
-            SegmentHeader::decode(&segment.now).is_ok_and(|header| header.segment != **number)
+            SegmentHeader::decode(&segment.first_block()).is_ok_and(|header| header.segment != **number)
         };
         let own = self.segments.iter().filter(|segment| !is_misplaced(segment));
         let mut own: Vec<u32> = own.map(|(&number, _)| number).collect();
@@ -143,8 +144,8 @@ impl Disk {
 
     pub fn resize(&mut self, segment: u32, bytes: u64) {
         let found = self.segments.entry(segment).or_default();
-        found.now.resize(bytes as usize, 0);
-        found.durable.resize(bytes as usize, 0);
+        found.now.resize(bytes as usize);
+        found.durable.resize(bytes as usize);
     }
 
     pub fn remove(&mut self, segment: u32) {
@@ -160,9 +161,13 @@ impl Disk {
         self.small.insert(file, bytes);
     }
 
-    pub fn read(&self, segment: u32, offset: u64, len: usize) -> Option<&[u8]> {
-        let offset = offset as usize;
-        self.segments.get(&segment)?.now.get(offset..offset.checked_add(len)?)
+    /// Reads bytes into `target`. Returns `false` if they reach beyond the end of the segment.
+    pub fn read(&self, segment: u32, offset: u64, target: &mut [u8]) -> bool {
+        let start = offset as usize;
+        let segment = self.segments.get(&segment).map(|segment| &segment.now);
+        let Some(now) = segment.filter(|now| now.contains(&(start..start + target.len()))) else { return false };
+        now.read(start, target);
+        true
     }
 
     pub fn writes(&self) -> u64 {
@@ -175,12 +180,13 @@ impl Disk {
         let start = offset as usize;
         let len: usize = pieces.iter().map(|piece| piece.len()).sum();
         let Some(found) = self.segments.get_mut(&segment) else { return false };
-        let Some(target) = found.now.get_mut(start..start + len) else { return false };
-        let mut rest = target;
+        if !found.now.contains(&(start..start + len)) {
+            return false;
+        }
+        let mut at = start;
         for piece in pieces {
-            let (head, tail) = rest.split_at_mut(piece.len());
-            head.copy_from_slice(piece);
-            rest = tail;
+            found.now.write(at, piece);
+            at += piece.len();
         }
         self.writes += 1;
         found.unsynced.push(Unsynced { number: self.writes, range: start..start + len });
@@ -204,7 +210,7 @@ impl Disk {
         unsynced.retain(|write| {
             let kept = write.number > writes;
             if !kept {
-                durable[write.range.clone()].copy_from_slice(&now[write.range.clone()]);
+                durable.copy_from(now, write.range.clone());
             }
             kept
         });
@@ -219,7 +225,7 @@ impl Disk {
         let tried: Vec<Unsynced> = tried;
         for Unsynced { range, .. } in tried {
             match random.chance(500_000) {
-                true => found.durable[range.clone()].copy_from_slice(&found.now[range]),
+                true => found.durable.copy_from(&found.now, range),
                 false => found.dropped_by_sync.push(range),
             }
         }
@@ -260,7 +266,10 @@ impl Disk {
     /// Records that recovery read wrong bytes at `offset`. It does not know the records there, so
     /// the log writes no tombstones for their pages.
     pub fn note_hidden(&mut self, segment: u32, offset: u64, len: usize) {
-        let hidden = self.read(segment, offset, len).unwrap_or_default();
+        let mut hidden = vec![0; len];
+        if !self.read(segment, offset, &mut hidden) {
+            hidden.clear();
+        }
         let numbers: Vec<u64> = hidden.chunks(BLOCK_BYTES).filter_map(number_in).collect();
         self.suspects.extend(numbers);
         self.note_silent_fault(segment, offset);
@@ -350,7 +359,9 @@ impl Disk {
         let found = self.segments.get_mut(&segment)?;
         for bytes in [&mut found.now, &mut found.durable] {
             let end = (offset as usize + SECTOR_BYTES).min(bytes.len());
-            random.fill(bytes.get_mut(offset as usize..end)?);
+            let mut noise = vec![0; end.checked_sub(offset as usize)?];
+            random.fill(&mut noise);
+            bytes.write(offset as usize, &noise);
         }
         Some((segment, offset))
     }
@@ -360,8 +371,9 @@ impl Disk {
     pub fn flip(&mut self, segment: u32, at: u64, bit: u64) {
         let Some(found) = self.segments.get_mut(&segment) else { return };
         for bytes in [&mut found.now, &mut found.durable] {
-            if let Some(byte) = bytes.get_mut(at as usize) {
-                *byte ^= 1 << (bit % 8);
+            let at = at as usize;
+            if at < bytes.len() {
+                bytes.write(at, &[bytes.to_vec(at..at + 1)[0] ^ 1 << (bit % 8)]);
             }
         }
         self.note_silent_fault(segment, at);
@@ -369,16 +381,20 @@ impl Disk {
 }
 
 impl Segment {
+    fn first_block(&self) -> Vec<u8> {
+        self.now.blocks().next().unwrap_or_default()
+    }
+
     fn durable_records(&self, log_id: &LogId, segment: u32) -> Vec<u64> {
-        let Ok(epoch) = SegmentHeader::decode_epoch(&self.durable, log_id, segment) else { return Vec::new() };
-        let record = |(block, offset)| {
-            RecordHeader::decode(block, log_id, RecordPlace { segment, epoch, offset })
+        let first = self.durable.blocks().next().unwrap_or_default();
+        let Ok(epoch) = SegmentHeader::decode_epoch(&first, log_id, segment) else { return Vec::new() };
+        let record = |(block, offset): (Vec<u8>, u64)| {
+            RecordHeader::decode(&block, log_id, RecordPlace { segment, epoch, offset })
                 .ok()
                 .map(|header| (offset, header))
         };
         let offsets = (0..).step_by(BLOCK_BYTES);
-        let records: Vec<(u64, RecordHeader)> =
-            self.durable.chunks(BLOCK_BYTES).zip(offsets).filter_map(record).collect();
+        let records: Vec<(u64, RecordHeader)> = self.durable.blocks().zip(offsets).filter_map(record).collect();
         let durable = records.iter().map(|(_, header)| header.durable).max().unwrap_or(0);
         records.into_iter().map(|(offset, _)| offset).filter(|&offset| offset < durable).collect()
     }
@@ -395,7 +411,7 @@ impl Segment {
             }
         }
         for range in unsynced.into_iter().chain(dropped_by_sync) {
-            self.now[range.clone()].copy_from_slice(&self.durable[range]);
+            self.now.copy_from(&self.durable, range);
         }
     }
 
@@ -405,10 +421,12 @@ impl Segment {
             if random.chance(garbage) {
                 // Torn inside the piece: new bytes up to some point, then noise.
                 let torn = random.between(part.start as u64, part.end as u64) as usize;
-                self.durable[part.start..torn].copy_from_slice(&self.now[part.start..torn]);
-                random.fill(&mut self.durable[torn..part.end]);
+                self.durable.copy_from(&self.now, part.start..torn);
+                let mut noise = vec![0; part.end - torn];
+                random.fill(&mut noise);
+                self.durable.write(torn, &noise);
             } else if random.chance(kept) {
-                self.durable[part.clone()].copy_from_slice(&self.now[part]);
+                self.durable.copy_from(&self.now, part);
             }
         }
     }
@@ -418,6 +436,12 @@ impl Segment {
 mod tests {
     use super::*;
     use crate::random::Stream;
+
+    fn bytes(disk: &Disk, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        assert!(disk.read(0, offset, &mut bytes));
+        bytes
+    }
 
     fn disk() -> Disk {
         let mut disk = Disk::default();
@@ -434,10 +458,10 @@ mod tests {
         assert!(disk.write(0, 4096, &[&[2; 4096], &[3; 4096]]));
         disk.sync(0, began);
         disk.lose_power(CrashEffect::ProcessKilled, &mut random);
-        assert_eq!(disk.read(0, 8192, 1), Some(&[3][..]), "a killed process loses nothing that was written");
+        assert_eq!(bytes(&disk, 8192, 1), [3], "a killed process loses nothing that was written");
         disk.lose_power(CrashEffect::UnsyncedLost, &mut random);
-        assert_eq!(disk.read(0, 0, 1), Some(&[1][..]));
-        assert_eq!(disk.read(0, 4096, 8192), Some(&[0; 8192][..]));
+        assert_eq!(bytes(&disk, 0, 1), [1]);
+        assert_eq!(bytes(&disk, 4096, 8192), [0; 8192]);
     }
 
     #[test]
@@ -446,7 +470,8 @@ mod tests {
         let mut random = RandomSource::new(1, Stream::Setup);
         disk.write(0, 0, &[&[1; 64 * 4096]]);
         disk.lose_power(CrashEffect::Torn { piece: SECTOR_BYTES, kept: 500_000, garbage: 50_000 }, &mut random);
-        let sectors = disk.read(0, 0, 64 * 4096).unwrap().chunks(SECTOR_BYTES);
+        let bytes = bytes(&disk, 0, 64 * 4096);
+        let sectors = bytes.chunks(SECTOR_BYTES);
         let (kept, rest): (Vec<_>, Vec<_>) = sectors.partition(|sector| sector.iter().all(|&b| b == 1));
         let (lost, torn): (Vec<_>, Vec<_>) = rest.into_iter().partition(|sector| sector.iter().all(|&b| b == 0));
         assert!(kept.len() > 100 && lost.len() > 100 && !torn.is_empty(), "{} {}", kept.len(), lost.len());
@@ -462,7 +487,7 @@ mod tests {
         disk.sync_fails(0, disk.writes(), &mut random);
         disk.sync(0, disk.writes());
         disk.lose_power(CrashEffect::UnsyncedLost, &mut random);
-        let kept = (0..64).filter(|block| disk.read(0, block * 4096, 1) == Some(&[1][..])).count();
+        let kept = (0..64).filter(|block| bytes(&disk, block * 4096, 1) == [1]).count();
         assert!((10..54).contains(&kept), "{kept}");
     }
 

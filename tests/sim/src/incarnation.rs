@@ -58,7 +58,14 @@ pub struct IncarnationPlan {
     /// crash.
     pub events: u64,
     pub end: Ending,
+    pub size: LogSize,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct LogSize {
     pub segments: u64,
+    /// The log has the smallest bound of pages that it accepts.
+    pub bounds_pages: bool,
 }
 
 #[derive(Clone)]
@@ -174,11 +181,13 @@ fn count_crash(world: &World, effect: CrashEffect) {
 
 pub(crate) fn options(env: &Environment, plan: IncarnationPlan) -> L3Options {
     // Beside the segments, L3 needs 16 KiB for its small files (`SMALL_FILES_BYTES`).
-    let capacity_bytes = plan.segments * env.setup.segment_bytes + 16_384;
+    let capacity_bytes = plan.size.segments * env.setup.segment_bytes + 16_384;
     L3Options {
         segment_bytes: env.setup.segment_bytes,
         seed: Some(env.world.seed),
         keep_percent: env.setup.keep_percent,
+        // The log raises 0 to the pages of eight segments.
+        pages_max: if plan.size.bounds_pages { 0 } else { u64::MAX },
         scrub_bytes_per_second: env.setup.scrub_bytes_per_second,
         scrub_interval: Duration::from_millis(env.setup.scrub_interval_ms),
         clock: Clock::at(env.world.unix_ms()),

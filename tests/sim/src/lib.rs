@@ -17,7 +17,8 @@
 //!   nodes over a fake transport; [`rdma`]: RDMA devices;
 //! - [`workload`]: choices that all workers share; [`model`]: the oracle; [`payload`]: page
 //!   contents that identify their put;
-//! - [`device`]: the simulated device and its fault model; [`disk`]: stored and durable bytes;
+//! - [`device`]: the simulated device and its fault model; [`disk`]: stored and durable bytes, in
+//!   `sparse` blocks;
 //!   [`faults`]: fault profiles;
 //! - [`world`]: clock, trace and violations; [`trace`]: history; [`random`]: random streams;
 //!   [`panics`]: panic capture.
@@ -36,6 +37,7 @@ pub mod random;
 pub mod rdma;
 pub mod run;
 pub mod setup;
+mod sparse;
 pub mod trace;
 pub mod wire;
 pub mod workload;

@@ -55,6 +55,10 @@ struct Args {
     /// simulate a whole node; wire, wire-calm and so on simulate clients and nodes
     #[arg(long, default_value = "")]
     profile: ProfileArg,
+    /// Simulate a log with 1.5 million keys and segments of 64 MiB, for nightly runs. Takes some
+    /// gigabytes of memory per core
+    #[arg(long)]
+    large: bool,
     /// Continue after a seed has failed
     #[arg(long)]
     keep_going: bool,
@@ -71,6 +75,7 @@ fn main() -> ExitCode {
     let options = Options {
         operations: args.operations,
         scope: args.profile.scope,
+        large: args.large,
         profile: args.profile.faults,
         verbose: args.verbose,
         keep_going: args.keep_going,

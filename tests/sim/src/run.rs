@@ -3,7 +3,7 @@
 //! Invariant: the report of a seed follows from the seed and the options alone.
 
 use crate::faults::{Faults, Profile};
-use crate::incarnation::{Carryover, Ending, Environment, IncarnationPlan, drive};
+use crate::incarnation::{Carryover, Ending, Environment, IncarnationPlan, LogSize, drive};
 use crate::log::LogRun;
 use crate::model::Model;
 use crate::node::NodeRun;
@@ -40,6 +40,8 @@ pub struct Options {
     /// Negative control: devices acknowledge syncs and make nothing durable.
     pub ignore_syncs: bool,
     pub scope: Scope,
+    /// Simulates a log with more than a million keys. Only for the scope `L3`.
+    pub large: bool,
     /// Fault profile. `None` lets the seed choose.
     pub profile: Option<Profile>,
     pub verbose: bool,
@@ -50,6 +52,7 @@ pub struct Options {
 pub struct SeedReport {
     pub seed: u64,
     pub scope: Scope,
+    pub large: bool,
     pub profile: &'static str,
     /// Hash over all events. Two runs of a seed must agree on it.
     pub hash: u64,
@@ -71,7 +74,8 @@ impl SeedReport {
             Scope::Wire => "wire-",
         };
         let SeedReport { profile, seed, operations_requested, .. } = self;
-        format!("--profile {scope}{profile} --seed {seed} --operations {operations_requested} --verbose")
+        let large = if self.large { " --large" } else { "" };
+        format!("--profile {scope}{profile}{large} --seed {seed} --operations {operations_requested} --verbose")
     }
 }
 
@@ -84,7 +88,11 @@ pub fn run_seed(seed: u64, options: &Options) -> SeedReport {
         return run_wire(seed, profile, options, random);
     }
     let node = options.scope == Scope::Node;
-    let draw = if node { Setup::draw_node } else { Setup::draw };
+    let draw = match (node, options.large) {
+        (true, _) => Setup::draw_node,
+        (false, true) => Setup::draw_large,
+        (false, false) => Setup::draw,
+    };
     let setup = draw(profile, options.operations, &mut random);
     let devices = setup.node.as_ref().map_or(1, |node| node.devices);
     let mut faults = Faults::draw(profile, &mut random);
@@ -126,6 +134,7 @@ fn run_incarnations(env: &Environment, options: &Options, random: &mut RandomSou
     let mut done = 0;
     let mut number = 0;
     let mut segments = setup.segments;
+    let mut bounds_pages = false;
     let mut carryover = Carryover::default();
     let drawn = *env.world.faults.lock();
     while !env.world.failed() {
@@ -135,19 +144,26 @@ fn run_incarnations(env: &Environment, options: &Options, random: &mut RandomSou
             break;
         }
         let last = done >= options.operations;
-        // The capacity changes now and then. A smaller log evicts its oldest pages, so nothing is
-        // expected of them.
+        // The capacity changes now and then, and so does the bound of pages. A smaller log evicts
+        // its oldest pages, so nothing is expected of them.
         if random.chance(250_000) {
-            let other = random.between(3, 10);
+            let other = setup.draw_segments(random);
             if other < segments {
                 carryover.expected.clear();
             }
             segments = other;
         }
+        let is_bounded = random.chance(setup.page_bound_rate);
+        if is_bounded && !bounds_pages {
+            carryover.expected.clear();
+        }
+        bounds_pages = is_bounded;
+        let size = LogSize { segments, bounds_pages };
         let plan = match last {
-            true => IncarnationPlan { number, operations: 0, events: u64::MAX, end: Ending::Quiescent, segments },
-            false => plan(setup, number, options.operations - done, segments, random),
+            true => IncarnationPlan { number, operations: 0, events: u64::MAX, end: Ending::Quiescent, size },
+            false => plan(setup, number, options.operations - done, size, random),
         };
+        step_clock(&env.world, setup.clock_step_rate, random);
         // The previous incarnation may have ended with its faults switched off.
         *env.world.faults.lock() = drawn;
         carryover = run_incarnation(env, plan, carryover);
@@ -159,7 +175,7 @@ fn run_incarnations(env: &Environment, options: &Options, random: &mut RandomSou
     done
 }
 
-fn plan(setup: &Setup, number: u64, left: u64, segments: u64, random: &mut RandomSource) -> IncarnationPlan {
+fn plan(setup: &Setup, number: u64, left: u64, size: LogSize, random: &mut RandomSource) -> IncarnationPlan {
     let operations = random.between(1, setup.incarnation_operations * 2).min(left);
     // A crash may happen at any event. One time in ten it hits the start of the node.
     let events = match (setup.profile.crashes(), random.below(10)) {
@@ -170,7 +186,17 @@ fn plan(setup: &Setup, number: u64, left: u64, segments: u64, random: &mut Rando
         (true, _) => u64::MAX,
     };
     let end = if random.chance(500_000) { Ending::Closed } else { Ending::Dropped };
-    IncarnationPlan { number, operations, events, end, segments }
+    IncarnationPlan { number, operations, events, end, size }
+}
+
+/// Sets the wall clock back between two incarnations, or rarely forward.
+fn step_clock(world: &World, rate: u32, random: &mut RandomSource) {
+    if !random.chance(rate) {
+        return;
+    }
+    let most = [100, 5_000, 60_000, 7_200_000][random.below(4) as usize];
+    let by_ms = random.between(1, most) as i64;
+    world.step_clock(if random.chance(250_000) { by_ms } else { -by_ms });
 }
 
 /// Runs one incarnation in a runtime of its own, and returns its expectations for the next one. The
@@ -199,6 +225,7 @@ fn report(world: &World, options: &Options, profile: Profile, operations: u64) -
     SeedReport {
         seed: world.seed,
         scope: options.scope,
+        large: options.large,
         profile: profile.name(),
         hash,
         events,

@@ -9,6 +9,9 @@ use larder_node::WritePolicy;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
+const LARGE_KEYS: u64 = 1_500_000;
+/// Segments of a large log: room for 1.2 million records of two blocks.
+const LARGE_SEGMENTS: u64 = 150;
 
 #[derive(Debug, Clone, Copy)]
 pub struct OperationMix {
@@ -42,8 +45,14 @@ pub struct Setup {
     /// Forgets of all pages of a namespace, per million forgets.
     pub forget_namespace_rate: u32,
     pub admin_rate: u32,
+    /// Steps of the wall clock, per million incarnations.
+    pub clock_step_rate: u32,
     pub scrub_bytes_per_second: u64,
     pub scrub_interval_ms: u64,
+    /// Incarnations with the smallest bound of pages that the log accepts, per million.
+    pub page_bound_rate: u32,
+    /// True for [`Setup::draw_large`].
+    pub is_large: bool,
     pub node: Option<NodeSetup>,
 }
 
@@ -58,7 +67,21 @@ pub struct NodeSetup {
 }
 
 impl Setup {
+    /// Draws the parameters of a log. One seed in eight has more small pages than its index may
+    /// have.
     pub fn draw(profile: Profile, operations: u64, random: &mut RandomSource) -> Setup {
+        let mut setup = Setup::draw_base(profile, operations, random);
+        if random.chance(125_000) {
+            setup.page_bound_rate = 700_000;
+            setup.keys = 2_000;
+            setup.payload_max = 2_000;
+            setup.uniform_bytes = None;
+            setup.segments = random.between(12, 20);
+        }
+        setup
+    }
+
+    fn draw_base(profile: Profile, operations: u64, random: &mut RandomSource) -> Setup {
         let mixes = [
             OperationMix { put: 30, get: 50, find: 15, forget: 5 },
             OperationMix { put: 10, get: 70, find: 18, forget: 2 },
@@ -82,17 +105,51 @@ impl Setup {
             keep_percent: [0, 0, 30, 50, 75][random.below(5) as usize],
             ttl_rate: [0, 50_000, 300_000][random.below(3) as usize],
             forget_namespace_rate: [0, 2_000, 20_000][random.below(3) as usize],
+            clock_step_rate: [0, 200_000, 500_000][random.below(3) as usize],
             admin_rate: [0, 5_000, 30_000][random.below(3) as usize],
             scrub_bytes_per_second: [0, MIB, 32 * MIB][random.below(3) as usize],
             scrub_interval_ms: [2_000, 30_000, 24 * 3_600_000][random.below(3) as usize],
+            page_bound_rate: 0,
+            is_large: false,
             node: None,
+        }
+    }
+
+    /// Draws the parameters of a log as large as in production: more than a million small pages in
+    /// segments of 64 MiB. Its index grows while requests run.
+    pub fn draw_large(profile: Profile, operations: u64, random: &mut RandomSource) -> Setup {
+        let mut setup = Setup::draw_base(profile, operations, random);
+        setup.is_large = true;
+        setup.keys = LARGE_KEYS;
+        setup.segment_bytes = 64 * MIB;
+        setup.segments = LARGE_SEGMENTS;
+        setup.arena_bytes = 64 * MIB;
+        setup.workers = 16;
+        setup.pause_ms_max = 5;
+        setup.payload_max = 300;
+        setup.uniform_bytes = None;
+        // Most operations put pages: the index has to grow.
+        setup.mix = OperationMix { put: 70, get: 20, find: 6, forget: 4 };
+        setup.ttl_rate = setup.ttl_rate.min(50_000);
+        // A forget of a third of all pages takes as long as many other operations.
+        setup.forget_namespace_rate = 0;
+        setup.admin_rate = 500;
+        setup.incarnation_operations = operations / 4;
+        setup
+    }
+
+    /// Draws the segments of an incarnation whose capacity changes.
+    pub fn draw_segments(&self, random: &mut RandomSource) -> u64 {
+        match self.is_large || self.page_bound_rate > 0 {
+            true => random.between(self.segments / 2, self.segments),
+            false => random.between(3, 10),
         }
     }
 
     /// Draws the parameters of a node simulation. Keys are few, so that operations collide in L2.
     /// L2 is small, so that it evicts.
     pub fn draw_node(profile: Profile, operations: u64, random: &mut RandomSource) -> Setup {
-        let mut setup = Setup::draw(profile, operations, random);
+        let mut setup = Setup::draw_base(profile, operations, random);
         let l2_bytes = [128, 256, 512][random.below(3) as usize] * KIB;
         let policies = [WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back];
         let node = NodeSetup {
@@ -103,6 +160,8 @@ impl Setup {
             quota: random.chance(300_000).then(|| l2_bytes / random.between(2, 6)),
             scrub_bytes_per_second: [0, MIB, 64 * MIB][random.below(3) as usize],
         };
+        // The simulated nodes take no identity, which is where a node keeps the time of its stops.
+        setup.clock_step_rate = 0;
         setup.keys = [24, 60, 150][random.below(3) as usize];
         setup.arena_bytes = node.l2_bytes + node.in_flight_bytes;
         setup.node = Some(node);

@@ -35,6 +35,9 @@ pub struct World {
 #[derive(Debug, Default)]
 struct Clock {
     base_ms: u64,
+    /// Difference of the machine's wall clock to virtual time. Steps between incarnations change
+    /// it.
+    wall_offset_ms: i64,
     /// Start of the current incarnation, by the clock of its runtime. Each runtime has its own
     /// virtual clock.
     incarnation_began: Option<Instant>,
@@ -71,8 +74,16 @@ impl World {
         clock.base_ms + clock.incarnation_began.map_or(0, |began| (Instant::now() - began).as_millis() as u64)
     }
 
+    /// Wall clock of the machine. It advances with virtual time, except for [`World::step_clock`].
     pub fn unix_ms(&self) -> u64 {
-        BEGAN_UNIX_MS + self.now_ms()
+        let offset = self.clock.lock().wall_offset_ms;
+        BEGAN_UNIX_MS.saturating_add_signed(offset) + self.now_ms()
+    }
+
+    /// Moves the wall clock, mostly back.
+    pub fn step_clock(&self, by_ms: i64) {
+        self.clock.lock().wall_offset_ms += by_ms;
+        self.fault(if by_ms < 0 { "clock set back" } else { "clock set forward" }, [by_ms.unsigned_abs(), 0, 0]);
     }
 
     /// Converts a virtual time to an instant of the current runtime, for timers. Panics if that

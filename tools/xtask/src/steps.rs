@@ -13,6 +13,10 @@ const NIGHTLY_FUZZ_SECONDS: u64 = 30 * 60;
 const NIGHTLY_SIMULATION_MINUTES: &str = "60";
 /// Schedules of each thread model and scheduler. CI runs the default of `store/node/src/model.rs`.
 const NIGHTLY_SCHEDULES: &str = "100000";
+/// No large seed starts after this time. One takes some minutes.
+const NIGHTLY_LARGE_MINUTES: &str = "15";
+/// Enough puts to reach every key of a large log.
+const LARGE_OPERATIONS: &str = "4000000";
 
 const FMT: Step = Step { name: "fmt", title: "cargo fmt", run: fmt };
 const TIDY: Step = Step { name: "tidy", title: "rules of style", run: check_tidy };
@@ -54,6 +58,7 @@ pub const NIGHTLY: &[Step] = &[
     Step { name: "tsan", title: "ThreadSanitizer over the tests of node and client", run: tsan },
     Step { name: "miri", title: "Miri over the unsafe code of memory and ring", run: miri },
     Step { name: "sim-log", title: "simulation of the log", run: simulate_log },
+    Step { name: "sim-large", title: "simulation of a log with more than a million keys", run: simulate_large },
     Step { name: "sim-node", title: "simulation of a node", run: simulate_node },
     Step { name: "sim-wire", title: "simulation of clients and nodes", run: simulate_wire },
     Step { name: "crash", title: "a node under load, killed again and again", run: crash },
@@ -209,6 +214,11 @@ fn simulate(runner: &Runner, profile: &str) -> Result<()> {
 
 fn simulate_log(runner: &Runner) -> Result<()> {
     simulate(runner, "")
+}
+
+fn simulate_large(runner: &Runner) -> Result<()> {
+    let arguments = ["--large", "--operations", LARGE_OPERATIONS, "--minutes", NIGHTLY_LARGE_MINUTES, "--keep-going"];
+    simulation(runner, &arguments.map(str::to_string))
 }
 
 fn simulate_node(runner: &Runner) -> Result<()> {

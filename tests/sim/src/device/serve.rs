@@ -101,11 +101,11 @@ impl SimDevice {
             None => target.len(),
         };
         let disk = self.disk().lock();
-        match disk.read(place.0, place.1, moved) {
-            Some(bytes) => target[..moved].copy_from_slice(bytes),
+        match disk.read(place.0, place.1, &mut target[..moved]) {
+            true => {}
             // A misdirected read may pass the end of its segment. It returns noise there.
-            None if place != (segment, *offset) => random.fill(&mut target[..moved]),
-            None => return Err(io::ErrorKind::UnexpectedEof.into()),
+            false if place != (segment, *offset) => random.fill(&mut target[..moved]),
+            false => return Err(io::ErrorKind::UnexpectedEof.into()),
         }
         drop(disk);
         if random.chance(faults.read_flip) && moved > 0 {

@@ -86,9 +86,9 @@ async fn run(
     // Some incarnations (400,000 in a million) serve requests during recovery.
     let eager = RandomSource::new(env.world.seed, Stream::Incarnation(plan.number)).chance(400_000);
     let mut workers = if eager { spawn_workers(&log) } else { Vec::new() };
-    recover(&log, &device).await;
+    let beyond_index = recover(&log, &device).await;
     if !eager {
-        operations::check_expected(&log, &carryover.expected).await;
+        operations::check_expected(&log, &carryover.expected, beyond_index).await;
         workers = spawn_workers(&log);
     }
     for worker in workers {
@@ -113,16 +113,23 @@ fn spawn_workers(log: &Arc<LogIncarnation>) -> Vec<JoinHandle<()>> {
     (0..log.setup.workers).map(|worker| tokio::spawn(operations::work(log.clone(), worker))).collect()
 }
 
-async fn recover(log: &LogIncarnation, device: &SimDevice) {
+/// Waits for the end of recovery. Returns the number of pages for which the index had no room.
+async fn recover(log: &LogIncarnation, device: &SimDevice) -> u64 {
     match log.l3.recovered().await {
         Ok(report) => {
             log.world.event("recovered", [report.pages, report.segments, report.torn_records]);
             log.world.count("pages recovered", report.pages);
             log.world.count("segments read by their footer", report.segments_by_footer);
+            log.world.count("pages recovered beyond the bound", report.pages_beyond_index);
+            operations::check_page_bound(log);
             log.recovered_ms.store(log.world.now_ms(), Ordering::Relaxed);
             device.started();
+            report.pages_beyond_index
         }
-        Err(error) => log.world.violate(format!("recovery did not complete: {error}")),
+        Err(error) => {
+            log.world.violate(format!("recovery did not complete: {error}"));
+            0
+        }
     }
 }
 
@@ -257,5 +264,6 @@ fn check_quiescent(log: &Arc<LogIncarnation>, device: &SimDevice) {
     log.world.count("pages copied forward", stats.copied_forward_pages);
     log.world.count("pages expired", stats.expired_pages);
     log.world.count("pages evicted by quota", stats.quota_pages);
+    log.world.count("pages indexed at clean ends", stats.pages);
     log.world.count("scrubs", log.l3.scrub().passes);
 }
