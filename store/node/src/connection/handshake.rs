@@ -88,15 +88,13 @@ impl Stranger<'_> {
             return Ok((refusal.frame(PROTOCOL_VERSION_MIN, header.request, None), None));
         }
         // Without a place, as in simulations, all clients are one peer.
-        let peer_of_place = self.place.map(Place::peer).unwrap_or_default();
-        if let Some(namespace) = &namespace {
-            // Before any charge: a charge belongs to the tenant of its time.
-            self.account.set_tenant(peer_of_place, &namespace.tenant);
-        }
+        let peer = self.place.map(Place::peer).unwrap_or_default();
+        // Before any charge: a charge belongs to the tenant of its time.
+        self.account.set_tenant(peer, namespace.as_ref().map_or("", |namespace| &namespace.tenant));
         let namespace =
             namespace.map(|namespace| Namespace { id: namespace.id(), part_table: namespace.geometry.part_table() });
         let id = namespace.as_ref().map(|namespace| namespace.id);
-        let user = id.and_then(|id| node.store.tiers().join(id, peer_of_place));
+        let user = id.and_then(|id| node.store.tiers().join(id, peer));
         tracing::debug!(peer = %self.peer, client = %name, version, namespace = ?id, "client connected");
         if let Some(place) = self.place {
             // Before the answer: a client that has it must not lose its place as a stranger.
