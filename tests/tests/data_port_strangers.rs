@@ -137,6 +137,37 @@ async fn announced_bodies_take_no_memory_before_they_arrive() {
 }
 
 #[tokio::test]
+async fn stalled_bodies_give_their_memory_to_others() {
+    let (node, address) = start(&["--request-memory", "16MiB"]);
+    let kind = Request::Locate(vec![]).frame(larder_wire::PROTOCOL_VERSION, 0, 0, None).head[4];
+    let mut frame = larder_wire::Frame::new(kind, 1, 0, &[0; MAX_BODY_BYTES / 4], None);
+    frame.number(1);
+    let mut strangers = Vec::new();
+    for _ in 0..20 {
+        let mut raw = RawConnection::connect(address, Some(namespace("stranger"))).await.unwrap();
+        raw.send_bytes(&frame.head[..frame.head.len() - 1]).await.unwrap();
+        strangers.push(raw);
+    }
+    // Small requests fill what the bodies leave, and some are refused.
+    let client = attach(address, "honest").await;
+    let mut follower = RawConnection::connect(address, Some(namespace("honest"))).await.unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    let mut pages = 1000..;
+    let mut counters = serde_json::Value::Null;
+    while counters["stalled_requests_disconnected"].as_u64().unwrap_or(0) == 0 {
+        assert!(Instant::now() < deadline, "{counters} {}", node.stderr());
+        for page in pages.by_ref().take(50) {
+            follower.send(&Request::Follow(key(page))).await.unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status);
+        counters = status.unwrap_or_default()["counters"].take();
+    }
+    serves(&client, 2).await;
+    drop(strangers);
+}
+
+#[tokio::test]
 async fn unread_member_lists_are_bounded() {
     let (node, address) = start(&[]);
     let mut member = RawConnection::connect(address, None).await.unwrap();
