@@ -66,6 +66,9 @@ const PUT_BYTES: u64 = 1 << 20;
 const BYSTANDERS: u32 = 900;
 /// Nice value of the writers' threads.
 const WRITER_NICENESS: i32 = 10;
+/// Time for which the probe sleeps after each request. Without it, the probe's processor is left
+/// with no time for the writers.
+const PROBE_PAUSE: Duration = Duration::from_micros(200);
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for clients to close their connections.
 const CLOSE_TIME: Duration = Duration::from_millis(500);
@@ -79,6 +82,8 @@ struct IsolationReport {
     loaded: Latencies,
     /// Rate of the puts beside the loaded measurement, in MB/s (1e6).
     puts_mb_s: f64,
+    /// Rate of the puts that filled L3, without the probe: what machine and device can take.
+    puts_alone_mb_s: f64,
     /// L2 hits per second, by the number of clients.
     hits_per_second: Vec<(usize, f64)>,
     get_us_alone: f64,
@@ -163,6 +168,8 @@ impl Target {
                 searcher.locate(&[key(wanted)], between + TIMEOUT).await;
                 hits.record((between - at).as_micros() as u64)?;
                 lookups.record(between.elapsed().as_micros() as u64)?;
+                // The thread sleeps, not the task: tokio's timers round up to a millisecond.
+                std::thread::sleep(PROBE_PAUSE);
             }
             Ok(Latencies {
                 hit_p50: hits.value_at_quantile(0.5),
@@ -226,7 +233,9 @@ pub async fn run(args: Args) -> Result<()> {
     let [node_cpus, load_cpus] = split_processors()?;
     let data_dir = dir.path().to_str().context("the path of --dir is not UTF-8")?;
     let l3_bytes = args.l3.as_u64().to_string();
-    let options = ["--l2", L2_BYTES, "--data-dir", data_dir, "--l3-bytes", &l3_bytes];
+    // The bystanders share an address, which by default has three quarters of the places.
+    let options =
+        ["--l2", L2_BYTES, "--data-dir", data_dir, "--l3-bytes", &l3_bytes, "--max-connections-per-peer", "1024"];
     let node = NodeProcess::start(args.node.as_deref(), node_cpus, &options).await?;
     let threads = load_threads(load_cpus, WRITER_NICENESS)?;
     let target = Target { address: node.address().to_string(), page_bytes };
@@ -265,9 +274,11 @@ async fn measure(
     progress("filling L3 …");
     // A quarter more than fits, so that the log reclaims segments from now on.
     let filled = (1 << 32) + args.l3.as_u64() / (target.page_bytes + 4096) * 5 / 4;
+    let begin = Instant::now();
     for writer in start_writers(filled, &CancellationToken::new()) {
         writer.await??;
     }
+    let puts_alone_mb_s = ((filled - (1 << 32)) * target.page_bytes) as f64 / begin.elapsed().as_secs_f64() / 1e6;
     let newest = filled - (filled - (1 << 32)) / 2..filled;
     let probe = |numbers: std::ops::Range<u64>| {
         let target = target.clone();
@@ -311,6 +322,7 @@ async fn measure(
         idle,
         loaded,
         puts_mb_s,
+        puts_alone_mb_s,
         hits_per_second,
         get_us_alone,
         get_us_beside_idle_tenants,
@@ -330,8 +342,10 @@ async fn hits_from(target: &Target, clients: usize, time: Duration) -> Result<f6
 }
 
 fn print(report: &IsolationReport) {
-    let IsolationReport { pages_in_l3, idle, loaded, puts_mb_s, hits_per_second, .. } = report;
-    say!("\n{pages_in_l3} pages in L3, puts of {puts_mb_s:.0} MB/s beside the loaded figures\n");
+    let IsolationReport { pages_in_l3, idle, loaded, puts_mb_s, puts_alone_mb_s, hits_per_second, .. } = report;
+    say!(
+        "\n{pages_in_l3} pages in L3, puts of {puts_mb_s:.0} MB/s beside the loaded figures, {puts_alone_mb_s:.0} MB/s alone\n"
+    );
     say!("{:24} {:>10} {:>10} {:>8}", "microseconds", "idle", "loaded", "ratio");
     let rows = [
         ("L2 hit, median", idle.hit_p50, loaded.hit_p50),
