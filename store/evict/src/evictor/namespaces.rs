@@ -3,8 +3,8 @@
 //! Invariants:
 //! - Each offered page is in exactly one list of its namespace: that of the soft-pinned pages, or
 //!   the other one.
-//! - `above` has exactly the namespaces that use more than their floor and have an offered page, with
-//!   the bytes above it.
+//! - `above` has exactly the namespaces that use more than their floor and have an offered page,
+//!   with the bytes above it.
 //!
 //! A list is a clock. A page enters at the end, or at the front if its last child was evicted: a
 //! sequence then leaves from its end, as a whole. A page at the front that was touched goes to the
