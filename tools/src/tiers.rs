@@ -22,8 +22,8 @@ pub struct TierArgs {
     /// default
     #[arg(long, value_name = "[NAMESPACE=]SIZE")]
     quota: Vec<Quota>,
-    /// Maximum duration of a pin: a number followed by s, m, h or d, at most 30d. Pins take room that
-    /// other namespaces cannot have until they expire
+    /// Maximum duration of a pin: a number followed by s, m, h or d, at most 30d. Pins take room
+    /// that other namespaces cannot have until they expire
     #[arg(long, default_value = "24h", value_name = "DURATION", value_parser = duration)]
     max_pin_time: Duration,
     /// Smallest mean size of pages for which L3 uses its whole size. It bounds the memory of the

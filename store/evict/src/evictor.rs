@@ -108,7 +108,7 @@ struct Page<T> {
     resident: bool,
     soft_pinned: bool,
     offered: bool,
-    /// True if the page was touched since it entered the list of its namespace.
+    /// True if the page was touched since it came, or since the clock last passed over it.
     touched: bool,
     /// True if `deadline_of` has its deadline.
     expires: bool,

@@ -382,6 +382,31 @@ fn flood_of_one_namespace_leaves_the_floors_of_others() {
 }
 
 #[test]
+fn namespaces_with_pinned_pages_only_do_not_hide_those_that_can_make_room() {
+    let mut evictor = Evictor::new(1000, Lru::new());
+    let mut evicted = Vec::new();
+    let honest = NamespaceIndex(0);
+    evictor.set_floor(honest, 100);
+    flood(&mut evictor, honest, 0..100);
+    // Each of these is further above its floor than any that follows, and its pages are pinned.
+    let pinned: Vec<PageHandle> = (1..40)
+        .map(|number| {
+            let new = NewPage { namespace: NamespaceIndex(number), bytes: 10, ..page(number * 1000, None, 0) };
+            let handle = evictor.insert(new, 0, &mut evicted).unwrap();
+            evictor.pin(handle);
+            handle
+        })
+        .collect();
+    for name in 100_000..110_000 {
+        flood(&mut evictor, NamespaceIndex(100 + name % 600), name..name + 1);
+    }
+    assert_eq!(evictor.namespace_bytes(honest), 100);
+    // Without its pin, such a page makes room before all others.
+    evictor.unpin(pinned[7]);
+    assert_eq!(flood(&mut evictor, NamespaceIndex(100), 0..11).first(), Some(&8000));
+}
+
+#[test]
 fn namespace_above_its_floor_loses_sequences_from_their_end_and_touched_ones_last() {
     let mut evictor = Evictor::new(9, Lru::new());
     let mut evicted = Vec::new();

@@ -1,7 +1,7 @@
 //! The handle of an L3.
 
 use crate::background::{carry_out_intents, finish, sync_and_expire_periodically};
-use crate::machine::{Entry, Location, LogConfig, Pin, Recovery};
+use crate::machine::{Entry, Floors, Location, LogConfig, Pin, Recovery};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryIo};
 use crate::report::{RecoveryProgress, RecoveryReport};
@@ -12,7 +12,6 @@ use larder_format::disk::BLOCK_BYTES;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_io::{BoxFuture, Device, FileDevice, TaskClass};
 use larder_memory::{Arena, Slot};
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -178,10 +177,11 @@ impl L3 {
         self.shared().with_log(|log| log.quota(namespace))
     }
 
-    /// Sets the floors of all namespaces in bytes, and removes those of others. When the log reclaims
-    /// a segment, it copies the pages without which a namespace would fall below its floor. All
-    /// floors together should take at most half of the log. They do not survive a restart.
-    pub fn set_floors(&self, floors: BTreeMap<NamespaceId, u64>) {
+    /// Sets the floors of all namespaces, and removes those of others. When the log reclaims a
+    /// segment, it copies the pages without which a namespace would fall below its floor. Floors
+    /// count bytes of records, and shrink with a log whose file system is full. They do not survive
+    /// a restart.
+    pub fn set_floors(&self, floors: Floors) {
         self.shared().update_log(|log| log.set_floors(floors));
     }
 

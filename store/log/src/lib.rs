@@ -52,7 +52,7 @@ mod write;
 pub use error::L3Error;
 pub use l3::{L3, L3Entry, L3Location};
 pub use lock::LogLock;
-pub use machine::Pin;
+pub use machine::{FloorPart, Floors, Pin};
 pub use options::{L3Options, PAGE_MEMORY_BYTES, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};
 pub use report::{RecoveryProgress, RecoveryReport};
 pub use scrub::{ScrubProgress, ScrubRate};

@@ -77,7 +77,7 @@ pub use forget::Forget;
 pub use prepare::{Prepare, PrepareOutcome};
 pub use read::{Location, ReadTicket, RecordRef};
 pub use recovery::{RecoveryError, RecoveryResult};
-pub use retention::{Pin, PinError};
+pub use retention::{FloorPart, Floors, Pin, PinError};
 pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
 pub use scrub::ScrubList;
 pub use shared_index::SharedIndex;

@@ -6,8 +6,8 @@
 //!   larger than the bound is admitted alone, and requests that release resources always are.
 //! - Admission answers at once: granted or [`Busy`]. An admitted read then waits for memory,
 //!   tenants in round-robin order, and each tenant in FIFO order.
-//! - A tenant may use a whole bound while it is alone, and its share otherwise: peers share equally,
-//!   and so do the tenants of a peer.
+//! - A tenant may use a whole bound while it is alone, and its share otherwise: peers share
+//!   equally, and so do the tenants of a peer.
 //! - A reader may request as many bytes as it can receive in a quarter of its deadline, by the
 //!   measured rates. Other slow readers never lower that share.
 //! - Slow readers never use up the memory for reads: each may hold a quarter of the free bytes

@@ -14,11 +14,10 @@
 use crate::health::{Admission, Fault, Health};
 use crate::options::{L3Device, NodeOptions};
 use crate::policy::mixed;
-use crate::shares::Floors;
 use futures::future::join_all;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_log::machine::AppendError;
-use larder_log::{L3, L3Error, L3Location, L3Options, Pin};
+use larder_log::{Floors, L3, L3Error, L3Location, L3Options, Pin};
 use larder_memory::{Arena, Slot};
 use larder_runtime::sync::{Mutex, MutexGuard};
 use larder_runtime::{Clock, fail_point, now};
@@ -362,10 +361,10 @@ impl Devices {
         }
     }
 
-    /// Sets the floors of all namespaces in use, on each device by its capacity.
+    /// Sets the floors of all namespaces in use.
     pub(crate) fn set_floors(&self, floors: &Floors) {
         for device in &self.devices {
-            device.l3.set_floors(floors.iter().map(|(namespace, part)| (*namespace, part.of(device.bytes))).collect());
+            device.l3.set_floors(floors.clone());
         }
     }
 

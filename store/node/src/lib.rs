@@ -83,7 +83,6 @@ pub mod sim {
     pub use crate::policy::*;
     pub use crate::puts::{Presence, Progress, Put, Puts, Waiter};
     pub use crate::rdma::{Rdma, open as open_rdma};
-    pub use crate::shares::{FloorPart, Floors};
     pub use crate::store::Store;
     pub use crate::tiers::{NamespaceUser, PageLocation, StampedLocation, Tiers, TiersError};
     pub use larder_runtime::Clock;

@@ -35,8 +35,8 @@ use tokio::sync::oneshot;
 pub struct Puts {
     tiers: Arc<Tiers>,
     metrics: Arc<Metrics>,
-    /// Outermost lock of the node: held while [`Tiers`] reserves memory, never while L3 looks a page
-    /// up.
+    /// Outermost lock of the node: held while [`Tiers`] reserves memory, never while L3 looks a
+    /// page up.
     state: Mutex<PutTable>,
     waiters_max: usize,
     idle_lines: LogLimit,
@@ -185,7 +185,8 @@ impl Puts {
         Ok(put)
     }
 
-    /// Looks a page up in the tiers, and locks the table. Returns `true` if the tiers have the page.
+    /// Looks a page up in the tiers, and locks the table. Returns `true` if the tiers have the
+    /// page.
     ///
     /// If they have not, no put of it was sealed between the lookup and the lock. A put changes the
     /// page's stamp once lookups find it, and leaves the table afterwards. So a page that is absent

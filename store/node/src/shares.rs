@@ -8,15 +8,17 @@
 //! - All floors together are at most half of a tier.
 //! - A namespace is *in use* by a peer while the peer has a connection with it, and for
 //!   [`USED_FOR`] after the last one.
-//! - The first [`FLOORS_PER_PEER`] namespaces of a peer have floors. So a peer that opens many takes
-//!   nothing from other peers, and leaves a sixteenth of its own part to each namespace before.
+//! - The first [`FLOORS_PER_PEER`] namespaces of a peer have floors. So a peer that opens many
+//!   takes nothing from other peers. It leaves a sixteenth of its part to each namespace before.
 //! - The table is bounded by the connections, [`ENDED_PER_PEER`] and [`PEERS_MAX`].
 //!
 //! A node knows a peer by its address only. Record 0024 tells what that does not defend.
 
 use crate::places::Peer;
 use larder_format::NamespaceId;
+use larder_log::{FloorPart, Floors};
 use std::collections::BTreeMap;
+use std::ops::RangeToInclusive;
 use std::time::{Duration, Instant};
 
 /// Time for which a namespace keeps its floor after its last connection. An engine restarts within
@@ -29,22 +31,6 @@ const FLOORS_PER_PEER: usize = 16;
 const ENDED_PER_PEER: usize = 64;
 /// Peers that the table keeps, beyond those with connections.
 const PEERS_MAX: usize = 1024;
-
-/// Part of the floors of a tier, in units of 2^-32. All parts together are at most 1.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct FloorPart(u64);
-
-impl FloorPart {
-    const ALL: u64 = 1 << 32;
-
-    /// Floor in a tier of `capacity_bytes`.
-    pub fn of(self, capacity_bytes: u64) -> u64 {
-        let bytes = u128::from(capacity_bytes / 2) * u128::from(self.0) / u128::from(FloorPart::ALL);
-        u64::try_from(bytes).unwrap_or(u64::MAX)
-    }
-}
-
-pub type Floors = BTreeMap<NamespaceId, FloorPart>;
 
 /// Use of a namespace by a peer.
 #[derive(Debug)]
@@ -86,8 +72,8 @@ impl Shares {
             if ended.len() > ENDED_PER_PEER
                 && let Some((_, first)) = ended.into_iter().min()
             {
-                uses.remove(&first);
-                self.has_changed = true;
+                let floored = numbers_with_floor(uses);
+                self.has_changed |= uses.remove(&first).is_some_and(|used| floored.contains(&used.number));
             }
         }
     }
@@ -108,12 +94,22 @@ impl Shares {
         if self.next_end.is_none_or(|next| now < next) {
             return;
         }
+        self.next_end = None;
         self.peers.retain(|_, uses| {
-            uses.retain(|_, used| used.ends_at.is_none_or(|end| now < end));
+            let end = uses.values().filter_map(|used| used.ends_at).min();
+            if end.is_some_and(|end| end <= now) {
+                let floored = numbers_with_floor(uses);
+                uses.retain(|_, used| {
+                    let ended = used.ends_at.is_some_and(|end| end <= now);
+                    // A peer may end uses without a floor each second: they change nothing.
+                    self.has_changed |= ended && floored.contains(&used.number);
+                    !ended
+                });
+            }
+            let ends = uses.values().filter_map(|used| used.ends_at);
+            self.next_end = ends.chain(self.next_end).min();
             !uses.is_empty()
         });
-        self.next_end = self.peers.values().flat_map(|uses| uses.values()).filter_map(|used| used.ends_at).min();
-        self.has_changed = true;
     }
 
     /// Returns the floors if they may have changed since the last call.
@@ -123,11 +119,10 @@ impl Shares {
         }
         let mut floors = Floors::new();
         for uses in self.peers.values() {
-            let mut first: Vec<(u64, NamespaceId)> = uses.iter().map(|(id, used)| (used.number, *id)).collect();
-            first.sort_unstable();
-            first.truncate(FLOORS_PER_PEER);
-            let part = FloorPart::ALL / self.peers.len() as u64 / first.len().max(1) as u64;
-            first.into_iter().for_each(|(_, namespace)| floors.entry(namespace).or_default().0 += part);
+            let floored = numbers_with_floor(uses);
+            let part = FloorPart::ALL.divided_by(self.peers.len()).divided_by(uses.len().min(FLOORS_PER_PEER));
+            let namespaces = uses.iter().filter(|(_, used)| floored.contains(&used.number));
+            namespaces.for_each(|(namespace, _)| *floors.entry(*namespace).or_default() += part);
         }
         Some(floors)
     }
@@ -144,6 +139,15 @@ impl Shares {
             self.has_changed = true;
         }
     }
+}
+
+/// Numbers of the uses of a peer that have a floor: no other use of it has one of these.
+fn numbers_with_floor(uses: &BTreeMap<NamespaceId, Use>) -> RangeToInclusive<u64> {
+    let mut numbers: Vec<u64> = uses.values().map(|used| used.number).collect();
+    if numbers.len() <= FLOORS_PER_PEER {
+        return ..=u64::MAX;
+    }
+    ..=*numbers.select_nth_unstable(FLOORS_PER_PEER - 1).1
 }
 
 #[cfg(test)]
@@ -220,6 +224,25 @@ mod tests {
         shares.expire(now + USED_FOR);
         let floors = shares.take_changed().unwrap();
         assert_eq!((floor(&floors, 1), floor(&floors, 2)), (0, 48_000));
+    }
+
+    #[test]
+    fn uses_without_a_floor_begin_and_end_without_a_change() {
+        let mut shares = Shares::default();
+        let now = larder_runtime::now();
+        (0..17).for_each(|number| shares.join(id(number), peer(1)));
+        shares.take_changed();
+        shares.leave(id(16), peer(1), now);
+        for number in 100..300 {
+            shares.join(id(number), peer(1));
+            shares.leave(id(number), peer(1), now);
+        }
+        assert_eq!(shares.take_changed(), None);
+        shares.expire(now + USED_FOR);
+        assert_eq!(shares.take_changed(), None);
+        shares.leave(id(3), peer(1), now);
+        shares.expire(now + USED_FOR);
+        assert_eq!(shares.take_changed().map(|floors| floors.len()), Some(15));
     }
 
     #[test]

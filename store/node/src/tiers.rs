@@ -538,7 +538,10 @@ impl Tiers {
     /// Passes changed floors on. Takes the lock, so that an older change never follows a newer one.
     fn update_floors(&self, mut shares: MutexGuard<'_, Shares>) {
         let Some(floors) = shares.take_changed() else { return };
-        self.state.lock().policy.set_floors(&floors);
+        let l2_bytes = self.state.lock().policy.capacity_bytes();
+        // Requests wait for the lock of the state, so the map is made without it.
+        let of_l2 = floors.iter().map(|(namespace, part)| (*namespace, part.of(l2_bytes))).collect();
+        self.state.lock().policy.set_floors(of_l2);
         self.devices.set_floors(&floors);
         drop(shares);
     }

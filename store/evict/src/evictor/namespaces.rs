@@ -3,7 +3,8 @@
 //! Invariants:
 //! - Each offered page is in exactly one list of its namespace: that of the soft-pinned pages, or
 //!   the other one.
-//! - `above` has exactly the namespaces that use more than their floor, with the bytes above it.
+//! - `above` has exactly the namespaces that use more than their floor and have an offered page,
+//!   with the bytes above it.
 //!
 //! A list is a clock. A page enters at the end, or at the front if its last child was evicted: a
 //! sequence then leaves from its end, as a whole. A page at the front that was touched goes to the
@@ -15,9 +16,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of touched pages that one search for a page to evict passes over.
 const PASSED_OVER_MAX: u32 = 32;
-/// Maximum number of namespaces above their floor that one search looks at. Those without a page
-/// that may leave have pins only.
-const NAMESPACES_TRIED_MAX: usize = 16;
 
 /// Pages of a namespace that may leave, linked through the pages.
 #[derive(Debug, Clone, Copy)]
@@ -65,12 +63,18 @@ impl NamespaceUsage {
         self.used_bytes.saturating_add(u64::from(more_bytes)) > self.quota_bytes
     }
 
+    fn has_offered_page(&self) -> bool {
+        self.lists.iter().any(|list| list.first != NO_SLOT)
+    }
+
+    /// Bytes above the floor, if an offered page can make room.
     fn excess(&self) -> Option<u64> {
-        self.used_bytes.checked_sub(self.floor_bytes).filter(|excess| *excess > 0)
+        let excess = self.used_bytes.checked_sub(self.floor_bytes)?;
+        (excess > 0 && self.has_offered_page()).then_some(excess)
     }
 
     fn is_default(&self) -> bool {
-        self.used_bytes == 0 && self.quota_bytes == u64::MAX && self.floor_bytes == 0
+        self.used_bytes == 0 && self.quota_bytes == u64::MAX && self.floor_bytes == 0 && !self.has_offered_page()
     }
 }
 
@@ -86,7 +90,7 @@ impl Namespaces {
         self.usage.get(&namespace).copied().unwrap_or(NamespaceUsage::UNLIMITED)
     }
 
-    /// Changes bytes or limits of a namespace, and its place in `above`.
+    /// Changes bytes, limits or lists of a namespace, and its place in `above`.
     pub(super) fn update(&mut self, namespace: NamespaceIndex, change: impl FnOnce(&mut NamespaceUsage)) {
         let usage = self.usage.entry(namespace).or_insert(NamespaceUsage::UNLIMITED);
         let before = usage.excess();
@@ -118,13 +122,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         if self.namespaces.usage_of(self.pages[chosen.index()].namespace).excess().is_some() {
             return Some(chosen);
         }
-        let above = self.namespaces.above.iter().rev().take(NAMESPACES_TRIED_MAX);
-        let above: Vec<NamespaceIndex> = above.map(|(_, namespace)| *namespace).collect();
-        above.into_iter().find_map(|namespace| self.oldest_of(namespace)).or(Some(chosen))
+        let furthest = self.namespaces.above.last().map(|(_, namespace)| *namespace);
+        furthest.and_then(|namespace| self.oldest_of(namespace)).or(Some(chosen))
     }
 
     /// The page of a namespace that leaves next, soft-pinned ones last. Pages that were touched
-    /// since they entered the list have a second chance.
+    /// have a second chance.
     pub(super) fn oldest_of(&mut self, namespace: NamespaceIndex) -> Option<Slot> {
         let mut passed_over = 0;
         loop {
@@ -144,8 +147,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Adds an offered page to the list of its namespace.
     pub(super) fn link(&mut self, slot: Slot, end: ListEnd) {
         let page = &self.pages[slot.index()];
-        let namespace = self.namespaces.usage.entry(page.namespace).or_insert(NamespaceUsage::UNLIMITED);
-        let list = &mut namespace.lists[usize::from(page.soft_pinned)];
+        let (namespace, which) = (page.namespace, usize::from(page.soft_pinned));
+        let mut list = self.namespaces.usage_of(namespace).lists[which];
         let links = match end {
             ListEnd::Front => Links { previous: NO_SLOT, next: list.first },
             ListEnd::Back => Links { previous: list.last, next: NO_SLOT },
@@ -154,16 +157,17 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             slot;
         *if links.next == NO_SLOT { &mut list.last } else { &mut self.pages[links.next.index()].links.previous } = slot;
         self.pages[slot.index()].links = links;
+        self.namespaces.update(namespace, |usage| usage.lists[which] = list);
     }
 
     /// Removes a page from the list of its namespace.
     pub(super) fn unlink(&mut self, slot: Slot) {
         let page = &mut self.pages[slot.index()];
         let Links { previous, next } = std::mem::replace(&mut page.links, Links::NONE);
-        let soft_pinned = page.soft_pinned;
-        let Some(namespace) = self.namespaces.usage.get_mut(&page.namespace) else { return };
-        let list = &mut namespace.lists[usize::from(soft_pinned)];
+        let (namespace, which) = (page.namespace, usize::from(page.soft_pinned));
+        let mut list = self.namespaces.usage_of(namespace).lists[which];
         *if previous == NO_SLOT { &mut list.first } else { &mut self.pages[previous.index()].links.next } = next;
         *if next == NO_SLOT { &mut list.last } else { &mut self.pages[next.index()].links.previous } = previous;
+        self.namespaces.update(namespace, |usage| usage.lists[which] = list);
     }
 }

@@ -107,6 +107,8 @@ pub(super) struct ChoiceOfCopies {
     /// Position in the source's list of slots.
     next: usize,
     pass: Pass,
+    /// Result of [`Log::is_floor_at_risk`] when the choice began.
+    is_floor_at_risk: bool,
     /// True if copies for floors may fill the target. Otherwise they leave room to `beside`.
     floors_may_fill: bool,
     /// Bytes by namespace that leave with the source, as far as floors allow.
@@ -184,11 +186,13 @@ impl Log {
         let Some(target) = target.filter(|_| self.can_copy_forward()) else { return self.reclaim(segment) };
         self.copy_credit = (self.copy_credit + self.config.copied_bytes_share()).min(self.config.copy_credit_max());
         self.floor_credit = (self.floor_credit + self.config.floor_bytes_share()).min(self.config.floor_credit_max());
+        let is_floor_at_risk = self.is_floor_at_risk();
         let choice = ChoiceOfCopies {
             source,
             target,
             next: 0,
-            pass: self.pass_from(Pass::Hard),
+            pass: self.pass_from(Pass::Hard, is_floor_at_risk),
+            is_floor_at_risk,
             floors_may_fill: self.floor_credit >= self.config.segment_bytes,
             leaving: BTreeMap::new(),
             beside: next_record.map(|(namespace, bytes)| (*namespace, bytes)),
@@ -199,17 +203,22 @@ impl Log {
         self.begin_steps();
     }
 
-    /// Replaces the floors of all namespaces, in bytes of records. Together they should take at most
-    /// half of the log. They do not survive a restart.
-    pub fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
+    /// Replaces the floors of all namespaces. They do not survive a restart.
+    pub fn set_floors(&mut self, floors: Floors) {
         self.retention.set_floors(floors);
     }
 
+    /// Bytes of all segments that the log may have now: fewer than configured once the file system
+    /// was full.
+    fn bytes_max(&self) -> u64 {
+        self.config.segment_bytes * u64::from(self.config.segments_max)
+    }
+
     /// The first pass from `pass` on that may find pages.
-    fn pass_from(&self, pass: Pass) -> Pass {
+    fn pass_from(&self, pass: Pass, is_floor_at_risk: bool) -> Pass {
         match pass {
             Pass::Hard if self.retention.pinned_bytes() > 0 => Pass::Hard,
-            Pass::Hard | Pass::FloorUnretained | Pass::FloorRetained if self.is_floor_at_risk() => {
+            Pass::Hard | Pass::FloorUnretained | Pass::FloorRetained if is_floor_at_risk => {
                 pass.max(Pass::FloorUnretained)
             }
             _ if pass <= Pass::Soft && self.retention.has_pins() => Pass::Soft,
@@ -217,27 +226,26 @@ impl Log {
         }
     }
 
-    fn pass_after(&self, pass: Pass) -> Option<Pass> {
-        let next = match pass {
+    fn pass_after(&self, choice: &ChoiceOfCopies) -> Option<Pass> {
+        let next = match choice.pass {
             Pass::Hard => Pass::FloorUnretained,
             Pass::FloorUnretained => Pass::FloorRetained,
             Pass::FloorRetained => Pass::Soft,
             Pass::Soft => Pass::Used,
             Pass::Used => return None,
         };
-        Some(self.pass_from(next))
+        Some(self.pass_from(next, choice.is_floor_at_risk))
     }
 
     /// Returns `true` if the loss of a segment could bring a namespace below its floor. A namespace
     /// that is alone needs no floor. Costs O(n log n) for n namespaces with a floor.
     fn is_floor_at_risk(&self) -> bool {
         let floors = self.retention.floors();
-        let segment_bytes = self.config.segment_bytes;
         self.config.keep_percent > 0
             && floors.len() > 1
             && floors.iter().any(|(namespace, floor)| {
                 let bytes = self.index.namespace_bytes(namespace);
-                bytes > 0 && bytes < floor.saturating_add(segment_bytes)
+                bytes > 0 && bytes < floor.of(self.bytes_max()).saturating_add(self.config.segment_bytes)
             })
     }
 
@@ -246,7 +254,8 @@ impl Log {
     fn is_needed_for_floor(&self, choice: &mut ChoiceOfCopies, slot: u32) -> bool {
         let entry = self.index.entries.get(slot);
         let namespace = self.index.namespace(entry.namespace);
-        let floor = self.retention.floors().get(self.index.namespace_of(slot)).copied().unwrap_or(0);
+        let part = self.retention.floors().get(self.index.namespace_of(slot)).copied().unwrap_or_default();
+        let floor = part.of(self.bytes_max());
         let leaving = choice.leaving.entry(entry.namespace).or_default();
         let without = namespace.bytes.checked_sub(*leaving + entry.record_bytes());
         if without.is_some_and(|without| without >= floor) {
@@ -255,17 +264,15 @@ impl Log {
         }
         // While the index is full, copies for floors take at most a quarter of it, as hard-pinned
         // pages do. Small pages could otherwise leave no room to writers.
-        let log_bytes = self.config.segment_bytes * u64::from(self.config.segments_max);
-        let pages = u128::from(self.config.pages_max - pages_reserve(self.config.segment_bytes)) / 2;
-        let floor_pages = pages * u128::from(floor) / u128::from(log_bytes.max(1));
-        floor > 0 && (!self.is_index_full() || u128::from(namespace.pages) <= floor_pages)
+        let pages = self.config.pages_max - pages_reserve(self.config.segment_bytes);
+        floor > 0 && (!self.is_index_full() || namespace.pages <= part.of(pages) / 2)
     }
 
     /// Returns `true` if a record must wait until the pages to copy are chosen.
     ///
     /// Hard-pinned pages, and those for floors, take room before any writer does. The record for
-    /// which the segment was opened comes next. Meanwhile other records share the eighth that copies leave to them:
-    /// writers could otherwise fill the segment before the choice ends.
+    /// which the segment was opened comes next. Meanwhile other records share the eighth that
+    /// copies leave to them: writers could otherwise fill the segment before the choice ends.
     pub(super) fn must_await_choice(&self, namespace: &NamespaceId, bytes: u64) -> bool {
         let NextSegment::Choosing(choice) = &self.next_segment else { return false };
         let end = self.segments.epoch(choice.target.segment).map_or(0, |target| target.end());
@@ -301,7 +308,7 @@ impl Log {
             self.next_segment = NextSegment::Choosing(choice);
             return true;
         }
-        if let Some(pass) = self.pass_after(choice.pass).filter(|_| is_open) {
+        if let Some(pass) = self.pass_after(&choice).filter(|_| is_open) {
             choice = ChoiceOfCopies { next: 0, pass, ..choice };
             self.next_segment = NextSegment::Choosing(choice);
             return true;
@@ -320,8 +327,8 @@ impl Log {
         false
     }
 
-    /// Reserves room for the copy of a page, if it is worth one: it was used, is pinned, or is needed
-    /// for a floor. The module documentation has the precedence and the limits of each kind.
+    /// Reserves room for the copy of a page, if it is worth one: it was used, is pinned, or is
+    /// needed for a floor. The module documentation has the precedence and the limits of each kind.
     fn consider_copy(&mut self, choice: &mut ChoiceOfCopies, slot: u32) {
         let entry = self.index.entries.get(slot);
         // A page that was never used is not worth a second write: traffic without readers is
@@ -350,8 +357,9 @@ impl Log {
             return;
         }
         let Some(target) = self.segments.epoch_mut(choice.target.segment) else { return };
-        // Leave an eighth of every segment to new records, so that writers always make progress.
-        // Hard-pinned pages are exempt: they are at most a quarter of the log.
+        // Leave an eighth of the segment to new records, so that writers make progress. Exempt are
+        // hard-pinned pages, which are at most a quarter of the log, and copies for floors, which
+        // `floor_credit` bounds.
         let is_over = target.reserved_bytes() + bytes > segment_bytes / 8 * 7 || bytes > self.copy_credit;
         let is_refused = if is_for_floor { bytes > self.floor_credit } else { !is_pinned && is_over };
         if is_refused {
@@ -363,9 +371,12 @@ impl Log {
         if target.reserve_copy(segment_bytes, &namespace, bytes, beside) {
             choice.pages.push(RecordRef { number: entry.number, slot });
             choice.left.insert(entry.number);
-            // Hard-pinned pages, and those for floors, are copied without credit too.
-            self.copy_credit -= bytes.min(self.copy_credit);
-            self.floor_credit -= if is_for_floor { bytes } else { 0 };
+            if is_for_floor {
+                self.floor_credit -= bytes;
+            } else {
+                // Hard-pinned pages are copied without credit too.
+                self.copy_credit -= bytes.min(self.copy_credit);
+            }
         }
     }
 

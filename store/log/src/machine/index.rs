@@ -58,10 +58,10 @@ pub(super) struct Namespace {
     listed: bool,
 }
 
-/// What only changes of the log use: the entries' namespaces, fallbacks and totals.
+/// Part that only changes of the log use: the entries' namespaces, fallbacks and totals.
 #[derive(Debug)]
 pub(super) struct Index {
-    /// What lookups use too.
+    /// Part that lookups use too.
     pub(super) entries: Arc<SharedIndex>,
     quota_default: u64,
     /// Namespaces with a quota of their own that lost their last page, or never had one. Oldest

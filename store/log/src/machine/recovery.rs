@@ -197,6 +197,8 @@ impl Log {
             }
         }
         if let Some(state) = self.segments.epoch_mut(segment) {
+            // Oldest first, as in a segment that this log wrote: floors drop the first pages.
+            state.reverse_slots();
             state.shrink_slots();
             // A footer claims to list every record. The unread part of a segment may have more.
             state.set_footer_records((!footer && !cut_short).then_some(records));

@@ -1,8 +1,8 @@
 //! Retention: the pages that are worth a copy when their segment is reclaimed.
 //!
 //! A page is *retained* if it was used since its record was written, or if it is pinned. One bit
-//! per page is all that this needs: see `index.rs`. A copy counts as unused again, so a page that
-//! is not used any more goes with the segment of its copy. Record 0020 compares this with a
+//! per page is all that this needs: see `shared_index.rs`. A copy counts as unused again, so a page
+//! that is not used any more goes with the segment of its copy. Record 0020 compares this with a
 //! ranking.
 //!
 //! A page is also retained if its namespace would fall below its *floor* without it.
@@ -17,7 +17,7 @@
 use super::entry::PackedEntry;
 use larder_format::{NamespaceId, is_expired};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound;
+use std::ops::{AddAssign, Bound};
 use thiserror::Error;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -45,6 +45,34 @@ pub enum PinError {
     NotKept,
 }
 
+/// Part of the floors of a tier, in units of 2^-32. All parts together are at most 1.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FloorPart(pub(super) u64);
+
+impl FloorPart {
+    /// All floors of a tier: they take half of it.
+    pub const ALL: FloorPart = FloorPart(1 << 32);
+
+    pub fn divided_by(self, count: usize) -> FloorPart {
+        FloorPart(self.0 / count.max(1) as u64)
+    }
+
+    /// Floor in a tier of `capacity_bytes`.
+    pub fn of(self, capacity_bytes: u64) -> u64 {
+        let bytes = u128::from(capacity_bytes / 2) * u128::from(self.0) / u128::from(FloorPart::ALL.0);
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+}
+
+impl AddAssign for FloorPart {
+    fn add_assign(&mut self, other: FloorPart) {
+        self.0 += other.0;
+    }
+}
+
+/// Floors of the namespaces that have one.
+pub type Floors = BTreeMap<NamespaceId, FloorPart>;
+
 /// A page in the quota order: namespace, record number, slot.
 type QuotaKey = (u32, u64, u32);
 
@@ -59,8 +87,7 @@ pub(super) struct Retention {
     hands: BTreeMap<u32, u64>,
     /// Expiry in milliseconds since 1970, and slot, of all pages with an expiry.
     expiring: BTreeSet<(u64, u32)>,
-    /// Floors in bytes of records.
-    floors: BTreeMap<NamespaceId, u64>,
+    floors: Floors,
 }
 
 impl Retention {
@@ -81,11 +108,11 @@ impl Retention {
         !self.pins.is_empty()
     }
 
-    pub(super) fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
+    pub(super) fn set_floors(&mut self, floors: Floors) {
         self.floors = floors;
     }
 
-    pub(super) fn floors(&self) -> &BTreeMap<NamespaceId, u64> {
+    pub(super) fn floors(&self) -> &Floors {
         &self.floors
     }
 

@@ -80,6 +80,10 @@ impl EpochState {
         self.slots.push(slot);
     }
 
+    pub(super) fn reverse_slots(&mut self) {
+        self.slots.reverse();
+    }
+
     pub(super) fn shrink_slots(&mut self) {
         self.slots.shrink_to_fit();
     }

@@ -35,7 +35,7 @@ const PAGES_PER_SHARD: u64 = 2048;
 /// Bits of a slot for the position in the shard.
 const POSITION_BITS: u32 = 20;
 const SHARD_ENTRIES_MAX: usize = 1 << POSITION_BITS;
-/// Maximum number of pages of a log. The largest shard has a third more pages than the average, and
+/// Maximum number of pages of a log. The largest shard has half more pages than the average, and
 /// this leaves as much again for chance.
 pub(super) const PAGES_MAX: u64 = 1 << 31;
 /// Entries per chunk. Half a chunk per shard is unused on average. A chunk takes slightly less than

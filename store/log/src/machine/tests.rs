@@ -58,7 +58,7 @@ enum Step {
     CopyForward { which: u64, gives_up: bool },
     Pin { id: u8, pin: u8 },
     Quota { namespace: u8, blocks: u64 },
-    Floors { blocks: [u64; 2] },
+    Floors { parts: [u64; 2] },
     Expire { seconds: u64 },
     Crash { seed: u64, segments_max: u32 },
     Rot { seed: u64, header: bool },
@@ -78,7 +78,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         12 => (any::<u64>(), 0u8..30).prop_map(|(which, n)| Step::CopyForward { which, gives_up: n == 0 }),
         3 => (0..IDS, 0u8..3).prop_map(|(id, pin)| Step::Pin { id, pin }),
         1 => (0u8..2, 0u64..40).prop_map(|(namespace, blocks)| Step::Quota { namespace, blocks }),
-        1 => any::<[u8; 2]>().prop_map(|blocks| Step::Floors { blocks: blocks.map(|n| u64::from(n % 48)) }),
+        1 => any::<[u8; 2]>().prop_map(|parts| Step::Floors { parts: parts.map(|n| u64::from(n % 48)) }),
         2 => (1u64..4).prop_map(|seconds| Step::Expire { seconds }),
         2 => (any::<u64>(), 2u32..8).prop_map(|(seed, segments_max)| Step::Crash { seed, segments_max }),
         1 => (any::<u64>(), any::<bool>()).prop_map(|(seed, header)| Step::Rot { seed, header }),
@@ -201,9 +201,9 @@ impl Model {
             Step::CopyForward { which, gives_up } => self.copy_forward(which, gives_up)?,
             Step::Pin { id, pin } => self.pin(id, pin),
             Step::Quota { namespace, blocks } => self.quota(namespace, blocks),
-            Step::Floors { blocks } => {
-                let floors = (0..2).map(|n| (NamespaceId([n; 32]), blocks[usize::from(n)] * BLOCK_BYTES as u64));
-                self.log.set_floors(floors.collect());
+            Step::Floors { parts } => {
+                let part = |n: u8| FloorPart(FloorPart::ALL.0 / 32 * parts[usize::from(n)]);
+                self.log.set_floors((0..2).map(|n| (NamespaceId([n; 32]), part(n))).collect());
             }
             Step::Expire { seconds } => {
                 self.now_ms += seconds * 1000;

@@ -8,7 +8,6 @@
 
 use super::options::NamespaceQuota;
 use super::{L2Policy, PageState, Resident};
-use crate::shares::Floors;
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
 use larder_format::NamespaceId;
 use larder_runtime::fail_point;
@@ -216,10 +215,9 @@ impl<P: Resident> L2Policy<P> {
         self.namespaces.quota(namespace)
     }
 
-    /// Replaces the floors of all namespaces in use.
-    pub fn set_floors(&mut self, floors: &Floors) {
-        let capacity = self.options.capacity_bytes;
-        let floors = floors.iter().map(|(namespace, part)| (*namespace, part.of(capacity))).collect();
+    /// Replaces the floors of all namespaces in use, in bytes. Together they should take at most
+    /// half of the capacity.
+    pub fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
         self.namespaces.set_floors(floors, &mut self.evictor);
     }
 

@@ -113,7 +113,8 @@ impl<P: Resident> L2Policy<P> {
     /// changes nothing.
     pub fn pin(&mut self, ids: &BTreeSet<PageId>, kind: PinKind, until_ms: u64) -> Result<usize, PinRefused> {
         let soft_most = self.options.capacity_bytes / PINNED_PART;
-        // The pins of one namespace leave its maximum as it is.
+        // Bytes that the last namespace may keep. Newcomers may have lowered its maximum below what
+        // it keeps: it can renew those pins, and add none.
         let mut hard_most = None::<(NamespaceId, u64)>;
         let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms }) };
         let mut before = Vec::new();
@@ -123,12 +124,14 @@ impl<P: Resident> L2Policy<P> {
             if pin.is_none() && old.is_none() {
                 continue;
             }
+            let most = match hard_most {
+                Some((namespace, most)) if namespace == id.namespace => most,
+                _ if kind == PinKind::Hard => self.hard_pins_max(&id.namespace).max(self.pins.kept_by(&id.namespace)),
+                _ => 0,
+            };
+            hard_most = Some((id.namespace, most));
             before.push((slot, old));
             self.set_pin(slot, pin);
-            let (_, most) = *match &mut hard_most {
-                Some(known) if known.0 == id.namespace => known,
-                other => other.insert((id.namespace, self.hard_pins_max(&id.namespace))),
-            };
             let refused = match kind {
                 PinKind::Hard if self.pins.kept_by(&id.namespace) > most => PinRefused::Hard { most },
                 PinKind::Soft if self.pins.soft_bytes(&id.namespace) > soft_most => {

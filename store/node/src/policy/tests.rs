@@ -4,7 +4,7 @@ mod model;
 
 use super::*;
 use crate::places::Peer;
-use crate::shares::{Floors, Shares};
+use crate::shares::Shares;
 use larder_evict::Lru;
 use larder_format::NamespaceId;
 use std::collections::BTreeMap;
@@ -286,11 +286,13 @@ fn soft_pinned_pages_go_last_and_hard_pinned_pages_stay() {
     assert!(names(1, 0).iter().all(|id| there(&policy, id)));
 }
 
-/// Floors of namespaces that share all of them equally.
-fn equal_floors(namespaces: &[u8]) -> Floors {
+/// Lets these namespaces share all floors equally.
+fn set_equal_floors(policy: &mut TestPolicy, namespaces: &[u8]) {
     let mut shares = Shares::default();
     namespaces.iter().for_each(|namespace| shares.join(NamespaceId([*namespace; 32]), Peer::Local));
-    shares.take_changed().unwrap()
+    let capacity = policy.capacity_bytes();
+    let floors = shares.take_changed().unwrap();
+    policy.set_floors(floors.into_iter().map(|(namespace, part)| (namespace, part.of(capacity))).collect());
 }
 
 /// Hard pins pages of a namespace one by one, and returns how many.
@@ -304,19 +306,22 @@ fn hard_pins_of_a_namespace_leave_the_floors_of_others() {
     for namespace in 1..4 {
         (0..100).for_each(|number| drop(put(&mut policy, PageInfo { id: id(namespace, number), ..page(number) })));
     }
-    policy.set_floors(&equal_floors(&[1]));
+    set_equal_floors(&mut policy, &[1]);
     assert_eq!(pin_all(&mut policy, 1), 75, "alone: three quarters of the quarter");
-    policy.set_floors(&equal_floors(&[1, 2]));
+    set_equal_floors(&mut policy, &[1, 2]);
     assert_eq!(pin_all(&mut policy, 2), 25, "its floor: a quarter of the pinnable pages");
-    policy.set_floors(&equal_floors(&[1, 2, 3]));
+    set_equal_floors(&mut policy, &[1, 2, 3]);
     assert_eq!(pin_all(&mut policy, 3), 0, "nothing is left until the first pins expire");
+    // The first namespace may pin 41 pages now. It keeps and renews its 75, and adds none.
+    assert_eq!(policy.pin(&(0..75).map(|n| id(1, n)).collect(), PinKind::Hard, 9), Ok(75));
+    assert!(policy.pin(&[id(1, 75)].into(), PinKind::Hard, 9).is_err());
     policy.tick(9, &mut PolicyActions::default());
     assert_eq!(policy.pinned(), (0, 0));
-    // All three are known now: whoever comes first, the others find their floors.
+    // All three are known now: in any order, each finds its floor.
     assert_eq!(pin_all(&mut policy, 1), 16 + 50);
     assert_eq!([pin_all(&mut policy, 2), pin_all(&mut policy, 3)], [17, 16], "a sixth of 100");
     assert_eq!(policy.hard_pinned_bytes(&NamespaceId([2; 32])), 17 * u64::from(UNIT));
-    policy.set_floors(&equal_floors(&[1, 2, 3, 4]));
+    set_equal_floors(&mut policy, &[1, 2, 3, 4]);
     policy.tick(99, &mut PolicyActions::default());
     let pages: Vec<u64> = policy.namespaces(9).iter().map(|used| used.floor_bytes / u64::from(UNIT)).collect();
     assert_eq!(pages, [50, 50, 50]);
@@ -326,14 +331,14 @@ fn hard_pins_of_a_namespace_leave_the_floors_of_others() {
 fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
     for write_policy in [WritePolicy::Through, WritePolicy::Back] {
         let mut policy = TestPolicy::new(options(1000, write_policy));
-        policy.set_floors(&equal_floors(&[1, 2]));
+        set_equal_floors(&mut policy, &[1, 2]);
         (0..100).for_each(|number| drop(put(&mut policy, page(number))));
         for number in 0..10_000 {
             put(&mut policy, PageInfo { id: id(2, number), ..page(number) });
         }
         assert!((0..100).all(|number| policy.generation(&id(1, number)).is_some()), "{write_policy}");
         // A namespace that is not in use has no floor.
-        policy.set_floors(&equal_floors(&[2]));
+        set_equal_floors(&mut policy, &[2]);
         for number in 10_000..12_000 {
             put(&mut policy, PageInfo { id: id(2, number), ..page(number) });
         }
@@ -345,7 +350,7 @@ fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
 fn quota_of_an_operator_bounds_the_floor() {
     let quotas = vec![NamespaceQuota { namespace: "0101".parse().unwrap(), bytes: 50 * u64::from(UNIT) }];
     let mut policy = TestPolicy::new(PolicyOptions { quotas, ..options(1000, WritePolicy::Through) });
-    policy.set_floors(&equal_floors(&[1, 2]));
+    set_equal_floors(&mut policy, &[1, 2]);
     for number in 0..3000 {
         put(&mut policy, page(number));
         put(&mut policy, PageInfo { id: id(2, number), ..page(number) });

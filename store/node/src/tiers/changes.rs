@@ -17,7 +17,8 @@ pub(crate) struct ChangeStamp(u64);
 /// Counts puts, loads and forgets, spread over [`COUNTERS`] counters by the page's id.
 ///
 /// [`ChangeCounters::record`] runs under the lock of the tiers' state, in the critical section that
-/// makes the change visible. [`ChangeCounters::stamp`] needs no lock.
+/// makes the change visible. A put that L2 refused is recorded once more without the lock, when it
+/// can be found. [`ChangeCounters::stamp`] needs no lock.
 pub(super) struct ChangeCounters(Box<[AtomicU64]>);
 
 impl ChangeCounters {

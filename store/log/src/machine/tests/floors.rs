@@ -1,6 +1,7 @@
 //! Floors: pages that a log copies because their namespace would fall below its floor.
 
 use super::bounds::{put_with, work_with};
+use super::cases::{restored, scanned, summary};
 use super::*;
 
 const SEGMENT_BYTES: u64 = 256 << 10;
@@ -49,14 +50,14 @@ fn found(log: &Log, namespace: u64, numbers: std::ops::Range<u64>) -> usize {
     numbers.filter(|n| log.find(&page(namespace, *n).id, 0).is_some()).count()
 }
 
-fn floors(of: &[(u64, u64)]) -> BTreeMap<NamespaceId, u64> {
-    of.iter().map(|&(number, bytes)| (namespace(number), bytes)).collect()
+/// Floors of these namespaces, each one part of `parts`.
+fn floors(parts: usize, of: &[u64]) -> Floors {
+    of.iter().map(|&number| (namespace(number), FloorPart::ALL.divided_by(parts))).collect()
 }
 
 #[test]
 fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
-    let floor = LOG_BYTES / 4;
-    for (floors, expected) in [(floors(&[]), 0), (floors(&[(2, floor)]), 0), (floors(&[(1, floor), (2, floor)]), 100)] {
+    for (floors, expected) in [(floors(2, &[]), 0), (floors(2, &[2]), 0), (floors(2, &[1, 2]), 100)] {
         let mut log = big_log(u64::MAX);
         log.set_floors(floors);
         put_pages(&mut log, 1, 0..100);
@@ -72,13 +73,14 @@ fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
 fn namespace_falls_to_its_floor_and_no_further() {
     let floor = LOG_BYTES / 4;
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(&[(1, floor), (2, floor)]));
+    log.set_floors(floors(2, &[1, 2]));
     put_pages(&mut log, 1, 0..4000);
     assert!(log.index.namespace_bytes(&namespace(1)) > LOG_BYTES / 10 * 9, "alone it has nearly everything");
     let mut least = u64::MAX;
     for n in 0..20_000 {
         put_pages(&mut log, 2, n..n + 1);
         least = least.min(log.index.namespace_bytes(&namespace(1)));
+        assert_eq!(log.copy_credit, log.config.copy_credit_max(), "it is for pages that were used");
     }
     // The floor is a run of ten segments, and eight of them are copied as a whole.
     assert!(least >= floor - 2 * SEGMENT_BYTES / 8 - RECORD_BYTES, "{least} of {floor}");
@@ -87,12 +89,12 @@ fn namespace_falls_to_its_floor_and_no_further() {
     assert!(copied < 20_000 / 2, "{copied} copies for 20,000 puts");
 }
 
-/// Of the pages of a namespace, those that nobody used leave first.
+/// Pages of a namespace that no reader used leave first.
 #[test]
 fn used_pages_of_a_namespace_leave_last() {
     let floor = LOG_BYTES / 8;
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(&[(1, floor), (2, floor)]));
+    log.set_floors(floors(4, &[1, 2]));
     put_pages(&mut log, 1, 0..300);
     (0..300).step_by(3).for_each(|n| log.entries().touch(&page(1, n).id));
     put_pages(&mut log, 2, 0..3000);
@@ -106,7 +108,7 @@ fn used_pages_of_a_namespace_leave_last() {
 fn full_index_keeps_pages_below_the_floor() {
     let mut log = big_log(0);
     let max = log.counts().pages_max;
-    log.set_floors(floors(&[(1, LOG_BYTES / 4), (2, LOG_BYTES / 4)]));
+    log.set_floors(floors(2, &[1, 2]));
     let kept = max / 32;
     put_pages(&mut log, 1, 0..kept);
     put_pages(&mut log, 2, 0..10_000);
@@ -116,6 +118,39 @@ fn full_index_keeps_pages_below_the_floor() {
     put_pages(&mut log, 1, 1000..1000 + max / 4);
     put_pages(&mut log, 2, 10_000..20_000);
     assert!(log.counts().copied_pages < 20_000 / 2, "{}", log.counts().copied_pages);
+}
+
+/// The file system has room for 10 of the 40 segments.
+#[test]
+fn floors_shrink_with_the_log_when_the_file_system_is_full() {
+    let mut log = big_log(u64::MAX);
+    log.set_floors(floors(2, &[1, 2]));
+    for n in 0.. {
+        put_with(&mut log, &page(1, n), page_of);
+        match log.next_intent() {
+            Some(Intent::Prepare(prepare)) if log.segments.len() > 10 => {
+                log.prepared(&prepare, PrepareOutcome::Full);
+                break;
+            }
+            Some(Intent::Prepare(prepare)) => log.prepared(&prepare, PrepareOutcome::Ready),
+            other => assert_eq!(other, None),
+        }
+    }
+    assert_eq!(log.counts().segments_max, 10);
+    for n in 0..5000 {
+        put_pages(&mut log, 2, n..n + 1);
+        put_pages(&mut log, 1, 10_000 + n..10_001 + n);
+    }
+    assert_eq!(log.counts().copied_pages, 0, "both namespaces are far above a quarter of the log");
+}
+
+#[test]
+fn recovered_segment_lists_its_oldest_pages_first() {
+    let records = (1..5).map(|n| RecordSummary::Page(summary(n, n.into(), u64::from(n) * RECORD_BYTES))).collect();
+    let log = restored(config(5), vec![scanned(0, 1, records)]);
+    let slots = log.segments.epoch(0).unwrap().slots();
+    let numbers: Vec<u64> = slots.iter().map(|slot| log.index.entries.get(*slot).number).collect();
+    assert_eq!(numbers, [1, 2, 3, 4]);
 }
 
 proptest! {
@@ -130,7 +165,7 @@ proptest! {
     ) {
         let floor = LOG_BYTES / 8;
         let mut log = big_log(u64::MAX);
-        log.set_floors(floors(&[(1, floor), (2, floor), (3, floor), (4, floor)]));
+        log.set_floors(floors(4, &[1, 2, 3, 4]));
         let mut put = BTreeMap::<u64, u64>::new();
         for (number, pages) in bursts {
             let first = put.get(&number).copied().unwrap_or(0);
