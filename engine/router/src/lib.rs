@@ -118,7 +118,7 @@ impl RouterState {
                 }
             }
             CallError::Refused { error, .. } if error.code == ErrorCode::Internal => engine.note_fault(),
-            CallError::Refused { .. } | CallError::Deadline { .. } => {}
+            CallError::Refused { .. } | CallError::TooLong { .. } | CallError::Deadline { .. } => {}
         }
     }
 
