@@ -64,6 +64,12 @@ impl Answer {
         bytes
     }
 
+    /// Returns `true` if the worker of an encoded answer asks to be replaced. The first two bytes
+    /// suffice. Returns `None` for less.
+    pub fn is_worn_in(encoded: &[u8]) -> Option<bool> {
+        encoded.get(1).map(|is_worn| *is_worn == 1)
+    }
+
     pub fn decode(mut bytes: Vec<u8>) -> io::Result<Answer> {
         let malformed = |problem: &str| io::Error::new(io::ErrorKind::InvalidData, problem.to_string());
         let &[kind, is_worn, ..] = &bytes[..] else { return Err(malformed("the answer has no kind")) };

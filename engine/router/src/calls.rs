@@ -41,6 +41,9 @@ pub enum CallError {
     /// request.
     #[error("engine {engine} sent a wrong answer: {reason}")]
     Violation { engine: String, reason: String },
+    /// The answer keeps to the interface and exceeds a limit of this router.
+    #[error("the answer of engine {engine} exceeds the router's limit of text")]
+    TooLong { engine: String },
     #[error("engine {engine} refused the request: {error}")]
     Refused { engine: String, error: ApiError },
     #[error("engine {engine} did not answer before the deadline")]
@@ -63,17 +66,22 @@ impl CallError {
     }
 
     /// Returns `true` if another engine may succeed. `NotFound` counts: perhaps only this engine,
-    /// or a proxy before it, lacks the endpoint. After the deadline no engine has time left.
+    /// or a proxy before it, lacks the endpoint. So does an unknown code of a newer engine. After
+    /// the deadline no engine has time left.
     pub fn is_retryable(&self) -> bool {
         match self {
             CallError::Lost { .. } | CallError::Violation { .. } => true,
             CallError::Refused { error, .. } => {
                 matches!(
                     error.code,
-                    ErrorCode::Busy | ErrorCode::Internal | ErrorCode::NotFound | ErrorCode::PagesUnusable
+                    ErrorCode::Busy
+                        | ErrorCode::Internal
+                        | ErrorCode::NotFound
+                        | ErrorCode::PagesUnusable
+                        | ErrorCode::Unknown
                 )
             }
-            CallError::Deadline { .. } => false,
+            CallError::TooLong { .. } | CallError::Deadline { .. } => false,
         }
     }
 
@@ -258,8 +266,8 @@ async fn read_body(engine: &str, response: &mut reqwest::Response, bytes_max: us
     Ok(body)
 }
 
-/// Error in a response without a success status. Proxies answer without the interface's error body;
-/// the status stands in for it then.
+/// Error in a response without a success status. Proxies answer without the interface's error body,
+/// and newer engines may use unknown codes; the status stands in for the code then.
 async fn refusal(engine: &str, mut response: reqwest::Response) -> CallError {
     let status = response.status();
     let header = response.headers().get(HEADER_RETRY_AFTER_MS).and_then(|v| v.to_str().ok()?.parse().ok());
@@ -267,16 +275,17 @@ async fn refusal(engine: &str, mut response: reqwest::Response) -> CallError {
         Ok(body) => body,
         Err(error) => return error,
     };
-    let mut error: ApiError = serde_json::from_slice(&body).unwrap_or_else(|_| {
-        let code = match status.as_u16() {
+    let mut error: ApiError = serde_json::from_slice(&body)
+        .unwrap_or_else(|_| ApiError::new(ErrorCode::Unknown, format!("HTTP status {status}")));
+    if error.code == ErrorCode::Unknown {
+        error.code = match status.as_u16() {
             404 => ErrorCode::NotFound,
             503 | 429 => ErrorCode::Busy,
             504 => ErrorCode::Deadline,
             400..500 => ErrorCode::BadRequest,
             _ => ErrorCode::Internal,
         };
-        ApiError::new(code, format!("HTTP status {status}"))
-    });
+    }
     // The body of a proxy has no retry time, but the header may have survived it.
     error.retry_after_ms = error.retry_after_ms.or(header);
     CallError::Refused { engine: engine.into(), error }
@@ -395,6 +404,8 @@ mod tests {
         assert!(refused(ErrorCode::Busy).is_retryable());
         assert!(refused(ErrorCode::Internal).is_retryable());
         assert!(refused(ErrorCode::PagesUnusable).is_retryable());
+        assert!(refused(ErrorCode::Unknown).is_retryable());
+        assert!(!CallError::TooLong { engine: "e".into() }.is_retryable());
         assert!(!refused(ErrorCode::BadRequest).is_retryable());
         assert!(!refused(ErrorCode::ContextLengthExceeded).is_retryable());
         assert!(!CallError::Deadline { engine: "e".into() }.is_retryable());

@@ -16,6 +16,7 @@ use crate::RouterState;
 use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::models::{MODELS_BYTES_MAX, MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use crate::templates::ChatRenderer;
+use crate::turns::{Turns, host_of};
 use larder_client::Member;
 use larder_format::codec::is_printable;
 use larder_model::Tokenizer;
@@ -40,10 +41,8 @@ const MODEL_BYTES_MAX: usize = 64 << 20;
 /// Maximum number of models that are being fetched. Bounds the memory of downloads and tokenizers
 /// that the table has no room for.
 const LOADS_MAX: usize = 4;
-/// Backoff after the first failure. It doubles up to [`BACKOFF_MAX`], so that an engine that is
-/// down costs few probes and a quick restart is noticed soon.
-const BACKOFF_MIN: Duration = Duration::from_millis(250);
-const BACKOFF_MAX: Duration = Duration::from_secs(5);
+/// Share of [`LOADS_MAX`] for the engines of one host.
+const LOADS_PER_HOST: usize = LOADS_MAX / 2;
 /// Time an engine stays in the table after the store last named it, provided that it still answers.
 /// A restarted store node does not name an engine until the engine has registered again.
 const UNNAMED_GRACE: Duration = Duration::from_secs(10);
@@ -55,31 +54,19 @@ const CONFIRM_TIMEOUT: Duration = Duration::from_millis(500);
 const SILENT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of new engines whose identity is being confirmed.
 const PROBES_MAX: usize = 64;
+/// Share of [`PROBES_MAX`] for the engines of one host.
+const PROBES_PER_HOST: usize = PROBES_MAX / 4;
 
-struct Backoff {
-    until: Instant,
-    length: Duration,
-}
-
-impl Backoff {
-    fn after_failure(previous: Option<&Backoff>) -> Self {
-        let length = previous.map_or(BACKOFF_MIN, |p| (p.length * 2).min(BACKOFF_MAX));
-        Self { until: Instant::now() + length, length }
-    }
-}
-
-fn is_due<K: std::hash::Hash + Eq>(backoffs: &HashMap<K, Backoff>, key: &K) -> bool {
-    backoffs.get(key).is_none_or(|backoff| Instant::now() >= backoff.until)
-}
+/// Result of fetching a model from the engine of this name.
+type Loaded = (String, ModelKey, Result<ServedModel, String>);
 
 struct Discovery {
     router: Arc<RouterState>,
     probes: JoinSet<(String, Result<EngineInfo, String>)>,
-    probing: HashSet<String>,
-    probe_backoffs: HashMap<String, Backoff>,
-    loads: JoinSet<(ModelKey, Result<ServedModel, String>)>,
+    probe_turns: Turns,
+    loads: JoinSet<Loaded>,
     loading: HashSet<ModelKey>,
-    load_backoffs: HashMap<ModelKey, Backoff>,
+    load_turns: Turns,
     named: BTreeMap<String, EngineInfo>,
     last_named: HashMap<String, Instant>,
     /// Engines of the table that do not answer while no store node does, and the first time.
@@ -90,11 +77,10 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
     let mut discovery = Discovery {
         router: router.clone(),
         probes: JoinSet::new(),
-        probing: HashSet::new(),
-        probe_backoffs: HashMap::new(),
+        probe_turns: Turns::new(PROBES_MAX, PROBES_PER_HOST),
         loads: JoinSet::new(),
         loading: HashSet::new(),
-        load_backoffs: HashMap::new(),
+        load_turns: Turns::new(LOADS_MAX, LOADS_PER_HOST),
         named: BTreeMap::new(),
         last_named: HashMap::new(),
         silent: HashMap::new(),
@@ -115,8 +101,8 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
             Some(ended) = discovery.probes.join_next() => if let Ok((name, result)) = ended {
                 discovery.probed(name, result);
             },
-            Some(ended) = discovery.loads.join_next() => if let Ok((key, result)) = ended {
-                discovery.loaded(key, result);
+            Some(ended) = discovery.loads.join_next() => if let Ok((engine, key, result)) = ended {
+                discovery.loaded(&engine, key, result);
             },
         }
     }
@@ -139,8 +125,9 @@ impl Discovery {
         self.named = named_engines(members);
         self.drop_replaced();
         self.check_unnamed().await;
-        // Bounds the map. An engine that leaves and returns starts without a backoff.
-        self.probe_backoffs.retain(|name, _| self.named.contains_key(name));
+        // Bounds the maps. An engine that leaves and returns starts without a backoff.
+        self.probe_turns.retain(|name| self.named.contains_key(name));
+        self.load_turns.retain(|name| self.router.engines.get(name).is_some());
         self.begin_probes();
         self.begin_loads();
     }
@@ -213,20 +200,12 @@ impl Discovery {
     }
 
     fn begin_probes(&mut self) {
-        for (name, info) in &self.named {
-            if self.router.engines.get(name).is_some()
-                || self.router.engines.is_expelled(name)
-                || self.probing.contains(name)
-                || self.probing.len() >= PROBES_MAX
-                || !is_due(&self.probe_backoffs, name)
-            {
-                continue;
-            }
-            // At most one probe per engine, however often the store names it meanwhile.
-            self.probing.insert(name.clone());
+        let engines = &self.router.engines;
+        let missing = self.named.iter().filter(|(name, _)| engines.get(name).is_none() && !engines.is_expelled(name));
+        let candidates = missing.map(|(name, info)| (name.as_str(), info.url.as_str()));
+        for name in self.probe_turns.begin(candidates, PROBES_MAX, Instant::now()) {
+            let Some(url) = self.named.get(&name).map(|info| info.url.clone()) else { continue };
             let client = self.router.engine_client.clone();
-            let name = name.clone();
-            let url = info.url.clone();
             self.probes.spawn(async move {
                 let answer = client.model(&url, Instant::now() + PROBE_TIMEOUT).await;
                 (name, answer.map_err(|error| error.to_string()))
@@ -235,13 +214,14 @@ impl Discovery {
     }
 
     fn probed(&mut self, name: String, result: Result<EngineInfo, String>) {
-        self.probing.remove(&name);
         // The engine may have withdrawn while the probe was running.
-        let Some(expected) = self.named.get(&name) else { return };
+        let expected = self.named.get(&name);
+        let is_confirmed = expected.is_some_and(|expected| result.as_ref().is_ok_and(|info| info == expected));
+        self.probe_turns.ended(&name, is_confirmed, Instant::now());
         let problem = match result {
-            Ok(info) if info == *expected => {
+            _ if expected.is_none() => return,
+            Ok(info) if is_confirmed => {
                 tracing::info!(engine = %name, role = %info.role, model = %info.model, url = %info.url, "engine joined");
-                self.probe_backoffs.remove(&name);
                 self.router.engines.insert(RemoteEngine::new(name, info));
                 // Without waiting for the next refresh: requests may be waiting for this model
                 // already.
@@ -252,54 +232,52 @@ impl Discovery {
             Err(error) => error,
         };
         tracing::debug!(engine = %name, %problem, "engine registered but not confirmed; discovery will retry");
-        let backoff = Backoff::after_failure(self.probe_backoffs.get(&name));
-        self.probe_backoffs.insert(name, backoff);
     }
 
     fn begin_loads(&mut self) {
-        for engine in self.router.engines.list() {
-            let key = (engine.info.model.clone(), engine.namespace);
-            if self.router.models.contains(&key)
-                || self.loading.contains(&key)
-                || self.loading.len() >= LOADS_MAX
-                || !is_due(&self.load_backoffs, &key)
-            {
-                continue;
-            }
+        // Again after each: the engines of one model fetch it once.
+        loop {
+            let mut engines = self.router.engines.list();
+            engines.retain(|engine| {
+                let key = engine.model_key();
+                !self.router.models.contains(&key) && !self.loading.contains(&key)
+            });
+            let candidates = engines.iter().map(|engine| (engine.name.as_str(), engine.info.url.as_str()));
+            let Some(name) = self.load_turns.begin(candidates, 1, Instant::now()).pop() else { return };
+            let Some(engine) = engines.iter().find(|engine| engine.name == name).cloned() else { return };
+            let key = engine.model_key();
             self.loading.insert(key.clone());
             let router = self.router.clone();
-            self.loads.spawn(async move { (key, load(router, engine).await) });
+            self.loads.spawn(async move { (name, key, load(router, engine).await) });
         }
     }
 
-    fn loaded(&mut self, key: ModelKey, result: Result<ServedModel, String>) {
+    fn loaded(&mut self, engine: &str, key: ModelKey, result: Result<ServedModel, String>) {
         self.loading.remove(&key);
-        match result {
+        let now = Instant::now();
+        let is_served = match result {
             Ok(model) => {
-                if self.router.models.insert(model, &self.router.engines) {
+                let host = model.source_host.clone();
+                let has_room = self.router.models.insert(model, &self.router.engines);
+                if has_room {
                     tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
-                    self.load_backoffs.remove(&key);
                 } else {
-                    tracing::warn!(model = %key.0, models_max = MODELS_MAX, bytes_max = MODELS_BYTES_MAX, "model not served: too many models, or their files are too large; use another router for it");
-                    self.postpone(key);
+                    tracing::warn!(model = %key.0, %host, models_max = MODELS_MAX, bytes_max = MODELS_BYTES_MAX, "model not served: too many models, too many of this host, or their files are too large; use another router for it");
+                    // The other engines of the host have no more room for it.
+                    let mut same = self.router.engines.list();
+                    same.retain(|e| e.name != engine && e.model_key() == key && host_of(&e.info.url) == host);
+                    same.iter().for_each(|engine| self.load_turns.postpone(&engine.name, now));
                 }
+                has_room
             }
             Err(error) => {
-                tracing::warn!(model = %key.0, %error, "cannot load the tokenizer; discovery will retry");
-                self.postpone(key);
+                tracing::warn!(model = %key.0, %engine, %error, "cannot load the tokenizer; discovery will retry");
+                false
             }
-        }
+        };
+        self.load_turns.ended(engine, is_served, now);
         // A model may wait for this place.
         self.begin_loads();
-    }
-
-    fn postpone(&mut self, key: ModelKey) {
-        // Bounds the map. Losing the backoffs only makes some retries come early.
-        if self.load_backoffs.len() >= MODELS_MAX {
-            self.load_backoffs.clear();
-        }
-        let backoff = Backoff::after_failure(self.load_backoffs.get(&key));
-        self.load_backoffs.insert(key, backoff);
     }
 }
 
@@ -371,6 +349,7 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         chat,
         pages: router.directory.pages(&engine.info.descriptor),
         source: engine.name.clone(),
+        source_host: host_of(&engine.info.url),
         is_distrusted: AtomicBool::new(false),
         file_bytes,
         created: unix_seconds(),
@@ -412,13 +391,5 @@ mod tests {
         for config in [&b"{}"[..], b"not JSON", br#"{"vocab_size": -1}"#] {
             assert_eq!(vocab_size(config), None);
         }
-    }
-
-    #[test]
-    fn backoff_doubles_up_to_its_maximum() {
-        let mut backoff = Backoff::after_failure(None);
-        assert_eq!(backoff.length, BACKOFF_MIN);
-        (0..10).for_each(|_| backoff = Backoff::after_failure(Some(&backoff)));
-        assert_eq!(backoff.length, BACKOFF_MAX);
     }
 }

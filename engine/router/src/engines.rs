@@ -8,6 +8,7 @@
 //! - An expelled engine does not return under its name before [`EXPELLED_FOR`] has passed.
 
 use crate::breaker::CircuitBreaker;
+use crate::models::ModelKey;
 use larder_format::{NamespaceId, PageKey};
 use larder_worker::api::{EngineInfo, Role};
 use parking_lot::{Mutex, RwLock};
@@ -50,6 +51,11 @@ impl RemoteEngine {
             outstanding_tokens: AtomicU64::new(0),
             requests: AtomicU64::new(0),
         }
+    }
+
+    /// Model that the engine serves.
+    pub fn model_key(&self) -> ModelKey {
+        (self.info.model.clone(), self.namespace)
     }
 
     pub fn is_admitted(&self) -> bool {
@@ -179,11 +185,14 @@ impl EngineTable {
         self.expelled.lock().get(name).is_some_and(|(_, at)| at.elapsed() < EXPELLED_FOR)
     }
 
-    /// All engines that may hold pages: those of the table, and those that were expelled lately.
+    /// All engines that may hold pages: those of the table, and those that were expelled within
+    /// [`EXPELLED_FOR`]. Each name occurs once.
     pub fn list_with_expelled(&self) -> Vec<Arc<RemoteEngine>> {
-        let mut engines = self.list();
-        engines.extend(self.expelled.lock().values().map(|(engine, _)| engine.clone()));
-        engines
+        let table = self.engines.read();
+        let expelled = self.expelled.lock();
+        let is_out = |name: &String, at: Instant| at.elapsed() < EXPELLED_FOR && !table.contains_key(name);
+        let expelled = expelled.iter().filter(|(name, (_, at))| is_out(name, *at)).map(|(_, (engine, _))| engine);
+        table.values().chain(expelled).cloned().collect()
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<RemoteEngine>> {
@@ -377,5 +386,18 @@ pub(crate) mod tests {
         assert!(table.expel(&engine) && !table.expel(&engine));
         assert!(table.is_expelled("d1") && !table.is_expelled("d2") && table.get("d1").is_none());
         assert_eq!((table.list().len(), table.list_with_expelled().len()), (4, 5));
+        table.insert(RemoteEngine::new("d1".into(), info(Role::Decode, 1, 200)));
+        assert_eq!(table.list_with_expelled().len(), 5, "the engine that has its name stands for it");
+    }
+
+    #[test]
+    fn expelled_engine_counts_as_a_holder_of_pages_only_for_a_while() {
+        let table = table();
+        let engine = table.get("d1").unwrap();
+        assert!(table.expel(&engine));
+        assert_eq!(table.list_with_expelled().len(), 5);
+        // No other engine is expelled meanwhile, which would remove the entry.
+        table.expelled.lock().get_mut("d1").unwrap().1 = Instant::now().checked_sub(EXPELLED_FOR).unwrap();
+        assert_eq!(table.list_with_expelled().len(), 4, "a forget must become complete without it");
     }
 }

@@ -18,7 +18,7 @@
 //!
 //! - [`options`]: settings and their limits.
 //! - [`store`]: the interface to the page store.
-//! - [`discovery`]: finds engines and loads tokenizers.
+//! - [`discovery`], `turns`: finds engines and loads tokenizers.
 //! - [`engines`], [`breaker`]: the engine table, load balancing and circuit breaking.
 //! - [`models`]: model names, tokenizers and page indexes.
 //! - [`calls`]: client of the engines' HTTP interface.
@@ -42,6 +42,7 @@ pub mod route;
 pub mod store;
 pub mod templates;
 mod tokenise;
+mod turns;
 
 pub use options::{OptionsError, RouterOptions};
 
@@ -118,7 +119,7 @@ impl RouterState {
                 }
             }
             CallError::Refused { error, .. } if error.code == ErrorCode::Internal => engine.note_fault(),
-            CallError::Refused { .. } | CallError::Deadline { .. } => {}
+            CallError::Refused { .. } | CallError::TooLong { .. } | CallError::Deadline { .. } => {}
         }
     }
 

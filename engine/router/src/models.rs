@@ -22,6 +22,10 @@ pub const MODELS_MAX: usize = 64;
 /// file.
 pub const MODELS_BYTES_MAX: usize = 256 << 20;
 
+/// Part of both limits that the models of one host have at most: 1 / this. Otherwise one hostile
+/// member with large files could keep all others out.
+const HOST_SHARE: usize = 2;
+
 /// Size of a request body that is accepted for every model, in bytes.
 const BODY_BYTES_FLOOR: usize = 1 << 20;
 /// Longest form of one byte of text in JSON: `\u0000`.
@@ -45,6 +49,8 @@ pub struct ServedModel {
     pub pages: Arc<dyn PageIndex>,
     /// Name of the engine that its files came from.
     pub source: String,
+    /// Host of that engine's URL.
+    pub source_host: String,
     /// Set when that engine broke the interface. Its files may be as wrong, so discovery replaces
     /// the model by one with the files of another engine.
     pub is_distrusted: AtomicBool,
@@ -80,14 +86,14 @@ pub struct ModelTable {
 }
 
 impl ModelTable {
-    /// Adds a model. Returns `false` if the table has no room for it.
+    /// Adds a model. Returns `false` if the table or its host's share has no room for it.
     pub fn insert(&self, model: ServedModel, engines: &EngineTable) -> bool {
         let mut models = self.models.write();
         let has_room = |models: &BTreeMap<ModelKey, Arc<ServedModel>>| {
             // A model with its key makes room.
             let others = models.iter().filter(|(key, _)| **key != model.key());
-            let sizes: Vec<usize> = others.map(|(_, other)| other.file_bytes).collect();
-            sizes.len() < MODELS_MAX && sizes.iter().sum::<usize>() + model.file_bytes <= MODELS_BYTES_MAX
+            let others: Vec<_> = others.map(|(_, other)| (&*other.source_host, other.file_bytes)).collect();
+            has_room(&others, &model.source_host, model.file_bytes)
         };
         if !has_room(&models) {
             // Only models without engines may go: clients can still be using the others.
@@ -161,5 +167,40 @@ impl ModelTable {
 
     pub fn is_ready(&self, engines: &EngineTable) -> bool {
         self.models.read().values().any(|m| engines.admitted(Role::Decode, m.namespace) > 0)
+    }
+}
+
+/// Returns `true` if files of `bytes` bytes from `host` fit beside those of other models, each with
+/// its host and size.
+fn has_room(others: &[(&str, usize)], host: &str, bytes: usize) -> bool {
+    let fits = |sizes: &[usize], share| {
+        sizes.len() < MODELS_MAX / share && sizes.iter().sum::<usize>() + bytes <= MODELS_BYTES_MAX / share
+    };
+    let all: Vec<usize> = others.iter().map(|(_, size)| *size).collect();
+    let same: Vec<usize> = others.iter().filter(|(other, _)| *other == host).map(|(_, size)| *size).collect();
+    fits(&all, 1) && fits(&same, HOST_SHARE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn models_of_one_host_leave_room_for_those_of_others() {
+        let large = MODELS_BYTES_MAX / 4;
+        let mut table = Vec::new();
+        while has_room(&table, "hostile", large) {
+            table.push(("hostile", large));
+        }
+        assert_eq!(table.len(), 2);
+        assert!(has_room(&table, "honest", large));
+        let mut table = Vec::new();
+        while has_room(&table, "hostile", 1) {
+            table.push(("hostile", 1));
+        }
+        assert!(table.len() < MODELS_MAX && has_room(&table, "honest", large));
+        let hosts: Vec<String> = (0..5).map(|i| format!("host-{i}")).collect();
+        let table: Vec<_> = hosts[..4].iter().map(|host| (&**host, large)).collect();
+        assert!(!has_room(&table, &hosts[4], 1), "the table is full");
     }
 }

@@ -40,7 +40,8 @@ const USAGE_WAIT: Duration = Duration::from_millis(200);
 /// Maximum text of one token event, in bytes. The text that a stop string of 4 KiB held back comes
 /// with one token, as do 256 tokens of incomplete characters.
 const EVENT_TEXT_BYTES_MAX: usize = 16 << 10;
-/// Maximum text of one answer, in bytes. An engine may claim any context, and so any length.
+/// Maximum text of one answer, in bytes. An engine may claim any context, and so any length. It is
+/// the router's own limit: an engine that exceeds it has kept to the interface.
 const ANSWER_TEXT_BYTES_MAX: usize = 16 << 20;
 /// Upper bound of the average text per generated token, in bytes: twice the longest tokens in use,
 /// which are runs of 128 blanks.
@@ -59,6 +60,9 @@ pub enum RouteError {
     Busy { retry_after_ms: u64 },
     #[error("this server is at its limit of text in answers; stream the answer, or try again later")]
     AnswersFull,
+    /// The answer exceeds a limit of the router. Any engine's answer would.
+    #[error("the answer is longer than {ANSWER_TEXT_BYTES_MAX} bytes, the limit of this server; request fewer tokens")]
+    AnswerTooLong,
     /// Every engine that was tried failed before its first token.
     #[error("{0}")]
     Unavailable(CallError),
@@ -79,6 +83,7 @@ impl RouteError {
             // Includes `busy`: an engine that shuts down sends that to the requests it is serving.
             error if has_begun && error.is_retryable() => RouteError::Interrupted(error),
             CallError::Deadline { .. } => RouteError::Deadline,
+            CallError::TooLong { .. } => RouteError::AnswerTooLong,
             CallError::Refused { error, .. } if error.code == ErrorCode::Deadline => RouteError::Deadline,
             CallError::Refused { error, .. } if error.code == ErrorCode::Busy => {
                 RouteError::Busy { retry_after_ms: error.retry_after_ms.unwrap_or(1000) }
@@ -433,6 +438,8 @@ pub enum Delta {
 struct OutputLimits {
     tokens: usize,
     text_bytes: usize,
+    /// Rest of [`ANSWER_TEXT_BYTES_MAX`].
+    room: usize,
     /// Tokens received so far.
     received: usize,
 }
@@ -440,19 +447,25 @@ struct OutputLimits {
 impl OutputLimits {
     fn new(max_tokens: usize) -> Self {
         let text_bytes = max_tokens.saturating_mul(TOKEN_BYTES_MAX).saturating_add(TEXT_BYTES_SPARE);
-        let text_bytes = text_bytes.min(ANSWER_TEXT_BYTES_MAX);
-        Self { tokens: max_tokens, text_bytes, received: 0 }
+        Self { tokens: max_tokens, text_bytes, room: ANSWER_TEXT_BYTES_MAX, received: 0 }
     }
 
+    /// Returns `true` if the request allows a further token with this text.
     fn admits(&self, text: &str) -> bool {
         self.tokens > 0 && text.len() <= self.text_bytes.min(EVENT_TEXT_BYTES_MAX)
     }
 
-    /// Counts one token, which the caller has seen admitted.
+    /// Returns `true` if the router has room for the text.
+    fn has_room(&self, text: &str) -> bool {
+        text.len() <= self.room
+    }
+
+    /// Counts one token, which the caller has seen admitted and with room for it.
     fn take(&mut self, text: &str) {
-        debug_assert!(self.admits(text));
+        debug_assert!(self.admits(text) && self.has_room(text));
         self.tokens -= 1;
         self.text_bytes -= text.len();
+        self.room -= text.len();
         self.received += 1;
     }
 }
@@ -494,7 +507,7 @@ impl Generation {
     /// Checks the next event against the request and the events before it.
     ///
     /// # Errors
-    /// A violation of the interface.
+    /// A violation of the interface, or a text for which the router has no room.
     fn check(&self, event: &DecodeEvent) -> Result<(), CallError> {
         let reason = match event {
             DecodeEvent::Token { text, .. } if !self.limits.admits(text) => {
@@ -502,6 +515,9 @@ impl Generation {
             }
             DecodeEvent::Token { id, .. } if self.contradicts_its_files(*id) => {
                 format!("its model has no token {id}")
+            }
+            DecodeEvent::Token { text, .. } if !self.limits.has_room(text) => {
+                return Err(CallError::TooLong { engine: self.engine_name().into() });
             }
             DecodeEvent::End { completion_tokens, .. } if *completion_tokens as usize != self.limits.received => {
                 format!("it counts {completion_tokens} tokens after {} of them", self.limits.received)
@@ -661,10 +677,11 @@ mod tests {
         let longest = "x".repeat(EVENT_TEXT_BYTES_MAX);
         assert!(!limits.admits(&(longest.clone() + "x")));
         for _ in 0..ANSWER_TEXT_BYTES_MAX / EVENT_TEXT_BYTES_MAX {
-            assert!(limits.admits(&longest));
+            assert!(limits.admits(&longest) && limits.has_room(&longest));
             limits.take(&longest);
         }
-        assert!(!limits.admits("x"));
+        assert!(limits.admits("x"), "the engine keeps to the request");
+        assert!(!limits.has_room("x") && limits.has_room(""));
     }
 
     #[test]

@@ -12,7 +12,8 @@
 //!   then, and the next rendering starts another one.
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised, or are a single
-//!   one. A short conversation can render to a long text.
+//!   one. Those of at most [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to
+//!   a long text.
 
 use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
@@ -44,6 +45,11 @@ pub const WAITING_MAX: usize = 256;
 pub const TEXTS_BYTES_MAX: usize = 64 << 20;
 /// Granularity of [`TEXTS_BYTES_MAX`].
 const CHARGE_BYTES: usize = 1 << 10;
+/// Maximum length of a text that does not count, in bytes. So long texts do not keep short chats
+/// out.
+const TEXT_BYTES_FREE: usize = 16 << 10;
+/// Size of the buffer for a text that is read and dropped, in bytes.
+const DISCARD_BYTES: usize = 64 << 10;
 /// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
 /// for the kind of an answer and an error message.
 const ANSWER_BYTES_SPARE: usize = 64 << 10;
@@ -137,8 +143,6 @@ struct Worker {
 enum ExchangeError {
     /// The worker had ended before. The job is not at fault.
     Ended,
-    /// There is no room for the text.
-    Busy,
     /// The worker ended during the job, or its answer is malformed.
     Failed,
 }
@@ -150,18 +154,30 @@ impl From<io::Error> for ExchangeError {
 }
 
 impl From<ExchangeError> for ChatError {
-    fn from(error: ExchangeError) -> Self {
-        match error {
-            ExchangeError::Ended | ExchangeError::Failed => ChatError::Exceeded,
-            ExchangeError::Busy => ChatError::Busy,
-        }
+    fn from(_: ExchangeError) -> Self {
+        ChatError::Exceeded
     }
 }
 
-/// Answer of a worker, with the share of its text.
-struct ChargedAnswer {
-    answer: Answer,
-    charge: TextCharge,
+/// Answer of a worker.
+enum Received {
+    /// With the share of its text.
+    Answer(Answer, TextCharge),
+    /// There was no room for the text, and it was dropped.
+    Discarded { is_worn: bool },
+}
+
+impl Received {
+    fn is_worn(&self) -> bool {
+        match self {
+            Received::Answer(answer, _) => answer.is_worn,
+            Received::Discarded { is_worn } => *is_worn,
+        }
+    }
+
+    fn is_failure(&self) -> bool {
+        matches!(self, Received::Answer(Answer { result: Err(_), .. }, _))
+    }
 }
 
 impl ChatRenderer {
@@ -215,8 +231,9 @@ impl ChatRenderer {
         let late = if deadline < longest { ChatError::Deadline } else { ChatError::Exceeded };
         let result = tokio::time::timeout_at(deadline.min(longest), self.run(idle, job)).await.unwrap_or(Err(late));
         match result {
-            Ok((worker, ChargedAnswer { answer, charge })) => {
-                *place = worker.filter(|_| !answer.is_worn);
+            Ok((worker, received)) => {
+                *place = worker.filter(|_| !received.is_worn());
+                let Received::Answer(answer, charge) = received else { return Err(ChatError::Busy) };
                 let text = answer.result.map_err(ChatError::Template)?;
                 Ok(RenderedText { text, charge })
             }
@@ -228,7 +245,7 @@ impl ChatRenderer {
     }
 
     /// Returns the answer, and the worker if it can be used again.
-    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, ChargedAnswer), ChatError> {
+    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, Received), ChatError> {
         if let (Some(mut worker), Some(job)) = (idle, &job) {
             match worker.exchange(job, &self.workers.texts).await {
                 // Something else killed it since its last job. A fresh one takes its place.
@@ -239,7 +256,7 @@ impl ChatRenderer {
         let (mut worker, compiled) = self.start().await?;
         // A worker whose template does not compile ends by itself.
         match job {
-            _ if compiled.answer.result.is_err() => Ok((None, compiled)),
+            _ if compiled.is_failure() => Ok((None, compiled)),
             None => Ok((Some(worker), compiled)),
             Some(job) => {
                 let answer = worker.exchange(&job, &self.workers.texts).await?;
@@ -248,7 +265,7 @@ impl ChatRenderer {
         }
     }
 
-    async fn start(&self) -> Result<(Worker, ChargedAnswer), ChatError> {
+    async fn start(&self) -> Result<(Worker, Received), ChatError> {
         let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
         let request = serde_json::to_vec(&self.template).map_err(|error| ChatError::Start(error.into()))?;
         let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE };
@@ -289,9 +306,9 @@ impl Worker {
         Ok(Worker { socket: UnixStream::from_std(ours)?, _child: child })
     }
 
-    /// Sends a request and receives its answer. Fails if the worker ends, for lack of memory for
-    /// example, or if `texts` has no room for the answer.
-    async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<ChargedAnswer, ExchangeError> {
+    /// Sends a request and receives its answer. Drops the answer if `texts` has no room for it.
+    /// Fails if the worker ends, for lack of memory for example.
+    async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<Received, ExchangeError> {
         let header = frame_header(job.request.len())?;
         // The kernel closes the socket of a process that ends. It has room for a header otherwise.
         self.socket.write_all(&header).await.map_err(|_| ExchangeError::Ended)?;
@@ -300,11 +317,29 @@ impl Worker {
         self.socket.read_exact(&mut header).await?;
         let bytes = frame_len(header, job.answer_bytes_max)?;
         // Before the memory is allocated. A text above the limit can only be a single one.
-        let permits = bytes.min(TEXTS_BYTES_MAX).div_ceil(CHARGE_BYTES) as u32;
+        let counted = if bytes > TEXT_BYTES_FREE { bytes.min(TEXTS_BYTES_MAX) } else { 0 };
+        let permits = counted.div_ceil(CHARGE_BYTES) as u32;
         // At once: a worker that waits with its answer would keep other chats from rendering.
-        let permit = texts.clone().try_acquire_many_owned(permits).map_err(|_| ExchangeError::Busy)?;
+        let Ok(permit) = texts.clone().try_acquire_many_owned(permits) else {
+            return Ok(Received::Discarded { is_worn: self.discard(bytes).await? });
+        };
         let mut answer = vec![0; bytes];
         self.socket.read_exact(&mut answer).await?;
-        Ok(ChargedAnswer { answer: Answer::decode(answer)?, charge: TextCharge { _permit: Some(permit) } })
+        Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _permit: Some(permit) }))
+    }
+
+    /// Reads an answer of `bytes` bytes and drops it, so that the worker can run the next job.
+    /// Returns `true` if the worker asks to be replaced.
+    async fn discard(&mut self, bytes: usize) -> io::Result<bool> {
+        let mut piece = vec![0; bytes.min(DISCARD_BYTES)];
+        let mut left = bytes;
+        let mut is_worn = None;
+        while left > 0 {
+            let size = left.min(DISCARD_BYTES);
+            self.socket.read_exact(&mut piece[..size]).await?;
+            is_worn = is_worn.or_else(|| Answer::is_worn_in(&piece));
+            left -= size;
+        }
+        Ok(is_worn.unwrap_or(true))
     }
 }

@@ -216,6 +216,9 @@ pub enum ErrorCode {
     /// retry computes them anew.
     PagesUnusable,
     Internal,
+    /// Any code that this version does not know. Engines never send it.
+    #[serde(other)]
+    Unknown,
 }
 
 impl ErrorCode {
@@ -223,7 +226,7 @@ impl ErrorCode {
         match self {
             ErrorCode::ContextLengthExceeded | ErrorCode::BadRequest => 400,
             ErrorCode::NotFound => 404,
-            ErrorCode::Internal => 500,
+            ErrorCode::Internal | ErrorCode::Unknown => 500,
             ErrorCode::Busy | ErrorCode::PagesUnusable => 503,
             ErrorCode::Deadline => 504,
         }

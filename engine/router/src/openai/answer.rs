@@ -12,8 +12,9 @@ use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
 use crate::templates::TextCharge;
 use crate::tokenise::{EncodeError, encode, text_bytes_max};
-use axum::Json;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use futures::future::{join_all, try_join_all};
 use larder_http::BodyCharge;
 use larder_model::SamplingParams;
@@ -33,7 +34,8 @@ const PROMPT_TOKEN_BYTES: usize = 16;
 const CHOICE_TOKEN_BYTES: usize = 10;
 
 /// Maximum memory for the texts of answers that are not streamed, in bytes, without the first
-/// [`ANSWER_CHARGE_BYTES`] of each.
+/// [`ANSWER_CHARGE_BYTES`] of each. A text counts until the client has read its answer. The JSON of
+/// an answer may take more than its texts, because some characters are escaped.
 pub(crate) const ANSWERS_BYTES_MAX: usize = 256 << 20;
 /// Granularity of [`ANSWERS_BYTES_MAX`].
 pub(crate) const ANSWER_CHARGE_BYTES: usize = 64 << 10;
@@ -232,15 +234,33 @@ fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: 
     ApiError::context_length(field, message)
 }
 
-/// Charges a prompt for its tokens and keys, and for the requests of its choices to engines.
+/// Charges of prompts of these lengths, in units of [`PROMPT_CHARGE_BYTES`]: for their tokens and
+/// keys, and for the requests of `choices` choices each to engines.
+///
+/// # Errors
+/// 400 if several prompts exceed [`PROMPTS_BYTES_MAX`] by themselves. A single one may.
+fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Result<Vec<u32>, ApiError> {
+    let token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize;
+    let units = |tokens: &usize| (tokens * token_bytes).min(PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES) as u32;
+    let charges: Vec<u32> = lengths.iter().map(units).collect();
+    if charges.iter().map(|&units| units as usize).sum::<usize>() > PROMPTS_BYTES_MAX / PROMPT_CHARGE_BYTES {
+        // A 429 would invite retries, and none of them could succeed.
+        let message = format!(
+            "the prompts have {} tokens in total, with {choices} answers each; this server has no room for as many in \
+             one request. Please send fewer prompts at once.",
+            lengths.iter().sum::<usize>()
+        );
+        return Err(ApiError::field(endpoint.prompt_field(), message));
+    }
+    Ok(charges)
+}
+
+/// Takes the charge of a prompt.
 ///
 /// # Errors
 /// 429 if the prompts of all answers in progress exceed [`PROMPTS_BYTES_MAX`].
-fn charge(router: &RouterState, prompt: &Prompt, choices: u32) -> Result<OwnedSemaphorePermit, ApiError> {
-    let bytes = prompt.tokens.len() * (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize);
-    // A prompt that is larger than the limit can only be a single one.
-    let permits = bytes.min(PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES) as u32;
-    router.prompts.clone().try_acquire_many_owned(permits).map_err(|_| {
+fn charge(router: &RouterState, units: u32) -> Result<OwnedSemaphorePermit, ApiError> {
+    router.prompts.clone().try_acquire_many_owned(units).map_err(|_| {
         router.metrics.count_refusal(RefusalReason::PromptsBusy);
         ApiError::overloaded("this server is at its limit of prompt tokens in progress; try again later", 1)
     })
@@ -258,7 +278,8 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         }
         limits.push(tokens_to_generate(endpoint, common.max_tokens, prompt.tokens.len(), context)?);
     }
-    let charges = prompts.iter().map(|prompt| charge(&request.router, prompt, common.n));
+    let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
+    let charges = charges(endpoint, &lengths, common.n)?.into_iter().map(|units| charge(&request.router, units));
     let charges = charges.collect::<Result<Vec<_>, _>>()?;
     let tokens_requested = common.max_tokens.map_or(0, |tokens| tokens as usize);
     let prompt_tokens = prompts.iter().map(|p| p.tokens.len() as u32).collect();
@@ -332,6 +353,7 @@ impl Choice {
                     return Ok(FinishedChoice {
                         index: self.index,
                         text,
+                        charge,
                         finish_reason,
                         completion_tokens,
                         cached_tokens,
@@ -342,7 +364,7 @@ impl Choice {
     }
 }
 
-/// Charge of a text that is collected. Dropping it gives the charge back.
+/// Charge of a text that is collected or waits to be sent. Dropping it gives the charge back.
 struct AnswerCharge {
     answers: Arc<Semaphore>,
     permits: Vec<OwnedSemaphorePermit>,
@@ -369,6 +391,8 @@ impl AnswerCharge {
 struct FinishedChoice {
     index: u32,
     text: String,
+    /// Kept until the response is sent: the text waits for slower choices, and then for the client.
+    charge: AnswerCharge,
     finish_reason: FinishReason,
     completion_tokens: u32,
     cached_tokens: u32,
@@ -419,32 +443,53 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     for choice in &finished {
         usage_totals.add(choice.index, choice.completion_tokens, choice.cached_tokens);
     }
-    let choices: Vec<_> = finished.into_iter().map(|choice| meta.choice(choice)).collect();
-    let object = match meta.endpoint {
-        Endpoint::Completion => "text_completion",
-        Endpoint::Chat => "chat.completion",
-    };
+    let response = meta.response(finished, &usage_totals.usage())?;
     // The answer is complete here. A client that disconnects before it has read it counts as
     // served.
     if let Some(record) = record.take() {
         usage_totals.end(record);
     }
-    let answer = json!({
-        "id": meta.id,
-        "object": object,
-        "created": meta.created,
-        "model": meta.model,
-        "choices": choices,
-        "usage": usage_totals.usage(),
-    });
-    Ok(Json(answer).into_response())
+    Ok(response)
+}
+
+/// Body of a response, with the charges of its texts.
+struct ChargedBody {
+    json: Vec<u8>,
+    _charges: Vec<AnswerCharge>,
+}
+
+impl AsRef<[u8]> for ChargedBody {
+    fn as_ref(&self) -> &[u8] {
+        &self.json
+    }
 }
 
 impl ResponseMeta {
-    fn choice(&self, choice: FinishedChoice) -> serde_json::Value {
-        let FinishedChoice { index, text, finish_reason, .. } = choice;
+    /// Response with the texts of all choices. The charges end with its body.
+    fn response(&self, finished: Vec<FinishedChoice>, usage: &Usage) -> Result<Response, ApiError> {
+        let (choices, charges): (Vec<_>, _) = finished.into_iter().map(|choice| self.choice(choice)).unzip();
+        let object = match self.endpoint {
+            Endpoint::Completion => "text_completion",
+            Endpoint::Chat => "chat.completion",
+        };
+        let answer = json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+        });
+        let json = serde_json::to_vec(&answer).map_err(|error| ApiError::internal("write the answer", error))?;
+        // The body, and not this call, ends the charges: a slow client keeps the text in memory.
+        let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
+        Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+    }
+
+    fn choice(&self, choice: FinishedChoice) -> (serde_json::Value, AnswerCharge) {
+        let FinishedChoice { index, text, charge, finish_reason, .. } = choice;
         let finish_reason = finish_reason_name(finish_reason);
-        match self.endpoint {
+        let json = match self.endpoint {
             Endpoint::Completion => {
                 json!({"index": index, "text": text, "logprobs": null, "finish_reason": finish_reason})
             }
@@ -454,7 +499,8 @@ impl ResponseMeta {
                 "logprobs": null,
                 "finish_reason": finish_reason,
             }),
-        }
+        };
+        (json, charge)
     }
 }
 
@@ -474,6 +520,33 @@ mod tests {
         assert!(matches!(second.grow_to(2 * ANSWER_CHARGE_BYTES + 1), Err(RouteError::AnswersFull)));
         drop(first);
         second.grow_to(2 * ANSWER_CHARGE_BYTES + 1).unwrap();
+    }
+
+    #[test]
+    fn texts_count_until_the_response_is_dropped() {
+        let answers = Arc::new(Semaphore::new(8));
+        let finished = |index| {
+            let text = "x".repeat(3 * ANSWER_CHARGE_BYTES);
+            let mut charge = AnswerCharge::new(answers.clone());
+            charge.grow_to(text.len()).unwrap();
+            let finish_reason = FinishReason::Length;
+            FinishedChoice { index, text, charge, finish_reason, completion_tokens: 1, cached_tokens: 0 }
+        };
+        let meta = ResponseMeta { endpoint: Endpoint::Completion, id: "cmpl-1".into(), created: 0, model: "m".into() };
+        let response = meta.response(vec![finished(0), finished(1)], &Usage::new(1, 2, 0)).unwrap();
+        assert_eq!(answers.available_permits(), 4, "two texts of three units wait for the client");
+        drop(response);
+        assert_eq!(answers.available_permits(), 8);
+    }
+
+    #[test]
+    fn prompts_that_can_never_fit_together_are_the_clients_error() {
+        let single = PROMPTS_BYTES_MAX / (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES);
+        let refused = |lengths: &[usize]| charges(Endpoint::Completion, lengths, 1).is_err();
+        assert!(!refused(&[single]) && !refused(&[2 * single]), "a single prompt is as long as the context allows");
+        assert!(!refused(&[single / 2, single / 2]));
+        let error = charges(Endpoint::Completion, &[single, single / 2], 1).unwrap_err();
+        assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")));
     }
 
     #[test]

@@ -153,6 +153,7 @@ impl From<RouteError> for ApiError {
             RouteError::NoEngine(_) | RouteError::Unavailable(_) => Self::unavailable(message),
             RouteError::Busy { retry_after_ms } => Self::overloaded(message, retry_after_ms.div_ceil(1000)),
             RouteError::AnswersFull => Self::overloaded(message, 1),
+            RouteError::AnswerTooLong => Self::field("max_tokens", message),
             RouteError::Interrupted(_) => {
                 Self::new(StatusCode::BAD_GATEWAY, "server_error", message).code("engine_lost")
             }

@@ -136,6 +136,8 @@ pub enum Behaviour {
     /// Ends the answer after some tokens as if it were complete, without its last event.
     TruncateAfter(usize),
     Flood,
+    /// Ends the answer after some tokens with an error whose code only newer engines know.
+    NewErrorAfter(usize),
     /// Generates as many tokens as the request allows, without waiting for a reader.
     Fill,
     LosePages,
@@ -424,6 +426,11 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
         Behaviour::LeaveAfter(count) => {
             lines.truncate(count + 1);
             lines.push(line(DecodeEvent::Error(ApiError::busy("the engine is shutting down", 200))));
+            return Body::from(lines.concat()).into_response();
+        }
+        Behaviour::NewErrorAfter(count) => {
+            lines.truncate(count + 1);
+            lines.push("{\"type\":\"error\",\"code\":\"too_hot\",\"message\":\"the device is too hot\"}\n".into());
             return Body::from(lines.concat()).into_response();
         }
         Behaviour::TruncateAfter(count) => {

@@ -220,6 +220,9 @@ async fn texts_that_wait_for_the_tokeniser_are_bounded_by_their_bytes() {
     let held: usize = waiting.iter().map(|rendered| rendered.text.len()).sum();
     println!("{held} bytes of texts");
     assert!(held <= TEXTS_BYTES_MAX && held + bytes * 2 > TEXTS_BYTES_MAX);
+    let worker = process_with("worker-that-writes-much");
+    assert!(matches!(render(&renderer, PATIENCE).await, Err(ChatError::Busy)));
+    assert_eq!(process_with("worker-that-writes-much"), worker, "a lack of room is not the worker's fault");
     waiting.truncate(waiting.len() - 2);
     assert_eq!(render(&renderer, PATIENCE).await.unwrap().text.len(), bytes);
 }

@@ -168,6 +168,18 @@ async fn only_engine_of_a_model_with_wrong_answers_yields_an_error() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_with_an_unknown_error_code_stays() {
+    let cluster = TestCluster::new(0, 1).await;
+    for (after, status) in [(0, 503), (3, 502)] {
+        cluster.decodes[0].behave(Behaviour::NewErrorAfter(after));
+        let (got, body) = cluster.complete(3).await;
+        assert_eq!(got, status, "{body}");
+        assert!(body["error"]["message"].as_str().unwrap().contains("too hot"), "{body}");
+        assert_eq!(cluster.router.engines().len(), 1, "a newer version keeps to the interface");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_engine_that_sends_wrong_counts_is_dropped() {
     let cluster = TestCluster::new(1, 1).await;
     cluster.prefills[0].behave(Behaviour::Wrong(WrongAnswer::TooManyPages));
