@@ -18,6 +18,7 @@ use larder_log::{L3, L3Options};
 use larder_node::sim::{Devices, Store};
 use larder_node::{L3Device, NamespaceQuota, NodeOptions};
 use larder_runtime::Clock;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -40,6 +41,8 @@ pub(crate) struct NodeRun {
     /// All devices of the last start, including those that could not be opened.
     devices: Vec<Arc<SimDevice>>,
     opened: Vec<Arc<SimDevice>>,
+    /// For each log on a reliable device: the versions by key that its recovery found.
+    recoveries: Vec<JoinHandle<Vec<(u64, u64)>>>,
     node: Option<Arc<NodeIncarnation>>,
     carryover: Carryover,
 }
@@ -78,9 +81,9 @@ impl SimulatedSystem for NodeRun {
         let background = BackgroundTasks::spawn(&node);
         let eager = random.chance(400_000);
         let mut workers = if eager { spawn_workers(&node) } else { Vec::new() };
-        self.recover(&node).await;
+        let found = self.recover(&node).await;
         if !eager {
-            check_expected(&node, &self.before.expected);
+            check_expected(&node, &self.before.expected, &found);
             workers = spawn_workers(&node);
         }
         for worker in workers {
@@ -134,6 +137,7 @@ impl NodeRun {
             operations,
             devices: Vec::new(),
             opened: Vec::new(),
+            recoveries: Vec::new(),
             node: None,
             carryover: Carryover::default(),
         }
@@ -196,10 +200,11 @@ impl NodeRun {
     }
 
     async fn open(&mut self, attempt: u32, power: &Arc<Power>) -> Vec<(L3Device, Result<L3, larder_log::L3Error>)> {
-        let Environment { world, arena, .. } = &self.env;
+        let Environment { world, arena, setup, .. } = &self.env;
         let options = incarnation::options(&self.env, self.plan);
         self.devices.clear();
         self.opened.clear();
+        self.recoveries.clear();
         let mut opened = Vec::new();
         for number in 0..world.disks.len() {
             let (turn, bytes) = (self.plan.number << 8 | u64::from(attempt), options.capacity_bytes);
@@ -211,6 +216,9 @@ impl NodeRun {
                 Ok(_) => self.opened.push(device),
                 // It may still stop answering, and closing waits for answers.
                 Err(_) => device.close().await,
+            }
+            if let Some(l3) = l3.as_ref().ok().filter(|_| setup.profile.is_reliable()) {
+                self.recoveries.push(tokio::spawn(versions_recovered(l3.clone(), setup.keys)));
             }
             opened.push((L3Device { dir: format!("/simulated/{number}").into(), bytes }, l3));
         }
@@ -253,7 +261,9 @@ impl NodeRun {
         })
     }
 
-    async fn recover(&self, node: &NodeIncarnation) {
+    /// Waits for the recovery of all logs. Returns the newest version of each key that a log on a
+    /// reliable device had when its own recovery ended.
+    async fn recover(&mut self, node: &NodeIncarnation) -> BTreeMap<u64, u64> {
         for l3 in &node.logs {
             match timeout(RECOVERY_MAX, l3.recovered()).await {
                 Ok(Ok(report)) => {
@@ -269,6 +279,14 @@ impl NodeRun {
         }
         self.opened.iter().for_each(|device| device.started());
         node.recovered_ms.store(node.world.now_ms(), Ordering::Relaxed);
+        let mut found = BTreeMap::new();
+        for recovery in self.recoveries.drain(..) {
+            for (key, version) in recovery.await.unwrap_or_default() {
+                let newest = found.entry(key).or_insert(version);
+                *newest = version.max(*newest);
+            }
+        }
+        found
     }
 
     async fn close(&mut self, node: &Arc<NodeIncarnation>) {
@@ -316,9 +334,19 @@ fn expected(node: &NodeIncarnation, acked_ms: u64) -> Vec<Expected> {
     model.expected(acked_ms, earlier, |key| node.on_l3(key))
 }
 
-/// Checks after recovery that all expected versions are present. Nodes with quotas are exempt: a
-/// quota may evict other pages than before.
-fn check_expected(node: &NodeIncarnation, expected: &[Expected]) {
+/// Waits for the recovery of a log, and returns the version of each key that its index names then.
+///
+/// Recovery reads no payloads, so the index also names records that an earlier power loss tore. The
+/// scrub of this log may drop them while the node still opens or recovers another log.
+async fn versions_recovered(l3: L3, keys: u64) -> Vec<(u64, u64)> {
+    // The caller reports a recovery that fails.
+    let _ = timeout(RECOVERY_MAX, l3.recovered()).await;
+    (0..keys).filter_map(|key| Some((key, l3.find(&page_id(key))?.generation))).collect()
+}
+
+/// Checks that recovery found all expected versions. Nodes with quotas are exempt: a quota may
+/// evict other pages than before.
+fn check_expected(node: &NodeIncarnation, expected: &[Expected], found: &BTreeMap<u64, u64>) {
     if !node.setup.profile.is_reliable() || node.node_setup.quota.is_some() {
         return node.world.forgive("forgiven: durable pages of failing devices", expected.len() as u64);
     }
@@ -329,7 +357,7 @@ fn check_expected(node: &NodeIncarnation, expected: &[Expected]) {
             continue;
         }
         node.world.count("durable pages checked", 1);
-        let found = node.on_l3(*key);
+        let found = found.get(key).copied();
         let other = found.is_some_and(|found| found < *version) && node.setup.keep_percent > 0;
         if found != Some(*version) && !other {
             node.violate(format!("key {key}: version {version} was durable, and L3 has {found:?}"));
