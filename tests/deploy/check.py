@@ -41,10 +41,12 @@ TEST_SETTINGS = {
 STOP_MARGIN = 30
 # Seconds for a service to listen, and for the first answers.
 START_LIMIT = 30
+# Enough for all prompts twice on a busy machine.
+READ_LIMIT = 120
 # Long enough for several pages of 32 tokens.
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. " * 12
 # Different prompts, of nine pages each.
-PROMPTS = 40
+PROMPTS = 80
 
 
 def say(text):
@@ -241,7 +243,7 @@ def check_sharing(units):
     node = "http://{}:{}".format(*store.addresses()[1])
     # A page that the decode engine follows while the prefill engine puts it comes as bytes. Only a
     # complete page is read in place. So the prompts come round again after more pages than the
-    # engines' L1 holds (170), and fewer than L2 holds (682).
+    # engines' L1 holds (340), and fewer than L2 holds (1,364).
     prompts = itertools.cycle(range(PROMPTS))
 
     def complete():
@@ -259,7 +261,7 @@ def check_sharing(units):
     wait_for("the first answer", START_LIMIT, complete)
     say("  the router answers a completion")
     try:
-        found = wait_for("a page is read in place", START_LIMIT, read_in_place)
+        found = wait_for("a page is read in place", READ_LIMIT, read_in_place)
     except Failure as failure:
         logs = "".join(unit.log_tail() for unit in units)
         counter = f"larder_store_bytes_in_place_total of {node}/metrics"
