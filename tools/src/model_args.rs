@@ -7,8 +7,8 @@ use larder_model::{LoadOptions, WeightFormat};
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ModelArgs {
     /// Element type of keys and values in all tiers. Engines share pages only if it is the same.
-    /// f32 doubles the memory of a model in bf16 or f16, and removes its rounding of keys and
-    /// values
+    /// f32 doubles the size of the pages of a model in bf16 or f16, and removes the rounding of its
+    /// keys and values
     #[arg(long, default_value = "model", value_name = "TYPE")]
     kv_dtype: KvDtypeArg,
     /// Weights in memory: `stored` keeps the type of the files. `q8` rounds each weight to 8 bits,
