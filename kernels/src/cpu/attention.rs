@@ -24,8 +24,12 @@ use std::sync::Arc;
 /// L2 cache.
 const BLOCK: usize = 64;
 /// Keys per span, a multiple of [`BLOCK`]. Fixed, because it decides the order of the sums.
-const SPAN: usize = 1024;
+pub const ATTENTION_SPAN: usize = 1024;
+const SPAN: usize = ATTENTION_SPAN;
 const _: () = assert!(SPAN.is_multiple_of(BLOCK));
+/// Spans per thread that threads compute before they merge them. More leave fewer waits for the
+/// slowest thread, fewer keep less memory.
+const SPANS_PER_THREAD: usize = 4;
 /// Target number of queries per task (rows times query heads per key head). More queries amortise
 /// the copy of a block, fewer leave enough tasks for all threads.
 const TASK_QUERIES: usize = 96;
@@ -74,6 +78,9 @@ pub struct AttentionChunk<'a, E> {
 /// Computes causal attention for every chunk. Query `r` of a chunk sees the keys up to position
 /// `position + r`.
 ///
+/// Memory: a workspace per thread (190 KiB for heads of 128 elements), and at most eight results
+/// of tasks per thread (48 KiB each). The length of the sequences does not matter.
+///
 /// # Panics
 /// If the shapes disagree, or if the pages do not cover the positions.
 pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
@@ -106,26 +113,16 @@ pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionCh
         })
         .collect();
     let spans: usize = tasks.iter().map(AttentionTask::spans).sum();
-    let wanted = 2 * rayon::current_num_threads();
+    let threads = rayon::current_num_threads();
     if tasks.len() == 1 && spans == 1 {
         return tasks.into_iter().for_each(|task| Arch::new().dispatch(task));
     }
-    if tasks.len() >= wanted || spans == tasks.len() {
+    if tasks.len() >= 2 * threads || spans == tasks.len() {
         return tasks.into_par_iter().with_max_len(1).for_each(|task| Arch::new().dispatch(task));
     }
     // Few queries with many keys: one long sequence in decode, for example.
-    tasks.into_par_iter().with_max_len(1).for_each(|task| {
-        let parts: Vec<Workspace> = (0..task.spans())
-            .into_par_iter()
-            .with_max_len(1)
-            .map(|span| Arch::new().dispatch(SpanTask { task: &task, span }))
-            .collect();
-        let mut totals = Totals::new(&parts[0]);
-        for (span, part) in parts.iter().enumerate() {
-            totals.merge(part, task.first_query(span * SPAN));
-        }
-        task.write_results(&totals);
-    });
+    let spans_at_once = (SPANS_PER_THREAD * threads).div_ceil(tasks.len());
+    tasks.into_par_iter().with_max_len(1).for_each(|task| task.run_on_all_threads(spans_at_once));
 }
 
 /// Read-only part of an [`AttentionChunk`], shared by the tasks of the chunk.
@@ -161,42 +158,54 @@ struct AttentionTask<'a, E> {
 /// Buffers of one task. Query `q` is row `q / heads_per_kv`, head `q % heads_per_kv` of the task.
 struct Workspace {
     head_dim: usize,
-    /// `head_dim` rounded up to whole lanes.
-    padded: usize,
     /// `[queries / QUERY_GROUP][head_dim][QUERY_GROUP]`, already scaled. Zero beyond the last
     /// query.
     queries: Vec<f32>,
-    /// `[queries][padded]`: weighted sum of the values so far.
-    sums: Vec<f32>,
-    /// Per query: the largest score so far, and the sum of the weights relative to it.
-    running: Vec<(f32, f32)>,
     /// `[queries][BLOCK]`: scores of the current block, replaced in place by weights.
     scores: Vec<f32>,
     /// `[lane groups][head_dim][LANES]`: transposed keys of the current block.
     keys: Vec<f32>,
     /// `[BLOCK][padded]`: values of the current block.
     values: Vec<f32>,
+    /// Result of the current span.
+    span: Totals,
+    #[cfg(test)]
+    _live: tests::Live,
 }
 
-/// Sums of a task's queries over the spans merged so far.
+/// Sums of a task's queries over some spans.
 struct Totals {
+    /// `head_dim` rounded up to whole lanes.
     padded: usize,
-    /// As in [`Workspace`].
+    /// `[queries][padded]`: weighted sum of the values.
     sums: Vec<f32>,
-    /// As in [`Workspace`].
+    /// Per query: the largest score, and the sum of the weights relative to it.
     running: Vec<(f32, f32)>,
+    #[cfg(test)]
+    _live: tests::Live,
 }
 
 impl Totals {
-    fn new(work: &Workspace) -> Totals {
-        let running = vec![(f32::NEG_INFINITY, 0.0); work.running.len()];
-        Totals { padded: work.padded, sums: vec![0.0; work.sums.len()], running }
+    /// Sums over no keys.
+    fn new(queries: usize, padded: usize) -> Totals {
+        Totals {
+            padded,
+            sums: vec![0.0; queries * padded],
+            running: vec![(f32::NEG_INFINITY, 0.0); queries],
+            #[cfg(test)]
+            _live: tests::Live::new(tests::Buffer::Totals),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.sums.fill(0.0);
+        self.running.fill((f32::NEG_INFINITY, 0.0));
     }
 
     /// Adds the sums of the next span, for the queries from `first` on. The first span is copied
     /// exactly: its factor is 1, and that of nothing is 0.
     #[inline(always)]
-    fn merge(&mut self, span: &Workspace, first: usize) {
+    fn merge(&mut self, span: &Totals, first: usize) {
         let padded = self.padded;
         for query in first..self.running.len() {
             let ((max, sum), (span_max, span_sum)) = (self.running[query], span.running[query]);
@@ -218,13 +227,13 @@ struct SpanTask<'a, E> {
 }
 
 impl<E: KvElement> NullaryFnOnce for SpanTask<'_, E> {
-    type Output = Workspace;
+    type Output = Totals;
 
     #[inline(always)]
-    fn call(self) -> Workspace {
+    fn call(self) -> Totals {
         let mut work = self.task.gather_queries();
         self.task.compute_span(&mut work, self.span);
-        work
+        work.span
     }
 }
 
@@ -234,18 +243,41 @@ impl<E: KvElement> NullaryFnOnce for AttentionTask<'_, E> {
     #[inline(always)]
     fn call(self) {
         let mut work = self.gather_queries();
-        let mut totals = Totals::new(&work);
+        let mut totals = Totals::new(self.queries(), work.span.padded);
         for span in 0..self.spans() {
             self.compute_span(&mut work, span);
-            totals.merge(&work, self.first_query(span * SPAN));
+            totals.merge(&work.span, self.first_query(span * SPAN));
         }
         self.write_results(&totals);
     }
 }
 
 impl<E: KvElement> AttentionTask<'_, E> {
+    /// Computes the task with all threads of the pool, `spans_at_once` spans at a time. Merges the
+    /// spans one by one in their order, so the number changes no bit.
+    fn run_on_all_threads(&self, spans_at_once: usize) {
+        let mut totals = Totals::new(self.queries(), self.padded());
+        for first in (0..self.spans()).step_by(spans_at_once) {
+            let spans = first..self.spans().min(first + spans_at_once);
+            let compute = |span| Arch::new().dispatch(SpanTask { task: self, span });
+            let results: Vec<Totals> = spans.clone().into_par_iter().with_max_len(1).map(compute).collect();
+            for (span, result) in spans.zip(&results) {
+                totals.merge(result, self.first_query(span * SPAN));
+            }
+        }
+        self.write_results(&totals);
+    }
+
     fn heads_per_kv(&self) -> usize {
         self.shape.heads / self.shape.kv_heads
+    }
+
+    fn queries(&self) -> usize {
+        self.rows * self.heads_per_kv()
+    }
+
+    fn padded(&self) -> usize {
+        self.shape.head_dim.next_multiple_of(LANES)
     }
 
     fn first_position(&self) -> usize {
@@ -265,19 +297,18 @@ impl<E: KvElement> AttentionTask<'_, E> {
     /// Computes the sums of the queries over the keys of one span, into `work`.
     #[inline(always)]
     fn compute_span(&self, work: &mut Workspace, span: usize) {
-        work.running.fill((f32::NEG_INFINITY, 0.0));
-        work.sums.fill(0.0);
+        work.span.clear();
         let first_position = self.first_position();
         let heads_per_kv = self.heads_per_kv();
         let end = (first_position + self.rows).min((span + 1) * SPAN);
-        let mut limits = Vec::with_capacity(work.running.len());
+        let mut limits = Vec::with_capacity(self.queries());
         for start in (span * SPAN..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
             self.gather_block(work, start, len);
             let first_query = self.first_query(start);
             limits.clear();
             limits.extend(
-                (first_query..work.running.len()).map(|q| (first_position + q / heads_per_kv + 1 - start).min(len)),
+                (first_query..self.queries()).map(|q| (first_position + q / heads_per_kv + 1 - start).min(len)),
             );
             scores(work, first_query, len.div_ceil(LANES));
             weights(work, first_query, &limits);
@@ -289,8 +320,7 @@ impl<E: KvElement> AttentionTask<'_, E> {
     fn gather_queries(&self) -> Workspace {
         let heads_per_kv = self.heads_per_kv();
         let head_dim = self.shape.head_dim;
-        let padded = head_dim.next_multiple_of(LANES);
-        let count = self.rows * heads_per_kv;
+        let (padded, count) = (self.padded(), self.queries());
         let mut queries = vec![0.0; count.next_multiple_of(QUERY_GROUP) * head_dim];
         for row in 0..self.rows {
             let start = (self.first + row) * self.input.query_stride + self.kv_head * heads_per_kv * head_dim;
@@ -305,13 +335,13 @@ impl<E: KvElement> AttentionTask<'_, E> {
         }
         Workspace {
             head_dim,
-            padded,
             queries,
-            sums: vec![0.0; count * padded],
-            running: vec![(f32::NEG_INFINITY, 0.0); count],
             scores: vec![0.0; count * BLOCK],
             keys: vec![0.0; BLOCK * head_dim],
             values: vec![0.0; BLOCK * padded],
+            span: Totals::new(count, padded),
+            #[cfg(test)]
+            _live: tests::Live::new(tests::Buffer::Workspace),
         }
     }
 
@@ -326,7 +356,7 @@ impl<E: KvElement> AttentionTask<'_, E> {
                 lanes[index % LANES] = element.to_f32();
             }
             let value = self.input.token(value_layout, work.head_dim, start + index);
-            let target = &mut work.values[index * work.padded..][..work.head_dim];
+            let target = &mut work.values[index * work.span.padded..][..work.head_dim];
             target.iter_mut().zip(value).for_each(|(target, element)| *target = element.to_f32());
         }
     }
@@ -371,7 +401,7 @@ macro_rules! by_count {
 /// groups. Also recomputes earlier queries in `first`'s group; their scores are not read again.
 #[inline(always)]
 fn scores(work: &mut Workspace, first: usize, groups: usize) {
-    let total = work.running.len();
+    let total = work.span.running.len();
     for query in (first / QUERY_GROUP * QUERY_GROUP..total).step_by(QUERY_GROUP) {
         let count = QUERY_GROUP.min(total - query);
         let (queries, _) =
@@ -425,7 +455,7 @@ fn weights(work: &mut Workspace, first: usize, limits: &[usize]) {
                 largest[lane] = larger(group[lane], largest[lane]);
             }
         }
-        let (old_max, old_sum) = work.running[query];
+        let (old_max, old_sum) = work.span.running[query];
         let max = larger(old_max, max_lanes(largest));
         let mut sums = [0.0f32; LANES];
         for group in lanes.iter_mut() {
@@ -435,10 +465,11 @@ fn weights(work: &mut Workspace, first: usize, limits: &[usize]) {
             }
         }
         let correction = exp(old_max - max);
-        work.running[query] = (max, old_sum * correction + sum_lanes(sums));
+        work.span.running[query] = (max, old_sum * correction + sum_lanes(sums));
         // The first block has nothing to rescale, and most later blocks bring no new maximum.
         if correction != 1.0 {
-            work.sums[query * work.padded..(query + 1) * work.padded].iter_mut().for_each(|sum| *sum *= correction);
+            let padded = work.span.padded;
+            work.span.sums[query * padded..(query + 1) * padded].iter_mut().for_each(|sum| *sum *= correction);
         }
     }
 }
@@ -447,9 +478,9 @@ fn weights(work: &mut Workspace, first: usize, limits: &[usize]) {
 fn weighted_values(work: &mut Workspace, first: usize, limits: &[usize]) {
     for (index, limits) in limits.chunks(QUERY_GROUP).enumerate() {
         let query = first + index * QUERY_GROUP;
-        let (padded, count) = (work.padded, limits.len());
+        let (padded, count) = (work.span.padded, limits.len());
         let (weights, _) = work.scores[query * BLOCK..(query + count) * BLOCK].as_chunks::<BLOCK>();
-        let sums = &mut work.sums[query * padded..(query + count) * padded];
+        let sums = &mut work.span.sums[query * padded..(query + count) * padded];
         // Limits never decrease from query to query, so every query sees the keys that the first
         // sees.
         let common = limits[0];
@@ -492,163 +523,4 @@ fn add_values<const N: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SHAPE: AttentionShape = AttentionShape { heads: 6, kv_heads: 2, head_dim: 20, scale: 0.22 };
-
-    fn noise(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 22) as f32 - 2.0
-        };
-        (0..len).map(|_| next()).collect()
-    }
-
-    /// Stores keys and values `[token][head][element]` in pages. Slots without a token hold NaN.
-    fn pages(shape: &AttentionShape, keys: &[f32], values: &[f32], page_tokens: usize) -> Vec<Vec<f32>> {
-        let width = shape.kv_heads * shape.head_dim;
-        let tokens = keys.len() / width;
-        let mut pages = vec![vec![f32::NAN; 2 * page_tokens * width]; tokens.div_ceil(page_tokens)];
-        for t in 0..tokens {
-            let page = &mut pages[t / page_tokens];
-            let at = t % page_tokens * width;
-            page[at..at + width].copy_from_slice(&keys[t * width..(t + 1) * width]);
-            let at = at + page_tokens * width;
-            page[at..at + width].copy_from_slice(&values[t * width..(t + 1) * width]);
-        }
-        pages
-    }
-
-    fn run<E: KvElement>(
-        shape: &AttentionShape,
-        queries: &[f32],
-        pages: &[Vec<E>],
-        page_tokens: usize,
-        position: usize,
-    ) -> Vec<f32> {
-        let width = shape.kv_heads * shape.head_dim;
-        let layouts =
-            |start| (0..shape.kv_heads).map(move |h| HeadLayout { start: start + h * shape.head_dim, stride: width });
-        let (keys, values): (Vec<_>, Vec<_>) = (layouts(0).collect(), layouts(page_tokens * width).collect());
-        let pages: Vec<&[E]> = pages.iter().map(Vec::as_slice).collect();
-        let mut out = vec![f32::NAN; queries.len()];
-        let chunk = AttentionChunk {
-            position,
-            queries,
-            query_stride: shape.heads * shape.head_dim,
-            pages: &pages,
-            page_tokens,
-            keys: &keys,
-            values: &values,
-            out: &mut out,
-        };
-        attention(shape, &mut [chunk]);
-        out
-    }
-
-    fn reference(
-        shape: &AttentionShape,
-        query: &[f32],
-        head: usize,
-        keys: &[f32],
-        values: &[f32],
-        seen: usize,
-    ) -> Vec<f64> {
-        let (width, dim) = (shape.kv_heads * shape.head_dim, shape.head_dim);
-        let at = |t: usize| t * width + head / (shape.heads / shape.kv_heads) * dim;
-        let score = |t: usize| {
-            let dot: f64 = (0..dim).map(|d| f64::from(query[d]) * f64::from(keys[at(t) + d])).sum();
-            dot * f64::from(shape.scale)
-        };
-        let scores: Vec<f64> = (0..seen).map(score).collect();
-        let max = scores.iter().copied().fold(f64::MIN, f64::max);
-        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-        (0..dim)
-            .map(|d| (0..seen).map(|t| (scores[t] - max).exp() / sum * f64::from(values[at(t) + d])).sum())
-            .collect()
-    }
-
-    #[test]
-    fn attention_agrees_with_the_formula_in_f64() {
-        for (shape, tokens) in [
-            (SHAPE, 150),
-            (AttentionShape { heads: 1, kv_heads: 1, head_dim: 1, scale: 1.0 }, 3),
-            (AttentionShape { heads: 4, kv_heads: 4, head_dim: 32, scale: 0.2 }, 70),
-            (AttentionShape { heads: 8, kv_heads: 1, head_dim: 16, scale: 0.3 }, 65),
-        ] {
-            let width = shape.kv_heads * shape.head_dim;
-            let (keys, values) = (noise(tokens * width, 1), noise(tokens * width, 2));
-            let queries = noise(tokens * shape.heads * shape.head_dim, 3);
-            let out = run(&shape, &queries, &pages(&shape, &keys, &values, 16), 16, 0);
-            for (index, (out, query)) in out.chunks(shape.head_dim).zip(queries.chunks(shape.head_dim)).enumerate() {
-                let (row, head) = (index / shape.heads, index % shape.heads);
-                let exact = reference(&shape, query, head, &keys, &values, row + 1);
-                assert!(out.iter().zip(exact).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5), "row {row} head {head}");
-            }
-        }
-    }
-
-    #[test]
-    fn elements_of_two_bytes_give_the_bits_of_the_same_values_in_f32() {
-        fn check<E: KvElement>(name: &str) {
-            let (width, row) = (SHAPE.kv_heads * SHAPE.head_dim, SHAPE.heads * SHAPE.head_dim);
-            let round = |x: &f32| E::from_f32(*x).to_f32();
-            let keys: Vec<f32> = noise(90 * width, 7).iter().map(round).collect();
-            let values: Vec<f32> = noise(90 * width, 8).iter().map(round).collect();
-            let pages = pages(&SHAPE, &keys, &values, 16);
-            let narrow: Vec<Vec<E>> = pages.iter().map(|page| page.iter().map(|x| E::from_f32(*x)).collect()).collect();
-            let queries = noise(90 * row, 9);
-            let (wide, narrow) = (run(&SHAPE, &queries, &pages, 16, 0), run(&SHAPE, &queries, &narrow, 16, 0));
-            assert!(wide.iter().zip(&narrow).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}");
-        }
-        check::<half::bf16>("bf16");
-        check::<half::f16>("f16");
-    }
-
-    #[test]
-    fn threads_that_share_a_sequence_change_no_bit() {
-        let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 8, scale: 0.3 };
-        let tokens = 2 * SPAN + 300;
-        let (keys, values) = (noise(tokens * 8, 10), noise(tokens * 8, 11));
-        let queries = noise(tokens * 16, 12);
-        let pages = pages(&shape, &keys, &values, 32);
-        let at = |position: usize, rows: usize| {
-            run(&shape, &queries[position * 16..(position + rows) * 16], &pages, 32, position)
-        };
-        let with_threads = |threads: usize, position: usize, rows: usize| {
-            rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| at(position, rows))
-        };
-        let whole = with_threads(1, 0, tokens);
-        for threads in [1, 2, 40] {
-            for (position, rows) in [(0, tokens), (tokens - 1, 1), (SPAN - 3, 7), (2 * SPAN, 1), (SPAN - 1, 1)] {
-                let part = with_threads(threads, position, rows);
-                let same = part.iter().zip(&whole[position * 16..]).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{threads} threads, {rows} rows from {position}");
-            }
-        }
-        let exact = reference(&shape, &queries[(tokens - 1) * 16..][..8], 0, &keys, &values, tokens);
-        assert!(whole[(tokens - 1) * 16..].iter().zip(exact).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5));
-    }
-
-    #[test]
-    fn result_is_bit_identical_for_every_chunk_and_page_size() {
-        let tokens = 211;
-        let (width, row) = (SHAPE.kv_heads * SHAPE.head_dim, SHAPE.heads * SHAPE.head_dim);
-        let (keys, values) = (noise(tokens * width, 4), noise(tokens * width, 5));
-        let queries = noise(tokens * row, 6);
-        let whole = run(&SHAPE, &queries, &pages(&SHAPE, &keys, &values, 16), 16, 0);
-        for (page_tokens, chunk) in [(16, 1), (7, 13), (64, 64), (300, 100), (1, 33)] {
-            for first in (0..tokens).step_by(chunk) {
-                let end = (first + chunk).min(tokens);
-                // The pages hold only positions before the chunk's end. A read beyond it would
-                // return NaN.
-                let pages = pages(&SHAPE, &keys[..end * width], &values[..end * width], page_tokens);
-                let part = run(&SHAPE, &queries[first * row..end * row], &pages, page_tokens, first);
-                let same = part.iter().zip(&whole[first * row..]).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "pages of {page_tokens}, chunk {first}..{end}");
-            }
-        }
-    }
-}
+mod tests;

@@ -20,7 +20,7 @@ mod stored;
 mod vector;
 
 pub use activation::silu_mul;
-pub use attention::{AttentionChunk, AttentionShape, HeadLayout, attention};
+pub use attention::{ATTENTION_SPAN, AttentionChunk, AttentionShape, HeadLayout, attention};
 pub use element::KvElement;
 pub use math::{LANES, argmax, softmax};
 pub use matmul::{PackError, PackedMatrix, matmul};
