@@ -1,53 +1,103 @@
-//! Measures the speed of a model folder and of this machine: `cargo run --release -p larder-model
-//! --example measure -- [FOLDER [PROMPT_TOKENS]]`.
+//! Measures the speed of a model folder and of this machine. Run it with `cargo run --release -p
+//! larder-model --example measure -- [FOLDER] [OPTIONS]`. The options are `--prompt TOKENS`,
+//! `--repeats N`, `--sequences N,N`, `--q8` and `--json`.
 //!
 //! Decode is bound by the bandwidth of memory: every token reads all weights. So the program also
 //! measures how fast this machine reads memory, in the same run, and prints the ratio.
 
 use larder_kernels::cpu::argmax;
-use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot};
+use larder_model::{Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat, numerics};
 use rayon::prelude::*;
-use std::path::Path;
+use serde_json::json;
+use std::error::Error;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Measurements per figure. Printed are the median, the lowest and the highest.
-const REPEATS: usize = 5;
 /// Decode steps per measurement.
 const STEPS: usize = 12;
 /// Prompt tokens per forward pass, as in an engine.
 const CHUNK: usize = 256;
 /// Buffer for the bandwidth, far larger than any cache.
 const READ_BYTES: usize = 1 << 30;
+/// Measurements of the bandwidth.
+const READS: usize = 5;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny");
-    let dir = std::env::args().nth(1).map_or(default, Into::into);
-    let prompt: usize = std::env::args().nth(2).map_or(Ok(1024), |text| text.parse())?;
+struct Arguments {
+    folder: PathBuf,
+    prompt: usize,
+    /// Measurements per figure. Printed are the median, the lowest and the highest.
+    repeats: usize,
+    /// Numbers of sequences that decode together.
+    sequences: Vec<usize>,
+    weights: WeightFormat,
+    is_json: bool,
+}
+
+fn arguments() -> Result<Arguments, Box<dyn Error>> {
+    let mut found = Arguments {
+        folder: Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny"),
+        prompt: 1024,
+        repeats: 5,
+        sequences: vec![1, 4, 8],
+        weights: WeightFormat::Stored,
+        is_json: false,
+    };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or(format!("{argument} needs a value"));
+        match argument.as_str() {
+            "--prompt" => found.prompt = value()?.parse()?,
+            "--repeats" => found.repeats = value()?.parse()?,
+            "--sequences" => found.sequences = value()?.split(',').map(str::parse).collect::<Result<_, _>>()?,
+            "--q8" => found.weights = WeightFormat::Q8,
+            "--json" => found.is_json = true,
+            _ if argument.starts_with('-') => return Err(format!("{argument} is unknown").into()),
+            _ => found.folder = argument.into(),
+        }
+    }
+    Ok(found)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let Arguments { folder, prompt, repeats, sequences, weights, is_json } = arguments()?;
     let started = Instant::now();
-    let model = Model::load(&dir)?;
+    let model = Model::load_with(&folder, &LoadOptions { weights, ..LoadOptions::default() })?;
     println!("load: {:.1?}; {} threads", started.elapsed(), rayon::current_num_threads());
-    println!("resident memory: {:.2} GB", resident_bytes()? / 1e9);
+    let resident = resident_bytes()?;
+    println!("resident memory: {:.2} GB", resident / 1e9);
+    let started = Instant::now();
+    let name = numerics::measure(&model, 16)?;
+    let probe = started.elapsed();
+    println!("probe of the numerics: {probe:.1?}, {name}");
     let buffer: Vec<u64> = (0..READ_BYTES as u64 / 8).into_par_iter().collect();
-    let bandwidth = figure((0..REPEATS).map(|_| READ_BYTES as f64 / read_all(&buffer).as_secs_f64() / 1e9).collect());
+    let bandwidth = figure((0..READS).map(|_| READ_BYTES as f64 / read_all(&buffer).as_secs_f64() / 1e9).collect());
     drop(buffer);
     println!("memory reads: {bandwidth} GB/s");
-    let speeds = (0..REPEATS).map(|_| prompt as f64 / prefill(&model, prompt).as_secs_f64()).collect();
-    println!("prefill of {prompt} tokens: {} tokens/s", figure(speeds));
-    let bytes = model_bytes(&dir)?;
+    let speeds = (0..repeats).map(|_| prompt as f64 / prefill(&model, prompt).as_secs_f64()).collect();
+    let prefill = figure(speeds);
+    println!("prefill of {prompt} tokens: {prefill} tokens/s");
     let mut alone = 0.0;
-    for sequences in [1, 4, 8] {
-        let speed = figure(decode(&model, prompt, sequences));
-        println!("decode after {prompt} tokens, {sequences} together: {speed} tokens/s");
-        if sequences == 1 {
+    for count in sequences {
+        let speed = figure(decode(&model, prompt, count, repeats));
+        println!("decode after {prompt} tokens, {count} together: {speed} tokens/s");
+        if count == 1 {
             alone = speed.median;
         }
     }
+    let bytes = weight_bytes(&folder, weights)?;
     let bound = bandwidth.median * 1e9 / bytes;
     println!(
-        "bytes per token: {:.3} GB as stored; memory allows {bound:.1} tokens/s; decode reaches {:.2} of that",
+        "bytes per token: {:.3} GB of weights; memory allows {bound:.1} tokens/s; decode reaches {:.2} of that",
         bytes / 1e9,
         alone / bound
     );
+    if is_json {
+        let figures = json!({
+            "prefill": prefill.median, "decode": alone, "bandwidth": bandwidth.median * 1e9, "weight_bytes": bytes,
+            "resident_bytes": resident, "probe_seconds": probe.as_secs_f64(),
+        });
+        println!("{figures}");
+    }
     Ok(())
 }
 
@@ -68,21 +118,23 @@ fn figure(mut values: Vec<f64>) -> Figure {
     Figure { median: values[values.len() / 2], lowest: values[0], highest: values[values.len() - 1] }
 }
 
-/// Bytes of the weights as stored. A token of decode reads all of them once. With tied embeddings,
+/// Bytes of the weights in memory. A token of decode reads all of them once. With tied embeddings,
 /// the file holds no weight that a token leaves unread.
-fn model_bytes(dir: &Path) -> std::io::Result<f64> {
+fn weight_bytes(folder: &Path, weights: WeightFormat) -> std::io::Result<f64> {
     let mut bytes = 0;
-    for entry in std::fs::read_dir(dir)? {
+    for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
         if entry.path().extension().is_some_and(|extension| extension == "safetensors") {
             bytes += entry.metadata()?.len();
         }
     }
-    Ok(bytes as f64)
+    // Weights of 16 bits in the file; 34 bytes for each 32 of them in memory.
+    let share = if weights == WeightFormat::Q8 { 34.0 / 64.0 } else { 1.0 };
+    Ok(bytes as f64 * share)
 }
 
 /// Memory of this process without mapped files.
-fn resident_bytes() -> Result<f64, Box<dyn std::error::Error>> {
+fn resident_bytes() -> Result<f64, Box<dyn Error>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap_or_default();
     Ok(line.trim().trim_end_matches(" kB").parse::<f64>()? * 1024.0)
@@ -125,16 +177,16 @@ fn prefill(model: &Model, count: usize) -> Duration {
 }
 
 /// Tokens per second of all sequences together, once per repetition.
-fn decode(model: &Model, context: usize, sequences: usize) -> Vec<f64> {
+fn decode(model: &Model, context: usize, sequences: usize, repeats: usize) -> Vec<f64> {
     let mut state: Vec<_> = (0..sequences)
         .map(|s| {
-            let mut pages = pages(model, context + REPEATS * STEPS);
+            let mut pages = pages(model, context + repeats * STEPS);
             let logits = prefill_into(model, &tokens(model, context, s), &mut pages);
             (pages, [argmax(&logits)])
         })
         .collect();
     let mut speeds = Vec::new();
-    for repeat in 0..REPEATS {
+    for repeat in 0..repeats {
         let started = Instant::now();
         for step in repeat * STEPS..(repeat + 1) * STEPS {
             let mut batch: Vec<Chunk<'_>> = state
