@@ -16,6 +16,15 @@ are loaded back and upcast):
     logits       f32 [T, vocab]  logits at every prompt position
     greedy       i64 [64]        greedy continuation (eos is ignored)
     last_logits  f32 [vocab]     the logits that chose the last greedy token
+    rows         i64 [R]         some positions of prompt and continuation
+    <variant>    f32 [R, vocab]  logits at these positions, for each variant
+
+A variant rounds what the engine rounds, and computes in float32 too: keys and
+values to 16 bits (kv_f16, kv_bf16), weights to 8 bits (q8), or both
+(q8_kv_bf16). So the engine must agree with a variant as closely as with the
+rest, except where an element of the keys or values lies so near the middle of
+two 16-bit numbers that the last bit of float32 decides. `flipped` measures
+what such elements do to the logits; the test's tolerances follow from it.
 
 Its metadata key `golden` is JSON with the library versions, the seed and the
 smallest relative top1-top2 gap of the greedy steps. A seed is only accepted if every greedy step
@@ -26,6 +35,7 @@ Run:  python make_golden.py [case ...]
 Made with transformers 5.23.0, torch 2.15.0 (see README.md).
 """
 
+import copy
 import json
 import shutil
 import sys
@@ -36,6 +46,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -48,6 +59,10 @@ PROMPT_LEN = 48
 GREEDY_LEN = 64
 GAP = 1e-3  # least (top1 - top2) / max|logit| in any greedy step
 MIN_DISTINCT = 24  # least number of different tokens in the continuation
+ROW_STEP = 16  # distance of the positions whose logits a variant keeps
+NOISE = 6e-8  # about the rounding of one float32 operation
+NOISE_SEEDS = 20
+Q8_BLOCK = 32  # inputs that share a scale
 LAST_RESERVED = 2  # ids 0..2 (pad, bos, eos) do not occur in prompts
 
 
@@ -224,6 +239,97 @@ def golden_of(model, prompt):
     return tensors, worst
 
 
+def round_q8(weight):
+    """Weights [outputs, inputs] rounded as `--weights q8` does: per output and
+    block of inputs, the scale is the largest weight / 127, rounded up to
+    bfloat16. A weight becomes the nearest multiple of the scale, and the one
+    further from 0 of two."""
+    outputs, inputs = weight.shape
+    padding = -inputs % Q8_BLOCK
+    blocks = torch.nn.functional.pad(weight, (0, padding))
+    blocks = blocks.reshape(outputs, -1, Q8_BLOCK)
+    exact = blocks.abs().amax(-1, keepdim=True) / 127.0
+    cut = exact.view(torch.int32) >> 16 << 16
+    above = torch.where(cut.view(torch.float32) < exact, cut + (1 << 16), cut)
+    scale = above.view(torch.float32)
+    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    # The sum is exact in float64. In float32, 0.49999997 + 0.5 is 1.
+    scaled = (blocks * inverse).double()
+    steps = scaled.sign() * (scaled.abs() + 0.5).floor()
+    steps = steps.clamp(-128, 127).float()
+    return (steps * scale).reshape(outputs, -1)[:, :inputs]
+
+
+def rounded_attention(dtype, noise=0.0):
+    """Eager attention over keys and values rounded to `dtype`. Before, each
+    element changes by about `noise` of itself."""
+
+    def stored(x, groups):
+        x = x * (1.0 + noise * torch.randn(x.shape)) if noise else x
+        return x.to(dtype).float().repeat_interleave(groups, 1)
+
+    def attend(module, query, key, value, _mask, scaling, **_options):
+        groups = module.num_key_value_groups
+        key, value = stored(key, groups), stored(value, groups)
+        scores = query @ key.transpose(2, 3) * scaling
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    return attend
+
+
+VARIANTS = {
+    "kv_f16": (torch.float16, False),
+    "kv_bf16": (torch.bfloat16, False),
+    "q8": (torch.float32, True),
+    "q8_kv_bf16": (torch.bfloat16, True),
+}
+
+
+def variant_logits(model, variant, tokens, noise=0.0):
+    """Logits [T, vocab] of `tokens` in a variant. Biases and norms are not
+    rounded; embedding and output matrix are."""
+    dtype, rounds_weights = VARIANTS[variant]
+    model = copy.deepcopy(model)
+    AttentionInterface.register("rounded", rounded_attention(dtype, noise))
+    model.set_attn_implementation("rounded")
+    if rounds_weights:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.copy_(round_q8(parameter))
+    return forward(model, tokens)
+
+
+def relative_difference(found, expected):
+    """Largest difference, relative to the largest logit of its row."""
+    difference = (found - expected).abs().amax(-1)
+    return float((difference / expected.abs().amax(-1)).max())
+
+
+def variants_of(model, tensors):
+    """Tensors of the variants, and per variant: how far it is from the rest,
+    and how far noise of float32 can move it."""
+    tokens = tensors["prompt"].tolist() + tensors["greedy"].tolist()[:-1]
+    exact = forward(model, tokens)
+    rows = list(range(ROW_STEP - 1, len(tokens), ROW_STEP)) + [len(tokens) - 1]
+    out, notes = {"rows": torch.tensor(sorted(set(rows)))}, {}
+    for variant in VARIANTS:
+        logits = variant_logits(model, variant, tokens)
+        flipped = []
+        for seed in range(NOISE_SEEDS):
+            torch.manual_seed(seed)
+            noisy = variant_logits(model, variant, tokens, NOISE)
+            flipped.append(relative_difference(noisy, logits))
+        out[variant] = logits[out["rows"]].contiguous()
+        notes[variant] = {
+            "distance": float(f"{relative_difference(logits, exact):.1e}"),
+            "flipped": float(f"{max(flipped):.1e}"),
+        }
+    return out, notes
+
+
 def save_model(case, seed, folder):
     """Save the randomised model of `seed` into a fresh `folder`."""
     generator = torch.Generator().manual_seed(seed)
@@ -255,7 +361,10 @@ def make(case):
     assert gap > GAP, f"{case.name}: no seed without near ties"
     assert distinct >= MIN_DISTINCT, f"{case.name}: no seed with varied text"
     assert torch.isfinite(tensors["logits"]).all()
+    variants, variant_notes = variants_of(load_model(folder), tensors)
+    tensors |= variants
     notes = {
+        "variants": variant_notes,
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
         "seed": seed,
@@ -270,6 +379,7 @@ def make(case):
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)
     spread = float(tensors["logits"].std())
+    print(f"{case.name}: {variant_notes}")
     print(f"{case.name}: seed {seed}, gap {gap:.2e}, distinct {distinct}, "
           f"logit std {spread:.2f}")
 
