@@ -4,8 +4,10 @@
 //!
 //! Invariants:
 //!
-//! - Names that were never tried come first, then those whose last attempt is the longest ago. So
-//!   engines that hang delay others, and do not keep them out.
+//! - The name that has waited longest comes first, since its last failure or else since its arrival.
+//!   Names that arrive later do not delay it: before its turn, others have at most one attempt for
+//!   each name known when its wait began. So neither engines that hang nor ever new names keep
+//!   others out.
 //! - The engines of one host have at most their share of the slots.
 
 use std::collections::HashMap;
@@ -26,8 +28,20 @@ struct Failure {
 /// Name that waits for its turn.
 struct Waiting {
     /// First time that it was a candidate.
-    since: Instant,
+    arrived: Instant,
     failure: Option<Failure>,
+}
+
+impl Waiting {
+    /// Start of the wait, and `true` after a failure: of two waits that began at the same time, the
+    /// name that was never tried goes first.
+    fn since(&self) -> (Instant, bool) {
+        self.failure.as_ref().map_or((self.arrived, false), |failure| (failure.at, true))
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        self.failure.as_ref().is_none_or(|failure| now >= failure.at + failure.backoff)
+    }
 }
 
 pub(crate) struct Turns {
@@ -58,16 +72,16 @@ impl Turns {
     ) -> Vec<String> {
         let mut due = Vec::new();
         for (name, url) in candidates {
-            let entry = self.entry(name, now);
-            let (since, failure) = (entry.since, entry.failure.as_ref().map(|f| (f.at, f.at + f.backoff)));
-            if !self.running.contains_key(name) && failure.is_none_or(|(_, until)| now >= until) {
-                due.push((failure.map(|(at, _)| at), since, name, url));
+            let waiting = self.entry(name, now);
+            let (since, is_due) = (waiting.since(), waiting.is_due(now));
+            if is_due && !self.running.contains_key(name) {
+                due.push((since, name, url));
             }
         }
-        // `None` comes first. The name decides last: a hostile member chooses it.
+        // The name decides last: a hostile member chooses it.
         due.sort();
         let mut begun = Vec::new();
-        for (_, _, name, url) in due {
+        for (_, name, url) in due {
             if self.running.len() >= self.slots || begun.len() >= most {
                 break;
             }
@@ -98,7 +112,7 @@ impl Turns {
     }
 
     fn entry(&mut self, name: &str, now: Instant) -> &mut Waiting {
-        self.waiting.entry(name.to_string()).or_insert(Waiting { since: now, failure: None })
+        self.waiting.entry(name.to_string()).or_insert(Waiting { arrived: now, failure: None })
     }
 }
 
@@ -134,16 +148,53 @@ mod tests {
     }
 
     #[test]
-    fn new_names_come_before_failed_ones_in_the_order_of_their_arrival() {
+    fn names_come_in_the_order_in_which_their_waits_began() {
         let mut turns = Turns::new(1, 1);
         let mut now = Instant::now();
         assert_eq!(turns.begin(names(&["k", "z"]), usize::MAX, now), ["k"]);
         turns.ended("k", false, now);
         now += BACKOFF_MAX;
+        // Of the two that wait since the beginning, the one that was never tried.
         assert_eq!(turns.begin(names(&["a", "k", "z"]), usize::MAX, now), ["z"]);
-        turns.ended("z", false, now);
+        turns.ended("z", false, now + Duration::from_millis(1));
         now += BACKOFF_MAX;
-        assert_eq!(turns.begin(names(&["a", "k", "z"]), usize::MAX, now), ["a"]);
+        for expected in ["k", "a", "z"] {
+            assert_eq!(turns.begin(names(&["a", "k", "z"]), usize::MAX, now), [expected]);
+            turns.ended(expected, true, now);
+        }
+    }
+
+    /// Each name known gets its turn after at most one attempt per name known when its wait began.
+    /// A backoff can only delay it by its own length.
+    #[test]
+    fn fresh_names_do_not_keep_a_failed_name_out() {
+        for fresh_per_turn in [1, 3, 16] {
+            let mut turns = Turns::new(1, 1);
+            let mut now = Instant::now();
+            let mut known = vec!["z".to_string()];
+            let mut turns_of_z = Vec::new();
+            let mut known_at_failure = known.len();
+            for turn in 0..200 {
+                let candidates = known.iter().map(|name| (name.as_str(), "http://10.0.0.1:1"));
+                let begun = turns.begin(candidates, usize::MAX, now);
+                assert_eq!(begun.len(), 1, "a turn goes to somebody");
+                turns.ended(&begun[0], false, now);
+                if begun[0] == "z" {
+                    let waited = turn - turns_of_z.last().copied().unwrap_or(turn);
+                    assert!(waited <= known_at_failure, "{waited} turns, with {known_at_failure} names");
+                    turns_of_z.push(turn);
+                    known_at_failure = known.len();
+                } else {
+                    // Its owner withdraws it, so that the table has room for the next ones.
+                    known.retain(|name| *name != begun[0]);
+                }
+                // They sort before all others.
+                known.extend((0..fresh_per_turn).map(|number| format!("a{turn:03}-{number}")));
+                turns.retain(|name| known.iter().any(|known| known == name));
+                now += BACKOFF_MAX;
+            }
+            assert!(turns_of_z.len() > 2, "{fresh_per_turn}: {turns_of_z:?}");
+        }
     }
 
     #[test]
