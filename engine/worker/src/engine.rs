@@ -131,7 +131,7 @@ async fn prepare(options: &mut EngineOptions) -> Result<(Preloaded, NamespaceDes
             let load_options = options.load;
             // Loading reads gigabytes and would block the event loop.
             let load = move || -> Result<Preloaded, EngineError> {
-                let model = Arc::new(Model::load_with(&folder, &load_options)?);
+                let model = Arc::new(Model::load_with(&folder, &load_options, &|_, _| ())?);
                 let tokenizer = Arc::new(Tokenizer::load(&folder)?);
                 Ok(Preloaded { model, tokenizer })
             };
