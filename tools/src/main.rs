@@ -22,6 +22,7 @@ mod prefix;
 mod process;
 mod serve;
 mod signals;
+mod sizes;
 mod status;
 mod table;
 mod tiers;

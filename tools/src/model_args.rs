@@ -1,8 +1,16 @@
-//! Options of the commands that load a model.
+//! Options of the commands that load a model, and the load itself.
 
+use crate::output::escape;
+use crate::sizes::ModelShape;
+use anyhow::{Context, Result};
+use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
 use larder_format::KvDtype;
-use larder_model::{LoadOptions, WeightFormat};
+use larder_model::{LoadOptions, Model, Tokenizer, WeightFormat};
+use larder_worker::Preloaded;
+use std::path::Path;
+use std::sync::Arc;
 
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ModelArgs {
@@ -15,6 +23,14 @@ pub struct ModelArgs {
     /// with a scale per 32 weights: about half the memory of bf16, and other results
     #[arg(long, default_value = "stored", value_name = "FORMAT")]
     weights: WeightsArg,
+    /// Tokens per page. Must be the same for all engines of a model. Default: 32, or the largest
+    /// power of two below it whose page has at most 2 MiB
+    #[arg(long, value_name = "TOKENS")]
+    page_tokens: Option<u32>,
+    /// Memory for the KV pages (L1) of each engine. It bounds the context. Default: half of the
+    /// free memory, a quarter if `up` starts the engine, and at most 16 times the model's context
+    #[arg(long, value_name = "SIZE")]
+    pub l1: Option<ByteSize>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -33,7 +49,31 @@ enum WeightsArg {
 }
 
 impl ModelArgs {
-    pub fn load_options(self) -> LoadOptions {
+    /// Loads the model in `folder` and its tokenizer. Shows a bar if standard error is a terminal.
+    /// Takes minutes for a large model.
+    pub fn load(self, folder: &Path) -> Result<Preloaded> {
+        let message = format!("loading {}", escape(&folder.display().to_string()));
+        // `with_message` does not draw: the length is not known yet.
+        let bar = ProgressBar::new(0).with_style(bar_style()).with_message(message);
+        let progress = |done: u64, total: u64| {
+            // Each byte counts twice, as it is converted and hashed.
+            bar.set_length(total / 2);
+            bar.set_position(done / 2);
+        };
+        let model = Model::load_with(folder, &self.load_options(), &progress)
+            .with_context(|| format!("cannot load the model {}", folder.display()));
+        bar.finish_and_clear();
+        let tokenizer =
+            Tokenizer::load(folder).with_context(|| format!("cannot load the tokenizer of {}", folder.display()));
+        Ok(Preloaded { model: Arc::new(model?), tokenizer: Arc::new(tokenizer?) })
+    }
+
+    /// Describes the pages of `model`, with the tokens that the options or the model give.
+    pub fn shape(self, model: &Model) -> ModelShape {
+        ModelShape::new(model, self.page_tokens.unwrap_or_else(|| model.default_page_tokens()))
+    }
+
+    fn load_options(self) -> LoadOptions {
         LoadOptions {
             kv_dtype: match self.kv_dtype {
                 KvDtypeArg::Model => None,
@@ -47,4 +87,9 @@ impl ModelArgs {
             },
         }
     }
+}
+
+fn bar_style() -> ProgressStyle {
+    ProgressStyle::with_template("{msg} {wide_bar} {binary_bytes} of {binary_total_bytes}, {eta} left")
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
 }

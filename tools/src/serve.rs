@@ -4,6 +4,7 @@ use crate::http_args::HttpArgs;
 use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::signals;
+use crate::sizes;
 use crate::tiers::{self, TierArgs};
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
@@ -100,16 +101,10 @@ pub struct EngineArgs {
     /// URL that routers use to reach this engine. Default: the listen address
     #[arg(long, value_name = "URL")]
     advertise: Option<String>,
-    /// Tokens per page. Must be the same for all engines of a model
-    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
-    page_tokens: u32,
     /// Name of the kernels' rounding. Engines share pages only if it is the same. Default: measured
     /// with a probe at start. Declare one name for engines that you know to compute the same bits
     #[arg(long, value_name = "NAME")]
     numerics: Option<String>,
-    /// Memory for the engine's own KV pages (L1)
-    #[arg(long, default_value = "256MiB", value_name = "SIZE")]
-    l1: ByteSize,
     /// Maximum number of prompt tokens computed in one step
     #[arg(long, default_value_t = 512, value_name = "TOKENS")]
     chunk_tokens: usize,
@@ -204,19 +199,26 @@ pub async fn store(args: StoreArgs) -> Result<()> {
 }
 
 pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
+    let loading = tokio::task::spawn_blocking({
+        let folder = args.model.clone();
+        move || args.load.load(&folder)
+    });
+    let loaded = loading.await??;
+    let shape = args.load.shape(&loaded.model);
     let mut options = EngineOptions::new(role, args.model, args.store);
-    options.load = args.load.load_options();
+    options.preloaded = Some(loaded);
     options.model_name = args.model_name;
     options.listen = args.listen;
     options.advertise = args.advertise;
-    options.page_tokens = args.page_tokens;
+    options.page_tokens = shape.page_tokens;
     options.numerics = args.numerics;
-    options.l1_bytes = args.l1.as_u64() as usize;
+    options.l1_bytes = args.load.l1.map_or_else(|| sizes::l1_alone(shape), |l1| l1.as_u64()) as usize;
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
     args.http.apply(&mut options.http);
     let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
     say!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
+    say!("context {}", shape.context_text(engine.info().max_context));
     signals::stop_requested().await?;
     engine.shutdown().await;
     Ok(())

@@ -6,6 +6,7 @@
 use crate::http_args::HttpArgs;
 use crate::model_args::ModelArgs;
 use crate::output::say;
+use crate::sizes::{ModelShape, Sizes};
 use crate::tiers::TierArgs;
 use crate::verify::NODE_DIR_PREFIX;
 use crate::{bundled, signals};
@@ -13,13 +14,11 @@ use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::Parser;
 use larder_client::{DEFAULT_CONNECTIONS, StoreUrl, Transport};
-use larder_model::{LoadOptions, Model, Tokenizer};
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub const DATA_DIR: &str = "larder-data";
@@ -50,22 +49,24 @@ pub struct Args {
     /// Number of store nodes
     #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
-    /// DRAM for cached pages (L2) of each store node, at least 32 MiB
-    #[arg(long, default_value = "256MiB", value_name = "SIZE")]
-    l2: ByteSize,
+    /// DRAM for cached pages (L2) of each store node, at least 32 MiB. Default: for all nodes
+    /// together a quarter of the free memory, at most what both engines have as L1
+    #[arg(long, value_name = "SIZE")]
+    l2: Option<ByteSize>,
     /// Maximum disk space for pages (L3) of each store node. 0 disables L3
     #[arg(long, default_value = "1GiB", value_name = "SIZE")]
     l3_bytes: ByteSize,
     #[command(flatten)]
     tiers: TierArgs,
-    /// Memory for the KV pages (L1) of each engine
-    #[arg(long, default_value = "128MiB", value_name = "SIZE")]
-    l1: ByteSize,
-    /// Tokens per page
-    #[arg(long, default_value_t = 32, value_name = "TOKENS")]
-    page_tokens: u32,
     #[command(flatten)]
     http: HttpArgs,
+}
+
+/// The loaded model, and the sizes chosen for it.
+struct LoadedModel {
+    preloaded: Preloaded,
+    shape: ModelShape,
+    sizes: Sizes,
 }
 
 /// Everything that `up` has started, in this order. Shutdown goes the other way, so no part
@@ -104,7 +105,7 @@ impl LocalCluster {
         Ok(())
     }
 
-    async fn start_nodes(&mut self, args: &Args) -> Result<()> {
+    async fn start_nodes(&mut self, args: &Args, l2_bytes: u64) -> Result<()> {
         let free_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         for number in 0..args.nodes {
             let dir = node_dir(&args.data_dir, number);
@@ -112,7 +113,7 @@ impl LocalCluster {
                 listen: free_port,
                 admin_listen: Some(free_port),
                 data_dir: Some(dir.clone()),
-                l2_bytes: args.l2.as_u64(),
+                l2_bytes,
                 l3_bytes: args.l3_bytes.as_u64(),
                 ..NodeOptions::default()
             };
@@ -128,14 +129,14 @@ impl LocalCluster {
         Ok(())
     }
 
-    async fn start_serving(&mut self, args: &Args, folder: &Path, preloaded: Preloaded) -> Result<()> {
+    async fn start_serving(&mut self, args: &Args, folder: &Path, model: &LoadedModel) -> Result<()> {
         let nodes = self.nodes.iter().map(|node| node.addr().to_string()).collect();
         let store = StoreUrl { nodes, transport: Transport::Auto, connections: DEFAULT_CONNECTIONS };
         for role in [Role::Prefill, Role::Decode] {
             let mut options = EngineOptions::new(role, folder, store.clone());
-            options.preloaded = Some(preloaded.clone());
-            options.page_tokens = args.page_tokens;
-            options.l1_bytes = args.l1.as_u64() as usize;
+            options.preloaded = Some(model.preloaded.clone());
+            options.page_tokens = model.shape.page_tokens;
+            options.l1_bytes = model.sizes.l1 as usize;
             args.http.apply_common(&mut options.http);
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
             self.engines.push(engine);
@@ -168,18 +169,20 @@ pub async fn run(args: Args) -> Result<()> {
         started = start(&args, &mut cluster) => started,
         stopped = signals::stop_requested() => stopped.map_err(Into::into).and_then(|()| bail!("stopped before the start was complete")),
     };
-    if let Err(error) = started {
-        cluster.shutdown().await;
-        return Err(error);
+    match started {
+        Ok(model) => print_addresses(&args, &cluster, &model, begin.elapsed()),
+        Err(error) => {
+            cluster.shutdown().await;
+            return Err(error);
+        }
     }
-    print_addresses(&args, &cluster, begin.elapsed());
     signals::stop_requested().await?;
     eprintln!("stopping");
     cluster.shutdown().await;
     Ok(())
 }
 
-async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<()> {
+async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<LoadedModel> {
     // Fails on a port in use before anything is created on disk or started.
     if let Err(error) = tokio::net::TcpListener::bind(args.listen).await {
         bail!("cannot listen on {}: {error}; choose another address with --listen [LRD0501]", args.listen);
@@ -191,15 +194,19 @@ async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<()> {
         Some(folder) => folder.clone(),
         None => bundled::unpack(&args.data_dir)?,
     };
-    // The model loads while the nodes recover.
     let loading = tokio::task::spawn_blocking({
         let folder = folder.clone();
-        let options = args.load.load_options();
-        move || load(&folder, &options)
+        let load = args.load;
+        move || load.load(&folder)
     });
-    cluster.start_nodes(args).await?;
     let preloaded = loading.await??;
-    cluster.start_serving(args, &folder, preloaded).await
+    let shape = args.load.shape(&preloaded.model);
+    // Only now is it known how much memory the weights have left.
+    let sizes = Sizes::for_up(shape, args.nodes, args.load.l1, args.l2);
+    let model = LoadedModel { preloaded, shape, sizes };
+    cluster.start_nodes(args, sizes.l2).await?;
+    cluster.start_serving(args, &folder, &model).await?;
+    Ok(model)
 }
 
 fn node_dir(data_dir: &Path, number: u16) -> PathBuf {
@@ -214,17 +221,9 @@ pub fn node_admin_urls(data_dir: &Path) -> Vec<String> {
     urls.map(|url| url.trim().to_string()).collect()
 }
 
-fn load(folder: &Path, options: &LoadOptions) -> Result<Preloaded> {
-    let model =
-        Model::load_with(folder, options).with_context(|| format!("cannot load the model {}", folder.display()))?;
-    let tokenizer =
-        Tokenizer::load(folder).with_context(|| format!("cannot load the tokenizer of {}", folder.display()))?;
-    Ok(Preloaded { model: Arc::new(model), tokenizer: Arc::new(tokenizer) })
-}
-
-fn print_addresses(args: &Args, cluster: &LocalCluster, duration: Duration) {
-    let Some(router) = &cluster.router else { return };
-    let model = cluster.engines.first().map(|engine| engine.info().model.clone()).unwrap_or_default();
+fn print_addresses(args: &Args, cluster: &LocalCluster, loaded: &LoadedModel, duration: Duration) {
+    let (Some(router), Some(engine)) = (&cluster.router, cluster.engines.first()) else { return };
+    let model = &engine.info().model;
     let address = router.addr();
     let store: Vec<String> = cluster.nodes.iter().map(|node| node.addr().to_string()).collect();
     let data = args.data_dir.display();
@@ -236,6 +235,10 @@ fn print_addresses(args: &Args, cluster: &LocalCluster, duration: Duration) {
             say!("  node {number}   http://{admin}   /metrics, /status, POST /scrub");
         }
     }
+    let Sizes { l1, l2 } = loaded.sizes;
+    let pages = loaded.shape.page_text();
+    say!("  context  {}", loaded.shape.context_text(engine.info().max_context));
+    say!("  memory   L1 {:.1} per engine, L2 {:.1} per node, {pages}", ByteSize(l1), ByteSize(l2));
     say!("  data     {data}   kept for the next start; `larder verify {data}` checks it when stopped");
     say!("");
     say!("  curl http://{address}/v1/completions -H 'content-type: application/json' \\");

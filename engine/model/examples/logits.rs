@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             _ => return Err(format!("{choice} is unknown; known are bf16, f16, f32 and q8").into()),
         }
     }
-    let model = Model::load_with(Path::new(folder), &options)?;
+    let model = Model::load_with(Path::new(folder), &options, &|_, _| ())?;
     let text = std::fs::read_to_string(tokens)?;
     let tokens = text.split_whitespace().map(str::parse).collect::<Result<Vec<u32>, _>>()?;
     let pool = KvPool::new(model.geometry(PAGE_TOKENS), tokens.len().div_ceil(PAGE_TOKENS as usize));

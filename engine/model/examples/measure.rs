@@ -61,7 +61,7 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
 fn main() -> Result<(), Box<dyn Error>> {
     let Arguments { folder, prompt, repeats, sequences, weights, is_json } = arguments()?;
     let started = Instant::now();
-    let model = Model::load_with(&folder, &LoadOptions { weights, ..LoadOptions::default() })?;
+    let model = Model::load_with(&folder, &LoadOptions { weights, ..LoadOptions::default() }, &|_, _| ())?;
     println!("load: {:.1?}; {} threads", started.elapsed(), rayon::current_num_threads());
     let resident = resident_bytes()?;
     println!("resident memory: {:.2} GB", resident / 1e9);

@@ -229,6 +229,8 @@ pub struct SealedPage {
     chunk_crcs: Vec<u32>,
     /// Empty until the store has told it.
     origin: OnceLock<PageOrigin>,
+    /// Origin that a copy states while the store has not confirmed the page.
+    unconfirmed_origin: OnceLock<PageOrigin>,
     is_received: bool,
 }
 
@@ -242,17 +244,31 @@ impl SealedPage {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
-        Self { page, chunk_crcs: crcs, origin: OnceLock::new(), is_received: false }
+        let unknown = OnceLock::new;
+        Self { page, chunk_crcs: crcs, origin: unknown(), unconfirmed_origin: unknown(), is_received: false }
     }
 
     /// Keeps a page with the checksums that came with it. Does not read the bytes.
     pub fn received(page: KvPage, seal: PageSeal) -> Self {
         let origin = seal.origin.map_or_else(OnceLock::new, OnceLock::from);
-        Self { page, chunk_crcs: seal.chunk_crcs, origin, is_received: true }
+        Self { page, chunk_crcs: seal.chunk_crcs, origin, unconfirmed_origin: OnceLock::new(), is_received: true }
     }
 
+    /// Source of the page in the store. `None` until the store has confirmed that it has the page.
     pub fn origin(&self) -> Option<PageOrigin> {
         self.origin.get().copied()
+    }
+
+    /// Origin that a put of this page must state as a copy: its source in the store, or what
+    /// [`set_unconfirmed_origin`](Self::set_unconfirmed_origin) recorded.
+    pub fn copy_origin(&self) -> Option<PageOrigin> {
+        self.origin().or_else(|| self.unconfirmed_origin.get().copied())
+    }
+
+    /// Records the origin to state for a page whose first put failed. The first one stays: it is
+    /// that of the time when the page was computed.
+    pub fn set_unconfirmed_origin(&self, origin: PageOrigin) {
+        let _ = self.unconfirmed_origin.set(origin);
     }
 
     /// Returns `true` if the page came from the store, so that any client may have computed it.

@@ -40,7 +40,7 @@ pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
 pub use chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
 pub use config::{Architecture, ModelConfig, Rope};
 pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage, is_finite};
-pub use model::{LoadOptions, Model, WeightFormat};
+pub use model::{LoadOptions, Model, Progress, WeightFormat};
 pub use sampling::{Sampler, SamplingParams};
 pub use stop::{StopMatcher, StopStep};
 pub use stream::TokenStream;

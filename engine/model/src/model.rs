@@ -13,10 +13,17 @@ use larder_kernels::cpu::{PackedMatrix, WeightType};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Target size of a page part. Parts are the unit of transfer: small enough to overlap with the
 /// computation of later layers, large enough to be worth a request.
 const PART_BYTES_TARGET: usize = 256 << 10;
+/// Maximum default of the tokens per page. Only whole pages are shared, so a longer page loses more
+/// tokens at the end of a prefix.
+const PAGE_TOKENS_MAX: u32 = 32;
+/// Maximum size of a page with the default number of tokens. Far larger pages keep a get waiting
+/// for memory, and gain no throughput.
+const PAGE_BYTES_MAX: usize = 2 << 20;
 
 pub struct Model {
     pub(crate) config: ModelConfig,
@@ -46,6 +53,10 @@ pub enum WeightFormat {
     /// the price of accuracy.
     Q8,
 }
+
+/// Receives the progress of loading: bytes done, and bytes in all. Several threads call it, out of
+/// order. Each weight counts twice: it is converted, and hashed for the fingerprint.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 pub(crate) struct Weights {
     /// Embedding matrix. `None` if the model ties it to the output matrix.
@@ -80,21 +91,23 @@ impl Model {
     /// If the folder is incomplete or malformed, or if it needs a feature this engine lacks. The
     /// error names the file, field or tensor.
     pub fn load(dir: &Path) -> Result<Model, LoadError> {
-        Model::load_with(dir, &LoadOptions::default())
+        Model::load_with(dir, &LoadOptions::default(), &|_, _| ())
     }
 
-    /// Loads a model folder as [`load`](Model::load) does, with other choices.
+    /// Loads a model folder as [`load`](Model::load) does, with choices, and reports progress.
     ///
     /// # Errors
     /// Those of [`load`](Model::load).
-    pub fn load_with(dir: &Path, options: &LoadOptions) -> Result<Model, LoadError> {
+    pub fn load_with(dir: &Path, options: &LoadOptions, progress: Progress<'_>) -> Result<Model, LoadError> {
         if !dir.is_dir() {
             return Err(LoadError::NoFolder(dir.to_owned()));
         }
         let generation = read_optional_json(&dir.join("generation_config.json"))?;
         let config = ModelConfig::from_json(&read_json(&dir.join("config.json"))?, &generation)?;
         let files = WeightFiles::open(dir)?;
-        let mut loader = Loader { tensors: files.tensors()?, used: Vec::new(), format: options.weights };
+        let tensors = files.tensors()?;
+        let meter = Meter { done: AtomicU64::new(0), total: 2 * tensors.bytes(), report: progress };
+        let mut loader = Loader { tensors, used: Vec::new(), format: options.weights, meter };
         let weights = loader.weights(&config)?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| loader.kv_dtype());
         let fingerprint = loader.fingerprint(&config);
@@ -110,6 +123,15 @@ impl Model {
     /// so models with other weights never share pages.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
+    }
+
+    /// Returns the default number of tokens per page: the largest power of two up to 32 whose page
+    /// has at most 2 MiB. It depends on the model and the type of its pages only, so all
+    /// engines of a model agree.
+    pub fn default_page_tokens(&self) -> u32 {
+        let powers = std::iter::successors(Some(PAGE_TOKENS_MAX), |tokens| (*tokens > 1).then_some(tokens / 2));
+        let mut powers = powers.skip_while(|tokens| self.geometry(*tokens).page_bytes() > PAGE_BYTES_MAX);
+        powers.next().unwrap_or(1)
     }
 
     /// Returns the shape of a page of `page_tokens` tokens. The caller checks it against the
@@ -137,14 +159,31 @@ impl std::fmt::Debug for Model {
     }
 }
 
+/// Progress of one load.
+struct Meter<'a> {
+    done: AtomicU64,
+    total: u64,
+    report: Progress<'a>,
+}
+
+impl Meter<'_> {
+    fn add(&self, tensors: &[Tensor<'_>]) {
+        let bytes: u64 = tensors.iter().map(Tensor::bytes).sum();
+        // Relaxed: the figure is for people, and orders nothing.
+        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        (self.report)(done, self.total);
+    }
+}
+
 /// Reads tensors by name and records the ones used, for the fingerprint.
-struct Loader<'a> {
+struct Loader<'a, 'p> {
     tensors: Tensors<'a>,
     used: Vec<Tensor<'a>>,
     format: WeightFormat,
+    meter: Meter<'p>,
 }
 
-impl<'a> Loader<'a> {
+impl<'a> Loader<'a, '_> {
     fn weights(&mut self, config: &ModelConfig) -> Result<Weights, LoadError> {
         let embedding = self.take("model.embed_tokens.weight", &[config.vocab, config.hidden])?;
         let (embedding, output) = if config.tied_embeddings {
@@ -244,13 +283,21 @@ impl<'a> Loader<'a> {
                 output -= part.rows();
             }
         };
-        PackedMatrix::new(outputs, inputs, weight_type, fill)
-            .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })
+        let packed = PackedMatrix::new(outputs, inputs, weight_type, fill)
+            .map_err(|source| LoadError::Memory { name: parts[0].name().to_owned(), source })?;
+        self.meter.add(parts);
+        Ok(packed)
     }
 
     fn fingerprint(mut self, config: &ModelConfig) -> [u8; 32] {
         self.used.sort_by(|a, b| a.name().cmp(b.name()));
-        let digests: Vec<[u8; 32]> = self.used.par_iter().map(Tensor::digest).collect();
+        let meter = &self.meter;
+        let digest = |tensor: &Tensor<'_>| {
+            let digest = tensor.digest();
+            meter.add(std::slice::from_ref(tensor));
+            digest
+        };
+        let digests: Vec<[u8; 32]> = self.used.par_iter().map(digest).collect();
         let mut hash = Sha256::new();
         hash.update(config.canonical());
         // Stored weights need no mark: their types are part of the tensors' digests.

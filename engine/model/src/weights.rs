@@ -122,6 +122,11 @@ pub(crate) struct Tensors<'a> {
 }
 
 impl<'a> Tensors<'a> {
+    /// Bytes of all tensors in the files.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.views.values().map(|view| view.data().len() as u64).sum()
+    }
+
     /// Returns the tensor `name`, or an error if it has another shape than `shape`.
     pub(crate) fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor<'a>, LoadError> {
         let view = self.views.get(name).ok_or_else(|| LoadError::MissingTensor(name.to_owned()))?;
@@ -170,6 +175,10 @@ pub(crate) struct Tensor<'a> {
 impl Tensor<'_> {
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.len() as u64
     }
 
     pub(crate) fn is_matrix(&self) -> bool {

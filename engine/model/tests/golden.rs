@@ -79,7 +79,7 @@ fn golden(dir: &Path, variant: Variant) -> Golden {
     let tokens = |name| data(name).as_chunks().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect();
     Golden {
         name: dir.file_name().unwrap().to_string_lossy().into_owned(),
-        model: Model::load_with(dir, &variant.options()).unwrap(),
+        model: Model::load_with(dir, &variant.options(), &|_, _| ()).unwrap(),
         prompt: tokens("prompt"),
         greedy: tokens("greedy"),
         logits: floats("logits"),

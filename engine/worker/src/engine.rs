@@ -12,8 +12,8 @@ use crate::metrics::Metrics;
 use crate::options::{EngineOptions, OptionsError, Preloaded};
 use crate::publish::Publisher;
 use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
-use crate::scrub;
 use crate::store::PageStore;
+use crate::{republish, scrub};
 use axum::body::Bytes;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
@@ -131,7 +131,7 @@ async fn prepare(options: &mut EngineOptions) -> Result<(Preloaded, NamespaceDes
             let load_options = options.load;
             // Loading reads gigabytes and would block the event loop.
             let load = move || -> Result<Preloaded, EngineError> {
-                let model = Arc::new(Model::load_with(&folder, &load_options)?);
+                let model = Arc::new(Model::load_with(&folder, &load_options, &|_, _| ())?);
                 let tokenizer = Arc::new(Tokenizer::load(&folder)?);
                 Ok(Preloaded { model, tokenizer })
             };
@@ -199,7 +199,9 @@ async fn launch(
     let tasks = TaskTracker::new();
     // Every queued request and every load result fits, so senders rarely wait.
     let (sender, events) = flume::bounded(options.queue_max + REPORTS_MAX);
-    let publisher = Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, options.publish_timeout);
+    let (unpublished, unpublished_pages) = flume::bounded(REPORTS_MAX);
+    let publisher =
+        Publisher::new(store.clone(), metrics.clone(), tasks.clone(), &geometry, unpublished, options.publish_timeout);
     let commits = publisher.commits().clone();
     let scheduler = Scheduler::new(SchedulerContext {
         model: loaded.model.clone(),
@@ -238,7 +240,8 @@ async fn launch(
         .spawn(move || scheduler.run())
         .map_err(EngineError::Thread)?;
     // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
-    tokio::spawn(watch_store(store, metrics, stop.clone()));
+    tokio::spawn(watch_store(store, metrics.clone(), stop.clone()));
+    tokio::spawn(republish::run(unpublished_pages, sender.clone(), metrics, stop.clone()));
     tokio::spawn(scrub::run(sender, geometry.page_bytes(), stop.clone()));
     let server = http_server(options.http, &app);
     let server = tokio::spawn(server.serve(listener, http::router(app.clone()), stop.clone(), SHUTDOWN_STEP_TIMEOUT));

@@ -14,7 +14,8 @@
 //! 3. `load` looks up, reads and follows pages in the store.
 //! 4. `batch` plans chunks of the remaining tokens, and the forward pass computes them.
 //! 5. `publish` puts each page into the store while it is being computed.
-//! 6. `radix` keeps finished pages for later requests, and `scrub` verifies them in the background.
+//! 6. `radix` keeps finished pages for later requests. In the background, `scrub` verifies them,
+//!    and `republish` puts those again that the store did not take.
 //!
 //! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
 //! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
@@ -32,6 +33,7 @@ mod options;
 mod pages;
 mod publish;
 mod radix;
+mod republish;
 mod scheduler;
 mod scrub;
 mod sequence;

@@ -88,6 +88,7 @@ pub struct Metrics {
     pub(crate) l1_pages_corrupt: Counter,
     pub(crate) l1_pages_forgotten: Counter,
     pub(crate) suspect_pages: Counter,
+    pub(crate) unpublished_pages: Gauge,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
     pub(crate) http: HttpMetrics,
@@ -159,6 +160,12 @@ impl Metrics {
                 "suspect_pages",
                 "Pages from the store that led to values that are not finite, dropped from L1 and from the store",
                 Counter::default(),
+            ),
+            unpublished_pages: add(
+                r,
+                "unpublished_pages",
+                "Pages that the store did not take and that wait for another put",
+                Gauge::default(),
             ),
             store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),
             store_connection_changes: add(

@@ -6,7 +6,8 @@
 //! - The written bytes are identical on every engine (see batch invariance in
 //!   docs/internals/engines.md).
 //! - Nothing here waits for the network.
-//! - A failed put affects only a counter and the number of lost pages in the reply.
+//! - A failed put affects only a counter and the number of lost pages in the reply. The page is
+//!   reported, so that `republish` puts it again.
 
 use crate::commits::Commits;
 use crate::metrics::Metrics;
@@ -15,7 +16,7 @@ use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey};
 use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
@@ -27,7 +28,18 @@ pub(crate) struct Publisher {
     tasks: TaskTracker,
     parts: Arc<PartTable>,
     commits: Arc<Commits>,
+    unpublished: flume::Sender<Unpublished>,
     limit: Duration,
+}
+
+/// Page whose put found the store busy, or whose outcome is unknown.
+pub(crate) struct Unpublished {
+    pub(crate) page: NewPage,
+    /// Weak: a page that waits for its next put may be evicted.
+    pub(crate) content: Weak<SealedPage>,
+    pub(crate) outcome: PutOutcome,
+    /// Puts so far.
+    pub(crate) attempts: u32,
 }
 
 /// Byte range of each part of a page, and the layer that completes the part. Computed once, because
@@ -63,50 +75,73 @@ impl Publisher {
         metrics: Arc<Metrics>,
         tasks: TaskTracker,
         geometry: &PageGeometry,
+        unpublished: flume::Sender<Unpublished>,
         limit: Duration,
     ) -> Self {
-        Self { store, metrics, tasks, parts: Arc::new(PartTable::new(geometry)), commits: Arc::default(), limit }
+        let parts = Arc::new(PartTable::new(geometry));
+        Self { store, metrics, tasks, parts, commits: Arc::default(), unpublished, limit }
     }
 
     pub(crate) fn commits(&self) -> &Arc<Commits> {
         &self.commits
     }
 
-    /// Opens a put for page `position` of the sequence with these keys. Returns at once.
-    pub(crate) fn open(&self, keys: &[PageKey], position: usize, source: PutSource) -> Box<dyn OpenPut> {
-        let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
-        let page = NewPage { key: keys[position], parent, position: position as u32 };
-        self.store.put(page, source, Instant::now() + self.limit)
+    /// Opens a put of a page that the engine computes next. Returns at once.
+    pub(crate) fn open(&self, page: NewPage) -> Box<dyn OpenPut> {
+        self.store.put(page, PutSource::Computed, Instant::now() + self.limit)
     }
 
-    /// Puts a page of L1 that the store lacks. The caller MUST have verified it just now: the
-    /// client computes new checksums from these bytes.
-    pub(crate) fn put_copy(&self, keys: &[PageKey], position: usize, page: &Arc<SealedPage>) -> JoinHandle<PutOutcome> {
-        let mut put = self.open(keys, position, PutSource::Copy { origin: page.origin() });
-        let content: &KvPage = page;
-        let payload: &[u8] = content.as_ref();
+    /// Puts a page of L1 that the store lacks, after `attempts` puts without success. The caller
+    /// MUST have verified it just now: the client computes new checksums from these bytes.
+    pub(crate) fn put_copy(&self, page: NewPage, content: &Arc<SealedPage>, attempts: u32) -> JoinHandle<PutOutcome> {
+        let source = PutSource::Copy { origin: content.copy_origin() };
+        let mut put = self.store.put(page.clone(), source, Instant::now() + self.limit);
+        let pool_page: &KvPage = content;
+        let payload: &[u8] = pool_page.as_ref();
         for (part, (range, _)) in self.parts.entries.iter().enumerate() {
             put.write_part(part, &payload[range.clone()]);
         }
-        self.commit(keys[position], put, page)
+        self.finish(page, put, content, attempts)
     }
 
-    /// Commits a put of `page` whose parts are all written. The commit runs in the background; the
-    /// handle yields its outcome. The page learns its origin, for later copies.
-    pub(crate) fn commit(&self, key: PageKey, put: Box<dyn OpenPut>, page: &Arc<SealedPage>) -> JoinHandle<PutOutcome> {
+    /// Commits the put of a computed page whose parts are all written. The commit runs in the
+    /// background; the handle yields its outcome. The page learns its origin, for later copies.
+    pub(crate) fn commit(
+        &self,
+        page: NewPage,
+        put: Box<dyn OpenPut>,
+        content: &Arc<SealedPage>,
+    ) -> JoinHandle<PutOutcome> {
+        self.finish(page, put, content, 0)
+    }
+
+    fn finish(
+        &self,
+        page: NewPage,
+        put: Box<dyn OpenPut>,
+        content: &Arc<SealedPage>,
+        attempts: u32,
+    ) -> JoinHandle<PutOutcome> {
         let metrics = self.metrics.clone();
+        let unpublished = self.unpublished.clone();
         // Weak: the page may be evicted while its commit is in flight.
-        let page = Arc::downgrade(page);
-        let running = self.commits.begin(key);
+        let content = Arc::downgrade(content);
+        let running = self.commits.begin(page.key);
         // Start the commit here, not in the task: its time limit runs from now.
         let sealing = put.commit(Instant::now() + self.limit);
         self.tasks.spawn(async move {
             let (outcome, origin) = sealing.await;
             drop(running);
-            if let (Some(origin), Some(page)) = (origin, page.upgrade()) {
-                page.set_origin(origin);
-            }
             metrics.page_published(outcome);
+            let (Some(origin), Some(sealed)) = (origin, content.upgrade()) else { return outcome };
+            if matches!(outcome, PutOutcome::Stored | PutOutcome::AlreadyThere) {
+                sealed.set_origin(origin);
+                return outcome;
+            }
+            sealed.set_unconfirmed_origin(origin);
+            drop(sealed);
+            // Beyond the bound of the queue, the page stays unpublished.
+            let _ = unpublished.try_send(Unpublished { page, content, outcome, attempts: attempts + 1 });
             outcome
         })
     }
@@ -114,6 +149,12 @@ impl Publisher {
     pub(crate) fn hooks(&self) -> PublishHooks {
         PublishHooks { parts: self.parts.clone(), pages: Vec::new() }
     }
+}
+
+/// Page `position` of the sequence with these keys.
+pub(crate) fn page_of(keys: &[PageKey], position: usize) -> NewPage {
+    let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
+    NewPage { key: keys[position], parent, position: position as u32 }
 }
 
 pub(crate) struct CompletingPage {

@@ -8,7 +8,8 @@
 //! - A page is in the tree only if all pages before it in its sequence are, so a match from the
 //!   start finds every cached prefix.
 //! - A page in use by a running sequence (its `Arc` is shared) is never evicted.
-//! - Eviction removes leaves only, the least recently used first.
+//! - Eviction removes leaves only. The least recently used goes first, but later than the next few
+//!   if the store does not have it yet.
 //! - [`RadixTree::remove`] takes a page out with all pages after it, in use or not. The sequences
 //!   that use them keep their references.
 
@@ -16,6 +17,9 @@ use larder_format::PageKey;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use std::sync::{Arc, Weak};
+
+/// Number of leaves among which an eviction looks for a preferred one.
+const PREFERENCE_SCAN_MAX: usize = 64;
 
 struct Node<P> {
     page: Arc<P>,
@@ -91,13 +95,18 @@ impl<P> RadixTree<P> {
 
     /// Evicts up to `wanted` pages and returns the number evicted. Evicts fewer only if all
     /// remaining pages are in use. Scans past leaves in use, so its cost grows with their number.
-    pub fn evict(&mut self, wanted: usize) -> usize {
+    ///
+    /// Of the 64 leaves in turn, the first that `is_preferred` goes, or the first of all.
+    pub fn evict(&mut self, wanted: usize, is_preferred: impl Fn(&P) -> bool) -> usize {
         let mut evicted = 0;
         while evicted < wanted {
             // A count of 1 means that the tree holds the only reference. Other threads add one only
             // for a moment: a scrub, and the end of a commit.
             let free = |key: &PageKey| self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1);
-            let Some(&(used, key)) = self.leaves.iter().find(|(_, key)| free(key)) else {
+            let mut in_turn = self.leaves.iter().filter(|(_, key)| free(key)).take(PREFERENCE_SCAN_MAX);
+            let first = in_turn.clone().next();
+            let preferred = in_turn.find(|(_, key)| self.peek(key).is_some_and(|page| is_preferred(page)));
+            let Some(&(used, key)) = preferred.or(first) else {
                 break;
             };
             self.leaves.remove(&(used, key));
@@ -197,10 +206,10 @@ mod tests {
         let a = add(&mut tree, &[1, 2, 3, 4]);
         let b = add(&mut tree, &[1, 2, 5, 6]);
         tree.get(&a[1]);
-        assert_eq!(tree.evict(1), 1);
+        assert_eq!(tree.evict(1, |_| true), 1);
         assert_eq!(tree.match_prefix(&b).len(), 1, "the older leaf went");
         assert_eq!(tree.match_prefix(&a).len(), 2);
-        assert_eq!(tree.evict(10), 2, "then the rest, the root last");
+        assert_eq!(tree.evict(10, |_| true), 2, "then the rest, the root last");
         assert!(tree.is_empty() && tree.leaves.is_empty());
     }
 
@@ -217,7 +226,7 @@ mod tests {
         assert_eq!(tree.remove(&c[1]), 1);
         assert_eq!(tree.leaves.len(), 1, "the parent is a leaf again");
         drop(held);
-        assert_eq!(tree.evict(10), 1);
+        assert_eq!(tree.evict(10, |_| true), 1);
     }
 
     #[test]
@@ -237,9 +246,23 @@ mod tests {
         let mut tree = RadixTree::default();
         let keys = add(&mut tree, &[1, 2, 3, 4, 5, 6]);
         let held = tree.match_prefix(&keys[..2]);
-        assert_eq!(tree.evict(10), 1);
+        assert_eq!(tree.evict(10, |_| true), 1);
         assert_eq!(tree.match_prefix(&keys).len(), 2);
         drop(held);
-        assert_eq!(tree.evict(10), 2);
+        assert_eq!(tree.evict(10, |_| true), 2);
+    }
+
+    #[test]
+    fn evict_prefers_pages_that_the_store_has() {
+        let mut tree = RadixTree::default();
+        for tokens in [[1, 2], [3, 4], [5, 6]] {
+            add(&mut tree, &tokens);
+        }
+        let stored = |page: &u32| *page == 3;
+        assert_eq!(tree.evict(1, stored), 1);
+        assert!(tree.match_prefix(&page_keys(&[3, 4], 2)).is_empty(), "not the least recently used one");
+        assert_eq!(tree.evict(1, stored), 1);
+        assert!(tree.match_prefix(&page_keys(&[1, 2], 2)).is_empty(), "without a stored one, the oldest");
+        assert_eq!(tree.len(), 1);
     }
 }

@@ -30,6 +30,7 @@ use crate::radix::RadixTree;
 use crate::sequence::Sequence;
 use crate::store::PageStore;
 use discard::WithheldKeys;
+use larder_client::{NewPage, PutOutcome};
 use larder_format::PageKey;
 use larder_model::{KvPool, Model, SealedPage};
 use parking_lot::Mutex;
@@ -38,6 +39,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -77,6 +79,15 @@ pub(crate) enum SchedulerEvent {
     },
     /// A scrub found that the bytes of this page do not match their checksums.
     Damaged(PageKey),
+    /// Puts a page again that the caller has just verified, if L1 still holds it. The reply yields
+    /// the outcome.
+    Republish {
+        page: NewPage,
+        content: Arc<SealedPage>,
+        /// Puts of the page so far.
+        attempts: u32,
+        reply: oneshot::Sender<JoinHandle<PutOutcome>>,
+    },
     /// The store refused a copy of this page from L1: it may have been forgotten, or differs.
     Refused(PageKey),
     Wake,
@@ -193,6 +204,11 @@ impl Scheduler {
             SchedulerEvent::Forget { keys, hold, reply } => drop(reply.send(self.forget(&keys, hold))),
             SchedulerEvent::Scrub { last, count, reply } => drop(reply.send(self.radix.pages_after(last, count))),
             SchedulerEvent::Damaged(key) => self.discard_damaged(&key),
+            SchedulerEvent::Republish { page, content, attempts, reply } => {
+                if self.may_put_again(&page.key, &content) {
+                    drop(reply.send(self.put_copy(page, &content, attempts)));
+                }
+            }
             SchedulerEvent::Refused(key) => self.discard_refused(&key),
             SchedulerEvent::Wake => {}
         }

@@ -117,6 +117,49 @@ async fn forget_waits_for_puts_in_flight() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_page_is_put_again_while_l1_holds_it() {
+    let tokens = prompt(86, LEN);
+    let keys = &page_keys(&tokens, PAGE)[..PAGES];
+    let other = MemoryStore::new();
+    prefill(&engine(Role::Prefill, &other).await, &tokens, CacheMode::All).await;
+    let store = MemoryStore::new();
+    store.lose_puts(true);
+    let prefiller = engine(Role::Prefill, &store).await;
+    assert_eq!(prefill(&prefiller, &tokens, CacheMode::All).await.pages_lost as usize, PAGES);
+    store.lose_puts(false);
+    let patience = Instant::now() + Duration::from_secs(30);
+    while store.len() < PAGES {
+        assert!(Instant::now() < patience, "the engine puts its pages again");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    for key in keys {
+        assert_eq!(store.page(key), other.page(key));
+    }
+    let unpublished = async || metric(&prefiller, "larder_engine_unpublished_pages").await;
+    while unpublished().await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // The pages have an origin now, so the store takes copies of them.
+    store.clear();
+    assert_eq!(prefill(&prefiller, &tokens, CacheMode::All).await.pages_lost, 0);
+    assert_eq!(store.len(), PAGES);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_page_that_was_forgotten_does_not_come_back() {
+    let store = MemoryStore::new();
+    let tokens = prompt(87, LEN);
+    store.lose_puts(true);
+    let prefiller = engine(Role::Prefill, &store).await;
+    prefill(&prefiller, &tokens, CacheMode::All).await;
+    // Not through the router, so the engine does not hear of it.
+    store.forget_durably(&page_keys(&tokens, PAGE)[..PAGES]);
+    store.lose_puts(false);
+    assert!(caches(&prefiller, 0).await, "the store refuses the pages, and they leave L1");
+    assert_eq!(store.len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn copy_of_a_forgotten_page_leaves_l1() {
     let store = MemoryStore::new();
     let tokens = prompt(85, LEN);

@@ -55,7 +55,7 @@ async fn each_type_of_pages_and_weights_gives_one_answer_on_every_path() {
         [(KvDtype::F32, WeightFormat::Stored), (KvDtype::F16, WeightFormat::Stored), (KvDtype::Bf16, WeightFormat::Q8)]
     {
         let load = LoadOptions { kv_dtype: Some(kv_dtype), weights };
-        let model = Arc::new(Model::load_with(&model_dir(), &load).unwrap());
+        let model = Arc::new(Model::load_with(&model_dir(), &load, &|_, _| ()).unwrap());
         let loaded = Preloaded { model, tokenizer: LOADED.tokenizer.clone() };
         let with_role = |role| {
             let mut settings = patient(role);

@@ -14,6 +14,7 @@
 
 use crate::options::NodeOptions;
 use crate::tiers::{PAGE_MEMORY_BYTES, SLOT_UNIT};
+use larder_memory::machine::{MachineMemory, MemorySource};
 use serde_json::{Map, Value};
 use std::fmt;
 
@@ -116,7 +117,7 @@ impl MemoryPlan {
         let example = fitting.map_or(String::new(), |bytes| format!("; --l3-mean-page {}KiB fits", bytes >> 10));
         Err(format!(
             "these options let the node take {needed} of memory, but {} {has}: {self}; the largest part is {}: {}{example}",
-            machine.source.text(),
+            source_text(machine.source),
             largest.name(),
             largest.remedy()
         ))
@@ -155,62 +156,19 @@ fn fitting_mean_page(options: &NodeOptions, bytes_max: u64) -> Option<u64> {
     })
 }
 
+fn source_text(source: MemorySource) -> &'static str {
+    match source {
+        MemorySource::Machine => "the machine has",
+        MemorySource::Cgroup => "its control group (memory.max) allows",
+    }
+}
+
 /// Bytes with their unit, rounded to a tenth.
 fn size(bytes: u64) -> String {
     match bytes {
         0..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
         _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum MemorySource {
-    Machine,
-    Cgroup,
-}
-
-impl MemorySource {
-    fn text(self) -> &'static str {
-        match self {
-            MemorySource::Machine => "the machine has",
-            MemorySource::Cgroup => "its control group (memory.max) allows",
-        }
-    }
-}
-
-/// Memory that the node may take: that of the machine, or a lower limit of a control group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct MachineMemory {
-    pub(crate) bytes: u64,
-    pub(crate) source: MemorySource,
-}
-
-/// Reads the memory of this machine. `None` if the kernel does not tell.
-#[allow(clippy::disallowed_methods, reason = "runs once, before a node starts")]
-pub(crate) fn machine_memory() -> Option<MachineMemory> {
-    memory_of(|path| std::fs::read_to_string(path).ok())
-}
-
-fn memory_of(read: impl Fn(&str) -> Option<String>) -> Option<MachineMemory> {
-    let meminfo = read("/proc/meminfo").unwrap_or_default();
-    let kib = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB"));
-    let machine = kib.and_then(|kib| kib.trim().parse::<u64>().ok()).map(|kib| kib << 10);
-    let cgroup = read("/proc/self/cgroup").unwrap_or_default();
-    // Version 2 has one hierarchy, with an empty list of controllers.
-    let path = cgroup.lines().find_map(|line| line.strip_prefix("0::/"));
-    // A limit holds for all groups below it.
-    let groups = path.into_iter().flat_map(|path| std::iter::successors(Some(path), |path| group_above(path)));
-    let limits =
-        groups.filter_map(|path| read(&format!("/sys/fs/cgroup/{path}/memory.max"))?.trim().parse::<u64>().ok());
-    let of = |source| move |bytes| MachineMemory { bytes, source };
-    let all = limits.map(of(MemorySource::Cgroup)).chain(machine.map(of(MemorySource::Machine)));
-    all.min_by_key(|memory: &MachineMemory| memory.bytes)
-}
-
-/// The group above `path`. That of the root is the empty path.
-fn group_above(path: &str) -> Option<&str> {
-    let above = path.rsplit_once('/').map_or("", |(above, _)| above);
-    (!path.is_empty()).then_some(above)
 }
 
 #[cfg(test)]
@@ -273,23 +231,5 @@ mod tests {
         let options = NodeOptions { l2_bytes: 64 * GIB, ..NodeOptions::default() };
         let refusal = MemoryPlan::of(&options).check(&options, machine(64 * GIB)).unwrap_err();
         assert!(refusal.contains("lower --l2") && !refusal.contains("fits"), "{refusal}");
-    }
-
-    #[test]
-    fn limit_of_a_control_group_above_counts() {
-        let files = |path: &str| {
-            let text = match path {
-                "/proc/meminfo" => "MemFree: 1 kB\nMemTotal:       1048576 kB\n",
-                "/proc/self/cgroup" => "0::/a/b\n",
-                "/sys/fs/cgroup/a/b/memory.max" => "max\n",
-                "/sys/fs/cgroup/a/memory.max" => "1000000\n",
-                _ => return None,
-            };
-            Some(text.to_string())
-        };
-        assert_eq!(memory_of(files), Some(MachineMemory { bytes: 1_000_000, source: MemorySource::Cgroup }));
-        let unlimited = |path: &str| files(path).filter(|_| path != "/sys/fs/cgroup/a/memory.max");
-        assert_eq!(memory_of(unlimited), machine(GIB));
-        assert_eq!(memory_of(|_| None), None);
     }
 }

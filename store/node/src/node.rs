@@ -4,7 +4,7 @@ use crate::connection::{ConnectionLimit, SharedArena};
 use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
 use crate::identity::{Identity, NextIdentity};
-use crate::memory_plan::{MemoryPlan, machine_memory};
+use crate::memory_plan::MemoryPlan;
 use crate::options::NodeOptions;
 use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
@@ -82,7 +82,7 @@ impl Node {
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
         let memory_plan = MemoryPlan::of(&options);
-        memory_plan.check(&options, machine_memory()).map_err(NodeError::MemoryPlan)?;
+        memory_plan.check(&options, larder_memory::machine::total()).map_err(NodeError::MemoryPlan)?;
         tracing::info!(bytes = memory_plan.total(), "memory of this node, at most: {memory_plan}");
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.

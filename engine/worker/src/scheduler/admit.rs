@@ -4,9 +4,10 @@
 use super::{Scheduler, SchedulerEvent};
 use crate::load::{ComputeCost, FollowLimits, LoadJob, Loaded, load};
 use crate::metrics::PageSource;
+use crate::publish::page_of;
 use crate::radix::RadixTree;
 use crate::sequence::{RequestKind, RequestState, Sequence};
-use larder_client::PutOutcome;
+use larder_client::{NewPage, PutOutcome};
 use larder_format::PageKey;
 use larder_model::{KvPage, KvPool, SealedPage};
 use prometheus_client::metrics::counter::Counter;
@@ -189,24 +190,31 @@ impl Scheduler {
     fn put_copies(&self, sequence: &Sequence, indices: Range<usize>) -> Vec<JoinHandle<PutOutcome>> {
         let shareable = indices.filter(|&index| sequence.is_shareable(index));
         let copies = shareable.filter_map(|index| Some((index, sequence.pages.sealed(index)?)));
-        let put = |(index, page): (usize, &Arc<SealedPage>)| {
-            let put = self.context.publisher.put_copy(&sequence.keys, index, page);
-            let key = sequence.keys[index];
-            let sender = self.context.sender.clone();
-            self.context.tasks.spawn(async move {
-                // A put whose task failed counts as lost.
-                let outcome = put.await.unwrap_or(PutOutcome::Lost);
-                if outcome == PutOutcome::Refused {
-                    tracing::warn!(%key, "the store has other bytes for a page of L1; check the engines' numerics");
-                }
-                if matches!(outcome, PutOutcome::Refused | PutOutcome::Forgotten) {
-                    // Sending fails only after the scheduler thread has ended.
-                    let _ = sender.send_async(SchedulerEvent::Refused(key)).await;
-                }
-                outcome
-            })
-        };
-        copies.map(put).collect()
+        copies.map(|(index, page)| self.put_copy(page_of(&sequence.keys, index), page, 0)).collect()
+    }
+
+    /// Returns `true` if L1 holds this content of a page, and no forget of the page is in progress.
+    pub(super) fn may_put_again(&self, key: &PageKey, content: &Arc<SealedPage>) -> bool {
+        !self.withheld.contains(key) && self.radix.peek(key).is_some_and(|cached| Arc::ptr_eq(cached, content))
+    }
+
+    /// Puts a page of L1 again, after `attempts` puts without success. The caller has verified it.
+    pub(super) fn put_copy(&self, page: NewPage, content: &Arc<SealedPage>, attempts: u32) -> JoinHandle<PutOutcome> {
+        let key = page.key;
+        let put = self.context.publisher.put_copy(page, content, attempts);
+        let sender = self.context.sender.clone();
+        self.context.tasks.spawn(async move {
+            // A put whose task failed counts as lost.
+            let outcome = put.await.unwrap_or(PutOutcome::Lost);
+            if outcome == PutOutcome::Refused {
+                tracing::warn!(%key, "the store has other bytes for a page of L1; check the engines' numerics");
+            }
+            if matches!(outcome, PutOutcome::Refused | PutOutcome::Forgotten) {
+                // Sending fails only after the scheduler thread has ended.
+                let _ = sender.send_async(SchedulerEvent::Refused(key)).await;
+            }
+            outcome
+        })
     }
 
     fn make_ready(&mut self, sequence: &mut Sequence) {
@@ -275,7 +283,7 @@ pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, ev
             return Some(page);
         }
         // More than once only if a scrub or a commit holds the evicted page at this moment.
-        if radix.evict(1) == 0 {
+        if radix.evict(1, |page| page.origin().is_some()) == 0 {
             return None;
         }
         evicted.inc();

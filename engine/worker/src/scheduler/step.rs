@@ -6,9 +6,8 @@ use super::{EWMA_WEIGHT, Scheduler};
 use crate::api::{ApiError, ErrorCode};
 use crate::batch::{self, Candidate, PlannedChunk};
 use crate::metrics::RequestOutcome;
-use crate::publish::{CompletingPage, PublishHooks};
+use crate::publish::{CompletingPage, PublishHooks, page_of};
 use crate::sequence::{RequestKind, Sequence};
-use crate::store::PutSource;
 use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows, Sampler, is_finite};
 use rayon::prelude::*;
@@ -149,7 +148,7 @@ impl Scheduler {
                 let put = match sequence.puts.remove(&page) {
                     Some(put) => put,
                     // The put opens before the computation, so that followers find it.
-                    None => self.context.publisher.open(&sequence.keys, page, PutSource::Computed),
+                    None => self.context.publisher.open(page_of(&sequence.keys, page)),
                 };
                 if end >= (page + 1) * page_tokens {
                     hooks.pages.push(CompletingPage { chunk, page, put, is_usable: true });
@@ -208,7 +207,8 @@ impl Scheduler {
         for completing in hooks.pages {
             let sequence = &mut self.active[granted[completing.chunk].candidate];
             let Some(page) = sequence.pages.sealed(completing.page) else { continue };
-            let commit = self.context.publisher.commit(sequence.keys[completing.page], completing.put, page);
+            let named = page_of(&sequence.keys, completing.page);
+            let commit = self.context.publisher.commit(named, completing.put, page);
             if let RequestKind::Prefill(output) = &mut sequence.kind {
                 output.commits.push(commit);
             }

@@ -177,6 +177,8 @@ struct MemoryPut {
     store: Arc<MemoryStore>,
     key: PageKey,
     source: PutSource,
+    /// Origin that a later put of the same bytes states.
+    origin: Option<PageOrigin>,
     parts: Vec<Vec<u8>>,
 }
 
@@ -280,8 +282,13 @@ impl PageStore for Attached {
     }
 
     fn put(&self, page: NewPage, source: PutSource, _deadline: Instant) -> Box<dyn OpenPut> {
-        self.0.inner.lock().puts_begun.push(page.key);
-        Box::new(MemoryPut { store: self.0.clone(), key: page.key, source, parts: Vec::new() })
+        let mut inner = self.0.inner.lock();
+        inner.puts_begun.push(page.key);
+        let origin = match source {
+            PutSource::Computed => Some(inner.origin(inner.generation)),
+            PutSource::Copy { origin } => origin,
+        };
+        Box::new(MemoryPut { store: self.0.clone(), key: page.key, source, origin, parts: Vec::new() })
     }
 
     fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, _: Instant) -> BoxFuture<'_, usize> {
@@ -307,7 +314,7 @@ impl OpenPut for MemoryPut {
             tokio::time::sleep(delay).await;
             let mut inner = self.store.inner.lock();
             if inner.down || inner.lose_puts {
-                return (PutOutcome::Lost, None);
+                return (PutOutcome::Lost, self.origin);
             }
             let bytes = self.parts.concat();
             if let Some(present) = inner.pages.get(&self.key) {

@@ -57,6 +57,8 @@ pub(crate) struct Connection {
     node: NodeIdentity,
     /// Hash of `node`, for the origins of pages.
     run: u64,
+    /// Largest generation that the node has told this connection, 0 if none.
+    newest_generation: AtomicU64,
     outbox: Outbox,
     pending: Mutex<PendingRequests>,
     /// Wakes the receiving task when the request whose payload it receives may have been given up.
@@ -87,6 +89,7 @@ impl Connection {
         let connection = Connection {
             node,
             run,
+            newest_generation: AtomicU64::new(0),
             outbox,
             pending: Mutex::default(),
             given_up: Notify::new(),
@@ -109,7 +112,15 @@ impl Connection {
 
     /// Origin of a page of this node with this generation. `None` for 0: the node has not said it.
     pub(crate) fn origin(&self, generation: u64) -> Option<PageOrigin> {
+        // Relaxed: a smaller value only makes the node refuse more.
+        self.newest_generation.fetch_max(generation, Ordering::Relaxed);
         (generation > 0).then_some(PageOrigin { run: self.run, generation })
+    }
+
+    /// Origin of the newest put that this connection knows of. Forgets from now on have a larger
+    /// generation. `None` if the node has told no generation yet.
+    pub(crate) fn newest_origin(&self) -> Option<PageOrigin> {
+        self.origin(self.newest_generation.load(Ordering::Relaxed))
     }
 
     /// Generation that a copy from `origin` has for this node, 0 if the node cannot know.

@@ -131,6 +131,8 @@ pub struct PagePut {
     budget: Arc<PutBudget>,
     /// Bytes of each part, 0 for those that were passed. This bounds the channel.
     parts_left: Vec<u32>,
+    /// Origin to state if the same bytes are put again.
+    origin: Option<PageOrigin>,
 }
 
 impl Client {
@@ -177,8 +179,15 @@ impl Client {
         let part_table = self.namespace().geometry.part_table();
         // Unbounded in type only: each part enters once, and the budget bounds their bytes.
         let (steps, queue) = mpsc::unbounded_channel();
-        let put = PagePut { steps: Some(steps), budget: self.put_budget().clone(), parts_left: part_table.clone() };
-        let work = run(self.owner(&page.key), page, source, options, part_table, queue, deadline);
+        let connection = self.owner(&page.key);
+        // Now, not when the put fails: a forget from now on may mean this page.
+        let origin = match source {
+            PutSource::Computed => connection.as_ref().and_then(|connection| connection.newest_origin()),
+            PutSource::Copied(origin) => origin,
+        };
+        let put =
+            PagePut { steps: Some(steps), budget: self.put_budget().clone(), parts_left: part_table.clone(), origin };
+        let work = run(connection, page, source, options, part_table, queue, deadline);
         let counters = self.counters().clone();
         tokio::spawn(async move {
             let ended = tokio::time::timeout_at(deadline.into(), work).await.ok().flatten();
@@ -218,15 +227,23 @@ impl PagePut {
         self.commit_described(deadline).await.0
     }
 
-    /// Like [`PagePut::commit`], and returns the origin of the node's page if it has the same
-    /// bytes. A caller that keeps the page can put it again with [`Client::put_copy`].
+    /// Like [`PagePut::commit`], and returns an origin, with which a caller that keeps the page can
+    /// put it again by [`Client::put_copy`]. It is that of the node's page, if that has the same
+    /// bytes. After `Busy`, `Lost` and `InProgress` it stands for the time when this put began: the
+    /// node then refuses the copy if the page was forgotten since. It is `None` if the client
+    /// cannot know it.
     pub async fn commit_described(self, deadline: Instant) -> (PutOutcome, Option<PageOrigin>) {
         let (sender, receiver) = oneshot::channel();
         // A failed send means that the put has ended, as a dropped sender does.
         let sent = self.steps.as_ref().is_some_and(|steps| steps.send(PutStep::Commit(sender)).is_ok());
         let answer = async { if sent { receiver.await.ok() } else { None } };
         let end = tokio::time::timeout_at(deadline.into(), answer).await.ok().flatten();
-        end.unwrap_or((PutOutcome::Lost, None))
+        match end.unwrap_or((PutOutcome::Lost, None)) {
+            (outcome @ (PutOutcome::Busy { .. } | PutOutcome::Lost | PutOutcome::InProgress), _) => {
+                (outcome, self.origin)
+            }
+            end => end,
+        }
     }
 }
 

@@ -123,3 +123,37 @@ async fn copy_is_not_put_at_a_node_that_cannot_refuse_it() {
     assert_eq!(put_copy(&client, 2, None).await.0, PutOutcome::Forgotten);
     node.shutdown().await;
 }
+
+/// Ends a put without its last part. The node then does not take the page.
+async fn lose(client: &Client, number: u32, meanwhile: impl AsyncFnOnce()) -> Option<PageOrigin> {
+    let mut put = client.put(page(number), soon());
+    let mut parts = parts(&payload(number));
+    parts.pop();
+    parts.into_iter().enumerate().for_each(|(part, bytes)| put.part(part, bytes));
+    meanwhile().await;
+    let (outcome, origin) = put.commit_described(soon()).await;
+    assert_eq!(outcome, PutOutcome::Lost);
+    origin
+}
+
+#[tokio::test]
+async fn lost_put_can_be_repeated_unless_the_page_was_forgotten_since() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    assert_eq!(lose(&client, 1, async || ()).await, None, "the node has told no generation yet");
+    put_described(&client, 2, PutOptions::default()).await;
+
+    let origin = lose(&client, 3, async || ()).await;
+    assert_eq!(put_copy(&client, 3, origin).await.0, PutOutcome::Stored);
+    assert_eq!(get(&client, &[3]).await[0].0, payload(3));
+
+    let forget_and_put = async || {
+        assert!(client.forget(&[key(4)], soon()).await.complete);
+        // What the client learns after the begin of the lost put does not count.
+        put_described(&client, 5, PutOptions::default()).await;
+    };
+    let origin = lose(&client, 4, forget_and_put).await;
+    assert!(origin.is_some());
+    assert_eq!(put_copy(&client, 4, origin).await.0, PutOutcome::Forgotten);
+    node.shutdown().await;
+}

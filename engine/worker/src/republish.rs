@@ -1,0 +1,108 @@
+//! Later puts of pages that found the store busy, or whose put was lost.
+//!
+//! Invariants:
+//! - A later put states the origin from before the first one, as a copy. So a page that was
+//!   forgotten meanwhile does not come back.
+//! - Only pages that L1 holds are put again. Weak references keep none of them from eviction.
+//! - Each page is verified before each put, on a blocking thread.
+//! - At most [`WAITING_MAX`] pages wait, and at most [`RUNNING_MAX`] are being put.
+
+use crate::metrics::Metrics;
+use crate::publish::Unpublished;
+use crate::scheduler::SchedulerEvent;
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use larder_client::PutOutcome;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+
+/// Maximum number of pages that wait for their next put. Each takes some 150 bytes here.
+const WAITING_MAX: usize = 16_384;
+/// Maximum number of puts at a time. Few, because the scheduler copies the page for each, between
+/// two steps.
+const RUNNING_MAX: usize = 4;
+/// Minimum pause after a busy answer. It doubles with each put.
+const BUSY_PAUSE_MIN: Duration = Duration::from_millis(20);
+/// Pause after a lost put, or one that another writer was ahead of. It doubles with each put.
+const LOST_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// Pause before the next put of a page, after `attempts` puts. At least what the node asked for.
+fn pause(outcome: PutOutcome, attempts: u32) -> Duration {
+    let growth = 1 << (attempts.clamp(1, 11) - 1);
+    match outcome {
+        PutOutcome::Busy { retry_after } => retry_after.max((BUSY_PAUSE_MIN * growth).min(PAUSE_MAX)),
+        _ => (LOST_PAUSE * growth).min(PAUSE_MAX),
+    }
+}
+
+/// Pages by the time of their next put. The number keeps the order of pages with one time.
+type Waiting = BTreeMap<(Instant, u64), Unpublished>;
+
+/// Puts the pages that `unpublished` yields again, until `stop` is cancelled.
+pub(crate) async fn run(
+    unpublished: flume::Receiver<Unpublished>,
+    events: flume::Sender<SchedulerEvent>,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
+    let mut waiting = Waiting::new();
+    let mut running = FuturesUnordered::new();
+    let mut number = 0;
+    loop {
+        metrics.unpublished_pages.set((waiting.len() + running.len()) as i64);
+        let next = waiting.first_key_value().map(|((due, _), _)| *due).filter(|_| running.len() < RUNNING_MAX);
+        tokio::select! {
+            () = stop.cancelled() => return,
+            received = unpublished.recv_async(), if waiting.len() < WAITING_MAX => {
+                let Ok(page) = received else { return };
+                number += 1;
+                waiting.insert((Instant::now() + pause(page.outcome, page.attempts), number), page);
+            }
+            () = tokio::time::sleep_until(next.unwrap_or_else(Instant::now).into()), if next.is_some() => {
+                if let Some((_, page)) = waiting.pop_first() {
+                    running.push(put_again(page, events.clone()));
+                }
+            }
+            Some(()) = running.next(), if !running.is_empty() => {}
+        }
+    }
+}
+
+/// Puts a page again, if L1 still holds it intact. A put without success returns by the queue.
+async fn put_again(unpublished: Unpublished, events: flume::Sender<SchedulerEvent>) {
+    let Unpublished { page, content, attempts, .. } = unpublished;
+    let Some(content) = content.upgrade() else { return };
+    let verify = move || content.verify().is_ok().then_some(content);
+    let Ok(verified) = tokio::task::spawn_blocking(verify).await else { return };
+    // Sending fails only after the scheduler thread has ended.
+    let Some(content) = verified else {
+        let _ = events.send_async(SchedulerEvent::Damaged(page.key)).await;
+        return;
+    };
+    let (reply, put) = oneshot::channel();
+    let event = SchedulerEvent::Republish { page, content, attempts, reply };
+    if events.send_async(event).await.is_ok()
+        && let Ok(put) = put.await
+    {
+        let _ = put.await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pause_grows_to_its_maximum_and_is_never_shorter_than_the_nodes() {
+        let busy = |ms| PutOutcome::Busy { retry_after: Duration::from_millis(ms) };
+        assert_eq!(pause(busy(150), 1), Duration::from_millis(150));
+        assert_eq!(pause(busy(1), 3), 4 * BUSY_PAUSE_MIN);
+        assert_eq!(pause(busy(60_000), 1), Duration::from_secs(60));
+        assert_eq!(pause(PutOutcome::Lost, 1), LOST_PAUSE);
+        assert_eq!([pause(PutOutcome::Lost, u32::MAX), pause(busy(0), u32::MAX)], [PAUSE_MAX, BUSY_PAUSE_MIN * 1024]);
+    }
+}
