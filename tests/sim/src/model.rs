@@ -51,6 +51,9 @@ struct Version {
     ended: Option<u64>,
     acked: Option<Ack>,
     dead_since: Option<u64>,
+    /// `Some` after the first power loss or clean end. `false` if the loss may have torn it: the log
+    /// may name it all the same, because recovery reads no payloads.
+    survived: Option<bool>,
 }
 
 #[derive(Debug, Default)]
@@ -135,6 +138,7 @@ impl Model {
             ended: None,
             acked: None,
             dead_since: None,
+            survived: None,
         });
         let entry = &mut self.keys[key as usize];
         entry.versions.push(number);
@@ -196,6 +200,20 @@ impl Model {
                 (key.busy, key.uncertain_since) = (0, clock);
             }
         }
+    }
+
+    /// Records a power loss or a clean end. Versions survive it that were acknowledged before
+    /// `acked_ms` in this incarnation, or in an earlier one if `earlier`.
+    pub fn power_lost(&mut self, acked_ms: u64, earlier: bool) {
+        let incarnation = self.incarnation;
+        for version in self.versions.iter_mut().filter(|version| version.survived.is_none()) {
+            let survives = |ack: &Ack| if ack.incarnation == incarnation { ack.at_ms < acked_ms } else { earlier };
+            version.survived = Some(version.acked.as_ref().is_some_and(survives));
+        }
+    }
+
+    pub fn may_be_torn(&self, number: u64) -> bool {
+        self.version(number).is_some_and(|version| version.survived == Some(false))
     }
 
     pub fn describe(&self, key: u64, version: u64, payload: &[u8]) -> PageMeta {

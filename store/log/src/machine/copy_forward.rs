@@ -28,15 +28,18 @@
 //! 1. The log chooses pages and reserves room, slice by slice ([`Intent::Reclaim`]), and queues
 //!    [`Intent::CopyForward`]. Nothing changed: the pages are served from their originals. Until
 //!    the choice ends, writers share an eighth of the segment, and a page cannot be pinned any more
-//!    unless it was chosen.
+//!    unless it was chosen. The choice begins when no write to the oldest segment is in flight. A
+//!    put there could otherwise replace a chosen page, inherit its hard pin, and be evicted.
 //! 2. For each page: [`Log::begin_maintenance_read`], a read, [`Log::end_read`]. A damaged page is
 //!    dropped as in any other read. If the page was forgotten, replaced or dropped meanwhile, step
 //!    3 refuses it.
 //! 3. [`Log::plan_copy`] plans the copy, and [`Log::write_done`] makes it current. A crash leaves
-//!    the original, or both. With both, the copy counts; if the copy is torn, the original is
-//!    served while its segment exists. If the write fails, the original stays current. A forget
-//!    deletes the copy by its number. A put that was planned before the copy and is written after
-//!    it has a smaller number, so the copy wins: the page's first complete writer wins.
+//!    the original, or both. With both, the original counts while its segment exists, because the
+//!    copy may be torn. The reclaim of that segment copies the page again if it is retained, and
+//!    otherwise leaves it with its unverified copy. If the write fails, the original stays current.
+//!    A forget deletes the copy by its number. A put that was planned before the copy and is
+//!    written after it has a smaller number, so the copy wins: the page's first complete writer
+//!    wins.
 //! 4. A sync of the segment of the copies. From now on a crash leaves the copies.
 //! 5. [`Log::copy_forward_done`]: the log evicts the pages that were not copied, and reclaims the
 //!    segment when idle. If the sync failed, or copies are still being written, a crash may lose
@@ -104,6 +107,8 @@ pub(super) struct CopyForwardState {
 pub(super) struct ChoiceOfCopies {
     source: SegmentEpoch,
     target: SegmentEpoch,
+    /// The choice begins when the writes to the source have ended.
+    awaits_writes: bool,
     /// Position in the source's list of slots.
     next: usize,
     pass: Pass,
@@ -158,6 +163,7 @@ impl Log {
     pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
         let entry = self.index.entries.get(slot);
         let (source, left) = match &self.next_segment {
+            NextSegment::Choosing(choice) if choice.awaits_writes => return false,
             NextSegment::Choosing(choice) => (choice.source.segment, &choice.left),
             NextSegment::CopyingForward(copying) => (copying.source.segment, &copying.left),
             NextSegment::Evicting(segment) => return entry.segment() == *segment,
@@ -190,6 +196,7 @@ impl Log {
         let choice = ChoiceOfCopies {
             source,
             target,
+            awaits_writes: true,
             next: 0,
             pass: self.pass_from(Pass::Hard, is_floor_at_risk),
             is_floor_at_risk,
@@ -290,6 +297,16 @@ impl Log {
         }
     }
 
+    /// Begins a choice that waited for writes to its source, if they have ended.
+    pub(super) fn choose_if_written(&mut self) {
+        if let NextSegment::Choosing(choice) = &self.next_segment
+            && choice.awaits_writes
+            && self.segments.epoch(choice.source.segment).is_none_or(|epoch| !epoch.has_writes_in_flight())
+        {
+            self.begin_steps();
+        }
+    }
+
     /// Looks at the next `max` pages of the source. Chooses those to copy, and reserves room for
     /// them in the open segment. Then begins to copy, or to evict if nothing was chosen. Returns
     /// `true` if another step has work.
@@ -299,6 +316,11 @@ impl Log {
         };
         let SegmentEpoch { segment: source, .. } = choice.source;
         let SegmentEpoch { segment: target, .. } = choice.target;
+        choice.awaits_writes &= self.segments.epoch(source).is_some_and(|epoch| epoch.has_writes_in_flight());
+        if choice.awaits_writes {
+            self.next_segment = NextSegment::Choosing(choice);
+            return false;
+        }
         let slots = self.segments.epoch(source).map(|epoch| epoch.slots()).unwrap_or_default();
         let slice: Vec<u32> = slots.iter().skip(choice.next).take(max).copied().collect();
         let is_open = self.segments.is_open(target);

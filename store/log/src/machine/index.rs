@@ -4,6 +4,8 @@
 //! - The byte count of a namespace is the sum over the records of its entries.
 //! - A fallback exists only for an indexed page, and is another record of the same put. The list of
 //!   slots of its segment names the page.
+//! - All records of the put on the device have at most the number and epoch of the entry's record,
+//!   or else of its fallback.
 //!
 //! `shared_index` has the entries, with the invariants that concern lookups.
 //!
@@ -26,8 +28,9 @@ use std::sync::Arc;
 /// Maximum number of namespaces that are kept for their quota alone.
 pub(super) const WITHOUT_PAGES_MAX: usize = 4096;
 
-/// Another record of an indexed put, mostly an older one that was copied forward. If the indexed
-/// copy turns out torn, the page is served from here.
+/// Another record of an indexed put: the original of a copy that this process made, or the newest
+/// copy that recovery found beside an original. If the indexed record turns out damaged, the page
+/// is served from here.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FallbackRecord {
     pub(super) segment: u32,
@@ -147,6 +150,10 @@ impl Index {
 
     pub(super) fn set_first_fallback(&mut self, slot: u32, record: FallbackRecord) {
         self.fallbacks.entry(slot).or_insert(record);
+    }
+
+    pub(super) fn fallback(&self, slot: u32) -> Option<&FallbackRecord> {
+        self.fallbacks.get(&slot)
     }
 
     /// Takes the fallback of the put in `slot`.

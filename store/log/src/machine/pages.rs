@@ -47,21 +47,33 @@ impl Log {
         self.update_quota_order(slot);
     }
 
-    /// Points the entry in `slot` back to the record that its current one was copied from. Returns
-    /// `false` if that record is gone.
-    pub(super) fn fall_back(&mut self, slot: u32) -> bool {
-        let before = self.index.entries.get(slot);
-        let Some(original) = self.index.take_fallback(slot) else { return false };
-        if self.segments.is_reclaiming(original.segment) {
-            return false;
-        }
-        if let Some(epoch) = self.segments.epoch_mut(original.segment) {
+    /// Moves the entry in `slot`, found by recovery, to an older record of the same put. The newest
+    /// record becomes the fallback.
+    pub(super) fn relocate_to_original(&mut self, slot: u32, segment: u32, page: &PageSummary) {
+        self.index.set_first_fallback(slot, FallbackRecord::of_entry(&self.index.entries.get(slot)));
+        self.relocate_entry(slot, &FallbackRecord::of(segment, page));
+        if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
         }
-        if let Some(epoch) = self.segments.epoch(before.segment()) {
+    }
+
+    /// Points the entry in `slot` to the other record of its put. Returns `false` if that record is
+    /// gone.
+    pub(super) fn fall_back(&mut self, slot: u32) -> bool {
+        let before = self.index.entries.get(slot);
+        let Some(other) = self.index.take_fallback(slot) else { return false };
+        if self.segments.is_reclaiming(other.segment) {
+            return false;
+        }
+        if let Some(epoch) = self.segments.epoch_mut(other.segment) {
+            epoch.add_slot(slot);
+        }
+        if before.number > other.number
+            && let Some(epoch) = self.segments.epoch(before.segment())
+        {
             self.unindexed.add(before.fingerprint, before.number + 1, epoch.number());
         }
-        self.relocate_entry(slot, &original);
+        self.relocate_entry(slot, &other);
         true
     }
 
@@ -75,20 +87,20 @@ impl Log {
         self.index.remove(slot)
     }
 
-    /// Removes a page whose record stays on the device. The record counts as unindexed from then
-    /// on, so that a later forget writes a tombstone.
+    /// Removes a page whose records stay on the device. They count as unindexed from then on, so
+    /// that a later forget writes a tombstone.
     pub(super) fn drop_page(&mut self, slot: u32) {
+        let fallback = self.index.fallback(slot).copied();
         let entry = self.remove_page(slot);
         if let Some(recovery) = &mut self.recovery {
-            // Recovery has yet to read older segments. An older record of the page must not take
-            // its place.
-            recovery.delete_below(entry.fingerprint, entry.number, true);
+            recovery.page_dropped(&entry);
         }
-        // A restart may bring the record back, so a later forget must write a tombstone.
-        if let Some(epoch) = self.segments.epoch(entry.segment())
-            && !fail_point!("log.damage-needs-no-tombstone")
-        {
-            self.unindexed.add(entry.fingerprint, entry.number + 1, epoch.number());
+        // A restart may bring the records back, so a later forget must write a tombstone.
+        let records = [FallbackRecord::of_entry(&entry)].into_iter().chain(fallback);
+        for record in records.filter(|_| !fail_point!("log.damage-needs-no-tombstone")) {
+            if let Some(epoch) = self.segments.epoch(record.segment) {
+                self.unindexed.add(entry.fingerprint, record.number + 1, epoch.number());
+            }
         }
     }
 

@@ -148,8 +148,11 @@ impl Log {
         let Some(epoch) = self.segments.epoch_mut(segment) else { return false };
         for slot in epoch.take_slots(SLICE) {
             if self.index.entries.get(slot).segment() == segment {
-                self.counts.evicted_pages += 1;
-                self.remove_page(slot);
+                // After a crash, a page may have an unverified copy in a younger segment.
+                if !self.fall_back(slot) {
+                    self.counts.evicted_pages += 1;
+                    self.remove_page(slot);
+                }
             } else {
                 self.index.drop_fallback_in(slot, segment);
             }
@@ -162,7 +165,9 @@ impl Log {
         !is_empty
     }
 
+    /// Continues a reclaim that waited for reads or writes of its segment, if they have ended.
     pub(super) fn reclaim_if_idle(&mut self) {
+        self.choose_if_written();
         if let NextSegment::Reclaiming(segment) = self.next_segment
             && let Some(fresh) = self.segments.end_reclaim(segment)
         {

@@ -16,13 +16,16 @@
 //!
 //! A crash in any step changes nothing but the removals of step 1, see `triage.rs`.
 //!
+//! A crash during a copy-forward leaves copies beside their originals. The original was durable and
+//! verified, and the copy may be torn. So the original counts until its segment is reclaimed, see
+//! record 0029.
+//!
 //! Invariants:
 //! - A segment that could not be read to its end, and all older ones, are *untrusted*: none of
 //!   their pages is served. The unread part may hold a tombstone of any of them.
 //! - The index is then incomplete up to that epoch, see `unindexed.rs`.
 
-use super::entry::Fingerprint;
-use super::index::FallbackRecord;
+use super::entry::{Fingerprint, PackedEntry};
 use super::segment::EpochState;
 use super::shared_index::SharedIndex;
 use super::*;
@@ -75,6 +78,9 @@ pub(super) struct RecoveryState {
     left: Vec<SegmentEpoch>,
     segments: usize,
     deletions: BTreeMap<Fingerprint, Deletion>,
+    /// Generations of pages that were dropped meanwhile, such as damaged ones. An older put must
+    /// not take the place of such a page. Its original may.
+    dropped: BTreeMap<Fingerprint, u64>,
     record_number_max: u64,
     /// A segment was cut short, so it and all older ones are untrusted.
     untrusted: bool,
@@ -90,6 +96,7 @@ impl RecoveryState {
             segments: oldest_first.len(),
             left: oldest_first,
             deletions: BTreeMap::new(),
+            dropped: BTreeMap::new(),
             record_number_max: 0,
             untrusted: false,
             is_index_full: false,
@@ -107,8 +114,16 @@ impl RecoveryState {
         self.left.reverse();
     }
 
+    /// Notes that a page left the index. Older segments may hold other records of it.
+    pub(super) fn page_dropped(&mut self, entry: &PackedEntry) {
+        if fail_point!("log.damage-in-recovery-hides-original") {
+            return self.delete_below(entry.fingerprint, entry.number, true);
+        }
+        self.dropped.insert(entry.fingerprint, entry.generation);
+    }
+
     /// Notes that the records of a page with numbers below `number` do not count.
-    pub(super) fn delete_below(&mut self, page: Fingerprint, number: u64, not_durable: bool) {
+    fn delete_below(&mut self, page: Fingerprint, number: u64, not_durable: bool) {
         let deletion = Deletion { below: number, not_durable };
         let known = self.deletions.entry(page).or_insert(deletion);
         if number > known.below {
@@ -206,7 +221,7 @@ impl Log {
     }
 
     fn recover_page(&mut self, recovery: &mut RecoveryState, at: SegmentEpoch, page: &PageSummary, now_unix_ms: u64) {
-        let tracked = self.pages_tracked() + recovery.deletions.len() as u64;
+        let tracked = self.pages_tracked() + (recovery.deletions.len() + recovery.dropped.len()) as u64;
         recovery.is_index_full |= tracked >= self.config.pages_max;
         if recovery.is_index_full {
             recovery.result.beyond_index += 1;
@@ -229,14 +244,14 @@ impl Log {
             }
             return;
         }
+        // Its record is unindexed already, with a larger number and epoch.
+        if recovery.dropped.get(&fingerprint).is_some_and(|&generation| generation != page.generation) {
+            return;
+        }
         let known = self.index.entries.find_fingerprint(fingerprint);
         if let Some(slot) = known.filter(|&slot| !self.supersedes(slot, page.number)) {
-            if self.index.entries.get(slot).is_same_put(page) {
-                self.index.set_first_fallback(slot, FallbackRecord::of(at.segment, page));
-                // A reclaim of the segment finds the fallback by its slot.
-                if let Some(epoch) = self.segments.epoch_mut(at.segment) {
-                    epoch.add_slot(slot);
-                }
+            if self.index.entries.get(slot).is_same_put(page) && !fail_point!("log.torn-copy-hides-original") {
+                self.relocate_to_original(slot, at.segment, page);
             }
             return;
         }

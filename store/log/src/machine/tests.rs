@@ -138,6 +138,8 @@ struct Model {
     /// Namespaces with a page pinned since their quota was set. They may exceed it.
     quota_pinned: BTreeSet<u8>,
     copies: BTreeSet<u64>,
+    /// Numbers of copies that the last crash left beside their originals. They may be torn.
+    unverified: BTreeSet<u64>,
     footers_found: u64,
     rotted: usize,
 }
@@ -172,6 +174,7 @@ impl Model {
             quotas: BTreeMap::new(),
             quota_pinned: BTreeSet::new(),
             copies: BTreeSet::new(),
+            unverified: BTreeSet::new(),
             footers_found: 0,
             rotted: 0,
         }
@@ -181,6 +184,7 @@ impl Model {
         self.clock += 1;
         if self.clock.is_multiple_of(2) {
             (0..16).for_each(|_| self.reclaiming = self.reclaiming && self.log.reclaim_step());
+            self.drop_torn_copies();
         }
         match step {
             Step::Put { id, blocks, ttl_s } => self.put(id, blocks, ttl_s),
@@ -447,7 +451,21 @@ impl Model {
         }
     }
 
+    /// Reads the pages that moved to a copy of before the last crash, as clients would.
+    fn drop_torn_copies(&mut self) {
+        for n in 0..IDS {
+            let found = self.log.find(&id(n), 0).filter(|entry| self.unverified.contains(&entry.number));
+            if found.is_some_and(|entry| self.read(&entry).is_err())
+                && let Some(record) = record_of(&self.log, &id(n))
+            {
+                self.log.drop_damaged(record);
+                self.doubtful.insert(id(n));
+            }
+        }
+    }
+
     fn check_live(&mut self) -> Result<(), String> {
+        self.drop_torn_copies();
         for n in 0..IDS {
             let found = self.log.find(&id(n), self.now_ms);
             // A put that replaced the pinned one may have expired already.
@@ -475,10 +493,23 @@ impl Model {
         let Some(&generation) = self.pinned.get(&n) else { return Ok(()) };
         let expires = self.puts[&generation].2;
         let over = expires != 0 && expires <= self.now_ms;
-        if over || found.is_some_and(|entry| entry.generation != generation) {
-            self.pinned.remove(&n);
-        } else if found.is_none() {
-            return Err(format!("page {n} was pinned as put {generation} and is gone"));
+        match found {
+            _ if over => {
+                self.pinned.remove(&n);
+            }
+            None => return Err(format!("page {n} was pinned as put {generation} and is gone")),
+            // A newer put inherits the pin, if there is room for it.
+            Some(entry) if entry.generation != generation => {
+                let is_pinned = record_of(&self.log, &id(n)).map(|record| self.log.retention.pin_of(record.slot));
+                let bytes = self.log.retention.pinned_bytes() + record_bytes(entry.payload_bytes as usize) as u64;
+                self.pinned.remove(&n);
+                if is_pinned == Some(Pin::Hard) {
+                    self.pinned.insert(n, entry.generation);
+                } else if bytes <= self.log.pinned_bytes_max() {
+                    return Err(format!("page {n} was pinned as put {generation}, and {entry:?} is not"));
+                }
+            }
+            Some(_) => {}
         }
         Ok(())
     }
@@ -520,15 +551,27 @@ impl Model {
     /// Pages that a crash must not lose, with their generations.
     fn safe(&self) -> BTreeMap<u8, u64> {
         let unsynced: BTreeSet<u32> = self.disk.cached.iter().map(|write| write.at.0).collect();
-        let under_way = self.writes.iter().filter_map(|write| body_id(&write.header.body));
+        let is_copy = |write: &PlannedWrite| self.copies.contains(&write.header.number);
+        let under_way = self.writes.iter().filter(|write| !is_copy(write));
+        let under_way = under_way.filter_map(|write| body_id(&write.header.body));
         let touched: BTreeSet<PageId> = under_way.chain(self.doubtful.iter().copied()).collect();
         (0..IDS)
             .filter(|n| !touched.contains(&id(*n)) && !self.tombstones.iter().any(|t| t.0 == *n))
             .filter_map(|n| Some((n, self.log.find(&id(n), self.now_ms)?)))
-            .filter(|(_, entry)| !unsynced.contains(&entry.place.segment))
+            .filter(|(n, entry)| {
+                !unsynced.contains(&entry.place.segment) || self.has_durable_original(*n, entry, &unsynced)
+            })
             .filter(|(n, entry)| !self.is_overtaken(*n, entry.generation))
             .map(|(n, entry)| (n, entry.generation))
             .collect()
+    }
+
+    /// Returns `true` if a crash leaves the original of an unsynced copy, and no younger put.
+    fn has_durable_original(&self, n: u8, copy: &Entry, unsynced: &BTreeSet<u32>) -> bool {
+        let record = record_of(&self.log, &id(n));
+        let original = record.and_then(|record| self.log.index.fallback(record.slot));
+        original.is_some_and(|original| !unsynced.contains(&original.segment))
+            && !self.puts.range(copy.generation + 1..).any(|(_, &(owner, ..))| owner == n)
     }
 
     /// Returns `true` if a younger put of the page has expired. After a crash the younger put
@@ -611,6 +654,9 @@ impl Model {
             }
         }
         self.log.finish_recovery().map_err(|error| error.to_string())?;
+        let records = (0..IDS).filter_map(|n| record_of(&self.log, &id(n)));
+        let copies = records.filter_map(|record| self.log.index.fallback(record.slot));
+        self.unverified = copies.map(|copy| copy.number).collect();
         if !quotas_first {
             set_quotas(&mut self.log);
         }

@@ -1,6 +1,7 @@
 //! One incarnation of the log: its start on a device that may fail, its work, and its end.
 
-use super::{LogIncarnation, operations};
+use super::LogIncarnation;
+use super::operations::{self, ExpectedReads};
 use crate::device::{Power, SimDevice};
 use crate::disk::CrashEffect;
 use crate::faults::{Faults, Profile};
@@ -11,6 +12,7 @@ use crate::incarnation::{
 use crate::model::Expected;
 use crate::payload::page_id;
 use crate::random::{RandomSource, Stream};
+use futures::future::join;
 use larder_log::machine::AppendError;
 use larder_log::{L3, L3Error};
 use std::sync::Arc;
@@ -84,11 +86,17 @@ async fn run(
     });
     running.log = Some(log.clone());
     // Some incarnations (400,000 in a million) serve requests during recovery.
-    let eager = RandomSource::new(env.world.seed, Stream::Incarnation(plan.number)).chance(400_000);
+    let mut random = RandomSource::new(env.world.seed, Stream::Incarnation(plan.number));
+    let eager = random.chance(400_000);
     let mut workers = if eager { spawn_workers(&log) } else { Vec::new() };
-    let beyond_index = recover(&log, &device).await;
+    let checks = match eager || log.setup.is_large {
+        true => ExpectedReads::None,
+        false => ExpectedReads::draw(&mut random),
+    };
+    let (beyond_index, ()) =
+        join(recover(&log, &device), operations::read_early(&log, &carryover.expected, checks)).await;
     if !eager {
-        operations::check_expected(&log, &carryover.expected, beyond_index).await;
+        operations::check_expected(&log, &carryover.expected, beyond_index, checks).await;
         workers = spawn_workers(&log);
     }
     for worker in workers {
@@ -186,6 +194,9 @@ fn set_expectations_after_crash(env: &Environment, running: &mut LogRunState, be
     let Some(log) = running.log.as_ref().filter(recovered) else {
         // Writers wait until recovery ends, so this incarnation has written nothing. The earlier
         // expectations stand, except for versions that were not durable.
+        if !kill {
+            env.model.lock().power_lost(0, false);
+        }
         if kill || before.durable {
             running.carryover.expected = before.expected.clone();
             running.carryover.durable = before.durable;
@@ -199,6 +210,9 @@ fn set_expectations_after_crash(env: &Environment, running: &mut LogRunState, be
     };
     running.carryover.expected = expected(log, acked_ms);
     running.carryover.durable = !kill;
+    if !kill {
+        log.model.lock().power_lost(acked_ms, log.recovered_ms.load(Ordering::Relaxed) < acked_ms);
+    }
 }
 
 fn expected(log: &LogIncarnation, acked_ms: u64) -> Vec<Expected> {
@@ -213,6 +227,7 @@ async fn close(log: &Arc<LogIncarnation>, device: &SimDevice) -> Carryover {
     operations::release_all_pins(log);
     log.l3.close().await;
     check_quiescent(log, device);
+    log.model.lock().power_lost(u64::MAX, true);
     log.world.event("closed", [expected.len() as u64, 0, 0]);
     Carryover { expected, durable: true, operations: 0 }
 }

@@ -6,6 +6,7 @@ use crate::payload::{self, NAMESPACES, namespace_id, page_id};
 use crate::random::{RandomSource, Stream};
 use crate::workload::{KEYS_FORGOTTEN_AT_ONCE, Limit, draw_forgotten_keys, draw_key, parts};
 use futures::future::join;
+use futures::stream::{self, StreamExt};
 use larder_format::PageMeta;
 use larder_log::{L3Error, Pin};
 use larder_memory::Slot;
@@ -15,6 +16,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 const PUTS_PER_BOUND_CHECK: u64 = 16;
+const READS_AT_ONCE: usize = 4;
 /// Deadline of requests without a limit. No request takes this long on a reliable device.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -222,9 +224,44 @@ async fn forget(log: &LogIncarnation, key: u64, random: &mut RandomSource) {
     log.model.lock().forget_ends(forgetting, answer == 0);
 }
 
-/// Checks after recovery that all expected versions are present. Skips unreliable devices, and
-/// pages that may have expired.
-pub(super) async fn check_expected(log: &LogIncarnation, expected: &[Expected], beyond_index: u64) {
+/// Reads of expected pages around a recovery. Not always: reads count as uses, and used pages are
+/// copied instead of evicted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ExpectedReads {
+    None,
+    After,
+    /// Also during recovery: a reader may find a torn copy before recovery finds its original.
+    DuringAndAfter,
+}
+
+impl ExpectedReads {
+    pub(super) fn draw(random: &mut RandomSource) -> ExpectedReads {
+        match random.below(4) {
+            0 | 1 => ExpectedReads::None,
+            2 => ExpectedReads::After,
+            _ => ExpectedReads::DuringAndAfter,
+        }
+    }
+}
+
+/// Reads expected pages while recovery runs, if `reads` asks for it.
+pub(super) async fn read_early(log: &LogIncarnation, expected: &[Expected], reads: ExpectedReads) {
+    let read = async |expected: &Expected| {
+        read_key(log, expected.key).await;
+    };
+    if reads == ExpectedReads::DuringAndAfter {
+        stream::iter(expected).for_each_concurrent(READS_AT_ONCE, read).await;
+    }
+}
+
+/// Checks after recovery that all expected versions are present, and intact if `reads` asks for it.
+/// Skips unreliable devices, and pages that may have expired.
+pub(super) async fn check_expected(
+    log: &LogIncarnation,
+    expected: &[Expected],
+    beyond_index: u64,
+    reads: ExpectedReads,
+) {
     if !log.setup.profile.is_reliable() {
         return log.world.forgive("forgiven: durable pages of failing devices", expected.len() as u64);
     }
@@ -237,8 +274,15 @@ pub(super) async fn check_expected(log: &LogIncarnation, expected: &[Expected], 
         if expires != 0 && expires <= log.world.unix_ms() + 1000 {
             continue;
         }
+        let found = match reads {
+            ExpectedReads::None => log.l3.find(&page_id(*key)).map(|entry| entry.generation),
+            _ if log.model.lock().may_be_torn(*version) => continue,
+            _ => {
+                log.world.count("durable pages read", 1);
+                read_key(log, *key).await
+            }
+        };
         log.world.count("durable pages checked", 1);
-        let found = log.l3.find(&page_id(*key)).map(|entry| entry.generation);
         let other = found.is_some_and(|found| found < *version) && log.setup.keep_percent > 0;
         if found != Some(*version) && !other {
             log.world.count("pages lost", 1);
@@ -301,11 +345,23 @@ pub(super) async fn put_and_get(log: &LogIncarnation) -> Result<(), L3Error> {
 
 pub(super) async fn read_all_keys(log: &LogIncarnation) {
     for key in 0..log.setup.keys {
-        let started = request_time(log);
-        match log.l3.read(&page_id(key), Limit::None.deadline_within(PATIENCE)).await {
-            Ok(Some((meta, slot))) => check(log, key, started, &meta, &slot),
-            Ok(None) => {}
-            Err(error) => log.world.violate(format!("reading key {key} fails after faults have stopped: {error}")),
+        if let Err(error) = try_read_key(log, key).await {
+            log.world.violate(format!("reading key {key} fails after faults have stopped: {error}"));
         }
     }
+}
+
+/// Reads a page and checks it. Returns its version, or `None` if it is not there.
+async fn try_read_key(log: &LogIncarnation, key: u64) -> Result<Option<u64>, L3Error> {
+    let started = request_time(log);
+    let found = log.l3.read(&page_id(key), Limit::None.deadline_within(PATIENCE)).await?;
+    Ok(found.map(|(meta, slot)| {
+        check(log, key, started, &meta, &slot);
+        meta.generation
+    }))
+}
+
+/// Reads a page of a device that may fail.
+async fn read_key(log: &LogIncarnation, key: u64) -> Option<u64> {
+    try_read_key(log, key).await.ok().flatten()
 }

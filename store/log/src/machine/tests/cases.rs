@@ -133,7 +133,7 @@ pub(super) struct FaultlessLog {
     pub(super) generation: u64,
     copied: u64,
     /// By generation.
-    ids: BTreeMap<u64, PageId>,
+    pub(super) ids: BTreeMap<u64, PageId>,
 }
 
 impl FaultlessLog {
@@ -172,7 +172,7 @@ impl FaultlessLog {
         Some(PageMeta { id: self.ids[&entry.generation], ..meta(0, entry.generation, blocks, 0) })
     }
 
-    fn put(&mut self, key: u64) -> PageId {
+    pub(super) fn put(&mut self, key: u64) -> PageId {
         self.put_blocks(key, 1)
     }
 

@@ -63,7 +63,8 @@ fn segment_is_evicted_slice_by_slice() {
 /// The eviction of a segment begins while writes to it are in flight.
 #[test]
 fn older_put_is_not_served_after_a_newer_one_to_an_evicted_segment() {
-    let mut driver = FaultlessLog::new(8, 0);
+    // A log that copies pages waits for the writes before.
+    let mut driver = FaultlessLog::new(3, 0);
     let mut in_flight = Vec::new();
     put_until_eviction_begins(&mut driver, |driver, key| {
         if let (_, Append::Write(write)) = append(driver, key) {
@@ -82,4 +83,29 @@ fn older_put_is_not_served_after_a_newer_one_to_an_evicted_segment() {
         assert!(driver.log.find(&id, 0).is_none(), "the node has acknowledged a newer put");
     }
     assert!(older > 0, "all older puts were evicted before");
+}
+
+/// A newer put of a pinned page is written to the segment that is reclaimed next.
+#[test]
+fn page_keeps_its_hard_pin_if_it_is_replaced_while_copies_are_chosen() {
+    let mut driver = FaultlessLog::new(8, 50);
+    let pinned = driver.put(0);
+    driver.log.pin(&pinned, Pin::Hard).unwrap();
+    let (_, Append::Write(newer)) = append(&mut driver, 0) else { panic!("the segment has room") };
+    let generation = driver.generation;
+    let is_choosing = |log: &Log| matches!(log.next_segment, NextSegment::Choosing(_));
+    (1..5000).find(|&key| {
+        driver.work();
+        if let (_, Append::Write(write)) = append(&mut driver, key) {
+            driver.log.write_done(write, WriteOutcome::Written);
+        }
+        is_choosing(&driver.log)
+    });
+    assert!(is_choosing(&driver.log));
+    driver.log.write_done(newer, WriteOutcome::Written);
+    (5000..9000).for_each(|key| {
+        driver.put(key);
+    });
+    assert_eq!(driver.log.find(&pinned, 0).map(|entry| entry.generation), Some(generation));
+    assert!(driver.log.counts().pinned_bytes > 0);
 }

@@ -1,32 +1,105 @@
 //! Copies that a crash left beside their originals.
 
-use super::cases::{drop_damaged, restored, scanned, summary};
+use super::cases::{FaultlessLog, drop_damaged, restored, scanned, summary};
 use super::*;
 use larder_format::footer::PageSummary;
 
-/// A crash left a torn copy and its original. The original is served after a read found the copy
-/// damaged.
+fn page(summary: PageSummary) -> Vec<RecordSummary> {
+    vec![RecordSummary::Page(summary)]
+}
+
+fn number_of(log: &Log, n: u8) -> Option<u64> {
+    log.find(&id(n), 0).map(|entry| entry.number)
+}
+
+/// The copy may be torn, and the original was durable before it.
 #[test]
-fn torn_copy_falls_back_to_its_original() {
+fn original_is_served_until_it_is_damaged_and_then_its_copy() {
     let original = summary(2, 4, BLOCK_BYTES as u64);
     let copy = PageSummary { number: 9, ..original };
-    let page = |summary| vec![RecordSummary::Page(summary)];
-    let log = |later| restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy)), later]);
-    let none = || scanned(2, 3, Vec::new());
-    let mut first = log(none());
-    assert_eq!(first.find(&id(2), 0).map(|entry| entry.number), Some(9));
-    assert!(drop_damaged(&mut first, 2, 9));
-    let entry = first.find(&id(2), 0).unwrap();
-    assert_eq!((entry.number, entry.place.epoch), (4, 1));
+    let mut first = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy))]);
+    assert_eq!(number_of(&first, 2), Some(4));
     let mut list = first.scrub_list(None).unwrap();
     list.sort();
     assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
     assert!(drop_damaged(&mut first, 2, 4));
-    assert_eq!(first.find(&id(2), 0), None);
+    assert_eq!(number_of(&first, 2), Some(9));
+    assert!(drop_damaged(&mut first, 2, 9));
+    assert_eq!(number_of(&first, 2), None);
     assert!(first.index.fallbacks() == 0);
 
     let other = PageSummary { generation: 5, number: 9, ..original };
     let mut log = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(other))]);
+    assert_eq!(number_of(&log, 2), Some(9));
     assert!(drop_damaged(&mut log, 2, 9));
-    assert_eq!(log.find(&id(2), 0), None, "another put is no copy");
+    assert_eq!(number_of(&log, 2), None, "another put is no copy");
+}
+
+/// Recovers a log of two records of page 2. A reader finds the newer one damaged in between.
+fn recovered_after_damage(older: PageSummary, newer: PageSummary) -> Log {
+    let segments = [0, 1].map(|segment| FoundSegment { segment, epoch: Ok(u64::from(segment) + 1), truncated: false });
+    let Recovery { mut log, .. } = Recovery::new(config(5), segments.into());
+    log.recover_segment(scanned(1, 2, page(newer)), 0).unwrap();
+    assert!(drop_damaged(&mut log, 2, newer.number));
+    log.recover_segment(scanned(0, 1, page(older)), 0).unwrap();
+    log.finish_recovery().unwrap();
+    log
+}
+
+#[test]
+fn original_is_served_although_a_read_found_its_copy_first() {
+    let original = summary(2, 4, BLOCK_BYTES as u64);
+    let log = recovered_after_damage(original, PageSummary { number: 9, ..original });
+    assert_eq!(number_of(&log, 2), Some(4));
+    let log = recovered_after_damage(original, PageSummary { number: 9, generation: 5, ..original });
+    assert_eq!(number_of(&log, 2), None, "an older put does not take the place of a damaged page");
+}
+
+/// A log whose oldest segment has page 2, and a younger one its copy.
+fn log_with_copy() -> (FaultlessLog, PageSummary) {
+    let mut driver = FaultlessLog::new(8, 50);
+    let original = PageSummary { generation: u64::MAX, ..summary(2, 4, BLOCK_BYTES as u64) };
+    let copy = PageSummary { number: 1 << 40, ..original };
+    let segments = vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy))];
+    driver.log = restored(driver.log.config().clone(), segments);
+    driver.ids.insert(original.generation, id(2));
+    (driver, copy)
+}
+
+fn put_until(driver: &mut FaultlessLog, is_done: impl Fn(&Log) -> bool) {
+    (0..10_000).find(|&key| {
+        driver.put(1000 + key);
+        is_done(&driver.log)
+    });
+    assert!(is_done(&driver.log));
+}
+
+#[test]
+fn reclaim_copies_a_used_page_from_its_original() {
+    let (mut driver, copy) = log_with_copy();
+    driver.log.pin(&id(2), Pin::Hard).unwrap();
+    put_until(&mut driver, |log| log.segments.oldest_epoch() > Some(1));
+    assert_ne!(number_of(&driver.log, 2), Some(copy.number), "that copy was never verified");
+    assert!(number_of(&driver.log, 2).is_some());
+}
+
+#[test]
+fn reclaim_leaves_an_unused_page_with_its_copy() {
+    let (mut driver, copy) = log_with_copy();
+    put_until(&mut driver, |log| log.segments.oldest_epoch() > Some(1));
+    assert_eq!(number_of(&driver.log, 2), Some(copy.number));
+    assert_eq!(driver.log.counts().evicted_pages, 0);
+    put_until(&mut driver, |log| log.segments.oldest_epoch() > Some(2));
+    assert_eq!(number_of(&driver.log, 2), None);
+}
+
+/// Both records stay on the device, so a restart could bring the copy back.
+#[test]
+fn forget_writes_a_tombstone_after_the_original_was_dropped_and_reclaimed() {
+    let (mut driver, _) = log_with_copy();
+    driver.log.set_quota(id(2).namespace, 1);
+    assert_eq!(number_of(&driver.log, 2), None);
+    driver.log.set_quota(id(2).namespace, u64::MAX);
+    put_until(&mut driver, |log| log.segments.oldest_epoch() > Some(1));
+    assert!(matches!(driver.log.forget(&id(2)), Ok(Forget::Write { was_found: false, .. })));
 }
