@@ -136,35 +136,73 @@ async fn announced_bodies_take_no_memory_before_they_arrive() {
     }
 }
 
+/// A request whose body has `body_bytes` bytes, as the first frame of a connection.
+fn request_of(body_bytes: usize) -> Vec<u8> {
+    let kind = Request::Locate(vec![]).frame(larder_wire::PROTOCOL_VERSION, 0, 0, None).head[4];
+    let mut frame = larder_wire::Frame::new(kind, 1, 0, &vec![0; body_bytes], None);
+    frame.number(1);
+    frame.head
+}
+
+async fn counters(client: &Client) -> serde_json::Value {
+    let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status);
+    status.unwrap_or_default()["counters"].take()
+}
+
 #[tokio::test]
 async fn stalled_bodies_give_their_memory_to_others() {
-    let (node, address) = start(&["--request-memory", "16MiB"]);
-    let kind = Request::Locate(vec![]).frame(larder_wire::PROTOCOL_VERSION, 0, 0, None).head[4];
-    let mut frame = larder_wire::Frame::new(kind, 1, 0, &[0; MAX_BODY_BYTES / 4], None);
-    frame.number(1);
-    let mut strangers = Vec::new();
-    for _ in 0..20 {
-        let mut raw = RawConnection::connect(address, Some(namespace("stranger"))).await.unwrap();
-        raw.send_bytes(&frame.head[..frame.head.len() - 1]).await.unwrap();
-        strangers.push(raw);
-    }
-    // Small requests fill what the bodies leave, and some are refused.
-    let client = attach(address, "honest").await;
-    let mut follower = RawConnection::connect(address, Some(namespace("honest"))).await.unwrap();
-    let deadline = Instant::now() + PATIENCE;
-    let mut pages = 1000..;
-    let mut counters = serde_json::Value::Null;
-    while counters["stalled_requests_disconnected"].as_u64().unwrap_or(0) == 0 {
-        assert!(Instant::now() < deadline, "{counters} {}", node.stderr());
-        for page in pages.by_ref().take(50) {
-            follower.send(&Request::Follow(key(page))).await.unwrap();
+    // Few long bodies, and many short ones, fill the memory that the connections leave.
+    for (count, body_bytes) in [(20, MAX_BODY_BYTES / 4), (200, 8 << 10)] {
+        let (node, address) = start(&["--request-memory", "16MiB"]);
+        let frame = request_of(body_bytes);
+        let mut strangers = Vec::new();
+        for _ in 0..count {
+            let mut raw = RawConnection::connect(address, Some(namespace("stranger"))).await.unwrap();
+            raw.send_bytes(&frame[..frame.len() - 1]).await.unwrap();
+            strangers.push(raw);
         }
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status);
-        counters = status.unwrap_or_default()["counters"].take();
+        // Small requests fill what the bodies leave, and some are refused.
+        let client = attach(address, "honest").await;
+        let mut follower = RawConnection::connect(address, Some(namespace("honest"))).await.unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let mut pages = 1000..;
+        let mut counted = serde_json::Value::Null;
+        while counted["stalled_requests_disconnected"].as_u64().unwrap_or(0) == 0 {
+            assert!(Instant::now() < deadline, "{count} bodies: {counted} {}", node.stderr());
+            for page in pages.by_ref().take(50) {
+                follower.send(&Request::Follow(key(page))).await.unwrap();
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            counted = counters(&client).await;
+        }
+        serves(&client, 2).await;
+        drop(strangers);
     }
-    serves(&client, 2).await;
-    drop(strangers);
+}
+
+#[tokio::test]
+async fn client_at_its_own_limit_disconnects_no_slow_client() {
+    let (node, address) = start(&["--request-memory", "16MiB"]);
+    let client = attach(address, "honest").await;
+    serves(&client, 1).await;
+    let mut slow = RawConnection::connect(address, Some(namespace("slow"))).await.unwrap();
+    let request = request_of(20 << 10);
+    // 10 KiB/s are too slow for a node that lacks memory. This one does not.
+    slow.send_bytes(&request[..request.len() - 1]).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    for _ in 0..3 {
+        // Four times its body, and 1 KiB, are more than a connection's quarter.
+        let mut greedy = RawConnection::connect(address, Some(namespace("greedy"))).await.unwrap();
+        greedy.send_bytes(&request_of(MAX_BODY_BYTES)).await.unwrap();
+        match greedy.receive().await.unwrap() {
+            Response::Busy { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(counters(&client).await["stalled_requests_disconnected"], 0, "{}", node.stderr());
+    slow.send_bytes(&request[request.len() - 1..]).await.unwrap();
+    let answer = tokio::time::timeout(PATIENCE, slow.receive()).await.expect("an answer");
+    assert!(matches!(answer, Ok(Response::Error { .. } | Response::Located(_))), "{answer:?}");
 }
 
 #[tokio::test]

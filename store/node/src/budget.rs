@@ -110,9 +110,15 @@ type BytesByKind = [u64; KINDS.len()];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Busy {
     pub(crate) retry_after: Duration,
+    /// True if the bound of the node was in the way, and the connection was within its own.
+    pub(crate) is_node_full: bool,
 }
 
 impl Busy {
+    pub(crate) fn after(retry_after: Duration) -> Busy {
+        Busy { retry_after, is_node_full: false }
+    }
+
     pub(crate) fn milliseconds(self) -> u32 {
         u32::try_from(self.retry_after.as_millis()).unwrap_or(u32::MAX)
     }

@@ -4,7 +4,7 @@ use super::line::RoomOf;
 use super::tenants::TenantNumber;
 use super::{
     Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter, OUTSTANDING_MIN,
-    PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
+    Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
 };
 use crate::places::Peer;
 use crate::tiers::SLOT_UNIT;
@@ -122,18 +122,19 @@ impl Account {
         let mut state = self.budget.state.lock();
         let overrun = match kind {
             // Without a look at the line, which can be long: no caller finds room.
-            Kind::Puts if self.budget.is_full(&state, bytes) => bytes,
-            _ => self.budget.overrun(&mut state, self.connection, kind, bytes, now).max(),
+            Kind::Puts if self.budget.is_full(&state, bytes) => Overrun { node: bytes, ..Overrun::default() },
+            _ => self.budget.overrun(&mut state, self.connection, kind, bytes, now),
         };
         if race_point!("node.charge-after-unlock") {
             drop(state);
             state = self.budget.state.lock();
         }
-        if overrun == 0 {
+        if overrun.max() == 0 {
             return Ok(self.grant(&mut state, kind, bytes, now));
         }
         state.record_demand(self.connection, kind, now);
-        Err(Busy { retry_after: state.request_release_rate.time_for(now, overrun) })
+        let retry_after = state.request_release_rate.time_for(now, overrun.max());
+        Err(Busy { retry_after, is_node_full: overrun.node > 0 && overrun.connection == 0 })
     }
 
     /// Charges requested bytes if the reader can be expected to receive them before `deadline`. A
@@ -158,7 +159,7 @@ impl Account {
                 .min(self.budget.connection_max[kind as usize])
                 .max(PAGES_IN_FLIGHT_MIN * bytes);
             if used > 0 && used + bytes > max {
-                return Err(Busy { retry_after: own.read_rate.time_for(used + bytes - max) });
+                return Err(Busy::after(own.read_rate.time_for(used + bytes - max)));
             }
         }
         Ok(self.grant(&mut state, kind, bytes, now))
@@ -246,7 +247,7 @@ impl Account {
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
         let Some(connection) = state.connections.get(&self.connection) else {
-            return Busy { retry_after: PUT_RETRY_MAX };
+            return Busy::after(PUT_RETRY_MAX);
         };
         let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
         let connection_max = self.budget.connection_max[kind as usize];
@@ -255,7 +256,7 @@ impl Account {
             state.line.leave(self.connection);
             let forecast = self.budget.forecast(state, Scope::Connection(self.connection), now);
             let time = forecast.time_for(first.connection.min(used), connection_max);
-            return Busy { retry_after: time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX) };
+            return Busy::after(time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX));
         }
         let share = state.tenants.share(tenant, kind, self.budget.node_max[kind as usize]);
         // More cannot be granted at once, and would hold room of others.
@@ -273,14 +274,14 @@ impl Account {
         if time > PUT_RETRY_MAX && !had_place {
             // Most clients give up before. Their places would hold room in vain.
             state.line.leave(self.connection);
-            return Busy { retry_after: PUT_RETRY_MAX };
+            return Busy::after(PUT_RETRY_MAX);
         }
         // A connection that has waited keeps its place: a new one would be the last.
         let time = time.min(PUT_RETRY_MAX);
         let holds_until = place_end(now, time);
         state.line.keep_until(self.connection, now + time, holds_until);
         state.tenants.record_demand(tenant, kind, holds_until);
-        Busy { retry_after: time }
+        Busy::after(time)
     }
 
     /// Time until this connection, which waits in the line for `bytes`, finds room for them.

@@ -454,6 +454,22 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn refusal_tells_a_full_node_from_a_limit_of_the_caller() {
+    let is_node_full = |refused: Result<Charge, Busy>| refused.err().map(|busy| busy.is_node_full);
+    let budget = budget();
+    let own = account(&budget, "a");
+    let other = account(&budget, "b");
+    let _own = own.charge(Kind::Requests, MIB).unwrap_or_else(|_| panic!("a quarter of the bound"));
+    assert_eq!(is_node_full(own.charge(Kind::Requests, 1)), Some(false), "the connection's bound");
+    let more = [(); 3].map(|()| account(&budget, "a"));
+    let _charges: Vec<Charge> =
+        more.iter().flat_map(|client| (0..16).map_while(|_| client.charge(Kind::Requests, MIB / 16).ok())).collect();
+    let b = other.charge(Kind::Requests, MIB).err();
+    assert_eq!(b.map(|busy| busy.is_node_full), Some(true));
+    assert_eq!(is_node_full(own.charge(Kind::Requests, 1)), Some(false), "both bounds");
+}
+
+#[tokio::test(start_paused = true)]
 async fn connections_and_requests_share_a_bound_and_mandatory_requests_pass() {
     let budget = budget();
     let clients: Vec<_> = std::iter::from_fn(|| budget.open()).collect();

@@ -4,11 +4,15 @@
 //! refuses a request for lack of memory, it disconnects the clients whose bodies arrive more slowly
 //! than [`BYTES_PER_SECOND_MIN`].
 //!
-//! Small bodies are not tracked: they hold little, and arrive in one piece.
+//! Most bodies arrive at once and cost nothing here. The table has those that are incomplete after
+//! [`WINDOW`], however short: many of them hold much memory together.
 
+use super::{STALL_TIMEOUT, timed_out};
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
 use std::collections::BTreeMap;
+use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -41,24 +45,54 @@ struct Body {
     disconnect: CancellationToken,
 }
 
-/// A body that arrives. Dropping it ends its tracking.
-pub(crate) struct ArrivingBody<'a> {
+/// Entry of a body in the table. Dropping it removes the entry.
+struct Tracked<'a> {
     bodies: &'a ArrivingBodies,
     number: u64,
     disconnect: CancellationToken,
 }
 
+impl Drop for Tracked<'_> {
+    fn drop(&mut self) {
+        self.bodies.0.lock().bodies.remove(&self.number);
+    }
+}
+
 impl ArrivingBodies {
-    /// Tracks a body on a connection that counts its bytes in `received`.
-    pub(crate) fn track(&self, received: Arc<AtomicU64>) -> ArrivingBody<'_> {
-        let disconnect = CancellationToken::new();
+    /// Runs `receive`, which receives a body on a connection that counts its bytes in `received`.
+    ///
+    /// # Errors
+    /// Those of `receive`, and `TimedOut` if the body is incomplete after [`STALL_TIMEOUT`], or
+    /// stalls while others need its memory.
+    pub(crate) async fn receive<T>(
+        &self,
+        received: Arc<AtomicU64>,
+        receive: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
         // Relaxed: the counter orders nothing, and an old value only favours the client.
         let seen = received.load(Ordering::Relaxed);
+        let begun_at = now();
+        let mut receive = pin!(receive);
+        if let Ok(ended) = tokio::time::timeout(WINDOW, &mut receive).await {
+            return ended;
+        }
+        // From the beginning of the body: its pace is known already.
+        let tracked = self.track(received, seen, begun_at);
+        tokio::select! {
+            // Biased: a body that is complete is served.
+            biased;
+            ended = tokio::time::timeout(STALL_TIMEOUT - WINDOW, receive) => ended.map_err(timed_out)?,
+            () = tracked.disconnect.cancelled() => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+
+    fn track(&self, received: Arc<AtomicU64>, seen: u64, seen_at: Instant) -> Tracked<'_> {
+        let disconnect = CancellationToken::new();
         let mut table = self.0.lock();
         let number = table.next_number;
         table.next_number += 1;
-        table.bodies.insert(number, Body { received, seen, seen_at: now(), disconnect: disconnect.clone() });
-        ArrivingBody { bodies: self, number, disconnect }
+        table.bodies.insert(number, Body { received, seen, seen_at, disconnect: disconnect.clone() });
+        Tracked { bodies: self, number, disconnect }
     }
 
     /// Disconnects the clients whose bodies stall. Returns their number.
@@ -75,7 +109,7 @@ impl ArrivingBodies {
             if time < WINDOW {
                 continue;
             }
-            // Relaxed: as in `track`.
+            // Relaxed: as in `receive`.
             let received = body.received.load(Ordering::Relaxed);
             if (received - body.seen) as f64 >= BYTES_PER_SECOND_MIN as f64 * time.as_secs_f64() {
                 (body.seen, body.seen_at) = (received, now);
@@ -88,42 +122,64 @@ impl ArrivingBodies {
     }
 }
 
-impl ArrivingBody<'_> {
-    /// Resolves when the client must be disconnected.
-    pub(crate) async fn stalled(&self) {
-        self.disconnect.cancelled().await;
-    }
-}
-
-impl Drop for ArrivingBody<'_> {
-    fn drop(&mut self) {
-        self.bodies.0.lock().bodies.remove(&self.number);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::task::JoinHandle;
+
+    fn begin(bodies: &Arc<ArrivingBodies>, received: &Arc<AtomicU64>, time: Duration) -> JoinHandle<io::Result<()>> {
+        let bodies = bodies.clone();
+        let received = received.clone();
+        tokio::spawn(async move {
+            let complete = async {
+                tokio::time::sleep(time).await;
+                Ok(())
+            };
+            bodies.receive(received, complete).await
+        })
+    }
 
     #[tokio::test(start_paused = true)]
     async fn stalled_body_ends_and_one_that_arrives_stays() {
-        let bodies = ArrivingBodies::default();
-        let [stalls, trickles, arrives] = [(); 3].map(|()| Arc::new(AtomicU64::new(1 << 20)));
-        let tracked = [&stalls, &trickles, &arrives].map(|received| bodies.track(received.clone()));
+        let bodies = Arc::new(ArrivingBodies::default());
+        let counters = [(); 3].map(|()| Arc::new(AtomicU64::new(1 << 20)));
+        let [_stalls, trickles, arrives] = &counters;
+        let received = counters.each_ref().map(|counter| begin(&bodies, counter, STALL_TIMEOUT * 2));
+        tokio::time::sleep(WINDOW / 2).await;
         assert_eq!(bodies.end_stalled(), 0, "too early");
         for _ in 0..4 {
             tokio::time::sleep(WINDOW / 2).await;
             trickles.fetch_add(100, Ordering::Relaxed);
-            arrives.fetch_add(BYTES_PER_SECOND_MIN / 2, Ordering::Relaxed);
+            arrives.fetch_add(BYTES_PER_SECOND_MIN, Ordering::Relaxed);
         }
         assert_eq!(bodies.end_stalled(), 2);
-        let ended = tracked.each_ref().map(|body| body.disconnect.is_cancelled());
-        assert_eq!(ended, [true, true, false]);
+        tokio::task::yield_now().await;
+        assert_eq!(received.each_ref().map(|body| body.is_finished()), [true, true, false]);
         tokio::time::sleep(SEARCH_PAUSE).await;
-        assert_eq!(bodies.end_stalled(), 0, "they are closing");
+        assert_eq!(bodies.end_stalled(), 0, "they have ended");
         tokio::time::sleep(WINDOW).await;
         assert_eq!(bodies.end_stalled(), 1, "it stalls now");
-        drop(tracked);
+        for body in received {
+            assert_eq!(body.await.unwrap().unwrap_err().kind(), io::ErrorKind::TimedOut);
+        }
         assert!(bodies.0.lock().bodies.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn body_is_in_the_table_from_one_second_on_until_it_ends() {
+        let bodies = Arc::new(ArrivingBodies::default());
+        let tracked = || bodies.0.lock().bodies.len();
+        let counter = Arc::default();
+        let received = [WINDOW / 2, WINDOW * 3, STALL_TIMEOUT * 2].map(|time| begin(&bodies, &counter, time));
+        let mut counts = Vec::new();
+        for _ in 0..5 {
+            tokio::time::sleep(WINDOW * 3 / 4).await;
+            counts.push(tracked());
+        }
+        assert_eq!(counts, [0, 2, 2, 2, 1]);
+        let [fast, slow, stuck] = received;
+        assert!(fast.await.unwrap().is_ok() && slow.await.unwrap().is_ok());
+        assert_eq!(stuck.await.unwrap().unwrap_err().kind(), io::ErrorKind::TimedOut, "nobody needed its memory");
+        assert_eq!(tracked(), 0);
     }
 }

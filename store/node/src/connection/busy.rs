@@ -17,8 +17,12 @@ use std::time::{Duration, Instant};
 const LATE_AFTER: Duration = Duration::from_millis(1);
 
 impl Connection {
-    /// Answers a whole request with "busy".
+    /// Answers a whole request with "busy". If the node has no memory for it, bodies that stall
+    /// lose theirs. A client at a limit of its own costs no other client anything.
     pub(super) async fn refuse(&self, request: u64, busy: Busy) -> io::Result<()> {
+        if busy.is_node_full {
+            self.node.end_stalled_bodies();
+        }
         let response = if self.outbox.version() < VERSION_RETRY_AFTER {
             Response::Error { code: ErrorCode::Busy, message: format!("try again after {:?}", busy.retry_after) }
         } else {

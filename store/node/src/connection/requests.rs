@@ -25,8 +25,6 @@ use std::time::{Duration, Instant};
 /// Retry delay for a client with too many waiting requests. One of them ends soon: each has a
 /// deadline.
 const TOO_MANY_REQUESTS_RETRY: Duration = Duration::from_millis(10);
-/// Length up to which a body is not tracked while it arrives, in bytes.
-const UNTRACKED_BODY_BYTES: usize = 8 << 10;
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
 /// Maximum deadline. It bounds the time for which a request can keep its memory.
 pub(super) const DEADLINE_MAX: Duration = Duration::from_secs(600);
@@ -95,9 +93,7 @@ impl Connection {
         // Requests without a body are charged, too.
         let mut admission = self.account.charge_request(0, mandatory);
         let account = &self.account;
-        let node = &self.node;
-        let is_tracked = header.body_bytes as usize > UNTRACKED_BODY_BYTES;
-        let tracked = is_tracked.then(|| node.arriving.track(reader.received_bytes()));
+        let received = reader.received_bytes();
         let receive = reader.take_body_if(head, |body_bytes| {
             let grown = admission.as_mut().map_err(|busy| *busy);
             match grown.and_then(|charge| account.grow_request(charge, body_bytes, mandatory)) {
@@ -108,18 +104,7 @@ impl Connection {
                 }
             }
         });
-        let receive = tokio::time::timeout(STALL_TIMEOUT, receive);
-        let received = match &tracked {
-            None => receive.await,
-            Some(body) => tokio::select! {
-                // Biased: a body that is complete is served.
-                biased;
-                received = receive => received,
-                () = body.stalled() => return Err(io::ErrorKind::TimedOut.into()),
-            },
-        };
-        received.map_err(timed_out)??;
-        drop(tracked);
+        self.node.arriving.receive(received, receive).await?;
         self.received_at = now();
         if let Some(place) = &self.place {
             place.record_activity(self.received_at);
@@ -127,7 +112,6 @@ impl Connection {
         match admission {
             Ok(charge) => self.charge = Some(charge),
             Err(busy) => {
-                self.node.end_stalled_bodies();
                 // Only parts have a payload, and parts are never refused.
                 if header.payload_bytes > 0 {
                     return Err(protocol_error(DecodeError::Invalid("payload")));
@@ -337,7 +321,7 @@ impl Connection {
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
         let Some(permit) = self.tasks.permit(keys) else {
-            return self.refuse(request, Busy { retry_after: TOO_MANY_REQUESTS_RETRY }).await;
+            return self.refuse(request, Busy::after(TOO_MANY_REQUESTS_RETRY)).await;
         };
         let work = async move {
             let _permit = permit;
