@@ -3,10 +3,10 @@
 use larder_format::NamespaceDescriptor;
 use larder_wire::{FrameReader, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request, Response, VERSION_RETRY_AFTER};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use tokio::io::AsyncWriteExt;
-use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpSocket, TcpStream};
 
 /// Connection that sends what a test tells it to. It reads nothing by itself.
 pub struct RawConnection {
@@ -19,8 +19,12 @@ pub struct RawConnection {
 impl RawConnection {
     /// Connects without a handshake.
     pub async fn open(address: SocketAddr) -> io::Result<RawConnection> {
-        let (read, write) = TcpStream::connect(address).await?.into_split();
-        Ok(RawConnection { reader: FrameReader::new(read), write, next: 0 })
+        Ok(Self::over(TcpStream::connect(address).await?))
+    }
+
+    fn over(stream: TcpStream) -> RawConnection {
+        let (read, write) = stream.into_split();
+        RawConnection { reader: FrameReader::new(read), write, next: 0 }
     }
 
     /// Connects and completes the handshake.
@@ -28,9 +32,23 @@ impl RawConnection {
     /// # Errors
     /// `ConnectionRefused` if the node answers anything but Hello, with its answer as text.
     pub async fn connect(address: SocketAddr, namespace: Option<NamespaceDescriptor>) -> io::Result<RawConnection> {
-        let mut raw = RawConnection::open(address).await?;
-        match raw.request(&hello(namespace)).await? {
-            Response::Hello { .. } => Ok(raw),
+        RawConnection::open(address).await?.greet(namespace).await
+    }
+
+    /// Connects from another address of this machine, as a peer of its own, and completes the
+    /// handshake.
+    ///
+    /// # Errors
+    /// As for [`RawConnection::connect`].
+    pub async fn connect_from(from: Ipv4Addr, address: SocketAddr) -> io::Result<RawConnection> {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((from, 0).into())?;
+        Self::over(socket.connect(address).await?).greet(None).await
+    }
+
+    async fn greet(mut self, namespace: Option<NamespaceDescriptor>) -> io::Result<RawConnection> {
+        match self.request(&hello(namespace)).await? {
+            Response::Hello { .. } => Ok(self),
             other => Err(io::Error::new(io::ErrorKind::ConnectionRefused, format!("{other:?} to hello"))),
         }
     }

@@ -4,9 +4,9 @@
 //! Each test has a bound on the memory or the places that strangers take, and an honest client that
 //! is served meanwhile.
 
-use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
+use larder_client::{Client, ClientOptions, Member, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
-use larder_tests::{PATIENCE, Process, RawConnection, data_dir, is_flushed, wait_for_node};
+use larder_tests::{PATIENCE, Process, RawConnection, data_dir, eventually, is_flushed, unused_address, wait_for_node};
 use larder_wire::{HEADER_BYTES, MAX_BODY_BYTES, Request, Response};
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -230,6 +230,61 @@ async fn unread_member_lists_are_bounded() {
         other => panic!("{other:?}"),
     }
     drop(connections);
+}
+
+/// Registers `name` from 127.0.0.2 as soon as the node listens. Returns the node's first answer
+/// with the connection.
+async fn register_as_stranger(address: SocketAddr, name: &str) -> (Response, RawConnection) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Ok(mut stranger) = RawConnection::connect_from([127, 0, 0, 2].into(), address).await {
+            let register =
+                Request::Register { name: name.into(), ttl_ms: 60_000, info: "{\"of\":\"stranger\"}".into() };
+            return (stranger.request(&register).await.unwrap(), stranger);
+        }
+        assert!(Instant::now() < deadline, "the node does not listen");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test]
+async fn restarted_node_keeps_a_name_for_the_peer_that_had_it() {
+    let (data, listen) = (data_dir(), unused_address().to_string());
+    let dir = data.path().to_str().unwrap();
+    let arguments = ["store", "--listen", &listen, "--l2", "32MiB", "--data-dir", dir, "--l3-bytes", "256MiB"];
+    let start = || {
+        let mut node = Process::start(&arguments);
+        let address = address(&mut node);
+        (node, address)
+    };
+    let (node, address) = start();
+    let client = attach(address, "engine").await;
+    let info = serde_json::json!({"of": "owner"});
+    let _registered = client.register(Member { name: "decode-1".into(), info: info.clone() });
+    let leaving = client.register(Member { name: "decode-2".into(), info: info.clone() });
+    eventually("the node has stored the names", || async {
+        let stored = std::fs::read_to_string(data.path().join("members.json")).unwrap_or_default();
+        stored.contains("decode-1") && stored.contains("decode-2")
+    })
+    .await;
+    node.sigkill();
+    drop(leaving);
+    let (node, address) = start();
+    // A stranger comes first after the restart.
+    let (answer, _stranger) = register_as_stranger(address, "decode-1").await;
+    assert_eq!(answer, Response::Count(0), "{}", node.stderr());
+    let members = || async { client.members(Instant::now() + PATIENCE).await.unwrap_or_default() };
+    eventually("the owner is registered again", || async {
+        members().await.iter().any(|member| member.name == "decode-1" && member.info == info)
+    })
+    .await;
+    let (answer, _stranger) = register_as_stranger(address, "decode-3").await;
+    assert_eq!(answer, Response::Count(1), "a name that nobody had");
+    // The owner of this name does not return.
+    eventually("an abandoned name is free", || async {
+        register_as_stranger(address, "decode-2").await.0 == Response::Count(1)
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -4,10 +4,10 @@
 //!
 //! Invariants:
 //!
-//! - The name that has waited longest comes first, since its last failure or else since its arrival.
-//!   Names that arrive later do not delay it: before its turn, others have at most one attempt for
-//!   each name known when its wait began. So neither engines that hang nor ever new names keep
-//!   others out.
+//! - The name that has waited longest comes first: since its last failure, or since its arrival.
+//!   Names that arrive later do not delay it: before its turn, others have at most one attempt
+//!   for each name known when its wait began. So neither engines that hang nor ever new names
+//!   keep others out.
 //! - The engines of one host have at most their share of the slots.
 
 use std::collections::HashMap;

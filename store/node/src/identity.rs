@@ -113,14 +113,7 @@ impl Identity {
 
     /// Stores the identity durably.
     pub(crate) fn store(&self, dir: &Path) -> io::Result<()> {
-        // Write aside, sync, rename, sync the directory: a crash leaves the old file or the new
-        // one.
-        let staged = dir.join(format!("{FILE}.new"));
-        let mut file = fs::File::create(&staged)?;
-        file.write_all(&serde_json::to_vec(self)?)?;
-        file.sync_all()?;
-        fs::rename(&staged, dir.join(FILE))?;
-        fs::File::open(dir)?.sync_all()
+        store_durably(dir, FILE, &serde_json::to_vec(self)?)
     }
 
     /// Raises the epoch above that of `generation`, the largest on L3. Returns `true` if it was not
@@ -142,6 +135,17 @@ impl Identity {
     pub(crate) fn generation_first(&self, rng: &mut impl Rng) -> u64 {
         (self.epoch << EPOCH_SHIFT) + u64::from(rng.random::<u32>() >> 1)
     }
+}
+
+/// Replaces a file of `dir` durably. A crash leaves the old file or the new one.
+pub(crate) fn store_durably(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
+    // Write aside, sync, rename, sync the directory.
+    let staged = dir.join(format!("{name}.new"));
+    let mut file = fs::File::create(&staged)?;
+    file.write_all(content)?;
+    file.sync_all()?;
+    fs::rename(&staged, dir.join(name))?;
+    fs::File::open(dir)?.sync_all()
 }
 
 /// Epoch of a start at this time. A clock without a usable time says nothing: the epoch then only

@@ -30,7 +30,8 @@
 //! | `holds` | pages held for readers |
 //! | `rdma` | RDMA devices, channels and grants |
 //! | `scrub` | background verification |
-//! | `members`, `identity` | registered engines; name and epoch of the node |
+//! | `members`, `former_owners` | registered engines; those before the start |
+//! | `identity` | name and epoch of the node |
 //! | `metrics`, `admin` | metrics and HTTP endpoints |
 
 // The simulation runs this crate: see store/clippy.toml.
@@ -42,6 +43,7 @@ mod budget;
 mod connection;
 mod descriptors;
 mod devices;
+mod former_owners;
 mod health;
 mod holds;
 mod identity;

@@ -6,6 +6,8 @@
 //! Invariants:
 //! - Only the connection that registered a name renews or withdraws it. The entry ends with the
 //!   connection.
+//! - For [`RETURN_TIME`] after a start, a name that was registered before belongs to its former
+//!   peer. Otherwise a client that reconnects sooner than an engine could take its name.
 //! - One peer has at most half of the table. The last eighth is for peers that have, or lately had,
 //!   a few entries, so that their engines can return after a restart.
 //!
@@ -16,6 +18,7 @@ use crate::places::Peer;
 use larder_runtime::sync::Mutex;
 use larder_wire::{MAX_MEMBERS, MemberEntry, PROTOCOL_VERSION_MIN, Response, SharedResponse};
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -36,6 +39,8 @@ const KNOWN_ENTRIES_MAX: usize = 16;
 const KNOWN_FOR: Duration = Duration::from_secs(600);
 /// Known peers that a node remembers.
 const KNOWN_MAX: usize = 1024;
+/// Time after a start for which former owners keep their names. A client reconnects within 3 s.
+const RETURN_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two log lines about refused registrations.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Upper bound of a time to live. A dead engine disappears after at most this time.
@@ -54,9 +59,16 @@ struct Entry {
     owner: MemberOwner,
 }
 
+/// Names and the peers that registered them.
+pub(crate) type Owners = BTreeMap<String, Peer>;
+
 #[derive(Default)]
 struct Table {
     entries: BTreeMap<String, Entry>,
+    /// Owners before the start. Empty from [`RETURN_TIME`] on.
+    former: Owners,
+    /// `None` before the first start.
+    former_until: Option<Instant>,
     /// Time of the last registration of each peer.
     known: BTreeMap<Peer, Instant>,
     last_logged: Option<Instant>,
@@ -66,6 +78,7 @@ struct Table {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refusal {
     Foreign,
+    Former,
     Full,
 }
 
@@ -73,6 +86,9 @@ impl Refusal {
     fn as_str(self) -> &'static str {
         match self {
             Self::Foreign => "another connection has registered its name; give each engine its own",
+            Self::Former => {
+                "before the node's start another address had registered its name; it may return within seconds"
+            }
             Self::Full => "the table is full, or has too many members of this peer; stop some of them",
         }
     }
@@ -104,12 +120,33 @@ impl Members {
         MemberOwner { connection: self.next_connection.fetch_add(1, Relaxed), peer }
     }
 
+    /// Keeps names for the peers that had registered them before the start at `now`. These peers
+    /// count as known.
+    pub(crate) fn expect(&self, former: Owners, now: Instant) {
+        let mut table = self.table.lock();
+        for peer in former.values() {
+            table.remember(*peer, now);
+        }
+        table.former = former;
+        table.former_until = Some(now + RETURN_TIME);
+    }
+
+    /// Owners of all names, with those that may still return.
+    pub(crate) fn owners(&self, now: Instant) -> Owners {
+        let mut table = self.table.lock();
+        table.end_return_time(now);
+        let mut owners = table.former.clone();
+        owners.extend(table.entries.iter().map(|(name, entry)| (name.clone(), entry.owner.peer)));
+        owners
+    }
+
     /// Adds or renews an entry. Returns `false` if the name belongs to another connection, or if
     /// the table has no room for the entry.
     pub(crate) fn register(&self, owner: MemberOwner, name: String, info: String, ttl: Duration, now: Instant) -> bool {
         let mut table = self.table.lock();
         // Expired entries go first, so that dead engines do not keep new ones out.
         table.entries.retain(|_, entry| entry.expires > now);
+        table.end_return_time(now);
         let entry = Entry { info, expires: now + ttl.min(TTL_MAX), owner };
         if let Err(refusal) = table.admit(&name, &entry, now) {
             // A refused client repeats its request every second.
@@ -136,6 +173,7 @@ impl Members {
         let is_own = table.entries.get(name).is_some_and(|entry| entry.owner == owner);
         if is_own {
             table.entries.remove(name);
+            table.former.remove(name);
             drop(table);
             self.record_change();
         }
@@ -196,6 +234,9 @@ impl Table {
             return Err(Refusal::Foreign);
         }
         let peer = entry.owner.peer;
+        if self.former.get(name).is_some_and(|former| !is_same(*former, peer)) {
+            return Err(Refusal::Former);
+        }
         let is_known = self.known.get(&peer).is_some_and(|at| now < *at + KNOWN_FOR);
         let mut all = Usage::default();
         let mut of_peer = Usage::default();
@@ -212,6 +253,12 @@ impl Table {
         if fits { Ok(()) } else { Err(Refusal::Full) }
     }
 
+    fn end_return_time(&mut self, now: Instant) {
+        if self.former_until.is_some_and(|until| now >= until) {
+            self.former.clear();
+        }
+    }
+
     fn remember(&mut self, peer: Peer, now: Instant) {
         self.known.insert(peer, now);
         if self.known.len() > KNOWN_MAX
@@ -220,6 +267,13 @@ impl Table {
             self.known.remove(&oldest);
         }
     }
+}
+
+/// Returns `true` if `peer` may be `former`. An engine on the node's machine may change between
+/// local sockets and TCP.
+fn is_same(former: Peer, peer: Peer) -> bool {
+    let is_here = |peer| matches!(peer, Peer::Local | Peer::Address(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+    former == peer || (is_here(former) && is_here(peer))
 }
 
 #[derive(Default)]
@@ -288,6 +342,45 @@ mod tests {
         assert!(!register(engine, "{}", now));
         assert!(register(engine, "{}", now + ttl), "a silent connection loses the name");
         assert_eq!(listed(now + ttl), ["{}"]);
+    }
+
+    #[test]
+    fn former_owner_keeps_its_name_for_a_while_after_a_start() {
+        let before = Members::default();
+        let start = larder_runtime::now();
+        let ttl = Duration::from_secs(3);
+        let owner = before.owner(peer(1));
+        for name in ["decode-1", "decode-2"] {
+            assert!(before.register(owner, name.into(), "{}".into(), ttl, start));
+        }
+        let members = Members::default();
+        members.expect(before.owners(start), start);
+        let stranger = members.owner(peer(2));
+        let engine = members.owner(peer(1));
+        let register = |owner, name: &str, at| members.register(owner, name.into(), "{}".into(), ttl, at);
+        assert!(!register(stranger, "decode-1", start) && register(stranger, "decode-3", start));
+        assert!(register(engine, "decode-1", start));
+        // It restarts at once.
+        members.end(engine);
+        let engine = members.owner(peer(1));
+        assert!(!register(stranger, "decode-1", start) && register(engine, "decode-1", start));
+        assert_eq!(members.owners(start).into_keys().collect::<Vec<_>>(), ["decode-1", "decode-2", "decode-3"]);
+        assert!(members.withdraw(engine, "decode-1"));
+        assert!(register(stranger, "decode-1", start), "its owner gave it up");
+        assert!(register(stranger, "decode-2", start + RETURN_TIME), "its owner did not return");
+    }
+
+    #[test]
+    fn engine_on_the_machine_of_the_node_may_change_its_transport() {
+        let members = Members::default();
+        let start = larder_runtime::now();
+        let tcp = |host: [u8; 4]| Peer::of((host, 7).into());
+        members.expect(Owners::from([("a".into(), Peer::Local), ("b".into(), tcp([127, 0, 0, 1]))]), start);
+        let register = |peer: Peer, name: &str| {
+            members.register(members.owner(peer), name.into(), "{}".into(), Duration::from_secs(3), start)
+        };
+        assert!(!register(tcp([127, 0, 0, 2]), "a") && !register(tcp([10, 0, 0, 1]), "a"));
+        assert!(register(tcp([127, 0, 0, 1]), "a") && register(Peer::Local, "b"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
 use crate::state::NodeState;
 use crate::store::Store;
-use crate::{admin, connection, rdma};
+use crate::{admin, connection, former_owners, rdma};
 use futures::future::BoxFuture;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_memory::Arena;
@@ -100,12 +100,18 @@ impl Node {
         let rdma = rdma::open(&options.rdma, &arena).await;
         let mut devices = Devices::open(&options, clock, &arena).await?;
         devices.take_no_pages(&without_identity);
+        let members_dir = found.stored_in.first().cloned();
         let identity = above_generations(found, &devices).await?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
         let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
+        if let Some(dir) = members_dir {
+            // Before clients can connect.
+            state.members.expect(former_owners::read(&dir), now());
+            tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
+        }
         // Last of all that can fail: a client that connects finds a node that serves.
         let (listener, addr) = listen(options.listen).await?;
         let admin_addr = match options.admin_listen {

@@ -21,6 +21,7 @@ use crate::connection::ConnectionLimit;
 use crate::metrics::Metrics;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,7 +45,8 @@ const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 const KNOWN_MAX: usize = 1024;
 
 /// Origin of a connection, as far as a node can tell without authentication.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Peer {
     /// Processes of this machine and user, over local sockets.
     #[default]

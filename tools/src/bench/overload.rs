@@ -10,7 +10,7 @@
 //! The node is a child process. It and the load generator each use half of the machine's
 //! processors.
 
-mod connection;
+pub mod connection;
 mod misbehaving;
 pub mod node;
 mod workload;

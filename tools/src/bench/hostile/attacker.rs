@@ -4,9 +4,12 @@
 //! pauses bound the rate of every attack.
 
 use super::servers::Ports;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use futures::future::BoxFuture;
+use parking_lot::Mutex;
+use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -21,12 +24,16 @@ const ADDRESSES: usize = 4;
 /// Maximum duration of one attack. A stranger then drops its connection.
 const ATTACK_TIMEOUT: Duration = Duration::from_secs(20);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for which a server must keep a connection that stalls, so that the attack has an effect.
+const HELD_MIN: Duration = Duration::from_secs(1);
 /// Receive buffer of clients that do not read, in bytes.
 const SMALL_BUFFER: u32 = 4096;
 
 /// Targets of the attacks, and what the honest clients are doing.
 pub struct Target {
     pub ports: Ports,
+    /// Folder of the engines' model.
+    pub model_dir: PathBuf,
     /// Number of the next page that the honest client puts.
     pub next_page: Arc<AtomicU64>,
     /// Number of the next prompt that the honest client sends.
@@ -40,6 +47,7 @@ pub struct Stranger {
     pub number: usize,
     /// Number of this client's attack, from 0.
     pub round: u64,
+    counters: Arc<Counters>,
 }
 
 pub struct Attack {
@@ -51,6 +59,10 @@ pub struct Attack {
 }
 
 impl Stranger {
+    pub fn new(target: &Arc<Target>, number: usize) -> Stranger {
+        Stranger { target: target.clone(), number, round: 0, counters: Arc::default() }
+    }
+
     pub fn address(&self) -> IpAddr {
         Ipv4Addr::new(127, 0, 0, 2 + (self.number % ADDRESSES) as u8).into()
     }
@@ -62,6 +74,26 @@ impl Stranger {
     /// Connects with a receive buffer that fills at once.
     pub async fn connect_unread(&self, port: SocketAddr) -> Result<TcpStream> {
         self.connect_with(port, Some(SMALL_BUFFER)).await
+    }
+
+    /// Counts this attack as effective: a server does or holds what the attack is about. At most
+    /// once per attack.
+    pub fn record_effect(&self) {
+        // Relaxed: read when all tasks have ended.
+        self.counters.effective.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Waits for `end`, the end of a connection that stalls. The attack has an effect if a server
+    /// keeps the connection for a while.
+    pub async fn held(&self, end: impl Future<Output = Result<()>>) -> Result<()> {
+        tokio::pin!(end);
+        match tokio::time::timeout(HELD_MIN, &mut end).await {
+            Ok(ended) => ended,
+            Err(_) => {
+                self.record_effect();
+                end.await
+            }
+        }
     }
 
     async fn connect_with(&self, port: SocketAddr, receive_buffer: Option<u32>) -> Result<TcpStream> {
@@ -81,6 +113,21 @@ pub async fn closed(mut stream: TcpStream) -> Result<()> {
     Ok(())
 }
 
+/// Waits until a server has begun an answer with status 200, and leaves it unread.
+pub async fn answer_begun(stream: &TcpStream) -> Result<()> {
+    let mut status = [0; 12];
+    loop {
+        let bytes = stream.peek(&mut status).await?;
+        ensure!(bytes > 0, "the server closed the connection");
+        if bytes == status.len() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    ensure!(status == *b"HTTP/1.1 200", "the server refused the request");
+    Ok(())
+}
+
 /// Keeps a connection, unread, until the attack ends.
 pub async fn hold(connection: impl Send) -> Result<()> {
     tokio::time::sleep(ATTACK_TIMEOUT).await;
@@ -92,20 +139,37 @@ pub async fn hold(connection: impl Send) -> Result<()> {
 pub struct Attackers {
     tasks: JoinSet<()>,
     stop: CancellationToken,
-    counts: Vec<(&'static str, Arc<AtomicU64>)>,
+    counters: Vec<(&'static str, Arc<Counters>)>,
+}
+
+/// Live counters of the attacks of one kind, behind [`AttackCounts`].
+#[derive(Default)]
+struct Counters {
+    begun: AtomicU64,
+    effective: AtomicU64,
+    last_error: Mutex<Option<String>>,
+}
+
+/// Attacks of one kind.
+#[derive(Debug, Serialize)]
+pub struct AttackCounts {
+    pub begun: u64,
+    /// Attacks that a server did not refuse.
+    pub effective: u64,
+    pub last_error: Option<String>,
 }
 
 impl Attackers {
     pub fn start(attacks: &[Attack], target: &Arc<Target>) -> Attackers {
-        let mut attackers = Attackers { tasks: JoinSet::new(), stop: CancellationToken::new(), counts: Vec::new() };
+        let mut attackers = Attackers { tasks: JoinSet::new(), stop: CancellationToken::new(), counters: Vec::new() };
         for attack in attacks {
-            let count = Arc::<AtomicU64>::default();
-            attackers.counts.push((attack.name, count.clone()));
+            let counters = Arc::<Counters>::default();
+            attackers.counters.push((attack.name, counters.clone()));
             for number in 0..attack.clients {
-                let stranger = Stranger { target: target.clone(), number, round: 0 };
+                let stranger = Stranger { counters: counters.clone(), ..Stranger::new(target, number) };
                 // Spread over the pause, so that the clients do not act all at once.
                 let start = attack.pause.mul_f64(number as f64 / attack.clients as f64);
-                let repeat = repeat(attack.run, stranger, start, attack.pause, count.clone());
+                let repeat = repeat(attack.run, stranger, start, attack.pause);
                 let stopped = attackers.stop.clone();
                 attackers.tasks.spawn(async move { stopped.run_until_cancelled(repeat).await.unwrap_or_default() });
             }
@@ -114,11 +178,17 @@ impl Attackers {
     }
 
     /// Ends all attackers, which closes their connections. Returns the number of attacks by name.
-    pub async fn stop(mut self) -> Vec<(&'static str, u64)> {
+    pub async fn stop(mut self) -> Vec<(&'static str, AttackCounts)> {
         self.stop.cancel();
         while self.tasks.join_next().await.is_some() {}
         // Relaxed: the tasks have ended.
-        self.counts.iter().map(|(name, count)| (*name, count.load(Ordering::Relaxed))).collect()
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counts = |counters: &Counters| AttackCounts {
+            begun: count(&counters.begun),
+            effective: count(&counters.effective),
+            last_error: counters.last_error.lock().take(),
+        };
+        self.counters.iter().map(|(name, counters)| (*name, counts(counters))).collect()
     }
 }
 
@@ -127,13 +197,14 @@ async fn repeat(
     mut stranger: Stranger,
     start: Duration,
     pause: Duration,
-    count: Arc<AtomicU64>,
 ) {
     tokio::time::sleep(start).await;
     loop {
-        // A server may refuse or cut any attack: only their number is of interest.
-        let _ = tokio::time::timeout(ATTACK_TIMEOUT, attack(stranger.clone())).await;
-        count.fetch_add(1, Ordering::Relaxed);
+        stranger.counters.begun.fetch_add(1, Ordering::Relaxed);
+        // A server may refuse or cut any attack: it counts its effect itself.
+        if let Ok(Err(error)) = tokio::time::timeout(ATTACK_TIMEOUT, attack(stranger.clone())).await {
+            *stranger.counters.last_error.lock() = Some(format!("{error:#}"));
+        }
         stranger.round += 1;
         tokio::time::sleep(pause).await;
     }

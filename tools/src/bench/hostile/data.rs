@@ -1,15 +1,16 @@
 //! Attacks on the data port of the node.
 
+use super::super::overload::connection::{FrameConnection, VERSION};
 use super::attacker::{Attack, Stranger, closed, hold};
 use super::honest::{page_key, page_namespace, prompt};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use larder_format::{NamespaceDescriptor, PageKey, chunk_crcs, page_keys};
 use larder_wire::{
-    Delivery, Entry, Frame, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES, MAX_PIN_MS, PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN, PartLocation, PinKind, Request, Reserved, VERSION_FRAGMENTS,
+    CommitOutcome, Delivery, Entry, Frame, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN, PartLocation, PinKind, Request, ReserveOutcome, Reserved, Response,
 };
 use larder_worker::Role;
 use larder_worker::api::EngineInfo;
@@ -20,6 +21,11 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Follows of one connection, and the time in which a node refuses those that it does not admit.
+const FOLLOWS: u64 = 700;
+const REFUSAL_TIME: Duration = Duration::from_secs(1);
+/// Duration of pins in milliseconds: the longest that a node permits by default.
+const PIN_MS: u64 = 24 * 3600 * 1000;
 /// Deadline of requests whose answers no client reads, in milliseconds.
 const DEADLINE_MS: u32 = 30_000;
 /// Pages of one batch of the flood, and the pause between two batches.
@@ -27,7 +33,7 @@ const FLOOD_PAGES: u64 = 4;
 const FLOOD_PAUSE: Duration = Duration::from_millis(100);
 /// Pages that each squatter reserves ahead of the honest clients.
 const SQUATTED_PAGES: u64 = 32;
-const SQUATTED_EACH: u64 = 4;
+pub const SQUATTED_EACH: u64 = 4;
 const SQUATTED_PROMPTS: u64 = 4;
 const SQUAT_TIME: Duration = Duration::from_secs(5);
 
@@ -51,7 +57,7 @@ pub fn attacks() -> Vec<Attack> {
 }
 
 /// Connection that sends requests and reads nothing by itself.
-struct Raw {
+pub struct Raw {
     reader: FrameReader<OwnedReadHalf>,
     write: OwnedWriteHalf,
     next: u32,
@@ -59,16 +65,23 @@ struct Raw {
 
 impl Raw {
     /// Connects and completes the handshake.
-    async fn connect(stranger: &Stranger, namespace: Option<NamespaceDescriptor>) -> Result<Raw> {
+    pub async fn connect(stranger: &Stranger, namespace: Option<NamespaceDescriptor>) -> Result<Raw> {
         let (read, write) = stranger.connect_unread(stranger.target.ports.node).await?.into_split();
         let mut raw = Raw { reader: FrameReader::new(read), write, next: 0 };
-        raw.send(&hello(PROTOCOL_VERSION, namespace)).await?;
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, raw.reader.next()).await??;
-        ensure!(answer.is_some(), "the node closed the connection");
-        Ok(raw)
+        raw.send(&hello(namespace)).await?;
+        match tokio::time::timeout(ANSWER_TIMEOUT, raw.receive()).await?? {
+            Response::Hello { .. } => Ok(raw),
+            refusal => bail!("the node refused the connection: {refusal:?}"),
+        }
     }
 
-    async fn send(&mut self, request: &Request) -> Result<()> {
+    /// Receives the next answer. Leaves its payload unread.
+    pub async fn receive(&mut self) -> Result<Response> {
+        let header = self.reader.next().await?.context("the node closed the connection")?;
+        Ok(Response::decode(PROTOCOL_VERSION, header.kind, self.reader.body())?)
+    }
+
+    pub async fn send(&mut self, request: &Request) -> Result<()> {
         let mut frame = request.frame(PROTOCOL_VERSION, self.next.into(), DEADLINE_MS, None);
         frame.number(self.next);
         self.next += 1;
@@ -82,8 +95,9 @@ impl Raw {
     }
 }
 
-fn hello(version_max: u16, namespace: Option<NamespaceDescriptor>) -> Request {
-    Request::Hello { version_min: PROTOCOL_VERSION_MIN, version_max, name: "stranger".into(), namespace }
+fn hello(namespace: Option<NamespaceDescriptor>) -> Request {
+    let name = "stranger".into();
+    Request::Hello { version_min: PROTOCOL_VERSION_MIN, version_max: PROTOCOL_VERSION, name, namespace }
 }
 
 fn reserve(keys: Vec<PageKey>, part_bytes: &[u32]) -> Request {
@@ -99,7 +113,7 @@ fn reserve(keys: Vec<PageKey>, part_bytes: &[u32]) -> Request {
 }
 
 /// Namespace of a stranger. Its pages have the shape of the honest client's.
-fn own_namespace(name: &str) -> NamespaceDescriptor {
+pub fn own_namespace(name: &str) -> NamespaceDescriptor {
     NamespaceDescriptor { tenant: name.into(), ..page_namespace() }
 }
 
@@ -107,13 +121,17 @@ fn before_hello(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
         let mut stream = stranger.connect(stranger.target.ports.node).await?;
         stream.write_all(b"LRDR").await?;
-        closed(stream).await
+        stranger.held(closed(stream)).await
     }
     .boxed()
 }
 
 fn after_hello(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
-    async move { Raw::connect(&stranger, None).await?.closed().await }.boxed()
+    async move {
+        let raw = Raw::connect(&stranger, None).await?;
+        stranger.held(raw.closed()).await
+    }
+    .boxed()
 }
 
 /// Sends a body of 1 MiB but for its last byte.
@@ -123,7 +141,7 @@ fn stalled_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let mut raw = Raw::connect(&stranger, Some(own_namespace(&tenant))).await?;
         let frame = announced_frame(raw.next);
         raw.write.write_all(&frame.head[..frame.head.len() - 1]).await?;
-        raw.closed().await
+        stranger.held(raw.closed()).await
     }
     .boxed()
 }
@@ -142,7 +160,7 @@ fn announced_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let tenant = format!("stranger-{}", stranger.number % 4);
         let mut raw = Raw::connect(&stranger, Some(own_namespace(&tenant))).await?;
         raw.write.write_all(&announced_frame(raw.next).head[..HEADER_BYTES]).await?;
-        raw.closed().await
+        stranger.held(raw.closed()).await
     }
     .boxed()
 }
@@ -153,6 +171,9 @@ fn unread_members(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         for _ in 0..100 {
             raw.send(&Request::Members).await?;
         }
+        let answer = raw.receive().await?;
+        ensure!(matches!(answer, Response::Members(_)), "{answer:?}");
+        stranger.record_effect();
         hold(raw).await
     }
     .boxed()
@@ -161,22 +182,41 @@ fn unread_members(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
 fn unread_follows(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
         let mut raw = Raw::connect(&stranger, Some(own_namespace("follower"))).await?;
-        for page in 0..700 {
+        for page in 0..FOLLOWS {
             raw.send(&Request::Follow(page_key(stranger.number as u64 * 1000 + page))).await?;
         }
+        // Those that the node refuses have answers at once.
+        let mut refused = 0;
+        let read_refusals = async {
+            loop {
+                raw.receive().await?;
+                refused += 1;
+            }
+        };
+        if let Ok(end) = tokio::time::timeout(REFUSAL_TIME, read_refusals).await {
+            return end;
+        }
+        ensure!(refused < FOLLOWS, "the node refused all follows");
+        stranger.record_effect();
         hold(raw).await
     }
     .boxed()
 }
 
-/// Requests the pages of the flood, which exist, and reads none of them.
+/// Requests the pages that the honest client has put, and reads none of them.
 fn unread_gets(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
-        let mut raw = Raw::connect(&stranger, Some(own_namespace(&flood_tenant(stranger.number % 2)))).await?;
-        let keys: Vec<PageKey> = (0..100).map(page_key).collect();
+        let mut raw = Raw::connect(&stranger, Some(page_namespace())).await?;
+        let next = stranger.target.next_page.load(Ordering::Relaxed);
+        let keys: Vec<PageKey> = (next.saturating_sub(100)..next).map(page_key).collect();
         for _ in 0..8 {
             raw.send(&Request::Get { keys: keys.clone(), by: Delivery::Inline }).await?;
         }
+        // Some of them are missing, because strangers had reserved them.
+        while !matches!(raw.receive().await?, Response::Page { .. }) {
+            raw.reader.discard().await?;
+        }
+        stranger.record_effect();
         hold(raw).await
     }
     .boxed()
@@ -187,6 +227,11 @@ async fn squat(stranger: &Stranger, namespace: NamespaceDescriptor, keys: Vec<Pa
     let part_bytes = namespace.geometry.part_table();
     let mut raw = Raw::connect(stranger, Some(namespace)).await?;
     raw.send(&reserve(keys, &part_bytes)).await?;
+    if let Response::Reserved { outcomes, .. } = raw.receive().await?
+        && outcomes.contains(&ReserveOutcome::Granted)
+    {
+        stranger.record_effect();
+    }
     tokio::time::sleep(SQUAT_TIME).await;
     Ok(())
 }
@@ -215,22 +260,25 @@ fn squat_prompts(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     .boxed()
 }
 
-fn flood_tenant(number: usize) -> String {
-    format!("flood-{number}")
-}
-
-/// Puts new pages until its connection ends, and pins each for 30 days.
+/// Puts new pages until its connection ends, and pins each for as long as possible.
 fn flood(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
-        let namespace = own_namespace(&flood_tenant(stranger.number));
+        let namespace = own_namespace(&format!("flood-{}", stranger.number));
         let bytes = Bytes::from(vec![stranger.number as u8; namespace.geometry.page_bytes()]);
-        let mut flood = Flood::connect(&stranger, namespace).await?;
+        let stream = stranger.connect(stranger.target.ports.node).await?;
+        let connection = FrameConnection::over(stream, namespace, usize::MAX).await?;
+        let mut flood = Flood { connection, next: 0 };
+        let mut is_effective = false;
         for batch in 0.. {
-            // Each round has new pages, but for the first ones, which others get.
-            let first = if batch < 25 { batch } else { batch + (stranger.round + 1) * 1_000_000 } * FLOOD_PAGES;
+            let first = (stranger.round * 1_000_000 + batch) * FLOOD_PAGES;
             let keys: Vec<PageKey> = (first..first + FLOOD_PAGES).map(page_key).collect();
-            flood.put(&keys, &bytes).await?;
-            flood.request(&Request::Pin { keys, kind: PinKind::Hard, ttl_ms: MAX_PIN_MS }).await?;
+            let stored = flood.put(&keys, &bytes).await?;
+            let pin = Request::Pin { keys, kind: PinKind::Hard, ttl_ms: PIN_MS };
+            let (_, pinned) = flood.request(&pin).await?;
+            if stored > 0 && matches!(pinned, Response::Count(1..)) && !is_effective {
+                is_effective = true;
+                stranger.record_effect();
+            }
             tokio::time::sleep(FLOOD_PAUSE).await;
         }
         Ok(())
@@ -238,50 +286,33 @@ fn flood(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     .boxed()
 }
 
-/// Connection that puts pages as a client does, from the address of a stranger.
+/// Client that puts pages, from the address of a stranger.
 struct Flood {
-    reader: FrameReader<OwnedReadHalf>,
-    writer: FrameWriter<OwnedWriteHalf>,
-    part_bytes: Vec<u32>,
+    connection: FrameConnection,
     next: u64,
 }
 
-/// Version without fragments: each payload is one frame.
-const FLOOD_VERSION: u16 = VERSION_FRAGMENTS - 1;
-
 impl Flood {
-    async fn connect(stranger: &Stranger, namespace: NamespaceDescriptor) -> Result<Flood> {
-        let (read, write) = stranger.connect(stranger.target.ports.node).await?.into_split();
-        let part_bytes = namespace.geometry.part_table();
-        let reader = FrameReader::new(read);
-        let mut flood = Flood { reader, writer: FrameWriter::new(write), part_bytes, next: 0 };
-        flood.request(&hello(FLOOD_VERSION, Some(namespace))).await?;
-        Ok(flood)
-    }
-
-    /// Sends a request and waits for the next answer, whatever it is.
-    async fn request(&mut self, request: &Request) -> Result<u64> {
+    /// Sends a request and waits for the next answer. Returns the number of the request, too.
+    async fn request(&mut self, request: &Request) -> Result<(u64, Response)> {
         let number = self.next;
         self.next += 1;
-        self.writer.send(request.frame(FLOOD_VERSION, number, DEADLINE_MS, None)).await?;
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.reader.next()).await??;
-        ensure!(answer.is_some(), "the node closed the connection");
-        self.reader.discard().await?;
-        Ok(number)
+        self.connection.send(request.frame(VERSION, number, DEADLINE_MS, None)).await?;
+        Ok((number, self.connection.receive().await?))
     }
 
-    async fn put(&mut self, keys: &[PageKey], bytes: &Bytes) -> Result<()> {
-        let part_bytes = self.part_bytes.clone();
-        let reserve = self.request(&reserve(keys.to_vec(), &part_bytes)).await?;
+    /// Returns the number of pages that the node stored.
+    async fn put(&mut self, keys: &[PageKey], bytes: &Bytes) -> Result<usize> {
+        let (reserve, _) = self.request(&reserve(keys.to_vec(), &page_namespace().geometry.part_table())).await?;
         let puts: Vec<Entry> = (0..keys.len() as u32).map(|index| Entry { request: reserve, index }).collect();
         for &put in &puts {
             let crcs = chunk_crcs(bytes).collect();
             let part = Request::Part { put, part: 0, crcs, bytes: PartLocation::Inline };
-            self.writer.send(part.frame(FLOOD_VERSION, self.next, 0, Some(Box::new(bytes.clone())))).await?;
+            self.connection.send(part.frame(VERSION, self.next, 0, Some(Box::new(bytes.clone())))).await?;
             self.next += 1;
         }
-        self.request(&Request::Commit(puts)).await?;
-        Ok(())
+        let (_, Response::Committed(ends)) = self.request(&Request::Commit(puts)).await? else { return Ok(0) };
+        Ok(ends.iter().filter(|end| end.outcome == CommitOutcome::Stored).count())
     }
 }
 
@@ -292,7 +323,10 @@ fn nonsense(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         if stranger.round.is_multiple_of(2) {
             let mut stream = stranger.connect(stranger.target.ports.node).await?;
             stream.write_all(&bytes).await?;
-            return closed(stream).await;
+            // Or it resets the connection.
+            let _ = closed(stream).await;
+            stranger.record_effect();
+            return Ok(());
         }
         let mut raw = Raw::connect(&stranger, Some(own_namespace("nonsense"))).await?;
         // A valid header with a body of any bytes.
@@ -301,7 +335,9 @@ fn nonsense(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         frame.number(raw.next);
         raw.write.write_all(&frame.head).await?;
         raw.write.write_all(&bytes).await?;
-        raw.closed().await
+        let _ = raw.closed().await;
+        stranger.record_effect();
+        Ok(())
     }
     .boxed()
 }
@@ -318,9 +354,12 @@ fn register(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
             };
             raw.send(&Request::Register { name, ttl_ms: 5_000, info }).await?;
         }
-        // Its last answer follows those to all others.
+        let mut is_registered = false;
         for _ in 0..20 {
-            raw.reader.next().await?;
+            is_registered |= raw.receive().await? == Response::Count(1);
+        }
+        if is_registered {
+            stranger.record_effect();
         }
         Ok(())
     }

@@ -4,20 +4,22 @@
 //! does not depend on the one before.
 
 use super::attacker::Target;
+use super::data::SQUATTED_EACH;
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
 use hdrhistogram::Histogram;
 use larder_client::{Client, ClientOptions, GetOptions, NewPage, PutOptions, PutOutcome, StoreUrl, Transport};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_worker::api::{CacheMode, DecodeEvent, DecodeRequest, PATH_DECODE, SamplingParams};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-/// Time in which an honest request must succeed, with all its retries.
+/// Time in which an honest request must be served, with all its retries.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 const CHAT_PAUSE: Duration = Duration::from_millis(100);
 const PAGE_PAUSE: Duration = Duration::from_millis(20);
@@ -26,7 +28,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Distinct chats. The answer to each must always be the same.
 const CHATS: u64 = 8;
 const ANSWER_TOKENS: u32 = 8;
-/// Tokens of a prompt: three whole pages, which a prefill engine computes.
+/// Tokens of a prompt: several whole pages, which a prefill engine computes.
 const PROMPT_TOKENS: u32 = 100;
 /// Upper bound of token ids in prompts. Every tokenizer has a larger vocabulary.
 const TOKEN_IDS: u32 = 2000;
@@ -36,10 +38,16 @@ const WORKING_SET: u64 = 32;
 /// Failures whose cause is kept.
 const CAUSES_MAX: usize = 8;
 
-/// Tokens of the prompt `number`, which no other prompt begins with.
+/// Tokens of the prompt `number`. Its first two tokens are the digits of the number, so no other
+/// prompt begins with them.
 pub fn prompt(number: u64) -> Vec<u32> {
-    let token = |at: u32| 16 + (number as u32).wrapping_mul(7919).wrapping_add(at.wrapping_mul(131)) % (TOKEN_IDS - 16);
-    (0..PROMPT_TOKENS).map(token).collect()
+    const DIGITS: u64 = TOKEN_IDS as u64 - 16;
+    let digit = |at: u64| match at {
+        0 => number % DIGITS,
+        1 => number / DIGITS % DIGITS,
+        _ => (number * 7919 + at * 131) % DIGITS,
+    };
+    (0..u64::from(PROMPT_TOKENS)).map(|at| 16 + digit(at) as u32).collect()
 }
 
 pub fn page_namespace() -> NamespaceDescriptor {
@@ -59,9 +67,11 @@ pub fn page_key(number: u64) -> PageKey {
     PageKey::chain(None, &[number as u32, (number >> 32) as u32])
 }
 
+/// Content of the page `number`. Every word of eight bytes is different, within the page and from
+/// those of other pages. So a page, or a part of one, in a wrong place is noticed.
 fn page_content(number: u64) -> Bytes {
-    let bytes = page_namespace().geometry.page_bytes() as u64;
-    (0..bytes).map(|at| (at.wrapping_mul(31) ^ number) as u8).collect()
+    let words = page_namespace().geometry.page_bytes() as u64 / 8;
+    (0..words).flat_map(|at| (number << 32 | at).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect()
 }
 
 /// Latencies and outcomes of one kind of request.
@@ -73,7 +83,7 @@ pub struct Samples {
     pub failed: u64,
     pub causes: Vec<String>,
     pub wrong: u64,
-    /// Gets without a page, or puts of pages that another client was putting.
+    /// Puts of pages that a stranger had reserved, and gets of these pages.
     pub missed: u64,
 }
 
@@ -101,14 +111,19 @@ pub type AllSamples = BTreeMap<&'static str, Samples>;
 /// Answers to the chats, as first received.
 pub type ChatAnswers = BTreeMap<u64, String>;
 
+/// Answers to prompts, by number. [`check_prompts`] compares them.
+pub type PromptAnswers = Vec<(u64, String)>;
+
+/// Samples, and answers of one run.
+pub struct Honest {
+    pub samples: AllSamples,
+    pub chats: ChatAnswers,
+    pub prompts: PromptAnswers,
+}
+
 /// Runs all honest clients for `time`, on `threads`. Compares chats with `answers`, and adds new
 /// ones.
-pub async fn run(
-    target: &Arc<Target>,
-    answers: ChatAnswers,
-    time: Duration,
-    threads: &Handle,
-) -> Result<(AllSamples, ChatAnswers)> {
+pub async fn run(target: &Arc<Target>, answers: ChatAnswers, time: Duration, threads: &Handle) -> Result<Honest> {
     let stop = CancellationToken::new();
     let chats = threads.spawn(chat(target.clone(), answers, stop.clone()));
     let prompts = threads.spawn(send_prompts(target.clone(), stop.clone()));
@@ -116,9 +131,10 @@ pub async fn run(
     tokio::time::sleep(time).await;
     stop.cancel();
     let (chats, answers) = chats.await??;
+    let (prompts, prompt_answers) = prompts.await??;
     let (puts, gets) = pages.await??;
-    let samples = BTreeMap::from([("chats", chats), ("prompts", prompts.await??), ("puts", puts), ("gets", gets)]);
-    Ok((samples, answers))
+    let samples = BTreeMap::from([("chats", chats), ("prompts", prompts), ("puts", puts), ("gets", gets)]);
+    Ok(Honest { samples, chats: answers, prompts: prompt_answers })
 }
 
 fn http() -> Result<reqwest::Client> {
@@ -150,25 +166,58 @@ async fn chat(
 }
 
 /// Sends prompts that no cache has. Strangers squat their pages.
-async fn send_prompts(target: Arc<Target>, stop: CancellationToken) -> Result<Samples> {
-    let (http, mut samples) = (http()?, Samples::new()?);
+async fn send_prompts(target: Arc<Target>, stop: CancellationToken) -> Result<(Samples, PromptAnswers)> {
+    let (http, mut samples, mut answers) = (http()?, Samples::new()?, Vec::new());
     let url = format!("http://{}/v1/completions", target.ports.api);
     loop {
         let number = target.next_prompt.fetch_add(1, Ordering::Relaxed);
         let body = json!({"model": "larder-tiny", "prompt": prompt(number), "max_tokens": ANSWER_TOKENS,
             "temperature": 0, "ignore_eos": true, "stream": true});
-        request(&http, &url, &body, &mut samples).await;
+        let answer = request(&http, &url, &body, &mut samples).await;
+        answers.extend(answer.map(|answer| (number, answer)));
         if stop.run_until_cancelled(tokio::time::sleep(CHAT_PAUSE)).await.is_none() {
-            return Ok(samples);
+            return Ok((samples, answers));
         }
     }
+}
+
+/// Compares answers with those of an engine that uses no cache. Counts the others as wrong.
+pub async fn check_prompts(target: &Target, answers: &PromptAnswers, samples: &mut Samples) -> Result<()> {
+    let http = http()?;
+    let url = format!("http://{}{PATH_DECODE}", target.ports.decode);
+    for (number, answer) in answers {
+        let decode = DecodeRequest {
+            request_id: format!("check-{number}"),
+            tokens: prompt(*number),
+            sampling: SamplingParams { max_tokens: ANSWER_TOKENS as usize, ignore_eos: true, ..Default::default() },
+            await_pages: 0,
+            cached_pages: None,
+            cache: CacheMode::None,
+            deadline_ms: REQUEST_TIMEOUT.as_millis() as u64,
+        };
+        let lines = http.post(&url).json(&decode).send().await?.error_for_status()?.text().await?;
+        let mut expected = String::new();
+        for line in lines.lines() {
+            match serde_json::from_str(line)? {
+                DecodeEvent::Token { text, .. } => expected.push_str(&text),
+                DecodeEvent::Error(error) => bail!("an engine cannot answer a prompt without a cache: {error}"),
+                _ => {}
+            }
+        }
+        if *answer != expected {
+            samples.wrong += 1;
+        }
+    }
+    Ok(())
 }
 
 /// Sends a request until it is served, and records its latency. Returns the text of the answer.
 async fn request(http: &reqwest::Client, url: &str, body: &Value, samples: &mut Samples) -> Option<String> {
     let begin = Instant::now();
     loop {
-        let error = match answer(http, url, body).await {
+        let left = REQUEST_TIMEOUT.saturating_sub(begin.elapsed());
+        let answer = tokio::time::timeout(left, answer(http, url, body)).await;
+        let error = match answer.unwrap_or_else(|_| bail!("not served in time")) {
             Ok(Answer::Text(text)) => {
                 samples.record(begin);
                 return Some(text);
@@ -233,13 +282,20 @@ async fn move_pages(target: Arc<Target>, stop: CancellationToken) -> Result<(Sam
         bail!("the node cannot be reached");
     }
     let first = target.next_page.load(Ordering::Relaxed);
+    // Pages of the working set that are in the store.
+    let mut stored = BTreeSet::new();
     for round in 0u64.. {
         if round.is_multiple_of(GETS_PER_PUT) {
-            put_page(&client, target.next_page.fetch_add(1, Ordering::Relaxed), &mut puts).await;
+            let number = target.next_page.fetch_add(1, Ordering::Relaxed);
+            if put_page(&client, number, &mut puts).await {
+                stored.insert(number);
+            }
         }
         let next = target.next_page.load(Ordering::Relaxed);
         let oldest = first.max(next.saturating_sub(WORKING_SET));
-        get_page(&client, oldest + round % (next - oldest), &mut gets).await;
+        stored = stored.split_off(&oldest);
+        let number = oldest + round % (next - oldest);
+        get_page(&client, number, stored.contains(&number), &mut gets).await;
         if stop.run_until_cancelled(tokio::time::sleep(PAGE_PAUSE)).await.is_none() {
             break;
         }
@@ -247,27 +303,37 @@ async fn move_pages(target: Arc<Target>, stop: CancellationToken) -> Result<(Sam
     Ok((puts, gets))
 }
 
-async fn put_page(client: &Client, number: u64, samples: &mut Samples) {
+/// Returns `true` if the page is in the store.
+async fn put_page(client: &Client, number: u64, samples: &mut Samples) -> bool {
     let page = NewPage { key: page_key(number), parent: PageKey::NONE, position: 0 };
     let content = page_content(number);
     let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
     let begin = Instant::now();
     match client.put_pages(vec![(page, content)], options, begin + REQUEST_TIMEOUT).await[..] {
-        [PutOutcome::Stored] => samples.record(begin),
+        [PutOutcome::Stored] => {
+            samples.record(begin);
+            return true;
+        }
         // A squatter has it. The page is then a miss, as if it had never been put.
-        [PutOutcome::InProgress] => samples.missed += 1,
-        ref outcome => samples.fail(format!("put: {outcome:?}")),
+        [PutOutcome::InProgress] if number.is_multiple_of(SQUATTED_EACH) => samples.missed += 1,
+        ref outcome => samples.fail(format!("put of page {number}: {outcome:?}")),
     }
+    false
 }
 
-async fn get_page(client: &Client, number: u64, samples: &mut Samples) {
+/// Gets a page of the working set. One that is in the store must be found: the floor of the
+/// namespace is larger than its working set, so no stranger can have it evicted.
+async fn get_page(client: &Client, number: u64, is_stored: bool, samples: &mut Samples) {
     let content = page_content(number);
     let options = GetOptions { busy_retries: u32::MAX, ..GetOptions::default() };
     let begin = Instant::now();
     let wanted = vec![(page_key(number), vec![0; content.len()])];
     let (bytes, fetched) = client.get_with(wanted, options, begin + REQUEST_TIMEOUT).await.remove(0);
     if fetched.tier().is_none() {
-        samples.missed += 1;
+        match is_stored {
+            true => samples.fail(format!("get: page {number} is in the store and was not found")),
+            false => samples.missed += 1,
+        }
     } else if bytes == content {
         samples.record(begin);
     } else {

@@ -1,6 +1,6 @@
 //! Attacks on the HTTP ports of router, engines and node.
 
-use super::attacker::{Attack, Stranger, closed, hold};
+use super::attacker::{Attack, Stranger, answer_begun, closed, hold};
 use anyhow::Result;
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -45,7 +45,7 @@ fn half_header(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
     async move {
         let mut stream = stranger.connect(port(&stranger)).await?;
         stream.write_all(b"POST /v1/completions HTTP/1.1\r\nHost: 127.").await?;
-        closed(stream).await
+        stranger.held(closed(stream)).await
     }
     .boxed()
 }
@@ -57,7 +57,7 @@ fn half_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
                     Content-Length: 60000\r\n\r\n";
         stream.write_all(head.as_bytes()).await?;
         stream.write_all(&[b' '; 1024]).await?;
-        closed(stream).await
+        stranger.held(closed(stream)).await
     }
     .boxed()
 }
@@ -73,16 +73,22 @@ fn stalled_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         );
         stream.write_all(head.as_bytes()).await?;
         stream.write_all(&vec![b' '; 12 * MIB - 1]).await?;
-        closed(stream).await
+        stranger.held(closed(stream)).await
     }
     .boxed()
 }
 
-/// Sends a request to the OpenAI API and waits for the whole answer.
+/// Client with the address of `stranger`.
+pub fn http(stranger: &Stranger) -> Result<reqwest::Client> {
+    Ok(reqwest::Client::builder().local_address(stranger.address()).build()?)
+}
+
+/// Sends a request to the OpenAI API and waits for the whole answer, whatever its status.
 async fn post(stranger: &Stranger, path: &str, body: String) -> Result<()> {
-    let http = reqwest::Client::builder().local_address(stranger.address()).build()?;
+    let http = http(stranger)?;
     let url = format!("http://{}{path}", stranger.target.ports.api);
     http.post(url).header("content-type", "application/json").body(body).send().await?.bytes().await?;
+    stranger.record_effect();
     Ok(())
 }
 
@@ -127,6 +133,8 @@ fn unread_stream(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
             body.len()
         );
         stream.write_all(head.as_bytes()).await?;
+        answer_begun(&stream).await?;
+        stranger.record_effect();
         hold(stream).await
     }
     .boxed()
@@ -139,6 +147,8 @@ fn unread_metrics(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let port = if stranger.number.is_multiple_of(2) { ports.admin } else { ports.node_admin };
         let mut stream = stranger.connect_unread(port).await?;
         stream.write_all("GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".repeat(500).as_bytes()).await?;
+        answer_begun(&stream).await?;
+        stranger.record_effect();
         hold(stream).await
     }
     .boxed()
@@ -155,7 +165,10 @@ fn nonsense(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
                 .await?;
         }
         stream.write_all(&bytes).await?;
-        closed(stream).await
+        // Or it resets the connection.
+        let _ = closed(stream).await;
+        stranger.record_effect();
+        Ok(())
     }
     .boxed()
 }

@@ -151,6 +151,8 @@ pub struct Ports {
 pub struct Servers {
     pub all: Vec<Server>,
     pub ports: Ports,
+    /// Folder of the engines' model.
+    pub model_dir: PathBuf,
     l3: PathBuf,
     http: reqwest::Client,
 }
@@ -165,7 +167,8 @@ impl Servers {
     /// Starts all servers and waits until the router knows the engines.
     pub async fn start(dir: &Path) -> Result<Servers> {
         let text = |path: &Path| path.to_str().map(str::to_string).context("the path of --dir is not UTF-8");
-        let (model, data) = (text(&bundled::unpack(dir)?)?, text(&dir.join("store"))?);
+        let model_dir = bundled::unpack(dir)?;
+        let (model, data) = (text(&model_dir)?, text(&dir.join("store"))?);
         let free = "127.0.0.1:0";
         let node = ["store", "--listen", free, "--admin-listen", free, "--data-dir", &data];
         let (node, urls) = Server::start("store", &[&node, &NODE_OPTIONS[..]].concat(), dir, 2).await?;
@@ -192,7 +195,8 @@ impl Servers {
             page_tokens: info.page_tokens as usize,
             engines: info.descriptor,
         };
-        let servers = Servers { all: vec![node, prefill, decode, router], ports, l3: dir.join("store"), http };
+        let servers =
+            Servers { all: vec![node, prefill, decode, router], ports, model_dir, l3: dir.join("store"), http };
         servers.wait_for_engines().await?;
         Ok(servers)
     }

@@ -53,7 +53,11 @@ impl FrameConnection {
         namespace: NamespaceDescriptor,
         bytes: usize,
     ) -> Result<FrameConnection> {
-        let stream = TcpStream::connect(address).await?;
+        Self::over(TcpStream::connect(address).await?, namespace, bytes).await
+    }
+
+    /// Completes the handshake on a new connection, which fails after sending `bytes` bytes.
+    pub async fn over(stream: TcpStream, namespace: NamespaceDescriptor, bytes: usize) -> Result<FrameConnection> {
         stream.set_nodelay(true)?;
         let (read, write) = stream.into_split();
         let mut connection = FrameConnection {
@@ -63,7 +67,7 @@ impl FrameConnection {
         let hello = Request::Hello {
             version_min: PROTOCOL_VERSION_MIN,
             version_max: VERSION,
-            name: "overload".into(),
+            name: "load".into(),
             namespace: Some(namespace),
         };
         connection.send(hello.frame(PROTOCOL_VERSION_MIN, 0, 0, None)).await?;
