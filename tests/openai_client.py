@@ -144,6 +144,47 @@ def check_sampling(client, model):
     assert len(sample(7, n=3)) == 3
 
 
+def check_logprobs(client, model):
+    prompt = [5 + i % 50 for i in range(40)]
+    whole = client.completions.create(model=model, prompt=prompt, logprobs=2, **GREEDY).choices[0]
+    logprobs = whole.logprobs
+    assert "".join(logprobs.tokens) == whole.text and len(logprobs.token_logprobs) == 12, whole
+    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs):
+        assert len(top) == 2 and own == max(top.values()) <= 0, (own, top)
+    # As lm-evaluation-harness asks for the log-likelihood of a text. It must be that of the generation.
+    ids = client.completions.create(model=model, prompt=prompt, logprobs=0, echo=True, max_tokens=0).choices[0]
+    assert len(ids.logprobs.tokens) == 40 and ids.logprobs.token_logprobs[0] is None, ids
+    text = SENTENCE * 3
+    echoed = client.completions.create(
+        model=model, prompt=text, logprobs=1, echo=True, max_tokens=1, temperature=0
+    ).choices[0]
+    assert echoed.text.startswith(text), echoed.text
+    assert len(echoed.logprobs.tokens) == len(echoed.logprobs.text_offset)
+    batch = client.completions.create(model=model, prompt=[text] * 20, logprobs=1, echo=True, max_tokens=1, temperature=0)
+    assert all(choice.logprobs == echoed.logprobs for choice in batch.choices), "it depends on the batch"
+    messages = [{"role": "user", "content": "How did it begin?"}]
+    chat = client.chat.completions.create(model=model, messages=messages, logprobs=True, top_logprobs=3, **GREEDY)
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 12 and all(len(token.top_logprobs) == 3 for token in content), content
+    spoken = b"".join(bytes(token.bytes) for token in content).decode(errors="replace")
+    assert spoken == chat.choices[0].message.content, (spoken, chat)
+
+
+def check_penalties(client, model):
+    free = client.completions.create(model=model, prompt=SENTENCE, logprobs=0, **GREEDY).choices[0]
+    bias = {"300": 100}
+    forced = client.completions.create(model=model, prompt=SENTENCE, logprobs=0, logit_bias=bias, **GREEDY).choices[0]
+    assert len(set(forced.logprobs.tokens)) == 1, forced
+    extra = {"ignore_eos": True, "repetition_penalty": 10.0}
+    varied = client.completions.create(
+        model=model, prompt=SENTENCE, temperature=0, max_tokens=12, logprobs=0, presence_penalty=2, extra_body=extra
+    ).choices[0]
+    assert len(set(varied.logprobs.tokens)) == 12, varied
+    assert varied.logprobs.tokens != free.logprobs.tokens
+    best = client.completions.create(model=model, prompt=SENTENCE, n=2, best_of=4, max_tokens=4, temperature=1)
+    assert len(best.choices) == 2 and best.usage.completion_tokens <= 16, best
+
+
 def check_stop(client, model):
     full = client.completions.create(model=model, prompt=SENTENCE, **GREEDY).choices[0].text
     assert len(full) >= 6, f"too short to cut: {full!r}"
@@ -162,10 +203,11 @@ def check_errors(client, model):
     refused(openai.NotFoundError, "model_not_found", complete(model="no-such-model"))
     refused(openai.BadRequestError, "context_length_exceeded", complete(prompt=[5] * 200_000))
     refused(openai.BadRequestError, "context_length_exceeded", complete(max_tokens=100_000_000))
-    refused(openai.BadRequestError, "unsupported_value", complete(logprobs=1))
-    refused(openai.BadRequestError, "unsupported_value", complete(echo=True))
+    refused(openai.BadRequestError, "unknown_parameter", complete(extra_body={"guided_regex": "a"}))
+    refused(openai.BadRequestError, None, complete(logprobs=21))
+    refused(openai.BadRequestError, None, complete(logit_bias={"1000000": 1}))
     refused(openai.BadRequestError, None, complete(temperature=9))
-    refused(openai.BadRequestError, None, complete(n=100))
+    refused(openai.BadRequestError, None, complete(n=200))
     refused(openai.BadRequestError, None, complete(prompt=[]))
     refused(openai.BadRequestError, None, complete(prompt=[2**31]))
     chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -224,6 +266,8 @@ CHECKS = [
     check_many_prompts,
     check_chat,
     check_sampling,
+    check_logprobs,
+    check_penalties,
     check_stop,
     check_errors,
     check_request_ids,

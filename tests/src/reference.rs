@@ -29,7 +29,7 @@ impl Reference {
         let pool = KvPool::new(geometry, pages);
         let mut slots: Vec<PageSlot> =
             (0..pages).map(|_| PageSlot::Open(pool.allocate().expect("the pool holds the sequence"))).collect();
-        let mut sampler = Sampler::new(&SamplingParams { temperature: 0.0, ..SamplingParams::default() });
+        let mut sampler = Sampler::new(&SamplingParams::default(), &[], &[]);
         let mut generated: Vec<u32> = Vec::new();
         let mut tokens = prompt.to_vec();
         let mut position = 0;

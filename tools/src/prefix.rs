@@ -12,7 +12,7 @@ use larder_router::admin::api::{
     PinRequest, PinResponse, PinStatus, PinStrength, PrefixRequest, WarmResponse,
 };
 use larder_router::openai::fields::Fields;
-use larder_router::openai::types::take_messages;
+use larder_router::openai::messages::take_messages;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::Value;
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(parsed.len(), 2);
         assert_eq!(parse_chat(&format!("{{\"model\": \"m\", \"messages\": {messages}}}")).unwrap(), parsed);
         let parts = r#"[{"role": "developer", "content": [{"type": "text", "text": "a"}]}]"#;
-        let message = ChatMessage { role: "system".into(), content: "a".into() };
+        let message = ChatMessage::new("system", "a");
         assert_eq!(parse_chat(parts).unwrap(), [message], "as /v1/chat/completions reads it");
         for bad in ["", "{}", "[]", "[1]", "\"text\"", r#"[{"role": "user"}]"#] {
             let error = format!("{:#}", parse_chat(bad).unwrap_err());

@@ -10,6 +10,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,11 +20,159 @@ pub const FUEL: u64 = 20_000_000;
 
 const NAME: &str = "chat_template";
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// A message of a conversation, in the form of OpenAI's API. A template sees the fields that are
+/// present.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatMessage {
     pub role: String,
-    pub content: String,
+    pub content: MessageContent,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Text that the model wrote before its answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+    /// In a message of the role `tool`: the call that it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
 }
+
+impl ChatMessage {
+    pub fn new(role: &str, content: impl Into<MessageContent>) -> Self {
+        Self { role: role.into(), content: content.into(), ..Self::default() }
+    }
+
+    /// Size of all texts in bytes.
+    pub fn bytes(&self) -> usize {
+        let calls = self.tool_calls.iter().map(|call| call.id.len() + call.function.bytes());
+        let others = [&self.name, &self.reasoning_content, &self.tool_call_id];
+        let others = others.into_iter().flatten().map(String::len);
+        self.role.len() + self.content.bytes() + calls.sum::<usize>() + others.sum::<usize>()
+    }
+
+    fn to_value(&self, keeps_parts: bool) -> Result<Value, Error> {
+        let mut fields =
+            vec![("role", Value::from(self.role.as_str())), ("content", self.content.to_value(keeps_parts))];
+        let texts = [
+            ("name", &self.name),
+            ("reasoning_content", &self.reasoning_content),
+            ("tool_call_id", &self.tool_call_id),
+        ];
+        fields.extend(texts.into_iter().filter_map(|(name, text)| Some((name, Value::from(text.as_deref()?)))));
+        if !self.tool_calls.is_empty() {
+            let calls = self.tool_calls.iter().map(ToolCall::to_value).collect::<Result<Vec<_>, _>>()?;
+            fields.push(("tool_calls", Value::from(calls)));
+        }
+        Ok(Value::from_pairs(fields))
+    }
+}
+
+/// Text of a message, as one string or in parts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum MessageContent {
+    Text(String),
+    Parts(Vec<TextPart>),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename = "text")]
+pub struct TextPart {
+    pub text: String,
+}
+
+impl Default for MessageContent {
+    fn default() -> Self {
+        Self::Text(String::new())
+    }
+}
+
+impl<T: Into<String>> From<T> for MessageContent {
+    fn from(text: T) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+impl MessageContent {
+    /// The whole text. Parts are separate lines.
+    pub fn text(&self) -> Cow<'_, str> {
+        match self {
+            Self::Text(text) => text.into(),
+            Self::Parts(parts) => parts.iter().map(|part| part.text.as_str()).collect::<Vec<_>>().join("\n").into(),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts.iter().map(|part| part.text.len() + 1).sum(),
+        }
+    }
+
+    fn to_value(&self, keeps_parts: bool) -> Value {
+        match self {
+            Self::Parts(parts) if keeps_parts => {
+                parts.iter().map(|part| context! { type => "text", text => &part.text }).collect()
+            }
+            content => Value::from(content.text()),
+        }
+    }
+}
+
+/// A call of a tool by the model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ToolCall {
+    #[serde(default)]
+    pub id: String,
+    pub function: FunctionCall,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FunctionCall {
+    pub name: String,
+    /// JSON object, as text.
+    pub arguments: String,
+}
+
+impl FunctionCall {
+    fn bytes(&self) -> usize {
+        self.name.len() + self.arguments.len()
+    }
+}
+
+impl ToolCall {
+    /// The form that templates expect: with the arguments as an object.
+    fn to_value(&self) -> Result<Value, Error> {
+        let FunctionCall { name, arguments } = &self.function;
+        let function = context! { name => name, arguments => from_json(arguments)? };
+        Ok(context! { id => &self.id, type => "function", function => function })
+    }
+}
+
+/// Inputs of a rendering besides the messages.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RenderOptions {
+    /// Ends the text with the cue for the assistant's answer.
+    pub add_generation_prompt: bool,
+    /// Ends the text with the content of the last message, so that the model continues it.
+    pub continue_final_message: bool,
+    /// Tools that the model may call: a JSON list.
+    pub tools: Option<String>,
+    /// More variables for the template: a JSON object.
+    pub variables: Option<String>,
+}
+
+impl RenderOptions {
+    pub fn bytes(&self) -> usize {
+        [&self.tools, &self.variables].into_iter().flatten().map(String::len).sum()
+    }
+}
+
+/// Names of the variables that every template gets. [`RenderOptions::variables`] cannot set them.
+pub const RESERVED_VARIABLES: [&str; 6] =
+    ["messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"];
 
 /// A chat template before it is compiled, and the texts of the model's special tokens. A text is
 /// empty if the model has no such token.
@@ -46,6 +195,7 @@ pub enum RenderError {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    keeps_parts: bool,
     bos: String,
     eos: String,
 }
@@ -55,34 +205,77 @@ impl ChatTemplate {
     /// Fails on a syntax error.
     pub fn new(template: ChatTemplateSource) -> Result<ChatTemplate, RenderError> {
         let environment = environment(&template.source).map_err(failed)?;
-        Ok(ChatTemplate { environment, bos: template.bos, eos: template.eos })
+        let keeps_parts = has_loop_over_content(&template.source);
+        Ok(ChatTemplate { environment, keeps_parts, bos: template.bos, eos: template.eos })
     }
 
-    /// Renders a conversation to a text of at most `text_bytes_max` bytes. With `generate` it ends
-    /// with the cue for the assistant's answer.
+    /// Renders a conversation to a text of at most `text_bytes_max` bytes.
     pub fn render(
         &self,
         messages: &[ChatMessage],
-        generate: bool,
+        options: &RenderOptions,
         text_bytes_max: usize,
     ) -> Result<String, RenderError> {
-        let messages: Vec<Value> =
-            messages.iter().map(|m| context! { role => &m.role, content => &m.content }).collect();
-        let context = context! {
-            messages => messages,
-            add_generation_prompt => generate,
-            bos_token => &self.bos,
-            eos_token => &self.eos,
-        };
+        let context = self.context(messages, options).map_err(failed)?;
         let mut text = BoundedText { bytes: Vec::new(), bytes_max: text_bytes_max, is_full: false };
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let rendered = template.render_captured_to(context, &mut text).map(drop);
-        match rendered {
-            _ if text.is_full => Err(RenderError::TooLong),
-            Ok(()) => String::from_utf8(text.bytes).map_err(|error| RenderError::Failed(error.to_string())),
-            Err(error) => Err(failed(error)),
+        let text = match rendered {
+            _ if text.is_full => return Err(RenderError::TooLong),
+            Ok(()) => String::from_utf8(text.bytes).map_err(|error| RenderError::Failed(error.to_string()))?,
+            Err(error) => return Err(failed(error)),
+        };
+        match messages.last() {
+            Some(last) if options.continue_final_message => continued(text, &last.content.text()),
+            _ => Ok(text),
         }
     }
+
+    fn context(&self, messages: &[ChatMessage], options: &RenderOptions) -> Result<Value, Error> {
+        let messages =
+            messages.iter().map(|message| message.to_value(self.keeps_parts)).collect::<Result<Vec<_>, _>>()?;
+        let tools = options.tools.as_deref().map(from_json).transpose()?;
+        let own = context! {
+            messages => messages,
+            // transformers passes both even if there are none, and some templates test for none.
+            tools => tools.unwrap_or(Value::from(())),
+            documents => Value::from(()),
+            add_generation_prompt => options.add_generation_prompt,
+            bos_token => &self.bos,
+            eos_token => &self.eos,
+        };
+        Ok(match options.variables.as_deref().map(from_json).transpose()? {
+            Some(variables) => context! { ..variables, ..own },
+            None => own,
+        })
+    }
+}
+
+/// Cuts the text after the content of its last message.
+fn continued(mut text: String, content: &str) -> Result<String, RenderError> {
+    let content = content.trim();
+    let Some(at) = text.rfind(content) else {
+        return Err(RenderError::Failed(
+            "the chat template changes the last message, so it cannot be continued".into(),
+        ));
+    };
+    text.truncate(at + content.len());
+    Ok(text)
+}
+
+fn from_json(json: &str) -> Result<Value, Error> {
+    serde_json::from_str(json).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
+}
+
+/// Returns `true` if the template has a loop over the content of a message. It then gets the parts
+/// of a content, and their whole text otherwise.
+fn has_loop_over_content(source: &str) -> bool {
+    let tags = source.split("{%").skip(1).filter_map(|rest| rest.split("%}").next());
+    let mut loops = tags.filter_map(|tag| tag.trim_matches(['-', '+', ' ']).strip_prefix("for ")?.split_once(" in "));
+    loops.any(|(_, list)| {
+        let list = list.trim();
+        [".content", "['content']", "[\"content\"]"].iter().any(|suffix| list.ends_with(suffix)) || list == "content"
+    })
 }
 
 fn failed(error: Error) -> RenderError {
@@ -245,9 +438,12 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
+    const GENERATE: RenderOptions =
+        RenderOptions { add_generation_prompt: true, continue_final_message: false, tools: None, variables: None };
+
     fn conversation() -> Vec<ChatMessage> {
         [("system", " Be brief. "), ("user", "2 < 3 & \"x\" 'y' \\u003c?")]
-            .map(|(role, content)| ChatMessage { role: role.into(), content: content.into() })
+            .map(|(role, content)| ChatMessage::new(role, content))
             .to_vec()
     }
 
@@ -256,7 +452,7 @@ mod tests {
     }
 
     fn render(source: &str) -> Result<String, RenderError> {
-        template(source)?.render(&conversation(), true, 1000)
+        template(source)?.render(&conversation(), &GENERATE, 1000)
     }
 
     #[test]
@@ -266,6 +462,53 @@ mod tests {
                       {{ eos_token }}\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}assistant:{% endif %}";
         let expected = "<s>[Be brief.]user: 2 < 3 & \"x\" 'y' \\u003c?\n</s>\nassistant:";
         assert_eq!(render(source).unwrap(), expected);
+    }
+
+    #[test]
+    fn template_sees_tool_calls_names_and_variables() {
+        let mut call = ChatMessage::new("assistant", "");
+        call.reasoning_content = Some("hm".into());
+        let function = FunctionCall { name: "f".into(), arguments: r#"{"b": [1.5, "x"], "a": {"n": 3}}"#.into() };
+        call.tool_calls = vec![ToolCall { id: "c1".into(), function }];
+        let mut result = ChatMessage::new("tool", "42");
+        result.tool_call_id = Some("c1".into());
+        result.name = Some("f".into());
+        let source = "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}|{{ m.role }} \
+                      {%- if m.reasoning_content is defined %}({{ m.reasoning_content }}){% endif %}\
+                      {%- for c in m.tool_calls %}{{ c.id }}:{{ c.function.name }}{{ c.function.arguments | tojson }}\
+                      {%- endfor %}{{ m.tool_call_id }}{{ m.name }}{% endfor %} {{ style }}{{ documents is none }}";
+        let options = RenderOptions {
+            tools: Some(r#"[{"type": "function", "function": {"name": "f", "a": 1}}]"#.into()),
+            variables: Some(r#"{"style": "short"}"#.into()),
+            ..RenderOptions::default()
+        };
+        let text = template(source).unwrap().render(&[call, result], &options, 1000).unwrap();
+        let expected = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"a\": 1}}|assistant(hm)c1:f\
+                        {\"b\": [1.5, \"x\"], \"a\": {\"n\": 3}}|toolc1f shortTrue";
+        assert_eq!(text, expected);
+        assert!(template("{{ tools is none }}").unwrap().render(&[], &GENERATE, 99).unwrap() == "True");
+    }
+
+    #[test]
+    fn continued_message_ends_the_text() {
+        let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}";
+        let options = RenderOptions { continue_final_message: true, ..RenderOptions::default() };
+        let messages = [ChatMessage::new("user", "1, 2"), ChatMessage::new("assistant", "1, ")];
+        let rendered = template(source).unwrap().render(&messages, &options, 1000).unwrap();
+        assert_eq!(rendered, "<user>1, 2</s><assistant>1,");
+        let other = template("{{ messages[0].content }}").unwrap().render(&messages[..1], &options, 9).unwrap();
+        assert_eq!(other, "1, 2");
+        assert!(template("x").unwrap().render(&messages, &options, 9).is_err());
+    }
+
+    #[test]
+    fn parts_reach_templates_that_have_a_loop_over_them() {
+        let parts = ["a", "b"].map(|text| TextPart { text: text.into() }).to_vec();
+        let messages = [ChatMessage::new("user", MessageContent::Parts(parts))];
+        let render = |source: &str| template(source).unwrap().render(&messages, &GENERATE, 99).unwrap();
+        let source = "{% for m in messages %}{% for part in m['content'] %}[{{ part.text }}]{% endfor %}{% endfor %}";
+        assert_eq!(render(source), "[a][b]");
+        assert_eq!(render("{% for m in messages %}{{ m.content }}{% endfor %}"), "a\nb");
     }
 
     #[test]
@@ -287,8 +530,8 @@ mod tests {
     #[test]
     fn text_above_the_limit_is_an_error() {
         let five = template("{{ 'é' }}{{ 'abc' }}").unwrap();
-        assert_eq!(five.render(&[], true, 5).unwrap(), "éabc");
-        assert_eq!(five.render(&[], true, 4), Err(RenderError::TooLong));
+        assert_eq!(five.render(&[], &GENERATE, 5).unwrap(), "éabc");
+        assert_eq!(five.render(&[], &GENERATE, 4), Err(RenderError::TooLong));
     }
 
     #[test]

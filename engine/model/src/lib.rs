@@ -37,12 +37,15 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};
-pub use chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
+pub use chat::{
+    ChatMessage, ChatTemplate, ChatTemplateSource, FunctionCall, MessageContent, RESERVED_VARIABLES, RenderError,
+    RenderOptions, TextPart, ToolCall,
+};
 pub use config::{Architecture, ModelConfig, Rope};
 pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage, is_finite};
 pub use model::{LoadOptions, Model, Progress, WeightFormat};
-pub use sampling::{Sampler, SamplingParams};
+pub use sampling::{Sampler, SamplingParams, TokenLogprobs};
 pub use stop::{StopMatcher, StopStep};
 pub use stream::TokenStream;
-pub use tokenizer::{Tokenizer, TokenizerError};
+pub use tokenizer::{GenerationDefaults, Tokenizer, TokenizerError};
 pub use weights::LoadError;

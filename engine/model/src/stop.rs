@@ -1,7 +1,8 @@
 //! Stop strings in streamed text.
 //!
 //! Invariants, for every way to cut the text into pieces:
-//! - Emitted text contains no stop string, nor any part of the stop string that ended the text.
+//! - Emitted text contains no stop string, nor any part of the stop string that ended the text,
+//!   unless the request includes it.
 //! - The text held back is shorter than the longest stop string.
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,15 +16,18 @@ pub struct StopStep {
 #[derive(Debug, Clone)]
 pub struct StopMatcher {
     stops: Vec<String>,
+    /// The stop string is a part of the text.
+    is_included: bool,
     held: String,
     stopped: bool,
 }
 
 impl StopMatcher {
-    /// Creates a matcher for `stops`. Ignores empty strings, which would match everywhere.
-    pub fn new(mut stops: Vec<String>) -> StopMatcher {
+    /// Creates a matcher for `stops`. Ignores empty strings, which would match everywhere. With
+    /// `is_included`, the text ends after the stop string instead of before it.
+    pub fn new(mut stops: Vec<String>, is_included: bool) -> StopMatcher {
         stops.retain(|stop| !stop.is_empty());
-        StopMatcher { stops, held: String::new(), stopped: false }
+        StopMatcher { stops, is_included, held: String::new(), stopped: false }
     }
 
     /// Takes the next piece. Emits nothing after a stop.
@@ -32,9 +36,10 @@ impl StopMatcher {
             return StopStep { text: String::new(), stopped: true };
         }
         self.held.push_str(text);
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+        let matches = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop.len())));
+        if let Some((at, len)) = matches.min() {
             self.stopped = true;
-            self.held.truncate(at);
+            self.held.truncate(if self.is_included { at + len } else { at });
             return StopStep { text: std::mem::take(&mut self.held), stopped: true };
         }
         let keep_from = self.held.len() - self.partial_match_len();
@@ -64,7 +69,7 @@ mod tests {
     use super::*;
 
     fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|s| s.to_string()).collect());
+        let mut matcher = StopMatcher::new(stops.iter().map(|s| s.to_string()).collect(), false);
         let mut out = String::new();
         for piece in pieces {
             let step = matcher.push(piece);
@@ -93,7 +98,7 @@ mod tests {
 
     #[test]
     fn push_holds_back_only_a_partial_match() {
-        let mut matcher = StopMatcher::new(vec!["STOP".into(), "ést".into()]);
+        let mut matcher = StopMatcher::new(vec!["STOP".into(), "ést".into()], false);
         assert_eq!(matcher.push("abc S").text, "abc ");
         assert_eq!(matcher.push("TO").text, "");
         assert_eq!(matcher.push("x").text, "STOx");
@@ -101,5 +106,12 @@ mod tests {
         assert_eq!(matcher.push("è").text, "è");
         assert_eq!(matcher.push("é").text, "");
         assert_eq!(matcher.finish(), "é");
+    }
+
+    #[test]
+    fn included_stop_string_ends_the_text() {
+        let mut matcher = StopMatcher::new(vec!["STOP".into()], true);
+        assert_eq!(matcher.push("abc ST").text, "abc ");
+        assert_eq!(matcher.push("OP def"), StopStep { text: "STOP".into(), stopped: true });
     }
 }

@@ -13,7 +13,7 @@
 //! that many bytes. The first request is a [`ChatTemplateSource`] and every other one a
 //! [`RenderJob`], both as JSON. Each has one [`Answer`].
 
-use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError};
+use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError, RenderOptions};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
@@ -34,7 +34,7 @@ const PAGE_BYTES: u64 = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RenderJob {
     pub messages: Vec<ChatMessage>,
-    pub add_generation_prompt: bool,
+    pub options: RenderOptions,
     /// Maximum size of the text in bytes.
     pub text_bytes_max: usize,
 }
@@ -117,9 +117,9 @@ fn serve(mut socket: UnixStream) -> io::Result<()> {
         Err(reason) => return answer(&mut socket, Err(reason)),
     };
     while let Some(job) = read_frame(&mut socket)? {
-        let RenderJob { messages, add_generation_prompt, text_bytes_max } = serde_json::from_slice(&job)?;
+        let RenderJob { messages, options, text_bytes_max } = serde_json::from_slice(&job)?;
         drop(job);
-        let result = template.render(&messages, add_generation_prompt, text_bytes_max);
+        let result = template.render(&messages, &options, text_bytes_max);
         drop(messages);
         answer(&mut socket, result)?;
     }
@@ -187,10 +187,10 @@ mod tests {
         let source = "{% for m in messages %}{{ m.content }};{% endfor %}{{ eos_token }}";
         let source = ChatTemplateSource { source: source.into(), bos: "<s>".into(), eos: "</s>".into() };
         assert_eq!(exchange(&mut ours, &source).result, Ok(String::new()));
-        let message = |content: &str| ChatMessage { role: "user".into(), content: content.into() };
+        let message = |content: &str| ChatMessage::new("user", content);
         for (text_bytes_max, expected) in [(100, Ok("a;b;</s>".to_string())), (5, Err(RenderError::TooLong))] {
-            let job =
-                RenderJob { messages: vec![message("a"), message("b")], add_generation_prompt: true, text_bytes_max };
+            let messages = vec![message("a"), message("b")];
+            let job = RenderJob { messages, options: RenderOptions::default(), text_bytes_max };
             assert_eq!(exchange(&mut ours, &job).result, expected);
         }
         drop(ours);

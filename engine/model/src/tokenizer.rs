@@ -5,6 +5,7 @@
 
 use crate::chat::ChatTemplateSource;
 use crate::config::eos_token_ids;
+use crate::sampling::{REPETITION_PENALTY_RANGE, TEMPERATURE_RANGE};
 use crate::stream::{Decoder, TokenStream};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -33,6 +34,33 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     token_bytes_max: usize,
     chat: Option<ChatTemplateSource>,
+    defaults: GenerationDefaults,
+}
+
+/// Sampling parameters in `generation_config.json`. `None` where the file has none, or one out of
+/// range.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GenerationDefaults {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+}
+
+impl GenerationDefaults {
+    fn from_json(file: &Value) -> Self {
+        let number = |name: &str, range: std::ops::RangeInclusive<f32>| {
+            file[name].as_f64().map(|value| value as f32).filter(|value| range.contains(value))
+        };
+        Self {
+            temperature: number("temperature", TEMPERATURE_RANGE),
+            top_p: number("top_p", 0.0..=1.0),
+            top_k: file["top_k"].as_u64().and_then(|top_k| u32::try_from(top_k).ok()),
+            min_p: number("min_p", 0.0..=1.0),
+            repetition_penalty: number("repetition_penalty", REPETITION_PENALTY_RANGE),
+        }
+    }
 }
 
 /// Maximum size of a chat template, in bytes. The longest in use have about 30 KiB.
@@ -65,7 +93,8 @@ impl Tokenizer {
         let settings = json(files, "tokenizer_config.json")?;
         let bos = special_token(&settings, "bos_token");
         let eos = special_token(&settings, "eos_token");
-        let mut eos_ids = eos_token_ids(&json(files, "generation_config.json")?, &json(files, "config.json")?);
+        let generation = json(files, "generation_config.json")?;
+        let mut eos_ids = eos_token_ids(&generation, &json(files, "config.json")?);
         if eos_ids.is_empty() {
             eos_ids.extend(inner.token_to_id(&eos));
         }
@@ -75,7 +104,8 @@ impl Tokenizer {
             return Err(TokenizerError::Invalid { file: "chat_template.jinja", reason });
         }
         let token_bytes_max = inner.get_vocab(true).keys().map(String::len).max().unwrap_or_default();
-        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, chat })
+        let defaults = GenerationDefaults::from_json(&generation);
+        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, chat, defaults })
     }
 
     /// Length of the longest token in bytes, as the vocabulary spells it. It spells some bytes with
@@ -94,11 +124,28 @@ impl Tokenizer {
 
     /// Returns the text of `ids`, without special tokens. Unknown ids add no text.
     pub fn decode(&self, ids: &[u32]) -> String {
-        self.inner.decode(ids)
+        self.inner.decode(ids, true)
     }
 
-    pub fn stream(&self) -> TokenStream {
-        TokenStream::new(Arc::clone(&self.inner))
+    /// Returns the text of `ids`, special tokens included.
+    pub fn decode_all(&self, ids: &[u32]) -> String {
+        self.inner.decode(ids, false)
+    }
+
+    /// Decoder of one sequence. With `skips_special` its text has no special tokens.
+    pub fn stream(&self, skips_special: bool) -> TokenStream {
+        TokenStream::new(Arc::clone(&self.inner), skips_special)
+    }
+
+    /// Bytes that a token adds to a text. They need not be whole characters. Empty for an unknown
+    /// id.
+    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
+        self.inner.bytes_of(id)
+    }
+
+    /// Sampling parameters of a request that sets none.
+    pub fn generation_defaults(&self) -> &GenerationDefaults {
+        &self.defaults
     }
 
     pub fn eos_ids(&self) -> &[u32] {

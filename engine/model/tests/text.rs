@@ -1,6 +1,6 @@
 //! Tokenizers: the bundled model's, and synthetic ones of other kinds.
 
-use larder_model::{ChatMessage, ChatTemplate, Tokenizer, TokenizerError};
+use larder_model::{ChatMessage, ChatTemplate, RenderOptions, Tokenizer, TokenizerError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn from_json(tokenizer: &Value) -> Tokenizer {
 }
 
 fn stream_all(tokenizer: &Tokenizer, ids: &[u32]) -> String {
-    let mut stream = tokenizer.stream();
+    let mut stream = tokenizer.stream(true);
     let mut text: String = ids.iter().filter_map(|&id| stream.push(id)).collect();
     text.extend(stream.finish());
     text
@@ -116,13 +116,13 @@ fn stream_holds_back_at_most_a_bounded_run_of_noise() {
     for noise in 250..270 {
         let mut ids = vec![0xBF; noise];
         ids.extend(tokenizer.encode("🦀 ok", false).unwrap());
-        let mut stream = tokenizer.stream();
+        let mut stream = tokenizer.stream(true);
         let mut pieces: Vec<String> = ids.iter().filter_map(|&id| stream.push(id)).collect();
         pieces.extend(stream.finish());
         assert_eq!(pieces.concat(), tokenizer.decode(&ids));
         assert!(pieces.len() > 1);
     }
-    let mut stream = tokenizer.stream();
+    let mut stream = tokenizer.stream(true);
     assert!((0..300).any(|_| stream.push(0xBF).is_some()));
 }
 
@@ -131,12 +131,12 @@ fn stream_emits_whole_characters() {
     let tokenizer = byte_level();
     let ids = tokenizer.encode("a🦀b", false).unwrap();
     assert_eq!(ids.len(), 6);
-    let mut stream = tokenizer.stream();
+    let mut stream = tokenizer.stream(true);
     let pieces: Vec<Option<String>> = ids.iter().map(|&id| stream.push(id)).collect();
     let expected = [Some("a"), None, None, None, Some("🦀"), Some("b")];
     assert_eq!(pieces, expected.map(|p| p.map(str::to_owned)));
     assert_eq!(stream.finish(), None);
-    let mut stream = tokenizer.stream();
+    let mut stream = tokenizer.stream(true);
     assert_eq!(stream.push(ids[1]), None);
     assert_eq!(stream.finish().as_deref(), Some("\u{FFFD}"));
 }
@@ -145,10 +145,12 @@ fn stream_emits_whole_characters() {
 fn bundled_model_renders_chats() {
     let tokenizer = bundled();
     let template = ChatTemplate::new(tokenizer.chat_template().unwrap().clone()).unwrap();
-    let chat = |messages: &[ChatMessage], generate| template.render(messages, generate, 1000).unwrap();
+    let chat = |messages: &[ChatMessage], add_generation_prompt| {
+        let options = RenderOptions { add_generation_prompt, ..RenderOptions::default() };
+        template.render(messages, &options, 1000).unwrap()
+    };
     assert_eq!(tokenizer.eos_ids(), [2]);
-    let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
-    let messages = [message("system", "Be kind."), message("user", "Who are you?")];
+    let messages = [ChatMessage::new("system", "Be kind."), ChatMessage::new("user", "Who are you?")];
     let text = chat(&messages, true);
     let ids = tokenizer.encode(&text, false).unwrap();
     assert!(text.contains("Be kind.") && text.contains("Who are you?"), "{text}");
@@ -206,4 +208,37 @@ fn malformed_files_are_errors() {
     files.remove("chat_template.jinja");
     files.insert("tokenizer_config.json".into(), b"{".to_vec());
     assert!(Tokenizer::from_files(&files).unwrap_err().to_string().contains("tokenizer_config.json"));
+}
+
+#[test]
+fn token_bytes_concatenate_to_the_text() {
+    for tokenizer in [bundled(), byte_level()] {
+        for text in TEXTS {
+            let ids = tokenizer.encode(text, false).unwrap();
+            let bytes: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.token_bytes(id)).collect();
+            assert_eq!(String::from_utf8(bytes).unwrap(), *text);
+        }
+    }
+    let tokenizer = sentence_piece();
+    let ids = tokenizer.encode("the é", false).unwrap();
+    let bytes: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.token_bytes(id)).collect();
+    assert_eq!(String::from_utf8(bytes).unwrap(), " the é", "the decoder drops the first blank, and a token keeps it");
+    assert!(tokenizer.token_bytes(1 << 30).is_empty());
+}
+
+#[test]
+fn special_tokens_are_in_the_text_on_request() {
+    let tokenizer = byte_level();
+    assert_eq!((tokenizer.decode(&[65, 256]), tokenizer.decode_all(&[65, 256])), ("A".into(), "A<|end|>".into()));
+    let text = |skips_special| {
+        let mut stream = tokenizer.stream(skips_special);
+        [65, 256, 66].iter().filter_map(|&id| stream.push(id)).collect::<String>()
+    };
+    assert_eq!((text(true), text(false)), ("AB".into(), "A<|end|>B".into()));
+}
+
+#[test]
+fn generation_config_gives_the_defaults() {
+    let defaults = bundled().generation_defaults().clone();
+    assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k), (Some(0.7), Some(0.9), None));
 }

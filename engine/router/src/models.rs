@@ -1,7 +1,6 @@
 //! Models that clients can request: name, tokenizer and page index.
 
 use crate::engines::EngineTable;
-use crate::openai::types::PROMPTS_MAX;
 use crate::store::PageIndex;
 use crate::templates::ChatRenderer;
 use crate::tokenise::text_bytes_max;
@@ -26,6 +25,9 @@ pub const MODELS_BYTES_MAX: usize = 256 << 20;
 /// member with large files could keep all others out.
 const HOST_SHARE: usize = 2;
 
+/// Number of prompts of the longest text for which a body has room. A request may have more prompts
+/// that are shorter.
+const BODY_PROMPTS: usize = 16;
 /// Size of a request body that is accepted for every model, in bytes.
 const BODY_BYTES_FLOOR: usize = 1 << 20;
 /// Longest form of one byte of text in JSON: `\u0000`.
@@ -62,6 +64,12 @@ pub struct ServedModel {
 }
 
 impl ServedModel {
+    /// Name of the weights, their format and the numerics, for clients.
+    pub fn fingerprint(&self) -> String {
+        let namespace = self.namespace.to_string();
+        format!("fp_{}", namespace.get(..12).unwrap_or(&namespace))
+    }
+
     pub fn key(&self) -> ModelKey {
         (self.name.clone(), self.namespace)
     }
@@ -153,8 +161,8 @@ impl ModelTable {
         }
     }
 
-    /// Largest request body in bytes that some model's context can need: all prompts at their
-    /// limit. `None` while no model has a decode engine.
+    /// Largest request body in bytes that some model's context can need: several prompts at
+    /// their limit. `None` while no model has a decode engine.
     pub fn body_bytes_max(&self, engines: &EngineTable) -> Option<usize> {
         let models = self.models.read();
         let needs = models.values().filter_map(|model| {
@@ -162,7 +170,7 @@ impl ModelTable {
             Some(text_bytes_max(&model.tokenizer, context))
         });
         let text = needs.max()?;
-        Some(text.saturating_mul(PROMPTS_MAX * JSON_BYTES_PER_BYTE).saturating_add(BODY_BYTES_FLOOR))
+        Some(text.saturating_mul(BODY_PROMPTS * JSON_BYTES_PER_BYTE).saturating_add(BODY_BYTES_FLOOR))
     }
 
     pub fn is_ready(&self, engines: &EngineTable) -> bool {

@@ -10,16 +10,21 @@
 //!   no other engine is tried.
 //! - Dropping a [`PromptPlan`] and its [`Generation`]s cancels every call made for them.
 
+mod generation;
+
+pub use generation::{Delta, Generation};
+
 use crate::RouterState;
 use crate::calls::{CallError, EventStream, remaining_ms};
-use crate::engines::{EngineRequirement, LoadGuard, RemoteEngine};
+use crate::engines::{EngineRequirement, RemoteEngine};
 use crate::models::ServedModel;
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use generation::{ANSWER_TEXT_BYTES_MAX, OutputLimits, unexpected};
 use larder_format::PageKey;
 use larder_worker::api::{
-    CacheMode, DecodeEvent, DecodeRequest, DecodeStart, ErrorCode, FinishReason, PrefillRequest, PrefillResponse, Role,
-    SamplingParams,
+    CacheMode, DecodeEvent, DecodeRequest, DecodeStart, ErrorCode, PrefillRequest, PrefillResponse, Role,
+    SamplingParams, TokenLogprobs,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,19 +41,6 @@ const GENERATION_LOAD_TOKENS_MAX: u64 = 64;
 // The report is usually there: prefill ends before decode does. Where it is not, the client has all
 // text already, and a delay of this length at its end is hardly noticed.
 const USAGE_WAIT: Duration = Duration::from_millis(200);
-
-/// Maximum text of one token event, in bytes. The text that a stop string of 4 KiB held back comes
-/// with one token, as do 256 tokens of incomplete characters.
-const EVENT_TEXT_BYTES_MAX: usize = 16 << 10;
-/// Maximum text of one answer, in bytes. An engine may claim any context, and so any length. It is
-/// the router's own limit: an engine that exceeds it has kept to the interface.
-const ANSWER_TEXT_BYTES_MAX: usize = 16 << 20;
-/// Upper bound of the average text per generated token, in bytes: twice the longest tokens in use,
-/// which are runs of 128 blanks.
-const TOKEN_BYTES_MAX: usize = 256;
-/// Constant slack on top of [`TOKEN_BYTES_MAX`], in bytes, for text that a decoder held back and
-/// releases at once.
-const TEXT_BYTES_SPARE: usize = 4 << 10;
 
 /// Failure of a prompt. The messages reach API users.
 #[derive(Debug, Clone, Error)]
@@ -114,6 +106,8 @@ pub struct Prompt {
     /// needs them. The decode engine always computes the last token itself, because that yields the
     /// logits of the first answer token.
     pub keys: Arc<[PageKey]>,
+    /// Text with which the answers begin, if the request asks for it.
+    pub echo: Option<Arc<str>>,
 }
 
 impl Prompt {
@@ -121,7 +115,7 @@ impl Prompt {
     pub fn new(tokens: Vec<u32>, page_tokens: usize) -> Self {
         let below_last = tokens.len().saturating_sub(1);
         let keys = larder_format::page_keys(&tokens[..below_last], page_tokens.max(1)).into();
-        Self { tokens, keys }
+        Self { tokens, keys, echo: None }
     }
 
     /// First page key, which all prompts with the same beginning share. A prompt below one page
@@ -346,14 +340,42 @@ impl PromptPlan {
             DecodeEvent::Start(start) => start,
             other => return Err(unexpected(&load, &other)),
         };
-        let first = events.next().await?;
+        let (prompt_logprobs, first) = self.prompt_logprobs(engine, sampling, &mut events).await?;
         // The prompt is computed. Only the generation still loads the engine.
         load.reduce_to(generation_tokens(sampling));
         let limits = OutputLimits::new(sampling.max_tokens);
-        let generation = Generation { plan: self.clone(), start, first: None, events, load, limits };
+        let top = sampling.logprobs.map(|top| top as usize);
+        let plan = self.clone();
+        let generation = Generation { plan, start, prompt_logprobs, first: None, events, load, limits, top };
         // Here, where another engine can still take over.
         generation.check(&first)?;
         Ok(Generation { first: Some(first), ..generation })
+    }
+
+    /// Reads the log-probabilities of the prompt, if the request asks for them. Returns them with
+    /// the event after them.
+    async fn prompt_logprobs(
+        &self,
+        engine: &RemoteEngine,
+        sampling: &SamplingParams,
+        events: &mut EventStream,
+    ) -> Result<(Vec<TokenLogprobs>, DecodeEvent), CallError> {
+        let expected = sampling.prompt_logprobs.map_or(0, |_| self.prompt.tokens.len() - 1);
+        let mut logprobs = Vec::new();
+        loop {
+            match events.next().await? {
+                DecodeEvent::Prompt { logprobs: more } if logprobs.len() + more.len() <= expected => {
+                    logprobs.extend(more)
+                }
+                event if logprobs.len() == expected && !matches!(event, DecodeEvent::Prompt { .. }) => {
+                    return Ok((logprobs, event));
+                }
+                _ => {
+                    let reason = format!("it has not {expected} log-probabilities of the prompt");
+                    return Err(CallError::violation(&engine.name, reason));
+                }
+            }
+        }
     }
 
     /// Number of prompt tokens whose KV came from a cache. With `may_wait` it waits up to
@@ -379,6 +401,14 @@ impl PromptPlan {
     /// Room for the texts of answers.
     pub(crate) fn answers(&self) -> Arc<Semaphore> {
         self.router.answers.clone()
+    }
+
+    pub(crate) fn echo(&self) -> Option<&str> {
+        self.prompt.echo.as_deref()
+    }
+
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.prompt.tokens
     }
 
     pub fn prompt_tokens(&self) -> u32 {
@@ -409,156 +439,6 @@ fn note_timeout(engine: &RemoteEngine, started: &Result<Generation, CallError>) 
 
 fn generation_tokens(sampling: &SamplingParams) -> u64 {
     (sampling.max_tokens as u64).min(GENERATION_LOAD_TOKENS_MAX)
-}
-
-/// Name of an event in the engines' interface. Debug output would expose tokens of the answer and
-/// Rust types.
-fn event_name(event: &DecodeEvent) -> &'static str {
-    match event {
-        DecodeEvent::Start(_) => "start",
-        DecodeEvent::Token { .. } => "token",
-        DecodeEvent::End { .. } => "end",
-        DecodeEvent::Error(_) => "error",
-    }
-}
-
-fn unexpected(load: &LoadGuard, event: &DecodeEvent) -> CallError {
-    CallError::violation(&load.engine().name, format!("unexpected {} event", event_name(event)))
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Delta {
-    Text(String),
-    End { finish_reason: FinishReason, completion_tokens: u32 },
-}
-
-/// Remaining output that one generation may send. Bounds the router's memory against an engine that
-/// never stops.
-#[derive(Debug)]
-struct OutputLimits {
-    tokens: usize,
-    text_bytes: usize,
-    /// Rest of [`ANSWER_TEXT_BYTES_MAX`].
-    room: usize,
-    /// Tokens received so far.
-    received: usize,
-}
-
-impl OutputLimits {
-    fn new(max_tokens: usize) -> Self {
-        let text_bytes = max_tokens.saturating_mul(TOKEN_BYTES_MAX).saturating_add(TEXT_BYTES_SPARE);
-        Self { tokens: max_tokens, text_bytes, room: ANSWER_TEXT_BYTES_MAX, received: 0 }
-    }
-
-    /// Returns `true` if the request allows a further token with this text.
-    fn admits(&self, text: &str) -> bool {
-        self.tokens > 0 && text.len() <= self.text_bytes.min(EVENT_TEXT_BYTES_MAX)
-    }
-
-    /// Returns `true` if the router has room for the text.
-    fn has_room(&self, text: &str) -> bool {
-        text.len() <= self.room
-    }
-
-    /// Counts one token, which the caller has seen admitted and with room for it.
-    fn take(&mut self, text: &str) {
-        debug_assert!(self.admits(text) && self.has_room(text));
-        self.tokens -= 1;
-        self.text_bytes -= text.len();
-        self.room -= text.len();
-        self.received += 1;
-    }
-}
-
-/// Running generation that has received its first token. Dropping it cancels the generation.
-pub struct Generation {
-    plan: Arc<PromptPlan>,
-    start: DecodeStart,
-    first: Option<DecodeEvent>,
-    events: EventStream,
-    load: LoadGuard,
-    limits: OutputLimits,
-}
-
-impl Generation {
-    pub async fn next(&mut self) -> Result<Delta, RouteError> {
-        loop {
-            let event = match self.first.take() {
-                Some(event) => event,
-                None => self.events.next().await.map_err(|error| self.fail(error))?,
-            };
-            self.check(&event).map_err(|error| self.fail(error))?;
-            match event {
-                DecodeEvent::Token { text, .. } => {
-                    self.limits.take(&text);
-                    // A token inside a character or a possible stop string has no text yet.
-                    if !text.is_empty() {
-                        return Ok(Delta::Text(text));
-                    }
-                }
-                DecodeEvent::End { finish_reason, completion_tokens } => {
-                    return Ok(Delta::End { finish_reason, completion_tokens });
-                }
-                other => return Err(self.fail(unexpected(&self.load, &other))),
-            }
-        }
-    }
-
-    /// Checks the next event against the request and the events before it.
-    ///
-    /// # Errors
-    /// A violation of the interface, or a text for which the router has no room.
-    fn check(&self, event: &DecodeEvent) -> Result<(), CallError> {
-        let reason = match event {
-            DecodeEvent::Token { text, .. } if !self.limits.admits(text) => {
-                format!("it has more than the requested tokens (last event: {} bytes)", text.len())
-            }
-            DecodeEvent::Token { id, .. } if self.contradicts_its_files(*id) => {
-                format!("its model has no token {id}")
-            }
-            DecodeEvent::Token { text, .. } if !self.limits.has_room(text) => {
-                return Err(CallError::TooLong { engine: self.engine_name().into() });
-            }
-            DecodeEvent::End { completion_tokens, .. } if *completion_tokens as usize != self.limits.received => {
-                format!("it counts {completion_tokens} tokens after {} of them", self.limits.received)
-            }
-            DecodeEvent::End { finish_reason: FinishReason::Length, .. } if !self.is_at_limit() => {
-                format!("it ends by its length after {} tokens", self.limits.received)
-            }
-            DecodeEvent::Start(_) => return Err(unexpected(&self.load, event)),
-            _ => return Ok(()),
-        };
-        Err(CallError::violation(self.engine_name(), reason))
-    }
-
-    /// Returns `true` if the vocabulary that this engine has sent lacks token `id`. Another
-    /// engine's files prove nothing: either of the two may be wrong.
-    fn contradicts_its_files(&self, id: u32) -> bool {
-        let model = &self.plan.model;
-        model.source == self.engine_name() && model.vocab_size.is_some_and(|vocab| id >= vocab)
-    }
-
-    /// Returns `true` if the answer has as many tokens as the request or the engine's context
-    /// allows.
-    fn is_at_limit(&self) -> bool {
-        let context = self.load.engine().info.max_context as usize;
-        self.limits.tokens == 0 || self.plan.prompt.tokens.len() + self.limits.received >= context
-    }
-
-    fn fail(&self, error: CallError) -> RouteError {
-        tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, "decode failed after its first token");
-        // No retry, because the client has part of the answer. The circuit breaker still counts it.
-        self.plan.router.note_failure(&error, self.load.engine());
-        RouteError::new(error, true)
-    }
-
-    pub fn engine_name(&self) -> &str {
-        &self.load.engine().name
-    }
-
-    pub async fn cached_tokens(&self, may_wait: bool) -> u32 {
-        self.plan.cached_tokens(&self.start, may_wait).await
-    }
 }
 
 pub(crate) struct PrefillJob {
@@ -658,30 +538,6 @@ mod tests {
         for (tokens, pages) in [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)] {
             assert_eq!(Prompt::new(vec![7; tokens], 4).keys.len(), pages, "{tokens} tokens");
         }
-    }
-
-    #[test]
-    fn output_limits_bound_tokens_and_text() {
-        let mut limits = OutputLimits::new(2);
-        for text in ["", "a"] {
-            assert!(limits.admits(text));
-            limits.take(text);
-        }
-        assert!(!limits.admits(""));
-        let mut limits = OutputLimits::new(2);
-        let longest = "x".repeat(2 * TOKEN_BYTES_MAX + TEXT_BYTES_SPARE);
-        assert!(limits.admits(&longest));
-        limits.take(&longest);
-        assert!(!limits.admits("x") && limits.admits(""));
-        let mut limits = OutputLimits::new(usize::MAX);
-        let longest = "x".repeat(EVENT_TEXT_BYTES_MAX);
-        assert!(!limits.admits(&(longest.clone() + "x")));
-        for _ in 0..ANSWER_TEXT_BYTES_MAX / EVENT_TEXT_BYTES_MAX {
-            assert!(limits.admits(&longest) && limits.has_room(&longest));
-            limits.take(&longest);
-        }
-        assert!(limits.admits("x"), "the engine keeps to the request");
-        assert!(!limits.has_room("x") && limits.has_room(""));
     }
 
     #[test]

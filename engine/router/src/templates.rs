@@ -17,7 +17,7 @@
 
 use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
-use larder_model::{ChatMessage, ChatTemplateSource, RenderError};
+use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use parking_lot::Mutex;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -202,11 +202,11 @@ impl ChatRenderer {
     pub async fn render(
         &self,
         messages: Vec<ChatMessage>,
-        add_generation_prompt: bool,
+        options: RenderOptions,
         text_bytes_max: usize,
         deadline: Instant,
     ) -> Result<RenderedText, ChatError> {
-        let job = RenderJob { messages, add_generation_prompt, text_bytes_max };
+        let job = RenderJob { messages, options, text_bytes_max };
         // Off the event loop: writing megabytes as JSON takes milliseconds.
         let request = tokio::task::spawn_blocking(move || serde_json::to_vec(&job).map_err(io::Error::from));
         let request = request.await.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;

@@ -6,9 +6,11 @@
 use axum::http::Uri;
 use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
-pub use larder_model::SamplingParams;
+use larder_model::sampling::{REPETITION_PENALTY_RANGE, TEMPERATURE_RANGE};
+pub use larder_model::{SamplingParams, TokenLogprobs};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::ops::RangeInclusive;
 
 pub const PATH_PREFILL: &str = "/v1/prefill";
 pub const PATH_DECODE: &str = "/v1/decode";
@@ -32,6 +34,15 @@ pub const REQUEST_ID_BYTES_MAX: usize = 256;
 pub const FORGET_HOLD_MS_MAX: u64 = 60_000;
 pub const STOP_STRINGS_MAX: usize = 64;
 pub const STOP_BYTES_MAX: usize = 4096;
+pub const STOP_TOKENS_MAX: usize = 128;
+/// Maximum number of tokens with a bias.
+pub const LOGIT_BIAS_MAX: usize = 1024;
+/// Maximum number of best tokens whose log-probabilities are reported for each token.
+pub const TOP_LOGPROBS_MAX: u32 = 20;
+/// Maximum tokens of a prompt whose log-probabilities are reported. They take up to 20 MiB.
+pub const PROMPT_LOGPROBS_TOKENS_MAX: usize = 64 << 10;
+/// Maximum number of log-probabilities in one [`DecodeEvent::Prompt`].
+pub const PROMPT_EVENT_TOKENS: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -155,18 +166,26 @@ pub struct DecodeRequest {
     pub deadline_ms: u64,
 }
 
-/// One line of the answer to a [`DecodeRequest`]: `start`, any number of `token`, then `end` or
-/// `error`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// One line of the answer to a [`DecodeRequest`]: `start`, any number of `prompt`, any number of
+/// `token`, then `end` or `error`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum DecodeEvent {
     Start(DecodeStart),
+    /// Log-probabilities of the next tokens of the prompt, from its second one on. Only if the
+    /// request asks for them.
+    Prompt {
+        logprobs: Vec<TokenLogprobs>,
+    },
     Token {
         /// Token id. The last one may be an end-of-sequence token.
         id: u32,
         /// Text that became final with this token. Empty inside a multi-byte character or a
         /// possible stop string.
         text: String,
+        /// Present if the request asks for it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        logprobs: Option<TokenLogprobs>,
     },
     End {
         finish_reason: FinishReason,
@@ -299,6 +318,58 @@ pub struct EngineState {
     pub store_nodes: u32,
 }
 
+/// Checks sampling parameters against the limits of engines and a vocabulary of `vocab` tokens.
+///
+/// # Errors
+/// The name of the wrong field in [`SamplingParams`], and what it must be.
+pub fn check_sampling(sampling: &SamplingParams, vocab: usize) -> Result<(), (&'static str, String)> {
+    let within = |range: &RangeInclusive<f32>| format!("must be from {} to {}", range.start(), range.end());
+    let ranges = [
+        ("top_p", sampling.top_p, 0.0..=1.0),
+        ("min_p", sampling.min_p, 0.0..=1.0),
+        ("temperature", sampling.temperature, TEMPERATURE_RANGE),
+        ("repetition_penalty", sampling.repetition_penalty, REPETITION_PENALTY_RANGE),
+        ("presence_penalty", sampling.presence_penalty, -2.0..=2.0),
+        ("frequency_penalty", sampling.frequency_penalty, -2.0..=2.0),
+    ];
+    for (field, value, range) in ranges {
+        if !range.contains(&value) {
+            return Err((field, format!("is {value}; it {}", within(&range))));
+        }
+    }
+    let top = sampling.logprobs.max(sampling.prompt_logprobs).unwrap_or(0);
+    let is_unknown = |id: &u32| *id as usize >= vocab;
+    let is_wrong_bias = |bias: &(u32, f32)| is_unknown(&bias.0) || !(-100.0..=100.0).contains(&bias.1);
+    let is_wrong_stop = |stop: &String| stop.is_empty() || stop.len() > STOP_BYTES_MAX;
+    let wrong = [
+        ("max_tokens", sampling.max_tokens == 0, "must be at least 1".to_string()),
+        ("min_tokens", sampling.min_tokens > sampling.max_tokens, "must be at most 'max_tokens'".to_string()),
+        ("stop", sampling.stop.len() > STOP_STRINGS_MAX, format!("must have at most {STOP_STRINGS_MAX} strings")),
+        ("stop", sampling.stop.iter().any(is_wrong_stop), format!("must have strings of 1 to {STOP_BYTES_MAX} bytes")),
+        (
+            "stop_token_ids",
+            sampling.stop_token_ids.len() > STOP_TOKENS_MAX,
+            format!("must have at most {STOP_TOKENS_MAX} ids"),
+        ),
+        ("stop_token_ids", sampling.stop_token_ids.iter().any(is_unknown), format!("must have ids below {vocab}")),
+        (
+            "logit_bias",
+            sampling.logit_bias.len() > LOGIT_BIAS_MAX,
+            format!("must have at most {LOGIT_BIAS_MAX} tokens"),
+        ),
+        (
+            "logit_bias",
+            sampling.logit_bias.iter().any(is_wrong_bias),
+            format!("must have token ids below {vocab}, each with a number from -100 to 100"),
+        ),
+        ("logprobs", top > TOP_LOGPROBS_MAX, format!("must be at most {TOP_LOGPROBS_MAX}")),
+    ];
+    match wrong.into_iter().find(|(_, is_wrong, _)| *is_wrong) {
+        Some((field, _, requirement)) => Err((field, requirement)),
+        None => Ok(()),
+    }
+}
+
 /// Maximum length of an engine's URL, in bytes: longer than any host name with a port.
 const URL_BYTES_MAX: usize = 300;
 
@@ -357,7 +428,7 @@ mod tests {
         let line =
             serde_json::to_value(DecodeEvent::Start(DecodeStart { prompt_tokens: 3, ..Default::default() })).unwrap();
         assert_eq!((line["type"].as_str(), line["prompt_tokens"].as_u64()), (Some("start"), Some(3)));
-        let line = serde_json::to_value(DecodeEvent::Token { id: 7, text: "x".into() }).unwrap();
+        let line = serde_json::to_value(DecodeEvent::Token { id: 7, text: "x".into(), logprobs: None }).unwrap();
         assert_eq!(line, serde_json::json!({"type": "token", "id": 7, "text": "x"}));
         let end = DecodeEvent::End { finish_reason: FinishReason::Length, completion_tokens: 2 };
         let text = serde_json::to_string(&end).unwrap();

@@ -8,15 +8,16 @@
 //! - Every wait for the scheduler ends shortly after the request's deadline.
 
 use crate::api::{
-    ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState,
-    ErrorCode, FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FORGET,
-    PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE, PrefillRequest, PrefillResponse,
-    REQUEST_ID_BYTES_MAX, STOP_BYTES_MAX, STOP_STRINGS_MAX, SamplingParams,
+    self, ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo,
+    EngineState, ErrorCode, FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE,
+    PATH_FORGET, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
+    PROMPT_EVENT_TOKENS, PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX,
+    SamplingParams,
 };
 use crate::commits::Commits;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
-use crate::sequence::{AwaitedPages, DecodeOutput, PrefillOutput, RequestKind, Sequence, SequenceParams};
+use crate::sequence::{AwaitedPages, DecodeOutput, OutputSpec, PrefillOutput, RequestKind, Sequence, SequenceParams};
 use crate::store::PageStore;
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -202,13 +203,19 @@ async fn forget(
 async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
     let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } =
         app.accept(body).await?;
-    let params = RequestParams { request_id, tokens, cache, deadline_ms };
-    app.check(&params).and_then(|()| check_sampling(&sampling)).map_err(|e| app.refused(e))?;
+    let mut params = RequestParams { request_id, tokens, cache, deadline_ms };
+    app.check(&params).and_then(|()| app.check_sampling(&sampling, params.tokens.len())).map_err(|e| app.refused(e))?;
+    if sampling.prompt_logprobs.is_some() {
+        // Pages have no logits, so the whole prompt is computed.
+        params.cache = CacheMode::None;
+    }
     let max_tokens = sampling.max_tokens.min(app.info.max_context as usize - params.tokens.len());
+    let prompt_events = sampling.prompt_logprobs.map_or(0, |_| params.tokens.len().div_ceil(PROMPT_EVENT_TOKENS));
     // Room for the whole answer, so that a slow client never blocks a step.
-    let (events, mut answer) = mpsc::channel(max_tokens + NON_TOKEN_EVENTS_MAX);
+    let (events, mut answer) = mpsc::channel(max_tokens + prompt_events + NON_TOKEN_EVENTS_MAX);
     let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
-    let output = DecodeOutput::new(&sampling, max_tokens, pages, &app.tokenizer, app.eos_tokens.clone(), events);
+    let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens };
+    let output = DecodeOutput::new(&sampling, spec, pages, &app.tokenizer, events);
     let caller = app.submit(params, RequestKind::Decode(Box::new(output))).await.map_err(|e| app.refused(e))?;
     // The status line is not sent before the first event, so an error can still set the HTTP
     // status.
@@ -299,6 +306,19 @@ impl AppState {
         Ok(())
     }
 
+    fn check_sampling(&self, sampling: &SamplingParams, prompt_tokens: usize) -> Result<(), ApiError> {
+        let bad = |message: String| ApiError::new(ErrorCode::BadRequest, message);
+        api::check_sampling(sampling, self.vocab).map_err(|(field, problem)| bad(format!("'{field}' {problem}")))?;
+        if sampling.prompt_logprobs.is_some() && prompt_tokens > PROMPT_LOGPROBS_TOKENS_MAX {
+            let message = format!(
+                "the prompt has {prompt_tokens} tokens; log-probabilities are reported for at most \
+                 {PROMPT_LOGPROBS_TOKENS_MAX}"
+            );
+            return Err(bad(message));
+        }
+        Ok(())
+    }
+
     /// Hands a validated request to the scheduler. Refuses it with `busy` if the queue is full or
     /// the engine is stopping.
     async fn submit(&self, params: RequestParams, kind: RequestKind) -> Result<CallerGuard, ApiError> {
@@ -335,26 +355,6 @@ impl AppState {
         caller.wait(async { self.sender.send_async(SchedulerEvent::Submit(Box::new(sequence))).await.ok() }).await?;
         Ok(caller)
     }
-}
-
-fn check_sampling(sampling: &SamplingParams) -> Result<(), ApiError> {
-    let bad = |message: String| Err(ApiError::new(ErrorCode::BadRequest, message));
-    if !(sampling.temperature.is_finite() && sampling.temperature >= 0.0) {
-        return bad(format!("temperature is {}; it must be a finite number of at least 0", sampling.temperature));
-    }
-    if !(0.0..=1.0).contains(&sampling.top_p) {
-        return bad(format!("top_p is {}; it must be within 0 to 1", sampling.top_p));
-    }
-    if sampling.max_tokens == 0 {
-        return bad("max_tokens must be at least 1".into());
-    }
-    if sampling.stop.len() > STOP_STRINGS_MAX {
-        return bad(format!("stop has {} strings; at most {STOP_STRINGS_MAX} are allowed", sampling.stop.len()));
-    }
-    if sampling.stop.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MAX) {
-        return bad(format!("each stop string must have 1 to {STOP_BYTES_MAX} bytes"));
-    }
-    Ok(())
 }
 
 async fn model(State(app): State<Arc<AppState>>) -> Json<EngineInfo> {

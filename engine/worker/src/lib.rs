@@ -19,6 +19,7 @@
 //!
 //! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
 //! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
+//! `sampling` is the work on the logits of a sequence.
 //! `commits` counts the puts in flight. `engine` starts and stops everything, with settings from
 //! `options`. `metrics` defines the Prometheus metrics.
 
@@ -34,6 +35,7 @@ mod pages;
 mod publish;
 mod radix;
 mod republish;
+mod sampling;
 mod scheduler;
 mod scrub;
 mod sequence;

@@ -26,9 +26,12 @@
 //! - A request ends in any state when its client disconnects, and releases all it holds.
 //! - Preemption keeps the generated tokens. The client sees a pause, never a repeated token.
 
-use crate::api::{ApiError, CacheMode, DecodeEvent, DecodeStart, FinishReason, PrefillResponse};
+use crate::api::{
+    ApiError, CacheMode, DecodeEvent, DecodeStart, FinishReason, PROMPT_EVENT_TOKENS, PrefillResponse, TokenLogprobs,
+};
 use crate::metrics::{Metrics, PageSource, RequestOutcome};
 use crate::pages::SequencePages;
+use crate::sampling::{PromptRows, SampledToken, SamplingJob};
 use crate::store::OpenPut;
 use larder_client::PutOutcome;
 use larder_format::{PageKey, page_keys};
@@ -132,48 +135,78 @@ pub(crate) struct DecodeOutput {
     sampler: Sampler,
     text: TokenStream,
     stops: StopMatcher,
-    eos_tokens: Arc<[u32]>,
-    ignore_eos: bool,
+    /// Tokens that end the generation.
+    stop_tokens: Vec<u32>,
+    /// The text of a stop token is a part of the answer.
+    include_stop: bool,
     max_tokens: usize,
+    min_tokens: usize,
+    /// Number of best tokens to report for each token.
+    logprobs: Option<usize>,
+    prompt_logprobs: Option<PromptLogprobs>,
     pub(crate) generated: usize,
 }
 
+/// Log-probabilities of a prompt's tokens from the second one on, as far as they are computed.
+struct PromptLogprobs {
+    top: usize,
+    done: Vec<TokenLogprobs>,
+}
+
+/// Properties of a generation besides its sampling parameters.
+pub(crate) struct OutputSpec<'a> {
+    /// Requested maximum, bounded by the context.
+    pub(crate) max_tokens: usize,
+    /// End the sequence unless the request ignores them.
+    pub(crate) eos_tokens: Arc<[u32]>,
+    pub(crate) prompt: &'a [u32],
+}
+
 impl DecodeOutput {
-    /// `max_tokens` is the requested maximum, bounded by the context. `eos_tokens` end the sequence
-    /// unless the request ignores them.
     pub(crate) fn new(
         sampling: &SamplingParams,
-        max_tokens: usize,
+        spec: OutputSpec<'_>,
         pages: AwaitedPages,
         tokenizer: &Tokenizer,
-        eos_tokens: Arc<[u32]>,
         events: mpsc::Sender<DecodeEvent>,
     ) -> Self {
+        let eos_tokens: &[u32] = if sampling.ignore_eos { &[] } else { &spec.eos_tokens };
+        let prompt_logprobs = sampling.prompt_logprobs;
         Self {
             events,
             await_pages: pages.awaited,
             cached_pages: pages.cached,
-            sampler: Sampler::new(sampling),
-            text: tokenizer.stream(),
-            stops: StopMatcher::new(sampling.stop.clone()),
-            eos_tokens,
-            ignore_eos: sampling.ignore_eos,
-            max_tokens,
+            sampler: Sampler::new(sampling, spec.prompt, &spec.eos_tokens),
+            text: tokenizer.stream(sampling.skip_special_tokens),
+            stops: StopMatcher::new(sampling.stop.clone(), sampling.include_stop),
+            stop_tokens: [eos_tokens, &sampling.stop_token_ids].concat(),
+            include_stop: sampling.include_stop,
+            max_tokens: spec.max_tokens,
+            min_tokens: sampling.min_tokens,
+            logprobs: sampling.logprobs.map(|top| top as usize),
+            prompt_logprobs: prompt_logprobs.map(|top| PromptLogprobs { top: top as usize, done: Vec::new() }),
             generated: 0,
         }
     }
 
     /// Builds the event of the next token. The reason is `Some` for the last token.
-    fn next(&mut self, id: u32) -> (DecodeEvent, Option<FinishReason>) {
+    fn next(&mut self, token: SampledToken) -> (DecodeEvent, Option<FinishReason>) {
+        let SampledToken { id, logprobs } = token;
         self.generated += 1;
-        let ended = !self.ignore_eos && self.eos_tokens.contains(&id);
+        let ended = self.stop_tokens.contains(&id);
         let mut text = String::new();
         let mut stopped = false;
-        // The text of an end-of-sequence token is never shown.
-        if !ended && let Some(piece) = self.text.push(id) {
-            let step = self.stops.push(&piece);
-            text.push_str(&step.text);
-            stopped = step.stopped;
+        let piece = if ended && !self.include_stop { None } else { self.text.push(id) };
+        if let Some(piece) = piece {
+            // Text before the minimum, or of the stop token itself, cannot end the answer.
+            if ended || self.generated <= self.min_tokens {
+                text.push_str(&self.stops.finish());
+                text.push_str(&piece);
+            } else {
+                let step = self.stops.push(&piece);
+                text.push_str(&step.text);
+                stopped = step.stopped;
+            }
         }
         let reason = if ended || stopped {
             Some(FinishReason::Stop)
@@ -187,7 +220,7 @@ impl DecodeOutput {
             stopped = self.flush(&mut text);
         }
         let reason = if stopped { Some(FinishReason::Stop) } else { reason };
-        (DecodeEvent::Token { id, text }, reason)
+        (DecodeEvent::Token { id, text, logprobs }, reason)
     }
 
     /// Appends the text held back for incomplete characters and stop strings. Returns `true` if it
@@ -385,17 +418,47 @@ impl Sequence {
         self.count_pages(PageSource::Computed, whole.filter(|&page| page < cacheable).count());
     }
 
-    /// Sampler of a request that generates. Its state advances with each token.
-    pub(crate) fn sampler(&mut self) -> Option<&mut Sampler> {
-        match &mut self.kind {
-            RequestKind::Decode(output) => Some(&mut output.sampler),
-            RequestKind::Prefill(_) => None,
+    /// Returns `true` if the logits of the whole prompt are needed.
+    pub(crate) fn wants_prompt_logits(&self) -> bool {
+        matches!(&self.kind, RequestKind::Decode(output) if output.generated == 0 && output.prompt_logprobs.is_some())
+    }
+
+    /// Work on the logits of a chunk of `tokens` tokens, which begins at the first token that is
+    /// not computed yet. Each row has `vocab` logits.
+    pub(crate) fn sampling_job<'a>(&'a mut self, tokens: usize, logits: &'a [f32], vocab: usize) -> SamplingJob<'a> {
+        let position = self.pages.computed();
+        let is_last = position + tokens == self.target();
+        let wants_prompt = self.wants_prompt_logits();
+        let RequestKind::Decode(output) = &mut self.kind else { return SamplingJob::check(logits) };
+        let prompt = output.prompt_logprobs.as_ref().filter(|_| wants_prompt).map(|prompt| PromptRows {
+            next_tokens: &self.tokens[position + 1..self.tokens.len().min(position + tokens + 1)],
+            top: prompt.top,
+        });
+        let generates = is_last && !logits.is_empty();
+        SamplingJob {
+            logits,
+            vocab,
+            sampler: generates.then_some(&mut output.sampler),
+            logprobs: output.logprobs,
+            prompt,
+        }
+    }
+
+    /// Keeps the log-probabilities of the tokens after `position`. A preempted request computes
+    /// some again, which are the same.
+    pub(crate) fn keep_prompt_logprobs(&mut self, position: usize, logprobs: Vec<TokenLogprobs>) {
+        if let RequestKind::Decode(output) = &mut self.kind
+            && let Some(prompt) = &mut output.prompt_logprobs
+        {
+            prompt.done.truncate(position);
+            prompt.done.extend(logprobs);
         }
     }
 
     /// Appends a sampled token and sends it. Returns the outcome if the request ends: it was the
     /// last token, or the client is gone.
-    pub(crate) fn generate(&mut self, id: u32) -> Option<RequestOutcome> {
+    pub(crate) fn generate(&mut self, token: SampledToken) -> Option<RequestOutcome> {
+        let id = token.id;
         let RequestKind::Decode(output) = &mut self.kind else { return Some(RequestOutcome::Failed) };
         if output.generated == 0 {
             let start = DecodeStart {
@@ -407,11 +470,16 @@ impl Sequence {
                 tokens_computed: self.prompt_tokens_computed as u32,
             };
             self.metrics.first_token_seconds.observe(self.times.arrived.elapsed().as_secs_f64());
-            if output.events.try_send(DecodeEvent::Start(start)).is_err() {
-                return Some(RequestOutcome::Cancelled);
+            let prompt = output.prompt_logprobs.take().map(|prompt| prompt.done).unwrap_or_default();
+            let pieces =
+                prompt.chunks(PROMPT_EVENT_TOKENS).map(|piece| DecodeEvent::Prompt { logprobs: piece.to_vec() });
+            for event in std::iter::once(DecodeEvent::Start(start)).chain(pieces) {
+                if output.events.try_send(event).is_err() {
+                    return Some(RequestOutcome::Cancelled);
+                }
             }
         }
-        let (event, reason) = output.next(id);
+        let (event, reason) = output.next(token);
         self.metrics.tokens_generated.inc();
         // The channel has room for all events, so an error means that the client is gone.
         if output.events.try_send(event).is_err() {

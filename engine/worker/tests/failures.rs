@@ -159,7 +159,7 @@ async fn invalid_requests_get_specific_errors() {
     let decoder = engine(Role::Decode, &store).await;
     let good = decode_request(&[1, 2, 3], 2);
     type Mutation = fn(&mut larder_worker::api::DecodeRequest);
-    let mutations: [(Mutation, ErrorCode); 8] = [
+    let mutations: [(Mutation, ErrorCode); 14] = [
         (|r| r.tokens.clear(), ErrorCode::BadRequest),
         (|r| r.tokens[1] = u32::MAX, ErrorCode::BadRequest),
         (|r| r.tokens = vec![5; 4096], ErrorCode::ContextLengthExceeded),
@@ -168,6 +168,12 @@ async fn invalid_requests_get_specific_errors() {
         (|r| r.sampling.temperature = -1.0, ErrorCode::BadRequest),
         (|r| r.sampling.top_p = -0.1, ErrorCode::BadRequest),
         (|r| r.sampling.stop = vec![String::new()], ErrorCode::BadRequest),
+        (|r| r.sampling.min_tokens = 3, ErrorCode::BadRequest),
+        (|r| r.sampling.repetition_penalty = 0.0, ErrorCode::BadRequest),
+        (|r| r.sampling.presence_penalty = 2.5, ErrorCode::BadRequest),
+        (|r| r.sampling.logit_bias = vec![(1 << 20, 1.0)], ErrorCode::BadRequest),
+        (|r| r.sampling.stop_token_ids = vec![u32::MAX], ErrorCode::BadRequest),
+        (|r| r.sampling.logprobs = Some(21), ErrorCode::BadRequest),
     ];
     for (mutate, code) in mutations {
         let mut request = good.clone();

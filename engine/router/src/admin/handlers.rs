@@ -16,7 +16,7 @@ use super::prefix::{Prefix, PrefixInput};
 use crate::RouterState;
 use crate::openai::check_length;
 use crate::openai::fields::Fields;
-use crate::openai::types::take_messages;
+use crate::openai::messages::take_messages;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri, header::CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};

@@ -15,7 +15,7 @@ use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::http::StatusCode;
 use larder_client::{PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
-use larder_model::ChatMessage;
+use larder_model::{ChatMessage, RenderOptions};
 use larder_worker::api::{CacheMode, ForgetRequest, PrefillRequest, Role};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -315,7 +315,7 @@ async fn rendered(
         // The cue for an answer is not part of the conversation: without it the pages match those
         // of every continuation.
         PrefixInput::Messages(messages) => {
-            let rendered = chat_text(router, model, messages, false, context, deadline).await?;
+            let rendered = chat_text(router, model, messages, RenderOptions::default(), context, deadline).await?;
             Ok(RenderedPrefix::Text { text: rendered.text, add_special: false, charge: rendered.charge })
         }
     }

@@ -2,8 +2,10 @@
 
 use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
-use super::types::{ChatRequest, PromptInput};
-use super::{RequestContext, RequestId, counted, stream};
+use super::prepare::{self, PromptRules};
+use super::prompt::PromptInput;
+use super::types::ChatRequest;
+use super::{RequestContext, RequestId, counted, stream, whole};
 use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::ServedModel;
@@ -15,7 +17,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use larder_http::RequestBody;
-use larder_model::{ChatMessage, RenderError};
+use larder_model::{ChatMessage, RenderError, RenderOptions};
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -37,30 +39,30 @@ async fn serve(
     body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let ChatRequest { common, messages } = request.parse(body, ChatRequest::parse).await?;
-    let model = answer::find_model(&request, &common.model).await?;
-    let permit = answer::admit(&request, common.n as usize)?;
-    let context = answer::context(&request, &model)?;
-    let rendered = text(&request.router, &model, messages, true, context, request.deadline).await?;
+    let ChatRequest { common, messages, render } = request.parse(body, ChatRequest::parse).await?;
+    let model = prepare::find_model(&request, &common.model).await?;
+    let permit = prepare::admit(&request, common.n as usize)?;
+    let context = prepare::context(&request, &model)?;
+    let rendered = text(&request.router, &model, messages, render, context, request.deadline).await?;
     request.text = rendered.charge;
     let inputs = vec![PromptInput::Text(rendered.text)];
-    let prompts = answer::prompts(&mut request, Endpoint::Chat, &model, inputs, context).await?;
+    let rules = PromptRules::new(Endpoint::Chat, context, &common);
+    let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
     let is_stream = common.stream;
     let started =
         answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit }).await?;
     if let Some(record) = record {
         record.first_token();
     }
-    if is_stream { Ok(stream::respond(started, record.take())) } else { answer::whole(started, record).await }
+    if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
 }
 
 /// Renders a conversation with the model's chat template, to a text that can fit `context` tokens.
-/// With `generate` it ends with the cue for the assistant's answer.
 pub(crate) async fn text(
     router: &RouterState,
     model: &ServedModel,
     messages: Vec<ChatMessage>,
-    generate: bool,
+    options: RenderOptions,
     context: usize,
     deadline: Instant,
 ) -> Result<RenderedText, ApiError> {
@@ -69,16 +71,16 @@ pub(crate) async fn text(
         return Err(ApiError::field("messages", message));
     };
     let bytes_max = text_bytes_max(&model.tokenizer, context);
-    let bytes = messages.iter().map(|message| message.content.len()).sum();
+    let bytes = messages.iter().map(ChatMessage::bytes).sum::<usize>() + options.bytes();
     // Before the rendering, which would copy it all.
     if bytes > bytes_max {
-        return Err(answer::too_many_bytes(router, "messages", context, bytes_max, bytes));
+        return Err(prepare::too_many_bytes(router, "messages", context, bytes_max, bytes));
     }
-    chat.render(messages, generate, bytes_max, deadline).await.map_err(|error| {
+    chat.render(messages, options, bytes_max, deadline).await.map_err(|error| {
         let message = error.to_string();
         match error {
             ChatError::Template(RenderError::TooLong) => {
-                answer::too_many_bytes(router, "messages", context, bytes_max, bytes)
+                prepare::too_many_bytes(router, "messages", context, bytes_max, bytes)
             }
             ChatError::Template(_) => ApiError::field("messages", message),
             ChatError::Exceeded => ApiError::field("messages", message).code("chat_template_exceeded"),

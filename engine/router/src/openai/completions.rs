@@ -2,8 +2,9 @@
 
 use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
+use super::prepare::{self, PromptRules};
 use super::types::CompletionRequest;
-use super::{RequestContext, RequestId, counted, stream};
+use super::{RequestContext, RequestId, counted, stream, whole};
 use crate::RouterState;
 use crate::metrics::RequestRecord;
 use axum::Extension;
@@ -32,15 +33,16 @@ async fn serve(
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
     let CompletionRequest { common, prompts } = request.parse(body, CompletionRequest::parse).await?;
-    let model = answer::find_model(&request, &common.model).await?;
-    let permit = answer::admit(&request, prompts.len() * common.n as usize)?;
-    let context = answer::context(&request, &model)?;
-    let prompts = answer::prompts(&mut request, Endpoint::Completion, &model, prompts, context).await?;
+    let model = prepare::find_model(&request, &common.model).await?;
+    let permit = prepare::admit(&request, prompts.len() * common.best_of as usize)?;
+    let context = prepare::context(&request, &model)?;
+    let rules = PromptRules::new(Endpoint::Completion, context, &common);
+    let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;
     let is_stream = common.stream;
     let started =
         answer::begin(AnswerJob { request, endpoint: Endpoint::Completion, model, common, prompts, permit }).await?;
     if let Some(record) = record {
         record.first_token();
     }
-    if is_stream { Ok(stream::respond(started, record.take())) } else { answer::whole(started, record).await }
+    if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
 }

@@ -57,6 +57,11 @@ impl ApiError {
             .code("unsupported_value")
     }
 
+    /// 400 for a field that this server does not know.
+    pub fn unknown(param: &str) -> Self {
+        Self::field(param, format!("'{param}' is not a field that this server supports")).code("unknown_parameter")
+    }
+
     pub fn context_length(param: &str, message: impl Into<String>) -> Self {
         Self::field(param, message).code("context_length_exceeded")
     }

@@ -65,6 +65,34 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Drops a field whose value has no effect.
+    pub(super) fn ignore(&mut self, name: &str) {
+        self.0.remove(name);
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Takes a field if its value fits. Returns `true` then.
+    pub(super) fn take_if(&mut self, name: &str, fits: impl FnOnce(&Value) -> bool) -> bool {
+        let Some(raw) = self.0.get(name).filter(|raw| raw.get().len() <= HARMLESS_BYTES_MAX) else { return false };
+        let is_fit = serde_json::from_str::<Value>(raw.get()).is_ok_and(|value| fits(&value));
+        if is_fit {
+            self.0.remove(name);
+        }
+        is_fit
+    }
+
+    /// Refuses the first field that was not taken, unless it is null. For requests of clients that
+    /// may be written for other servers.
+    pub(super) fn refuse_unknown(&self) -> Result<(), ApiError> {
+        match self.0.iter().find(|(_, value)| value.get() != "null") {
+            None => Ok(()),
+            Some((name, _)) => Err(ApiError::unknown(name)),
+        }
+    }
+
     /// Refuses the first field that was not taken. For strict APIs, in which a misspelt field must
     /// not be ignored.
     pub(crate) fn refuse_rest(&self) -> Result<(), ApiError> {
@@ -145,6 +173,47 @@ impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for BoundedLis
         }
 
         deserializer.deserialize_seq(List(PhantomData))
+    }
+}
+
+/// Object of at most `MAX` values.
+#[derive(Debug)]
+pub(super) struct BoundedMap<T, const MAX: usize>(pub(super) Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for BoundedMap<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object<T, const MAX: usize>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Object<T, MAX> {
+            type Value = BoundedMap<T, MAX>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+                let mut list = Vec::new();
+                while let Some(entry) = entries.next_entry()? {
+                    if list.len() == MAX {
+                        return Err(A::Error::custom(format!("an object of more than {MAX} fields")));
+                    }
+                    list.push(entry);
+                }
+                Ok(BoundedMap(list))
+            }
+        }
+
+        deserializer.deserialize_map(Object(PhantomData))
+    }
+}
+
+/// Returns `true` for an object, list or text without content.
+pub(super) fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Object(fields) => fields.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::String(text) => text.is_empty(),
+        _ => false,
     }
 }
 

@@ -7,21 +7,28 @@
 //!   client disconnects, or its time limit passes.
 //! - A client that disconnects cancels all work done for it.
 //!
-//! Layout: [`fields`] and [`types`] parse requests, `completions` and `chat` are the endpoints,
-//! `answer` runs the choices, `stream` writes server-sent events, and [`errors`] has the error
-//! bodies.
+//! Layout: [`types`] parses requests, with [`fields`], [`messages`], [`prompt`] and [`sampling`].
+//! `completions` and `chat` are the endpoints. `prepare` tokenises and admits prompts, and `answer`
+//! runs their choices. `whole` and `stream` write answers, with `logprobs` and `usage`. [`errors`]
+//! has the error bodies.
 
 mod answer;
-pub(crate) use answer::{
-    ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX, PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes,
-};
 mod chat;
 pub(crate) use chat::text as chat_text;
 mod completions;
 pub mod errors;
 pub mod fields;
+mod logprobs;
+pub mod messages;
+mod prepare;
+pub(crate) use prepare::{PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes};
+pub mod prompt;
+pub mod sampling;
 mod stream;
 pub mod types;
+mod usage;
+mod whole;
+pub(crate) use whole::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX};
 
 use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};

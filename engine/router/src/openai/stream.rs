@@ -9,9 +9,11 @@
 //!   permits back. So does the deadline while the client does not read. It then finds the error
 //!   after the events that were buffered.
 
-use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer, UsageTotals};
+use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
-use super::types::{Usage, finish_reason_name};
+use super::logprobs::{self, TokenEntry};
+use super::types::{StreamOptions, Usage, finish_reason_name};
+use super::usage::UsageTotals;
 use crate::metrics::RequestRecord;
 use crate::route::{Delta, RouteError};
 use axum::body::Body;
@@ -32,7 +34,7 @@ use tokio_util::task::AbortOnDropHandle;
 const EVENTS_AHEAD_MAX: usize = 16;
 
 enum ChoiceEvent {
-    Text(String),
+    Text { text: String, tokens: Vec<TokenEntry> },
     End { finish_reason: FinishReason, completion_tokens: u32, cached_tokens: u32 },
     Failed(RouteError),
 }
@@ -84,6 +86,8 @@ struct EventSource {
     events: SelectAll<BoxStream<'static, (u32, ChoiceEvent)>>,
     ready: VecDeque<Bytes>,
     usage_totals: UsageTotals,
+    /// Tokens sent so far, for the usage in chunks.
+    tokens_sent: u32,
     record: Option<RequestRecord>,
     /// Held until the stream is dropped: a streaming answer counts as in progress to its end.
     _permit: OwnedSemaphorePermit,
@@ -92,11 +96,21 @@ struct EventSource {
 
 impl EventSource {
     fn new(started: StartedAnswer, record: Option<RequestRecord>) -> Self {
-        let StartedAnswer { meta, choices, usage_totals, include_usage, permit, deadline: _ } = started;
-        let writer = ChunkWriter { meta, include_usage };
-        let ready = choices.iter().filter_map(|choice| writer.opening(choice.index)).collect();
-        let events = choices.into_iter().map(|choice| choice_events(choice, include_usage)).collect();
-        Self { writer, events, ready, usage_totals, record, _permit: permit, is_over: false }
+        let StartedAnswer { meta, choices, usage_totals, stream_options, permit, .. } = started;
+        let mut writer = ChunkWriter { meta, options: stream_options, offsets: vec![0; choices.len()] };
+        let mut ready = VecDeque::new();
+        let mut events = SelectAll::new();
+        let usage = usage_totals.usage();
+        for mut choice in choices {
+            ready.extend(writer.opening(choice.index));
+            if let Some(echo) = choice.echo() {
+                let text = echo.to_string();
+                let tokens = choice.echoed_tokens();
+                ready.push_back(writer.text(choice.index, &text, &tokens, &usage));
+            }
+            events.push(choice_events(choice, stream_options.include_usage));
+        }
+        Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
     }
 
     async fn next(&mut self) -> Option<Bytes> {
@@ -108,15 +122,27 @@ impl EventSource {
                 return None;
             }
             match self.events.next().await {
-                Some((index, ChoiceEvent::Text(text))) => return Some(self.writer.text(index, &text)),
+                Some((index, ChoiceEvent::Text { text, tokens })) => {
+                    self.tokens_sent += 1;
+                    let usage = self.usage();
+                    return Some(self.writer.text(index, &text, &tokens, &usage));
+                }
                 Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens })) => {
                     self.usage_totals.add(index, completion_tokens, cached_tokens);
-                    return Some(self.writer.finish(index, finish_reason));
+                    let usage = self.usage();
+                    return Some(self.writer.finish(index, finish_reason, &usage));
                 }
                 Some((_, ChoiceEvent::Failed(error))) => self.fail(error.into()),
                 None => self.complete(),
             }
         }
+    }
+
+    /// Usage so far. Tokens without text are counted at the end of their choice.
+    fn usage(&self) -> Usage {
+        let usage = self.usage_totals.usage();
+        let completion_tokens = usage.completion_tokens.max(self.tokens_sent);
+        Usage::new(usage.prompt_tokens, completion_tokens, usage.prompt_tokens_details.cached_tokens)
     }
 
     fn fail(&mut self, error: ApiError) {
@@ -134,9 +160,9 @@ impl EventSource {
         if let Some(record) = self.record.take() {
             self.usage_totals.end(record);
         }
-        if self.writer.include_usage {
+        if self.writer.options.include_usage {
             // OpenAI sends the usage chunk last, and with an empty list of choices.
-            self.ready.push_back(self.writer.usage(self.usage_totals.usage()));
+            self.ready.push_back(self.writer.usage(&self.usage_totals.usage()));
         }
         self.ready.push_back(done());
         self.is_over = true;
@@ -148,8 +174,11 @@ fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32
     let index = choice.index;
     unfold(Some(choice), move |choice| async move {
         let mut choice = choice?;
-        match choice.generation.next().await {
-            Ok(Delta::Text(text)) => Some(((index, ChoiceEvent::Text(text)), Some(choice))),
+        match choice.next().await {
+            Ok(Delta::Token { id, text, logprobs }) => {
+                let tokens = logprobs.map(|logprobs| TokenEntry { id, logprobs: Some(logprobs) }).into_iter().collect();
+                Some(((index, ChoiceEvent::Text { text, tokens }), Some(choice)))
+            }
             Ok(Delta::End { finish_reason, completion_tokens }) => {
                 let cached_tokens = choice.generation.cached_tokens(include_usage).await;
                 Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens }), None))
@@ -162,7 +191,9 @@ fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32
 
 struct ChunkWriter {
     meta: ResponseMeta,
-    include_usage: bool,
+    options: StreamOptions,
+    /// Characters sent so far, per choice.
+    offsets: Vec<usize>,
 }
 
 impl ChunkWriter {
@@ -172,28 +203,34 @@ impl ChunkWriter {
         (self.meta.endpoint == Endpoint::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
     }
 
-    fn text(&self, index: u32, text: &str) -> Bytes {
-        let choice = match self.meta.endpoint {
+    fn text(&mut self, index: u32, text: &str, tokens: &[TokenEntry], usage: &Usage) -> Bytes {
+        let endpoint = self.meta.endpoint;
+        let mut choice = match endpoint {
             Endpoint::Completion => completion_choice(index, text, None),
             Endpoint::Chat => chat_choice(index, json!({"content": text}), None),
         };
-        self.chunk(vec![choice], None)
+        if !tokens.is_empty()
+            && let Some(offset) = self.offsets.get_mut(index as usize)
+        {
+            choice["logprobs"] = logprobs::json(endpoint, &self.meta.tokenizer, tokens, offset);
+        }
+        self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
-    fn finish(&self, index: u32, reason: FinishReason) -> Bytes {
+    fn finish(&self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
         let reason = Some(finish_reason_name(reason));
         let choice = match self.meta.endpoint {
             Endpoint::Completion => completion_choice(index, "", reason),
             Endpoint::Chat => chat_choice(index, json!({}), reason),
         };
-        self.chunk(vec![choice], None)
+        self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
-    fn usage(&self, usage: Usage) -> Bytes {
+    fn usage(&self, usage: &Usage) -> Bytes {
         self.chunk(Vec::new(), Some(usage))
     }
 
-    fn chunk(&self, choices: Vec<Value>, usage: Option<Usage>) -> Bytes {
+    fn chunk(&self, choices: Vec<Value>, usage: Option<&Usage>) -> Bytes {
         let object = match self.meta.endpoint {
             Endpoint::Completion => "text_completion",
             Endpoint::Chat => "chat.completion.chunk",
@@ -203,9 +240,10 @@ impl ChunkWriter {
             "object": object,
             "created": self.meta.created,
             "model": self.meta.model,
+            "system_fingerprint": self.meta.fingerprint,
             "choices": choices,
         });
-        if self.include_usage {
+        if self.options.include_usage {
             chunk["usage"] = json!(usage);
         }
         event(&chunk)
@@ -240,7 +278,8 @@ mod tests {
     use super::*;
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
-        ChunkWriter { meta: ResponseMeta { endpoint, id: "id-1".into(), created: 7, model: "m".into() }, include_usage }
+        let options = StreamOptions { include_usage, continuous_usage: false };
+        ChunkWriter { meta: ResponseMeta::for_tests(endpoint), options, offsets: vec![0; 2] }
     }
 
     fn parse(event: Bytes) -> Value {
@@ -252,24 +291,26 @@ mod tests {
 
     #[test]
     fn completion_chunks_have_openai_form() {
-        let writer = writer(Endpoint::Completion, false);
+        let mut writer = writer(Endpoint::Completion, false);
+        let none = Usage::default();
         assert!(writer.opening(0).is_none());
         let expected = json!({"id": "id-1", "object": "text_completion", "created": 7, "model": "m",
-            "choices": [{"index": 1, "text": "a\n\"b", "logprobs": null, "finish_reason": null}]});
-        assert_eq!(parse(writer.text(1, "a\n\"b")), expected);
-        assert_eq!(parse(writer.finish(0, FinishReason::Length))["choices"][0]["finish_reason"], "length");
+            "system_fingerprint": "fp_1", "choices": [{"index": 1, "text": "a\n\"b", "logprobs": null, "finish_reason": null}]});
+        assert_eq!(parse(writer.text(1, "a\n\"b", &[], &none)), expected);
+        assert_eq!(parse(writer.finish(0, FinishReason::Length, &none))["choices"][0]["finish_reason"], "length");
     }
 
     #[test]
     fn chat_chunks_have_openai_form() {
-        let writer = writer(Endpoint::Chat, true);
+        let mut writer = writer(Endpoint::Chat, true);
+        let none = Usage::default();
         let opening = parse(writer.opening(0).unwrap());
         assert_eq!(opening["object"], "chat.completion.chunk");
         assert_eq!(opening["choices"][0]["delta"]["role"], "assistant");
         assert!(opening.get("usage").is_some_and(Value::is_null));
-        assert_eq!(parse(writer.text(0, "x"))["choices"][0]["delta"], json!({"content": "x"}));
-        assert_eq!(parse(writer.finish(0, FinishReason::Stop))["choices"][0]["delta"], json!({}));
-        let usage = parse(writer.usage(Usage::new(10, 5, 8)));
+        assert_eq!(parse(writer.text(0, "x", &[], &none))["choices"][0]["delta"], json!({"content": "x"}));
+        assert_eq!(parse(writer.finish(0, FinishReason::Stop, &none))["choices"][0]["delta"], json!({}));
+        let usage = parse(writer.usage(&Usage::new(10, 5, 8)));
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);

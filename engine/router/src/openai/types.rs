@@ -1,245 +1,172 @@
-//! Request parsing of the OpenAI API, and the types its responses share.
+//! Requests of the OpenAI API, and the types its responses share.
 //!
-//! Unknown fields are ignored, as OpenAI's own server does. Known fields that this server does not
-//! implement are refused if their value would change the answer. Ignoring those would return wrong
-//! text without notice. If an object names a field twice, the last value counts, as in the JSON
-//! parsers of Python, on which most servers of this API are built.
+//! Invariant: every field of a request is honoured, is in [`WITHOUT_EFFECT`], or is refused by its
+//! name. A field of `NEUTRAL` is accepted at the value that describes what this server does anyway.
+//! Ignoring others would return a wrong answer without notice.
+//!
+//! If an object names a field twice, the last value counts, as in the JSON parsers of Python, on
+//! which most servers of this API are built.
 
 use super::errors::ApiError;
-use super::fields::{BoundedList, Fields, TextOrList};
-use larder_model::{ChatMessage, SamplingParams};
-use larder_worker::api::{FinishReason, STOP_BYTES_MAX};
-use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use super::fields::{Fields, is_empty};
+use super::messages::{refuse_rest_inner, take_inner, take_messages};
+use super::prompt::{PromptInput, Prompts};
+use super::sampling::RequestedSampling;
+use larder_model::{ChatMessage, GenerationDefaults, RESERVED_VARIABLES, RenderOptions, SamplingParams};
+use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
+use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fmt;
+use serde_json::value::RawValue;
 
-pub const PROMPTS_MAX: usize = 16;
-pub const CHOICES_MAX: u32 = 8;
-pub const STOPS_MAX: usize = 16;
-pub const MESSAGES_MAX: usize = 4096;
-/// Maximum number of parts of a message's content.
-pub const PARTS_MAX: usize = 1024;
+pub const CHOICES_MAX: u32 = 128;
 /// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+
+/// Fields that change nothing about an answer, whatever their value. They name the caller, or
+/// concern billing, retention and caches of OpenAI's service.
+pub const WITHOUT_EFFECT: [&str; 9] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    // A guess at the answer, for speed only.
+    "prediction",
+    // It concerns tokenizers that this server does not have.
+    "spaces_between_special_tokens",
+];
+
+/// Field, and a test for the values of it that describe what this server does without it.
+pub(super) type NeutralField = (&'static str, fn(&Value) -> bool);
+
+const NEUTRAL: [NeutralField; 17] = [
+    ("suffix", is_empty),
+    ("modalities", |value| *value == serde_json::json!(["text"])),
+    ("audio", is_empty),
+    ("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text")),
+    ("tools", is_empty),
+    ("functions", is_empty),
+    ("tool_choice", |value| matches!(value.as_str(), Some("auto" | "none"))),
+    ("function_call", |value| matches!(value.as_str(), Some("auto" | "none"))),
+    ("parallel_tool_calls", Value::is_boolean),
+    ("use_beam_search", is_false),
+    ("early_stopping", is_false),
+    ("length_penalty", |value| value.as_f64() == Some(1.0)),
+    ("priority", |value| value.as_f64() == Some(0.0)),
+    ("return_token_ids", is_false),
+    ("return_tokens_as_token_ids", is_false),
+    ("bad_words", is_empty),
+    ("documents", is_empty),
+];
+
+fn is_false(value: &Value) -> bool {
+    *value == Value::Bool(false)
+}
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CommonParams {
     pub model: String,
-    /// Sampling parameters. `max_tokens` is 0 here: [`CommonParams::sampling_of`] sets it for each
-    /// prompt.
-    pub sampling: SamplingParams,
-    /// Maximum tokens to generate, at least 1. `None` takes the endpoint's default.
+    pub sampling: RequestedSampling,
+    /// Maximum tokens to generate. `None` takes the endpoint's default. 0 only with `echo`.
     pub max_tokens: Option<u32>,
     /// Choices per prompt, from 1 to [`CHOICES_MAX`].
     pub n: u32,
+    /// Choices to generate per prompt. The answer has the `n` most probable ones.
+    pub best_of: u32,
     pub stream: bool,
-    pub include_usage: bool,
+    pub stream_options: StreamOptions,
+    /// Number of best tokens to report with each token of the answer.
+    pub logprobs: Option<u32>,
+    /// The answer begins with the prompt.
+    pub echo: bool,
+    /// Number of last tokens of the prompt to keep. -1 keeps as many as fit the context.
+    pub truncate_prompt: Option<i64>,
+    /// Adds the model's surrounding tokens to a text. `None` takes the endpoint's default.
+    pub add_special_tokens: Option<bool>,
 }
 
-struct StreamOptions {
-    include_usage: bool,
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StreamOptions {
+    pub include_usage: bool,
+    /// Every chunk has the usage so far.
+    pub continuous_usage: bool,
 }
 
 impl<'de> Deserialize<'de> for StreamOptions {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut fields = Fields::deserialize(deserializer)?;
-        Ok(Self { include_usage: take_inner(&mut fields, "include_usage")?.unwrap_or(false) })
+        let options = Self {
+            include_usage: take_inner(&mut fields, "include_usage")?.unwrap_or(false),
+            continuous_usage: take_inner(&mut fields, "continuous_usage_stats")?.unwrap_or(false),
+        };
+        // It asks for padding of the chunks against observers, which clients must ignore.
+        fields.ignore("include_obfuscation");
+        refuse_rest_inner(&fields)?;
+        Ok(options)
     }
-}
-
-/// Takes a field of an object inside another one. The error of the outer one quotes this error.
-fn take_inner<'a, T: Deserialize<'a>, E: Error>(fields: &mut Fields<'a>, name: &str) -> Result<Option<T>, E> {
-    fields.take(name).map_err(|error| E::custom(error.body.message))
 }
 
 impl CommonParams {
     fn take(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
-        refuse_unsupported(fields)?;
+        for name in WITHOUT_EFFECT {
+            fields.ignore(name);
+        }
+        for (name, is_neutral) in NEUTRAL {
+            fields.refuse_unless(name, is_neutral)?;
+        }
         let n: u32 = fields.take("n")?.unwrap_or(1);
         if !(1..=CHOICES_MAX).contains(&n) {
             return Err(ApiError::field("n", format!("'n' is {n}; it must be from 1 to {CHOICES_MAX}")));
         }
-        let best_of: u32 = fields.take("best_of")?.unwrap_or(1);
-        if best_of > 1 {
-            return Err(ApiError::unsupported("best_of"));
-        }
         // The newer name wins: some clients send both for compatibility with older servers.
         let newer: Option<u32> = fields.take("max_completion_tokens")?;
         let max_tokens = newer.or(fields.take("max_tokens")?);
-        if max_tokens == Some(0) {
-            return Err(ApiError::field("max_tokens", "'max_tokens' must be at least 1"));
+        let sampling = RequestedSampling::take(fields)?;
+        if max_tokens.is_some_and(|max_tokens| (max_tokens as usize) < sampling.rest.min_tokens) {
+            return Err(ApiError::field("min_tokens", "'min_tokens' is above the maximum number of tokens"));
         }
-        let stream_options: Option<StreamOptions> = fields.take("stream_options")?;
+        let truncate_prompt: Option<i64> = fields.take("truncate_prompt_tokens")?;
+        if truncate_prompt.is_some_and(|tokens| tokens < 1 && tokens != -1) {
+            let message = "'truncate_prompt_tokens' must be at least 1, or -1 for the model's context";
+            return Err(ApiError::field("truncate_prompt_tokens", message));
+        }
         Ok(Self {
             model: fields.require("model")?,
-            sampling: take_sampling(fields)?,
+            sampling,
             max_tokens,
             n,
+            best_of: n,
             stream: fields.take("stream")?.unwrap_or(false),
-            include_usage: stream_options.is_some_and(|o| o.include_usage),
+            stream_options: fields.take("stream_options")?.unwrap_or_default(),
+            logprobs: None,
+            echo: false,
+            truncate_prompt,
+            add_special_tokens: fields.take("add_special_tokens")?,
         })
+    }
+
+    /// Refuses an empty answer, unless it has the prompt.
+    fn check_max_tokens(&self) -> Result<(), ApiError> {
+        if self.max_tokens == Some(0) && !self.echo {
+            return Err(ApiError::field("max_tokens", "'max_tokens' must be at least 1"));
+        }
+        Ok(())
     }
 
     /// Sampling parameters of choice number `choice` of a prompt. A seed is varied per choice, or
     /// all choices would be equal.
-    pub fn sampling_of(&self, choice: u32, max_tokens: u32) -> SamplingParams {
-        let seed = self.sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice)));
-        SamplingParams { seed, max_tokens: max_tokens as usize, ..self.sampling.clone() }
-    }
-}
-
-fn take_sampling(fields: &mut Fields<'_>) -> Result<SamplingParams, ApiError> {
-    let seed: Option<i64> = fields.take("seed")?;
-    // vLLM and others turn top-k off with -1, so clients send it.
-    let top_k: i64 = fields.take("top_k")?.unwrap_or(0);
-    let top_k = u32::try_from(top_k.max(0)).map_err(|_| ApiError::field("top_k", "'top_k' is too large"))?;
-    Ok(SamplingParams {
-        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0),
-        top_p: fields.number("top_p", 0.0..=1.0)?.unwrap_or(1.0),
-        top_k,
-        seed: seed.map(|seed| seed as u64),
-        max_tokens: 0,
-        stop: take_stop(fields)?,
-        ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
-    })
-}
-
-fn take_stop(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
-    let mut stops = match fields.take::<TextOrList<String, STOPS_MAX>>("stop")? {
-        None => Vec::new(),
-        Some(TextOrList::Text(stop)) => vec![stop],
-        Some(TextOrList::List(stops)) => stops,
-    };
-    stops.retain(|stop| !stop.is_empty());
-    if stops.iter().any(|stop| stop.len() > STOP_BYTES_MAX) {
-        return Err(ApiError::field("stop", format!("a string of 'stop' may have at most {STOP_BYTES_MAX} bytes")));
-    }
-    Ok(stops)
-}
-
-/// Refuses known but unimplemented fields, except at values that leave the answer unchanged.
-fn refuse_unsupported(fields: &mut Fields<'_>) -> Result<(), ApiError> {
-    let is_zero = |value: &Value| value.as_f64() == Some(0.0);
-    let is_false = |value: &Value| *value == Value::Bool(false);
-    let is_empty = |value: &Value| {
-        value.as_object().is_some_and(|v| v.is_empty())
-            || value.as_array().is_some_and(|v| v.is_empty())
-            || value.as_str().is_some_and(|v| v.is_empty())
-    };
-    let is_text = |value: &Value| value.get("type").and_then(Value::as_str) == Some("text");
-    let is_optional = |value: &Value| matches!(value.as_str(), Some("auto" | "none"));
-    let is_text_only = |value: &Value| *value == serde_json::json!(["text"]);
-    // `logprobs` is a bool in chat requests and a number in completions, where even 0 asks for
-    // data.
-    fields.refuse_unless("logprobs", is_false)?;
-    fields.refuse_unless("top_logprobs", is_zero)?;
-    fields.refuse_unless("echo", is_false)?;
-    fields.refuse_unless("suffix", is_empty)?;
-    fields.refuse_unless("logit_bias", is_empty)?;
-    fields.refuse_unless("presence_penalty", is_zero)?;
-    fields.refuse_unless("frequency_penalty", is_zero)?;
-    fields.refuse_unless("response_format", is_text)?;
-    // Ignoring tools would make the model answer as if it had none.
-    fields.refuse_unless("tools", is_empty)?;
-    fields.refuse_unless("functions", is_empty)?;
-    fields.refuse_unless("tool_choice", is_optional)?;
-    fields.refuse_unless("function_call", is_optional)?;
-    fields.refuse_unless("modalities", is_text_only)?;
-    fields.refuse_unless("audio", is_empty)
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PromptInput {
-    Text(String),
-    Tokens(Vec<u32>),
-}
-
-impl PromptInput {
-    pub fn bytes(&self) -> usize {
-        match self {
-            PromptInput::Text(text) => text.len(),
-            PromptInput::Tokens(tokens) => tokens.len() * size_of::<u32>(),
-        }
-    }
-}
-
-/// Field `prompt`: a string, a list of token ids, or a list of such prompts.
-struct Prompts(Vec<PromptInput>);
-
-/// Element of a list in the field `prompt`.
-enum PromptItem {
-    Id(u32),
-    Prompt(PromptInput),
-}
-
-struct PromptVisitor;
-
-impl<'de> Visitor<'de> for PromptVisitor {
-    type Value = Prompts;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string, a list of strings, a list of token ids, or a list of those")
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<Prompts, E> {
-        Ok(Prompts(vec![PromptInput::Text(text.to_owned())]))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Prompts, A::Error> {
-        let mut ids = Vec::new();
-        let mut prompts = Vec::new();
-        while let Some(item) = items.next_element()? {
-            match item {
-                PromptItem::Id(id) => ids.push(id),
-                PromptItem::Prompt(prompt) => prompts.push(prompt),
-            }
-            if prompts.len() > PROMPTS_MAX {
-                return Err(A::Error::custom(format!("more than {PROMPTS_MAX} prompts")));
-            }
-            if !ids.is_empty() && !prompts.is_empty() {
-                return Err(A::Error::custom("a list of both token ids and prompts"));
-            }
-        }
-        Ok(Prompts(if prompts.is_empty() { vec![PromptInput::Tokens(ids)] } else { prompts }))
-    }
-}
-
-impl<'de> Deserialize<'de> for Prompts {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(PromptVisitor)
-    }
-}
-
-struct ItemVisitor;
-
-impl<'de> Visitor<'de> for ItemVisitor {
-    type Value = PromptItem;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string, a token id, or a list of token ids")
-    }
-
-    fn visit_u64<E: Error>(self, id: u64) -> Result<PromptItem, E> {
-        u32::try_from(id).map(PromptItem::Id).map_err(|_| E::custom(format!("{id} is not a token id")))
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<PromptItem, E> {
-        Ok(PromptItem::Prompt(PromptInput::Text(text.to_owned())))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PromptItem, A::Error> {
-        let mut ids = Vec::new();
-        while let Some(id) = items.next_element()? {
-            ids.push(id);
-        }
-        Ok(PromptItem::Prompt(PromptInput::Tokens(ids)))
-    }
-}
-
-impl<'de> Deserialize<'de> for PromptItem {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ItemVisitor)
+    pub fn sampling_of(&self, choice: u32, max_tokens: u32, defaults: &GenerationDefaults) -> SamplingParams {
+        let sampling = self.sampling.complete(defaults);
+        let seed = sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice)));
+        // The choice among several needs the probabilities of their tokens.
+        let logprobs = self.logprobs.or((self.best_of > self.n).then_some(0));
+        let prompt_logprobs = self.logprobs.filter(|_| self.echo);
+        let max_tokens = max_tokens as usize;
+        let min_tokens = sampling.min_tokens.min(max_tokens);
+        SamplingParams { seed, max_tokens, min_tokens, logprobs, prompt_logprobs, ..sampling }
     }
 }
 
@@ -253,35 +180,36 @@ impl CompletionRequest {
     /// Parses and validates a body. Errors name the first wrong field.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::parse(body)?;
-        let common = CommonParams::take(&mut fields)?;
+        let mut common = CommonParams::take(&mut fields)?;
+        fields.refuse_unless("top_logprobs", |value| value.as_f64() == Some(0.0))?;
+        common.logprobs = take_count(&mut fields, "logprobs")?;
+        common.echo = fields.take("echo")?.unwrap_or(false);
+        common.check_max_tokens()?;
+        common.best_of = fields.take("best_of")?.unwrap_or(common.n);
+        if !(common.n..=CHOICES_MAX).contains(&common.best_of) {
+            let message = format!("'best_of' is {}; it must be from 'n' to {CHOICES_MAX}", common.best_of);
+            return Err(ApiError::field("best_of", message));
+        }
+        if common.best_of > common.n && common.stream {
+            return Err(ApiError::field("best_of", "'best_of' above 'n' cannot be streamed"));
+        }
         let Prompts(prompts) = fields.require("prompt")?;
+        fields.refuse_unknown()?;
         Ok(Self { common, prompts })
     }
 }
 
-struct RawMessage {
-    role: String,
-    content: Option<TextOrList<ContentPart, PARTS_MAX>>,
-}
-
-impl<'de> Deserialize<'de> for RawMessage {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut fields = Fields::deserialize(deserializer)?;
-        let role = take_inner(&mut fields, "role")?.ok_or_else(|| D::Error::missing_field("role"))?;
-        Ok(Self { role, content: take_inner(&mut fields, "content")? })
+/// Takes a number of log-probabilities. `false` counts as absent.
+fn take_count(fields: &mut Fields<'_>, name: &str) -> Result<Option<u32>, ApiError> {
+    if fields.take_if(name, is_false) {
+        return Ok(None);
     }
-}
-
-struct ContentPart {
-    kind: String,
-    text: String,
-}
-
-impl<'de> Deserialize<'de> for ContentPart {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut fields = Fields::deserialize(deserializer)?;
-        let kind = take_inner(&mut fields, "type")?.ok_or_else(|| D::Error::missing_field("type"))?;
-        Ok(Self { kind, text: take_inner(&mut fields, "text")?.unwrap_or_default() })
+    let count: Option<u32> = fields.take(name)?;
+    match count {
+        Some(count) if count > TOP_LOGPROBS_MAX => {
+            Err(ApiError::field(name, format!("'{name}' is {count}; it must be at most {TOP_LOGPROBS_MAX}")))
+        }
+        count => Ok(count),
     }
 }
 
@@ -289,53 +217,67 @@ impl<'de> Deserialize<'de> for ContentPart {
 pub struct ChatRequest {
     pub common: CommonParams,
     pub messages: Vec<ChatMessage>,
+    pub render: RenderOptions,
 }
 
 impl ChatRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::parse(body)?;
-        let common = CommonParams::take(&mut fields)?;
+        let mut common = CommonParams::take(&mut fields)?;
+        common.check_max_tokens()?;
+        fields.refuse_unless("echo", is_false)?;
+        fields.refuse_unless("best_of", |value| value.as_f64() == Some(1.0))?;
+        let has_logprobs = fields.take("logprobs")?.unwrap_or(false);
+        let top_logprobs = take_count(&mut fields, "top_logprobs")?;
+        if !has_logprobs && top_logprobs.is_some_and(|top| top > 0) {
+            return Err(ApiError::field("top_logprobs", "'top_logprobs' needs 'logprobs' to be true"));
+        }
+        common.logprobs = has_logprobs.then_some(top_logprobs.unwrap_or(0));
         let messages =
             take_messages(&mut fields)?.ok_or_else(|| ApiError::field("messages", "'messages' is required"))?;
-        Ok(Self { common, messages })
+        let render = take_render_options(&mut fields)?;
+        let continues = render.continue_final_message;
+        if continues && messages.last().is_none_or(|last| last.role != "assistant" || !last.tool_calls.is_empty()) {
+            let message = "'continue_final_message' needs a last message of the role assistant, without tool calls";
+            return Err(ApiError::field("continue_final_message", message));
+        }
+        fields.refuse_unknown()?;
+        Ok(Self { common, messages, render })
     }
 }
 
-/// Takes and validates the field `messages`. Accepts the roles of OpenAI's API, and text as a
-/// string or as parts.
-pub fn take_messages(fields: &mut Fields<'_>) -> Result<Option<Vec<ChatMessage>>, ApiError> {
-    let Some(BoundedList(raw)) = fields.take::<BoundedList<RawMessage, MESSAGES_MAX>>("messages")? else {
-        return Ok(None);
-    };
-    if raw.is_empty() {
-        let message = format!("'messages' has 0 messages; it must have from 1 to {MESSAGES_MAX}");
-        return Err(ApiError::field("messages", message));
+fn take_render_options(fields: &mut Fields<'_>) -> Result<RenderOptions, ApiError> {
+    let continue_final_message = fields.take("continue_final_message")?.unwrap_or(false);
+    let given: Option<bool> = fields.take("add_generation_prompt")?;
+    if given == Some(true) && continue_final_message {
+        let message = "'continue_final_message' and 'add_generation_prompt' exclude each other";
+        return Err(ApiError::field("continue_final_message", message));
     }
-    let messages: Result<Vec<_>, _> = raw.into_iter().enumerate().map(|(at, raw)| message(at, raw)).collect();
-    messages.map(Some)
-}
-
-fn message(at: usize, raw: RawMessage) -> Result<ChatMessage, ApiError> {
-    let wrong = |field: &str, message: String| Err(ApiError::field(&format!("messages[{at}].{field}"), message));
-    let role = match raw.role.as_str() {
-        // `developer` is OpenAI's newer name of `system`. Chat templates know only the older one.
-        "system" | "developer" => "system",
-        "user" => "user",
-        "assistant" => "assistant",
-        "tool" => "tool",
-        other => return wrong("role", format!("'{other}' is not one of system, developer, user, assistant, tool")),
+    let effort: Option<String> = fields.take("reasoning_effort")?;
+    let variables: Option<&RawValue> = fields.take("chat_template_kwargs")?;
+    let variables = match (variables, effort) {
+        (None, None) => None,
+        (Some(variables), None) => Some(variables.get().to_string()),
+        (None, Some(effort)) => Some(serde_json::json!({"reasoning_effort": effort}).to_string()),
+        (Some(_), Some(_)) => {
+            let message = "'reasoning_effort' is a variable of the chat template; put it into 'chat_template_kwargs'";
+            return Err(ApiError::field("reasoning_effort", message));
+        }
     };
-    let content = match raw.content {
-        Some(TextOrList::Text(text)) => text,
-        Some(TextOrList::List(parts)) => match parts.iter().find(|part| part.kind != "text") {
-            Some(part) => return wrong("content", format!("parts of type '{}' are not supported", part.kind)),
-            None => parts.into_iter().map(|part| part.text).collect::<Vec<_>>().join("\n"),
-        },
-        // OpenAI sends null content for an assistant turn that only called tools.
-        None if role == "assistant" => String::new(),
-        None => return wrong("content", "'content' is required".into()),
-    };
-    Ok(ChatMessage { role: role.into(), content })
+    if let Some(variables) = &variables {
+        let wrong = |message: String| ApiError::field("chat_template_kwargs", message);
+        let names: Fields<'_> =
+            serde_json::from_str(variables).map_err(|_| wrong("'chat_template_kwargs' must be an object".into()))?;
+        if let Some(name) = RESERVED_VARIABLES.iter().find(|name| names.contains(name)) {
+            return Err(wrong(format!("'chat_template_kwargs' cannot set '{name}'")));
+        }
+    }
+    Ok(RenderOptions {
+        add_generation_prompt: given.unwrap_or(!continue_final_message),
+        continue_final_message,
+        tools: None,
+        variables,
+    })
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -374,6 +316,8 @@ pub fn finish_reason_name(reason: FinishReason) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use super::super::messages::{MESSAGES_MAX, PARTS_MAX};
+    use super::super::prompt::PROMPTS_MAX;
     use super::*;
     use serde_json::json;
 
@@ -396,7 +340,7 @@ mod tests {
         ] {
             assert_eq!(completion(json!({"model": "m", "prompt": prompt})).unwrap().prompts, expected);
         }
-        for prompt in [json!([1, "a"]), json!([-1]), json!({"a": 1}), json!(vec!["x"; 17])] {
+        for prompt in [json!([1, "a"]), json!([-1]), json!({"a": 1}), json!(vec!["x"; PROMPTS_MAX + 1])] {
             let error = completion(json!({"model": "m", "prompt": prompt})).unwrap_err();
             assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")));
         }
@@ -405,48 +349,156 @@ mod tests {
     #[test]
     fn parse_applies_openai_defaults() {
         let common = completion(json!({"model": "m", "prompt": "a", "user": "u", "best_of": 1})).unwrap().common;
-        assert_eq!((common.sampling.temperature, common.sampling.top_p), (1.0, 1.0));
+        let sampling = common.sampling_of(0, 3, &GenerationDefaults::default());
+        assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k), (1.0, 1.0, 0));
+        let defaults = GenerationDefaults {
+            temperature: Some(0.6),
+            top_p: Some(0.9),
+            top_k: Some(20),
+            min_p: Some(0.1),
+            repetition_penalty: Some(1.1),
+        };
+        let sampling = common.sampling_of(0, 3, &defaults);
+        assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k), (0.6, 0.9, 20));
+        assert_eq!((sampling.min_p, sampling.repetition_penalty), (0.1, 1.1));
         assert_eq!((common.n, common.stream, common.max_tokens), (1, false, None));
         let common = chat(json!({"model": "m", "messages": [{"role": "user", "content": "a"}],
             "max_tokens": 1, "max_completion_tokens": 9, "stop": "x", "seed": -1, "top_k": -1, "temperature": 0,
             "stream": true, "stream_options": {"include_usage": true}, "n": 2}))
         .unwrap()
         .common;
-        assert_eq!((common.max_tokens, common.sampling.stop.as_slice()), (Some(9), &["x".to_string()][..]));
-        assert_eq!((common.sampling.seed, common.sampling.top_k), (Some(u64::MAX), 0));
-        assert!(common.stream && common.include_usage);
-        assert_eq!(common.sampling_of(1, 5).seed, Some(0));
+        let sampling = common.sampling_of(0, 5, &defaults);
+        assert_eq!((common.max_tokens, sampling.stop.as_slice()), (Some(9), &["x".to_string()][..]));
+        assert_eq!((sampling.seed, sampling.top_k, sampling.temperature), (Some(u64::MAX), 0, 0.0));
+        assert!(common.stream && common.stream_options.include_usage);
+        assert_eq!(common.sampling_of(1, 5, &defaults).seed, Some(0));
     }
 
     #[test]
     fn parse_refuses_fields_that_would_change_the_answer() {
         for (field, value) in [
-            ("logprobs", json!(0)),
+            ("logprobs", json!(21)),
             ("logprobs", json!(true)),
             ("top_logprobs", json!(2)),
-            ("echo", json!(true)),
-            ("best_of", json!(2)),
+            ("best_of", json!(0)),
+            ("best_of", json!(129)),
             ("response_format", json!({"type": "json_object"})),
             ("tools", json!([{"type": "function"}])),
             ("functions", json!([{"name": "f"}])),
             ("tool_choice", json!("required")),
             ("tool_choice", json!({"type": "function"})),
-            ("logit_bias", json!({"5": 1})),
-            ("presence_penalty", json!(0.5)),
+            ("logit_bias", json!({"5": 101})),
+            ("logit_bias", json!({"five": 1})),
+            ("presence_penalty", json!(2.5)),
+            ("repetition_penalty", json!(0)),
+            ("min_p", json!(1.5)),
+            ("min_tokens", json!(17)),
             ("n", json!(0)),
-            ("n", json!(9)),
+            ("n", json!(129)),
             ("temperature", json!(2.5)),
             ("temperature", json!("hot")),
             ("max_tokens", json!(0)),
             ("stop", json!(vec!["s"; 17])),
+            ("stop_token_ids", json!(vec![1; 129])),
             ("stream", json!("yes")),
+            ("stream_options", json!({"include_all": true})),
+            ("truncate_prompt_tokens", json!(0)),
+            ("guided_json", json!({})),
+            ("guided_regex", json!("a*")),
+            ("chat_template", json!("x")),
+            ("priority", json!(5)),
+            ("temprature", json!(0.5)),
+            ("messages", json!([])),
+            ("chat_template_kwargs", json!({})),
         ] {
-            let error = completion(json!({"model": "m", "prompt": "a", field: value})).unwrap_err();
+            let mut body = json!({"model": "m", "prompt": "a", "max_tokens": 16});
+            body[field] = value.clone();
+            let error = completion(body).unwrap_err();
             assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some(field)), "{value}");
         }
         let harmless = json!({"model": "m", "prompt": "a", "logprobs": null, "echo": false, "presence_penalty": 0,
-            "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}});
+            "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {},
+            "metadata": {"a": "b"}, "store": false, "service_tier": "auto", "parallel_tool_calls": true, "guided_json": null,
+            "length_penalty": 1.0, "use_beam_search": false, "stream_options": {"include_obfuscation": false}});
         completion(harmless).unwrap();
+    }
+
+    #[test]
+    fn parse_honours_sampling_fields() {
+        let request = completion(json!({"model": "m", "prompt": "a", "presence_penalty": 0.5, "frequency_penalty": -1,
+            "repetition_penalty": 1.2, "logit_bias": {"5": 1, "7": -100.0}, "min_p": 0.1, "min_tokens": 2,
+            "stop_token_ids": [3, 4], "include_stop_str_in_output": true, "skip_special_tokens": false, "best_of": 3,
+            "n": 2, "logprobs": 2, "echo": true, "truncate_prompt_tokens": 9, "add_special_tokens": false,
+            "stream_options": {"continuous_usage_stats": true}}))
+        .unwrap()
+        .common;
+        let sampling = request.sampling_of(0, 16, &GenerationDefaults::default());
+        let expected = SamplingParams {
+            temperature: 1.0,
+            presence_penalty: 0.5,
+            frequency_penalty: -1.0,
+            repetition_penalty: 1.2,
+            logit_bias: vec![(5, 1.0), (7, -100.0)],
+            min_p: 0.1,
+            min_tokens: 2,
+            max_tokens: 16,
+            stop_token_ids: vec![3, 4],
+            include_stop: true,
+            skip_special_tokens: false,
+            logprobs: Some(2),
+            prompt_logprobs: Some(2),
+            ..SamplingParams::default()
+        };
+        assert_eq!(sampling, expected);
+        assert_eq!((request.n, request.best_of, request.truncate_prompt), (2, 3, Some(9)));
+        assert_eq!((request.add_special_tokens, request.stream_options.continuous_usage), (Some(false), true));
+        let ranked = completion(json!({"model": "m", "prompt": "a", "best_of": 2})).unwrap().common;
+        assert_eq!(ranked.sampling_of(0, 1, &GenerationDefaults::default()).logprobs, Some(0), "to rank the choices");
+        let streamed = completion(json!({"model": "m", "prompt": "a", "best_of": 2, "stream": true})).unwrap_err();
+        assert_eq!(streamed.body.param.as_deref(), Some("best_of"));
+        completion(json!({"model": "m", "prompt": "a", "max_tokens": 0, "echo": true})).unwrap();
+    }
+
+    #[test]
+    fn parse_takes_options_of_the_template() {
+        let messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        let render = |mut fields: Value| {
+            fields["model"] = json!("m");
+            fields["messages"] = messages.clone();
+            chat(fields).map(|request| request.render)
+        };
+        assert!(render(json!({})).unwrap().add_generation_prompt);
+        assert!(!render(json!({"add_generation_prompt": false})).unwrap().add_generation_prompt);
+        let continued = render(json!({"continue_final_message": true})).unwrap();
+        assert!(continued.continue_final_message && !continued.add_generation_prompt);
+        let variables = render(json!({"chat_template_kwargs": {"enable_thinking": false}})).unwrap().variables;
+        assert_eq!(variables.as_deref(), Some(r#"{"enable_thinking":false}"#));
+        let effort = render(json!({"reasoning_effort": "low"})).unwrap().variables;
+        assert_eq!(effort.as_deref(), Some(r#"{"reasoning_effort":"low"}"#));
+        for (fields, param) in [
+            (json!({"continue_final_message": true, "add_generation_prompt": true}), "continue_final_message"),
+            (json!({"chat_template_kwargs": {"messages": []}}), "chat_template_kwargs"),
+            (json!({"chat_template_kwargs": []}), "chat_template_kwargs"),
+            (json!({"top_logprobs": 2}), "top_logprobs"),
+            (json!({"echo": true}), "echo"),
+            (json!({"prompt": "a"}), "prompt"),
+        ] {
+            assert_eq!(render(fields).unwrap_err().body.param.as_deref(), Some(param));
+        }
+        let user_last =
+            json!({"model": "m", "messages": [{"role": "user", "content": "a"}], "continue_final_message": true});
+        assert_eq!(chat(user_last).unwrap_err().body.param.as_deref(), Some("continue_final_message"));
+        let logprobs = |fields: Value| {
+            render(fields.clone()).map(|_| {
+                let mut body = fields;
+                body["model"] = json!("m");
+                body["messages"] = messages.clone();
+                chat(body).unwrap().common.logprobs
+            })
+        };
+        assert_eq!(logprobs(json!({"logprobs": true})).unwrap(), Some(0));
+        assert_eq!(logprobs(json!({"logprobs": true, "top_logprobs": 3})).unwrap(), Some(3));
+        assert_eq!(logprobs(json!({"logprobs": false, "top_logprobs": 0})).unwrap(), None);
     }
 
     #[test]
@@ -454,17 +506,40 @@ mod tests {
         let request = chat(json!({"model": "m", "messages": [
             {"role": "developer", "content": "be kind"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": null, "tool_calls": []},
-            {"role": "tool", "content": "42", "tool_call_id": "x"},
+            {"role": "assistant", "content": null, "refusal": null, "annotations": [], "reasoning_content": "hm",
+                "tool_calls": [
+                    {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}},
+                    {"function": {"name": "g", "arguments": {"b": 2}}},
+                    {"function": {"name": "h", "arguments": ""}},
+                ]},
+            {"role": "tool", "content": "42", "tool_call_id": "x", "name": "f"},
         ]}))
         .unwrap();
-        let read: Vec<_> = request.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-        assert_eq!(read, [("system", "be kind"), ("user", "a\nb"), ("assistant", ""), ("tool", "42")]);
+        let read: Vec<_> = request.messages.iter().map(|m| (m.role.as_str(), m.content.text().into_owned())).collect();
+        let expected = [("system", "be kind"), ("user", "a\nb"), ("assistant", ""), ("tool", "42")];
+        assert_eq!(read, expected.map(|(role, text)| (role, text.to_string())));
+        let [_, _, call, result] = &request.messages[..] else { panic!() };
+        assert_eq!((call.reasoning_content.as_deref(), call.tool_calls[0].id.as_str()), (Some("hm"), "x"));
+        let arguments: Vec<_> = call.tool_calls.iter().map(|call| call.function.arguments.as_str()).collect();
+        assert_eq!(arguments, ["{\"a\": 1}", "{\"b\":2}", "{}"]);
+        assert_eq!((result.tool_call_id.as_deref(), result.name.as_deref()), (Some("x"), Some("f")));
         for (messages, param) in [
             (json!([]), "messages"),
             (json!([{"role": "robot", "content": "x"}]), "messages[0].role"),
             (json!([{"role": "user"}]), "messages[0].content"),
             (json!([{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content"),
+            (json!([{"role": "user", "content": "a", "tool_call_id": "x"}]), "messages[0].tool_call_id"),
+            (json!([{"role": "user", "content": "a", "colour": "red"}]), "messages"),
+            (json!([{"role": "assistant", "content": "a", "audio": {"id": "x"}}]), "messages"),
+            (json!([{"role": "user", "content": [{"type": "text", "text": "a", "colour": "red"}]}]), "messages"),
+            (
+                json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]),
+                "messages[0].tool_calls",
+            ),
+            (
+                json!([{"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}]),
+                "messages[0].tool_calls",
+            ),
         ] {
             let error = chat(json!({"model": "m", "messages": messages})).unwrap_err();
             assert_eq!(error.body.param.as_deref(), Some(param));
@@ -478,15 +553,15 @@ mod tests {
                 "content": [{"type": "image_url", "text": "b", "type": "text", "text": "c"}]}]}"#;
         let request = ChatRequest::parse(body).unwrap();
         let message = &request.messages[0];
-        assert_eq!((message.role.as_str(), message.content.as_str()), ("user", "c"));
-        assert!(request.common.model == "m" && request.common.include_usage);
+        assert_eq!((message.role.as_str(), &*message.content.text()), ("user", "c"));
+        assert!(request.common.model == "m" && request.common.stream_options.include_usage);
     }
 
     #[test]
     fn parse_bounds_prompts_messages_and_parts() {
         for prompt in [
-            json!(vec!["a"; 17]),
-            json!(vec![vec![1]; 17]),
+            json!(vec!["a"; PROMPTS_MAX + 1]),
+            json!(vec![vec![1]; PROMPTS_MAX + 1]),
             json!([1, "a"]),
             json!([[1], 2]),
             json!([[[1]]]),
@@ -497,6 +572,7 @@ mod tests {
             let error = completion(json!({"model": "m", "prompt": prompt})).unwrap_err();
             assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")), "{prompt}");
         }
+        completion(json!({"model": "m", "prompt": vec!["a"; PROMPTS_MAX]})).unwrap();
         let text = json!({"role": "user", "content": "a"});
         assert_eq!(
             chat(json!({"model": "m", "messages": vec![&text; MESSAGES_MAX]})).unwrap().messages.len(),

@@ -145,7 +145,7 @@ async fn chat_prefix_has_the_pages_that_a_chat_completion_computes() {
     assert_eq!((inspected.tokens, inspected.pages.len()), (21, 5));
     assert!(inspected.pages.iter().all(|page| page.tier == Some(Tier::L2)), "{inspected:?}");
 
-    let message = |role: &str, words| ChatMessage { role: role.into(), content: prompt(words) };
+    let message = |role: &str, words| ChatMessage::new(role, prompt(words));
     let messages = vec![message("system", 10), message("user", 9)];
     let request = PrefixRequest { messages: Some(messages), ..Default::default() };
     let pin = PinRequest { prefix: request.clone(), seconds: 60, soft: true };

@@ -417,7 +417,20 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
     let mut lines = vec![line(DecodeEvent::Start(start))];
-    lines.extend((0..tokens).map(|i| line(DecodeEvent::Token { id: i as u32 % VOCAB_SIZE, text: format!(" t{i}") })));
+    let logprobs = |id: u32, top: u32| TokenLogprobs {
+        logprob: -0.5 * id as f32,
+        top: (0..top).map(|rank| (rank, -0.5 * rank as f32)).collect(),
+    };
+    if let Some(top) = request.sampling.prompt_logprobs {
+        let of_prompt: Vec<_> = request.tokens[1..].iter().map(|&id| logprobs(id, top)).collect();
+        let pieces = of_prompt.chunks(PROMPT_EVENT_TOKENS);
+        lines.extend(pieces.map(|piece| line(DecodeEvent::Prompt { logprobs: piece.to_vec() })));
+    }
+    lines.extend((0..tokens).map(|i| {
+        let id = i as u32 % VOCAB_SIZE;
+        let logprobs = request.sampling.logprobs.map(|top| logprobs(id, top));
+        line(DecodeEvent::Token { id, text: format!(" t{i}"), logprobs })
+    }));
     let is_short = tokens < request.sampling.max_tokens;
     let finish_reason = if is_short { FinishReason::Stop } else { FinishReason::Length };
     match behaviour {
@@ -464,7 +477,7 @@ fn spoil(lines: &mut [String], wrong: WrongAnswer, start: DecodeStart) {
         WrongAnswer::NoEvent => (2, "{\"type\": \"tokens\"}\n".to_string()),
         WrongAnswer::EndlessLine => (2, "x".repeat(2 << 20)),
         WrongAnswer::OtherPrompt => (0, line(DecodeEvent::Start(DecodeStart { prompt_tokens: 7777, ..start }))),
-        WrongAnswer::UnknownToken => (1, line(DecodeEvent::Token { id: VOCAB_SIZE, text: "x".into() })),
+        WrongAnswer::UnknownToken => (1, line(DecodeEvent::Token { id: VOCAB_SIZE, text: "x".into(), logprobs: None })),
         WrongAnswer::WrongTotal => (lines.len() - 1, end(FinishReason::Stop, tokens + 1)),
         WrongAnswer::EarlyLength => (lines.len() - 1, end(FinishReason::Length, tokens)),
         WrongAnswer::SecondStart => (2, line(DecodeEvent::Start(start))),

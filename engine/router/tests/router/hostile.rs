@@ -1,7 +1,7 @@
 //! Slow and hostile clients, models and engines.
 
 use crate::fakes::*;
-use larder_model::{ChatMessage, ChatTemplateSource};
+use larder_model::{ChatMessage, ChatTemplateSource, RenderOptions};
 use larder_router::templates::{ChatError, ChatRenderer, RenderedText, TEXTS_BYTES_MAX, TemplateWorkers};
 use larder_worker::api::Role;
 use rustix::process::{Pid, Signal, kill_process};
@@ -169,8 +169,8 @@ fn renderer(template: &str, mark: &str) -> ChatRenderer {
 }
 
 async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
-    let message = ChatMessage { role: "user".into(), content: "w1".into() };
-    renderer.render(vec![message], true, 64 << 20, tokio::time::Instant::now() + limit).await
+    let message = ChatMessage::new("user", "w1");
+    renderer.render(vec![message], RenderOptions::default(), 64 << 20, tokio::time::Instant::now() + limit).await
 }
 
 /// Process that has `mark` in its command line and is no zombie.

@@ -7,14 +7,16 @@ use crate::api::{ApiError, ErrorCode};
 use crate::batch::{self, Candidate, PlannedChunk};
 use crate::metrics::RequestOutcome;
 use crate::publish::{CompletingPage, PublishHooks, page_of};
+use crate::sampling::{NotFinite, Sampled, SamplingJob};
 use crate::sequence::{RequestKind, Sequence};
 use larder_client::PutOutcome;
-use larder_model::{Chunk, LogitRows, Sampler, is_finite};
+use larder_model::{Chunk, LogitRows};
 use rayon::prelude::*;
 use std::time::Instant;
 
-/// Logits of a chunk that are NaN or infinite. No token may follow from them.
-struct NotFinite;
+/// Maximum tokens of a prompt in one step if the logits of all of them are needed. A row of a large
+/// vocabulary has 600 KB.
+const LOGIT_ROWS_MAX: usize = 64;
 
 impl Scheduler {
     /// Runs one step. Returns `false` if no request was computed: none was ready, or none got a
@@ -43,11 +45,14 @@ impl Scheduler {
         // `active` is ordered by admission: a preempted request stands behind younger ones. Plan by
         // age.
         ready.sort_by_key(|(_, s)| s.id);
+        // One at a time: their logits take much memory.
+        let whole = ready.iter().find(|(_, s)| s.wants_prompt_logits()).map(|(_, s)| s.id);
+        ready.retain(|(_, s)| !s.wants_prompt_logits() || whole == Some(s.id));
         let candidates: Vec<Candidate<'_>> = ready
             .iter()
             .map(|(_, s)| Candidate {
                 position: s.pages.computed(),
-                span: s.pages.span(s.target()),
+                span: s.pages.span(s.target()).min(if s.wants_prompt_logits() { LOGIT_ROWS_MAX } else { usize::MAX }),
                 generating: s.is_generating(),
                 shareable: if s.cache.uses_l1() { &s.keys[..s.cacheable_pages()] } else { &[] },
             })
@@ -162,18 +167,16 @@ impl Scheduler {
 
     /// Samples a token for every chunk with logits, in parallel: a vocabulary has 150,000 of them.
     /// Fails for logits that are not finite.
-    fn sample(&mut self, granted: &[PlannedChunk], logits: &[Vec<f32>]) -> Vec<Result<Option<u32>, NotFinite>> {
+    fn sample(&mut self, granted: &[PlannedChunk], logits: &[Vec<f32>]) -> Vec<Result<Sampled, NotFinite>> {
+        let vocab = self.context.model.config().vocab;
         let mut plans = granted.iter().zip(logits).peekable();
-        let mut rows = Vec::with_capacity(granted.len());
+        let mut jobs = Vec::with_capacity(granted.len());
         for (at, sequence) in self.active.iter_mut().enumerate() {
-            if let Some((_, logits)) = plans.next_if(|(plan, _)| plan.candidate == at) {
-                rows.push((sequence.sampler().filter(|_| !logits.is_empty()), logits));
+            if let Some((plan, logits)) = plans.next_if(|(plan, _)| plan.candidate == at) {
+                jobs.push(sequence.sampling_job(plan.tokens, logits, vocab));
             }
         }
-        let sample = |(sampler, logits): (Option<&mut Sampler>, &Vec<f32>)| {
-            is_finite(logits).then(|| sampler.map(|sampler| sampler.sample(logits))).ok_or(NotFinite)
-        };
-        rows.into_par_iter().map(sample).collect()
+        jobs.into_par_iter().map(SamplingJob::run).collect()
     }
 
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
@@ -183,10 +186,11 @@ impl Scheduler {
         for (chunk, (plan, sampled)) in granted.iter().zip(sampled).enumerate() {
             let sequence = &mut self.active[plan.candidate];
             // Before its pages enter L1. Their puts are aborted below, because they are not sealed.
-            let (Ok(token), false) = (sampled, hooks.found_unusable(chunk)) else {
+            let (Ok(sampled), false) = (sampled, hooks.found_unusable(chunk)) else {
                 unusable.push(sequence.id);
                 continue;
             };
+            sequence.keep_prompt_logprobs(sequence.pages.computed(), sampled.prompt);
             let uses_l1 = sequence.cache.uses_l1();
             let private_from = sequence.private_from();
             let keys = &sequence.keys;
@@ -199,7 +203,7 @@ impl Scheduler {
                 }
             });
             sequence.count_computed(plan.tokens, whole);
-            if let Some(token) = token {
+            if let Some(token) = sampled.token {
                 ended.extend(sequence.generate(token).map(|outcome| (sequence.id, outcome)));
             }
         }
@@ -306,10 +310,10 @@ fn update_ewma(value: &mut f64, newest: f64) {
 fn chunk(sequence: &mut Sequence, tokens: usize) -> Chunk<'_> {
     let position = sequence.pages.computed();
     let is_last = position + tokens == sequence.target() && matches!(sequence.kind, RequestKind::Decode(_));
-    Chunk {
-        tokens: &sequence.tokens[position..position + tokens],
-        position,
-        pages: sequence.pages.slots_mut(),
-        logits: if is_last { LogitRows::Last } else { LogitRows::None },
-    }
+    let logits = match is_last {
+        _ if sequence.wants_prompt_logits() => LogitRows::All,
+        true => LogitRows::Last,
+        false => LogitRows::None,
+    };
+    Chunk { tokens: &sequence.tokens[position..position + tokens], position, pages: sequence.pages.slots_mut(), logits }
 }

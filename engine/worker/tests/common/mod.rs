@@ -9,7 +9,7 @@ use larder_client::{Lookup, NewPage, PartsReceived, PutOutcome, Tier};
 use larder_format::{PageKey, PageOrigin, chunk_crcs};
 use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSeal, PageSlot, Sampler, SamplingParams, Tokenizer};
 use larder_worker::api::{
-    ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse,
+    ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse, TokenLogprobs,
 };
 use larder_worker::store::{Fetched, Followed, LookupPurpose, OpenPut, PageStore, PutSource};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
@@ -52,7 +52,7 @@ pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
     let count = (prompt.len() + tokens).div_ceil(PAGE);
     let pool = KvPool::new(geometry, count);
     let mut pages: Vec<PageSlot> = (0..count).map(|_| PageSlot::Open(pool.allocate().unwrap())).collect();
-    let mut sampler = Sampler::new(&SamplingParams::default());
+    let mut sampler = Sampler::new(&SamplingParams::default(), &[], &[]);
     let mut out: Vec<u32> = Vec::new();
     let mut position = 0;
     while out.len() < tokens {
@@ -387,11 +387,15 @@ pub async fn prefill(engine: &EngineHandle, tokens: &[u32], cache: CacheMode) ->
     response.json().await.unwrap()
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
     pub start: DecodeStart,
     pub tokens: Vec<u32>,
     pub text: String,
+    /// Log-probabilities of the prompt from its second token on, if requested.
+    pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// Log-probabilities of `tokens`, if requested.
+    pub logprobs: Vec<TokenLogprobs>,
     pub last: DecodeEvent,
 }
 
@@ -415,12 +419,20 @@ pub async fn try_decode(engine: &EngineHandle, request: &DecodeRequest) -> Resul
     let last = events.pop().unwrap();
     let mut tokens = Vec::new();
     let mut text = String::new();
+    let mut prompt_logprobs = Vec::new();
+    let mut logprobs = Vec::new();
     for event in events {
-        let DecodeEvent::Token { id, text: piece } = event else { panic!("{event:?} between tokens") };
-        tokens.push(id);
-        text.push_str(&piece);
+        match event {
+            DecodeEvent::Prompt { logprobs } if tokens.is_empty() => prompt_logprobs.extend(logprobs),
+            DecodeEvent::Token { id, text: piece, logprobs: own } => {
+                tokens.push(id);
+                text.push_str(&piece);
+                logprobs.extend(own);
+            }
+            event => panic!("{event:?} between tokens"),
+        }
     }
-    Ok(Answer { start, tokens, text, last })
+    Ok(Answer { start, tokens, text, prompt_logprobs, logprobs, last })
 }
 
 pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {

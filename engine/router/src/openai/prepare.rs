@@ -1,0 +1,268 @@
+//! From the inputs of a request to admitted prompts.
+
+use super::RequestContext;
+use super::answer::Endpoint;
+use super::errors::ApiError;
+use super::prompt::PromptInput;
+use super::types::CommonParams;
+use crate::RouterState;
+use crate::metrics::RefusalReason;
+use crate::models::{ModelLookup, ServedModel};
+use crate::route::{Prompt, RouteError};
+use crate::templates::TextCharge;
+use crate::tokenise::{EncodeError, encode, text_bytes_max};
+use larder_http::BodyCharge;
+use larder_worker::api::Role;
+use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
+
+/// Maximum memory for the prompts of answers in progress, in bytes.
+pub(crate) const PROMPTS_BYTES_MAX: usize = 512 << 20;
+/// Granularity of [`PROMPTS_BYTES_MAX`].
+pub(crate) const PROMPT_CHARGE_BYTES: usize = 1 << 10;
+/// Memory of a token of a prompt: itself, its part of a page key, and the prefill request.
+const PROMPT_TOKEN_BYTES: usize = 16;
+/// Memory of a token in the request of one choice, as a number and as JSON.
+const CHOICE_TOKEN_BYTES: usize = 10;
+
+/// Finds the requested model. Waits up to a second for a decode engine if the model has none.
+pub(crate) async fn find_model(request: &RequestContext, name: &str) -> Result<Arc<ServedModel>, ApiError> {
+    let router = &request.router;
+    let model = match router.models.find(name, &router.engines) {
+        ModelLookup::Model(model) => model,
+        lookup => return Err(ApiError::model_error(&lookup, name)),
+    };
+    // A model without decode engines may be restarting them. Waiting is better than a 503.
+    let is_served = || (router.engines.admitted(Role::Decode, model.namespace) > 0).then_some(());
+    let served = match is_served() {
+        None => router.wait_for(request.deadline, is_served).await,
+        served => served,
+    };
+    served.map(|()| model.clone()).ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
+}
+
+/// Admits a request as `choices` answers in progress. Fails with 400 if that exceeds the limit, and
+/// with 429 if too few are free. Never waits: a queue in front of full engines would only add
+/// latency.
+pub(crate) fn admit(request: &RequestContext, choices: usize) -> Result<OwnedSemaphorePermit, ApiError> {
+    let most = request.router.options.max_inflight;
+    if choices > most {
+        // A 429 would invite retries, and none of them could succeed.
+        let message = format!("the request needs {choices} answers; this server runs at most {most} at once");
+        return Err(ApiError::field("n", message));
+    }
+    let count = u32::try_from(choices).unwrap_or(u32::MAX);
+    let permits = request.router.inflight.clone().try_acquire_many_owned(count);
+    permits.map_err(|_| ApiError::overloaded("this server is at its limit of answers in progress; try again later", 1))
+}
+
+/// Longest context of the model's decode engines, in tokens. Engines that the circuit breaker
+/// excludes count: a breaker that opens must not change the limit that clients see.
+pub(crate) fn context(request: &RequestContext, model: &ServedModel) -> Result<usize, ApiError> {
+    let context = request.router.engines.context_max(Role::Decode, model.namespace);
+    context.ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
+}
+
+/// 413 for a text of more than `bytes_max` bytes, the maximum for a context of `context` tokens.
+pub(crate) fn too_many_bytes(
+    router: &RouterState,
+    field: &str,
+    context: usize,
+    bytes_max: usize,
+    bytes: usize,
+) -> ApiError {
+    router.metrics.count_refusal(RefusalReason::PromptTooLong);
+    let message = format!(
+        "This model's maximum context length is {context} tokens, and this server accepts at most {bytes_max} bytes \
+         of text for it. The {field} has {bytes} bytes. Please shorten it."
+    );
+    ApiError::prompt_too_large(field, message)
+}
+
+/// Rules for making prompts of a request's inputs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PromptRules {
+    pub(crate) endpoint: Endpoint,
+    /// Longest context of the model, in tokens.
+    pub(crate) context: usize,
+    /// Adds the model's surrounding tokens to a text.
+    pub(crate) add_special: bool,
+    /// Number of last tokens to keep. -1 keeps as many as fit the context.
+    pub(crate) truncate: Option<i64>,
+    /// The answer begins with the text of the prompt.
+    pub(crate) echo: bool,
+}
+
+impl PromptRules {
+    pub(crate) fn new(endpoint: Endpoint, context: usize, common: &CommonParams) -> Self {
+        // A rendered chat has its special tokens already. Adding them would double the one at the
+        // start.
+        let add_special = common.add_special_tokens.unwrap_or(endpoint == Endpoint::Completion);
+        Self { endpoint, context, add_special, truncate: common.truncate_prompt, echo: common.echo }
+    }
+
+    /// Tokens that a text may have. Truncation shortens longer ones, so it needs them all.
+    fn tokens_max(&self) -> usize {
+        if self.truncate.is_some() { usize::MAX / 4 } else { self.context }
+    }
+}
+
+/// Last tokens of a prompt.
+fn truncated(mut tokens: Vec<u32>, keep: Option<i64>, context: usize) -> Vec<u32> {
+    let keep = match keep {
+        None => tokens.len(),
+        Some(keep) => usize::try_from(keep).unwrap_or(context.saturating_sub(1)),
+    };
+    tokens.split_off(tokens.len().saturating_sub(keep))
+}
+
+/// Tokenises the inputs and computes page keys. Refuses inputs that cannot fit the context before
+/// that. The memory of the body and of a rendered text counts as free afterwards.
+pub(crate) async fn prompts(
+    request: &mut RequestContext,
+    rules: PromptRules,
+    model: &Arc<ServedModel>,
+    inputs: Vec<PromptInput>,
+) -> Result<Vec<Prompt>, ApiError> {
+    let router = request.router.clone();
+    let PromptRules { endpoint, context, .. } = rules;
+    let field = endpoint.prompt_field();
+    let bytes_max = text_bytes_max(&model.tokenizer, context);
+    for input in &inputs {
+        match input {
+            PromptInput::Text(text) if text.len() > bytes_max => {
+                return Err(too_many_bytes(&router, field, context, bytes_max, text.len()));
+            }
+            PromptInput::Tokens(tokens) if rules.truncate.is_none() => {
+                tokens_to_generate(endpoint, None, tokens.len(), context)?;
+            }
+            _ => {}
+        }
+    }
+    let bytes = inputs.iter().map(PromptInput::bytes).sum();
+    let model = model.clone();
+    let make = move || -> Result<Vec<Prompt>, ApiError> {
+        let tokenise = |input| match input {
+            PromptInput::Tokens(tokens) => Ok(tokens),
+            PromptInput::Text(text) => encode(&model.tokenizer, &text, rules.add_special, rules.tokens_max()),
+        };
+        let prompt = |input| {
+            let tokens = truncated(tokenise(input)?, rules.truncate, context);
+            let echo = rules.echo.then(|| model.tokenizer.decode(&tokens).into());
+            Ok(Prompt { echo, ..Prompt::new(tokens, model.page_tokens) })
+        };
+        let prompts: Result<_, EncodeError> = inputs.into_iter().map(prompt).collect();
+        prompts.map_err(|error| match error {
+            EncodeError::Tokenizer(error) => ApiError::field(field, error.to_string()),
+            EncodeError::TooLong(tokens) => context_exceeded(endpoint, None, tokens, context),
+        })
+    };
+    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, make));
+    let made = made.await.map_err(|_| ApiError::from(RouteError::Deadline))?;
+    let prompts = made.map_err(|error| ApiError::internal("tokenise the prompt", error))?;
+    request.body = BodyCharge::default();
+    request.text = TextCharge::default();
+    prompts
+}
+
+/// Maximum tokens to generate after `prompt_tokens` tokens. Fails if prompt and requested answer
+/// exceed the context.
+pub(crate) fn tokens_to_generate(
+    endpoint: Endpoint,
+    max_tokens: Option<u32>,
+    prompt_tokens: usize,
+    context: usize,
+) -> Result<u32, ApiError> {
+    // An echo without an answer computes a token too, to have the logits of the prompt.
+    let requested = prompt_tokens.saturating_add(max_tokens.unwrap_or(1).max(1) as usize);
+    if requested > context {
+        return Err(context_exceeded(endpoint, max_tokens, prompt_tokens, context));
+    }
+    let default = match endpoint {
+        Endpoint::Completion => super::types::COMPLETION_TOKENS_DEFAULT,
+        Endpoint::Chat => u32::MAX,
+    };
+    // Cannot underflow: `requested`, at most `context`, is more than `prompt_tokens`.
+    let room = context - prompt_tokens;
+    Ok(max_tokens.unwrap_or(default).max(1).min(u32::try_from(room).unwrap_or(u32::MAX)))
+}
+
+fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: usize, context: usize) -> ApiError {
+    let field = endpoint.prompt_field();
+    let more = max_tokens.unwrap_or(1);
+    let requested = prompt_tokens.saturating_add(more as usize);
+    let message = format!(
+        "This model's maximum context length is {context} tokens, but {requested} were requested: {prompt_tokens} in \
+         the {field} and {more} for the answer. Please shorten one of them."
+    );
+    ApiError::context_length(field, message)
+}
+
+/// Charges of prompts of these lengths, in units of [`PROMPT_CHARGE_BYTES`]: for their tokens and
+/// keys, and for the requests of `choices` choices each to engines.
+///
+/// # Errors
+/// 400 if several prompts exceed [`PROMPTS_BYTES_MAX`] by themselves. A single one may.
+pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Result<Vec<u32>, ApiError> {
+    let token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize;
+    let units = |tokens: &usize| (tokens * token_bytes).min(PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES) as u32;
+    let charges: Vec<u32> = lengths.iter().map(units).collect();
+    if charges.iter().map(|&units| units as usize).sum::<usize>() > PROMPTS_BYTES_MAX / PROMPT_CHARGE_BYTES {
+        // A 429 would invite retries, and none of them could succeed.
+        let message = format!(
+            "the prompts have {} tokens in total, with {choices} answers each; this server has no room for as many in \
+             one request. Please send fewer prompts at once.",
+            lengths.iter().sum::<usize>()
+        );
+        return Err(ApiError::field(endpoint.prompt_field(), message));
+    }
+    Ok(charges)
+}
+
+/// Takes the charge of a prompt.
+///
+/// # Errors
+/// 429 if the prompts of all answers in progress exceed [`PROMPTS_BYTES_MAX`].
+pub(crate) fn charge(router: &RouterState, units: u32) -> Result<OwnedSemaphorePermit, ApiError> {
+    router.prompts.clone().try_acquire_many_owned(units).map_err(|_| {
+        router.metrics.count_refusal(RefusalReason::PromptsBusy);
+        ApiError::overloaded("this server is at its limit of prompt tokens in progress; try again later", 1)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_that_can_never_fit_together_are_the_clients_error() {
+        let single = PROMPTS_BYTES_MAX / (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES);
+        let refused = |lengths: &[usize]| charges(Endpoint::Completion, lengths, 1).is_err();
+        assert!(!refused(&[single]) && !refused(&[2 * single]), "a single prompt is as long as the context allows");
+        assert!(!refused(&[single / 2, single / 2]));
+        let error = charges(Endpoint::Completion, &[single, single / 2], 1).unwrap_err();
+        assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")));
+    }
+
+    #[test]
+    fn tokens_to_generate_refuses_requests_beyond_the_context() {
+        assert_eq!(tokens_to_generate(Endpoint::Chat, None, 40, 100).unwrap(), 60);
+        assert_eq!(tokens_to_generate(Endpoint::Completion, None, 40, 100).unwrap(), 16);
+        assert_eq!(tokens_to_generate(Endpoint::Completion, None, 95, 100).unwrap(), 5);
+        assert_eq!(tokens_to_generate(Endpoint::Chat, Some(60), 40, 100).unwrap(), 60);
+        assert_eq!(tokens_to_generate(Endpoint::Completion, Some(0), 99, 100).unwrap(), 1, "for an echo only");
+        for (max_tokens, prompt) in [(Some(61), 40), (None, 100), (Some(u32::MAX), 1), (Some(0), 100)] {
+            let error = tokens_to_generate(Endpoint::Chat, max_tokens, prompt, 100).unwrap_err();
+            assert_eq!(error.body.code.as_deref(), Some("context_length_exceeded"));
+        }
+    }
+
+    #[test]
+    fn truncation_keeps_the_last_tokens() {
+        let tokens = || vec![1, 2, 3, 4, 5];
+        assert_eq!(truncated(tokens(), Some(2), 100), [4, 5]);
+        assert_eq!(truncated(tokens(), Some(9), 100), tokens());
+        assert_eq!(truncated(tokens(), Some(-1), 4), [3, 4, 5], "with room for a token of the answer");
+        assert_eq!(truncated(tokens(), None, 4), tokens());
+    }
+}

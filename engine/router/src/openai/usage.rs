@@ -1,0 +1,55 @@
+//! Token counts of an answer.
+
+use super::types::Usage;
+use crate::metrics::RequestRecord;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct UsageTotals {
+    prompt_tokens: Vec<u32>,
+    /// Per prompt, the minimum over its choices. A later choice may find pages cached that an
+    /// earlier one computed.
+    cached_tokens: Vec<Option<u32>>,
+    completion_tokens: u32,
+    choices_each: u32,
+}
+
+impl UsageTotals {
+    pub(crate) fn new(prompt_tokens: Vec<u32>, choices_each: u32) -> Self {
+        let cached_tokens = vec![None; prompt_tokens.len()];
+        Self { prompt_tokens, cached_tokens, completion_tokens: 0, choices_each: choices_each.max(1) }
+    }
+
+    pub(crate) fn add(&mut self, index: u32, completion_tokens: u32, cached_tokens: u32) {
+        self.completion_tokens = self.completion_tokens.saturating_add(completion_tokens);
+        if let Some(least) = self.cached_tokens.get_mut((index / self.choices_each) as usize) {
+            *least = Some(least.map_or(cached_tokens, |l| l.min(cached_tokens)));
+        }
+    }
+
+    /// Sums for the field `usage`. Saturates: the numbers come from engines.
+    pub(crate) fn usage(&self) -> Usage {
+        let sum = |numbers: &mut dyn Iterator<Item = u32>| numbers.fold(0, u32::saturating_add);
+        let cached = sum(&mut self.cached_tokens.iter().flatten().copied());
+        Usage::new(sum(&mut self.prompt_tokens.iter().copied()), self.completion_tokens, cached)
+    }
+
+    pub(crate) fn end(&self, record: RequestRecord) {
+        let usage = self.usage();
+        let cached = usage.prompt_tokens_details.cached_tokens;
+        record.end_with_tokens(usage.prompt_tokens, usage.completion_tokens, cached);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn usage_counts_each_prompt_once_with_its_smallest_hit() {
+        let mut usage_totals = UsageTotals::new(vec![10, 20], 2);
+        for (index, cached) in [(0, 8), (1, 4), (2, 0), (3, 16)] {
+            usage_totals.add(index, 5, cached);
+        }
+        assert_eq!(usage_totals.usage(), Usage::new(30, 20, 4));
+    }
+}

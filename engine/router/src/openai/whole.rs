@@ -1,0 +1,220 @@
+//! Answers in one piece.
+
+use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
+use super::errors::ApiError;
+use super::logprobs::{self, TokenEntry};
+use super::types::{Usage, finish_reason_name};
+use crate::metrics::RequestRecord;
+use crate::route::RouteError;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures::future::try_join_all;
+use larder_worker::api::FinishReason;
+use serde_json::json;
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Maximum memory for the texts of answers that are not streamed, in bytes, without the first
+/// [`ANSWER_CHARGE_BYTES`] of each. A text counts until the client has read its answer. The JSON of
+/// an answer may take more than its texts, because some characters are escaped.
+pub(crate) const ANSWERS_BYTES_MAX: usize = 256 << 20;
+/// Granularity of [`ANSWERS_BYTES_MAX`].
+pub(crate) const ANSWER_CHARGE_BYTES: usize = 64 << 10;
+
+/// Charge of a text that is collected or waits to be sent. Dropping it gives the charge back.
+pub(crate) struct AnswerCharge {
+    answers: Arc<Semaphore>,
+    permits: Vec<OwnedSemaphorePermit>,
+}
+
+impl AnswerCharge {
+    pub(crate) fn new(answers: Arc<Semaphore>) -> Self {
+        Self { answers, permits: Vec::new() }
+    }
+
+    /// Charges a text of `bytes` bytes beyond its first [`ANSWER_CHARGE_BYTES`].
+    ///
+    /// # Errors
+    /// [`RouteError::AnswersFull`] if the texts of all answers exceed [`ANSWERS_BYTES_MAX`].
+    pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), RouteError> {
+        while bytes > (self.permits.len() + 1) * ANSWER_CHARGE_BYTES {
+            let permit = self.answers.clone().try_acquire_owned();
+            self.permits.push(permit.map_err(|_| RouteError::AnswersFull)?);
+        }
+        Ok(())
+    }
+}
+
+pub(crate) struct FinishedChoice {
+    pub(crate) index: u32,
+    pub(crate) text: String,
+    /// Tokens of the answer, after those of the prompt if it is echoed. Empty without
+    /// log-probabilities.
+    pub(crate) tokens: Vec<TokenEntry>,
+    /// Kept until the response is sent: the text waits for slower choices, and then for the client.
+    pub(crate) charge: AnswerCharge,
+    pub(crate) finish_reason: FinishReason,
+    pub(crate) completion_tokens: u32,
+    pub(crate) cached_tokens: u32,
+}
+
+impl FinishedChoice {
+    /// Average log-probability of the tokens of the answer.
+    fn score(&self) -> f32 {
+        let logprobs: Vec<f32> =
+            self.tokens.iter().filter_map(|token| Some(token.logprobs.as_ref()?.logprob)).collect();
+        logprobs.iter().sum::<f32>() / logprobs.len().max(1) as f32
+    }
+}
+
+/// Keeps the `n` most probable of each `best_of` choices, most probable first.
+fn best(finished: Vec<FinishedChoice>, best_of: u32, n: u32) -> Vec<FinishedChoice> {
+    let mut kept = Vec::new();
+    let mut rest = finished.into_iter().peekable();
+    while rest.peek().is_some() {
+        let mut of_prompt: Vec<_> = rest.by_ref().take(best_of as usize).collect();
+        // Stable: the earlier choice comes first among equals.
+        of_prompt.sort_by(|a, b| b.score().total_cmp(&a.score()));
+        kept.extend(of_prompt.into_iter().take(n as usize));
+    }
+    for (index, choice) in (0..).zip(&mut kept) {
+        choice.index = index;
+    }
+    kept
+}
+
+pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
+    let StartedAnswer { meta, choices, mut usage_totals, best_of, n, permit, .. } = started;
+    let mut finished = try_join_all(choices.into_iter().map(Choice::finish)).await?;
+    // Early: sending the response needs no engine.
+    drop(permit);
+    for choice in &finished {
+        usage_totals.add(choice.index, choice.completion_tokens, choice.cached_tokens);
+    }
+    if best_of > n {
+        finished = best(finished, best_of, n);
+    }
+    let response = meta.response(finished, &usage_totals.usage())?;
+    // The answer is complete here. A client that disconnects before it has read it counts as
+    // served.
+    if let Some(record) = record.take() {
+        usage_totals.end(record);
+    }
+    Ok(response)
+}
+
+/// Body of a response, with the charges of its texts.
+struct ChargedBody {
+    json: Vec<u8>,
+    _charges: Vec<AnswerCharge>,
+}
+
+impl AsRef<[u8]> for ChargedBody {
+    fn as_ref(&self) -> &[u8] {
+        &self.json
+    }
+}
+
+impl ResponseMeta {
+    /// Response with the texts of all choices. The charges end with its body.
+    fn response(&self, finished: Vec<FinishedChoice>, usage: &Usage) -> Result<Response, ApiError> {
+        let (choices, charges): (Vec<_>, _) = finished.into_iter().map(|choice| self.choice(choice)).unzip();
+        let object = match self.endpoint {
+            Endpoint::Completion => "text_completion",
+            Endpoint::Chat => "chat.completion",
+        };
+        let answer = json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+            "usage": usage,
+        });
+        let json = serde_json::to_vec(&answer).map_err(|error| ApiError::internal("write the answer", error))?;
+        // The body, and not this call, ends the charges: a slow client keeps the text in memory.
+        let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
+        Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+    }
+
+    fn choice(&self, choice: FinishedChoice) -> (serde_json::Value, AnswerCharge) {
+        let FinishedChoice { index, text, tokens, charge, finish_reason, .. } = choice;
+        let finish_reason = finish_reason_name(finish_reason);
+        let mut offset = 0;
+        let logprobs = self.has_logprobs.then(|| logprobs::json(self.endpoint, &self.tokenizer, &tokens, &mut offset));
+        let json = match self.endpoint {
+            Endpoint::Completion => {
+                json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
+            }
+            Endpoint::Chat => json!({
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": null},
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+            }),
+        };
+        (json, charge)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_worker::api::TokenLogprobs;
+
+    fn finished(index: u32, logprobs: &[f32], charge: AnswerCharge) -> FinishedChoice {
+        let logprobs = logprobs.iter().map(|&logprob| TokenLogprobs { logprob, top: Vec::new() });
+        FinishedChoice {
+            index,
+            text: format!("{index}"),
+            tokens: logprobs.map(|logprobs| TokenEntry { id: 0, logprobs: Some(logprobs) }).collect(),
+            charge,
+            finish_reason: FinishReason::Length,
+            completion_tokens: 1,
+            cached_tokens: 0,
+        }
+    }
+
+    #[test]
+    fn best_choices_have_the_most_probable_tokens_on_average() {
+        let answers = Arc::new(Semaphore::new(1));
+        let scores: [&[f32]; 6] = [&[-3.0], &[-1.0, -1.5], &[-2.0], &[-0.5], &[-0.5], &[-9.0]];
+        let finished =
+            (0..).zip(scores).map(|(index, scores)| finished(index, scores, AnswerCharge::new(answers.clone())));
+        let best = best(finished.collect(), 3, 2);
+        let kept: Vec<_> = best.iter().map(|choice| (choice.index, choice.text.as_str())).collect();
+        assert_eq!(kept, [(0, "1"), (1, "2"), (2, "3"), (3, "4")]);
+    }
+
+    #[test]
+    fn texts_of_answers_are_bounded_together() {
+        let answers = Arc::new(Semaphore::new(3));
+        let mut first = AnswerCharge::new(answers.clone());
+        let mut second = AnswerCharge::new(answers.clone());
+        first.grow_to(ANSWER_CHARGE_BYTES).unwrap();
+        assert_eq!(answers.available_permits(), 3, "short answers are free");
+        first.grow_to(3 * ANSWER_CHARGE_BYTES).unwrap();
+        second.grow_to(2 * ANSWER_CHARGE_BYTES).unwrap();
+        assert!(matches!(second.grow_to(2 * ANSWER_CHARGE_BYTES + 1), Err(RouteError::AnswersFull)));
+        drop(first);
+        second.grow_to(2 * ANSWER_CHARGE_BYTES + 1).unwrap();
+    }
+
+    #[test]
+    fn texts_count_until_the_response_is_dropped() {
+        let answers = Arc::new(Semaphore::new(8));
+        let finished = |index| {
+            let text = "x".repeat(3 * ANSWER_CHARGE_BYTES);
+            let mut charge = AnswerCharge::new(answers.clone());
+            charge.grow_to(text.len()).unwrap();
+            FinishedChoice { text, ..finished(index, &[], charge) }
+        };
+        let meta = ResponseMeta::for_tests(Endpoint::Completion);
+        let response = meta.response(vec![finished(0), finished(1)], &Usage::new(1, 2, 0)).unwrap();
+        assert_eq!(answers.available_permits(), 4, "two texts of three units wait for the client");
+        drop(response);
+        assert_eq!(answers.available_permits(), 8);
+    }
+}
