@@ -35,7 +35,7 @@ const fn errors(name: &'static str, defect: &'static str) -> FailPoint {
     FailPoint { name, defect, profile: Some(Profile::Errors) }
 }
 
-const LOG: [FailPoint; 32] = [
+const LOG: [FailPoint; 31] = [
     any("log.read-skips-checksum", "A read does not verify the checksums of the page."),
     any("log.index-ignores-namespace", "The index finds a page by its key alone, without its namespace."),
     any("log.index-exceeds-page-bound", "A full index does not make the log reclaim segments."),
@@ -66,10 +66,6 @@ const LOG: [FailPoint; 32] = [
         "Reclaim copies a page forward although it was forgotten or replaced in the meantime.",
     ),
     any("log.torn-copy-hides-original", "Recovery serves a torn copy although its original is intact."),
-    any(
-        "log.damage-in-recovery-hides-original",
-        "Recovery drops the original of a copy that a reader has found damaged.",
-    ),
     errors(
         "log.forget-trusts-incomplete-index",
         "A forget trusts the index although recovery could not read a segment to its end.",
