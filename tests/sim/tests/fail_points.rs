@@ -87,10 +87,13 @@ const LOG: [FailPoint; 31] = [
     errors("log.hole-is-torn-write", "Recovery treats a hole in the durable part of a segment as a torn write."),
 ];
 
-const NODE: [FailPoint; 20] = [
+const NODE: [FailPoint; 23] = [
     any("node.seal-incomplete-page", "A put is sealed although parts are missing."),
     any("node.accept-damaged-part", "A part becomes visible although its bytes do not match its checksums."),
     any("node.second-writer-replaces", "A put of a page that is present is accepted."),
+    any("node.epoch-follows-clock", "The epoch of a start is the clock's, although an earlier one was larger."),
+    any("node.epoch-ignores-l3", "A start without a known epoch ignores the generations on L3."),
+    any("node.epoch-stored-early", "An epoch is stored before it exceeds the generations on L3."),
     any("node.open-puts-ignore-namespace", "An open put blocks puts of the same key in other namespaces."),
     any("node.aborted-put-leaks-reservation", "An aborted put does not return its reserved memory."),
     any("node.cancelled-follower-leaks", "A follower that stopped waiting is still counted."),
