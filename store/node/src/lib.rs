@@ -79,6 +79,7 @@ pub use rdma::RdmaOptions;
 #[doc(hidden)]
 pub mod sim {
     pub use crate::devices::Devices;
+    pub use crate::identity::{Identity, IdentityPlace, NextIdentity};
     pub use crate::node::Server;
     pub use crate::page::Page;
     pub use crate::places::Peer;

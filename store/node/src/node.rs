@@ -3,7 +3,7 @@
 use crate::connection::{ConnectionLimit, SharedArena};
 use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
-use crate::identity::{Identity, NextIdentity};
+use crate::identity::{Identity, IdentityDirectory, NextIdentity, PlaceErrors};
 use crate::memory_plan::MemoryPlan;
 use crate::options::NodeOptions;
 use crate::places::{Peer, Place, Places};
@@ -20,7 +20,7 @@ use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -87,7 +87,7 @@ impl Node {
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();
-        let (found, without_identity) = identity(&options, clock.now_unix_ms() / 1000, &mut rng)?;
+        let found = next_identity(&options, clock.now_unix_ms() / 1000, &mut rng);
         let arena_bytes = options.arena_bytes();
         let sharing = options.sharing();
         // On a blocking thread: faulting in a large arena takes seconds.
@@ -96,12 +96,13 @@ impl Node {
             .map_err(std::io::Error::other)
             .and_then(|arena| arena)
             .map_err(|source| NodeError::Memory { bytes: arena_bytes, source })?;
-        let local = listen_local(&arena, &options, &found.identity, &mut rng);
+        let local = listen_local(&arena, &options, found.identity(), &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
         let mut devices = Devices::open(&options, clock, &arena).await?;
-        devices.take_no_pages(&without_identity);
-        let members_dir = found.stored_in.first().cloned();
-        let identity = above_generations(found, &devices).await?;
+        let (identity, errors) = found.store_above_generations(&mut devices).await?;
+        let members_dir =
+            identity_dirs(&options).into_iter().find(|dir| errors.iter().all(|(failed, _)| failed != dir));
+        report_identity_errors(&options, errors)?;
         let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
         let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
@@ -179,12 +180,11 @@ pub struct Server {
 impl Server {
     pub fn new(
         store: Store,
-        (node_id, epoch): (String, u64),
+        identity: Identity,
         arena_listener: Option<ArenaListenerInfo>,
         rdma: Option<Rdma>,
         protocol_max: u16,
     ) -> Server {
-        let identity = Identity { node_id, epoch };
         // Simulated time does not pass while a thread polls.
         let busy_poll = Duration::ZERO;
         Server { state: NodeState::new(identity, store, arena_listener, rdma, protocol_max, busy_poll) }
@@ -218,43 +218,24 @@ impl Server {
     }
 }
 
-/// Raises the epoch above all generations on the devices, durably. Waits for recovery if the epoch
-/// alone does not guarantee that.
-#[allow(clippy::disallowed_methods, reason = "runs once, before a node starts")]
-async fn above_generations(found: NextIdentity, devices: &Devices) -> Result<Identity, NodeError> {
-    let NextIdentity { mut identity, stored_in, is_continued, .. } = found;
-    if !is_continued && !devices.is_empty() {
-        tracing::info!("the previous epoch of this node is unknown or not stored; waiting until L3 is recovered");
-        devices.wait_for_generations().await;
-    }
-    let generation = devices.generation_max();
-    if identity.exceed(generation).map_err(|_| NodeError::NoEpochLeft { generation })? {
-        let epoch = identity.epoch;
-        tracing::warn!(epoch, "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised");
-        for dir in &stored_in {
-            let directory = dir.display().to_string();
-            identity.store(dir).map_err(|source| NodeError::Directory { directory, source })?;
-        }
-    }
-    Ok(identity)
+/// The node's name and next epoch: from the data directory, or else from beside the L3 logs. A node
+/// with neither gets a new name at each start.
+fn next_identity(options: &NodeOptions, unix_seconds: u64, rng: &mut StdRng) -> NextIdentity<IdentityDirectory> {
+    NextIdentity::new(identity_dirs(options).into_iter().map(IdentityDirectory).collect(), unix_seconds, rng)
 }
 
-/// Returns the node's name and next epoch: from the data directory, or else from beside the L3
-/// logs. A node with neither gets a new name at each start. Also returns the directories of logs
-/// that the identity should lie beside and does not.
-#[allow(clippy::disallowed_methods, reason = "runs once, before a node starts; the simulation names its nodes itself")]
-fn identity(
-    options: &NodeOptions,
-    unix_seconds: u64,
-    rng: &mut StdRng,
-) -> Result<(NextIdentity, Vec<PathBuf>), NodeError> {
-    let dirs: Vec<&Path> = match &options.data_dir {
-        Some(dir) => vec![dir],
-        None => options.l3.iter().map(|device| device.dir.as_path()).collect(),
-    };
-    let mut found = Identity::next(&dirs, unix_seconds, rng);
-    let mut without_identity = Vec::new();
-    for (dir, source) in std::mem::take(&mut found.errors) {
+/// Directories that keep the identity.
+fn identity_dirs(options: &NodeOptions) -> Vec<PathBuf> {
+    match &options.data_dir {
+        Some(dir) => vec![dir.clone()],
+        None => options.l3.iter().map(|device| device.dir.clone()).collect(),
+    }
+}
+
+/// Reports the places that do not have the identity. The node cannot run without its data
+/// directory.
+fn report_identity_errors(options: &NodeOptions, errors: PlaceErrors) -> Result<(), NodeError> {
+    for (dir, source) in errors {
         if options.data_dir.is_some() {
             return Err(NodeError::Directory { directory: dir.display().to_string(), source });
         }
@@ -262,9 +243,8 @@ fn identity(
             error = %source, dir = %dir.display(),
             "cannot keep the node's identity on this L3 device; it gets no pages until the next start [LRD0110]"
         );
-        without_identity.push(dir);
     }
-    Ok((found, without_identity))
+    Ok(())
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
@@ -421,6 +401,7 @@ mod tests {
     use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
     use larder_log::{L3, L3Options};
     use larder_wire::Reserved;
+    use std::path::Path;
 
     const L3_BYTES: u64 = 64 << 20;
 

@@ -74,6 +74,8 @@ const SUPERBLOCKS: [SmallFile; 2] = [SmallFile::Superblock, SmallFile::Superbloc
 pub struct Disk {
     segments: BTreeMap<u32, Segment>,
     small: BTreeMap<SmallFile, Vec<u8>>,
+    /// Stored identity of the node.
+    pub identity: Option<Vec<u8>>,
     writes: u64,
     recent: VecDeque<(u32, Range<usize>)>,
     /// Numbers of suspect keys. A key is suspect in all namespaces or in none.

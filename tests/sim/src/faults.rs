@@ -115,6 +115,8 @@ pub struct Faults {
     /// of a durable record. No forgotten page may return because of it.
     pub header_rot: u32,
     pub segment_copied: u32,
+    /// At the start of a node, the identity beside a log is gone.
+    pub identity_lost: u32,
     pub segment_renamed: u32,
     /// Share of copied and renamed files that replace another segment.
     pub segment_overwritten: u32,
@@ -145,6 +147,7 @@ impl Faults {
         };
         if profile.crashes() {
             faults.segment_copied = rate(200_000);
+            faults.identity_lost = faults.segment_copied / 2;
         }
         if profile.has_errors() {
             faults.segment_renamed = rate(200_000);

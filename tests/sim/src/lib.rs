@@ -19,13 +19,14 @@
 //!   contents that identify their put;
 //! - [`device`]: the simulated device and its fault model; [`disk`]: stored and durable bytes, in
 //!   `sparse` blocks;
-//!   [`faults`]: fault profiles;
+//!   [`faults`]: fault profiles; `identity`: names and epochs of nodes;
 //! - [`world`]: clock, trace and violations; [`trace`]: history; [`random`]: random streams;
 //!   [`panics`]: panic capture.
 
 pub mod device;
 pub mod disk;
 pub mod faults;
+mod identity;
 pub mod incarnation;
 pub mod log;
 pub mod model;

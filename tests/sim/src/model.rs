@@ -51,8 +51,8 @@ struct Version {
     ended: Option<u64>,
     acked: Option<Ack>,
     dead_since: Option<u64>,
-    /// `Some` after the first power loss or clean end. `false` if the loss may have torn it: the log
-    /// may name it all the same, because recovery reads no payloads.
+    /// `Some` after the first power loss or clean end. `false` if the loss may have torn it: the
+    /// log may name it all the same, because recovery reads no payloads.
     survived: Option<bool>,
 }
 
@@ -98,6 +98,8 @@ pub struct Model {
     keys: Vec<Key>,
     /// By key: the version sealed last in this incarnation, until L3 has it.
     awaiting_l3: BTreeMap<u64, u64>,
+    /// Version of each generation that a node assigned. Without a node they are equal.
+    generations: BTreeMap<u64, u64>,
     /// The log copies pages forward, so an older version may replace a newer one.
     copies: bool,
 }
@@ -105,7 +107,15 @@ pub struct Model {
 impl Model {
     pub fn new(keys: u64, copies: bool) -> Model {
         let keys = (0..keys).map(|_| Key::default()).collect();
-        Model { clock: 0, incarnation: 0, versions: Vec::new(), keys, awaiting_l3: BTreeMap::new(), copies }
+        Model {
+            clock: 0,
+            incarnation: 0,
+            versions: Vec::new(),
+            keys,
+            awaiting_l3: BTreeMap::new(),
+            generations: BTreeMap::new(),
+            copies,
+        }
     }
 
     pub fn keys(&self) -> u64 {
@@ -267,7 +277,7 @@ impl Model {
         if meta.id != page_id(key) {
             return Err(format!("key {key}: the answer is page {:?}", meta.id));
         }
-        let version = self.version(meta.generation).ok_or("the version was never put")?;
+        let version = self.version(self.version_of(meta.generation)).ok_or("the version was never put")?;
         if meta.part_bytes != version.parts
             || meta.expires_unix_ms != version.expires_unix_ms
             || meta.payload_bytes() != payload.len()
@@ -280,13 +290,13 @@ impl Model {
         payload::check(key, version.content, payload)
     }
 
-    /// Versions that a crash at this moment must not lose, among those that `found` reports. They
+    /// Versions that a crash at this moment must not lose, whose generations `found` reports. They
     /// were acknowledged before `acked_ms` in this incarnation, or in an earlier one if `earlier`.
     /// Keys with a request of unknown outcome since then are left out.
     pub fn expected(&self, acked_ms: u64, earlier: bool, found: impl Fn(u64) -> Option<u64>) -> Vec<Expected> {
         let idle = (0..self.keys()).filter(|&key| self.keys[key as usize].busy == 0);
         idle.filter_map(|key| {
-            let number = found(key)?;
+            let number = self.version_of(found(key)?);
             let version = self.version(number)?;
             let sure = version.began > self.keys[key as usize].uncertain_since;
             // Of two concurrent puts, quotas and pins decide which one is served. They do not

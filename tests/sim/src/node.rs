@@ -53,6 +53,8 @@ pub(crate) struct NodeIncarnation {
     logs: Vec<L3>,
     clock: Clock,
     number: u64,
+    /// Generation of the first put.
+    first_generation: u64,
     began: u64,
     recovered_ms: AtomicU64,
     operations: Arc<AtomicU64>,
@@ -66,6 +68,11 @@ impl NodeIncarnation {
     }
 
     fn on_l3(&self, key: u64) -> Option<u64> {
+        let generation = self.generation_on_l3(key)?;
+        Some(self.model.lock().version_of(generation))
+    }
+
+    fn generation_on_l3(&self, key: u64) -> Option<u64> {
         self.logs.iter().filter_map(|l3| l3.find(&page_id(key))).map(|entry| entry.generation).max()
     }
 

@@ -25,6 +25,8 @@ pub enum Stream {
     Rdma,
     /// A client that returns to a busy node.
     Caller(u64),
+    /// Identity of a node: number of the start, number of the disk.
+    Identity(u64, u64),
 }
 
 impl Stream {
@@ -40,6 +42,7 @@ impl Stream {
             Stream::Host(number) => 7 << 56 | number,
             Stream::Rdma => 8 << 56,
             Stream::Caller(number) => 9 << 56 | number,
+            Stream::Identity(start, disk) => 10 << 56 | disk << 48 | start,
         }
     }
 }

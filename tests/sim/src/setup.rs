@@ -160,8 +160,6 @@ impl Setup {
             quota: random.chance(300_000).then(|| l2_bytes / random.between(2, 6)),
             scrub_bytes_per_second: [0, MIB, 64 * MIB][random.below(3) as usize],
         };
-        // The simulated nodes take no identity, which is where a node keeps the time of its stops.
-        setup.clock_step_rate = 0;
         setup.keys = [24, 60, 150][random.below(3) as usize];
         setup.arena_bytes = node.l2_bytes + node.in_flight_bytes;
         setup.node = Some(node);

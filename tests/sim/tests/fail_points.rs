@@ -35,7 +35,7 @@ const fn errors(name: &'static str, defect: &'static str) -> FailPoint {
     FailPoint { name, defect, profile: Some(Profile::Errors) }
 }
 
-const LOG: [FailPoint; 32] = [
+const LOG: [FailPoint; 31] = [
     any("log.read-skips-checksum", "A read does not verify the checksums of the page."),
     any("log.index-ignores-namespace", "The index finds a page by its key alone, without its namespace."),
     any("log.index-exceeds-page-bound", "A full index does not make the log reclaim segments."),
@@ -66,10 +66,6 @@ const LOG: [FailPoint; 32] = [
         "Reclaim copies a page forward although it was forgotten or replaced in the meantime.",
     ),
     any("log.torn-copy-hides-original", "Recovery serves a torn copy although its original is intact."),
-    any(
-        "log.damage-in-recovery-hides-original",
-        "Recovery drops the original of a copy that a reader has found damaged.",
-    ),
     errors(
         "log.forget-trusts-incomplete-index",
         "A forget trusts the index although recovery could not read a segment to its end.",
@@ -91,10 +87,13 @@ const LOG: [FailPoint; 32] = [
     errors("log.hole-is-torn-write", "Recovery treats a hole in the durable part of a segment as a torn write."),
 ];
 
-const NODE: [FailPoint; 20] = [
+const NODE: [FailPoint; 23] = [
     any("node.seal-incomplete-page", "A put is sealed although parts are missing."),
     any("node.accept-damaged-part", "A part becomes visible although its bytes do not match its checksums."),
     any("node.second-writer-replaces", "A put of a page that is present is accepted."),
+    any("node.epoch-follows-clock", "The epoch of a start is the clock's, although an earlier one was larger."),
+    any("node.epoch-ignores-l3", "A start without a known epoch ignores the generations on L3."),
+    any("node.epoch-stored-early", "An epoch is stored before it exceeds the generations on L3."),
     any("node.open-puts-ignore-namespace", "An open put blocks puts of the same key in other namespaces."),
     any("node.aborted-put-leaks-reservation", "An aborted put does not return its reserved memory."),
     any("node.cancelled-follower-leaks", "A follower that stopped waiting is still counted."),

@@ -148,6 +148,11 @@ fn node_keeps_its_promises_and_bounds() {
         ("crash: process killed", 50),
         ("l3_writes_failed", 4_000),
         ("namespaces forgotten", 50),
+        ("clock set back", 100),
+        ("clock late at start", 100),
+        ("identity lost", 10),
+        ("identity not read", 5),
+        ("identity not stored", 5),
     ];
     check_coverage(&summary, &least);
     let most = [

@@ -116,9 +116,6 @@ impl RecoveryState {
 
     /// Notes that a page left the index. Older segments may hold other records of it.
     pub(super) fn page_dropped(&mut self, entry: &PackedEntry) {
-        if fail_point!("log.damage-in-recovery-hides-original") {
-            return self.delete_below(entry.fingerprint, entry.number, true);
-        }
         self.dropped.insert(entry.fingerprint, entry.generation);
     }
 

@@ -26,9 +26,10 @@ pub enum Pin {
     None,
     /// Copied like a page that was used, and before those.
     Soft,
-    /// Copied before all other pages when its segment is reclaimed. A newer put of the page inherits
-    /// the pin, if it has room among the pinned pages. The pin does not survive a restart. The page can still be lost to damage, its expiry, a failed copy or a failing
-    /// device, or if the open segment has no room: see `copy_forward`.
+    /// Copied before all other pages when its segment is reclaimed. A newer put of the page
+    /// inherits the pin, if it has room among the pinned pages. The pin does not survive a restart.
+    /// The page can still be lost to damage, its expiry, a failed copy or a failing device, or if
+    /// the open segment has no room: see `copy_forward`.
     Hard,
 }
 

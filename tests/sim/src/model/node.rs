@@ -29,6 +29,16 @@ impl Model {
         number
     }
 
+    /// Records the generation of a version. Returns `false` if an earlier put had it.
+    pub fn record_generation(&mut self, number: u64, generation: u64) -> bool {
+        self.generations.insert(generation, number).is_none()
+    }
+
+    /// Version with a generation. An unknown generation stands for itself, which is no version.
+    pub fn version_of(&self, generation: u64) -> u64 {
+        self.generations.get(&generation).copied().unwrap_or(generation)
+    }
+
     pub fn is_open(&self, number: u64) -> bool {
         self.version(number).is_some_and(|version| self.keys[version.key as usize].open == Some(number))
     }
@@ -64,16 +74,17 @@ impl Model {
         key.busy -= 1;
     }
 
-    /// Marks sealed versions that L3 has by now as acknowledged. `on_l3` returns the version of a
-    /// key on L3. Pages are visible once sealed, so this only determines when their durability
+    /// Marks sealed versions that L3 has by now as acknowledged. `on_l3` returns the generation of
+    /// a key on L3. Pages are visible once sealed, so this only determines when their durability
     /// began.
     pub fn note_on_l3(&mut self, at_ms: u64, on_l3: impl Fn(u64) -> Option<u64>) {
         let clock = self.clock;
         let incarnation = self.incarnation;
+        let generations = &self.generations;
         let versions = &mut self.versions;
         self.awaiting_l3.retain(|&key, &mut number| {
             let version = &mut versions[number as usize - 1];
-            let is_on_l3 = on_l3(key) == Some(number);
+            let is_on_l3 = on_l3(key).and_then(|generation| generations.get(&generation)) == Some(&number);
             if is_on_l3 {
                 version.acked = Some(Ack { clock, at_ms, incarnation });
             }

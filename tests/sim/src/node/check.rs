@@ -31,7 +31,7 @@ pub(super) async fn monitor(node: &NodeIncarnation, stop: CancellationToken) {
         if stop.run_until_cancelled(sleep(CHECK_INTERVAL)).await.is_none() || node.world.failed() {
             return;
         }
-        node.model.lock().note_on_l3(node.world.now_ms(), |key| node.on_l3(key));
+        node.model.lock().note_on_l3(node.world.now_ms(), |key| node.generation_on_l3(key));
         if turn % BOUNDS_CHECK_EVERY == 0 {
             check_bounds(node);
             (0..node.setup.keys).for_each(|key| check_present(node, key));
@@ -61,7 +61,8 @@ pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime,
         return false;
     }
     let model = node.model.lock();
-    let found = node.world.check_key(key, |suspect| model.check_found(key, page.generation(), started, suspect));
+    let version = model.version_of(page.generation());
+    let found = node.world.check_key(key, |suspect| model.check_found(key, version, started, suspect));
     if let Err(problem) = found.and_then(|()| model.check_page(key, &page.meta(), &page.payload)) {
         drop(model);
         node.violate(format!("get: {problem}"));
@@ -70,7 +71,7 @@ pub(super) fn check_page(node: &NodeIncarnation, key: u64, started: RequestTime,
 }
 
 fn report_damage(node: &NodeIncarnation, key: u64, page: &Page, mismatch: &str) {
-    let generation = page.generation();
+    let generation = node.model.lock().version_of(page.generation());
     node.world.event("damaged", [key, generation, 0]);
     node.world.count("damaged in L2", 1);
     match node.memory_fails() {
@@ -130,7 +131,7 @@ fn l2_bytes_visible(node: &NodeIncarnation, namespace: Option<NamespaceId>) -> u
         (0..node.setup.keys).filter(|&key| namespace.is_none_or(|namespace| page_id(key).namespace == namespace));
     let pages = keys.filter_map(|key| {
         let page = node.store.tiers().get(&page_id(key), soon()).now_or_never()??;
-        let (_, parts) = model.content(page.0.generation()).filter(|_| page.1 == TierCode::L2)?;
+        let (_, parts) = model.content(model.version_of(page.0.generation())).filter(|_| page.1 == TierCode::L2)?;
         Some(parts.iter().map(|&part| u64::from(part)).sum::<u64>().next_multiple_of(ALLOCATION_UNIT))
     });
     pages.sum()
@@ -213,6 +214,7 @@ async fn put_and_get(node: &NodeIncarnation) {
         Err(other) => return node.violate(format!("a put is {other:?} after faults have stopped")),
     };
     let version = node.model.lock().reserved(key, vec![1000], None);
+    super::put::record_generation(node, version, &put);
     let mut bytes = vec![0; 1000];
     payload::fill(key, version, &mut bytes);
     if let Some(mut part) = put.take_part(0, bytes.len()) {
@@ -224,6 +226,7 @@ async fn put_and_get(node: &NodeIncarnation) {
         other => return node.violate(format!("a put ends with {other:?} after faults have stopped")),
     }
     let found = node.store.tiers().get(&id, soon()).await.map(|(page, _)| page.generation());
+    let found = found.map(|generation| node.model.lock().version_of(generation));
     if found != Some(version) {
         node.violate(format!("version {version} was put and {found:?} was read after faults have stopped"));
     }

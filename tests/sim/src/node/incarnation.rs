@@ -6,6 +6,7 @@ use super::{NodeIncarnation, check, operations};
 use crate::device::{Power, SimDevice};
 use crate::disk::CrashEffect;
 use crate::faults::Faults;
+use crate::identity::{NodeIdentity, check_first_generation, dir_of};
 use crate::incarnation::{
     self, Carryover, DURABLE_AFTER_MS, Ending, Environment, IncarnationPlan, STARTS_MAX, SimulatedSystem,
     has_no_faults, watch_power,
@@ -41,7 +42,7 @@ pub(crate) struct NodeRun {
     /// All devices of the last start, including those that could not be opened.
     devices: Vec<Arc<SimDevice>>,
     opened: Vec<Arc<SimDevice>>,
-    /// For each log on a reliable device: the versions by key that its recovery found.
+    /// For each log on a reliable device: the generations by key that its recovery found.
     recoveries: Vec<JoinHandle<Vec<(u64, u64)>>>,
     node: Option<Arc<NodeIncarnation>>,
     carryover: Carryover,
@@ -171,19 +172,27 @@ impl NodeRun {
             }
             let power = Power::lasting(self.plan.events);
             let watch_power = watch_power(&power, crash);
+            let start = self.plan.number << 8 | u64::from(attempt);
+            let identity = NodeIdentity::take(&world, 0..world.disks.len(), start);
             let opened = self.open(attempt, &power).await;
             *world.faults.lock() = faults;
             let logs: Vec<L3> = opened.iter().filter_map(|(_, l3)| l3.as_ref().ok()).cloned().collect();
             let left_out = opened.len() - logs.len();
             match Devices::of(opened) {
-                Ok(devices) => {
+                Ok(mut devices) => {
                     world.event("started", [attempt.into(), left_out as u64, 0]);
                     world.count("starts", 1);
                     world.count("devices not opened", left_out as u64);
                     if left_out > 0 && has_no_faults(&faults) {
                         world.violate("a device cannot be opened although no fault is injected".into());
                     }
-                    return Some(self.incarnation(devices, logs));
+                    return match identity.store(&mut devices).await {
+                        Ok((_, first)) => Some(self.incarnation(devices, logs, first)),
+                        Err(error) => {
+                            world.violate(format!("the node does not start: {error}"));
+                            None
+                        }
+                    };
                 }
                 Err(error) => {
                     world.event("start failed", [attempt.into(), 0, 0]);
@@ -218,14 +227,14 @@ impl NodeRun {
                 Err(_) => device.close().await,
             }
             if let Some(l3) = l3.as_ref().ok().filter(|_| setup.profile.is_reliable()) {
-                self.recoveries.push(tokio::spawn(versions_recovered(l3.clone(), setup.keys)));
+                self.recoveries.push(tokio::spawn(generations_recovered(l3.clone(), setup.keys)));
             }
-            opened.push((L3Device { dir: format!("/simulated/{number}").into(), bytes }, l3));
+            opened.push((L3Device { dir: dir_of(number), bytes }, l3));
         }
         opened
     }
 
-    fn incarnation(&self, devices: Devices, logs: Vec<L3>) -> Arc<NodeIncarnation> {
+    fn incarnation(&self, devices: Devices, logs: Vec<L3>, first: u64) -> Arc<NodeIncarnation> {
         let Environment { world, model, arena, setup } = self.env.clone();
         let node_setup = setup.node.clone().unwrap_or_else(|| unreachable!("a node incarnation has a node setup"));
         let clock = Clock::at(world.unix_ms());
@@ -238,10 +247,7 @@ impl NodeRun {
             seed: Some(world.seed),
             ..NodeOptions::default()
         };
-        let (began, first) = {
-            let mut model = model.lock();
-            (model.now(), model.next_version())
-        };
+        let began = model.lock().now();
         let store = Store::new(&options, arena.clone(), devices, clock, first);
         (0..NAMESPACES).for_each(|namespace| store.tiers().apply_quota(namespace_id(namespace)));
         Arc::new(NodeIncarnation {
@@ -254,6 +260,7 @@ impl NodeRun {
             logs,
             clock,
             number: self.plan.number,
+            first_generation: first,
             began,
             recovered_ms: AtomicU64::new(u64::MAX),
             operations: self.operations.clone(),
@@ -261,8 +268,8 @@ impl NodeRun {
         })
     }
 
-    /// Waits for the recovery of all logs. Returns the newest version of each key that a log on a
-    /// reliable device had when its own recovery ended.
+    /// Waits for the recovery of all logs. Returns the newest generation of each key that a log on
+    /// a reliable device had when its own recovery ended.
     async fn recover(&mut self, node: &NodeIncarnation) -> BTreeMap<u64, u64> {
         for l3 in &node.logs {
             match timeout(RECOVERY_MAX, l3.recovered()).await {
@@ -278,12 +285,13 @@ impl NodeRun {
             }
         }
         self.opened.iter().for_each(|device| device.started());
+        check_first_generation(&node.world, node.first_generation, &node.logs);
         node.recovered_ms.store(node.world.now_ms(), Ordering::Relaxed);
         let mut found = BTreeMap::new();
         for recovery in self.recoveries.drain(..) {
-            for (key, version) in recovery.await.unwrap_or_default() {
-                let newest = found.entry(key).or_insert(version);
-                *newest = version.max(*newest);
+            for (key, generation) in recovery.await.unwrap_or_default() {
+                let newest = found.entry(key).or_insert(generation);
+                *newest = generation.max(*newest);
             }
         }
         found
@@ -330,15 +338,16 @@ fn spawn_workers(node: &Arc<NodeIncarnation>) -> Vec<JoinHandle<()>> {
 fn expected(node: &NodeIncarnation, acked_ms: u64) -> Vec<Expected> {
     let earlier = node.recovered_ms.load(Ordering::Relaxed) < acked_ms;
     let mut model = node.model.lock();
-    model.note_on_l3(node.world.now_ms(), |key| node.on_l3(key));
-    model.expected(acked_ms, earlier, |key| node.on_l3(key))
+    model.note_on_l3(node.world.now_ms(), |key| node.generation_on_l3(key));
+    model.expected(acked_ms, earlier, |key| node.generation_on_l3(key))
 }
 
-/// Waits for the recovery of a log, and returns the version of each key that its index names then.
+/// Waits for the recovery of a log, and returns the generation of each key that its index names
+/// then.
 ///
 /// Recovery reads no payloads, so the index also names records that an earlier power loss tore. The
 /// scrub of this log may drop them while the node still opens or recovers another log.
-async fn versions_recovered(l3: L3, keys: u64) -> Vec<(u64, u64)> {
+async fn generations_recovered(l3: L3, keys: u64) -> Vec<(u64, u64)> {
     // The caller reports a recovery that fails.
     let _ = timeout(RECOVERY_MAX, l3.recovered()).await;
     (0..keys).filter_map(|key| Some((key, l3.find(&page_id(key))?.generation))).collect()
@@ -357,7 +366,7 @@ fn check_expected(node: &NodeIncarnation, expected: &[Expected], found: &BTreeMa
             continue;
         }
         node.world.count("durable pages checked", 1);
-        let found = found.get(key).copied();
+        let found = found.get(key).map(|&generation| node.model.lock().version_of(generation));
         let other = found.is_some_and(|found| found < *version) && node.setup.keep_percent > 0;
         if found != Some(*version) && !other {
             node.violate(format!("key {key}: version {version} was durable, and L3 has {found:?}"));

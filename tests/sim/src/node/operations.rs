@@ -146,7 +146,7 @@ async fn follow_until(node: &NodeIncarnation, key: u64, deadline: Instant) {
 }
 
 async fn follow_put(node: &NodeIncarnation, key: u64, put: &Put, deadline: Instant) {
-    let version = put.generation();
+    let version = node.model.lock().version_of(put.generation());
     let Some((content, parts)) = node.model.lock().content(version) else {
         return node.violate(format!("key {key}: put {version} is open and was never reserved"));
     };

@@ -85,9 +85,7 @@ fn reserve<'a>(
             }
             node.abandoned_puts.lock().remove(&key);
             let version = node.model.lock().reserved(key, parts.clone(), content);
-            if put.generation() != version {
-                node.violate(format!("put {version} has version {}", put.generation()));
-            }
+            record_generation(node, version, &put);
             node.world.count("puts granted", 1);
             let mut bytes = vec![0; parts.iter().map(|&part| part as usize).sum()];
             payload::fill(key, content.unwrap_or(version), &mut bytes);
@@ -101,6 +99,13 @@ fn reserve<'a>(
         )),
     }
     None
+}
+
+pub(super) fn record_generation(node: &NodeIncarnation, version: u64, put: &Put) {
+    let generation = put.generation();
+    if !node.model.lock().record_generation(version, generation) {
+        node.violate(format!("put {version} has generation {generation:#x}, and so had an earlier put"));
+    }
 }
 
 /// Sends the parts in random order, and leaves some out. Returns `None` if the node noticed a

@@ -6,6 +6,7 @@ use super::{Cluster, net::Network};
 use crate::device::{Power, SimDevice};
 use crate::disk::CrashEffect;
 use crate::faults::Faults;
+use crate::identity::{NodeIdentity, check_first_generation, dir_of};
 use crate::incarnation::{STARTS_MAX, has_no_faults};
 use crate::random::{RandomSource, Stream};
 use crate::rdma::{self, FaultPause};
@@ -46,7 +47,8 @@ pub(super) struct NodeHost {
     cluster: Arc<Cluster>,
     number: usize,
     random: RandomSource,
-    epoch: u64,
+    /// Number of starts so far.
+    starts: u64,
     running: Option<RunningNode>,
 }
 
@@ -57,7 +59,7 @@ pub(super) fn address(number: usize) -> String {
 impl NodeHost {
     pub(super) fn new(cluster: Arc<Cluster>, number: usize) -> NodeHost {
         let random = RandomSource::new(cluster.world.seed, Stream::Host(number as u64));
-        NodeHost { cluster, number, random, epoch: 0, running: None }
+        NodeHost { cluster, number, random, starts: 0, running: None }
     }
 
     fn network(&self) -> &Network {
@@ -126,8 +128,8 @@ impl NodeHost {
 
     async fn try_start(&mut self) -> Result<(), String> {
         let Cluster { world, setup, .. } = &*self.cluster;
-        self.epoch += 1;
-        let turn = self.epoch;
+        self.starts += 1;
+        let turn = self.starts;
         let events = match self.cluster.crashes()
             && self.cluster.faults_enabled.load(Ordering::Relaxed)
             && self.random.chance(300_000)
@@ -138,6 +140,7 @@ impl NodeHost {
         let power = Power::lasting(events);
         let arena = Arena::new((setup.l2_bytes + setup.in_flight_bytes) as usize).map_err(|error| error.to_string())?;
         let capacity = setup.segments * SEGMENT_BYTES + 16_384;
+        let identity = NodeIdentity::take(world, self.number..self.number + 1, turn);
         let clock = Clock::at(world.unix_ms());
         let options = L3Options {
             segment_bytes: SEGMENT_BYTES,
@@ -164,8 +167,26 @@ impl NodeHost {
                 return Err(POWER_FAILED.into());
             }
         };
-        let place = L3Device { dir: format!("/simulated/{}", self.number).into(), bytes: capacity };
-        let devices = Devices::of(vec![(place, Ok(l3.clone()))]).map_err(|error| error.to_string())?;
+        let place = L3Device { dir: dir_of(self.number), bytes: capacity };
+        let mut devices = Devices::of(vec![(place, Ok(l3.clone()))]).map_err(|error| error.to_string())?;
+        let named = tokio::select! {
+            biased;
+            () = power.failed() => None,
+            named = identity.store(&mut devices) => Some(named),
+        };
+        let (identity, first) = match named {
+            Some(Ok(named)) => named,
+            Some(Err(error)) => {
+                // The process ends, and its memory and requests with it.
+                device.lose_power(CrashEffect::ProcessKilled, &mut self.random);
+                return Err(error.to_string());
+            }
+            None => {
+                device.lose_power(CrashEffect::draw(&mut self.random), &mut self.random);
+                return Err(POWER_FAILED.into());
+            }
+        };
+        check_first_generation(world, first, std::slice::from_ref(&l3));
         let page_bytes = setup.geometry.page_bytes() as u64;
         let node = NodeOptions {
             l2_bytes: setup.l2_bytes,
@@ -178,16 +199,15 @@ impl NodeHost {
             seed: Some(world.seed),
             ..NodeOptions::default()
         };
-        let store = Store::new(&node, arena.clone(), devices, clock, self.epoch << 32);
+        let store = Store::new(&node, arena.clone(), devices, clock, first);
         let address = address(self.number);
         let listener = ArenaListenerInfo { machine: "simulated".into(), name: address.clone() };
-        let name = (format!("node-{}", self.number), self.epoch);
         let rdma = self.open_rdma(&arena).await;
-        let server = Server::new(store, name, Some(listener), rdma, setup.node_protocols[self.number]);
+        let server = Server::new(store, identity, Some(listener), rdma, setup.node_protocols[self.number]);
         let stop = CancellationToken::new();
         let kept = (server.clone(), stop.clone());
         let upkeep = tokio::spawn(async move { kept.0.store().upkeep(kept.1).await });
-        world.event("node up", [self.number as u64, self.epoch, 0]);
+        world.event("node up", [self.number as u64, turn, first]);
         self.network().up(&address, server.clone(), arena.clone());
         let recovery = (l3.clone(), device.clone(), world.clone());
         tokio::spawn(async move {
@@ -219,7 +239,7 @@ impl NodeHost {
         let Some(running) = self.running.take() else { return };
         let effect = CrashEffect::draw(&mut self.random);
         let silent = !matches!(effect, CrashEffect::ProcessKilled);
-        self.cluster.world.fault("node crashes", [self.number as u64, self.epoch, silent.into()]);
+        self.cluster.world.fault("node crashes", [self.number as u64, self.starts, silent.into()]);
         self.network().down(&address(self.number), silent);
         running.stop.cancel();
         running.upkeep.abort();
@@ -228,7 +248,7 @@ impl NodeHost {
 
     pub(super) async fn close(&mut self) {
         let Some(running) = self.running.take() else { return };
-        self.cluster.world.event("node closes", [self.number as u64, self.epoch, 0]);
+        self.cluster.world.event("node closes", [self.number as u64, self.starts, 0]);
         self.cluster.world.count("nodes closed", 1);
         self.network().down(&address(self.number), false);
         running.stop.cancel();
