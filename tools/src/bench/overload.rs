@@ -18,7 +18,8 @@ mod workload;
 use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use node::{CpuSeconds, NodeProcess};
+use hdrhistogram::Histogram;
+use node::{Counters, CpuSeconds, NodeProcess};
 use rustix::thread::CpuSet;
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -47,11 +48,19 @@ const OVERLOAD_FACTOR: f64 = 10.0;
 const OVERLOAD_FACTOR_MIN: f64 = 7.0;
 const CONCURRENCY_LEVELS: [usize; 4] = [2, 4, 8, 16];
 const LEVEL_DURATION: Duration = Duration::from_secs(2);
+/// Duration of one measurement of the capacity, before and after each slice of overload.
+const BEST_DURATION: Duration = Duration::from_secs(1);
+/// Length of a slice of overload, up to [`SLICES_MAX`] of them. The speed of a virtual machine can
+/// halve from one second to the next, so both sides of the ratio alternate. The node needs a second
+/// to disconnect the clients that read nothing, so a slice must be longer than that.
+const SLICE: Duration = Duration::from_millis(2500);
+/// Maximum number of slices. A longer overload has longer ones.
+const SLICES_MAX: f64 = 12.0;
 const RSS_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum goodput under overload, as a share of the capacity. Below it, refusing operations costs
 /// the node too much.
 const GOODPUT_MIN: f64 = 0.8;
-/// Minimum goodput after the overload, as a share of the mean of before and after. Test machines
+/// Minimum goodput after the overload, as a share of the mean of all measurements. Test machines
 /// vary by less than that.
 const RECOVERED_GOODPUT_MIN: f64 = 0.5;
 /// Maximum resident memory, as a share of the budget. A higher value means that some memory has no
@@ -67,11 +76,11 @@ const PROBE_P99_MAX: Duration = Duration::from_millis(25);
 #[derive(Debug, Serialize)]
 struct OverloadReport {
     /// Capacity: best goodput without overload, in MB/s (1e6). Counts verified bytes of gets and
-    /// bytes of puts. Mean of before and after, because the speed of the machine drifts.
+    /// bytes of puts. Mean of the measurements before, between and after the slices of overload.
     best_mb_s: f64,
     best_after_mb_s: f64,
     goodput_mb_s: f64,
-    /// Operations started per second, as a multiple of those at the best goodput.
+    /// Operations started per second, as a multiple of those at the best goodput just before.
     load_factor: f64,
     /// Processor time of the node and of the load generator, in milliseconds per GB (1e9) of
     /// goodput, at the best goodput and under overload.
@@ -134,7 +143,7 @@ impl OverloadReport {
         let after = self.best_after_mb_s / self.best_mb_s;
         ensure!(
             after >= RECOVERED_GOODPUT_MIN,
-            "goodput after the overload is {:.0} % of the mean of before and after",
+            "goodput after the overload is {:.0} % of the mean capacity",
             after * 100.0
         );
         let late = self.refusals_late as f64 * 100.0 / self.refusals.max(1) as f64;
@@ -208,8 +217,7 @@ async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Durati
     let node = NodeProcess::start(None, node_cpus, &node::OPTIONS).await?;
     let address = node.address().to_string();
     let json = args.json;
-    let cpu = node.cpu_clock();
-    let measured = threads.spawn(async move {
+    let chosen = threads.spawn(async move {
         let mut load = Workload::attach(&address).await?;
         let mut best = 0.0;
         let mut concurrency = CONCURRENCY_LEVELS[0];
@@ -222,99 +230,160 @@ async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Durati
                 (best, concurrency) = (goodput, level);
             }
         }
-        // Measured again: the best of several tries overstates the capacity.
-        let before = cpu.now()?;
-        let (goodput, operations) = load.sustained(concurrency, LEVEL_DURATION).await?;
-        let cpu = cpu.now()?.since(before);
-        let gigabytes = load.counters.totals().bytes as f64 / 1e9;
-        anyhow::Ok((load, Sustained { concurrency, goodput, operations, gigabytes, cpu }))
+        anyhow::Ok((load, concurrency))
     });
-    let (load, best) = measured.await??;
-    overload(&node, threads, load, best, time).await
+    let (load, concurrency) = chosen.await??;
+    let before = node.counters().await?;
+    let mut run = Run { node: &node, threads, concurrency, best: Vec::new(), slices: Vec::new() };
+    // Measured again: the best of several tries overstates the capacity.
+    let mut load = run.measure_best(load).await?;
+    let slices = (time.as_secs_f64() / SLICE.as_secs_f64()).ceil().clamp(1.0, SLICES_MAX);
+    for _ in 0..slices as usize {
+        load = run.overload(load, time.div_f64(slices)).await?;
+        load = run.measure_best(load).await?;
+    }
+    run.report(&before).await
 }
 
-struct Sustained {
+/// Alternating phases of one run: best, overload, best, and so on.
+struct Run<'a> {
+    node: &'a NodeProcess,
+    threads: &'a Runtime,
+    /// Concurrent operations at the best goodput.
     concurrency: usize,
+    best: Vec<Best>,
+    slices: Vec<Slice>,
+}
+
+/// One phase without overload.
+struct Best {
     goodput: f64,
     operations: f64,
     gigabytes: f64,
     cpu: CpuSeconds,
 }
 
-async fn overload(
-    node: &NodeProcess,
-    threads: &Runtime,
-    mut load: Workload,
-    best: Sustained,
-    time: Duration,
-) -> Result<OverloadReport> {
-    let stop = CancellationToken::new();
-    let before = node.counters().await?;
-    let entered = threads.enter();
-    let misbehaving_clients = misbehaving::start(node.address(), &stop);
-    let probe = misbehaving::probe(node.address(), &stop);
-    drop(entered);
-    load.counters.reset();
-    let begin = Instant::now();
-    let cpu_before = node.cpu_clock().now()?;
-    let offering = threads.spawn(async move {
-        let offered = load.offer(best.operations * OVERLOAD_FACTOR, time).await?;
-        anyhow::Ok((load, offered))
-    });
-    let mut rss_max = 0;
-    while !offering.is_finished() {
-        tokio::time::sleep(RSS_INTERVAL).await;
-        rss_max = rss_max.max(node.rss().unwrap_or(0));
+/// One phase of overload.
+struct Slice {
+    seconds: f64,
+    totals: LoadTotals,
+    cpu: CpuSeconds,
+    /// Operations started, and those at the best goodput in the same time.
+    offered: u64,
+    capacity: f64,
+    rss_max: u64,
+    bytes_in_flight: u64,
+    disconnected: u64,
+    probe_times: Histogram<u64>,
+}
+
+impl Run<'_> {
+    async fn measure_best(&mut self, mut load: Workload) -> Result<Workload> {
+        let concurrency = self.concurrency;
+        let before = self.node.cpu_clock().now()?;
+        let sustained = self.threads.spawn(async move {
+            let (goodput, operations) = load.sustained(concurrency, BEST_DURATION).await?;
+            load.wait_idle().await?;
+            anyhow::Ok((load, goodput, operations))
+        });
+        let (load, goodput, operations) = sustained.await??;
+        let cpu = self.node.cpu_clock().now()?.since(before);
+        let gigabytes = load.counters.totals().bytes as f64 / 1e9;
+        self.best.push(Best { goodput, operations, gigabytes, cpu });
+        Ok(load)
     }
-    let (mut load, offered) = offering.await??;
-    let seconds = begin.elapsed().as_secs_f64();
-    let totals: LoadTotals = load.counters.totals();
-    let cpu = node.cpu_clock().now()?.since(cpu_before);
-    let gigabytes = totals.bytes as f64 / 1e9;
-    stop.cancel();
-    load.wait_idle().await?;
-    let disconnected = misbehaving_clients.await?;
-    let times = probe.await??;
-    let after = node.counters().await?;
-    let bytes_in_flight = node.bytes_in_flight().await?;
-    let again = threads.spawn(async move {
-        let (goodput, _) = load.sustained(best.concurrency, LEVEL_DURATION).await?;
+
+    async fn overload(&mut self, mut load: Workload, time: Duration) -> Result<Workload> {
+        let node = self.node;
+        let operations = self.best.last().context("the best goodput is measured first")?.operations;
+        let stop = CancellationToken::new();
+        let entered = self.threads.enter();
+        let misbehaving_clients = misbehaving::start(node.address(), &stop);
+        let probe = misbehaving::probe(node.address(), &stop);
+        drop(entered);
+        load.counters.reset();
+        let begin = Instant::now();
+        let cpu_before = node.cpu_clock().now()?;
+        let offering = self.threads.spawn(async move {
+            let offered = load.offer(operations * OVERLOAD_FACTOR, time).await?;
+            anyhow::Ok((load, offered))
+        });
+        let mut rss_max = 0;
+        while !offering.is_finished() {
+            tokio::time::sleep(RSS_INTERVAL).await;
+            rss_max = rss_max.max(node.rss().unwrap_or(0));
+        }
+        let (mut load, offered) = offering.await??;
+        let seconds = begin.elapsed().as_secs_f64();
+        let totals = load.counters.totals();
+        let cpu = node.cpu_clock().now()?.since(cpu_before);
+        stop.cancel();
         load.wait_idle().await?;
-        anyhow::Ok(goodput)
-    });
-    let again = again.await??;
-    let bytes_in_flight = bytes_in_flight.max(node.bytes_in_flight().await?);
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let count = |name: &str| {
-        let counted = after.get(name).zip(before.get(name)).and_then(|(after, before)| after.checked_sub(before));
-        counted.with_context(|| format!("the node reports no counter {name}"))
-    };
-    Ok(OverloadReport {
-        best_mb_s: (best.goodput + again) / 2e6,
-        best_after_mb_s: again / 1e6,
-        goodput_mb_s: totals.bytes as f64 / seconds / 1e6,
-        load_factor: offered as f64 / seconds / best.operations,
-        node_cpu_best_ms_gb: best.cpu.node * 1e3 / best.gigabytes,
-        node_cpu_ms_gb: cpu.node * 1e3 / gigabytes,
-        load_cpu_best_ms_gb: best.cpu.load * 1e3 / best.gigabytes,
-        load_cpu_ms_gb: cpu.load * 1e3 / gigabytes,
-        pages_read: totals.read_pages,
-        pages_put: totals.put,
-        pages_busy: totals.busy,
-        pages_missed: totals.missed,
-        pages_read_late: totals.late_reads,
-        pages_put_late: totals.late_puts,
-        wrong_bytes: totals.wrong,
-        connections_lost: totals.connections_lost,
-        rss_max_mib: mib(rss_max),
-        rss_budget_mib: mib(node::BUDGET_BYTES),
-        refusals: count("refusals")?,
-        refusals_late: count("refusals_late")?,
-        probe_refusals: times.len(),
-        probe_p50_us: times.value_at_quantile(0.5),
-        probe_p99_us: times.value_at_quantile(0.99),
-        readers_disconnected: count("slow_readers_disconnected")?,
-        disconnected,
-        bytes_in_flight,
-    })
+        let disconnected = misbehaving_clients.await?;
+        let probe_times = probe.await??;
+        let bytes_in_flight = node.bytes_in_flight().await?;
+        let capacity = operations * seconds;
+        self.slices.push(Slice {
+            seconds,
+            totals,
+            cpu,
+            offered,
+            capacity,
+            rss_max,
+            bytes_in_flight,
+            disconnected,
+            probe_times,
+        });
+        Ok(load)
+    }
+
+    async fn report(self, before: &Counters) -> Result<OverloadReport> {
+        let after = self.node.counters().await?;
+        let at_end = self.node.bytes_in_flight().await?;
+        let Run { best, slices, .. } = &self;
+        let mut probe_times = Histogram::<u64>::new(3)?;
+        for slice in slices {
+            probe_times.add(&slice.probe_times)?;
+        }
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let count = |name: &str| {
+            let counted = after.get(name).zip(before.get(name)).and_then(|(after, before)| after.checked_sub(before));
+            counted.with_context(|| format!("the node reports no counter {name}"))
+        };
+        let pages = |of: fn(&LoadTotals) -> u64| slices.iter().map(|slice| of(&slice.totals)).sum::<u64>();
+        let best_gigabytes: f64 = best.iter().map(|best| best.gigabytes).sum();
+        let best_cpu = |of: fn(&CpuSeconds) -> f64| best.iter().map(|best| of(&best.cpu)).sum::<f64>();
+        let cpu = |of: fn(&CpuSeconds) -> f64| slices.iter().map(|slice| of(&slice.cpu)).sum::<f64>();
+        let bytes = pages(|totals| totals.bytes) as f64;
+        let seconds: f64 = slices.iter().map(|slice| slice.seconds).sum();
+        let capacity: f64 = slices.iter().map(|slice| slice.capacity).sum();
+        Ok(OverloadReport {
+            best_mb_s: best.iter().map(|best| best.goodput).sum::<f64>() / best.len() as f64 / 1e6,
+            best_after_mb_s: best.last().map_or(0.0, |best| best.goodput) / 1e6,
+            goodput_mb_s: bytes / seconds / 1e6,
+            load_factor: slices.iter().map(|slice| slice.offered).sum::<u64>() as f64 / capacity,
+            node_cpu_best_ms_gb: best_cpu(|cpu| cpu.node) * 1e3 / best_gigabytes,
+            node_cpu_ms_gb: cpu(|cpu| cpu.node) * 1e12 / bytes,
+            load_cpu_best_ms_gb: best_cpu(|cpu| cpu.load) * 1e3 / best_gigabytes,
+            load_cpu_ms_gb: cpu(|cpu| cpu.load) * 1e12 / bytes,
+            pages_read: pages(|totals| totals.read_pages),
+            pages_put: pages(|totals| totals.put),
+            pages_busy: pages(|totals| totals.busy),
+            pages_missed: pages(|totals| totals.missed),
+            pages_read_late: pages(|totals| totals.late_reads),
+            pages_put_late: pages(|totals| totals.late_puts),
+            wrong_bytes: pages(|totals| totals.wrong),
+            connections_lost: pages(|totals| totals.connections_lost),
+            rss_max_mib: mib(slices.iter().map(|slice| slice.rss_max).max().unwrap_or(0)),
+            rss_budget_mib: mib(node::BUDGET_BYTES),
+            refusals: count("refusals")?,
+            refusals_late: count("refusals_late")?,
+            probe_refusals: probe_times.len(),
+            probe_p50_us: probe_times.value_at_quantile(0.5),
+            probe_p99_us: probe_times.value_at_quantile(0.99),
+            readers_disconnected: count("slow_readers_disconnected")?,
+            disconnected: slices.iter().map(|slice| slice.disconnected).sum(),
+            bytes_in_flight: slices.iter().map(|slice| slice.bytes_in_flight).max().unwrap_or(0).max(at_end),
+        })
+    }
 }
