@@ -251,16 +251,18 @@ impl<'a> Loader<'a, '_> {
         Ok(tensor)
     }
 
-    /// Widest element type of the matrices in use. Keys and values have this type by default.
+    /// Element type of the matrices in use, or `f32` if they have several: it holds the others
+    /// without loss. Keys and values have this type by default.
     fn kv_dtype(&self) -> KvDtype {
         let matrices = self.used.iter().filter(|tensor| tensor.is_matrix());
         let types: Vec<WeightType> = matrices.map(Tensor::weight_type).collect();
-        if types.contains(&WeightType::F32) {
-            KvDtype::F32
-        } else if types.contains(&WeightType::F16) {
+        let is_all = |of: WeightType| types.iter().all(|found| *found == of);
+        if is_all(WeightType::F16) {
             KvDtype::F16
-        } else {
+        } else if is_all(WeightType::Bf16) {
             KvDtype::Bf16
+        } else {
+            KvDtype::F32
         }
     }
 

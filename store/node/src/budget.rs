@@ -15,8 +15,8 @@
 //!   1998).
 //! - A reader that receives nothing for a second, while others wait for its memory, is
 //!   disconnected. Others wait if a read is queued, or if little memory bounds a connection.
-//! - A writer that sends nothing for a second, while others wait for its room, loses its puts. So
-//!   does a tenant above its share.
+//! - A writer that sends less than 32 KiB in a second, while others wait for its room, loses its
+//!   puts. A tenant above its share loses the excess.
 //! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
 //!
 //! `account` has the calls of one connection, `tenants` the shares, `line` and `writers` the room

@@ -302,7 +302,7 @@ impl Puts {
                     let key = put.id.key;
                     tracing::warn!(
                         %key, puts, is_silent = writer.is_silent,
-                        "puts aborted, because others waited for room: their writers sent nothing for 1 s, or their \
+                        "puts aborted, because others waited for room: their writers sent less than 32 KiB in 1 s, or their \
                          tenants had more than their share"
                     );
                 }

@@ -7,6 +7,8 @@ use tokio::time::sleep;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 8 * MIB;
+/// Bytes that keep a writer from losing its room.
+const PROGRESS: usize = writers::PROGRESS_BYTES as usize;
 
 /// A node with room for four pages.
 fn budget() -> Arc<Budget> {
@@ -231,7 +233,7 @@ async fn caller_that_returns_late_keeps_its_turn() {
     assert!(!open.reserve(&behind));
     behind.wait_in_line(PAGE, PAGE);
     sleep(told / 2).await;
-    holder.record_received(1);
+    holder.record_received(PROGRESS);
     sleep(told / 2 + told / 4 + Duration::from_millis(150)).await;
     assert!(!open.reserve(&late), "the holder is not silent");
     late.wait_in_line(PAGE, PAGE);
@@ -250,6 +252,8 @@ async fn late_caller_holds_no_room_and_ends_after_a_while() {
     assert!(!open.reserve(&late));
     let told = late.wait_in_line(PAGE, PAGE).retry_after;
     sleep(told + told / 4 + Duration::from_millis(150)).await;
+    // A silent holder would lose another page.
+    holder.record_received(PROGRESS);
     open.end(&holder);
     let newcomer = account(&budget, "newcomer");
     assert!(open.reserve(&newcomer), "the late one is not expected any more");
@@ -263,20 +267,29 @@ async fn late_caller_holds_no_room_and_ends_after_a_while() {
 async fn caller_is_not_told_to_return_before_those_that_room_is_promised_to() {
     let budget = budget();
     let open = Open::default();
-    let holder = account(&budget, "holder");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let holders: Vec<_> = (0..4).map(|number| account(&budget, &format!("holder {number}"))).collect();
+    assert!(holders.iter().all(|holder| open.reserve(holder)));
+    // 6 s for a page: longer than an empty room would make anyone wait.
+    for _ in 0..20 {
+        sleep(Duration::from_millis(50)).await;
+        holders.iter().for_each(|holder| holder.record_received(PAGE as usize / 120));
+    }
     let ahead: Vec<_> = (0..4).map(|number| account(&budget, &format!("{number}"))).collect();
     let told = ahead.iter().map(|caller| {
         assert!(!open.reserve(caller));
         caller.wait_in_line(PAGE, PAGE).retry_after
     });
     let told: Vec<_> = told.collect();
-    (0..4).for_each(|_| assert!(open.end(&holder)));
+    assert!(holders.iter().all(|holder| open.end(holder)));
+    // The next forecast is a new one.
+    let passed = Duration::from_millis(20);
+    sleep(passed).await;
     // The room is free, and promised to callers that are not there yet.
     let caller = account(&budget, "caller");
     assert!(!open.reserve(&caller));
     let later = caller.wait_in_line(PAGE, PAGE).retry_after;
-    assert!(later >= told[0], "{later:?}, the first one ahead returns after {:?}", told[0]);
+    assert!(told[0] > Duration::from_secs(4), "{told:?}");
+    assert!(passed + later >= told[0], "{later:?}, the first one ahead returns after {:?}", told[0]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -312,7 +325,7 @@ async fn caller_that_the_arena_refuses_gets_a_place_and_returns_less_and_less_of
     let mut returns = 0;
     while now() - begin < Duration::from_secs(2) {
         sleep(caller.wait_in_line(PAGE, PAGE).retry_after).await;
-        holder.record_received(1);
+        holder.record_received(PROGRESS);
         returns += 1;
     }
     assert!(returns <= 10, "{returns}");
@@ -335,7 +348,7 @@ async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full()
     let told = caller.wait_in_line(PAGE, PAGE).retry_after;
     assert!(told >= first / 4, "{told:?} after {first:?}");
     sleep(told).await;
-    holder.record_received(1);
+    holder.record_received(PROGRESS);
     sleep(told / 4).await;
     let newcomer = account(&budget, "newcomer");
     assert!(!open.reserve(&newcomer), "the room is promised to the caller");
@@ -343,30 +356,55 @@ async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full()
 }
 
 #[tokio::test(start_paused = true)]
-async fn writer_keeps_its_room_while_any_byte_arrives_or_no_caller_waits() {
+async fn writer_keeps_its_room_while_it_makes_progress_or_no_caller_waits() {
     let budget = budget();
     let open = Open::default();
-    let trickling = account(&budget, "trickling");
+    let slow = account(&budget, "slow");
     let lonely = account(&budget, "lonely");
-    assert!(open.reserve(&trickling) && open.reserve(&lonely));
+    assert!(open.reserve(&slow) && open.reserve(&lonely));
     sleep(Duration::from_secs(50)).await;
-    assert!(open.len(&trickling) == 1 && open.len(&lonely) == 1, "nobody waits");
-    trickling.record_received(1);
+    assert!(open.len(&slow) == 1 && open.len(&lonely) == 1, "nobody waits");
+    slow.record_received(PROGRESS);
     let callers: Vec<_> = (0..3).map(|number| account(&budget, &format!("caller {number}"))).collect();
     assert!(callers.iter().all(|caller| open.reserve(caller)));
-    assert_eq!((open.len(&trickling), open.len(&lonely)), (1, 0), "only the silent one lost its room");
+    assert_eq!((open.len(&slow), open.len(&lonely)), (1, 0), "only the silent one lost its room");
     let late = account(&budget, "late");
     for _ in 0..30 {
         sleep(Duration::from_millis(900)).await;
-        trickling.record_received(1);
-        callers.iter().for_each(|caller| caller.record_received(1));
+        slow.record_received(PROGRESS);
+        callers.iter().for_each(|caller| caller.record_received(PROGRESS));
         assert!(!open.reserve(&late), "nobody is silent, and nobody has more than one page");
         late.wait_in_line(PAGE, PAGE);
     }
     sleep(Duration::from_millis(200)).await;
-    callers.iter().for_each(|caller| caller.record_received(1));
+    callers.iter().for_each(|caller| caller.record_received(PROGRESS));
     sleep(Duration::from_millis(900)).await;
-    assert!(open.reserve(&late) && open.len(&trickling) == 0);
+    assert!(open.reserve(&late) && open.len(&slow) == 0);
+}
+
+/// Each of them keeps one page. Before, a byte a second kept it for as long as the writer liked.
+#[tokio::test(start_paused = true)]
+async fn writers_that_trickle_give_their_room_to_callers() {
+    let budget = budget();
+    let open = Open::default();
+    let stranger = Peer::Address([10, 0, 0, 9].into());
+    let trickling: Vec<_> = (0..4).map(|number| account_of(&budget, stranger, &number.to_string())).collect();
+    assert!(trickling.iter().all(|writer| open.reserve(writer)));
+    let trickle_until = async |end: Instant| {
+        while now() < end {
+            sleep(Duration::from_millis(10)).await;
+            // A sixth of the rate that keeps the room.
+            trickling.iter().for_each(|writer| writer.record_received(PROGRESS / 600));
+        }
+    };
+    trickle_until(now() + Duration::from_millis(500)).await;
+    let honest = account(&budget, "honest");
+    assert!(!open.reserve(&honest));
+    let told = honest.wait_in_line(PAGE, PAGE).retry_after;
+    assert!(told < Duration::from_secs(1), "their second is half over: {told:?}");
+    trickle_until(now() + told).await;
+    assert!(open.reserve(&honest), "told to return after {told:?}");
+    assert_eq!(trickling.iter().map(|writer| open.len(writer)).sum::<usize>(), 3, "no more than was needed");
 }
 
 #[tokio::test(start_paused = true)]
@@ -383,7 +421,7 @@ async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
     let returns_at = now() + told;
     while now() < returns_at {
         sleep(Duration::from_millis(100)).await;
-        greedy.iter().for_each(|writer| writer.record_received(1));
+        greedy.iter().for_each(|writer| writer.record_received(PROGRESS));
     }
     assert!(!open.reserve(&more), "its own tenant is above its share");
     assert!(open.reserve(&modest) && open.reserve(&modest));
@@ -391,12 +429,12 @@ async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
     assert_eq!(greedy.iter().map(|writer| open.len(writer)).sum::<usize>(), 2);
 }
 
-/// Sends a byte of each connection every 100 ms until `callers` were told to return.
-async fn trickle_for(time: Duration, senders: &[Arc<Account>]) {
+/// Makes progress on each connection every 100 ms.
+async fn progress_for(time: Duration, senders: &[Arc<Account>]) {
     let end = now() + time;
     while now() < end {
         sleep(Duration::from_millis(100)).await;
-        senders.iter().for_each(|sender| sender.record_received(1));
+        senders.iter().for_each(|sender| sender.record_received(PROGRESS));
     }
 }
 
@@ -422,7 +460,7 @@ async fn seventeenth_tenant_gets_its_share_of_the_room_that_sixteen_hold() {
     let next = account(&budget, "17");
     assert!(!reserve(&next));
     let told = next.wait_in_line(3 * MIB, MIB).retry_after;
-    trickle_for(told, &sixteen).await;
+    progress_for(told, &sixteen).await;
     let got = (0..9).take_while(|_| reserve(&next)).count();
     assert_eq!(got, 3, "a seventeenth of 64 MiB is 3.8 pages");
 }
@@ -446,6 +484,19 @@ async fn peer_with_many_tenants_takes_no_share_of_another_peer() {
     assert_eq!((share(&honest), share(&many[0])), (2 * PAGE, PAGE / 2));
     drop((many, open));
     assert_eq!(share(&honest), 4 * PAGE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn second_place_of_a_tenant_comes_after_the_first_places_of_others() {
+    let mut tenants = TenantTable::default();
+    let (many, single) = (tenants.join(Peer::Local, "many"), tenants.join(Peer::Local, "single"));
+    let mut line = Line::default();
+    for (connection, tenant) in [(0, many), (1, many), (2, single)] {
+        line.enter(connection, tenant, PAGE, now());
+    }
+    // Both tenants are far below their shares.
+    let ahead_of = |connection, tenant| line.ahead((connection, tenant), &tenants, 100 * PAGE, now()).of_all / PAGE;
+    assert_eq!((ahead_of(0, many), ahead_of(2, single), ahead_of(1, many)), (0, 1, 2));
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,7 +10,10 @@ use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Silence after which a writer may lose its reservations, if others want the room.
+/// Bytes that count as progress of a writer, within [`SILENT_AFTER`]. Half the rate of the slowest
+/// link that a request may count on (64 KB/s). Otherwise a byte now and then would keep a page.
+pub(super) const PROGRESS_BYTES: u64 = 32 << 10;
+/// Time without progress after which a writer may lose its reservations, if others want the room.
 pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// Time for which memory of an aborted put stays exposed to its writer's RDMA device, if others
 /// want the room. A client ends a write within 5 s (the deadline of
@@ -42,6 +45,10 @@ const MEAN_AGE_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct WriterProgress {
     last_byte: Instant,
+    /// Last time at which [`PROGRESS_BYTES`] more had arrived.
+    last_progress: Instant,
+    /// Bytes received since then.
+    since_progress: u64,
     /// Bytes received for puts that are still open, at most the bytes reserved.
     unsealed: u64,
     window_start: Instant,
@@ -52,12 +59,22 @@ pub(super) struct WriterProgress {
 
 impl WriterProgress {
     pub(super) fn new(now: Instant) -> WriterProgress {
-        WriterProgress { last_byte: now, unsealed: 0, window_start: now, window_bytes: 0, rate: None }
+        WriterProgress {
+            last_byte: now,
+            last_progress: now,
+            since_progress: 0,
+            unsealed: 0,
+            window_start: now,
+            window_bytes: 0,
+            rate: None,
+        }
     }
 
     /// Records a reservation. The first one begins a new measurement.
     pub(super) fn begin(&mut self, is_first: bool, now: Instant) {
         self.last_byte = now;
+        self.last_progress = now;
+        self.since_progress = 0;
         if is_first {
             self.unsealed = 0;
             self.window_start = now;
@@ -67,6 +84,11 @@ impl WriterProgress {
 
     pub(super) fn record(&mut self, bytes: u64, now: Instant) {
         self.last_byte = now;
+        self.since_progress += bytes;
+        if self.since_progress >= PROGRESS_BYTES {
+            self.last_progress = now;
+            self.since_progress = 0;
+        }
         self.unsealed += bytes;
         self.window_bytes += bytes;
         let elapsed = now.saturating_duration_since(self.window_start);
@@ -82,8 +104,9 @@ impl WriterProgress {
         self.unsealed -= self.unsealed.min(bytes);
     }
 
+    /// Time without progress.
     fn silence(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(self.last_byte)
+        now.saturating_duration_since(self.last_progress)
     }
 
     fn bytes_per_second(&self) -> Option<u64> {
@@ -101,10 +124,12 @@ impl WriterProgress {
             return ExpectedEnd::At((SILENT_AFTER + EXPOSED_MAX).saturating_sub(silence));
         }
         let silent = ExpectedEnd::At(SILENT_AFTER - silence);
-        if silence >= QUIET_AFTER {
+        if now.saturating_duration_since(self.last_byte) >= QUIET_AFTER {
             return silent;
         }
         match (self.bytes_per_second(), put_time) {
+            // It will lose its room.
+            (Some(rate), _) if rate < PROGRESS_BYTES => silent,
             (Some(rate), _) => {
                 let left = used - self.unsealed.min(used);
                 let end = Duration::from_secs_f64(left as f64 / rate as f64);
@@ -212,7 +237,7 @@ impl Forecast {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LosingWriter {
     pub(crate) connection: u64,
-    /// True if it sent nothing for [`SILENT_AFTER`]. Otherwise its tenant is above its share.
+    /// True if it made no progress for [`SILENT_AFTER`]. Otherwise its tenant is above its share.
     pub(crate) is_silent: bool,
 }
 
