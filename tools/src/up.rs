@@ -3,7 +3,7 @@
 //! The parts talk to each other exactly as they would across machines: over the data port and HTTP,
 //! by URL.
 
-use crate::http_args::HttpArgs;
+use crate::http_args::{ApiArgs, HttpArgs};
 use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::tiers::TierArgs;
@@ -47,6 +47,9 @@ pub struct Args {
     model: Option<PathBuf>,
     #[command(flatten)]
     load: ModelArgs,
+    /// Model name that clients use. Default: the name of the folder
+    #[arg(long, value_name = "NAME")]
+    model_name: Option<String>,
     /// Number of store nodes
     #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
@@ -64,6 +67,8 @@ pub struct Args {
     /// Tokens per page
     #[arg(long, default_value_t = 32, value_name = "TOKENS")]
     page_tokens: u32,
+    #[command(flatten)]
+    api: ApiArgs,
     #[command(flatten)]
     http: HttpArgs,
 }
@@ -135,6 +140,8 @@ impl LocalCluster {
             let mut options = EngineOptions::new(role, folder, store.clone());
             options.preloaded = Some(preloaded.clone());
             options.page_tokens = args.page_tokens;
+            options.model_name = args.model_name.clone();
+            options.request_timeout = args.api.request_timeout();
             options.l1_bytes = args.l1.as_u64() as usize;
             args.http.apply_common(&mut options.http);
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
@@ -143,6 +150,7 @@ impl LocalCluster {
         let mut options = RouterOptions::new(store);
         options.listen = args.listen;
         options.admin_listen = args.admin_listen;
+        args.api.apply(&mut options);
         args.http.apply(&mut options.http);
         args.http.apply_common(&mut options.admin_http);
         let router = Router::start(options).await.context("the router cannot start")?;
