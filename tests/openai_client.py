@@ -221,6 +221,25 @@ def check_errors(client, model):
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text
 
 
+def check_monitors(client, model):
+    plain = httpx.Client(trust_env=False, timeout=PATIENCE, base_url=str(client.base_url).removesuffix("v1/"))
+    for path in ("health", "ready", "metrics"):
+        assert plain.get(path).status_code == 200, path
+    assert "# TYPE larder_router_requests_total counter" in plain.get("metrics").text
+    ids = plain.post("tokenize", json={"prompt": SENTENCE}).json()
+    assert ids["count"] == len(ids["tokens"]) > 10, ids
+    assert SENTENCE in plain.post("detokenize", json={"tokens": ids["tokens"]}).json()["text"]
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    native = plain.post("generate", json={"text": SENTENCE, "sampling_params": params}).json()
+    assert native["text"] == client.completions.create(model=model, prompt=SENTENCE, **GREEDY).choices[0].text
+    assert len(native["output_ids"]) == native["meta_info"]["completion_tokens"] == 12, native
+    prompt = fresh_prompt()
+    client.completions.create(model=model, prompt=prompt, **GREEDY)
+    assert plain.post("flush_cache").status_code == 200
+    again = client.completions.create(model=model, prompt=prompt, **GREEDY)
+    assert again.sglext["cached_tokens_details"]["device"] == 0, again
+
+
 def check_request_ids(client, model):
     given = client.completions.with_raw_response.create(
         model=model, prompt="a", max_tokens=1, extra_headers={"x-request-id": "check-1"}
@@ -270,6 +289,7 @@ CHECKS = [
     check_penalties,
     check_stop,
     check_errors,
+    check_monitors,
     check_request_ids,
     check_leaving_early,
     check_many_at_once,

@@ -3,7 +3,37 @@
 use bytesize::ByteSize;
 use clap::Args;
 use larder_http::HttpOptions;
+use larder_router::RouterOptions;
+use larder_router::openai::tool_parser::ToolFormat;
 use std::time::Duration;
+
+/// Options of the OpenAI API.
+#[derive(Debug, Args)]
+pub struct ApiArgs {
+    /// Maximum duration of a request, in seconds
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    request_timeout: u64,
+    /// Origin of web pages that may read answers of the OpenAI API, such as `http://app.example`,
+    /// or `*` for all. Metrics and caches are never open to pages
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<String>,
+    /// Format of calls of tools in answers: hermes (also Qwen), llama3 or mistral. Default: that of
+    /// the model's chat template
+    #[arg(long, value_name = "FORMAT")]
+    tool_parser: Option<ToolFormat>,
+}
+
+impl ApiArgs {
+    pub fn apply(&self, options: &mut RouterOptions) {
+        options.request_timeout = self.request_timeout();
+        options.cors_origins = self.cors_origin.clone();
+        options.tool_parser = self.tool_parser;
+    }
+
+    pub fn request_timeout(&self) -> Duration {
+        Duration::from_secs(self.request_timeout)
+    }
+}
 
 #[derive(Debug, Args)]
 pub struct HttpArgs {
@@ -37,7 +67,7 @@ pub struct HttpArgs {
     http_body_memory: ByteSize,
     /// Host name under which the ports of engines and of operators may be reached, besides IP
     /// addresses, `localhost` and the name in --advertise. Web pages could misuse other names. The
-    /// OpenAI API accepts every name
+    /// OpenAI API accepts every name, except for metrics and caches
     #[arg(long, value_name = "NAME")]
     allowed_host: Vec<String>,
 }

@@ -1,6 +1,6 @@
 //! Commands that run one process of an installation: a store node, an engine or a router.
 
-use crate::http_args::HttpArgs;
+use crate::http_args::{ApiArgs, HttpArgs};
 use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::signals;
@@ -130,9 +130,8 @@ pub struct RouterArgs {
     /// computed by the decode engine
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]
     prefill_min_tokens: u32,
-    /// Maximum duration of a request, in seconds
-    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
-    request_timeout: u64,
+    #[command(flatten)]
+    api: ApiArgs,
     #[command(flatten)]
     http: HttpArgs,
 }
@@ -229,7 +228,7 @@ pub async fn router(args: RouterArgs) -> Result<()> {
     options.listen = args.listen;
     options.admin_listen = args.admin_listen;
     options.prefill_min_tokens = args.prefill_min_tokens;
-    options.request_timeout = Duration::from_secs(args.request_timeout);
+    args.api.apply(&mut options);
     args.http.apply(&mut options.http);
     args.http.apply_common(&mut options.admin_http);
     let router = Router::start(options).await.context("the router cannot start")?;

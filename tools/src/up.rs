@@ -3,7 +3,7 @@
 //! The parts talk to each other exactly as they would across machines: over the data port and HTTP,
 //! by URL.
 
-use crate::http_args::HttpArgs;
+use crate::http_args::{ApiArgs, HttpArgs};
 use crate::model_args::ModelArgs;
 use crate::output::say;
 use crate::sizes::{ModelShape, Sizes};
@@ -46,6 +46,9 @@ pub struct Args {
     model: Option<PathBuf>,
     #[command(flatten)]
     load: ModelArgs,
+    /// Model name that clients use. Default: the name of the folder
+    #[arg(long, value_name = "NAME")]
+    model_name: Option<String>,
     /// Number of store nodes
     #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
@@ -58,6 +61,8 @@ pub struct Args {
     l3_bytes: ByteSize,
     #[command(flatten)]
     tiers: TierArgs,
+    #[command(flatten)]
+    api: ApiArgs,
     #[command(flatten)]
     http: HttpArgs,
 }
@@ -137,6 +142,8 @@ impl LocalCluster {
             options.preloaded = Some(model.preloaded.clone());
             options.page_tokens = model.shape.page_tokens;
             options.l1_bytes = model.sizes.l1 as usize;
+            options.model_name = args.model_name.clone();
+            options.request_timeout = args.api.request_timeout();
             args.http.apply_common(&mut options.http);
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
             self.engines.push(engine);
@@ -144,6 +151,7 @@ impl LocalCluster {
         let mut options = RouterOptions::new(store);
         options.listen = args.listen;
         options.admin_listen = args.admin_listen;
+        args.api.apply(&mut options);
         args.http.apply(&mut options.http);
         args.http.apply_common(&mut options.admin_http);
         let router = Router::start(options).await.context("the router cannot start")?;

@@ -13,8 +13,8 @@ use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use larder_worker::api::{
     ApiError, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode, ForgetRequest, ForgetResponse,
-    HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FORGET, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
-    PrefillRequest, PrefillResponse,
+    HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FLUSH, PATH_FORGET, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL,
+    PATH_STATE, PrefillRequest, PrefillResponse,
 };
 use reqwest::header::CONTENT_TYPE;
 use serde::de::DeserializeOwned;
@@ -171,6 +171,21 @@ impl EngineClient {
             // An empty body in its place could be read as another request.
             let body = body.as_ref().cloned().map_err(|error| CallError::unsent(&engine.name, error));
             async move { self.json(&engine.name, post.body(body?), deadline).await }
+        });
+        join_all(calls).await
+    }
+
+    /// Has all `engines` drop the cached pages of L1, at the same time. Returns the answers in the
+    /// order of the engines.
+    pub async fn flush_all(
+        &self,
+        engines: &[Arc<RemoteEngine>],
+        deadline: Instant,
+    ) -> Vec<Result<ForgetResponse, CallError>> {
+        let calls = engines.iter().map(|engine| {
+            // Without a body it would need no content type, which engines expect of every POST.
+            let post = self.http.post(url(engine, PATH_FLUSH)).header(CONTENT_TYPE, "application/json").body("{}");
+            self.json(&engine.name, post, deadline)
         });
         join_all(calls).await
     }

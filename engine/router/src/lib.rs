@@ -202,11 +202,12 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Router
 }
 
 impl RouterState {
-    /// Server of the OpenAI API. Browsers on any page may use it.
+    /// Server of the OpenAI API. Browsers on any page may use it, but not the paths of operators.
     fn api_server(&self) -> HttpServer {
         let options = HttpOptions { body_bytes_max: self.options.body_bytes_max, ..self.options.http.clone() };
+        let hosts = AllowedHosts::new(options.allowed_hosts.clone()).only_for(&openai::OPERATOR_PATHS);
         let metrics = self.metrics.http().clone();
-        HttpServer { name: "api", options, allowed_hosts: None, metrics, render: openai::errors::refusal }
+        HttpServer { name: "api", options, allowed_hosts: Some(hosts), metrics, render: openai::errors::refusal }
     }
 
     fn admin_server(&self) -> HttpServer {

@@ -95,9 +95,9 @@ pub struct Counters {
 
 impl Default for Metrics {
     fn default() -> Self {
-        // Buckets from 1 ms to 131 s: from a cached one-token answer to the default request
-        // timeout.
-        let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 18));
+        // Buckets from 1 ms to 17 minutes: from a cached one-token answer to more than the default
+        // request timeout.
+        let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 21));
         let mut metrics = Self {
             requests: Family::default(),
             ttft_seconds: seconds(),
@@ -233,6 +233,29 @@ impl Metrics {
     }
 }
 
+/// Converts metrics from OpenMetrics text to Prometheus' older form: the names of counters have
+/// their suffix in the comments too, and there are no units and no end mark.
+pub(crate) fn prometheus_text(openmetrics: &str) -> String {
+    let mut counters = std::collections::BTreeSet::new();
+    for line in openmetrics.lines() {
+        if let Some(name) = line.strip_prefix("# TYPE ").and_then(|rest| rest.strip_suffix(" counter")) {
+            counters.insert(name);
+        }
+    }
+    let mut text = String::with_capacity(openmetrics.len());
+    for line in openmetrics.lines().filter(|line| !line.starts_with("# UNIT ") && *line != "# EOF") {
+        let comment = ["# HELP ", "# TYPE "].into_iter().find_map(|kind| Some((kind, line.strip_prefix(kind)?)));
+        match comment.and_then(|(kind, rest)| Some((kind, rest.split_once(' ')?))) {
+            Some((kind, (name, rest))) if counters.contains(name) => {
+                text.extend([kind, name, "_total ", rest]);
+            }
+            _ => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    text
+}
+
 /// Returns a registry with all metrics of a router at zero, for generated documentation.
 ///
 /// Labelled metrics have one sample each: an exporter leaves out a family without samples.
@@ -292,6 +315,15 @@ impl Drop for RequestRecord {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn older_form_names_counters_by_their_samples() {
+        let text = "# HELP a Things.\n# TYPE a counter\na_total{x=\"1\"} 2\n# HELP b_seconds Time.\n\
+                    # TYPE b_seconds histogram\n# UNIT b_seconds seconds\nb_seconds_sum 1.0\n# EOF\n";
+        let expected = "# HELP a_total Things.\n# TYPE a_total counter\na_total{x=\"1\"} 2\n# HELP b_seconds Time.\n\
+                        # TYPE b_seconds histogram\nb_seconds_sum 1.0\n";
+        assert_eq!(prometheus_text(text), expected);
+    }
 
     #[test]
     fn dropped_record_counts_as_a_client_disconnect() {

@@ -1,5 +1,6 @@
 //! Settings of a router. The comments of the fields are the manual.
 
+use crate::openai::tool_parser::ToolFormat;
 use crate::templates::WorkerCommand;
 use larder_client::StoreUrl;
 use larder_http::HttpOptions;
@@ -23,7 +24,12 @@ pub struct RouterOptions {
     /// Minimum number of uncached prompt tokens in whole pages for which the router uses a prefill
     /// engine. Below it the decode engine computes them itself. Default 64, minimum 1.
     pub prefill_min_tokens: u32,
-    /// Maximum time of a request, from the end of its body to its last token. Default 120 s,
+    /// Format of the calls of tools in answers. Default: that of the model's chat template.
+    pub tool_parser: Option<ToolFormat>,
+    /// Origins of web pages that may read answers of the OpenAI API, such as `http://a.example`, or
+    /// `*` for all. The paths of operators are never open to pages. Default: none.
+    pub cors_origins: Vec<String>,
+    /// Maximum time of a request, from the end of its body to its last token. Default 600 s,
     /// minimum 100 ms.
     pub request_timeout: Duration,
     /// Maximum number of answers in progress. A request counts once for each of its choices. The
@@ -68,7 +74,9 @@ impl RouterOptions {
             http: HttpOptions { connections_max: 2048, ..HttpOptions::default() },
             admin_http: HttpOptions { connections_max: 128, body_bytes_max: 16 << 20, ..HttpOptions::default() },
             prefill_min_tokens: 64,
-            request_timeout: Duration::from_secs(120),
+            tool_parser: None,
+            cors_origins: Vec::new(),
+            request_timeout: Duration::from_secs(600),
             max_inflight: 1024,
             poll_interval: Duration::from_millis(250),
             lookup_timeout: Duration::from_millis(50),
@@ -92,6 +100,14 @@ impl RouterOptions {
             if value < least {
                 return wrong(option, format!("is {value}, must be at least {least}"));
             }
+        }
+        let is_origin = |origin: &String| {
+            origin == "*"
+                || (origin.contains("://") && !origin.ends_with('/') && origin.bytes().all(|b| b.is_ascii_graphic()))
+        };
+        if let Some(origin) = self.cors_origins.iter().find(|origin| !is_origin(origin)) {
+            let requirement = "must be * or SCHEME://HOST[:PORT], without a path";
+            return wrong("cors_origin", format!("is '{origin}', {requirement}"));
         }
         for http in [&self.http, &self.admin_http] {
             http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
@@ -123,7 +139,8 @@ mod tests {
         let options = || RouterOptions::new("larder://127.0.0.1:1".parse().unwrap());
         assert_eq!(options().validate(), Ok(()));
         type Break = (&'static str, fn(&mut RouterOptions));
-        let breakers: [Break; 5] = [
+        let breakers: [Break; 6] = [
+            ("cors_origin", |o| o.cors_origins = vec!["http://a.example/".into()]),
             ("prefill_min_tokens", |o| o.prefill_min_tokens = 0),
             ("max_inflight", |o| o.max_inflight = usize::MAX),
             ("body_bytes_max", |o| o.body_bytes_max = 10),

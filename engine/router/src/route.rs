@@ -378,24 +378,30 @@ impl PromptPlan {
         }
     }
 
-    /// Number of prompt tokens whose KV came from a cache. With `may_wait` it waits up to
+    /// Prompt tokens whose KV came from a cache. With `may_wait` it waits up to
     /// [`USAGE_WAIT`] for the prefill engine's report. Without a report it uses the result of the
     /// lookup.
-    async fn cached_tokens(&self, start: &DecodeStart, may_wait: bool) -> u32 {
+    async fn cached_tokens(&self, start: &DecodeStart, may_wait: bool) -> CachedTokens {
         let pages = match &self.prefill {
-            None => sum([start.pages_l1, start.pages_l2, start.pages_l3]),
+            None => [start.pages_l1, start.pages_l2, start.pages_l3],
             Some(task) => {
                 let answer = if may_wait {
                     tokio::time::timeout(USAGE_WAIT, task.clone()).await.ok().flatten()
                 } else {
                     task.clone().now_or_never().flatten()
                 };
-                let pages = answer.map_or(self.cached_pages as u32, |a| sum([a.pages_l1, a.pages_l2, a.pages_l3]));
+                let pages = answer.map_or([0, self.cached_pages as u32, 0], |a| [a.pages_l1, a.pages_l2, a.pages_l3]);
                 // The decode engine's own L1 may have held more than the prefill engine found.
-                pages.max(start.pages_l1)
+                if start.pages_l1 > sum(pages) { [start.pages_l1, 0, 0] } else { pages }
             }
         };
-        pages.saturating_mul(self.model.page_tokens as u32).min(self.prompt_tokens())
+        let mut room = self.prompt_tokens();
+        let [device, host, storage] = pages.map(|pages| {
+            let tokens = pages.saturating_mul(self.model.page_tokens as u32).min(room);
+            room -= tokens;
+            tokens
+        });
+        CachedTokens { device, host, storage }
     }
 
     /// Room for the texts of answers.
@@ -413,6 +419,23 @@ impl PromptPlan {
 
     pub fn prompt_tokens(&self) -> u32 {
         self.prompt.tokens.len() as u32
+    }
+}
+
+/// Tokens of a prompt that were not computed, by their source.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CachedTokens {
+    /// L1, the memory of an engine.
+    pub device: u32,
+    /// L2, the DRAM of store nodes.
+    pub host: u32,
+    /// L3, their NVMe.
+    pub storage: u32,
+}
+
+impl CachedTokens {
+    pub fn total(&self) -> u32 {
+        sum([self.device, self.host, self.storage])
     }
 }
 

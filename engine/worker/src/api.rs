@@ -16,6 +16,8 @@ pub const PATH_PREFILL: &str = "/v1/prefill";
 pub const PATH_DECODE: &str = "/v1/decode";
 /// POST [`ForgetRequest`]: [`ForgetResponse`].
 pub const PATH_FORGET: &str = "/v1/forget";
+/// POST: drops all cached pages of L1 that no request uses. [`ForgetResponse`].
+pub const PATH_FLUSH: &str = "/v1/flush";
 pub const PATH_MODEL: &str = "/v1/model";
 /// Prefix of the tokenizer files. GET `<prefix>/<file name>`.
 pub const PATH_MODEL_FILES: &str = "/v1/model/files";

@@ -10,7 +10,7 @@
 use crate::api::{
     self, ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo,
     EngineState, ErrorCode, FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE,
-    PATH_FORGET, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
+    PATH_FLUSH, PATH_FORGET, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
     PROMPT_EVENT_TOKENS, PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX,
     SamplingParams,
 };
@@ -41,6 +41,9 @@ use tokio_util::sync::CancellationToken;
 
 /// Maximum number of stream events beside the tokens: start, and end or error, with one to spare.
 const NON_TOKEN_EVENTS_MAX: usize = 3;
+
+/// Maximum time until the scheduler has flushed L1. A step of long prompts takes seconds.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Slack beyond a request's deadline before the handler abandons it. The scheduler enforces the
 /// deadline, so only a stuck scheduler makes this expire.
@@ -82,6 +85,7 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .route(PATH_PREFILL, post(prefill))
         .route(PATH_DECODE, post(decode))
         .route(PATH_FORGET, post(forget))
+        .route(PATH_FLUSH, post(flush))
         .route(PATH_MODEL, get(model))
         .route(&format!("{PATH_MODEL_FILES}/{{name}}"), get(model_file))
         .route(PATH_STATE, get(state))
@@ -198,6 +202,19 @@ async fn forget(
         let message = "the engine is computing or a put of the pages is in flight; repeat the request";
         Err(ApiError::new(ErrorCode::Deadline, message))
     })
+}
+
+async fn flush(State(app): State<Arc<AppState>>) -> Result<Json<ForgetResponse>, ApiError> {
+    let deadline = tokio::time::Instant::now() + FLUSH_TIMEOUT;
+    let flushing = async {
+        let (reply, dropped) = oneshot::channel();
+        app.sender.send_async(SchedulerEvent::Flush { reply }).await.map_err(|_| engine_stopped())?;
+        let pages = dropped.await.map_err(|_| engine_stopped())?;
+        Ok(Json(ForgetResponse { pages: pages as u32 }))
+    };
+    tokio::time::timeout_at(deadline, flushing)
+        .await
+        .unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Deadline, "the engine is computing; repeat the request")))
 }
 
 async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {

@@ -71,6 +71,10 @@ pub(crate) enum SchedulerEvent {
         hold: Duration,
         reply: oneshot::Sender<Option<usize>>,
     },
+    /// Drops all cached pages of L1 that no request uses. The reply is their number.
+    Flush {
+        reply: oneshot::Sender<usize>,
+    },
     /// Asks for up to `count` cached pages in the order of their keys, after `last`.
     Scrub {
         last: Option<PageKey>,
@@ -202,6 +206,7 @@ impl Scheduler {
             SchedulerEvent::Loaded { id, load, loaded } => self.finish_load(id, load, loaded),
             // A failed reply means that the caller has left.
             SchedulerEvent::Forget { keys, hold, reply } => drop(reply.send(self.forget(&keys, hold))),
+            SchedulerEvent::Flush { reply } => drop(reply.send(self.radix.evict(usize::MAX))),
             SchedulerEvent::Scrub { last, count, reply } => drop(reply.send(self.radix.pages_after(last, count))),
             SchedulerEvent::Damaged(key) => self.discard_damaged(&key),
             SchedulerEvent::Republish { page, content, attempts, reply } => {

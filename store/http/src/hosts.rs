@@ -12,18 +12,28 @@ use std::net::IpAddr;
 
 /// Names under which clients may reach a server, besides IP addresses and `localhost`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct AllowedHosts(Vec<String>);
+pub struct AllowedHosts {
+    names: Vec<String>,
+    /// Paths to check. `None` checks all.
+    paths: Option<&'static [&'static str]>,
+}
 
 impl AllowedHosts {
     /// Takes host names without ports.
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
-        Self(names.into_iter().map(|name| name.to_ascii_lowercase()).collect())
+        Self { names: names.into_iter().map(|name| name.to_ascii_lowercase()).collect(), paths: None }
+    }
+
+    /// Checks requests of these paths only. Web pages may use all others.
+    pub fn only_for(mut self, paths: &'static [&'static str]) -> Self {
+        self.paths = Some(paths);
+        self
     }
 
     /// Adds the host of `url`, if it has one.
     pub fn with_url(mut self, url: &str) -> Self {
         let uri: Option<axum::http::Uri> = url.parse().ok();
-        self.0.extend(uri.and_then(|uri| uri.host().map(str::to_ascii_lowercase)));
+        self.names.extend(uri.and_then(|uri| uri.host().map(str::to_ascii_lowercase)));
         self
     }
 
@@ -31,12 +41,15 @@ impl AllowedHosts {
         // A literal address cannot be rebound: the browser connects to it and to nothing else.
         let literal = host.trim_start_matches('[').trim_end_matches(']');
         let host = host.trim_end_matches('.').to_ascii_lowercase();
-        literal.parse::<IpAddr>().is_ok() || host == "localhost" || self.0.contains(&host)
+        literal.parse::<IpAddr>().is_ok() || host == "localhost" || self.names.contains(&host)
     }
 
     /// Refuses a request to a foreign name, a request of a foreign web page, and a body that is
     /// not JSON. Programs without a `Host` or an `Origin` are no browsers.
     pub(crate) fn check(&self, request: &Parts, has_body: bool) -> Result<(), Refusal> {
+        if self.paths.is_some_and(|paths| !paths.contains(&request.uri.path())) {
+            return Ok(());
+        }
         let host = authority(request)?;
         if let Some(host) = &host
             && !self.contains(host.host())
@@ -114,6 +127,17 @@ mod tests {
         assert_eq!(status("GET", &[]), 200);
         assert_eq!(status("GET", &[("host", "127.0.0.1"), ("host", "evil.example")]), 400);
         assert_eq!(status("GET", &[("host", "a b")]), 400);
+    }
+
+    #[test]
+    fn other_paths_are_open_to_web_pages() {
+        let allowed = AllowedHosts::new([]).only_for(&["/status"]);
+        let check = |path: &str| {
+            let request = Request::builder().uri(path).header("host", "evil.example");
+            allowed.check(&request.body(()).unwrap().into_parts().0, false)
+        };
+        assert!(check("/other").is_ok() && check("/status/").is_ok());
+        assert_eq!(check("/status?x").unwrap_err().status, StatusCode::MISDIRECTED_REQUEST);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::openai::check_length;
 use crate::openai::fields::Fields;
 use crate::openai::messages::take_messages;
 use axum::extract::State;
-use axum::http::{Method, StatusCode, Uri, header::CONTENT_TYPE};
+use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -40,7 +40,7 @@ const PIN_SECONDS_MAX: u64 = 30 * 24 * 3600;
 pub(crate) fn routes(router: Arc<RouterState>) -> Router {
     Router::new()
         .route(PATH_HEALTH, get(|| async { "ok\n" }))
-        .route(PATH_METRICS, get(metrics))
+        .route(PATH_METRICS, get(crate::openai::metrics))
         .route(PATH_STATUS, get(status))
         .route(PATH_INSPECT, post(inspect))
         .route(PATH_WARM, post(warm))
@@ -63,15 +63,6 @@ async fn no_route(State(router): State<Arc<RouterState>>, uri: Uri) -> AdminErro
 async fn no_method(method: Method, uri: Uri) -> AdminError {
     let message = format!("{} does not accept {method}", uri.path());
     AdminError::new(StatusCode::METHOD_NOT_ALLOWED, "bad_request", message)
-}
-
-async fn metrics(State(router): State<Arc<RouterState>>) -> Response {
-    match router.metrics.text(&router.engines) {
-        Ok(text) => {
-            ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
-        }
-        Err(error) => AdminError::internal("encode its metrics", error).into_response(),
-    }
 }
 
 async fn status(State(router): State<Arc<RouterState>>) -> Json<StatusResponse> {

@@ -7,6 +7,7 @@ use super::RequestContext;
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
 use super::prepare::{self, tokens_to_generate};
+use super::tools::ToolRules;
 use super::types::{CommonParams, StreamOptions};
 use super::usage::UsageTotals;
 use super::whole::{AnswerCharge, FinishedChoice};
@@ -29,6 +30,8 @@ const STARTS_MAX: usize = 64;
 pub(crate) enum Endpoint {
     Completion,
     Chat,
+    /// SGLang's own API.
+    Native,
 }
 
 impl Endpoint {
@@ -36,6 +39,7 @@ impl Endpoint {
         match self {
             Endpoint::Completion => "cmpl",
             Endpoint::Chat => "chatcmpl",
+            Endpoint::Native => "gen",
         }
     }
 
@@ -43,6 +47,7 @@ impl Endpoint {
         match self {
             Endpoint::Completion => "prompt",
             Endpoint::Chat => "messages",
+            Endpoint::Native => "text",
         }
     }
 }
@@ -54,6 +59,7 @@ pub(crate) struct AnswerJob {
     pub(crate) common: CommonParams,
     pub(crate) prompts: Vec<Prompt>,
     pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) tools: Option<ToolRules>,
 }
 
 #[derive(Debug, Clone)]
@@ -66,6 +72,10 @@ pub(crate) struct ResponseMeta {
     pub(crate) fingerprint: String,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) has_logprobs: bool,
+    /// [`Endpoint::Native`]: the answer is a list.
+    pub(crate) is_list: bool,
+    /// Rules for calls of tools. `None` if the request has no tools.
+    pub(crate) tools: Option<ToolRules>,
 }
 
 /// Choice in progress, with everything needed to repeat it on another engine.
@@ -98,7 +108,7 @@ pub(crate) struct StartedAnswer {
 /// Sends all choices to engines and waits for their first tokens. The first failure cancels the
 /// other choices.
 pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
-    let AnswerJob { request, endpoint, model, common, prompts, permit } = job;
+    let AnswerJob { request, endpoint, model, common, prompts, permit, tools } = job;
     let context = prepare::context(&request, &model)?;
     let mut limits = Vec::with_capacity(prompts.len());
     for prompt in &prompts {
@@ -119,6 +129,8 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         fingerprint: model.fingerprint(),
         tokenizer: model.tokenizer.clone(),
         has_logprobs: common.logprobs.is_some(),
+        is_list: false,
+        tools,
     };
     let prompt_tokens = lengths.iter().map(|&length| length as u32).collect();
     let jobs = prompts.into_iter().zip(limits).zip(charges?).enumerate();
@@ -195,6 +207,10 @@ impl Choice {
         Ok(Choice { index, generation, plan, _charge: charge, sampling, tried, is_empty })
     }
 
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        self.plan.prompt_tokens()
+    }
+
     /// Text before the answer: the prompt, if the request asks for it.
     pub(crate) fn echo(&self) -> Option<&str> {
         self.plan.echo()
@@ -258,6 +274,7 @@ impl Choice {
                     let cached_tokens = self.generation.cached_tokens(true).await;
                     return Ok(FinishedChoice {
                         index: self.index,
+                        prompt_tokens: self.plan.prompt_tokens(),
                         text,
                         tokens,
                         charge,
@@ -279,6 +296,16 @@ impl ResponseMeta {
         let files = [("tokenizer.json".to_string(), json.to_string().into_bytes())];
         let tokenizer = Arc::new(Tokenizer::from_files(&files.into()).unwrap());
         let (id, model, fingerprint) = ("id-1".into(), "m".into(), "fp_1".into());
-        Self { endpoint, id, created: 7, model, fingerprint, tokenizer, has_logprobs: false }
+        Self {
+            endpoint,
+            id,
+            created: 7,
+            model,
+            fingerprint,
+            tokenizer,
+            has_logprobs: false,
+            is_list: false,
+            tools: None,
+        }
     }
 }

@@ -4,6 +4,8 @@ use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
 use super::prepare::{self, PromptRules};
 use super::prompt::PromptInput;
+use super::tool_parser::ToolFormat;
+use super::tools::{ToolRequest, ToolRules};
 use super::types::ChatRequest;
 use super::{RequestContext, RequestId, counted, stream, whole};
 use crate::RouterState;
@@ -39,8 +41,12 @@ async fn serve(
     body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let ChatRequest { common, messages, render } = request.parse(body, ChatRequest::parse).await?;
+    let ChatRequest { mut common, messages, render, tools } = request.parse(body, ChatRequest::parse).await?;
     let model = prepare::find_model(&request, &common.model).await?;
+    let tools = tools.map(|tools| tool_rules(&request, &model, &tools)).transpose()?;
+    if tools.is_some_and(|rules| rules.format.uses_special_tokens()) {
+        common.sampling.rest.skip_special_tokens = false;
+    }
     let permit = prepare::admit(&request, common.n as usize)?;
     let context = prepare::context(&request, &model)?;
     let rendered = text(&request.router, &model, messages, render, context, request.deadline).await?;
@@ -50,11 +56,27 @@ async fn serve(
     let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
     let is_stream = common.stream;
     let started =
-        answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit }).await?;
+        answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit, tools }).await?;
     if let Some(record) = record {
         record.first_token();
     }
     if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
+}
+
+/// Format of the model's calls of tools. Fails if the model has none that this server knows.
+fn tool_rules(request: &RequestContext, model: &ServedModel, tools: &ToolRequest) -> Result<ToolRules, ApiError> {
+    let of_template = || ToolFormat::of_template(&model.tokenizer.chat_template()?.source);
+    match request.router.options.tool_parser.or_else(of_template) {
+        Some(format) => Ok(ToolRules { format, is_parallel: tools.is_parallel }),
+        None => {
+            let message = format!(
+                "the chat template of '{}' has no format of tool calls that this server knows; its operator can name \
+                 one with --tool-parser",
+                model.name
+            );
+            Err(ApiError::field("tools", message).code("unsupported_value"))
+        }
+    }
 }
 
 /// Renders a conversation with the model's chat template, to a text that can fit `context` tokens.

@@ -39,8 +39,16 @@ async fn serve(
     let rules = PromptRules::new(Endpoint::Completion, context, &common);
     let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;
     let is_stream = common.stream;
-    let started =
-        answer::begin(AnswerJob { request, endpoint: Endpoint::Completion, model, common, prompts, permit }).await?;
+    let started = answer::begin(AnswerJob {
+        request,
+        endpoint: Endpoint::Completion,
+        model,
+        common,
+        prompts,
+        permit,
+        tools: None,
+    })
+    .await?;
     if let Some(record) = record {
         record.first_token();
     }

@@ -21,7 +21,7 @@ const HARMLESS_BYTES_MAX: usize = 4 << 10;
 
 /// Fields of a JSON object, taken one by one. Parsing a whole struct at once could not tell the
 /// client which field is wrong.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Fields<'a>(BTreeMap<String, &'a RawValue>);
 
 impl<'a> Fields<'a> {
@@ -68,6 +68,11 @@ impl<'a> Fields<'a> {
     /// Drops a field whose value has no effect.
     pub(super) fn ignore(&mut self, name: &str) {
         self.0.remove(name);
+    }
+
+    /// JSON text of a field.
+    pub(super) fn get(&self, name: &str) -> Option<&'a str> {
+        self.0.get(name).map(|value| value.get()).filter(|value| *value != "null")
     }
 
     pub(super) fn contains(&self, name: &str) -> bool {

@@ -25,7 +25,7 @@ impl TokenEntry {
 /// the first token, and grows by those of the tokens.
 pub(crate) fn json(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[TokenEntry], offset: &mut usize) -> Value {
     match endpoint {
-        Endpoint::Completion => completion(tokenizer, tokens, offset),
+        Endpoint::Completion | Endpoint::Native => completion(tokenizer, tokens, offset),
         Endpoint::Chat => json!({"content": chat(tokenizer, tokens), "refusal": null}),
     }
 }

@@ -8,37 +8,46 @@
 //! - A client that disconnects cancels all work done for it.
 //!
 //! Layout: [`types`] parses requests, with [`fields`], [`messages`], [`prompt`] and [`sampling`].
-//! `completions` and `chat` are the endpoints. `prepare` tokenises and admits prompts, and `answer`
-//! runs their choices. `whole` and `stream` write answers, with `logprobs` and `usage`. [`errors`]
-//! has the error bodies.
+//! `completions`, `chat` and `native` are the endpoints. `prepare` tokenises and admits prompts,
+//! and `answer` runs their choices. [`tools`] and [`tool_parser`] find calls of tools in answers.
+//! `whole` and `stream` write them, with `logprobs` and `usage`. `tokens` and `operations` are the
+//! paths without a model's answer, and `cors` opens paths to web pages. [`errors`] has the error
+//! bodies.
 
 mod answer;
 mod chat;
 pub(crate) use chat::text as chat_text;
 mod completions;
+mod cors;
 pub mod errors;
 pub mod fields;
 mod logprobs;
 pub mod messages;
+mod native;
+mod operations;
+pub(crate) use operations::{OPERATOR_PATHS, metrics};
 mod prepare;
 pub(crate) use prepare::{PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes};
 pub mod prompt;
 pub mod sampling;
 mod stream;
+mod tokens;
+pub mod tool_parser;
+pub mod tools;
 pub mod types;
 mod usage;
 mod whole;
 pub(crate) use whole::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX};
 
 use crate::RouterState;
-use crate::admin::api::{PATH_HEALTH, PATH_METRICS, PATH_PREFIX};
+use crate::admin::api::{PATH_HEALTH, PATH_PREFIX};
 use crate::metrics::RefusalReason;
 use crate::models::ModelLookup;
 use crate::templates::TextCharge;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue};
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -67,8 +76,16 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route("/v1/models/{*id}", get(get_model))
         .route("/v1/completions", post(completions::handle))
         .route("/v1/chat/completions", post(chat::handle))
+        .route("/generate", post(native::handle))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/health", get(operations::health))
+        .route("/ready", get(operations::ready))
+        .route(operations::PATH_METRICS, get(metrics))
+        .route(operations::PATH_FLUSH, get(operations::flush).post(operations::flush))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
+        .layer(from_fn_with_state(router.clone(), cors::with_cors))
         .layer(from_fn(with_request_id))
         .with_state(router)
 }
@@ -81,7 +98,7 @@ async fn no_route(State(router): State<Arc<RouterState>>, request: Request) -> A
     let path = request.uri().path();
     // `larder --admin` pointed at this port is a common mistake, and "unknown URL" would not
     // explain it.
-    if path.starts_with(PATH_PREFIX) || [PATH_HEALTH, PATH_METRICS].contains(&path) {
+    if path.starts_with(PATH_PREFIX) || path == PATH_HEALTH {
         return ApiError::wrong_port(&crate::location(router.admin_addr));
     }
     ApiError::no_route(request.method().as_str(), path)

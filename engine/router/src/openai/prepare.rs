@@ -41,6 +41,24 @@ pub(crate) async fn find_model(request: &RequestContext, name: &str) -> Result<A
     served.map(|()| model.clone()).ok_or_else(|| RouteError::NoEngine(Role::Decode).into())
 }
 
+/// Finds the requested model. Without a name it is the only one.
+pub(crate) async fn find_model_or_only(
+    request: &RequestContext,
+    name: Option<&str>,
+) -> Result<Arc<ServedModel>, ApiError> {
+    let router = &request.router;
+    let name = match name {
+        // The name that clients of SGLang send if they know none.
+        None | Some("default") => match &router.models.served(&router.engines)[..] {
+            [model] => model.name.clone(),
+            [] => return Err(RouteError::NoEngine(Role::Decode).into()),
+            _ => return Err(ApiError::field("model", "'model' is required: this server has several")),
+        },
+        Some(name) => name.to_string(),
+    };
+    find_model(request, &name).await
+}
+
 /// Admits a request as `choices` answers in progress. Fails with 400 if that exceeds the limit, and
 /// with 429 if too few are free. Never waits: a queue in front of full engines would only add
 /// latency.
@@ -97,7 +115,7 @@ impl PromptRules {
     pub(crate) fn new(endpoint: Endpoint, context: usize, common: &CommonParams) -> Self {
         // A rendered chat has its special tokens already. Adding them would double the one at the
         // start.
-        let add_special = common.add_special_tokens.unwrap_or(endpoint == Endpoint::Completion);
+        let add_special = common.add_special_tokens.unwrap_or(endpoint != Endpoint::Chat);
         Self { endpoint, context, add_special, truncate: common.truncate_prompt, echo: common.echo }
     }
 
@@ -179,7 +197,7 @@ pub(crate) fn tokens_to_generate(
         return Err(context_exceeded(endpoint, max_tokens, prompt_tokens, context));
     }
     let default = match endpoint {
-        Endpoint::Completion => super::types::COMPLETION_TOKENS_DEFAULT,
+        Endpoint::Completion | Endpoint::Native => super::types::COMPLETION_TOKENS_DEFAULT,
         Endpoint::Chat => u32::MAX,
     };
     // Cannot underflow: `requested`, at most `context`, is more than `prompt_tokens`.

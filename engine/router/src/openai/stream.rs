@@ -12,10 +12,12 @@
 use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
+use super::native::NativeState;
+use super::tools::{self, AnswerPart, ToolSplitter};
 use super::types::{StreamOptions, Usage, finish_reason_name};
 use super::usage::UsageTotals;
 use crate::metrics::RequestRecord;
-use crate::route::{Delta, RouteError};
+use crate::route::{CachedTokens, Delta, RouteError};
 use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
@@ -35,7 +37,7 @@ const EVENTS_AHEAD_MAX: usize = 16;
 
 enum ChoiceEvent {
     Text { text: String, tokens: Vec<TokenEntry> },
-    End { finish_reason: FinishReason, completion_tokens: u32, cached_tokens: u32 },
+    End { finish_reason: FinishReason, completion_tokens: u32, cached_tokens: CachedTokens },
     Failed(RouteError),
 }
 
@@ -97,7 +99,11 @@ struct EventSource {
 impl EventSource {
     fn new(started: StartedAnswer, record: Option<RequestRecord>) -> Self {
         let StartedAnswer { meta, choices, usage_totals, stream_options, permit, .. } = started;
-        let mut writer = ChunkWriter { meta, options: stream_options, offsets: vec![0; choices.len()] };
+        let is_native = meta.endpoint == Endpoint::Native;
+        let native = choices.iter().filter(|_| is_native).map(|choice| NativeState::new(choice.prompt_tokens()));
+        let native = native.collect();
+        let tools = choices.iter().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
+        let mut writer = ChunkWriter { meta, options: stream_options, offsets: vec![0; choices.len()], native, tools };
         let mut ready = VecDeque::new();
         let mut events = SelectAll::new();
         let usage = usage_totals.usage();
@@ -108,7 +114,7 @@ impl EventSource {
                 let tokens = choice.echoed_tokens();
                 ready.push_back(writer.text(choice.index, &text, &tokens, &usage));
             }
-            events.push(choice_events(choice, stream_options.include_usage));
+            events.push(choice_events(choice, stream_options.include_usage || is_native));
         }
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
     }
@@ -125,12 +131,16 @@ impl EventSource {
                 Some((index, ChoiceEvent::Text { text, tokens })) => {
                     self.tokens_sent += 1;
                     let usage = self.usage();
-                    return Some(self.writer.text(index, &text, &tokens, &usage));
+                    self.ready.extend(self.writer.answer(index, &text, &tokens, &usage));
                 }
                 Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens })) => {
                     self.usage_totals.add(index, completion_tokens, cached_tokens);
+                    if let Some(state) = self.writer.native.get_mut(index as usize) {
+                        state.cached_tokens = cached_tokens.total();
+                    }
                     let usage = self.usage();
-                    return Some(self.writer.finish(index, finish_reason, &usage));
+                    self.ready.extend(self.writer.rest(index, &usage));
+                    self.ready.push_back(self.writer.finish(index, finish_reason, &usage));
                 }
                 Some((_, ChoiceEvent::Failed(error))) => self.fail(error.into()),
                 None => self.complete(),
@@ -162,7 +172,7 @@ impl EventSource {
         }
         if self.writer.options.include_usage {
             // OpenAI sends the usage chunk last, and with an empty list of choices.
-            self.ready.push_back(self.writer.usage(&self.usage_totals.usage()));
+            self.ready.push_back(self.writer.usage(&self.usage_totals));
         }
         self.ready.push_back(done());
         self.is_over = true;
@@ -194,6 +204,10 @@ struct ChunkWriter {
     options: StreamOptions,
     /// Characters sent so far, per choice.
     offsets: Vec<usize>,
+    /// Answers so far of [`Endpoint::Native`], per choice.
+    native: Vec<NativeState>,
+    /// Empty if the request has no tools.
+    tools: Vec<ToolSplitter>,
 }
 
 impl ChunkWriter {
@@ -203,10 +217,46 @@ impl ChunkWriter {
         (self.meta.endpoint == Endpoint::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
     }
 
+    /// Chunks of the next text of an answer, in which there may be calls of tools.
+    fn answer(&mut self, index: u32, text: &str, tokens: &[TokenEntry], usage: &Usage) -> Vec<Bytes> {
+        let Some(splitter) = self.tools.get_mut(index as usize) else {
+            return vec![self.text(index, text, tokens, usage)];
+        };
+        let parts = splitter.push(text);
+        let mut chunks = Vec::new();
+        // With the log-probabilities first, because the parts may be those of earlier tokens.
+        if !tokens.is_empty() {
+            chunks.push(self.text(index, "", tokens, usage));
+        }
+        chunks.extend(self.parts(index, parts, usage));
+        chunks
+    }
+
+    /// Chunks of the text held back so far.
+    fn rest(&mut self, index: u32, usage: &Usage) -> Vec<Bytes> {
+        let parts = self.tools.get_mut(index as usize).map(ToolSplitter::finish).unwrap_or_default();
+        self.parts(index, parts, usage)
+    }
+
+    fn parts(&mut self, index: u32, parts: Vec<AnswerPart>, usage: &Usage) -> Vec<Bytes> {
+        let chunk = |part| match part {
+            AnswerPart::Text(text) => self.text(index, &text, &[], usage),
+            AnswerPart::Call(call) => {
+                let choice = chat_choice(index, json!({"tool_calls": [call]}), None);
+                self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
+            }
+        };
+        parts.into_iter().map(chunk).collect()
+    }
+
     fn text(&mut self, index: u32, text: &str, tokens: &[TokenEntry], usage: &Usage) -> Bytes {
+        if let Some(state) = self.native.get_mut(index as usize) {
+            state.add(text, tokens.to_vec());
+            return event(&state.json(&self.meta, index, None));
+        }
         let endpoint = self.meta.endpoint;
         let mut choice = match endpoint {
-            Endpoint::Completion => completion_choice(index, text, None),
+            Endpoint::Completion | Endpoint::Native => completion_choice(index, text, None),
             Endpoint::Chat => chat_choice(index, json!({"content": text}), None),
         };
         if !tokens.is_empty()
@@ -218,21 +268,32 @@ impl ChunkWriter {
     }
 
     fn finish(&self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
-        let reason = Some(finish_reason_name(reason));
+        if let Some(state) = self.native.get(index as usize) {
+            return event(&state.json(&self.meta, index, Some(reason)));
+        }
+        let has_calls = self.tools.get(index as usize).is_some_and(ToolSplitter::has_calls);
+        let has_calls = has_calls && reason == FinishReason::Stop;
+        let reason = Some(if has_calls { tools::FINISH_REASON } else { finish_reason_name(reason) });
         let choice = match self.meta.endpoint {
-            Endpoint::Completion => completion_choice(index, "", reason),
+            Endpoint::Completion | Endpoint::Native => completion_choice(index, "", reason),
             Endpoint::Chat => chat_choice(index, json!({}), reason),
         };
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
-    fn usage(&self, usage: &Usage) -> Bytes {
-        self.chunk(Vec::new(), Some(usage))
+    fn usage(&self, totals: &UsageTotals) -> Bytes {
+        let mut chunk = self.json(Vec::new(), Some(&totals.usage()));
+        chunk["sglext"] = totals.sglext();
+        event(&chunk)
     }
 
     fn chunk(&self, choices: Vec<Value>, usage: Option<&Usage>) -> Bytes {
+        event(&self.json(choices, usage))
+    }
+
+    fn json(&self, choices: Vec<Value>, usage: Option<&Usage>) -> Value {
         let object = match self.meta.endpoint {
-            Endpoint::Completion => "text_completion",
+            Endpoint::Completion | Endpoint::Native => "text_completion",
             Endpoint::Chat => "chat.completion.chunk",
         };
         let mut chunk = json!({
@@ -246,7 +307,7 @@ impl ChunkWriter {
         if self.options.include_usage {
             chunk["usage"] = json!(usage);
         }
-        event(&chunk)
+        chunk
     }
 }
 
@@ -279,7 +340,13 @@ mod tests {
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
         let options = StreamOptions { include_usage, continuous_usage: false };
-        ChunkWriter { meta: ResponseMeta::for_tests(endpoint), options, offsets: vec![0; 2] }
+        ChunkWriter {
+            meta: ResponseMeta::for_tests(endpoint),
+            options,
+            offsets: vec![0; 2],
+            native: Vec::new(),
+            tools: Vec::new(),
+        }
     }
 
     fn parse(event: Bytes) -> Value {
@@ -310,7 +377,10 @@ mod tests {
         assert!(opening.get("usage").is_some_and(Value::is_null));
         assert_eq!(parse(writer.text(0, "x", &[], &none))["choices"][0]["delta"], json!({"content": "x"}));
         assert_eq!(parse(writer.finish(0, FinishReason::Stop, &none))["choices"][0]["delta"], json!({}));
-        let usage = parse(writer.usage(&Usage::new(10, 5, 8)));
+        let mut totals = UsageTotals::new(vec![10], 1);
+        totals.add(0, 5, CachedTokens { host: 8, ..CachedTokens::default() });
+        let usage = parse(writer.usage(&totals));
+        assert_eq!(usage["sglext"]["cached_tokens_details"]["host"], 8);
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);

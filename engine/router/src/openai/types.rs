@@ -12,6 +12,7 @@ use super::fields::{Fields, is_empty};
 use super::messages::{refuse_rest_inner, take_inner, take_messages};
 use super::prompt::{PromptInput, Prompts};
 use super::sampling::RequestedSampling;
+use super::tools::{ToolRequest, take_tools};
 use larder_model::{ChatMessage, GenerationDefaults, RESERVED_VARIABLES, RenderOptions, SamplingParams};
 use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
 use serde::de::Deserializer;
@@ -62,7 +63,7 @@ const NEUTRAL: [NeutralField; 17] = [
     ("documents", is_empty),
 ];
 
-fn is_false(value: &Value) -> bool {
+pub(super) fn is_false(value: &Value) -> bool {
     *value == Value::Bool(false)
 }
 
@@ -218,11 +219,14 @@ pub struct ChatRequest {
     pub common: CommonParams,
     pub messages: Vec<ChatMessage>,
     pub render: RenderOptions,
+    /// `None` if the model may call no tool.
+    pub tools: Option<ToolRequest>,
 }
 
 impl ChatRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::parse(body)?;
+        let tools = take_tools(&mut fields)?;
         let mut common = CommonParams::take(&mut fields)?;
         common.check_max_tokens()?;
         fields.refuse_unless("echo", is_false)?;
@@ -235,18 +239,19 @@ impl ChatRequest {
         common.logprobs = has_logprobs.then_some(top_logprobs.unwrap_or(0));
         let messages =
             take_messages(&mut fields)?.ok_or_else(|| ApiError::field("messages", "'messages' is required"))?;
-        let render = take_render_options(&mut fields)?;
+        let mut render = take_render_options(&mut fields)?;
+        render.tools = tools.as_ref().map(|tools| tools.list.clone());
         let continues = render.continue_final_message;
         if continues && messages.last().is_none_or(|last| last.role != "assistant" || !last.tool_calls.is_empty()) {
             let message = "'continue_final_message' needs a last message of the role assistant, without tool calls";
             return Err(ApiError::field("continue_final_message", message));
         }
         fields.refuse_unknown()?;
-        Ok(Self { common, messages, render })
+        Ok(Self { common, messages, render, tools })
     }
 }
 
-fn take_render_options(fields: &mut Fields<'_>) -> Result<RenderOptions, ApiError> {
+pub(super) fn take_render_options(fields: &mut Fields<'_>) -> Result<RenderOptions, ApiError> {
     let continue_final_message = fields.take("continue_final_message")?.unwrap_or(false);
     let given: Option<bool> = fields.take("add_generation_prompt")?;
     if given == Some(true) && continue_final_message {

@@ -3,9 +3,11 @@
 use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
-use super::types::{Usage, finish_reason_name};
+use super::tools;
+use super::types::finish_reason_name;
+use super::usage::UsageTotals;
 use crate::metrics::RequestRecord;
-use crate::route::RouteError;
+use crate::route::{CachedTokens, RouteError};
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -55,8 +57,9 @@ pub(crate) struct FinishedChoice {
     /// Kept until the response is sent: the text waits for slower choices, and then for the client.
     pub(crate) charge: AnswerCharge,
     pub(crate) finish_reason: FinishReason,
+    pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    pub(crate) cached_tokens: u32,
+    pub(crate) cached_tokens: CachedTokens,
 }
 
 impl FinishedChoice {
@@ -95,7 +98,7 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     if best_of > n {
         finished = best(finished, best_of, n);
     }
-    let response = meta.response(finished, &usage_totals.usage())?;
+    let response = meta.response(finished, &usage_totals)?;
     // The answer is complete here. A client that disconnects before it has read it counts as
     // served.
     if let Some(record) = record.take() {
@@ -116,12 +119,20 @@ impl AsRef<[u8]> for ChargedBody {
     }
 }
 
+/// Response of `answer`, whose charges end with its body.
+pub(crate) fn charged_json(answer: &serde_json::Value, charges: Vec<AnswerCharge>) -> Result<Response, ApiError> {
+    let json = serde_json::to_vec(answer).map_err(|error| ApiError::internal("write the answer", error))?;
+    // The body, and not this call, ends the charges: a slow client keeps the text in memory.
+    let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
+    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+}
+
 impl ResponseMeta {
     /// Response with the texts of all choices. The charges end with its body.
-    fn response(&self, finished: Vec<FinishedChoice>, usage: &Usage) -> Result<Response, ApiError> {
+    fn response(&self, finished: Vec<FinishedChoice>, usage_totals: &UsageTotals) -> Result<Response, ApiError> {
         let (choices, charges): (Vec<_>, _) = finished.into_iter().map(|choice| self.choice(choice)).unzip();
         let object = match self.endpoint {
-            Endpoint::Completion => "text_completion",
+            Endpoint::Completion | Endpoint::Native => "text_completion",
             Endpoint::Chat => "chat.completion",
         };
         let answer = json!({
@@ -131,29 +142,28 @@ impl ResponseMeta {
             "model": self.model,
             "system_fingerprint": self.fingerprint,
             "choices": choices,
-            "usage": usage,
+            "usage": usage_totals.usage(),
+            "sglext": usage_totals.sglext(),
         });
-        let json = serde_json::to_vec(&answer).map_err(|error| ApiError::internal("write the answer", error))?;
-        // The body, and not this call, ends the charges: a slow client keeps the text in memory.
-        let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
-        Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+        charged_json(&answer, charges)
     }
 
     fn choice(&self, choice: FinishedChoice) -> (serde_json::Value, AnswerCharge) {
         let FinishedChoice { index, text, tokens, charge, finish_reason, .. } = choice;
-        let finish_reason = finish_reason_name(finish_reason);
+        let reason = finish_reason;
+        let finish_reason = finish_reason_name(reason);
         let mut offset = 0;
         let logprobs = self.has_logprobs.then(|| logprobs::json(self.endpoint, &self.tokenizer, &tokens, &mut offset));
         let json = match self.endpoint {
-            Endpoint::Completion => {
+            Endpoint::Completion | Endpoint::Native => {
                 json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
             }
-            Endpoint::Chat => json!({
-                "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": null},
-                "logprobs": logprobs,
-                "finish_reason": finish_reason,
-            }),
+            Endpoint::Chat => {
+                let (message, has_calls) = tools::message(self.tools, text);
+                let has_ended = has_calls && reason == FinishReason::Stop;
+                let finish_reason = if has_ended { tools::FINISH_REASON } else { finish_reason };
+                json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
+            }
         };
         (json, charge)
     }
@@ -172,8 +182,9 @@ mod tests {
             tokens: logprobs.map(|logprobs| TokenEntry { id: 0, logprobs: Some(logprobs) }).collect(),
             charge,
             finish_reason: FinishReason::Length,
+            prompt_tokens: 1,
             completion_tokens: 1,
-            cached_tokens: 0,
+            cached_tokens: CachedTokens::default(),
         }
     }
 
@@ -212,7 +223,7 @@ mod tests {
             FinishedChoice { text, ..finished(index, &[], charge) }
         };
         let meta = ResponseMeta::for_tests(Endpoint::Completion);
-        let response = meta.response(vec![finished(0), finished(1)], &Usage::new(1, 2, 0)).unwrap();
+        let response = meta.response(vec![finished(0), finished(1)], &UsageTotals::new(vec![1], 1)).unwrap();
         assert_eq!(answers.available_permits(), 4, "two texts of three units wait for the client");
         drop(response);
         assert_eq!(answers.available_permits(), 8);

@@ -2,7 +2,7 @@
 //!
 //! Invariant: no event reaches the client that contradicts the request or the events before it.
 
-use super::{PromptPlan, RouteError};
+use super::{CachedTokens, PromptPlan, RouteError};
 use crate::calls::{CallError, EventStream};
 use crate::engines::LoadGuard;
 use larder_worker::api::{DecodeEvent, DecodeStart, FinishReason, TokenLogprobs};
@@ -176,7 +176,7 @@ impl Generation {
         &self.load.engine().name
     }
 
-    pub async fn cached_tokens(&self, may_wait: bool) -> u32 {
+    pub async fn cached_tokens(&self, may_wait: bool) -> CachedTokens {
         self.plan.cached_tokens(&self.start, may_wait).await
     }
 }

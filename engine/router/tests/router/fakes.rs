@@ -138,6 +138,8 @@ pub enum Behaviour {
     Flood,
     /// Ends the answer after some tokens with an error whose code only newer engines know.
     NewErrorAfter(usize),
+    /// Generates these texts, one per token.
+    Write(Vec<String>),
     /// Generates as many tokens as the request allows, without waiting for a reader.
     Fill,
     LosePages,
@@ -295,6 +297,7 @@ impl FakeEngine {
             .route(PATH_PREFILL, post(prefill))
             .route(PATH_DECODE, post(decode))
             .route(PATH_FORGET, post(forget))
+            .route(PATH_FLUSH, post(|| async { Json(ForgetResponse { pages: 3 }) }))
             .with_state(engine.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await });
         store.members.lock().push(Member { name: name.into(), info: serde_json::to_value(info).unwrap() });
@@ -413,6 +416,7 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     let tokens = match behaviour {
         Behaviour::Flood => request.sampling.max_tokens + 5,
         Behaviour::Fill => request.sampling.max_tokens,
+        Behaviour::Write(ref texts) => texts.len(),
         _ => tokens,
     };
     let line = |event: DecodeEvent| serde_json::to_string(&event).unwrap() + "\n";
@@ -429,7 +433,11 @@ async fn decode(State(engine): State<Arc<FakeEngine>>, Json(request): Json<Decod
     lines.extend((0..tokens).map(|i| {
         let id = i as u32 % VOCAB_SIZE;
         let logprobs = request.sampling.logprobs.map(|top| logprobs(id, top));
-        line(DecodeEvent::Token { id, text: format!(" t{i}"), logprobs })
+        let text = match &behaviour {
+            Behaviour::Write(texts) => texts[i].clone(),
+            _ => format!(" t{i}"),
+        };
+        line(DecodeEvent::Token { id, text, logprobs })
     }));
     let is_short = tokens < request.sampling.max_tokens;
     let finish_reason = if is_short { FinishReason::Stop } else { FinishReason::Length };

@@ -80,7 +80,9 @@ async fn failures_have_openai_form_on_every_path() {
         ),
         (
             "/v1/chat/completions",
-            json!({"model": MODEL, "messages": [], "tools": [{"type": "function"}]}).to_string(),
+            json!({"model": MODEL, "messages": [], "tool_choice": "required", "tools":
+                [{"type": "function", "function": {"name": "f"}}]})
+            .to_string(),
             400,
             json!("unsupported_value"),
         ),
@@ -133,7 +135,7 @@ async fn models_are_listed_and_request_ids_returned() {
 async fn admin_paths_on_the_api_port_name_the_admin_address() {
     let cluster = TestCluster::new(0, 1).await;
     let expected = format!("this is the OpenAI API port; the admin API is at http://{}", cluster.router.admin_addr());
-    for path in ["/admin/v1/status", "/admin/v1/prefix/inspect", "/admin/v2/anything", "/metrics", "/healthz"] {
+    for path in ["/admin/v1/status", "/admin/v1/prefix/inspect", "/admin/v2/anything", "/healthz"] {
         let response = cluster.http.get(cluster.url(path)).send().await.unwrap();
         assert_eq!(response.status(), 404, "{path}");
         // The admin client reads failures in the admin API's form.
@@ -251,4 +253,161 @@ async fn history_and_variables_reach_the_template() {
     truncated["add_generation_prompt"] = json!(false);
     assert_eq!(cluster.post("/v1/chat/completions", truncated).await.status(), 200);
     assert_eq!(words(&engine.decodes.lock()[1].tokens), [11, 8]);
+}
+
+#[tokio::test]
+async fn monitors_read_health_and_metrics_on_the_api_port() {
+    let cluster = TestCluster::new(0, 1).await;
+    cluster.complete(3).await;
+    let get = async |path: &str, accept: &str| {
+        let response = cluster.http.get(cluster.url(path)).header("accept", accept).send().await.unwrap();
+        let kind = response.headers()["content-type"].to_str().unwrap().to_string();
+        (response.status().as_u16(), kind, response.text().await.unwrap())
+    };
+    for path in ["/health", "/ready"] {
+        assert_eq!(get(path, "*/*").await.0, 200, "{path}");
+    }
+    let (_, kind, text) = get("/metrics", "*/*").await;
+    assert!(kind.starts_with("text/plain; version=0.0.4"), "{kind}");
+    let sample = "larder_router_requests_total{endpoint=\"completions\",status=\"200\"} 1";
+    assert!(text.contains("# TYPE larder_router_requests_total counter\n") && text.contains(sample), "{text}");
+    let (_, kind, text) = get("/metrics", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5").await;
+    assert!(kind.starts_with("application/openmetrics-text") && text.ends_with("# EOF\n"), "{kind}");
+    let foreign = cluster.http.get(cluster.url("/metrics")).header("origin", "http://evil.example");
+    assert_eq!(foreign.send().await.unwrap().status(), 403, "web pages read no metrics");
+    let foreign = cluster.http.post(cluster.url("/flush_cache")).header("origin", "http://evil.example");
+    assert_eq!(foreign.send().await.unwrap().status(), 403, "and flush no caches");
+    assert_eq!(cluster.http.post(cluster.url("/flush_cache")).send().await.unwrap().status(), 200);
+    let empty = TestCluster::new(0, 0).await;
+    assert_eq!(empty.http.get(empty.url("/health")).send().await.unwrap().status(), 200);
+    assert_eq!(empty.http.get(empty.url("/ready")).send().await.unwrap().status(), 503);
+}
+
+#[tokio::test]
+async fn web_pages_of_allowed_origins_read_answers() {
+    let origin = "http://app.example";
+    let cluster = TestCluster::with(0, 1, |options| options.cors_origins = vec![origin.into()]).await;
+    let preflight = |path: &str, origin: &str| {
+        let request =
+            cluster.http.request(reqwest::Method::OPTIONS, cluster.url(path)).header("origin", origin.to_string());
+        let request = request.header("access-control-request-headers", "authorization, x-stainless-os");
+        request.header("access-control-request-method", "POST").send()
+    };
+    let answer = preflight("/v1/chat/completions", origin).await.unwrap();
+    assert_eq!(answer.status(), 204);
+    assert_eq!(answer.headers()["access-control-allow-origin"], origin);
+    assert_eq!(answer.headers()["access-control-allow-headers"], "authorization, x-stainless-os");
+    assert!(preflight("/v1/chat/completions", "http://b.example").await.unwrap().status() == 405);
+    assert!(preflight("/flush_cache", origin).await.unwrap().status() == 403);
+    let models = cluster.http.get(cluster.url("/v1/models"));
+    let answer = models.try_clone().unwrap().header("origin", origin).send().await.unwrap();
+    assert_eq!(answer.headers()["access-control-allow-origin"], origin);
+    assert!(!models.send().await.unwrap().headers().contains_key("access-control-allow-origin"));
+}
+
+#[tokio::test]
+async fn text_becomes_tokens_and_back() {
+    let cluster = TestCluster::new(0, 1).await;
+    let post = async |path: &str, body: Value| -> Value { cluster.post(path, body).await.json().await.unwrap() };
+    let answer = post("/tokenize", json!({"model": MODEL, "prompt": "w1 w2", "return_token_strs": true})).await;
+    let expected = json!({"count": 2, "tokens": [2, 3], "token_strs": ["w1", "w2"], "max_model_len": CONTEXT});
+    assert_eq!(answer, expected);
+    assert_eq!(post("/tokenize", json!({"prompt": ["w1", "w2 w3"]})).await["tokens"], json!([[2], [3, 4]]));
+    let chat = json!({"messages": [{"role": "user", "content": "w5"}]});
+    assert_eq!(post("/tokenize", chat).await["tokens"], json!([0, 6, 0]));
+    assert_eq!(post("/detokenize", json!({"tokens": [2, 3]})).await, json!({"prompt": "w1 w2", "text": "w1 w2"}));
+    for (path, body, param) in [
+        ("/tokenize", json!({"prompt": "a", "colour": 1}), "colour"),
+        ("/tokenize", json!({}), "prompt"),
+        ("/detokenize", json!({}), "tokens"),
+    ] {
+        let response = cluster.post(path, body).await;
+        assert_eq!(response.status(), 400);
+        assert_eq!(response.json::<Value>().await.unwrap()["error"]["param"], param);
+    }
+}
+
+#[tokio::test]
+async fn native_api_answers_as_sglang() {
+    let cluster = TestCluster::new(0, 1).await;
+    let params = json!({"max_new_tokens": 3, "temperature": 0, "ignore_eos": true});
+    let body = json!({"text": "w1 w2", "sampling_params": params});
+    let answer: Value = cluster.post("/generate", body.clone()).await.json().await.unwrap();
+    assert_eq!((answer["text"].as_str(), &answer["output_ids"]), (Some(" t0 t1 t2"), &json!([0, 1, 2])));
+    let info = &answer["meta_info"];
+    assert_eq!(info["finish_reason"], json!({"type": "length", "length": 3}));
+    assert_eq!((info["prompt_tokens"].as_u64(), info["completion_tokens"].as_u64()), (Some(2), Some(3)));
+    let mut streamed = body;
+    streamed["stream"] = json!(true);
+    let events = events(&cluster.post("/generate", streamed).await.text().await.unwrap());
+    assert_eq!(events[1]["text"], " t0 t1", "each chunk has the text so far");
+    let last = events.last().unwrap();
+    assert_eq!(
+        (last["text"].as_str(), &last["meta_info"]["finish_reason"]),
+        (Some(" t0 t1 t2"), &info["finish_reason"])
+    );
+    let batch =
+        json!({"input_ids": [[2, 3], [4]], "sampling_params": params, "return_logprob": true, "top_logprobs_num": 1});
+    let answer: Value = cluster.post("/generate", batch).await.json().await.unwrap();
+    assert_eq!((answer.as_array().unwrap().len(), answer[1]["index"].as_u64()), (2, Some(1)));
+    assert_eq!(answer[1]["meta_info"]["output_token_logprobs"][1], json!([-0.5, 1, null]));
+    assert_eq!(answer[1]["meta_info"]["output_top_logprobs"][1], json!([[0.0, 0, null]]));
+    for (body, param) in [
+        (json!({"sampling_params": {}}), "text"),
+        (json!({"text": "a", "input_ids": [1]}), "input_ids"),
+        (json!({"text": "a", "sampling_params": {"regex": "a*"}}), "regex"),
+        (json!({"text": "a", "lora_path": "x"}), "lora_path"),
+        (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
+    ] {
+        let response = cluster.post("/generate", body).await;
+        assert_eq!(response.status(), 400);
+        assert_eq!(response.json::<Value>().await.unwrap()["error"]["param"], param);
+    }
+}
+
+#[tokio::test]
+async fn tool_calls_leave_the_text_of_the_answer() {
+    let cluster = TestCluster::new(0, 0).await;
+    // A template that teaches the marks of Hermes.
+    let template = "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}{% for m in messages %}{{ m.content }} \
+        {% endfor %}{# <tool_call> #}";
+    let role = larder_worker::api::Role::Decode;
+    let engine = FakeEngine::start_model(&cluster.store, "decode-0", role, CONTEXT, MODEL, template).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    let call =
+        |name: &str| format!("\n<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {{\"a\": 1}}}}\n</tool_call>");
+    let text = format!("I look.{}{}", call("w7"), call("w8"));
+    let pieces = text.as_bytes().chunks(7).map(|piece| String::from_utf8(piece.to_vec()).unwrap());
+    engine.behave(Behaviour::Write(pieces.collect()));
+    let tools = json!([{"type": "function", "function": {"name": "w7", "parameters": {"type": "object"}}}]);
+    let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "tools": tools});
+    let response = cluster.post("/v1/chat/completions", body.clone()).await;
+    let answer: Value = response.json().await.unwrap();
+    let message = &answer["choices"][0]["message"];
+    assert_eq!(
+        (message["content"].as_str(), answer["choices"][0]["finish_reason"].as_str()),
+        (Some("I look."), Some("tool_calls"))
+    );
+    let calls = message["tool_calls"].as_array().unwrap();
+    assert_eq!((calls.len(), &calls[0]["function"]), (2, &json!({"name": "w7", "arguments": "{\"a\": 1}"})));
+    assert!(calls[0]["id"].as_str().unwrap().starts_with("call_") && calls[0]["id"] != calls[1]["id"], "{message}");
+    assert_eq!(engine.decodes.lock()[0].tokens, [8, 2], "the template shows the tools");
+    body["stream"] = json!(true);
+    let events = events(&cluster.post("/v1/chat/completions", body.clone()).await.text().await.unwrap());
+    let deltas: Vec<&Value> = events.iter().map(|event| &event["choices"][0]["delta"]).collect();
+    let content: String = deltas.iter().filter_map(|delta| delta["content"].as_str()).collect();
+    let streamed: Vec<&Value> = deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()).flatten().collect();
+    assert_eq!((content.as_str(), streamed.len()), ("I look.", 2));
+    assert_eq!((streamed[1]["index"].as_u64(), streamed[1]["function"]["name"].as_str()), (Some(1), Some("w8")));
+    assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
+    // Without tools the text stays as it is.
+    body["stream"] = json!(false);
+    body["tool_choice"] = json!("none");
+    let answer: Value = cluster.post("/v1/chat/completions", body).await.json().await.unwrap();
+    assert_eq!(answer["choices"][0]["message"]["content"].as_str(), Some(text.as_str()));
+    let plain = TestCluster::new(0, 1).await;
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "tools": tools});
+    let response = plain.post("/v1/chat/completions", body).await;
+    assert_eq!(response.status(), 400);
+    assert_eq!(response.json::<Value>().await.unwrap()["error"]["param"], "tools");
 }

@@ -1,0 +1,242 @@
+//! `POST /generate`, the native API of SGLang, for its clients and benchmarks.
+//!
+//! Every field of a request is honoured or refused by its name, as in [`types`](super::types).
+
+use super::answer::{self, AnswerJob, Endpoint, ResponseMeta, StartedAnswer};
+use super::errors::ApiError;
+use super::fields::{BoundedList, Fields, TextOrList, is_empty};
+use super::logprobs::TokenEntry;
+use super::prepare::{self, PromptRules};
+use super::prompt::{PROMPTS_MAX, PromptInput};
+use super::sampling::RequestedSampling;
+use super::types::{CHOICES_MAX, CommonParams, NeutralField, StreamOptions, is_false};
+use super::whole::{AnswerCharge, FinishedChoice, charged_json};
+use super::{RequestContext, RequestId, counted, stream};
+use crate::RouterState;
+use crate::metrics::RequestRecord;
+use axum::Extension;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use futures::future::try_join_all;
+use larder_http::RequestBody;
+use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Default of `max_new_tokens`, as in SGLang.
+const NEW_TOKENS_DEFAULT: u32 = 128;
+
+const NEUTRAL: [NeutralField; 13] = [
+    ("image_data", is_empty),
+    ("video_data", is_empty),
+    ("audio_data", is_empty),
+    ("lora_path", is_empty),
+    ("session_params", is_empty),
+    ("return_hidden_states", is_false),
+    ("return_text_in_logprobs", Value::is_boolean),
+    ("logprob_start_len", |value| value.as_i64() == Some(-1)),
+    ("token_ids_logprob", is_empty),
+    ("background", is_false),
+    ("log_metrics", Value::is_boolean),
+    ("custom_logit_processor", is_empty),
+    ("return_bytes", is_false),
+];
+
+#[derive(Debug)]
+struct NativeRequest {
+    model: Option<String>,
+    prompts: Vec<PromptInput>,
+    /// The answer is a list, because the prompts are.
+    is_list: bool,
+    common: CommonParams,
+    with_logprobs: bool,
+}
+
+impl NativeRequest {
+    fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let mut fields = Fields::parse(body)?;
+        for (name, is_neutral) in NEUTRAL {
+            fields.refuse_unless(name, is_neutral)?;
+        }
+        // The request's name, and hints for routing.
+        for name in ["rid", "priority", "data_parallel_rank"] {
+            fields.ignore(name);
+        }
+        let (prompts, is_list) = take_prompts(&mut fields)?;
+        let mut params: Fields<'_> = fields.take("sampling_params")?.unwrap_or_default();
+        let common = take_common(&mut params, fields.take("stream")?.unwrap_or(false))?;
+        params.refuse_unknown()?;
+        let with_logprobs = fields.take("return_logprob")?.unwrap_or(false);
+        let top: u32 = fields.take("top_logprobs_num")?.unwrap_or(0);
+        if top > TOP_LOGPROBS_MAX {
+            let message = format!("'top_logprobs_num' is {top}; it must be at most {TOP_LOGPROBS_MAX}");
+            return Err(ApiError::field("top_logprobs_num", message));
+        }
+        // Always, because the token ids come with them.
+        let common = CommonParams { logprobs: Some(if with_logprobs { top } else { 0 }), ..common };
+        let model = fields.take("model")?;
+        fields.refuse_unknown()?;
+        Ok(Self { model, prompts, is_list, common, with_logprobs })
+    }
+}
+
+fn take_prompts(fields: &mut Fields<'_>) -> Result<(Vec<PromptInput>, bool), ApiError> {
+    let text: Option<TextOrList<String, PROMPTS_MAX>> = fields.take("text")?;
+    let ids = fields.get("input_ids");
+    let is_batch = ids.and_then(|ids| ids.strip_prefix('[')).is_some_and(|rest| rest.trim_start().starts_with('['));
+    let inputs = match text {
+        Some(TextOrList::Text(text)) => Some((vec![PromptInput::Text(text)], false)),
+        Some(TextOrList::List(texts)) => Some((texts.into_iter().map(PromptInput::Text).collect(), true)),
+        None if is_batch => {
+            let lists: Option<BoundedList<Vec<u32>, PROMPTS_MAX>> = fields.take("input_ids")?;
+            lists.map(|lists| (lists.0.into_iter().map(PromptInput::Tokens).collect(), true))
+        }
+        None => fields.take("input_ids")?.map(|ids| (vec![PromptInput::Tokens(ids)], false)),
+    };
+    let inputs = inputs.ok_or_else(|| ApiError::field("text", "give one of 'text' and 'input_ids'"))?;
+    match fields.get("input_ids") {
+        Some(_) => Err(ApiError::field("input_ids", "give only one of 'text' and 'input_ids'")),
+        None => Ok(inputs),
+    }
+}
+
+fn take_common(params: &mut Fields<'_>, stream: bool) -> Result<CommonParams, ApiError> {
+    params.ignore("spaces_between_special_tokens");
+    let mut sampling = RequestedSampling::take(params)?;
+    let seed: Option<i64> = params.take("sampling_seed")?;
+    sampling.rest.seed = sampling.rest.seed.or(seed.map(|seed| seed as u64));
+    sampling.rest.include_stop |= params.take("no_stop_trim")?.unwrap_or(false);
+    let max_tokens: u32 = params.take("max_new_tokens")?.unwrap_or(NEW_TOKENS_DEFAULT);
+    if max_tokens == 0 {
+        return Err(ApiError::field("max_new_tokens", "'max_new_tokens' must be at least 1"));
+    }
+    if sampling.rest.min_tokens > max_tokens as usize {
+        return Err(ApiError::field("min_new_tokens", "'min_new_tokens' is above 'max_new_tokens'"));
+    }
+    let n: u32 = params.take("n")?.unwrap_or(1);
+    if !(1..=CHOICES_MAX).contains(&n) {
+        return Err(ApiError::field("n", format!("'n' is {n}; it must be from 1 to {CHOICES_MAX}")));
+    }
+    Ok(CommonParams {
+        model: String::new(),
+        sampling,
+        max_tokens: Some(max_tokens),
+        n,
+        best_of: n,
+        stream,
+        stream_options: StreamOptions::default(),
+        logprobs: None,
+        echo: false,
+        truncate_prompt: None,
+        add_special_tokens: None,
+    })
+}
+
+pub(super) async fn handle(
+    State(router): State<Arc<RouterState>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    body: RequestBody,
+) -> Response {
+    let serve = async |record: &mut Option<RequestRecord>| {
+        let request = RequestContext::new(router.clone(), id, &headers)?;
+        serve(request, body, record).await
+    };
+    counted(&router, "generate", serve).await
+}
+
+async fn serve(
+    mut request: RequestContext,
+    body: RequestBody,
+    record: &mut Option<RequestRecord>,
+) -> Result<Response, ApiError> {
+    let NativeRequest { model, prompts, is_list, common, with_logprobs } =
+        request.parse(body, NativeRequest::parse).await?;
+    let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
+    let permit = prepare::admit(&request, prompts.len() * common.n as usize)?;
+    let context = prepare::context(&request, &model)?;
+    let rules = PromptRules::new(Endpoint::Native, context, &common);
+    let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;
+    let is_stream = common.stream;
+    let is_list = is_list || common.n > 1;
+    let job = AnswerJob { request, endpoint: Endpoint::Native, model, common, prompts, permit, tools: None };
+    let mut started = answer::begin(job).await?;
+    started.meta.has_logprobs = with_logprobs;
+    started.meta.is_list = is_list;
+    if let Some(record) = record {
+        record.first_token();
+    }
+    if is_stream { Ok(stream::respond(started, record.take())) } else { whole(started, record).await }
+}
+
+async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
+    let StartedAnswer { meta, choices, mut usage_totals, permit, .. } = started;
+    let finished = try_join_all(choices.into_iter().map(|choice| choice.finish())).await?;
+    drop(permit);
+    let mut answers = Vec::new();
+    let mut charges: Vec<AnswerCharge> = Vec::new();
+    for choice in finished {
+        usage_totals.add(choice.index, choice.completion_tokens, choice.cached_tokens);
+        let FinishedChoice { index, text, tokens, charge, finish_reason, prompt_tokens, cached_tokens, .. } = choice;
+        let mut state = NativeState { prompt_tokens, cached_tokens: cached_tokens.total(), ..NativeState::default() };
+        state.add(&text, tokens);
+        answers.push(state.json(&meta, index, Some(finish_reason)));
+        charges.push(charge);
+    }
+    let answer = if meta.is_list { Value::from(answers) } else { answers.into_iter().next().unwrap_or_default() };
+    let response = charged_json(&answer, charges)?;
+    if let Some(record) = record.take() {
+        usage_totals.end(record);
+    }
+    Ok(response)
+}
+
+/// Answer of one choice so far. Chunks of a stream have the whole text each.
+#[derive(Debug, Default)]
+pub(super) struct NativeState {
+    prompt_tokens: u32,
+    pub(super) cached_tokens: u32,
+    text: String,
+    tokens: Vec<TokenEntry>,
+}
+
+impl NativeState {
+    pub(super) fn new(prompt_tokens: u32) -> Self {
+        Self { prompt_tokens, ..Self::default() }
+    }
+
+    pub(super) fn add(&mut self, text: &str, tokens: Vec<TokenEntry>) {
+        self.text.push_str(text);
+        self.tokens.extend(tokens);
+    }
+
+    pub(super) fn json(&self, meta: &ResponseMeta, index: u32, reason: Option<FinishReason>) -> Value {
+        let ids: Vec<u32> = self.tokens.iter().map(|token| token.id).collect();
+        let reason = reason.map(|reason| match reason {
+            FinishReason::Stop => json!({"type": "stop"}),
+            FinishReason::Length => json!({"type": "length", "length": ids.len()}),
+        });
+        let mut info = json!({
+            "id": format!("{}-{index}", meta.id),
+            "finish_reason": reason,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": ids.len(),
+            "cached_tokens": self.cached_tokens,
+            "weight_version": meta.fingerprint,
+        });
+        if meta.has_logprobs {
+            let all = || self.tokens.iter().filter_map(|token| Some((token.id, token.logprobs.as_ref()?)));
+            let own: Vec<Value> = all().map(|(id, logprobs)| json!([logprobs.logprob, id, null])).collect();
+            let top =
+                |top: &[(u32, f32)]| top.iter().map(|(id, logprob)| json!([logprob, id, null])).collect::<Value>();
+            info["output_token_logprobs"] = json!(own);
+            info["output_top_logprobs"] = all().map(|(_, logprobs)| top(&logprobs.top)).collect();
+        }
+        let mut answer = json!({"text": self.text, "output_ids": ids, "meta_info": info});
+        if meta.is_list {
+            answer["index"] = json!(index);
+        }
+        answer
+    }
+}

@@ -1,0 +1,152 @@
+//! `POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them.
+
+use super::answer::Endpoint;
+use super::errors::ApiError;
+use super::fields::{BoundedList, Fields, TextOrList};
+use super::messages::take_messages;
+use super::prepare::{self, PromptRules};
+use super::prompt::{PROMPTS_MAX, PromptInput};
+use super::types::take_render_options;
+use super::{RequestContext, RequestId, chat, counted};
+use crate::RouterState;
+use crate::models::ServedModel;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use larder_http::RequestBody;
+use larder_model::{ChatMessage, RenderOptions};
+use serde_json::json;
+use std::sync::Arc;
+
+/// Maximum number of tokens of a request to `/detokenize`.
+const TOKENS_MAX: usize = 1 << 20;
+
+enum Input {
+    Prompts { texts: Vec<String>, is_list: bool },
+    Chat { messages: Vec<ChatMessage>, render: RenderOptions },
+}
+
+struct TokenizeRequest {
+    model: Option<String>,
+    input: Input,
+    add_special_tokens: Option<bool>,
+    with_texts: bool,
+}
+
+impl TokenizeRequest {
+    fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let mut fields = Fields::parse(body)?;
+        let prompt: Option<TextOrList<String, PROMPTS_MAX>> = fields.take("prompt")?;
+        let messages = take_messages(&mut fields)?;
+        let input = match (prompt, messages) {
+            (Some(TextOrList::Text(text)), None) => Input::Prompts { texts: vec![text], is_list: false },
+            (Some(TextOrList::List(texts)), None) => Input::Prompts { texts, is_list: true },
+            (None, Some(messages)) => Input::Chat { messages, render: take_render_options(&mut fields)? },
+            _ => return Err(ApiError::field("prompt", "give exactly one of 'prompt' and 'messages'")),
+        };
+        let request = Self {
+            model: fields.take("model")?,
+            input,
+            add_special_tokens: fields.take("add_special_tokens")?,
+            with_texts: fields.take("return_token_strs")?.unwrap_or(false),
+        };
+        fields.refuse_unknown()?;
+        Ok(request)
+    }
+}
+
+pub(super) async fn tokenize(
+    State(router): State<Arc<RouterState>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    body: RequestBody,
+) -> Response {
+    counted(&router, "tokenize", async |record| {
+        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+        let TokenizeRequest { model, input, add_special_tokens, with_texts } =
+            request.parse(body, TokenizeRequest::parse).await?;
+        let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
+        let context = prepare::context(&request, &model)?;
+        let (texts, is_list, add_special) = match input {
+            Input::Prompts { texts, is_list } => (texts, is_list, add_special_tokens.unwrap_or(true)),
+            Input::Chat { messages, render } => {
+                let rendered = chat::text(&router, &model, messages, render, context, request.deadline).await?;
+                request.text = rendered.charge;
+                (vec![rendered.text], false, add_special_tokens.unwrap_or(false))
+            }
+        };
+        let inputs = texts.into_iter().map(PromptInput::Text).collect();
+        let rules = PromptRules { endpoint: Endpoint::Completion, context, add_special, truncate: None, echo: false };
+        let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
+        let tokens: Vec<_> = prompts.into_iter().map(|prompt| prompt.tokens).collect();
+        let counts: Vec<usize> = tokens.iter().map(Vec::len).collect();
+        let texts: Option<Vec<Vec<String>>> =
+            with_texts.then(|| tokens.iter().map(|tokens| token_texts(&model, tokens)).collect());
+        let mut answer = match is_list {
+            true => json!({"count": counts, "tokens": tokens, "token_strs": texts}),
+            false => {
+                json!({"count": counts[0], "tokens": tokens[0], "token_strs": texts.map(|mut texts| texts.remove(0))})
+            }
+        };
+        answer["max_model_len"] = json!(context);
+        end(record);
+        Ok(Json(answer).into_response())
+    })
+    .await
+}
+
+fn token_texts(model: &ServedModel, tokens: &[u32]) -> Vec<String> {
+    let text = |&id: &u32| String::from_utf8_lossy(&model.tokenizer.token_bytes(id)).into_owned();
+    tokens.iter().map(text).collect()
+}
+
+struct DetokenizeRequest {
+    model: Option<String>,
+    tokens: Vec<u32>,
+    skip_special_tokens: bool,
+}
+
+impl DetokenizeRequest {
+    fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let mut fields = Fields::parse(body)?;
+        let BoundedList::<u32, TOKENS_MAX>(tokens) = fields.require("tokens")?;
+        let skip_special_tokens = fields.take("skip_special_tokens")?.unwrap_or(true);
+        let request = Self { model: fields.take("model")?, tokens, skip_special_tokens };
+        fields.refuse_unknown()?;
+        Ok(request)
+    }
+}
+
+pub(super) async fn detokenize(
+    State(router): State<Arc<RouterState>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    body: RequestBody,
+) -> Response {
+    counted(&router, "detokenize", async |record| {
+        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+        let DetokenizeRequest { model, tokens, skip_special_tokens } =
+            request.parse(body, DetokenizeRequest::parse).await?;
+        let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
+        let tokenizer = model.tokenizer.clone();
+        let bytes = tokens.len() * size_of::<u32>();
+        let decode = move || match skip_special_tokens {
+            true => tokenizer.decode(&tokens),
+            false => tokenizer.decode_all(&tokens),
+        };
+        let decoded = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, decode));
+        let decoded = decoded.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
+        let text = decoded.map_err(|error| ApiError::internal("decode the tokens", error))?;
+        end(record);
+        // The names in vLLM and in SGLang.
+        Ok(Json(json!({"prompt": text, "text": text})).into_response())
+    })
+    .await
+}
+
+fn end(record: &mut Option<crate::metrics::RequestRecord>) {
+    if let Some(record) = record.take() {
+        record.end(200);
+    }
+}

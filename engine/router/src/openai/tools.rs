@@ -1,0 +1,217 @@
+//! Tools in a chat request, and calls of them in its answer.
+
+use super::errors::ApiError;
+use super::fields::{BoundedList, Fields};
+use super::messages::{refuse_rest_inner, take_inner};
+use super::tool_parser::{ParsedCall, ToolFormat, ToolParser, ToolPiece};
+use serde::Deserialize;
+use serde::de::{Deserializer, Error};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+pub const TOOLS_MAX: usize = 128;
+/// Finish reason of an answer with calls.
+pub(crate) const FINISH_REASON: &str = "tool_calls";
+/// Maximum length of the name of a tool in characters, as in OpenAI's API.
+const NAME_LEN_MAX: usize = 64;
+
+/// Tools that the model may call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToolRequest {
+    /// JSON list of the tools, as the client wrote it.
+    pub list: String,
+    /// The answer may have several calls.
+    pub is_parallel: bool,
+}
+
+/// One tool. Its JSON goes to the template unchanged.
+struct RawTool {
+    kind: String,
+    name: String,
+}
+
+impl<'de> Deserialize<'de> for RawTool {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Fields::deserialize(deserializer)?;
+        let kind = take_inner(&mut fields, "type")?.unwrap_or_else(|| "function".to_string());
+        let mut function: Fields<'_> =
+            take_inner(&mut fields, "function")?.ok_or_else(|| D::Error::missing_field("function"))?;
+        refuse_rest_inner(&fields)?;
+        let name = take_inner(&mut function, "name")?.ok_or_else(|| D::Error::missing_field("name"))?;
+        take_inner::<String, _>(&mut function, "description")?;
+        take_inner::<Fields<'_>, _>(&mut function, "parameters")?;
+        // The model sees it. Nothing forces it to keep to the schema.
+        function
+            .refuse_unless("strict", |value| *value == Value::Bool(false))
+            .map_err(|e| D::Error::custom(e.body.message))?;
+        refuse_rest_inner(&function)?;
+        Ok(Self { kind, name })
+    }
+}
+
+/// Takes the fields `tools`, `tool_choice` and `parallel_tool_calls`. Returns `None` if the model
+/// may call no tool.
+pub(super) fn take_tools(fields: &mut Fields<'_>) -> Result<Option<ToolRequest>, ApiError> {
+    let list = fields.get("tools").map(str::to_string);
+    let tools = fields.take::<BoundedList<RawTool, TOOLS_MAX>>("tools")?.map_or_else(Vec::new, |tools| tools.0);
+    let is_parallel = fields.take("parallel_tool_calls")?.unwrap_or(true);
+    for tool in &tools {
+        if tool.kind != "function" {
+            return Err(ApiError::field("tools", format!("tools of type '{}' are not supported", tool.kind)));
+        }
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        if tool.name.is_empty() || tool.name.len() > NAME_LEN_MAX || !tool.name.chars().all(is_letter) {
+            let message = format!("a tool's name must have 1 to {NAME_LEN_MAX} letters, digits, dots, '_' and '-'");
+            return Err(ApiError::field("tools", message));
+        }
+    }
+    let choice: Option<&RawValue> = fields.take("tool_choice")?;
+    match choice.map(RawValue::get) {
+        Some("\"none\"") => return Ok(None),
+        None | Some("\"auto\"") => {}
+        Some(_) if tools.is_empty() => return Err(ApiError::field("tool_choice", "'tool_choice' needs 'tools'")),
+        Some(_) => return Err(ApiError::unsupported("tool_choice")),
+    }
+    Ok(list.filter(|_| !tools.is_empty()).map(|list| ToolRequest { list, is_parallel }))
+}
+
+/// Rules for calls in an answer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ToolRules {
+    pub(crate) format: ToolFormat,
+    pub(crate) is_parallel: bool,
+}
+
+/// Part of an answer's message.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum AnswerPart {
+    Text(String),
+    /// Entry of `tool_calls`, with its `index`.
+    Call(Value),
+}
+
+/// Splits the text of one choice into content and calls.
+#[derive(Debug)]
+pub(crate) struct ToolSplitter {
+    rules: ToolRules,
+    parser: ToolParser,
+    calls: usize,
+}
+
+impl ToolSplitter {
+    pub(crate) fn new(rules: ToolRules) -> Self {
+        Self { rules, parser: ToolParser::new(rules.format), calls: 0 }
+    }
+
+    pub(crate) fn has_calls(&self) -> bool {
+        self.calls > 0
+    }
+
+    pub(crate) fn push(&mut self, text: &str) -> Vec<AnswerPart> {
+        let pieces = self.parser.push(text);
+        self.parts(pieces)
+    }
+
+    pub(crate) fn finish(&mut self) -> Vec<AnswerPart> {
+        let pieces = self.parser.finish();
+        self.parts(pieces)
+    }
+
+    fn parts(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPart> {
+        pieces.into_iter().filter_map(|piece| self.part(piece)).collect()
+    }
+
+    fn part(&mut self, piece: ToolPiece) -> Option<AnswerPart> {
+        let ParsedCall { name, arguments } = match piece {
+            ToolPiece::Text(text) => return Some(AnswerPart::Text(text)),
+            // The client takes one call at a time. The model can repeat the others.
+            ToolPiece::Call(_) if self.calls > 0 && !self.rules.is_parallel => return None,
+            ToolPiece::Call(call) => call,
+        };
+        let index = self.calls;
+        self.calls += 1;
+        Some(AnswerPart::Call(json!({
+            "index": index,
+            "id": self.rules.format.new_call_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        })))
+    }
+}
+
+/// Message of a whole answer. Returns `true` with it if it has calls.
+pub(crate) fn message(rules: Option<ToolRules>, text: String) -> (Value, bool) {
+    let mut message = json!({"role": "assistant", "refusal": null});
+    let Some(rules) = rules else {
+        message["content"] = json!(text);
+        return (message, false);
+    };
+    let mut splitter = ToolSplitter::new(rules);
+    let mut content = String::new();
+    let mut calls = Vec::new();
+    for part in splitter.push(&text).into_iter().chain(splitter.finish()) {
+        match part {
+            AnswerPart::Text(text) => content.push_str(&text),
+            AnswerPart::Call(mut call) => {
+                if let Some(fields) = call.as_object_mut() {
+                    fields.remove("index");
+                }
+                calls.push(call);
+            }
+        }
+    }
+    let has_calls = !calls.is_empty();
+    message["content"] = if content.is_empty() && has_calls { Value::Null } else { json!(content) };
+    if has_calls {
+        message["tool_calls"] = json!(calls);
+    }
+    (message, has_calls)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(body: Value) -> Result<Option<ToolRequest>, ApiError> {
+        take_tools(&mut Fields::parse(body.to_string().as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn tools_go_to_the_template_unchanged() {
+        let tool = json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}});
+        let list = json!([tool]);
+        for choice in [Value::Null, json!("auto")] {
+            let taken =
+                take(json!({"tools": list, "tool_choice": choice, "parallel_tool_calls": false})).unwrap().unwrap();
+            assert_eq!((serde_json::from_str::<Value>(&taken.list).unwrap(), taken.is_parallel), (list.clone(), false));
+        }
+        assert_eq!(take(json!({"tools": list, "tool_choice": "none"})).unwrap(), None);
+        assert_eq!(take(json!({"tools": []})).unwrap(), None);
+        for (body, param) in [
+            (json!({"tools": [{"type": "web_search"}]}), "tools"),
+            (json!({"tools": [{"type": "custom", "function": {"name": "f"}}]}), "tools"),
+            (json!({"tools": [{"type": "function", "function": {"name": "f g"}}]}), "tools"),
+            (json!({"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]}), "tools"),
+            (json!({"tools": [{"type": "function", "function": {"name": "f", "colour": "red"}}]}), "tools"),
+            (json!({"tools": vec![tool.clone(); TOOLS_MAX + 1]}), "tools"),
+            (json!({"tools": list, "tool_choice": "required"}), "tool_choice"),
+            (json!({"tool_choice": {"type": "function"}}), "tool_choice"),
+        ] {
+            assert_eq!(take(body).unwrap_err().body.param.as_deref(), Some(param));
+        }
+    }
+
+    #[test]
+    fn message_has_the_calls_of_the_answer() {
+        let text = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}</tool_call><tool_call>{\"name\": \"g\"}</tool_call>\n";
+        let rules = ToolRules { format: ToolFormat::Hermes, is_parallel: true };
+        let (answer, has_calls) = message(Some(rules), text.into());
+        assert!(has_calls && answer["content"].is_null(), "{answer}");
+        assert_eq!(answer["tool_calls"][0]["function"], json!({"name": "f", "arguments": "{\"a\": 1}"}));
+        assert_eq!(answer["tool_calls"].as_array().unwrap().len(), 2);
+        let one = message(Some(ToolRules { is_parallel: false, ..rules }), text.into()).0;
+        assert_eq!(one["tool_calls"].as_array().unwrap().len(), 1);
+        let (plain, has_calls) = message(Some(rules), "Hello.\n".into());
+        assert_eq!((plain["content"].as_str(), has_calls), (Some("Hello.\n"), false));
+    }
+}
