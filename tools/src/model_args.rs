@@ -28,7 +28,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "TOKENS")]
     page_tokens: Option<u32>,
     /// Memory for the KV pages (L1) of each engine. It bounds the context. Default: half of the
-    /// free memory, a quarter if `up` starts the engine, and at most 16 times the model's context
+    /// free memory, a quarter if `up` starts the engine, at most 16 sequences of full length
     #[arg(long, value_name = "SIZE")]
     pub l1: Option<ByteSize>,
 }

@@ -15,6 +15,8 @@ const FULL_SEQUENCES_MAX: u64 = 16;
 const L1_BYTES_LEAST_CAP: u64 = 128 << 20;
 /// Default of L2 at most, if the engines have less L1.
 const L2_BYTES_LEAST_CAP: u64 = 256 << 20;
+/// Minimum default of L1. With less, a message about memory would name an option that nobody gave.
+const L1_BYTES_MIN: u64 = 64 << 20;
 /// Minimum of L2, which the node accepts too.
 const L2_BYTES_MIN: u64 = 32 << 20;
 /// Free memory to assume where the kernel does not tell.
@@ -66,7 +68,7 @@ impl ModelShape {
 /// Bytes of L1 of an engine that is alone on its machine: half of the free memory. The rest is for
 /// workspaces, requests, and pages on their way to the store.
 pub fn l1_alone(shape: ModelShape) -> u64 {
-    (free_bytes() / 2).min(shape.l1_cap())
+    (free_bytes() / 2).max(L1_BYTES_MIN).min(shape.l1_cap())
 }
 
 /// Sizes of the parts of `up`, in bytes.
@@ -91,7 +93,7 @@ impl Sizes {
             None => budget / 3,
             Some(l2) => budget.saturating_sub(l2.saturating_mul(nodes)) / 2,
         };
-        let l1 = l1.unwrap_or(of_engine.min(l1_cap));
+        let l1 = l1.unwrap_or(of_engine.max(L1_BYTES_MIN).min(l1_cap));
         let both = l1.saturating_mul(2);
         let of_nodes = budget.saturating_sub(both).min(both.max(L2_BYTES_LEAST_CAP));
         Self { l1, l2: l2.unwrap_or((of_nodes / nodes.max(1)).max(L2_BYTES_MIN)) }
@@ -128,6 +130,7 @@ mod tests {
         assert_eq!(of(None, Some(4 * GIB)), Sizes { l1: GIB, l2: 4 * GIB });
         assert_eq!(of(Some(7 * GIB), None), Sizes { l1: 7 * GIB, l2: L2_BYTES_MIN });
         assert_eq!(of(Some(7 * GIB), Some(9 * GIB)), Sizes { l1: 7 * GIB, l2: 9 * GIB });
+        assert_eq!(of(None, Some(9 * GIB)), Sizes { l1: L1_BYTES_MIN, l2: 9 * GIB });
     }
 
     #[test]

@@ -52,8 +52,8 @@ pub struct Args {
     /// Number of store nodes
     #[arg(long, default_value_t = 1, value_name = "NODES", value_parser = clap::value_parser!(u16).range(1..=64))]
     nodes: u16,
-    /// DRAM for cached pages (L2) of each store node, at least 32 MiB. Default: for all nodes
-    /// together a quarter of the free memory, at most what both engines have as L1
+    /// DRAM for cached pages (L2) of each store node, at least 32 MiB. Default: what
+    /// L1 leaves of three quarters of the free memory, at most as much as both engines have
     #[arg(long, value_name = "SIZE")]
     l2: Option<ByteSize>,
     /// Maximum disk space for pages (L3) of each store node. 0 disables L3

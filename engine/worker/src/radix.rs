@@ -9,7 +9,7 @@
 //!   start finds every cached prefix.
 //! - A page in use by a running sequence (its `Arc` is shared) is never evicted.
 //! - Eviction removes leaves only. The least recently used goes first, but later than the next few
-//!   if the store does not have it yet.
+//!   if it waits for another put.
 //! - [`RadixTree::remove`] takes a page out with all pages after it, in use or not. The sequences
 //!   that use them keep their references.
 

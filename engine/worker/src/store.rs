@@ -79,6 +79,10 @@ pub trait PageStore: Send + Sync + 'static {
     /// any. Returns the number of pages that it asked the store to forget.
     fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize>;
 
+    /// Returns `true` if the node of this page can tell whether it was forgotten after `origin`.
+    /// `None` if no node is connected.
+    fn can_judge_copy(&self, key: &PageKey, origin: PageOrigin) -> Option<bool>;
+
     fn nodes_connected(&self) -> usize;
 }
 
@@ -185,6 +189,10 @@ impl PageStore for Client {
             }
             same.len()
         })
+    }
+
+    fn can_judge_copy(&self, key: &PageKey, origin: PageOrigin) -> Option<bool> {
+        Client::can_judge_copy(self, key, origin)
     }
 
     fn nodes_connected(&self) -> usize {

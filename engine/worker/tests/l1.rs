@@ -160,6 +160,29 @@ async fn lost_page_that_was_forgotten_does_not_come_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_page_stays_in_l1_if_its_node_restarted() {
+    let store = MemoryStore::new();
+    let tokens = prompt(88, LEN);
+    store.lose_puts(true);
+    let prefiller = engine(Role::Prefill, &store).await;
+    prefill(&prefiller, &tokens, CacheMode::All).await;
+    let unpublished = async || metric(&prefiller, "larder_engine_unpublished_pages").await;
+    let patience = Instant::now() + Duration::from_secs(30);
+    while unpublished().await < PAGES as f64 {
+        assert!(Instant::now() < patience, "the pages wait for another put");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // The node knows none of its earlier forgets now.
+    store.restart();
+    store.lose_puts(false);
+    while unpublished().await > 0.0 {
+        assert!(Instant::now() < patience, "the engine gives up");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!((caches(&prefiller, PAGES).await, store.len()), (true, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn copy_of_a_forgotten_page_leaves_l1() {
     let store = MemoryStore::new();
     let tokens = prompt(85, LEN);

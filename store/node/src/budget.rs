@@ -46,7 +46,8 @@ use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-use tenants::{TenantNumber, TenantTable};
+pub(crate) use tenants::TenantNumber;
+use tenants::TenantTable;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
@@ -110,13 +111,22 @@ type BytesByKind = [u64; KINDS.len()];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Busy {
     pub(crate) retry_after: Duration,
-    /// True if the bound of the node was in the way, and the connection was within its own.
-    pub(crate) is_node_full: bool,
+    pub(crate) bound: BusyBound,
+}
+
+/// Bound that was in the way of a refused charge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BusyBound {
+    /// Of the caller's own connection, possibly among others.
+    Connection,
+    /// The share of the caller's tenant.
+    Tenant(TenantNumber),
+    Node,
 }
 
 impl Busy {
     pub(crate) fn after(retry_after: Duration) -> Busy {
-        Busy { retry_after, is_node_full: false }
+        Busy { retry_after, bound: BusyBound::Connection }
     }
 
     pub(crate) fn milliseconds(self) -> u32 {

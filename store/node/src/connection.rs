@@ -265,7 +265,7 @@ async fn run<R: ByteSource, W: ByteSink>(
     let (write, uncongested_since) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
     let mut writer = FrameWriter::new(write);
     let Some(account) = account else {
-        node.end_stalled_bodies();
+        node.end_stalled_bodies(None);
         if let Some(_permit) = refusal::record(&node, &peer, ConnectionLimit::Memory) {
             refusal::answer(ConnectionLimit::Memory, read, &mut writer).await;
         }

@@ -108,10 +108,9 @@ impl Node {
         let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
-        if let Some(dir) = members_dir {
+        if let Some(dir) = &members_dir {
             // Before clients can connect.
-            state.members.expect(former_owners::read(&dir), now());
-            tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
+            state.members.expect(former_owners::read(dir), now());
         }
         // Last of all that can fail: a client that connects finds a node that serves.
         let (listener, addr) = listen(options.listen).await?;
@@ -119,6 +118,9 @@ impl Node {
             Some(address) => Some(serve_admin(&state, (address, options.http.clone()), &stop, &tasks).await?),
             None => None,
         };
+        if let Some(dir) = members_dir {
+            tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
+        }
         let upkeep = state.clone();
         let upkeep_stop = stop.clone();
         tasks.spawn(async move { upkeep.store.upkeep(upkeep_stop).await });

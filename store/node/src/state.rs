@@ -1,5 +1,6 @@
 //! State that the connections and HTTP endpoints of a node share.
 
+use crate::budget::TenantNumber;
 use crate::connection::{ArrivingBodies, BulkScheduler, Refusals};
 use crate::identity::Identity;
 use crate::members::Members;
@@ -66,9 +67,10 @@ impl NodeState {
         })
     }
 
-    /// Disconnects clients whose requests stall. To be called when memory for requests is lacking.
-    pub(crate) fn end_stalled_bodies(&self) {
-        let ended = self.arriving.end_stalled();
+    /// Disconnects clients whose requests stall: those of one tenant, or all. To be called when
+    /// the tenant or the node lacks memory for requests.
+    pub(crate) fn end_stalled_bodies(&self, tenant: Option<TenantNumber>) {
+        let ended = self.arriving.end_stalled(tenant);
         self.metrics.stalled_requests_disconnected.inc_by(ended);
         if ended > 0
             && let Some(searches) = self.refusals.stalled_requests.record()

@@ -193,9 +193,15 @@ impl Scheduler {
         copies.map(|(index, page)| self.put_copy(page_of(&sequence.keys, index), page, 0)).collect()
     }
 
-    /// Returns `true` if L1 holds this content of a page, and no forget of the page is in progress.
+    /// Returns `true` if L1 holds this content of a page, no forget of the page is in progress, and
+    /// the store would not refuse the put for want of knowledge. After a restart of its node, the
+    /// page stays in L1 for later requests.
     pub(super) fn may_put_again(&self, key: &PageKey, content: &Arc<SealedPage>) -> bool {
-        !self.withheld.contains(key) && self.radix.peek(key).is_some_and(|cached| Arc::ptr_eq(cached, content))
+        let store = &self.context.store;
+        let is_judged = |origin| store.can_judge_copy(key, origin) != Some(false);
+        !self.withheld.contains(key)
+            && self.radix.peek(key).is_some_and(|cached| Arc::ptr_eq(cached, content))
+            && content.copy_origin().is_none_or(is_judged)
     }
 
     /// Puts a page of L1 again, after `attempts` puts without success. The caller has verified it.
@@ -282,8 +288,10 @@ pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, ev
         if let Some(page) = pool.allocate() {
             return Some(page);
         }
-        // More than once only if a scrub or a commit holds the evicted page at this moment.
-        if radix.evict(1, |page| page.origin().is_some()) == 0 {
+        // More than once only if a scrub or a commit holds the evicted page at this moment. Spared
+        // are pages that can be put again.
+        let may_go = |page: &SealedPage| page.origin().is_some() || page.copy_origin().is_none();
+        if radix.evict(1, may_go) == 0 {
             return None;
         }
         evicted.inc();

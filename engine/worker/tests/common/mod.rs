@@ -297,6 +297,11 @@ impl PageStore for Attached {
         Box::pin(async move { keys.len() })
     }
 
+    fn can_judge_copy(&self, _key: &PageKey, origin: PageOrigin) -> Option<bool> {
+        let inner = self.0.inner.lock();
+        (!inner.down).then_some(origin.run == inner.restarts)
+    }
+
     fn nodes_connected(&self) -> usize {
         usize::from(!self.0.inner.lock().down)
     }

@@ -20,7 +20,7 @@ use crate::url::Transport;
 use larder_format::{PageId, PageMeta, PageOrigin};
 use larder_memory::share::{ArenaMap, HeldBytes, SharedMemory};
 use larder_runtime::{fail_point, now};
-use larder_wire::{Entry, FrameQueue, Request, Response, TierCode, VERSION_SHARED_MEMORY_PUTS};
+use larder_wire::{Entry, FrameQueue, Request, Response, TierCode, VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
@@ -118,9 +118,10 @@ impl Connection {
     }
 
     /// Origin of the newest put that this connection knows of. Forgets from now on have a larger
-    /// generation. `None` if the node has told no generation yet.
+    /// generation. `None` if the node has told no generation yet, or is too old to take copies.
     pub(crate) fn newest_origin(&self) -> Option<PageOrigin> {
-        self.origin(self.newest_generation.load(Ordering::Relaxed))
+        let origin = self.origin(self.newest_generation.load(Ordering::Relaxed));
+        origin.filter(|_| self.version() >= VERSION_COPIES)
     }
 
     /// Generation that a copy from `origin` has for this node, 0 if the node cannot know.

@@ -175,6 +175,14 @@ impl Client {
         self.begin_put(page, PutSource::Copied(origin), options, deadline)
     }
 
+    /// Returns `true` if the node of this page can tell whether the page was forgotten after
+    /// `origin`. It answers `Forgotten` to every copy of which it cannot. `None` if no node is
+    /// connected.
+    pub fn can_judge_copy(&self, key: &PageKey, origin: PageOrigin) -> Option<bool> {
+        let connection = self.owner(key)?;
+        Some(connection.version() >= VERSION_COPIES && connection.generation_of(Some(origin)) > 0)
+    }
+
     fn begin_put(&self, page: NewPage, source: PutSource, options: PutOptions, deadline: Instant) -> PagePut {
         let part_table = self.namespace().geometry.part_table();
         // Unbounded in type only: each part enters once, and the budget bounds their bytes.

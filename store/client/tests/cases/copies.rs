@@ -121,6 +121,8 @@ async fn copy_is_not_put_at_a_node_that_cannot_refuse_it() {
     let client = attach(&[&node], 1).await;
     assert_eq!(put_described(&client, 1, PutOptions::default()).await, None);
     assert_eq!(put_copy(&client, 2, None).await.0, PutOutcome::Forgotten);
+    assert!(describe(&client, 1).await.is_some());
+    assert_eq!(lose(&client, 3, async || ()).await, None, "no copy of it could be put");
     node.shutdown().await;
 }
 

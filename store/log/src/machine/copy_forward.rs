@@ -163,7 +163,11 @@ impl Log {
     pub(super) fn is_excluded_from_copy(&self, slot: u32) -> bool {
         let entry = self.index.entries.get(slot);
         let (source, left) = match &self.next_segment {
-            NextSegment::Choosing(choice) if choice.awaits_writes => return false,
+            // A choice that has no room for hard pins gets none while it waits, either. Writers may
+            // have taken the room.
+            NextSegment::Choosing(choice) if choice.awaits_writes => {
+                return entry.segment() == choice.source.segment && choice.pass != Pass::Hard;
+            }
             NextSegment::Choosing(choice) => (choice.source.segment, &choice.left),
             NextSegment::CopyingForward(copying) => (copying.source.segment, &copying.left),
             NextSegment::Evicting(segment) => return entry.segment() == *segment,
@@ -316,10 +320,14 @@ impl Log {
         };
         let SegmentEpoch { segment: source, .. } = choice.source;
         let SegmentEpoch { segment: target, .. } = choice.target;
-        choice.awaits_writes &= self.segments.epoch(source).is_some_and(|epoch| epoch.has_writes_in_flight());
         if choice.awaits_writes {
-            self.next_segment = NextSegment::Choosing(choice);
-            return false;
+            if self.segments.epoch(source).is_some_and(|epoch| epoch.has_writes_in_flight()) {
+                self.next_segment = NextSegment::Choosing(choice);
+                return false;
+            }
+            choice.awaits_writes = false;
+            // Pages may have been soft-pinned meanwhile.
+            choice.pass = self.pass_from(choice.pass.min(Pass::Soft), choice.is_floor_at_risk);
         }
         let slots = self.segments.epoch(source).map(|epoch| epoch.slots()).unwrap_or_default();
         let slice: Vec<u32> = slots.iter().skip(choice.next).take(max).copied().collect();

@@ -3,8 +3,9 @@
 use super::line::RoomOf;
 use super::tenants::TenantNumber;
 use super::{
-    Budget, BudgetState, Busy, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter, OUTSTANDING_MIN,
-    Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope, subtract,
+    Budget, BudgetState, Busy, BusyBound, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter,
+    OUTSTANDING_MIN, Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope,
+    subtract,
 };
 use crate::places::Peer;
 use crate::tiers::SLOT_UNIT;
@@ -93,6 +94,11 @@ impl Account {
         state.tenants.leave(before);
     }
 
+    /// Tenant of the connection. `None` if it has ended.
+    pub(crate) fn tenant(&self) -> Option<TenantNumber> {
+        self.budget.state.lock().connections.get(&self.connection).map(|connection| connection.tenant)
+    }
+
     /// Records that the client's socket took bytes of its send queue. Any byte is progress: on a
     /// slow link the socket takes few at a time.
     pub(crate) fn record_progress(&self) {
@@ -134,7 +140,13 @@ impl Account {
         }
         state.record_demand(self.connection, kind, now);
         let retry_after = state.request_release_rate.time_for(now, overrun.max());
-        Err(Busy { retry_after, is_node_full: overrun.node > 0 && overrun.connection == 0 })
+        let bound = match (overrun, state.connections.get(&self.connection)) {
+            (Overrun { connection: 1.., .. }, _) => BusyBound::Connection,
+            (Overrun { node: 1.., .. }, _) => BusyBound::Node,
+            (_, Some(own)) => BusyBound::Tenant(own.tenant),
+            (_, None) => BusyBound::Connection,
+        };
+        Err(Busy { retry_after, bound })
     }
 
     /// Charges requested bytes if the reader can be expected to receive them before `deadline`. A

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Number of a tenant in the table. A tenant that leaves and returns gets another one.
-pub(super) type TenantNumber = u64;
+pub(crate) type TenantNumber = u64;
 
 /// Name of a tenant, and the peer that gave it.
 type TenantKey = (Peer, Arc<str>);

@@ -455,18 +455,24 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
 
 #[tokio::test(start_paused = true)]
 async fn refusal_tells_a_full_node_from_a_limit_of_the_caller() {
-    let is_node_full = |refused: Result<Charge, Busy>| refused.err().map(|busy| busy.is_node_full);
+    let bound = |refused: Result<Charge, Busy>| refused.err().map(|busy| busy.bound);
     let budget = budget();
     let own = account(&budget, "a");
     let other = account(&budget, "b");
     let _own = own.charge(Kind::Requests, MIB).unwrap_or_else(|_| panic!("a quarter of the bound"));
-    assert_eq!(is_node_full(own.charge(Kind::Requests, 1)), Some(false), "the connection's bound");
+    assert_eq!(bound(own.charge(Kind::Requests, 1)), Some(BusyBound::Connection));
     let more = [(); 3].map(|()| account(&budget, "a"));
-    let _charges: Vec<Charge> =
+    let mut charges: Vec<Charge> =
         more.iter().flat_map(|client| (0..16).map_while(|_| client.charge(Kind::Requests, MIB / 16).ok())).collect();
-    let b = other.charge(Kind::Requests, MIB).err();
-    assert_eq!(b.map(|busy| busy.is_node_full), Some(true));
-    assert_eq!(is_node_full(own.charge(Kind::Requests, 1)), Some(false), "both bounds");
+    assert_eq!(bound(other.charge(Kind::Requests, MIB)), Some(BusyBound::Node));
+    assert_eq!(bound(own.charge(Kind::Requests, 1)), Some(BusyBound::Connection), "both bounds");
+    // Half of the bound belongs to the tenant that was refused.
+    drop(charges.split_off(charges.len() / 2));
+    let more = account(&budget, "a");
+    let tenant = more.tenant().unwrap();
+    let mut rest: Vec<Charge> = (0..64).map_while(|_| more.charge(Kind::Requests, MIB / 16).ok()).collect();
+    assert_eq!(bound(more.charge(Kind::Requests, MIB / 16)), Some(BusyBound::Tenant(tenant)));
+    rest.clear();
 }
 
 #[tokio::test(start_paused = true)]

@@ -2,12 +2,13 @@
 //!
 //! A body is charged as it arrives, and a client that stalls keeps the charge. So when the node
 //! refuses a request for lack of memory, it disconnects the clients whose bodies arrive more slowly
-//! than [`BYTES_PER_SECOND_MIN`].
+//! than [`BYTES_PER_SECOND_MIN`]. If only a tenant has no memory left, these are its own clients.
 //!
 //! Most bodies arrive at once and cost nothing here. The table has those that are incomplete after
 //! [`WINDOW`], however short: many of them hold much memory together.
 
 use super::{STALL_TIMEOUT, timed_out};
+use crate::budget::TenantNumber;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
 use std::collections::BTreeMap;
@@ -23,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 const BYTES_PER_SECOND_MIN: u64 = 32 << 10;
 /// Time over which the pace is measured, at least.
 const WINDOW: Duration = Duration::from_secs(1);
-/// Minimum time between two searches. Each looks at all tracked bodies.
+/// Minimum time between two searches for one tenant, or for all. Each looks at all tracked bodies.
 const SEARCH_PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -33,10 +34,14 @@ pub(crate) struct ArrivingBodies(Mutex<Table>);
 struct Table {
     bodies: BTreeMap<u64, Body>,
     next_number: u64,
-    last_search: Option<Instant>,
+    /// Last search for a tenant, or for all, if it is not longer ago than [`SEARCH_PAUSE`]. One
+    /// that fills its share all the time must not keep the others from a search.
+    searches: BTreeMap<Option<TenantNumber>, Instant>,
 }
 
 struct Body {
+    /// `None` if the connection has ended.
+    tenant: Option<TenantNumber>,
     /// Bytes that the connection has received.
     received: Arc<AtomicU64>,
     /// Their number at the last look that found the pace good.
@@ -60,6 +65,7 @@ impl Drop for Tracked<'_> {
 
 impl ArrivingBodies {
     /// Runs `receive`, which receives a body on a connection that counts its bytes in `received`.
+    /// Asks for its tenant only if the body is slow.
     ///
     /// # Errors
     /// Those of `receive`, and `TimedOut` if the body is incomplete after [`STALL_TIMEOUT`], or
@@ -67,6 +73,7 @@ impl ArrivingBodies {
     pub(crate) async fn receive<T>(
         &self,
         received: Arc<AtomicU64>,
+        tenant: impl FnOnce() -> Option<TenantNumber>,
         receive: impl Future<Output = io::Result<T>>,
     ) -> io::Result<T> {
         // Relaxed: the counter orders nothing, and an old value only favours the client.
@@ -77,7 +84,7 @@ impl ArrivingBodies {
             return ended;
         }
         // From the beginning of the body: its pace is known already.
-        let tracked = self.track(received, seen, begun_at);
+        let tracked = self.track(tenant(), received, seen, begun_at);
         tokio::select! {
             // Biased: a body that is complete is served.
             biased;
@@ -86,25 +93,35 @@ impl ArrivingBodies {
         }
     }
 
-    fn track(&self, received: Arc<AtomicU64>, seen: u64, seen_at: Instant) -> Tracked<'_> {
+    fn track(
+        &self,
+        tenant: Option<TenantNumber>,
+        received: Arc<AtomicU64>,
+        seen: u64,
+        seen_at: Instant,
+    ) -> Tracked<'_> {
         let disconnect = CancellationToken::new();
         let mut table = self.0.lock();
         let number = table.next_number;
         table.next_number += 1;
-        table.bodies.insert(number, Body { received, seen, seen_at, disconnect: disconnect.clone() });
+        table.bodies.insert(number, Body { tenant, received, seen, seen_at, disconnect: disconnect.clone() });
         Tracked { bodies: self, number, disconnect }
     }
 
-    /// Disconnects the clients whose bodies stall. Returns their number.
-    pub(crate) fn end_stalled(&self) -> u64 {
+    /// Disconnects the clients whose bodies stall, those of `tenant` only if it is given. Returns
+    /// their number.
+    pub(crate) fn end_stalled(&self, tenant: Option<TenantNumber>) -> u64 {
         let now = now();
         let mut table = self.0.lock();
-        if table.last_search.is_some_and(|last| now.saturating_duration_since(last) < SEARCH_PAUSE) {
+        let is_recent = |last: &Instant| now.saturating_duration_since(*last) < SEARCH_PAUSE;
+        if table.searches.get(&tenant).is_some_and(is_recent) {
             return 0;
         }
-        table.last_search = Some(now);
+        table.searches.retain(|_, last| is_recent(last));
+        table.searches.insert(tenant, now);
         let mut ended = 0;
-        for body in table.bodies.values_mut().filter(|body| !body.disconnect.is_cancelled()) {
+        let is_meant = |body: &&mut Body| tenant.is_none() || body.tenant == tenant;
+        for body in table.bodies.values_mut().filter(is_meant).filter(|body| !body.disconnect.is_cancelled()) {
             let time = now.saturating_duration_since(body.seen_at);
             if time < WINDOW {
                 continue;
@@ -127,6 +144,8 @@ mod tests {
     use super::*;
     use tokio::task::JoinHandle;
 
+    const OWN: TenantNumber = 7;
+
     fn begin(bodies: &Arc<ArrivingBodies>, received: &Arc<AtomicU64>, time: Duration) -> JoinHandle<io::Result<()>> {
         let bodies = bodies.clone();
         let received = received.clone();
@@ -135,7 +154,7 @@ mod tests {
                 tokio::time::sleep(time).await;
                 Ok(())
             };
-            bodies.receive(received, complete).await
+            bodies.receive(received, || Some(OWN), complete).await
         })
     }
 
@@ -146,19 +165,21 @@ mod tests {
         let [_stalls, trickles, arrives] = &counters;
         let received = counters.each_ref().map(|counter| begin(&bodies, counter, STALL_TIMEOUT * 2));
         tokio::time::sleep(WINDOW / 2).await;
-        assert_eq!(bodies.end_stalled(), 0, "too early");
+        assert_eq!(bodies.end_stalled(None), 0, "too early");
         for _ in 0..4 {
             tokio::time::sleep(WINDOW / 2).await;
             trickles.fetch_add(100, Ordering::Relaxed);
             arrives.fetch_add(BYTES_PER_SECOND_MIN, Ordering::Relaxed);
         }
-        assert_eq!(bodies.end_stalled(), 2);
+        assert_eq!(bodies.end_stalled(Some(OWN + 1)), 0, "another tenant");
+        tokio::time::sleep(SEARCH_PAUSE).await;
+        assert_eq!(bodies.end_stalled(Some(OWN)), 2);
         tokio::task::yield_now().await;
         assert_eq!(received.each_ref().map(|body| body.is_finished()), [true, true, false]);
         tokio::time::sleep(SEARCH_PAUSE).await;
-        assert_eq!(bodies.end_stalled(), 0, "they have ended");
+        assert_eq!(bodies.end_stalled(None), 0, "they have ended");
         tokio::time::sleep(WINDOW).await;
-        assert_eq!(bodies.end_stalled(), 1, "it stalls now");
+        assert_eq!(bodies.end_stalled(None), 1, "it stalls now");
         for body in received {
             assert_eq!(body.await.unwrap().unwrap_err().kind(), io::ErrorKind::TimedOut);
         }

@@ -2,7 +2,7 @@
 
 use super::Connection;
 use super::socket::UncongestedSince;
-use crate::budget::Busy;
+use crate::budget::{Busy, BusyBound};
 use crate::metrics::Metrics;
 use crate::tiers::SLOT_UNIT;
 use larder_runtime::now;
@@ -17,11 +17,13 @@ use std::time::{Duration, Instant};
 const LATE_AFTER: Duration = Duration::from_millis(1);
 
 impl Connection {
-    /// Answers a whole request with "busy". If the node has no memory for it, bodies that stall
-    /// lose theirs. A client at a limit of its own costs no other client anything.
+    /// Answers a whole request with "busy". If the node or the tenant has no memory for it, bodies
+    /// there that stall lose theirs. A client at a limit of its own costs no other client anything.
     pub(super) async fn refuse(&self, request: u64, busy: Busy) -> io::Result<()> {
-        if busy.is_node_full {
-            self.node.end_stalled_bodies();
+        match busy.bound {
+            BusyBound::Connection => {}
+            BusyBound::Tenant(tenant) => self.node.end_stalled_bodies(Some(tenant)),
+            BusyBound::Node => self.node.end_stalled_bodies(None),
         }
         let response = if self.outbox.version() < VERSION_RETRY_AFTER {
             Response::Error { code: ErrorCode::Busy, message: format!("try again after {:?}", busy.retry_after) }

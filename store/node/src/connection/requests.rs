@@ -104,7 +104,7 @@ impl Connection {
                 }
             }
         });
-        self.node.arriving.receive(received, receive).await?;
+        self.node.arriving.receive(received, || account.tenant(), receive).await?;
         self.received_at = now();
         if let Some(place) = &self.place {
             place.record_activity(self.received_at);

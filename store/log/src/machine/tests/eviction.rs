@@ -109,3 +109,26 @@ fn page_keeps_its_hard_pin_if_it_is_replaced_while_copies_are_chosen() {
     assert_eq!(driver.log.find(&pinned, 0).map(|entry| entry.generation), Some(generation));
     assert!(driver.log.counts().pinned_bytes > 0);
 }
+
+/// The choice has begun, and waits for a write. It found no pin, so it keeps no room for one.
+#[test]
+fn hard_pin_during_the_wait_for_writes_is_refused_or_kept() {
+    let mut driver = FaultlessLog::new(8, 50);
+    let page = driver.put(0);
+    let (_, Append::Write(in_flight)) = append(&mut driver, 1) else { panic!("the segment has room") };
+    let is_choosing = |log: &Log| matches!(log.next_segment, NextSegment::Choosing(_));
+    (2..5000).find(|&key| {
+        driver.work();
+        if let (_, Append::Write(write)) = append(&mut driver, key) {
+            driver.log.write_done(write, WriteOutcome::Written);
+        }
+        is_choosing(&driver.log)
+    });
+    assert!(is_choosing(&driver.log));
+    let pinned = driver.log.pin(&page, Pin::Hard);
+    driver.log.write_done(in_flight, WriteOutcome::Written);
+    (5000..9000).for_each(|key| {
+        driver.put(key);
+    });
+    assert_eq!(driver.log.find(&page, 0).is_some(), pinned.is_ok(), "{pinned:?}");
+}
