@@ -117,7 +117,7 @@ pub(crate) struct Busy {
 /// Bound that was in the way of a refused charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BusyBound {
-    /// Of the caller's own connection, possibly among others.
+    /// The bound of the caller's own connection, possibly among others.
     Connection,
     /// The share of the caller's tenant.
     Tenant(TenantNumber),
