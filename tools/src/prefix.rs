@@ -199,6 +199,7 @@ fn format_pin(pin: PinStatus) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use larder_model::{MessageContent, TextPart};
     use serde_json::json;
 
     #[test]
@@ -229,7 +230,8 @@ mod tests {
         assert_eq!(parsed.len(), 2);
         assert_eq!(parse_chat(&format!("{{\"model\": \"m\", \"messages\": {messages}}}")).unwrap(), parsed);
         let parts = r#"[{"role": "developer", "content": [{"type": "text", "text": "a"}]}]"#;
-        let message = ChatMessage::new("system", "a");
+        let content = MessageContent::Parts(vec![TextPart { text: "a".into() }]);
+        let message = ChatMessage { content, ..ChatMessage::new("system", "") };
         assert_eq!(parse_chat(parts).unwrap(), [message], "as /v1/chat/completions reads it");
         for bad in ["", "{}", "[]", "[1]", "\"text\"", r#"[{"role": "user"}]"#] {
             let error = format!("{:#}", parse_chat(bad).unwrap_err());
