@@ -4,7 +4,7 @@
 //! - A later put states the origin from before the first one, as a copy. So a page that was
 //!   forgotten meanwhile does not come back.
 //! - Only pages that L1 holds are put again. Weak references keep none of them from eviction.
-//! - Each page is verified before each put, on a blocking thread.
+//! - Each page is verified before each put, on the threads of the forward pass.
 //! - At most [`WAITING_MAX`] pages wait, and at most [`RUNNING_MAX`] are being put.
 
 use crate::metrics::Metrics;
@@ -76,8 +76,10 @@ pub(crate) async fn run(
 async fn put_again(unpublished: Unpublished, events: flume::Sender<SchedulerEvent>) {
     let Unpublished { page, content, attempts, .. } = unpublished;
     let Some(content) = content.upgrade() else { return };
-    let verify = move || content.verify().is_ok().then_some(content);
-    let Ok(verified) = tokio::task::spawn_blocking(verify).await else { return };
+    // Not on blocking threads of tokio: the scrub would keep each additional one alive for ever.
+    let (intact, verified) = oneshot::channel();
+    rayon::spawn(move || drop(intact.send(content.verify().is_ok().then_some(content))));
+    let Ok(verified) = verified.await else { return };
     // Sending fails only after the scheduler thread has ended.
     let Some(content) = verified else {
         let _ = events.send_async(SchedulerEvent::Damaged(page.key)).await;

@@ -412,7 +412,7 @@ mod tests {
             ("guided_regex", json!("a*")),
             ("chat_template", json!("x")),
             ("priority", json!(5)),
-            ("temprature", json!(0.5)),
+            ("temp", json!(0.5)),
             ("messages", json!([])),
             ("chat_template_kwargs", json!({})),
         ] {
