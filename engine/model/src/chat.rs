@@ -20,6 +20,10 @@ pub const FUEL: u64 = 20_000_000;
 
 const NAME: &str = "chat_template";
 
+/// Mark of the end of a message that the model continues. Unicode reserves the character for such
+/// internal use. It is no blank, so templates that trim a content keep the blanks before it.
+const CONTENT_END: char = '\u{FDD0}';
+
 /// A message of a conversation, in the form of OpenAI's API. A template sees the fields that are
 /// present.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +53,19 @@ impl ChatMessage {
         let others = [&self.name, &self.reasoning_content, &self.tool_call_id];
         let others = others.into_iter().flatten().map(String::len);
         self.role.len() + self.content.bytes() + calls.sum::<usize>() + others.sum::<usize>()
+    }
+
+    /// The message with [`CONTENT_END`] after its content.
+    fn with_marked_end(&self) -> Self {
+        let mut message = self.clone();
+        match &mut message.content {
+            MessageContent::Text(text) => text.push(CONTENT_END),
+            MessageContent::Parts(parts) => match parts.last_mut() {
+                Some(part) => part.text.push(CONTENT_END),
+                None => parts.push(TextPart { text: CONTENT_END.into() }),
+            },
+        }
+        message
     }
 
     fn to_value(&self, keeps_parts: bool) -> Result<Value, Error> {
@@ -225,15 +242,16 @@ impl ChatTemplate {
             Ok(()) => String::from_utf8(text.bytes).map_err(|error| RenderError::Failed(error.to_string()))?,
             Err(error) => return Err(failed(error)),
         };
-        match messages.last() {
-            Some(last) if options.continue_final_message => continued(text, &last.content.text()),
-            _ => Ok(text),
-        }
+        if options.continue_final_message && !messages.is_empty() { continued(text) } else { Ok(text) }
     }
 
     fn context(&self, messages: &[ChatMessage], options: &RenderOptions) -> Result<Value, Error> {
-        let messages =
-            messages.iter().map(|message| message.to_value(self.keeps_parts)).collect::<Result<Vec<_>, _>>()?;
+        let (messages, continued) = match messages.split_last() {
+            Some((last, before)) if options.continue_final_message => (before, Some(last.with_marked_end())),
+            _ => (messages, None),
+        };
+        let messages = messages.iter().chain(&continued).map(|message| message.to_value(self.keeps_parts));
+        let messages = messages.collect::<Result<Vec<_>, _>>()?;
         let tools = options.tools.as_deref().map(from_json).transpose()?;
         let own = context! {
             messages => messages,
@@ -251,15 +269,15 @@ impl ChatTemplate {
     }
 }
 
-/// Cuts the text after the content of its last message.
-fn continued(mut text: String, content: &str) -> Result<String, RenderError> {
-    let content = content.trim();
-    let Some(at) = text.rfind(content) else {
+/// Cuts the text after the content of its last message, which ends with [`CONTENT_END`].
+fn continued(mut text: String) -> Result<String, RenderError> {
+    // The last one: a client may have written the same character before it.
+    let Some(at) = text.rfind(CONTENT_END) else {
         return Err(RenderError::Failed(
             "the chat template changes the last message, so it cannot be continued".into(),
         ));
     };
-    text.truncate(at + content.len());
+    text.truncate(at);
     Ok(text)
 }
 
@@ -495,7 +513,15 @@ mod tests {
         let options = RenderOptions { continue_final_message: true, ..RenderOptions::default() };
         let messages = [ChatMessage::new("user", "1, 2"), ChatMessage::new("assistant", "1, ")];
         let rendered = template(source).unwrap().render(&messages, &options, 1000).unwrap();
-        assert_eq!(rendered, "<user>1, 2</s><assistant>1,");
+        assert_eq!(rendered, "<user>1, 2</s><assistant>1, ");
+        for last in ["<", "", "\u{FDD0}a"] {
+            let messages = [ChatMessage::new("user", "a"), ChatMessage::new("assistant", last)];
+            let rendered = template(source).unwrap().render(&messages, &options, 1000).unwrap();
+            assert_eq!(rendered, format!("<user>a</s><assistant>{last}"));
+        }
+        let parts = ["a", "b "].map(|text| TextPart { text: text.into() }).to_vec();
+        let parts = [ChatMessage::new("assistant", MessageContent::Parts(parts))];
+        assert_eq!(template(source).unwrap().render(&parts, &options, 1000).unwrap(), "<assistant>a\nb ");
         let other = template("{{ messages[0].content }}").unwrap().render(&messages[..1], &options, 9).unwrap();
         assert_eq!(other, "1, 2");
         assert!(template("x").unwrap().render(&messages, &options, 9).is_err());

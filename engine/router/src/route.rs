@@ -18,6 +18,7 @@ use crate::RouterState;
 use crate::calls::{CallError, EventStream, remaining_ms};
 use crate::engines::{EngineRequirement, RemoteEngine};
 use crate::models::ServedModel;
+use crate::tokenise::Echo;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use generation::{ANSWER_TEXT_BYTES_MAX, OutputLimits, unexpected};
@@ -107,7 +108,7 @@ pub struct Prompt {
     /// logits of the first answer token.
     pub keys: Arc<[PageKey]>,
     /// Text with which the answers begin, if the request asks for it.
-    pub echo: Option<Arc<str>>,
+    pub(crate) echo: Option<Arc<Echo>>,
 }
 
 impl Prompt {
@@ -361,10 +362,13 @@ impl PromptPlan {
         events: &mut EventStream,
     ) -> Result<(Vec<TokenLogprobs>, DecodeEvent), CallError> {
         let expected = sampling.prompt_logprobs.map_or(0, |_| self.prompt.tokens.len() - 1);
-        let mut logprobs = Vec::new();
+        let top = sampling.prompt_logprobs.unwrap_or(0) as usize;
+        let mut logprobs: Vec<TokenLogprobs> = Vec::new();
         loop {
             match events.next().await? {
-                DecodeEvent::Prompt { logprobs: more } if logprobs.len() + more.len() <= expected => {
+                DecodeEvent::Prompt { logprobs: more }
+                    if logprobs.len() + more.len() <= expected && more.iter().all(|more| more.top.len() <= top) =>
+                {
                     logprobs.extend(more)
                 }
                 event if logprobs.len() == expected && !matches!(event, DecodeEvent::Prompt { .. }) => {
@@ -409,7 +413,7 @@ impl PromptPlan {
         self.router.answers.clone()
     }
 
-    pub(crate) fn echo(&self) -> Option<&str> {
+    pub(crate) fn echo(&self) -> Option<&Echo> {
         self.prompt.echo.as_deref()
     }
 

@@ -66,6 +66,34 @@ pub(crate) fn encode(
     tokenizer.encode(text, add_special).map_err(EncodeError::Tokenizer)
 }
 
+/// Text of a prompt with which answers begin.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Echo {
+    pub(crate) text: String,
+    /// Characters of the text.
+    pub(crate) chars: usize,
+    /// Characters of the text before that of each token. Empty if no one asks for them.
+    pub(crate) offsets: Vec<u32>,
+}
+
+impl Echo {
+    pub(crate) fn new(tokenizer: &Tokenizer, tokens: &[u32], with_offsets: bool) -> Self {
+        let text = tokenizer.decode(tokens);
+        if !with_offsets {
+            return Self { text, ..Self::default() };
+        }
+        let mut stream = tokenizer.stream(true);
+        let mut before = 0;
+        let offset = |&id: &u32| {
+            let offset = before;
+            before += stream.push(id).map_or(0, |piece| piece.chars().count() as u32);
+            offset
+        };
+        let offsets = tokens.iter().map(offset).collect();
+        Self { chars: text.chars().count(), text, offsets }
+    }
+}
+
 /// Places for texts in progress.
 #[derive(Debug)]
 pub(crate) struct TokeniserQueue {

@@ -5,6 +5,8 @@ mod common;
 use common::*;
 use larder_worker::Role;
 use larder_worker::api::{DecodeEvent, DecodeRequest, FinishReason};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 fn sampled(seed: u64) -> DecodeRequest {
     let mut request = decode_request(&prompt(seed, 90), 24);
@@ -58,6 +60,41 @@ async fn prompt_logprobs_are_those_of_the_generation() {
     assert_eq!((answer.logprobs.len(), answer.tokens.len()), (0, 1));
     assert_eq!((other.prompt_logprobs.len(), other.tokens.len()), (99, 2));
     assert!(other.prompt_logprobs.iter().all(|logprobs| logprobs.top.is_empty() && logprobs.logprob < 0.0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_overtake_those_that_wait_for_logits_of_their_prompts() {
+    const WHOLE: usize = 40;
+    let store = MemoryStore::new();
+    let mut settings = options(Role::Decode);
+    // Room for one of the long prompts, and for the short one, in L1 and in a step.
+    settings.l1_bytes = 32 * LOADED.model.geometry(PAGE as u32).page_bytes();
+    settings.chunk_tokens = 256;
+    let engine = engine_with(settings, &store).await;
+    let whole = |seed| {
+        let mut request = decode_request(&prompt(seed, 24 * PAGE), 1);
+        request.sampling.prompt_logprobs = Some(0);
+        request
+    };
+    let requests: Vec<_> = (0..WHOLE as u64).map(|at| whole(50 + at)).collect();
+    let ended = AtomicUsize::new(0);
+    let all = futures::future::join_all(requests.iter().map(async |request| {
+        let answer = decode(&engine, request).await;
+        ended.fetch_add(1, Ordering::Relaxed);
+        answer.prompt_logprobs.len()
+    }));
+    let short = async {
+        // The others have arrived by then.
+        while ended.load(Ordering::Relaxed) == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        decode(&engine, &decode_request(&prompt(60, PAGE), 1)).await;
+        ended.load(Ordering::Relaxed)
+    };
+    let (lengths, before) = tokio::join!(all, short);
+    assert_eq!(lengths, [24 * PAGE - 1; WHOLE]);
+    assert!(before < WHOLE / 2, "{before} requests that came earlier held it back");
+    assert!(is_idle(&engine).await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,6 +4,7 @@
 //! becomes an HTTP status. A later failure is reported inside the answer.
 
 use super::RequestContext;
+use super::echo::{self, Echoed};
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
 use super::prepare::{self, tokens_to_generate};
@@ -16,7 +17,7 @@ use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
 use futures::future::try_join_all;
 use futures::{StreamExt, TryStreamExt};
 use larder_model::{SamplingParams, Tokenizer};
-use larder_worker::api::CacheMode;
+use larder_worker::api::{CacheMode, TokenLogprobs};
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
@@ -89,6 +90,13 @@ pub(crate) struct Choice {
     tried: Vec<String>,
     /// The answer has no token of its own, only the prompt.
     is_empty: bool,
+    /// Log-probabilities of the prompt's tokens from the second one on, which all its choices
+    /// share. `None` if the answer does not have them.
+    prompt_logprobs: Option<Arc<[TokenLogprobs]>>,
+    /// Charge for the echoed prompt, and for the text collected so far.
+    charge: AnswerCharge,
+    /// Characters of the text so far. Counted only with log-probabilities.
+    chars: usize,
 }
 
 /// Request whose choices all have their first token. Errors before this point still get their own
@@ -118,7 +126,9 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         limits.push(tokens_to_generate(endpoint, common.max_tokens, prompt.tokens.len(), context)?);
     }
     check_tokens(&common, &model)?;
+    check_min_tokens(&common, &limits)?;
     let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
+    echo::check(&common, lengths.iter().sum())?;
     let charges = prepare::charges(endpoint, &lengths, common.best_of)?;
     let charges: Result<Vec<_>, _> = charges.into_iter().map(|units| prepare::charge(&request.router, units)).collect();
     let meta = ResponseMeta {
@@ -163,6 +173,19 @@ fn check_tokens(common: &CommonParams, model: &ServedModel) -> Result<(), ApiErr
     }
 }
 
+/// Refuses an answer that must have more tokens than it may have, which without `max_tokens`
+/// depends on the prompt.
+fn check_min_tokens(common: &CommonParams, limits: &[u32]) -> Result<(), ApiError> {
+    let min_tokens = common.sampling.rest.min_tokens;
+    match limits.iter().find(|&&limit| min_tokens > limit as usize) {
+        None => Ok(()),
+        Some(limit) => {
+            let message = format!("'min_tokens' is {min_tokens}; this answer may have {limit} tokens");
+            Err(ApiError::field("min_tokens", message))
+        }
+    }
+}
+
 struct PromptJob {
     at: u32,
     prompt: Prompt,
@@ -187,11 +210,19 @@ async fn start_prompt(
     let plan = PromptPlan::make(router, model.clone(), id, prompt, cache, request.deadline, tokens_requested).await;
     let charge = Arc::new(charge);
     let is_empty = common.max_tokens == Some(0);
-    try_join_all((0..common.best_of).map(|choice| {
+    let echoed_bytes = echo::bytes(common, &plan);
+    let mut choices = try_join_all((0..common.best_of).map(|choice| {
         let sampling = common.sampling_of(choice, limit, model.tokenizer.generation_defaults());
-        Choice::begin(at * common.best_of + choice, plan.clone(), charge.clone(), sampling, is_empty)
+        let index = at * common.best_of + choice;
+        Choice::begin(index, plan.clone(), charge.clone(), sampling, is_empty, echoed_bytes)
     }))
-    .await
+    .await?;
+    if common.echo && common.logprobs.is_some() {
+        let of_first = choices.first_mut().map(|first| std::mem::take(&mut first.generation.prompt_logprobs));
+        let shared: Arc<[TokenLogprobs]> = of_first.unwrap_or_default().into();
+        choices.iter_mut().for_each(|choice| choice.prompt_logprobs = Some(shared.clone()));
+    }
+    Ok(choices)
 }
 
 impl Choice {
@@ -201,29 +232,40 @@ impl Choice {
         charge: Arc<OwnedSemaphorePermit>,
         sampling: SamplingParams,
         is_empty: bool,
+        echoed_bytes: usize,
     ) -> Result<Choice, RouteError> {
         let mut tried = Vec::new();
+        let mut echo_charge = AnswerCharge::new(plan.answers());
+        // Before any engine computes them.
+        echo_charge.grow_to(echoed_bytes)?;
         let generation = plan.generate(&sampling, &mut tried).await?;
-        Ok(Choice { index, generation, plan, _charge: charge, sampling, tried, is_empty })
+        Ok(Choice {
+            index,
+            generation,
+            _charge: charge,
+            sampling,
+            tried,
+            is_empty,
+            prompt_logprobs: None,
+            charge: echo_charge,
+            chars: plan.echo().map_or(0, |echo| echo.chars),
+            plan,
+        })
     }
 
     pub(crate) fn prompt_tokens(&self) -> u32 {
         self.plan.prompt_tokens()
     }
 
-    /// Text before the answer: the prompt, if the request asks for it.
-    pub(crate) fn echo(&self) -> Option<&str> {
-        self.plan.echo()
+    pub(crate) fn echoed(&self) -> Echoed {
+        Echoed::new(self.plan.clone(), self.prompt_logprobs.clone())
     }
 
-    /// Tokens of the echoed prompt, if the request asks for their log-probabilities.
-    pub(crate) fn echoed_tokens(&mut self) -> Vec<TokenEntry> {
-        if self.sampling.prompt_logprobs.is_none() {
-            return Vec::new();
-        }
-        let logprobs = std::mem::take(&mut self.generation.prompt_logprobs).into_iter().map(Some);
-        let tokens = self.plan.tokens().iter().zip(std::iter::once(None).chain(logprobs));
-        tokens.map(|(&id, logprobs)| TokenEntry { id, logprobs }).collect()
+    /// Entry of the next token, whose text is `text`. `None` without log-probabilities.
+    pub(crate) fn entry(&mut self, id: u32, text: &str, logprobs: Option<TokenLogprobs>) -> Option<TokenEntry> {
+        let entry = TokenEntry { id, logprobs: Some(logprobs?), offset: self.chars };
+        self.chars += text.chars().count();
+        Some(entry)
     }
 
     /// Next event of the answer, without the token that an empty answer needs.
@@ -255,20 +297,20 @@ impl Choice {
     }
 
     async fn collect(&mut self) -> Result<FinishedChoice, RouteError> {
-        let mut text = self.echo().unwrap_or_default().to_string();
-        let mut tokens = self.echoed_tokens();
+        let echoed = self.echoed();
+        let mut text = echoed.text().to_string();
+        let mut tokens = echoed.tokens(0..echoed.len());
         let mut bytes = tokens.iter().map(TokenEntry::bytes).sum::<usize>();
-        let mut charge = AnswerCharge::new(self.plan.answers());
+        self.chars = self.plan.echo().map_or(0, |echo| echo.chars);
         loop {
             match self.next().await? {
                 Delta::Token { id, text: more, logprobs } => {
                     text.push_str(&more);
-                    if logprobs.is_some() {
-                        let entry = TokenEntry { id, logprobs };
+                    if let Some(entry) = self.entry(id, &more, logprobs) {
                         bytes += entry.bytes();
                         tokens.push(entry);
                     }
-                    charge.grow_to(text.len() + bytes)?;
+                    self.charge.grow_to(text.len() + bytes)?;
                 }
                 Delta::End { finish_reason, completion_tokens } => {
                     let cached_tokens = self.generation.cached_tokens(true).await;
@@ -277,7 +319,8 @@ impl Choice {
                         prompt_tokens: self.plan.prompt_tokens(),
                         text,
                         tokens,
-                        charge,
+                        echoed: echoed.len(),
+                        charge: self.charge.take(),
                         finish_reason,
                         completion_tokens,
                         cached_tokens,

@@ -75,6 +75,14 @@ impl<'a> Fields<'a> {
         self.0.get(name).map(|value| value.get()).filter(|value| *value != "null")
     }
 
+    pub(super) fn insert(&mut self, name: &str, value: &'a RawValue) {
+        self.0.insert(name.into(), value);
+    }
+
+    pub(super) fn to_json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(&self.0)
+    }
+
     pub(super) fn contains(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }

@@ -11,21 +11,29 @@ pub(crate) struct TokenEntry {
     pub(crate) id: u32,
     /// `None` for the first token of a prompt, before which there is nothing.
     pub(crate) logprobs: Option<TokenLogprobs>,
+    /// Characters of the choice's text before that of the token. A token inside a character has no
+    /// text of its own: the last one of the character has it.
+    pub(crate) offset: usize,
 }
 
 impl TokenEntry {
-    /// Approximate size in a response, in bytes.
+    /// Approximate memory for a response with it, in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        const ENTRY_BYTES: usize = 64;
-        ENTRY_BYTES * (1 + self.logprobs.as_ref().map_or(0, |logprobs| logprobs.top.len()))
+        entry_bytes(self.logprobs.as_ref().map_or(0, |logprobs| logprobs.top.len()))
     }
 }
 
-/// Field `logprobs` of a choice, or of a chunk of it. `offset` is the number of characters before
-/// the first token, and grows by those of the tokens.
-pub(crate) fn json(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[TokenEntry], offset: &mut usize) -> Value {
+/// Approximate memory of a token with `top` best tokens, in bytes: numbers, a tree of JSON values,
+/// and its text.
+pub(crate) fn entry_bytes(top: usize) -> usize {
+    const LOGPROB_BYTES: usize = 128;
+    LOGPROB_BYTES * (1 + top)
+}
+
+/// Field `logprobs` of a choice, or of a chunk of it.
+pub(crate) fn json(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[TokenEntry]) -> Value {
     match endpoint {
-        Endpoint::Completion | Endpoint::Native => completion(tokenizer, tokens, offset),
+        Endpoint::Completion | Endpoint::Native => completion(tokenizer, tokens),
         Endpoint::Chat => json!({"content": chat(tokenizer, tokens), "refusal": null}),
     }
 }
@@ -35,14 +43,9 @@ fn text(tokenizer: &Tokenizer, id: u32) -> String {
     String::from_utf8_lossy(&tokenizer.token_bytes(id)).into_owned()
 }
 
-fn completion(tokenizer: &Tokenizer, tokens: &[TokenEntry], offset: &mut usize) -> Value {
+fn completion(tokenizer: &Tokenizer, tokens: &[TokenEntry]) -> Value {
     let texts: Vec<String> = tokens.iter().map(|token| text(tokenizer, token.id)).collect();
-    let offsets = texts.iter().map(|text| {
-        let start = *offset;
-        *offset += text.chars().count();
-        start
-    });
-    let offsets: Vec<usize> = offsets.collect();
+    let offsets: Vec<usize> = tokens.iter().map(|token| token.offset).collect();
     let logprobs: Vec<Option<f32>> = tokens.iter().map(|token| Some(token.logprobs.as_ref()?.logprob)).collect();
     let top = tokens.iter().zip(&texts).map(|(token, text_of_token)| {
         let logprobs = token.logprobs.as_ref()?;

@@ -19,6 +19,7 @@ mod chat;
 pub(crate) use chat::text as chat_text;
 mod completions;
 mod cors;
+mod echo;
 pub mod errors;
 pub mod fields;
 mod logprobs;

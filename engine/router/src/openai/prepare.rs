@@ -10,7 +10,7 @@ use crate::metrics::RefusalReason;
 use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Prompt, RouteError};
 use crate::templates::TextCharge;
-use crate::tokenise::{EncodeError, encode, text_bytes_max};
+use crate::tokenise::{Echo, EncodeError, encode, text_bytes_max};
 use larder_http::BodyCharge;
 use larder_worker::api::Role;
 use std::sync::Arc;
@@ -109,6 +109,8 @@ pub(crate) struct PromptRules {
     pub(crate) truncate: Option<i64>,
     /// The answer begins with the text of the prompt.
     pub(crate) echo: bool,
+    /// The answer tells where the tokens of the echoed text begin.
+    pub(crate) echo_offsets: bool,
 }
 
 impl PromptRules {
@@ -116,7 +118,8 @@ impl PromptRules {
         // A rendered chat has its special tokens already. Adding them would double the one at the
         // start.
         let add_special = common.add_special_tokens.unwrap_or(endpoint != Endpoint::Chat);
-        Self { endpoint, context, add_special, truncate: common.truncate_prompt, echo: common.echo }
+        let echo_offsets = common.echo && common.logprobs.is_some();
+        Self { endpoint, context, add_special, truncate: common.truncate_prompt, echo: common.echo, echo_offsets }
     }
 
     /// Tokens that a text may have. Truncation shortens longer ones, so it needs them all.
@@ -166,7 +169,7 @@ pub(crate) async fn prompts(
         };
         let prompt = |input| {
             let tokens = truncated(tokenise(input)?, rules.truncate, context);
-            let echo = rules.echo.then(|| model.tokenizer.decode(&tokens).into());
+            let echo = rules.echo.then(|| Arc::new(Echo::new(&model.tokenizer, &tokens, rules.echo_offsets)));
             Ok(Prompt { echo, ..Prompt::new(tokens, model.page_tokens) })
         };
         let prompts: Result<_, EncodeError> = inputs.into_iter().map(prompt).collect();

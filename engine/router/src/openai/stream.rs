@@ -36,8 +36,20 @@ use tokio_util::task::AbortOnDropHandle;
 const EVENTS_AHEAD_MAX: usize = 16;
 
 enum ChoiceEvent {
-    Text { text: String, tokens: Vec<TokenEntry> },
-    End { finish_reason: FinishReason, completion_tokens: u32, cached_tokens: CachedTokens },
+    /// Part of the echoed prompt.
+    Echo {
+        text: String,
+        tokens: Vec<TokenEntry>,
+    },
+    Text {
+        text: String,
+        tokens: Vec<TokenEntry>,
+    },
+    End {
+        finish_reason: FinishReason,
+        completion_tokens: u32,
+        cached_tokens: CachedTokens,
+    },
     Failed(RouteError),
 }
 
@@ -103,17 +115,11 @@ impl EventSource {
         let native = choices.iter().filter(|_| is_native).map(|choice| NativeState::new(choice.prompt_tokens()));
         let native = native.collect();
         let tools = choices.iter().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
-        let mut writer = ChunkWriter { meta, options: stream_options, offsets: vec![0; choices.len()], native, tools };
+        let writer = ChunkWriter { meta, options: stream_options, native, tools };
         let mut ready = VecDeque::new();
         let mut events = SelectAll::new();
-        let usage = usage_totals.usage();
-        for mut choice in choices {
+        for choice in choices {
             ready.extend(writer.opening(choice.index));
-            if let Some(echo) = choice.echo() {
-                let text = echo.to_string();
-                let tokens = choice.echoed_tokens();
-                ready.push_back(writer.text(choice.index, &text, &tokens, &usage));
-            }
             events.push(choice_events(choice, stream_options.include_usage || is_native));
         }
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
@@ -128,6 +134,10 @@ impl EventSource {
                 return None;
             }
             match self.events.next().await {
+                Some((index, ChoiceEvent::Echo { text, tokens })) => {
+                    let usage = self.usage();
+                    self.ready.push_back(self.writer.text(index, &text, &tokens, &usage));
+                }
                 Some((index, ChoiceEvent::Text { text, tokens })) => {
                     self.tokens_sent += 1;
                     let usage = self.usage();
@@ -182,11 +192,13 @@ impl EventSource {
 /// Events of one choice. The last one is its end or its failure.
 fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32, ChoiceEvent)> {
     let index = choice.index;
-    unfold(Some(choice), move |choice| async move {
+    // In parts, and only when the client reads: an echo can have megabytes of log-probabilities.
+    let echo = iter(choice.echoed().pieces()).map(move |(text, tokens)| (index, ChoiceEvent::Echo { text, tokens }));
+    let answer = unfold(Some(choice), move |choice| async move {
         let mut choice = choice?;
         match choice.next().await {
             Ok(Delta::Token { id, text, logprobs }) => {
-                let tokens = logprobs.map(|logprobs| TokenEntry { id, logprobs: Some(logprobs) }).into_iter().collect();
+                let tokens = choice.entry(id, &text, logprobs).into_iter().collect();
                 Some(((index, ChoiceEvent::Text { text, tokens }), Some(choice)))
             }
             Ok(Delta::End { finish_reason, completion_tokens }) => {
@@ -195,15 +207,13 @@ fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32
             }
             Err(error) => Some(((index, ChoiceEvent::Failed(error)), None)),
         }
-    })
-    .boxed()
+    });
+    echo.chain(answer).boxed()
 }
 
 struct ChunkWriter {
     meta: ResponseMeta,
     options: StreamOptions,
-    /// Characters sent so far, per choice.
-    offsets: Vec<usize>,
     /// Answers so far of [`Endpoint::Native`], per choice.
     native: Vec<NativeState>,
     /// Empty if the request has no tools.
@@ -259,10 +269,8 @@ impl ChunkWriter {
             Endpoint::Completion | Endpoint::Native => completion_choice(index, text, None),
             Endpoint::Chat => chat_choice(index, json!({"content": text}), None),
         };
-        if !tokens.is_empty()
-            && let Some(offset) = self.offsets.get_mut(index as usize)
-        {
-            choice["logprobs"] = logprobs::json(endpoint, &self.meta.tokenizer, tokens, offset);
+        if !tokens.is_empty() {
+            choice["logprobs"] = logprobs::json(endpoint, &self.meta.tokenizer, tokens);
         }
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
@@ -340,13 +348,7 @@ mod tests {
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
         let options = StreamOptions { include_usage, continuous_usage: false };
-        ChunkWriter {
-            meta: ResponseMeta::for_tests(endpoint),
-            options,
-            offsets: vec![0; 2],
-            native: Vec::new(),
-            tools: Vec::new(),
-        }
+        ChunkWriter { meta: ResponseMeta::for_tests(endpoint), options, native: Vec::new(), tools: Vec::new() }
     }
 
     fn parse(event: Bytes) -> Value {

@@ -77,7 +77,14 @@ pub(super) async fn tokenize(
             }
         };
         let inputs = texts.into_iter().map(PromptInput::Text).collect();
-        let rules = PromptRules { endpoint: Endpoint::Completion, context, add_special, truncate: None, echo: false };
+        let rules = PromptRules {
+            endpoint: Endpoint::Completion,
+            context,
+            add_special,
+            truncate: None,
+            echo: false,
+            echo_offsets: false,
+        };
         let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
         let tokens: Vec<_> = prompts.into_iter().map(|prompt| prompt.tokens).collect();
         let counts: Vec<usize> = tokens.iter().map(Vec::len).collect();

@@ -164,10 +164,9 @@ impl CommonParams {
         let seed = sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice)));
         // The choice among several needs the probabilities of their tokens.
         let logprobs = self.logprobs.or((self.best_of > self.n).then_some(0));
-        let prompt_logprobs = self.logprobs.filter(|_| self.echo);
-        let max_tokens = max_tokens as usize;
-        let min_tokens = sampling.min_tokens.min(max_tokens);
-        SamplingParams { seed, max_tokens, min_tokens, logprobs, prompt_logprobs, ..sampling }
+        // Once for all choices: the prompt is the same.
+        let prompt_logprobs = self.logprobs.filter(|_| self.echo && choice == 0);
+        SamplingParams { seed, max_tokens: max_tokens as usize, logprobs, prompt_logprobs, ..sampling }
     }
 }
 
@@ -258,31 +257,44 @@ pub(super) fn take_render_options(fields: &mut Fields<'_>) -> Result<RenderOptio
         let message = "'continue_final_message' and 'add_generation_prompt' exclude each other";
         return Err(ApiError::field("continue_final_message", message));
     }
-    let effort: Option<String> = fields.take("reasoning_effort")?;
-    let variables: Option<&RawValue> = fields.take("chat_template_kwargs")?;
-    let variables = match (variables, effort) {
-        (None, None) => None,
-        (Some(variables), None) => Some(variables.get().to_string()),
-        (None, Some(effort)) => Some(serde_json::json!({"reasoning_effort": effort}).to_string()),
-        (Some(_), Some(_)) => {
-            let message = "'reasoning_effort' is a variable of the chat template; put it into 'chat_template_kwargs'";
-            return Err(ApiError::field("reasoning_effort", message));
-        }
-    };
-    if let Some(variables) = &variables {
-        let wrong = |message: String| ApiError::field("chat_template_kwargs", message);
-        let names: Fields<'_> =
-            serde_json::from_str(variables).map_err(|_| wrong("'chat_template_kwargs' must be an object".into()))?;
-        if let Some(name) = RESERVED_VARIABLES.iter().find(|name| names.contains(name)) {
-            return Err(wrong(format!("'chat_template_kwargs' cannot set '{name}'")));
-        }
-    }
     Ok(RenderOptions {
         add_generation_prompt: given.unwrap_or(!continue_final_message),
         continue_final_message,
         tools: None,
-        variables,
+        variables: take_variables(fields)?,
     })
+}
+
+/// Takes the variables of the chat template, as a JSON object.
+fn take_variables(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
+    const EFFORT: &str = "reasoning_effort";
+    let effort: Option<&RawValue> = fields.take(EFFORT)?;
+    let given: Option<&RawValue> = fields.take("chat_template_kwargs")?;
+    let wrong = |message: String| ApiError::field("chat_template_kwargs", message);
+    let mut variables: Fields<'_> = match given {
+        None => Fields::default(),
+        Some(given) => {
+            serde_json::from_str(given.get()).map_err(|_| wrong("'chat_template_kwargs' must be an object".into()))?
+        }
+    };
+    if let Some(name) = RESERVED_VARIABLES.iter().find(|name| variables.contains(name)) {
+        return Err(wrong(format!("'chat_template_kwargs' cannot set '{name}'")));
+    }
+    if let Some(effort) = effort {
+        if !effort.get().starts_with('"') {
+            return Err(ApiError::field(EFFORT, "'reasoning_effort' must be a string"));
+        }
+        if variables.contains(EFFORT) {
+            let message = "'reasoning_effort' is also in 'chat_template_kwargs'; give it only once";
+            return Err(ApiError::field(EFFORT, message));
+        }
+        variables.insert(EFFORT, effort);
+    }
+    if effort.is_none() && given.is_none() {
+        return Ok(None);
+    }
+    let json = variables.to_json().map_err(|error| ApiError::internal("read the request", error))?;
+    Ok(Some(json))
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -480,7 +492,13 @@ mod tests {
         assert_eq!(variables.as_deref(), Some(r#"{"enable_thinking":false}"#));
         let effort = render(json!({"reasoning_effort": "low"})).unwrap().variables;
         assert_eq!(effort.as_deref(), Some(r#"{"reasoning_effort":"low"}"#));
+        let both = json!({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": false}});
+        let both = render(both).unwrap().variables;
+        assert_eq!(both.as_deref(), Some(r#"{"enable_thinking":false,"reasoning_effort":"low"}"#));
+        let twice = json!({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}});
         for (fields, param) in [
+            (twice, "reasoning_effort"),
+            (json!({"reasoning_effort": 3}), "reasoning_effort"),
             (json!({"continue_final_message": true, "add_generation_prompt": true}), "continue_final_message"),
             (json!({"chat_template_kwargs": {"messages": []}}), "chat_template_kwargs"),
             (json!({"chat_template_kwargs": []}), "chat_template_kwargs"),

@@ -35,6 +35,16 @@ impl AnswerCharge {
         Self { answers, permits: Vec::new() }
     }
 
+    /// Takes the charge away, so that a new one begins.
+    pub(crate) fn take(&mut self) -> Self {
+        Self { answers: self.answers.clone(), permits: std::mem::take(&mut self.permits) }
+    }
+
+    /// Returns `true` if the text is longer than [`ANSWER_CHARGE_BYTES`].
+    fn is_large(&self) -> bool {
+        !self.permits.is_empty()
+    }
+
     /// Charges a text of `bytes` bytes beyond its first [`ANSWER_CHARGE_BYTES`].
     ///
     /// # Errors
@@ -54,6 +64,8 @@ pub(crate) struct FinishedChoice {
     /// Tokens of the answer, after those of the prompt if it is echoed. Empty without
     /// log-probabilities.
     pub(crate) tokens: Vec<TokenEntry>,
+    /// Tokens of the prompt among them.
+    pub(crate) echoed: usize,
     /// Kept until the response is sent: the text waits for slower choices, and then for the client.
     pub(crate) charge: AnswerCharge,
     pub(crate) finish_reason: FinishReason,
@@ -65,8 +77,8 @@ pub(crate) struct FinishedChoice {
 impl FinishedChoice {
     /// Average log-probability of the tokens of the answer.
     fn score(&self) -> f32 {
-        let logprobs: Vec<f32> =
-            self.tokens.iter().filter_map(|token| Some(token.logprobs.as_ref()?.logprob)).collect();
+        let own = self.tokens.iter().skip(self.echoed);
+        let logprobs: Vec<f32> = own.filter_map(|token| Some(token.logprobs.as_ref()?.logprob)).collect();
         logprobs.iter().sum::<f32>() / logprobs.len().max(1) as f32
     }
 }
@@ -98,7 +110,14 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     if best_of > n {
         finished = best(finished, best_of, n);
     }
-    let response = meta.response(finished, &usage_totals)?;
+    let response = if finished.iter().any(|choice| choice.charge.is_large()) {
+        // Megabytes of JSON would hold up all other requests of the event loop.
+        let totals = usage_totals.clone();
+        let written = tokio::task::spawn_blocking(move || meta.response(finished, &totals)).await;
+        written.map_err(|error| ApiError::internal("write the answer", error))??
+    } else {
+        meta.response(finished, &usage_totals)?
+    };
     // The answer is complete here. A client that disconnects before it has read it counts as
     // served.
     if let Some(record) = record.take() {
@@ -152,8 +171,7 @@ impl ResponseMeta {
         let FinishedChoice { index, text, tokens, charge, finish_reason, .. } = choice;
         let reason = finish_reason;
         let finish_reason = finish_reason_name(reason);
-        let mut offset = 0;
-        let logprobs = self.has_logprobs.then(|| logprobs::json(self.endpoint, &self.tokenizer, &tokens, &mut offset));
+        let logprobs = self.has_logprobs.then(|| logprobs::json(self.endpoint, &self.tokenizer, &tokens));
         let json = match self.endpoint {
             Endpoint::Completion | Endpoint::Native => {
                 json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
@@ -174,12 +192,13 @@ mod tests {
     use super::*;
     use larder_worker::api::TokenLogprobs;
 
-    fn finished(index: u32, logprobs: &[f32], charge: AnswerCharge) -> FinishedChoice {
+    fn finished_choice(index: u32, logprobs: &[f32], charge: AnswerCharge) -> FinishedChoice {
         let logprobs = logprobs.iter().map(|&logprob| TokenLogprobs { logprob, top: Vec::new() });
         FinishedChoice {
             index,
             text: format!("{index}"),
-            tokens: logprobs.map(|logprobs| TokenEntry { id: 0, logprobs: Some(logprobs) }).collect(),
+            tokens: logprobs.map(|logprobs| TokenEntry { id: 0, logprobs: Some(logprobs), offset: 0 }).collect(),
+            echoed: 0,
             charge,
             finish_reason: FinishReason::Length,
             prompt_tokens: 1,
@@ -193,10 +212,17 @@ mod tests {
         let answers = Arc::new(Semaphore::new(1));
         let scores: [&[f32]; 6] = [&[-3.0], &[-1.0, -1.5], &[-2.0], &[-0.5], &[-0.5], &[-9.0]];
         let finished =
-            (0..).zip(scores).map(|(index, scores)| finished(index, scores, AnswerCharge::new(answers.clone())));
+            (0..).zip(scores).map(|(index, scores)| finished_choice(index, scores, AnswerCharge::new(answers.clone())));
         let best = best(finished.collect(), 3, 2);
         let kept: Vec<_> = best.iter().map(|choice| (choice.index, choice.text.as_str())).collect();
         assert_eq!(kept, [(0, "1"), (1, "2"), (2, "3"), (3, "4")]);
+        let echoed = |index, scores: &[f32]| {
+            let choice = finished_choice(index, scores, AnswerCharge::new(answers.clone()));
+            FinishedChoice { echoed: 1, ..choice }
+        };
+        // The same prompt before each answer. A short answer would take its average.
+        let kept = super::best(vec![echoed(0, &[0.0, -3.0]), echoed(1, &[0.0, -2.0, -2.0, -2.0, -2.0])], 2, 1);
+        assert_eq!(kept[0].text, "1");
     }
 
     #[test]
@@ -220,7 +246,7 @@ mod tests {
             let text = "x".repeat(3 * ANSWER_CHARGE_BYTES);
             let mut charge = AnswerCharge::new(answers.clone());
             charge.grow_to(text.len()).unwrap();
-            FinishedChoice { text, ..finished(index, &[], charge) }
+            FinishedChoice { text, ..finished_choice(index, &[], charge) }
         };
         let meta = ResponseMeta::for_tests(Endpoint::Completion);
         let response = meta.response(vec![finished(0), finished(1)], &UsageTotals::new(vec![1], 1)).unwrap();

@@ -172,7 +172,7 @@ async fn completion_logprobs_cover_the_echoed_prompt() {
     assert_eq!(logprobs["tokens"], json!(["w1", "w2", "w3", "[UNK]"]));
     assert_eq!(logprobs["token_logprobs"], json!([null, -1.5, -2.0, 0.0]));
     assert_eq!(logprobs["top_logprobs"][1], json!({"w2": -1.5, "[UNK]": 0.0}));
-    assert_eq!(logprobs["text_offset"], json!([0, 2, 4, 6]));
+    assert_eq!(logprobs["text_offset"], json!([0, 2, 5, 8]), "where the tokens begin in the text");
     assert!(answer["system_fingerprint"].as_str().unwrap().starts_with("fp_"), "{answer}");
     let decode = cluster.decodes[0].decodes.lock()[0].clone();
     assert_eq!((decode.cache, decode.sampling.prompt_logprobs), (larder_worker::api::CacheMode::None, Some(1)));
@@ -185,6 +185,16 @@ async fn completion_logprobs_cover_the_echoed_prompt() {
     assert_eq!(text, "w1 w2 w3 t0");
     let tokens = of_first.iter().filter_map(|c| c["logprobs"]["tokens"].as_array()).flatten().cloned();
     assert_eq!(Value::from(tokens.collect::<Vec<_>>()), logprobs["tokens"]);
+    let offsets = of_first.iter().filter_map(|c| c["logprobs"]["text_offset"].as_array()).flatten().cloned();
+    assert_eq!(Value::from(offsets.collect::<Vec<_>>()), logprobs["text_offset"]);
+    // Several answers to a prompt share its log-probabilities.
+    let mut several = body.clone();
+    several["n"] = json!(2);
+    let answer: Value = cluster.post("/v1/completions", several).await.json().await.unwrap();
+    assert!((0..2).all(|at| answer["choices"][at]["logprobs"] == *logprobs), "{answer}");
+    let wanted =
+        cluster.decodes[0].decodes.lock().iter().rev().take(4).map(|d| d.sampling.prompt_logprobs).collect::<Vec<_>>();
+    assert_eq!(wanted.iter().flatten().count(), 2, "the engine computes them once per prompt");
     // Only the prompt.
     let mut empty = body;
     empty["max_tokens"] = json!(0);
@@ -192,6 +202,37 @@ async fn completion_logprobs_cover_the_echoed_prompt() {
     let choice = &answer["choices"][0];
     assert_eq!((choice["text"].as_str(), answer["usage"]["completion_tokens"].as_u64()), (Some("w1 w2 w3"), Some(0)));
     assert_eq!(choice["logprobs"]["token_logprobs"], json!([null, -1.5, -2.0]));
+}
+
+#[tokio::test]
+async fn echoes_are_bounded_before_an_engine_computes_them() {
+    let cluster = TestCluster::new(0, 1).await;
+    cluster.decodes[0].behave(Behaviour::HangAfter(0));
+    let echo = |prompts: usize, n: u32| {
+        json!({"model": MODEL, "prompt": vec![vec![5; 190]; prompts], "n": n, "echo": true, "logprobs": 20,
+            "max_tokens": 0, "stream": true})
+    };
+    let refused = cluster.post("/v1/completions", echo(2, 128)).await;
+    assert_eq!(refused.status(), 400);
+    let body: Value = refused.json().await.unwrap();
+    assert_eq!(body["error"]["param"], "logprobs");
+    assert!(body["error"]["message"].as_str().unwrap().contains("1021440 log-probabilities"), "{body}");
+    assert_eq!(cluster.decodes[0].decode_count(), 0);
+    // Ten of those within the bound are more than the memory for answers.
+    let requests = (0..12).map(|_| Box::pin(cluster.post("/v1/completions", echo(1, 64))));
+    let (first, ..) = futures::future::select_all(requests).await;
+    assert_eq!(first.status(), 429, "the others wait for the engine");
+}
+
+#[tokio::test]
+async fn more_tokens_than_the_default_limit_are_refused_by_name() {
+    let cluster = TestCluster::new(0, 1).await;
+    let mut body = json!({"model": MODEL, "prompt": "w1", "min_tokens": 17});
+    let refused = cluster.post("/v1/completions", body.clone()).await;
+    assert_eq!(refused.status(), 400);
+    assert_eq!(refused.json::<Value>().await.unwrap()["error"]["param"], "min_tokens");
+    body["max_tokens"] = json!(17);
+    assert_eq!(cluster.post("/v1/completions", body).await.status(), 200);
 }
 
 #[tokio::test]

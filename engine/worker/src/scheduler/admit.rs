@@ -23,18 +23,30 @@ const LOAD_GRACE: Duration = Duration::from_millis(500);
 impl Scheduler {
     /// Reserves pages for queued requests, oldest first, and starts their loads. Stops at the first
     /// request that does not fit: a later one must not overtake it.
+    ///
+    /// At most one request whose prompt needs all logits is active. The next one waits in the queue
+    /// without pages, and other requests overtake it.
     pub(super) fn admit(&mut self) {
         // Twice the batch: half of the requests can load while the other half computes.
         let active_max = 2 * self.context.limits.step.max_batch;
+        let mut has_whole = self.active.iter().any(Sequence::wants_prompt_logits);
+        let mut at = 0;
         while self.active.len() < active_max
-            && let Some(mut sequence) = self.queue.pop_front()
+            && let Some(next) = self.queue.get(at)
         {
+            let is_whole = next.wants_prompt_logits();
+            if is_whole && has_whole {
+                at += 1;
+                continue;
+            }
+            let Some(mut sequence) = self.queue.remove(at) else { return };
             if !self.reserve(&mut sequence) {
-                self.queue.push_front(sequence);
+                self.queue.insert(at, sequence);
                 // Head-of-line blocking is intended: a smaller request must not starve a larger,
                 // older one.
                 return;
             }
+            has_whole |= is_whole;
             sequence.queue_permit = None;
             sequence.times.admitted.get_or_insert_with(Instant::now);
             sequence.withhold(|key| self.withheld.contains(key));

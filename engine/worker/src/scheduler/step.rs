@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use std::time::Instant;
 
 /// Maximum tokens of a prompt in one step if the logits of all of them are needed. A row of a large
-/// vocabulary has 600 KB.
+/// vocabulary has 600 KB. Admission lets one such prompt run at a time.
 const LOGIT_ROWS_MAX: usize = 64;
 
 impl Scheduler {
@@ -45,9 +45,6 @@ impl Scheduler {
         // `active` is ordered by admission: a preempted request stands behind younger ones. Plan by
         // age.
         ready.sort_by_key(|(_, s)| s.id);
-        // One at a time: their logits take much memory.
-        let whole = ready.iter().find(|(_, s)| s.wants_prompt_logits()).map(|(_, s)| s.id);
-        ready.retain(|(_, s)| !s.wants_prompt_logits() || whole == Some(s.id));
         let candidates: Vec<Candidate<'_>> = ready
             .iter()
             .map(|(_, s)| Candidate {
