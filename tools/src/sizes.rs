@@ -15,7 +15,7 @@ const FULL_SEQUENCES_MAX: u64 = 16;
 const L1_BYTES_LEAST_CAP: u64 = 128 << 20;
 /// Default of L2 at most, if the engines have less L1.
 const L2_BYTES_LEAST_CAP: u64 = 256 << 20;
-/// Minimum default of L1. With less, a message about memory would name an option that was not given.
+/// Minimum default of L1. With less, a message would name an option that was not given.
 const L1_BYTES_MIN: u64 = 64 << 20;
 /// Minimum of L2, which the node accepts too.
 const L2_BYTES_MIN: u64 = 32 << 20;
