@@ -95,6 +95,7 @@ pub(crate) struct Choice {
     prompt_logprobs: Option<Arc<[TokenLogprobs]>>,
     /// Charge for the echoed prompt, and for the text collected so far.
     charge: AnswerCharge,
+    echoed_bytes: usize,
     /// Characters of the text so far. Counted only with log-probabilities.
     chars: usize,
 }
@@ -248,6 +249,7 @@ impl Choice {
             is_empty,
             prompt_logprobs: None,
             charge: echo_charge,
+            echoed_bytes,
             chars: plan.echo().map_or(0, |echo| echo.chars),
             plan,
         })
@@ -259,6 +261,12 @@ impl Choice {
 
     pub(crate) fn echoed(&self) -> Echoed {
         Echoed::new(self.plan.clone(), self.prompt_logprobs.clone())
+    }
+
+    /// Charges `bytes` of the answer that stay in memory, beside the echoed prompt.
+    pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), RouteError> {
+        let echoed = self.echoed_bytes;
+        self.charge.grow_to(echoed + bytes)
     }
 
     /// Entry of the next token, whose text is `text`. `None` without log-probabilities.

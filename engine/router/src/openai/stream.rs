@@ -116,11 +116,18 @@ impl EventSource {
         let native = native.collect();
         let tools = choices.iter().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
         let writer = ChunkWriter { meta, options: stream_options, native, tools };
+        // Copies of an answer that a slow reader leaves in memory. A native chunk has the whole
+        // text, and calls of tools are held back.
+        let copies = match (is_native, writer.meta.tools) {
+            (true, _) => EVENTS_AHEAD_MAX + 2,
+            (false, Some(_)) => 1,
+            (false, None) => 0,
+        };
         let mut ready = VecDeque::new();
         let mut events = SelectAll::new();
         for choice in choices {
             ready.extend(writer.opening(choice.index));
-            events.push(choice_events(choice, stream_options.include_usage || is_native));
+            events.push(choice_events(choice, stream_options.include_usage || is_native, copies));
         }
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
     }
@@ -189,17 +196,21 @@ impl EventSource {
     }
 }
 
-/// Events of one choice. The last one is its end or its failure.
-fn choice_events(choice: Choice, include_usage: bool) -> BoxStream<'static, (u32, ChoiceEvent)> {
+/// Events of one choice. The last one is its end or its failure. Charges `copies` of the answer.
+fn choice_events(choice: Choice, include_usage: bool, copies: usize) -> BoxStream<'static, (u32, ChoiceEvent)> {
     let index = choice.index;
     // In parts, and only when the client reads: an echo can have megabytes of log-probabilities.
     let echo = iter(choice.echoed().pieces()).map(move |(text, tokens)| (index, ChoiceEvent::Echo { text, tokens }));
-    let answer = unfold(Some(choice), move |choice| async move {
-        let mut choice = choice?;
+    let answer = unfold(Some((choice, 0)), move |choice| async move {
+        let (mut choice, mut kept) = choice?;
         match choice.next().await {
             Ok(Delta::Token { id, text, logprobs }) => {
-                let tokens = choice.entry(id, &text, logprobs).into_iter().collect();
-                Some(((index, ChoiceEvent::Text { text, tokens }), Some(choice)))
+                let tokens: Vec<TokenEntry> = choice.entry(id, &text, logprobs).into_iter().collect();
+                kept += copies * (text.len() + tokens.iter().map(TokenEntry::bytes).sum::<usize>());
+                match choice.charge(kept) {
+                    Ok(()) => Some(((index, ChoiceEvent::Text { text, tokens }), Some((choice, kept)))),
+                    Err(error) => Some(((index, ChoiceEvent::Failed(error)), None)),
+                }
             }
             Ok(Delta::End { finish_reason, completion_tokens }) => {
                 let cached_tokens = choice.generation.cached_tokens(include_usage).await;

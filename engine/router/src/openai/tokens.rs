@@ -12,6 +12,7 @@ use crate::RouterState;
 use crate::models::ServedModel;
 use axum::extract::State;
 use axum::http::HeaderMap;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use larder_http::RequestBody;
@@ -19,8 +20,11 @@ use larder_model::{ChatMessage, RenderOptions};
 use serde_json::json;
 use std::sync::Arc;
 
-/// Maximum number of tokens of a request to `/detokenize`.
+/// Maximum number of tokens of a request to `/detokenize`, and of an answer of `/tokenize`.
 const TOKENS_MAX: usize = 1 << 20;
+/// Memory of a returned token, as a multiple of that in the request of a choice: a JSON value, and
+/// its text.
+const TOKEN_CHARGES: u32 = 16;
 
 enum Input {
     Prompts { texts: Vec<String>, is_list: bool },
@@ -88,17 +92,33 @@ pub(super) async fn tokenize(
         let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
         let tokens: Vec<_> = prompts.into_iter().map(|prompt| prompt.tokens).collect();
         let counts: Vec<usize> = tokens.iter().map(Vec::len).collect();
-        let texts: Option<Vec<Vec<String>>> =
-            with_texts.then(|| tokens.iter().map(|tokens| token_texts(&model, tokens)).collect());
-        let mut answer = match is_list {
-            true => json!({"count": counts, "tokens": tokens, "token_strs": texts}),
-            false => {
-                json!({"count": counts[0], "tokens": tokens[0], "token_strs": texts.map(|mut texts| texts.remove(0))})
-            }
+        let total: usize = counts.iter().sum();
+        if total > TOKENS_MAX {
+            let message = format!("the texts have {total} tokens; at most {TOKENS_MAX} are returned at once");
+            return Err(ApiError::field("prompt", message));
+        }
+        let charges = prepare::charges(Endpoint::Completion, &counts, TOKEN_CHARGES)?;
+        let charges: Result<Vec<_>, _> = charges.into_iter().map(|units| prepare::charge(&router, units)).collect();
+        let _charges = charges?;
+        // Not on the event loop: a million tokens take a while.
+        let write = move || {
+            let texts: Option<Vec<Vec<String>>> =
+                with_texts.then(|| tokens.iter().map(|tokens| token_texts(&model, tokens)).collect());
+            let mut answer = match is_list {
+                true => json!({"count": counts, "tokens": tokens, "token_strs": texts}),
+                false => {
+                    json!({"count": counts[0], "tokens": tokens[0], "token_strs": texts.map(|mut texts| texts.remove(0))})
+                }
+            };
+            answer["max_model_len"] = json!(context);
+            answer.to_string()
         };
-        answer["max_model_len"] = json!(context);
+        let bytes = total * size_of::<u32>();
+        let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, write));
+        let written = written.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
+        let json = written.map_err(|error| ApiError::internal("write the tokens", error))?;
         end(record);
-        Ok(Json(answer).into_response())
+        Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
     })
     .await
 }
