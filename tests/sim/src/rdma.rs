@@ -282,6 +282,9 @@ struct Transfer {
     is_read: bool,
     local: (u64, u32, u32),
     remote: (u64, u32),
+    /// Registration of the peer that holds the remote bytes when the request is posted. Addresses
+    /// do not identify it: the allocator may give them away again, and differs between runs.
+    source: Option<u32>,
 }
 
 #[derive(Clone, Copy)]

@@ -179,7 +179,7 @@ impl Fabric {
         (from, to): (u32, u32),
         is_alive: bool,
     ) -> Result<(), u32> {
-        let Transfer { is_read, local: (address, len, key), remote: (remote, remote_key) } = transfer;
+        let Transfer { is_read, local: (address, len, key), remote: (remote, remote_key), source } = transfer;
         let here = if is_read { Access::IBV_ACCESS_LOCAL_WRITE } else { Access(0) };
         let known =
             self.registrations.get(&(key >> 8)).is_some_and(|known| known.range.allows(address, len.into(), here));
@@ -214,8 +214,9 @@ impl Fabric {
                 }
             }
             None => {
-                let mapped = |known: &Registration| known.range.allows(start, bytes, Access(0));
-                if is_alive || !is_read || !self.registrations.values().any(mapped) {
+                let source = source.and_then(|number| self.registrations.get(&number));
+                let is_mapped = source.is_some_and(|known| known.range.allows(start, bytes, Access(0)));
+                if is_alive || !is_read || !is_mapped {
                     return Err(ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
                 }
             }
@@ -234,6 +235,15 @@ impl Fabric {
             unsafe { *(at as *mut u8) ^= 1 << self.random.below(8) };
         }
         Ok(())
+    }
+
+    /// Registration of the peer's process that holds all remote bytes of `transfer`.
+    pub(super) fn source_of(&self, number: u32, transfer: &Transfer) -> Option<u32> {
+        let peer = self.pairs.get(&number)?.peer?;
+        let context = self.pairs.get(&peer)?.context;
+        let (start, bytes) = (transfer.remote.0, transfer.local.1.into());
+        let holds = |known: &Registration| known.context == context && known.range.allows(start, bytes, Access(0));
+        Some(*self.registrations.iter().find(|(_, known)| holds(known))?.0)
     }
 
     fn is_access_allowed(&self, pair: u32, context: usize, key: u32, start: u64, bytes: u64, wanted: Access) -> bool {

@@ -486,6 +486,7 @@ unsafe fn request(entry: &ibv_send_wr) -> Option<WorkRequest> {
                 is_read: entry.opcode == ibv_wr_opcode::IBV_WR_RDMA_READ,
                 local: (local.addr, local.length, local.lkey),
                 remote: (remote.remote_addr, remote.rkey),
+                source: None,
             }))
         }
         ibv_wr_opcode::IBV_WR_BIND_MW => {
@@ -515,7 +516,10 @@ unsafe extern "C" fn post_send(pair: *mut ibv_qp, first: *mut ibv_send_wr, refus
             // SAFETY: the caller keeps the chain alive during this call.
             let entry = unsafe { entry.as_ref() };
             // SAFETY: the caller initialised the request as its opcode requires.
-            let work = unsafe { request(entry) };
+            let mut work = unsafe { request(entry) };
+            if let Some(WorkRequest::Transfer(transfer)) = &mut work {
+                transfer.source = fabric.source_of(number, transfer);
+            }
             let is_refused = fabric.injects_refusal("rdma: request refused");
             let pair = fabric.pairs.get_mut(&number);
             let (Some(work), Some(pair), false) = (work, pair, is_refused) else {
