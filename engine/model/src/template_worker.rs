@@ -11,7 +11,8 @@
 //!
 //! Protocol, on one stream socket. A frame is its length as a `u32` in little-endian order, and
 //! that many bytes. The first request is a [`ChatTemplateSource`] and every other one a
-//! [`RenderJob`], both as JSON. Each has one [`Answer`].
+//! [`RenderJob`], both as JSON. Each has the byte [`BEGUN`] and one [`Answer`]. A worker that ends
+//! before [`BEGUN`] did not end because of the request.
 
 use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError, RenderOptions};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit};
@@ -23,6 +24,8 @@ use std::os::unix::net::UnixStream;
 /// Maximum address space of a worker: its program, the conversation and all values of the template.
 /// A conversation of 16 MiB takes about 100 MiB in templates of common models.
 pub const MEMORY_BYTES_MAX: u64 = 512 << 20;
+/// Byte that the worker sends once it has received a request.
+pub const BEGUN: u8 = 1;
 /// Maximum length of a frame in bytes. A larger conversation would not fit
 /// [`MEMORY_BYTES_MAX`] anyway.
 pub const FRAME_BYTES_MAX: usize = 128 << 20;
@@ -107,7 +110,7 @@ fn limit_resources() -> io::Result<()> {
 }
 
 fn serve(mut socket: UnixStream) -> io::Result<()> {
-    let Some(source) = read_frame(&mut socket)? else { return Ok(()) };
+    let Some(source) = read_request(&mut socket)? else { return Ok(()) };
     let source: ChatTemplateSource = serde_json::from_slice(&source)?;
     let template = match ChatTemplate::new(source) {
         Ok(template) => {
@@ -116,7 +119,7 @@ fn serve(mut socket: UnixStream) -> io::Result<()> {
         }
         Err(reason) => return answer(&mut socket, Err(reason)),
     };
-    while let Some(job) = read_frame(&mut socket)? {
+    while let Some(job) = read_request(&mut socket)? {
         let RenderJob { messages, options, text_bytes_max } = serde_json::from_slice(&job)?;
         drop(job);
         let result = template.render(&messages, &options, text_bytes_max);
@@ -163,6 +166,15 @@ fn read_frame(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
+/// Reads a request and tells the router so. Returns `None` at the end of the stream.
+fn read_request(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
+    let request = read_frame(socket)?;
+    if request.is_some() {
+        socket.write_all(&[BEGUN])?;
+    }
+    Ok(request)
+}
+
 fn resident_bytes() -> Option<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
@@ -177,6 +189,9 @@ mod tests {
         let bytes = serde_json::to_vec(request).unwrap();
         socket.write_all(&frame_header(bytes.len()).unwrap()).unwrap();
         socket.write_all(&bytes).unwrap();
+        let mut begun = [0];
+        socket.read_exact(&mut begun).unwrap();
+        assert_eq!(begun, [BEGUN]);
         Answer::decode(read_frame(socket).unwrap().unwrap()).unwrap()
     }
 

@@ -16,7 +16,7 @@
 //!   a long text.
 
 use crate::metrics::Metrics;
-use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
+use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use parking_lot::Mutex;
 use std::io;
@@ -141,7 +141,7 @@ struct Worker {
 
 /// Failure of an exchange with a worker.
 enum ExchangeError {
-    /// The worker had ended before. The job is not at fault.
+    /// The worker ended before it began the job, which is not at fault.
     Ended,
     /// The worker ended during the job, or its answer is malformed.
     Failed,
@@ -309,10 +309,7 @@ impl Worker {
     /// Sends a request and receives its answer. Drops the answer if `texts` has no room for it.
     /// Fails if the worker ends, for lack of memory for example.
     async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<Received, ExchangeError> {
-        let header = frame_header(job.request.len())?;
-        // The kernel closes the socket of a process that ends. It has room for a header otherwise.
-        self.socket.write_all(&header).await.map_err(|_| ExchangeError::Ended)?;
-        self.socket.write_all(&job.request).await?;
+        self.begin(job).await.map_err(|_| ExchangeError::Ended)?;
         let mut header = [0; 4];
         self.socket.read_exact(&mut header).await?;
         let bytes = frame_len(header, job.answer_bytes_max)?;
@@ -326,6 +323,17 @@ impl Worker {
         let mut answer = vec![0; bytes];
         self.socket.read_exact(&mut answer).await?;
         Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _permit: Some(permit) }))
+    }
+
+    /// Sends a request and waits until the worker has received it. A failed write alone would not
+    /// tell whether the worker began: a process that ends closes its socket late.
+    async fn begin(&mut self, job: &Job) -> io::Result<()> {
+        self.socket.write_all(&frame_header(job.request.len())?).await?;
+        self.socket.write_all(&job.request).await?;
+        match self.socket.read_u8().await? {
+            BEGUN => Ok(()),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
     }
 
     /// Reads an answer of `bytes` bytes and drops it, so that the worker can run the next job.

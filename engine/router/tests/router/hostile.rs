@@ -187,11 +187,11 @@ fn process_with(mark: &str) -> Option<i32> {
 async fn chat_after_the_death_of_an_idle_template_worker_succeeds() {
     let mark = "worker-that-dies";
     let renderer = renderer("{{ messages[0].content }}", mark);
-    for _ in 0..3 {
+    for _ in 0..10 {
         assert_eq!(render(&renderer, PATIENCE).await.unwrap().text, "w1");
         let worker = process_with(mark).expect("it is kept for the next chat");
         kill_process(Pid::from_raw(worker).unwrap(), Signal::KILL).unwrap();
-        eventually("the worker dies", || process_with(mark).is_none()).await;
+        // The next chat comes at once: the socket of a killed process stays open for a while.
     }
 }
 
