@@ -53,7 +53,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let each = |bytes: f64| bytes / counts.pages as f64;
     println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} used", counts.pages, counts.kept_pages);
     println!("memory per page: {:.1} bytes resident", each(resident_bytes() - before));
-    println!("index per page:  {:.1} bytes by capacity", each(bench.log.lock().index_bytes() as f64));
+    println!(
+        "index per page:  {:.1} bytes by capacity",
+        each(bench.log.lock().index_bytes() as f64 + bench.log.entries().memory_bytes() as f64)
+    );
     writer.held.clear();
     std::thread::scope(|scope| -> Result<(), Box<dyn Error>> {
         let reader = scope.spawn(|| bench.look_up());

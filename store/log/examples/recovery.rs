@@ -135,7 +135,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err(format!("{} pages from {} footers", counts.pages, report.footers).into());
     }
     let each = |bytes: usize, pages: u64| bytes as f64 / pages as f64;
-    println!("index: {:.1} bytes per page by allocated capacity", each(log.index_bytes() as usize, pages));
+    println!(
+        "index: {:.1} bytes per page by allocated capacity",
+        each(log.index_bytes() as usize + log.entries().memory_bytes(), pages)
+    );
     println!("index: {:.1} bytes per page allocated", each(index, pages));
     Ok(())
 }

@@ -280,6 +280,7 @@ impl L3 {
     pub fn stats(&self) -> L3Stats {
         let shared = self.shared();
         let (counts, index_bytes) = shared.with_log(|log| (log.counts(), log.index_bytes()));
+        let index_bytes = index_bytes + shared.entries().memory_bytes() as u64;
         let capabilities = shared.device.capabilities();
         let free_bytes = shared.write_queue.available_permits() * BLOCK_BYTES;
         assert!(free_bytes <= WRITE_QUEUE_BYTES_MAX, "more permits returned to the write queue than it has");

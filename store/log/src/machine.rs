@@ -289,6 +289,7 @@ impl Log {
         (self.index.len() + self.index.fallbacks() + self.unindexed.pages()) as u64
     }
 
+    /// Bytes of heap memory of the indices, without [`SharedIndex::memory_bytes`].
     pub fn index_bytes(&self) -> u64 {
         (self.index.memory_bytes() + self.segments.memory_bytes()) as u64
     }

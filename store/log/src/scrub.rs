@@ -209,7 +209,7 @@ async fn scrub_step(shared: &Arc<LogShared>, progress: &mut ScrubProgress, list:
             return 0;
         };
         // Without the lock: a segment may have 100,000 pages.
-        listed.sort();
+        listed.sort(shared.entries());
         // A list of an open segment is taken again until nothing was added.
         match listed.is_empty() {
             true => progress.position = Some(listed.next_segment()),

@@ -107,10 +107,10 @@ impl Index {
         self.fallbacks.len()
     }
 
-    /// Bytes of heap memory, fallbacks excluded.
+    /// Bytes of heap memory, without fallbacks and `entries`.
     pub(super) fn memory_bytes(&self) -> usize {
         let namespaces = self.namespaces.capacity() * (size_of::<Namespace>() + size_of::<(NamespaceId, u32)>());
-        self.entries.memory_bytes() + namespaces + self.namespaces_free.capacity() * size_of::<u32>()
+        namespaces + self.namespaces_free.capacity() * size_of::<u32>()
     }
 
     pub(super) fn namespace_of(&self, slot: u32) -> &NamespaceId {

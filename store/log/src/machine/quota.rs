@@ -27,13 +27,14 @@ impl Log {
     /// Limits the bytes of the records of a namespace's visible pages. `u64::MAX` for no limit.
     /// Does not survive a restart.
     ///
-    /// The excess is dropped. Takes time in proportion to the pages of the log.
+    /// The excess is dropped. The first quota of a namespace with pages takes time in proportion to
+    /// the pages of the log.
     pub fn set_quota(&mut self, namespace: NamespaceId, quota_bytes: u64) {
         let had_quota = self.index.quota(&namespace) != u64::MAX;
         let number = self.index.set_quota(&namespace, quota_bytes);
         if quota_bytes == u64::MAX {
             self.retention.clear_quota_order(number);
-        } else if !had_quota {
+        } else if !had_quota && self.index.namespace(number).bytes > 0 {
             for slot in self.index.entries.slots_of(number) {
                 self.update_quota_order(slot);
             }

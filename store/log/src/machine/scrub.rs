@@ -2,20 +2,30 @@
 
 use super::*;
 
-/// Pages of one segment, as of one moment. The caller sorts it once, without the log's lock. Pages
-/// that move or go later are left out when their turn comes.
+/// Pages of one segment, as of one moment. The caller finds and sorts them once, without the log's
+/// lock. Pages that move or go later are left out when their turn comes.
 #[derive(Debug, Default)]
 pub struct ScrubList {
     segment: u32,
     epoch: u64,
+    /// Index slots of the pages, some of them twice. Empty once they are sorted.
+    slots: Vec<u32>,
+    /// The list has only pages whose record begins behind this offset.
+    after: u64,
     /// Offset and index slot of each page, from `next` on those that are still to be scrubbed.
     pages: Vec<(u64, u32)>,
     next: usize,
 }
 
 impl ScrubList {
-    /// Sorts the pages by offset. Must be called before [`Log::scrub_next`].
-    pub fn sort(&mut self) {
+    /// Finds the pages in `index` and sorts them by offset. Must be called before
+    /// [`Log::scrub_next`].
+    pub fn sort(&mut self, index: &SharedIndex) {
+        let page = |slot: u32| {
+            let entry = index.get(slot);
+            (entry.segment() == self.segment && entry.offset() > self.after).then(|| (entry.offset(), slot))
+        };
+        self.pages = std::mem::take(&mut self.slots).into_iter().filter_map(page).collect();
         self.pages.sort_unstable();
         // A slot that was reused for another page of the same segment is listed twice.
         self.pages.dedup();
@@ -34,12 +44,13 @@ impl ScrubList {
 impl Log {
     /// Lists the pages of a segment behind `after`: the epoch and offset of the last page that the
     /// caller had. It is the first segment from that epoch on, and may have no such page. Returns
-    /// `None` behind the last segment. Costs time in proportion to the pages of one segment.
+    /// `None` behind the last segment. Copies four bytes per page of the segment.
     pub fn scrub_list(&self, after: Option<(u64, u64)>) -> Option<ScrubList> {
         let (after_epoch, after_offset) = after.unwrap_or((0, 0));
         let (epoch, segment) = self.segments.in_epoch_order(after_epoch..).next()?;
-        let offset = if epoch == after_epoch { after_offset } else { 0 };
-        Some(ScrubList { segment, epoch, pages: self.pages_after(segment, offset), next: 0 })
+        let after = if epoch == after_epoch { after_offset } else { 0 };
+        let slots = self.segments.epoch(segment).map_or(Vec::new(), |epoch| epoch.slots().to_vec());
+        Some(ScrubList { segment, epoch, slots, after, pages: Vec::new(), next: 0 })
     }
 
     /// Takes the next pages of a list: at least one, and further ones up to `bytes_max` of records.
@@ -62,16 +73,5 @@ impl Log {
             list.next += 1;
         }
         found
-    }
-
-    /// Offset and slot of each page of a segment whose record follows `offset`, in any order, and
-    /// some of them twice.
-    fn pages_after(&self, segment: u32, offset: u64) -> Vec<(u64, u32)> {
-        let Some(epoch) = self.segments.epoch(segment) else { return Vec::new() };
-        let page = |&slot: &u32| {
-            let entry = self.index.entries.get(slot);
-            (entry.segment() == segment && entry.offset() > offset).then(|| (entry.offset(), slot))
-        };
-        epoch.slots().iter().filter_map(page).collect()
     }
 }

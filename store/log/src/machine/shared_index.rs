@@ -329,8 +329,8 @@ impl SharedIndex {
         self.shards.iter().enumerate().flat_map(of_shard).collect()
     }
 
-    /// Bytes of heap memory.
-    pub(super) fn memory_bytes(&self) -> usize {
+    /// Bytes of heap memory. Visits all shards, so callers do not hold the log's lock.
+    pub fn memory_bytes(&self) -> usize {
         let of_shard = |shard: &RwLock<Shard>| {
             let shard = shard.read();
             let chunks = shard.chunks.len() * size_of::<Chunk>() + shard.chunks.capacity() * size_of::<Box<Chunk>>();

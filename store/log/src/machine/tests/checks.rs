@@ -83,7 +83,7 @@ impl Model {
         let mut after = None;
         let mut met = 0;
         while let Some(mut list) = self.log.scrub_list(after) {
-            list.sort();
+            list.sort(&self.log.index.entries);
             let steps = std::iter::repeat_with(|| self.log.scrub_next(&mut list, 3 * BLOCK_BYTES as u64));
             for (record, entry) in steps.take_while(|pages| !pages.is_empty()).flatten() {
                 let at = (entry.place.epoch, entry.place.offset);

@@ -20,7 +20,7 @@ fn original_is_served_until_it_is_damaged_and_then_its_copy() {
     let mut first = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy))]);
     assert_eq!(number_of(&first, 2), Some(4));
     let mut list = first.scrub_list(None).unwrap();
-    list.sort();
+    list.sort(first.entries());
     assert_eq!(first.scrub_next(&mut list, u64::MAX).len(), 1);
     assert!(drop_damaged(&mut first, 2, 4));
     assert_eq!(number_of(&first, 2), Some(9));
