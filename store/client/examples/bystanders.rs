@@ -52,7 +52,7 @@ fn pages(numbers: std::ops::Range<u32>) -> Vec<(NewPage, Bytes)> {
 async fn attach(node: &Node, tenant: &str) -> Result<Client, Box<dyn Error>> {
     let url = StoreUrl { nodes: vec![node.addr().to_string()], transport: Transport::Tcp, connections: 1 };
     let client = Client::attach(url, Some(descriptor(tenant)), ClientOptions::default());
-    if client.ready(Duration::from_secs(10)).await { Ok(client) } else { Err("no connection".into()) }
+    if client.ready(Duration::from_secs(60)).await { Ok(client) } else { Err("no connection".into()) }
 }
 
 async fn put(client: &Client, numbers: std::ops::Range<u32>) -> Result<(), Box<dyn Error>> {

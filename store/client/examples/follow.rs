@@ -34,7 +34,7 @@ async fn attach(url: &StoreUrl) -> Result<Client, Box<dyn Error>> {
         tenant: "follow".into(),
     };
     let client = Client::attach(url.clone(), Some(namespace), ClientOptions::default());
-    if client.ready(Duration::from_secs(5)).await { Ok(client) } else { Err("no store node is reachable".into()) }
+    if client.ready(Duration::from_secs(60)).await { Ok(client) } else { Err("no store node is reachable".into()) }
 }
 
 #[tokio::main]

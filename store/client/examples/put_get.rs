@@ -43,7 +43,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         tenant: "put_get".into(),
     };
     let client = Client::attach(url, Some(namespace), ClientOptions::default());
-    if !client.ready(Duration::from_secs(5)).await {
+    if !client.ready(Duration::from_secs(60)).await {
         return Err("no store node is reachable".into());
     }
     let deadline = Instant::now() + Duration::from_secs(10);

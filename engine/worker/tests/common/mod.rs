@@ -446,9 +446,9 @@ pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {
     line.map_or(0.0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
 }
 
-/// Waits up to 5 s until the engine holds no pages except cached ones. Returns `false` on timeout.
+/// Waits up to a minute until the engine holds no pages except cached ones. Returns `false` on timeout.
 pub async fn is_idle(engine: &EngineHandle) -> bool {
-    let until = Instant::now() + Duration::from_secs(5);
+    let until = Instant::now() + Duration::from_secs(60);
     while Instant::now() < until {
         let s = engine.state();
         if s.queue == 0 && s.running == 0 && s.l1_pages > 0 && s.l1_pages_free + s.l1_pages_cached == s.l1_pages {
