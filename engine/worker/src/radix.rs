@@ -116,6 +116,26 @@ impl<P> RadixTree<P> {
         evicted
     }
 
+    /// Evicts all pages that no one uses and that `may_go`, and returns their number. Pages before
+    /// one that stays, stay too.
+    pub fn evict_all(&mut self, may_go: impl Fn(&P) -> bool) -> usize {
+        let mut evicted = 0;
+        loop {
+            let goes = |key: &PageKey| {
+                self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1 && may_go(&node.page))
+            };
+            let leaves: Vec<_> = self.leaves.iter().filter(|(_, key)| goes(key)).copied().collect();
+            if leaves.is_empty() {
+                return evicted;
+            }
+            evicted += leaves.len();
+            for leaf in leaves {
+                self.leaves.remove(&leaf);
+                self.remove_leaf(&leaf.1);
+            }
+        }
+    }
+
     /// Page of `key`. Unlike [`get`](Self::get), this is no use of the page.
     pub fn peek(&self, key: &PageKey) -> Option<&Arc<P>> {
         self.nodes.get(key).map(|node| &node.page)
@@ -210,6 +230,21 @@ mod tests {
         assert_eq!(tree.match_prefix(&b).len(), 1, "the older leaf went");
         assert_eq!(tree.match_prefix(&a).len(), 2);
         assert_eq!(tree.evict(10, |_| true), 2, "then the rest, the root last");
+        assert!(tree.is_empty() && tree.leaves.is_empty());
+    }
+
+    #[test]
+    fn evict_all_spares_pages_and_those_before_them() {
+        let mut tree = RadixTree::default();
+        let a = add(&mut tree, &[1, 2, 3, 4]);
+        let b = add(&mut tree, &[1, 2, 5, 6, 7, 8]);
+        let spared = **tree.peek(&a[1]).unwrap();
+        assert_eq!(tree.evict_all(|page| *page != spared), 2);
+        assert_eq!((tree.match_prefix(&a).len(), tree.match_prefix(&b).len()), (2, 1));
+        let held = tree.match_prefix(&a);
+        assert_eq!(tree.evict_all(|_| true), 0, "pages in use stay");
+        drop(held);
+        assert_eq!(tree.evict_all(|_| true), 2);
         assert!(tree.is_empty() && tree.leaves.is_empty());
     }
 

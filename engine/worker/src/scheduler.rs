@@ -206,7 +206,7 @@ impl Scheduler {
             SchedulerEvent::Loaded { id, load, loaded } => self.finish_load(id, load, loaded),
             // A failed reply means that the caller has left.
             SchedulerEvent::Forget { keys, hold, reply } => drop(reply.send(self.forget(&keys, hold))),
-            SchedulerEvent::Flush { reply } => drop(reply.send(self.radix.evict(usize::MAX, |_| true))),
+            SchedulerEvent::Flush { reply } => drop(reply.send(self.radix.evict_all(admit::may_leave))),
             SchedulerEvent::Scrub { last, count, reply } => drop(reply.send(self.radix.pages_after(last, count))),
             SchedulerEvent::Damaged(key) => self.discard_damaged(&key),
             SchedulerEvent::Republish { page, content, attempts, reply } => {

@@ -294,16 +294,19 @@ pub(super) fn parent_key(keys: &[PageKey], index: usize) -> Option<PageKey> {
     index.checked_sub(1).map(|before| keys[before])
 }
 
+/// Returns `false` for pages that the store lacks and that can be put again.
+pub(super) fn may_leave(page: &SealedPage) -> bool {
+    page.origin().is_some() || page.copy_origin().is_none()
+}
+
 /// Takes a page from the pool. Evicts the least recently used cached page if the pool is empty.
 pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, evicted: &Counter) -> Option<KvPage> {
     loop {
         if let Some(page) = pool.allocate() {
             return Some(page);
         }
-        // More than once only if a scrub or a commit holds the evicted page at this moment. Spared
-        // are pages that can be put again.
-        let may_go = |page: &SealedPage| page.origin().is_some() || page.copy_origin().is_none();
-        if radix.evict(1, may_go) == 0 {
+        // More than once only if a scrub or a commit holds the evicted page at this moment.
+        if radix.evict(1, may_leave) == 0 {
             return None;
         }
         evicted.inc();
