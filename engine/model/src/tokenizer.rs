@@ -63,6 +63,9 @@ impl GenerationDefaults {
     }
 }
 
+/// Maximum length of a token in bytes. The longest in use have a few hundred. It bounds the text of
+/// a given number of tokens, whoever wrote the vocabulary.
+const TOKEN_BYTES_MAX: usize = 4 << 10;
 /// Maximum size of a chat template, in bytes. The longest in use have about 30 KiB.
 const TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
@@ -95,15 +98,18 @@ impl Tokenizer {
         let eos = special_token(&settings, "eos_token");
         let generation = json(files, "generation_config.json")?;
         let mut eos_ids = eos_token_ids(&generation, &json(files, "config.json")?);
-        if eos_ids.is_empty() {
-            eos_ids.extend(inner.token_to_id(&eos));
-        }
+        // Beside those of the other files: fine-tuned models often leave the old token there.
+        eos_ids.extend(inner.token_to_id(&eos).filter(|id| !eos_ids.contains(id)));
         let chat = chat_source(files, &settings)?.map(|source| ChatTemplateSource { source, bos, eos });
         if chat.as_ref().is_some_and(|chat| chat.source.len() > TEMPLATE_BYTES_MAX) {
             let reason = format!("the chat template has more than {TEMPLATE_BYTES_MAX} bytes");
             return Err(TokenizerError::Invalid { file: "chat_template.jinja", reason });
         }
         let token_bytes_max = inner.get_vocab(true).keys().map(String::len).max().unwrap_or_default();
+        if token_bytes_max > TOKEN_BYTES_MAX {
+            let reason = format!("a token has {token_bytes_max} bytes; at most {TOKEN_BYTES_MAX} are supported");
+            return Err(TokenizerError::Invalid { file: "tokenizer.json", reason });
+        }
         let defaults = GenerationDefaults::from_json(&generation);
         Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, chat, defaults })
     }

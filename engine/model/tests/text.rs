@@ -185,6 +185,19 @@ fn eos_ids_follow_the_precedence_of_the_files() {
     assert_eq!(ids(&[("tokenizer_config.json", r#"{"eos_token": "<e>"}"#)]), [1]);
     assert_eq!(ids(&[("tokenizer_config.json", r#"{"eos_token": {"content": "<e>"}}"#)]), [1]);
     assert!(ids(&[]).is_empty());
+    let stale = [(config, r#"{"eos_token_id": 0}"#), ("tokenizer_config.json", r#"{"eos_token": "<e>"}"#)];
+    assert_eq!(ids(&stale), [0, 1], "a fine-tuned model ends its messages with the tokenizer's token");
+}
+
+#[test]
+fn token_of_many_bytes_is_refused() {
+    let load = |bytes: usize| {
+        let vocab = json!({"a": 0, ("b".repeat(bytes)): 1});
+        let file = json!({"version": "1.0", "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}});
+        Tokenizer::from_files(&BTreeMap::from([("tokenizer.json".to_owned(), serde_json::to_vec(&file).unwrap())]))
+    };
+    assert!(load(4096).is_ok());
+    assert!(load(4097).unwrap_err().to_string().contains("4097 bytes"));
 }
 
 #[test]

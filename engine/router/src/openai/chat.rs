@@ -44,7 +44,8 @@ async fn serve(
     let ChatRequest { mut common, messages, render, tools } = request.parse(body, ChatRequest::parse).await?;
     let model = prepare::find_model(&request, &common.model).await?;
     let tools = tools.map(|tools| tool_rules(&request, &model, &tools)).transpose()?;
-    if tools.is_some_and(|rules| rules.format.uses_special_tokens()) {
+    if tools.is_some() {
+        // The marks of calls may be special tokens, which texts leave out otherwise.
         common.sampling.rest.skip_special_tokens = false;
     }
     let permit = prepare::admit(&request, common.n as usize)?;

@@ -27,13 +27,14 @@ use std::sync::Arc;
 /// Default of `max_new_tokens`, as in SGLang.
 const NEW_TOKENS_DEFAULT: u32 = 128;
 
-const NEUTRAL: [NeutralField; 13] = [
+const NEUTRAL: [NeutralField; 14] = [
     ("image_data", is_empty),
     ("video_data", is_empty),
     ("audio_data", is_empty),
     ("lora_path", is_empty),
     ("session_params", is_empty),
     ("return_hidden_states", is_false),
+    ("return_routed_experts", is_false),
     ("return_text_in_logprobs", Value::is_boolean),
     ("logprob_start_len", |value| value.as_i64() == Some(-1)),
     ("token_ids_logprob", is_empty),

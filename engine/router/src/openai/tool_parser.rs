@@ -39,12 +39,6 @@ impl ToolFormat {
         }
     }
 
-    /// Returns `true` if the marks of the format are special tokens, which texts leave out
-    /// otherwise.
-    pub fn uses_special_tokens(self) -> bool {
-        self != Self::Hermes
-    }
-
     pub fn new_call_id(self) -> String {
         match self {
             // Templates of Mistral accept no other length.
