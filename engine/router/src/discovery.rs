@@ -20,6 +20,7 @@ use crate::turns::{Turns, host_of};
 use larder_client::Member;
 use larder_format::codec::is_printable;
 use larder_model::Tokenizer;
+use larder_runtime::LogLimit;
 use larder_worker::api::{EngineInfo, is_engine_url};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -71,6 +72,8 @@ struct Discovery {
     last_named: HashMap<String, Instant>,
     /// Engines of the table that do not answer while no store node does, and the first time.
     silent: HashMap<String, Instant>,
+    invalid_lines: LogLimit,
+    load_lines: LogLimit,
 }
 
 pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
@@ -84,6 +87,8 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
         named: BTreeMap::new(),
         last_named: HashMap::new(),
         silent: HashMap::new(),
+        invalid_lines: LogLimit::default(),
+        load_lines: LogLimit::default(),
     };
     let mut next_refresh = Instant::now();
     // Requests may bring a refresh forward, but only to this time. It keeps a burst of requests
@@ -122,7 +127,7 @@ impl Discovery {
         // No store node answered. The engines serve without the store.
         let Ok(Some(members)) = members else { return self.drop_silent().await };
         self.silent.clear();
-        self.named = named_engines(members);
+        self.named = named_engines(members, &self.invalid_lines);
         self.drop_replaced();
         self.check_unnamed().await;
         // Bounds the maps. An engine that leaves and returns starts without a backoff.
@@ -271,7 +276,9 @@ impl Discovery {
                 has_room
             }
             Err(error) => {
-                tracing::warn!(model = %key.0, %engine, %error, "cannot load the tokenizer; discovery will retry");
+                if let Some(failures) = self.load_lines.record() {
+                    tracing::warn!(model = %key.0, %engine, %error, failures, "cannot load the tokenizer; discovery will retry");
+                }
                 false
             }
         };
@@ -284,7 +291,7 @@ impl Discovery {
 /// Members that describe themselves as engines with a valid page geometry and URL. Other members of
 /// the store, such as benchmarks, are skipped. So are all but one with the same description: a
 /// member that registers another one many times would multiply its load.
-fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
+fn named_engines(members: Vec<Member>, invalid_lines: &LogLimit) -> BTreeMap<String, EngineInfo> {
     let mut named = BTreeMap::new();
     let mut described = HashSet::new();
     // The list comes from the network, so bound it before parsing.
@@ -305,8 +312,9 @@ fn named_engines(members: Vec<Member>) -> BTreeMap<String, EngineInfo> {
             if described.insert(serde_json::to_string(&info).unwrap_or_default()) {
                 named.insert(member.name, info);
             }
-        } else {
-            tracing::warn!(member = ?member.name, url = ?info.url, "engine ignored: its page geometry, URL or a name is invalid; check its version and options");
+        } else if let Some(refusals) = invalid_lines.record() {
+            // Any client can register members, and this runs several times a second.
+            tracing::warn!(member = ?member.name, url = ?info.url, refusals, "engine ignored: its page geometry, URL or a name is invalid; check its version and options");
         }
     }
     named
@@ -382,7 +390,7 @@ mod tests {
             member("c", serde_json::to_value(wrong_url).unwrap()),
             member("d", serde_json::to_value(&good).unwrap()),
         ];
-        assert_eq!(named_engines(members), BTreeMap::from([("a".to_string(), good)]));
+        assert_eq!(named_engines(members, &LogLimit::default()), BTreeMap::from([("a".to_string(), good)]));
     }
 
     #[test]

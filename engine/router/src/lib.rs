@@ -49,6 +49,7 @@ pub use options::{OptionsError, RouterOptions};
 use calls::CallError;
 use engines::RemoteEngine;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
+use larder_runtime::LogLimit;
 use larder_worker::api::ErrorCode;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -90,6 +91,8 @@ pub(crate) struct RouterState {
     pub(crate) metrics: Arc<metrics::Metrics>,
     /// Admission control: one permit per answer in progress.
     pub(crate) inflight: Arc<Semaphore>,
+    /// Log lines about answers that an engine did not end.
+    pub(crate) failure_lines: LogLimit,
     /// One permit per kibibyte of prompts of answers in progress.
     pub(crate) prompts: Arc<Semaphore>,
     /// One permit per 64 KiB of the texts of answers that are not streamed.
@@ -173,6 +176,7 @@ impl Router {
             engine_client: calls::EngineClient::new(options.connect_timeout)?,
             metrics,
             inflight: Arc::new(Semaphore::new(options.max_inflight)),
+            failure_lines: LogLimit::default(),
             prompts: Arc::new(Semaphore::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES)),
             answers: Arc::new(Semaphore::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES)),
             tokeniser: Default::default(),

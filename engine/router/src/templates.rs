@@ -18,7 +18,7 @@
 use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
-use parking_lot::Mutex;
+use larder_runtime::LogLimit;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -53,8 +53,6 @@ const DISCARD_BYTES: usize = 64 << 10;
 /// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
 /// for the kind of an answer and an error message.
 const ANSWER_BYTES_SPARE: usize = 64 << 10;
-/// Minimum time between two log lines about the template of one model.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Command that runs [`larder_model::template_worker::run`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,7 +122,7 @@ pub struct ChatRenderer {
     waiting: Semaphore,
     /// `None` before the first rendering and after a failure. The lock is held during a rendering.
     worker: tokio::sync::Mutex<Option<Worker>>,
-    last_logged: Mutex<Option<Instant>>,
+    failure_lines: LogLimit,
 }
 
 /// A request to a worker, and the longest answer to accept.
@@ -188,7 +186,7 @@ impl ChatRenderer {
             template,
             waiting: Semaphore::new(WAITING_MAX),
             worker: tokio::sync::Mutex::default(),
-            last_logged: Mutex::default(),
+            failure_lines: LogLimit::default(),
         }
     }
 
@@ -280,11 +278,9 @@ impl ChatRenderer {
             // The template's own refusals are answers to the client.
             _ => return,
         }
-        let mut last = self.last_logged.lock();
         // A client can repeat the request, and must not fill the log.
-        if last.is_none_or(|at| at.elapsed() >= LOG_INTERVAL) {
-            *last = Some(Instant::now());
-            tracing::warn!(model = %self.model, %error, "chat refused; check the model's chat template [LRD0503]");
+        if let Some(failures) = self.failure_lines.record() {
+            tracing::warn!(model = %self.model, %error, failures, "chat refused; check the model's chat template [LRD0503]");
         }
     }
 }

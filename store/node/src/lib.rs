@@ -47,7 +47,6 @@ mod former_owners;
 mod health;
 mod holds;
 mod identity;
-mod log_limit;
 mod members;
 pub mod memory_plan;
 mod metrics;

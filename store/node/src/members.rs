@@ -15,6 +15,7 @@
 //! read them can keep [`SNAPSHOTS_MAX`] lists in memory, of half a mebibyte each.
 
 use crate::places::Peer;
+use larder_runtime::LogLimit;
 use larder_runtime::sync::Mutex;
 use larder_wire::{MAX_MEMBERS, MemberEntry, PROTOCOL_VERSION_MIN, Response, SharedResponse};
 use std::collections::BTreeMap;
@@ -42,7 +43,6 @@ const KNOWN_MAX: usize = 1024;
 /// Time after a start for which former owners keep their names. A client reconnects within 3 s.
 const RETURN_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two log lines about refused registrations.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Upper bound of a time to live. A dead engine disappears after at most this time.
 const TTL_MAX: Duration = Duration::from_secs(60);
 
@@ -71,7 +71,7 @@ struct Table {
     former_until: Option<Instant>,
     /// Time of the last registration of each peer.
     known: BTreeMap<Peer, Instant>,
-    last_logged: Option<Instant>,
+    refused_lines: LogLimit,
 }
 
 /// Reason for a refused registration.
@@ -150,8 +150,7 @@ impl Members {
         let entry = Entry { info, expires: now + ttl.min(TTL_MAX), owner };
         if let Err(refusal) = table.admit(&name, &entry, now) {
             // A refused client repeats its request every second.
-            if table.last_logged.is_none_or(|at| now >= at + LOG_INTERVAL) {
-                table.last_logged = Some(now);
+            if table.refused_lines.record_at(now).is_some() {
                 let peer = owner.peer;
                 tracing::warn!(?name, ?peer, "member not registered: {}", refusal.as_str());
             }

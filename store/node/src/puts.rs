@@ -18,13 +18,12 @@ mod generations;
 mod put;
 
 use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
-use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::tiers::Tiers;
 use generations::Generations;
 use larder_format::PageId;
 use larder_runtime::sync::{Mutex, MutexGuard};
-use larder_runtime::{fail_point, now, race_point};
+use larder_runtime::{LogLimit, fail_point, now, race_point};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 pub use put::{Progress, Put};
 use std::collections::BTreeMap;

@@ -7,6 +7,7 @@
 //! - [`Clock`] and [`now`]: wall-clock time for times to live, monotonic time for deadlines.
 //! - [`OrderedWatch`]: a value that tasks wait on, with a fixed wake-up order.
 //! - [`random`]: seeds and generators.
+//! - [`LogLimit`]: log lines that clients cause, bounded in number.
 //! - [`fail_point!`]: deliberate defects that the simulation must find.
 //!
 //! [`sync`] is the same for the thread models: locks and tasks that a model interleaves.
@@ -14,9 +15,11 @@
 
 mod clock;
 pub mod fail;
+mod log_limit;
 pub mod random;
 pub mod sync;
 mod watch;
 
 pub use clock::{Clock, now};
+pub use log_limit::{LOG_INTERVAL, LogLimit};
 pub use watch::OrderedWatch;

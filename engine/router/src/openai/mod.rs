@@ -83,7 +83,8 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route("/health", get(operations::health))
         .route("/ready", get(operations::ready))
         .route(operations::PATH_METRICS, get(metrics))
-        .route(operations::PATH_FLUSH, get(operations::flush).post(operations::flush))
+        // Not GET: a web page can send one without `Origin`, as an image.
+        .route(operations::PATH_FLUSH, post(operations::flush))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(router.clone(), cors::with_cors))

@@ -149,6 +149,10 @@ pub(crate) async fn prompts(
     let PromptRules { endpoint, context, .. } = rules;
     let field = endpoint.prompt_field();
     let bytes_max = text_bytes_max(&model.tokenizer, context);
+    if rules.truncate.is_some_and(|keep| usize::try_from(keep).is_ok_and(|keep| keep > context)) {
+        let message = format!("the model's context has {context} tokens, and a longer prompt does not fit");
+        return Err(ApiError::field("truncate_prompt_tokens", message));
+    }
     for input in &inputs {
         match input {
             PromptInput::Text(text) if text.len() > bytes_max => {

@@ -7,14 +7,14 @@ use super::messages::take_messages;
 use super::prepare::{self, PromptRules};
 use super::prompt::{PROMPTS_MAX, PromptInput};
 use super::types::take_render_options;
-use super::{RequestContext, RequestId, chat, counted};
+use super::whole::charged_body;
+use super::{PROMPT_CHARGE_BYTES, RequestContext, RequestId, chat, counted};
 use crate::RouterState;
 use crate::models::ServedModel;
+use axum::Extension;
 use axum::extract::State;
 use axum::http::HeaderMap;
-use axum::http::header::CONTENT_TYPE;
-use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
+use axum::response::Response;
 use larder_http::RequestBody;
 use larder_model::{ChatMessage, RenderOptions};
 use serde_json::json;
@@ -22,6 +22,11 @@ use std::sync::Arc;
 
 /// Maximum number of tokens of a request to `/detokenize`, and of an answer of `/tokenize`.
 const TOKENS_MAX: usize = 1 << 20;
+/// Maximum size in bytes of the text in an answer of `/detokenize`.
+const DECODED_BYTES_MAX: usize = 16 << 20;
+/// Memory of an answer of `/detokenize`, in sizes of its text: the text, two values in JSON, and the
+/// body, which escapes them.
+const DECODED_COPIES: usize = 7;
 /// Memory of a returned token, as a multiple of that in the request of a choice: a JSON value, and
 /// its text.
 const TOKEN_CHARGES: u32 = 16;
@@ -99,7 +104,7 @@ pub(super) async fn tokenize(
         }
         let charges = prepare::charges(Endpoint::Completion, &counts, TOKEN_CHARGES)?;
         let charges: Result<Vec<_>, _> = charges.into_iter().map(|units| prepare::charge(&router, units)).collect();
-        let _charges = charges?;
+        let charges = charges?;
         // Not on the event loop: a million tokens take a while.
         let write = move || {
             let texts: Option<Vec<Vec<String>>> =
@@ -111,14 +116,14 @@ pub(super) async fn tokenize(
                 }
             };
             answer["max_model_len"] = json!(context);
-            answer.to_string()
+            answer.to_string().into_bytes()
         };
         let bytes = total * size_of::<u32>();
         let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, write));
         let written = written.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
         let json = written.map_err(|error| ApiError::internal("write the tokens", error))?;
         end(record);
-        Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
+        Ok(charged_body(json, charges))
     })
     .await
 }
@@ -158,22 +163,57 @@ pub(super) async fn detokenize(
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
         let tokenizer = model.tokenizer.clone();
         let bytes = tokens.len() * size_of::<u32>();
-        let decode = move || match skip_special_tokens {
-            true => tokenizer.decode(&tokens),
-            false => tokenizer.decode_all(&tokens),
+        let decode = {
+            let router = router.clone();
+            move || {
+                // Before the text is made: a token of two digits may stand for kilobytes.
+                let text_bytes: usize = tokens.iter().map(|&id| tokenizer.token_bytes(id).len()).sum();
+                let charge = prepare::charge(&router, text_units(text_bytes)?)?;
+                let text = match skip_special_tokens {
+                    true => tokenizer.decode(&tokens),
+                    false => tokenizer.decode_all(&tokens),
+                };
+                // The names in vLLM and in SGLang.
+                Ok::<_, ApiError>((json!({"prompt": text, "text": text}).to_string().into_bytes(), charge))
+            }
         };
         let decoded = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, decode));
         let decoded = decoded.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
-        let text = decoded.map_err(|error| ApiError::internal("decode the tokens", error))?;
+        let (json, charge) = decoded.map_err(|error| ApiError::internal("decode the tokens", error))??;
         end(record);
-        // The names in vLLM and in SGLang.
-        Ok(Json(json!({"prompt": text, "text": text})).into_response())
+        Ok(charged_body(json, charge))
     })
     .await
+}
+
+/// Charge of an answer whose text has `bytes` bytes, in units of [`PROMPT_CHARGE_BYTES`].
+///
+/// # Errors
+/// 400 above [`DECODED_BYTES_MAX`].
+fn text_units(bytes: usize) -> Result<u32, ApiError> {
+    if bytes > DECODED_BYTES_MAX {
+        let message = format!("the text has {bytes} bytes; at most {DECODED_BYTES_MAX} are returned at once");
+        return Err(ApiError::field("tokens", message));
+    }
+    Ok((bytes * DECODED_COPIES).div_ceil(PROMPT_CHARGE_BYTES) as u32)
 }
 
 fn end(record: &mut Option<crate::metrics::RequestRecord>) {
     if let Some(record) = record.take() {
         record.end(200);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_texts_of_few_tokens_are_charged_and_bounded() {
+        assert_eq!(text_units(0).unwrap(), 0);
+        let most = text_units(DECODED_BYTES_MAX).unwrap() as usize;
+        assert_eq!(most * PROMPT_CHARGE_BYTES, DECODED_BYTES_MAX * DECODED_COPIES);
+        let error = text_units(DECODED_BYTES_MAX + 1).unwrap_err();
+        assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("tokens")));
     }
 }

@@ -126,24 +126,29 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     Ok(response)
 }
 
-/// Body of a response, with the charges of its texts.
-struct ChargedBody {
+/// Body of a response, with the charges of its memory.
+struct ChargedBody<C> {
     json: Vec<u8>,
-    _charges: Vec<AnswerCharge>,
+    _charges: C,
 }
 
-impl AsRef<[u8]> for ChargedBody {
+impl<C> AsRef<[u8]> for ChargedBody<C> {
     fn as_ref(&self) -> &[u8] {
         &self.json
     }
 }
 
+/// Response with a JSON body, whose charges end with the body.
+pub(crate) fn charged_body<C: Send + 'static>(json: Vec<u8>, charges: C) -> Response {
+    // The body, and not this call, ends the charges: a slow client keeps the text in memory.
+    let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
+    ([(CONTENT_TYPE, "application/json")], body).into_response()
+}
+
 /// Response of `answer`, whose charges end with its body.
 pub(crate) fn charged_json(answer: &serde_json::Value, charges: Vec<AnswerCharge>) -> Result<Response, ApiError> {
     let json = serde_json::to_vec(answer).map_err(|error| ApiError::internal("write the answer", error))?;
-    // The body, and not this call, ends the charges: a slow client keeps the text in memory.
-    let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
-    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+    Ok(charged_body(json, charges))
 }
 
 impl ResponseMeta {

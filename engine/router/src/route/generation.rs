@@ -166,7 +166,9 @@ impl Generation {
     }
 
     fn fail(&self, error: CallError) -> RouteError {
-        tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, "decode failed after its first token");
+        if let Some(failures) = self.plan.router.failure_lines.record() {
+            tracing::warn!(request = %self.plan.request_id, engine = %self.engine_name(), %error, failures, "decode failed after its first token");
+        }
         // No retry, because the client has part of the answer. The circuit breaker still counts it.
         self.plan.router.note_failure(&error, self.load.engine());
         RouteError::new(error, true)

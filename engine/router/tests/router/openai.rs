@@ -319,6 +319,8 @@ async fn monitors_read_health_and_metrics_on_the_api_port() {
     let foreign = cluster.http.post(cluster.url("/flush_cache")).header("origin", "http://evil.example");
     assert_eq!(foreign.send().await.unwrap().status(), 403, "and flush no caches");
     assert_eq!(cluster.http.post(cluster.url("/flush_cache")).send().await.unwrap().status(), 200);
+    // A web page can send this as an image, without `Origin`.
+    assert_eq!(cluster.http.get(cluster.url("/flush_cache")).send().await.unwrap().status(), 405);
     let empty = TestCluster::new(0, 0).await;
     assert_eq!(empty.http.get(empty.url("/health")).send().await.unwrap().status(), 200);
     assert_eq!(empty.http.get(empty.url("/ready")).send().await.unwrap().status(), 503);
@@ -361,6 +363,11 @@ async fn text_becomes_tokens_and_back() {
         ("/tokenize", json!({"prompt": "a", "colour": 1}), "colour"),
         ("/tokenize", json!({}), "prompt"),
         ("/detokenize", json!({}), "tokens"),
+        (
+            "/v1/completions",
+            json!({"model": MODEL, "prompt": "w1", "truncate_prompt_tokens": CONTEXT + 1}),
+            "truncate_prompt_tokens",
+        ),
     ] {
         let response = cluster.post(path, body).await;
         assert_eq!(response.status(), 400);

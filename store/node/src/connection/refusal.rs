@@ -8,8 +8,8 @@
 //! - The log gets few lines about each limit, however many clients try: see [`LogLimit`].
 
 use super::handshake::HELLO_BODY_MAX;
-use crate::log_limit::LogLimit;
 use crate::state::NodeState;
+use larder_runtime::LogLimit;
 use larder_wire::{ByteSink, ByteSource, ErrorCode, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Response};
 use std::io;
 use std::sync::Arc;

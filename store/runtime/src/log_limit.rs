@@ -3,18 +3,18 @@
 //! Any client can repeat its mistakes. One line per kind and [`LOG_INTERVAL`] tells the operator
 //! the latest one, and the number since the line before.
 
-use larder_runtime::now;
-use larder_runtime::sync::Mutex;
+use crate::now;
+use crate::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Minimum time between two log lines of one kind.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
+pub const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Limit of one kind of log line.
-#[derive(Default)]
-pub(crate) struct LogLimit(Mutex<State>);
+#[derive(Debug, Default)]
+pub struct LogLimit(Mutex<State>);
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     last: Option<Instant>,
     events: u64,
@@ -22,11 +22,12 @@ struct State {
 
 impl LogLimit {
     /// Counts an event. Returns the number since the last line if a new one is due.
-    pub(crate) fn record(&self) -> Option<u64> {
+    pub fn record(&self) -> Option<u64> {
         self.record_at(now())
     }
 
-    fn record_at(&self, at: Instant) -> Option<u64> {
+    /// As [`LogLimit::record`], for an event at `at`.
+    pub fn record_at(&self, at: Instant) -> Option<u64> {
         let mut state = self.0.lock();
         state.events += 1;
         // Saturates: another thread may have recorded a later time.
