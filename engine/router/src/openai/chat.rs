@@ -47,7 +47,7 @@ async fn serve(
     if tools.is_some_and(|rules| rules.format.uses_special_tokens()) {
         common.sampling.rest.skip_special_tokens = false;
     }
-    let permit = prepare::admit(&request, common.n as usize)?;
+    let permit = prepare::admit(&request, 1, common.n)?;
     let context = prepare::context(&request, &model)?;
     let rendered = text(&request.router, &model, messages, render, context, request.deadline).await?;
     request.text = rendered.charge;

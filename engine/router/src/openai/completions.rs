@@ -34,7 +34,7 @@ async fn serve(
 ) -> Result<Response, ApiError> {
     let CompletionRequest { common, prompts } = request.parse(body, CompletionRequest::parse).await?;
     let model = prepare::find_model(&request, &common.model).await?;
-    let permit = prepare::admit(&request, prompts.len() * common.best_of as usize)?;
+    let permit = prepare::admit(&request, prompts.len(), common.best_of)?;
     let context = prepare::context(&request, &model)?;
     let rules = PromptRules::new(Endpoint::Completion, context, &common);
     let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;

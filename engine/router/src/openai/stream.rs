@@ -22,7 +22,7 @@ use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::stream::{BoxStream, SelectAll, Stream, StreamExt, iter, once, unfold};
+use futures::stream::{BoxStream, Stream, StreamExt, empty, iter, once, unfold};
 use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -97,7 +97,7 @@ async fn pump(mut source: EventSource, sender: mpsc::Sender<Bytes>, deadline: In
 
 struct EventSource {
     writer: ChunkWriter,
-    events: SelectAll<BoxStream<'static, (u32, ChoiceEvent)>>,
+    events: BoxStream<'static, (u32, ChoiceEvent)>,
     ready: VecDeque<Bytes>,
     usage_totals: UsageTotals,
     /// Tokens sent so far, for the usage in chunks.
@@ -110,11 +110,11 @@ struct EventSource {
 
 impl EventSource {
     fn new(started: StartedAnswer, record: Option<RequestRecord>) -> Self {
-        let StartedAnswer { meta, choices, usage_totals, stream_options, permit, .. } = started;
+        let StartedAnswer { meta, prompts, usage_totals, stream_options, permit, .. } = started;
         let is_native = meta.endpoint == Endpoint::Native;
-        let native = choices.iter().filter(|_| is_native).map(|choice| NativeState::new(choice.prompt_tokens()));
-        let native = native.collect();
-        let tools = choices.iter().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
+        let indexes = 0..usage_totals.prompt_tokens().count() as u32;
+        let native = usage_totals.prompt_tokens().filter(|_| is_native).map(NativeState::new).collect();
+        let tools = indexes.clone().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
         let writer = ChunkWriter { meta, options: stream_options, native, tools };
         // Copies of an answer that a slow reader leaves in memory. A native chunk has the whole
         // text, and calls of tools are held back.
@@ -123,12 +123,10 @@ impl EventSource {
             (false, Some(_)) => 1,
             (false, None) => 0,
         };
-        let mut ready = VecDeque::new();
-        let mut events = SelectAll::new();
-        for choice in choices {
-            ready.extend(writer.opening(choice.index));
-            events.push(choice_events(choice, stream_options.include_usage || is_native, copies));
-        }
+        let ready = indexes.filter_map(|index| writer.opening(index)).collect();
+        let include_usage = stream_options.include_usage || is_native;
+        let of_choice = move |choice| choice_events(choice, include_usage, copies);
+        let events = prompts.events(of_choice, |error| (0, ChoiceEvent::Failed(error)));
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
     }
 
@@ -174,7 +172,7 @@ impl EventSource {
 
     fn fail(&mut self, error: ApiError) {
         // Drops the generations of all other choices, which cancels them on their engines.
-        self.events.clear();
+        self.events = empty().boxed();
         if let Some(record) = self.record.take() {
             record.end(error.status.as_u16());
         }
@@ -286,9 +284,10 @@ impl ChunkWriter {
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
-    fn finish(&self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
-        if let Some(state) = self.native.get(index as usize) {
-            return event(&state.json(&self.meta, index, Some(reason)));
+    fn finish(&mut self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
+        if let Some(state) = self.native.get_mut(index as usize) {
+            // The charge of the text ends with its choice, and other choices may go on for long.
+            return event(&std::mem::take(state).json(&self.meta, index, Some(reason)));
         }
         let has_calls = self.tools.get(index as usize).is_some_and(ToolSplitter::has_calls);
         let has_calls = has_calls && reason == FinishReason::Stop;
