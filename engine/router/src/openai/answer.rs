@@ -12,6 +12,7 @@ use super::echo::{self, Echoed};
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
 use super::prepare::{self, tokens_to_generate};
+use super::responses_output::ResponseRequest;
 use super::tools::ToolRules;
 use super::types::{CommonParams, StreamOptions};
 use super::usage::UsageTotals;
@@ -82,6 +83,8 @@ pub(crate) struct ResponseMeta {
     pub(crate) is_list: bool,
     /// Rules for calls of tools. `None` if the request has no tools.
     pub(crate) tools: Option<ToolRules>,
+    /// The answer has the form of `/v1/responses`.
+    pub(crate) response: Option<Arc<ResponseRequest>>,
 }
 
 /// Choice in progress, with everything needed to repeat it on another engine.
@@ -206,6 +209,7 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         has_logprobs: common.logprobs.is_some(),
         is_list: false,
         tools,
+        response: None,
     };
     let prompt_tokens = lengths.iter().map(|&length| length as u32).collect();
     let jobs = prompts.into_iter().zip(limits).zip(charges?).enumerate();
@@ -339,6 +343,10 @@ impl Choice {
         self.charge.grow_to(echoed + bytes)
     }
 
+    pub(crate) fn take_charge(&mut self) -> AnswerCharge {
+        std::mem::replace(&mut self.charge, AnswerCharge::new(self.plan.answers()))
+    }
+
     /// Entry of the next token, whose text is `text`. `None` without log-probabilities.
     pub(crate) fn entry(&mut self, id: u32, text: &str, logprobs: Option<TokenLogprobs>) -> Option<TokenEntry> {
         let entry = TokenEntry { id, logprobs: Some(logprobs?), offset: self.chars };
@@ -426,6 +434,7 @@ impl ResponseMeta {
             has_logprobs: false,
             is_list: false,
             tools: None,
+            response: None,
         }
     }
 }

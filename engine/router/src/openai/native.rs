@@ -11,17 +11,12 @@ use super::prompt::{PROMPTS_MAX, PromptInput};
 use super::sampling::RequestedSampling;
 use super::types::{CHOICES_MAX, CommonParams, NeutralField, StreamOptions, is_false};
 use super::whole::{FinishedAnswer, FinishedChoice, charged_json};
-use super::{RequestContext, RequestId, counted, stream};
-use crate::RouterState;
+use super::{ApiCall, RequestContext, stream};
 use crate::metrics::RequestRecord;
-use axum::Extension;
-use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
 use larder_http::RequestBody;
 use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
 use serde_json::{Value, json};
-use std::sync::Arc;
 
 /// Default of `max_new_tokens`, as in SGLang.
 const NEW_TOKENS_DEFAULT: u32 = 128;
@@ -132,17 +127,8 @@ fn take_common(params: &mut Fields<'_>, stream: bool) -> Result<CommonParams, Ap
     })
 }
 
-pub(super) async fn handle(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    let serve = async |record: &mut Option<RequestRecord>| {
-        let request = RequestContext::new(router.clone(), id, &headers)?;
-        serve(request, body, record).await
-    };
-    counted(&router, "generate", serve).await
+pub(super) async fn handle(call: ApiCall) -> Response {
+    call.serve("generate", serve).await
 }
 
 async fn serve(

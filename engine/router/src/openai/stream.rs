@@ -13,9 +13,11 @@ use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
 use super::native::NativeState;
+use super::responses_output::{self, ResponseWriter};
 use super::tools::{self, AnswerPart, ToolSplitter};
 use super::types::{StreamOptions, Usage, finish_reason_name};
 use super::usage::UsageTotals;
+use super::whole::AnswerCharge;
 use crate::metrics::RequestRecord;
 use crate::route::{CachedTokens, Delta, RouteError};
 use axum::body::Body;
@@ -49,6 +51,7 @@ enum ChoiceEvent {
         finish_reason: FinishReason,
         completion_tokens: u32,
         cached_tokens: CachedTokens,
+        charge: AnswerCharge,
     },
     Failed(RouteError),
 }
@@ -115,16 +118,11 @@ impl EventSource {
         let indexes = 0..usage_totals.prompt_tokens().count() as u32;
         let native = usage_totals.prompt_tokens().filter(|_| is_native).map(NativeState::new).collect();
         let tools = indexes.clone().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
-        let writer = ChunkWriter { meta, options: stream_options, native, tools };
-        // Copies of an answer that a slow reader leaves in memory. A native chunk has the whole
-        // text, and calls of tools are held back.
-        let copies = match (is_native, writer.meta.tools) {
-            (true, _) => EVENTS_AHEAD_MAX + 2,
-            (false, Some(_)) => 1,
-            (false, None) => 0,
-        };
+        let response = meta.response.is_some().then(ResponseWriter::default);
+        let mut writer = ChunkWriter { meta, options: stream_options, native, tools, response };
         let ready = indexes.filter_map(|index| writer.opening(index)).collect();
         let include_usage = stream_options.include_usage || is_native;
+        let copies = copies(&writer.meta);
         let of_choice = move |choice| choice_events(choice, include_usage, copies);
         let events = prompts.events(of_choice, |error| (0, ChoiceEvent::Failed(error)));
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
@@ -148,14 +146,17 @@ impl EventSource {
                     let usage = self.usage();
                     self.ready.extend(self.writer.answer(index, &text, &tokens, &usage));
                 }
-                Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens })) => {
+                Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens, charge })) => {
                     self.usage_totals.add(index, completion_tokens, cached_tokens);
                     if let Some(state) = self.writer.native.get_mut(index as usize) {
                         state.cached_tokens = cached_tokens.total();
                     }
                     let usage = self.usage();
                     self.ready.extend(self.writer.rest(index, &usage));
-                    self.ready.push_back(self.writer.finish(index, finish_reason, &usage));
+                    match &mut self.writer.response {
+                        Some(response) => response.end(finish_reason, charge),
+                        None => self.ready.push_back(self.writer.finish(index, finish_reason, &usage)),
+                    }
                 }
                 Some((_, ChoiceEvent::Failed(error))) => self.fail(error.into()),
                 None => self.complete(),
@@ -177,7 +178,7 @@ impl EventSource {
             record.end(error.status.as_u16());
         }
         // At the deadline, events of the normal end may still wait here.
-        self.ready = [event(&error.envelope()), done()].into();
+        self.ready = self.writer.failure(&error);
         self.is_over = true;
     }
 
@@ -185,12 +186,29 @@ impl EventSource {
         if let Some(record) = self.record.take() {
             self.usage_totals.end(record);
         }
+        if let Some(response) = &mut self.writer.response {
+            self.ready.push_back(response.complete(&self.writer.meta, &self.usage_totals.usage()));
+            self.is_over = true;
+            return;
+        }
         if self.writer.options.include_usage {
             // OpenAI sends the usage chunk last, and with an empty list of choices.
             self.ready.push_back(self.writer.usage(&self.usage_totals));
         }
         self.ready.push_back(done());
         self.is_over = true;
+    }
+}
+
+/// Copies of an answer that a slow reader leaves in memory.
+fn copies(meta: &ResponseMeta) -> usize {
+    match meta {
+        // Each chunk has the whole text so far.
+        ResponseMeta { endpoint: Endpoint::Native, .. } => EVENTS_AHEAD_MAX + 2,
+        ResponseMeta { response: Some(_), .. } => responses_output::STREAM_COPIES,
+        // Calls are held back until they are complete.
+        ResponseMeta { tools: Some(_), .. } => 1,
+        _ => 0,
     }
 }
 
@@ -212,7 +230,8 @@ fn choice_events(choice: Choice, include_usage: bool, copies: usize) -> BoxStrea
             }
             Ok(Delta::End { finish_reason, completion_tokens }) => {
                 let cached_tokens = choice.generation.cached_tokens(include_usage).await;
-                Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens }), None))
+                let charge = choice.take_charge();
+                Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens, charge }), None))
             }
             Err(error) => Some(((index, ChoiceEvent::Failed(error)), None)),
         }
@@ -227,11 +246,16 @@ struct ChunkWriter {
     native: Vec<NativeState>,
     /// Empty if the request has no tools.
     tools: Vec<ToolSplitter>,
+    /// Answer so far of `/v1/responses`.
+    response: Option<ResponseWriter>,
 }
 
 impl ChunkWriter {
     /// First chunk of a chat choice, which carries the role. Completions have none.
-    fn opening(&self, index: u32) -> Option<Bytes> {
+    fn opening(&mut self, index: u32) -> Option<Bytes> {
+        if let Some(response) = &mut self.response {
+            return Some(response.opening(&self.meta));
+        }
         let role = json!({"role": "assistant", "content": "", "refusal": null});
         (self.meta.endpoint == Endpoint::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
     }
@@ -261,6 +285,9 @@ impl ChunkWriter {
         let chunk = |part| match part {
             AnswerPart::Text(text) => self.text(index, &text, &[], usage),
             AnswerPart::Call(call) => {
+                if let Some(response) = &mut self.response {
+                    return response.call(&call);
+                }
                 let choice = chat_choice(index, json!({"tool_calls": [call]}), None);
                 self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
             }
@@ -272,6 +299,9 @@ impl ChunkWriter {
         if let Some(state) = self.native.get_mut(index as usize) {
             state.add(text, tokens.to_vec());
             return event(&state.json(&self.meta, index, None));
+        }
+        if let Some(response) = &mut self.response {
+            return response.text(text);
         }
         let endpoint = self.meta.endpoint;
         let mut choice = match endpoint {
@@ -297,6 +327,14 @@ impl ChunkWriter {
             Endpoint::Chat => chat_choice(index, json!({}), reason),
         };
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
+    }
+
+    /// Last events of an answer that fails.
+    fn failure(&mut self, error: &ApiError) -> VecDeque<Bytes> {
+        match &mut self.response {
+            Some(response) => [response.failure(&self.meta, error)].into(),
+            None => [event(&error.envelope()), done()].into(),
+        }
     }
 
     fn usage(&self, totals: &UsageTotals) -> Bytes {
@@ -354,11 +392,22 @@ fn done() -> Bytes {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fields::Fields;
+    use super::super::responses_output::ResponseRequest;
+    use super::super::tool_parser::ToolFormat;
+    use super::super::tools::ToolRules;
     use super::*;
+    use std::sync::Arc;
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
         let options = StreamOptions { include_usage, continuous_usage: false };
-        ChunkWriter { meta: ResponseMeta::for_tests(endpoint), options, native: Vec::new(), tools: Vec::new() }
+        ChunkWriter {
+            meta: ResponseMeta::for_tests(endpoint),
+            options,
+            native: Vec::new(),
+            tools: Vec::new(),
+            response: None,
+        }
     }
 
     fn parse(event: Bytes) -> Value {
@@ -396,6 +445,20 @@ mod tests {
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);
+    }
+
+    #[test]
+    fn texts_that_stay_in_memory_are_charged() {
+        let chat = ResponseMeta::for_tests(Endpoint::Chat);
+        assert_eq!((copies(&chat), copies(&ResponseMeta::for_tests(Endpoint::Completion))), (0, 0));
+        assert_eq!(copies(&ResponseMeta::for_tests(Endpoint::Native)), EVENTS_AHEAD_MAX + 2);
+        let rules = ToolRules { format: ToolFormat::Hermes, is_parallel: true };
+        assert_eq!(copies(&ResponseMeta { tools: Some(rules), ..chat.clone() }), 1);
+        let request = ResponseRequest::of(&Fields::default());
+        assert_eq!(
+            copies(&ResponseMeta { response: Some(Arc::new(request)), ..chat }),
+            responses_output::STREAM_COPIES
+        );
     }
 
     #[test]

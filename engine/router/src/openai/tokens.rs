@@ -7,18 +7,13 @@ use super::messages::take_messages;
 use super::prepare::{self, PromptRules};
 use super::prompt::{PROMPTS_MAX, PromptInput};
 use super::types::take_render_options;
-use super::{RequestContext, RequestId, chat, counted};
-use crate::RouterState;
+use super::{ApiCall, chat};
 use crate::models::ServedModel;
-use axum::extract::State;
-use axum::http::HeaderMap;
+use axum::Json;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
-use larder_http::RequestBody;
 use larder_model::{ChatMessage, RenderOptions};
 use serde_json::json;
-use std::sync::Arc;
 
 /// Maximum number of tokens of a request to `/detokenize`, and of an answer of `/tokenize`.
 const TOKENS_MAX: usize = 1 << 20;
@@ -60,14 +55,9 @@ impl TokenizeRequest {
     }
 }
 
-pub(super) async fn tokenize(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    counted(&router, "tokenize", async |record| {
-        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+pub(super) async fn tokenize(call: ApiCall) -> Response {
+    call.serve("tokenize", async |mut request, body, record| {
+        let router = request.router.clone();
         let TokenizeRequest { model, input, add_special_tokens, with_texts } =
             request.parse(body, TokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
@@ -145,14 +135,9 @@ impl DetokenizeRequest {
     }
 }
 
-pub(super) async fn detokenize(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    counted(&router, "detokenize", async |record| {
-        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+pub(super) async fn detokenize(call: ApiCall) -> Response {
+    call.serve("detokenize", async |mut request, body, record| {
+        let router = request.router.clone();
         let DetokenizeRequest { model, tokens, skip_special_tokens } =
             request.parse(body, DetokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;

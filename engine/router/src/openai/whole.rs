@@ -3,6 +3,7 @@
 use super::answer::{Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
+use super::responses_output;
 use super::tools;
 use super::types::finish_reason_name;
 use super::usage::UsageTotals;
@@ -146,9 +147,15 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
 }
 
 /// Body of a response, with the charge of its texts.
-struct ChargedBody {
+pub(crate) struct ChargedBody {
     json: Vec<u8>,
     _charge: AnswerCharge,
+}
+
+impl ChargedBody {
+    pub(crate) fn new(json: Vec<u8>, charge: AnswerCharge) -> Self {
+        Self { json, _charge: charge }
+    }
 }
 
 impl AsRef<[u8]> for ChargedBody {
@@ -160,9 +167,13 @@ impl AsRef<[u8]> for ChargedBody {
 /// Response of `answer`, whose charge ends with its body.
 pub(crate) fn charged_json(answer: &serde_json::Value, charge: AnswerCharge) -> Result<Response, ApiError> {
     let json = serde_json::to_vec(answer).map_err(|error| ApiError::internal("write the answer", error))?;
+    Ok(charged(json, charge))
+}
+
+fn charged(json: Vec<u8>, charge: AnswerCharge) -> Response {
     // The body, and not this call, ends the charge: a slow client keeps the text in memory.
-    let body = Bytes::from_owner(ChargedBody { json, _charge: charge });
-    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+    let body = Bytes::from_owner(ChargedBody::new(json, charge));
+    ([(CONTENT_TYPE, "application/json")], body).into_response()
 }
 
 impl ResponseMeta {
@@ -173,6 +184,10 @@ impl ResponseMeta {
         charge: AnswerCharge,
         usage_totals: &UsageTotals,
     ) -> Result<Response, ApiError> {
+        if let (Some(_), Some(only)) = (&self.response, finished.first()) {
+            let json = responses_output::whole(self, &only.text, only.finish_reason, &usage_totals.usage())?;
+            return Ok(charged(json, charge));
+        }
         let choices: Vec<_> = finished.into_iter().map(|choice| self.choice(choice)).collect();
         let object = match self.endpoint {
             Endpoint::Completion | Endpoint::Native => "text_completion",
