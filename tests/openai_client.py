@@ -131,6 +131,93 @@ def check_chat(client, model):
     assert client.chat.completions.create(model=model, messages=turn, **GREEDY).usage.prompt_tokens > 0
 
 
+TOOL = {
+    "name": "find_verse",
+    "description": "Finds a verse.",
+    "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+}
+
+
+def check_tools(client, model):
+    """The model is not trained to call tools, so its answer may be text. What counts is the form."""
+    tools = [{"type": "function", "function": TOOL}]
+    messages = [{"role": "user", "content": "How did it begin?"}]
+    auto = client.chat.completions.create(model=model, messages=messages, tools=tools, tool_choice="auto", **GREEDY)
+    choice = auto.choices[0]
+    calls = choice.message.tool_calls or []
+    assert choice.message.content or calls, choice
+    for call in calls:
+        assert call.type == "function" and call.id and call.function.name, call
+    chunks = list(
+        client.chat.completions.create(model=model, messages=messages, tools=tools, stream=True, **GREEDY)
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == (choice.message.content or ""), (text, choice)
+    none = client.chat.completions.create(model=model, messages=messages, tools=tools, tool_choice="none", **GREEDY)
+    plain = client.chat.completions.create(model=model, messages=messages, **GREEDY)
+    assert none.choices[0].message.content == plain.choices[0].message.content, "`none` hides the tools"
+    call = {"id": "call_1", "type": "function", "function": {"name": "find_verse", "arguments": '{"word": "light"}'}}
+    history = messages + [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "And God said, Let there be light."},
+    ]
+    told = client.chat.completions.create(model=model, messages=history, tools=tools, **GREEDY)
+    assert told.usage.prompt_tokens > auto.usage.prompt_tokens, "the history reaches the model"
+    wrong = [{**history[1], "tool_calls": [{**call, "function": {"name": "find_verse", "arguments": "no JSON"}}]}]
+    refused(
+        openai.BadRequestError,
+        None,
+        lambda: client.chat.completions.create(model=model, messages=messages + wrong, tools=tools, **GREEDY),
+    )
+
+
+def check_responses(client, model):
+    extra = {"extra_body": {"ignore_eos": True}, "temperature": 0, "max_output_tokens": 12}
+    whole = client.responses.create(model=model, instructions="You know the Bible.", input="How did it begin?", **extra)
+    messages = [
+        {"role": "system", "content": "You know the Bible."},
+        {"role": "user", "content": "How did it begin?"},
+    ]
+    chat = client.chat.completions.create(model=model, messages=messages, **GREEDY)
+    assert whole.output_text == chat.choices[0].message.content, (whole, chat)
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens", whole
+    assert whole.usage.output_tokens == 12 and whole.usage.input_tokens == chat.usage.prompt_tokens, whole.usage
+    assert 0 <= whole.usage.input_tokens_details.cached_tokens <= whole.usage.input_tokens, whole.usage
+    assert not whole.store and whole.instructions == "You know the Bible.", whole
+
+    # An answer that ends by itself, which the helper of the package waits for.
+    stop = whole.output_text[4:6]
+    ends = {**extra, "extra_body": {"ignore_eos": True, "stop": [stop]}}
+    with client.responses.stream(model=model, input=messages, **ends) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.status == "completed", final
+    assert final.output_text == whole.output_text[: whole.output_text.index(stop)], (final, whole)
+    assert events[0].type == "response.created" and events[-1].type == "response.completed", events
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == deltas[-1].snapshot == final.output_text, deltas
+    cut = list(client.responses.create(model=model, input=messages, stream=True, **extra))
+    assert [event.sequence_number for event in cut] == list(range(len(cut))), cut
+    assert cut[-1].type == "response.incomplete" and cut[-1].response.output_text == whole.output_text, cut[-1]
+
+    tools = [{"type": "function", **TOOL, "strict": False}]
+    history = [
+        {"role": "user", "content": [{"type": "input_text", "text": "How did it begin?"}]},
+        *[item.model_dump(exclude_none=True) for item in whole.output],
+        {"type": "function_call", "call_id": "call_1", "name": "find_verse", "arguments": '{"word": "light"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "And God said, Let there be light."},
+    ]
+    told = client.responses.create(model=model, input=history, tools=tools, **extra)
+    assert told.output and told.usage.input_tokens > whole.usage.input_tokens, told
+    assert [tool.name for tool in told.tools] == ["find_verse"], told.tools
+    for field, value in [("previous_response_id", whole.id), ("store", True), ("truncation", "auto")]:
+        refused(
+            openai.BadRequestError,
+            "unsupported_value",
+            lambda: client.responses.create(model=model, input="a", **{field: value}),
+        )
+
+
 def check_sampling(client, model):
     def sample(seed, n=1):
         answer = client.completions.create(
@@ -193,6 +280,31 @@ def check_stop(client, model):
         cut = client.completions.create(model=model, prompt=SENTENCE, stop=stops, **GREEDY).choices[0]
         expected = full[: full.index(stop)]
         assert cut.text == expected and cut.finish_reason == "stop", (cut, full, stop)
+
+
+def check_stop_tokens(client, model):
+    plain = httpx.Client(trust_env=False, timeout=PATIENCE, base_url=str(client.base_url).removesuffix("v1/"))
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    ids = plain.post("generate", json={"text": SENTENCE, "sampling_params": params}).json()["output_ids"]
+    first = ids.index(ids[4]) + 1
+
+    def tokens(**extra):
+        extra = {"ignore_eos": True, "stop_token_ids": [ids[4]], **extra}
+        answer = client.completions.create(
+            model=model, prompt=SENTENCE, temperature=0, max_tokens=12, logit_bias={str(ids[4]): 50}, extra_body=extra
+        )
+        return answer.usage.completion_tokens, answer.choices[0].finish_reason
+
+    greedy = client.completions.create(
+        model=model,
+        prompt=SENTENCE,
+        temperature=0,
+        max_tokens=12,
+        extra_body={"ignore_eos": True, "stop_token_ids": [ids[4]]},
+    )
+    assert greedy.usage.completion_tokens == first and greedy.choices[0].finish_reason == "stop", (greedy, ids)
+    assert tokens() == (1, "stop"), "the bias selects the stop token at once"
+    assert tokens(min_tokens=9) == (10, "stop"), "and the minimum withholds it"
 
 
 def check_errors(client, model):
@@ -284,10 +396,13 @@ CHECKS = [
     check_caches,
     check_many_prompts,
     check_chat,
+    check_tools,
+    check_responses,
     check_sampling,
     check_logprobs,
     check_penalties,
     check_stop,
+    check_stop_tokens,
     check_errors,
     check_monitors,
     check_request_ids,

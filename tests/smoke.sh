@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts `larder up` as the README says, and uses it with curl, the openai package, the admin commands
-# and the benchmark. Usage: tests/smoke.sh WORK_DIR
+# Starts `larder up` as the README says, and uses it with curl, the packages openai, langchain-openai and
+# litellm, the admin commands and the benchmark. Usage: tests/smoke.sh WORK_DIR
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$1
@@ -8,12 +8,16 @@ larder=target/release/larder
 cargo build --release --quiet --bin larder
 data=$(mktemp -d /var/tmp/larder-smoke.XXXXXX)
 
-if ! "$work/venv/bin/python" -c 'import openai' 2>/dev/null; then
+# The versions of .ci/run.
+packages=(openai==2.54.0 langchain-openai==1.7.3 'litellm[mcp]==1.106.2')
+are_there='from importlib.metadata import version; [version(name) for name in ("openai", "langchain-openai", "litellm", "mcp")]'
+if ! "$work/venv/bin/python" -c "$are_there" 2>/dev/null; then
     python3 -m venv "$work/venv"
-    "$work/venv/bin/pip" install --quiet 'openai==2.*'
+    "$work/venv/bin/pip" install --quiet "${packages[@]}"
 fi
 
-"$larder" up --listen 127.0.0.1:0 --data-dir "$data" >"$data/out" 2>"$data/err" &
+# The chat template of the bundled model knows no tools.
+"$larder" up --listen 127.0.0.1:0 --tool-parser hermes --data-dir "$data" >"$data/out" 2>"$data/err" &
 up=$!
 finish() {
     kill "$up" 2>/dev/null || true
@@ -39,6 +43,7 @@ grep -q '"text"' "$data/answer"
 grep -qE '"cached_tokens":[1-9]' "$data/answer"
 
 "$work/venv/bin/python" tests/openai_client.py "$api"
+"$work/venv/bin/python" tests/clients/frameworks.py "$api"
 
 "$larder" status --data-dir "$data"
 "$larder" prefix inspect --data-dir "$data" "In the beginning God created the heaven and the earth."

@@ -159,6 +159,25 @@ mod tests {
     }
 
     #[test]
+    fn echo_counts_no_text_for_the_first_special_token() {
+        let bos = serde_json::json!({"id": 2, "content": "<s>", "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false});
+        let parts =
+            serde_json::json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]);
+        let processor = serde_json::json!({"type": "TemplateProcessing", "single": parts, "pair": parts,
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [2], "tokens": ["<s>"]}}});
+        let json = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "added_tokens": [bos], "post_processor": processor,
+            "model": {"type": "WordLevel", "vocab": {"é": 0, "?": 1, "<s>": 2}, "unk_token": "?"}});
+        let files = BTreeMap::from([("tokenizer.json".to_string(), json.to_string().into_bytes())]);
+        let tokenizer = Tokenizer::from_files(&files).unwrap();
+        let tokens = encode(&tokenizer, "é é é", true, 10).unwrap();
+        assert_eq!(tokens, [2, 0, 0, 0]);
+        let echo = Echo::new(&tokenizer, &tokens, true);
+        assert_eq!(echo, Echo { text: "é é é".into(), chars: 5, offsets: vec![0, 0, 1, 3] });
+    }
+
+    #[test]
     fn text_limit_follows_the_longest_token() {
         assert_eq!(text_bytes_max(&words(), 100), 1600);
         assert_eq!(text_bytes_max(&words(), usize::MAX), TEXT_BYTES_MAX);

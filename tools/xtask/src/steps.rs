@@ -39,7 +39,7 @@ pub const CI: &[Step] = &[
     Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
     THREADS,
     Step { name: "docs", title: "generated pages match the code", run: check_docs },
-    Step { name: "smoke", title: "larder up, used with curl and the openai package", run: smoke },
+    Step { name: "smoke", title: "larder up, used with curl and the packages of its clients", run: smoke },
     DEPLOY,
     Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
     Step { name: "power", title: "power cuts at some flushes of a node's device", run: ci_power },

@@ -1,25 +1,31 @@
 //! Running the choices of a request.
 //!
-//! Invariant: when [`begin`] returns, every choice has its first token. A failure before that
-//! becomes an HTTP status. A later failure is reported inside the answer.
+//! Invariants:
+//!
+//! - When [`begin`] returns, every choice that had a place has its first token. A failure before
+//!   that becomes an HTTP status. A later failure is reported inside the answer.
+//! - The choices of a request in progress never exceed its places. A prompt without places starts
+//!   when an earlier one has ended.
 
 use super::RequestContext;
 use super::echo::{self, Echoed};
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
 use super::prepare::{self, tokens_to_generate};
+use super::responses_output::ResponseRequest;
 use super::tools::ToolRules;
 use super::types::{CommonParams, StreamOptions};
 use super::usage::UsageTotals;
-use super::whole::{AnswerCharge, FinishedChoice};
+use super::whole::{AnswerCharge, FinishedAnswer, FinishedChoice};
 use crate::models::ServedModel;
 use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
-use futures::future::try_join_all;
-use futures::{StreamExt, TryStreamExt};
+use futures::future::{BoxFuture, try_join_all};
+use futures::stream::BoxStream;
+use futures::{FutureExt, StreamExt, TryStreamExt};
 use larder_model::{SamplingParams, Tokenizer};
 use larder_worker::api::{CacheMode, TokenLogprobs};
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 /// Maximum number of choices of one request that wait for their first tokens. More would fill the
@@ -77,6 +83,8 @@ pub(crate) struct ResponseMeta {
     pub(crate) is_list: bool,
     /// Rules for calls of tools. `None` if the request has no tools.
     pub(crate) tools: Option<ToolRules>,
+    /// The answer has the form of `/v1/responses`.
+    pub(crate) response: Option<Arc<ResponseRequest>>,
 }
 
 /// Choice in progress, with everything needed to repeat it on another engine.
@@ -100,11 +108,70 @@ pub(crate) struct Choice {
     chars: usize,
 }
 
-/// Request whose choices all have their first token. Errors before this point still get their own
-/// HTTP status.
+/// Choices of a prompt, which start when this is polled, unless they have started already.
+type PromptStart = BoxFuture<'static, Result<Vec<Choice>, RouteError>>;
+
+/// Prompts of a request, in their order.
+pub(crate) struct PromptQueue {
+    prompts: Vec<PromptStart>,
+    /// Number of prompts that run at once.
+    places: usize,
+}
+
+impl PromptQueue {
+    /// Starts the prompts that have places, and waits for their first tokens.
+    async fn start(mut prompts: Vec<PromptStart>, places: usize) -> Result<Self, RouteError> {
+        let waiting = prompts.split_off(places.min(prompts.len()));
+        let started: Vec<Vec<Choice>> = futures::stream::iter(prompts).buffered(places).try_collect().await?;
+        let started = started.into_iter().map(|choices| std::future::ready(Ok(choices)).boxed());
+        Ok(Self { prompts: started.chain(waiting).collect(), places })
+    }
+
+    /// Collects the answers of all choices, in order, in memory that one charge covers.
+    pub(crate) async fn finish(self, answers: Arc<Semaphore>) -> Result<FinishedAnswer, RouteError> {
+        let prompts: Vec<BoxFuture<'static, _>> = self.prompts.into_iter().map(|start| finish(start).boxed()).collect();
+        let mut ended = futures::stream::iter(prompts).buffer_unordered(self.places);
+        let mut answer = FinishedAnswer::new(answers);
+        while let Some(choices) = ended.next().await {
+            choices?.into_iter().try_for_each(|(choice, charge)| answer.add(choice, charge))?;
+        }
+        answer.choices.sort_by_key(|choice| choice.index);
+        Ok(answer)
+    }
+
+    /// Events of all choices. Those of one choice come in order.
+    pub(crate) fn events<T: Send + 'static>(
+        self,
+        of_choice: impl Fn(Choice) -> BoxStream<'static, T> + Clone + Send + 'static,
+        failed: impl Fn(RouteError) -> T + Clone + Send + 'static,
+    ) -> BoxStream<'static, T> {
+        let of_prompt = move |start: PromptStart| {
+            let (of_choice, failed) = (of_choice.clone(), failed.clone());
+            let begun = async move {
+                match start.await {
+                    Ok(choices) => futures::stream::select_all(choices.into_iter().map(of_choice)).boxed(),
+                    Err(error) => futures::stream::iter([failed(error)]).boxed(),
+                }
+            };
+            begun.flatten_stream().boxed()
+        };
+        let prompts: Vec<BoxStream<'static, T>> = self.prompts.into_iter().map(of_prompt).collect();
+        futures::stream::iter(prompts).flatten_unordered(self.places).boxed()
+    }
+}
+
+/// Collects the answers of the choices of one prompt.
+async fn finish(start: PromptStart) -> Result<Vec<(FinishedChoice, AnswerCharge)>, RouteError> {
+    try_join_all(start.await?.into_iter().map(Choice::finish)).await
+}
+
+/// Request whose first choices have their first token. Errors before this point still get their
+/// own HTTP status.
 pub(crate) struct StartedAnswer {
     pub(crate) meta: ResponseMeta,
-    pub(crate) choices: Vec<Choice>,
+    pub(crate) prompts: PromptQueue,
+    /// Room for the texts of answers.
+    pub(crate) answers: Arc<Semaphore>,
     pub(crate) usage_totals: UsageTotals,
     pub(crate) stream_options: StreamOptions,
     /// Choices per prompt, and those of them that the answer has.
@@ -114,8 +181,8 @@ pub(crate) struct StartedAnswer {
     pub(crate) deadline: Instant,
 }
 
-/// Sends all choices to engines and waits for their first tokens. The first failure cancels the
-/// other choices.
+/// Sends the choices that have places to engines and waits for their first tokens. The first
+/// failure cancels the other choices.
 pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let AnswerJob { request, endpoint, model, common, prompts, permit, tools } = job;
     let context = prepare::context(&request, &model)?;
@@ -142,23 +209,27 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         has_logprobs: common.logprobs.is_some(),
         is_list: false,
         tools,
+        response: None,
     };
     let prompt_tokens = lengths.iter().map(|&length| length as u32).collect();
     let jobs = prompts.into_iter().zip(limits).zip(charges?).enumerate();
+    let (best_of, n, stream_options, deadline) = (common.best_of, common.n, common.stream_options, request.deadline);
+    let answers = request.router.answers.clone();
+    let context = Arc::new(StartContext { request, model, common, starts: Semaphore::new(STARTS_MAX) });
     let starts = jobs.map(|(at, ((prompt, limit), charge))| {
-        start_prompt(&request, &model, &common, PromptJob { at: at as u32, prompt, limit, charge })
+        start_prompt(context.clone(), PromptJob { at: at as u32, prompt, limit, charge }).boxed()
     });
-    let starts_max = (STARTS_MAX / common.best_of as usize).max(1);
-    let choices: Vec<Vec<Choice>> = futures::stream::iter(starts).buffered(starts_max).try_collect().await?;
+    let places = permit.num_permits() / best_of as usize;
     Ok(StartedAnswer {
         meta,
-        choices: choices.into_iter().flatten().collect(),
-        usage_totals: UsageTotals::new(prompt_tokens, common.best_of),
-        stream_options: common.stream_options,
-        best_of: common.best_of,
-        n: common.n,
+        prompts: PromptQueue::start(starts.collect(), places).await?,
+        answers,
+        usage_totals: UsageTotals::new(prompt_tokens, best_of),
+        stream_options,
+        best_of,
+        n,
         permit,
-        deadline: request.deadline,
+        deadline,
     })
 }
 
@@ -195,14 +266,21 @@ struct PromptJob {
     charge: OwnedSemaphorePermit,
 }
 
+/// Parts of a request that all its prompts share.
+struct StartContext {
+    request: RequestContext,
+    model: Arc<ServedModel>,
+    common: CommonParams,
+    /// [`STARTS_MAX`] permits.
+    starts: Semaphore,
+}
+
 /// Plans one prompt and starts its choices.
-async fn start_prompt(
-    request: &RequestContext,
-    model: &Arc<ServedModel>,
-    common: &CommonParams,
-    job: PromptJob,
-) -> Result<Vec<Choice>, RouteError> {
+async fn start_prompt(context: Arc<StartContext>, job: PromptJob) -> Result<Vec<Choice>, RouteError> {
+    let StartContext { request, model, common, starts } = &*context;
     let PromptJob { at, prompt, limit, charge } = job;
+    // Ends by the deadline of the request, like the starts that hold the permits.
+    let _start = starts.acquire_many(common.best_of.min(STARTS_MAX as u32)).await;
     let tokens_requested = common.max_tokens.map_or(0, |tokens| tokens as usize);
     // Cached pages have no logits.
     let cache = if common.echo && common.logprobs.is_some() { CacheMode::None } else { request.cache };
@@ -255,10 +333,6 @@ impl Choice {
         })
     }
 
-    pub(crate) fn prompt_tokens(&self) -> u32 {
-        self.plan.prompt_tokens()
-    }
-
     pub(crate) fn echoed(&self) -> Echoed {
         Echoed::new(self.plan.clone(), self.prompt_logprobs.clone())
     }
@@ -267,6 +341,10 @@ impl Choice {
     pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), RouteError> {
         let echoed = self.echoed_bytes;
         self.charge.grow_to(echoed + bytes)
+    }
+
+    pub(crate) fn take_charge(&mut self) -> AnswerCharge {
+        std::mem::replace(&mut self.charge, AnswerCharge::new(self.plan.answers()))
     }
 
     /// Entry of the next token, whose text is `text`. `None` without log-probabilities.
@@ -291,11 +369,11 @@ impl Choice {
 
     /// Collects the whole text. The client has received nothing yet, so the choice starts over on
     /// another engine if its engine is lost.
-    pub(crate) async fn finish(mut self) -> Result<FinishedChoice, RouteError> {
+    pub(crate) async fn finish(mut self) -> Result<(FinishedChoice, AnswerCharge), RouteError> {
         loop {
             let lost = match self.collect().await {
                 Err(error @ RouteError::Interrupted(_)) => error,
-                result => return result,
+                result => return result.map(|choice| (choice, self.charge)),
             };
             // Text of the lost engine is dropped: with random sampling, another engine would not
             // continue it.
@@ -328,7 +406,6 @@ impl Choice {
                         text,
                         tokens,
                         echoed: echoed.len(),
-                        charge: self.charge.take(),
                         finish_reason,
                         completion_tokens,
                         cached_tokens,
@@ -357,6 +434,7 @@ impl ResponseMeta {
             has_logprobs: false,
             is_list: false,
             tools: None,
+            response: None,
         }
     }
 }

@@ -1,39 +1,26 @@
 //! `POST /v1/chat/completions`.
 
-use super::answer::{self, AnswerJob, Endpoint};
+use super::answer::{self, AnswerJob, Endpoint, StartedAnswer};
 use super::errors::ApiError;
 use super::prepare::{self, PromptRules};
 use super::prompt::PromptInput;
 use super::tool_parser::ToolFormat;
 use super::tools::{ToolRequest, ToolRules};
 use super::types::ChatRequest;
-use super::{RequestContext, RequestId, counted, stream, whole};
+use super::{ApiCall, RequestContext, stream, whole};
 use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::ServedModel;
 use crate::route::RouteError;
 use crate::templates::{ChatError, RenderedText};
 use crate::tokenise::text_bytes_max;
-use axum::Extension;
-use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
 use larder_http::RequestBody;
 use larder_model::{ChatMessage, RenderError, RenderOptions};
-use std::sync::Arc;
 use tokio::time::Instant;
 
-pub(crate) async fn handle(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    let serve = async |record: &mut Option<RequestRecord>| {
-        let request = RequestContext::new(router.clone(), id, &headers)?;
-        serve(request, body, record).await
-    };
-    counted(&router, "chat", serve).await
+pub(crate) async fn handle(call: ApiCall) -> Response {
+    call.serve("chat", serve).await
 }
 
 async fn serve(
@@ -41,27 +28,32 @@ async fn serve(
     body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let ChatRequest { mut common, messages, render, tools } = request.parse(body, ChatRequest::parse).await?;
+    let chat = request.parse(body, ChatRequest::parse).await?;
+    let is_stream = chat.common.stream;
+    let started = start(request, chat).await?;
+    if let Some(record) = record {
+        record.first_token();
+    }
+    if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
+}
+
+/// Starts the answer of a conversation.
+pub(super) async fn start(mut request: RequestContext, chat: ChatRequest) -> Result<StartedAnswer, ApiError> {
+    let ChatRequest { mut common, messages, render, tools } = chat;
     let model = prepare::find_model(&request, &common.model).await?;
     let tools = tools.map(|tools| tool_rules(&request, &model, &tools)).transpose()?;
     if tools.is_some() {
         // The marks of calls may be special tokens, which texts leave out otherwise.
         common.sampling.rest.skip_special_tokens = false;
     }
-    let permit = prepare::admit(&request, common.n as usize)?;
+    let permit = prepare::admit(&request, 1, common.n)?;
     let context = prepare::context(&request, &model)?;
     let rendered = text(&request.router, &model, messages, render, context, request.deadline).await?;
     request.text = rendered.charge;
     let inputs = vec![PromptInput::Text(rendered.text)];
     let rules = PromptRules::new(Endpoint::Chat, context, &common);
     let prompts = prepare::prompts(&mut request, rules, &model, inputs).await?;
-    let is_stream = common.stream;
-    let started =
-        answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit, tools }).await?;
-    if let Some(record) = record {
-        record.first_token();
-    }
-    if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
+    answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit, tools }).await
 }
 
 /// Format of the model's calls of tools. Fails if the model has none that this server knows.

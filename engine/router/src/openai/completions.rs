@@ -4,27 +4,13 @@ use super::answer::{self, AnswerJob, Endpoint};
 use super::errors::ApiError;
 use super::prepare::{self, PromptRules};
 use super::types::CompletionRequest;
-use super::{RequestContext, RequestId, counted, stream, whole};
-use crate::RouterState;
+use super::{ApiCall, RequestContext, stream, whole};
 use crate::metrics::RequestRecord;
-use axum::Extension;
-use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
 use larder_http::RequestBody;
-use std::sync::Arc;
 
-pub(crate) async fn handle(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    let serve = async |record: &mut Option<RequestRecord>| {
-        let request = RequestContext::new(router.clone(), id, &headers)?;
-        serve(request, body, record).await
-    };
-    counted(&router, "completions", serve).await
+pub(crate) async fn handle(call: ApiCall) -> Response {
+    call.serve("completions", serve).await
 }
 
 async fn serve(
@@ -34,7 +20,7 @@ async fn serve(
 ) -> Result<Response, ApiError> {
     let CompletionRequest { common, prompts } = request.parse(body, CompletionRequest::parse).await?;
     let model = prepare::find_model(&request, &common.model).await?;
-    let permit = prepare::admit(&request, prompts.len() * common.best_of as usize)?;
+    let permit = prepare::admit(&request, prompts.len(), common.best_of)?;
     let context = prepare::context(&request, &model)?;
     let rules = PromptRules::new(Endpoint::Completion, context, &common);
     let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;

@@ -148,7 +148,12 @@ fn message(at: usize, raw: RawMessage) -> Result<ChatMessage, ApiError> {
     if let Some((field, _, owner)) = of_other_role.iter().find(|(_, is_given, owner)| *is_given && *owner != role) {
         return wrong(field, format!("only messages of the role {owner} have '{field}'"));
     }
-    let tool_calls = calls.into_iter().map(|call| tool_call(at, call)).collect::<Result<_, _>>()?;
+    let wrong = |message: String| ApiError::field(&format!("messages[{at}].tool_calls"), message);
+    let tool_call = |call: RawCall| match call.kind.as_str() {
+        "function" => tool_call(call.id, call.name, call.arguments).map_err(wrong),
+        other => Err(wrong(format!("calls of type '{other}' are not supported"))),
+    };
+    let tool_calls = calls.into_iter().map(tool_call).collect::<Result<_, _>>()?;
     Ok(ChatMessage {
         role: role.into(),
         content,
@@ -159,15 +164,12 @@ fn message(at: usize, raw: RawMessage) -> Result<ChatMessage, ApiError> {
     })
 }
 
-fn tool_call(at: usize, raw: RawCall) -> Result<ToolCall, ApiError> {
-    let wrong = |message: String| Err(ApiError::field(&format!("messages[{at}].tool_calls"), message));
-    if raw.kind != "function" {
-        return wrong(format!("calls of type '{}' are not supported", raw.kind));
-    }
-    let arguments = if raw.arguments.trim().is_empty() { "{}".to_string() } else { raw.arguments };
+/// Call in a conversation, whose arguments must be a JSON object. Fails with the reason.
+pub(super) fn tool_call(id: String, name: String, arguments: String) -> Result<ToolCall, String> {
+    let arguments = if arguments.trim().is_empty() { "{}".to_string() } else { arguments };
     // Parsed to nothing: the template's process builds the values.
     if serde_json::from_str::<Fields<'_>>(&arguments).is_err() {
-        return wrong(format!("the arguments of the call of '{}' are not a JSON object", raw.name));
+        return Err(format!("the arguments of the call of '{name}' are not a JSON object"));
     }
-    Ok(ToolCall { id: raw.id, function: FunctionCall { name: raw.name, arguments } })
+    Ok(ToolCall { id, function: FunctionCall { name, arguments } })
 }

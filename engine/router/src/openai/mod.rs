@@ -8,11 +8,11 @@
 //! - A client that disconnects cancels all work done for it.
 //!
 //! Layout: [`types`] parses requests, with [`fields`], [`messages`], [`prompt`] and [`sampling`].
-//! `completions`, `chat` and `native` are the endpoints. `prepare` tokenises and admits prompts,
-//! and `answer` runs their choices. [`tools`] and [`tool_parser`] find calls of tools in answers.
-//! `whole` and `stream` write them, with `logprobs` and `usage`. `tokens` and `operations` are the
-//! paths without a model's answer, and `cors` opens paths to web pages. [`errors`] has the error
-//! bodies.
+//! `completions`, `chat`, `responses` and `native` are the endpoints. `prepare` tokenises and
+//! admits prompts, and `answer` runs their choices. [`tools`] and [`tool_parser`] find calls of
+//! tools in answers. `whole` and `stream` write them, with `logprobs` and `usage`. `tokens` and
+//! `operations` are the paths without a model's answer, and `cors` opens paths to web pages.
+//! [`errors`] has the error bodies.
 
 mod answer;
 mod chat;
@@ -30,6 +30,9 @@ pub(crate) use operations::{OPERATOR_PATHS, metrics};
 mod prepare;
 pub(crate) use prepare::{PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes};
 pub mod prompt;
+mod responses;
+mod responses_input;
+mod responses_output;
 pub mod sampling;
 mod stream;
 mod tokens;
@@ -42,11 +45,11 @@ pub(crate) use whole::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX};
 
 use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_PREFIX};
-use crate::metrics::RefusalReason;
+use crate::metrics::{RefusalReason, RequestRecord};
 use crate::models::ModelLookup;
 use crate::templates::TextCharge;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{FromRequest, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -77,6 +80,7 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route("/v1/models/{*id}", get(get_model))
         .route("/v1/completions", post(completions::handle))
         .route("/v1/chat/completions", post(chat::handle))
+        .route("/v1/responses", post(responses::handle))
         .route("/generate", post(native::handle))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
@@ -231,21 +235,43 @@ fn cache_mode(headers: &HeaderMap) -> Result<CacheMode, ApiError> {
     }
 }
 
-/// Runs an endpoint and records a request that fails before its answer starts. Afterwards the
-/// answer owns the record.
-async fn counted<F>(router: &RouterState, endpoint: &'static str, serve: F) -> Response
-where
-    F: AsyncFnOnce(&mut Option<crate::metrics::RequestRecord>) -> Result<Response, ApiError>,
-{
-    let mut record = Some(router.metrics.begin(endpoint));
-    match serve(&mut record).await {
-        Ok(response) => response,
-        Err(error) => {
+/// A request to one of the endpoints that answer with a model's text.
+pub(crate) struct ApiCall {
+    router: Arc<RouterState>,
+    id: RequestId,
+    headers: HeaderMap,
+    body: RequestBody,
+}
+
+impl FromRequest<Arc<RouterState>> for ApiCall {
+    type Rejection = Response;
+
+    async fn from_request(mut request: Request, router: &Arc<RouterState>) -> Result<Self, Response> {
+        let id = request.extensions_mut().remove().unwrap_or_else(|| RequestId(random_id()));
+        let headers = std::mem::take(request.headers_mut());
+        let body = RequestBody::from_request(request, router).await.map_err(IntoResponse::into_response)?;
+        Ok(Self { router: router.clone(), id, headers, body })
+    }
+}
+
+impl ApiCall {
+    /// Runs an endpoint and records a request that fails before its answer starts. Afterwards the
+    /// answer owns the record.
+    async fn serve<F>(self, endpoint: &'static str, serve: F) -> Response
+    where
+        F: AsyncFnOnce(RequestContext, RequestBody, &mut Option<RequestRecord>) -> Result<Response, ApiError>,
+    {
+        let mut record = Some(self.router.metrics.begin(endpoint));
+        let served = match RequestContext::new(self.router, self.id, &self.headers) {
+            Ok(context) => serve(context, self.body, &mut record).await,
+            Err(error) => Err(error),
+        };
+        served.unwrap_or_else(|error| {
             if let Some(record) = record {
                 record.end(error.status.as_u16());
             }
             error.into_response()
-        }
+        })
     }
 }
 

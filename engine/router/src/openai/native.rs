@@ -10,19 +10,13 @@ use super::prepare::{self, PromptRules};
 use super::prompt::{PROMPTS_MAX, PromptInput};
 use super::sampling::RequestedSampling;
 use super::types::{CHOICES_MAX, CommonParams, NeutralField, StreamOptions, is_false};
-use super::whole::{AnswerCharge, FinishedChoice, charged_json};
-use super::{RequestContext, RequestId, counted, stream};
-use crate::RouterState;
+use super::whole::{FinishedAnswer, FinishedChoice, charged_json};
+use super::{ApiCall, RequestContext, stream};
 use crate::metrics::RequestRecord;
-use axum::Extension;
-use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
-use futures::future::try_join_all;
 use larder_http::RequestBody;
 use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
 use serde_json::{Value, json};
-use std::sync::Arc;
 
 /// Default of `max_new_tokens`, as in SGLang.
 const NEW_TOKENS_DEFAULT: u32 = 128;
@@ -134,17 +128,8 @@ fn take_common(params: &mut Fields<'_>, stream: bool) -> Result<CommonParams, Ap
     })
 }
 
-pub(super) async fn handle(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    let serve = async |record: &mut Option<RequestRecord>| {
-        let request = RequestContext::new(router.clone(), id, &headers)?;
-        serve(request, body, record).await
-    };
-    counted(&router, "generate", serve).await
+pub(super) async fn handle(call: ApiCall) -> Response {
+    call.serve("generate", serve).await
 }
 
 async fn serve(
@@ -155,7 +140,7 @@ async fn serve(
     let NativeRequest { model, prompts, is_list, common, with_logprobs } =
         request.parse(body, NativeRequest::parse).await?;
     let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
-    let permit = prepare::admit(&request, prompts.len() * common.n as usize)?;
+    let permit = prepare::admit(&request, prompts.len(), common.n)?;
     let context = prepare::context(&request, &model)?;
     let rules = PromptRules::new(Endpoint::Native, context, &common);
     let prompts = prepare::prompts(&mut request, rules, &model, prompts).await?;
@@ -172,21 +157,19 @@ async fn serve(
 }
 
 async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
-    let StartedAnswer { meta, choices, mut usage_totals, permit, .. } = started;
-    let finished = try_join_all(choices.into_iter().map(|choice| choice.finish())).await?;
+    let StartedAnswer { meta, prompts, answers, mut usage_totals, permit, .. } = started;
+    let FinishedAnswer { choices, charge, .. } = prompts.finish(answers).await?;
     drop(permit);
-    let mut answers = Vec::new();
-    let mut charges: Vec<AnswerCharge> = Vec::new();
-    for choice in finished {
+    let mut texts = Vec::new();
+    for choice in choices {
         usage_totals.add(choice.index, choice.completion_tokens, choice.cached_tokens);
-        let FinishedChoice { index, text, tokens, charge, finish_reason, prompt_tokens, cached_tokens, .. } = choice;
+        let FinishedChoice { index, text, tokens, finish_reason, prompt_tokens, cached_tokens, .. } = choice;
         let mut state = NativeState { prompt_tokens, cached_tokens: cached_tokens.total(), ..NativeState::default() };
         state.add(&text, tokens);
-        answers.push(state.json(&meta, index, Some(finish_reason)));
-        charges.push(charge);
+        texts.push(state.json(&meta, index, Some(finish_reason)));
     }
-    let answer = if meta.is_list { Value::from(answers) } else { answers.into_iter().next().unwrap_or_default() };
-    let response = charged_json(&answer, charges)?;
+    let answer = if meta.is_list { Value::from(texts) } else { texts.into_iter().next().unwrap_or_default() };
+    let response = charged_json(&answer, charge)?;
     if let Some(record) = record.take() {
         usage_totals.end(record);
     }

@@ -18,6 +18,10 @@ use tokio::sync::OwnedSemaphorePermit;
 
 /// Maximum memory for the prompts of answers in progress, in bytes.
 pub(crate) const PROMPTS_BYTES_MAX: usize = 512 << 20;
+/// A request holds at most one of so many parts of the places of answers.
+const REQUEST_PART: usize = 4;
+/// Maximum number of answers of one request. Each takes some memory until the last one has ended.
+const REQUEST_ANSWERS_MAX: usize = 4096;
 /// Granularity of [`PROMPTS_BYTES_MAX`].
 pub(crate) const PROMPT_CHARGE_BYTES: usize = 1 << 10;
 /// Memory of a token of a prompt: itself, its part of a page key, and the prefill request.
@@ -59,17 +63,29 @@ pub(crate) async fn find_model_or_only(
     find_model(request, &name).await
 }
 
-/// Admits a request as `choices` answers in progress. Fails with 400 if that exceeds the limit, and
-/// with 429 if too few are free. Never waits: a queue in front of full engines would only add
-/// latency.
-pub(crate) fn admit(request: &RequestContext, choices: usize) -> Result<OwnedSemaphorePermit, ApiError> {
+/// Admits a request with `prompts` prompts of `choices` answers each. Never waits: a queue in front
+/// of full engines would only add latency.
+///
+/// A request holds a quarter of the places of answers at most, or those of one prompt. Its further
+/// prompts wait for its earlier ones.
+///
+/// # Errors
+/// 429 if too few places are free. 400 if there can never be enough.
+pub(crate) fn admit(request: &RequestContext, prompts: usize, choices: u32) -> Result<OwnedSemaphorePermit, ApiError> {
     let most = request.router.options.max_inflight;
+    let choices = choices as usize;
+    let together = (most / REQUEST_PART / choices).max(1).min(prompts);
+    // A 429 would invite retries, and none of them could succeed.
     if choices > most {
-        // A 429 would invite retries, and none of them could succeed.
         let message = format!("the request needs {choices} answers; this server runs at most {most} at once");
         return Err(ApiError::field("n", message));
     }
-    let count = u32::try_from(choices).unwrap_or(u32::MAX);
+    let total = prompts * choices;
+    if total > REQUEST_ANSWERS_MAX {
+        let message = format!("the request needs {total} answers; it may have at most {REQUEST_ANSWERS_MAX}");
+        return Err(ApiError::field("n", message));
+    }
+    let count = u32::try_from(together * choices).unwrap_or(u32::MAX);
     let permits = request.router.inflight.clone().try_acquire_many_owned(count);
     permits.map_err(|_| ApiError::overloaded("this server is at its limit of answers in progress; try again later", 1))
 }

@@ -13,16 +13,18 @@ use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
 use super::native::NativeState;
+use super::responses_output::{self, ResponseWriter};
 use super::tools::{self, AnswerPart, ToolSplitter};
 use super::types::{StreamOptions, Usage, finish_reason_name};
 use super::usage::UsageTotals;
+use super::whole::AnswerCharge;
 use crate::metrics::RequestRecord;
 use crate::route::{CachedTokens, Delta, RouteError};
 use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::stream::{BoxStream, SelectAll, Stream, StreamExt, iter, once, unfold};
+use futures::stream::{BoxStream, Stream, StreamExt, empty, iter, once, unfold};
 use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -49,6 +51,7 @@ enum ChoiceEvent {
         finish_reason: FinishReason,
         completion_tokens: u32,
         cached_tokens: CachedTokens,
+        charge: AnswerCharge,
     },
     Failed(RouteError),
 }
@@ -97,7 +100,7 @@ async fn pump(mut source: EventSource, sender: mpsc::Sender<Bytes>, deadline: In
 
 struct EventSource {
     writer: ChunkWriter,
-    events: SelectAll<BoxStream<'static, (u32, ChoiceEvent)>>,
+    events: BoxStream<'static, (u32, ChoiceEvent)>,
     ready: VecDeque<Bytes>,
     usage_totals: UsageTotals,
     /// Tokens sent so far, for the usage in chunks.
@@ -110,25 +113,18 @@ struct EventSource {
 
 impl EventSource {
     fn new(started: StartedAnswer, record: Option<RequestRecord>) -> Self {
-        let StartedAnswer { meta, choices, usage_totals, stream_options, permit, .. } = started;
+        let StartedAnswer { meta, prompts, usage_totals, stream_options, permit, .. } = started;
         let is_native = meta.endpoint == Endpoint::Native;
-        let native = choices.iter().filter(|_| is_native).map(|choice| NativeState::new(choice.prompt_tokens()));
-        let native = native.collect();
-        let tools = choices.iter().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
-        let writer = ChunkWriter { meta, options: stream_options, native, tools };
-        // Copies of an answer that a slow reader leaves in memory. A native chunk has the whole
-        // text, and calls of tools are held back.
-        let copies = match (is_native, writer.meta.tools) {
-            (true, _) => EVENTS_AHEAD_MAX + 2,
-            (false, Some(_)) => 1,
-            (false, None) => 0,
-        };
-        let mut ready = VecDeque::new();
-        let mut events = SelectAll::new();
-        for choice in choices {
-            ready.extend(writer.opening(choice.index));
-            events.push(choice_events(choice, stream_options.include_usage || is_native, copies));
-        }
+        let indexes = 0..usage_totals.prompt_tokens().count() as u32;
+        let native = usage_totals.prompt_tokens().filter(|_| is_native).map(NativeState::new).collect();
+        let tools = indexes.clone().filter_map(|_| meta.tools.map(ToolSplitter::new)).collect();
+        let response = meta.response.is_some().then(ResponseWriter::default);
+        let mut writer = ChunkWriter { meta, options: stream_options, native, tools, response };
+        let ready = indexes.filter_map(|index| writer.opening(index)).collect();
+        let include_usage = stream_options.include_usage || is_native;
+        let copies = copies(&writer.meta);
+        let of_choice = move |choice| choice_events(choice, include_usage, copies);
+        let events = prompts.events(of_choice, |error| (0, ChoiceEvent::Failed(error)));
         Self { writer, events, ready, usage_totals, tokens_sent: 0, record, _permit: permit, is_over: false }
     }
 
@@ -150,14 +146,17 @@ impl EventSource {
                     let usage = self.usage();
                     self.ready.extend(self.writer.answer(index, &text, &tokens, &usage));
                 }
-                Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens })) => {
+                Some((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens, charge })) => {
                     self.usage_totals.add(index, completion_tokens, cached_tokens);
                     if let Some(state) = self.writer.native.get_mut(index as usize) {
                         state.cached_tokens = cached_tokens.total();
                     }
                     let usage = self.usage();
                     self.ready.extend(self.writer.rest(index, &usage));
-                    self.ready.push_back(self.writer.finish(index, finish_reason, &usage));
+                    match &mut self.writer.response {
+                        Some(response) => response.end(finish_reason, charge),
+                        None => self.ready.push_back(self.writer.finish(index, finish_reason, &usage)),
+                    }
                 }
                 Some((_, ChoiceEvent::Failed(error))) => self.fail(error.into()),
                 None => self.complete(),
@@ -174,12 +173,12 @@ impl EventSource {
 
     fn fail(&mut self, error: ApiError) {
         // Drops the generations of all other choices, which cancels them on their engines.
-        self.events.clear();
+        self.events = empty().boxed();
         if let Some(record) = self.record.take() {
             record.end(error.status.as_u16());
         }
         // At the deadline, events of the normal end may still wait here.
-        self.ready = [event(&error.envelope()), done()].into();
+        self.ready = self.writer.failure(&error);
         self.is_over = true;
     }
 
@@ -187,12 +186,29 @@ impl EventSource {
         if let Some(record) = self.record.take() {
             self.usage_totals.end(record);
         }
+        if let Some(response) = &mut self.writer.response {
+            self.ready.push_back(response.complete(&self.writer.meta, &self.usage_totals.usage()));
+            self.is_over = true;
+            return;
+        }
         if self.writer.options.include_usage {
             // OpenAI sends the usage chunk last, and with an empty list of choices.
             self.ready.push_back(self.writer.usage(&self.usage_totals));
         }
         self.ready.push_back(done());
         self.is_over = true;
+    }
+}
+
+/// Copies of an answer that a slow reader leaves in memory.
+fn copies(meta: &ResponseMeta) -> usize {
+    match meta {
+        // Each chunk has the whole text so far.
+        ResponseMeta { endpoint: Endpoint::Native, .. } => EVENTS_AHEAD_MAX + 2,
+        ResponseMeta { response: Some(_), .. } => responses_output::STREAM_COPIES,
+        // Calls are held back until they are complete.
+        ResponseMeta { tools: Some(_), .. } => 1,
+        _ => 0,
     }
 }
 
@@ -214,7 +230,8 @@ fn choice_events(choice: Choice, include_usage: bool, copies: usize) -> BoxStrea
             }
             Ok(Delta::End { finish_reason, completion_tokens }) => {
                 let cached_tokens = choice.generation.cached_tokens(include_usage).await;
-                Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens }), None))
+                let charge = choice.take_charge();
+                Some(((index, ChoiceEvent::End { finish_reason, completion_tokens, cached_tokens, charge }), None))
             }
             Err(error) => Some(((index, ChoiceEvent::Failed(error)), None)),
         }
@@ -229,11 +246,16 @@ struct ChunkWriter {
     native: Vec<NativeState>,
     /// Empty if the request has no tools.
     tools: Vec<ToolSplitter>,
+    /// Answer so far of `/v1/responses`.
+    response: Option<ResponseWriter>,
 }
 
 impl ChunkWriter {
     /// First chunk of a chat choice, which carries the role. Completions have none.
-    fn opening(&self, index: u32) -> Option<Bytes> {
+    fn opening(&mut self, index: u32) -> Option<Bytes> {
+        if let Some(response) = &mut self.response {
+            return Some(response.opening(&self.meta));
+        }
         let role = json!({"role": "assistant", "content": "", "refusal": null});
         (self.meta.endpoint == Endpoint::Chat).then(|| self.chunk(vec![chat_choice(index, role, None)], None))
     }
@@ -263,6 +285,9 @@ impl ChunkWriter {
         let chunk = |part| match part {
             AnswerPart::Text(text) => self.text(index, &text, &[], usage),
             AnswerPart::Call(call) => {
+                if let Some(response) = &mut self.response {
+                    return response.call(&call);
+                }
                 let choice = chat_choice(index, json!({"tool_calls": [call]}), None);
                 self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
             }
@@ -275,6 +300,9 @@ impl ChunkWriter {
             state.add(text, tokens.to_vec());
             return event(&state.json(&self.meta, index, None));
         }
+        if let Some(response) = &mut self.response {
+            return response.text(text);
+        }
         let endpoint = self.meta.endpoint;
         let mut choice = match endpoint {
             Endpoint::Completion | Endpoint::Native => completion_choice(index, text, None),
@@ -286,9 +314,10 @@ impl ChunkWriter {
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
-    fn finish(&self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
-        if let Some(state) = self.native.get(index as usize) {
-            return event(&state.json(&self.meta, index, Some(reason)));
+    fn finish(&mut self, index: u32, reason: FinishReason, usage: &Usage) -> Bytes {
+        if let Some(state) = self.native.get_mut(index as usize) {
+            // The charge of the text ends with its choice, and other choices may go on for long.
+            return event(&std::mem::take(state).json(&self.meta, index, Some(reason)));
         }
         let has_calls = self.tools.get(index as usize).is_some_and(ToolSplitter::has_calls);
         let has_calls = has_calls && reason == FinishReason::Stop;
@@ -298,6 +327,14 @@ impl ChunkWriter {
             Endpoint::Chat => chat_choice(index, json!({}), reason),
         };
         self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
+    }
+
+    /// Last events of an answer that fails.
+    fn failure(&mut self, error: &ApiError) -> VecDeque<Bytes> {
+        match &mut self.response {
+            Some(response) => [response.failure(&self.meta, error)].into(),
+            None => [event(&error.envelope()), done()].into(),
+        }
     }
 
     fn usage(&self, totals: &UsageTotals) -> Bytes {
@@ -355,11 +392,22 @@ fn done() -> Bytes {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fields::Fields;
+    use super::super::responses_output::ResponseRequest;
+    use super::super::tool_parser::ToolFormat;
+    use super::super::tools::ToolRules;
     use super::*;
+    use std::sync::Arc;
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
         let options = StreamOptions { include_usage, continuous_usage: false };
-        ChunkWriter { meta: ResponseMeta::for_tests(endpoint), options, native: Vec::new(), tools: Vec::new() }
+        ChunkWriter {
+            meta: ResponseMeta::for_tests(endpoint),
+            options,
+            native: Vec::new(),
+            tools: Vec::new(),
+            response: None,
+        }
     }
 
     fn parse(event: Bytes) -> Value {
@@ -397,6 +445,20 @@ mod tests {
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
         assert_eq!(usage["usage"]["total_tokens"], 15);
+    }
+
+    #[test]
+    fn texts_that_stay_in_memory_are_charged() {
+        let chat = ResponseMeta::for_tests(Endpoint::Chat);
+        assert_eq!((copies(&chat), copies(&ResponseMeta::for_tests(Endpoint::Completion))), (0, 0));
+        assert_eq!(copies(&ResponseMeta::for_tests(Endpoint::Native)), EVENTS_AHEAD_MAX + 2);
+        let rules = ToolRules { format: ToolFormat::Hermes, is_parallel: true };
+        assert_eq!(copies(&ResponseMeta { tools: Some(rules), ..chat.clone() }), 1);
+        let request = ResponseRequest::of(&Fields::default());
+        assert_eq!(
+            copies(&ResponseMeta { response: Some(Arc::new(request)), ..chat }),
+            responses_output::STREAM_COPIES
+        );
     }
 
     #[test]

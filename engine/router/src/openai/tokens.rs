@@ -8,17 +8,11 @@ use super::prepare::{self, PromptRules};
 use super::prompt::{PROMPTS_MAX, PromptInput};
 use super::types::take_render_options;
 use super::whole::charged_body;
-use super::{PROMPT_CHARGE_BYTES, RequestContext, RequestId, chat, counted};
-use crate::RouterState;
+use super::{ApiCall, PROMPT_CHARGE_BYTES, chat};
 use crate::models::ServedModel;
-use axum::Extension;
-use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
-use larder_http::RequestBody;
 use larder_model::{ChatMessage, RenderOptions};
 use serde_json::json;
-use std::sync::Arc;
 
 /// Maximum number of tokens of a request to `/detokenize`, and of an answer of `/tokenize`.
 const TOKENS_MAX: usize = 1 << 20;
@@ -65,14 +59,9 @@ impl TokenizeRequest {
     }
 }
 
-pub(super) async fn tokenize(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    counted(&router, "tokenize", async |record| {
-        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+pub(super) async fn tokenize(call: ApiCall) -> Response {
+    call.serve("tokenize", async |mut request, body, record| {
+        let router = request.router.clone();
         let TokenizeRequest { model, input, add_special_tokens, with_texts } =
             request.parse(body, TokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
@@ -150,14 +139,9 @@ impl DetokenizeRequest {
     }
 }
 
-pub(super) async fn detokenize(
-    State(router): State<Arc<RouterState>>,
-    Extension(id): Extension<RequestId>,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Response {
-    counted(&router, "detokenize", async |record| {
-        let mut request = RequestContext::new(router.clone(), id, &headers)?;
+pub(super) async fn detokenize(call: ApiCall) -> Response {
+    call.serve("detokenize", async |mut request, body, record| {
+        let router = request.router.clone();
         let DetokenizeRequest { model, tokens, skip_special_tokens } =
             request.parse(body, DetokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;

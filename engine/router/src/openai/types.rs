@@ -224,7 +224,16 @@ pub struct ChatRequest {
 
 impl ChatRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::parse(body)?;
+        Self::take(Fields::parse(body)?, |fields| {
+            take_messages(fields)?.ok_or_else(|| ApiError::field("messages", "'messages' is required"))
+        })
+    }
+
+    /// Takes all fields, and the conversation with `messages`.
+    pub(super) fn take<'a>(
+        mut fields: Fields<'a>,
+        messages: impl FnOnce(&mut Fields<'a>) -> Result<Vec<ChatMessage>, ApiError>,
+    ) -> Result<Self, ApiError> {
         let tools = take_tools(&mut fields)?;
         let mut common = CommonParams::take(&mut fields)?;
         common.check_max_tokens()?;
@@ -236,8 +245,7 @@ impl ChatRequest {
             return Err(ApiError::field("top_logprobs", "'top_logprobs' needs 'logprobs' to be true"));
         }
         common.logprobs = has_logprobs.then_some(top_logprobs.unwrap_or(0));
-        let messages =
-            take_messages(&mut fields)?.ok_or_else(|| ApiError::field("messages", "'messages' is required"))?;
+        let messages = messages(&mut fields)?;
         let mut render = take_render_options(&mut fields)?;
         render.tools = tools.as_ref().map(|tools| tools.list.clone());
         let continues = render.continue_final_message;

@@ -21,6 +21,11 @@ impl UsageTotals {
         Self { prompt_tokens, cached_tokens, completion_tokens: 0, choices_each: choices_each.max(1) }
     }
 
+    /// Tokens of the prompt of each choice, in the order of their indexes.
+    pub(crate) fn prompt_tokens(&self) -> impl Iterator<Item = u32> {
+        self.prompt_tokens.iter().flat_map(|&tokens| std::iter::repeat_n(tokens, self.choices_each as usize))
+    }
+
     pub(crate) fn add(&mut self, index: u32, completion_tokens: u32, cached_tokens: CachedTokens) {
         self.completion_tokens = self.completion_tokens.saturating_add(completion_tokens);
         if let Some(least) = self.cached_tokens.get_mut((index / self.choices_each) as usize) {

@@ -1,8 +1,9 @@
 //! Answers in one piece.
 
-use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
+use super::answer::{Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
 use super::logprobs::{self, TokenEntry};
+use super::responses_output;
 use super::tools;
 use super::types::finish_reason_name;
 use super::usage::UsageTotals;
@@ -11,15 +12,15 @@ use crate::route::{CachedTokens, RouteError};
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use futures::future::try_join_all;
 use larder_worker::api::FinishReason;
 use serde_json::json;
 use std::sync::Arc;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Maximum memory for the texts of answers that are not streamed, in bytes, without the first
-/// [`ANSWER_CHARGE_BYTES`] of each. A text counts until the client has read its answer. The JSON of
-/// an answer may take more than its texts, because some characters are escaped.
+/// [`ANSWER_CHARGE_BYTES`] of each request, and of each choice in progress. A text counts until the
+/// client has read its answer. The JSON of an answer may take more than its texts, because some
+/// characters are escaped.
 pub(crate) const ANSWERS_BYTES_MAX: usize = 256 << 20;
 /// Granularity of [`ANSWERS_BYTES_MAX`].
 pub(crate) const ANSWER_CHARGE_BYTES: usize = 64 << 10;
@@ -35,9 +36,10 @@ impl AnswerCharge {
         Self { answers, permits: Vec::new() }
     }
 
-    /// Takes the charge away, so that a new one begins.
-    pub(crate) fn take(&mut self) -> Self {
-        Self { answers: self.answers.clone(), permits: std::mem::take(&mut self.permits) }
+    /// Adds the charge of a text that is now one of several, which have `bytes` bytes together.
+    fn absorb(&mut self, mut other: Self, bytes: usize) -> Result<(), RouteError> {
+        self.permits.append(&mut other.permits);
+        self.grow_to(bytes)
     }
 
     /// Returns `true` if the text is longer than [`ANSWER_CHARGE_BYTES`].
@@ -66,8 +68,6 @@ pub(crate) struct FinishedChoice {
     pub(crate) tokens: Vec<TokenEntry>,
     /// Tokens of the prompt among them.
     pub(crate) echoed: usize,
-    /// Kept until the response is sent: the text waits for slower choices, and then for the client.
-    pub(crate) charge: AnswerCharge,
     pub(crate) finish_reason: FinishReason,
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
@@ -80,6 +80,26 @@ impl FinishedChoice {
         let own = self.tokens.iter().skip(self.echoed);
         let logprobs: Vec<f32> = own.filter_map(|token| Some(token.logprobs.as_ref()?.logprob)).collect();
         logprobs.iter().sum::<f32>() / logprobs.len().max(1) as f32
+    }
+}
+
+/// Finished choices of a request.
+pub(crate) struct FinishedAnswer {
+    pub(crate) choices: Vec<FinishedChoice>,
+    bytes: usize,
+    /// Kept until the response is sent: texts wait for slower choices, and then for the client.
+    pub(crate) charge: AnswerCharge,
+}
+
+impl FinishedAnswer {
+    pub(crate) fn new(answers: Arc<Semaphore>) -> Self {
+        Self { choices: Vec::new(), bytes: 0, charge: AnswerCharge::new(answers) }
+    }
+
+    pub(crate) fn add(&mut self, choice: FinishedChoice, charge: AnswerCharge) -> Result<(), RouteError> {
+        self.bytes += choice.text.len() + choice.tokens.iter().map(TokenEntry::bytes).sum::<usize>();
+        self.choices.push(choice);
+        self.charge.absorb(charge, self.bytes)
     }
 }
 
@@ -100,23 +120,23 @@ fn best(finished: Vec<FinishedChoice>, best_of: u32, n: u32) -> Vec<FinishedChoi
 }
 
 pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
-    let StartedAnswer { meta, choices, mut usage_totals, best_of, n, permit, .. } = started;
-    let mut finished = try_join_all(choices.into_iter().map(Choice::finish)).await?;
+    let StartedAnswer { meta, prompts, answers, mut usage_totals, best_of, n, permit, .. } = started;
+    let FinishedAnswer { mut choices, charge, .. } = prompts.finish(answers).await?;
     // Early: sending the response needs no engine.
     drop(permit);
-    for choice in &finished {
+    for choice in &choices {
         usage_totals.add(choice.index, choice.completion_tokens, choice.cached_tokens);
     }
     if best_of > n {
-        finished = best(finished, best_of, n);
+        choices = best(choices, best_of, n);
     }
-    let response = if finished.iter().any(|choice| choice.charge.is_large()) {
+    let response = if charge.is_large() {
         // Megabytes of JSON would hold up all other requests of the event loop.
         let totals = usage_totals.clone();
-        let written = tokio::task::spawn_blocking(move || meta.response(finished, &totals)).await;
+        let written = tokio::task::spawn_blocking(move || meta.response(choices, charge, &totals)).await;
         written.map_err(|error| ApiError::internal("write the answer", error))??
     } else {
-        meta.response(finished, &usage_totals)?
+        meta.response(choices, charge, &usage_totals)?
     };
     // The answer is complete here. A client that disconnects before it has read it counts as
     // served.
@@ -126,10 +146,16 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     Ok(response)
 }
 
-/// Body of a response, with the charges of its memory.
-struct ChargedBody<C> {
+/// Body of a response, with the charge of its memory.
+pub(crate) struct ChargedBody<C> {
     json: Vec<u8>,
-    _charges: C,
+    _charge: C,
+}
+
+impl<C> ChargedBody<C> {
+    pub(crate) fn new(json: Vec<u8>, charge: C) -> Self {
+        Self { json, _charge: charge }
+    }
 }
 
 impl<C> AsRef<[u8]> for ChargedBody<C> {
@@ -138,23 +164,32 @@ impl<C> AsRef<[u8]> for ChargedBody<C> {
     }
 }
 
-/// Response with a JSON body, whose charges end with the body.
-pub(crate) fn charged_body<C: Send + 'static>(json: Vec<u8>, charges: C) -> Response {
-    // The body, and not this call, ends the charges: a slow client keeps the text in memory.
-    let body = Bytes::from_owner(ChargedBody { json, _charges: charges });
+/// Response with a JSON body, whose charge ends with the body.
+pub(crate) fn charged_body<C: Send + 'static>(json: Vec<u8>, charge: C) -> Response {
+    // The body, and not this call, ends the charge: a slow client keeps the text in memory.
+    let body = Bytes::from_owner(ChargedBody::new(json, charge));
     ([(CONTENT_TYPE, "application/json")], body).into_response()
 }
 
-/// Response of `answer`, whose charges end with its body.
-pub(crate) fn charged_json(answer: &serde_json::Value, charges: Vec<AnswerCharge>) -> Result<Response, ApiError> {
+/// Response of `answer`, whose charge ends with its body.
+pub(crate) fn charged_json(answer: &serde_json::Value, charge: AnswerCharge) -> Result<Response, ApiError> {
     let json = serde_json::to_vec(answer).map_err(|error| ApiError::internal("write the answer", error))?;
-    Ok(charged_body(json, charges))
+    Ok(charged_body(json, charge))
 }
 
 impl ResponseMeta {
-    /// Response with the texts of all choices. The charges end with its body.
-    fn response(&self, finished: Vec<FinishedChoice>, usage_totals: &UsageTotals) -> Result<Response, ApiError> {
-        let (choices, charges): (Vec<_>, _) = finished.into_iter().map(|choice| self.choice(choice)).unzip();
+    /// Response with the texts of all choices. The charge ends with its body.
+    fn response(
+        &self,
+        finished: Vec<FinishedChoice>,
+        charge: AnswerCharge,
+        usage_totals: &UsageTotals,
+    ) -> Result<Response, ApiError> {
+        if let (Some(_), Some(only)) = (&self.response, finished.first()) {
+            let json = responses_output::whole(self, &only.text, only.finish_reason, &usage_totals.usage())?;
+            return Ok(charged_body(json, charge));
+        }
+        let choices: Vec<_> = finished.into_iter().map(|choice| self.choice(choice)).collect();
         let object = match self.endpoint {
             Endpoint::Completion | Endpoint::Native => "text_completion",
             Endpoint::Chat => "chat.completion",
@@ -169,15 +204,15 @@ impl ResponseMeta {
             "usage": usage_totals.usage(),
             "sglext": usage_totals.sglext(),
         });
-        charged_json(&answer, charges)
+        charged_json(&answer, charge)
     }
 
-    fn choice(&self, choice: FinishedChoice) -> (serde_json::Value, AnswerCharge) {
-        let FinishedChoice { index, text, tokens, charge, finish_reason, .. } = choice;
+    fn choice(&self, choice: FinishedChoice) -> serde_json::Value {
+        let FinishedChoice { index, text, tokens, finish_reason, .. } = choice;
         let reason = finish_reason;
         let finish_reason = finish_reason_name(reason);
         let logprobs = self.has_logprobs.then(|| logprobs::json(self.endpoint, &self.tokenizer, &tokens));
-        let json = match self.endpoint {
+        match self.endpoint {
             Endpoint::Completion | Endpoint::Native => {
                 json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
             }
@@ -187,8 +222,7 @@ impl ResponseMeta {
                 let finish_reason = if has_ended { tools::FINISH_REASON } else { finish_reason };
                 json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
             }
-        };
-        (json, charge)
+        }
     }
 }
 
@@ -197,14 +231,13 @@ mod tests {
     use super::*;
     use larder_worker::api::TokenLogprobs;
 
-    fn finished_choice(index: u32, logprobs: &[f32], charge: AnswerCharge) -> FinishedChoice {
+    fn finished_choice(index: u32, logprobs: &[f32]) -> FinishedChoice {
         let logprobs = logprobs.iter().map(|&logprob| TokenLogprobs { logprob, top: Vec::new() });
         FinishedChoice {
             index,
             text: format!("{index}"),
             tokens: logprobs.map(|logprobs| TokenEntry { id: 0, logprobs: Some(logprobs), offset: 0 }).collect(),
             echoed: 0,
-            charge,
             finish_reason: FinishReason::Length,
             prompt_tokens: 1,
             completion_tokens: 1,
@@ -214,17 +247,12 @@ mod tests {
 
     #[test]
     fn best_choices_have_the_most_probable_tokens_on_average() {
-        let answers = Arc::new(Semaphore::new(1));
         let scores: [&[f32]; 6] = [&[-3.0], &[-1.0, -1.5], &[-2.0], &[-0.5], &[-0.5], &[-9.0]];
-        let finished =
-            (0..).zip(scores).map(|(index, scores)| finished_choice(index, scores, AnswerCharge::new(answers.clone())));
+        let finished = (0..).zip(scores).map(|(index, scores)| finished_choice(index, scores));
         let best = best(finished.collect(), 3, 2);
         let kept: Vec<_> = best.iter().map(|choice| (choice.index, choice.text.as_str())).collect();
         assert_eq!(kept, [(0, "1"), (1, "2"), (2, "3"), (3, "4")]);
-        let echoed = |index, scores: &[f32]| {
-            let choice = finished_choice(index, scores, AnswerCharge::new(answers.clone()));
-            FinishedChoice { echoed: 1, ..choice }
-        };
+        let echoed = |index, scores: &[f32]| FinishedChoice { echoed: 1, ..finished_choice(index, scores) };
         // The same prompt before each answer. A short answer would take its average.
         let kept = super::best(vec![echoed(0, &[0.0, -3.0]), echoed(1, &[0.0, -2.0, -2.0, -2.0, -2.0])], 2, 1);
         assert_eq!(kept[0].text, "1");
@@ -247,16 +275,30 @@ mod tests {
     #[test]
     fn texts_count_until_the_response_is_dropped() {
         let answers = Arc::new(Semaphore::new(8));
-        let finished = |index| {
+        let mut answer = FinishedAnswer::new(answers.clone());
+        for index in 0..2 {
             let text = "x".repeat(3 * ANSWER_CHARGE_BYTES);
             let mut charge = AnswerCharge::new(answers.clone());
             charge.grow_to(text.len()).unwrap();
-            FinishedChoice { text, ..finished_choice(index, &[], charge) }
-        };
+            answer.add(FinishedChoice { text, ..finished_choice(index, &[]) }, charge).unwrap();
+        }
         let meta = ResponseMeta::for_tests(Endpoint::Completion);
-        let response = meta.response(vec![finished(0), finished(1)], &UsageTotals::new(vec![1], 1)).unwrap();
-        assert_eq!(answers.available_permits(), 4, "two texts of three units wait for the client");
+        let FinishedAnswer { choices, charge, .. } = answer;
+        let response = meta.response(choices, charge, &UsageTotals::new(vec![1], 1)).unwrap();
+        assert_eq!(answers.available_permits(), 3, "six units wait for the client, and the first is free");
         drop(response);
         assert_eq!(answers.available_permits(), 8);
+    }
+
+    #[test]
+    fn short_texts_of_many_prompts_are_bounded_together() {
+        let answers = Arc::new(Semaphore::new(3));
+        let mut answer = FinishedAnswer::new(answers.clone());
+        let mut add = |index| {
+            let choice = FinishedChoice { text: "x".repeat(ANSWER_CHARGE_BYTES / 4), ..finished_choice(index, &[]) };
+            answer.add(choice, AnswerCharge::new(answers.clone()))
+        };
+        assert!((0..16).all(|index| add(index).is_ok()));
+        assert!(matches!(add(16), Err(RouteError::AnswersFull)));
     }
 }

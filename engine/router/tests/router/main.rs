@@ -5,6 +5,7 @@ mod admin;
 mod fakes;
 mod hostile;
 mod openai;
+mod responses;
 mod routing;
 mod store;
 

@@ -376,6 +376,41 @@ async fn text_becomes_tokens_and_back() {
 }
 
 #[tokio::test]
+async fn tokenize_returns_a_million_tokens_at_most() {
+    let cluster = TestCluster::new(0, 0).await;
+    let role = larder_worker::api::Role::Decode;
+    FakeEngine::start_with_context(&cluster.store, "decode-0", role, 2000).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    let mut texts = vec!["w1 ".repeat(1024); 1024];
+    let answer = cluster.post("/tokenize", json!({"prompt": texts})).await;
+    assert_eq!(answer.status(), 200);
+    assert_eq!(answer.json::<Value>().await.unwrap()["count"], json!(vec![1024; 1024]));
+    texts[1023].push_str("w1");
+    let refused = cluster.post("/tokenize", json!({"prompt": texts})).await;
+    assert_eq!(refused.status(), 400);
+    let message = refused.json::<Value>().await.unwrap()["error"]["message"].to_string();
+    assert!(message.contains("1048577 tokens; at most 1048576"), "{message}");
+}
+
+#[tokio::test]
+async fn native_streams_count_the_whole_text_in_each_of_their_chunks() {
+    let cluster = TestCluster::new(0, 0).await;
+    let role = larder_worker::api::Role::Decode;
+    let engine = FakeEngine::start_with_context(&cluster.store, "decode-0", role, 2000).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    engine.behave(Behaviour::Write(vec!["x".repeat(16 << 10); 16]));
+    // 32 MiB of text. A client that reads slowly leaves 18 chunks of each choice in memory.
+    let params = json!({"n": 128, "max_new_tokens": 1500});
+    let mut body = json!({"text": "w1", "sampling_params": params});
+    let whole = cluster.post("/generate", body.clone()).await;
+    assert_eq!(whole.status(), 200);
+    assert_eq!(whole.json::<Value>().await.unwrap().as_array().map(Vec::len), Some(128));
+    body["stream"] = json!(true);
+    let text = cluster.post("/generate", body).await.text().await.unwrap();
+    assert!(text.contains("\"code\":\"overloaded\""), "{}", &text[text.len() - 300..]);
+}
+
+#[tokio::test]
 async fn native_api_answers_as_sglang() {
     let cluster = TestCluster::new(0, 1).await;
     let params = json!({"max_new_tokens": 3, "temperature": 0, "ignore_eos": true});

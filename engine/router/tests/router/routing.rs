@@ -2,7 +2,7 @@
 
 use crate::fakes::*;
 use larder_worker::api::{CacheMode, ErrorCode, Role};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -403,9 +403,68 @@ async fn answers_above_the_limit_are_refused_at_once() {
     drop(running);
     cluster.decodes[0].behave(Behaviour::Serve);
     eventually("the permits are free again", || cluster.router.counters().inflight == 0).await;
-    let body = json!({"model": MODEL, "prompt": ["w1", "w2", "w3"]});
+    let body = json!({"model": MODEL, "prompt": "w1", "n": 3});
     assert_eq!(cluster.post("/v1/completions", body).await.status(), 400, "the limit can never admit so many answers");
     assert_eq!(cluster.complete(1).await.0, 200);
+}
+
+#[tokio::test]
+async fn batches_leave_places_for_other_requests() {
+    let cluster = TestCluster::with(0, 1, |options| options.max_inflight = 8).await;
+    let engine = &cluster.decodes[0];
+    engine.behave(Behaviour::HangAfter(0));
+    let batch = || json!({"model": MODEL, "prompt": ["w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9"]});
+    let requests = async {
+        eventually("the batch has its part", || engine.decode_count() == 2).await;
+        engine.behave(Behaviour::Serve);
+        assert_eq!(cluster.complete(1).await.0, 200, "beside the batch");
+    };
+    tokio::select! {
+        _ = cluster.post("/v1/completions", batch()) => panic!("its engine hangs"),
+        () = requests => {}
+    }
+    let answer: Value = cluster.post("/v1/completions", batch()).await.json().await.unwrap();
+    let choices = answer["choices"].as_array().unwrap();
+    assert!(choices.len() == 9 && (0..9).zip(choices).all(|(at, choice)| choice["index"] == at), "{answer}");
+    let many = json!({"model": MODEL, "prompt": vec!["w1"; 1024], "n": 5});
+    let refused = cluster.post("/v1/completions", many).await;
+    assert_eq!(refused.status(), 400);
+    assert!(refused.text().await.unwrap().contains("5120 answers"));
+}
+
+#[tokio::test]
+async fn streamed_batches_start_a_prompt_when_another_has_ended() {
+    let cluster = TestCluster::with(0, 1, |options| options.max_inflight = 8).await;
+    let engine = &cluster.decodes[0];
+    engine.behave(Behaviour::HangAfter(1));
+    let body = |prompts: usize| json!({"model": MODEL, "prompt": vec!["w1"; prompts], "stream": true, "max_tokens": 3});
+    let hanging = cluster.post("/v1/completions", body(9)).await;
+    assert_eq!((hanging.status().as_u16(), engine.decode_count()), (200, 2), "it has two of eight places");
+    engine.behave(Behaviour::Serve);
+    assert_eq!(cluster.complete(1).await.0, 200, "beside the batch");
+    assert_eq!(engine.decode_count(), 3);
+    drop(hanging);
+    eventually("its places are free", || cluster.router.counters().inflight == 0).await;
+    for path in ["/v1/completions", "/generate"] {
+        let params = json!({"text": vec!["w1"; 300], "stream": true, "sampling_params": {"max_new_tokens": 3}});
+        let body = if path == "/generate" { params } else { body(300) };
+        let text = cluster.post(path, body).await.text().await.unwrap();
+        let events: Vec<Value> = text
+            .split("\n\n")
+            .filter_map(|event| serde_json::from_str(event.strip_prefix("data: ")?).ok())
+            .map(|mut event: Value| event.get_mut("choices").map(|choices| choices[0].take()).unwrap_or(event))
+            .collect();
+        for index in 0..300 {
+            let mut texts =
+                events.iter().filter(|event| event["index"] == index).filter_map(|event| event["text"].as_str());
+            let text = if path == "/generate" { texts.next_back().unwrap().into() } else { texts.collect::<String>() };
+            assert_eq!(text, " t0 t1 t2", "{path} {index}");
+        }
+    }
+    // A prompt that fails after the first ones were streamed ends the answer with an error.
+    engine.behave(Behaviour::DieAfter(1));
+    let text = cluster.post("/v1/completions", body(9)).await.text().await.unwrap();
+    assert!(text.contains("\"error\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
 }
 
 #[tokio::test]
