@@ -10,6 +10,8 @@
 //! - An engine that does not answer leaves the table within 5 s, also while no store node answers.
 //! - It has also confirmed its identity over HTTP. A dead engine's port may belong to another
 //!   process by now.
+//! - A model stays for `model_retention` after its last engine left, so that a restart needs no
+//!   download.
 //! - One task owns all state. Slow calls run beside it, so that a slow engine delays no other.
 
 use crate::RouterState;
@@ -22,7 +24,7 @@ use larder_format::codec::is_printable;
 use larder_model::Tokenizer;
 use larder_runtime::LogLimit;
 use larder_worker::api::{EngineInfo, is_engine_url};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -70,6 +72,8 @@ struct Discovery {
     load_turns: Turns,
     named: BTreeMap<String, EngineInfo>,
     last_named: HashMap<String, Instant>,
+    /// Times at which the models of the table last had an engine.
+    last_served: BTreeMap<ModelKey, Instant>,
     /// Engines of the table that do not answer while no store node does, and the first time.
     silent: HashMap<String, Instant>,
     invalid_lines: LogLimit,
@@ -86,6 +90,7 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
         load_turns: Turns::new(LOADS_MAX, LOADS_PER_HOST),
         named: BTreeMap::new(),
         last_named: HashMap::new(),
+        last_served: BTreeMap::new(),
         silent: HashMap::new(),
         invalid_lines: LogLimit::default(),
         load_lines: LogLimit::default(),
@@ -133,6 +138,7 @@ impl Discovery {
         // Bounds the maps. An engine that leaves and returns starts without a backoff.
         self.probe_turns.retain(|name| self.named.contains_key(name));
         self.load_turns.retain(|name| self.router.engines.get(name).is_some());
+        self.drop_unserved();
         self.begin_probes();
         self.begin_loads();
     }
@@ -194,8 +200,29 @@ impl Discovery {
             }
         }
         self.silent = since;
+        self.drop_unserved();
         self.begin_probes();
         self.begin_loads();
+    }
+
+    /// Drops the models that have had no engine for the retention time. Each keeps a tokenizer and
+    /// a client of the store.
+    fn drop_unserved(&mut self) {
+        let now = Instant::now();
+        let served: BTreeSet<_> = self.router.engines.list().iter().map(|engine| engine.model_key()).collect();
+        let mut last_served = BTreeMap::new();
+        for key in self.router.models.keys() {
+            // A model without an entry was loaded since the last refresh.
+            let before = self.last_served.get(&key).copied().unwrap_or(now);
+            let at = if served.contains(&key) { now } else { before };
+            if now.duration_since(at) < self.router.options.model_retention {
+                last_served.insert(key, at);
+            } else {
+                self.router.models.remove(&key);
+                tracing::info!(model = %key.0, namespace = %key.1, "model dropped: it has no engine any more");
+            }
+        }
+        self.last_served = last_served;
     }
 
     fn remove(&self, engine: &RemoteEngine) {

@@ -114,6 +114,15 @@ impl ModelTable {
         has_room
     }
 
+    pub fn keys(&self) -> Vec<ModelKey> {
+        self.models.read().keys().cloned().collect()
+    }
+
+    /// Drops a model. Requests that have it go on.
+    pub fn remove(&self, key: &ModelKey) {
+        self.models.write().remove(key);
+    }
+
     /// Marks the models whose files came from this engine. They serve until discovery has replaced
     /// them.
     pub fn distrust_files_of(&self, engine: &str) {
@@ -146,8 +155,8 @@ impl ModelTable {
         by_name.into_values().map(|(_, model)| model).collect()
     }
 
-    /// Finds a model by name. A known model whose engines are all gone is found too: they may be
-    /// restarting.
+    /// Finds a model by name. A known model whose engines are all gone is found too, until
+    /// discovery drops it: they may be restarting.
     pub fn find(&self, name: &str, engines: &EngineTable) -> ModelLookup {
         if let Some(model) = self.served(engines).into_iter().find(|m| m.name == name) {
             return ModelLookup::Model(model);

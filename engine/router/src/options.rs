@@ -41,6 +41,9 @@ pub struct RouterOptions {
     /// Maximum time a request waits for the store's lookup. After it every page counts as missing.
     /// Default 50 ms, minimum 1 ms.
     pub lookup_timeout: Duration,
+    /// Time for which the router keeps the files of a model without engines, so that an engine that
+    /// restarts need not send them again. Default 300 s, minimum 0.
+    pub model_retention: Duration,
     /// Maximum time to connect to an engine. Default 1 s, minimum 1 ms.
     pub connect_timeout: Duration,
     /// Maximum number of engines of one role that one request tries before it fails. Default 3,
@@ -80,6 +83,7 @@ impl RouterOptions {
             max_inflight: 1024,
             poll_interval: Duration::from_millis(250),
             lookup_timeout: Duration::from_millis(50),
+            model_retention: Duration::from_secs(300),
             connect_timeout: Duration::from_secs(1),
             attempts_max: 3,
             body_bytes_max: 16 << 20,

@@ -10,6 +10,8 @@
 //!   other model's chats, except while [`RENDERINGS_MAX`] templates loop at once.
 //! - A rendering ends after [`RENDER_TIME_MAX`] or at the request's deadline. The worker is killed
 //!   then, and the next rendering starts another one.
+//! - A rendering that takes [`FULL_PRIORITY_TIME`] of processor time goes on at a lower priority.
+//!   Its worker is not used again: only a privileged process could raise the priority.
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised, or are a single
 //!   one. Those of at most [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to
@@ -19,6 +21,7 @@ use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
+use rustix::process::{Pid, setpriority_process};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -35,6 +38,11 @@ use tokio::time::Instant;
 /// Maximum time of a rendering, the start of its worker included. Templates in use take
 /// milliseconds; the rest is for a busy machine.
 pub const RENDER_TIME_MAX: Duration = Duration::from_secs(5);
+/// Processor time of a rendering at full priority. Templates in use take milliseconds.
+const FULL_PRIORITY_TIME: Duration = Duration::from_millis(100);
+/// Nice value of a rendering after that. On a busy machine it gets about a tenth of the time of a
+/// thread with full priority, so a long honest conversation still ends within its limit.
+const SLOW_NICENESS: i32 = 10;
 /// Maximum number of renderings at a time. With the workers' memory limit this bounds their memory
 /// to 2 GiB.
 pub const RENDERINGS_MAX: usize = 4;
@@ -134,7 +142,9 @@ struct Job {
 /// A worker process. Dropping it kills the process.
 struct Worker {
     socket: UnixStream,
-    _child: Child,
+    child: Child,
+    /// It has a lower priority for good.
+    is_slowed: bool,
 }
 
 /// Failure of an exchange with a worker.
@@ -230,7 +240,7 @@ impl ChatRenderer {
         let result = tokio::time::timeout_at(deadline.min(longest), self.run(idle, job)).await.unwrap_or(Err(late));
         match result {
             Ok((worker, received)) => {
-                *place = worker.filter(|_| !received.is_worn());
+                *place = worker.filter(|worker| !received.is_worn() && !worker.is_slowed);
                 let Received::Answer(answer, charge) = received else { return Err(ChatError::Busy) };
                 let text = answer.result.map_err(ChatError::Template)?;
                 Ok(RenderedText { text, charge })
@@ -299,15 +309,14 @@ impl Worker {
             .process_group(0)
             .kill_on_drop(true)
             .spawn()?;
-        Ok(Worker { socket: UnixStream::from_std(ours)?, _child: child })
+        Ok(Worker { socket: UnixStream::from_std(ours)?, child, is_slowed: false })
     }
 
     /// Sends a request and receives its answer. Drops the answer if `texts` has no room for it.
     /// Fails if the worker ends, for lack of memory for example.
     async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<Received, ExchangeError> {
         self.begin(job).await.map_err(|_| ExchangeError::Ended)?;
-        let mut header = [0; 4];
-        self.socket.read_exact(&mut header).await?;
+        let header = self.answer_header().await?;
         let bytes = frame_len(header, job.answer_bytes_max)?;
         // Before the memory is allocated. A text above the limit can only be a single one.
         let counted = if bytes > TEXT_BYTES_FREE { bytes.min(TEXTS_BYTES_MAX) } else { 0 };
@@ -319,6 +328,29 @@ impl Worker {
         let mut answer = vec![0; bytes];
         self.socket.read_exact(&mut answer).await?;
         Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _permit: Some(permit) }))
+    }
+
+    /// Waits for the header of an answer. Lowers the priority of a worker that takes long for it.
+    async fn answer_header(&mut self) -> io::Result<[u8; 4]> {
+        let process = self.child.id().ok_or(io::ErrorKind::BrokenPipe)?;
+        let before = processor_time(process);
+        let mut header = [0; 4];
+        let read = self.socket.read_exact(&mut header);
+        tokio::pin!(read);
+        loop {
+            if let Ok(result) = tokio::time::timeout(FULL_PRIORITY_TIME, &mut read).await {
+                return result.map(|_| header);
+            }
+            // By the wall's clock a busy machine would slow honest conversations, too.
+            let taken = processor_time(process).saturating_sub(before);
+            if !self.is_slowed && taken >= FULL_PRIORITY_TIME {
+                self.is_slowed = true;
+                for thread in threads(process).filter_map(Pid::from_raw) {
+                    // The rendering goes on even if the system forbids it.
+                    let _ = setpriority_process(Some(thread), SLOW_NICENESS);
+                }
+            }
+        }
     }
 
     /// Sends a request and waits until the worker has received it. A failed write alone would not
@@ -346,4 +378,18 @@ impl Worker {
         }
         Ok(is_worn.unwrap_or(true))
     }
+}
+
+/// Threads of a process. None once it has ended.
+fn threads(process: u32) -> impl Iterator<Item = i32> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten();
+    tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok())
+}
+
+fn processor_time(process: u32) -> Duration {
+    let time = |thread| {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/schedstat")).ok()?;
+        stat.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+    };
+    threads(process).filter_map(time).sum()
 }

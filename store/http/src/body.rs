@@ -1,5 +1,7 @@
 //! Bodies of requests: received in pieces, charged as they arrive, within their time.
 //!
+//! Large bodies yield to other tasks of their thread: copies into fresh memory take milliseconds.
+//!
 //! A handler that keeps what it parsed takes a [`RequestBody`], and keeps its charge as long.
 
 use crate::options::{BODY_BYTES_FREE, HttpOptions};
@@ -8,7 +10,7 @@ use axum::body::to_bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use bytes::Bytes;
-use hyper::body::{Body, Frame, Incoming};
+use hyper::body::{Body, Frame};
 use prometheus_client::metrics::gauge::Gauge;
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -16,6 +18,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
+
+/// Bytes of a body after which other tasks of the thread go first. A copy of as many takes about
+/// 0.1 ms, with fresh memory.
+const TURN_BYTES: usize = 256 << 10;
+/// Longest body that grows on the thread of its connection, in bytes. A growth copies the body.
+const GROWN_IN_PLACE_MAX: usize = 512 << 10;
 
 /// Memory for all bodies of a server.
 #[derive(Debug)]
@@ -115,21 +123,32 @@ impl ArrivingBody {
         ArrivingBody { bytes: Vec::new(), bytes_max, charge: Charge { bytes: 0, memory } }
     }
 
-    /// Appends `piece`. Returns `false`, without a change, if the server has no memory for it.
-    fn append(&mut self, piece: &[u8]) -> bool {
-        let length = self.bytes.len() + piece.len();
-        if length > self.bytes.capacity() {
-            // Doubles, so that the copies of all growths together stay below the length.
-            let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
-            // The first part is free, so that small requests work while large ones fill the memory.
-            let owed = capacity.saturating_sub(BODY_BYTES_FREE);
-            if !self.charge.memory.take(owed - self.charge.bytes) {
-                return false;
-            }
-            self.charge.bytes = owed;
-            self.bytes.reserve_exact(capacity - self.bytes.len());
+    /// Makes room for `more` bytes. Returns `false` if the server has no memory for them.
+    async fn make_room(&mut self, more: usize) -> bool {
+        let length = self.bytes.len() + more;
+        if length <= self.bytes.capacity() {
+            return true;
         }
-        self.bytes.extend_from_slice(piece);
+        // Doubles, so that the copies of all growths together stay below the length.
+        let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
+        // The first part is free, so that small requests work while large ones fill the memory.
+        let owed = capacity.saturating_sub(BODY_BYTES_FREE);
+        if !self.charge.memory.take(owed - self.charge.bytes) {
+            return false;
+        }
+        self.charge.bytes = owed;
+        if self.bytes.len() <= GROWN_IN_PLACE_MAX {
+            self.bytes.reserve_exact(capacity - self.bytes.len());
+            return true;
+        }
+        let mut bytes = std::mem::take(&mut self.bytes);
+        let grown = tokio::task::spawn_blocking(move || {
+            bytes.reserve_exact(capacity - bytes.len());
+            bytes
+        });
+        // It fails only while the server stops.
+        let Ok(bytes) = grown.await else { return false };
+        self.bytes = bytes;
         true
     }
 
@@ -165,14 +184,18 @@ impl Pace {
 
 /// Receives a whole body. Refuses it above the limits of size, time and memory. The memory stays
 /// charged until the last handles of the bytes and of the charge are dropped.
-pub(crate) async fn receive(
-    mut body: Incoming,
+pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
+    mut body: B,
     options: &HttpOptions,
     memory: &Arc<BodyMemory>,
 ) -> Result<(Bytes, BodyCharge), Refusal> {
     let too_long = || {
         let message = format!("the request body is longer than {} bytes", options.body_bytes_max);
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, Reason::BodySize, message)
+    };
+    let too_slow = |_| {
+        let message = "the request body arrived too slowly; send it faster or in smaller requests";
+        Refusal::new(StatusCode::REQUEST_TIMEOUT, Reason::BodyTimeout, message)
     };
     // The announced length, if there is one. Refused before any of it is read.
     if body.size_hint().lower() > options.body_bytes_max as u64 {
@@ -181,24 +204,27 @@ pub(crate) async fn receive(
     let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
     let mut received = ArrivingBody::new(memory.clone(), announced.unwrap_or(options.body_bytes_max));
     let mut pace = Pace::new(options, Instant::now());
+    let mut turn_end = TURN_BYTES;
     loop {
         let frame = timeout_at(pace.deadline, poll_fn(|cx| Pin::new(&mut body).poll_frame(cx))).await;
-        let frame = frame.map_err(|_| {
-            let message = "the request body arrived too slowly; send it faster or in smaller requests";
-            Refusal::new(StatusCode::REQUEST_TIMEOUT, Reason::BodyTimeout, message)
-        })?;
-        let Some(frame) = frame else { break };
+        let Some(frame) = frame.map_err(too_slow)? else { break };
         // A broken body has no reader left in most cases, so its answer hardly matters.
         let broken = |_| Refusal::new(StatusCode::BAD_REQUEST, Reason::BodyBroken, "the request body is incomplete");
         let Ok(piece) = frame.map_err(broken).map(Frame::into_data)? else { continue };
         if received.bytes.len() + piece.len() > options.body_bytes_max {
             return Err(too_long());
         }
-        if !received.append(&piece) {
+        if !timeout_at(pace.deadline, received.make_room(piece.len())).await.map_err(too_slow)? {
             let message = "the server has no memory left for request bodies; retry later";
             return Err(Refusal::busy(Reason::BodyMemory, message));
         }
+        received.bytes.extend_from_slice(&piece);
         pace.received(received.bytes.len() as u64, Instant::now());
+        // While a client sends fast, a poll would otherwise never end.
+        if received.bytes.len() >= turn_end {
+            turn_end = received.bytes.len() + TURN_BYTES;
+            tokio::task::yield_now().await;
+        }
     }
     Ok(received.finish())
 }
@@ -206,6 +232,8 @@ pub(crate) async fn receive(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::convert::Infallible;
+    use std::task::{Context, Poll};
 
     #[test]
     fn deadline_moves_on_only_when_a_step_has_arrived() {
@@ -222,22 +250,69 @@ mod tests {
         assert_eq!(pace.deadline, start + Duration::from_secs(28));
     }
 
-    #[test]
-    fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
+    async fn append(body: &mut ArrivingBody, piece: &[u8]) -> bool {
+        let has_room = body.make_room(piece.len()).await;
+        if has_room {
+            body.bytes.extend_from_slice(piece);
+        }
+        has_room
+    }
+
+    /// Body whose bytes have all arrived, in pieces of this length.
+    struct Arrived {
+        pieces: usize,
+        piece: Bytes,
+    }
+
+    impl Body for Arrived {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            let left = self.pieces.checked_sub(1);
+            self.pieces = left.unwrap_or_default();
+            Poll::Ready(left.map(|_| Ok(Frame::data(self.piece.clone()))))
+        }
+    }
+
+    #[tokio::test]
+    async fn large_body_that_has_arrived_lets_other_tasks_go_first() {
+        let (pieces, piece) = (128, Bytes::from(vec![7; 64 << 10]));
+        let options = HttpOptions { body_bytes_max: pieces * piece.len(), ..HttpOptions::default() };
+        let memory = BodyMemory::new(2 * options.body_bytes_max, Gauge::default());
+        // On the same thread, so it runs only when the body yields.
+        let turns = Arc::<AtomicUsize>::default();
+        let other = turns.clone();
+        let other = tokio::spawn(async move {
+            loop {
+                other.fetch_add(1, Ordering::Relaxed);
+                tokio::task::yield_now().await;
+            }
+        });
+        let (bytes, _) = receive(Arrived { pieces, piece: piece.clone() }, &options, &memory).await.unwrap();
+        other.abort();
+        assert_eq!(bytes.len(), options.body_bytes_max);
+        assert!(bytes.iter().all(|&byte| byte == 7));
+        let least = options.body_bytes_max / TURN_BYTES;
+        assert!(turns.load(Ordering::Relaxed) >= least, "{turns:?} of {least}");
+    }
+
+    #[tokio::test]
+    async fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
         let memory = BodyMemory::new(100, Gauge::default());
         let body = |bytes| ArrivingBody::new(memory.clone(), BODY_BYTES_FREE + bytes);
         let mut first = body(60);
-        assert!(first.append(&vec![1; BODY_BYTES_FREE]) && first.append(&[2; 60]));
+        assert!(append(&mut first, &vec![1; BODY_BYTES_FREE]).await && append(&mut first, &[2; 60]).await);
         assert_eq!(memory.used.load(Ordering::Relaxed), 60);
         let mut second = body(41);
-        assert!(second.append(&vec![1; BODY_BYTES_FREE]) && !second.append(&[2; 41]));
+        assert!(append(&mut second, &vec![1; BODY_BYTES_FREE]).await && !append(&mut second, &[2; 41]).await);
         let (bytes, charge) = first.finish();
         let slice = bytes.slice(..10);
         drop((bytes, charge.clone()));
         drop(charge);
-        assert!(!second.append(&[2; 41]), "a slice keeps the memory");
+        assert!(!append(&mut second, &[2; 41]).await, "a slice keeps the memory");
         drop(slice);
-        assert!(second.append(&[2; 41]));
+        assert!(append(&mut second, &[2; 41]).await);
         let (bytes, charge) = second.finish();
         drop(bytes);
         assert_eq!(memory.used.load(Ordering::Relaxed), 41, "a handler keeps the charge");
@@ -245,15 +320,15 @@ mod tests {
         assert_eq!(memory.used.load(Ordering::Relaxed), 0);
     }
 
-    #[test]
-    fn charge_covers_the_whole_buffer_in_memory() {
+    #[tokio::test]
+    async fn charge_covers_the_whole_buffer_in_memory() {
         const MIB: usize = 1 << 20;
         let memory = BodyMemory::new(64 * MIB, Gauge::default());
         let mut body = ArrivingBody::new(memory.clone(), 16 * MIB);
         // Doublings of a buffer for pieces of this length reach almost twice a length.
         let piece = [0; 8 << 10];
         for _ in 0..(16 * MIB / piece.len()) {
-            assert!(body.append(&piece));
+            assert!(append(&mut body, &piece).await);
             let charged = memory.used.load(Ordering::Relaxed);
             assert!(charged + BODY_BYTES_FREE >= body.bytes.capacity(), "{charged} for {}", body.bytes.capacity());
         }

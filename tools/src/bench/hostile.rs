@@ -8,17 +8,20 @@
 //! - connections, descriptors, threads, child processes, bytes in flight and reservations return to
 //!   their numbers from before the attacks.
 //!
-//! All run on one machine. The threads of the attackers have a lower priority, so that they delay
-//! honest clients by their load on the servers only.
+//! All run on one machine. The threads of the attackers have the lowest priority, and may still
+//! delay honest clients by themselves. So the honest clients are measured a third time, beside a
+//! load that takes the same processor time as those threads and attacks nothing. The servers answer
+//! for the difference.
 
 mod attacker;
+mod cpu;
 mod data;
 mod honest;
 mod http;
 mod servers;
 mod templates;
 
-use super::overload::load_threads;
+use super::overload::{LOAD_THREAD, Priority, load_threads};
 use crate::output::say;
 use anyhow::{Context, Result, bail, ensure};
 use attacker::{Attack, AttackCounts, Attackers, Target};
@@ -32,6 +35,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
 
 #[derive(Debug, Parser)]
 pub struct Args {
@@ -54,9 +58,10 @@ pub struct Args {
     json: bool,
 }
 
-/// Nice value of the attackers' threads.
-const ATTACKER_NICENESS: i32 = 10;
-/// Maximum of the 99th percentile beside the attackers, as a multiple of that alone.
+/// Priority of the attackers' threads. In a network the attackers have their own processors.
+const ATTACKER_PRIORITY: Priority = Priority::Idle;
+/// Maximum of the 99th percentile beside the attackers, as a multiple of that beside the load in
+/// their place, or of that alone if it is longer.
 const P99_RATIO_MAX: f64 = 2.0;
 /// Maximum memory of a router or engine beyond its memory alone: bodies of 64 MiB, each in two
 /// buffers for a moment while one grows, parsed prompts, L1 of an engine, and connections.
@@ -81,6 +86,10 @@ struct HostileReport {
     attacks: BTreeMap<&'static str, AttackCounts>,
     requests: BTreeMap<&'static str, RequestReport>,
     processes: BTreeMap<&'static str, ProcessReport>,
+    /// Processors that the attackers' threads took.
+    attacker_processors: f64,
+    /// Processors that the load in their place took.
+    control_processors: f64,
     left: NodeUse,
     /// Violated expectations, apart from times.
     failures: Vec<String>,
@@ -96,8 +105,13 @@ struct RequestReport {
     p50_alone_us: u64,
     p50_beside_us: u64,
     p99_alone_us: u64,
+    /// Beside a load that takes the processor time of the attackers' threads.
+    p99_control_us: u64,
     p99_beside_us: u64,
+    /// Beside the attackers and alone.
     p99_ratio: f64,
+    /// Beside the attackers and beside the load in their place. The servers answer for it.
+    p99_ratio_of_servers: f64,
     /// Requests that servers refused at first and served on a retry.
     refused: u64,
     /// Puts of pages that a stranger had reserved, and gets of these pages.
@@ -113,6 +127,9 @@ struct ProcessReport {
     /// Largest resident memory since the start.
     memory_peak_mib: f64,
     memory_bound_mib: f64,
+    /// Processors taken, children included, while honest clients were alone.
+    processors_alone: f64,
+    processors_beside: f64,
     /// Resources beyond those before the attacks that had not returned within a minute.
     left: Resources,
     log_lines: usize,
@@ -185,9 +202,12 @@ impl HostileReport {
     }
 
     fn find_slow(&self) -> Vec<String> {
-        let ratios = self.requests.iter().map(|(name, request)| (name, request.p99_ratio));
+        let ratios = self.requests.iter().map(|(name, request)| (name, request.p99_ratio_of_servers));
         let slow = ratios.filter(|(_, ratio)| *ratio > P99_RATIO_MAX);
-        slow.map(|(name, ratio)| format!("the 99th percentile of {name} is {ratio:.1} times that alone")).collect()
+        slow.map(|(name, ratio)| {
+            format!("the 99th percentile of {name} is {ratio:.1} times that beside a load in the attackers' place")
+        })
+        .collect()
     }
 
     fn check(&self) -> Result<()> {
@@ -201,7 +221,7 @@ pub async fn run(args: Args) -> Result<()> {
     let dir = tempfile::Builder::new().prefix("larder-hostile-").tempdir_in(&args.dir);
     let dir = dir.context("cannot create a directory for the store; choose another --dir")?;
     let processors = rustix::thread::sched_getaffinity(None)?;
-    let threads = load_threads(processors, ATTACKER_NICENESS)?;
+    let threads = load_threads(processors, ATTACKER_PRIORITY)?;
     let measured = measure(&args, dir.path(), &threads, time).await;
     threads.shutdown_background();
     let report = measured?;
@@ -235,7 +255,10 @@ async fn measure(
     // The first requests wait for the engines' connections and for the template worker.
     let Honest { chats, .. } = honest::run(&target, BTreeMap::new(), WARM_UP_TIME, &here).await?;
     progress("honest clients alone …");
-    let mut alone = honest::run(&target, chats, ALONE_MAX.min(time / 2), &here).await?;
+    let alone_time = ALONE_MAX.min(time / 2);
+    let cpu_before = servers.cpu_seconds()?;
+    let mut alone = honest::run(&target, chats, alone_time, &here).await?;
+    let processors_alone = processors(&cpu_before, &servers.cpu_seconds()?, alone_time);
     if attacks.iter().any(|attack| attack.name == templates::NAME) {
         // A router keeps models whose engines have ended, in bounds, and a client of the store with
         // each.
@@ -246,13 +269,19 @@ async fn measure(
     let resources = servers.resources()?;
     let node_use = NodeUse::of(&servers.node_status().await?)?;
     progress("honest clients beside attackers …");
+    let cpu_before = servers.cpu_seconds()?;
+    let recorded = CancellationToken::new();
+    let recording = cpu::Threads::named(LOAD_THREAD)?.record(recorded.clone());
     let begin = Instant::now();
     let entered = threads.enter();
     let attackers = Attackers::start(&attacks, &target);
     drop(entered);
     let beside = honest::run(&target, std::mem::take(&mut alone.chats), time, &here).await;
     let attacks = attackers.stop().await.into_iter().collect();
-    let seconds = begin.elapsed().as_secs_f64();
+    let taken = begin.elapsed();
+    recorded.cancel();
+    let processors_beside = processors(&cpu_before, &servers.cpu_seconds()?, taken);
+    let recording = recording.await?;
     progress("waiting until all resources have returned …");
     let mut beside = beside?;
     let (left, node_left) = resources_left(&servers, &resources, &node_use).await?;
@@ -261,27 +290,61 @@ async fn measure(
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let mut processes = BTreeMap::new();
     let peaks = memory_alone.into_iter().zip(peak_memory(&servers)?);
-    for ((server, (alone, peak)), left) in servers.all.iter().zip(peaks).zip(left) {
+    for (number, ((server, (alone, peak)), left)) in servers.all.iter().zip(peaks).zip(left).enumerate() {
         let bound = if server.name == "store" { memory_bound } else { alone + MEMORY_BEYOND_ALONE_MAX };
         let report = ProcessReport {
             memory_alone_mib: mib(alone),
             memory_peak_mib: mib(peak),
             memory_bound_mib: mib(bound),
+            processors_alone: processors_alone[number],
+            processors_beside: processors_beside[number],
             left,
             log_lines: server.log_lines(),
         };
         processes.insert(server.name, report);
     }
+    progress("honest clients beside a load in the attackers' place …");
+    let chats = std::mem::take(&mut beside.chats);
+    let (mut control, control_seconds) = run_control(&target, chats, &recording, alone_time).await?;
     progress("comparing answers with those of an engine without a cache …");
-    for honest in [&mut alone, &mut beside] {
+    for honest in [&mut alone, &mut beside, &mut control] {
         let samples = honest.samples.get_mut("prompts").context("there are samples of prompts")?;
         honest::check_prompts(&target, &honest.prompts, samples).await?;
     }
-    let requests = request_reports(alone.samples, beside.samples);
-    let none = Vec::new;
-    let report =
-        HostileReport { seconds, attacks, requests, processes, left: node_left, failures: none(), slow: none() };
+    let report = HostileReport {
+        seconds: taken.as_secs_f64(),
+        attacks,
+        requests: request_reports(alone.samples, control.samples, beside.samples),
+        processes,
+        attacker_processors: recording.seconds() / taken.as_secs_f64(),
+        control_processors: control_seconds / alone_time.as_secs_f64(),
+        left: node_left,
+        failures: Vec::new(),
+        slow: Vec::new(),
+    };
     Ok(HostileReport { failures: report.find_failures(), slow: report.find_slow(), ..report })
+}
+
+/// Processors that each process took in `time`, from its processor times before and after.
+fn processors(before: &[f64], after: &[f64], time: Duration) -> Vec<f64> {
+    before.iter().zip(after).map(|(before, after)| (after - before) / time.as_secs_f64()).collect()
+}
+
+/// Runs the honest clients beside threads that take the attackers' processor time. Returns that
+/// time, too, in seconds.
+async fn run_control(
+    target: &Arc<Target>,
+    chats: honest::ChatAnswers,
+    recording: &cpu::Recording,
+    time: Duration,
+) -> Result<(Honest, f64)> {
+    let stop = CancellationToken::new();
+    // The replay ends with this future, too.
+    let stop_on_drop = stop.clone().drop_guard();
+    let replay = recording.replay(ATTACKER_PRIORITY, &stop)?;
+    let honest = honest::run(target, chats, time, &tokio::runtime::Handle::current()).await?;
+    drop(stop_on_drop);
+    Ok((honest, tokio::task::spawn_blocking(|| replay.join()).await?))
 }
 
 /// Returns the attacks of these names, or all.
@@ -318,28 +381,35 @@ async fn resources_left(
     }
 }
 
-fn request_reports(alone: AllSamples, beside: AllSamples) -> BTreeMap<&'static str, RequestReport> {
+fn request_reports(
+    alone: AllSamples,
+    control: AllSamples,
+    beside: AllSamples,
+) -> BTreeMap<&'static str, RequestReport> {
     let p99 = |samples: &Samples| samples.microseconds.value_at_quantile(0.99);
     let p50 = |samples: &Samples| samples.microseconds.value_at_quantile(0.5);
-    let report = |((name, alone), beside): ((&'static str, Samples), Samples)| {
+    let ratio = |above, below: u64| above as f64 / below.max(1) as f64;
+    let report = |(((name, alone), control), beside): (((&'static str, Samples), Samples), Samples)| {
         let report = RequestReport {
             alone: alone.microseconds.len(),
             beside: beside.microseconds.len(),
             p50_alone_us: p50(&alone),
             p50_beside_us: p50(&beside),
             p99_alone_us: p99(&alone),
+            p99_control_us: p99(&control),
             p99_beside_us: p99(&beside),
-            p99_ratio: p99(&beside) as f64 / p99(&alone).max(1) as f64,
-            refused: alone.refused + beside.refused,
-            missed: alone.missed + beside.missed,
-            failed: alone.failed + beside.failed,
-            wrong: alone.wrong + beside.wrong,
-            causes: [alone.causes, beside.causes].concat(),
+            p99_ratio: ratio(p99(&beside), p99(&alone)),
+            p99_ratio_of_servers: ratio(p99(&beside), p99(&control).max(p99(&alone))),
+            refused: alone.refused + control.refused + beside.refused,
+            missed: alone.missed + control.missed + beside.missed,
+            failed: alone.failed + control.failed + beside.failed,
+            wrong: alone.wrong + control.wrong + beside.wrong,
+            causes: [alone.causes, control.causes, beside.causes].concat(),
         };
         (name, report)
     };
-    // Both have the same kinds of requests.
-    alone.into_iter().zip(beside.into_values()).map(report).collect()
+    // All have the same kinds of requests.
+    alone.into_iter().zip(control.into_values()).zip(beside.into_values()).map(report).collect()
 }
 
 fn print(report: &HostileReport) {
@@ -350,14 +420,16 @@ fn print(report: &HostileReport) {
         say!("  {name:24} {begun:>8} {effective:>9}");
     }
     say!(
-        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>6} {:>8} {:>7} {:>7} {:>6}",
+        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>8} {:>7} {:>7} {:>6}",
         "requests",
         "number",
         "p50 ms",
         "beside",
         "p99 ms",
+        "control",
         "beside",
         "ratio",
+        "servers",
         "refused",
         "missed",
         "failed",
@@ -366,13 +438,15 @@ fn print(report: &HostileReport) {
     for (name, of) in requests {
         let ms = |us: u64| us as f64 / 1000.0;
         say!(
-            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>8} {:>7} {:>7} {:>6}",
+            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>7.2} {:>8} {:>7} {:>7} {:>6}",
             of.beside,
             ms(of.p50_alone_us),
             ms(of.p50_beside_us),
             ms(of.p99_alone_us),
+            ms(of.p99_control_us),
             ms(of.p99_beside_us),
             of.p99_ratio,
+            of.p99_ratio_of_servers,
             of.refused,
             of.missed,
             of.failed,
@@ -380,11 +454,13 @@ fn print(report: &HostileReport) {
         );
     }
     say!(
-        "\n{:10} {:>10} {:>9} {:>9} {:>8} {:>12} {:>8} {:>9} {:>10}",
+        "\n{:10} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8} {:>12} {:>8} {:>9} {:>10}",
         "process",
         "alone MiB",
         "peak MiB",
         "bound MiB",
+        "CPU alone",
+        "beside",
         "sockets",
         "descriptors",
         "threads",
@@ -393,10 +469,12 @@ fn print(report: &HostileReport) {
     );
     for (name, of) in processes {
         say!(
-            "{name:10} {:>10.0} {:>9.0} {:>9.0} {:>8} {:>12} {:>8} {:>9} {:>10}",
+            "{name:10} {:>10.0} {:>9.0} {:>9.0} {:>9.3} {:>7.3} {:>8} {:>12} {:>8} {:>9} {:>10}",
             of.memory_alone_mib,
             of.memory_peak_mib,
             of.memory_bound_mib,
+            of.processors_alone,
+            of.processors_beside,
             of.left.sockets,
             of.left.descriptors,
             of.left.threads,
@@ -404,6 +482,7 @@ fn print(report: &HostileReport) {
             of.log_lines
         );
     }
+    say!("{:10} {:>50.3}  (in the control {:.3})", "attackers", report.attacker_processors, report.control_processors);
     let NodeUse { bytes_in_flight, request_bytes, puts_open, readers_waiting } = left;
     say!(
         "\nleft in the node: {bytes_in_flight} bytes in flight, {request_bytes} bytes of requests, {puts_open} puts, {readers_waiting} readers"

@@ -12,7 +12,7 @@
 //! probe by their load on the node only.
 
 use super::overload::node::NodeProcess;
-use super::overload::{load_threads, split_processors};
+use super::overload::{Priority, load_threads, split_processors};
 use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
@@ -237,7 +237,7 @@ pub async fn run(args: Args) -> Result<()> {
     let options =
         ["--l2", L2_BYTES, "--data-dir", data_dir, "--l3-bytes", &l3_bytes, "--max-connections-per-peer", "1024"];
     let node = NodeProcess::start(args.node.as_deref(), node_cpus, &options).await?;
-    let threads = load_threads(load_cpus, WRITER_NICENESS)?;
+    let threads = load_threads(load_cpus, Priority::Nice(WRITER_NICENESS))?;
     let target = Target { address: node.address().to_string(), page_bytes };
     let report = measure(&args, target, &node, &threads).await;
     threads.shutdown_background();

@@ -19,10 +19,14 @@ use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use hdrhistogram::Histogram;
+pub use node::TICKS_PER_SECOND;
 use node::{Counters, CpuSeconds, NodeProcess};
 use rustix::thread::CpuSet;
 use serde::Serialize;
 use std::time::{Duration, Instant};
+use thread_priority::{
+    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy, thread_native_id,
+};
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
 use workload::{LoadTotals, Workload};
@@ -171,7 +175,7 @@ impl OverloadReport {
 pub async fn run(args: Args) -> Result<()> {
     let time = args.minutes.map_or(Duration::from_secs(args.seconds), |minutes| Duration::from_secs(60 * minutes));
     let [node_cpus, workload_cpus] = split_processors()?;
-    let threads = load_threads(workload_cpus, 0)?;
+    let threads = load_threads(workload_cpus, Priority::Nice(0))?;
     let report = measure(&args, node_cpus, &threads, time).await;
     threads.shutdown_background();
     let report = report?;
@@ -197,20 +201,47 @@ pub fn split_processors() -> Result<[CpuSet; 2]> {
     Ok([of(if node.is_empty() { load } else { node }), of(load)])
 }
 
+/// Priority of a thread that makes load.
+#[derive(Debug, Clone, Copy)]
+pub enum Priority {
+    Nice(i32),
+    /// Runs only where no other thread wants the processor, and gives way at once to one that wakes
+    /// up. A thread of the lowest nice value would first use up its time slice of milliseconds.
+    Idle,
+}
+
+impl Priority {
+    /// Gives the calling thread this priority. A thread that may not change it keeps its own.
+    pub fn apply(self) {
+        match self {
+            // Without an argument Linux changes the calling thread only.
+            Priority::Nice(niceness) => drop(rustix::process::setpriority_process(None, niceness)),
+            Priority::Idle => {
+                let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+                drop(set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy));
+            }
+        }
+    }
+}
+
+/// Name of the threads of the load generator.
+pub const LOAD_THREAD: &str = "load";
+
 /// Starts the threads of the load generator, bound to their processors. The node has others where
-/// the machine has at least two, so the load cannot starve it. `niceness` is that of the threads.
-pub fn load_threads(processors: CpuSet, niceness: i32) -> Result<Runtime> {
+/// the machine has at least two, so the load cannot starve it.
+pub fn load_threads(processors: CpuSet, priority: Priority) -> Result<Runtime> {
     // Tried on this thread first: the threads cannot report an error when they start.
     let here = rustix::thread::sched_getaffinity(None)?;
     rustix::thread::sched_setaffinity(None, &processors).context("cannot bind the load generator to its processors")?;
     rustix::thread::sched_setaffinity(None, &here)?;
     let stay = move || {
         let _ = rustix::thread::sched_setaffinity(None, &processors);
-        // Without an argument Linux changes the calling thread only.
-        let _ = rustix::process::setpriority_process(None, niceness);
+        priority.apply();
     };
     let threads = processors.count() as usize;
-    Ok(Builder::new_multi_thread().worker_threads(threads).on_thread_start(stay).enable_all().build()?)
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(threads).thread_name(LOAD_THREAD).on_thread_start(stay);
+    Ok(builder.enable_all().build()?)
 }
 
 async fn measure(args: &Args, node_cpus: CpuSet, threads: &Runtime, time: Duration) -> Result<OverloadReport> {

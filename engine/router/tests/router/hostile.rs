@@ -195,6 +195,29 @@ async fn chat_after_the_death_of_an_idle_template_worker_succeeds() {
     }
 }
 
+fn niceness(process: i32) -> i32 {
+    rustix::process::getpriority_process(Pid::from_raw(process)).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn template_that_loops_goes_on_at_a_lower_priority() {
+    let mark = "worker-that-is-slowed";
+    // Loops only for an empty conversation.
+    let looping = renderer(&format!("{{% if not messages %}}{}{{% endif %}}w1", HOSTILE_TEMPLATES[5]), mark);
+    assert_eq!(render(&looping, PATIENCE).await.unwrap().text, "w1");
+    let worker = process_with(mark).unwrap();
+    let own = niceness(std::process::id() as i32);
+    assert_eq!(niceness(worker), own, "an honest conversation has full priority");
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let looks = async {
+        eventually("its priority is lowered", || niceness(worker) == own.max(10)).await;
+    };
+    let (loops, ()) = tokio::join!(looping.render(vec![], RenderOptions::default(), 1 << 20, deadline), looks);
+    assert!(matches!(loops, Err(ChatError::Exceeded)));
+    assert_eq!(render(&looping, PATIENCE).await.unwrap().text, "w1");
+    assert_eq!(niceness(process_with(mark).unwrap()), own, "another worker has taken its place");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deadline_of_a_request_is_not_the_fault_of_the_template() {
     let renderer = renderer(HOSTILE_TEMPLATES[5], "worker-that-loops");

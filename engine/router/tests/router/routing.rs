@@ -218,6 +218,58 @@ async fn model_with_too_many_bytes_of_files_is_not_served() {
     assert_eq!(status, 404);
 }
 
+/// Status of the card of a model.
+async fn model_status(cluster: &TestCluster, model: &str) -> u16 {
+    cluster.http.get(cluster.url(&format!("/v1/models/{model}"))).send().await.unwrap().status().as_u16()
+}
+
+async fn eventually_has_status(cluster: &TestCluster, model: &str, status: u16) {
+    let begin = Instant::now();
+    while model_status(cluster, model).await != status {
+        assert!(begin.elapsed() < PATIENCE, "the model never has the status {status}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn model_without_engines_is_dropped_after_its_retention() {
+    let cluster = TestCluster::with(0, 1, |options| options.model_retention = Duration::from_millis(200)).await;
+    let model = ("other", "{{ messages[0].content }}");
+    let other = FakeEngine::start_model(&cluster.store, "other-0", Role::Decode, CONTEXT, model.0, model.1).await;
+    eventually_has_status(&cluster, "other", 200).await;
+    let files = || other.files_sent.load(Ordering::SeqCst);
+    let files_before = files();
+    let members = cluster.store.members.lock().clone();
+    cluster.store.members.lock().retain(|member| member.name != "other-0");
+    other.is_gone.store(true, Ordering::SeqCst);
+    eventually_has_status(&cluster, "other", 404).await;
+    assert_eq!(cluster.complete(3).await.0, 200, "the model with an engine stays");
+    assert_eq!(files(), files_before);
+    // It is loaded again when its engine returns.
+    other.is_gone.store(false, Ordering::SeqCst);
+    *cluster.store.members.lock() = members;
+    eventually_has_status(&cluster, "other", 200).await;
+    assert!(files() > files_before);
+}
+
+#[tokio::test]
+async fn engine_that_restarts_within_the_retention_sends_no_files() {
+    let cluster = TestCluster::new(0, 1).await;
+    let engine = &cluster.decodes[0];
+    assert_eq!(cluster.complete(3).await.0, 200);
+    let files = engine.files_sent.load(Ordering::SeqCst);
+    engine.is_gone.store(true, Ordering::SeqCst);
+    let members = std::mem::take(&mut *cluster.store.members.lock());
+    eventually("the engine has left", || cluster.router.engines().is_empty()).await;
+    cluster.refreshed().await;
+    assert_eq!(model_status(&cluster, MODEL).await, 200, "its engine may be restarting");
+    engine.is_gone.store(false, Ordering::SeqCst);
+    *cluster.store.members.lock() = members;
+    eventually("the engine has returned", || !cluster.router.engines().is_empty()).await;
+    assert_eq!(cluster.complete(3).await.0, 200);
+    assert_eq!(engine.files_sent.load(Ordering::SeqCst), files);
+}
+
 #[tokio::test]
 async fn engine_that_times_out_repeatedly_is_excluded() {
     let cluster = TestCluster::with(0, 1, |options| options.request_timeout = Duration::from_millis(150)).await;

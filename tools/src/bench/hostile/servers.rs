@@ -1,6 +1,7 @@
 //! Servers under test: a store node, two engines and a router, each a child process of the same
 //! binary.
 
+use super::cpu;
 use crate::bundled;
 use anyhow::{Context, Result, bail};
 use larder_format::NamespaceDescriptor;
@@ -84,6 +85,11 @@ impl Server {
             .await
             .with_context(|| format!("{name} did not start in time"))??;
         Ok((Server { name, child, log, _stdout: lines }, urls))
+    }
+
+    /// Processor time, in seconds. Includes children that have ended, such as template workers.
+    pub fn cpu_seconds(&self) -> Result<f64> {
+        cpu::seconds(self.child.id().with_context(|| format!("{} has ended", self.name))?)
     }
 
     fn proc_path(&self, file: &str) -> Result<PathBuf> {
@@ -219,6 +225,11 @@ impl Servers {
 
     pub async fn node_status(&self) -> Result<Value> {
         self.get(self.ports.node_admin, "/status").await
+    }
+
+    /// Processor time of every server in seconds, in the order of [`Servers::all`].
+    pub fn cpu_seconds(&self) -> Result<Vec<f64>> {
+        self.all.iter().map(Server::cpu_seconds).collect()
     }
 
     /// Resources of every server, in the order of [`Servers::all`].

@@ -26,7 +26,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 const STATUS_TIMEOUT: Duration = Duration::from_secs(20);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Unit of processor times in /proc, which the kernel's interface fixes for all machines of today.
-const TICKS_PER_SECOND: f64 = 100.0;
+pub const TICKS_PER_SECOND: f64 = 100.0;
 
 pub struct NodeProcess {
     child: Child,
