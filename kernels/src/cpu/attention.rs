@@ -12,9 +12,13 @@
 //! One task computes some rows of one chunk for one key head. It copies each block of keys and
 //! values once, transposes the keys, and uses the copy for all of its queries.
 
+mod gather;
+
 use super::disjoint::DisjointSlice;
 use super::element::KvElement;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
+use super::vector::InstructionSet;
+use gather::GatherBlock;
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -135,15 +139,6 @@ struct ChunkInput<'a, E> {
     page_tokens: usize,
     keys: &'a [HeadLayout],
     values: &'a [HeadLayout],
-}
-
-impl<E: KvElement> ChunkInput<'_, E> {
-    /// Elements of the token at `position`.
-    #[inline(always)]
-    fn token(&self, layout: HeadLayout, head_dim: usize, position: usize) -> &[E] {
-        let start = layout.start + position % self.page_tokens * layout.stride;
-        &self.pages[position / self.page_tokens][start..start + head_dim]
-    }
 }
 
 struct AttentionTask<'a, E> {
@@ -347,18 +342,18 @@ impl<E: KvElement> AttentionTask<'_, E> {
 
     #[inline(always)]
     fn gather_block(&self, work: &mut Workspace, start: usize, len: usize) {
-        let key_layout = self.input.keys[self.kv_head];
-        let value_layout = self.input.values[self.kv_head];
-        for index in 0..len {
-            let key = self.input.token(key_layout, work.head_dim, start + index);
-            let group = &mut work.keys[index / LANES * LANES * work.head_dim..][..LANES * work.head_dim];
-            for (lanes, element) in group.chunks_exact_mut(LANES).zip(key) {
-                lanes[index % LANES] = element.to_f32();
-            }
-            let value = self.input.token(value_layout, work.head_dim, start + index);
-            let target = &mut work.values[index * work.span.padded..][..work.head_dim];
-            target.iter_mut().zip(value).for_each(|(target, element)| *target = element.to_f32());
-        }
+        let gather = GatherBlock {
+            input: self.input,
+            key_layout: self.input.keys[self.kv_head],
+            value_layout: self.input.values[self.kv_head],
+            head_dim: work.head_dim,
+            start,
+            len,
+            keys: &mut work.keys,
+            values: &mut work.values,
+        };
+        // SAFETY: the machine has its best instruction set, and the kernel demands nothing else.
+        unsafe { InstructionSet::best().run(gather) };
     }
 
     #[inline(always)]
@@ -382,23 +377,24 @@ impl<E: KvElement> AttentionTask<'_, E> {
     }
 }
 
-/// Calls `$kernel::<N>` with `N` as a constant, so that the compiler keeps the `N` accumulators in
-/// registers.
+/// Calls `$kernel::<N, G>` with `N` as a constant, so that the compiler keeps the accumulators in
+/// registers. With few queries, `G` groups of lanes at a time hide the latency of an addition.
 macro_rules! by_count {
     ($count:expr, $kernel:ident($($argument:expr),*)) => {
         match $count {
-            1 => $kernel::<1>($($argument),*),
-            2 => $kernel::<2>($($argument),*),
-            3 => $kernel::<3>($($argument),*),
-            4 => $kernel::<4>($($argument),*),
-            5 => $kernel::<5>($($argument),*),
-            _ => $kernel::<QUERY_GROUP>($($argument),*),
+            1 => $kernel::<1, 4>($($argument),*),
+            2 => $kernel::<2, 2>($($argument),*),
+            3 => $kernel::<3, 2>($($argument),*),
+            4 => $kernel::<4, 1>($($argument),*),
+            5 => $kernel::<5, 1>($($argument),*),
+            _ => $kernel::<QUERY_GROUP, 1>($($argument),*),
         }
     };
 }
 
 /// Computes the scores of the queries from `first` on with the keys of the first `groups` lane
-/// groups. Also recomputes earlier queries in `first`'s group; their scores are not read again.
+/// groups, at least. Also recomputes earlier queries in `first`'s group; their scores are not read
+/// again.
 #[inline(always)]
 fn scores(work: &mut Workspace, first: usize, groups: usize) {
     let total = work.span.running.len();
@@ -407,30 +403,39 @@ fn scores(work: &mut Workspace, first: usize, groups: usize) {
         let (queries, _) =
             work.queries[query * work.head_dim..][..QUERY_GROUP * work.head_dim].as_chunks::<QUERY_GROUP>();
         let (out, _) = work.scores[query * BLOCK..(query + count) * BLOCK].as_chunks_mut::<BLOCK>();
-        for group in 0..groups {
-            let (keys, _) = work.keys[group * LANES * work.head_dim..][..LANES * work.head_dim].as_chunks::<LANES>();
-            by_count!(count, score_group(queries, keys, group, out));
-        }
+        let (keys, _) = work.keys.as_chunks::<LANES>();
+        by_count!(count, score_groups(queries, keys, groups, out));
     }
 }
 
+/// Computes the scores of `N` queries, with `G` lane groups at a time.
+// Constant indices keep the sums in registers. Iterators over the arrays may not.
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
-fn score_group<const N: usize>(
+fn score_groups<const N: usize, const G: usize>(
     queries: &[[f32; QUERY_GROUP]],
     keys: &[[f32; LANES]],
-    group: usize,
+    groups: usize,
     out: &mut [[f32; BLOCK]],
 ) {
-    let mut sums = [[0.0f32; LANES]; N];
-    for (query, keys) in queries.iter().zip(keys) {
-        for n in 0..N {
-            for lane in 0..LANES {
-                sums[n][lane] = query[n].mul_add(keys[lane], sums[n][lane]);
+    const { assert!((BLOCK / LANES).is_multiple_of(G)) };
+    for first in (0..groups).step_by(G) {
+        let keys: [_; G] = std::array::from_fn(|group| &keys[(first + group) * queries.len()..][..queries.len()]);
+        let mut sums = [[[0.0f32; LANES]; N]; G];
+        for (element, query) in queries.iter().enumerate() {
+            for group in 0..G {
+                for n in 0..N {
+                    for lane in 0..LANES {
+                        sums[group][n][lane] = query[n].mul_add(keys[group][element][lane], sums[group][n][lane]);
+                    }
+                }
             }
         }
-    }
-    for (out, sums) in out.iter_mut().zip(&sums) {
-        out[group * LANES..][..LANES].copy_from_slice(sums);
+        for (group, sums) in (first..).zip(&sums) {
+            for (out, sums) in out.iter_mut().zip(sums) {
+                out[group * LANES..][..LANES].copy_from_slice(sums);
+            }
+        }
     }
 }
 
@@ -487,14 +492,15 @@ fn weighted_values(work: &mut Workspace, first: usize, limits: &[usize]) {
         by_count!(count, add_values(weights, &work.values, padded, 0..common, sums));
         for (n, &limit) in limits.iter().enumerate().filter(|&(_, &limit)| limit > common) {
             let sums = &mut sums[n * padded..(n + 1) * padded];
-            add_values::<1>(&weights[n..], &work.values, padded, common..limit, sums);
+            add_values::<1, 4>(&weights[n..], &work.values, padded, common..limit, sums);
         }
     }
 }
 
-/// Adds the weighted values of the keys in `seen` to the sums of the first `N` queries.
+/// Adds the weighted values of the keys in `seen` to the sums of the first `N` queries, with `G`
+/// vectors at a time.
 #[inline(always)]
-fn add_values<const N: usize>(
+fn add_values<const N: usize, const G: usize>(
     weights: &[[f32; BLOCK]],
     values: &[f32],
     padded: usize,
@@ -502,23 +508,44 @@ fn add_values<const N: usize>(
     sums: &mut [f32],
 ) {
     let weights: &[[f32; BLOCK]; N] = weights[..N].try_into().expect("N queries");
-    for column in (0..padded).step_by(LANES) {
-        let mut lanes = [[0.0f32; LANES]; N];
+    let several = padded / (G * LANES) * (G * LANES);
+    for column in (0..several).step_by(G * LANES) {
+        add_columns::<N, G>(weights, values, padded, column, seen.clone(), sums);
+    }
+    for column in (several..padded).step_by(LANES) {
+        add_columns::<N, 1>(weights, values, padded, column, seen.clone(), sums);
+    }
+}
+
+/// Adds the weighted values in `G` groups of lanes, from `column` on.
+// Constant indices keep the sums in registers. Iterators over the arrays may not.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+fn add_columns<const N: usize, const G: usize>(
+    weights: &[[f32; BLOCK]; N],
+    values: &[f32],
+    padded: usize,
+    column: usize,
+    seen: Range<usize>,
+    sums: &mut [f32],
+) {
+    let mut lanes = [[[0.0f32; LANES]; G]; N];
+    for n in 0..N {
+        lanes[n].as_flattened_mut().copy_from_slice(&sums[n * padded + column..][..G * LANES]);
+    }
+    for key in seen.start..seen.end.min(BLOCK) {
+        let (value, _) = values[key * padded + column..][..G * LANES].as_chunks::<LANES>();
         for n in 0..N {
-            lanes[n].copy_from_slice(&sums[n * padded + column..][..LANES]);
-        }
-        for key in seen.start..seen.end.min(BLOCK) {
-            let value: &[f32; LANES] = values[key * padded + column..][..LANES].try_into().expect("LANES elements");
-            for n in 0..N {
-                let weight = weights[n][key];
+            let weight = weights[n][key];
+            for group in 0..G {
                 for lane in 0..LANES {
-                    lanes[n][lane] = weight.mul_add(value[lane], lanes[n][lane]);
+                    lanes[n][group][lane] = weight.mul_add(value[group][lane], lanes[n][group][lane]);
                 }
             }
         }
-        for n in 0..N {
-            sums[n * padded + column..][..LANES].copy_from_slice(&lanes[n]);
-        }
+    }
+    for n in 0..N {
+        sums[n * padded + column..][..G * LANES].copy_from_slice(lanes[n].as_flattened());
     }
 }
 

@@ -3,6 +3,7 @@
 //! The conversions to `f32` and to `bf16` have no branches, so that the compiler vectorises loops
 //! over them. Rounding to `f16` asks for the processor's instructions each time.
 
+use super::vector::Vector;
 use half::{bf16, f16};
 
 /// Element of a page of keys and values. Sums are `f32` whatever the element.
@@ -12,6 +13,12 @@ pub trait KvElement: bytemuck::Pod + Send + Sync {
     /// element becomes infinite.
     fn from_f32(value: f32) -> Self;
     fn is_finite(self) -> bool;
+    /// Converts the next elements to a vector.
+    ///
+    /// # Safety
+    /// The machine has the instruction set of `V`, and `from` is readable for its lanes.
+    #[doc(hidden)]
+    unsafe fn load<V: Vector>(from: *const Self) -> V;
 }
 
 impl KvElement for f32 {
@@ -28,6 +35,12 @@ impl KvElement for f32 {
     #[inline(always)]
     fn is_finite(self) -> bool {
         f32::is_finite(self)
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(from: *const f32) -> V {
+        // SAFETY: the caller guarantees the instruction set and the elements.
+        unsafe { V::load_f32(from) }
     }
 }
 
@@ -49,6 +62,12 @@ impl KvElement for bf16 {
     #[inline(always)]
     fn is_finite(self) -> bool {
         self.to_bits() & 0x7F80 != 0x7F80
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(from: *const bf16) -> V {
+        // SAFETY: the caller guarantees the instruction set and the elements.
+        unsafe { V::load_bf16(from) }
     }
 }
 
@@ -73,6 +92,12 @@ impl KvElement for f16 {
     #[inline(always)]
     fn is_finite(self) -> bool {
         self.to_bits() & 0x7C00 != 0x7C00
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(from: *const f16) -> V {
+        // SAFETY: the caller guarantees the instruction set and the elements.
+        unsafe { V::load_f16(from) }
     }
 }
 

@@ -81,7 +81,7 @@ pub(super) trait Kernel {
 /// # Safety
 /// Every method needs the instruction set of the implementation. A load reads `LANES` elements, a
 /// store writes them; they need no alignment.
-pub(super) trait Vector: Copy {
+pub trait Vector: Copy {
     const LANES: usize;
     /// Rows of a product that fit into the registers, with three vectors each.
     const TILE_ROWS: usize;
@@ -92,6 +92,9 @@ pub(super) trait Vector: Copy {
     unsafe fn load_f16(from: *const f16) -> Self;
     unsafe fn load_i8(from: *const i8) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Writes the first `LANES` of `rows` as columns: lane `l` of row `r` goes to
+    /// `to[l * stride + r]`.
+    unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize);
     unsafe fn mul(self, factor: Self) -> Self;
     /// Computes `self · factor + sum` with one rounding.
     unsafe fn mul_add(self, factor: Self, sum: Self) -> Self;
@@ -99,6 +102,8 @@ pub(super) trait Vector: Copy {
     unsafe fn prefetch(from: *const u8);
 }
 
+/// Most lanes of a vector.
+pub(super) const LANES_MAX: usize = 16;
 const PORTABLE_LANES: usize = 8;
 
 #[derive(Clone, Copy)]
@@ -156,6 +161,16 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
+    unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
+        for (r, row) in rows[..PORTABLE_LANES].iter().enumerate() {
+            for (lane, value) in row.0.into_iter().enumerate() {
+                // SAFETY: the contract of the trait covers the elements.
+                unsafe { *to.add(lane * stride + r) = value };
+            }
+        }
+    }
+
+    #[inline(always)]
     unsafe fn mul(mut self, factor: Self) -> Self {
         for (x, factor) in self.0.iter_mut().zip(factor.0) {
             *x *= factor;
@@ -177,7 +192,7 @@ impl Vector for Portable {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::Vector;
+    use super::{LANES_MAX, Vector};
     use half::{bf16, f16};
     use std::arch::x86_64::*;
 
@@ -231,6 +246,26 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
+            // SAFETY: see the implementation.
+            unsafe {
+                let (top, upper) = (transpose_quarters(rows, 0), transpose_quarters(rows, 4));
+                let (lower, bottom) = (transpose_quarters(rows, 8), transpose_quarters(rows, 12));
+                for column in 0..4 {
+                    // Columns `column`, `column + 4` and so on: quarters of four vectors each.
+                    let (a, b, c, d) = (top[column], upper[column], lower[column], bottom[column]);
+                    let even = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d));
+                    let odd = (_mm512_shuffle_f32x4::<0xDD>(a, b), _mm512_shuffle_f32x4::<0xDD>(c, d));
+                    let to = to.add(column * stride);
+                    _mm512_storeu_ps(to, _mm512_shuffle_f32x4::<0x88>(even.0, even.1));
+                    _mm512_storeu_ps(to.add(4 * stride), _mm512_shuffle_f32x4::<0x88>(odd.0, odd.1));
+                    _mm512_storeu_ps(to.add(8 * stride), _mm512_shuffle_f32x4::<0xDD>(even.0, even.1));
+                    _mm512_storeu_ps(to.add(12 * stride), _mm512_shuffle_f32x4::<0xDD>(odd.0, odd.1));
+                }
+            }
+        }
+
+        #[inline(always)]
         unsafe fn mul(self, factor: Self) -> Self {
             // SAFETY: see the implementation.
             Avx512(unsafe { _mm512_mul_ps(self.0, factor.0) })
@@ -249,8 +284,54 @@ mod x86 {
         }
     }
 
+    /// Transposes the square of 4 × 4 elements in each quarter of the four rows from `first` on. Not
+    /// with closures: they lack the instruction set, so that its instructions become calls.
+    ///
+    /// # Safety
+    /// The machine has the instruction set of the rows.
+    #[inline(always)]
+    unsafe fn transpose_quarters(rows: &[Avx512; LANES_MAX], first: usize) -> [__m512; 4] {
+        // SAFETY: the caller guarantees the instruction set.
+        unsafe {
+            let (a, b, c, d) = (rows[first].0, rows[first + 1].0, rows[first + 2].0, rows[first + 3].0);
+            let ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
+            let cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+            let ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+            let cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+            [
+                _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+                _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high)),
+            ]
+        }
+    }
+
     #[derive(Clone, Copy)]
     pub(super) struct Avx2(__m256);
+
+    /// Transposes the square of 4 × 4 elements in each half of the four rows from `first` on. Not
+    /// with closures: they lack the instruction set, so that its instructions become calls.
+    ///
+    /// # Safety
+    /// The machine has the instruction set of the rows.
+    #[inline(always)]
+    unsafe fn transpose_halves(rows: &[Avx2; LANES_MAX], first: usize) -> [__m256; 4] {
+        // SAFETY: the caller guarantees the instruction set.
+        unsafe {
+            let (a, b, c, d) = (rows[first].0, rows[first + 1].0, rows[first + 2].0, rows[first + 3].0);
+            let ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b));
+            let cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
+            let ab_high = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+            let cd_high = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+            [
+                _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)),
+                _mm256_castpd_ps(_mm256_unpacklo_pd(ab_high, cd_high)),
+                _mm256_castpd_ps(_mm256_unpackhi_pd(ab_high, cd_high)),
+            ]
+        }
+    }
 
     // SAFETY of every block below: as for `Avx512`.
     impl Vector for Avx2 {
@@ -297,6 +378,19 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
+            // SAFETY: see the implementation.
+            unsafe {
+                let (upper, lower) = (transpose_halves(rows, 0), transpose_halves(rows, 4));
+                for column in 0..4 {
+                    let (a, b) = (upper[column], lower[column]);
+                    _mm256_storeu_ps(to.add(column * stride), _mm256_permute2f128_ps::<0x20>(a, b));
+                    _mm256_storeu_ps(to.add((column + 4) * stride), _mm256_permute2f128_ps::<0x31>(a, b));
+                }
+            }
+        }
+
+        #[inline(always)]
         unsafe fn mul(self, factor: Self) -> Self {
             // SAFETY: see the implementation.
             Avx2(unsafe { _mm256_mul_ps(self.0, factor.0) })
@@ -312,6 +406,43 @@ mod x86 {
         unsafe fn prefetch(from: *const u8) {
             // SAFETY: a prefetch accesses no memory that the program could observe.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Transpose<'a>(&'a [f32], &'a mut [f32]);
+
+    impl Kernel for Transpose<'_> {
+        #[inline(always)]
+        unsafe fn run<V: Vector>(self) {
+            // SAFETY: the first slice has 16 rows of 17 elements, the second as many of 18.
+            unsafe {
+                let mut rows = [V::splat(0.0); LANES_MAX];
+                for (row, elements) in rows.iter_mut().zip(self.0.chunks_exact(17)) {
+                    *row = V::load_f32(elements.as_ptr());
+                }
+                V::store_transposed(&rows, self.1.as_mut_ptr(), 18);
+            }
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_transposes_a_square_and_writes_nothing_else() {
+        let from: Vec<f32> = (0..16 * 17).map(|x| x as f32).collect();
+        for set in InstructionSet::available() {
+            let lanes = if format!("{set:?}") == "Avx512" { 16 } else { 8 };
+            let mut to = vec![-1.0; 16 * 18];
+            // SAFETY: the set is one of those available.
+            unsafe { set.run(Transpose(&from, &mut to)) };
+            for (index, found) in to.iter().enumerate() {
+                let (row, column) = (index / 18, index % 18);
+                let expected = if row < lanes && column < lanes { from[column * 17 + row] } else { -1.0 };
+                assert_eq!(*found, expected, "{set:?}: row {row}, column {column}");
+            }
         }
     }
 }
