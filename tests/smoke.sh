@@ -13,7 +13,8 @@ if ! "$work/venv/bin/python" -c 'import openai' 2>/dev/null; then
     "$work/venv/bin/pip" install --quiet 'openai==2.*'
 fi
 
-"$larder" up --listen 127.0.0.1:0 --data-dir "$data" >"$data/out" 2>"$data/err" &
+# The bundled model has no format of tool calls.
+"$larder" up --listen 127.0.0.1:0 --tool-parser hermes --data-dir "$data" >"$data/out" 2>"$data/err" &
 up=$!
 finish() {
     kill "$up" 2>/dev/null || true

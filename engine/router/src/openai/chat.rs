@@ -1,12 +1,13 @@
 //! `POST /v1/chat/completions`.
 
 use super::answer::{self, AnswerJob, Endpoint};
+use super::constraint;
 use super::errors::ApiError;
 use super::prepare::{self, PromptRules};
 use super::prompt::PromptInput;
 use super::tool_parser::ToolFormat;
 use super::tools::{ToolRequest, ToolRules};
-use super::types::ChatRequest;
+use super::types::{ChatRequest, CommonParams};
 use super::{RequestContext, RequestId, counted, stream, whole};
 use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
@@ -43,7 +44,7 @@ async fn serve(
 ) -> Result<Response, ApiError> {
     let ChatRequest { mut common, messages, render, tools } = request.parse(body, ChatRequest::parse).await?;
     let model = prepare::find_model(&request, &common.model).await?;
-    let tools = tools.map(|tools| tool_rules(&request, &model, &tools)).transpose()?;
+    let tools = tools.map(|tools| tool_rules(&request, &model, &tools, &mut common)).transpose()?;
     if tools.is_some_and(|rules| rules.format.uses_special_tokens()) {
         common.sampling.rest.skip_special_tokens = false;
     }
@@ -63,11 +64,20 @@ async fn serve(
     if is_stream { Ok(stream::respond(started, record.take())) } else { whole::whole(started, record).await }
 }
 
-/// Format of the model's calls of tools. Fails if the model has none that this server knows.
-fn tool_rules(request: &RequestContext, model: &ServedModel, tools: &ToolRequest) -> Result<ToolRules, ApiError> {
+/// Format of the model's calls of tools, to which the answer is constrained if the request says so.
+/// Fails if the model has none that this server knows.
+fn tool_rules(
+    request: &RequestContext,
+    model: &ServedModel,
+    tools: &ToolRequest,
+    common: &mut CommonParams,
+) -> Result<ToolRules, ApiError> {
     let of_template = || ToolFormat::of_template(&model.tokenizer.chat_template()?.source);
     match request.router.options.tool_parser.or_else(of_template) {
-        Some(format) => Ok(ToolRules { format, is_parallel: tools.is_parallel }),
+        Some(format) => {
+            constraint::add_calls(common, tools, format, model)?;
+            Ok(ToolRules { format, is_parallel: tools.is_parallel })
+        }
         None => {
             let message = format!(
                 "the chat template of '{}' has no format of tool calls that this server knows; its operator can name \
