@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn text_may_precede_calls_whose_arguments_keep_to_the_schema() {
+    fn text_may_precede_calls_that_keep_to_the_schema() {
         let factory = factory();
         let parameters = Some(r#"{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}"#.into());
         let functions = vec![CallableFunction { name: "f".into(), parameters }];

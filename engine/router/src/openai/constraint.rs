@@ -170,9 +170,9 @@ pub(super) fn add_calls(
         ToolFormat::Mistral if template.contains("[ARGS]") => CallForm::MistralArguments,
         ToolFormat::Mistral => CallForm::MistralList,
     };
-    let asked = common.constraint.take();
+    let requested = common.constraint.take();
     let is_auto = tools.choice == ToolChoice::Auto;
-    let otherwise = match asked {
+    let otherwise = match requested {
         // A required call leaves no room for another answer.
         _ if !is_auto => Otherwise::Never,
         None if !tools.functions.iter().any(|function| function.is_strict) => return Ok(()),
