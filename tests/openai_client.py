@@ -12,10 +12,12 @@ import asyncio
 import sys
 import time
 import traceback
+import typing
 import uuid
 
 import httpx
 import openai
+import pydantic
 
 # Deadline of every step, in seconds. A step that takes longer hangs, however busy the machine is.
 PATIENCE = 120
@@ -307,6 +309,48 @@ def check_stop_tokens(client, model):
     assert tokens(min_tokens=9) == (10, "stop"), "and the minimum withholds it"
 
 
+class Pet(pydantic.BaseModel):
+    kind: typing.Literal["cat", "dog"]
+    age: int = pydantic.Field(ge=0, le=99)
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    pets: list[Pet] = pydantic.Field(max_length=2)
+
+
+def check_structured_output(client, model):
+    chat = {"model": model, "messages": [{"role": "user", "content": "Who was it?"}], "max_tokens": 400}
+    for seed in range(5):
+        parsed = client.chat.completions.parse(**chat, response_format=Person, temperature=1.5, seed=seed)
+        assert isinstance(parsed.choices[0].message.parsed, Person), parsed
+    for number in client.completions.create(
+        model=model, prompt=SENTENCE, n=4, temperature=1, extra_body={"guided_regex": "[0-9]{3}"}
+    ).choices:
+        assert len(number.text) == 3 and number.text.isdigit() and number.finish_reason == "stop", number
+    stream = client.chat.completions.create(
+        **chat, temperature=1, seed=3, stream=True, extra_body={"guided_choice": ["yes", "no"]}
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text in ("yes", "no"), text
+    answer = client.chat.completions.create(**(chat | {"max_tokens": 3}), response_format={"type": "json_object"})
+    assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.content[0] == "{", answer
+
+
+def check_required_tools(client, model):
+    """Needs a model or a router with a format of tool calls."""
+    tools = [openai.pydantic_function_tool(Person, name="save"), openai.pydantic_function_tool(Pet, name="feed")]
+    chat = {"model": model, "messages": [{"role": "user", "content": "Do it."}], "max_tokens": 400, "tools": tools}
+    named = {"type": "function", "function": {"name": "feed"}}
+    for choice in ("required", named):
+        answer = client.chat.completions.create(**chat, tool_choice=choice, temperature=1, parallel_tool_calls=False)
+        (call,) = answer.choices[0].message.tool_calls
+        kind = {"save": Person, "feed": Pet}[call.function.name]
+        kind.model_validate_json(call.function.arguments)
+        assert answer.choices[0].finish_reason == "tool_calls", answer
+    assert call.function.name == "feed", call
+
+
 def check_errors(client, model):
     def complete(**fields):
         fields = {"model": model, "prompt": "a", "max_tokens": 1, **fields}
@@ -315,7 +359,8 @@ def check_errors(client, model):
     refused(openai.NotFoundError, "model_not_found", complete(model="no-such-model"))
     refused(openai.BadRequestError, "context_length_exceeded", complete(prompt=[5] * 200_000))
     refused(openai.BadRequestError, "context_length_exceeded", complete(max_tokens=100_000_000))
-    refused(openai.BadRequestError, "unknown_parameter", complete(extra_body={"guided_regex": "a"}))
+    refused(openai.BadRequestError, "unknown_parameter", complete(extra_body={"guided_rgex": "a"}))
+    refused(openai.BadRequestError, None, complete(extra_body={"guided_regex": "("}))
     refused(openai.BadRequestError, None, complete(logprobs=21))
     refused(openai.BadRequestError, None, complete(logit_bias={"1000000": 1}))
     refused(openai.BadRequestError, None, complete(temperature=9))
@@ -323,10 +368,8 @@ def check_errors(client, model):
     refused(openai.BadRequestError, None, complete(prompt=[]))
     refused(openai.BadRequestError, None, complete(prompt=[2**31]))
     chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    json_format = {"response_format": {"type": "json_object"}}
-    refused(
-        openai.BadRequestError, "unsupported_value", lambda: client.chat.completions.create(**chat, **json_format)
-    )
+    wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "colour"}}}
+    refused(openai.BadRequestError, None, lambda: client.chat.completions.create(**chat, response_format=wrong))
     refused(openai.NotFoundError, "unknown_url", lambda: client.embeddings.create(model=model, input="a"))
     plain = httpx.Client(trust_env=False, timeout=PATIENCE)
     answer = plain.post(f"{client.base_url}completions", content=b"{not json")
@@ -403,6 +446,8 @@ CHECKS = [
     check_penalties,
     check_stop,
     check_stop_tokens,
+    check_structured_output,
+    check_required_tools,
     check_errors,
     check_monitors,
     check_request_ids,

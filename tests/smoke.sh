@@ -16,7 +16,7 @@ if ! "$work/venv/bin/python" -c "$are_there" 2>/dev/null; then
     "$work/venv/bin/pip" install --quiet "${packages[@]}"
 fi
 
-# The chat template of the bundled model knows no tools.
+# The bundled model has no format of tool calls.
 "$larder" up --listen 127.0.0.1:0 --tool-parser hermes --data-dir "$data" >"$data/out" 2>"$data/err" &
 up=$!
 finish() {

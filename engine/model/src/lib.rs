@@ -17,13 +17,16 @@
 //! - [`numerics`]: fingerprint of the rounding of this build on this machine.
 //! - [`speed`]: prompt tokens per second of this machine.
 //! - [`sampling`]: selection of a token from logits.
+//! - [`constraint`], [`guide`]: constraints on the text of an answer, and the tokens they allow.
 //! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
-//! - [`template_worker`]: the process that renders chat templates.
+//! - [`template_worker`]: the process that renders chat templates and tries out constraints.
 
 pub mod batch;
 pub mod chat;
 pub mod config;
+pub mod constraint;
 pub mod forward;
+pub mod guide;
 pub mod kv;
 pub mod model;
 pub mod numerics;
@@ -42,6 +45,8 @@ pub use chat::{
     RenderOptions, TextPart, ToolCall,
 };
 pub use config::{Architecture, ModelConfig, Rope};
+pub use constraint::{CallConstraint, CallForm, CallableFunction, Constraint, Otherwise};
+pub use guide::{Guide, GuideError, GuideFactory};
 pub use kv::{KvPage, KvPool, PageSeal, PageSlot, SealedPage, is_finite};
 pub use model::{LoadOptions, Model, Progress, WeightFormat};
 pub use sampling::{Sampler, SamplingParams, TokenLogprobs};

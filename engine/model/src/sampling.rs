@@ -4,12 +4,15 @@
 //! - Equal parameters, seed and logits give equal tokens on every machine.
 //! - Temperature 0 selects the largest logit, and the lowest id among equals.
 
+use crate::constraint::{self, Constraint};
+use crate::guide::{Guide, GuideError};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 /// Accepted temperatures.
 pub const TEMPERATURE_RANGE: RangeInclusive<f32> = 0.0..=2.0;
@@ -59,6 +62,9 @@ pub struct SamplingParams {
     pub logprobs: Option<u32>,
     /// Reports the same for the tokens of the prompt but the first.
     pub prompt_logprobs: Option<u32>,
+    /// Texts that the answer may have. Default: any.
+    #[serde(with = "constraint::shared", skip_serializing_if = "Option::is_none")]
+    pub constraint: Option<Arc<Constraint>>,
 }
 
 impl Default for SamplingParams {
@@ -82,6 +88,7 @@ impl Default for SamplingParams {
             skip_special_tokens: true,
             logprobs: None,
             prompt_logprobs: None,
+            constraint: None,
         }
     }
 }
@@ -173,7 +180,7 @@ impl Shaping {
         })
     }
 
-    fn apply(&self, logits: &mut [f32]) {
+    fn apply(&self, logits: &mut [f32], withholds: bool) {
         for &(id, bias) in &self.bias {
             change(logits, id, |x| x + bias);
         }
@@ -185,7 +192,7 @@ impl Shaping {
         for (&id, &count) in &self.counts {
             change(logits, id, |x| x - self.frequency_penalty * count as f32 - self.presence_penalty);
         }
-        if self.selected < self.min_tokens {
+        if withholds && self.selected < self.min_tokens {
             self.withheld.iter().for_each(|&id| change(logits, id, |_| f32::NEG_INFINITY));
         }
     }
@@ -224,10 +231,41 @@ impl Sampler {
     /// Selects a token id, an index into `logits`, and counts it for the penalties. Never selects
     /// NaN. Returns 0 for an empty row.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
-        let Some(shaping) = &self.shaping else { return self.select(logits) };
+        match &self.shaping {
+            None => self.select(logits),
+            Some(_) => self.select_and_count(&self.shaped(logits, true)),
+        }
+    }
+
+    /// Selects a token like [`sample`](Self::sample) among those that `guide` allows, and has it
+    /// accept the token. Stop tokens are not withheld if the guide allows no other.
+    ///
+    /// # Errors
+    /// [`GuideError::NoToken`] if the guide allows none of the vocabulary.
+    pub fn sample_within(&mut self, logits: &[f32], guide: &mut Guide) -> Result<u32, GuideError> {
+        let allowed = guide.allowed()?;
+        let mut shaped = self.shaped(logits, true);
+        if !allowed.restrict(&mut shaped) {
+            shaped = self.shaped(logits, false);
+            if !allowed.restrict(&mut shaped) {
+                return Err(GuideError::NoToken);
+            }
+        }
+        let id = self.select_and_count(&shaped);
+        guide.accept(id)?;
+        Ok(id)
+    }
+
+    fn shaped(&self, logits: &[f32], withholds: bool) -> Vec<f32> {
         let mut shaped = logits.to_vec();
-        shaping.apply(&mut shaped);
-        let id = self.select(&shaped);
+        if let Some(shaping) = &self.shaping {
+            shaping.apply(&mut shaped, withholds);
+        }
+        shaped
+    }
+
+    fn select_and_count(&mut self, logits: &[f32]) -> u32 {
+        let id = self.select(logits);
         if let Some(shaping) = &mut self.shaping {
             shaping.count(id);
         }

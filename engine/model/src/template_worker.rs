@@ -1,8 +1,9 @@
-//! Process that compiles and renders one chat template.
+//! Process that compiles and renders one chat template, or tries out constraints.
 //!
 //! A template is untrusted code, and one expression of it can take any time and memory: `x ~ x`
 //! doubles a string, and comparing nested lists can take for ever. No counter inside the process
-//! stops that. So the router starts this worker, and kills it when it exceeds its time.
+//! stops that. A constraint of a request is untrusted as well: its schema can combine alternatives
+//! without end. So the router starts this worker, and kills it when it exceeds its time.
 //!
 //! Invariants:
 //! - The worker has at most [`MEMORY_BYTES_MAX`] of address space. Exceeding it ends the worker
@@ -10,11 +11,13 @@
 //! - It ends when the router closes the socket or dies.
 //!
 //! Protocol, on one stream socket. A frame is its length as a `u32` in little-endian order, and
-//! that many bytes. The first request is a [`ChatTemplateSource`] and every other one a
-//! [`RenderJob`], both as JSON. Each has the byte [`BEGUN`] and one [`Answer`]. A worker that ends
-//! before [`BEGUN`] did not end because of the request.
+//! that many bytes. The first request is a [`WorkerTask`]. Every other one is a [`RenderJob`] or a
+//! [`Constraint`], by the task. All are JSON. Each has the byte [`BEGUN`] and one [`Answer`]. A
+//! worker that ends before [`BEGUN`] did not end because of the request.
 
 use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError, RenderOptions};
+use crate::constraint::Constraint;
+use crate::guide::GuideFactory;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
@@ -33,6 +36,15 @@ pub const FRAME_BYTES_MAX: usize = 128 << 20;
 const RETIRE_BYTES: u64 = 64 << 20;
 /// Size of a memory page in `/proc/self/statm`.
 const PAGE_BYTES: u64 = 4096;
+
+/// Work of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WorkerTask {
+    /// Renders conversations with this template.
+    Template(ChatTemplateSource),
+    /// Tries out constraints. Their answers have no text.
+    Constraints,
+}
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RenderJob {
@@ -110,8 +122,25 @@ fn limit_resources() -> io::Result<()> {
 }
 
 fn serve(mut socket: UnixStream) -> io::Result<()> {
-    let Some(source) = read_request(&mut socket)? else { return Ok(()) };
-    let source: ChatTemplateSource = serde_json::from_slice(&source)?;
+    let Some(task) = read_request(&mut socket)? else { return Ok(()) };
+    match serde_json::from_slice(&task)? {
+        WorkerTask::Template(source) => render(socket, source),
+        WorkerTask::Constraints => try_constraints(socket),
+    }
+}
+
+fn try_constraints(mut socket: UnixStream) -> io::Result<()> {
+    let factory = GuideFactory::of_bytes().map_err(io::Error::other)?;
+    answer(&mut socket, Ok(String::new()))?;
+    while let Some(job) = read_request(&mut socket)? {
+        let constraint: Constraint = serde_json::from_slice(&job)?;
+        let tried = factory.try_out(&constraint);
+        answer(&mut socket, tried.map(|()| String::new()).map_err(|error| RenderError::Failed(error.to_string())))?;
+    }
+    Ok(())
+}
+
+fn render(mut socket: UnixStream, source: ChatTemplateSource) -> io::Result<()> {
     let template = match ChatTemplate::new(source) {
         Ok(template) => {
             answer(&mut socket, Ok(String::new()))?;
@@ -201,7 +230,7 @@ mod tests {
         let worker = std::thread::spawn(move || serve(theirs));
         let source = "{% for m in messages %}{{ m.content }};{% endfor %}{{ eos_token }}";
         let source = ChatTemplateSource { source: source.into(), bos: "<s>".into(), eos: "</s>".into() };
-        assert_eq!(exchange(&mut ours, &source).result, Ok(String::new()));
+        assert_eq!(exchange(&mut ours, &WorkerTask::Template(source)).result, Ok(String::new()));
         let message = |content: &str| ChatMessage::new("user", content);
         for (text_bytes_max, expected) in [(100, Ok("a;b;</s>".to_string())), (5, Err(RenderError::TooLong))] {
             let messages = vec![message("a"), message("b")];
@@ -217,7 +246,8 @@ mod tests {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let worker = std::thread::spawn(move || serve(theirs));
         let source = ChatTemplateSource { source: "{% if %}".into(), ..ChatTemplateSource::default() };
-        assert!(matches!(exchange(&mut ours, &source).result, Err(RenderError::Failed(_))));
+        let task = WorkerTask::Template(source);
+        assert!(matches!(exchange(&mut ours, &task).result, Err(RenderError::Failed(_))));
         assert_eq!(read_frame(&mut ours).unwrap(), None);
         worker.join().unwrap().unwrap();
     }

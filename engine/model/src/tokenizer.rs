@@ -149,6 +149,12 @@ impl Tokenizer {
         self.inner.bytes_of(id)
     }
 
+    /// Texts and ids of the tokens that [`decode`](Self::decode) leaves out.
+    pub fn special_tokens(&self) -> Vec<(String, u32)> {
+        let added = self.inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder();
+        added.iter().filter(|(_, token)| token.special).map(|(id, token)| (token.content.clone(), *id)).collect()
+    }
+
     /// Sampling parameters of a request that sets none.
     pub fn generation_defaults(&self) -> &GenerationDefaults {
         &self.defaults

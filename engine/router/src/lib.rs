@@ -31,6 +31,7 @@
 pub mod admin;
 pub mod breaker;
 pub mod calls;
+pub mod constraints;
 pub mod discovery;
 pub mod engines;
 mod json;
@@ -99,6 +100,7 @@ pub(crate) struct RouterState {
     pub(crate) answers: Arc<Semaphore>,
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
+    pub(crate) constraints: constraints::ConstraintTrials,
     pub(crate) started: Instant,
     pub(crate) refresh_soon: Notify,
 }
@@ -166,7 +168,7 @@ impl Router {
         // Bind both ports before any task starts, so that a failure leaves nothing running.
         let (admin_listener, admin_addr) = listen(options.admin_listen).await?;
         let metrics = Arc::new(metrics::Metrics::default());
-        let templates = templates::TemplateWorkers::new(options.template_worker.clone(), metrics.clone());
+        let templates = Arc::new(templates::TemplateWorkers::new(options.template_worker.clone(), metrics.clone()));
         let router = Arc::new(RouterState {
             api_addr: addr,
             admin_addr,
@@ -180,7 +182,8 @@ impl Router {
             prompts: Arc::new(Semaphore::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES)),
             answers: Arc::new(Semaphore::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES)),
             tokeniser: Default::default(),
-            templates: Arc::new(templates),
+            constraints: constraints::ConstraintTrials::new(&templates),
+            templates,
             started: Instant::now(),
             refresh_soon: Notify::new(),
             options,

@@ -39,6 +39,8 @@ pub enum RefusalReason {
     PromptTooLong,
     TemplateBusy,
     PromptsBusy,
+    ConstraintExceeded,
+    ConstraintBusy,
 }
 
 impl RefusalReason {
@@ -48,6 +50,8 @@ impl RefusalReason {
             Self::PromptTooLong => "prompt_too_long",
             Self::TemplateBusy => "template_busy",
             Self::PromptsBusy => "prompts_busy",
+            Self::ConstraintExceeded => "constraint_exceeded",
+            Self::ConstraintBusy => "constraint_busy",
         }
     }
 }
@@ -145,7 +149,7 @@ impl Metrics {
         r.register("retries", "Calls repeated on another engine after a failure, by role", self.retries.clone());
         r.register(
             "refusals",
-            "Requests refused before work, by reason: body_too_large, prompt_too_long, template_busy or prompts_busy",
+            "Requests refused before work, by reason: body_too_large, prompt_too_long, template_busy, prompts_busy, constraint_exceeded or constraint_busy",
             self.refusals.clone(),
         );
         r.register(

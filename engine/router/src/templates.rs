@@ -18,7 +18,7 @@
 //!   a long text.
 
 use crate::metrics::Metrics;
-use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, frame_header, frame_len};
+use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
 use rustix::process::{Pid, setpriority_process};
@@ -122,11 +122,11 @@ pub struct TextCharge {
     _permit: Option<OwnedSemaphorePermit>,
 }
 
-/// Chat template of a model, and its worker.
+/// Chat template of a model, and its worker. Or a worker that tries out constraints.
 pub struct ChatRenderer {
     workers: Arc<TemplateWorkers>,
     model: String,
-    template: ChatTemplateSource,
+    task: WorkerTask,
     waiting: Semaphore,
     /// `None` before the first rendering and after a failure. The lock is held during a rendering.
     worker: tokio::sync::Mutex<Option<Worker>>,
@@ -190,10 +190,18 @@ impl Received {
 
 impl ChatRenderer {
     pub fn new(workers: Arc<TemplateWorkers>, model: String, template: ChatTemplateSource) -> Self {
+        Self::for_task(workers, model, WorkerTask::Template(template))
+    }
+
+    pub(crate) fn for_constraints(workers: Arc<TemplateWorkers>) -> Self {
+        Self::for_task(workers, String::new(), WorkerTask::Constraints)
+    }
+
+    fn for_task(workers: Arc<TemplateWorkers>, model: String, task: WorkerTask) -> Self {
         Self {
             workers,
             model,
-            template,
+            task,
             waiting: Semaphore::new(WAITING_MAX),
             worker: tokio::sync::Mutex::default(),
             failure_lines: LogLimit::default(),
@@ -220,6 +228,11 @@ impl ChatRenderer {
         let request = request.await.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;
         let answer_bytes_max = text_bytes_max.saturating_add(ANSWER_BYTES_SPARE).min(FRAME_BYTES_MAX);
         self.limited(deadline, Some(Job { request, answer_bytes_max })).await
+    }
+
+    /// Tries out a constraint, given as JSON.
+    pub(crate) async fn try_constraint(&self, request: Vec<u8>, deadline: Instant) -> Result<(), ChatError> {
+        self.limited(deadline, Some(Job { request, answer_bytes_max: ANSWER_BYTES_SPARE })).await.map(drop)
     }
 
     /// Waits for the worker, starts it if there is none, and has it run `job`.
@@ -275,7 +288,7 @@ impl ChatRenderer {
 
     async fn start(&self) -> Result<(Worker, Received), ChatError> {
         let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
-        let request = serde_json::to_vec(&self.template).map_err(|error| ChatError::Start(error.into()))?;
+        let request = serde_json::to_vec(&self.task).map_err(|error| ChatError::Start(error.into()))?;
         let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE };
         let compiled = worker.exchange(&job, &self.workers.texts).await?;
         Ok((worker, compiled))
@@ -283,6 +296,8 @@ impl ChatRenderer {
 
     fn note(&self, error: &ChatError) {
         match error {
+            // The client learns of its own constraint. It is no matter for the operator.
+            _ if self.task == WorkerTask::Constraints => return,
             ChatError::Exceeded => self.workers.metrics.count_template_stop(),
             ChatError::Start(_) => {}
             // The template's own refusals are answers to the client.

@@ -6,6 +6,7 @@
 use axum::http::Uri;
 use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
+use larder_model::constraint::CONSTRAINT_BYTES_MAX;
 use larder_model::sampling::{REPETITION_PENALTY_RANGE, TEMPERATURE_RANGE};
 pub use larder_model::{SamplingParams, TokenLogprobs};
 use serde::{Deserialize, Serialize};
@@ -363,6 +364,11 @@ pub fn check_sampling(sampling: &SamplingParams, vocab: usize) -> Result<(), (&'
             "logit_bias",
             sampling.logit_bias.iter().any(is_wrong_bias),
             format!("must have token ids below {vocab}, each with a number from -100 to 100"),
+        ),
+        (
+            "constraint",
+            sampling.constraint.as_ref().is_some_and(|constraint| constraint.bytes() > CONSTRAINT_BYTES_MAX),
+            format!("must have at most {CONSTRAINT_BYTES_MAX} bytes"),
         ),
         ("logprobs", top > TOP_LOGPROBS_MAX, format!("must be at most {TOP_LOGPROBS_MAX}")),
     ];

@@ -7,6 +7,7 @@
 
 use crate::api::{EngineInfo, EngineState, Role};
 use crate::batch::StepLimits;
+use crate::guides::Guides;
 use crate::http::{self, AppState};
 use crate::metrics::Metrics;
 use crate::options::{EngineOptions, OptionsError, Preloaded};
@@ -218,10 +219,13 @@ async fn launch(
         events,
         sender: sender.clone(),
     });
+    let eos_tokens = eos_tokens(&loaded);
+    let vocab = loaded.model.config().vocab;
     let app = Arc::new(AppState {
-        vocab: loaded.model.config().vocab,
+        vocab,
         request_timeout: options.request_timeout,
-        eos_tokens: eos_tokens(&loaded),
+        guides: Guides::new(loaded.tokenizer.clone(), vocab, eos_tokens.clone()),
+        eos_tokens,
         tokenizer: loaded.tokenizer,
         files: model_files(&options.model_dir),
         info,

@@ -15,6 +15,7 @@ use crate::api::{
     SamplingParams,
 };
 use crate::commits::Commits;
+use crate::guides::Guides;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
 use crate::sequence::{AwaitedPages, DecodeOutput, OutputSpec, PrefillOutput, RequestKind, Sequence, SequenceParams};
@@ -28,7 +29,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use larder_format::{PageKey, page_keys};
 use larder_http::Refusal;
-use larder_model::Tokenizer;
+use larder_model::{Guide, Tokenizer};
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use std::collections::{BTreeMap, HashSet};
@@ -58,6 +59,7 @@ pub(crate) struct AppState {
     pub(crate) request_timeout: Duration,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) eos_tokens: Arc<[u32]>,
+    pub(crate) guides: Arc<Guides>,
     pub(crate) files: BTreeMap<&'static str, Bytes>,
     pub(crate) metrics: Arc<Metrics>,
     /// Latest snapshot of the scheduler. [`AppState::state`] adds the number of store nodes.
@@ -231,7 +233,8 @@ async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejec
     // Room for the whole answer, so that a slow client never blocks a step.
     let (events, mut answer) = mpsc::channel(max_tokens + prompt_events + NON_TOKEN_EVENTS_MAX);
     let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
-    let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens };
+    let guide = app.guide(&sampling, deadline_ms).await.map_err(|e| app.refused(e))?;
+    let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens, guide };
     let output = DecodeOutput::new(&sampling, spec, pages, &app.tokenizer, events);
     let caller = app.submit(params, RequestKind::Decode(Box::new(output))).await.map_err(|e| app.refused(e))?;
     // The status line is not sent before the first event, so an error can still set the HTTP
@@ -334,6 +337,15 @@ impl AppState {
             return Err(bad(message));
         }
         Ok(())
+    }
+
+    /// Guide of a request's constraint, if it has one.
+    async fn guide(&self, sampling: &SamplingParams, deadline_ms: u64) -> Result<Option<Guide>, ApiError> {
+        let Some(constraint) = &sampling.constraint else { return Ok(None) };
+        let limit = Duration::from_millis(deadline_ms).min(self.request_timeout);
+        let compiled = tokio::time::timeout(limit, self.guides.get(constraint)).await;
+        let late = || ApiError::new(ErrorCode::Deadline, "the constraint was not compiled within the request's time");
+        compiled.map_err(|_| late())?.map(Some)
     }
 
     /// Hands a validated request to the scheduler. Refuses it with `busy` if the queue is full or

@@ -19,7 +19,7 @@
 //!
 //! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
 //! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
-//! `sampling` is the work on the logits of a sequence.
+//! `sampling` is the work on the logits of a sequence, and `guides` compiles constraints.
 //! `commits` counts the puts in flight. `engine` starts and stops everything, with settings from
 //! `options`. `metrics` defines the Prometheus metrics.
 
@@ -27,6 +27,7 @@ pub mod api;
 mod batch;
 mod commits;
 mod engine;
+mod guides;
 mod http;
 mod load;
 mod metrics;

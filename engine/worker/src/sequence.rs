@@ -35,7 +35,7 @@ use crate::sampling::{PromptRows, SampledToken, SamplingJob};
 use crate::store::OpenPut;
 use larder_client::PutOutcome;
 use larder_format::{PageKey, page_keys};
-use larder_model::{Sampler, SamplingParams, StopMatcher, TokenStream, Tokenizer};
+use larder_model::{Guide, Sampler, SamplingParams, StopMatcher, TokenStream, Tokenizer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -133,6 +133,7 @@ pub(crate) struct DecodeOutput {
     /// Leading pages that the store had before the prefill of this request began.
     pub(crate) cached_pages: Option<usize>,
     sampler: Sampler,
+    guide: Option<Guide>,
     text: TokenStream,
     stops: StopMatcher,
     /// Tokens that end the generation.
@@ -160,6 +161,8 @@ pub(crate) struct OutputSpec<'a> {
     /// End the sequence unless the request ignores them.
     pub(crate) eos_tokens: Arc<[u32]>,
     pub(crate) prompt: &'a [u32],
+    /// Constraint of the request, if it has one.
+    pub(crate) guide: Option<Guide>,
 }
 
 impl DecodeOutput {
@@ -177,6 +180,7 @@ impl DecodeOutput {
             await_pages: pages.awaited,
             cached_pages: pages.cached,
             sampler: Sampler::new(sampling, spec.prompt, &spec.eos_tokens),
+            guide: spec.guide,
             text: tokenizer.stream(sampling.skip_special_tokens),
             stops: StopMatcher::new(sampling.stop.clone(), sampling.include_stop),
             stop_tokens: [eos_tokens, &sampling.stop_token_ids].concat(),
@@ -208,7 +212,9 @@ impl DecodeOutput {
                 stopped = step.stopped;
             }
         }
-        let reason = if ended || stopped {
+        // The constraint lets nothing follow, so no further step is needed.
+        let is_complete = self.guide.as_ref().is_some_and(Guide::has_ended);
+        let reason = if ended || stopped || is_complete {
             Some(FinishReason::Stop)
         } else if self.generated >= self.max_tokens {
             Some(FinishReason::Length)
@@ -439,6 +445,7 @@ impl Sequence {
             logits,
             vocab,
             sampler: generates.then_some(&mut output.sampler),
+            guide: output.guide.as_mut(),
             logprobs: output.logprobs,
             prompt,
         }

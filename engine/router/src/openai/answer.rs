@@ -8,6 +8,7 @@
 //!   when an earlier one has ended.
 
 use super::RequestContext;
+use super::constraint;
 use super::echo::{self, Echoed};
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
@@ -194,6 +195,7 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         limits.push(tokens_to_generate(endpoint, common.max_tokens, prompt.tokens.len(), context)?);
     }
     check_tokens(&common, &model)?;
+    constraint::check(&request, &common).await?;
     check_min_tokens(&common, &limits)?;
     let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
     echo::check(&common, lengths.iter().sum())?;

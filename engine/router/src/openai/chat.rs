@@ -1,12 +1,13 @@
 //! `POST /v1/chat/completions`.
 
 use super::answer::{self, AnswerJob, Endpoint, StartedAnswer};
+use super::constraint;
 use super::errors::ApiError;
 use super::prepare::{self, PromptRules};
 use super::prompt::PromptInput;
 use super::tool_parser::ToolFormat;
 use super::tools::{ToolRequest, ToolRules};
-use super::types::ChatRequest;
+use super::types::{ChatRequest, CommonParams};
 use super::{ApiCall, RequestContext, stream, whole};
 use crate::RouterState;
 use crate::metrics::{RefusalReason, RequestRecord};
@@ -41,7 +42,7 @@ async fn serve(
 pub(super) async fn start(mut request: RequestContext, chat: ChatRequest) -> Result<StartedAnswer, ApiError> {
     let ChatRequest { mut common, messages, render, tools } = chat;
     let model = prepare::find_model(&request, &common.model).await?;
-    let tools = tools.map(|tools| tool_rules(&request, &model, &tools)).transpose()?;
+    let tools = tools.map(|tools| tool_rules(&request, &model, &tools, &mut common)).transpose()?;
     if tools.is_some() {
         // The marks of calls may be special tokens, which texts leave out otherwise.
         common.sampling.rest.skip_special_tokens = false;
@@ -56,11 +57,20 @@ pub(super) async fn start(mut request: RequestContext, chat: ChatRequest) -> Res
     answer::begin(AnswerJob { request, endpoint: Endpoint::Chat, model, common, prompts, permit, tools }).await
 }
 
-/// Format of the model's calls of tools. Fails if the model has none that this server knows.
-fn tool_rules(request: &RequestContext, model: &ServedModel, tools: &ToolRequest) -> Result<ToolRules, ApiError> {
+/// Format of the model's calls of tools, to which the answer is constrained if the request says so.
+/// Fails if the model has none that this server knows.
+fn tool_rules(
+    request: &RequestContext,
+    model: &ServedModel,
+    tools: &ToolRequest,
+    common: &mut CommonParams,
+) -> Result<ToolRules, ApiError> {
     let of_template = || ToolFormat::of_template(&model.tokenizer.chat_template()?.source);
     match request.router.options.tool_parser.or_else(of_template) {
-        Some(format) => Ok(ToolRules { format, is_parallel: tools.is_parallel }),
+        Some(format) => {
+            constraint::add_calls(common, tools, format, model)?;
+            Ok(ToolRules { format, is_parallel: tools.is_parallel })
+        }
         None => {
             let message = format!(
                 "the chat template of '{}' has no format of tool calls that this server knows; its operator can name \

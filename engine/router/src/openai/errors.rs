@@ -132,6 +132,12 @@ impl ApiError {
         error
     }
 
+    /// The same error of a field inside `outer`.
+    pub(crate) fn within(mut self, outer: &str) -> Self {
+        self.body.param = Some(self.body.param.map_or_else(|| outer.to_string(), |inner| format!("{outer}.{inner}")));
+        self
+    }
+
     pub(crate) fn code(mut self, code: &str) -> Self {
         self.body.code = Some(code.into());
         self

@@ -9,15 +9,16 @@
 //!
 //! Layout: [`types`] parses requests, with [`fields`], [`messages`], [`prompt`] and [`sampling`].
 //! `completions`, `chat`, `responses` and `native` are the endpoints. `prepare` tokenises and
-//! admits prompts, and `answer` runs their choices. [`tools`] and [`tool_parser`] find calls of
-//! tools in answers. `whole` and `stream` write them, with `logprobs` and `usage`. `tokens` and
-//! `operations` are the paths without a model's answer, and `cors` opens paths to web pages.
-//! [`errors`] has the error bodies.
+//! admits prompts, and `answer` runs their choices within their [`constraint`]. [`tools`] and
+//! [`tool_parser`] find calls of tools in answers. `whole` and `stream` write them, with `logprobs`
+//! and `usage`. `tokens` and `operations` are the paths without a model's answer, and `cors` opens
+//! paths to web pages. [`errors`] has the error bodies.
 
 mod answer;
 mod chat;
 pub(crate) use chat::text as chat_text;
 mod completions;
+pub mod constraint;
 mod cors;
 mod echo;
 pub mod errors;

@@ -3,6 +3,7 @@
 //! Every field of a request is honoured or refused by its name, as in [`types`](super::types).
 
 use super::answer::{self, AnswerJob, Endpoint, ResponseMeta, StartedAnswer};
+use super::constraint;
 use super::errors::ApiError;
 use super::fields::{BoundedList, Fields, TextOrList, is_empty};
 use super::logprobs::TokenEntry;
@@ -125,6 +126,7 @@ fn take_common(params: &mut Fields<'_>, stream: bool) -> Result<CommonParams, Ap
         echo: false,
         truncate_prompt: None,
         add_special_tokens: None,
+        constraint: constraint::take_native(params)?,
     })
 }
 

@@ -6,7 +6,6 @@ use super::messages::{refuse_rest_inner, take_inner};
 use super::tool_parser::{ParsedCall, ToolFormat, ToolParser, ToolPiece};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error};
-use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 pub const TOOLS_MAX: usize = 128;
@@ -22,12 +21,53 @@ pub struct ToolRequest {
     pub list: String,
     /// The answer may have several calls.
     pub is_parallel: bool,
+    pub choice: ToolChoice,
+    pub functions: Vec<ToolFunction>,
+}
+
+/// Calls that the answer must have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// The model decides.
+    Auto,
+    /// At least one.
+    Required,
+    /// One of this function.
+    Named(String),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToolFunction {
+    pub name: String,
+    /// JSON schema of the arguments.
+    pub parameters: Option<String>,
+    /// The arguments must keep to the schema.
+    pub is_strict: bool,
+}
+
+/// Field `tool_choice` that names a function.
+struct NamedChoice(String);
+
+impl<'de> Deserialize<'de> for NamedChoice {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Fields::deserialize(deserializer)?;
+        let kind: String = take_inner(&mut fields, "type")?.ok_or_else(|| D::Error::missing_field("type"))?;
+        if kind != "function" {
+            return Err(D::Error::custom(format!("type '{kind}' is not supported")));
+        }
+        let mut function: Fields<'_> =
+            take_inner(&mut fields, "function")?.ok_or_else(|| D::Error::missing_field("function"))?;
+        refuse_rest_inner(&fields)?;
+        let name = take_inner(&mut function, "name")?.ok_or_else(|| D::Error::missing_field("name"))?;
+        refuse_rest_inner(&function)?;
+        Ok(Self(name))
+    }
 }
 
 /// One tool. Its JSON goes to the template unchanged.
 struct RawTool {
     kind: String,
-    name: String,
+    function: ToolFunction,
 }
 
 impl<'de> Deserialize<'de> for RawTool {
@@ -39,13 +79,11 @@ impl<'de> Deserialize<'de> for RawTool {
         refuse_rest_inner(&fields)?;
         let name = take_inner(&mut function, "name")?.ok_or_else(|| D::Error::missing_field("name"))?;
         take_inner::<String, _>(&mut function, "description")?;
+        let parameters = function.get("parameters").map(str::to_string);
         take_inner::<Fields<'_>, _>(&mut function, "parameters")?;
-        // The model sees it. Nothing forces it to keep to the schema.
-        function
-            .refuse_unless("strict", |value| *value == Value::Bool(false))
-            .map_err(|e| D::Error::custom(e.body.message))?;
+        let is_strict = take_inner(&mut function, "strict")?.unwrap_or(false);
         refuse_rest_inner(&function)?;
-        Ok(Self { kind, name })
+        Ok(Self { kind, function: ToolFunction { name, parameters, is_strict } })
     }
 }
 
@@ -60,19 +98,35 @@ pub(super) fn take_tools(fields: &mut Fields<'_>) -> Result<Option<ToolRequest>,
             return Err(ApiError::field("tools", format!("tools of type '{}' are not supported", tool.kind)));
         }
         let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        if tool.name.is_empty() || tool.name.len() > NAME_LEN_MAX || !tool.name.chars().all(is_letter) {
+        let name = &tool.function.name;
+        if name.is_empty() || name.len() > NAME_LEN_MAX || !name.chars().all(is_letter) {
             let message = format!("a tool's name must have 1 to {NAME_LEN_MAX} letters, digits, dots, '_' and '-'");
             return Err(ApiError::field("tools", message));
         }
     }
-    let choice: Option<&RawValue> = fields.take("tool_choice")?;
-    match choice.map(RawValue::get) {
-        Some("\"none\"") => return Ok(None),
-        None | Some("\"auto\"") => {}
-        Some(_) if tools.is_empty() => return Err(ApiError::field("tool_choice", "'tool_choice' needs 'tools'")),
-        Some(_) => return Err(ApiError::unsupported("tool_choice")),
-    }
-    Ok(list.filter(|_| !tools.is_empty()).map(|list| ToolRequest { list, is_parallel }))
+    let functions: Vec<ToolFunction> = tools.into_iter().map(|tool| tool.function).collect();
+    let choice = match fields.get("tool_choice") {
+        Some("\"none\"") => {
+            fields.ignore("tool_choice");
+            return Ok(None);
+        }
+        None | Some("\"auto\"") => ToolChoice::Auto,
+        Some(_) if functions.is_empty() => {
+            return Err(ApiError::field("tool_choice", "'tool_choice' needs 'tools'"));
+        }
+        Some("\"required\"") => ToolChoice::Required,
+        Some(choice) if choice.starts_with('"') => return Err(ApiError::unsupported("tool_choice")),
+        Some(_) => {
+            let NamedChoice(name) = fields.require("tool_choice")?;
+            if !functions.iter().any(|function| function.name == name) {
+                let message = format!("'tool_choice' names '{name}', which is not in 'tools'");
+                return Err(ApiError::field("tool_choice", message));
+            }
+            ToolChoice::Named(name)
+        }
+    };
+    fields.ignore("tool_choice");
+    Ok(list.filter(|_| !functions.is_empty()).map(|list| ToolRequest { list, is_parallel, choice, functions }))
 }
 
 /// Rules for calls in an answer.
@@ -180,10 +234,18 @@ mod tests {
     fn tools_go_to_the_template_unchanged() {
         let tool = json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}});
         let list = json!([tool]);
-        for choice in [Value::Null, json!("auto")] {
+        for (choice, expected) in [
+            (Value::Null, ToolChoice::Auto),
+            (json!("auto"), ToolChoice::Auto),
+            (json!("required"), ToolChoice::Required),
+            (json!({"type": "function", "function": {"name": "f"}}), ToolChoice::Named("f".into())),
+        ] {
             let taken =
                 take(json!({"tools": list, "tool_choice": choice, "parallel_tool_calls": false})).unwrap().unwrap();
             assert_eq!((serde_json::from_str::<Value>(&taken.list).unwrap(), taken.is_parallel), (list.clone(), false));
+            assert_eq!(taken.choice, expected);
+            let parameters = Some(r#"{"type":"object"}"#.into());
+            assert_eq!(taken.functions, [ToolFunction { name: "f".into(), parameters, is_strict: false }]);
         }
         assert_eq!(take(json!({"tools": list, "tool_choice": "none"})).unwrap(), None);
         assert_eq!(take(json!({"tools": []})).unwrap(), None);
@@ -191,10 +253,13 @@ mod tests {
             (json!({"tools": [{"type": "web_search"}]}), "tools"),
             (json!({"tools": [{"type": "custom", "function": {"name": "f"}}]}), "tools"),
             (json!({"tools": [{"type": "function", "function": {"name": "f g"}}]}), "tools"),
-            (json!({"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]}), "tools"),
+            (json!({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}), "tools"),
             (json!({"tools": [{"type": "function", "function": {"name": "f", "colour": "red"}}]}), "tools"),
             (json!({"tools": vec![tool.clone(); TOOLS_MAX + 1]}), "tools"),
-            (json!({"tools": list, "tool_choice": "required"}), "tool_choice"),
+            (json!({"tools": list, "tool_choice": "allowed"}), "tool_choice"),
+            (json!({"tools": list, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}), "tool_choice"),
+            (json!({"tools": list, "tool_choice": {"type": "function", "function": {"name": "g"}}}), "tool_choice"),
+            (json!({"tool_choice": "required"}), "tool_choice"),
             (json!({"tool_choice": {"type": "function"}}), "tool_choice"),
         ] {
             assert_eq!(take(body).unwrap_err().body.param.as_deref(), Some(param));

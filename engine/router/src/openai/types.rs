@@ -7,6 +7,7 @@
 //! If an object names a field twice, the last value counts, as in the JSON parsers of Python, on
 //! which most servers of this API are built.
 
+use super::constraint::{self, RequestedConstraint};
 use super::errors::ApiError;
 use super::fields::{Fields, is_empty};
 use super::messages::{refuse_rest_inner, take_inner, take_messages};
@@ -43,11 +44,10 @@ pub const WITHOUT_EFFECT: [&str; 9] = [
 /// Field, and a test for the values of it that describe what this server does without it.
 pub(super) type NeutralField = (&'static str, fn(&Value) -> bool);
 
-const NEUTRAL: [NeutralField; 17] = [
+const NEUTRAL: [NeutralField; 16] = [
     ("suffix", is_empty),
     ("modalities", |value| *value == serde_json::json!(["text"])),
     ("audio", is_empty),
-    ("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text")),
     ("tools", is_empty),
     ("functions", is_empty),
     ("tool_choice", |value| matches!(value.as_str(), Some("auto" | "none"))),
@@ -87,6 +87,8 @@ pub struct CommonParams {
     pub truncate_prompt: Option<i64>,
     /// Adds the model's surrounding tokens to a text. `None` takes the endpoint's default.
     pub add_special_tokens: Option<bool>,
+    /// Texts that the answer may have. `None`: any.
+    pub constraint: Option<RequestedConstraint>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -146,6 +148,7 @@ impl CommonParams {
             echo: false,
             truncate_prompt,
             add_special_tokens: fields.take("add_special_tokens")?,
+            constraint: constraint::take(fields)?,
         })
     }
 
@@ -166,7 +169,8 @@ impl CommonParams {
         let logprobs = self.logprobs.or((self.best_of > self.n).then_some(0));
         // Once for all choices: the prompt is the same.
         let prompt_logprobs = self.logprobs.filter(|_| self.echo && choice == 0);
-        SamplingParams { seed, max_tokens: max_tokens as usize, logprobs, prompt_logprobs, ..sampling }
+        let constraint = self.constraint.as_ref().map(|requested| requested.constraint.clone());
+        SamplingParams { seed, max_tokens: max_tokens as usize, logprobs, prompt_logprobs, constraint, ..sampling }
     }
 }
 
@@ -407,10 +411,11 @@ mod tests {
             ("top_logprobs", json!(2)),
             ("best_of", json!(0)),
             ("best_of", json!(129)),
-            ("response_format", json!({"type": "json_object"})),
+            ("response_format", json!({"type": "structural_tag"})),
             ("tools", json!([{"type": "function"}])),
             ("functions", json!([{"name": "f"}])),
             ("tool_choice", json!("required")),
+            ("guided_decoding_backend", json!("x")),
             ("tool_choice", json!({"type": "function"})),
             ("logit_bias", json!({"5": 101})),
             ("logit_bias", json!({"five": 1})),
@@ -428,8 +433,8 @@ mod tests {
             ("stream", json!("yes")),
             ("stream_options", json!({"include_all": true})),
             ("truncate_prompt_tokens", json!(0)),
-            ("guided_json", json!({})),
-            ("guided_regex", json!("a*")),
+            ("guided_json", json!("x")),
+            ("guided_regex", json!(7)),
             ("chat_template", json!("x")),
             ("priority", json!(5)),
             ("temp", json!(0.5)),

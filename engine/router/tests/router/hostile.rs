@@ -334,3 +334,53 @@ async fn client_that_sends_too_much_reads_the_refusal() {
     let request = cluster.http.post(cluster.url("/v1/completions")).body(reqwest::Body::wrap_stream(pieces));
     assert_eq!(request.send().await.unwrap().status(), 413);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_constraints_hold_up_no_other_request() {
+    let cluster = TestCluster::new(0, 1).await;
+    let ask = async |fields: Value| {
+        let mut body = json!({"model": MODEL, "prompt": "w1"});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let response = cluster.post("/v1/completions", body).await;
+        (response.status().as_u16(), response.json::<Value>().await.unwrap())
+    };
+    // Each pair of alternatives doubles the combinations.
+    let pair = |at: usize| {
+        let option = |key: String| json!({"type": "object", "properties": {key: {"type": "integer"}}});
+        json!({"anyOf": [option(format!("a{at}")), option(format!("b{at}"))]})
+    };
+    let combined = json!({"allOf": (0..60).map(pair).collect::<Vec<_>>()});
+    let deep = (0..4000).fold("{}".to_string(), |inner, _| format!("{{\"not\":{inner}}}"));
+    let tokens = (0..3000).map(|at| format!("T{at}: \"(\" T{} \")\"\n", at + 1)).collect::<String>();
+    let chain: Value =
+        (0..3000).map(|at| (format!("d{at}"), json!({"$ref": format!("#/$defs/d{}", at + 1)}))).collect();
+    let hostile = [
+        json!({"guided_json": {"$defs": chain, "$ref": "#/$defs/d0"}}),
+        json!({"guided_json": combined}),
+        json!({"guided_json": deep}),
+        json!({"guided_regex": "((((a{1,999}){1,999}){1,999}){1,999}){1,999}"}),
+        json!({"guided_regex": "(.*a){200}[^b]{1,100}".repeat(40)}),
+        json!({"guided_regex": "(".repeat(100_000)}),
+        json!({"guided_grammar": format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000))}),
+        json!({"guided_grammar": format!("start: T0\n{tokens}T3000: \"x\"\n")}),
+        json!({"guided_grammar": "start: %json {\"$ref\": \"#\"}"}),
+        json!({"guided_json": {"$ref": "http://127.0.0.1:1/schema.json"}}),
+    ];
+    for fields in hostile {
+        let begin = Instant::now();
+        let requested = ask(fields.clone());
+        let other = async {
+            // The constraint is being tried.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            cluster.complete(3).await.0
+        };
+        let ((status, answer), other) = tokio::join!(requested, other);
+        let text: String = fields.to_string().chars().take(80).collect();
+        println!("{status} after {} ms: {text}: {}", begin.elapsed().as_millis(), answer["error"]["message"]);
+        assert!(status == 400 || status == 200, "{status} {answer}");
+        assert_eq!(other, 200);
+    }
+    let (status, answer) = ask(json!({"guided_json": {"type": "colour"}})).await;
+    assert_eq!((status, answer["error"]["param"].as_str()), (400, Some("guided_json")), "{answer}");
+    assert_eq!(ask(json!({"guided_regex": "a+"})).await.0, 200, "the workers live on");
+}

@@ -1,6 +1,7 @@
 //! The OpenAI API as clients see it.
 
 use crate::fakes::*;
+use larder_model::{CallForm, CallableFunction, Constraint, Otherwise};
 use serde_json::{Value, json};
 
 fn events(text: &str) -> Vec<Value> {
@@ -74,13 +75,13 @@ async fn failures_have_openai_form_on_every_path() {
         ("/v1/chat/completions", json!({"model": MODEL, "messages": []}).to_string(), 400, Value::Null),
         (
             "/v1/completions",
-            json!({"model": MODEL, "prompt": "w1", "guided_regex": "a"}).to_string(),
+            json!({"model": MODEL, "prompt": "w1", "guided_rgex": "a"}).to_string(),
             400,
             json!("unknown_parameter"),
         ),
         (
             "/v1/chat/completions",
-            json!({"model": MODEL, "messages": [], "tool_choice": "required", "tools":
+            json!({"model": MODEL, "messages": [], "tool_choice": "sometimes", "tools":
                 [{"type": "function", "function": {"name": "f"}}]})
             .to_string(),
             400,
@@ -438,7 +439,7 @@ async fn native_api_answers_as_sglang() {
     for (body, param) in [
         (json!({"sampling_params": {}}), "text"),
         (json!({"text": "a", "input_ids": [1]}), "input_ids"),
-        (json!({"text": "a", "sampling_params": {"regex": "a*"}}), "regex"),
+        (json!({"text": "a", "sampling_params": {"ebnf": "root ::= \"a\""}}), "ebnf"),
         (json!({"text": "a", "lora_path": "x"}), "lora_path"),
         (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
     ] {
@@ -493,4 +494,75 @@ async fn tool_calls_leave_the_text_of_the_answer() {
     let response = plain.post("/v1/chat/completions", body).await;
     assert_eq!(response.status(), 400);
     assert_eq!(response.json::<Value>().await.unwrap()["error"]["param"], "tools");
+}
+
+#[tokio::test]
+async fn constraints_reach_the_engine_with_every_choice() {
+    let cluster = TestCluster::new(0, 1).await;
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}});
+    let messages = json!([{"role": "user", "content": "w1"}]);
+    let of_json = Constraint::JsonSchema(schema.to_string());
+    for (path, body, constraint) in [
+        ("/v1/chat/completions", json!({"model": MODEL, "messages": messages, "response_format": format}), &of_json),
+        ("/v1/completions", json!({"model": MODEL, "prompt": "w1", "guided_json": schema}), &of_json),
+        ("/generate", json!({"text": "w1", "sampling_params": {"json_schema": schema.to_string()}}), &of_json),
+        ("/generate", json!({"text": "w1", "sampling_params": {"regex": "a+"}}), &Constraint::Regex("a+".into())),
+    ] {
+        let engine = &cluster.decodes[0];
+        engine.decodes.lock().clear();
+        let mut body = body;
+        let params = if path == "/generate" { &mut body["sampling_params"] } else { &mut body };
+        params["n"] = json!(3);
+        let response = cluster.post(path, body).await;
+        assert_eq!(response.status(), 200, "{path}: {}", response.text().await.unwrap());
+        let sent = engine.decodes.lock().clone();
+        assert_eq!(sent.len(), 3);
+        assert!(sent.iter().all(|request| request.sampling.constraint.as_deref() == Some(constraint)), "{path}");
+    }
+    let free = json!({"model": MODEL, "messages": messages, "response_format": {"type": "text"}});
+    assert_eq!(cluster.post("/v1/chat/completions", free).await.status(), 200);
+    assert_eq!(cluster.decodes[0].decodes.lock().last().unwrap().sampling.constraint, None);
+}
+
+#[tokio::test]
+async fn required_tools_constrain_the_answer_to_calls() {
+    let cluster = TestCluster::new(0, 0).await;
+    let template = "{% for m in messages %}{{ m.content }} {% endfor %}{# <tool_call> #}";
+    let role = larder_worker::api::Role::Decode;
+    let engine = FakeEngine::start_model(&cluster.store, "decode-0", role, CONTEXT, MODEL, template).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    let parameters = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]});
+    let tool = |name: &str, strict: bool| json!({"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}});
+    let ask = async |fields: Value| {
+        let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1"}]});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let response = cluster.post("/v1/chat/completions", body).await;
+        assert_eq!(response.status(), 200, "{}", response.text().await.unwrap());
+        engine.decodes.lock().last().unwrap().sampling.constraint.clone()
+    };
+    let calls = async |fields: Value| match ask(fields).await.as_deref() {
+        Some(Constraint::Calls(calls)) => calls.clone(),
+        other => panic!("{other:?}"),
+    };
+    let both = json!([tool("f", false), tool("g", false)]);
+    let function = |name: &str, parameters: &Value| CallableFunction {
+        name: name.into(),
+        parameters: Some(parameters.to_string()),
+    };
+    let required = calls(json!({"tools": both, "tool_choice": "required"})).await;
+    assert_eq!((required.form, required.is_parallel, required.otherwise), (CallForm::Hermes, true, Otherwise::Never));
+    assert_eq!(required.functions, [function("f", &parameters), function("g", &parameters)]);
+    let named = json!({"type": "function", "function": {"name": "g"}});
+    let named = calls(json!({"tools": both, "tool_choice": named})).await;
+    assert_eq!((named.functions, named.is_parallel), (vec![function("g", &parameters)], false));
+    assert_eq!(ask(json!({"tools": both})).await, None, "the model decides");
+    let any = json!({"type": "object"});
+    let strict = calls(json!({"tools": [tool("f", true), tool("g", false)]})).await;
+    assert_eq!(strict.functions[0], function("f", &parameters));
+    let free: Value = serde_json::from_str(strict.functions[1].parameters.as_ref().unwrap()).unwrap();
+    assert_eq!((free, strict.otherwise), (any, Otherwise::Text));
+    let format = json!({"type": "json_object"});
+    let json_or_calls = calls(json!({"tools": both, "response_format": format})).await;
+    assert!(matches!(json_or_calls.otherwise, Otherwise::Json(_)));
 }

@@ -7,7 +7,7 @@ use crate::api::{ApiError, ErrorCode};
 use crate::batch::{self, Candidate, PlannedChunk};
 use crate::metrics::RequestOutcome;
 use crate::publish::{CompletingPage, PublishHooks, page_of};
-use crate::sampling::{NotFinite, Sampled, SamplingJob};
+use crate::sampling::{Sampled, SamplingError, SamplingJob};
 use crate::sequence::{RequestKind, Sequence};
 use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows};
@@ -163,8 +163,8 @@ impl Scheduler {
     }
 
     /// Samples a token for every chunk with logits, in parallel: a vocabulary has 150,000 of them.
-    /// Fails for logits that are not finite.
-    fn sample(&mut self, granted: &[PlannedChunk], logits: &[Vec<f32>]) -> Vec<Result<Sampled, NotFinite>> {
+    /// Fails for logits that are not finite, and where a constraint cannot go on.
+    fn sample(&mut self, granted: &[PlannedChunk], logits: &[Vec<f32>]) -> Vec<Result<Sampled, SamplingError>> {
         let vocab = self.context.model.config().vocab;
         let mut plans = granted.iter().zip(logits).peekable();
         let mut jobs = Vec::with_capacity(granted.len());
@@ -179,13 +179,25 @@ impl Scheduler {
     fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         let mut ended = Vec::new();
         let mut unusable = Vec::new();
+        let mut refused = Vec::new();
         let sampled = self.sample(granted, &logits);
         for (chunk, (plan, sampled)) in granted.iter().zip(sampled).enumerate() {
             let sequence = &mut self.active[plan.candidate];
             // Before its pages enter L1. Their puts are aborted below, because they are not sealed.
-            let (Ok(sampled), false) = (sampled, hooks.found_unusable(chunk)) else {
+            if hooks.found_unusable(chunk) {
                 unusable.push(sequence.id);
                 continue;
+            }
+            let sampled = match sampled {
+                Ok(sampled) => sampled,
+                Err(SamplingError::NotFinite) => {
+                    unusable.push(sequence.id);
+                    continue;
+                }
+                Err(SamplingError::Guide(error)) => {
+                    refused.push((sequence.id, error));
+                    continue;
+                }
             };
             sequence.keep_prompt_logprobs(sequence.pages.computed(), sampled.prompt);
             let uses_l1 = sequence.cache.uses_l1();
@@ -220,6 +232,11 @@ impl Scheduler {
             self.active.retain(|s| s.id != id);
         }
         unusable.into_iter().for_each(|id| self.fail_unusable(id));
+        for (id, error) in refused {
+            let ended = self.active.extract_if(.., |s| s.id == id);
+            let error = ApiError::new(ErrorCode::BadRequest, error.to_string());
+            ended.for_each(|sequence| sequence.fail(error.clone(), RequestOutcome::Failed));
+        }
     }
 
     fn fail_step(&mut self, granted: &[PlannedChunk], reason: &str) {

@@ -1,0 +1,461 @@
+//! Constrained generation: the tokens that may follow in a [`Constraint`].
+//!
+//! Invariants:
+//! - A token that a [`Guide`] allows keeps the text within the constraint. End-of-sequence tokens
+//!   are allowed exactly where the text may end.
+//! - The state of one sequence never depends on another: clones share nothing that changes.
+//! - No constraint and no vocabulary causes a panic. The library's panics become errors.
+
+use crate::constraint::Constraint;
+use crate::tokenizer::Tokenizer;
+use llguidance::api::ParserLimits;
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory, panic_utils};
+use std::collections::BTreeMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Stack of a compilation in bytes. Schemas and grammars may nest, and the compiler recurses.
+const COMPILE_STACK_BYTES: usize = 16 << 20;
+/// Stack of the trial in [`GuideFactory::try_out`]: half of that of the threads that sample.
+const TRIAL_STACK_BYTES: usize = 1 << 20;
+/// Maximum work of one sequence, in items of the parser. They take about 16 bytes each while the
+/// parser keeps them. An object with a hundred fields takes some hundred per token.
+const ITEMS_MAX: usize = 16 << 20;
+/// Maximum length of a reason, in characters. The library quotes parts of grammars.
+const REASON_CHARS_MAX: usize = 500;
+/// Longest token that a constraint can use, in bytes.
+const TOKEN_BYTES_MAX: usize = 255;
+
+/// Failure of a constraint. The reasons reach API users.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum GuideError {
+    /// The constraint is wrong, or beyond a limit of the compiler.
+    #[error("{0}")]
+    Invalid(String),
+    #[error("no token of the model continues the answer within its constraint; relax the constraint")]
+    NoToken,
+    #[error("the constraint is too complex to continue the answer: {0}; simplify the constraint")]
+    TooComplex(String),
+}
+
+fn reason(error: impl std::fmt::Display) -> String {
+    // The library appends its state, or the backtrace of a panic.
+    let text = error.to_string();
+    let text = text.split("\n<backtrace>").next().unwrap_or_default().trim_end_matches("\n<non-verbose/>");
+    text.chars().take(REASON_CHARS_MAX).collect()
+}
+
+/// Limits of one sequence. The comments give the bounds on memory and on the time of a step.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        max_items_in_row: 1000,
+        // About 20 ms.
+        initial_lexer_fuel: 1_000_000,
+        // About 14 ms.
+        step_lexer_fuel: 200_000,
+        // About 3 ms.
+        step_max_items: 50_000,
+        // About 40 MB.
+        max_lexer_states: 20_000,
+        // A few megabytes.
+        max_grammar_size: 200_000,
+        precompute_large_lexemes: true,
+        verbose_errors: false,
+    }
+}
+
+/// Vocabulary of a model as a trie of bytes, which compiles constraints.
+///
+/// It takes about 60 MiB for 150,000 tokens, and a second or two to build: share it.
+pub struct GuideFactory {
+    parsers: ParserFactory,
+    special_tokens: BTreeMap<String, u32>,
+}
+
+impl GuideFactory {
+    /// Builds the trie of the first `vocab` tokens. `eos_tokens` end an answer.
+    ///
+    /// Special tokens are no text: only the marks of calls may use them.
+    pub fn new(tokenizer: &Tokenizer, vocab: usize, eos_tokens: &[u32]) -> Result<GuideFactory, GuideError> {
+        let special_tokens: BTreeMap<String, u32> =
+            tokenizer.special_tokens().into_iter().filter(|(_, id)| (*id as usize) < vocab).collect();
+        let mut words: Vec<Vec<u8>> = (0..vocab as u32).map(|id| tokenizer.token_bytes(id)).collect();
+        words.iter_mut().filter(|word| word.len() > TOKEN_BYTES_MAX).for_each(Vec::clear);
+        let eos_tokens: Vec<u32> = eos_tokens.iter().copied().filter(|id| (*id as usize) < vocab).collect();
+        for id in special_tokens.values().chain(&eos_tokens) {
+            mark_special(&mut words[*id as usize]);
+        }
+        Self::build(words, eos_tokens, special_tokens)
+    }
+
+    /// Factory whose tokens are single bytes. It tells whether a constraint compiles.
+    pub fn of_bytes() -> Result<GuideFactory, GuideError> {
+        Self::build((0..=u8::MAX).map(|byte| vec![byte]).collect(), Vec::new(), BTreeMap::new())
+    }
+
+    fn build(
+        mut words: Vec<Vec<u8>>,
+        mut eos_tokens: Vec<u32>,
+        special_tokens: BTreeMap<String, u32>,
+    ) -> Result<GuideFactory, GuideError> {
+        if eos_tokens.is_empty() {
+            // The library needs one. It is beyond the vocabulary, so it is never selected.
+            eos_tokens.push(words.len() as u32);
+            let mut word = b"<eos>".to_vec();
+            mark_special(&mut word);
+            words.push(word);
+        }
+        let build = AssertUnwindSafe(|| {
+            let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, eos_tokens[0]), &words);
+            // Not canonical: the model chooses among all ways to write a text in tokens.
+            let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie.with_eos_tokens(&eos_tokens)));
+            let slices = SlicedBiasComputer::general_slices();
+            let mut parsers = ParserFactory::new(&env, InferenceCapabilities::default(), &slices)?;
+            *parsers.limits_mut() = limits();
+            parsers.quiet();
+            Ok(parsers)
+        });
+        let parsers = panic_utils::catch_unwind(build).map_err(|error| GuideError::Invalid(reason(error)))?;
+        Ok(GuideFactory { parsers, special_tokens })
+    }
+
+    /// Compiles a constraint, on a thread of its own with a large stack. Takes any time: see
+    /// [`Constraint`].
+    pub fn compile(&self, constraint: &Constraint) -> Result<Guide, GuideError> {
+        let compile = || {
+            let grammar = constraint.grammar(|text| self.special_tokens.get(text).copied());
+            let grammar = grammar.map_err(GuideError::Invalid)?;
+            let matcher = Matcher::new(self.parsers.create_parser(grammar));
+            match matcher.get_error() {
+                None => Ok(Guide { matcher, items: 0 }),
+                Some(error) => Err(GuideError::Invalid(reason(error))),
+            }
+        };
+        on_stack(COMPILE_STACK_BYTES, compile)
+    }
+
+    /// Compiles a constraint and takes a first step, to see whether that needs more than a thread
+    /// of an engine has.
+    pub fn try_out(&self, constraint: &Constraint) -> Result<(), GuideError> {
+        let mut guide = self.compile(constraint)?;
+        on_stack(TRIAL_STACK_BYTES, move || guide.allowed().map(drop))
+    }
+}
+
+/// Marks a token as none that text can contain.
+fn mark_special(word: &mut Vec<u8>) {
+    if word.first() != Some(&TokTrie::SPECIAL_TOKEN_MARKER) {
+        word.insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
+    }
+}
+
+fn on_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, GuideError> + Send) -> Result<T, GuideError> {
+    let failed = |reason: &str| GuideError::Invalid(reason.to_string());
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(bytes).spawn_scoped(scope, work);
+        let thread = thread.map_err(|error| failed(&format!("no thread to compile it: {error}")))?;
+        thread.join().unwrap_or_else(|_| Err(failed("the library for constraints panicked on it")))
+    })
+}
+
+/// Place of one sequence in its constraint. A clone is independent, and costs a copy of the lexer.
+pub struct Guide {
+    matcher: Matcher,
+    /// Work so far.
+    items: usize,
+}
+
+impl Clone for Guide {
+    fn clone(&self) -> Self {
+        Self { matcher: self.matcher.deep_clone(), items: self.items }
+    }
+}
+
+impl std::fmt::Debug for Guide {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Guide").field("items", &self.items).finish_non_exhaustive()
+    }
+}
+
+/// Tokens that may follow.
+pub struct AllowedTokens(SimpleVob);
+
+impl AllowedTokens {
+    /// Sets the logits of all other tokens to negative infinity. Returns `false` if that is all of
+    /// them.
+    pub fn restrict(&self, logits: &mut [f32]) -> bool {
+        let mut has_any = false;
+        // Words of 32 tokens: most are all zero in JSON, or all ones within a string.
+        for (at, logits) in logits.chunks_mut(32).enumerate() {
+            let word = self.0.as_slice().get(at).copied().unwrap_or(0);
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if word & (1 << bit) == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+                has_any |= *logit > f32::NEG_INFINITY;
+            }
+        }
+        has_any
+    }
+}
+
+impl Guide {
+    /// Computes the tokens that may follow. Takes at most the limits of a step.
+    pub fn allowed(&mut self) -> Result<AllowedTokens, GuideError> {
+        let mask = self.matcher.compute_mask();
+        self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
+        if self.items > ITEMS_MAX {
+            return Err(GuideError::TooComplex("the answer exhausts the work for one constraint".into()));
+        }
+        match mask {
+            Ok(mask) => Ok(AllowedTokens(mask)),
+            // Its name in the library. After an error, the matcher has no other trace of the cause.
+            Err(error) if error.to_string().starts_with("NoExtensionBias") => Err(GuideError::NoToken),
+            Err(error) => Err(GuideError::TooComplex(reason(error))),
+        }
+    }
+
+    /// Takes the next token of the sequence, one of those that [`allowed`](Self::allowed) returned.
+    pub fn accept(&mut self, id: u32) -> Result<(), GuideError> {
+        self.matcher.consume_token(id).map_err(|error| GuideError::TooComplex(reason(error)))
+    }
+
+    /// Returns `true` if the text is complete and nothing may follow.
+    pub fn has_ended(&self) -> bool {
+        self.matcher.is_stopped()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::constraint::{CallConstraint, CallForm, CallableFunction, Otherwise};
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+    use serde_json::Value;
+
+    const EOS: u32 = 256;
+
+    /// Bytes, the end of sequence, a special token, and some longer tokens.
+    fn factory() -> GuideFactory {
+        let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
+        words.extend([b"<eos>".to_vec(), b"[TOOL_CALLS]".to_vec()]);
+        words.extend(["{\"", "\": ", "name", "true", "  ", "né", "ar"].map(|word| word.as_bytes().to_vec()));
+        mark_special(&mut words[256]);
+        mark_special(&mut words[257]);
+        GuideFactory::build(words, vec![EOS], [("[TOOL_CALLS]".to_string(), 257)].into()).unwrap()
+    }
+
+    fn bytes_of(factory: &GuideFactory, ids: &[u32]) -> Vec<u8> {
+        ids.iter().flat_map(|&id| factory.parsers.tok_env().tok_trie().token(id).to_vec()).collect()
+    }
+
+    /// Text of a random sequence of allowed tokens. `None` if it does not end.
+    fn random_text(factory: &GuideFactory, guide: &Guide, seed: u64) -> Option<String> {
+        let mut guide = guide.clone();
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut ids = Vec::new();
+        for _ in 0..2000 {
+            let mut logits = vec![0.0; 265];
+            assert!(guide.allowed().unwrap().restrict(&mut logits));
+            let allowed: Vec<u32> = (0..265).filter(|&id| logits[id as usize] == 0.0).collect();
+            let id = allowed[rng.random_range(0..allowed.len())];
+            guide.accept(id).unwrap();
+            if id != EOS {
+                ids.push(id);
+            }
+            if guide.has_ended() {
+                return Some(String::from_utf8(bytes_of(factory, &ids)).unwrap());
+            }
+        }
+        None
+    }
+
+    /// Texts of 40 seeds. Each must end.
+    fn random_texts(factory: &GuideFactory, constraint: &Constraint) -> Vec<String> {
+        let guide = factory.compile(constraint).unwrap();
+        (0..40).map(|seed| random_text(factory, &guide, seed).expect("the text ends")).collect()
+    }
+
+    const PERSON: &str = r##"{
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 3},
+            "pet": {"oneOf": [{"type": "null"}, {"const": "cat"}]}
+        },
+        "required": ["name", "age", "tags", "pet"],
+        "additionalProperties": false,
+        "$defs": {"tag": {"enum": ["red", "grün"]}}
+    }"##;
+
+    #[test]
+    fn random_tokens_keep_to_the_schema() {
+        let factory = factory();
+        let texts = random_texts(&factory, &Constraint::JsonSchema(PERSON.into()));
+        for text in &texts {
+            let value: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+            assert_eq!(value.as_object().unwrap().len(), 4, "{text}");
+            assert!(value["name"].as_str().unwrap().chars().count() <= 8, "{text}");
+            assert!(value["age"].as_u64().unwrap() <= 150, "{text}");
+            let tags = value["tags"].as_array().unwrap();
+            assert!(tags.len() <= 3 && tags.iter().all(|tag| *tag == "red" || *tag == "grün"), "{text}");
+            assert!(value["pet"].is_null() || value["pet"] == "cat", "{text}");
+        }
+        let distinct: std::collections::BTreeSet<_> = texts.iter().collect();
+        assert!(distinct.len() > 30, "the seeds give different texts");
+    }
+
+    #[test]
+    fn random_tokens_keep_to_expressions_choices_and_grammars() {
+        let factory = factory();
+        for text in random_texts(&factory, &Constraint::Regex("^[a-c]{2,4}-[0-9]$".into())) {
+            let (letters, digit) = text.split_once('-').unwrap();
+            assert!((2..=4).contains(&letters.len()) && digit.len() == 1, "{text}");
+        }
+        let choices = ["red", "grün", "a \"b\"\n", "[TOOL_CALLS]", "re", ""].map(String::from);
+        for text in random_texts(&factory, &Constraint::Choice(choices.to_vec())) {
+            assert!(choices.contains(&text), "{text}");
+        }
+        let lark = "start: sum\nsum: NUMBER (\"+\" NUMBER)~1..3\nNUMBER: /[0-9]{1,3}/";
+        for text in random_texts(&factory, &Constraint::Grammar(lark.into())) {
+            assert!((2..=4).contains(&text.split('+').count()), "{text}");
+            assert!(text.split('+').all(|number| number.parse::<u16>().is_ok()), "{text}");
+        }
+    }
+
+    #[test]
+    fn calls_have_the_form_of_the_template_and_the_arguments_of_the_function() {
+        let factory = factory();
+        let functions = vec![
+            CallableFunction { name: "get.age".into(), parameters: Some(PERSON.into()) },
+            CallableFunction { name: "stop".into(), parameters: None },
+        ];
+        let calls = |form, is_parallel| {
+            let constraint =
+                CallConstraint { form, functions: functions.clone(), is_parallel, otherwise: Otherwise::Never };
+            random_texts(&factory, &Constraint::Calls(constraint))
+        };
+        for text in calls(CallForm::Hermes, true) {
+            assert!(text.starts_with("<tool_call>\n{\"name\": \"") && text.ends_with("}\n</tool_call>"), "{text}");
+        }
+        for text in calls(CallForm::Llama3, true) {
+            let call: Value = serde_json::from_str(&text).unwrap();
+            assert!(call["name"] == "stop" || call["parameters"]["age"].is_u64(), "{text}");
+        }
+        // The mark is a special token, which the test spells with a byte before it.
+        let guide = factory.compile(&Constraint::Calls(CallConstraint {
+            form: CallForm::MistralList,
+            functions,
+            is_parallel: false,
+            otherwise: Otherwise::Never,
+        }));
+        let mut logits = vec![0.0; 265];
+        assert!(guide.unwrap().allowed().unwrap().restrict(&mut logits));
+        assert_eq!((0..265).filter(|&id| logits[id] == 0.0).collect::<Vec<_>>(), [257]);
+    }
+
+    /// Feeds a text byte by byte. Returns the bytes that may follow, and whether the text may end.
+    fn after(guide: &Guide, text: &str) -> (Vec<u8>, bool) {
+        let mut guide = guide.clone();
+        for byte in text.bytes() {
+            let mut logits = vec![0.0; 265];
+            assert!(guide.allowed().unwrap().restrict(&mut logits));
+            assert_eq!(logits[byte as usize], 0.0, "{} in {text}", byte as char);
+            guide.accept(u32::from(byte)).unwrap();
+        }
+        let mut logits = vec![0.0; 265];
+        assert!(guide.has_ended() || guide.allowed().unwrap().restrict(&mut logits));
+        ((0..=u8::MAX).filter(|&byte| logits[byte as usize] == 0.0).collect(), logits[EOS as usize] == 0.0)
+    }
+
+    #[test]
+    fn text_may_precede_calls_that_keep_to_the_schema() {
+        let factory = factory();
+        let parameters = Some(r#"{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}"#.into());
+        let functions = vec![CallableFunction { name: "f".into(), parameters }];
+        let guide = |form, otherwise| {
+            let constraint = CallConstraint { form, functions: functions.clone(), is_parallel: true, otherwise };
+            factory.compile(&Constraint::Calls(constraint)).unwrap()
+        };
+        let hermes = guide(CallForm::Hermes, Otherwise::Text);
+        for text in ["", "Hello <tool", "<tool_call", "a\n\n<tool_cal>"] {
+            let (next, may_end) = after(&hermes, text);
+            assert!(next.len() > 150 && may_end, "{text}: {next:?}");
+        }
+        for before in ["", "I look.\n", "<tool_cal <"] {
+            let text = format!("{before}<tool_call>");
+            assert_eq!(after(&hermes, &text), (b"\n".to_vec(), false), "{text}");
+            let text = format!("{text}\n{{\"name\": \"f\", \"arguments\": {{\"a\":");
+            let (next, may_end) = after(&hermes, &text);
+            assert!(next.contains(&b'n') && !next.contains(&b'1') && !may_end, "{next:?}");
+        }
+        let llama = guide(CallForm::Llama3, Otherwise::Text);
+        assert_eq!(after(&llama, "{"), (b"\"".to_vec(), false));
+        assert!(after(&llama, " Hello {").1);
+        let json = guide(CallForm::Hermes, Otherwise::Json(r#"{"const": 17}"#.into()));
+        assert_eq!(after(&json, "").0, b"1<");
+        assert!(after(&json, "17").1);
+    }
+
+    #[test]
+    fn text_of_a_string_has_no_special_tokens() {
+        let factory = factory();
+        let mut guide = factory.compile(&Constraint::Regex("(?s:.)*".into())).unwrap();
+        let mut logits = vec![0.0; 265];
+        assert!(guide.allowed().unwrap().restrict(&mut logits));
+        assert_eq!((logits[b'x' as usize], logits[EOS as usize]), (0.0, 0.0));
+        assert_eq!(logits[257], f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn wrong_constraints_are_refused_with_a_reason() {
+        let factory = GuideFactory::of_bytes().unwrap();
+        let deep = format!("start: {}\"a\"{}", "(".repeat(5000), ")".repeat(5000));
+        let nested = (0..200).fold("{\"type\": \"null\"}".to_string(), |inner, _| {
+            format!("{{\"type\": \"array\", \"items\": {inner}}}")
+        });
+        for (constraint, part) in [
+            (Constraint::JsonSchema("{".into()), "not JSON"),
+            (Constraint::JsonSchema(r#"{"type": "colour"}"#.into()), "colour"),
+            (Constraint::JsonSchema(r#"{"type": "array", "uniqueItems": true}"#.into()), "uniqueItems"),
+            (Constraint::JsonSchema(nested), "recursion"),
+            (Constraint::Regex("(".into()), ""),
+            (Constraint::Regex("(?=a)b".into()), "look-around"),
+            (Constraint::Grammar("start: missing".into()), "missing"),
+            (Constraint::Grammar(deep), "nested"),
+            (Constraint::JsonSchema(r#"{"type": "string", "pattern": "(a|b){3}c{2,9}(?!x)"}"#.into()), "look-around"),
+        ] {
+            let Err(error) = factory.try_out(&constraint) else { panic!("{constraint:?} is accepted") };
+            assert!(matches!(&error, GuideError::Invalid(reason) if reason.contains(part)), "{constraint:?}: {error}");
+            assert!(error.to_string().len() <= 4 * REASON_CHARS_MAX);
+        }
+    }
+
+    #[test]
+    fn vocabulary_that_cannot_write_the_text_is_an_error() {
+        let words = vec![b"a".to_vec(), b"b".to_vec()];
+        let factory = GuideFactory::build(words, Vec::new(), BTreeMap::new()).unwrap();
+        let mut guide = factory.compile(&Constraint::Choice(vec!["ac".into()])).unwrap();
+        let mut logits = vec![0.0; 2];
+        assert!(guide.allowed().unwrap().restrict(&mut logits));
+        assert_eq!(logits, [0.0, f32::NEG_INFINITY]);
+        guide.accept(0).unwrap();
+        assert_eq!(guide.allowed().err(), Some(GuideError::NoToken));
+    }
+
+    #[test]
+    fn ambiguous_grammar_ends_at_a_limit() {
+        let factory = GuideFactory::of_bytes().unwrap();
+        let mut guide = factory.compile(&Constraint::Grammar("start: a\na: a a a | \"x\" | \"\"".into())).unwrap();
+        let error = (0..100_000).find_map(|_| {
+            let step = guide.allowed().and_then(|_| guide.accept(u32::from(b'x')));
+            step.err()
+        });
+        assert!(matches!(error, Some(GuideError::TooComplex(_))), "{error:?}");
+    }
+}

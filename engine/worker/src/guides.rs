@@ -1,0 +1,90 @@
+//! Compiled constraints of an engine's requests.
+//!
+//! Invariants:
+//! - The event loop and the scheduler never compile. At most [`COMPILATIONS_MAX`] threads do.
+//! - Requests with a constraint of the last [`RECENT_MAX`] ones do not compile it again.
+//!
+//! The router has tried out each constraint in a process of its own, so a compilation here ends.
+
+use crate::api::{ApiError, ErrorCode};
+use larder_model::{Constraint, Guide, GuideError, GuideFactory, Tokenizer};
+use parking_lot::Mutex;
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock};
+use tokio::sync::Semaphore;
+
+/// Maximum number of compilations at a time.
+const COMPILATIONS_MAX: usize = 2;
+/// Number of compiled constraints to keep: the choices and prompts of a request have the same one,
+/// and agents send the same tools again. A large one takes some megabytes.
+const RECENT_MAX: usize = 16;
+
+type Recent = VecDeque<(Arc<Constraint>, Guide)>;
+
+pub(crate) struct Guides {
+    tokenizer: Arc<Tokenizer>,
+    vocab: usize,
+    eos_tokens: Arc<[u32]>,
+    /// Built for the first constraint.
+    factory: OnceLock<Result<GuideFactory, GuideError>>,
+    /// Latest use last.
+    recent: Mutex<Recent>,
+    compilations: Arc<Semaphore>,
+}
+
+impl Guides {
+    pub(crate) fn new(tokenizer: Arc<Tokenizer>, vocab: usize, eos_tokens: Arc<[u32]>) -> Arc<Self> {
+        Arc::new(Self {
+            tokenizer,
+            vocab,
+            eos_tokens,
+            factory: OnceLock::new(),
+            recent: Mutex::default(),
+            compilations: Arc::new(Semaphore::new(COMPILATIONS_MAX)),
+        })
+    }
+
+    /// Returns a guide at the start of `constraint`.
+    pub(crate) async fn get(self: &Arc<Self>, constraint: &Arc<Constraint>) -> Result<Guide, ApiError> {
+        let stopped = || ApiError::new(ErrorCode::Internal, "the engine could not compile the constraint");
+        let permit = self.compilations.clone().acquire_owned().await.map_err(|_| stopped())?;
+        let guides = self.clone();
+        let constraint = constraint.clone();
+        // Even a known one: the clone copies the tables of its lexer.
+        let compiled = tokio::task::spawn_blocking(move || {
+            // In here: a client that disconnects must not free the place of a running compilation.
+            let _permit = permit;
+            guides.known_or_compiled(&constraint)
+        });
+        compiled.await.map_err(|_| stopped())?.map_err(|error| ApiError::new(ErrorCode::BadRequest, error.to_string()))
+    }
+
+    fn known_or_compiled(&self, constraint: &Arc<Constraint>) -> Result<Guide, GuideError> {
+        if let Some(guide) = self.known(constraint) {
+            return Ok(guide);
+        }
+        let factory = self.factory.get_or_init(|| {
+            let factory = GuideFactory::new(&self.tokenizer, self.vocab, &self.eos_tokens);
+            if let Err(error) = &factory {
+                tracing::error!(%error, "requests with constraints fail: the vocabulary has no trie; check the model's tokenizer");
+            }
+            factory
+        });
+        let guide = factory.as_ref().map_err(GuideError::clone)?.compile(constraint)?;
+        let mut recent = self.recent.lock();
+        if recent.len() == RECENT_MAX {
+            recent.pop_front();
+        }
+        recent.push_back((constraint.clone(), guide.clone()));
+        Ok(guide)
+    }
+
+    fn known(&self, constraint: &Constraint) -> Option<Guide> {
+        let mut recent = self.recent.lock();
+        let at = recent.iter().position(|(known, _)| **known == *constraint)?;
+        let entry = recent.remove(at)?;
+        let guide = entry.1.clone();
+        recent.push_back(entry);
+        Some(guide)
+    }
+}
