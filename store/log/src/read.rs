@@ -160,10 +160,10 @@ impl LogShared {
                 return Ok(None);
             }
             // The record may be readable later, but until then every reader would wait for an
-            // error. The scrub reads all pages of a device that may fail for a moment only, so it
-            // drops none.
+            // error. So it becomes the fallback of the page's other record. The scrub reads all
+            // pages of a device that may fail for a moment only, so it drops none.
             if priority != Priority::Idle {
-                self.update_log(|log| log.drop_damaged(target.record));
+                self.update_log(|log| log.avoid_unreadable(target.record));
             }
             return Err(self.io_error("read", segment, error));
         }

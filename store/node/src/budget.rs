@@ -39,7 +39,7 @@ use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
-use line::Line;
+use line::{Ahead, Line};
 use rates::{ReadRate, ReleaseRate};
 use readers::ReaderOrder;
 use serde_json::json;
@@ -376,24 +376,32 @@ impl Budget {
     }
 
     fn overrun(&self, state: &mut BudgetState, number: u64, kind: Kind, bytes: u64, now: Instant) -> Overrun {
+        state.tenants.expire(now);
+        let mut ahead = Ahead::default();
+        if kind == Kind::Puts
+            && let Some(connection) = state.connections.get(&number)
+        {
+            state.line.expire(now);
+            let place = (number, connection.tenant);
+            ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], now).bytes();
+        }
+        self.overrun_behind(ahead, state, number, kind, bytes)
+    }
+
+    /// Returns the overrun of a connection behind known places in the line. The caller has called
+    /// [`TenantTable::expire`].
+    fn overrun_behind(&self, ahead: Ahead, state: &BudgetState, number: u64, kind: Kind, bytes: u64) -> Overrun {
         let index = kind as usize;
         let node_max = self.node_max[index];
-        state.tenants.expire(now);
         // The first charge is always within the bound, so that a page larger than the bound moves.
         // The subtraction saturates because a total below the bound is the normal case.
         let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
-        let mut node_used = state.used[index];
-        let Some(tenant) = state.connections.get(&number).map(|connection| connection.tenant) else {
+        let writes = if kind == Kind::Puts { self.writes.bytes() } else { 0 };
+        let node_used = state.used[index] + ahead.of_all + writes;
+        let Some(connection) = state.connections.get(&number) else {
             return Overrun { node: over(node_used, node_max), ..Overrun::default() };
         };
-        let mut tenant_used = state.tenants.used(tenant, kind);
-        if kind == Kind::Puts {
-            state.line.expire(now);
-            let ahead = state.line.ahead((number, tenant), &state.tenants, node_max, now);
-            node_used += ahead.of_all + self.writes.bytes();
-            tenant_used += ahead.of_tenant;
-        }
-        let connection_used = state.connections.get(&number).map_or(0, |connection| connection.used[index]);
+        let tenant_used = state.tenants.used(connection.tenant, kind) + ahead.of_tenant;
         let connection_max = match kind {
             // Saturates because a single oversized page or a mandatory request may exceed the
             // bound.
@@ -401,8 +409,8 @@ impl Budget {
             Kind::Puts | Kind::Outstanding | Kind::Requests => self.connection_max[index],
         };
         Overrun {
-            connection: over(connection_used, connection_max),
-            tenant: over(tenant_used, state.tenants.share(tenant, kind, node_max)),
+            connection: over(connection.used[index], connection_max),
+            tenant: over(tenant_used, state.tenants.share(connection.tenant, kind, node_max)),
             node: over(node_used, node_max),
         }
     }

@@ -107,19 +107,23 @@ impl Store {
     }
 
     /// Opens a put like [`Store::reserve`] and charges its bytes to a connection's account. Without
-    /// room for it, `takes_back` ends puts of silent writers, and of tenants above their share.
+    /// room for it, puts of silent writers end, and of tenants above their share. `seeks_room` is
+    /// `false` if an equal page has just found none.
     pub(crate) fn reserve_for(
         &self,
         account: &Arc<Account>,
         id: PageId,
         page: &Reserved,
-        takes_back: bool,
+        seeks_room: bool,
     ) -> Result<Arc<Put>, ReserveOutcome> {
+        if !seeks_room {
+            return self.puts.reserve(id, page, |_| None);
+        }
         // The bytes that the page takes in the arena, as the policy counts them.
         let bytes = page_bytes(page).next_multiple_of(SLOT_UNIT) as u64;
         let reserve = || self.puts.reserve(id, page, |_| account.charge(Kind::Puts, bytes).ok().map(Some));
         match reserve() {
-            Err(ReserveOutcome::Busy) if takes_back => {
+            Err(ReserveOutcome::Busy) => {
                 let writers = account.losing_writers(bytes);
                 if writers.is_empty() {
                     return Err(ReserveOutcome::Busy);

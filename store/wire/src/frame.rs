@@ -37,6 +37,8 @@ pub const HEADER_BYTES: usize = 32;
 /// Maximum length of a body in bytes. Page bytes travel as payload, so a body holds only keys, CRCs
 /// and text.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
+/// First capacity of the buffer for a body, in bytes. Most bodies fit, and then never grow it.
+pub(crate) const BODY_ROOM_BYTES: usize = 128;
 
 /// Maximum payload bytes of a fragment, and of a frame that carries its payload itself. Short
 /// frames and cancellations wait for at most one fragment that has begun. At 64 KB/s that takes
@@ -116,8 +118,9 @@ impl FrameHeader {
         self.flags == FRAGMENTED
     }
 
-    fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEADER_BYTES);
+    /// Encodes all but the check, into a buffer with room for `body_room` bytes of the body.
+    fn encode(&self, body_room: usize) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEADER_BYTES + body_room);
         out.put(&MAGIC);
         out.put_u8(self.kind);
         out.put_u8(self.flags);
@@ -201,7 +204,7 @@ impl Frame {
             flags: 0,
             crc: 0,
         };
-        let mut head = header.encode();
+        let mut head = header.encode(body.len());
         head.put_u32(crc(&head, body));
         head.put(body);
         Frame { head, payload, payload_len: payload_bytes, is_fragmented: false, is_abandoned: None, held: None }
@@ -221,7 +224,7 @@ impl Frame {
         assert!(body.len() <= MAX_BODY_BYTES, "a body of {} bytes is above the limit", body.len());
         let body_bytes = body.len() as u32;
         let header = FrameHeader { kind, request, body_bytes, payload_bytes: 0, deadline_ms: 0, flags: 0, crc: 0 };
-        let mut head = header.encode();
+        let mut head = header.encode(0);
         head.put_u32(crc(&head, &body));
         // The writer sends a payload behind its head, and so the bytes stand where the body
         // belongs.
@@ -292,7 +295,7 @@ fn fragment_head(request: u64, payload_bytes: usize) -> Vec<u8> {
     let payload_bytes = payload_bytes as u32;
     let header =
         FrameHeader { kind: 0, request, body_bytes: 0, payload_bytes, deadline_ms: 0, flags: FRAGMENT, crc: 0 };
-    let mut head = header.encode();
+    let mut head = header.encode(0);
     head.put_u32(crc(&head, &[]));
     head
 }

@@ -7,7 +7,7 @@
 //! - Nothing writes to a buffer after its handler was dropped: the future that receives into it is
 //!   dropped first.
 //! - A payload may take any time while its bytes keep coming. [`STALL_TIMEOUT`] without a byte ends
-//!   the connection, as does [`BODY_TIMEOUT`] for a response between fragments.
+//!   the connection, as does [`BODY_TIMEOUT`] for the body of a response.
 
 use super::dispatch::{ReceivedPage, apply, apply_page, dispatch, report_corrupt_page, report_corrupt_part};
 use super::handlers::{PagesHandler, PartsHandler, PayloadTarget, ResponseHandler};
@@ -27,8 +27,7 @@ use std::time::Duration;
 /// counts as dead.
 pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for the body of a response between two fragments. The largest body, 1 MiB, takes
-/// 16 s at 64 KB/s.
+/// Maximum time for the body of a response. The largest body, 1 MiB, takes 16 s at 64 KB/s.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Receives responses until the stream ends. Counts them in `responses`.
@@ -37,7 +36,9 @@ pub(super) async fn receive<S: ByteSource>(
     reader: &mut FrameReader<S>,
     responses: &AtomicU64,
 ) -> io::Result<()> {
-    while let Some(header) = reader.next().await? {
+    while let Some(head) = reader.head().await? {
+        take_body(reader, &head).await?;
+        let header = head.header;
         responses.fetch_add(1, Ordering::Relaxed);
         let response = decode(connection, &header, reader)?;
         if header.payload_bytes == 0 {
@@ -48,6 +49,13 @@ pub(super) async fn receive<S: ByteSource>(
         }
     }
     Ok(())
+}
+
+/// Receives the body of a response within [`BODY_TIMEOUT`]. Its length is unchecked until it is
+/// complete. With a damaged length, later answers would pass for the body, and for progress.
+async fn take_body<S: ByteSource>(reader: &mut FrameReader<S>, head: &FrameHead) -> io::Result<()> {
+    let body = tokio::time::timeout(BODY_TIMEOUT, reader.take_body(head));
+    body.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
 }
 
 fn decode<S: ByteSource>(
@@ -240,8 +248,7 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
 
     /// Receives a response that came between two fragments.
     async fn receive_between(&mut self, head: &FrameHead) -> io::Result<()> {
-        let body = tokio::time::timeout(BODY_TIMEOUT, self.reader.take_body(head));
-        body.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        take_body(self.reader, head).await?;
         let response = decode(self.connection, &head.header, self.reader)?;
         // Deferred only while this receiver has the handler: `end` gives it back before `discard`.
         if head.header.request != self.request || !self.connection.pending().lock().is_receiving(self.request) {
@@ -269,4 +276,43 @@ impl<S: ByteSource> PayloadReceiver<'_, S> {
 async fn piece<S: ByteSource>(reader: &mut FrameReader<S>, memory: &mut [u8]) -> io::Result<Piece> {
     let piece = tokio::time::timeout(STALL_TIMEOUT, reader.piece(memory));
     piece.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::multiplex::NodeIdentity;
+    use super::*;
+    use larder_wire::{HEADER_BYTES, PROTOCOL_VERSION};
+    use std::io::IoSliceMut;
+    use tokio::time::Instant;
+
+    /// Delivers its bytes, and then one more every 5 s, as a node does that answers probes.
+    struct TricklingSource(Vec<u8>);
+
+    impl ByteSource for TricklingSource {
+        async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+            if self.0.is_empty() {
+                tokio::time::sleep(Duration::from_secs(5)).await;
+                self.0.push(0);
+            }
+            let into = &mut into[0];
+            let bytes = self.0.len().min(into.len());
+            into[..bytes].copy_from_slice(&self.0[..bytes]);
+            self.0.drain(..bytes);
+            Ok(bytes)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn damaged_length_of_a_body_ends_the_connection_although_bytes_arrive() {
+        let mut header = vec![0; HEADER_BYTES];
+        header[..4].copy_from_slice(b"LRDR");
+        header[16..20].copy_from_slice(&(64u32 << 10).to_le_bytes());
+        let node = NodeIdentity { node_id: "node".into(), epoch: 1, version: PROTOCOL_VERSION };
+        let (connection, _queue) = Connection::new(node, None, 0);
+        let begin = Instant::now();
+        let ended = receive(&connection, &mut FrameReader::new(TricklingSource(header)), &AtomicU64::new(0)).await;
+        assert_eq!(ended.map_err(|error| error.kind()), Err(io::ErrorKind::TimedOut));
+        assert_eq!(begin.elapsed(), BODY_TIMEOUT);
+    }
 }

@@ -34,6 +34,8 @@ pub(super) const WITHOUT_PAGES_MAX: usize = 4096;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FallbackRecord {
     pub(super) segment: u32,
+    /// The device failed to read it when it was last tried.
+    pub(super) is_unreadable: bool,
     pub(super) offset: u64,
     pub(super) number: u64,
     pub(super) generation: u64,
@@ -41,12 +43,14 @@ pub(super) struct FallbackRecord {
 
 impl FallbackRecord {
     pub(super) fn of(segment: u32, page: &PageSummary) -> FallbackRecord {
-        FallbackRecord { segment, offset: page.offset, number: page.number, generation: page.generation }
+        let PageSummary { offset, number, generation, .. } = *page;
+        FallbackRecord { segment, is_unreadable: false, offset, number, generation }
     }
 
     pub(super) fn of_entry(entry: &PackedEntry) -> FallbackRecord {
         let (segment, offset) = (entry.segment(), entry.offset());
-        FallbackRecord { segment, offset, number: entry.number, generation: entry.generation }
+        let (number, generation) = (entry.number, entry.generation);
+        FallbackRecord { segment, is_unreadable: false, offset, number, generation }
     }
 }
 
@@ -148,8 +152,12 @@ impl Index {
         self.fallbacks.insert(slot, record);
     }
 
-    pub(super) fn set_first_fallback(&mut self, slot: u32, record: FallbackRecord) {
-        self.fallbacks.entry(slot).or_insert(record);
+    /// Sets the fallback, unless the page has a newer one.
+    pub(super) fn set_newest_fallback(&mut self, slot: u32, record: FallbackRecord) {
+        let fallback = self.fallbacks.entry(slot).or_insert(record);
+        if fallback.number < record.number {
+            *fallback = record;
+        }
     }
 
     pub(super) fn fallback(&self, slot: u32) -> Option<&FallbackRecord> {

@@ -50,7 +50,7 @@ impl Log {
     /// Moves the entry in `slot`, found by recovery, to an older record of the same put. The newest
     /// record becomes the fallback.
     pub(super) fn relocate_to_original(&mut self, slot: u32, segment: u32, page: &PageSummary) {
-        self.index.set_first_fallback(slot, FallbackRecord::of_entry(&self.index.entries.get(slot)));
+        self.index.set_newest_fallback(slot, FallbackRecord::of_entry(&self.index.entries.get(slot)));
         self.relocate_entry(slot, &FallbackRecord::of(segment, page));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
@@ -61,20 +61,36 @@ impl Log {
     /// gone.
     pub(super) fn fall_back(&mut self, slot: u32) -> bool {
         let before = self.index.entries.get(slot);
-        let Some(other) = self.index.take_fallback(slot) else { return false };
-        if self.segments.is_reclaiming(other.segment) {
-            return false;
-        }
-        if let Some(epoch) = self.segments.epoch_mut(other.segment) {
-            epoch.add_slot(slot);
-        }
+        let Some(other) = self.relocate_to_fallback(slot) else { return false };
         if before.number > other.number
             && let Some(epoch) = self.segments.epoch(before.segment())
         {
             self.unindexed.add(before.fingerprint, before.number + 1, epoch.number());
         }
-        self.relocate_entry(slot, &other);
         true
+    }
+
+    /// Exchanges the record of the page in `slot`, which the device failed to read, with the other
+    /// one. Returns `false` if that one is gone, or unreadable as well.
+    pub(super) fn swap_fallback(&mut self, slot: u32) -> bool {
+        let before = FallbackRecord::of_entry(&self.index.entries.get(slot));
+        let both_failed = self.index.fallback(slot).is_some_and(|other| other.is_unreadable);
+        if both_failed || self.relocate_to_fallback(slot).is_none() {
+            return false;
+        }
+        self.index.set_fallback(slot, FallbackRecord { is_unreadable: true, ..before });
+        true
+    }
+
+    /// Moves the entry in `slot` to its fallback, which ends. Returns `None` if there is none that
+    /// stays on the device.
+    fn relocate_to_fallback(&mut self, slot: u32) -> Option<FallbackRecord> {
+        let other = self.index.take_fallback(slot).filter(|other| !self.segments.is_reclaiming(other.segment))?;
+        if let Some(epoch) = self.segments.epoch_mut(other.segment) {
+            epoch.add_slot(slot);
+        }
+        self.relocate_entry(slot, &other);
+        Some(other)
     }
 
     pub(super) fn remove_page(&mut self, slot: u32) -> PackedEntry {

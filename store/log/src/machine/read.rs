@@ -175,6 +175,14 @@ impl Log {
         true
     }
 
+    /// Reports that the device failed to read a record. Its page is served from its other record
+    /// from now on. Without one, or if that one failed before, the page is dropped.
+    pub fn avoid_unreadable(&mut self, record: RecordRef) {
+        if self.index.entries.is_at(record.slot, record.number) && !self.swap_fallback(record.slot) {
+            self.drop_page(record.slot);
+        }
+    }
+
     /// Drops at most `max` expired pages. Returns `true` if there are more. The caller does this
     /// periodically.
     pub fn drop_expired(&mut self, now_unix_ms: u64, max: usize) -> bool {

@@ -1,6 +1,6 @@
 //! Budget of one connection: its charges, and the wait for read memory.
 
-use super::line::RoomOf;
+use super::line::{Ahead, RoomOf};
 use super::tenants::TenantNumber;
 use super::{
     Budget, BudgetState, Busy, BusyBound, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter,
@@ -263,24 +263,28 @@ impl Account {
         };
         let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
         let connection_max = self.budget.connection_max[kind as usize];
-        let first = self.budget.overrun(state, self.connection, kind, page_bytes, now);
-        if first.connection > 0 {
+        state.tenants.expire(now);
+        let own = self.budget.overrun_behind(Ahead::default(), state, self.connection, kind, page_bytes);
+        if own.connection > 0 {
             state.line.leave(self.connection);
             let forecast = self.budget.forecast(state, Scope::Connection(self.connection), now);
-            let time = forecast.time_for(first.connection.min(used), connection_max);
+            let time = forecast.time_for(own.connection.min(used), connection_max);
             return Busy::after(time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX));
         }
         let share = state.tenants.share(tenant, kind, self.budget.node_max[kind as usize]);
         // More cannot be granted at once, and would hold room of others.
         let bytes = bytes.min(connection_max).min(share).max(page_bytes);
         let had_place = state.line.has_place(self.connection);
+        // Looks at the line last, because it may be long.
+        let has_room = own.max() == 0 && self.budget.overrun(state, self.connection, kind, page_bytes, now).max() == 0;
+        state.line.expire(now);
         state.line.enter(self.connection, tenant, bytes, now);
         let waited = state.line.waited(self.connection, now);
         // An estimate that failed before is too short: writers differ. The time so far bounds the
         // number of returns.
-        let time = match first.max() {
-            0 => NO_ROOM_RETRY.max(waited),
-            _ => self.time_for_room(state, tenant, (bytes, page_bytes), now).max(waited / WAITED_PART),
+        let time = match has_room {
+            true => NO_ROOM_RETRY.max(waited),
+            false => self.time_for_room(state, tenant, (bytes, page_bytes), now).max(waited / WAITED_PART),
         };
         let time = if fail_point!("node.time-told-too-short") { PUT_RETRY_MIN } else { time };
         if time > PUT_RETRY_MAX && !had_place {
@@ -307,17 +311,18 @@ impl Account {
         let max = self.budget.node_max[Kind::Puts as usize];
         let share = state.tenants.share(tenant, Kind::Puts, max);
         // With the place: those behind it do not count.
-        let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
+        let ahead = state.line.promised((self.connection, tenant), &state.tenants, max, now);
+        let before_in_node = ahead.expected_before(RoomOf::Node, bytes, max, now);
+        let before_in_tenant = ahead.expected_before(RoomOf::Tenant, bytes, share, now);
+        let overrun = self.budget.overrun_behind(ahead.bytes(), state, self.connection, Kind::Puts, bytes);
         let mut time = PUT_RETRY_MIN;
-        for (scope, room_of, room, excess) in [
-            (Scope::Node, RoomOf::Node, max, overrun.node),
-            (Scope::Tenant(tenant), RoomOf::Tenant, share, overrun.tenant),
+        for (scope, room, excess, before) in [
+            (Scope::Node, max, overrun.node, before_in_node),
+            (Scope::Tenant(tenant), share, overrun.tenant, before_in_tenant),
         ] {
             if excess == 0 {
                 continue;
             }
-            let place = (self.connection, tenant);
-            let before = state.line.expected_before(place, &state.tenants, (room_of, bytes), max, now);
             let forecast = self.budget.forecast(state, scope, now);
             let whole_pages = (room / page_bytes.max(1) * page_bytes).max(page_bytes);
             time = time.max(forecast.time_for(excess, whole_pages));
@@ -340,6 +345,10 @@ impl Account {
         let now = now();
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
+        // Both lists would be empty. Found without a look at the line, which may be long.
+        if state.silent_from.is_some_and(|from| now < from) && !state.may_take_excess(self.connection, now) {
+            return Vec::new();
+        }
         let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
         if overrun.connection > 0 || overrun.max() == 0 {
             return Vec::new();
@@ -469,6 +478,10 @@ impl Charge {
 impl Drop for Charge {
     fn drop(&mut self) {
         if fail_point!("node.read-charge-leaks") && self.kind == Kind::Reads {
+            return;
+        }
+        if self.bytes == 0 {
+            // Another charge has absorbed this one.
             return;
         }
         let budget = &self.account.budget;

@@ -71,6 +71,36 @@ pub(super) struct Ahead {
     pub(super) of_all: u64,
 }
 
+/// Places ahead of a connection that room is promised to, in their order.
+pub(super) struct PromisedPlaces<'a> {
+    places: Vec<&'a Place>,
+    /// Tenant of the connection.
+    tenant: TenantNumber,
+}
+
+impl PromisedPlaces<'_> {
+    pub(super) fn bytes(&self) -> Ahead {
+        let mut ahead = Ahead::default();
+        for place in &self.places {
+            ahead.of_all += place.bytes;
+            ahead.of_tenant += if place.tenant == self.tenant { place.bytes } else { 0 };
+        }
+        ahead
+    }
+
+    /// Returns the time at which the connection is expected whose put must have ended before
+    /// `bytes` more fit into the `room` of `scope`.
+    pub(super) fn expected_before(&self, scope: RoomOf, bytes: u64, room: u64, now: Instant) -> Option<Instant> {
+        let mut sum = bytes;
+        let mut ahead = self.places.iter().filter(|place| scope == RoomOf::Node || place.tenant == self.tenant);
+        let blocking = ahead.rfind(|place| {
+            sum += place.bytes;
+            sum > room
+        });
+        blocking.map(|place| place.expected_at(now))
+    }
+}
+
 /// Room for puts that a place waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoomOf {
@@ -83,16 +113,19 @@ impl Line {
         self.places.len()
     }
 
-    /// Places ahead of a connection that room is promised to, or all such places if it has none. A
-    /// place of another tenant that is at its share of `max` takes nothing, because it cannot be
-    /// served now. Places of the own tenant always count: they get its room first.
-    fn promised(
+    /// Returns the places ahead of a connection that room is promised to, or all such places if it
+    /// has none. A place of another tenant that is at its share of `max` takes nothing, because it
+    /// cannot be served now. Places of the own tenant always count: they get its room first.
+    pub(super) fn promised(
         &self,
         (connection, tenant): (u64, TenantNumber),
         tenants: &TenantTable,
         max: u64,
         now: Instant,
-    ) -> Vec<&Place> {
+    ) -> PromisedPlaces<'_> {
+        if self.places.is_empty() {
+            return PromisedPlaces { places: Vec::new(), tenant };
+        }
         let own = self.by_connection.get(&connection);
         let mut by_tenant = BTreeMap::<TenantNumber, u64>::new();
         let ahead = self.places.iter().take_while(|(key, _)| own.is_none_or(|own| *key < own));
@@ -106,50 +139,8 @@ impl Line {
             *promised += place.bytes;
             true
         };
-        ahead.map(|(_, place)| place).filter(|place| place.holds_room(now)).filter(is_promised).collect()
-    }
-
-    /// Sums the bytes promised to places ahead of a connection.
-    pub(super) fn ahead(
-        &self,
-        connection: (u64, TenantNumber),
-        tenants: &TenantTable,
-        max: u64,
-        now: Instant,
-    ) -> Ahead {
-        let mut ahead = Ahead::default();
-        if self.places.is_empty() {
-            return ahead;
-        }
-        for place in self.promised(connection, tenants, max, now) {
-            ahead.of_all += place.bytes;
-            ahead.of_tenant += if place.tenant == connection.1 { place.bytes } else { 0 };
-        }
-        ahead
-    }
-
-    /// Returns the time at which the connection is expected whose put must have ended before the
-    /// `bytes` of this one fit into the room of `scope`.
-    pub(super) fn expected_before(
-        &self,
-        connection: (u64, TenantNumber),
-        tenants: &TenantTable,
-        (scope, bytes): (RoomOf, u64),
-        max: u64,
-        now: Instant,
-    ) -> Option<Instant> {
-        let room = match scope {
-            RoomOf::Node => max,
-            RoomOf::Tenant => tenants.share(connection.1, Kind::Puts, max),
-        };
-        let mut sum = bytes;
-        let ahead = self.promised(connection, tenants, max, now);
-        let mut ahead = ahead.into_iter().filter(|place| scope == RoomOf::Node || place.tenant == connection.1);
-        let blocking = ahead.rfind(|place| {
-            sum += place.bytes;
-            sum > room
-        });
-        blocking.map(|place| place.expected_at(now))
+        let places = ahead.map(|(_, place)| place).filter(|place| place.holds_room(now)).filter(is_promised).collect();
+        PromisedPlaces { places, tenant }
     }
 
     /// Gives a connection a place, or changes the bytes of the place that it has. Does nothing if

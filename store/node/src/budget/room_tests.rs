@@ -495,7 +495,8 @@ async fn second_place_of_a_tenant_comes_after_the_first_places_of_others() {
         line.enter(connection, tenant, PAGE, now());
     }
     // Both tenants are far below their shares.
-    let ahead_of = |connection, tenant| line.ahead((connection, tenant), &tenants, 100 * PAGE, now()).of_all / PAGE;
+    let ahead_of =
+        |connection, tenant| line.promised((connection, tenant), &tenants, 100 * PAGE, now()).bytes().of_all / PAGE;
     assert_eq!((ahead_of(0, many), ahead_of(2, single), ahead_of(1, many)), (0, 1, 2));
 }
 

@@ -8,6 +8,7 @@ use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
 use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 /// Bytes that count as progress of a writer, within [`SILENT_AFTER`]. Half the rate of the slowest
@@ -208,9 +209,18 @@ pub(super) struct Forecast {
     pub(super) turn: Duration,
 }
 
+/// Computed once: a forecast goes through the steps for each writer.
+static STEP_TIMES: LazyLock<[Duration; STEPS]> = LazyLock::new(|| {
+    let mut step = Duration::from_millis(1).as_secs_f64();
+    std::array::from_fn(|_| {
+        let time = Duration::from_secs_f64(step);
+        step *= STEP_FACTOR;
+        time
+    })
+});
+
 fn steps() -> impl Iterator<Item = Duration> {
-    let first = Duration::from_millis(1).as_secs_f64();
-    std::iter::successors(Some(first), |step| Some(step * STEP_FACTOR)).take(STEPS).map(Duration::from_secs_f64)
+    STEP_TIMES.iter().copied()
 }
 
 impl Forecast {
@@ -341,10 +351,16 @@ impl BudgetState {
         silent.into_iter().map(losing).collect()
     }
 
+    /// Returns `true` if a connection has waited for so long that tenants above their share lose
+    /// the excess to it.
+    pub(super) fn may_take_excess(&self, connection: u64, now: Instant) -> bool {
+        self.line.waited(connection, now) >= EXCESS_AFTER
+    }
+
     /// Writers of tenants above their share of `max`, if `connection` has waited for long enough.
     /// The longest silence comes first.
     pub(super) fn excess_writers(&self, connection: u64, max: u64, now: Instant) -> Vec<LosingWriter> {
-        if self.line.waited(connection, now) < EXCESS_AFTER {
+        if !self.may_take_excess(connection, now) {
             return Vec::new();
         }
         let mut above: Vec<(Duration, LosingWriter)> = Vec::new();

@@ -21,7 +21,7 @@ pub(super) struct OpenPuts {
 impl OpenPuts {
     /// Reserves a page under the name `entry`, charged to `account`. The parts must be those of the
     /// namespace's `part_table`, or no reader could use the page. See [`Store::reserve_for`] for
-    /// `takes_back`.
+    /// `seeks_room`.
     ///
     /// [`Store::reserve_for`]: crate::store::Store::reserve_for
     #[expect(clippy::too_many_arguments, reason = "all callers have these values apart")]
@@ -33,7 +33,7 @@ impl OpenPuts {
         entry: Entry,
         id: PageId,
         page: &Reserved,
-        takes_back: bool,
+        seeks_room: bool,
     ) -> ReserveOutcome {
         // A name in use would hide its put from the client, which could then never end it.
         if page.part_bytes != part_table || self.by_entry.contains_key(&entry) {
@@ -42,7 +42,7 @@ impl OpenPuts {
         if self.by_entry.len() >= PUTS_MAX {
             return ReserveOutcome::Busy;
         }
-        match node.store.reserve_for(account, id, page, takes_back) {
+        match node.store.reserve_for(account, id, page, seeks_room) {
             Ok(put) => {
                 self.by_entry.insert(entry, put);
                 ReserveOutcome::Granted

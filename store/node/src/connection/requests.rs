@@ -6,7 +6,7 @@ use super::page_admin::PageAdmin;
 use super::page_request::PageRequest;
 use super::rdma::PendingCommit;
 use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
-use crate::budget::Busy;
+use crate::budget::{Busy, Charge};
 use crate::puts::Put;
 use larder_format::codec::DecodeError;
 use larder_format::{NamespaceId, PageId, PageKey};
@@ -90,25 +90,29 @@ impl Connection {
             return Err(protocol_error(DecodeError::Invalid("body length of this kind of request")));
         }
         let mandatory = !Request::is_sheddable(header.kind);
-        // Requests without a body are charged, too.
-        let mut admission = self.account.charge_request(0, mandatory);
+        let mut charge: Option<Charge> = None;
+        let mut refused = None;
         let account = &self.account;
         let received = reader.received_bytes();
         let receive = reader.take_body_if(head, |body_bytes| {
-            let grown = admission.as_mut().map_err(|busy| *busy);
-            match grown.and_then(|charge| account.grow_request(charge, body_bytes, mandatory)) {
-                Ok(()) => true,
-                Err(busy) => {
-                    admission = Err(busy);
-                    false
-                }
-            }
+            let charged = match &mut charge {
+                Some(charge) => account.grow_request(charge, body_bytes, mandatory),
+                None => account.charge_request(body_bytes, mandatory).map(|first| charge = Some(first)),
+            };
+            refused = charged.err();
+            refused.is_none()
         });
         self.node.arriving.receive(received, || account.tenant(), receive).await?;
         self.received_at = now();
         if let Some(place) = &self.place {
             place.record_activity(self.received_at);
         }
+        let admission = match (refused, charge) {
+            (Some(busy), _) => Err(busy),
+            (None, Some(charge)) => Ok(charge),
+            // Requests without a body are charged, too.
+            (None, None) => self.account.charge_request(0, mandatory),
+        };
         match admission {
             Ok(charge) => self.charge = Some(charge),
             Err(busy) => {
@@ -255,13 +259,13 @@ impl Connection {
         // Only a connection with a namespace gets here.
         let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
         let mut outcomes = Vec::with_capacity(pages.len());
-        // Once there is no room for one page, a search for the next one would find none either.
-        let mut takes_back = true;
+        // All pages have one size. Once there is no room for one, the next would find none either.
+        let mut seeks_room = true;
         for (index, page) in (0..).zip(&pages) {
             let id = PageId { namespace, key: page.key };
             let entry = Entry { request, index };
-            let outcome = self.puts.reserve(&self.node, &self.account, part_table, entry, id, page, takes_back);
-            takes_back &= outcome != ReserveOutcome::Busy;
+            let outcome = self.puts.reserve(&self.node, &self.account, part_table, entry, id, page, seeks_room);
+            seeks_room &= outcome != ReserveOutcome::Busy;
             outcomes.push(outcome);
         }
         self.answer_reserved(request, outcomes).await

@@ -6,7 +6,7 @@ use crate::fields::{
     Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
     put_crcs, put_entry, put_keys, put_optional, put_range, range,
 };
-use crate::frame::{Frame, MAX_BODY_BYTES, Payload};
+use crate::frame::{BODY_ROOM_BYTES, Frame, MAX_BODY_BYTES, Payload};
 use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
 use crate::messages::{REQUESTS, RequestKind};
 use crate::{PROTOCOL_VERSION, VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
@@ -67,7 +67,7 @@ impl Request {
     }
 
     fn encode(&self, version: u16) -> Vec<u8> {
-        let mut out = Vec::new();
+        let mut out = Vec::with_capacity(BODY_ROOM_BYTES);
         match self {
             Request::Hello { version_min, version_max, name, namespace } => {
                 out.put_u16(*version_min);

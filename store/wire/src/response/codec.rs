@@ -6,7 +6,7 @@ use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCo
 use crate::fields::{
     GrantedRange, PagePin, PayloadLocation, RdmaEndpoint, crcs, optional, put_crcs, put_optional, put_range, range,
 };
-use crate::frame::{Frame, Payload};
+use crate::frame::{BODY_ROOM_BYTES, Frame, Payload};
 use crate::limits::{
     MAX_ARENA_PAGES, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PUTS,
     MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
@@ -54,7 +54,7 @@ impl Response {
     }
 
     fn encode(&self, version: u16) -> Vec<u8> {
-        let mut out = Vec::new();
+        let mut out = Vec::with_capacity(BODY_ROOM_BYTES);
         match self {
             Response::Hello { version, node_id, epoch, namespace, arena_listener } => {
                 out.put_u16(*version);

@@ -12,6 +12,12 @@ fn number_of(log: &Log, n: u8) -> Option<u64> {
     log.find(&id(n), 0).map(|entry| entry.number)
 }
 
+/// Reports that the device failed to read the record of page 2, or an earlier record in its slot.
+fn avoid_unreadable(log: &mut Log, number: u64) {
+    let slot = log.index.entries.find(&id(2)).unwrap();
+    log.avoid_unreadable(RecordRef { number, slot });
+}
+
 /// The copy may be torn, and the original was durable before it.
 #[test]
 fn original_is_served_until_it_is_damaged_and_then_its_copy() {
@@ -33,6 +39,46 @@ fn original_is_served_until_it_is_damaged_and_then_its_copy() {
     assert_eq!(number_of(&log, 2), Some(9));
     assert!(drop_damaged(&mut log, 2, 9));
     assert_eq!(number_of(&log, 2), None, "another put is no copy");
+}
+
+#[test]
+fn unreadable_record_takes_turns_with_its_copy_until_both_failed() {
+    let original = summary(2, 4, BLOCK_BYTES as u64);
+    let copy = PageSummary { number: 9, ..original };
+    let restore = || restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy))]);
+    let mut log = restore();
+    avoid_unreadable(&mut log, 4);
+    assert_eq!(number_of(&log, 2), Some(9));
+    avoid_unreadable(&mut log, 4);
+    assert_eq!(number_of(&log, 2), Some(9), "that read began before the exchange");
+    assert!(drop_damaged(&mut log, 2, 9));
+    assert_eq!(number_of(&log, 2), Some(4), "the error may have been transient");
+
+    let mut log = restore();
+    avoid_unreadable(&mut log, 4);
+    avoid_unreadable(&mut log, 9);
+    assert_eq!((number_of(&log, 2), log.index.fallbacks()), (None, 0));
+    assert!(log.unindexed.pages() > 0, "a forget must write a tombstone: a restart may bring the records back");
+}
+
+/// A read of the original fails before recovery has found all records of the put.
+#[test]
+fn newest_copy_stays_known_after_an_unreadable_record() {
+    let oldest = summary(2, 4, BLOCK_BYTES as u64);
+    let records = [oldest, PageSummary { number: 9, ..oldest }, PageSummary { number: 12, ..oldest }];
+    let found = [0, 1, 2].map(|segment| FoundSegment { segment, epoch: Ok(u64::from(segment) + 1), truncated: false });
+    let Recovery { mut log, .. } = Recovery::new(config(5), found.into());
+    for (segment, record) in [(2, records[2]), (1, records[1]), (0, records[0])] {
+        log.recover_segment(scanned(segment, u64::from(segment) + 1, page(record)), 0).unwrap();
+        if segment == 1 {
+            avoid_unreadable(&mut log, 9);
+            assert_eq!(number_of(&log, 2), Some(12));
+        }
+    }
+    log.finish_recovery().unwrap();
+    assert_eq!(number_of(&log, 2), Some(4));
+    assert!(drop_damaged(&mut log, 2, 4));
+    assert_eq!(number_of(&log, 2), Some(12));
 }
 
 /// Recovers a log of two records of page 2. A reader finds the newer one damaged in between.
