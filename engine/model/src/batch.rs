@@ -32,7 +32,7 @@ pub enum LogitRows {
 
 /// Observer of a forward pass. The engine uses it to publish a layer's pages while later layers are
 /// computed.
-pub trait LayerHooks {
+pub trait LayerHooks: Send {
     /// Called when the keys and values of `layer` are in their pages, for all tokens of the batch.
     fn layer_done(&mut self, layer: usize, batch: &[Chunk<'_>]);
 }

@@ -11,6 +11,7 @@ use crate::batch::{self, Chunk, ForwardError, LayerHooks};
 use crate::kv::{KvKind, PageElement, PageSlot, head_layout, with_element};
 use crate::model::{LayerWeights, Linear, Model};
 use crate::scratch::Scratch;
+use crate::turns::{self, Turn};
 use larder_format::PageGeometry;
 use larder_kernels::cpu::{AttentionChunk, AttentionShape, HeadLayout, add, attention, matmul, rms_norm, silu_mul};
 use rayon::prelude::*;
@@ -25,36 +26,68 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut buffer[..len]
 }
 
+/// State of a pass between two layers.
+struct Pass {
+    /// Next layer.
+    layer: usize,
+    /// Rows of each chunk that the next layer computes.
+    rows: Vec<Range<usize>>,
+    scratch: Scratch,
+}
+
 impl Model {
     /// Computes the keys and values of all tokens of `batch` into their pages, and the requested
     /// logits. Returns per chunk its rows of `vocab` logits, concatenated. Calls `hooks` after each
-    /// layer, on the caller's thread.
+    /// layer, on one thread at a time. Waits for passes of other callers, and gives way to shorter
+    /// ones between two layers.
     ///
     /// # Errors
     /// If the batch is invalid (see [`ForwardError`]). No page has changed then.
     pub fn forward(&self, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) -> Result<Vec<Vec<f32>>, ForwardError> {
         batch::check(batch, self)?;
-        let mut scratch = self.scratch.take();
-        on_rayon(|| self.embed(batch, &mut scratch));
-        let mut rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
-        for (layer, weights) in self.weights.layers.iter().enumerate() {
-            on_rayon(|| self.keys_and_values(layer, weights, batch, &mut scratch));
-            // After all keys and values of the layer are written, before attention: the hook may
-            // already publish them.
-            hooks.layer_done(layer, batch);
-            if layer + 1 == self.weights.layers.len() {
-                self.retain_requested_rows(batch, &mut rows, &mut scratch);
-            }
-            if rows.iter().any(|rows| !rows.is_empty()) {
-                on_rayon(|| {
-                    with_element!(self.kv_dtype, E => self.attend::<E>(layer, batch, &rows, &mut scratch));
-                    self.finish_layer(weights, &rows, &mut scratch);
-                });
+        let rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
+        let count = rows.iter().map(Range::len).sum();
+        let mut pass = Pass { layer: 0, rows, scratch: self.scratch.take() };
+        let logits = turns::run(count, |turn| self.advance(&mut pass, batch, hooks, turn));
+        self.scratch.put(pass.scratch);
+        Ok(logits)
+    }
+
+    /// Computes the next layers of a pass, and the logits after the last. Returns `None` where it
+    /// gives way to a shorter pass.
+    fn advance(
+        &self,
+        pass: &mut Pass,
+        batch: &mut [Chunk<'_>],
+        hooks: &mut dyn LayerHooks,
+        turn: Option<&Turn<'_>>,
+    ) -> Option<Vec<Vec<f32>>> {
+        if pass.layer == 0 {
+            self.embed(batch, &mut pass.scratch);
+        }
+        while let Some(weights) = self.weights.layers.get(pass.layer) {
+            self.layer(weights, pass, batch, hooks);
+            pass.layer += 1;
+            if turn.is_some_and(Turn::is_wanted) {
+                return None;
             }
         }
-        let logits = on_rayon(|| self.logits(&rows, &mut scratch));
-        self.scratch.put(scratch);
-        Ok(logits)
+        Some(self.logits(&pass.rows, &mut pass.scratch))
+    }
+
+    fn layer(&self, weights: &LayerWeights, pass: &mut Pass, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) {
+        let Pass { layer, rows, scratch } = pass;
+        self.keys_and_values(*layer, weights, batch, scratch);
+        // After all keys and values of the layer are written, before attention: the hook may
+        // already publish them.
+        hooks.layer_done(*layer, batch);
+        if *layer + 1 == self.weights.layers.len() {
+            self.retain_requested_rows(batch, rows, scratch);
+        }
+        if rows.iter().any(|rows| !rows.is_empty()) {
+            with_element!(self.kv_dtype, E => self.attend::<E>(*layer, batch, rows, scratch));
+            self.finish_layer(weights, rows, scratch);
+        }
     }
 
     fn qkv_width(&self) -> usize {
@@ -207,12 +240,6 @@ impl Model {
         };
         rows.iter().map(of_chunk).collect()
     }
-}
-
-/// Runs `work`, a sequence of kernels, on a rayon thread. From an outside thread, every kernel
-/// would wake the pool and wait for it again.
-fn on_rayon<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    rayon::scope(|_| work())
 }
 
 fn project(x: &[f32], linear: &Linear, out: &mut [f32]) {

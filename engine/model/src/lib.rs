@@ -37,6 +37,7 @@ pub mod stop;
 pub mod stream;
 pub mod template_worker;
 pub mod tokenizer;
+mod turns;
 pub mod weights;
 
 pub use batch::{Chunk, ForwardError, LayerHooks, LogitRows};

@@ -284,8 +284,8 @@ mod x86 {
         }
     }
 
-    /// Transposes the square of 4 × 4 elements in each quarter of the four rows from `first` on. Not
-    /// with closures: they lack the instruction set, so that its instructions become calls.
+    /// Transposes the square of 4 × 4 elements in each quarter of the four rows from `first` on.
+    /// Not with closures: they lack the instruction set, so that its instructions become calls.
     ///
     /// # Safety
     /// The machine has the instruction set of the rows.
@@ -310,8 +310,8 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(super) struct Avx2(__m256);
 
-    /// Transposes the square of 4 × 4 elements in each half of the four rows from `first` on. Not
-    /// with closures: they lack the instruction set, so that its instructions become calls.
+    /// Transposes the square of 4 × 4 elements in each half of the four rows from `first` on.
+    /// Not with closures: they lack the instruction set, so that its instructions become calls.
     ///
     /// # Safety
     /// The machine has the instruction set of the rows.

@@ -1,0 +1,145 @@
+//! Turns of forward passes on the threads of the process.
+//!
+//! All passes share one thread pool. Two at once would wait for each other in each of their
+//! kernels, so one runs at a time. Passes take turns in order of arrival. Between two layers, a
+//! pass gives way to a waiting one with fewer rows. So a decode step waits for one layer of a
+//! prompt's chunk, not for the whole chunk.
+//!
+//! Invariants:
+//! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets a
+//!   turn of at least one layer before any pass that arrives later, so short passes cannot starve
+//!   it.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+static TURNS: Turns = Turns::new();
+
+struct Turns {
+    queue: Mutex<Queue>,
+    released: Condvar,
+}
+
+struct Queue {
+    is_taken: bool,
+    next_number: u64,
+    /// Number and rows of each waiting pass, in order of arrival.
+    waiting: VecDeque<(u64, usize)>,
+}
+
+/// The right to compute. Drop passes it on.
+pub(crate) struct Turn<'a> {
+    turns: &'a Turns,
+    rows: usize,
+}
+
+impl Turns {
+    const fn new() -> Turns {
+        let queue = Queue { is_taken: false, next_number: 0, waiting: VecDeque::new() };
+        Turns { queue: Mutex::new(queue), released: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the turn of a pass over `rows` rows. The passes before it bound the wait, and each
+    /// of them ends.
+    fn take(&self, rows: usize) -> Turn<'_> {
+        let mut queue = self.lock();
+        let number = queue.next_number;
+        queue.next_number += 1;
+        queue.waiting.push_back((number, rows));
+        while queue.is_taken || queue.waiting.front().is_some_and(|(first, _)| *first != number) {
+            queue = self.released.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        queue.waiting.pop_front();
+        queue.is_taken = true;
+        Turn { turns: self, rows }
+    }
+}
+
+impl Turn<'_> {
+    /// Returns `true` if the holder must give way: a pass with fewer rows waits.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.turns.lock().waiting.iter().any(|(_, rows)| *rows < self.rows)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.turns.lock().is_taken = false;
+        // All: each waits for its own number.
+        self.turns.released.notify_all();
+    }
+}
+
+/// Calls `advance` in turns until it returns a result. It computes a pass over `rows` rows on a
+/// thread of the pool, and returns `None` where it gives way. It gets no turn if the caller is a
+/// thread of a pool: such a thread must not wait, because another pass may need it.
+pub(crate) fn run<T: Send>(rows: usize, mut advance: impl FnMut(Option<&Turn<'_>>) -> Option<T> + Send) -> T {
+    let is_on_pool = rayon::current_thread_index().is_some();
+    loop {
+        let result = if is_on_pool {
+            advance(None)
+        } else {
+            let turn = TURNS.take(rows);
+            // From an outside thread, every kernel would wake the pool and wait for it again.
+            rayon::scope(|_| advance(Some(&turn)))
+        };
+        if let Some(result) = result {
+            return result;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    /// Waits until `count` passes wait.
+    fn wait_for_queue(turns: &Turns, count: usize) {
+        let begin = Instant::now();
+        while turns.lock().waiting.len() != count {
+            assert!(begin.elapsed() < Duration::from_secs(60), "the queue never had {count} passes");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn long_pass_gives_way_to_a_short_one_and_goes_on_before_the_next() {
+        let turns = Turns::new();
+        let order = Mutex::new(Vec::new());
+        let pass = |name: &'static str, rows: usize| {
+            let turn = turns.take(rows);
+            order.lock().unwrap().push(name);
+            drop(turn);
+        };
+        std::thread::scope(|scope| {
+            let long = turns.take(100);
+            assert!(!long.is_wanted());
+            scope.spawn(|| pass("equal", 100));
+            wait_for_queue(&turns, 1);
+            assert!(!long.is_wanted(), "a pass of the same length waits for the end");
+            scope.spawn(|| pass("short", 1));
+            wait_for_queue(&turns, 2);
+            assert!(long.is_wanted());
+            // All threads below enter the queue while another turn holds it, in a known order.
+            let first = scope.spawn(|| pass("long again", 100));
+            wait_for_queue(&turns, 3);
+            scope.spawn(|| pass("later short", 1));
+            wait_for_queue(&turns, 4);
+            drop(long);
+            first.join().unwrap();
+        });
+        assert_eq!(*order.lock().unwrap(), ["equal", "short", "long again", "later short"]);
+    }
+
+    #[test]
+    fn panic_in_a_pass_ends_its_turn() {
+        let failed = std::panic::catch_unwind(|| run(1, |_| -> Option<()> { panic!("a planned failure") }));
+        assert!(failed.is_err());
+        assert!(run(1, |turn| Some(turn.is_some())), "the next pass has a turn");
+    }
+}
