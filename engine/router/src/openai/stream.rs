@@ -121,7 +121,7 @@ impl EventSource {
         let response = meta.response.is_some().then(ResponseWriter::default);
         let mut writer = ChunkWriter { meta, options: stream_options, native, tools, response };
         let ready = indexes.filter_map(|index| writer.opening(index)).collect();
-        let include_usage = stream_options.include_usage || is_native;
+        let include_usage = stream_options.has_last_chunk() || is_native;
         let copies = copies(&writer.meta);
         let of_choice = move |choice| choice_events(choice, include_usage, copies);
         let events = prompts.events(of_choice, |error| (0, ChoiceEvent::Failed(error)));
@@ -191,7 +191,7 @@ impl EventSource {
             self.is_over = true;
             return;
         }
-        if self.writer.options.include_usage {
+        if self.writer.options.has_last_chunk() {
             // OpenAI sends the usage chunk last, and with an empty list of choices.
             self.ready.push_back(self.writer.usage(&self.usage_totals));
         }
@@ -338,6 +338,7 @@ impl ChunkWriter {
     }
 
     fn usage(&self, totals: &UsageTotals) -> Bytes {
+        // Without `usage` if the client asked only for the split of the cached tokens.
         let mut chunk = self.json(Vec::new(), Some(&totals.usage()));
         chunk["sglext"] = totals.sglext();
         event(&chunk)
@@ -400,7 +401,7 @@ mod tests {
     use std::sync::Arc;
 
     fn writer(endpoint: Endpoint, include_usage: bool) -> ChunkWriter {
-        let options = StreamOptions { include_usage, continuous_usage: false };
+        let options = StreamOptions { include_usage, ..StreamOptions::default() };
         ChunkWriter {
             meta: ResponseMeta::for_tests(endpoint),
             options,

@@ -96,6 +96,15 @@ pub struct StreamOptions {
     pub include_usage: bool,
     /// Every chunk has the usage so far.
     pub continuous_usage: bool,
+    /// The last chunk splits the cached tokens by tier. SGLang's `return_cached_tokens_details`.
+    pub cached_details: bool,
+}
+
+impl StreamOptions {
+    /// Returns `true` if a chunk about the whole answer comes last.
+    pub fn has_last_chunk(self) -> bool {
+        self.include_usage || self.cached_details
+    }
 }
 
 impl<'de> Deserialize<'de> for StreamOptions {
@@ -104,6 +113,7 @@ impl<'de> Deserialize<'de> for StreamOptions {
         let options = Self {
             include_usage: take_inner(&mut fields, "include_usage")?.unwrap_or(false),
             continuous_usage: take_inner(&mut fields, "continuous_usage_stats")?.unwrap_or(false),
+            cached_details: false,
         };
         // It asks for padding of the chunks against observers, which clients must ignore.
         fields.ignore("include_obfuscation");
@@ -136,6 +146,9 @@ impl CommonParams {
             let message = "'truncate_prompt_tokens' must be at least 1, or -1 for the model's context";
             return Err(ApiError::field("truncate_prompt_tokens", message));
         }
+        let stream_options: StreamOptions = fields.take("stream_options")?.unwrap_or_default();
+        // A whole answer always has them.
+        let cached_details = fields.take("return_cached_tokens_details")?.unwrap_or(false);
         Ok(Self {
             model: fields.require("model")?,
             sampling,
@@ -143,7 +156,7 @@ impl CommonParams {
             n,
             best_of: n,
             stream: fields.take("stream")?.unwrap_or(false),
-            stream_options: fields.take("stream_options")?.unwrap_or_default(),
+            stream_options: StreamOptions { cached_details, ..stream_options },
             logprobs: None,
             echo: false,
             truncate_prompt,

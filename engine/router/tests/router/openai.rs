@@ -34,6 +34,13 @@ async fn chat_answers_streamed_and_unstreamed() {
     assert_eq!(text, " t0 t1 t2 t3");
     assert_eq!(events[events.len() - 2]["choices"][0]["finish_reason"], "length");
     assert_eq!(events.last().unwrap()["usage"], answer["usage"]);
+    assert_eq!(events.last().unwrap()["sglext"], answer["sglext"]);
+    // SGLang's cache report.
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 4,
+        "stream": true, "return_cached_tokens_details": true});
+    let text = cluster.post("/v1/chat/completions", body).await.text().await.unwrap();
+    let last = self::events(&text).pop().unwrap();
+    assert!(last["sglext"]["cached_tokens_details"]["device"].is_u64() && last.get("usage").is_none(), "{last}");
     // Without `max_tokens`, the answer may use the rest of the context.
     let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]});
     assert_eq!(cluster.post("/v1/chat/completions", body).await.status(), 200);
