@@ -142,7 +142,9 @@ impl CallConstraint {
                         Some(token) => format!("before: TEXT? {token}\n"),
                         None => format!("before[lazy]: /(?s:.)*{}/\n", text.replace('[', "\\[")),
                     };
-                    format!("start: before call {several} TEXT? | TEXT?\n{before}TEXT: /(?s:.)+/\n")
+                    // `before` each call: a lexeme of any text would take the next mark with it.
+                    let calls = if several.is_empty() { "before call" } else { "(before call)+" };
+                    format!("start: {calls} TEXT? | TEXT?\n{before}TEXT: /(?s:.)+/\n")
                 }
             },
         };

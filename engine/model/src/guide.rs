@@ -35,6 +35,9 @@ pub enum GuideError {
     /// The constraint is wrong, or beyond a limit of the compiler.
     #[error("{0}")]
     Invalid(String),
+    /// The process could not compile it, whatever the constraint is.
+    #[error("the constraint could not be compiled: {0}")]
+    Failed(String),
     #[error("no token of the model continues the answer within its constraint; relax the constraint")]
     NoToken,
     #[error("the constraint is too complex to continue the answer: {0}; simplify the constraint")]
@@ -73,6 +76,8 @@ fn limits() -> ParserLimits {
 pub struct GuideFactory {
     parsers: ParserFactory,
     special_tokens: BTreeMap<String, u32>,
+    /// All tokens but the special ones that do not end an answer.
+    text_tokens: Arc<SimpleVob>,
 }
 
 impl GuideFactory {
@@ -118,8 +123,13 @@ impl GuideFactory {
             parsers.quiet();
             Ok(parsers)
         });
-        let parsers = panic_utils::catch_unwind(build).map_err(|error| GuideError::Invalid(reason(error)))?;
-        Ok(GuideFactory { parsers, special_tokens })
+        let parsers = panic_utils::catch_unwind(build).map_err(|error| GuideError::Failed(reason(error)))?;
+        let mut text_tokens = parsers.tok_env().tok_trie().alloc_token_set();
+        text_tokens.set_all(true);
+        for id in special_tokens.values().filter(|id| !eos_tokens.contains(id)) {
+            text_tokens.disallow_token(*id);
+        }
+        Ok(GuideFactory { parsers, special_tokens, text_tokens: Arc::new(text_tokens) })
     }
 
     /// Compiles a constraint, on a thread of its own with a large stack. Takes any time: see
@@ -130,7 +140,11 @@ impl GuideFactory {
             let grammar = grammar.map_err(GuideError::Invalid)?;
             let matcher = Matcher::new(self.parsers.create_parser(grammar));
             match matcher.get_error() {
-                None => Ok(Guide { matcher, items: 0 }),
+                None => {
+                    // Only a grammar of a user can name tokens.
+                    let is_grammar = matches!(constraint, Constraint::Grammar(_));
+                    Ok(Guide { matcher, items: 0, only: is_grammar.then(|| self.text_tokens.clone()) })
+                }
                 Some(error) => Err(GuideError::Invalid(reason(error))),
             }
         };
@@ -153,11 +167,11 @@ fn mark_special(word: &mut Vec<u8>) {
 }
 
 fn on_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, GuideError> + Send) -> Result<T, GuideError> {
-    let failed = |reason: &str| GuideError::Invalid(reason.to_string());
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(bytes).spawn_scoped(scope, work);
-        let thread = thread.map_err(|error| failed(&format!("no thread to compile it: {error}")))?;
-        thread.join().unwrap_or_else(|_| Err(failed("the library for constraints panicked on it")))
+        let thread = thread.map_err(|error| GuideError::Failed(format!("no thread for it: {error}")))?;
+        let panicked = || GuideError::Invalid("the library for constraints panicked on it".into());
+        thread.join().unwrap_or_else(|_| Err(panicked()))
     })
 }
 
@@ -166,11 +180,13 @@ pub struct Guide {
     matcher: Matcher,
     /// Work so far.
     items: usize,
+    /// The only tokens that may follow, whatever the constraint says.
+    only: Option<Arc<SimpleVob>>,
 }
 
 impl Clone for Guide {
     fn clone(&self) -> Self {
-        Self { matcher: self.matcher.deep_clone(), items: self.items }
+        Self { matcher: self.matcher.deep_clone(), items: self.items, only: self.only.clone() }
     }
 }
 
@@ -181,7 +197,10 @@ impl std::fmt::Debug for Guide {
 }
 
 /// Tokens that may follow.
-pub struct AllowedTokens(SimpleVob);
+pub struct AllowedTokens {
+    mask: SimpleVob,
+    only: Option<Arc<SimpleVob>>,
+}
 
 impl AllowedTokens {
     /// Sets the logits of all other tokens to negative infinity. Returns `false` if that is all of
@@ -190,7 +209,8 @@ impl AllowedTokens {
         let mut has_any = false;
         // Words of 32 tokens: most are all zero in JSON, or all ones within a string.
         for (at, logits) in logits.chunks_mut(32).enumerate() {
-            let word = self.0.as_slice().get(at).copied().unwrap_or(0);
+            let word_of = |tokens: &SimpleVob| tokens.as_slice().get(at).copied().unwrap_or(0);
+            let word = word_of(&self.mask) & self.only.as_deref().map_or(u32::MAX, word_of);
             for (bit, logit) in logits.iter_mut().enumerate() {
                 if word & (1 << bit) == 0 {
                     *logit = f32::NEG_INFINITY;
@@ -211,7 +231,7 @@ impl Guide {
             return Err(GuideError::TooComplex("the answer exhausts the work for one constraint".into()));
         }
         match mask {
-            Ok(mask) => Ok(AllowedTokens(mask)),
+            Ok(mask) => Ok(AllowedTokens { mask, only: self.only.clone() }),
             // Its name in the library. After an error, the matcher has no other trace of the cause.
             Err(error) if error.to_string().starts_with("NoExtensionBias") => Err(GuideError::NoToken),
             Err(error) => Err(GuideError::TooComplex(reason(error))),
@@ -394,12 +414,27 @@ mod tests {
             let (next, may_end) = after(&hermes, &text);
             assert!(next.contains(&b'n') && !next.contains(&b'1') && !may_end, "{next:?}");
         }
+        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": null}}\n</tool_call>";
+        assert!(after(&hermes, call).1 && after(&hermes, &format!("{call}\nDone.")).1);
+        for between in ["\n", " And <tool_\n"] {
+            let text = format!("{call}{between}<tool_call>");
+            assert_eq!(after(&hermes, &text), (b"\n".to_vec(), false), "{text}");
+        }
         let llama = guide(CallForm::Llama3, Otherwise::Text);
         assert_eq!(after(&llama, "{"), (b"\"".to_vec(), false));
         assert!(after(&llama, " Hello {").1);
         let json = guide(CallForm::Hermes, Otherwise::Json(r#"{"const": 17}"#.into()));
         assert_eq!(after(&json, "").0, b"1<");
         assert!(after(&json, "17").1);
+    }
+
+    #[test]
+    fn grammar_cannot_name_tokens() {
+        let factory = factory();
+        let mut guide = factory.compile(&Constraint::Grammar("start: <[257]> | <[97]>".into())).unwrap();
+        let mut logits = vec![0.0; 265];
+        assert!(guide.allowed().unwrap().restrict(&mut logits));
+        assert_eq!((logits[97], logits[257]), (0.0, f32::NEG_INFINITY));
     }
 
     #[test]

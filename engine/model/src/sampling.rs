@@ -136,6 +136,8 @@ pub struct Sampler {
     rng: ChaCha8Rng,
     /// `None` if the logits are used as they are.
     shaping: Option<Shaping>,
+    /// End tokens that a constrained request ignores.
+    ignored: Vec<u32>,
 }
 
 /// Changes to the logits before the selection.
@@ -225,6 +227,7 @@ impl Sampler {
             min_p: params.min_p,
             rng,
             shaping: Shaping::new(params, prompt, eos_tokens),
+            ignored: if params.ignore_eos && params.constraint.is_some() { eos_tokens.to_vec() } else { Vec::new() },
         }
     }
 
@@ -238,13 +241,14 @@ impl Sampler {
     }
 
     /// Selects a token like [`sample`](Self::sample) among those that `guide` allows, and has it
-    /// accept the token. Stop tokens are not withheld if the guide allows no other.
+    /// accept the token. Stop tokens are withheld only while the guide allows others.
     ///
     /// # Errors
     /// [`GuideError::NoToken`] if the guide allows none of the vocabulary.
     pub fn sample_within(&mut self, logits: &[f32], guide: &mut Guide) -> Result<u32, GuideError> {
         let allowed = guide.allowed()?;
         let mut shaped = self.shaped(logits, true);
+        self.ignored.iter().for_each(|&id| change(&mut shaped, id, |_| f32::NEG_INFINITY));
         if !allowed.restrict(&mut shaped) {
             shaped = self.shaped(logits, false);
             if !allowed.restrict(&mut shaped) {

@@ -17,7 +17,7 @@
 
 use crate::chat::{ChatMessage, ChatTemplate, ChatTemplateSource, RenderError, RenderOptions};
 use crate::constraint::Constraint;
-use crate::guide::GuideFactory;
+use crate::guide::{GuideError, GuideFactory};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
@@ -134,8 +134,12 @@ fn try_constraints(mut socket: UnixStream) -> io::Result<()> {
     answer(&mut socket, Ok(String::new()))?;
     while let Some(job) = read_request(&mut socket)? {
         let constraint: Constraint = serde_json::from_slice(&job)?;
-        let tried = factory.try_out(&constraint);
-        answer(&mut socket, tried.map(|()| String::new()).map_err(|error| RenderError::Failed(error.to_string())))?;
+        let tried = match factory.try_out(&constraint) {
+            // No verdict: the process ends without an answer.
+            Err(GuideError::Failed(reason)) => return Err(io::Error::other(reason)),
+            tried => tried.map_err(|error| RenderError::Failed(error.to_string())),
+        };
+        answer(&mut socket, tried.map(|()| String::new()))?;
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ impl GenerationDefaults {
 }
 
 /// Maximum length of a token in bytes. The longest in use have a few hundred. It bounds the text of
-/// a given number of tokens, whoever wrote the vocabulary.
+/// a given number of tokens, also in a hostile vocabulary.
 const TOKEN_BYTES_MAX: usize = 4 << 10;
 /// Maximum size of a chat template, in bytes. The longest in use have about 30 KiB.
 const TEMPLATE_BYTES_MAX: usize = 1 << 20;

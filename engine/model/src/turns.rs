@@ -3,15 +3,19 @@
 //! All passes share one thread pool. Two at once would wait for each other in each of their
 //! kernels, so one runs at a time. Passes take turns in order of arrival. Between two layers, a
 //! pass gives way to a waiting one with fewer rows. So a decode step waits for one layer of a
-//! prompt's chunk, not for the whole chunk.
+//! prompt's chunk, not for the whole chunk. The pass that gave way then keeps its turn for as long
+//! as it has waited, so steps without a pause leave it half of the time.
 //!
 //! Invariants:
-//! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets a
-//!   turn of at least one layer before any pass that arrives later, so short passes cannot starve
-//!   it.
+//! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets its
+//!   turn before any pass that arrives later, so short passes cannot starve it.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Maximum time for which a pass keeps its turn after it has given way.
+const KEPT_MAX: Duration = Duration::from_millis(100);
 
 static TURNS: Turns = Turns::new();
 
@@ -31,6 +35,7 @@ struct Queue {
 pub(crate) struct Turn<'a> {
     turns: &'a Turns,
     rows: usize,
+    kept_until: Option<Instant>,
 }
 
 impl Turns {
@@ -44,8 +49,9 @@ impl Turns {
     }
 
     /// Waits for the turn of a pass over `rows` rows. The passes before it bound the wait, and each
-    /// of them ends.
-    fn take(&self, rows: usize) -> Turn<'_> {
+    /// of them ends. A pass that goes on after it `has_given_way` keeps this turn for a while.
+    fn take(&self, rows: usize, has_given_way: bool) -> Turn<'_> {
+        let begin = Instant::now();
         let mut queue = self.lock();
         let number = queue.next_number;
         queue.next_number += 1;
@@ -55,14 +61,17 @@ impl Turns {
         }
         queue.waiting.pop_front();
         queue.is_taken = true;
-        Turn { turns: self, rows }
+        let now = Instant::now();
+        let kept_until = has_given_way.then(|| now + (now - begin).min(KEPT_MAX));
+        Turn { turns: self, rows, kept_until }
     }
 }
 
 impl Turn<'_> {
     /// Returns `true` if the holder must give way: a pass with fewer rows waits.
     pub(crate) fn is_wanted(&self) -> bool {
-        self.turns.lock().waiting.iter().any(|(_, rows)| *rows < self.rows)
+        let may_give_way = self.kept_until.is_none_or(|until| Instant::now() >= until);
+        may_give_way && self.turns.lock().waiting.iter().any(|(_, rows)| *rows < self.rows)
     }
 }
 
@@ -79,25 +88,25 @@ impl Drop for Turn<'_> {
 /// thread of a pool: such a thread must not wait, because another pass may need it.
 pub(crate) fn run<T: Send>(rows: usize, mut advance: impl FnMut(Option<&Turn<'_>>) -> Option<T> + Send) -> T {
     let is_on_pool = rayon::current_thread_index().is_some();
+    let mut has_given_way = false;
     loop {
         let result = if is_on_pool {
             advance(None)
         } else {
-            let turn = TURNS.take(rows);
+            let turn = TURNS.take(rows, has_given_way);
             // From an outside thread, every kernel would wake the pool and wait for it again.
             rayon::scope(|_| advance(Some(&turn)))
         };
         if let Some(result) = result {
             return result;
         }
+        has_given_way = true;
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::{Duration, Instant};
-
     /// Waits until `count` passes wait.
     fn wait_for_queue(turns: &Turns, count: usize) {
         let begin = Instant::now();
@@ -112,12 +121,12 @@ mod tests {
         let turns = Turns::new();
         let order = Mutex::new(Vec::new());
         let pass = |name: &'static str, rows: usize| {
-            let turn = turns.take(rows);
+            let turn = turns.take(rows, false);
             order.lock().unwrap().push(name);
             drop(turn);
         };
         std::thread::scope(|scope| {
-            let long = turns.take(100);
+            let long = turns.take(100, false);
             assert!(!long.is_wanted());
             scope.spawn(|| pass("equal", 100));
             wait_for_queue(&turns, 1);
@@ -134,6 +143,33 @@ mod tests {
             first.join().unwrap();
         });
         assert_eq!(*order.lock().unwrap(), ["equal", "short", "long again", "later short"]);
+    }
+
+    #[test]
+    fn pass_that_gave_way_keeps_its_turn_for_as_long_as_it_waited() {
+        let turns = Turns::new();
+        let kept = |waits: Duration| {
+            std::thread::scope(|scope| {
+                let short = turns.take(1, false);
+                let long = scope.spawn(|| {
+                    let turn = turns.take(100, true);
+                    turn.kept_until.map(|until| until - Instant::now())
+                });
+                wait_for_queue(&turns, 1);
+                std::thread::sleep(waits);
+                drop(short);
+                long.join().unwrap()
+            })
+        };
+        assert!(kept(Duration::from_millis(300)).is_some_and(|kept| kept <= KEPT_MAX));
+        let turn = turns.take(100, true);
+        assert!(turn.kept_until.is_some_and(|until| until <= Instant::now() + KEPT_MAX));
+        drop(turn);
+        let held = Turn { turns: &turns, rows: 100, kept_until: Some(Instant::now() + Duration::from_secs(3600)) };
+        turns.lock().waiting.push_back((0, 1));
+        assert!(!held.is_wanted(), "it still keeps its turn");
+        let free = Turn { turns: &turns, rows: 100, kept_until: Some(Instant::now()) };
+        assert!(free.is_wanted());
     }
 
     #[test]

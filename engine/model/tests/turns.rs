@@ -48,7 +48,7 @@ fn decode_step_runs_whole_between_two_layers_of_a_prompt() {
         });
         while !prompts.is_finished() {
             compute(&model, Pass::Step, &[7], &layers);
-            // Steps without a pause leave a prompt one layer each. This test needs no such race.
+            // Steps without a pause would take half of the time. This test needs no such race.
             std::thread::yield_now();
         }
     });

@@ -55,7 +55,7 @@ type Verdict = Option<String>;
 
 pub struct ConstraintTrials {
     workers: [ChatRenderer; WORKERS],
-    /// Verdicts by the hash of the constraint, latest last.
+    /// Verdicts by the hash of the constraint, latest use last.
     known: Mutex<VecDeque<(u64, Verdict)>>,
     /// Its keys are secret, so clients cannot make two constraints with one hash.
     hasher: RandomState,
@@ -71,8 +71,7 @@ impl ConstraintTrials {
     pub async fn try_out(&self, constraint: &Constraint, deadline: Instant) -> Result<(), ConstraintError> {
         let request = serde_json::to_vec(constraint).map_err(|error| ConstraintError::Start(error.into()))?;
         let hash = self.hasher.hash_one(&request);
-        let known = self.known.lock().iter().find(|(known, _)| *known == hash).map(|(_, verdict)| verdict.clone());
-        if let Some(verdict) = known {
+        if let Some(verdict) = self.known_verdict(hash) {
             return verdict.map_or(Ok(()), |reason| Err(ConstraintError::Refused(reason)));
         }
         let worker = &self.workers[hash as usize % WORKERS];
@@ -89,5 +88,14 @@ impl ConstraintTrials {
         }
         known.push_back((hash, verdict));
         tried
+    }
+
+    fn known_verdict(&self, hash: u64) -> Option<Verdict> {
+        let mut known = self.known.lock();
+        let at = known.iter().position(|(known, _)| *known == hash)?;
+        let entry = known.remove(at)?;
+        let verdict = entry.1.clone();
+        known.push_back(entry);
+        Some(verdict)
     }
 }

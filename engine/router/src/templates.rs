@@ -21,7 +21,7 @@ use crate::metrics::Metrics;
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
-use rustix::process::{Pid, setpriority_process};
+use rustix::process::{Pid, getpriority_process, setpriority_process};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -296,10 +296,10 @@ impl ChatRenderer {
 
     fn note(&self, error: &ChatError) {
         match error {
+            ChatError::Start(_) => {}
             // The client learns of its own constraint. It is no matter for the operator.
             _ if self.task == WorkerTask::Constraints => return,
             ChatError::Exceeded => self.workers.metrics.count_template_stop(),
-            ChatError::Start(_) => {}
             // The template's own refusals are answers to the client.
             _ => return,
         }
@@ -362,7 +362,8 @@ impl Worker {
                 self.is_slowed = true;
                 for thread in threads(process).filter_map(Pid::from_raw) {
                     // The rendering goes on even if the system forbids it.
-                    let _ = setpriority_process(Some(thread), SLOW_NICENESS);
+                    let current = getpriority_process(Some(thread)).unwrap_or(0);
+                    let _ = setpriority_process(Some(thread), SLOW_NICENESS.max(current));
                 }
             }
         }

@@ -47,16 +47,23 @@ impl Guides {
     /// Returns a guide at the start of `constraint`.
     pub(crate) async fn get(self: &Arc<Self>, constraint: &Arc<Constraint>) -> Result<Guide, ApiError> {
         let stopped = || ApiError::new(ErrorCode::Internal, "the engine could not compile the constraint");
+        let (guides, known) = (self.clone(), constraint.clone());
+        // On another thread: the clone copies the tables of its lexer.
+        if let Some(guide) = tokio::task::spawn_blocking(move || guides.known(&known)).await.map_err(|_| stopped())? {
+            return Ok(guide);
+        }
         let permit = self.compilations.clone().acquire_owned().await.map_err(|_| stopped())?;
         let guides = self.clone();
         let constraint = constraint.clone();
-        // Even a known one: the clone copies the tables of its lexer.
         let compiled = tokio::task::spawn_blocking(move || {
             // In here: a client that disconnects must not free the place of a running compilation.
             let _permit = permit;
             guides.known_or_compiled(&constraint)
         });
-        compiled.await.map_err(|_| stopped())?.map_err(|error| ApiError::new(ErrorCode::BadRequest, error.to_string()))
+        compiled.await.map_err(|_| stopped())?.map_err(|error| match error {
+            GuideError::Failed(_) => ApiError::new(ErrorCode::Internal, error.to_string()),
+            _ => ApiError::new(ErrorCode::BadRequest, error.to_string()),
+        })
     }
 
     fn known_or_compiled(&self, constraint: &Arc<Constraint>) -> Result<Guide, GuideError> {

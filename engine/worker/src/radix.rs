@@ -120,20 +120,19 @@ impl<P> RadixTree<P> {
     /// one that stays, stay too.
     pub fn evict_all(&mut self, may_go: impl Fn(&P) -> bool) -> usize {
         let mut evicted = 0;
-        loop {
-            let goes = |key: &PageKey| {
-                self.nodes.get(key).is_some_and(|node| Arc::strong_count(&node.page) == 1 && may_go(&node.page))
-            };
-            let leaves: Vec<_> = self.leaves.iter().filter(|(_, key)| goes(key)).copied().collect();
-            if leaves.is_empty() {
-                return evicted;
+        let mut candidates: Vec<PageKey> = self.leaves.iter().map(|(_, key)| *key).collect();
+        while let Some(key) = candidates.pop() {
+            let Some(node) = self.nodes.get(&key).filter(|node| node.children.is_empty()) else { continue };
+            if Arc::strong_count(&node.page) > 1 || !may_go(&node.page) {
+                continue;
             }
-            evicted += leaves.len();
-            for leaf in leaves {
-                self.leaves.remove(&leaf);
-                self.remove_leaf(&leaf.1);
-            }
+            // It is a leaf once its last child has gone.
+            candidates.extend(node.parent);
+            self.leaves.remove(&(node.used, key));
+            self.remove_leaf(&key);
+            evicted += 1;
         }
+        evicted
     }
 
     /// Page of `key`. Unlike [`get`](Self::get), this is no use of the page.

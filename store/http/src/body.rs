@@ -64,13 +64,26 @@ pub struct BodyCharge {
 
 #[derive(Debug)]
 struct Charge {
-    bytes: usize,
+    bytes: AtomicUsize,
     memory: Arc<BodyMemory>,
+}
+
+impl Charge {
+    /// Raises the charge to `bytes`. Returns `false` if there is no room. Only the task that
+    /// receives the body calls it.
+    fn raise(&self, bytes: usize) -> bool {
+        // Relaxed: the counter guards no other memory.
+        let has_room = self.memory.take(bytes - self.bytes.load(Ordering::Relaxed));
+        if has_room {
+            self.bytes.store(bytes, Ordering::Relaxed);
+        }
+        has_room
+    }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.memory.give_back(self.bytes);
+        self.memory.give_back(*self.bytes.get_mut());
     }
 }
 
@@ -102,7 +115,8 @@ struct ArrivingBody {
     bytes: Vec<u8>,
     /// Length that the body cannot exceed.
     bytes_max: usize,
-    charge: Charge,
+    /// Shared with a growth in progress, which outlives a request that ends meanwhile.
+    charge: Arc<Charge>,
 }
 
 /// Bytes of a body with their charge, as the owner of a [`Bytes`].
@@ -120,7 +134,8 @@ impl AsRef<[u8]> for ChargedBytes {
 impl ArrivingBody {
     /// Body of at most `bytes_max` bytes: the announced length, or else the limit.
     fn new(memory: Arc<BodyMemory>, bytes_max: usize) -> ArrivingBody {
-        ArrivingBody { bytes: Vec::new(), bytes_max, charge: Charge { bytes: 0, memory } }
+        let charge = Arc::new(Charge { bytes: AtomicUsize::new(0), memory });
+        ArrivingBody { bytes: Vec::new(), bytes_max, charge }
     }
 
     /// Makes room for `more` bytes. Returns `false` if the server has no memory for them.
@@ -133,17 +148,18 @@ impl ArrivingBody {
         let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
         // The first part is free, so that small requests work while large ones fill the memory.
         let owed = capacity.saturating_sub(BODY_BYTES_FREE);
-        if !self.charge.memory.take(owed - self.charge.bytes) {
+        if !self.charge.raise(owed) {
             return false;
         }
-        self.charge.bytes = owed;
         if self.bytes.len() <= GROWN_IN_PLACE_MAX {
             self.bytes.reserve_exact(capacity - self.bytes.len());
             return true;
         }
         let mut bytes = std::mem::take(&mut self.bytes);
+        let charge = self.charge.clone();
         let grown = tokio::task::spawn_blocking(move || {
             bytes.reserve_exact(capacity - bytes.len());
+            drop(charge);
             bytes
         });
         // It fails only while the server stops.
@@ -153,9 +169,8 @@ impl ArrivingBody {
     }
 
     fn finish(self) -> (Bytes, BodyCharge) {
-        let charge = Arc::new(self.charge);
-        let bytes = ChargedBytes { bytes: self.bytes, _charge: charge.clone() };
-        (Bytes::from_owner(bytes), BodyCharge { _charge: Some(charge) })
+        let bytes = ChargedBytes { bytes: self.bytes, _charge: self.charge.clone() };
+        (Bytes::from_owner(bytes), BodyCharge { _charge: Some(self.charge) })
     }
 }
 

@@ -42,7 +42,6 @@ const KNOWN_FOR: Duration = Duration::from_secs(600);
 const KNOWN_MAX: usize = 1024;
 /// Time after a start for which former owners keep their names. A client reconnects within 3 s.
 const RETURN_TIME: Duration = Duration::from_secs(10);
-/// Minimum time between two log lines about refused registrations.
 /// Upper bound of a time to live. A dead engine disappears after at most this time.
 const TTL_MAX: Duration = Duration::from_secs(60);
 

@@ -10,8 +10,8 @@
 //!
 //! All run on one machine. The threads of the attackers have the lowest priority, and may still
 //! delay honest clients by themselves. So the honest clients are measured a third time, beside a
-//! load that takes the same processor time as those threads and attacks nothing. The servers answer
-//! for the difference.
+//! load that takes the same processor time as those threads and attacks nothing. The difference
+//! between the two is the servers' part.
 
 mod attacker;
 mod cpu;
@@ -60,8 +60,7 @@ pub struct Args {
 
 /// Priority of the attackers' threads. In a network the attackers have their own processors.
 const ATTACKER_PRIORITY: Priority = Priority::Idle;
-/// Maximum of the 99th percentile beside the attackers, as a multiple of that beside the load in
-/// their place, or of that alone if it is longer.
+/// Maximum of the 99th percentile beside the attackers, as a multiple of that alone.
 const P99_RATIO_MAX: f64 = 2.0;
 /// Maximum memory of a router or engine beyond its memory alone: bodies of 64 MiB, each in two
 /// buffers for a moment while one grows, parsed prompts, L1 of an engine, and connections.

@@ -172,16 +172,17 @@ pub(super) fn add_calls(
     };
     let requested = common.constraint.take();
     let is_auto = tools.choice == ToolChoice::Auto;
-    let otherwise = match requested {
+    let json = requested.as_ref().map(|RequestedConstraint { constraint, field }| match &**constraint {
+        Constraint::JsonObject => Ok(ANY_ARGUMENTS.to_string()),
+        Constraint::JsonSchema(schema) => Ok(schema.clone()),
+        _ => Err(ApiError::field(field, format!("'{field}' and 'tools' exclude each other"))),
+    });
+    let otherwise = match json.transpose()? {
         // A required call leaves no room for another answer.
         _ if !is_auto => Otherwise::Never,
         None if !tools.functions.iter().any(|function| function.is_strict) => return Ok(()),
         None => Otherwise::Text,
-        Some(RequestedConstraint { constraint, field }) => match &*constraint {
-            Constraint::JsonObject => Otherwise::Json(ANY_ARGUMENTS.into()),
-            Constraint::JsonSchema(schema) => Otherwise::Json(schema.clone()),
-            _ => return Err(ApiError::field(field, format!("'{field}' and 'tools' exclude each other"))),
-        },
+        Some(schema) => Otherwise::Json(schema),
     };
     let functions = tools.functions.iter().filter(|function| match &tools.choice {
         ToolChoice::Named(name) => function.name == *name,

@@ -10,7 +10,7 @@ use super::responses_input::take_input;
 use super::responses_output::ResponseRequest;
 use super::tools::TOOLS_MAX;
 use super::types::{ChatRequest, NeutralField, WITHOUT_EFFECT, is_false};
-use super::{ApiCall, RequestContext, chat, stream, whole};
+use super::{ApiCall, RequestContext, chat, prepare, stream, whole};
 use crate::metrics::RequestRecord;
 use axum::response::Response;
 use larder_http::RequestBody;
@@ -183,12 +183,15 @@ fn tool_choice(choice: &RawValue) -> Result<Box<RawValue>, ApiError> {
     if !fields.take_if("type", |kind| *kind == "function") {
         return Ok(choice.to_owned());
     }
-    raw(&json!({"type": "function", "function": {"name": fields.require::<String>("name")?}}))
+    let in_choice = |error: ApiError| ApiError { body: within("tool_choice", error.body), ..error };
+    let name: String = fields.require("name").map_err(in_choice)?;
+    raw(&json!({"type": "function", "function": {"name": name}}))
 }
 
 /// Format of the text, as the chat endpoint takes it. The one place where the two differ.
 fn response_format(mut format: Fields<'_>) -> Result<Box<RawValue>, ApiError> {
-    let kind: String = format.require("type")?;
+    let in_format = |error: ApiError| ApiError { body: within("text.format", error.body), ..error };
+    let kind: String = format.require("type").map_err(in_format)?;
     let (kind_json, rest) = (json!(kind), format.to_json());
     let rest = rest.map_err(|error| ApiError::internal("read the request", error))?;
     let text = match kind.as_str() {
@@ -215,6 +218,13 @@ fn with_names_of_responses(mut error: ApiError) -> ApiError {
         ("text.format", "response_format"),
         ("reasoning.effort", "reasoning_effort"),
     ]);
+    // The schema lies beside the type here.
+    if let Some(rest) = error.body.param.as_ref().and_then(|param| param.strip_prefix("response_format")) {
+        let old = format!("response_format{rest}");
+        let new = format!("text.format{}", rest.strip_prefix(".json_schema").unwrap_or(rest));
+        error.body.message = error.body.message.replace(&format!("'{old}'"), &format!("'{new}'"));
+        error.body.param = Some(new);
+    }
     for (name, in_chats) in names {
         if error.body.param.as_deref() == Some(in_chats) {
             error.body.param = Some(name.into());
@@ -235,7 +245,8 @@ async fn serve(
     body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let ParsedRequest { chat, echoed } = request.parse(body, ParsedRequest::parse).await?;
+    let ParsedRequest { chat, mut echoed } = request.parse(body, ParsedRequest::parse).await?;
+    echoed.charge = Some(prepare::charge(&request.router, echoed.units()?)?);
     let is_stream = chat.common.stream;
     let mut started = chat::start(request, chat).await.map_err(with_names_of_responses)?;
     started.meta.id = format!("resp_{}", super::random_id());

@@ -2,6 +2,7 @@
 //!
 //! Invariant: the items of a stream are those of the same answer in one piece, apart from ids.
 
+use super::PROMPT_CHARGE_BYTES;
 use super::answer::ResponseMeta;
 use super::errors::ApiError;
 use super::fields::Fields;
@@ -13,9 +14,15 @@ use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
+use tokio::sync::OwnedSemaphorePermit;
 
 /// Copies of the text of an answer at the end of its stream: the text so far, and four events.
 pub(crate) const STREAM_COPIES: usize = 5;
+
+/// Maximum size in bytes of the fields that an answer repeats.
+const REPEATED_BYTES_MAX: usize = 1 << 20;
+/// Copies of these fields: the object, and the events of a stream that have the whole response.
+const REPEATED_COPIES: usize = 5;
 
 /// Fields of a request that its answer repeats.
 #[derive(Debug, Serialize)]
@@ -31,9 +38,32 @@ pub(crate) struct ResponseRequest {
     tools: Box<RawValue>,
     top_p: Option<Box<RawValue>>,
     user: Option<Box<RawValue>>,
+    /// Charge of the memory of this object and of its copies in events.
+    #[serde(skip)]
+    pub(crate) charge: Option<OwnedSemaphorePermit>,
 }
 
 impl ResponseRequest {
+    /// Units of [`PROMPT_CHARGE_BYTES`] of this object and its copies.
+    ///
+    /// # Errors
+    /// 400 above [`REPEATED_BYTES_MAX`].
+    pub(crate) fn units(&self) -> Result<u32, ApiError> {
+        let always = [&self.metadata, &self.parallel_tool_calls, &self.text, &self.tool_choice, &self.tools];
+        let optional =
+            [&self.instructions, &self.max_output_tokens, &self.reasoning, &self.temperature, &self.top_p, &self.user];
+        let fields = always.into_iter().chain(optional.into_iter().flatten());
+        let bytes: usize = fields.map(|field| field.get().len()).sum();
+        if bytes > REPEATED_BYTES_MAX {
+            let message = format!(
+                "the fields that the answer repeats, such as 'metadata', have {bytes} bytes; at most \
+                 {REPEATED_BYTES_MAX} are repeated. Send long instructions as a message of 'input'."
+            );
+            return Err(ApiError::field("metadata", message));
+        }
+        Ok((bytes * REPEATED_COPIES).div_ceil(PROMPT_CHARGE_BYTES) as u32)
+    }
+
     pub(crate) fn of(fields: &Fields<'_>) -> Self {
         let given = |name: &str| fields.get(name).and_then(|json| RawValue::from_string(json.into()).ok());
         let or = |name: &str, default: &str| {
@@ -51,6 +81,7 @@ impl ResponseRequest {
             tools: or("tools", "[]"),
             top_p: given("top_p"),
             user: given("user"),
+            charge: None,
         }
     }
 }
@@ -222,7 +253,11 @@ impl ResponseWriter {
     /// Last event of a stream that fails.
     pub(crate) fn failure(&mut self, meta: &ResponseMeta, error: &ApiError) -> Bytes {
         let mut events = Events::default();
-        let code = if error.status == 429 { "rate_limit_exceeded" } else { "server_error" };
+        let code = match error.status.as_u16() {
+            429 => "rate_limit_exceeded",
+            400..500 => "invalid_prompt",
+            _ => "server_error",
+        };
         let error = json!({"code": code, "message": error.body.message});
         let response = ResponseObject { error: Some(error), ..ResponseObject::new(meta, "failed", &[]) };
         self.response_event(&mut events, "response.failed", &response);

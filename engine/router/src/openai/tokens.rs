@@ -18,8 +18,8 @@ use serde_json::json;
 const TOKENS_MAX: usize = 1 << 20;
 /// Maximum size in bytes of the text in an answer of `/detokenize`.
 const DECODED_BYTES_MAX: usize = 16 << 20;
-/// Memory of an answer of `/detokenize`, in sizes of its text: the text, two values in JSON, and the
-/// body, which escapes them.
+/// Memory of an answer of `/detokenize`, in sizes of its text: the text, two values in JSON, and
+/// the body, which escapes them.
 const DECODED_COPIES: usize = 7;
 /// Memory of a returned token, as a multiple of that in the request of a choice: a JSON value, and
 /// its text.

@@ -446,7 +446,8 @@ pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {
     line.map_or(0.0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
 }
 
-/// Waits up to a minute until the engine holds no pages except cached ones. Returns `false` on timeout.
+/// Waits up to a minute until the engine holds no pages except cached ones. Returns `false` on
+/// timeout.
 pub async fn is_idle(engine: &EngineHandle) -> bool {
     let until = Instant::now() + Duration::from_secs(60);
     while Instant::now() < until {
