@@ -7,8 +7,8 @@
 //! as it has waited, so steps without a pause leave it half of the time.
 //!
 //! Invariants:
-//! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets its
-//!   turn before any pass that arrives later, so short passes cannot starve it.
+//! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets
+//!   its turn before any pass that arrives later, so short passes cannot starve it.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
