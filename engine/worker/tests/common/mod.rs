@@ -68,6 +68,8 @@ pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
 #[derive(Clone)]
 struct StoredPage {
     bytes: Vec<u8>,
+    /// Checksums of the parts as they were put: engines of other types of pages have longer ones.
+    chunk_crcs: Vec<u32>,
     generation: u64,
 }
 
@@ -196,16 +198,7 @@ impl Inner {
 
 /// Seal of a page as a node would send it.
 fn seal(inner: &Inner, page: &StoredPage) -> PageSeal {
-    let bytes = &page.bytes[..];
-    let parts = LOADED.model.geometry(PAGE as u32).part_table();
-    let mut rest = bytes;
-    let mut crcs = Vec::new();
-    for part in parts {
-        let (part, tail) = rest.split_at(part as usize);
-        crcs.extend(chunk_crcs(part));
-        rest = tail;
-    }
-    PageSeal { chunk_crcs: crcs, origin: Some(inner.origin(page.generation)) }
+    PageSeal { chunk_crcs: page.chunk_crcs.clone(), origin: Some(inner.origin(page.generation)) }
 }
 
 /// Handle of an engine to the store. Shares the faults of all other handles.
@@ -334,7 +327,8 @@ impl OpenPut for MemoryPut {
             }
             inner.generation += 1;
             let generation = inner.generation;
-            inner.pages.insert(self.key, StoredPage { bytes, generation });
+            let chunk_crcs = self.parts.iter().flat_map(|part| chunk_crcs(part)).collect();
+            inner.pages.insert(self.key, StoredPage { bytes, chunk_crcs, generation });
             let origin = inner.origin(generation);
             drop(inner);
             self.store.changed.send_modify(|n| *n += 1);
