@@ -19,16 +19,23 @@ use larder_wire::{
     ByteSource, FrameHead, FrameHeader, FrameReader, MAX_KEYS, PayloadLocation, Piece, Request, Response,
 };
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
 
 /// Maximum time without a byte of a payload that was announced. A peer that stalls for longer
 /// counts as dead.
 pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for the body of a response. The largest body, 1 MiB, takes 16 s at 64 KB/s.
+/// Time for the body of a response, beside the time that its received bytes may take at
+/// [`BODY_BYTES_PER_SECOND_MIN`].
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Rate at which a body may arrive, in bytes per second: an eighth of a link of 64 KB/s, which
+/// carries several connections. The largest body, 1 MiB, then has 158 s.
+const BODY_BYTES_PER_SECOND_MIN: f64 = (8 << 10) as f64;
 
 /// Receives responses until the stream ends. Counts them in `responses`.
 pub(super) async fn receive<S: ByteSource>(
@@ -51,11 +58,27 @@ pub(super) async fn receive<S: ByteSource>(
     Ok(())
 }
 
-/// Receives the body of a response within [`BODY_TIMEOUT`]. Its length is unchecked until it is
-/// complete. With a damaged length, later answers would pass for the body, and for progress.
+/// Receives the body of a response within [`BODY_TIMEOUT`], and longer while its bytes arrive. Its
+/// length is unchecked until it is complete. With a damaged length, later answers would pass for
+/// the body, so single bytes do not extend the time for long.
 async fn take_body<S: ByteSource>(reader: &mut FrameReader<S>, head: &FrameHead) -> io::Result<()> {
-    let body = tokio::time::timeout(BODY_TIMEOUT, reader.take_body(head));
-    body.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+    let counter = reader.received_bytes();
+    // Relaxed: the counter orders nothing.
+    let before = counter.load(Ordering::Relaxed);
+    let began = Instant::now();
+    let mut limit = BODY_TIMEOUT;
+    let mut body = pin!(reader.take_body(head));
+    loop {
+        if let Ok(taken) = timeout_at(began + limit, &mut body).await {
+            return taken;
+        }
+        let received = (counter.load(Ordering::Relaxed) - before).min(head.header.body_bytes.into());
+        let longer = BODY_TIMEOUT + Duration::from_secs_f64(received as f64 / BODY_BYTES_PER_SECOND_MIN);
+        if longer <= limit {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        limit = longer;
+    }
 }
 
 fn decode<S: ByteSource>(
@@ -284,35 +307,57 @@ mod tests {
     use super::*;
     use larder_wire::{HEADER_BYTES, PROTOCOL_VERSION};
     use std::io::IoSliceMut;
-    use tokio::time::Instant;
 
-    /// Delivers its bytes, and then one more every 5 s, as a node does that answers probes.
-    struct TricklingSource(Vec<u8>);
+    /// Delivers its bytes, and then some more every 5 s. One is as much as a node sends that
+    /// answers probes.
+    struct TricklingSource {
+        left: Vec<u8>,
+        more: usize,
+    }
 
     impl ByteSource for TricklingSource {
         async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-            if self.0.is_empty() {
+            if self.left.is_empty() {
                 tokio::time::sleep(Duration::from_secs(5)).await;
-                self.0.push(0);
+                self.left.resize(self.more, 0);
             }
             let into = &mut into[0];
-            let bytes = self.0.len().min(into.len());
-            into[..bytes].copy_from_slice(&self.0[..bytes]);
-            self.0.drain(..bytes);
+            let bytes = self.left.len().min(into.len());
+            into[..bytes].copy_from_slice(&self.left[..bytes]);
+            self.left.drain(..bytes);
             Ok(bytes)
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn damaged_length_of_a_body_ends_the_connection_although_bytes_arrive() {
-        let mut header = vec![0; HEADER_BYTES];
-        header[..4].copy_from_slice(b"LRDR");
-        header[16..20].copy_from_slice(&(64u32 << 10).to_le_bytes());
+    /// Receives a body of 1 MiB, of which `more` bytes arrive every 5 s. Returns the error and the
+    /// time until it.
+    async fn receive_slowly(more: usize) -> (io::ErrorKind, Duration) {
+        let mut left = vec![0; HEADER_BYTES];
+        left[..4].copy_from_slice(b"LRDR");
+        left[16..20].copy_from_slice(&(1u32 << 20).to_le_bytes());
         let node = NodeIdentity { node_id: "node".into(), epoch: 1, version: PROTOCOL_VERSION };
         let (connection, _queue) = Connection::new(node, None, 0);
         let begin = Instant::now();
-        let ended = receive(&connection, &mut FrameReader::new(TricklingSource(header)), &AtomicU64::new(0)).await;
-        assert_eq!(ended.map_err(|error| error.kind()), Err(io::ErrorKind::TimedOut));
-        assert_eq!(begin.elapsed(), BODY_TIMEOUT);
+        let mut reader = FrameReader::new(TricklingSource { left, more });
+        let ended = receive(&connection, &mut reader, &AtomicU64::new(0)).await;
+        (ended.expect_err("the body is no message").kind(), begin.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn damaged_length_of_a_body_ends_the_connection_although_bytes_arrive() {
+        let (error, time) = receive_slowly(1).await;
+        assert_eq!(error, io::ErrorKind::TimedOut);
+        assert!((BODY_TIMEOUT..BODY_TIMEOUT + Duration::from_secs(1)).contains(&time), "{time:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn body_over_a_slow_link_is_received_to_its_end() {
+        // 8 connections share 64 KB/s: the body takes 131 s, and is invalid once it is complete.
+        let (error, time) = receive_slowly(40_000).await;
+        assert_eq!(error, io::ErrorKind::InvalidData);
+        assert!(time > Duration::from_secs(120), "{time:?}");
+        let (error, time) = receive_slowly(4_000).await;
+        assert_eq!(error, io::ErrorKind::TimedOut);
+        assert!(time < Duration::from_secs(40), "too slow for the promise: {time:?}");
     }
 }
