@@ -46,7 +46,8 @@ pub(crate) async fn carry_out_intents(shared: Arc<LogShared>) {
     }
 }
 
-/// Syncs written data and drops expired pages, periodically, until the log is closed.
+/// Syncs written data, drops expired pages and enforces new quotas, periodically, until the log is
+/// closed.
 pub(crate) async fn sync_and_expire_periodically(shared: Arc<LogShared>) {
     while shared.ensure_open().is_ok() {
         shared.device.sleep(SYNC_INTERVAL).await;
@@ -56,6 +57,9 @@ pub(crate) async fn sync_and_expire_periodically(shared: Arc<LogShared>) {
         let now = shared.clock.now_unix_ms();
         // Unlocks between batches, so that readers need not wait for all of them.
         while shared.update_log(|log| log.drop_expired(now, EXPIRE_PAGES)) {
+            tokio::task::yield_now().await;
+        }
+        while shared.update_log(|log| log.quota_step()) {
             tokio::task::yield_now().await;
         }
     }

@@ -42,7 +42,7 @@ use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace, record_bytes};
 use larder_format::footer::{Footer, FooterRoom};
 use larder_format::{NamespaceId, PageId, is_expired};
 use larder_runtime::fail_point;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -195,6 +195,8 @@ pub struct Log {
     index: Index,
     retention: Retention,
     unindexed: UnindexedRecords,
+    /// Namespaces whose new quota is being enforced, with the next shard of the index to scan.
+    quota_steps: BTreeMap<u32, usize>,
     /// Present until every segment was recovered.
     recovery: Option<RecoveryState>,
     /// Bytes of pages without a hard pin that may be copied.
@@ -226,6 +228,7 @@ impl Log {
             index: Index::new(&config, reads),
             retention: Retention::default(),
             unindexed: UnindexedRecords::default(),
+            quota_steps: BTreeMap::new(),
             recovery: None,
             copy_credit: config.copy_credit_max(),
             floor_credit: config.floor_credit_max(),

@@ -236,7 +236,9 @@ impl Log {
         }
         self.make_quota_room(&page.id.namespace, record_bytes(page.payload_bytes as usize) as u64);
         let slot = self.insert_page(segment, &page);
-        if self.index.namespace_bytes(&page.id.namespace) > self.index.quota(&page.id.namespace) {
+        // While a new quota is being enforced, older pages go first.
+        let is_enforced = !self.quota_steps.contains_key(&{ self.index.entries.get(slot).namespace });
+        if is_enforced && self.index.namespace_bytes(&page.id.namespace) > self.index.quota(&page.id.namespace) {
             self.counts.quota_pages += 1;
             self.drop_page(slot);
         } else if pin != Pin::None {

@@ -99,6 +99,7 @@ impl Log {
         if self.index.namespace(entry.namespace).pages == 1 {
             // Numbers of namespaces are reused.
             self.retention.forget_namespace(entry.namespace);
+            self.quota_steps.remove(&{ entry.namespace });
         }
         self.index.remove(slot)
     }

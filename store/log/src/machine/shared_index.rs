@@ -318,15 +318,17 @@ impl SharedIndex {
         shard.remove(position_of(slot))
     }
 
-    /// Slots of all pages of a namespace. Takes time in proportion to all pages of the log.
-    pub(super) fn slots_of(&self, namespace: u32) -> Vec<u32> {
-        let of_shard = |(number, shard): (usize, &RwLock<Shard>)| {
-            let shard = shard.read();
-            let positions = shard.table.iter().map(|at| at.position());
-            let of_it = positions.filter(|&at| { shard.entry(at).namespace } == namespace);
-            of_it.map(|at| slot_of(number, at)).collect::<Vec<_>>()
-        };
-        self.shards.iter().enumerate().flat_map(of_shard).collect()
+    pub(super) fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// Slots of the pages of a namespace in one shard, and the number of all pages there, to which
+    /// the time is proportional.
+    pub(super) fn slots_in_shard(&self, namespace: u32, number: usize) -> (Vec<u32>, usize) {
+        let shard = self.shards[number].read();
+        let positions = shard.table.iter().map(|at| at.position());
+        let of_it = positions.filter(|&at| { shard.entry(at).namespace } == namespace);
+        (of_it.map(|at| slot_of(number, at)).collect(), shard.table.len())
     }
 
     /// Bytes of heap memory. Visits all shards, so callers do not hold the log's lock.

@@ -369,6 +369,37 @@ fn forget_of_page_dropped_by_quota_writes_tombstone() {
     assert_eq!(driver.log.counts().pages, 6);
 }
 
+/// Others must get the lock of the log in between.
+#[test]
+fn new_quota_of_many_pages_is_enforced_in_steps() {
+    const PAGES: u64 = 12_000;
+    let mut driver = FaultlessLog::new(200, 50);
+    let namespace = driver.put(0).namespace;
+    (1..PAGES).for_each(|key| {
+        driver.put(key);
+    });
+    let quota = 10 * 2 * BLOCK_BYTES as u64;
+    driver.log.set_quota(namespace, quota);
+    let mut steps = 0;
+    let mut dropped = driver.log.counts().quota_pages;
+    assert!(dropped <= 1024, "{dropped} pages in the first step");
+    while driver.log.quota_step() {
+        let now = driver.log.counts().quota_pages;
+        assert!(now - dropped <= 1024, "{} pages in a step", now - dropped);
+        dropped = now;
+        steps += 1;
+        driver.put(PAGES + steps);
+    }
+    assert!(steps > 5);
+    assert!(driver.log.counts().page_bytes <= quota);
+    driver.put(2 * PAGES);
+    assert!(driver.log.counts().page_bytes <= quota, "a put keeps to it from then on");
+    // A lower quota needs no scan. It is lifted before it is enforced.
+    driver.log.set_quota(namespace, 1);
+    driver.log.set_quota(namespace, u64::MAX);
+    assert!(!driver.log.quota_step());
+}
+
 /// A quota drops pages that no reader used before older ones that were used.
 #[test]
 fn quota_drops_unused_pages_first() {
