@@ -6,7 +6,7 @@
 
 use crate::L3Error;
 use crate::guards::{ReadGuard, ReadTarget};
-use crate::machine::{Location, ReadTicket};
+use crate::machine::{Location, ReadTicket, RecordRef};
 use crate::memory::RecordMemory;
 use crate::shared::LogShared;
 use larder_format::disk::{BLOCK_BYTES, RecordBody, RecordHeader};
@@ -36,27 +36,21 @@ impl LogShared {
         self.read_client_record(&location.id, ticket).await
     }
 
-    /// Reads a record for a client. If the record is damaged, reads the record that it was copied
-    /// from.
+    /// Reads a record for a client. If the record is damaged, or the device cannot read it, reads
+    /// the other record of the page, once.
     async fn read_client_record(
         self: &Arc<Self>,
         id: &PageId,
         ticket: ReadTicket,
     ) -> Result<Option<VerifiedPage>, L3Error> {
         let first = ticket.record;
-        let mut page = self.read_record(ticket, Priority::Demand).await?;
-        if page.is_none() {
-            // The damaged record was dropped. The index finds the original now, if its segment
-            // still exists.
-            let now = self.clock.now_unix_ms();
-            let Some(ticket) = self.entries().begin_read(id, now) else { return Ok(None) };
-            if ticket.record == first {
-                // The record is intact, and of another page with the same fingerprint.
-                drop(ReadGuard::new(self, ticket));
-                return Ok(None);
-            }
-            page = self.read_record(ticket, Priority::Demand).await?;
+        let mut page = self.read_record(ticket, Priority::Demand).await;
+        if may_have_other_record(&page)
+            && let Some(other) = self.begin_other_read(id, first)
+        {
+            page = self.read_record(other, Priority::Demand).await;
         }
+        let page = page?;
         if let Some((_, payload)) = &page {
             self.counters.reads.add(1);
             self.counters.read_bytes.add(payload.len() as u64);
@@ -70,14 +64,27 @@ impl LogShared {
     pub(crate) async fn read_meta_at(self: &Arc<Self>, location: &Location) -> Result<Option<PageMeta>, L3Error> {
         let now = self.clock.now_unix_ms();
         let Some(ticket) = self.entries().begin_read_at(location, now) else { return Ok(None) };
-        if let Some(meta) = self.read_header(ticket).await? {
-            return Ok(Some(meta));
+        let first = ticket.record;
+        let meta = self.read_header(ticket).await;
+        // As for a read of the whole page.
+        if may_have_other_record(&meta)
+            && let Some(other) = self.begin_other_read(&location.id, first)
+        {
+            return self.read_header(other).await;
         }
-        // The record that it was copied from, as for a read of the whole page.
-        match self.entries().begin_read(&location.id, now) {
-            Some(ticket) => self.read_header(ticket).await,
-            None => Ok(None),
+        meta
+    }
+
+    /// Begins a read of the record that the index names now, unless it is `first`. The read of
+    /// `first` has dropped or exchanged it, if it was damaged or unreadable. Otherwise it is
+    /// intact, and of another page with the same fingerprint.
+    fn begin_other_read(self: &Arc<Self>, id: &PageId, first: RecordRef) -> Option<ReadTicket> {
+        let ticket = self.entries().begin_read(id, self.clock.now_unix_ms())?;
+        if ticket.record != first {
+            return Some(ticket);
         }
+        drop(ReadGuard::new(self, ticket));
+        None
     }
 
     async fn read_header(self: &Arc<Self>, ticket: ReadTicket) -> Result<Option<PageMeta>, L3Error> {
@@ -163,7 +170,8 @@ impl LogShared {
             // error. So it becomes the fallback of the page's other record. The scrub reads all
             // pages of a device that may fail for a moment only, so it drops none.
             if priority != Priority::Idle {
-                self.update_log(|log| log.avoid_unreadable(target.record));
+                let now = self.clock.now_unix_ms();
+                self.update_log(|log| log.avoid_unreadable(target.record, now));
             }
             return Err(self.io_error("read", segment, error));
         }
@@ -227,6 +235,11 @@ impl LogShared {
     fn stated_page(&self, target: &ReadTarget, header: &[u8]) -> Option<PageId> {
         self.verify_header(target, header).ok().map(|meta| meta.id)
     }
+}
+
+/// Returns `true` if a read found its record damaged or unreadable.
+fn may_have_other_record<T>(read: &Result<Option<T>, L3Error>) -> bool {
+    matches!(read, Ok(None) | Err(L3Error::Io { .. }))
 }
 
 impl ReadTarget {

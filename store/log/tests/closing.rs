@@ -2,104 +2,11 @@
 
 mod common;
 
+use common::device::GatedDevice;
 use common::*;
-use larder_io::{
-    BoxFuture, Completion, Device, DeviceCapabilities, FileDevice, Operation, Priority, RingClosed, RingOptions,
-    SmallFile, TaskClass,
-};
 use larder_log::L3;
-use std::io;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::sync::watch;
-
-/// Device that holds syncs and footers back until the test admits them.
-struct GatedDevice {
-    inner: Arc<FileDevice>,
-    syncs: watch::Sender<bool>,
-    footers: watch::Sender<bool>,
-    footers_waiting: AtomicU32,
-}
-
-impl Device for GatedDevice {
-    fn submit(
-        &self,
-        segment: u32,
-        priority: Priority,
-        operation: Operation,
-        on_done: Completion,
-    ) -> BoxFuture<'_, Result<(), RingClosed>> {
-        Box::pin(async move {
-            let gate = match operation {
-                Operation::Sync => Some(&self.syncs),
-                // Records and headers of segments begin with a block of their own.
-                Operation::Write { block: None, .. } => {
-                    self.footers_waiting.fetch_add(1, Ordering::SeqCst);
-                    Some(&self.footers)
-                }
-                _ => None,
-            };
-            if let Some(gate) = gate {
-                gate.subscribe().wait_for(|admitted| *admitted).await.unwrap();
-            }
-            self.inner.submit(segment, priority, operation, on_done).await
-        })
-    }
-
-    fn path(&self) -> &Path {
-        self.inner.path()
-    }
-
-    fn capabilities(&self) -> DeviceCapabilities {
-        self.inner.capabilities()
-    }
-
-    fn load(&self, file: SmallFile) -> BoxFuture<'_, io::Result<Option<Vec<u8>>>> {
-        self.inner.load(file)
-    }
-
-    fn save(&self, file: SmallFile, bytes: Vec<u8>) -> BoxFuture<'_, io::Result<()>> {
-        self.inner.save(file, bytes)
-    }
-
-    fn segments(&self) -> BoxFuture<'_, io::Result<Vec<u32>>> {
-        self.inner.segments()
-    }
-
-    fn open(&self, segment: u32, bytes: u64) -> BoxFuture<'_, io::Result<u64>> {
-        self.inner.open(segment, bytes)
-    }
-
-    fn create(&self, segment: u32, bytes: u64, header: Vec<u8>) -> BoxFuture<'_, io::Result<()>> {
-        self.inner.create(segment, bytes, header)
-    }
-
-    fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>> {
-        self.inner.remove(segment)
-    }
-
-    fn rename_misplaced(&self, segment: u32) -> BoxFuture<'_, io::Result<PathBuf>> {
-        self.inner.rename_misplaced(segment)
-    }
-
-    fn spawn(&self, class: TaskClass, task: BoxFuture<'static, ()>) {
-        self.inner.spawn(class, task);
-    }
-
-    fn sleep(&self, duration: Duration) -> BoxFuture<'static, ()> {
-        self.inner.sleep(duration)
-    }
-
-    fn close(&self) -> BoxFuture<'_, ()> {
-        self.inner.close()
-    }
-
-    fn close_now(&self) {
-        self.inner.close_now();
-    }
-}
 
 /// A reclaim waits behind the footers of sealed segments. The background task must not begin it
 /// once the log is closed: it would overwrite the oldest segment.
@@ -109,12 +16,8 @@ async fn closing_a_log_evicts_no_page() {
     const PAGES_PER_SEGMENT: u32 = 15;
     let dir = temp();
     let arena = arena();
-    let device = Arc::new(GatedDevice {
-        inner: FileDevice::open(dir.path(), arena.clone(), RingOptions::new("closing", 64)).unwrap(),
-        syncs: watch::Sender::new(true),
-        footers: watch::Sender::new(false),
-        footers_waiting: AtomicU32::new(0),
-    });
+    let device = GatedDevice::open(dir.path(), &arena);
+    device.footers.send_replace(false);
     let l3 = L3::open_on(device.clone(), options(dir.path(), SEGMENTS), arena.clone()).await.unwrap();
     l3.recovered().await.unwrap();
     // Without syncs no footer is due, so the background task prepares all segments.

@@ -34,24 +34,45 @@ pub(super) const WITHOUT_PAGES_MAX: usize = 4096;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FallbackRecord {
     pub(super) segment: u32,
-    /// The device failed to read it when it was last tried.
-    pub(super) is_unreadable: bool,
+    /// Second since 1970 in which the device last failed to read it, 0 if it did not.
+    pub(super) failed_unix_s: u32,
     pub(super) offset: u64,
     pub(super) number: u64,
     pub(super) generation: u64,
 }
 
+/// Time after which a record that the device failed to read is tried again. Errors pass: cables,
+/// resets, full queues.
+const UNREADABLE_S: u32 = 60;
+
 impl FallbackRecord {
+    /// Records a failed read.
+    pub(super) fn failed(self, now_unix_ms: u64) -> FallbackRecord {
+        FallbackRecord { failed_unix_s: unix_s(now_unix_ms).max(1), ..self }
+    }
+
+    /// Returns `true` if the device failed to read the record lately. A clock that went back ends
+    /// that time.
+    pub(super) fn is_unreadable(&self, now_unix_ms: u64) -> bool {
+        let age = unix_s(now_unix_ms).checked_sub(self.failed_unix_s);
+        self.failed_unix_s != 0 && age.is_some_and(|age| age < UNREADABLE_S)
+    }
+
     pub(super) fn of(segment: u32, page: &PageSummary) -> FallbackRecord {
         let PageSummary { offset, number, generation, .. } = *page;
-        FallbackRecord { segment, is_unreadable: false, offset, number, generation }
+        FallbackRecord { segment, failed_unix_s: 0, offset, number, generation }
     }
 
     pub(super) fn of_entry(entry: &PackedEntry) -> FallbackRecord {
         let (segment, offset) = (entry.segment(), entry.offset());
         let (number, generation) = (entry.number, entry.generation);
-        FallbackRecord { segment, is_unreadable: false, offset, number, generation }
+        FallbackRecord { segment, failed_unix_s: 0, offset, number, generation }
     }
+}
+
+/// Seconds since 1970, until the year 2106.
+fn unix_s(unix_ms: u64) -> u32 {
+    u32::try_from(unix_ms / 1000).unwrap_or(u32::MAX)
 }
 
 #[derive(Debug)]

@@ -71,14 +71,14 @@ impl Log {
     }
 
     /// Exchanges the record of the page in `slot`, which the device failed to read, with the other
-    /// one. Returns `false` if that one is gone, or unreadable as well.
-    pub(super) fn swap_fallback(&mut self, slot: u32) -> bool {
+    /// one. Returns `false` if that one is gone, or was unreadable lately.
+    pub(super) fn swap_fallback(&mut self, slot: u32, now_unix_ms: u64) -> bool {
         let before = FallbackRecord::of_entry(&self.index.entries.get(slot));
-        let both_failed = self.index.fallback(slot).is_some_and(|other| other.is_unreadable);
+        let both_failed = self.index.fallback(slot).is_some_and(|other| other.is_unreadable(now_unix_ms));
         if both_failed || self.relocate_to_fallback(slot).is_none() {
             return false;
         }
-        self.index.set_fallback(slot, FallbackRecord { is_unreadable: true, ..before });
+        self.index.set_fallback(slot, before.failed(now_unix_ms));
         true
     }
 

@@ -176,9 +176,9 @@ impl Log {
     }
 
     /// Reports that the device failed to read a record. Its page is served from its other record
-    /// from now on. Without one, or if that one failed before, the page is dropped.
-    pub fn avoid_unreadable(&mut self, record: RecordRef) {
-        if self.index.entries.is_at(record.slot, record.number) && !self.swap_fallback(record.slot) {
+    /// from now on. Without one, or if that one failed lately, the page is dropped.
+    pub fn avoid_unreadable(&mut self, record: RecordRef, now_unix_ms: u64) {
+        if self.index.entries.is_at(record.slot, record.number) && !self.swap_fallback(record.slot, now_unix_ms) {
             self.drop_page(record.slot);
         }
     }

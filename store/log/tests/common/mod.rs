@@ -1,6 +1,8 @@
 //! Helpers of the L3 tests.
 #![allow(dead_code)]
 
+pub mod device;
+
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_log::{L3, L3Options, RecoveryReport};
 use larder_memory::{Arena, Slot};

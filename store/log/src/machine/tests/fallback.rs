@@ -14,8 +14,12 @@ fn number_of(log: &Log, n: u8) -> Option<u64> {
 
 /// Reports that the device failed to read the record of page 2, or an earlier record in its slot.
 fn avoid_unreadable(log: &mut Log, number: u64) {
+    avoid_unreadable_at(log, number, 1_000);
+}
+
+fn avoid_unreadable_at(log: &mut Log, number: u64, unix_ms: u64) {
     let slot = log.index.entries.find(&id(2)).unwrap();
-    log.avoid_unreadable(RecordRef { number, slot });
+    log.avoid_unreadable(RecordRef { number, slot }, unix_ms);
 }
 
 /// The copy may be torn, and the original was durable before it.
@@ -59,6 +63,22 @@ fn unreadable_record_takes_turns_with_its_copy_until_both_failed() {
     avoid_unreadable(&mut log, 9);
     assert_eq!((number_of(&log, 2), log.index.fallbacks()), (None, 0));
     assert!(log.unindexed.pages() > 0, "a forget must write a tombstone: a restart may bring the records back");
+}
+
+#[test]
+fn record_that_failed_a_minute_ago_is_tried_again() {
+    let original = summary(2, 4, BLOCK_BYTES as u64);
+    let copy = PageSummary { number: 9, ..original };
+    let failed_ms = 1_000_000;
+    let number_after = |ms: u64| {
+        let mut log = restored(config(5), vec![scanned(0, 1, page(original)), scanned(1, 2, page(copy))]);
+        avoid_unreadable_at(&mut log, 4, failed_ms);
+        avoid_unreadable_at(&mut log, 9, ms);
+        number_of(&log, 2)
+    };
+    assert_eq!(number_after(failed_ms + 59_000), None, "both failed lately");
+    assert_eq!(number_after(failed_ms + 60_000), Some(4));
+    assert_eq!(number_after(failed_ms - 1_000), Some(4), "the clock went back");
 }
 
 /// A read of the original fails before recovery has found all records of the put.
