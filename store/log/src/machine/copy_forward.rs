@@ -65,7 +65,8 @@ const SEGMENTS_MIN: u32 = 4;
 /// used together were often put together.
 const CREDIT_SEGMENTS: u64 = 4;
 
-/// Full segments in a row that copies for floors may fill. Writers get little room meanwhile.
+/// Full segments in a row that copies for floors may fill. A segment counts as full without room
+/// for the record for which it was opened. Writers get little room meanwhile.
 const FLOOR_RUN_SEGMENTS: u64 = 8;
 
 /// Pages that a choice of copies takes, in this order.
@@ -118,6 +119,8 @@ pub(super) struct ChoiceOfCopies {
     floors_may_fill: bool,
     /// Bytes by namespace that leave with the source, as far as floors allow.
     leaving: BTreeMap<u32, u64>,
+    /// Bytes of the pages that were chosen for floors.
+    floor_bytes: u64,
     /// The record for which the target was opened, until it has its place.
     beside: Option<(NamespaceId, u64)>,
     pages: Vec<RecordRef>,
@@ -206,6 +209,7 @@ impl Log {
             is_floor_at_risk,
             floors_may_fill: self.floor_credit >= self.config.segment_bytes,
             leaving: BTreeMap::new(),
+            floor_bytes: 0,
             beside: next_record.map(|(namespace, bytes)| (*namespace, bytes)),
             pages: Vec::new(),
             left: BTreeSet::new(),
@@ -343,6 +347,7 @@ impl Log {
             self.next_segment = NextSegment::Choosing(choice);
             return true;
         }
+        self.charge_filled_target(&choice);
         let ChoiceOfCopies { source, target, pages, left, .. } = choice;
         if pages.is_empty() {
             self.reclaim(source.segment);
@@ -355,6 +360,18 @@ impl Log {
             pages,
         }));
         false
+    }
+
+    /// Charges the rest of the target if copies for floors leave no room to the record for which it
+    /// was opened. A large record does not fit into the eighth that other copies leave. Without the
+    /// charge, such copies could fill one segment after the other for ever.
+    fn charge_filled_target(&mut self, choice: &ChoiceOfCopies) {
+        let target = choice.target.segment;
+        let is_filled = choice.beside.as_ref().is_some_and(|(other, bytes)| !self.segments.fits(target, other, *bytes));
+        if choice.floor_bytes > 0 && is_filled && !fail_point!("log.floor-copies-starve-writers") {
+            let rest = self.config.segment_bytes - choice.floor_bytes;
+            self.floor_credit -= rest.min(self.floor_credit);
+        }
     }
 
     /// Reserves room for the copy of a page, if it is worth one: it was used, is pinned, or is
@@ -403,6 +420,7 @@ impl Log {
             choice.left.insert(entry.number);
             if is_for_floor {
                 self.floor_credit -= bytes;
+                choice.floor_bytes += bytes;
             } else {
                 // Hard-pinned pages are copied without credit too.
                 self.copy_credit -= bytes.min(self.copy_credit);

@@ -89,6 +89,34 @@ fn namespace_falls_to_its_floor_and_no_further() {
     assert!(copied < 20_000 / 2, "{copied} copies for 20,000 puts");
 }
 
+/// One such page fills a segment, although it takes little more than half of it.
+#[test]
+fn copies_of_large_pages_leave_turns_to_writers() {
+    const BLOCKS: u64 = 34;
+    let mut log = big_log(u64::MAX);
+    log.set_floors(floors(2, &[1, 2]));
+    let mut put = |namespace: u64, n: u64| {
+        let page = page_of(namespace << 32 | n, BLOCKS);
+        let mut steps = 0_u64;
+        loop {
+            if let Append::Write(write) = log.append(&page).unwrap() {
+                log.write_done(write, WriteOutcome::Written);
+                return steps;
+            }
+            work_with(&mut log, page_of);
+            steps += 1;
+            assert!(steps < 2_000, "page {n} of namespace {namespace} waits for ever");
+        }
+    };
+    for n in 0..60 {
+        put(1, n);
+    }
+    let steps: u64 = (0..200).map(|n| put(2, n)).sum();
+    assert!(steps < 200 * 200, "{steps} steps for 200 puts");
+    let left = (0..60).filter(|&n| log.find(&page_of(1 << 32 | n, BLOCKS).id, 0).is_some()).count();
+    assert!(left > 0, "the floor keeps pages");
+}
+
 /// Pages of a namespace that no reader used leave first.
 #[test]
 fn used_pages_of_a_namespace_leave_last() {
