@@ -12,11 +12,15 @@
 //! - A log gets pages only of a start whose identity lies beside it. Otherwise a later start could
 //!   have the same epoch, if the clock goes back.
 //! - An epoch is at most [`EPOCH_MAX`]: generations do not wrap and do not saturate.
+//! - A start gives no generation above those of the stored epoch. Before they end, it stores a
+//!   larger one: see `ahead`.
 
+mod ahead;
 mod directory;
 
 use crate::devices::Devices;
 use crate::node::NodeError;
+pub(crate) use ahead::keep_ahead;
 pub(crate) use directory::{IdentityDirectory, store_durably};
 use larder_runtime::fail_point;
 use rand::Rng;
@@ -44,7 +48,7 @@ pub trait IdentityPlace {
 #[derive(Debug)]
 pub struct NextIdentity<P> {
     identity: Identity,
-    /// Places whose content is known.
+    /// Places whose content is known. Once the identity is stored, those that have it.
     readable: Vec<P>,
     /// `true` if every place told its epoch.
     is_continued: bool,
@@ -103,7 +107,7 @@ impl<P: IdentityPlace> NextIdentity<P> {
     /// The identity is stored only now, and once: the next start takes a stored epoch for one above
     /// all generations. A crash may come at any time.
     pub async fn store_above_generations(
-        mut self,
+        &mut self,
         devices: &mut Devices,
     ) -> Result<(Identity, PlaceErrors), NodeError> {
         if fail_point!("node.epoch-stored-early") {
@@ -121,14 +125,30 @@ impl<P: IdentityPlace> NextIdentity<P> {
                 "L3 has newer generations than the node's epoch; did the clock go back? Epoch raised"
             );
         }
-        for place in &self.readable {
-            if let Err(error) = self.identity.store(place) {
-                self.errors.push((place.dir().to_path_buf(), error));
+        let (identity, errors) = (&self.identity, &mut self.errors);
+        self.readable.retain(|place| match identity.store(place) {
+            Ok(()) => true,
+            Err(error) => {
+                errors.push((place.dir().to_path_buf(), error));
+                false
             }
-        }
+        });
         let without_identity: Vec<PathBuf> = self.errors.iter().map(|(dir, _)| dir.clone()).collect();
         devices.take_no_pages(&without_identity);
-        Ok((self.identity, self.errors))
+        Ok((self.identity.clone(), std::mem::take(&mut self.errors)))
+    }
+
+    /// Stores the next epoch in all places that have the identity, before this start gives
+    /// generations that begin with it. Returns the end of these generations. The announced epoch of
+    /// the start does not change.
+    fn raise_stored_epoch(&mut self) -> io::Result<u64> {
+        let raised = Identity { epoch: self.identity.epoch + 1, ..self.identity.clone() };
+        if raised.epoch >= EPOCH_MAX {
+            return Err(io::Error::other("no epoch is left"));
+        }
+        self.readable.iter().try_for_each(|place| raised.store(place))?;
+        self.identity = raised;
+        Ok(generation_end(self.identity.epoch << EPOCH_SHIFT))
     }
 }
 
@@ -178,6 +198,12 @@ impl Identity {
     }
 }
 
+/// End of the generations that begin with the epoch of `generation`. The last number of an epoch is
+/// not used.
+pub(crate) fn generation_end(generation: u64) -> u64 {
+    generation | u64::from(u32::MAX)
+}
+
 /// Epoch of a start at this time. A clock without a usable time says nothing: the epoch then only
 /// counts on.
 fn epoch_of_clock(unix_seconds: u64) -> u64 {
@@ -192,7 +218,7 @@ mod tests {
     /// Stores the identity of a start without logs.
     fn next(dirs: &[&Path], unix_seconds: u64) -> (Identity, PlaceErrors, bool) {
         let places = dirs.iter().map(|dir| IdentityDirectory(dir.to_path_buf())).collect();
-        let next = NextIdentity::new(places, unix_seconds, &mut rand::rng());
+        let mut next = NextIdentity::new(places, unix_seconds, &mut rand::rng());
         let is_continued = next.is_continued;
         let mut devices = Devices::of(Vec::new()).unwrap();
         let stored = next.store_above_generations(&mut devices).now_or_never().expect("no log to wait for");

@@ -10,7 +10,7 @@ use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
 use crate::state::NodeState;
 use crate::store::Store;
-use crate::{admin, connection, former_owners, rdma};
+use crate::{admin, connection, former_owners, identity, rdma};
 use futures::future::BoxFuture;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_memory::Arena;
@@ -87,7 +87,7 @@ impl Node {
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();
-        let found = next_identity(&options, clock.now_unix_ms() / 1000, &mut rng);
+        let mut found = next_identity(&options, clock.now_unix_ms() / 1000, &mut rng);
         let arena_bytes = options.arena_bytes();
         let sharing = options.sharing();
         // On a blocking thread: faulting in a large arena takes seconds.
@@ -99,13 +99,13 @@ impl Node {
         let local = listen_local(&arena, &options, found.identity(), &mut rng);
         let rdma = rdma::open(&options.rdma, &arena).await;
         let mut devices = Devices::open(&options, clock, &arena).await?;
-        let (identity, errors) = found.store_above_generations(&mut devices).await?;
+        let (own, errors) = found.store_above_generations(&mut devices).await?;
         let members_dir =
             identity_dirs(&options).into_iter().find(|dir| errors.iter().all(|(failed, _)| failed != dir));
         report_identity_errors(&options, errors)?;
-        let store = Store::new(&options, arena, devices, clock, identity.generation_first(&mut rng));
+        let store = Store::new(&options, arena, devices, clock, own.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
-        let state = NodeState::new(identity, store, address, rdma, options.protocol_max, options.busy_poll);
+        let state = NodeState::new(own, store, address, rdma, options.protocol_max, options.busy_poll);
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         if let Some(dir) = &members_dir {
@@ -121,6 +121,7 @@ impl Node {
         if let Some(dir) = members_dir {
             tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
         }
+        tasks.spawn(identity::keep_ahead(state.clone(), found, stop.clone()));
         let upkeep = state.clone();
         let upkeep_stop = stop.clone();
         tasks.spawn(async move { upkeep.store.upkeep(upkeep_stop).await });

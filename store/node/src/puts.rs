@@ -14,11 +14,14 @@
 //!   and forgets take their generations under one lock: see `generations`.
 //! - A put that the node aborts keeps its reservation while its client may still write parts of it.
 
+mod forgets;
 mod generations;
 mod put;
 
 use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
+use crate::identity::generation_end;
 use crate::metrics::Metrics;
+use crate::places::Peer;
 use crate::tiers::Tiers;
 use generations::Generations;
 use larder_format::PageId;
@@ -60,7 +63,7 @@ struct PutTable {
 impl PutTable {
     fn new(generation_first: u64) -> Self {
         Self {
-            generations: Generations::new(generation_first),
+            generations: Generations::new(generation_first, generation_end(generation_first)),
             open: BTreeMap::new(),
             draining: Vec::new(),
             waiting: BTreeMap::new(),
@@ -147,7 +150,7 @@ impl Puts {
         let bytes = page_bytes(page);
         // Held to the end: two writers of one page must not both find it absent.
         let (mut state, is_stored) = self.lock_with_lookup(&id);
-        if state.closed {
+        if state.closed || !state.generations.has_next() {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         }
@@ -177,7 +180,8 @@ impl Puts {
             self.metrics.puts_busy.inc();
             return Err(ReserveOutcome::Busy);
         };
-        let generation = state.generations.next();
+        // Another put may have taken the last one if the table was unlocked.
+        let generation = state.generations.next().ok_or(ReserveOutcome::Busy)?;
         let put = Arc::new(Put::new(id, page.clone(), generation, memory, reservation, writer));
         state.open.insert(id, put.clone());
         state.wake(&id);
@@ -325,14 +329,14 @@ impl Puts {
         draining.iter().for_each(|put| put.release());
     }
 
-    /// Aborts the open puts of these pages, which are about to be forgotten. From here on the node
-    /// takes no copy of them from before.
-    pub(crate) fn forget(&self, ids: &[PageId]) {
+    /// Aborts the open puts of these pages, which a client of `peer` is about to forget. From here
+    /// on the node takes no copy of them from before.
+    pub(crate) fn forget(&self, peer: Peer, ids: &[PageId]) {
         let mut state = self.state.lock();
         // One step with the search for open puts: each put of a copy is either found here, or
         // reserved later and refused.
         if !fail_point!("node.forget-records-late") {
-            state.generations.record_forget(ids);
+            state.generations.record_forget(peer, ids);
         }
         let open: Vec<Arc<Put>> = ids.iter().filter_map(|id| state.open.get(id).cloned()).collect();
         // Each abort takes the lock itself.
@@ -341,8 +345,17 @@ impl Puts {
     }
 
     /// The first half of [`Puts::forget`] alone, for a fail point.
-    pub(crate) fn record_forget(&self, ids: &[PageId]) {
-        self.state.lock().generations.record_forget(ids);
+    pub(crate) fn record_forget(&self, peer: Peer, ids: &[PageId]) {
+        self.state.lock().generations.record_forget(peer, ids);
+    }
+
+    pub(crate) fn generations_left(&self) -> u64 {
+        self.state.lock().generations.left()
+    }
+
+    /// Allows the generations below `end`, for which an identity is stored.
+    pub(crate) fn extend_generations(&self, end: u64) {
+        self.state.lock().generations.extend(end);
     }
 
     fn close(&self, put: &Arc<Put>, end: Progress) {

@@ -9,6 +9,7 @@ use crate::devices::Devices;
 use crate::memory_plan::MemoryPlan;
 use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
+use crate::places::Peer;
 use crate::policy::PinRefused;
 use crate::puts::{Put, Puts, page_bytes};
 use crate::scrub::{self, ScrubProgress};
@@ -187,12 +188,18 @@ impl Store {
     /// Forgets pages and aborts open puts of them. Returns how many pages existed. After an error
     /// the caller must try again.
     pub async fn forget(&self, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
+        self.forget_for(Peer::Local, ids, deadline).await
+    }
+
+    /// Like [`Store::forget`], for a client of `peer`, whose share of the recorded forgets it
+    /// takes.
+    pub(crate) async fn forget_for(&self, peer: Peer, ids: &[PageId], deadline: Instant) -> Result<usize, TiersError> {
         // Puts first: a put that was open when the forget began must not be sealed after it, and no
         // copy from before may be admitted after it.
-        self.puts.forget(ids);
+        self.puts.forget(peer, ids);
         let forgotten = self.tiers.forget(ids, deadline).await;
         if fail_point!("node.forget-records-late") {
-            self.puts.record_forget(ids);
+            self.puts.record_forget(peer, ids);
         }
         forgotten
     }

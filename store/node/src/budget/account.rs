@@ -94,6 +94,14 @@ impl Account {
         state.tenants.leave(before);
     }
 
+    /// Peer of the connection's tenant. Before the handshake, and after the end, that of local
+    /// sockets.
+    pub(crate) fn peer(&self) -> Peer {
+        let state = self.budget.state.lock();
+        let tenant = state.connections.get(&self.connection).map(|connection| connection.tenant);
+        tenant.and_then(|tenant| state.tenants.peer(tenant)).unwrap_or_default()
+    }
+
     /// Tenant of the connection. `None` if it has ended.
     pub(crate) fn tenant(&self) -> Option<TenantNumber> {
         self.budget.state.lock().connections.get(&self.connection).map(|connection| connection.tenant)

@@ -160,6 +160,10 @@ impl TenantTable {
         }
     }
 
+    pub(super) fn peer(&self, number: TenantNumber) -> Option<Peer> {
+        self.tenants.get(&number).map(|tenant| tenant.key.0)
+    }
+
     /// Returns the bytes that a tenant may use of `max`: equal shares of all peers whose tenants
     /// have demand, divided among those tenants. The caller has called [`TenantTable::expire`].
     pub(super) fn share(&self, number: TenantNumber, kind: Kind, max: u64) -> u64 {

@@ -42,12 +42,12 @@ impl PageAdmin {
         }
     }
 
-    /// Runs the operation. `loads` has the account and the page size for reads of L3.
+    /// Runs the operation. `loads` has the account, and the page size for reads of L3.
     async fn run(self, node: &NodeState, loads: (Arc<Account>, u64), deadline: Instant) -> Response {
         let store = &node.store;
         match self {
             PageAdmin::Warm(ids) => Response::Count(store.warm_for(Some(&loads), &ids, deadline).await as u32),
-            PageAdmin::Forget(ids) => match store.forget(&ids, deadline).await {
+            PageAdmin::Forget(ids) => match store.forget_for(loads.0.peer(), &ids, deadline).await {
                 Ok(count) => Response::Count(count as u32),
                 // An error, not a count: after a restart the pages would be served again.
                 Err(error) => {

@@ -4,41 +4,56 @@
 //! page that it copied. The node refuses the copy if the page was forgotten after that generation.
 //!
 //! Invariants:
-//! - Numbers grow and never repeat on a node: see `identity`.
-//! - A forget that this table has recorded is never lost while the node runs. So the check is exact
-//!   about forgets, and errs only towards refusal: a refused copy costs a computation.
+//! - Numbers grow and never repeat on a node: see `identity`. The node gives no number beyond the
+//!   last one for which an identity is stored.
+//! - A forget that was recorded is never lost while the node runs: see `forgets`.
 //! - The table knows no forget of earlier runs. Clients therefore state a generation only in the
 //!   run in which they read it.
 
+use super::forgets::Forgets;
+use crate::places::Peer;
 use larder_format::PageId;
-use std::hash::{DefaultHasher, Hash, Hasher};
-
-/// Slots for forgets. Pages that share a slot share their latest forget: with 10,000 forgets, 1 %
-/// of the older copies are refused without need. 8 MiB, which the system provides as it is touched.
-const SLOTS: usize = 1 << 20;
 
 pub(super) struct Generations {
     next: u64,
-    /// By the hash of a page: number of the first put after the latest forget in this slot, or 0.
-    forgotten: Vec<u64>,
+    /// The node gives numbers below this one.
+    end: u64,
+    forgets: Forgets,
 }
 
 impl Generations {
-    pub(super) fn new(first: u64) -> Self {
-        Self { next: first, forgotten: vec![0; SLOTS] }
+    /// Begins with the number `first`, and ends before `end`.
+    pub(super) fn new(first: u64, end: u64) -> Self {
+        Self { next: first, end, forgets: Forgets::default() }
     }
 
-    pub(super) fn next(&mut self) -> u64 {
+    /// Takes the next number. `None` until [`Generations::extend`] allows more.
+    pub(super) fn next(&mut self) -> Option<u64> {
         let generation = self.next;
-        self.next += 1;
-        generation
+        self.next += u64::from(generation < self.end);
+        (generation < self.end).then_some(generation)
     }
 
-    /// Records that these pages are forgotten now. Puts from here on are newer.
-    pub(super) fn record_forget(&mut self, ids: &[PageId]) {
+    pub(super) fn has_next(&self) -> bool {
+        self.next < self.end
+    }
+
+    /// Numbers that are left.
+    pub(super) fn left(&self) -> u64 {
+        self.end - self.next
+    }
+
+    /// Allows all numbers below `end`.
+    pub(super) fn extend(&mut self, end: u64) {
+        self.end = self.end.max(end);
+    }
+
+    /// Records that these pages are forgotten now, by a client of `peer`. Puts from here on are
+    /// newer.
+    pub(super) fn record_forget(&mut self, peer: Peer, ids: &[PageId]) {
         // The number of the next put: greater than those of all earlier puts, and of no later one.
         for id in ids {
-            self.forgotten[slot(id)] = self.next;
+            self.forgets.record(peer, id, self.next);
         }
     }
 
@@ -46,15 +61,8 @@ impl Generations {
     pub(super) fn is_forgotten_since(&self, id: &PageId, generation: u64) -> bool {
         // The node has not given these numbers, so they prove nothing.
         let is_foreign = generation == 0 || generation >= self.next;
-        is_foreign || self.forgotten[slot(id)] > generation
+        is_foreign || self.forgets.is_forgotten_since(id, generation)
     }
-}
-
-fn slot(id: &PageId) -> usize {
-    let mut hasher = DefaultHasher::new();
-    id.hash(&mut hasher);
-    // The remainder fits in memory, so it fits a usize.
-    (hasher.finish() % SLOTS as u64) as usize
 }
 
 #[cfg(test)]
@@ -68,11 +76,11 @@ mod tests {
 
     #[test]
     fn copies_are_ordered_with_forgets() {
-        let mut generations = Generations::new(100);
-        let before = generations.next();
+        let mut generations = Generations::new(100, 200);
+        let before = generations.next().unwrap();
         assert!(!generations.is_forgotten_since(&id(1), before));
-        generations.record_forget(&[id(1), id(2)]);
-        let after = generations.next();
+        generations.record_forget(Peer::Local, &[id(1), id(2)]);
+        let after = generations.next().unwrap();
         assert!(generations.is_forgotten_since(&id(1), before) && generations.is_forgotten_since(&id(2), before));
         assert!(!generations.is_forgotten_since(&id(1), after), "put after the forget");
         assert!(!generations.is_forgotten_since(&id(3), before), "another page");
@@ -81,19 +89,20 @@ mod tests {
 
     #[test]
     fn unknown_and_future_generations_count_as_forgotten() {
-        let mut generations = Generations::new(100);
+        let mut generations = Generations::new(100, 200);
         assert!(generations.is_forgotten_since(&id(1), 0) && generations.is_forgotten_since(&id(1), 100));
-        assert_eq!(generations.next(), 100);
+        assert_eq!(generations.next(), Some(100));
         assert!(!generations.is_forgotten_since(&id(1), 100));
     }
 
     #[test]
-    fn ten_thousand_forgets_refuse_few_other_copies() {
-        let mut generations = Generations::new(100);
-        let copied = generations.next();
-        generations.record_forget(&(0..10_000).map(id).collect::<Vec<_>>());
-        let refused = (10_000..20_000).filter(|&number| generations.is_forgotten_since(&id(number), copied)).count();
-        assert!(refused < 300, "{refused} of 10,000 copies");
-        assert!((0..10_000).all(|number| generations.is_forgotten_since(&id(number), copied)));
+    fn numbers_end_until_more_are_allowed() {
+        let mut generations = Generations::new(100, 102);
+        assert_eq!([generations.next(), generations.next(), generations.next()], [Some(100), Some(101), None]);
+        assert!(!generations.has_next() && generations.left() == 0);
+        generations.extend(101);
+        assert_eq!(generations.next(), None, "no number twice");
+        generations.extend(103);
+        assert_eq!([generations.next(), generations.next()], [Some(102), None]);
     }
 }
