@@ -36,9 +36,9 @@ pub struct NodeOptions {
     /// Maximum size of one connection's uncommitted puts, in bytes. Above it, reservations are
     /// answered "busy". Default: the whole half for puts, so that one writer can use it alone.
     pub connection_put_bytes: Option<u64>,
-    /// Maximum size of the pages that are read and sent for one connection at a time, in bytes. Two
-    /// pages are always allowed. A smaller window limits the throughput of one reader, a larger one
-    /// lets slow readers hold more memory. Default: an eighth of `in_flight_bytes`.
+    /// Maximum size of the pages and ranges that are sent to one connection at a time, in bytes.
+    /// Two pages are always allowed. A smaller window limits the throughput of one reader, a larger
+    /// one lets slow readers hold more memory. Default: an eighth of `in_flight_bytes`.
     pub connection_read_window_bytes: Option<u64>,
     /// Maximum size of the pages that one connection has requested and not received, in bytes. They
     /// take no memory. Above it, further pages are answered "busy". Default: the size of L2, at

@@ -131,8 +131,7 @@ impl Connection {
                 // it.
                 PageLocation::InL2(_) | PageLocation::BeingWritten(_) | PageLocation::Held(_) => None,
             };
-            let bytes = page.bytes.as_ref().map_or(page_bytes, |bytes| page_bytes.min(bytes.len() as u64));
-            match self.account.charge_outstanding(bytes, deadline) {
+            match self.account.charge_outstanding(page.sent_bytes(page_bytes), deadline) {
                 Ok(charge) => {
                     let is_delayed = on_l3.is_some() || by_rdma;
                     let list = if is_delayed { &mut sorted.delayed } else { &mut sorted.in_dram };
@@ -172,7 +171,7 @@ impl PageSender {
 
     /// Waits for send credit. At the deadline of the request it answers a miss and returns `None`.
     async fn credit(&self, page: &PageRequest) -> io::Result<Option<SendCredit>> {
-        let credit = self.responder.credit(self.page_bytes).await?;
+        let credit = self.responder.credit(page.sent_bytes(self.page_bytes), self.page_bytes).await?;
         if credit.is_none() {
             self.responder.send(Response::Miss { index: page.index }).await?;
         }
@@ -232,8 +231,8 @@ impl PageSender {
             // All pages that have credit now are looked up under one lock.
             let mut group = vec![(first, credit)];
             while group.len() < READS_AT_ONCE
-                && pages.len() > 0
-                && let Some(credit) = self.responder.try_credit(self.page_bytes)
+                && let Some(next) = pages.as_slice().first()
+                && let Some(credit) = self.responder.try_credit(next.page.sent_bytes(self.page_bytes), self.page_bytes)
             {
                 group.extend(pages.next().map(|next| (next, credit)));
             }

@@ -14,6 +14,12 @@ pub(super) struct PageRequest {
 }
 
 impl PageRequest {
+    /// Returns the bytes that leave for this request, of a page of `page_bytes`. A range may be
+    /// longer than its page, and is a miss then.
+    pub(super) fn sent_bytes(&self, page_bytes: u64) -> u64 {
+        self.bytes.as_ref().map_or(page_bytes, |bytes| page_bytes.min(bytes.len() as u64))
+    }
+
     /// Returns the requested bytes of the page's payload, or `None` if they are not whole chunks.
     pub(super) fn range(&self, page: &Page) -> Option<Range<usize>> {
         let Some(requested) = &self.bytes else { return Some(0..page.payload.len()) };
@@ -44,4 +50,19 @@ impl PageRequest {
 
 pub(super) fn arena_offset(page: &Page, bytes: &Range<usize>) -> u64 {
     (page.payload.arena_offset() + bytes.start) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_format::{NamespaceId, PageKey};
+
+    #[test]
+    fn range_counts_its_own_bytes() {
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        let sent = |bytes| PageRequest { index: 0, id, bytes }.sent_bytes(1 << 20);
+        assert_eq!(sent(None), 1 << 20);
+        assert_eq!(sent(Some(65_536..131_072)), 65_536);
+        assert_eq!(sent(Some(0..u32::MAX)), 1 << 20);
+    }
 }
