@@ -16,6 +16,11 @@ const L3_READS_WEIGHED: u32 = 16;
 /// Expected read time of L3 before the first read: that of an NVMe drive under moderate load.
 const L3_READ_GUESS: Duration = Duration::from_millis(1);
 
+/// Pauses in milliseconds between the attempts to read a page for which the arena has no free run
+/// of bytes. Each attempt evicts some pages. Their memory returns when no reader and no write to L3
+/// uses it any more.
+const NO_MEMORY_PAUSES_MS: [u64; 6] = [0, 1, 5, 20, 80, 300];
+
 /// L3 no longer has the page. All readers that share the read get a miss.
 #[derive(Debug, thiserror::Error)]
 #[error("the page is not on L3")]
@@ -182,10 +187,12 @@ impl Tiers {
     async fn read_l3(&self, location: &DeviceLocation) -> Option<Page> {
         let began = now();
         let mut read = self.devices.read(location).await;
-        if matches!(read, Err(L3Error::NoMemory { .. })) {
-            // Only once: if this eviction leaves no contiguous room in the arena, another one would
-            // not help either.
+        for pause in NO_MEMORY_PAUSES_MS {
+            if !matches!(read, Err(L3Error::NoMemory { .. })) {
+                break;
+            }
             self.make_room();
+            tokio::time::sleep(Duration::from_millis(pause)).await;
             read = self.devices.read(location).await;
         }
         let read = read.unwrap_or_else(|error| {
