@@ -30,6 +30,8 @@ mod parts;
 mod pending;
 mod pool;
 mod rdma_channels;
+mod rdma_progress;
+mod rdma_reads;
 mod rdma_setup;
 mod rdma_writes;
 mod receive;

@@ -86,7 +86,7 @@ mod url;
 
 pub use buffer::Buffer;
 pub use client::Client;
-pub use larder_rdma::{EndpointOptions, FabricOptions};
+pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
 pub use operations::{
     Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
     PagePin,

@@ -37,7 +37,7 @@ fn in_guest<F: Future<Output = ()>>(test: F) {
 
 /// Endpoints with timeouts beyond any pause of this machine.
 fn patient() -> EndpointOptions {
-    EndpointOptions { deadline: LONG, connect_deadline: LONG, retry_exponent: 19, ..EndpointOptions::default() }
+    EndpointOptions { stall_timeout: LONG, connect_deadline: LONG, retry_exponent: 19, ..EndpointOptions::default() }
 }
 
 /// Endpoints that give up after a few hundred milliseconds.

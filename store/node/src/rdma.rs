@@ -3,11 +3,12 @@
 use crate::holds::Hold;
 use larder_memory::{Arena, SlotPartMut};
 use larder_rdma::{Fabric, FabricOptions, GrantCredit, Guarded, RdmaChannel, RemoteGrant, RemoteRange, SlotSlice};
+use larder_runtime::sync::Mutex;
 use larder_wire::GrantedRange;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Maximum number of channels of a node, over all connections. Each one has a queue pair, a
@@ -21,8 +22,9 @@ pub struct RdmaOptions {
     pub enabled: bool,
     /// Devices to use, and limits of each connection. Default: all devices with an active port.
     pub fabric: FabricOptions,
-    /// Maximum time that a client may access a page without releasing it. Default: 60 s. Afterwards
-    /// the node revokes the access, and a late read fails on the client's side.
+    /// Maximum time for which a client may neither read nor release a page that it may access.
+    /// Default: 60 s. Afterwards the node revokes the access, and a late read fails on the client's
+    /// side. A client may read until this time after the deadline of its request.
     pub page_age_max: Duration,
 }
 
@@ -44,12 +46,22 @@ pub(crate) struct ClientChannel {
     channel: RdmaChannel,
     /// Cleared when the device refuses a grant for writing. Some devices have no such grants.
     can_grant_writes: AtomicBool,
+    /// Last time at which the client reported that it had read bytes.
+    last_read: Mutex<Option<Instant>>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl ClientChannel {
     pub(crate) fn new(channel: RdmaChannel, permit: OwnedSemaphorePermit) -> ClientChannel {
-        ClientChannel { channel, can_grant_writes: AtomicBool::new(true), _permit: permit }
+        ClientChannel { channel, can_grant_writes: AtomicBool::new(true), last_read: Mutex::new(None), _permit: permit }
+    }
+
+    pub(crate) fn record_read(&self, now: Instant) {
+        *self.last_read.lock() = Some(now);
+    }
+
+    pub(crate) fn last_read(&self) -> Option<Instant> {
+        *self.last_read.lock()
     }
 
     /// Returns credit for one grant for writing, if there is some and the device supports such

@@ -26,10 +26,15 @@ use larder_runtime::fail_point;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::time::Instant;
+
+/// Rate from which a link is fast enough for long requests, in bytes per second. A request of 64
+/// KiB then takes at most a quarter of a second.
+const FAST_BYTES_PER_SECOND: f64 = (256 << 10) as f64;
 
 /// Keeps memory alive, whatever its type.
 pub(crate) type MemoryOwner = Arc<dyn AnyOwner>;
@@ -46,20 +51,26 @@ pub(crate) enum Direction {
 pub(crate) struct Transfer {
     pub(crate) direction: Direction,
     pub(crate) bytes: usize,
-    /// Requests that have not completed, whether posted or not.
+    /// Requests that have not completed. Requests that are not posted count until the caller stops
+    /// the transfer.
     pub(crate) left: AtomicUsize,
+    /// One permit for each request that the transfer may have with the device.
+    pub(crate) window: Semaphore,
+    /// Bytes of completed requests.
+    pub(crate) moved: Arc<AtomicU64>,
     pub(crate) done: Mutex<Option<oneshot::Sender<Result<(), DisconnectReason>>>>,
     pub(crate) _owners: (MemoryOwner, Arc<Region>),
 }
 
 struct WorkRequest {
     id: u64,
-    deadline: Instant,
+    posted: Instant,
     kind: WorkKind,
 }
 
 enum WorkKind {
-    Transfer(Arc<Transfer>),
+    /// A request of a transfer, with its length in bytes.
+    Transfer(Arc<Transfer>, u32),
     Bind(Option<oneshot::Sender<Result<(), DisconnectReason>>>),
     Revoke(u64),
 }
@@ -68,7 +79,11 @@ impl WorkRequest {
     /// Notifies the waiter of the failure. The memory stays here.
     fn fail(&mut self, reason: &DisconnectReason) {
         let waiting = match &mut self.kind {
-            WorkKind::Transfer(transfer) => transfer.done.lock().take(),
+            WorkKind::Transfer(transfer, _) => {
+                // The transfer may wait to post more.
+                transfer.window.close();
+                transfer.done.lock().take()
+            }
             WorkKind::Bind(done) => done.take(),
             // A revocation then waits for the end of the queue pair instead.
             WorkKind::Revoke(_) => None,
@@ -141,6 +156,8 @@ struct ConnectionState {
     phase: Phase,
     next: u64,
     work: VecDeque<WorkRequest>,
+    /// Time of the last completion, or at which the first request was posted after an idle time.
+    last_progress: Instant,
     grants: BTreeMap<u64, Grant>,
     /// Windows that are not bound, kept for the next grant.
     spare: Vec<MemoryWindow>,
@@ -162,6 +179,8 @@ pub(crate) struct Connection {
     pub(crate) pair: QueuePair,
     /// One permit for each transfer request that may be posted.
     pub(crate) permits: Semaphore,
+    /// True once a request moved its bytes at [`FAST_BYTES_PER_SECOND`], until one was slower.
+    pub(crate) is_fast: AtomicBool,
     /// Wakes the driver for a new deadline or a retired connection.
     pub(crate) wake: Notify,
     pub(crate) runtime: Handle,
@@ -181,6 +200,7 @@ impl Connection {
             phase: Phase::Fresh,
             next: 0,
             work: VecDeque::new(),
+            last_progress: Instant::now(),
             grants: BTreeMap::new(),
             spare: Vec::new(),
         };
@@ -190,6 +210,7 @@ impl Connection {
             options,
             pair,
             permits,
+            is_fast: AtomicBool::new(false),
             wake: Notify::new(),
             runtime,
             ended: watch::Sender::new(None),
@@ -252,34 +273,42 @@ impl Connection {
         state: &mut ConnectionState,
         requests: &mut [Request<'_>],
         kinds: Vec<WorkKind>,
-        deadline: Instant,
     ) -> Result<(), Error> {
         let first = state.next;
+        let now = Instant::now();
+        if state.work.is_empty() {
+            state.last_progress = now;
+        }
         // SAFETY: the entries pushed below own what the requests refer to, until completion or the
         // end of the queue pair. The state is locked, so no completion is processed in between.
         let posted = unsafe { self.pair.post(first, requests) };
         // After an error the device may have accepted some of the requests. All are kept until the
         // queue pair is destroyed.
         for kind in kinds {
-            state.work.push_back(WorkRequest { id: state.next, deadline, kind });
+            state.work.push_back(WorkRequest { id: state.next, posted: now, kind });
             state.next += 1;
         }
         if let Err(error) = &posted {
             self.retire_locked(state, error.clone().into_reason());
         }
-        // An idle driver sleeps without a deadline.
+        // An idle driver sleeps without a time limit.
         if state.work.len() == requests.len() {
             self.wake.notify_one();
         }
         posted
     }
 
-    pub(crate) fn post_transfer(
-        &self,
-        transfer: &Arc<Transfer>,
-        chunks: &[(Local, Remote)],
-        deadline: Instant,
-    ) -> Result<(), Error> {
+    /// Waits until the transfer may post `requests` more, and takes the permits for them, which
+    /// `finish` returns. Returns `false` if the connection is dead.
+    pub(crate) async fn room_for(&self, transfer: &Transfer, requests: usize) -> bool {
+        let Ok(own) = transfer.window.acquire_many(requests as u32).await else { return false };
+        let Ok(shared) = self.permits.acquire_many(requests as u32).await else { return false };
+        own.forget();
+        shared.forget();
+        true
+    }
+
+    pub(crate) fn post_transfer(&self, transfer: &Arc<Transfer>, chunks: &[(Local, Remote)]) -> Result<(), Error> {
         let mut requests: Vec<Request<'_>> = chunks
             .iter()
             .map(|&(local, remote)| match transfer.direction {
@@ -287,10 +316,10 @@ impl Connection {
                 Direction::Write => Request::Write(local, remote),
             })
             .collect();
-        let kinds = chunks.iter().map(|_| WorkKind::Transfer(transfer.clone())).collect();
+        let kinds = chunks.iter().map(|(local, _)| WorkKind::Transfer(transfer.clone(), local.len)).collect();
         let mut state = self.state.lock();
         state.ready()?;
-        self.post(&mut state, &mut requests, kinds, deadline)
+        self.post(&mut state, &mut requests, kinds)
     }
 
     /// Binds a memory window to bytes of one registration. Returns the grant's number, the range
@@ -303,7 +332,6 @@ impl Connection {
         span: Span,
         access: ibv_access_flags,
         owner: MemoryOwner,
-        deadline: Instant,
     ) -> Result<(u64, RemoteRange, oneshot::Receiver<Result<(), DisconnectReason>>), Error> {
         // Allocating a window is a system call, so it happens outside the lock.
         let spare = self.state.lock().spare.pop();
@@ -316,7 +344,7 @@ impl Connection {
         let (done, open) = oneshot::channel();
         let posted = {
             let mut requests = [Request::Bind(&mut window, registration, span, access)];
-            self.post(&mut state, &mut requests, vec![WorkKind::Bind(Some(done))], deadline)
+            self.post(&mut state, &mut requests, vec![WorkKind::Bind(Some(done))])
         };
         let key = window.key();
         // From here on the window may be bound, whether or not posting failed.
@@ -392,8 +420,7 @@ impl Connection {
         // itself, with its memory, stays until the invalidation has completed: until then the peer
         // can still use the key.
         let GrantAccess::Window(window) = std::mem::replace(&mut grant.access, GrantAccess::Taken) else { return };
-        let deadline = Instant::now() + self.options.deadline;
-        let _ = self.post(state, &mut [Request::Invalidate(&window)], vec![WorkKind::Revoke(number)], deadline);
+        let _ = self.post(state, &mut [Request::Invalidate(&window)], vec![WorkKind::Revoke(number)]);
         if let Some(grant) = state.grants.get_mut(&number) {
             grant.access = GrantAccess::Window(window);
         }
@@ -410,6 +437,7 @@ impl Connection {
                 return 0;
             }
         };
+        let now = Instant::now();
         for completion in taken {
             let oldest = state.work.front().is_some_and(|work| work.id == completion.wr_id);
             let Some(mut work) = oldest.then(|| state.work.pop_front()).flatten() else {
@@ -423,8 +451,11 @@ impl Connection {
                 let reason = DisconnectReason::Failed { status: completion.status, vendor: completion.vendor_err };
                 work.fail(&reason);
                 self.retire_locked(&mut state, reason);
-            } else if let WorkKind::Revoke(number) = work.kind {
-                closed.extend(state.grants.remove(&number));
+            } else {
+                self.record_completion(&mut state, &work, now);
+                if let WorkKind::Revoke(number) = work.kind {
+                    closed.extend(state.grants.remove(&number));
+                }
             }
             finished.push((work, completion.status == ibv_wc_status::IBV_WC_SUCCESS));
         }
@@ -445,10 +476,29 @@ impl Connection {
         count
     }
 
+    /// Records that a request completed. Requests are executed in order, so its time began with
+    /// the completion of the one before.
+    fn record_completion(&self, state: &mut ConnectionState, work: &WorkRequest, now: Instant) {
+        let began = state.last_progress.max(work.posted);
+        if !fail_point!("rdma.completion-is-no-progress") {
+            state.last_progress = now;
+        }
+        if let WorkKind::Transfer(_, bytes) = work.kind {
+            let time = Duration::from_secs_f64(f64::from(bytes) / FAST_BYTES_PER_SECOND);
+            // Relaxed: a transfer with the older value only chooses other lengths.
+            self.is_fast.store(now.saturating_duration_since(began) <= time, Ordering::Relaxed);
+        }
+    }
+
     fn finish(&self, work: WorkRequest, well: bool) {
         match work.kind {
-            WorkKind::Transfer(transfer) => {
+            WorkKind::Transfer(transfer, bytes) => {
                 self.permits.add_permits(1);
+                if well {
+                    // Relaxed: a number for reports, which orders nothing.
+                    transfer.moved.fetch_add(bytes.into(), Ordering::Relaxed);
+                    transfer.window.add_permits(1);
+                }
                 // `AcqRel`: the thread that completes the last request sees the effects of all
                 // others.
                 if !well || transfer.left.fetch_sub(1, Ordering::AcqRel) > 1 {
@@ -458,8 +508,11 @@ impl Connection {
                     Direction::Read => (&self.nic.counters.reads, &self.nic.counters.read_bytes),
                     Direction::Write => (&self.nic.counters.writes, &self.nic.counters.written_bytes),
                 };
-                operations.add(1);
-                bytes.add(transfer.bytes as u64);
+                // A transfer that its caller stopped is incomplete.
+                if transfer.moved.load(Ordering::Relaxed) == transfer.bytes as u64 {
+                    operations.add(1);
+                    bytes.add(transfer.bytes as u64);
+                }
                 let done = transfer.done.lock().take();
                 // Dropped before the caller is notified, so that the caller is the last owner of
                 // the memory.
@@ -477,8 +530,10 @@ impl Connection {
         }
     }
 
-    pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.state.lock().work.front().map(|work| work.deadline)
+    /// Time at which the connection counts as stalled. `None` without requests.
+    pub(crate) fn stalled_at(&self) -> Option<Instant> {
+        let state = self.state.lock();
+        (!state.work.is_empty()).then(|| state.last_progress + self.options.stall_timeout)
     }
 
     pub(crate) fn is_idle(&self) -> bool {

@@ -1,4 +1,4 @@
-//! The task that drives a connection: it processes completions, enforces deadlines and shuts the
+//! The task that drives a connection: it processes completions, notices stalls and shuts the
 //! connection down.
 //!
 //! Invariants:
@@ -75,8 +75,8 @@ fn is_dead(connection: &Connection) -> bool {
     matches!(connection.phase(), Phase::Dead(_))
 }
 
-/// Processes completions, then sleeps until there are more, a deadline passes, or the task is
-/// woken.
+/// Processes completions, then sleeps until there are more, the connection has stalled, or the
+/// task is woken.
 async fn run_once(
     connection: &Arc<Connection>,
     completion_events: &AsyncFd<CompletionEvents>,
@@ -99,7 +99,7 @@ async fn run_once(
     if connection.poll() > 0 {
         return Ok(());
     }
-    let deadline = connection.deadline();
+    let stalled_at = connection.stalled_at();
     tokio::select! {
         ready = completion_events.readable() => {
             let mut ready = ready.map_err(|_| DisconnectReason::Runtime)?;
@@ -109,9 +109,11 @@ async fn run_once(
             connection.pair.completions.take_events();
         }
         () = connection.wake.notified() => {}
-        () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
-            // The completion may have arrived together with the deadline.
-            if connection.poll() == 0 {
+        () = sleep_until(stalled_at.unwrap_or_else(Instant::now)), if stalled_at.is_some() => {
+            // A completion may have arrived just now, or another task has posted after an idle
+            // time.
+            let is_stalled = || connection.stalled_at().is_some_and(|at| at <= Instant::now());
+            if connection.poll() == 0 && is_stalled() {
                 return Err(DisconnectReason::Deadline);
             }
         }

@@ -10,19 +10,25 @@ use crate::driver;
 use crate::error::{DisconnectReason, Error};
 use crate::grant::RemoteGrant;
 use crate::nic::{GrantKind, Nic};
-use crate::options::EndpointOptions;
+use crate::options::{EndpointOptions, SLOW_CHUNK_BYTES};
 use crate::path::LinkLayer;
 use crate::region::Region;
-use crate::verbs::{Registration, Remote};
+use crate::verbs::{Local, Registration, Remote};
 use ibverbs_sys as ffi;
 use larder_memory::span::{DmaBuf, DmaBufMut};
 use parking_lot::Mutex;
+use std::future::pending;
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
+
+/// Part of the queue that one transfer may fill, and part of its window that it posts at a time, as
+/// a divisor.
+const WINDOW_PART: usize = 4;
 
 /// One end of a connection. Dropping it closes the connection; memory that the device still
 /// accesses stays alive until it no longer does.
@@ -88,7 +94,8 @@ impl Endpoint {
     }
 
     /// Reads the peer's bytes at `from` into `into`, which must have the same length and lie in
-    /// `region`.
+    /// `region`. Ends when all bytes have moved or the connection is dead. It has no time limit as
+    /// long as bytes move.
     ///
     /// On an error, or if the future is dropped, the connection keeps the memory until the device
     /// is done with it.
@@ -102,14 +109,13 @@ impl Endpoint {
         single(self.write_all(vec![(from, to)], region).await)
     }
 
-    /// Performs several reads as one transfer. They go to the device together and complete
-    /// together.
+    /// Performs several reads as one transfer. They complete together.
     pub async fn read_all<B: DmaBufMut>(
         &self,
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
     ) -> Result<Vec<B>, Error> {
-        self.transfer(Direction::Read, parts, region).await
+        self.transfer(Direction::Read, parts, region, &Arc::default(), pending()).await
     }
 
     pub async fn write_all<B: DmaBuf>(
@@ -117,20 +123,86 @@ impl Endpoint {
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
     ) -> Result<Vec<B>, Error> {
-        self.transfer(Direction::Write, parts, region).await
+        self.transfer(Direction::Write, parts, region, &Arc::default(), pending()).await
     }
 
-    async fn transfer<B: DmaBuf>(
+    /// Performs reads or writes as one transfer, and counts their bytes in `moved`. Once `stop`
+    /// resolves, the transfer posts no more requests. It then ends with [`Error::Stopped`] when the
+    /// device is done with those that it has.
+    pub(crate) async fn transfer<B: DmaBuf>(
         &self,
         direction: Direction,
         parts: Vec<(B, RemoteRange)>,
         region: &Arc<Region>,
+        moved: &Arc<AtomicU64>,
+        stop: impl Future<Output = ()>,
     ) -> Result<Vec<B>, Error> {
         let connection = &self.connection;
-        let deadline = Instant::now() + connection.options.deadline;
-        let chunk_bytes = connection.options.chunk_bytes.min(connection.nic.port.message_bytes_max);
+        let (chunks, bytes) = self.split(&parts, region)?;
+        // A long transfer is posted in batches, so that other transfers get a turn, and so that one
+        // that stops is soon done with its memory.
+        let window = (connection.options.transfers as usize).div_ceil(WINDOW_PART);
+        let memory: Arc<Vec<B>> = Arc::new(parts.into_iter().map(|(bytes, _)| bytes).collect());
+        let (done, finished) = oneshot::channel();
+        let transfer = Arc::new(Transfer {
+            direction,
+            bytes,
+            left: AtomicUsize::new(chunks.len()),
+            window: Semaphore::new(window),
+            moved: moved.clone(),
+            done: Mutex::new(Some(done)),
+            _owners: (memory.clone(), region.clone()),
+        });
+        let mut stop = pin!(stop);
+        let mut posted = 0;
+        for batch in chunks.chunks(window.div_ceil(WINDOW_PART)) {
+            // Checked before taking permits: a dead connection completes nothing, so nothing would
+            // return them.
+            connection.ready()?;
+            let room = connection.room_for(&transfer, batch.len());
+            let has_room = tokio::select! {
+                biased;
+                has_room = room => has_room,
+                () = &mut stop => break,
+            };
+            if !has_room {
+                return Err(connection.error());
+            }
+            connection.post_transfer(&transfer, batch)?;
+            posted += batch.len();
+        }
+        let unposted = chunks.len() - posted;
+        // `AcqRel`, as in `finish`: the last of both sees the effects of the other.
+        let is_done = unposted > 0 && transfer.left.fetch_sub(unposted, Ordering::AcqRel) == unposted;
+        drop(transfer);
+        // The driver retires a connection that stalls, which ends this wait.
+        if !is_done {
+            match finished.await {
+                Ok(ended) => ended?,
+                Err(_) => return Err(connection.error()),
+            }
+        }
+        if unposted > 0 {
+            return Err(Error::Stopped);
+        }
+        // On success the device has completed all requests and `finish` dropped the transfer: this
+        // is the last owner.
+        Arc::into_inner(memory).ok_or(Error::NotReleased)
+    }
+
+    /// Splits a transfer into requests. Returns them with the total of bytes.
+    fn split<B: DmaBuf>(
+        &self,
+        parts: &[(B, RemoteRange)],
+        region: &Region,
+    ) -> Result<(Vec<(Local, Remote)>, usize), Error> {
+        let connection = &self.connection;
+        // Relaxed: an older value only chooses another length.
+        let is_fast = connection.is_fast.load(Ordering::Relaxed);
+        let link_max = if is_fast { u32::MAX } else { SLOW_CHUNK_BYTES };
+        let chunk_bytes = connection.options.chunk_bytes.min(connection.nic.port.message_bytes_max).min(link_max);
         let (mut chunks, mut bytes) = (Vec::new(), 0);
-        for (local, remote) in &parts {
+        for (local, remote) in parts {
             let span = local.span();
             region.check(&connection.nic, span)?;
             if span.len() as u64 != remote.len {
@@ -139,43 +211,9 @@ impl Endpoint {
             region.split(span, Remote { address: remote.address, key: remote.key }, chunk_bytes, &mut chunks);
             bytes += span.len();
         }
-        if chunks.is_empty() {
-            return Err(Error::Invalid("the transfer is empty"));
-        }
-        let memory: Arc<Vec<B>> = Arc::new(parts.into_iter().map(|(bytes, _)| bytes).collect());
-        let (done, finished) = oneshot::channel();
-        let transfer = Arc::new(Transfer {
-            direction,
-            bytes,
-            left: AtomicUsize::new(chunks.len()),
-            done: Mutex::new(Some(done)),
-            _owners: (memory.clone(), region.clone()),
-        });
-        // A long transfer is posted in batches. It need not wait for the whole queue to drain, and
-        // other transfers get a turn.
-        let batch = (connection.options.transfers as usize).div_ceil(4);
-        for batch in chunks.chunks(batch) {
-            // Checked before taking permits: a dead connection completes nothing, so nothing would
-            // return them.
-            connection.ready()?;
-            match timeout_at(deadline, connection.permits.acquire_many(batch.len() as u32)).await {
-                Ok(Ok(permits)) => permits.forget(),
-                Ok(Err(_)) => return Err(connection.error()),
-                Err(_) => return Err(Error::Busy),
-            }
-            connection.post_transfer(&transfer, batch, deadline)?;
-        }
-        drop(transfer);
-        // On success the device has completed all requests and `finish` dropped the transfer: this
-        // is the last owner.
-        match timeout_at(deadline, finished).await {
-            Ok(Ok(Ok(()))) => Arc::into_inner(memory).ok_or(Error::NotReleased),
-            Ok(Ok(Err(reason))) => Err(reason.into()),
-            Ok(Err(_)) => Err(connection.error()),
-            Err(_) => {
-                connection.retire(DisconnectReason::Deadline);
-                Err(connection.error())
-            }
+        match chunks.is_empty() {
+            true => Err(Error::Invalid("the transfer is empty")),
+            false => Ok((chunks, bytes)),
         }
     }
 
@@ -221,8 +259,8 @@ impl Endpoint {
             };
             return blocking(adopt).await.map_err(|_| Error::NoRuntime)?;
         };
-        let deadline = Instant::now() + connection.options.deadline;
-        let (number, remote, open) = connection.bind(region, registration, span, access, owner.clone(), deadline)?;
+        let deadline = Instant::now() + connection.options.stall_timeout;
+        let (number, remote, open) = connection.bind(region, registration, span, access, owner.clone())?;
         // From here on, dropping the grant revokes it.
         let grant = RemoteGrant::new(connection, number, owner, remote);
         match timeout_at(deadline, open).await {
@@ -285,7 +323,7 @@ impl std::fmt::Debug for Endpoint {
     }
 }
 
-fn single<B>(parts: Result<Vec<B>, Error>) -> Result<B, Error> {
+pub(crate) fn single<B>(parts: Result<Vec<B>, Error>) -> Result<B, Error> {
     parts?.pop().ok_or(Error::NotReleased)
 }
 

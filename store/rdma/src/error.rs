@@ -38,9 +38,10 @@ pub enum Error {
     NotConnected,
     #[error("the endpoint has no grant left")]
     TooManyGrants,
-    /// Other transfers left no room before the deadline. The connection is intact.
-    #[error("other transfers left no room before the deadline")]
-    Busy,
+    /// The caller stopped the transfer. The device is done with the memory, and the connection is
+    /// intact.
+    #[error("the caller stopped the transfer")]
+    Stopped,
     #[error("the RDMA connection is dead: {0}")]
     Disconnected(#[from] DisconnectReason),
     /// The device has not released the memory. It is leaked.
@@ -59,7 +60,8 @@ pub enum DisconnectReason {
         status: u32,
         vendor: u32,
     },
-    #[error("a request exceeded its deadline")]
+    /// No request completed for too long, or the connection was not established in time.
+    #[error("no progress in time")]
     Deadline,
     /// The device reported an event (`ibv_event_type`). 3 is an access by the peer that its key did
     /// not allow.

@@ -7,8 +7,9 @@
 
 use crate::address::{EndpointAddress, RemoteRange};
 use crate::blocking;
+use crate::connection::Direction;
 use crate::device::devices;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, single};
 use crate::error::Error;
 use crate::grant::RemoteGrant;
 use crate::nic::{Nic, NicOptions};
@@ -17,6 +18,7 @@ use crate::path::{Path, pairs};
 use crate::region::Region;
 use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Guarded};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
@@ -165,12 +167,30 @@ impl RdmaChannel {
         self.region.contains(bytes)
     }
 
-    pub async fn read<B: DmaBufMut>(&self, into: B, from: RemoteRange) -> Result<B, Error> {
-        self.endpoint.read(into, &self.region, from).await
+    /// Reads the peer's bytes, and counts them in `moved` as they arrive. It has no time limit as
+    /// long as bytes move.
+    ///
+    /// Once `stop` resolves, it ends with [`Error::Stopped`] when the device is done with the
+    /// memory. If the future is dropped instead, the channel keeps the memory until then.
+    pub async fn read<B: DmaBufMut>(
+        &self,
+        into: B,
+        from: RemoteRange,
+        moved: &Arc<AtomicU64>,
+        stop: impl Future<Output = ()>,
+    ) -> Result<B, Error> {
+        single(self.endpoint.transfer(Direction::Read, vec![(into, from)], &self.region, moved, stop).await)
     }
 
-    pub async fn write<B: DmaBuf>(&self, from: B, to: RemoteRange) -> Result<B, Error> {
-        self.endpoint.write(from, &self.region, to).await
+    /// Writes bytes to the peer. Otherwise as [`RdmaChannel::read`].
+    pub async fn write<B: DmaBuf>(
+        &self,
+        from: B,
+        to: RemoteRange,
+        moved: &Arc<AtomicU64>,
+        stop: impl Future<Output = ()>,
+    ) -> Result<B, Error> {
+        single(self.endpoint.transfer(Direction::Write, vec![(from, to)], &self.region, moved, stop).await)
     }
 
     /// Takes a permission to open a grant. Returns `None` if the limit is reached. The caller

@@ -55,7 +55,7 @@ impl<B> RemoteGrant<B> {
         if let Some(connection) = self.connection.upgrade() {
             let (done, mut gone) = oneshot::channel();
             connection.revoke(self.number, Some(done));
-            match timeout(connection.options.deadline, &mut gone).await {
+            match timeout(connection.options.stall_timeout, &mut gone).await {
                 Ok(Ok(())) => {}
                 // The queue pair is being destroyed at this moment, and the grant with it.
                 Ok(Err(_)) => _ = timeout(END_MAX, connection.ended()).await,

@@ -66,7 +66,7 @@ pub use grant::RemoteGrant;
 pub use larder_memory::SlotSlice;
 pub use larder_memory::span::{DmaBuf, DmaBufMut, DmaMemory, Guarded, Span};
 pub use nic::{GrantKind, Nic, NicOptions};
-pub use options::EndpointOptions;
+pub use options::{EndpointOptions, SLOW_CHUNK_BYTES};
 pub use path::{Gid, LinkLayer, Path, pairs};
 pub use region::Region;
 

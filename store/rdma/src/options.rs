@@ -4,17 +4,22 @@ use crate::error::Error;
 use crate::nic::Nic;
 use std::time::Duration;
 
+/// Maximum length of one request on a link that was not yet fast enough for longer ones. At 64 KB/s
+/// it takes a quarter of a second.
+pub const SLOW_CHUNK_BYTES: u32 = 16 << 10;
+
 #[derive(Debug, Clone)]
 pub struct EndpointOptions {
     /// Maximum number of transfer requests with the device at a time.
     pub transfers: u32,
     pub grants: u32,
     /// Maximum length of one request in bytes. Longer transfers are split. The port's own limit
-    /// applies as well.
+    /// applies as well, and [`SLOW_CHUNK_BYTES`] on a slow link.
     pub chunk_bytes: u32,
-    /// Time limit of a transfer, and of opening or revoking a grant. A connection that exceeds
-    /// it is dead.
-    pub deadline: Duration,
+    /// Maximum time without a completed request while there are some. A connection that exceeds it
+    /// is dead. It also limits the time to open or to revoke a grant. A transfer has no other time
+    /// limit: its caller stops it.
+    pub stall_timeout: Duration,
     pub connect_deadline: Duration,
     /// Time to poll for completions before sleeping until one is announced. Costs a core and saves
     /// some microseconds.
@@ -33,8 +38,8 @@ impl Default for EndpointOptions {
         EndpointOptions {
             transfers: 64,
             grants: 256,
-            chunk_bytes: 1 << 20,
-            deadline: Duration::from_secs(5),
+            chunk_bytes: 64 << 10,
+            stall_timeout: Duration::from_secs(5),
             connect_deadline: Duration::from_secs(5),
             spin: Duration::ZERO,
             retry_exponent: 16,

@@ -90,7 +90,7 @@ async fn attempt(nic: &Arc<Nic>) -> Result<bool, Error> {
         let options = EndpointOptions {
             transfers: 1,
             grants: 1,
-            deadline: STEP_MAX,
+            stall_timeout: STEP_MAX,
             connect_deadline: STEP_MAX,
             ..EndpointOptions::default()
         };

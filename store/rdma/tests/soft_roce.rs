@@ -150,7 +150,7 @@ async fn connected(node: &Side, client: &Side, options: &EndpointOptions) -> (En
 
 fn slow() -> EndpointOptions {
     EndpointOptions {
-        deadline: LONG,
+        stall_timeout: LONG,
         connect_deadline: LONG,
         // 2 s: longer than the emulated machine ever stalls.
         retry_exponent: 19,
@@ -576,11 +576,11 @@ fn transfer_fails_in_time_when_the_peer_dies() {
 }
 
 #[test]
-fn exceeded_deadline_fails_the_transfer_and_the_connection() {
+fn stall_fails_the_transfer_and_the_connection() {
     in_vm(async {
         // The device itself would retransmit for a minute.
-        let deadline = Duration::from_millis(500);
-        let options = EndpointOptions { retry_exponent: 21, deadline, ..slow() };
+        let stall_timeout = Duration::from_millis(500);
+        let options = EndpointOptions { retry_exponent: 21, stall_timeout, ..slow() };
         for waits in [true, false] {
             let pair = pair(GrantKind::MemoryWindow, options.clone()).await;
             let grant = pair.node_end.grant_read(pair.node.filled(MIB, 4), &pair.node.region).await.unwrap();
@@ -590,10 +590,10 @@ fn exceeded_deadline_fails_the_transfer_and_the_connection() {
             let read = pair.client_end.read(buffer, &pair.client.region, grant.remote());
             if waits {
                 assert_eq!(read.await.err(), Some(Error::Disconnected(DisconnectReason::Deadline)));
-                assert!(begin.elapsed() >= deadline && begin.elapsed() < LONG);
+                assert!(begin.elapsed() >= stall_timeout && begin.elapsed() < LONG);
             } else {
-                // The deadline also applies to an abandoned transfer.
-                assert!(timeout(deadline / 5, read).await.is_err());
+                // The time limit also applies to an abandoned transfer.
+                assert!(timeout(stall_timeout / 5, read).await.is_err());
             }
             assert_eq!(recorder.wait().await, vec![0; MIB], "released without data");
             assert_eq!(pair.client_end.disconnect_reason(), Some(DisconnectReason::Deadline));

@@ -67,7 +67,7 @@ pub use stream::{ByteSink, ByteSource, TryReceive};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.
-pub const PROTOCOL_VERSION: u16 = 5;
+pub const PROTOCOL_VERSION: u16 = 6;
 /// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
 /// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
@@ -97,3 +97,6 @@ pub const VERSION_FRAGMENTS: u16 = 4;
 pub const VERSION_COPIES: u16 = 5;
 /// First version with [`Request::Ping`]. Clients probe older nodes with another small request.
 pub const VERSION_PING: u16 = 5;
+/// First version with [`Request::RdmaProgress`]. Clients of older nodes do not report progress, so
+/// a node may take them for silent.
+pub const VERSION_RDMA_PROGRESS: u16 = 6;

@@ -122,6 +122,7 @@ message_table! {
     }
     Request::Pins(_) => Pins = 25 { since: 3, sheddable: true, limits: [keys <= MAX_KEYS] }
     Request::Ping => Ping = 26 { since: 5 }
+    Request::RdmaProgress { .. } => RdmaProgress = 27 { since: 6 }
 }
 
 message_table! {

@@ -176,4 +176,14 @@ pub enum Request {
         /// Channels to use in turn.
         channels: Vec<u32>,
     },
+    /// Reports the progress of a long transfer by RDMA, which the node cannot see. No response. A
+    /// client sends it a few times per second.
+    RdmaProgress {
+        /// The put that is written, or the granted page that is read.
+        entry: Entry,
+        /// Index of the part that is written. `None`: the page is read.
+        part: Option<u32>,
+        /// Bytes that have moved since the transfer began.
+        bytes: u32,
+    },
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Kind, name, first version, sheddable. Deployed builds depend on these: a row may be added, never
 /// changed.
-const PINNED_REQUESTS: [(u8, &str, u16, bool); 25] = [
+const PINNED_REQUESTS: [(u8, &str, u16, bool); 26] = [
     (1, "Hello", 1, false),
     (2, "Locate", 1, true),
     (3, "Get", 1, true),
@@ -34,6 +34,7 @@ const PINNED_REQUESTS: [(u8, &str, u16, bool); 25] = [
     (24, "GetRanges", 2, true),
     (25, "Pins", 3, true),
     (26, "Ping", 5, false),
+    (27, "RdmaProgress", 6, false),
 ];
 
 const PINNED_RESPONSES: [(u8, &str, u16); 22] = [
@@ -197,6 +198,7 @@ fn largest_requests_fit_the_bounds_of_their_bodies() {
         },
         Request::RdmaChannels { closed: vec![1; MAX_RDMA_CHANNELS], offered: vec![endpoint; MAX_RDMA_CHANNELS] },
         Request::GrantParts { reserve: 1, channels: vec![1; MAX_RDMA_CHANNELS] },
+        Request::RdmaProgress { entry, part: Some(1), bytes: 1 },
     ];
     for request in largest {
         let frame = request.frame(PROTOCOL_VERSION, 1, 0, None);

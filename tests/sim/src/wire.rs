@@ -147,7 +147,7 @@ impl ClusterSetup {
             transfers: [1, 4, 64][random.below(3) as usize],
             grants: [2, 16, 256][random.below(3) as usize],
             chunk_bytes: [4096, 20_000, 1 << 20][random.below(3) as usize],
-            deadline: Duration::from_secs([1, 5][random.below(2) as usize]),
+            stall_timeout: Duration::from_secs([1, 5][random.below(2) as usize]),
             ..EndpointOptions::default()
         };
         ClusterSetup {

@@ -8,6 +8,7 @@
 
 use super::handlers::{PagesHandler, PartsHandler, ResponseHandler};
 use super::multiplex::Connection;
+use super::rdma_reads::read_page;
 use larder_format::PageMeta;
 use larder_wire::{ArenaPage, Entry, GrantedRange, PayloadLocation, Request, Response, TierCode};
 use std::ops::Range;
@@ -137,11 +138,10 @@ fn begin_read(
     grant: GrantedRange,
     pages: &mut PagesHandler,
 ) {
-    let rdma = connection.rdma();
-    rdma.record_answer(true);
+    connection.rdma().record_answer(true);
     let release = connection.release_on_drop(entry);
     let ReceivedPage { index, tier, meta, range, .. } = page;
-    pages.begin_read(index, meta, tier, range, |block| rdma.read(grant, block, release));
+    pages.begin_read(index, meta, tier, range, |block| read_page(connection, grant, block, release));
 }
 
 pub(super) fn report_corrupt_page(connection: &Connection, pages: &PagesHandler, index: u32) {

@@ -1,24 +1,17 @@
-//! State of the RDMA channels to one node, and reads on them.
+//! State of the RDMA channels to one node.
 //!
 //! Invariants:
-//! - Memory that a device may touch belongs to the transfer until the device is done, whatever
-//!   becomes of the request. A caller keeps its buffer, but the block in it is taken out and
-//!   restored.
-//! - A page that was read counts only after its checksums matched, as with any other transport.
-//! - A page that the node keeps open is released when it was read, or will not be.
 //! - The client does not abandon a put at the node while one of its parts is being written. That
 //!   would break the channel.
 
-use super::releases::ReleaseOnDrop;
-use larder_memory::share::{SharedBlock, SharedMemory};
+use larder_memory::share::SharedMemory;
 use larder_rdma::{Fabric, FabricOptions, RdmaChannel, RemoteRange};
-use larder_runtime::fail_point;
 use larder_wire::{Entry, GrantedRange, PartGrant};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
 /// Answers in a row without a grant after which the client takes the node's ends of its channels
 /// for dead.
@@ -104,29 +97,8 @@ impl RdmaChannels {
         (!numbers.is_empty()).then_some((numbers, devices))
     }
 
-    /// Starts to read the granted range. The read goes on if its caller stops waiting, because the
-    /// device owns `into` until it is done.
-    pub(super) fn read(
-        &self,
-        grant: GrantedRange,
-        into: SharedBlock,
-        release: ReleaseOnDrop,
-    ) -> oneshot::Receiver<SharedBlock> {
-        let (done, read) = oneshot::channel();
-        let channel = self.state.lock().channels.get(&grant.channel).cloned();
-        if let Some(channel) = channel {
-            let release = Some(release).filter(|_| !fail_point!("client.release-before-rdma-read"));
-            tokio::spawn(async move {
-                match channel.read(into, remote_range(grant)).await {
-                    Ok(block) => _ = done.send(block),
-                    Err(error) => {
-                        tracing::debug!(%error, channel = grant.channel, "RDMA read of a page failed; it is a miss")
-                    }
-                }
-                drop(release);
-            });
-        }
-        read
+    pub(super) fn channel(&self, number: u32) -> Option<Arc<RdmaChannel>> {
+        self.state.lock().channels.get(&number).cloned()
     }
 
     /// Records an answer of the node to a request that offered channels. After [`UNUSED_MAX`]

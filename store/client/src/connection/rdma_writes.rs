@@ -5,12 +5,14 @@
 
 use super::multiplex::Connection;
 use super::rdma_channels::{WritablePart, remote_range};
+use super::rdma_progress::with_reports;
 use bytes::Bytes;
 use larder_format::{CHUNK_BYTES, chunk_crcs};
 use larder_runtime::fail_point;
 use larder_wire::{Entry, PartLocation, Request, Response};
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::oneshot;
 
 /// Grants to write the parts of a Reserve, until this is dropped.
 pub(crate) struct OpenParts {
@@ -97,7 +99,8 @@ impl Drop for WriteInProgress {
 /// Writes a part by RDMA if the node has granted that. Bytes in registered memory are written from
 /// there, others from a copy.
 ///
-/// A write goes on after `deadline`, because the device owns the memory until it is done.
+/// At `deadline`, or if the future is dropped, the write ends when the device is done with the
+/// requests that it has. The memory and the guards stay until then.
 pub(super) async fn write_part<P: PartSource>(
     connection: &Arc<Connection>,
     put: Entry,
@@ -118,18 +121,28 @@ pub(super) async fn write_part<P: PartSource>(
         copy_with_crcs(&shared, block.insert(copy))
     };
     let write = WriteInProgress::begin(connection, put.request);
-    // A task of its own, so that an abandoned put does not abort the transfer.
+    let (waits, stopped) = oneshot::channel::<()>();
+    let reporter = connection.clone();
+    // A task of its own, because the guards must outlast an abandoned put.
     let writing = tokio::spawn(async move {
-        let written = match block {
-            Some(block) => channel.write(block, remote_range(grant)).await.map(drop),
-            None => channel.write(shared, remote_range(grant)).await.map(drop),
+        let moved = Arc::default();
+        let stop = async { drop(stopped.await) };
+        let transfer = async {
+            match block {
+                Some(block) => channel.write(block, remote_range(grant), &moved, stop).await.map(drop),
+                None => channel.write(shared, remote_range(grant), &moved, stop).await.map(drop),
+            }
         };
+        let report = |bytes| Request::RdmaProgress { entry: put, part: Some(part), bytes };
+        let written = with_reports(&reporter, &moved, report, transfer).await;
         drop(write);
         (written, bytes)
     });
     // Sent after the write: the node revokes the grant before it checks the bytes.
     let message = Request::Part { put, part, crcs, bytes: PartLocation::Rdma };
-    match tokio::time::timeout_at(deadline.into(), writing).await {
+    let written = tokio::time::timeout_at(deadline.into(), writing).await;
+    drop(waits);
+    match written {
         Ok(Ok((Ok(()), _))) if connection.send(&message, deadline).await => PartWrite::Written,
         Ok(Ok((Err(error), bytes))) => {
             tracing::debug!(%error, channel = grant.channel, "RDMA write of a part failed; sending it over the connection");

@@ -17,8 +17,8 @@ pub(super) const PROGRESS_BYTES: u64 = 32 << 10;
 /// Time without progress after which a writer may lose its reservations, if others want the room.
 pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// Time for which memory of an aborted put stays exposed to its writer's RDMA device, if others
-/// want the room. A client ends a write within 5 s (the deadline of
-/// [`EndpointOptions`](crate::EndpointOptions)), so no write runs that began before the abort.
+/// want the room, and its writer reports no progress. A client ends a write that makes none within
+/// 5 s (the stall timeout of [`EndpointOptions`](crate::EndpointOptions)), so none runs any more.
 pub(crate) const EXPOSED_MAX: Duration = Duration::from_secs(6);
 /// Time that a connection waits before a tenant above its share loses the excess. Writers at work
 /// usually end sooner, and then lose nothing.

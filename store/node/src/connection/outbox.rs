@@ -161,6 +161,10 @@ impl Responder {
         self.outbox.version
     }
 
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
     pub(super) fn frame(&self, response: Response) -> Frame {
         response.frame(self.outbox.version, self.request, None)
     }

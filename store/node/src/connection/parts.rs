@@ -240,7 +240,8 @@ impl Connection {
         let key = put.id.key;
         // The connection's other requests wait meanwhile. The client chose that by sending the part
         // twice, and it rarely takes more than microseconds.
-        match tokio::time::timeout(REVOKE_TIMEOUT, put.take_grant(part)?.revoke()).await {
+        let (grant, _) = put.take_grant(part)?;
+        match tokio::time::timeout(REVOKE_TIMEOUT, grant.revoke()).await {
             Ok(Ok(granted)) => return Some((put, granted.bytes)),
             Ok(Err(error)) => {
                 tracing::warn!(%key, part, %error, "put aborted: the RDMA device did not return a part's memory");

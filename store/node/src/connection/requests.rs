@@ -234,6 +234,10 @@ impl Connection {
                 self.holdings.release(&entries);
                 Ok(())
             }
+            Request::RdmaProgress { entry, part, bytes } => {
+                self.record_rdma_progress(entry, part, bytes);
+                Ok(())
+            }
             Request::Follow(key) => self.follow(request, id(key), deadline).await,
             Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !self.pin_times().contains(&ttl_ms) => {
                 let most = *self.pin_times().end();

@@ -17,7 +17,11 @@ enum PartState {
     Open(SlotPartMut),
     /// The connection's task owns the memory and fills it.
     Receiving,
-    Granted(WriteGrant),
+    Granted {
+        grant: WriteGrant,
+        /// Bytes that the client says it has written.
+        written: u32,
+    },
     /// The client has written the memory, and its grant is being revoked.
     Revoking,
     /// Verified. Immutable and shared with followers from here on.
@@ -129,20 +133,39 @@ impl Put {
         let is_granted = state.is_some();
         // Dropped without the lock, because the drop of a grant posts work to the device.
         let unused = match state {
-            Some(state) => std::mem::replace(state, PartState::Granted(grant)),
-            None => PartState::Granted(grant),
+            Some(state) => std::mem::replace(state, PartState::Granted { grant, written: 0 }),
+            None => PartState::Granted { grant, written: 0 },
         };
         drop(parts);
         drop(unused);
         is_granted
     }
 
-    /// Takes the grant of a part, to revoke it. Returns `None` if the part is not granted.
-    pub(crate) fn take_grant(&self, part: usize) -> Option<WriteGrant> {
+    /// Records that a client says that it has written `bytes` of a granted part. Returns the bytes
+    /// that are new.
+    ///
+    /// The number is a claim. It only grows, up to the length of the part, so a client gains no
+    /// more time by it than by bytes that it trickles.
+    pub(crate) fn record_written(&self, part: usize, bytes: u32) -> usize {
+        let length = self.part_bytes(part).unwrap_or(0) as u32;
+        let mut parts = self.parts.lock();
+        let Some(PartState::Granted { written, .. }) = parts.get_mut(part) else { return 0 };
+        let before = std::mem::replace(written, bytes.min(length).max(*written));
+        let new = *written - before;
+        drop(parts);
+        if new > 0 {
+            self.record_activity();
+        }
+        new as usize
+    }
+
+    /// Takes the grant of a part, to revoke it, with the bytes that its client said it had written
+    /// before. Returns `None` if the part is not granted.
+    pub(crate) fn take_grant(&self, part: usize) -> Option<(WriteGrant, usize)> {
         let mut parts = self.parts.lock();
         let state = parts.get_mut(part)?;
         match std::mem::replace(state, PartState::Revoking) {
-            PartState::Granted(grant) => Some(grant),
+            PartState::Granted { grant, written } => Some((grant, written as usize)),
             other => {
                 *state = other;
                 None
@@ -206,7 +229,7 @@ impl Put {
             // reservation is no longer needed.
             Some(state @ PartState::Revoking) if self.progress() == Progress::Aborted => {
                 *state = PartState::Discarded;
-                let is_exposed = |state: &PartState| matches!(state, PartState::Granted(_) | PartState::Revoking);
+                let is_exposed = |state: &PartState| matches!(state, PartState::Granted { .. } | PartState::Revoking);
                 let reservation = if parts.iter().any(is_exposed) { None } else { self.draining.lock().take() };
                 drop(parts);
                 drop(reservation);
@@ -252,7 +275,7 @@ impl Put {
         // The connection may keep this put for long. Others need its memory now.
         let mut freed = Vec::new();
         let mut parts = self.parts.lock();
-        for state in parts.iter_mut().filter(|state| !matches!(state, PartState::Granted(_))) {
+        for state in parts.iter_mut().filter(|state| !matches!(state, PartState::Granted { .. })) {
             freed.push(std::mem::replace(state, PartState::Discarded));
         }
         let is_draining = freed.len() < parts.len();

@@ -38,6 +38,7 @@ impl Request {
         match kind {
             RequestKind::Members | RequestKind::Status | RequestKind::Ping => 0,
             RequestKind::Cancel | RequestKind::Abort => ENTRY_BYTES,
+            RequestKind::RdmaProgress => 2 * ENTRY_BYTES,
             RequestKind::Follow | RequestKind::Suspect => size_of::<PageKey>(),
             RequestKind::Withdraw => FIELDS_BYTES + MAX_NAME_BYTES,
             RequestKind::Register => FIELDS_BYTES + MAX_NAME_BYTES + MAX_INFO_BYTES,
@@ -130,6 +131,11 @@ impl Request {
                 out.put_u64(*reserve);
                 put_channels(&mut out, channels);
             }
+            Request::RdmaProgress { entry, part, bytes } => {
+                put_entry(&mut out, entry);
+                put_optional(&mut out, part.as_ref(), |out, part| out.put_u32(*part));
+                out.put_u32(*bytes);
+            }
         }
         out
     }
@@ -198,6 +204,11 @@ impl Request {
             RequestKind::GrantParts => {
                 Request::GrantParts { reserve: r.u64("reserve request")?, channels: channels(&mut r)? }
             }
+            RequestKind::RdmaProgress => Request::RdmaProgress {
+                entry: entry(&mut r)?,
+                part: optional(&mut r, |r| r.u32("part"))?,
+                bytes: r.u32("bytes moved")?,
+            },
         };
         r.finish()?;
         Ok(message)

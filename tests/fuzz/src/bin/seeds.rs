@@ -71,6 +71,7 @@ fn requests() -> Vec<Frame> {
         },
         Request::Pins(vec![key; 2]),
         Request::Ping,
+        Request::RdmaProgress { entry, part: Some(1), bytes: 70_000 },
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }

@@ -46,6 +46,8 @@ fn samples() -> Vec<Request> {
         Request::Pins(vec![KEY; 2]),
         Request::RdmaChannels { closed: vec![1], offered: vec![RdmaEndpoint { channel: 2, address: [7; 32] }] },
         Request::GrantParts { reserve: 3, channels: vec![1, 2] },
+        Request::RdmaProgress { entry: ENTRY, part: Some(2), bytes: 7 },
+        Request::RdmaProgress { entry: ENTRY, part: None, bytes: 7 },
     ]
 }
 
