@@ -26,6 +26,7 @@
 pub mod device;
 pub mod disk;
 pub mod faults;
+pub mod forgiveness;
 mod identity;
 pub mod incarnation;
 pub mod log;

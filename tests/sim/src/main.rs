@@ -2,6 +2,7 @@
 
 use clap::Parser;
 use larder_sim::faults::Profile;
+use larder_sim::forgiveness::excess;
 use larder_sim::run::{Options, Scope, SeedReport, Summary, run_seed, run_seeds};
 use larder_sim::world::FORGIVEN;
 use std::process::ExitCode;
@@ -113,7 +114,9 @@ fn run_many(args: &Args, options: &Options) -> bool {
         true => println!("{}", serde_json::to_string(&summary).unwrap_or_default()),
         false => print_summary(&summary),
     }
-    !summary.failed.is_empty()
+    let excess = excess(&summary, options);
+    excess.iter().for_each(|excess| eprintln!("too many exemptions: {excess}"));
+    !(summary.failed.is_empty() && excess.is_empty())
 }
 
 fn print_summary(summary: &Summary) {

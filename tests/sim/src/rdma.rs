@@ -6,6 +6,7 @@
 //! seed:
 //! - A verbs call fails.
 //! - A request takes seconds, or moves its bytes and never completes.
+//! - Each queue pair moves a limited number of bytes per second.
 //! - A queue pair fails with a completion error or an asynchronous event, after some of the bytes
 //!   have moved.
 //! - A failed queue pair keeps its requests until it is destroyed, and still moves bytes of them.
@@ -53,6 +54,8 @@ pub struct RdmaFaults {
     /// Transfers that complete without their last piece.
     pub short: u32,
     pub latency_ms_max: u64,
+    /// Rate of each queue pair. 0: no limit.
+    pub bytes_per_second: u64,
 }
 
 impl RdmaFaults {

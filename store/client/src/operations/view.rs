@@ -8,7 +8,7 @@ use crate::connection::{Connection, PageRequest, PageResponse, PageResult, Store
 use futures::future::join_all;
 use larder_format::{PageId, PageKey};
 use larder_memory::share::{HeldBytes, SharedBlock};
-use larder_runtime::now;
+use larder_runtime::{fail_point, now};
 use larder_wire::YieldBudget;
 use std::ops::Deref;
 use std::time::Instant;
@@ -131,7 +131,9 @@ fn verify(
     let PageResponse { buffer, result, uncopied, .. } = page;
     match uncopied {
         // Too late: verification takes time of its own.
-        Some(_) if now() > deadline + COPY_GRACE => (None, PageResult::Missed),
+        Some(_) if now() > deadline + COPY_GRACE || fail_point!("client.view-misses-held-page") => {
+            (None, PageResult::Missed)
+        }
         Some(UncopiedBytes { location, meta, tier, .. }) if meta.verify(id, location.bytes()).is_ok() => {
             (ViewBytes::new(location), PageResult::Hit(tier, meta.generation))
         }

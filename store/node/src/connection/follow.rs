@@ -6,9 +6,10 @@ use crate::budget::Kind;
 use crate::puts::{Presence, Progress, Put};
 use crate::state::NodeState;
 use larder_format::PageId;
+use larder_runtime::{fail_point, now};
 use larder_wire::{FollowState, Response};
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Memory of a follower that waits for its page, beside that of its request: its task, its timer
 /// and its entry in the table of waiting readers.
@@ -107,6 +108,8 @@ async fn follow_put(node: &NodeState, responder: &Responder, put: &Put, deadline
         if !matches!(progress, Progress::Open(_)) {
             return Ok(progress);
         }
+        // A deadline of its own, which ends a follower of a slow writer.
+        let deadline = if fail_point!("node.follow-ends-early") { now() + Duration::from_secs(5) } else { deadline };
         match tokio::time::timeout_at(deadline.into(), put.progress_after(progress)).await {
             Ok(changed) => progress = changed,
             Err(_) => return Ok(Progress::Open(0)),

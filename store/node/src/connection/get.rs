@@ -18,6 +18,7 @@ use crate::state::NodeState;
 use crate::tiers::{PageLocation, StampedLocation};
 use futures::{StreamExt, TryStreamExt};
 use larder_format::PageId;
+use larder_runtime::fail_point;
 use larder_wire::{Delivery, MAX_ARENA_PAGES, PayloadLocation, Response, TierCode, VERSION_ARENA_PAGES};
 use std::io;
 use std::sync::Arc;
@@ -256,6 +257,7 @@ impl PageSender {
             let tiers = self.node.store.tiers();
             let id = &admitted.page.id;
             let found = match admitted.on_l3 {
+                Some(_) if admitted.page.bytes.is_some() && fail_point!("node.range-misses-l3") => None,
                 Some(location) => tiers.get_at(id, PageLocation::OnL3(location), self.deadline).await,
                 None => tiers.get(id, self.deadline).await,
             };

@@ -54,6 +54,7 @@ impl Tiers {
                 self.record_hits(std::iter::once(&*page));
                 return Some((page, TierCode::L2));
             }
+            PageLocation::OnL3(_) if fail_point!("node.get-misses-l3") => None,
             PageLocation::OnL3(found) => self.load(id, found, deadline).await,
             PageLocation::Absent => None,
         };

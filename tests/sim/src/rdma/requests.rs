@@ -106,6 +106,9 @@ impl Fabric {
         let mut pieces = VecDeque::new();
         if let WorkRequest::Transfer(transfer) = work {
             let len = transfer.local.1;
+            if faults.bytes_per_second > 0 {
+                due += Duration::from_secs_f64(f64::from(len) / faults.bytes_per_second as f64);
+            }
             let mut cuts: Vec<u32> =
                 (1..random.between(1, PIECES_MAX)).map(|_| random.below(len.into()) as u32).collect();
             cuts.extend([0, len]);

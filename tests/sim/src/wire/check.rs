@@ -37,7 +37,7 @@ pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Cl
         check_aborted_puts(cluster, client, 0).await;
     }
     if let Some(client) = clients.first().filter(|_| !cluster.world.failed()) {
-        progress::check(cluster, client).await;
+        progress::check(cluster, hosts, client).await;
     }
     if let Some(client) = clients.first().filter(|_| is_last && !cluster.world.failed()) {
         room::check(cluster, client).await;
@@ -83,17 +83,9 @@ fn remaining_work(cluster: &Cluster, host: &NodeHost) -> Vec<String> {
 
 async fn read_all_keys(cluster: &Cluster, client: &Client, namespace: u64) {
     for key in (0..cluster.setup.keys).map(|number| key_in_namespace(namespace, number)) {
-        let started = cluster.request_time();
-        let buffer = vec![0; cluster.setup.geometry.page_bytes()];
-        let got = client.get(vec![(page_key(key), buffer)], soon(PATIENCE)).await;
-        let (bytes, Some(_)) = &got[0] else { continue };
-        cluster.world.count("pages read when quiescent", 1);
-        let model = cluster.model.lock();
-        let checked = cluster.world.check_key(key, |suspect| model.check(key, bytes, started, suspect));
-        drop(model);
-        if let Err(problem) = checked {
-            cluster.violate(format!("read after faults have stopped: {problem}"));
-        }
+        // Before each get: the one before may have changed the tiers.
+        let tier = client.locate(&[page_key(key)], soon(PATIENCE)).await.first().copied().flatten();
+        progress::require(cluster, client, key, tier).await;
     }
 }
 

@@ -78,7 +78,7 @@ pub(super) async fn check(cluster: &Cluster, client: &Client) {
     sleep(Duration::from_secs(2)).await;
 }
 
-fn room(cluster: &Cluster) -> u64 {
+pub(super) fn room(cluster: &Cluster) -> u64 {
     cluster.setup.in_flight_bytes / 2
 }
 
@@ -92,7 +92,7 @@ fn caller_room(cluster: &Cluster) -> u64 {
     if silent_namespace(cluster) == 0 { room(cluster) } else { room(cluster) / 2 }
 }
 
-fn pages_in(cluster: &Cluster, bytes: u64) -> u64 {
+pub(super) fn pages_in(cluster: &Cluster, bytes: u64) -> u64 {
     let slot = (cluster.setup.geometry.page_bytes() as u64).next_multiple_of(SLOT_UNIT);
     (bytes / slot).max(1)
 }
@@ -144,7 +144,7 @@ async fn call(cluster: &Cluster, caller: &Client, number: usize, key: u64) {
     }
 }
 
-async fn put_again_and_again(cluster: &Cluster, client: &Client) {
+pub(super) async fn put_again_and_again(cluster: &Cluster, client: &Client) {
     for number in 0.. {
         let page = put::page(key_in_namespace(0, 2 * FOREIGN_KEYS + number));
         let bytes = Bytes::from(vec![0; cluster.setup.geometry.page_bytes()]);
