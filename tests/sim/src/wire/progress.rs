@@ -1,7 +1,7 @@
 //! Progress: the oracle for requests that must not be misses.
 //!
-//! The faults have stopped, all nodes are up, and nobody else uses the cluster. So a request for a
-//! page that is there must be a hit, if its link brings the bytes before its deadline:
+//! The faults have stopped, all nodes are up, and no other client uses the cluster. So a request
+//! for a page that is there must be a hit, if its link brings the bytes before its deadline:
 //!
 //! - At full speed, every page that a lookup finds ([`require`]).
 //! - Over a slow network: a put, gets of a page in L2 and of one that is only on L3, ranges, and a
