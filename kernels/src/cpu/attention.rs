@@ -10,15 +10,18 @@
 //!   absolute position, values position by position.
 //!
 //! One task computes some rows of one chunk for one key head. It copies each block of keys and
-//! values once, transposes the keys, and uses the copy for all of its queries.
+//! values once, transposes the keys, and uses the copy for all of its queries. With a single row,
+//! it reads them in place.
 
 mod gather;
+mod in_place;
 
 use super::disjoint::DisjointSlice;
 use super::element::KvElement;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
 use super::vector::InstructionSet;
 use gather::GatherBlock;
+use in_place::{Scores, Tokens, WeightedValues};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -158,7 +161,8 @@ struct Workspace {
     queries: Vec<f32>,
     /// `[queries][BLOCK]`: scores of the current block, replaced in place by weights.
     scores: Vec<f32>,
-    /// `[lane groups][head_dim][LANES]`: transposed keys of the current block.
+    /// `[lane groups][head_dim][LANES]`: transposed keys of the current block. Empty for a task that
+    /// reads in place, as are the values.
     keys: Vec<f32>,
     /// `[BLOCK][padded]`: values of the current block.
     values: Vec<f32>,
@@ -299,6 +303,10 @@ impl<E: KvElement> AttentionTask<'_, E> {
         let mut limits = Vec::with_capacity(self.queries());
         for start in (span * SPAN..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
+            if self.reads_in_place() {
+                self.compute_in_place(work, start, len);
+                continue;
+            }
             self.gather_block(work, start, len);
             let first_query = self.first_query(start);
             limits.clear();
@@ -311,8 +319,31 @@ impl<E: KvElement> AttentionTask<'_, E> {
         }
     }
 
+    /// Returns `true` for a task of so few queries that a copy of the keys would not pay.
+    fn reads_in_place(&self) -> bool {
+        self.rows == 1 && self.queries() <= QUERY_GROUP
+    }
+
+    /// Adds a block to the sums of the only row, which sees all of its keys.
+    #[inline(always)]
+    fn compute_in_place(&self, work: &mut Workspace, start: usize, len: usize) {
+        let tokens = |layout| Tokens { input: self.input, layout, head_dim: work.head_dim, start, len };
+        let (keys, values) = (self.input.keys[self.kv_head], self.input.values[self.kv_head]);
+        let (queries, _) = work.queries.as_chunks();
+        let (out, _) = work.scores.as_chunks_mut();
+        // SAFETY: the machine has its best instruction set, and the kernel demands nothing else.
+        unsafe { InstructionSet::best().run(Scores { keys: tokens(keys), values, queries, out }) };
+        let (value_tokens, count) = (tokens(values), self.queries());
+        weights(work, 0, &[len; QUERY_GROUP][..count]);
+        let (weights, _) = work.scores.as_chunks();
+        let values = WeightedValues { values: value_tokens, weights, sums: &mut work.span.sums };
+        // SAFETY: as above.
+        unsafe { InstructionSet::best().run(values) };
+    }
+
     #[inline(always)]
     fn gather_queries(&self) -> Workspace {
+        let copied = if self.reads_in_place() { 0 } else { BLOCK };
         let heads_per_kv = self.heads_per_kv();
         let head_dim = self.shape.head_dim;
         let (padded, count) = (self.padded(), self.queries());
@@ -332,8 +363,8 @@ impl<E: KvElement> AttentionTask<'_, E> {
             head_dim,
             queries,
             scores: vec![0.0; count * BLOCK],
-            keys: vec![0.0; BLOCK * head_dim],
-            values: vec![0.0; BLOCK * padded],
+            keys: vec![0.0; copied * head_dim],
+            values: vec![0.0; copied * padded],
             span: Totals::new(count, padded),
             #[cfg(test)]
             _live: tests::Live::new(tests::Buffer::Workspace),
