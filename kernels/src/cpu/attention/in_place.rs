@@ -7,6 +7,7 @@
 use super::super::vector::{Kernel, LANES_MAX, Vector};
 use super::gather::{Place, elements, prefetch};
 use super::{BLOCK, ChunkInput, HeadLayout, KvElement, QUERY_GROUP};
+use std::ops::Range;
 
 /// Calls `$call::<N>` with the number of queries as a constant, at most [`QUERY_GROUP`].
 macro_rules! by_queries {
@@ -32,13 +33,36 @@ pub(super) struct Tokens<'a, E> {
     pub(super) len: usize,
 }
 
+/// Requests the keys and values of some heads from memory.
+///
+/// Contract of [`Kernel::run`]: nothing beyond the instruction set.
+pub(super) struct Prefetch<'a, E> {
+    pub(super) input: &'a ChunkInput<'a, E>,
+    pub(super) heads: Range<usize>,
+    pub(super) head_dim: usize,
+    pub(super) tokens: Range<usize>,
+}
+
+impl<E: KvElement> Kernel for Prefetch<'_, E> {
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        let Prefetch { input, heads, head_dim, tokens } = self;
+        let mut place = Place::of(tokens.start, input.page_tokens);
+        for _ in tokens {
+            for &layout in input.keys[heads.clone()].iter().chain(&input.values[heads.clone()]) {
+                // SAFETY: the caller guarantees the instruction set.
+                unsafe { prefetch::<V, E>(input, layout, head_dim, place) };
+            }
+            place.step(input.page_tokens);
+        }
+    }
+}
+
 /// Computes the scores of all queries with the keys of a block.
 ///
 /// Contract of [`Kernel::run`]: nothing beyond the instruction set.
 pub(super) struct Scores<'a, E> {
     pub(super) keys: Tokens<'a, E>,
-    /// Values of the same head, which are requested from memory meanwhile.
-    pub(super) values: HeadLayout,
     /// `[head_dim]`: elements of each query, already scaled.
     pub(super) queries: &'a [[f32; QUERY_GROUP]],
     /// Scores of each query. Those beyond the last token are unspecified.
@@ -48,10 +72,9 @@ pub(super) struct Scores<'a, E> {
 impl<E: KvElement> Kernel for Scores<'_, E> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
-        let Scores { keys: Tokens { input, layout, head_dim, start, len }, values, queries, out } = self;
+        let Scores { keys: Tokens { input, layout, head_dim, start, len }, queries, out } = self;
         assert!((1..=BLOCK).contains(&len) && queries.len() == head_dim, "the block and the queries have their sizes");
         let mut place = Place::of(start, input.page_tokens);
-        let mut ahead = Place::of(start + V::LANES, input.page_tokens);
         for first in (0..len).step_by(V::LANES) {
             let mut rows: [&[E]; LANES_MAX] = [&[]; LANES_MAX];
             for lane in 0..V::LANES {
@@ -61,15 +84,9 @@ impl<E: KvElement> Kernel for Scores<'_, E> {
                     continue;
                 }
                 rows[lane] = elements(input, layout, head_dim, place);
-                // SAFETY: the caller guarantees the instruction set.
-                unsafe {
-                    prefetch::<V, E>(input, layout, head_dim, ahead);
-                    prefetch::<V, E>(input, values, head_dim, place);
-                }
                 place.step(input.page_tokens);
-                ahead.step(input.page_tokens);
             }
-            // SAFETY: as above. The rows have `head_dim` elements.
+            // SAFETY: the caller guarantees the instruction set. The rows have `head_dim` elements.
             unsafe { by_queries!(out.len(), score_lanes::<V, E>(&rows, queries, out, first)) };
         }
     }
