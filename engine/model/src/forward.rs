@@ -115,16 +115,19 @@ impl Model {
         let qkv = sized(qkv, rows * width);
         project(normed, &weights.qkv, qkv);
         let rotated_width = config.query_width() + config.kv_width();
-        qkv.par_chunks_exact_mut(width).with_min_len(32).enumerate().for_each(|(row, values)| {
-            for (head, values) in values[..rotated_width].chunks_exact_mut(config.head_dim).enumerate() {
-                if let Some((query_norm, key_norm)) = &weights.qk_norm {
-                    let norm = if head < config.heads { query_norm } else { key_norm };
-                    let head = values.to_vec();
-                    rms_norm(&head, norm, config.rms_eps, values);
+        qkv.par_chunks_exact_mut(width).with_min_len(32).enumerate().for_each_init(
+            || vec![0.0; config.head_dim],
+            |copy, (row, values)| {
+                for (head, values) in values[..rotated_width].chunks_exact_mut(config.head_dim).enumerate() {
+                    if let Some((query_norm, key_norm)) = &weights.qk_norm {
+                        let norm = if head < config.heads { query_norm } else { key_norm };
+                        copy.copy_from_slice(values);
+                        rms_norm(copy, norm, config.rms_eps, values);
+                    }
+                    rope.apply(row, values);
                 }
-                rope.apply(row, values);
-            }
-        });
+            },
+        );
         let mut rest = &*qkv;
         for chunk in batch {
             let (own, others) = rest.split_at(chunk.tokens.len() * width);

@@ -14,7 +14,7 @@ use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, T
 use llguidance::{Matcher, ParserFactory, panic_utils};
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;
 
 /// Stack of a compilation in bytes. Schemas and grammars may nest, and the compiler recurses.
@@ -143,6 +143,7 @@ impl GuideFactory {
                 None => {
                     // Only a grammar of a user can name tokens.
                     let is_grammar = matches!(constraint, Constraint::Grammar(_));
+                    let matcher = GuideMatcher::Start(Arc::new(Mutex::new(matcher)));
                     Ok(Guide { matcher, items: 0, only: is_grammar.then(|| self.text_tokens.clone()) })
                 }
                 Some(error) => Err(GuideError::Invalid(reason(error))),
@@ -175,18 +176,42 @@ fn on_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, GuideError> 
     })
 }
 
-/// Place of one sequence in its constraint. A clone is independent, and costs a copy of the lexer.
+/// Place of one sequence in its constraint. A clone is independent. It costs a copy of the lexer,
+/// some megabytes, which is made at the first use of a guide at its start.
 pub struct Guide {
-    matcher: Matcher,
+    matcher: GuideMatcher,
     /// Work so far.
     items: usize,
     /// The only tokens that may follow, whatever the constraint says.
     only: Option<Arc<SimpleVob>>,
 }
 
+enum GuideMatcher {
+    /// At the start of the constraint, as for all other guides at its start.
+    Start(Arc<Mutex<Matcher>>),
+    Own(Matcher),
+}
+
+impl GuideMatcher {
+    fn own(&mut self) -> &mut Matcher {
+        if let GuideMatcher::Start(shared) = self {
+            let copy = shared.lock().unwrap_or_else(PoisonError::into_inner).deep_clone();
+            *self = GuideMatcher::Own(copy);
+        }
+        match self {
+            GuideMatcher::Own(matcher) => matcher,
+            GuideMatcher::Start(_) => unreachable!("the guide has its own matcher since the lines above"),
+        }
+    }
+}
+
 impl Clone for Guide {
     fn clone(&self) -> Self {
-        Self { matcher: self.matcher.deep_clone(), items: self.items, only: self.only.clone() }
+        let matcher = match &self.matcher {
+            GuideMatcher::Start(shared) => GuideMatcher::Start(shared.clone()),
+            GuideMatcher::Own(matcher) => GuideMatcher::Own(matcher.deep_clone()),
+        };
+        Self { matcher, items: self.items, only: self.only.clone() }
     }
 }
 
@@ -225,8 +250,9 @@ impl AllowedTokens {
 impl Guide {
     /// Computes the tokens that may follow. Takes at most the limits of a step.
     pub fn allowed(&mut self) -> Result<AllowedTokens, GuideError> {
-        let mask = self.matcher.compute_mask();
-        self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
+        let matcher = self.matcher.own();
+        let mask = matcher.compute_mask();
+        self.items += matcher.last_step_stats().map_or(0, |stats| stats.all_items);
         if self.items > ITEMS_MAX {
             return Err(GuideError::TooComplex("the answer exhausts the work for one constraint".into()));
         }
@@ -240,12 +266,15 @@ impl Guide {
 
     /// Takes the next token of the sequence, one of those that [`allowed`](Self::allowed) returned.
     pub fn accept(&mut self, id: u32) -> Result<(), GuideError> {
-        self.matcher.consume_token(id).map_err(|error| GuideError::TooComplex(reason(error)))
+        self.matcher.own().consume_token(id).map_err(|error| GuideError::TooComplex(reason(error)))
     }
 
     /// Returns `true` if the text is complete and nothing may follow.
     pub fn has_ended(&self) -> bool {
-        self.matcher.is_stopped()
+        match &self.matcher {
+            GuideMatcher::Start(shared) => shared.lock().unwrap_or_else(PoisonError::into_inner).is_stopped(),
+            GuideMatcher::Own(matcher) => matcher.is_stopped(),
+        }
     }
 }
 
@@ -292,6 +321,25 @@ mod tests {
             }
         }
         None
+    }
+
+    #[test]
+    fn guides_at_the_start_share_their_tables_until_the_first_use() {
+        let factory = factory();
+        let first = factory.compile(&Constraint::JsonSchema(PERSON.into())).unwrap();
+        let is_shared = |a: &Guide, b: &Guide| match (&a.matcher, &b.matcher) {
+            (GuideMatcher::Start(a), GuideMatcher::Start(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        let (mut used, other) = (first.clone(), first.clone());
+        assert!(is_shared(&first, &used) && is_shared(&first, &other));
+        used.allowed().unwrap();
+        used.accept(u32::from(b'{')).unwrap();
+        assert!(!is_shared(&first, &used) && is_shared(&first, &other));
+        // The use of one has not moved the others from the start.
+        let mut logits = vec![0.0; 265];
+        assert!(other.clone().allowed().unwrap().restrict(&mut logits));
+        assert_eq!((logits[usize::from(b'{')], logits[usize::from(b'"')]), (0.0, f32::NEG_INFINITY));
     }
 
     /// Texts of 40 seeds. Each must end.

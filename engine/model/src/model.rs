@@ -129,9 +129,7 @@ impl Model {
     /// has at most 2 MiB. It depends on the model and the type of its pages only, so all
     /// engines of a model agree.
     pub fn default_page_tokens(&self) -> u32 {
-        let powers = std::iter::successors(Some(PAGE_TOKENS_MAX), |tokens| (*tokens > 1).then_some(tokens / 2));
-        let mut powers = powers.skip_while(|tokens| self.geometry(*tokens).page_bytes() > PAGE_BYTES_MAX);
-        powers.next().unwrap_or(1)
+        default_page_tokens(|tokens| self.geometry(tokens).page_bytes())
     }
 
     /// Returns the shape of a page of `page_tokens` tokens. The caller checks it against the
@@ -151,6 +149,11 @@ impl Model {
             head_groups: 1,
         }
     }
+}
+
+fn default_page_tokens(page_bytes: impl Fn(u32) -> usize) -> u32 {
+    let mut powers = std::iter::successors(Some(PAGE_TOKENS_MAX), |tokens| (*tokens > 1).then_some(tokens / 2));
+    powers.find(|tokens| page_bytes(*tokens) <= PAGE_BYTES_MAX).unwrap_or(1)
 }
 
 impl std::fmt::Debug for Model {
@@ -308,5 +311,24 @@ impl<'a> Loader<'a, '_> {
         }
         digests.iter().for_each(|digest| hash.update(digest));
         hash.finalize().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_page_has_256_kib_to_2_mib_for_common_models() {
+        let of = |token_bytes: usize| default_page_tokens(|tokens| tokens as usize * token_bytes);
+        // Layers, KV heads, elements per head, keys and values, bytes of bf16.
+        let (qwen3_0_6b, llama_1b) = (28 * 8 * 128 * 2 * 2, 16 * 8 * 64 * 2 * 2);
+        let (llama_8b, llama_70b) = (32 * 8 * 128 * 2 * 2, 80 * 8 * 128 * 2 * 2);
+        for (token_bytes, tokens) in [(qwen3_0_6b, 16), (llama_1b, 32), (llama_8b, 16), (llama_70b, 4)] {
+            assert_eq!(of(token_bytes), tokens);
+            assert!((256 << 10..=2 << 20).contains(&(tokens as usize * token_bytes)));
+        }
+        // A small model has smaller pages, and a token beyond 2 MiB a page of its own.
+        assert_eq!([of(1), of(64 << 10), of((64 << 10) + 1), of(3 << 20)], [32, 32, 16, 1]);
     }
 }

@@ -46,6 +46,8 @@ pub struct GenerationDefaults {
     pub top_k: Option<u32>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
+    /// Maximum tokens of an answer. At least 1.
+    pub max_new_tokens: Option<u32>,
 }
 
 impl GenerationDefaults {
@@ -59,6 +61,10 @@ impl GenerationDefaults {
             top_k: file["top_k"].as_u64().and_then(|top_k| u32::try_from(top_k).ok()),
             min_p: number("min_p", 0.0..=1.0),
             repetition_penalty: number("repetition_penalty", REPETITION_PENALTY_RANGE),
+            max_new_tokens: file["max_new_tokens"]
+                .as_u64()
+                .and_then(|max| u32::try_from(max).ok())
+                .filter(|max| *max > 0),
         }
     }
 }
@@ -198,7 +204,8 @@ fn special_token(settings: &Value, name: &str) -> String {
 }
 
 /// Returns the source of the chat template. `chat_template.jinja` takes precedence over
-/// `tokenizer_config.json`, which holds one template or a list of named ones.
+/// `tokenizer_config.json`, which holds one template or a list of named ones. Of these, `tool_use`
+/// renders requests with tools, and `default` the others, as in transformers.
 fn chat_source(files: &BTreeMap<String, Vec<u8>>, settings: &Value) -> Result<Option<String>, TokenizerError> {
     if let Some(bytes) = files.get("chat_template.jinja") {
         let source = String::from_utf8(bytes.clone());
@@ -207,6 +214,16 @@ fn chat_source(files: &BTreeMap<String, Vec<u8>>, settings: &Value) -> Result<Op
             .map_err(|e| TokenizerError::Invalid { file: "chat_template.jinja", reason: e.to_string() });
     }
     let template = &settings["chat_template"];
-    let named = template.as_array().and_then(|list| list.iter().find(|t| t["name"] == "default"));
-    Ok(template.as_str().or(named.and_then(|t| t["template"].as_str())).map(str::to_owned))
+    let named = |name: &str| {
+        let found = template.as_array()?.iter().find(|template| template["name"] == name)?;
+        found["template"].as_str()
+    };
+    Ok(match (template.as_str().or_else(|| named("default")), named("tool_use")) {
+        (Some(others), Some(with_tools)) => {
+            // Alone, each would lose its last line feed.
+            let [with_tools, others] = [with_tools, others].map(|source| source.strip_suffix('\n').unwrap_or(source));
+            Some(format!("{{% if tools %}}{with_tools}{{% else %}}{others}{{% endif %}}"))
+        }
+        (others, _) => others.map(str::to_owned),
+    })
 }

@@ -6,18 +6,34 @@
 //! prompt's chunk, not for the whole chunk. The pass that gave way then keeps its turn for as long
 //! as it has waited, so steps without a pause leave it half of the time.
 //!
+//! A decode step consists of some hundred parallel loops of 0.1 ms. Waking a thread for each would
+//! take a tenth of that, so the other threads look for work without a pause while a pass runs.
+//!
 //! Invariants:
 //! - A pass that has given way waits in the same queue, behind those that it gave way to. It gets
 //!   its turn before any pass that arrives later, so short passes cannot starve it.
 
+use rayon::{ThreadPool, ThreadPoolBuilder, Yield};
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Maximum time for which a pass keeps its turn after it has given way.
 const KEPT_MAX: Duration = Duration::from_millis(100);
 
+/// Maximum time that a pass waits for its helpers to begin.
+const HELPERS_START_MAX: Duration = Duration::from_micros(200);
+/// Times that a helper looks for work before it offers its processor to other threads.
+const SPINS: u32 = 1000;
+/// Marks that no further helper may begin.
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
 static TURNS: Turns = Turns::new();
+/// Threads of the passes, one per processor. No other work runs there: a helper keeps its thread
+/// until the pass ends. `None` if the system has no threads left.
+static THREADS: LazyLock<Option<ThreadPool>> =
+    LazyLock::new(|| ThreadPoolBuilder::new().thread_name(|index| format!("forward-{index}")).build().ok());
 
 struct Turns {
     queue: Mutex<Queue>,
@@ -95,12 +111,65 @@ pub(crate) fn run<T: Send>(rows: usize, mut advance: impl FnMut(Option<&Turn<'_>
         } else {
             let turn = TURNS.take(rows, has_given_way);
             // From an outside thread, every kernel would wake the pool and wait for it again.
-            rayon::scope(|_| advance(Some(&turn)))
+            match &*THREADS {
+                Some(threads) => threads.install(|| with_helpers(|| advance(Some(&turn)))),
+                None => rayon::scope(|_| advance(Some(&turn))),
+            }
         };
         if let Some(result) = result {
             return result;
         }
         has_given_way = true;
+    }
+}
+
+/// Calls `work` on a thread of [`THREADS`]. Meanwhile, the other threads look for its parts without
+/// sleeping.
+///
+/// A thread may take up a helper only if nobody waits for other work of this thread. So helpers
+/// begin before `work`, or never.
+fn with_helpers<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let (begun, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let helpers = rayon::current_num_threads() - 1;
+    rayon::in_place_scope(|scope| {
+        for _ in 0..helpers {
+            scope.spawn(|_| {
+                if begun.fetch_add(1, Ordering::Relaxed) & CLOSED == 0 {
+                    help(&is_over);
+                }
+            });
+        }
+        let begin = Instant::now();
+        while begun.load(Ordering::Relaxed) < helpers && begin.elapsed() < HELPERS_START_MAX {
+            std::hint::spin_loop();
+        }
+        begun.fetch_or(CLOSED, Ordering::Relaxed);
+        // After a panic as well: the scope waits for its helpers.
+        let _end = EndHelp(&is_over);
+        work()
+    })
+}
+
+struct EndHelp<'a>(&'a AtomicBool);
+
+impl Drop for EndHelp<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Takes parts of loops until the pass is over.
+fn help(is_over: &AtomicBool) {
+    let mut idle = 0;
+    while !is_over.load(Ordering::Relaxed) {
+        if rayon::yield_now() == Some(Yield::Executed) {
+            idle = 0;
+        } else if idle < SPINS {
+            idle += 1;
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
     }
 }
 

@@ -254,4 +254,36 @@ fn special_tokens_are_in_the_text_on_request() {
 fn generation_config_gives_the_defaults() {
     let defaults = bundled().generation_defaults().clone();
     assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k), (Some(0.7), Some(0.9), None));
+    let max_of = |max: serde_json::Value| {
+        let files = small_files("generation_config.json", &json!({"max_new_tokens": max}));
+        Tokenizer::from_files(&files).unwrap().generation_defaults().max_new_tokens
+    };
+    assert_eq!([max_of(json!(512)), max_of(json!(0)), max_of(json!("many"))], [Some(512), None, None]);
+}
+
+/// Files of a model of one token, and one more.
+fn small_files(name: &str, content: &serde_json::Value) -> BTreeMap<String, Vec<u8>> {
+    let tokenizer = json!({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}});
+    let files = [("tokenizer.json", &tokenizer), (name, content)];
+    files.map(|(name, json)| (name.to_owned(), serde_json::to_vec(json).unwrap())).into()
+}
+
+#[test]
+fn template_for_tools_renders_requests_with_tools() {
+    let of = |templates: serde_json::Value| {
+        let files = small_files("tokenizer_config.json", &json!({"chat_template": templates}));
+        let source = Tokenizer::from_files(&files).unwrap().chat_template()?.clone();
+        let template = ChatTemplate::new(source).unwrap();
+        let render = |tools: Option<&str>| {
+            let options = RenderOptions { tools: tools.map(str::to_owned), ..RenderOptions::default() };
+            template.render(&[ChatMessage::new("user", "x")], &options, 100).unwrap()
+        };
+        Some([render(Some(r#"[{"name": "f"}]"#)), render(Some("[]")), render(None)])
+    };
+    let named = |name: &str, template: &str| json!({"name": name, "template": template});
+    let default = named("default", "{% if messages %}<{{ messages[0].content }}>{% endif %}\n");
+    let with_tools = named("tool_use", "{% for t in tools %}{{ t.name }}{% endfor %}\n");
+    assert_eq!(of(json!([with_tools, default])).unwrap(), ["f", "<x>", "<x>"]);
+    assert_eq!(of(json!([default, named("rag", "r")])).unwrap(), ["<x>", "<x>", "<x>"]);
+    assert!(of(json!([with_tools])).is_none());
 }

@@ -47,9 +47,8 @@ impl Guides {
     /// Returns a guide at the start of `constraint`.
     pub(crate) async fn get(self: &Arc<Self>, constraint: &Arc<Constraint>) -> Result<Guide, ApiError> {
         let stopped = || ApiError::new(ErrorCode::Internal, "the engine could not compile the constraint");
-        let (guides, known) = (self.clone(), constraint.clone());
-        // On another thread: the clone copies the tables of its lexer.
-        if let Some(guide) = tokio::task::spawn_blocking(move || guides.known(&known)).await.map_err(|_| stopped())? {
+        // Requests that wait share its tables. The first step of each copies them.
+        if let Some(guide) = self.known(constraint) {
             return Ok(guide);
         }
         let permit = self.compilations.clone().acquire_owned().await.map_err(|_| stopped())?;

@@ -89,6 +89,7 @@ pub struct Metrics {
     pub(crate) l1_pages_forgotten: Counter,
     pub(crate) suspect_pages: Counter,
     pub(crate) unpublished_pages: Gauge,
+    pub(crate) abandoned_pages: Counter,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
     pub(crate) http: HttpMetrics,
@@ -166,6 +167,13 @@ impl Metrics {
                 "unpublished_pages",
                 "Pages that the store did not take and that wait for another put",
                 Gauge::default(),
+            ),
+            abandoned_pages: add(
+                r,
+                "abandoned_pages",
+                "Pages that the store did not take and that will not be put again: they left L1 meanwhile, too many \
+                 pages waited, or the engine stopped",
+                Counter::default(),
             ),
             store_nodes: add(r, "store_nodes", "Connected store nodes", Gauge::default()),
             store_connection_changes: add(

@@ -13,7 +13,7 @@ use crate::commits::Commits;
 use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
-use larder_format::{PageGeometry, PageKey};
+use larder_format::{PageGeometry, PageKey, PageOrigin};
 use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -132,22 +132,36 @@ impl Publisher {
         self.tasks.spawn(async move {
             let (outcome, origin) = sealing.await;
             drop(running);
-            metrics.page_published(outcome);
-            let (Some(origin), Some(sealed)) = (origin, content.upgrade()) else { return outcome };
-            if matches!(outcome, PutOutcome::Stored | PutOutcome::AlreadyThere) {
-                sealed.set_origin(origin);
-                return outcome;
-            }
-            sealed.set_unconfirmed_origin(origin);
-            drop(sealed);
-            // Beyond the bound of the queue, the page stays unpublished.
-            let _ = unpublished.try_send(Unpublished { page, content, outcome, attempts: attempts + 1 });
+            let ended = Unpublished { page, content, outcome, attempts: attempts + 1 };
+            settle(ended, origin, &unpublished, &metrics);
             outcome
         })
     }
 
     pub(crate) fn hooks(&self) -> PublishHooks {
         PublishHooks { parts: self.parts.clone(), pages: Vec::new() }
+    }
+}
+
+/// Notes the end of a put at its page. Reports a page that the store has not taken, for another
+/// put. Counts it where none can follow.
+fn settle(ended: Unpublished, origin: Option<PageOrigin>, unpublished: &flume::Sender<Unpublished>, metrics: &Metrics) {
+    metrics.page_published(ended.outcome);
+    let (Some(origin), Some(sealed)) = (origin, ended.content.upgrade()) else {
+        // Without an origin, the store would refuse a copy.
+        if matches!(ended.outcome, PutOutcome::Busy { .. } | PutOutcome::Lost | PutOutcome::InProgress) {
+            metrics.abandoned_pages.inc();
+        }
+        return;
+    };
+    if matches!(ended.outcome, PutOutcome::Stored | PutOutcome::AlreadyThere) {
+        return sealed.set_origin(origin);
+    }
+    sealed.set_unconfirmed_origin(origin);
+    drop(sealed);
+    // Beyond the bound of the queue, the page stays unpublished.
+    if unpublished.try_send(ended).is_err() {
+        metrics.abandoned_pages.inc();
     }
 }
 
@@ -199,8 +213,9 @@ impl PublishHooks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::Role;
     use futures::future::BoxFuture;
-    use larder_format::{KvDtype, PageOrigin};
+    use larder_format::KvDtype;
     use larder_model::{KvPool, LogitRows, PageSlot};
     use parking_lot::Mutex;
 
@@ -260,6 +275,31 @@ mod tests {
         assert_eq!(parts.iter().map(|(part, _)| *part).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>(), expected);
         assert!(!hooks.found_unusable(0));
+    }
+
+    #[test]
+    fn pages_that_no_put_can_follow_are_counted() {
+        let metrics = Metrics::new(Role::Decode);
+        let (sender, reports) = flume::bounded(1);
+        let pool = KvPool::new(GEOMETRY, 1);
+        let mut page = pool.allocate().unwrap();
+        page.fill_with(|| 1.0);
+        let sealed = Arc::new(SealedPage::compute(page));
+        let end = |content: &Weak<SealedPage>, outcome, origin| {
+            let key = PageKey([1; 32]);
+            let page = NewPage { key, parent: PageKey::NONE, position: 0 };
+            settle(Unpublished { page, content: content.clone(), outcome, attempts: 1 }, origin, &sender, &metrics);
+            (metrics.abandoned_pages.get(), reports.len())
+        };
+        let (held, origin) = (Arc::downgrade(&sealed), Some(PageOrigin { run: 1, generation: 1 }));
+        assert_eq!(end(&held, PutOutcome::Stored, origin), (0, 0));
+        assert_eq!(end(&held, PutOutcome::Lost, origin), (0, 1));
+        assert_eq!(end(&held, PutOutcome::Lost, origin), (1, 1), "too many wait");
+        assert_eq!(end(&held, PutOutcome::Lost, None), (2, 1), "the store would refuse it");
+        drop(sealed);
+        assert_eq!(end(&held, PutOutcome::Lost, origin), (3, 1), "it left L1");
+        assert_eq!(end(&held, PutOutcome::Stored, origin), (3, 1));
+        assert_eq!(end(&held, PutOutcome::Forgotten, None), (3, 1), "that is no loss");
     }
 
     #[test]

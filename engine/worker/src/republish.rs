@@ -56,26 +56,34 @@ pub(crate) async fn run(
         metrics.unpublished_pages.set((waiting.len() + running.len()) as i64);
         let next = waiting.first_key_value().map(|((due, _), _)| *due).filter(|_| running.len() < RUNNING_MAX);
         tokio::select! {
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => break,
             received = unpublished.recv_async(), if waiting.len() < WAITING_MAX => {
-                let Ok(page) = received else { return };
+                let Ok(page) = received else { break };
                 number += 1;
                 waiting.insert((Instant::now() + pause(page.outcome, page.attempts), number), page);
             }
             () = tokio::time::sleep_until(next.unwrap_or_else(Instant::now).into()), if next.is_some() => {
                 if let Some((_, page)) = waiting.pop_first() {
-                    running.push(put_again(page, events.clone()));
+                    running.push(put_again(page, events.clone(), &metrics));
                 }
             }
             Some(()) = running.next(), if !running.is_empty() => {}
         }
     }
+    let left = waiting.len() + running.len() + unpublished.len();
+    if left > 0 {
+        metrics.abandoned_pages.inc_by(left as u64);
+        tracing::warn!(pages = left, "stopped before the store took these pages; other engines compute them again");
+    }
 }
 
 /// Puts a page again, if L1 still holds it intact. A put without success returns by the queue.
-async fn put_again(unpublished: Unpublished, events: flume::Sender<SchedulerEvent>) {
+async fn put_again(unpublished: Unpublished, events: flume::Sender<SchedulerEvent>, metrics: &Metrics) {
     let Unpublished { page, content, attempts, .. } = unpublished;
-    let Some(content) = content.upgrade() else { return };
+    let Some(content) = content.upgrade() else {
+        metrics.abandoned_pages.inc();
+        return;
+    };
     // Not on blocking threads of tokio: the scrub would keep each additional one alive for ever.
     let (intact, verified) = oneshot::channel();
     rayon::spawn(move || drop(intact.send(content.verify().is_ok().then_some(content))));

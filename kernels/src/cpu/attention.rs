@@ -10,15 +10,19 @@
 //!   absolute position, values position by position.
 //!
 //! One task computes some rows of one chunk for one key head. It copies each block of keys and
-//! values once, transposes the keys, and uses the copy for all of its queries.
+//! values once, transposes the keys, and uses the copy for all of its queries. With a single row,
+//! a task has several key heads and reads them in place: neighbouring heads are neighbours in
+//! memory, too.
 
 mod gather;
+mod in_place;
 
 use super::disjoint::DisjointSlice;
 use super::element::KvElement;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
 use super::vector::InstructionSet;
 use gather::GatherBlock;
+use in_place::{Prefetch, Scores, Tokens, WeightedValues};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -90,6 +94,10 @@ pub struct AttentionChunk<'a, E> {
 pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
     let row_width = shape.heads * shape.head_dim;
     let rows_per_task = (TASK_QUERIES * shape.kv_heads / shape.heads).max(1);
+    let threads = rayon::current_num_threads();
+    let is_single = |chunk: &AttentionChunk<'_, E>| chunk.out.len() == row_width;
+    let single_spans: usize = chunks.iter().filter(|chunk| is_single(chunk)).map(|c| c.position / SPAN + 1).sum();
+    let heads_per_single_row = (shape.kv_heads * single_spans / threads).clamp(1, shape.kv_heads);
     let mut tasks = Vec::new();
     for chunk in chunks.iter_mut() {
         let rows = chunk.out.len() / row_width;
@@ -101,23 +109,24 @@ pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionCh
         // the call, where other threads would wait for it.
         for first in (0..rows).step_by(rows_per_task).rev() {
             let count = rows_per_task.min(rows - first);
-            for head in 0..shape.kv_heads {
-                tasks.push((input, Arc::clone(&out), first, count, head));
+            let heads_per_task = if rows == 1 && shape.reads_in_place(1) { heads_per_single_row } else { 1 };
+            for head in (0..shape.kv_heads).step_by(heads_per_task) {
+                let heads = head..shape.kv_heads.min(head + heads_per_task);
+                tasks.push((input, Arc::clone(&out), first, count, heads));
             }
         }
     }
     let tasks: Vec<AttentionTask<'_, E>> = (tasks.iter())
-        .map(|(input, out, first, rows, kv_head)| AttentionTask {
+        .map(|(input, out, first, rows, kv_heads)| AttentionTask {
             shape,
             input,
             out,
             first: *first,
             rows: *rows,
-            kv_head: *kv_head,
+            kv_heads: kv_heads.clone(),
         })
         .collect();
     let spans: usize = tasks.iter().map(AttentionTask::spans).sum();
-    let threads = rayon::current_num_threads();
     if tasks.len() == 1 && spans == 1 {
         return tasks.into_iter().for_each(|task| Arch::new().dispatch(task));
     }
@@ -127,6 +136,17 @@ pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionCh
     // Few queries with many keys: one long sequence in decode, for example.
     let spans_at_once = (SPANS_PER_THREAD * threads).div_ceil(tasks.len());
     tasks.into_par_iter().with_max_len(1).for_each(|task| task.run_on_all_threads(spans_at_once));
+}
+
+impl AttentionShape {
+    fn heads_per_kv(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Returns `true` for a task of so few queries that a copy of the keys would not pay.
+    fn reads_in_place(&self, rows: usize) -> bool {
+        rows == 1 && self.heads_per_kv() <= QUERY_GROUP
+    }
 }
 
 /// Read-only part of an [`AttentionChunk`], shared by the tasks of the chunk.
@@ -147,18 +167,21 @@ struct AttentionTask<'a, E> {
     out: &'a DisjointSlice<'a>,
     first: usize,
     rows: usize,
-    kv_head: usize,
+    /// One, unless the task reads in place.
+    kv_heads: Range<usize>,
 }
 
 /// Buffers of one task. Query `q` is row `q / heads_per_kv`, head `q % heads_per_kv` of the task.
+/// In a task that reads in place, it is query `q % heads_per_kv` of key head `q / heads_per_kv`.
 struct Workspace {
     head_dim: usize,
-    /// `[queries / QUERY_GROUP][head_dim][QUERY_GROUP]`, already scaled. Zero beyond the last
-    /// query.
+    /// `[groups][head_dim][QUERY_GROUP]`, already scaled, zero beyond the last query. Each key head
+    /// begins with a group.
     queries: Vec<f32>,
     /// `[queries][BLOCK]`: scores of the current block, replaced in place by weights.
     scores: Vec<f32>,
-    /// `[lane groups][head_dim][LANES]`: transposed keys of the current block.
+    /// `[lane groups][head_dim][LANES]`: transposed keys of the current block. Empty for a task
+    /// that reads in place, as are the values.
     keys: Vec<f32>,
     /// `[BLOCK][padded]`: values of the current block.
     values: Vec<f32>,
@@ -264,11 +287,11 @@ impl<E: KvElement> AttentionTask<'_, E> {
     }
 
     fn heads_per_kv(&self) -> usize {
-        self.shape.heads / self.shape.kv_heads
+        self.shape.heads_per_kv()
     }
 
     fn queries(&self) -> usize {
-        self.rows * self.heads_per_kv()
+        self.rows * self.heads_per_kv() * self.kv_heads.len()
     }
 
     fn padded(&self) -> usize {
@@ -299,6 +322,10 @@ impl<E: KvElement> AttentionTask<'_, E> {
         let mut limits = Vec::with_capacity(self.queries());
         for start in (span * SPAN..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
+            if self.shape.reads_in_place(self.rows) {
+                self.compute_in_place(work, start..start + len, end);
+                continue;
+            }
             self.gather_block(work, start, len);
             let first_query = self.first_query(start);
             limits.clear();
@@ -311,17 +338,52 @@ impl<E: KvElement> AttentionTask<'_, E> {
         }
     }
 
+    /// Adds a block to the sums of the only row, which sees all of its keys. Requests the next
+    /// block, up to `end`, from memory.
+    #[inline(always)]
+    fn compute_in_place(&self, work: &mut Workspace, block: Range<usize>, end: usize) {
+        let (set, input, head_dim, padded) = (InstructionSet::best(), self.input, work.head_dim, work.span.padded);
+        let (count, heads) = (self.shape.heads_per_kv(), self.kv_heads.len());
+        let prefetch = |tokens| Prefetch { input, heads: self.kv_heads.clone(), head_dim, tokens };
+        if block.start.is_multiple_of(SPAN) {
+            // SAFETY: the machine has its best instruction set. The kernel demands nothing else.
+            unsafe { set.run(prefetch(block.clone())) };
+        }
+        for (index, head) in self.kv_heads.clone().enumerate() {
+            let next = |index: usize| (block.end + index * BLOCK / heads).min(end);
+            let ahead = prefetch(next(index)..next(index + 1));
+            let tokens = |layout| Tokens { input, layout, head_dim, start: block.start, len: block.len() };
+            let (queries, _) = work.queries[index * QUERY_GROUP * head_dim..][..QUERY_GROUP * head_dim].as_chunks();
+            let first = index * count;
+            let scores = first * BLOCK..(first + count) * BLOCK;
+            let (out, _) = work.scores[scores.clone()].as_chunks_mut();
+            // SAFETY: as above.
+            unsafe {
+                set.run(ahead);
+                set.run(Scores { keys: tokens(input.keys[head]), queries, out });
+            }
+            weights(work, first, &[block.len(); QUERY_GROUP][..count]);
+            let (weights, _) = work.scores[scores].as_chunks();
+            let sums = &mut work.span.sums[first * padded..(first + count) * padded];
+            // SAFETY: as above.
+            unsafe { set.run(WeightedValues { values: tokens(input.values[head]), weights, sums }) };
+        }
+    }
+
     #[inline(always)]
     fn gather_queries(&self) -> Workspace {
+        let copied = if self.shape.reads_in_place(self.rows) { 0 } else { BLOCK };
         let heads_per_kv = self.heads_per_kv();
         let head_dim = self.shape.head_dim;
         let (padded, count) = (self.padded(), self.queries());
-        let mut queries = vec![0.0; count.next_multiple_of(QUERY_GROUP) * head_dim];
+        let groups = self.kv_heads.len() * (self.rows * heads_per_kv).div_ceil(QUERY_GROUP);
+        let mut queries = vec![0.0; groups * QUERY_GROUP * head_dim];
         for row in 0..self.rows {
-            let start = (self.first + row) * self.input.query_stride + self.kv_head * heads_per_kv * head_dim;
-            let heads = &self.input.queries[start..start + heads_per_kv * head_dim];
+            let start = (self.first + row) * self.input.query_stride + self.kv_heads.start * heads_per_kv * head_dim;
+            let heads = &self.input.queries[start..start + self.kv_heads.len() * heads_per_kv * head_dim];
             for (index, head) in heads.chunks_exact(head_dim).enumerate() {
-                let query = row * heads_per_kv + index;
+                // The first part counts with several key heads, the second with several rows.
+                let query = index / heads_per_kv * QUERY_GROUP + row * heads_per_kv + index % heads_per_kv;
                 let group = &mut queries[query / QUERY_GROUP * QUERY_GROUP * head_dim..][..QUERY_GROUP * head_dim];
                 for (elements, element) in group.chunks_exact_mut(QUERY_GROUP).zip(head) {
                     elements[query % QUERY_GROUP] = element * self.shape.scale;
@@ -332,8 +394,8 @@ impl<E: KvElement> AttentionTask<'_, E> {
             head_dim,
             queries,
             scores: vec![0.0; count * BLOCK],
-            keys: vec![0.0; BLOCK * head_dim],
-            values: vec![0.0; BLOCK * padded],
+            keys: vec![0.0; copied * head_dim],
+            values: vec![0.0; copied * padded],
             span: Totals::new(count, padded),
             #[cfg(test)]
             _live: tests::Live::new(tests::Buffer::Workspace),
@@ -344,8 +406,8 @@ impl<E: KvElement> AttentionTask<'_, E> {
     fn gather_block(&self, work: &mut Workspace, start: usize, len: usize) {
         let gather = GatherBlock {
             input: self.input,
-            key_layout: self.input.keys[self.kv_head],
-            value_layout: self.input.values[self.kv_head],
+            key_layout: self.input.keys[self.kv_heads.start],
+            value_layout: self.input.values[self.kv_heads.start],
             head_dim: work.head_dim,
             start,
             len,
@@ -363,10 +425,10 @@ impl<E: KvElement> AttentionTask<'_, E> {
         let row_width = self.shape.heads * head_dim;
         let width = heads_per_kv * head_dim;
         for row in 0..self.rows {
-            let at = (self.first + row) * row_width + self.kv_head * width;
-            // SAFETY: tasks differ in their rows or in their key head, so no two write the same
+            let at = (self.first + row) * row_width + self.kv_heads.start * width;
+            // SAFETY: tasks differ in their rows or in their key heads, so no two write the same
             // range.
-            let out = unsafe { self.out.range_mut(at, width) };
+            let out = unsafe { self.out.range_mut(at, self.kv_heads.len() * width) };
             for (index, out) in out.chunks_exact_mut(head_dim).enumerate() {
                 let query = row * heads_per_kv + index;
                 let scale = 1.0 / totals.running[query].1;

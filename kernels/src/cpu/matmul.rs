@@ -26,6 +26,8 @@ const EXPAND_ROWS: usize = 32;
 const TASK_ROWS: (usize, usize) = (32, 256);
 /// Multiplications per rayon task. Smaller products run on the calling thread.
 const TASK_PRODUCTS: usize = 1 << 16;
+/// Pieces of a product for each thread. More leave shorter waits for the slowest thread at the end.
+const PIECES_PER_THREAD: usize = 16;
 /// Distance from the weights in use to those that are requested from memory. The processor's own
 /// prefetch stops at each page of 4 KiB.
 const PREFETCH_BYTES: usize = 2048;
@@ -183,7 +185,8 @@ unsafe fn matmul_with(set: InstructionSet, x: &[f32], weight: &PackedMatrix, bia
     if tasks <= tasks_at_least {
         return (0..tasks).for_each(task);
     }
-    (0..tasks).into_par_iter().with_min_len(tasks_at_least).for_each(task);
+    let tasks_at_most = (tasks / (PIECES_PER_THREAD * rayon::current_num_threads())).max(tasks_at_least);
+    (0..tasks).into_par_iter().with_min_len(tasks_at_least).with_max_len(tasks_at_most).for_each(task);
 }
 
 /// Rows per task that leave about four tasks for each thread. The choice changes no bit.

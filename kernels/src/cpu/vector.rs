@@ -92,9 +92,8 @@ pub trait Vector: Copy {
     unsafe fn load_f16(from: *const f16) -> Self;
     unsafe fn load_i8(from: *const i8) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Writes the first `LANES` of `rows` as columns: lane `l` of row `r` goes to
-    /// `to[l * stride + r]`.
-    unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize);
+    /// Transposes the first `LANES` of `rows`: lane `l` of row `r` becomes lane `r` of row `l`.
+    unsafe fn transpose(rows: &mut [Self; LANES_MAX]);
     unsafe fn mul(self, factor: Self) -> Self;
     /// Computes `self · factor + sum` with one rounding.
     unsafe fn mul_add(self, factor: Self, sum: Self) -> Self;
@@ -161,11 +160,11 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
-        for (r, row) in rows[..PORTABLE_LANES].iter().enumerate() {
-            for (lane, value) in row.0.into_iter().enumerate() {
-                // SAFETY: the contract of the trait covers the elements.
-                unsafe { *to.add(lane * stride + r) = value };
+    unsafe fn transpose(rows: &mut [Self; LANES_MAX]) {
+        for row in 0..PORTABLE_LANES {
+            for lane in row + 1..PORTABLE_LANES {
+                let above = rows[row].0[lane];
+                rows[row].0[lane] = std::mem::replace(&mut rows[lane].0[row], above);
             }
         }
     }
@@ -246,7 +245,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
+        unsafe fn transpose(rows: &mut [Self; LANES_MAX]) {
             // SAFETY: see the implementation.
             unsafe {
                 let (top, upper) = (transpose_quarters(rows, 0), transpose_quarters(rows, 4));
@@ -256,11 +255,10 @@ mod x86 {
                     let (a, b, c, d) = (top[column], upper[column], lower[column], bottom[column]);
                     let even = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d));
                     let odd = (_mm512_shuffle_f32x4::<0xDD>(a, b), _mm512_shuffle_f32x4::<0xDD>(c, d));
-                    let to = to.add(column * stride);
-                    _mm512_storeu_ps(to, _mm512_shuffle_f32x4::<0x88>(even.0, even.1));
-                    _mm512_storeu_ps(to.add(4 * stride), _mm512_shuffle_f32x4::<0x88>(odd.0, odd.1));
-                    _mm512_storeu_ps(to.add(8 * stride), _mm512_shuffle_f32x4::<0xDD>(even.0, even.1));
-                    _mm512_storeu_ps(to.add(12 * stride), _mm512_shuffle_f32x4::<0xDD>(odd.0, odd.1));
+                    rows[column] = Avx512(_mm512_shuffle_f32x4::<0x88>(even.0, even.1));
+                    rows[column + 4] = Avx512(_mm512_shuffle_f32x4::<0x88>(odd.0, odd.1));
+                    rows[column + 8] = Avx512(_mm512_shuffle_f32x4::<0xDD>(even.0, even.1));
+                    rows[column + 12] = Avx512(_mm512_shuffle_f32x4::<0xDD>(odd.0, odd.1));
                 }
             }
         }
@@ -378,14 +376,14 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn store_transposed(rows: &[Self; LANES_MAX], to: *mut f32, stride: usize) {
+        unsafe fn transpose(rows: &mut [Self; LANES_MAX]) {
             // SAFETY: see the implementation.
             unsafe {
                 let (upper, lower) = (transpose_halves(rows, 0), transpose_halves(rows, 4));
                 for column in 0..4 {
                     let (a, b) = (upper[column], lower[column]);
-                    _mm256_storeu_ps(to.add(column * stride), _mm256_permute2f128_ps::<0x20>(a, b));
-                    _mm256_storeu_ps(to.add((column + 4) * stride), _mm256_permute2f128_ps::<0x31>(a, b));
+                    rows[column] = Avx2(_mm256_permute2f128_ps::<0x20>(a, b));
+                    rows[column + 4] = Avx2(_mm256_permute2f128_ps::<0x31>(a, b));
                 }
             }
         }
@@ -425,13 +423,16 @@ mod tests {
                 for (row, elements) in rows.iter_mut().zip(self.0.chunks_exact(17)) {
                     *row = V::load_f32(elements.as_ptr());
                 }
-                V::store_transposed(&rows, self.1.as_mut_ptr(), 18);
+                V::transpose(&mut rows);
+                for (row, elements) in rows[..V::LANES].iter().zip(self.1.chunks_exact_mut(18)) {
+                    row.store(elements.as_mut_ptr());
+                }
             }
         }
     }
 
     #[test]
-    fn every_instruction_set_transposes_a_square_and_writes_nothing_else() {
+    fn every_instruction_set_transposes_a_square() {
         let from: Vec<f32> = (0..16 * 17).map(|x| x as f32).collect();
         for set in InstructionSet::available() {
             let lanes = if format!("{set:?}") == "Avx512" { 16 } else { 8 };

@@ -12,6 +12,7 @@ use super::constraint;
 use super::echo::{self, Echoed};
 use super::errors::ApiError;
 use super::logprobs::TokenEntry;
+use super::native::PromptNames;
 use super::prepare::{self, tokens_to_generate};
 use super::responses_output::ResponseRequest;
 use super::tools::ToolRules;
@@ -82,6 +83,8 @@ pub(crate) struct ResponseMeta {
     pub(crate) has_logprobs: bool,
     /// [`Endpoint::Native`]: the answer is a list.
     pub(crate) is_list: bool,
+    /// [`Endpoint::Native`]: names that the client has given to its prompts.
+    pub(crate) names: Option<PromptNames>,
     /// Rules for calls of tools. `None` if the request has no tools.
     pub(crate) tools: Option<ToolRules>,
     /// The answer has the form of `/v1/responses`.
@@ -188,11 +191,12 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let AnswerJob { request, endpoint, model, common, prompts, permit, tools } = job;
     let context = prepare::context(&request, &model)?;
     let mut limits = Vec::with_capacity(prompts.len());
+    let of_model = model.tokenizer.generation_defaults().max_new_tokens;
     for prompt in &prompts {
         if prompt.tokens.is_empty() {
             return Err(ApiError::field(endpoint.prompt_field(), "the prompt is empty"));
         }
-        limits.push(tokens_to_generate(endpoint, common.max_tokens, prompt.tokens.len(), context)?);
+        limits.push(tokens_to_generate(endpoint, common.max_tokens, of_model, prompt.tokens.len(), context)?);
     }
     check_tokens(&common, &model)?;
     constraint::check(&request, &common).await?;
@@ -210,6 +214,7 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
         tokenizer: model.tokenizer.clone(),
         has_logprobs: common.logprobs.is_some(),
         is_list: false,
+        names: None,
         tools,
         response: None,
     };
@@ -435,6 +440,7 @@ impl ResponseMeta {
             tokenizer,
             has_logprobs: false,
             is_list: false,
+            names: None,
             tools: None,
             response: None,
         }

@@ -52,6 +52,10 @@ impl<'de> Deserialize<'de> for RawMessage {
         for name in ["refusal", "annotations", "audio", "function_call", "reasoning"] {
             fields.refuse_unless(name, is_empty).map_err(|error| D::Error::custom(error.body.message))?;
         }
+        // lm-evaluation-harness and items of `/v1/responses` name what a message is anyway.
+        fields
+            .refuse_unless("type", |kind| *kind == "text" || *kind == "message")
+            .map_err(|error| D::Error::custom(error.body.message))?;
         refuse_rest_inner(&fields)?;
         Ok(message)
     }

@@ -18,9 +18,12 @@ use axum::response::Response;
 use larder_http::RequestBody;
 use larder_worker::api::{FinishReason, TOP_LOGPROBS_MAX};
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 /// Default of `max_new_tokens`, as in SGLang.
 const NEW_TOKENS_DEFAULT: u32 = 128;
+/// Maximum length in bytes of a name that a client gives to a prompt.
+const NAME_BYTES_MAX: usize = 128;
 
 const NEUTRAL: [NeutralField; 14] = [
     ("image_data", is_empty),
@@ -45,6 +48,7 @@ struct NativeRequest {
     prompts: Vec<PromptInput>,
     /// The answer is a list, because the prompts are.
     is_list: bool,
+    names: Option<PromptNames>,
     common: CommonParams,
     with_logprobs: bool,
 }
@@ -55,11 +59,12 @@ impl NativeRequest {
         for (name, is_neutral) in NEUTRAL {
             fields.refuse_unless(name, is_neutral)?;
         }
-        // The request's name, and hints for routing.
-        for name in ["rid", "priority", "data_parallel_rank"] {
+        // Hints for routing.
+        for name in ["priority", "data_parallel_rank"] {
             fields.ignore(name);
         }
         let (prompts, is_list) = take_prompts(&mut fields)?;
+        let names = take_names(&mut fields, prompts.len(), is_list)?;
         let mut params: Fields<'_> = fields.take("sampling_params")?.unwrap_or_default();
         let common = take_common(&mut params, fields.take("stream")?.unwrap_or(false))?;
         params.refuse_unknown()?;
@@ -73,8 +78,43 @@ impl NativeRequest {
         let common = CommonParams { logprobs: Some(if with_logprobs { top } else { 0 }), ..common };
         let model = fields.take("model")?;
         fields.refuse_unknown()?;
-        Ok(Self { model, prompts, is_list, common, with_logprobs })
+        let names = names.map(|of_prompts| PromptNames { of_prompts, choices: common.n });
+        Ok(Self { model, prompts, is_list, names, common, with_logprobs })
     }
+}
+
+/// Names of a request's prompts. Answers repeat them.
+#[derive(Debug, Clone)]
+pub(crate) struct PromptNames {
+    of_prompts: Arc<[String]>,
+    /// Choices per prompt.
+    choices: u32,
+}
+
+impl PromptNames {
+    fn of(&self, index: u32) -> String {
+        let name = self.of_prompts.get((index / self.choices) as usize).map_or("", String::as_str);
+        if self.choices == 1 { name.to_owned() } else { format!("{name}-{}", index % self.choices) }
+    }
+}
+
+/// Takes the names of `prompts` prompts. Prompts of a list have names of their own, or one with
+/// their positions appended.
+fn take_names(fields: &mut Fields<'_>, prompts: usize, is_list: bool) -> Result<Option<Arc<[String]>>, ApiError> {
+    let wrong = |message: String| Err(ApiError::field("rid", message));
+    let names: Vec<String> = match fields.take::<TextOrList<String, PROMPTS_MAX>>("rid")? {
+        None => return Ok(None),
+        Some(TextOrList::Text(name)) if is_list => (0..prompts).map(|at| format!("{name}_{at}")).collect(),
+        Some(TextOrList::Text(name)) => vec![name],
+        Some(TextOrList::List(names)) => names,
+    };
+    if names.len() != prompts {
+        return wrong(format!("'rid' has {} names for {prompts} prompts", names.len()));
+    }
+    if names.iter().any(|name| name.len() > NAME_BYTES_MAX) {
+        return wrong(format!("a name in 'rid' may have at most {NAME_BYTES_MAX} bytes"));
+    }
+    Ok(Some(names.into()))
 }
 
 fn take_prompts(fields: &mut Fields<'_>) -> Result<(Vec<PromptInput>, bool), ApiError> {
@@ -139,7 +179,7 @@ async fn serve(
     body: RequestBody,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let NativeRequest { model, prompts, is_list, common, with_logprobs } =
+    let NativeRequest { model, prompts, is_list, names, common, with_logprobs } =
         request.parse(body, NativeRequest::parse).await?;
     let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
     let permit = prepare::admit(&request, prompts.len(), common.n)?;
@@ -152,6 +192,7 @@ async fn serve(
     let mut started = answer::begin(job).await?;
     started.meta.has_logprobs = with_logprobs;
     started.meta.is_list = is_list;
+    started.meta.names = names;
     if let Some(record) = record {
         record.first_token();
     }
@@ -204,7 +245,7 @@ impl NativeState {
             FinishReason::Length => json!({"type": "length", "length": ids.len()}),
         });
         let mut info = json!({
-            "id": format!("{}-{index}", meta.id),
+            "id": meta.names.as_ref().map_or_else(|| format!("{}-{index}", meta.id), |names| names.of(index)),
             "finish_reason": reason,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": ids.len(),

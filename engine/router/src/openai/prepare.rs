@@ -175,7 +175,7 @@ pub(crate) async fn prompts(
                 return Err(too_many_bytes(&router, field, context, bytes_max, text.len()));
             }
             PromptInput::Tokens(tokens) if rules.truncate.is_none() => {
-                tokens_to_generate(endpoint, None, tokens.len(), context)?;
+                tokens_to_generate(endpoint, None, None, tokens.len(), context)?;
             }
             _ => {}
         }
@@ -206,11 +206,13 @@ pub(crate) async fn prompts(
     prompts
 }
 
-/// Maximum tokens to generate after `prompt_tokens` tokens. Fails if prompt and requested answer
-/// exceed the context.
+/// Maximum tokens to generate after `prompt_tokens` tokens. A chat without `max_tokens` takes the
+/// maximum `of_model`, if the model has one. Fails if prompt and requested answer exceed the
+/// context.
 pub(crate) fn tokens_to_generate(
     endpoint: Endpoint,
     max_tokens: Option<u32>,
+    of_model: Option<u32>,
     prompt_tokens: usize,
     context: usize,
 ) -> Result<u32, ApiError> {
@@ -221,7 +223,7 @@ pub(crate) fn tokens_to_generate(
     }
     let default = match endpoint {
         Endpoint::Completion | Endpoint::Native => super::types::COMPLETION_TOKENS_DEFAULT,
-        Endpoint::Chat => u32::MAX,
+        Endpoint::Chat => of_model.unwrap_or(u32::MAX),
     };
     // Cannot underflow: `requested`, at most `context`, is more than `prompt_tokens`.
     let room = context - prompt_tokens;
@@ -287,15 +289,26 @@ mod tests {
 
     #[test]
     fn tokens_to_generate_refuses_requests_beyond_the_context() {
-        assert_eq!(tokens_to_generate(Endpoint::Chat, None, 40, 100).unwrap(), 60);
-        assert_eq!(tokens_to_generate(Endpoint::Completion, None, 40, 100).unwrap(), 16);
-        assert_eq!(tokens_to_generate(Endpoint::Completion, None, 95, 100).unwrap(), 5);
-        assert_eq!(tokens_to_generate(Endpoint::Chat, Some(60), 40, 100).unwrap(), 60);
-        assert_eq!(tokens_to_generate(Endpoint::Completion, Some(0), 99, 100).unwrap(), 1, "for an echo only");
+        let tokens =
+            |endpoint, max_tokens, prompt| tokens_to_generate(endpoint, max_tokens, None, prompt, 100).unwrap();
+        assert_eq!(tokens(Endpoint::Chat, None, 40), 60);
+        assert_eq!(tokens(Endpoint::Completion, None, 40), 16);
+        assert_eq!(tokens(Endpoint::Completion, None, 95), 5);
+        assert_eq!(tokens(Endpoint::Chat, Some(60), 40), 60);
+        assert_eq!(tokens(Endpoint::Completion, Some(0), 99), 1, "for an echo only");
         for (max_tokens, prompt) in [(Some(61), 40), (None, 100), (Some(u32::MAX), 1), (Some(0), 100)] {
-            let error = tokens_to_generate(Endpoint::Chat, max_tokens, prompt, 100).unwrap_err();
+            let error = tokens_to_generate(Endpoint::Chat, max_tokens, None, prompt, 100).unwrap_err();
             assert_eq!(error.body.code.as_deref(), Some("context_length_exceeded"));
         }
+    }
+
+    #[test]
+    fn maximum_of_the_model_holds_for_chats_that_state_none() {
+        let tokens = |endpoint, max_tokens| tokens_to_generate(endpoint, max_tokens, Some(20), 40, 100).unwrap();
+        assert_eq!(tokens(Endpoint::Chat, None), 20);
+        assert_eq!(tokens(Endpoint::Chat, Some(30)), 30);
+        assert_eq!(tokens(Endpoint::Completion, None), 16);
+        assert_eq!(tokens_to_generate(Endpoint::Chat, None, Some(20), 95, 100).unwrap(), 5);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::fields::{BoundedList, Fields, TextOrList};
 use super::messages::take_messages;
 use super::prepare::{self, PromptRules};
 use super::prompt::{PROMPTS_MAX, PromptInput};
+use super::tools::take_tools;
 use super::types::take_render_options;
 use super::whole::charged_body;
 use super::{ApiCall, PROMPT_CHARGE_BYTES, chat};
@@ -45,7 +46,10 @@ impl TokenizeRequest {
         let input = match (prompt, messages) {
             (Some(TextOrList::Text(text)), None) => Input::Prompts { texts: vec![text], is_list: false },
             (Some(TextOrList::List(texts)), None) => Input::Prompts { texts, is_list: true },
-            (None, Some(messages)) => Input::Chat { messages, render: take_render_options(&mut fields)? },
+            (None, Some(messages)) => {
+                let tools = take_tools(&mut fields)?.map(|tools| tools.list);
+                Input::Chat { messages, render: RenderOptions { tools, ..take_render_options(&mut fields)? } }
+            }
             _ => return Err(ApiError::field("prompt", "give exactly one of 'prompt' and 'messages'")),
         };
         let request = Self {

@@ -399,6 +399,7 @@ mod tests {
             top_k: Some(20),
             min_p: Some(0.1),
             repetition_penalty: Some(1.1),
+            ..GenerationDefaults::default()
         };
         let sampling = common.sampling_of(0, 3, &defaults);
         assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k), (0.6, 0.9, 20));

@@ -366,6 +366,9 @@ async fn text_becomes_tokens_and_back() {
     assert_eq!(post("/tokenize", json!({"prompt": ["w1", "w2 w3"]})).await["tokens"], json!([[2], [3, 4]]));
     let chat = json!({"messages": [{"role": "user", "content": "w5"}]});
     assert_eq!(post("/tokenize", chat).await["tokens"], json!([0, 6, 0]));
+    // Some clients name the type of a message.
+    let chat = json!({"messages": [{"role": "user", "content": "w5", "type": "text"}]});
+    assert_eq!(post("/tokenize", chat).await["tokens"], json!([0, 6, 0]));
     assert_eq!(post("/detokenize", json!({"tokens": [2, 3]})).await, json!({"prompt": "w1 w2", "text": "w1 w2"}));
     for (path, body, param) in [
         ("/tokenize", json!({"prompt": "a", "colour": 1}), "colour"),
@@ -428,6 +431,16 @@ async fn native_api_answers_as_sglang() {
     let info = &answer["meta_info"];
     assert_eq!(info["finish_reason"], json!({"type": "length", "length": 3}));
     assert_eq!((info["prompt_tokens"].as_u64(), info["completion_tokens"].as_u64()), (Some(2), Some(3)));
+    let mut named = body.clone();
+    named["rid"] = json!("mine");
+    let answer: Value = cluster.post("/generate", named.clone()).await.json().await.unwrap();
+    assert_eq!(answer["meta_info"]["id"], "mine");
+    named["sampling_params"]["n"] = json!(2);
+    named["text"] = json!(["w1", "w2"]);
+    named["rid"] = json!(["a", "b"]);
+    let answer: Value = cluster.post("/generate", named).await.json().await.unwrap();
+    let ids: Vec<&Value> = answer.as_array().unwrap().iter().map(|choice| &choice["meta_info"]["id"]).collect();
+    assert_eq!(ids, ["a-0", "a-1", "b-0", "b-1"]);
     let mut streamed = body;
     streamed["stream"] = json!(true);
     let events = events(&cluster.post("/generate", streamed).await.text().await.unwrap());
@@ -448,6 +461,8 @@ async fn native_api_answers_as_sglang() {
         (json!({"text": "a", "input_ids": [1]}), "input_ids"),
         (json!({"text": "a", "sampling_params": {"ebnf": "root ::= \"a\""}}), "ebnf"),
         (json!({"text": "a", "lora_path": "x"}), "lora_path"),
+        (json!({"text": "a", "rid": ["x", "y"]}), "rid"),
+        (json!({"text": ["a", "b"], "rid": "x".repeat(200)}), "rid"),
         (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
     ] {
         let response = cluster.post("/generate", body).await;
@@ -472,6 +487,9 @@ async fn tool_calls_leave_the_text_of_the_answer() {
     engine.behave(Behaviour::Write(pieces.collect()));
     let tools = json!([{"type": "function", "function": {"name": "w7", "parameters": {"type": "object"}}}]);
     let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "tools": tools});
+    // The template writes the name of each tool before the messages.
+    let text = cluster.post("/tokenize", body.clone()).await.json::<Value>().await.unwrap();
+    assert_eq!(text["tokens"], json!([8, 2]));
     let response = cluster.post("/v1/chat/completions", body.clone()).await;
     let answer: Value = response.json().await.unwrap();
     let message = &answer["choices"][0]["message"];

@@ -47,7 +47,11 @@ pub fn prompt(seed: u64, len: usize) -> Vec<u32> {
 /// Reference answer: `tokens` greedy tokens after `prompt`, computed without an engine. The prompt
 /// runs in one chunk, the rest token by token.
 pub fn expected(prompt: &[u32], tokens: usize) -> Vec<u32> {
-    let model = &LOADED.model;
+    expected_of(&LOADED.model, prompt, tokens)
+}
+
+/// Reference answer of another model.
+pub fn expected_of(model: &Model, prompt: &[u32], tokens: usize) -> Vec<u32> {
     let geometry = model.geometry(PAGE as u32);
     let count = (prompt.len() + tokens).div_ceil(PAGE);
     let pool = KvPool::new(geometry, count);

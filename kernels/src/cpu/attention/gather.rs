@@ -29,19 +29,19 @@ pub(super) struct GatherBlock<'a, E> {
 
 /// Place of a token in the pages. Steps from token to token without a division.
 #[derive(Clone, Copy)]
-struct Place {
+pub(super) struct Place {
     page: usize,
     slot: usize,
 }
 
 impl Place {
     #[inline(always)]
-    fn of(token: usize, page_tokens: usize) -> Place {
+    pub(super) fn of(token: usize, page_tokens: usize) -> Place {
         Place { page: token / page_tokens, slot: token % page_tokens }
     }
 
     #[inline(always)]
-    fn step(&mut self, page_tokens: usize) {
+    pub(super) fn step(&mut self, page_tokens: usize) {
         self.slot += 1;
         if self.slot == page_tokens {
             self.page += 1;
@@ -87,14 +87,19 @@ impl<E: KvElement> Kernel for GatherBlock<'_, E> {
 }
 
 #[inline(always)]
-fn elements<'a, E>(input: &ChunkInput<'a, E>, layout: HeadLayout, head_dim: usize, place: Place) -> &'a [E] {
+pub(super) fn elements<'a, E>(input: &ChunkInput<'a, E>, layout: HeadLayout, head_dim: usize, place: Place) -> &'a [E] {
     &input.pages[place.page][layout.start + place.slot * layout.stride..][..head_dim]
 }
 
 /// # Safety
 /// The machine has the instruction set of `V`.
 #[inline(always)]
-unsafe fn prefetch<V: Vector, E>(input: &ChunkInput<'_, E>, layout: HeadLayout, head_dim: usize, place: Place) {
+pub(super) unsafe fn prefetch<V: Vector, E>(
+    input: &ChunkInput<'_, E>,
+    layout: HeadLayout,
+    head_dim: usize,
+    place: Place,
+) {
     let Some(page) = input.pages.get(place.page) else { return };
     let start = page.as_ptr().wrapping_add(layout.start + place.slot * layout.stride).cast::<u8>();
     for byte in (0..head_dim * size_of::<E>()).step_by(CACHE_LINE) {
@@ -141,7 +146,10 @@ unsafe fn transpose<V: Vector, E: KvElement>(
             for row in 0..V::LANES {
                 vectors[row] = E::load(rows[row].as_ptr().add(element));
             }
-            V::store_transposed(&vectors, group.as_mut_ptr().add(element * LANES + lane), LANES);
+            V::transpose(&mut vectors);
+            for row in 0..V::LANES {
+                vectors[row].store(group.as_mut_ptr().add((element + row) * LANES + lane));
+            }
         }
     }
     for element in whole..head_dim {

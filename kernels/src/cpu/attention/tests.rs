@@ -239,3 +239,27 @@ fn result_is_bit_identical_for_every_chunk_and_page_size() {
         }
     }
 }
+
+#[test]
+fn row_that_is_read_in_place_gives_the_bits_of_the_same_row_in_a_copy() {
+    fn check<E: KvElement>(name: &str) {
+        let tokens = 2 * BLOCK + 41;
+        for (heads_per_kv, head_dim) in [(1, 128), (2, 128), (3, 80), (4, 64), (5, 17), (6, 40), (2, 3)] {
+            let shape = AttentionShape { heads: 2 * heads_per_kv, kv_heads: 2, head_dim, scale: 0.2 };
+            let (width, row) = (2 * head_dim, shape.heads * head_dim);
+            let pages = pages(&shape, &noise(tokens * width, 19), &noise(tokens * width, 20), 24);
+            let pages: Vec<Vec<E>> = pages.iter().map(|page| page.iter().map(|x| E::from_f32(*x)).collect()).collect();
+            let queries = noise(tokens * row, 21);
+            let whole = run(&shape, &queries, &pages, 24, 0);
+            for position in [0, 1, 15, 16, BLOCK - 1, BLOCK, 2 * BLOCK + 1, tokens - 1] {
+                let range = position * row..(position + 1) * row;
+                let alone = run(&shape, &queries[range.clone()], &pages, 24, position);
+                let same = alone.iter().zip(&whole[range]).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{name}: {heads_per_kv} queries of {head_dim} elements at {position}");
+            }
+        }
+    }
+    check::<f32>("f32");
+    check::<half::bf16>("bf16");
+    check::<half::f16>("f16");
+}
