@@ -9,8 +9,8 @@ cargo build --release --quiet --bin larder
 data=$(mktemp -d /var/tmp/larder-smoke.XXXXXX)
 
 # The versions of .ci/run.
-packages=(openai==2.54.0 langchain-openai==1.7.3 'litellm[mcp]==1.106.2')
-are_there='from importlib.metadata import version; [version(name) for name in ("openai", "langchain-openai", "litellm", "mcp")]'
+packages=(openai==2.54.0 langchain-openai==1.7.3 'litellm[mcp]==1.106.2' redis==8.1.0)
+are_there='from importlib.metadata import version; [version(name) for name in ("openai", "langchain-openai", "litellm", "mcp", "redis")]'
 if ! "$work/venv/bin/python" -c "$are_there" 2>/dev/null; then
     python3 -m venv "$work/venv"
     "$work/venv/bin/pip" install --quiet "${packages[@]}"
@@ -59,6 +59,17 @@ assert hits > 0.9, f"hit rate {hits}"
 assert speedup > 0, f"no figure: {figures}"
 P
 
+kill -INT "$up"
+wait "$up"
+
+"$larder" store --listen 127.0.0.1:0 --redis-listen 127.0.0.1:0 --data-dir "$data/redis" >"$data/out" 2>"$data/err" &
+up=$!
+for _ in $(seq 600); do
+    grep -q 'redis://' "$data/out" && break
+    kill -0 "$up" || { cat "$data/err"; exit 1; }
+    sleep 0.1
+done
+"$work/venv/bin/python" tests/clients/redis_conformance.py "$(grep -o 'redis://[0-9.:]*' "$data/out" | cut -c9-)"
 kill -INT "$up"
 wait "$up"
 echo "smoke: passed"

@@ -148,7 +148,7 @@ class Unit:
 
     def addresses(self):
         """The addresses that the command line listens on."""
-        found = [self.option("--listen"), self.option("--admin-listen")]
+        found = [self.option("--listen"), self.option("--admin-listen"), self.option("--redis-listen")]
         return [(host, int(port)) for host, _, port in (address.rpartition(":") for address in found if address)]
 
     def limits(self):

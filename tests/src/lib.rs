@@ -9,6 +9,7 @@
 mod node_state;
 mod process;
 mod raw;
+pub mod redis;
 mod reference;
 mod request;
 

@@ -26,6 +26,10 @@ pub struct StoreArgs {
     /// off
     #[arg(long, value_name = "ADDRESS")]
     admin_listen: Option<SocketAddr>,
+    /// Address of the Redis port, for clients that speak the Redis protocol. Without it the port is
+    /// off. It has no password: keep it on a private network
+    #[arg(long, value_name = "ADDRESS")]
+    redis_listen: Option<SocketAddr>,
     /// Directory of the node's identity and, unless --l3 is given, of its L3. Without it and --l3
     /// the node keeps pages in DRAM only and loses them when it stops. With --l3 alone, the
     /// identity is stored beside the first log
@@ -167,6 +171,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
     let mut options = NodeOptions {
         listen: args.listen,
         admin_listen: args.admin_listen,
+        redis_listen: args.redis_listen,
         data_dir: args.data_dir,
         l2_bytes: args.l2.as_u64(),
         l3_bytes: args.l3_bytes.as_u64(),
@@ -191,6 +196,9 @@ pub async fn store(args: StoreArgs) -> Result<()> {
     say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
         say!("metrics at http://{addr}/metrics, status at http://{addr}/status");
+    }
+    if let Some(addr) = node.redis_addr() {
+        say!("Redis protocol at redis://{addr}");
     }
     signals::stop_requested().await?;
     node.shutdown().await;

@@ -206,7 +206,7 @@ impl L3 {
         self.shared().damage.set_listener(listener);
     }
 
-    fn shared(&self) -> &Arc<LogShared> {
+    pub(crate) fn shared(&self) -> &Arc<LogShared> {
         &self.running.shared
     }
 

@@ -35,6 +35,7 @@ mod error;
 mod forget;
 mod guards;
 mod l3;
+mod list;
 mod lock;
 pub mod machine;
 mod memory;
@@ -51,6 +52,7 @@ mod write;
 
 pub use error::L3Error;
 pub use l3::{L3, L3Entry, L3Location};
+pub use list::ListedPages;
 pub use lock::LogLock;
 pub use machine::{FloorPart, Floors, Pin};
 pub use options::{L3Options, PAGE_MEMORY_BYTES, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};

@@ -64,8 +64,7 @@ use rdma::ClientChannels;
 pub(crate) use refusal::{
     ConnectionLimit, REFUSALS_MAX, Refusals, record as record_refusal, record_failed_accept, refuse_tcp,
 };
-pub(crate) use socket::BulkScheduler;
-use socket::{ScheduledSink, ScheduledSource};
+pub(crate) use socket::{BulkScheduler, ScheduledSink, ScheduledSource};
 use socket2::{SockRef, TcpKeepalive};
 use std::io;
 use std::net::SocketAddr;
@@ -85,7 +84,7 @@ const KEEPALIVE_RETRIES: u32 = 3;
 /// Maximum time until the first message. A connection without a handshake has no tenant to charge.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time without a byte while a frame is sent or received.
-const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum time to send queued answers after the client closed its sending side.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -175,19 +174,25 @@ impl Drop for Connection {
 /// Serves one client over TCP until it disconnects or violates the protocol. Dropping the future
 /// ends the connection with its tasks, and aborts its open puts.
 pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream, place: Arc<Place>) {
-    let peer = stream.peer_addr().map_or_else(|_| "unknown address".to_string(), |address| address.to_string());
-    // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
-    }
-    let keepalive =
-        TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(KEEPALIVE_RETRIES);
-    if let Err(error) = SockRef::from(&stream).set_tcp_keepalive(&keepalive) {
-        tracing::debug!(%peer, %error, "cannot set TCP keepalive: a dead client is noticed late");
-    }
+    let peer = prepare_tcp(&stream).map_or_else(|| "unknown address".to_string(), |address| address.to_string());
     let (read, write) = stream.into_split();
     let read = BusyPollSource::new(read, node.busy_poll);
     run(node, peer, (read, write), None, None, Some(place)).await;
+}
+
+/// Sets the options of a client's socket, and returns the client's address.
+pub(crate) fn prepare_tcp(stream: &TcpStream) -> Option<SocketAddr> {
+    let peer = stream.peer_addr().ok();
+    // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(?peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
+    }
+    let keepalive =
+        TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL).with_retries(KEEPALIVE_RETRIES);
+    if let Err(error) = SockRef::from(stream).set_tcp_keepalive(&keepalive) {
+        tracing::debug!(?peer, %error, "cannot set TCP keepalive: a dead client is noticed late");
+    }
+    peer
 }
 
 pub(crate) async fn serve<R: ByteSource, W: ByteSink>(node: Arc<NodeState>, peer: String, read: R, write: W) {

@@ -17,7 +17,7 @@ use crate::policy::mixed;
 use futures::future::join_all;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_log::machine::AppendError;
-use larder_log::{Floors, L3, L3Error, L3Location, L3Options, Pin};
+use larder_log::{Floors, L3, L3Error, L3Location, L3Options, ListedPages, Pin};
 use larder_memory::{Arena, Slot};
 use larder_runtime::sync::{Mutex, MutexGuard};
 use larder_runtime::{Clock, fail_point, now};
@@ -325,6 +325,36 @@ impl Devices {
     /// Returns `true` if any open device has the page, quarantined or not.
     pub(crate) fn has(&self, id: &PageId) -> bool {
         self.devices.iter().any(|device| device.l3.lookup(id).is_some())
+    }
+
+    /// Number of open devices.
+    pub(crate) fn count(&self) -> usize {
+        self.devices.len()
+    }
+
+    /// Returns `true` while a device may have pages that lookups do not find yet.
+    pub(crate) fn is_recovering(&self) -> bool {
+        self.devices.iter().any(|device| device.l3.recovery().report.is_none())
+    }
+
+    /// Number of pages of a namespace. A page on two devices counts twice.
+    pub(crate) fn pages_of(&self, namespace: &NamespaceId) -> u64 {
+        self.devices.iter().map(|device| device.l3.pages_of(namespace)).sum()
+    }
+
+    /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that does not
+    /// answer before the deadline, or that is gone, has none.
+    pub(crate) async fn list(
+        &self,
+        device: usize,
+        namespace: &NamespaceId,
+        after: (u64, u64),
+        max: usize,
+        deadline: Instant,
+    ) -> ListedPages {
+        let Some(device) = self.devices.get(device) else { return ListedPages::default() };
+        let list = device.l3.list(namespace, after, max);
+        tokio::time::timeout_at(deadline.into(), list).await.ok().and_then(Result::ok).unwrap_or_default()
     }
 
     /// Forgets pages on all devices, durably. After an error some may come back: the caller must

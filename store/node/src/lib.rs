@@ -28,6 +28,7 @@
 //! | `tiers`, `policy` | L2 over L3; the choice of pages for L2, and of writes to L3 |
 //! | `devices`, `health` | L3 logs, and the quarantine of failed devices |
 //! | `holds` | pages held for readers |
+//! | `redis` | the Redis protocol: keys and values over pages |
 //! | `rdma` | RDMA devices, channels and grants |
 //! | `scrub` | background verification |
 //! | `members`, `former_owners` | registered engines; those before the start |
@@ -59,6 +60,7 @@ mod places;
 mod policy;
 mod puts;
 mod rdma;
+mod redis;
 mod scrub;
 mod shares;
 mod state;

@@ -126,6 +126,8 @@ counters! {
     /// RDMA channels opened; growth while the number of clients is constant means that channels
     /// fail and are replaced
     rdma_channels_opened,
+    /// Commands of Redis clients
+    redis_commands,
     /// Connections accepted
     connections_accepted,
     /// Connections closed by the node because they were idle, or because another one needed the

@@ -8,6 +8,7 @@ use crate::memory_plan::MemoryPlan;
 use crate::options::NodeOptions;
 use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
+use crate::redis::{self, Databases, RedisServer};
 use crate::state::NodeState;
 use crate::store::Store;
 use crate::{admin, connection, former_owners, identity, rdma};
@@ -45,7 +46,7 @@ const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub enum NodeError {
     #[error("{0} [LRD0101]")]
     Options(String),
-    #[error("cannot listen on {address}: {source}; check --listen and --admin-listen [LRD0102]")]
+    #[error("cannot listen on {address}: {source}; check --listen, --admin-listen and --redis-listen [LRD0102]")]
     Listen { address: SocketAddr, source: std::io::Error },
     #[error("cannot use the data directory {directory}: {source}; check its permissions and free space [LRD0103]")]
     Directory { directory: String, source: std::io::Error },
@@ -57,6 +58,10 @@ pub enum NodeError {
         "L3 has a page of generation {generation:#x}, and no epoch is left above it; remove the log that has it [LRD0110]"
     )]
     NoEpochLeft { generation: u64 },
+    #[error(
+        "cannot read the flushes of Redis databases (redis.json): {0}; restore the file, or remove it to see flushed keys again [LRD0111]"
+    )]
+    Redis(std::io::Error),
     #[error("cannot open L3: {0}")]
     L3(#[from] larder_log::L3Error),
 }
@@ -69,6 +74,7 @@ pub struct Node {
     state: Arc<NodeState>,
     addr: SocketAddr,
     admin_addr: Option<SocketAddr>,
+    redis_addr: Option<SocketAddr>,
     stop: CancellationToken,
     tasks: TaskTracker,
     drain_timeout: Duration,
@@ -118,6 +124,13 @@ impl Node {
             Some(address) => Some(serve_admin(&state, (address, options.http.clone()), &stop, &tasks).await?),
             None => None,
         };
+        let redis = match options.redis_listen {
+            Some(address) => {
+                let databases = Databases::open(members_dir.clone()).map_err(NodeError::Redis)?;
+                Some((listen(address).await?, databases))
+            }
+            None => None,
+        };
         if let Some(dir) = members_dir {
             tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
         }
@@ -135,9 +148,15 @@ impl Node {
             tasks.spawn(accept_local(acceptor.clone(), local));
         }
         tasks.spawn(close_idle(acceptor.places.clone(), stop.clone()));
+        let redis_addr = redis.as_ref().map(|((_, addr), _)| *addr);
+        if let Some(((listener, _), databases)) = redis {
+            let server = RedisServer::new(state.clone(), databases, larder_runtime::random::generator(options.seed));
+            tasks.spawn(server.clone().end_leases(stop.clone()));
+            tasks.spawn(accept_redis(acceptor.clone(), listener, server));
+        }
         tasks.spawn(accept_tcp(acceptor, listener));
         tracing::info!(node = %state.identity.node_id, epoch = state.identity.epoch, %addr, "store node ready");
-        Ok(Node { state, addr, admin_addr, stop, tasks, drain_timeout: options.drain_timeout })
+        Ok(Node { state, addr, admin_addr, redis_addr, stop, tasks, drain_timeout: options.drain_timeout })
     }
 
     /// Address of the data port, with the port that was picked if the option was 0.
@@ -147,6 +166,10 @@ impl Node {
 
     pub fn admin_addr(&self) -> Option<SocketAddr> {
         self.admin_addr
+    }
+
+    pub fn redis_addr(&self) -> Option<SocketAddr> {
+        self.redis_addr
     }
 
     pub fn node_id(&self) -> &str {
@@ -378,6 +401,28 @@ async fn accept_tcp(acceptor: Acceptor, listener: TcpListener) {
                 acceptor.serve(place.clone(), connection::serve_tcp(acceptor.state.clone(), stream, place));
             }
             Err(limit) => acceptor.refuse_tcp(stream, peer, limit),
+        }
+    }
+}
+
+async fn accept_redis(acceptor: Acceptor, listener: TcpListener, server: Arc<RedisServer>) {
+    while let Some(accepted) = acceptor.next(listener.accept()).await {
+        let Some((stream, peer)) = accepted else { continue };
+        match acceptor.places.admit(Peer::of(peer), TCP_DESCRIPTORS) {
+            Ok(place) => {
+                let place = Arc::new(place);
+                acceptor.serve(place.clone(), redis::serve_tcp(server.clone(), stream, place));
+            }
+            Err(limit) => {
+                let Some(permit) = connection::record_refusal(&acceptor.state, &peer.to_string(), limit) else {
+                    continue;
+                };
+                let stop = acceptor.stop.clone();
+                acceptor.tasks.spawn(async move {
+                    stop.run_until_cancelled(redis::refuse(stream, limit)).await;
+                    drop(permit);
+                });
+            }
         }
     }
 }

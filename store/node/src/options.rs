@@ -21,6 +21,8 @@ pub struct NodeOptions {
     pub listen: SocketAddr,
     /// Address of the HTTP endpoints `/healthz`, `/metrics`, `/status` and `/scrub`. Default: off.
     pub admin_listen: Option<SocketAddr>,
+    /// Address of the Redis port, for clients that speak RESP2 or RESP3. Default: off.
+    pub redis_listen: Option<SocketAddr>,
     /// Limits of the HTTP server behind [`NodeOptions::admin_listen`]. Default: those of
     /// [`HttpOptions`], but 128 connections and bodies of 4 KiB.
     pub http: HttpOptions,
@@ -122,6 +124,7 @@ impl Default for NodeOptions {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
             admin_listen: None,
+            redis_listen: None,
             // Scrapers and operators need few connections, and no endpoint reads its body.
             http: HttpOptions { connections_max: 128, body_bytes_max: 4 << 10, ..HttpOptions::default() },
             data_dir: None,

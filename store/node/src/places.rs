@@ -24,7 +24,7 @@ use larder_runtime::sync::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
@@ -130,6 +130,8 @@ struct PlaceState {
     close: CancellationToken,
     /// Time of the last request in milliseconds since the start of [`Places`].
     active_ms: AtomicU64,
+    /// The timeout for idle connections does not apply. A search for room still may close it.
+    keeps_idle: AtomicBool,
     /// Set by the handshake.
     account: OnceLock<Weak<Account>>,
 }
@@ -176,6 +178,13 @@ impl Place {
         if let Some(entry) = table.entries.get(&self.number) {
             table.peers.entry(entry.peer).or_default().greeted += 1;
         }
+    }
+
+    /// Keeps the connection open however long it is idle, as long as no other needs its place. For
+    /// clients that do not probe an idle connection.
+    pub(crate) fn keep_idle(&self) {
+        // Relaxed: a search that misses it has found an idle connection of the full timeout.
+        self.state.keeps_idle.store(true, Ordering::Relaxed);
     }
 
     /// Takes descriptors out of the place, because they may outlive the connection.
@@ -282,6 +291,7 @@ impl Places {
         let state = Arc::new(PlaceState {
             close: CancellationToken::new(),
             active_ms: AtomicU64::new(self.milliseconds(now)),
+            keeps_idle: AtomicBool::new(false),
             account: OnceLock::new(),
         });
         table.entries.insert(number, Entry { peer, descriptors, state: state.clone() });
@@ -298,7 +308,8 @@ impl Places {
         let before_ms = self.milliseconds(before);
         let mut guard = self.table.lock();
         let table = &mut *guard;
-        let is_idle = |entry: &Entry| entry.active_ms() < before_ms && entry.is_idle();
+        let may_close = |entry: &Entry| !entry.state.keeps_idle.load(Ordering::Relaxed);
+        let is_idle = |entry: &Entry| entry.active_ms() < before_ms && may_close(entry) && entry.is_idle();
         let idle: Vec<u64> = table.entries.iter().filter(|(_, entry)| is_idle(entry)).map(|(n, _)| *n).collect();
         for number in idle.into_iter().take(CLOSING_MAX) {
             self.close(table, number);
@@ -464,6 +475,19 @@ mod tests {
         drop(all);
         let table = fixture.places.table.lock();
         assert_eq!((table.open, table.descriptors, table.peers.len(), table.known.len()), (0, 0, 0, 2));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_that_keeps_idle_outlasts_the_timeout_and_still_makes_room() {
+        let fixture = Fixture::with(PlaceLimits { connections: 2, per_peer: 2, ..LIMITS });
+        let quiet = fixture.greet(1).unwrap();
+        quiet.0.keep_idle();
+        tokio::time::sleep(2 * LIMITS.idle_timeout).await;
+        fixture.places.close_idle();
+        assert!(!quiet.0.state.close.is_cancelled());
+        let other = fixture.greet(1).unwrap();
+        assert!(fixture.greet(1).is_ok() && quiet.0.state.close.is_cancelled());
+        drop(other);
     }
 
     #[tokio::test(start_paused = true)]

@@ -215,6 +215,10 @@ impl Index {
         self.namespaces_by_id.get(id).map_or(self.quota_default, |&number| self.namespace(number).quota_bytes)
     }
 
+    pub(super) fn namespace_pages(&self, id: &NamespaceId) -> u64 {
+        self.namespaces_by_id.get(id).map_or(0, |&number| self.namespace(number).pages)
+    }
+
     pub(super) fn namespace_bytes(&self, id: &NamespaceId) -> u64 {
         self.namespaces_by_id.get(id).map_or(0, |&number| self.namespace(number).bytes)
     }

@@ -59,11 +59,7 @@ impl Log {
         let mut found = Vec::new();
         let mut bytes = 0;
         while let Some(&(offset, slot)) = list.pages.get(list.next) {
-            let current = self.index.entries.at(slot).filter(|entry| {
-                let RecordPlace { segment, epoch, offset: at } = entry.place;
-                (segment, epoch, at) == (list.segment, list.epoch, offset)
-            });
-            if let Some(entry) = current {
+            if let Some(entry) = self.listed(list, offset, slot) {
                 bytes += record_bytes(entry.payload_bytes as usize) as u64;
                 if bytes > bytes_max && !found.is_empty() {
                     break;
@@ -73,5 +69,40 @@ impl Log {
             list.next += 1;
         }
         found
+    }
+
+    /// Takes the next pages of one namespace from a list, at most `max`. Fewer are the end of the
+    /// list.
+    pub fn next_of_namespace(
+        &self,
+        list: &mut ScrubList,
+        namespace: &NamespaceId,
+        max: usize,
+    ) -> Vec<(RecordRef, Entry)> {
+        let mut found = Vec::new();
+        while found.len() < max
+            && let Some(&(offset, slot)) = list.pages.get(list.next)
+        {
+            if let Some(entry) = self.listed(list, offset, slot)
+                && self.index.namespace_of(slot) == namespace
+            {
+                found.push((RecordRef { number: entry.number, slot }, entry));
+            }
+            list.next += 1;
+        }
+        found
+    }
+
+    /// Number of pages of a namespace.
+    pub fn pages_of(&self, namespace: &NamespaceId) -> u64 {
+        self.index.namespace_pages(namespace)
+    }
+
+    /// Entry of a listed page, if its record is still there.
+    fn listed(&self, list: &ScrubList, offset: u64, slot: u32) -> Option<Entry> {
+        self.index.entries.at(slot).filter(|entry| {
+            let RecordPlace { segment, epoch, offset: at } = entry.place;
+            (segment, epoch, at) == (list.segment, list.epoch, offset)
+        })
     }
 }

@@ -88,7 +88,7 @@ impl Drop for ActiveOperation<'_> {
 /// Time since which nothing delays a short answer to one client: neither a full socket, nor pages
 /// that the client requested before.
 #[derive(Clone)]
-pub(super) struct UncongestedSince(Arc<Mutex<Instant>>);
+pub(crate) struct UncongestedSince(Arc<Mutex<Instant>>);
 
 impl UncongestedSince {
     pub(super) fn get(&self) -> Instant {
@@ -96,7 +96,7 @@ impl UncongestedSince {
     }
 }
 
-pub(super) struct ScheduledSink<W> {
+pub(crate) struct ScheduledSink<W> {
     inner: W,
     scheduler: BulkScheduler,
     uncongested_since: UncongestedSince,
@@ -108,7 +108,7 @@ pub(super) struct ScheduledSink<W> {
 }
 
 impl<W: ByteSink> ScheduledSink<W> {
-    pub(super) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
+    pub(crate) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
         let uncongested_since = UncongestedSince(Arc::new(Mutex::new(now())));
         let sink =
             Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account, unacknowledged: None };
@@ -168,7 +168,7 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
     }
 }
 
-pub(super) struct ScheduledSource<R> {
+pub(crate) struct ScheduledSource<R> {
     inner: R,
     scheduler: BulkScheduler,
     /// The last operation was bulk. More bytes are likely to follow, and a thread that sleeps until
@@ -177,7 +177,7 @@ pub(super) struct ScheduledSource<R> {
 }
 
 impl<R: ByteSource> ScheduledSource<R> {
-    pub(super) fn new(inner: R, scheduler: BulkScheduler) -> Self {
+    pub(crate) fn new(inner: R, scheduler: BulkScheduler) -> Self {
         Self { inner, scheduler, was_bulk: false }
     }
 }
