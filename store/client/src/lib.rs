@@ -86,6 +86,7 @@ mod url;
 
 pub use buffer::Buffer;
 pub use client::Client;
+pub use larder_memory::share::open_sockets;
 pub use larder_rdma::{EndpointOptions, FabricOptions};
 pub use operations::{
     Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
