@@ -15,7 +15,7 @@
 //! | attach, wait for nodes | [`Client::attach`], [`Client::ready`] |
 //! | find pages | [`Client::lookup`], [`Client::locate`], [`Client::exists`] |
 //! | read pages | [`Client::get`], [`Client::get_ranges`], [`Client::view`] |
-//! | write pages | [`Client::put`] part by part, [`Client::put_pages`] many at once |
+//! | write pages | [`Client::put`] part by part, [`Client::put_pages`], [`Client::put_parts`] |
 //! | read a page while it is written | [`Client::follow`] |
 //! | steer the cache | [`Client::warm`], [`Client::pin`], [`Client::pins`], [`Client::forget`] |
 //! | discover engines | [`Client::register`], [`Client::members`] |
@@ -86,6 +86,7 @@ mod url;
 
 pub use buffer::Buffer;
 pub use client::Client;
+pub use larder_memory::share::open_sockets;
 pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
 pub use operations::{
     Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,

@@ -15,11 +15,14 @@ pub enum KvDtype {
     F32,
     F16,
     Bf16,
+    /// Bytes whose meaning only the engine knows. See [`PageGeometry::opaque`].
+    Opaque,
 }
 
 impl KvDtype {
     pub fn bytes(self) -> usize {
         match self {
+            KvDtype::Opaque => 1,
             KvDtype::F32 => 4,
             KvDtype::F16 | KvDtype::Bf16 => 2,
         }
@@ -30,6 +33,7 @@ impl KvDtype {
             KvDtype::F32 => 1,
             KvDtype::F16 => 2,
             KvDtype::Bf16 => 3,
+            KvDtype::Opaque => 4,
         }
     }
 
@@ -38,6 +42,7 @@ impl KvDtype {
             1 => Ok(KvDtype::F32),
             2 => Ok(KvDtype::F16),
             3 => Ok(KvDtype::Bf16),
+            4 => Ok(KvDtype::Opaque),
             _ => Err(DecodeError::Invalid("dtype")),
         }
     }
@@ -49,6 +54,8 @@ impl KvDtype {
 /// g·head_groups + h`. Inside a part the layers follow each other, first K then V, each
 /// `[page_tokens][heads of the group][head_dim]` in little-endian `dtype`. Parts follow each other
 /// without gaps.
+///
+/// A page of a foreign engine is opaque instead: see [`PageGeometry::opaque`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PageGeometry {
     pub dtype: KvDtype,
@@ -71,6 +78,26 @@ pub const LAYOUT_VERSION: u32 = 1;
 pub const MAX_PAGE_TOKENS: u32 = 4096;
 
 impl PageGeometry {
+    /// Shape of a page whose layout only the engine knows: `parts` parts of `part_bytes` bytes
+    /// each, one after the other. Whatever distinguishes the layouts of two engines belongs to
+    /// [`NamespaceDescriptor::weights`].
+    pub fn opaque(part_bytes: u32, parts: u32) -> PageGeometry {
+        PageGeometry {
+            dtype: KvDtype::Opaque,
+            layers: parts,
+            kv_heads: 1,
+            head_dim: part_bytes,
+            page_tokens: 1,
+            layers_per_part: 1,
+            head_groups: 1,
+        }
+    }
+
+    /// Tensors of a layer: keys and values, or the bytes of an opaque page.
+    fn tensors(&self) -> usize {
+        if self.dtype == KvDtype::Opaque { 1 } else { 2 }
+    }
+
     /// Checks that every field is in range and that a page stays within [`MAX_PAGE_BYTES`] and
     /// [`MAX_PARTS`].
     pub fn validate(&self) -> Result<()> {
@@ -81,12 +108,17 @@ impl PageGeometry {
         };
         in_range(self.layers, 1024, "layers")?;
         in_range(self.kv_heads, 1024, "kv_heads")?;
-        in_range(self.head_dim, 4096, "head_dim")?;
+        let head_dim_max = if self.dtype == KvDtype::Opaque { MAX_PAGE_BYTES as u32 } else { 4096 };
+        in_range(self.head_dim, head_dim_max, "head_dim")?;
         in_range(self.page_tokens, MAX_PAGE_TOKENS, "page_tokens")?;
         in_range(self.layers_per_part, self.layers, "layers_per_part")?;
         in_range(self.head_groups, self.kv_heads, "head_groups")?;
         if !self.kv_heads.is_multiple_of(self.head_groups) {
             return Err(DecodeError::Invalid("head_groups"));
+        }
+        // One descriptor per shape: a second one would be another namespace.
+        if self.dtype == KvDtype::Opaque && *self != Self::opaque(self.head_dim, self.layers) {
+            return Err(DecodeError::Invalid("opaque page"));
         }
         let bytes = self.token_bytes() as u64 * u64::from(self.page_tokens);
         if bytes > MAX_PAGE_BYTES as u64 {
@@ -103,7 +135,7 @@ impl PageGeometry {
     }
 
     pub fn token_bytes(&self) -> usize {
-        2 * self.layers as usize * self.kv_heads as usize * self.head_dim as usize * self.dtype.bytes()
+        self.tensors() * self.layers as usize * self.kv_heads as usize * self.head_dim as usize * self.dtype.bytes()
     }
 
     /// Length of a page in bytes. At most [`MAX_PAGE_BYTES`] if [`validate`](Self::validate)
@@ -133,7 +165,8 @@ impl PageGeometry {
     }
 
     pub fn part_bytes(&self, part: usize) -> usize {
-        2 * self.part_layers(part).len()
+        self.tensors()
+            * self.part_layers(part).len()
             * self.part_heads(part).len()
             * self.page_tokens as usize
             * self.head_dim as usize
@@ -288,6 +321,21 @@ mod tests {
         for other in [tenant, weights, geometry] {
             assert_ne!(base.id(), other.id());
         }
+    }
+
+    #[test]
+    fn opaque_page_has_any_length_up_to_the_limit() {
+        for (part_bytes, parts) in [(1, 1), (4097, 2), (7919, 13), (MAX_PAGE_BYTES as u32, 1), (131_072, 128)] {
+            let geometry = PageGeometry::opaque(part_bytes, parts);
+            geometry.validate().unwrap();
+            assert_eq!(geometry.part_table(), vec![part_bytes; parts as usize]);
+            assert_eq!(geometry.page_bytes(), part_bytes as usize * parts as usize);
+        }
+        for (part_bytes, parts) in [(0, 1), (1, 0), (MAX_PAGE_BYTES as u32 + 1, 1), (131_073, 128), (1, 129)] {
+            assert!(PageGeometry::opaque(part_bytes, parts).validate().is_err(), "{part_bytes} × {parts}");
+        }
+        let second_name = PageGeometry { page_tokens: 2, ..PageGeometry::opaque(8, 1) };
+        assert_eq!(second_name.validate(), Err(DecodeError::Invalid("opaque page")));
     }
 
     #[test]

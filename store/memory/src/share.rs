@@ -19,6 +19,7 @@
 //! A process that maps a node's arena trusts that node.
 
 mod arena_map;
+mod child_closes;
 mod copy;
 mod handshake;
 mod listener;
@@ -27,6 +28,7 @@ mod shared_memory;
 mod span;
 
 pub use arena_map::{ArenaMap, HeldBytes, attach};
+pub use child_closes::{ChildCloses, open_sockets};
 pub use copy::copy_out;
 pub use listener::{ArenaListener, ArenaSession, read_only};
 pub use peer_memory::{PeerMemory, PeerMemoryFile};

@@ -40,6 +40,7 @@ pub const CI: &[Step] = &[
     THREADS,
     Step { name: "docs", title: "generated pages match the code", run: check_docs },
     Step { name: "smoke", title: "larder up, used with curl and the packages of its clients", run: smoke },
+    Step { name: "python", title: "the wheel of larder-kv, and its tests against nodes", run: python },
     DEPLOY,
     Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
     Step { name: "power", title: "power cuts at some flushes of a node's device", run: ci_power },
@@ -177,6 +178,10 @@ fn smoke(runner: &Runner) -> Result<()> {
     execute(runner.command("bash".as_ref()).arg("tests/smoke.sh").arg(tools))
 }
 
+fn python(runner: &Runner) -> Result<()> {
+    execute(runner.command(&runner.root().join("tools/python/check")).arg(runner.tools()))
+}
+
 fn deploy(runner: &Runner) -> Result<()> {
     runner.cargo(&["build", "--release", "--quiet", "--bin", "larder"])?;
     let larder = runner.root().join("target/release/larder");
@@ -273,6 +278,7 @@ mod tests {
         let test = format!("tests/sim/tests/{FAIL_POINT_TEST}.rs");
         let scripts = [
             "tests/smoke.sh",
+            "tools/python/check",
             "tests/deploy/run",
             "tests/rdma/run",
             "tests/power/run",

@@ -2,7 +2,7 @@
 //! brings its own.
 
 use super::rdma_channels::{Devices, open_devices};
-use larder_memory::share::{ArenaMap, SharedMemory};
+use larder_memory::share::{ArenaMap, ChildCloses, SharedMemory};
 use larder_rdma::FabricOptions;
 use larder_wire::{ArenaListenerInfo, BusyPollSource, ByteSink, ByteSource};
 use std::io::{self, IoSlice, IoSliceMut};
@@ -53,28 +53,31 @@ impl SocketConnector {
 
 /// Receiving half of a socket.
 pub(crate) enum SocketSource {
-    Tcp(BusyPollSource<tcp::OwnedReadHalf>),
-    Local(unix::OwnedReadHalf),
+    Tcp(
+        #[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>,
+        BusyPollSource<tcp::OwnedReadHalf>,
+    ),
+    Local(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, unix::OwnedReadHalf),
 }
 
 /// Sending half of a socket.
 pub(crate) enum SocketSink {
-    Tcp(tcp::OwnedWriteHalf),
-    Local(unix::OwnedWriteHalf),
+    Tcp(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, tcp::OwnedWriteHalf),
+    Local(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, unix::OwnedWriteHalf),
 }
 
 impl ByteSource for SocketSource {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self {
-            SocketSource::Tcp(source) => source.receive(into).await,
-            SocketSource::Local(source) => source.receive(into).await,
+            SocketSource::Tcp(_, source) => source.receive(into).await,
+            SocketSource::Local(_, source) => source.receive(into).await,
         }
     }
 
     async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self {
-            SocketSource::Tcp(source) => source.receive_next(into).await,
-            SocketSource::Local(source) => source.receive_next(into).await,
+            SocketSource::Tcp(_, source) => source.receive_next(into).await,
+            SocketSource::Local(_, source) => source.receive_next(into).await,
         }
     }
 }
@@ -82,15 +85,15 @@ impl ByteSource for SocketSource {
 impl ByteSink for SocketSink {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         match self {
-            SocketSink::Tcp(sink) => sink.send(from).await,
-            SocketSink::Local(sink) => sink.send(from).await,
+            SocketSink::Tcp(_, sink) => sink.send(from).await,
+            SocketSink::Local(_, sink) => sink.send(from).await,
         }
     }
 
     fn limit_buffered(&mut self, is_limited: bool) {
         match self {
-            SocketSink::Tcp(sink) => sink.limit_buffered(is_limited),
-            SocketSink::Local(sink) => sink.limit_buffered(is_limited),
+            SocketSink::Tcp(_, sink) => sink.limit_buffered(is_limited),
+            SocketSink::Local(_, sink) => sink.limit_buffered(is_limited),
         }
     }
 }
@@ -103,8 +106,10 @@ impl Connector for SocketConnector {
         let stream = TcpStream::connect(address).await?;
         // Requests are small, and the writer coalesces frames itself.
         stream.set_nodelay(true)?;
+        let listed = Arc::new(ChildCloses::new(&stream));
         let (read, write) = stream.into_split();
-        Ok((SocketSource::Tcp(BusyPollSource::new(read, self.busy_poll)), SocketSink::Tcp(write)))
+        let source = SocketSource::Tcp(listed.clone(), BusyPollSource::new(read, self.busy_poll));
+        Ok((source, SocketSink::Tcp(listed, write)))
     }
 
     async fn attach_memory(
@@ -116,8 +121,9 @@ impl Connector for SocketConnector {
             return Err(unsupported("the node is on another machine"));
         }
         let (stream, arena) = larder_memory::share::attach(&listener.name, memory.map(|memory| &**memory)).await?;
+        let listed = Arc::new(ChildCloses::new(&stream));
         let (read, write) = stream.into_split();
-        Ok((SocketSource::Local(read), SocketSink::Local(write), arena))
+        Ok((SocketSource::Local(listed.clone(), read), SocketSink::Local(listed, write), arena))
     }
 
     async fn devices(&self, memory: Option<&Arc<SharedMemory>>) -> Option<Arc<Devices>> {

@@ -44,17 +44,34 @@ impl Client {
         options: PutOptions,
         deadline: Instant,
     ) -> Vec<PutOutcome> {
+        let part_table = self.namespace().geometry.part_table();
+        let split = |(page, bytes)| (page, split_into_parts(bytes, &part_table));
+        self.put_parts(pages.into_iter().map(split).collect(), options, deadline).await
+    }
+
+    /// Like [`Client::put_pages`], but takes each page as its parts, which may lie apart in memory.
+    /// Parts that do not have the lengths of the namespace's parts are [`PutOutcome::Lost`].
+    ///
+    /// # Panics
+    /// If the client was attached without a namespace.
+    pub async fn put_parts(
+        &self,
+        pages: Vec<(NewPage, Vec<Bytes>)>,
+        options: PutOptions,
+        deadline: Instant,
+    ) -> Vec<PutOutcome> {
         let geometry = self.namespace().geometry;
         let part_table = &geometry.part_table();
         let page_bytes = geometry.page_bytes();
+        let pages: Vec<(NewPage, Parts)> = pages.into_iter().map(|(page, parts)| (page, parts.into())).collect();
         let keys: Vec<PageKey> = pages.iter().map(|(page, _)| page.key).collect();
         let mut outcomes = vec![PutOutcome::Lost; pages.len()];
         let nodes = self.connected_nodes();
         nodes.yield_if_none().await;
         let pages = &pages;
         let puts = nodes.batches(&keys, MAX_PUTS, page_bytes).into_iter().map(|(connection, mut indices)| {
-            // Here, because the split into parts below assumes a whole page.
-            indices.retain(|&index| pages[index].1.len() == page_bytes);
+            // Here, because the rest assumes a whole page.
+            indices.retain(|&index| fits(&pages[index].1, part_table));
             put_with_retries(connection, pages, indices, options, part_table, deadline)
         });
         for (index, outcome) in join_all(puts).await.into_iter().flatten() {
@@ -70,10 +87,26 @@ impl Client {
     }
 }
 
+/// Parts of a page, in order. Retries share them.
+type Parts = Arc<[Bytes]>;
+
+/// Cuts the bytes of a page into its parts, without a copy. Returns no parts if the length is not
+/// that of a page.
+fn split_into_parts(mut bytes: Bytes, part_table: &[u32]) -> Vec<Bytes> {
+    if bytes.len() != part_table.iter().map(|&length| length as usize).sum::<usize>() {
+        return Vec::new();
+    }
+    part_table.iter().map(|&length| bytes.split_to(length as usize)).collect()
+}
+
+fn fits(parts: &[Bytes], part_table: &[u32]) -> bool {
+    parts.iter().map(Bytes::len).eq(part_table.iter().map(|&length| length as usize))
+}
+
 /// Puts the pages of `indices` at one node, with retries of those that it is too busy for.
 async fn put_with_retries(
     connection: Arc<Connection>,
-    pages: &[(NewPage, Bytes)],
+    pages: &[(NewPage, Parts)],
     mut indices: Vec<usize>,
     options: PutOptions,
     part_table: &[u32],
@@ -105,7 +138,7 @@ fn retry_pause(outcomes: &[PutOutcome], connection: &Connection, deadline: Insta
 /// Puts pages at one node with one reservation. Returns the outcomes in order.
 async fn put_batch(
     connection: &Arc<Connection>,
-    pages: Vec<(NewPage, Bytes)>,
+    pages: Vec<(NewPage, Parts)>,
     options: PutOptions,
     part_table: &[u32],
     deadline: Instant,
@@ -121,7 +154,7 @@ struct Batch<'a> {
     connection: &'a Arc<Connection>,
     /// Request number of the reservation, which names its puts.
     number: u64,
-    pages: Vec<(NewPage, Bytes)>,
+    pages: Vec<(NewPage, Parts)>,
     part_table: &'a [u32],
     deadline: Instant,
 }
@@ -238,8 +271,8 @@ impl Batch<'_> {
 
     /// Reserves credit for those of the pages that the node copies from client memory.
     async fn reserve_copy_credit(&self, pages: &[usize]) -> Option<OwnedSemaphorePermit> {
-        let pages = pages.iter().map(|&index| &self.pages[index].1);
-        let bytes = pages.filter(|bytes| sends_location(self.connection, bytes)).map(Bytes::len).sum();
+        let parts = pages.iter().flat_map(|&index| &*self.pages[index].1);
+        let bytes = parts.filter(|bytes| sends_location(self.connection, bytes)).map(Bytes::len).sum();
         self.connection.reserve_copy_credit(bytes, self.deadline).await
     }
 
@@ -284,13 +317,10 @@ impl Batch<'_> {
     /// Sends the parts of a page. Returns the number of its bytes that travel as payload, or `None`
     /// if the page is lost.
     async fn send_page(&self, index: usize) -> Option<usize> {
-        let mut from = 0;
         let mut payload_bytes = 0;
-        for (part, &length) in (0..).zip(self.part_table) {
-            let bytes = self.pages[index].1.slice(from..from + length as usize);
-            from += length as usize;
-            match send_part(self.connection, self.entry(index), part, bytes, self.deadline).await? {
-                SentPart::Payload => payload_bytes += length as usize,
+        for (part, bytes) in (0..).zip(&*self.pages[index].1) {
+            match send_part(self.connection, self.entry(index), part, bytes.clone(), self.deadline).await? {
+                SentPart::Payload => payload_bytes += bytes.len(),
                 // The batch keeps its pages until it has ended, so the location stays valid.
                 SentPart::Location(_) | SentPart::Written => {}
             }
@@ -324,11 +354,12 @@ impl Batch<'_> {
         for (index, outcome) in committed {
             sealed[index] = Some(outcome);
         }
-        let ends = reserved.iter().zip(sealed).zip(&self.pages).map(|((reserved, sealed), (page, bytes))| async move {
+        let ends = reserved.iter().zip(sealed).zip(&self.pages).map(|((reserved, sealed), (page, parts))| async move {
             match reserved {
                 ReserveOutcome::Granted => sealed.map_or(PutOutcome::Lost, PutOutcome::from),
                 ReserveOutcome::Exists => {
-                    compare(self.connection, page.key, self.page_crcs(bytes), self.deadline).await.0
+                    let crcs = parts.iter().flat_map(|part| chunk_crcs(part)).collect();
+                    compare(self.connection, page.key, crcs, self.deadline).await.0
                 }
                 ReserveOutcome::InProgress => PutOutcome::InProgress,
                 ReserveOutcome::Busy => PutOutcome::Busy { retry_after },
@@ -337,17 +368,6 @@ impl Batch<'_> {
             }
         });
         join_all(ends).await
-    }
-
-    /// Chunk checksums of a page, part by part.
-    fn page_crcs(&self, bytes: &[u8]) -> Vec<u32> {
-        let mut from = 0;
-        let crcs = self.part_table.iter().flat_map(|&length| {
-            let part = &bytes[from..from + length as usize];
-            from += length as usize;
-            chunk_crcs(part).collect::<Vec<u32>>()
-        });
-        crcs.collect()
     }
 }
 
@@ -374,7 +394,7 @@ mod tests {
         // More than the queue has room for.
         let page = |number| {
             let key = PageKey::chain(None, &[number]);
-            (NewPage { key, parent: PageKey::NONE, position: 0 }, Bytes::from(vec![1; 1024]))
+            (NewPage { key, parent: PageKey::NONE, position: 0 }, Parts::from([Bytes::from(vec![1; 1024])]))
         };
         let pages = (0..400).map(page).collect();
         let deadline = Instant::now() + Duration::from_secs(10);

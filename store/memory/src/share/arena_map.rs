@@ -6,8 +6,8 @@
 //!   visible here.
 
 use super::handshake::{receive, send};
-use super::{SharedMemory, check_user};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use super::{ChildCloses, SharedMemory, check_user};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io;
 use std::ops::Deref;
@@ -42,8 +42,11 @@ pub async fn attach(name: &str, memory: Option<&SharedMemory>) -> io::Result<(Un
     }
     // SAFETY: a new mapping at an address that the kernel chooses.
     let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
+    // A forked child closes the session, so it must not see the memory either.
+    // SAFETY: the mapping that was just made. The advice changes only what a fork copies.
+    unsafe { madvise(start, len, Advice::LinuxDontFork) }?;
     let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(session) });
+    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(ChildCloses::new(&session), session) });
     if let Some(memory) = memory {
         send(&stream, memory.span().1 as u64, &[memory.file()]).await?;
     }
@@ -61,7 +64,10 @@ pub struct ArenaMap {
 enum Backing {
     /// Another process. The descriptor is the session; it closes after `drop` has removed the
     /// mapping.
-    Mapped(#[expect(dead_code, reason = "held until it is dropped")] OwnedFd),
+    Mapped(
+        #[expect(dead_code, reason = "dropped before the session")] ChildCloses,
+        #[expect(dead_code, reason = "held until it is dropped")] OwnedFd,
+    ),
     /// This process, and the value that keeps the memory. For simulations.
     Local(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn Send + Sync>),
 }
@@ -73,7 +79,7 @@ unsafe impl Sync for ArenaMap {}
 
 impl Drop for ArenaMap {
     fn drop(&mut self) {
-        if let Backing::Mapped(_) = self.memory {
+        if let Backing::Mapped(..) = self.memory {
             // SAFETY: exactly the mapping made by `attach`. Every `HeldBytes` holds the map, so no
             // reference is left.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };

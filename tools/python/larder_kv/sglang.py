@@ -1,0 +1,317 @@
+"""SGLang's hierarchical cache on Larder: a `HiCacheStorage` for the backend `dynamic`.
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config \
+    '{"backend_name": "larder", "module_path": "larder_kv.sglang", "class_name": "LarderStorage",
+      "interface_v1": 1, "url": "larder://127.0.0.1:7700", "weights": "my-model, revision 3"}'
+
+A page of SGLang is a page of the store, in the namespace of its model, rank, pool and layout. All buffers of the page,
+such as keys and values, are stored and lost together. A call never raises because of the store, and ends by its
+timeout: a store that is away is a miss.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from ._client import Client, PutOutcome
+from ._native import Lookup, Namespace, Pointer
+
+MAX_PAGE_BYTES = 16 << 20
+MAX_PARTS = 128
+KEYS_REMEMBERED = 1_000_000
+"""Keys that `clear` can forget. Beyond it, the oldest are not forgotten."""
+
+DEFAULTS: dict[str, Any] = {"exists_timeout": 0.5, "get_timeout": 5.0, "set_timeout": 10.0, "lease": 5.0, "tenant": "default"}
+
+# After "refused" the store has the page with other bytes: the numerics of this engine depend on its batches. The first
+# writer's page is as good. After "in-progress" another rank writes it.
+STORED: frozenset[PutOutcome] = frozenset({"stored", "already-there", "refused", "in-progress"})
+
+BUSY_RETRIES = 1000
+"""A large batch exceeds a node's budget for puts, so the rest waits in turns. The timeout bounds this."""
+
+
+def part_layout(sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Cuts a page with buffers of these sizes: bytes of a part, parts of a store page, and store pages of a page."""
+    if not sizes or min(sizes) <= 0:
+        raise ValueError("the host pool has pages without bytes")
+    part = math.gcd(*sizes)
+    while part > MAX_PAGE_BYTES and part % 2 == 0:
+        part //= 2
+    parts = sum(sizes) // part
+    fits = [n for n in range(1, min(parts, MAX_PARTS) + 1) if parts % n == 0 and n * part <= MAX_PAGE_BYTES]
+    if not fits:
+        raise ValueError(f"buffers of {list(sizes)} bytes cannot be cut into pages of at most {MAX_PAGE_BYTES} bytes")
+    return part, fits[-1], parts // fits[-1]
+
+
+class _Pool:
+    """Pages of one host pool."""
+
+    def __init__(self, url: str, identity: dict[str, Any], tenant: str, sizes: Sequence[int]) -> None:
+        self.part, self.parts, self.fragments = part_layout(sizes)
+        self.sizes = list(sizes)
+        identity = dict(identity, sizes=self.sizes)
+        namespace = Namespace(
+            self.part * self.parts,
+            parts=self.parts,
+            identity=json.dumps(identity, sort_keys=True),
+            model=str(identity["model"])[:64],
+            tenant=tenant,
+        )
+        self.client = Client(url, namespace, name="sglang", memory_bytes=0)
+
+    def keys(self, keys: Sequence[str]) -> list[bytes]:
+        """Keys of the store: one for each fragment of each page."""
+        found = []
+        for key in keys:
+            first = bytes.fromhex(key)
+            found.append(first)
+            for number in range(1, self.fragments):
+                found.append(hashlib.sha256(first + b"larder-fragment" + number.to_bytes(4, "little")).digest())
+        return found
+
+    def buffers(self, addresses: Sequence[int], sizes: Sequence[int], owner: Any) -> list[list[Pointer]]:
+        """Memory of each fragment, as its parts."""
+        if list(sizes[: len(self.sizes)]) != self.sizes or len(sizes) % len(self.sizes):
+            raise ValueError("the host pool has changed the shape of its pages")
+        parts = [
+            Pointer(address + at, self.part, owner)
+            for address, size in zip(addresses, sizes)
+            for at in range(0, size, self.part)
+        ]
+        return [parts[at : at + self.parts] for at in range(0, len(parts), self.parts)]
+
+    def pages(self, results: Sequence[bool]) -> list[bool]:
+        """Joins the results of fragments to those of pages."""
+        return [all(results[at : at + self.fragments]) for at in range(0, len(results), self.fragments)]
+
+
+class LarderStorage(HiCacheStorage):
+    """The storage backend. SGLang calls it from one thread for reads, one for writes, and one for queries."""
+
+    def __init__(self, storage_config: Any, kwargs: Optional[dict[str, Any]] = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        if "url" not in extra:
+            raise ValueError("the extra config needs a url, such as larder://127.0.0.1:7700")
+        if storage_config.should_split_heads:
+            raise ValueError("head splitting is not supported: remove tp_lcm_size from the extra config")
+        self.config = storage_config
+        self.url = str(extra["url"])
+        self.options: dict[str, Any] = {name: type(value)(extra.get(name, value)) for name, value in DEFAULTS.items()}
+        self.zero_copy = bool(extra.get("interface_v1"))
+        self.weights = str(extra.get("weights", ""))
+        self.registered_pools: dict[str, Any] = {}
+        self.pools: dict[str, _Pool] = {}
+        self.leases: deque[tuple[float, Lookup]] = deque()
+        self.known: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.counts = {"pages_read": 0, "pages_missed": 0, "pages_written": 0, "pages_not_written": 0}
+        # Refuses a wrong URL now: an exception here undoes the attachment.
+        Client(self.url, Namespace(1, identity="check"), memory_bytes=0)
+
+    def identity(self, name: str, host_pool: Any) -> dict[str, Any]:
+        """Everything that distinguishes the bytes of a page."""
+        config = self.config
+        # Every rank has the same latents, so any rank may read them.
+        ranks = [] if config.is_mla_model else [config.tp_rank, config.tp_size]
+        ranks += [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
+        ranks += [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)]
+        return {
+            "engine": "sglang/1",
+            "model": config.model_name,
+            "weights": self.weights,
+            "ranks": ranks,
+            "pool": name,
+            "layout": getattr(host_pool, "layout", None),
+            "dtype": str(getattr(host_pool, "dtype", None)),
+            "page_tokens": getattr(host_pool, "page_size", 1),
+        }
+
+    def add_pool(self, name: str, host_pool: Any) -> None:
+        _, sizes = host_pool.get_page_buffer_meta(_first_page(host_pool))
+        self.pools[name] = _Pool(self.url, self.identity(name, host_pool), self.options["tenant"], sizes)
+        self.registered_pools[name] = host_pool
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        # A hybrid model's anchor has no memory of its own.
+        if self.zero_copy and getattr(mem_pool_host, "kv_buffer", None) is not None:
+            self.add_pool("kv", mem_pool_host)
+        elif not self.zero_copy:
+            self.add_flat_pool(mem_pool_host)
+
+    def add_flat_pool(self, host_pool: Any) -> None:
+        """Pages of the copying interface: one flat tensor each."""
+        page = host_pool.get_dummy_flat_data_page()
+        identity = dict(self.identity("flat", host_pool), layout="flat")
+        self.pools["kv"] = _Pool(self.url, identity, self.options["tenant"], [_bytes(page)])
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        name = str(host_pool_name)
+        if name not in self.pools:
+            self.add_pool(name, host_pool)
+
+    # Queries.
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        pool = self.pools["kv"]
+        found = pool.client.lookup(pool.keys(keys), self.options["exists_timeout"], hold=self.options["lease"])
+        self.hold(found)
+        pages = len(found) // pool.fragments
+        self.remember("kv", keys[:pages])
+        return pages
+
+    def hold(self, found: Lookup) -> None:
+        """Keeps a lookup until its lease has ended: the pages stay readable until SGLang reads them."""
+        now = time.monotonic()
+        while self.leases and self.leases[0][0] <= now:
+            self.leases.popleft()
+        self.leases.append((now + self.options["lease"], found))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Optional[list[Any]] = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        usable = self.batch_exists(keys, extra_info) if "kv" in self.pools else len(keys)
+        hits: dict[Any, int] = {PoolName.KV: usable} if usable else {}
+        restorable = list(range(1, usable + 1))
+        for transfer in pool_transfers or []:
+            pool = self.pools.get(str(transfer.name))
+            if pool is None or usable == 0:
+                restorable = []
+                break
+            exists = pool.client.exists(pool.keys(keys[:usable]), self.options["exists_timeout"])
+            pages = pool.pages(exists)
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                possible = [end for end in range(1, usable + 1) if all(pages[max(0, end - window) : end])]
+            elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                possible = list(range(1, (pages + [False]).index(False) + 1))
+            else:
+                # Block groups never gate the hit, and this backend does not serve them.
+                continue
+            if possible:
+                hits[transfer.name] = possible[-1]
+            restorable = [end for end in restorable if end in set(possible)]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    # Zero copy.
+
+    def transfer(self, name: str, keys: list[str], host_indices: Any) -> tuple[_Pool, list[bytes], list[Any]]:
+        host_pool = self.registered_pools[name]
+        addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
+        pool = self.pools[name]
+        if len(addresses) != len(keys) * len(pool.sizes):
+            raise ValueError(f"{len(keys)} keys, but {len(addresses)} buffers")
+        return pool, pool.keys(keys), pool.buffers(addresses, sizes, host_pool)
+
+    def read(self, name: str, keys: list[str], host_indices: Any) -> list[bool]:
+        pool, page_keys, buffers = self.transfer(name, keys, host_indices)
+        tiers = pool.client.get_into(page_keys, buffers, self.options["get_timeout"], busy_retries=BUSY_RETRIES)
+        return self.count_read(name, keys, pool.pages([tier is not None for tier in tiers]))
+
+    def write(self, name: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        pool, page_keys, buffers = self.transfer(name, keys, host_indices)
+        return self.put(name, keys, pool, page_keys, buffers, extra_info)
+
+    def put(
+        self, name: str, keys: list[str], pool: _Pool, page_keys: list[bytes], buffers: list[Any], extra_info: Any
+    ) -> list[bool]:
+        prefix = getattr(extra_info, "prefix_keys", None)
+        place: dict[str, Any] = {}
+        if prefix is not None and pool.fragments == 1:
+            place = {"parent": prefix[-1] if prefix else None, "position": len(prefix)}
+        outcomes = pool.client.put_from(page_keys, buffers, self.options["set_timeout"], busy_retries=BUSY_RETRIES, **place)
+        written = pool.pages([outcome in STORED for outcome in outcomes])
+        self.counts["pages_written"] += sum(written)
+        self.counts["pages_not_written"] += len(written) - sum(written)
+        self.remember(name, [key for key, is_written in zip(keys, written) if is_written])
+        return written
+
+    def count_read(self, name: str, keys: list[str], read: list[bool]) -> list[bool]:
+        self.counts["pages_read"] += sum(read)
+        self.counts["pages_missed"] += len(read) - sum(read)
+        self.remember(name, [key for key, is_read in zip(keys, read) if is_read])
+        return read
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self.read("kv", keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self.write("kv", keys, host_indices, extra_info)
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {t.name: self.read(str(t.name), t.keys, t.host_indices) for t in transfers}
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {t.name: self.write(str(t.name), t.keys, t.host_indices, extra_info) for t in transfers}
+
+    # The copying interface: one flat tensor for each page.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        pool = self.pools["kv"]
+        addresses = [tensor.data_ptr() for tensor in target_locations]
+        buffers = pool.buffers(addresses, [_bytes(tensor) for tensor in target_locations], target_locations)
+        tiers = pool.client.get_into(pool.keys(keys), buffers, self.options["get_timeout"], busy_retries=BUSY_RETRIES)
+        read = self.count_read("kv", keys, pool.pages([tier is not None for tier in tiers]))
+        return [tensor if is_read else None for tensor, is_read in zip(target_locations, read)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        pool = self.pools["kv"]
+        tensors = [value.contiguous() for value in values]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        buffers = pool.buffers(addresses, [_bytes(tensor) for tensor in tensors], tensors)
+        return all(self.put("kv", keys, pool, pool.keys(keys), buffers, None))
+
+    # Administration.
+
+    def remember(self, name: str, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.known[(name, key)] = None
+        while len(self.known) > KEYS_REMEMBERED:
+            self.known.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets the pages that this process has read, written or found. The store has no list of the others."""
+        self.leases.clear()
+        known, self.known = list(self.known), OrderedDict()
+        for name, pool in self.pools.items():
+            keys = [key for of, key in known if of == name]
+            for at in range(0, len(keys), 4096):
+                pool.client.forget(pool.keys(keys[at : at + 4096]), self.options["set_timeout"])
+
+    def close(self) -> None:
+        self.leases.clear()
+        self.pools.clear()
+        self.registered_pools.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Pages that were read, missed, written, and not written since the start."""
+        return dict(self.counts)
+
+
+def _first_page(host_pool: Any) -> Any:
+    """Indices of the first page of a pool, as SGLang passes them."""
+    import torch
+
+    return torch.arange(getattr(host_pool, "page_size", None) or 1, dtype=torch.int64)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())

@@ -1,0 +1,112 @@
+"""Store nodes for tests. `LARDER` names the program; the default is the release build of this checkout."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import larder_kv
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+LARDER = os.environ.get("LARDER", str(ROOT / "target/release/larder"))
+START_SECONDS = 60
+
+
+class Node:
+    """A node on this machine, with its L3 in `directory`. A restart keeps address and pages."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory = directory
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        command = [LARDER, "store", "--listen", self.address, "--data-dir", str(self.directory)]
+        command += ["--l2", "128MiB", "--l3-bytes", "256MiB"]
+        log = open(self.directory / "log", "ab")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        line = self.process.stdout.readline()
+        assert "larder://" in line, (self.directory / "log").read_text()
+        self.address = line.split("larder://")[1].strip().rstrip("/")
+
+    def url(self, transport: str = "auto") -> str:
+        return f"larder://{self.address}/?transport={transport}"
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        # The signal takes a moment. This returns when every thread has stopped.
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def stop(self) -> None:
+        self.resume()
+        self.process.terminate()
+        try:
+            self.process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def shared_node(tmp_path_factory):
+    node = Node(tmp_path_factory.mktemp("shared"))
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node of this test alone, which it may pause and kill."""
+    node = Node(tmp_path)
+    yield node
+    node.stop()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def url(request, shared_node):
+    return shared_node.url(request.param)
+
+
+PAGE_BYTES = 200_000
+
+
+@pytest.fixture
+def namespace(request):
+    """A namespace of this test: two parts, each longer than a chunk and not a multiple of anything."""
+    return larder_kv.Namespace(PAGE_BYTES, parts=2, identity=request.node.nodeid)
+
+
+def attach(url, namespace, **options):
+    client = larder_kv.Client(url, namespace, **options)
+    assert client.ready(START_SECONDS)
+    return client
+
+
+def payload(seed: int, size: int = PAGE_BYTES) -> bytes:
+    return bytes((seed + at * 31) % 251 for at in range(997)) * (size // 997) + bytes([seed % 251]) * (size % 997)
+
+
+def key(number: int) -> bytes:
+    return larder_kv.page_key([number])
+
+
+def eventually(condition, seconds: float = 30.0):
+    """Waits until `condition` returns something true, and returns that."""
+    end = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.02)

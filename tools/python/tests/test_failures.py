@@ -1,0 +1,235 @@
+"""A store that is away is a miss within the deadline. Dead and forked processes leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import larder_kv
+import pytest
+from conftest import PAGE_BYTES, Node, attach, eventually, key, payload
+
+# A second for a page whose verification has begun, and one for a busy machine.
+GRACE_SECONDS = 2.0
+
+
+def calls(client, timeout):
+    """Every call, with the answer of a store that is away."""
+    pages = [bytearray(PAGE_BYTES), bytearray(PAGE_BYTES)]
+    keys = [key(1), key(2)]
+    return [
+        (lambda: client.exists(keys, timeout), [False, False]),
+        (lambda: client.locate(keys, timeout), [None, None]),
+        (lambda: len(client.lookup(keys, timeout, hold=1)), 0),
+        (lambda: client.get_into(keys, pages, timeout), [None, None]),
+        (lambda: client.get_into(keys, [[p[: PAGE_BYTES // 2], p[PAGE_BYTES // 2 :]] for p in pages], timeout),
+         [None, None]),
+        (lambda: client.put_from(keys, pages, timeout), ["lost", "lost"]),
+        (lambda: client.follow(keys, pages, timeout), ["miss", "miss"]),
+        (lambda: client.pin(keys, timeout, ttl=1).complete, False),
+        (lambda: client.warm(keys, timeout), 0),
+        (lambda: client.forget(keys, timeout).complete, False),
+        (lambda: client.status(timeout)[0]["status"], None),
+    ]
+
+
+def check_away(client, timeout):
+    for call, expected in calls(client, timeout):
+        began = time.monotonic()
+        assert call() == expected
+        assert time.monotonic() - began < timeout + GRACE_SECONDS
+
+
+def test_absent_store_is_a_miss(namespace):
+    client = larder_kv.Client("larder://127.0.0.1:9", namespace)
+    assert client.ready(0.2) is False and client.nodes_connected == 0
+    check_away(client, 0.5)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_paused_store_is_a_miss_until_it_resumes(node: Node, namespace, transport):
+    client = attach(node.url(transport), namespace)
+    assert client.put_from([key(1)], [payload(1)], 10) == ["stored"]
+    node.pause()
+    check_away(client, 0.5)
+    node.resume()
+    page = bytearray(PAGE_BYTES)
+    assert eventually(lambda: client.get_into([key(1)], [page], 5)[0])
+    assert page == payload(1)
+
+
+def test_put_to_a_paused_store_keeps_its_memory(node: Node, namespace):
+    """The deadline ends the wait. Bytes that may still be sent stay, and the owner is free later."""
+    client = attach(node.url("tcp"), namespace)
+    node.pause()
+    pages = [bytearray(payload(number)) for number in range(100)]
+    began = time.monotonic()
+    assert client.put_from([key(number) for number in range(100)], pages, 0.5) == ["lost"] * 100
+    assert time.monotonic() - began < 0.5 + GRACE_SECONDS
+
+    def is_free():
+        client.exists([], 1)
+        try:
+            for page in pages:
+                page.append(1)
+                page.pop()
+        except BufferError:
+            return False
+        return True
+
+    assert not is_free(), "the connection still has bytes to send"
+    node.resume()
+    eventually(is_free)
+
+
+def test_killed_store_is_a_miss_until_it_returns(node: Node, namespace):
+    client = attach(node.url(), namespace)
+    assert client.put_from([key(1)], [payload(1)], 10) == ["stored"]
+    node.kill()
+    check_away(client, 0.5)
+    node.start()
+    assert eventually(lambda: client.put_from([key(2)], [payload(2)], 5) == ["stored"])
+
+
+def child(script, *arguments):
+    """Starts a Python process with `script`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=os.path.dirname(__file__),
+    )
+
+
+def is_idle(status):
+    budget = status["budget"]
+    in_flight = [budget[kind]["bytes"] for kind in ("puts", "reads", "outstanding")]
+    return in_flight == [0, 0, 0] and status["puts_open"] == status["readers_waiting"] == budget["writers_waiting"] == 0
+
+
+def connections(client):
+    return client.status(10)[0]["status"]["budget"]["connections"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_killed_client_leaves_nothing_in_the_node(node: Node, namespace, transport):
+    observer = attach(node.url("tcp"), namespace)
+    before = connections(observer)
+    writer = child(
+        """
+        import sys, larder_kv
+        from conftest import PAGE_BYTES, attach, key, payload
+        namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="killed")
+        client = attach(sys.argv[1], namespace)
+        source = client.buffer(PAGE_BYTES)
+        print("putting", flush=True)
+        number = 0
+        while True:
+            keys = [key(number + at) for at in range(200)]
+            client.put_from(keys, [payload(1)] * 100 + [source] * 100, 10)
+            client.lookup(keys, 10, hold=60)
+            number += 200
+        """,
+        node.url(transport),
+    )
+    assert writer.stdout.readline() == "putting\n"
+    time.sleep(0.5)
+    assert connections(observer) > before
+    writer.kill()
+    writer.wait()
+    writer.stdout.close()
+    eventually(lambda: connections(observer) == before and is_idle(observer.status(10)[0]["status"]))
+
+
+FORKING = """
+    import os, sys, time, larder_kv
+    from conftest import PAGE_BYTES, attach, key, payload
+    namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="forked")
+    client = attach(sys.argv[1], namespace)
+    buffer = client.buffer(PAGE_BYTES)
+    lease = client.lookup([key(1)], 10, hold=60)
+    assert client.put_from([key(1)], [payload(1)], 10) == ["stored"]
+    pid = os.fork()
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_forked_child_attaches_anew(node: Node, transport):
+    process = child(
+        FORKING
+        + """
+    if pid == 0:
+        page = bytearray(PAGE_BYTES)
+        assert client.ready(30)
+        assert client.get_into([key(1)], [page], 10) == ["L2"] and page == payload(1)
+        assert client.put_from([key(2)], [payload(2)], 10) == ["stored"]
+        try:
+            client.put_from([key(3)], [buffer], 10)
+        except ValueError:
+            pass
+        else:
+            sys.exit("a buffer of the parent was accepted")
+        del lease, buffer, client
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    page = bytearray(PAGE_BYTES)
+    assert client.get_into([key(2)], [page], 10) == ["L2"] and page == payload(2)
+    print("done", flush=True)
+        """,
+        node.url(transport),
+    )
+    assert process.communicate(timeout=60)[0] == "done\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_child_does_not_keep_its_parents_connections(node: Node, namespace, transport):
+    observer = attach(node.url("tcp"), namespace)
+    before = connections(observer)
+    process = child(
+        FORKING
+        + """
+    if pid == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(60)
+        """,
+        node.url(transport),
+    )
+    survivor = int(process.stdout.readline().split()[1])
+    try:
+        assert connections(observer) > before
+        process.kill()
+        process.wait()
+        eventually(lambda: connections(observer) == before, seconds=10)
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_interpreter_ends_while_transfers_run(node: Node):
+    """A process ends at once although a thread and a task still wait."""
+    process = child(
+        """
+        import asyncio, sys, threading, larder_kv
+        from conftest import PAGE_BYTES, attach, key
+        namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="ends")
+        client = attach(sys.argv[1], namespace)
+        waits = lambda: client.follow([key(1)], [bytearray(PAGE_BYTES)], 3600)
+        threading.Thread(target=waits, daemon=True).start()
+        other = larder_kv.AsyncClient(sys.argv[1], namespace)
+        async def leave():
+            loop = other._current()
+            other._native.follow([key(2)], [bytearray(PAGE_BYTES)], 3600, queue=loop.completions)
+            await asyncio.sleep(0.2)
+        asyncio.run(leave())
+        print("done", flush=True)
+        """,
+        node.url(),
+    )
+    began = time.monotonic()
+    assert process.communicate(timeout=60)[0] == "done\n"
+    assert process.returncode == 0 and time.monotonic() - began < 30

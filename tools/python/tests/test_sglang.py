@@ -1,0 +1,197 @@
+"""The backend answers the calls of SGLang's cache controller."""
+
+import time
+
+import numpy
+import pytest
+import sglang_contract as contract
+from conftest import eventually
+from sglang_contract import Config, ExtraInfo, HostPool, PoolHitPolicy, PoolName, PoolTransfer, indices, page_hashes
+
+contract.install()
+
+from larder_kv.sglang import LarderStorage, _Pool, part_layout  # noqa: E402
+
+
+def backend(url, pool, extra=None, **config):
+    """A backend as SGLang attaches it: positional constructor, then the registrations."""
+    options = {"interface_v1": 1, "url": url, "get_timeout": 20.0, "set_timeout": 20.0, **(extra or {})}
+    storage = LarderStorage(Config(options, **config), {})
+    storage.register_mem_pool_host(pool)
+    if options["interface_v1"]:
+        storage.register_mem_host_pool_v2(pool, PoolName.KV)
+    assert eventually(lambda: all(p.client.nodes_connected for p in storage.pools.values()))
+    return storage
+
+
+def filled(layout, seed=1, **shape):
+    pool = HostPool(layout, **shape)
+    pool.kv_buffer[:] = numpy.random.default_rng(seed).integers(0, 256, pool.kv_buffer.size, numpy.uint8)
+    return pool
+
+
+def page_of(pool, page):
+    """Bytes of a page, buffer by buffer."""
+    base = pool.kv_buffer.ctypes.data
+    addresses, sizes = pool.get_page_buffer_meta(indices(pool, [page]))
+    return b"".join(pool.kv_buffer[a - base : a - base + s].tobytes() for a, s in zip(addresses, sizes))
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first", "mla"])
+def test_another_engine_reads_the_pages(shared_node, layout):
+    config = dict(model_name=f"model-{layout}", is_mla_model=layout == "mla")
+    writer_pool, reader_pool = filled(layout), HostPool(layout)
+    writer, reader = backend(shared_node.url(), writer_pool, **config), backend(shared_node.url(), reader_pool, **config)
+    keys = page_hashes(40)
+    assert writer.batch_exists(keys) == 0
+    assert writer.batch_set_v1(keys[:32], indices(writer_pool, range(32)), ExtraInfo([])) == [True] * 32
+    # A node that was split: the same pages again, and some more.
+    assert writer.batch_set_v1(keys[24:36], indices(writer_pool, range(24, 36)), ExtraInfo(keys[:24])) == [True] * 12
+    assert reader.batch_exists(keys) == 36
+    assert reader.batch_exists(keys[37:]) == 0
+    # Other places of the pool, in another order of pages.
+    places = list(reversed(range(20, 56)))
+    assert reader.batch_get_v1(keys[:36], indices(reader_pool, places)) == [True] * 36
+    assert [page_of(reader_pool, place) for place in places] == [page_of(writer_pool, page) for page in range(36)]
+    assert reader.batch_get_v1(keys[34:40], indices(reader_pool, range(6))) == [True] * 2 + [False] * 4
+    assert reader.statistics()["pages_read"] == 38 and reader.statistics()["pages_missed"] == 4
+
+
+def test_pages_larger_than_a_store_page(shared_node):
+    pool, other = (filled("page_first", seed, pages=2, page_size=64, layers=32, token_bytes=6144) for seed in (1, 2))
+    assert pool.page_bytes == 12 << 20
+    assert part_layout([12 << 20, 12 << 20]) == (12 << 20, 1, 2)
+    writer, reader = backend(shared_node.url(), pool), backend(shared_node.url(), other)
+    keys = page_hashes(2, seed=5)
+    assert writer.batch_set_v1(keys, indices(pool, [0, 1])) == [True] * 2
+    assert reader.batch_exists(keys) == 2
+    assert reader.batch_get_v1(keys, indices(other, [1, 0])) == [True] * 2
+    assert page_of(other, 1) == page_of(pool, 0) and page_of(other, 0) == page_of(pool, 1)
+    # A page without its second half is no page.
+    writer.pools["kv"].client.forget(writer.pools["kv"].keys(keys)[1:2], 5)
+    assert reader.batch_exists(keys) == 0
+    assert reader.batch_get_v1(keys, indices(other, [1, 0])) == [False, True]
+
+
+def test_layouts_of_parts():
+    assert part_layout([1024]) == (1024, 1, 1)
+    assert part_layout([1024, 1024]) == (1024, 2, 1)
+    assert part_layout([1024, 512]) == (512, 3, 1)
+    assert part_layout([4096] * 256) == (4096, 128, 2)
+    assert part_layout([32 << 20]) == (16 << 20, 1, 2)
+    for bad in [[], [0], [(16 << 20) + 1]]:
+        with pytest.raises(ValueError):
+            part_layout(bad)
+
+
+def test_buffers_of_different_sizes_become_equal_parts(shared_node):
+    pool = _Pool(shared_node.url(), {"model": "m"}, "t", [1024, 512])
+    pages = pool.buffers([1000, 5000, 9000, 7000], [1024, 512] * 2, None)
+    spans = [[(part.address, part.size) for part in page] for page in pages]
+    assert spans == [[(1000, 512), (1512, 512), (5000, 512)], [(9000, 512), (9512, 512), (7000, 512)]]
+    with pytest.raises(ValueError):
+        pool.buffers([1000, 5000], [512, 1024], None)
+
+
+def test_ranks_models_and_layouts_share_nothing(shared_node):
+    keys = page_hashes(1, seed=7)
+    pool = filled("page_first")
+    first = backend(shared_node.url(), pool)
+    assert first.batch_set_v1(keys, indices(pool, [0])) == [True]
+    assert backend(shared_node.url(), pool).batch_exists(keys) == 1
+    for changes in [
+        dict(tp_rank=1, tp_size=2),
+        dict(pp_rank=1, pp_size=2),
+        dict(attn_cp_rank=1, attn_cp_size=2),
+        dict(model_name="other"),
+        dict(extra={"weights": "2"}),
+        dict(extra={"tenant": "t"}),
+    ]:
+        assert backend(shared_node.url(), pool, **changes).batch_exists(keys) == 0, changes
+    for other in [filled("page_first_direct"), filled("page_first", dtype="float8"), filled("page_first", layers=4)]:
+        assert backend(shared_node.url(), other).batch_exists(keys) == 0
+
+
+def test_ranks_of_a_latent_model_share_pages(shared_node):
+    keys = page_hashes(1, seed=8)
+    pool = filled("mla")
+    writer = backend(shared_node.url(), pool, is_mla_model=True, tp_size=2)
+    assert writer.batch_set_v1(keys, indices(pool, [0])) == [True]
+    assert backend(shared_node.url(), pool, is_mla_model=True, tp_rank=1, tp_size=2).batch_exists(keys) == 1
+
+
+def test_copying_interface(shared_node):
+    pool = filled("page_first")
+    storage = backend(shared_node.url(), pool, {"interface_v1": 0})
+    keys = page_hashes(3, seed=9)
+    pages = [contract.Tensor(pool.kv_buffer[n * 100 : n * 100 + 2 * pool.page_bytes].copy()) for n in range(2)]
+    assert storage.batch_set(keys[:2], pages) is True
+    assert storage.set(keys[0], pages[0]) is True
+    assert storage.exists(keys[0]) is True and storage.exists(keys[2]) is False
+    targets = [pool.get_dummy_flat_data_page() for _ in keys]
+    found = storage.batch_get(keys, targets)
+    assert found == [targets[0], targets[1], None]
+    assert [(t.array == p.array).all() for t, p in zip(targets, pages)] == [True, True]
+    assert storage.get(keys[2], targets[2]) is None
+    # The first writer's bytes stay: the page is stored all the same.
+    assert storage.set(keys[0], pages[1]) is True
+    assert (storage.get(keys[0], targets[2]).array == pages[0].array).all()
+
+
+def test_pools_of_a_hybrid_model(shared_node):
+    kv, state = filled("page_first"), filled("mla", page_size=1, layers=5)
+    storage = backend(shared_node.url(), kv, model_name="hybrid")
+    storage.register_mem_host_pool_v2(state, PoolName.MAMBA)
+    assert eventually(lambda: storage.pools["mamba"].client.nodes_connected)
+    keys = page_hashes(6)
+    assert storage.batch_set_v1(keys[:5], indices(kv, range(5))) == [True] * 5
+    states = PoolTransfer(PoolName.MAMBA, indices(state, [1, 3]), [keys[1], keys[3]])
+    assert storage.batch_set_v2([states]) == {PoolName.MAMBA: [True, True]}
+    trailing = PoolTransfer(PoolName.MAMBA, keys=[keys[-1]], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = storage.batch_exists_v2(keys, [trailing])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [2, 4])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 5, PoolName.MAMBA: 4}
+    everywhere = storage.batch_exists_v2(keys, [PoolTransfer(PoolName.MAMBA)])
+    assert (everywhere.kv_hit_pages, everywhere.restorable_prefix_pages) == (0, [])
+    assert storage.batch_exists_v2(keys).kv_hit_pages == 5
+    assert storage.batch_exists_v2(keys, [PoolTransfer(PoolName.INDEXER)]).kv_hit_pages == 0
+    expected = page_of(state, 3)
+    state.kv_buffer[:] = 0
+    assert storage.batch_get_v2([states]) == {PoolName.MAMBA: [True, True]}
+    assert page_of(state, 3) == expected
+
+
+def test_clear_forgets_known_pages(shared_node):
+    pool = filled("page_first")
+    first, second = (backend(shared_node.url(), pool, model_name="cleared") for _ in range(2))
+    keys = page_hashes(4)
+    assert all(first.batch_set_v1(keys, indices(pool, range(4))))
+    assert second.batch_exists(keys[:2]) == 2
+    second.clear()
+    assert first.batch_exists(keys[:2]) == 0 and first.batch_exists(keys[2:]) == 2
+    first.clear()
+    assert second.batch_exists(keys[2:]) == 0
+    first.close()
+
+
+def test_store_that_is_away_is_a_miss(node):
+    pool = filled("page_first")
+    storage = backend(node.url(), pool, {"exists_timeout": 0.3, "get_timeout": 0.3, "set_timeout": 0.3})
+    keys = page_hashes(4)
+    assert eventually(lambda: all(storage.batch_set_v1(keys, indices(pool, range(4)))))
+    for leave in (node.pause, node.kill):
+        leave()
+        began = time.monotonic()
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get_v1(keys, indices(pool, range(4))) == [False] * 4
+        assert storage.batch_set_v1(keys, indices(pool, range(4))) == [False] * 4
+        assert time.monotonic() - began < 4
+        node.resume()
+    storage.clear()
+    node.start()
+
+
+def test_wrong_configuration_fails_at_attachment():
+    for config in [Config({}), Config({"url": "mooncake://x"}), Config({"url": "larder://a:1"}, should_split_heads=True)]:
+        with pytest.raises(ValueError):
+            LarderStorage(config, {})
