@@ -182,7 +182,7 @@ async fn parse<T: Send + 'static>(
     take: fn(&mut Fields<'_>) -> Result<T, AdminError>,
 ) -> Result<(T, BodyCharge), AdminError> {
     check_length(router, &body)?;
-    let RequestBody { bytes, charge } = body;
+    let RequestBody { bytes, charge, .. } = body;
     let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
         let mut fields = Fields::parse(&bytes)?;
         let request = take(&mut fields)?;
