@@ -139,6 +139,17 @@ impl Process {
         std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).expect("the process runs").count()
     }
 
+    /// Soft and hard limit of open files, as `/proc/PID/limits` has them.
+    ///
+    /// # Panics
+    /// Panics if the process has ended.
+    pub fn descriptor_limits(&self) -> (String, String) {
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", self.child.id())).expect("the process runs");
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("Linux has it");
+        let mut words = line.split_whitespace().map(str::to_string);
+        (words.next().expect("a soft limit"), words.next().expect("a hard limit"))
+    }
+
     /// Process ids of the child processes.
     pub fn children(&self) -> Vec<u32> {
         let parent = self.child.id().to_string();

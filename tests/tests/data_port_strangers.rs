@@ -351,6 +351,15 @@ async fn half_a_header_is_closed() {
 }
 
 #[tokio::test]
+async fn node_raises_the_soft_limit_of_open_files() {
+    let mut node = Process::start_after("ulimit -S -n 256", &["store", "--listen", "127.0.0.1:0", "--l2", "32MiB"]);
+    address(&mut node);
+    let (soft, hard) = node.descriptor_limits();
+    assert_ne!(soft, "256");
+    assert_eq!(soft, hard);
+}
+
+#[tokio::test]
 async fn log_takes_writes_at_the_limit_of_open_files() {
     let dir = data_dir();
     let path = dir.path().to_str().expect("a UTF-8 path");

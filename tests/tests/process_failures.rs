@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 /// Maximum time that a decode engine waits for the first part of a prefill: the default of its
 /// option `follow_start_timeout`.
 const FOLLOW_START_TIMEOUT: Duration = Duration::from_secs(30);
+/// Twice the time in which a router drops engines that hang: a busy machine takes longer.
+const MODEL_GONE_MAX: Duration = Duration::from_secs(10);
 /// Complete pages of 32 tokens in a prompt of 3,000 tokens.
 const LONG_PROMPT_PAGES: u64 = 93;
 
@@ -188,4 +190,22 @@ async fn stopped_prefill_holds_up_no_answer() {
         // Without this bound the wait would go unnoticed, because it ends as well.
         assert!(begin.elapsed() < FOLLOW_START_TIMEOUT, "the request waited for a prefill engine that hangs");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn model_of_engines_that_do_not_answer_disappears_soon() {
+    let stack = Stack::start(1).await;
+    let models = async || get_json(&format!("{}/v1/models", stack.api)).await.unwrap()["data"].clone();
+    assert_eq!(models().await.as_array().unwrap().len(), 1);
+    let begin = Instant::now();
+    stack.prefill.as_ref().unwrap().sigstop();
+    stack.decode.as_ref().unwrap().sigstop();
+    while !models().await.as_array().unwrap().is_empty() {
+        assert!(begin.elapsed() < MODEL_GONE_MAX, "the router serves a model whose engines hang");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    println!("gone after {:?}", begin.elapsed());
+    stack.decode.as_ref().unwrap().sigcont();
+    eventually("it is back with its engine", || async { !models().await.as_array().unwrap().is_empty() }).await;
+    stack.prefill.as_ref().unwrap().sigcont();
 }

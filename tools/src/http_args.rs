@@ -57,12 +57,12 @@ pub struct HttpArgs {
     /// Maximum time that an HTTP connection stays open between two requests, in seconds
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     http_idle_timeout: u64,
-    /// Maximum time that an HTTP client may leave its socket full, in seconds. Time without tokens
-    /// to send does not count
+    /// Maximum time that an HTTP client may leave its socket full, in seconds. Each 64 KiB that it
+    /// receives give it a second more. Time without tokens to send does not count
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     http_write_timeout: u64,
     /// Maximum memory for HTTP bodies that are arriving or not yet parsed, without the first 64 KiB
-    /// of each
+    /// of each. One address has three quarters of it at most
     #[arg(long, default_value = "64MiB", value_name = "SIZE")]
     http_body_memory: ByteSize,
     /// Host name under which the ports of engines and of operators may be reached, besides IP

@@ -18,7 +18,8 @@
 //! - [`speed`]: prompt tokens per second of this machine.
 //! - [`sampling`]: selection of a token from logits.
 //! - [`constraint`], [`guide`]: constraints on the text of an answer, and the tokens they allow.
-//! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back.
+//! - [`tokenizer`], [`chat`], [`stream`], [`stop`]: text to tokens and back, with the `rules` that
+//!   the tokenizers of strangers must keep.
 //! - [`template_worker`]: the process that renders chat templates and tries out constraints.
 
 pub mod batch;
@@ -37,6 +38,7 @@ pub mod stop;
 pub mod stream;
 pub mod template_worker;
 pub mod tokenizer;
+mod tokenizer_rules;
 mod turns;
 pub mod weights;
 

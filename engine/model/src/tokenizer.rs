@@ -7,6 +7,7 @@ use crate::chat::ChatTemplateSource;
 use crate::config::eos_token_ids;
 use crate::sampling::{REPETITION_PENALTY_RANGE, TEMPERATURE_RANGE};
 use crate::stream::{Decoder, TokenStream};
+use crate::tokenizer_rules;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
@@ -94,11 +95,22 @@ impl Tokenizer {
         Self::from_files(&files)
     }
 
+    /// Builds the tokenizer of an engine that is not trusted. Refuses rules that can take much time
+    /// or memory.
+    pub fn from_untrusted_files(files: &BTreeMap<String, Vec<u8>>) -> Result<Tokenizer, TokenizerError> {
+        let bytes = files.get("tokenizer.json").ok_or(TokenizerError::Missing)?;
+        tokenizer_rules::check(bytes).map_err(|reason| TokenizerError::Invalid { file: "tokenizer.json", reason })?;
+        Self::from_files(files)
+    }
+
     /// Builds the tokenizer from file contents. The keys are names in [`FILES`](Self::FILES).
     pub fn from_files(files: &BTreeMap<String, Vec<u8>>) -> Result<Tokenizer, TokenizerError> {
         let bytes = files.get("tokenizer.json").ok_or(TokenizerError::Missing)?;
-        let inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(bytes))
+        let mut inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(bytes))
             .map_err(|reason| TokenizerError::Invalid { file: "tokenizer.json", reason })?;
+        // Left over from training in some files. They would cut prompts or fill them up.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| TokenizerError::Encode(error.to_string()))?;
         let settings = json(files, "tokenizer_config.json")?;
         let bos = special_token(&settings, "bos_token");
         let eos = special_token(&settings, "eos_token");

@@ -10,6 +10,7 @@
 //! - A constraint among the last [`KNOWN_MAX`] is not tried again. One that was stopped is.
 
 use crate::templates::{ChatError, ChatRenderer, TemplateWorkers};
+use larder_http::PeerAddress;
 use larder_model::{Constraint, RenderError};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
@@ -68,14 +69,19 @@ impl ConstraintTrials {
     }
 
     /// Fails if the constraint does not compile within the limits.
-    pub async fn try_out(&self, constraint: &Constraint, deadline: Instant) -> Result<(), ConstraintError> {
+    pub async fn try_out(
+        &self,
+        constraint: &Constraint,
+        peer: PeerAddress,
+        deadline: Instant,
+    ) -> Result<(), ConstraintError> {
         let request = serde_json::to_vec(constraint).map_err(|error| ConstraintError::Start(error.into()))?;
         let hash = self.hasher.hash_one(&request);
         if let Some(verdict) = self.known_verdict(hash) {
             return verdict.map_or(Ok(()), |reason| Err(ConstraintError::Refused(reason)));
         }
         let worker = &self.workers[hash as usize % WORKERS];
-        let tried = worker.try_constraint(request, deadline).await.map_err(ConstraintError::from);
+        let tried = worker.try_constraint(request, peer, deadline).await.map_err(ConstraintError::from);
         let verdict = match &tried {
             Ok(()) => None,
             Err(ConstraintError::Refused(reason)) => Some(reason.clone()),

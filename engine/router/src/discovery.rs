@@ -78,6 +78,7 @@ struct Discovery {
     silent: HashMap<String, Instant>,
     invalid_lines: LogLimit,
     load_lines: LogLimit,
+    name_lines: LogLimit,
 }
 
 pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
@@ -94,6 +95,7 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
         silent: HashMap::new(),
         invalid_lines: LogLimit::default(),
         load_lines: LogLimit::default(),
+        name_lines: LogLimit::default(),
     };
     let mut next_refresh = Instant::now();
     // Requests may bring a refresh forward, but only to this time. It keeps a burst of requests
@@ -293,6 +295,11 @@ impl Discovery {
                 let has_room = self.router.models.insert(model, &self.router.engines);
                 if has_room {
                     tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
+                    if let Some(first) = self.router.models.first_of_name(&key)
+                        && let Some(models) = self.name_lines.record()
+                    {
+                        tracing::warn!(model = %key.0, %engine, %host, namespace = %key.1, first = %first.namespace, models, "model loaded under the name of another one; clients get the first one while it has engines; stop the engines of one of them [LRD0505]");
+                    }
                 } else {
                     tracing::warn!(model = %key.0, %host, models_max = MODELS_MAX, bytes_max = MODELS_BYTES_MAX, "model not served: too many models, too many of this host, or their files are too large; use another router for it");
                     // The other engines of the host have no more room for it.
@@ -362,9 +369,10 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         }
     }
     let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
-    let tokenizer = tokio::task::spawn_blocking(move || Tokenizer::from_files(&files).map_err(|e| e.to_string()))
-        .await
-        .map_err(|error| error.to_string())??;
+    let tokenizer =
+        tokio::task::spawn_blocking(move || Tokenizer::from_untrusted_files(&files).map_err(|e| e.to_string()))
+            .await
+            .map_err(|error| error.to_string())??;
     let name = engine.info.model.clone();
     let chat = tokenizer.chat_template().cloned();
     let chat = chat.map(|template| ChatRenderer::new(router.templates.clone(), name.clone(), template));

@@ -11,6 +11,7 @@
 //!   Losing an engine costs time and never yields wrong text.
 //! - Everything is bounded: answers in progress, their prompts and texts, request bodies, texts to
 //!   tokenise, engines, attempts. Every wait has a deadline.
+//! - No client's address takes all of it: [`PeerBudget`] leaves a part to the next one.
 //! - Chat templates are untrusted code and run in other processes.
 //! - A client that disconnects cancels all work done for it.
 //!
@@ -49,7 +50,7 @@ pub use options::{OptionsError, RouterOptions};
 
 use calls::CallError;
 use engines::RemoteEngine;
-use larder_http::{AllowedHosts, HttpOptions, HttpServer};
+use larder_http::{AllowedHosts, HttpOptions, HttpServer, PeerBudget};
 use larder_runtime::LogLimit;
 use larder_worker::api::ErrorCode;
 use std::net::SocketAddr;
@@ -58,7 +59,7 @@ use std::time::Duration;
 use store::{Directory, StoreDirectory};
 use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -90,14 +91,14 @@ pub(crate) struct RouterState {
     pub(crate) models: models::ModelTable,
     pub(crate) engine_client: calls::EngineClient,
     pub(crate) metrics: Arc<metrics::Metrics>,
-    /// Admission control: one permit per answer in progress.
-    pub(crate) inflight: Arc<Semaphore>,
+    /// Admission control: one unit per answer in progress.
+    pub(crate) inflight: Arc<PeerBudget>,
     /// Log lines about answers that an engine did not end.
     pub(crate) failure_lines: LogLimit,
-    /// One permit per kibibyte of prompts of answers in progress.
-    pub(crate) prompts: Arc<Semaphore>,
-    /// One permit per 64 KiB of the texts of answers that are not streamed.
-    pub(crate) answers: Arc<Semaphore>,
+    /// One unit per kibibyte of prompts of answers in progress.
+    pub(crate) prompts: Arc<PeerBudget>,
+    /// One unit per 64 KiB of the texts of answers that are not streamed.
+    pub(crate) answers: Arc<PeerBudget>,
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
     pub(crate) constraints: constraints::ConstraintTrials,
@@ -177,10 +178,10 @@ impl Router {
             models: Default::default(),
             engine_client: calls::EngineClient::new(options.connect_timeout)?,
             metrics,
-            inflight: Arc::new(Semaphore::new(options.max_inflight)),
+            inflight: PeerBudget::new(options.max_inflight),
             failure_lines: LogLimit::default(),
-            prompts: Arc::new(Semaphore::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES)),
-            answers: Arc::new(Semaphore::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES)),
+            prompts: PeerBudget::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES),
+            answers: PeerBudget::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES),
             tokeniser: Default::default(),
             constraints: constraints::ConstraintTrials::new(&templates),
             templates,

@@ -90,43 +90,66 @@ pub enum ModelLookup {
 
 #[derive(Default)]
 pub struct ModelTable {
-    models: RwLock<BTreeMap<ModelKey, Arc<ServedModel>>>,
+    models: RwLock<Models>,
+}
+
+#[derive(Default)]
+struct Models {
+    by_key: BTreeMap<ModelKey, Listed>,
+    listed: u64,
+}
+
+struct Listed {
+    /// Order of arrival. New files of a model keep its number.
+    number: u64,
+    model: Arc<ServedModel>,
 }
 
 impl ModelTable {
     /// Adds a model. Returns `false` if the table or its host's share has no room for it.
     pub fn insert(&self, model: ServedModel, engines: &EngineTable) -> bool {
         let mut models = self.models.write();
-        let has_room = |models: &BTreeMap<ModelKey, Arc<ServedModel>>| {
+        let has_room = |models: &Models| {
             // A model with its key makes room.
-            let others = models.iter().filter(|(key, _)| **key != model.key());
-            let others: Vec<_> = others.map(|(_, other)| (&*other.source_host, other.file_bytes)).collect();
+            let others = models.by_key.iter().filter(|(key, _)| **key != model.key());
+            let others: Vec<_> = others.map(|(_, other)| (&*other.model.source_host, other.model.file_bytes)).collect();
             has_room(&others, &model.source_host, model.file_bytes)
         };
         if !has_room(&models) {
             // Only models without engines may go: clients can still be using the others.
-            models.retain(|_, m| engines.context_max(Role::Decode, m.namespace).is_some());
+            models.by_key.retain(|_, m| engines.context_max(Role::Decode, m.model.namespace).is_some());
         }
         let has_room = has_room(&models);
         if has_room {
-            models.insert(model.key(), Arc::new(model));
+            let Models { by_key, listed } = &mut *models;
+            *listed += 1;
+            let number = by_key.get(&model.key()).map_or(*listed, |before| before.number);
+            by_key.insert(model.key(), Listed { number, model: Arc::new(model) });
         }
         has_room
     }
 
+    /// First model with the name of this one, if that is another one.
+    pub fn first_of_name(&self, key: &ModelKey) -> Option<Arc<ServedModel>> {
+        let models = self.models.read();
+        let same = models.by_key.values().filter(|listed| listed.model.name == key.0);
+        let first = same.min_by_key(|listed| listed.number)?;
+        (first.model.namespace != key.1).then(|| first.model.clone())
+    }
+
     pub fn keys(&self) -> Vec<ModelKey> {
-        self.models.read().keys().cloned().collect()
+        self.models.read().by_key.keys().cloned().collect()
     }
 
     /// Drops a model. Requests that have it go on.
     pub fn remove(&self, key: &ModelKey) {
-        self.models.write().remove(key);
+        self.models.write().by_key.remove(key);
     }
 
     /// Marks the models whose files came from this engine. They serve until discovery has replaced
     /// them.
     pub fn distrust_files_of(&self, engine: &str) {
-        for model in self.models.read().values().filter(|model| model.source == engine) {
+        for Listed { model, .. } in self.models.read().by_key.values().filter(|listed| listed.model.source == engine) {
             // Relaxed: discovery may see it a moment later.
             model.is_distrusted.store(true, Ordering::Relaxed);
         }
@@ -134,22 +157,23 @@ impl ModelTable {
 
     /// Returns `true` if the table has the model, from an engine that has kept to the interface.
     pub fn contains(&self, key: &ModelKey) -> bool {
-        self.models.read().get(key).is_some_and(|model| !model.is_distrusted.load(Ordering::Relaxed))
+        let models = self.models.read();
+        models.by_key.get(key).is_some_and(|listed| !listed.model.is_distrusted.load(Ordering::Relaxed))
     }
 
-    /// Models that have a decode engine, ordered by name. A name stands for one namespace: the one
-    /// with the most admitted engines.
+    /// Models that have a decode engine, ordered by name. A name stands for one namespace: the
+    /// first one that the router loaded, while it has engines. So new weights take over when the
+    /// last engine of the old ones has left, and no other member can take a name in use.
     pub fn served(&self, engines: &EngineTable) -> Vec<Arc<ServedModel>> {
-        let mut by_name: BTreeMap<String, (usize, Arc<ServedModel>)> = BTreeMap::new();
+        let mut by_name: BTreeMap<String, (u64, Arc<ServedModel>)> = BTreeMap::new();
         // Lock order: models before engines. Nothing takes them the other way round.
-        for model in self.models.read().values() {
+        for Listed { number, model } in self.models.read().by_key.values() {
             if engines.context_max(Role::Decode, model.namespace).is_none() {
                 continue;
             }
-            let count = engines.admitted(Role::Decode, model.namespace);
             match by_name.get(&model.name) {
-                Some((most, _)) if *most >= count => {}
-                _ => drop(by_name.insert(model.name.clone(), (count, model.clone()))),
+                Some((first, _)) if first < number => {}
+                _ => drop(by_name.insert(model.name.clone(), (*number, model.clone()))),
             }
         }
         by_name.into_values().map(|(_, model)| model).collect()
@@ -163,9 +187,10 @@ impl ModelTable {
         }
         // `served` has released the lock. A model added in between is found here.
         let models = self.models.read();
-        match models.values().find(|m| m.name == name) {
-            Some(model) => ModelLookup::Model(model.clone()),
-            None if models.is_empty() => ModelLookup::NoneKnown,
+        let named = models.by_key.values().filter(|listed| listed.model.name == name);
+        match named.min_by_key(|listed| listed.number) {
+            Some(listed) => ModelLookup::Model(listed.model.clone()),
+            None if models.by_key.is_empty() => ModelLookup::NoneKnown,
             None => ModelLookup::Unknown,
         }
     }
@@ -174,7 +199,7 @@ impl ModelTable {
     /// their limit. `None` while no model has a decode engine.
     pub fn body_bytes_max(&self, engines: &EngineTable) -> Option<usize> {
         let models = self.models.read();
-        let needs = models.values().filter_map(|model| {
+        let needs = models.by_key.values().filter_map(|Listed { model, .. }| {
             let context = engines.context_max(Role::Decode, model.namespace)?;
             Some(text_bytes_max(&model.tokenizer, context))
         });
@@ -183,7 +208,8 @@ impl ModelTable {
     }
 
     pub fn is_ready(&self, engines: &EngineTable) -> bool {
-        self.models.read().values().any(|m| engines.admitted(Role::Decode, m.namespace) > 0)
+        let models = self.models.read();
+        models.by_key.values().any(|listed| engines.admitted(Role::Decode, listed.model.namespace) > 0)
     }
 }
 

@@ -8,6 +8,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 use thiserror::Error;
 
+/// Largest value of [`RouterOptions::max_inflight`].
+const MAX_INFLIGHT_MAX: usize = 1 << 24;
+
 #[derive(Debug, Clone)]
 pub struct RouterOptions {
     pub store: StoreUrl,
@@ -32,8 +35,9 @@ pub struct RouterOptions {
     /// Maximum time of a request, from the end of its body to its last token. Default 600 s,
     /// minimum 100 ms.
     pub request_timeout: Duration,
-    /// Maximum number of answers in progress. A request counts once for each of its choices. The
-    /// router answers 429 to requests above the limit. Default 1024, minimum 1.
+    /// Maximum number of answers in progress. A request counts once for each of its choices. One
+    /// address has at most three quarters, and less while others have the rest. The router answers
+    /// 429 to requests above the limit. Default 1024, minimum 1.
     pub max_inflight: usize,
     /// Interval at which discovery reads the registered engines from the store. Default 250 ms,
     /// minimum 10 ms.
@@ -116,9 +120,8 @@ impl RouterOptions {
         for http in [&self.http, &self.admin_http] {
             http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
         }
-        // `Semaphore::new` panics above this number of permits.
-        if self.max_inflight > tokio::sync::Semaphore::MAX_PERMITS {
-            return wrong("max_inflight", format!("must be at most {}", tokio::sync::Semaphore::MAX_PERMITS));
+        if self.max_inflight > MAX_INFLIGHT_MAX {
+            return wrong("max_inflight", format!("must be at most {MAX_INFLIGHT_MAX}"));
         }
         for (option, value, least_ms) in [
             ("request_timeout", self.request_timeout, 100),

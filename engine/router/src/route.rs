@@ -30,7 +30,6 @@ use larder_worker::api::{
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -406,11 +405,6 @@ impl PromptPlan {
             tokens
         });
         CachedTokens { device, host, storage }
-    }
-
-    /// Room for the texts of answers.
-    pub(crate) fn answers(&self) -> Arc<Semaphore> {
-        self.router.answers.clone()
     }
 
     pub(crate) fn echo(&self) -> Option<&Echo> {

@@ -13,14 +13,19 @@
 //! - A rendering that takes [`FULL_PRIORITY_TIME`] of processor time goes on at a lower priority.
 //!   Its worker is not used again: only a privileged process could raise the priority.
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
-//! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised, or are a single
-//!   one. Those of at most [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to
-//!   a long text.
+//! - Renderings that have become slow hold half of the places at most. The next one that does is
+//!   stopped. A model of which one was slow waits for these places for a while, and is refused when
+//!   they are taken. So looping templates of many models do not keep the chats of others waiting.
+//! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised. Those of at most
+//!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
+//!   share this room, and the places in the line of a model.
 
 use crate::metrics::Metrics;
+use larder_http::{PeerAddress, PeerBudget, PeerCharge, PeerShare};
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
+use parking_lot::Mutex;
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -46,6 +51,11 @@ const SLOW_NICENESS: i32 = 10;
 /// Maximum number of renderings at a time. With the workers' memory limit this bounds their memory
 /// to 2 GiB.
 pub const RENDERINGS_MAX: usize = 4;
+/// Maximum number of renderings among them that have taken [`FULL_PRIORITY_TIME`].
+const SLOW_RENDERINGS_MAX: usize = RENDERINGS_MAX / 2;
+/// Time for which a model counts as slow after a slow rendering. It bounds how often a template that
+/// loops takes a place of the others.
+const SLOW_FOR: Duration = Duration::from_secs(5);
 /// Maximum number of requests that wait for the worker of one model.
 pub const WAITING_MAX: usize = 256;
 /// Maximum size of all texts of templates in memory, in bytes. The tokeniser takes about a minute
@@ -96,15 +106,17 @@ pub enum ChatError {
 pub struct TemplateWorkers {
     command: WorkerCommand,
     renderings: Semaphore,
-    /// One permit per [`CHARGE_BYTES`] of text.
-    texts: Arc<Semaphore>,
+    slow_renderings: Arc<Semaphore>,
+    /// One unit per [`CHARGE_BYTES`] of text.
+    texts: Arc<PeerBudget>,
     metrics: Arc<Metrics>,
 }
 
 impl TemplateWorkers {
     pub fn new(command: WorkerCommand, metrics: Arc<Metrics>) -> Self {
-        let texts = Arc::new(Semaphore::new(TEXTS_BYTES_MAX / CHARGE_BYTES));
-        Self { command, renderings: Semaphore::new(RENDERINGS_MAX), texts, metrics }
+        let renderings = Semaphore::new(RENDERINGS_MAX);
+        let slow_renderings = Arc::new(Semaphore::new(SLOW_RENDERINGS_MAX));
+        Self { command, renderings, slow_renderings, texts: PeerBudget::new(TEXTS_BYTES_MAX / CHARGE_BYTES), metrics }
     }
 }
 
@@ -119,7 +131,7 @@ pub struct RenderedText {
 /// Share of [`TEXTS_BYTES_MAX`]. Dropping it gives the share back.
 #[derive(Debug, Default)]
 pub struct TextCharge {
-    _permit: Option<OwnedSemaphorePermit>,
+    _charge: Option<PeerCharge>,
 }
 
 /// Chat template of a model, and its worker. Or a worker that tries out constraints.
@@ -127,24 +139,44 @@ pub struct ChatRenderer {
     workers: Arc<TemplateWorkers>,
     model: String,
     task: WorkerTask,
-    waiting: Semaphore,
+    waiting: Arc<PeerBudget>,
+    /// End of the time for which the model counts as slow.
+    slow_until: Mutex<Option<Instant>>,
     /// `None` before the first rendering and after a failure. The lock is held during a rendering.
     worker: tokio::sync::Mutex<Option<Worker>>,
     failure_lines: LogLimit,
 }
 
-/// A request to a worker, and the longest answer to accept.
+/// A request of a peer to a worker, and the longest answer to accept.
 struct Job {
     request: Vec<u8>,
     answer_bytes_max: usize,
+    peer: PeerAddress,
+}
+
+/// Limits that the renderings of all models share.
+struct Room<'a> {
+    texts: PeerShare,
+    /// Place that the job has in case it is slow.
+    slow: Option<OwnedSemaphorePermit>,
+    slow_renderings: &'a Arc<Semaphore>,
+    slow_until: &'a Mutex<Option<Instant>>,
+}
+
+impl Room<'_> {
+    /// Place for a job that has become slow. `None` if there are too many.
+    fn become_slow(&mut self) -> Option<OwnedSemaphorePermit> {
+        *self.slow_until.lock() = Some(Instant::now() + SLOW_FOR);
+        self.slow.take().or_else(|| self.slow_renderings.clone().try_acquire_owned().ok())
+    }
 }
 
 /// A worker process. Dropping it kills the process.
 struct Worker {
     socket: UnixStream,
     child: Child,
-    /// It has a lower priority for good.
-    is_slowed: bool,
+    /// Place among the slow renderings. The worker then has a lower priority for good.
+    slow: Option<OwnedSemaphorePermit>,
 }
 
 /// Failure of an exchange with a worker.
@@ -153,6 +185,8 @@ enum ExchangeError {
     Ended,
     /// The worker ended during the job, or its answer is malformed.
     Failed,
+    /// The job has become slow, and too many others are.
+    Crowded,
 }
 
 impl From<io::Error> for ExchangeError {
@@ -162,8 +196,11 @@ impl From<io::Error> for ExchangeError {
 }
 
 impl From<ExchangeError> for ChatError {
-    fn from(_: ExchangeError) -> Self {
-        ChatError::Exceeded
+    fn from(error: ExchangeError) -> Self {
+        match error {
+            ExchangeError::Crowded => ChatError::Busy,
+            ExchangeError::Ended | ExchangeError::Failed => ChatError::Exceeded,
+        }
     }
 }
 
@@ -202,7 +239,8 @@ impl ChatRenderer {
             workers,
             model,
             task,
-            waiting: Semaphore::new(WAITING_MAX),
+            waiting: PeerBudget::new(WAITING_MAX),
+            slow_until: Mutex::default(),
             worker: tokio::sync::Mutex::default(),
             failure_lines: LogLimit::default(),
         }
@@ -220,6 +258,7 @@ impl ChatRenderer {
         messages: Vec<ChatMessage>,
         options: RenderOptions,
         text_bytes_max: usize,
+        peer: PeerAddress,
         deadline: Instant,
     ) -> Result<RenderedText, ChatError> {
         let job = RenderJob { messages, options, text_bytes_max };
@@ -227,33 +266,42 @@ impl ChatRenderer {
         let request = tokio::task::spawn_blocking(move || serde_json::to_vec(&job).map_err(io::Error::from));
         let request = request.await.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;
         let answer_bytes_max = text_bytes_max.saturating_add(ANSWER_BYTES_SPARE).min(FRAME_BYTES_MAX);
-        self.limited(deadline, Some(Job { request, answer_bytes_max })).await
+        self.limited(deadline, Some(Job { request, answer_bytes_max, peer })).await
     }
 
     /// Tries out a constraint, given as JSON.
-    pub(crate) async fn try_constraint(&self, request: Vec<u8>, deadline: Instant) -> Result<(), ChatError> {
-        self.limited(deadline, Some(Job { request, answer_bytes_max: ANSWER_BYTES_SPARE })).await.map(drop)
+    pub(crate) async fn try_constraint(
+        &self,
+        request: Vec<u8>,
+        peer: PeerAddress,
+        deadline: Instant,
+    ) -> Result<(), ChatError> {
+        self.limited(deadline, Some(Job { request, answer_bytes_max: ANSWER_BYTES_SPARE, peer })).await.map(drop)
     }
 
     /// Waits for the worker, starts it if there is none, and has it run `job`.
     async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<RenderedText, ChatError> {
-        let Ok(_waiting) = self.waiting.try_acquire() else { return Err(ChatError::Busy) };
+        let peer = job.as_ref().map(|job| job.peer).unwrap_or_default();
+        let _waiting = self.waiting.of(peer).take(1).ok_or(ChatError::Busy)?;
         let wait = async {
             let place = self.worker.lock().await;
+            let slow = self.place_if_slow()?;
             // After the lock: the requests of one model hold at most one of these permits.
-            (place, self.workers.renderings.acquire().await)
+            Ok::<_, ChatError>((place, self.workers.renderings.acquire().await, slow))
         };
-        let (mut place, _rendering) = tokio::time::timeout_at(deadline, wait).await.map_err(|_| ChatError::Deadline)?;
+        let waited = tokio::time::timeout_at(deadline, wait).await.map_err(|_| ChatError::Deadline)?;
+        let (mut place, _rendering, slow) = waited?;
         // Taken out: if the client disconnects, the worker is dropped with this future. Its socket
         // may hold half a frame.
         let idle = place.take();
         let longest = Instant::now() + RENDER_TIME_MAX;
         // Only the template's own limit is its fault.
         let late = if deadline < longest { ChatError::Deadline } else { ChatError::Exceeded };
-        let result = tokio::time::timeout_at(deadline.min(longest), self.run(idle, job)).await.unwrap_or(Err(late));
+        let result =
+            tokio::time::timeout_at(deadline.min(longest), self.run(idle, job, slow)).await.unwrap_or(Err(late));
         match result {
             Ok((worker, received)) => {
-                *place = worker.filter(|worker| !received.is_worn() && !worker.is_slowed);
+                *place = worker.filter(|worker| !received.is_worn() && worker.slow.is_none());
                 let Received::Answer(answer, charge) = received else { return Err(ChatError::Busy) };
                 let text = answer.result.map_err(ChatError::Template)?;
                 Ok(RenderedText { text, charge })
@@ -265,32 +313,50 @@ impl ChatRenderer {
         }
     }
 
+    /// Place among the slow renderings for a template of which one was slow a moment ago.
+    fn place_if_slow(&self) -> Result<Option<OwnedSemaphorePermit>, ChatError> {
+        let is_template = matches!(self.task, WorkerTask::Template(_));
+        if !is_template || self.slow_until.lock().is_none_or(|until| until < Instant::now()) {
+            return Ok(None);
+        }
+        let place = self.workers.slow_renderings.clone().try_acquire_owned();
+        place.map(Some).map_err(|_| ChatError::Busy)
+    }
+
     /// Returns the answer, and the worker if it can be used again.
-    async fn run(&self, idle: Option<Worker>, job: Option<Job>) -> Result<(Option<Worker>, Received), ChatError> {
+    async fn run(
+        &self,
+        idle: Option<Worker>,
+        job: Option<Job>,
+        slow: Option<OwnedSemaphorePermit>,
+    ) -> Result<(Option<Worker>, Received), ChatError> {
+        let peer = job.as_ref().map(|job| job.peer).unwrap_or_default();
+        let (texts, slow_renderings) = (self.workers.texts.of(peer), &self.workers.slow_renderings);
+        let mut room = Room { texts, slow, slow_renderings, slow_until: &self.slow_until };
         if let (Some(mut worker), Some(job)) = (idle, &job) {
-            match worker.exchange(job, &self.workers.texts).await {
+            match worker.exchange(job, &mut room).await {
                 // Something else killed it since its last job. A fresh one takes its place.
                 Err(ExchangeError::Ended) => {}
                 result => return Ok((Some(worker), result?)),
             }
         }
-        let (mut worker, compiled) = self.start().await?;
+        let (mut worker, compiled) = self.start(&mut room).await?;
         // A worker whose template does not compile ends by itself.
         match job {
             _ if compiled.is_failure() => Ok((None, compiled)),
             None => Ok((Some(worker), compiled)),
             Some(job) => {
-                let answer = worker.exchange(&job, &self.workers.texts).await?;
+                let answer = worker.exchange(&job, &mut room).await?;
                 Ok((Some(worker), answer))
             }
         }
     }
 
-    async fn start(&self) -> Result<(Worker, Received), ChatError> {
+    async fn start(&self, room: &mut Room<'_>) -> Result<(Worker, Received), ChatError> {
         let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
         let request = serde_json::to_vec(&self.task).map_err(|error| ChatError::Start(error.into()))?;
-        let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE };
-        let compiled = worker.exchange(&job, &self.workers.texts).await?;
+        let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE, peer: PeerAddress::default() };
+        let compiled = worker.exchange(&job, room).await?;
         Ok((worker, compiled))
     }
 
@@ -324,42 +390,41 @@ impl Worker {
             .process_group(0)
             .kill_on_drop(true)
             .spawn()?;
-        Ok(Worker { socket: UnixStream::from_std(ours)?, child, is_slowed: false })
+        Ok(Worker { socket: UnixStream::from_std(ours)?, child, slow: None })
     }
 
-    /// Sends a request and receives its answer. Drops the answer if `texts` has no room for it.
+    /// Sends a request and receives its answer. Drops the answer if there is no room for its text.
     /// Fails if the worker ends, for lack of memory for example.
-    async fn exchange(&mut self, job: &Job, texts: &Arc<Semaphore>) -> Result<Received, ExchangeError> {
+    async fn exchange(&mut self, job: &Job, room: &mut Room<'_>) -> Result<Received, ExchangeError> {
         self.begin(job).await.map_err(|_| ExchangeError::Ended)?;
-        let header = self.answer_header().await?;
+        let header = self.answer_header(room).await?;
         let bytes = frame_len(header, job.answer_bytes_max)?;
-        // Before the memory is allocated. A text above the limit can only be a single one.
-        let counted = if bytes > TEXT_BYTES_FREE { bytes.min(TEXTS_BYTES_MAX) } else { 0 };
-        let permits = counted.div_ceil(CHARGE_BYTES) as u32;
+        // Before the memory is allocated.
+        let counted = if bytes > TEXT_BYTES_FREE { bytes } else { 0 };
         // At once: a worker that waits with its answer would keep other chats from rendering.
-        let Ok(permit) = texts.clone().try_acquire_many_owned(permits) else {
+        let Some(charge) = room.texts.take(counted.div_ceil(CHARGE_BYTES)) else {
             return Ok(Received::Discarded { is_worn: self.discard(bytes).await? });
         };
         let mut answer = vec![0; bytes];
         self.socket.read_exact(&mut answer).await?;
-        Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _permit: Some(permit) }))
+        Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _charge: Some(charge) }))
     }
 
     /// Waits for the header of an answer. Lowers the priority of a worker that takes long for it.
-    async fn answer_header(&mut self) -> io::Result<[u8; 4]> {
-        let process = self.child.id().ok_or(io::ErrorKind::BrokenPipe)?;
+    async fn answer_header(&mut self, room: &mut Room<'_>) -> Result<[u8; 4], ExchangeError> {
+        let process = self.child.id().ok_or(ExchangeError::Failed)?;
         let before = processor_time(process);
         let mut header = [0; 4];
         let read = self.socket.read_exact(&mut header);
         tokio::pin!(read);
         loop {
             if let Ok(result) = tokio::time::timeout(FULL_PRIORITY_TIME, &mut read).await {
-                return result.map(|_| header);
+                return Ok(result.map(|_| header)?);
             }
             // By the wall's clock a busy machine would slow honest conversations, too.
             let taken = processor_time(process).saturating_sub(before);
-            if !self.is_slowed && taken >= FULL_PRIORITY_TIME {
-                self.is_slowed = true;
+            if self.slow.is_none() && taken >= FULL_PRIORITY_TIME {
+                self.slow = Some(room.become_slow().ok_or(ExchangeError::Crowded)?);
                 for thread in threads(process).filter_map(Pid::from_raw) {
                     // The rendering goes on even if the system forbids it.
                     let current = getpriority_process(Some(thread)).unwrap_or(0);

@@ -8,10 +8,14 @@
 //! - No text is longer than the context times the longest token, or than [`TEXT_BYTES_MAX`].
 //! - Short texts never wait for long ones.
 //! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
+//! - A text of one peer waits for a few texts of each other peer at most, however many those send.
 
+use larder_http::PeerAddress;
 use larder_model::{Tokenizer, TokenizerError};
-use std::sync::Arc;
-use tokio::sync::Semaphore;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinError;
 
 /// Maximum size of a text in bytes, about a million tokens. It takes about 600 MB. A member may
@@ -21,6 +25,10 @@ pub(crate) const TEXT_BYTES_MAX: usize = 4 << 20;
 const SHORT_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of requests with short texts in progress.
 const SHORT_MAX: usize = 8;
+/// Requests of one peer that wait for a place or have one: with short texts, and with long ones.
+/// Its others wait for these.
+const SHORT_PER_PEER: usize = SHORT_MAX / 2;
+const LONG_PER_PEER: usize = 1;
 /// Maximum size of the long texts in progress, in bytes. They take about 400 MB.
 const LONG_BYTES_MAX: usize = 2 << 20;
 /// Granularity of [`LONG_BYTES_MAX`].
@@ -97,36 +105,66 @@ impl Echo {
 /// Places for texts in progress.
 #[derive(Debug)]
 pub(crate) struct TokeniserQueue {
-    short: Arc<Semaphore>,
-    long: Arc<Semaphore>,
+    short: Lane,
+    long: Lane,
+}
+
+/// Places of which all peers have the same part while they wait.
+#[derive(Debug)]
+struct Lane {
+    places: Arc<Semaphore>,
+    per_peer: usize,
+    /// Permits to wait for places, of the peers that have texts here.
+    peers: Mutex<BTreeMap<PeerAddress, Weak<Semaphore>>>,
 }
 
 impl Default for TokeniserQueue {
     fn default() -> Self {
-        Self {
-            short: Arc::new(Semaphore::new(SHORT_MAX)),
-            long: Arc::new(Semaphore::new(LONG_BYTES_MAX / CHARGE_BYTES)),
-        }
+        let (short, long) = (SHORT_MAX, LONG_BYTES_MAX / CHARGE_BYTES);
+        Self { short: Lane::new(short, SHORT_PER_PEER), long: Lane::new(long, LONG_PER_PEER) }
+    }
+}
+
+impl Lane {
+    fn new(places: usize, per_peer: usize) -> Lane {
+        Lane { places: Arc::new(Semaphore::new(places)), per_peer, peers: Mutex::default() }
+    }
+
+    /// Waits for `places` places in the order of arrival, behind earlier texts of the same peer.
+    async fn enter(&self, peer: PeerAddress, places: u32) -> Option<(OwnedSemaphorePermit, OwnedSemaphorePermit)> {
+        let own = {
+            let mut peers = self.peers.lock();
+            peers.retain(|_, own| own.strong_count() > 0);
+            let known = peers.get(&peer).and_then(Weak::upgrade);
+            let own = known.unwrap_or_else(|| Arc::new(Semaphore::new(self.per_peer)));
+            peers.insert(peer, Arc::downgrade(&own));
+            own
+        };
+        // Neither is ever closed.
+        let own = own.acquire_owned().await.ok()?;
+        Some((own, self.places.clone().acquire_many_owned(places).await.ok()?))
     }
 }
 
 impl TokeniserQueue {
     /// Runs `work` on a blocking thread when there is room for its `bytes` of text. Waits in the
-    /// order of arrival. Dropping the future ends the wait, but not the work.
+    /// order of arrival, but for the part of each peer. Dropping the future ends the wait, but not
+    /// the work.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
+        peer: PeerAddress,
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        let permit = if bytes <= SHORT_BYTES_MAX {
-            self.short.clone().acquire_owned().await
+        let permits = if bytes <= SHORT_BYTES_MAX {
+            self.short.enter(peer, 1).await
         } else {
             let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
-            self.long.clone().acquire_many_owned(charge as u32).await
+            self.long.enter(peer, charge as u32).await
         };
         tokio::task::spawn_blocking(move || {
             // Held by the work itself: it goes on if the client disconnects.
-            let _permit = permit;
+            let _permits = permits;
             work()
         })
         .await
@@ -138,6 +176,10 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
     use std::sync::mpsc;
+
+    fn peer(last: u8) -> PeerAddress {
+        PeerAddress::of([10, 0, 0, last].into())
+    }
 
     /// Tokenizer in which `a` is a token, and every other word is unknown.
     fn words() -> Tokenizer {
@@ -187,15 +229,42 @@ mod tests {
     async fn short_texts_pass_long_ones_and_long_ones_wait_for_each_other() {
         let queue = TokeniserQueue::default();
         let (end, wait) = mpsc::channel::<()>();
-        let long = queue.run(LONG_BYTES_MAX * 3, move || wait.recv().is_ok());
+        let long = queue.run(peer(1), LONG_BYTES_MAX * 3, move || wait.recv().is_ok());
         let mut long = Box::pin(long);
         assert!(futures::poll!(&mut long).is_pending());
-        let mut second = Box::pin(queue.run(SHORT_BYTES_MAX + 1, || ()));
+        let mut second = Box::pin(queue.run(peer(2), SHORT_BYTES_MAX + 1, || ()));
         assert!(futures::poll!(&mut second).is_pending());
-        assert_eq!(queue.run(SHORT_BYTES_MAX, || 7).await.unwrap(), 7);
+        assert_eq!(queue.run(peer(1), SHORT_BYTES_MAX, || 7).await.unwrap(), 7);
         assert!(futures::poll!(&mut second).is_pending());
         end.send(()).unwrap();
         assert!(long.await.unwrap());
         second.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn texts_of_a_crowd_do_not_delay_those_of_another_peer() {
+        for bytes in [SHORT_BYTES_MAX, LONG_BYTES_MAX] {
+            let queue = TokeniserQueue::default();
+            let (end, wait) = mpsc::channel::<()>();
+            let wait = Arc::new(std::sync::Mutex::new(wait));
+            let work = || {
+                let wait = wait.clone();
+                move || wait.lock().unwrap().recv().is_ok()
+            };
+            let mut crowd: Vec<_> = (0..100).map(|_| Box::pin(queue.run(peer(1), bytes, work()))).collect();
+            for text in &mut crowd {
+                assert!(futures::poll!(text).is_pending());
+            }
+            let mut other = Box::pin(queue.run(peer(2), bytes, || 7));
+            assert!(futures::poll!(&mut other).is_pending());
+            // One text of the crowd ends.
+            end.send(()).unwrap();
+            let ended = tokio::time::timeout(std::time::Duration::from_secs(30), other).await;
+            assert_eq!(ended.expect("it waits for one text at most").unwrap(), 7);
+            drop(end);
+            futures::future::join_all(crowd).await;
+            assert!(queue.run(peer(3), 1, || true).await.unwrap());
+            assert!(queue.short.peers.lock().len() <= 1, "peers without texts are forgotten");
+        }
     }
 }

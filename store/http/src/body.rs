@@ -6,18 +6,17 @@
 
 use crate::options::{BODY_BYTES_FREE, HttpOptions};
 use crate::refusal::{Reason, Refusal};
+use crate::shares::{PeerAddress, PeerCharge, PeerShare};
 use axum::body::to_bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use bytes::Bytes;
 use hyper::body::{Body, Frame};
-use prometheus_client::metrics::gauge::Gauge;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// Bytes of a body after which other tasks of the thread go first. A copy of as many takes about
 /// 0.1 ms, with fresh memory.
@@ -25,66 +24,10 @@ const TURN_BYTES: usize = 256 << 10;
 /// Longest body that grows on the thread of its connection, in bytes. A growth copies the body.
 const GROWN_IN_PLACE_MAX: usize = 512 << 10;
 
-/// Memory for all bodies of a server.
-#[derive(Debug)]
-pub(crate) struct BodyMemory {
-    used: AtomicUsize,
-    bytes_max: usize,
-    /// Shows `used` to operators.
-    gauge: Gauge,
-}
-
-impl BodyMemory {
-    pub(crate) fn new(bytes_max: usize, gauge: Gauge) -> Arc<BodyMemory> {
-        Arc::new(BodyMemory { used: AtomicUsize::new(0), bytes_max, gauge })
-    }
-
-    fn take(&self, bytes: usize) -> bool {
-        // Relaxed: the counter guards no other memory.
-        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-            used.checked_add(bytes).filter(|&used| used <= self.bytes_max)
-        });
-        if taken.is_ok() {
-            self.gauge.inc_by(bytes as i64);
-        }
-        taken.is_ok()
-    }
-
-    fn give_back(&self, bytes: usize) {
-        self.used.fetch_sub(bytes, Ordering::Relaxed);
-        self.gauge.dec_by(bytes as i64);
-    }
-}
-
 /// Memory charged for a body. Returned when the last handle is dropped.
 #[derive(Debug, Clone, Default)]
 pub struct BodyCharge {
-    _charge: Option<Arc<Charge>>,
-}
-
-#[derive(Debug)]
-struct Charge {
-    bytes: AtomicUsize,
-    memory: Arc<BodyMemory>,
-}
-
-impl Charge {
-    /// Raises the charge to `bytes`. Returns `false` if there is no room. Only the task that
-    /// receives the body calls it.
-    fn raise(&self, bytes: usize) -> bool {
-        // Relaxed: the counter guards no other memory.
-        let has_room = self.memory.take(bytes - self.bytes.load(Ordering::Relaxed));
-        if has_room {
-            self.bytes.store(bytes, Ordering::Relaxed);
-        }
-        has_room
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.memory.give_back(*self.bytes.get_mut());
-    }
+    _charge: Option<Arc<PeerCharge>>,
 }
 
 /// Body of a request, in one piece. An extractor.
@@ -94,6 +37,7 @@ pub struct RequestBody {
     /// Keeps the body charged after its bytes are dropped. Without a charge for a body that this
     /// server did not receive, or that is short.
     pub charge: BodyCharge,
+    pub peer: PeerAddress,
 }
 
 impl<S: Send + Sync> FromRequest<S> for RequestBody {
@@ -102,10 +46,11 @@ impl<S: Send + Sync> FromRequest<S> for RequestBody {
     async fn from_request(request: Request, _state: &S) -> Result<Self, Self::Rejection> {
         let (parts, body) = request.into_parts();
         let charge = parts.extensions.get().cloned().unwrap_or_default();
+        let peer = parts.extensions.get().copied().unwrap_or_default();
         // The server has received the whole body, within its limit.
         let bytes = to_bytes(body, usize::MAX).await;
         let bytes = bytes.map_err(|_| (StatusCode::BAD_REQUEST, "the request body is incomplete"))?;
-        Ok(RequestBody { bytes, charge })
+        Ok(RequestBody { bytes, charge, peer })
     }
 }
 
@@ -116,13 +61,13 @@ struct ArrivingBody {
     /// Length that the body cannot exceed.
     bytes_max: usize,
     /// Shared with a growth in progress, which outlives a request that ends meanwhile.
-    charge: Arc<Charge>,
+    charge: Arc<PeerCharge>,
 }
 
 /// Bytes of a body with their charge, as the owner of a [`Bytes`].
 struct ChargedBytes {
     bytes: Vec<u8>,
-    _charge: Arc<Charge>,
+    _charge: Arc<PeerCharge>,
 }
 
 impl AsRef<[u8]> for ChargedBytes {
@@ -133,9 +78,8 @@ impl AsRef<[u8]> for ChargedBytes {
 
 impl ArrivingBody {
     /// Body of at most `bytes_max` bytes: the announced length, or else the limit.
-    fn new(memory: Arc<BodyMemory>, bytes_max: usize) -> ArrivingBody {
-        let charge = Arc::new(Charge { bytes: AtomicUsize::new(0), memory });
-        ArrivingBody { bytes: Vec::new(), bytes_max, charge }
+    fn new(memory: &PeerShare, bytes_max: usize) -> ArrivingBody {
+        ArrivingBody { bytes: Vec::new(), bytes_max, charge: Arc::new(memory.charge()) }
     }
 
     /// Makes room for `more` bytes. Returns `false` if the server has no memory for them.
@@ -148,7 +92,7 @@ impl ArrivingBody {
         let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
         // The first part is free, so that small requests work while large ones fill the memory.
         let owed = capacity.saturating_sub(BODY_BYTES_FREE);
-        if !self.charge.raise(owed) {
+        if !self.charge.raise_to(owed) {
             return false;
         }
         if self.bytes.len() <= GROWN_IN_PLACE_MAX {
@@ -174,7 +118,8 @@ impl ArrivingBody {
     }
 }
 
-/// Minimum pace of an upload: each time limit must bring a step, or the end.
+/// Minimum pace of an upload: each time limit must bring a step, or the end. Only the time in which
+/// the server waits for the client counts.
 struct Pace {
     timeout: Duration,
     step_bytes: u64,
@@ -185,7 +130,7 @@ struct Pace {
 
 impl Pace {
     fn new(options: &HttpOptions, now: Instant) -> Pace {
-        let (timeout, step_bytes) = (options.body_timeout, options.body_step_bytes());
+        let (timeout, step_bytes) = (options.body_timeout, options.step_bytes(options.body_timeout));
         Pace { timeout, step_bytes, deadline: now + timeout, bytes_due: step_bytes }
     }
 
@@ -195,6 +140,11 @@ impl Pace {
             self.deadline = now + self.timeout;
         }
     }
+
+    /// Moves the deadline by the time since `begin`, in which the client had to wait.
+    fn was_delayed(&mut self, begin: Instant, now: Instant) {
+        self.deadline += now.duration_since(begin);
+    }
 }
 
 /// Receives a whole body. Refuses it above the limits of size, time and memory. The memory stays
@@ -202,7 +152,7 @@ impl Pace {
 pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
     mut body: B,
     options: &HttpOptions,
-    memory: &Arc<BodyMemory>,
+    memory: &PeerShare,
 ) -> Result<(Bytes, BodyCharge), Refusal> {
     let too_long = || {
         let message = format!("the request body is longer than {} bytes", options.body_bytes_max);
@@ -217,7 +167,7 @@ pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
         return Err(too_long());
     }
     let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
-    let mut received = ArrivingBody::new(memory.clone(), announced.unwrap_or(options.body_bytes_max));
+    let mut received = ArrivingBody::new(memory, announced.unwrap_or(options.body_bytes_max));
     let mut pace = Pace::new(options, Instant::now());
     let mut turn_end = TURN_BYTES;
     loop {
@@ -229,17 +179,19 @@ pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
         if received.bytes.len() + piece.len() > options.body_bytes_max {
             return Err(too_long());
         }
-        if !timeout_at(pace.deadline, received.make_room(piece.len())).await.map_err(too_slow)? {
-            let message = "the server has no memory left for request bodies; retry later";
+        let arrived = Instant::now();
+        pace.received((received.bytes.len() + piece.len()) as u64, arrived);
+        if !timeout(options.body_timeout, received.make_room(piece.len())).await.unwrap_or(false) {
+            let message = "the server has no memory left for request bodies of your address; retry later";
             return Err(Refusal::busy(Reason::BodyMemory, message));
         }
         received.bytes.extend_from_slice(&piece);
-        pace.received(received.bytes.len() as u64, Instant::now());
         // While a client sends fast, a poll would otherwise never end.
         if received.bytes.len() >= turn_end {
             turn_end = received.bytes.len() + TURN_BYTES;
             tokio::task::yield_now().await;
         }
+        pace.was_delayed(arrived, Instant::now());
     }
     Ok(received.finish())
 }
@@ -247,7 +199,9 @@ pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shares::PeerBudget;
     use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::{Context, Poll};
 
     #[test]
@@ -294,7 +248,7 @@ mod tests {
     async fn large_body_that_has_arrived_lets_other_tasks_go_first() {
         let (pieces, piece) = (128, Bytes::from(vec![7; 64 << 10]));
         let options = HttpOptions { body_bytes_max: pieces * piece.len(), ..HttpOptions::default() };
-        let memory = BodyMemory::new(2 * options.body_bytes_max, Gauge::default());
+        let memory = PeerBudget::new(2 * options.body_bytes_max).of(PeerAddress::default());
         // On the same thread, so it runs only when the body yields.
         let turns = Arc::<AtomicUsize>::default();
         let other = turns.clone();
@@ -314,12 +268,16 @@ mod tests {
 
     #[tokio::test]
     async fn memory_is_charged_above_the_free_part_and_returned_on_drop() {
-        let memory = BodyMemory::new(100, Gauge::default());
-        let body = |bytes| ArrivingBody::new(memory.clone(), BODY_BYTES_FREE + bytes);
-        let mut first = body(60);
+        let budget = PeerBudget::new(100);
+        let used = || 100 - budget.free();
+        let body = |of: u8, bytes| {
+            let peer = PeerAddress::of([10, 0, 0, of].into());
+            ArrivingBody::new(&budget.of(peer), BODY_BYTES_FREE + bytes)
+        };
+        let mut first = body(1, 60);
         assert!(append(&mut first, &vec![1; BODY_BYTES_FREE]).await && append(&mut first, &[2; 60]).await);
-        assert_eq!(memory.used.load(Ordering::Relaxed), 60);
-        let mut second = body(41);
+        assert_eq!(used(), 60);
+        let mut second = body(2, 41);
         assert!(append(&mut second, &vec![1; BODY_BYTES_FREE]).await && !append(&mut second, &[2; 41]).await);
         let (bytes, charge) = first.finish();
         let slice = bytes.slice(..10);
@@ -330,21 +288,64 @@ mod tests {
         assert!(append(&mut second, &[2; 41]).await);
         let (bytes, charge) = second.finish();
         drop(bytes);
-        assert_eq!(memory.used.load(Ordering::Relaxed), 41, "a handler keeps the charge");
+        assert_eq!(used(), 41, "a handler keeps the charge");
         drop(charge);
-        assert_eq!(memory.used.load(Ordering::Relaxed), 0);
+        assert_eq!(used(), 0);
+    }
+
+    /// Body of which a piece arrives a moment after the server asks for it.
+    struct Prompt {
+        arrived: Arrived,
+        is_asked: bool,
+    }
+
+    impl Body for Prompt {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.is_asked ^= true;
+            if self.is_asked {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            Pin::new(&mut self.arrived).poll_frame(cx)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_in_which_the_client_waits_for_the_server_does_not_count() {
+        let timeout = Duration::from_secs(10);
+        let options = HttpOptions { body_timeout: timeout, body_bytes_max: 4 * TURN_BYTES, ..HttpOptions::default() };
+        let share = PeerBudget::new(1 << 30).of(PeerAddress::default());
+        // It takes the thread at each turn of the body, and while a piece is on its way. Both together
+        // take longer than the client may.
+        let busy = tokio::spawn(async {
+            loop {
+                tokio::time::advance(Duration::from_secs(3)).await;
+                tokio::task::yield_now().await;
+            }
+        });
+        let arrived = Arrived { pieces: 4, piece: Bytes::from(vec![7; TURN_BYTES]) };
+        let body = Prompt { arrived, is_asked: false };
+        let received = receive(body, &options, &share).await;
+        busy.abort();
+        assert_eq!(received.map(|(bytes, _)| bytes.len()), Ok(4 * TURN_BYTES));
     }
 
     #[tokio::test]
     async fn charge_covers_the_whole_buffer_in_memory() {
         const MIB: usize = 1 << 20;
-        let memory = BodyMemory::new(64 * MIB, Gauge::default());
-        let mut body = ArrivingBody::new(memory.clone(), 16 * MIB);
+        let budget = PeerBudget::new(64 * MIB);
+        let mut body = ArrivingBody::new(&budget.of(PeerAddress::default()), 16 * MIB);
         // Doublings of a buffer for pieces of this length reach almost twice a length.
         let piece = [0; 8 << 10];
         for _ in 0..(16 * MIB / piece.len()) {
             assert!(append(&mut body, &piece).await);
-            let charged = memory.used.load(Ordering::Relaxed);
+            let charged = 64 * MIB - budget.free();
             assert!(charged + BODY_BYTES_FREE >= body.bytes.capacity(), "{charged} for {}", body.bytes.capacity());
         }
         assert_eq!(body.bytes.capacity(), 16 * MIB, "an announced length is not exceeded");

@@ -11,8 +11,8 @@
 //! - A refused client gets an answer. The log says why, at most once per [`LOG_INTERVAL`].
 //!
 //! Layout: [`HttpOptions`] are the limits, `places` counts connections, `socket` has the deadlines
-//! of reads and writes, `body` receives bodies, `hosts` refuses foreign web pages, and `server`
-//! accepts and serves.
+//! of reads and writes, `body` receives bodies, `shares` divides memory and places among peers,
+//! `hosts` refuses foreign web pages, and `server` accepts and serves.
 #![forbid(unsafe_code)]
 
 mod body;
@@ -23,6 +23,7 @@ mod phase;
 mod places;
 mod refusal;
 mod server;
+mod shares;
 mod socket;
 
 pub use body::{BodyCharge, RequestBody};
@@ -31,3 +32,4 @@ pub use metrics::HttpMetrics;
 pub use options::{HttpOptions, OptionsError};
 pub use refusal::{LOG_INTERVAL, Refusal};
 pub use server::HttpServer;
+pub use shares::{PeerAddress, PeerBudget, PeerCharge, PeerShare};

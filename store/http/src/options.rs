@@ -6,9 +6,8 @@ use thiserror::Error;
 /// Bytes of each body that do not count against [`HttpOptions::body_memory_bytes`]. Requests of
 /// this size work even while others fill that memory.
 pub(crate) const BODY_BYTES_FREE: usize = 64 << 10;
-/// Minimum rate of an upload, in bytes per second: the rate that [`HttpOptions::body_timeout`]
-/// demands.
-pub(crate) const BODY_BYTES_PER_SECOND: u64 = 64 << 10;
+/// Minimum rate of a client that sends a body or receives an answer, in bytes per second.
+pub(crate) const BYTES_PER_SECOND_MIN: u64 = 64 << 10;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpOptions {
@@ -28,13 +27,15 @@ pub struct HttpOptions {
     /// Maximum time that a connection stays open between two requests. Clients give up a connection
     /// after at most 90 s in most cases, and should do so first. Default 120 s, minimum 1 ms.
     pub idle_timeout: Duration,
-    /// Maximum time that a client may leave its socket full before the connection is closed.
-    /// Streams that wait for tokens do not count. Default 30 s, minimum 1 ms.
+    /// Maximum time that a client may leave its socket full before the connection is closed. It may
+    /// take a second more for each 64 KiB that it receives. The time comes back while the socket
+    /// is not full, so streams that wait for tokens do not count. Default 30 s, minimum 1 ms.
     pub write_timeout: Duration,
     /// Maximum size of one body, in bytes. Default 64 KiB.
     pub body_bytes_max: usize,
     /// Maximum bytes of all bodies that are arriving or not yet parsed, without the first 64 KiB
-    /// of each. Default 64 MiB.
+    /// of each. One address holds at most three quarters, and less while others hold the rest.
+    /// Default 64 MiB.
     pub body_memory_bytes: usize,
     /// Host names under which browsers and programs may reach ports that trust every client,
     /// besides IP addresses and `localhost`. The OpenAI API accepts every name. Default: none.
@@ -98,9 +99,14 @@ impl HttpOptions {
         self.connections_max / 4
     }
 
-    /// Bytes that a body must bring within each [`HttpOptions::body_timeout`].
-    pub(crate) fn body_step_bytes(&self) -> u64 {
-        (BODY_BYTES_PER_SECOND as f64 * self.body_timeout.as_secs_f64()) as u64
+    /// Time in which a client takes `bytes` at the minimum rate.
+    pub(crate) fn time_for(&self, bytes: usize) -> Duration {
+        Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND_MIN as f64)
+    }
+
+    /// Bytes that a client sends in `time` at the minimum rate.
+    pub(crate) fn step_bytes(&self, time: Duration) -> u64 {
+        (BYTES_PER_SECOND_MIN as f64 * time.as_secs_f64()) as u64
     }
 }
 

@@ -6,9 +6,9 @@
 
 use crate::options::HttpOptions;
 use crate::phase::PhaseCell;
+use crate::shares::PeerAddress;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -30,7 +30,7 @@ pub(crate) enum PlaceLimit {
 
 #[derive(Debug)]
 struct Connection {
-    peer: IpAddr,
+    peer: PeerAddress,
     phase: Arc<PhaseCell>,
     evicted: CancellationToken,
 }
@@ -39,9 +39,9 @@ struct Connection {
 struct Table {
     next_id: u64,
     open: BTreeMap<u64, Connection>,
-    per_address: BTreeMap<IpAddr, usize>,
+    per_address: BTreeMap<PeerAddress, usize>,
     /// Addresses that were served, with the time of the last answer.
-    known: BTreeMap<IpAddr, Instant>,
+    known: BTreeMap<PeerAddress, Instant>,
 }
 
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub(crate) struct Places {
 pub(crate) struct Place {
     places: Arc<Places>,
     id: u64,
-    peer: IpAddr,
+    peer: PeerAddress,
     pub(crate) phase: Arc<PhaseCell>,
     /// Cancelled when another connection takes the place.
     pub(crate) evicted: CancellationToken,
@@ -73,13 +73,12 @@ impl Places {
         })
     }
 
-    /// Takes a place for a connection of `address`, if need be that of a waiting one.
-    pub(crate) fn take(self: &Arc<Places>, address: IpAddr) -> Result<Place, PlaceLimit> {
-        self.take_at(address, Instant::now())
+    /// Takes a place for a connection of `peer`, if need be that of a waiting one.
+    pub(crate) fn take(self: &Arc<Places>, peer: PeerAddress) -> Result<Place, PlaceLimit> {
+        self.take_at(peer, Instant::now())
     }
 
-    fn take_at(self: &Arc<Places>, address: IpAddr, now: Instant) -> Result<Place, PlaceLimit> {
-        let peer = network(address);
+    fn take_at(self: &Arc<Places>, peer: PeerAddress, now: Instant) -> Result<Place, PlaceLimit> {
         let mut table = self.table.lock();
         if let Some(limit) = self.limit_reached(&table, peer, now) {
             // One place less would still be too many: no connection is evicted in vain.
@@ -98,7 +97,7 @@ impl Places {
         Ok(Place { places: self.clone(), id, peer, phase, evicted })
     }
 
-    fn limit_reached(&self, table: &Table, peer: IpAddr, now: Instant) -> Option<PlaceLimit> {
+    fn limit_reached(&self, table: &Table, peer: PeerAddress, now: Instant) -> Option<PlaceLimit> {
         if table.per_address.get(&peer).is_some_and(|&open| open >= self.per_address_max) {
             return Some(PlaceLimit::Address);
         }
@@ -106,7 +105,7 @@ impl Places {
     }
 
     /// Number of connections up to which this peer may open another one.
-    fn total_max(&self, table: &Table, peer: IpAddr, now: Instant) -> usize {
+    fn total_max(&self, table: &Table, peer: PeerAddress, now: Instant) -> usize {
         let is_known = table.known.get(&peer).is_some_and(|&served| now.duration_since(served) < KNOWN_FOR);
         if is_known { self.connections_max } else { self.connections_max - self.reserved }
     }
@@ -167,14 +166,6 @@ impl Drop for Place {
     }
 }
 
-/// Address whose connections are counted together. One IPv6 client usually owns a whole /64.
-fn network(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
-        v4 => v4,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,8 +177,8 @@ mod tests {
         Places::new(&options)
     }
 
-    fn peer(last: u8) -> IpAddr {
-        IpAddr::from([10, 0, 0, last])
+    fn peer(last: u8) -> PeerAddress {
+        PeerAddress::of([10, 0, 0, last].into())
     }
 
     #[test]
@@ -237,13 +228,11 @@ mod tests {
     }
 
     #[test]
-    fn known_addresses_are_bounded_and_ipv6_counts_by_network() {
+    fn known_addresses_are_bounded() {
         let places = places(4, 4);
         for n in 0..2000_u16 {
-            places.take(IpAddr::from([10, 0, (n >> 8) as u8, n as u8])).unwrap().served();
+            places.take(PeerAddress::of([10, 0, (n >> 8) as u8, n as u8].into())).unwrap().served();
         }
         assert_eq!(places.table.lock().known.len(), KNOWN_MAX);
-        assert_eq!(network("2001:db8::1".parse().unwrap()), network("2001:db8::ffff".parse().unwrap()));
-        assert_eq!(network("::ffff:10.0.0.1".parse().unwrap()), peer(1));
     }
 }

@@ -1,12 +1,13 @@
 //! Accepts connections and serves requests on them.
 
-use crate::body::{self, BodyMemory};
+use crate::body;
 use crate::hosts::AllowedHosts;
 use crate::metrics::HttpMetrics;
 use crate::options::HttpOptions;
 use crate::phase::{Phase, PhaseCell};
 use crate::places::{Place, PlaceLimit, Places};
 use crate::refusal::{Reason, Refusal, Reporter};
+use crate::shares::{PeerAddress, PeerBudget};
 use crate::socket::Socket;
 use axum::Router;
 use axum::body::{Body, HttpBody};
@@ -58,7 +59,7 @@ struct Shared {
     render: fn(&Refusal) -> Response<Body>,
     reporter: Arc<Reporter>,
     places: Arc<Places>,
-    memory: Arc<BodyMemory>,
+    memory: Arc<PeerBudget>,
     routes: TowerToHyperService<Router>,
     stop: CancellationToken,
 }
@@ -70,7 +71,7 @@ impl HttpServer {
         let metrics = self.metrics.server(self.name);
         let shared = Arc::new(Shared {
             places: Places::new(&self.options),
-            memory: BodyMemory::new(self.options.body_memory_bytes, metrics.body_bytes()),
+            memory: PeerBudget::with_gauge(self.options.body_memory_bytes, metrics.body_bytes()),
             options: Arc::new(self.options),
             allowed_hosts: self.allowed_hosts,
             render: self.render,
@@ -123,7 +124,7 @@ fn accept(
         tracing::debug!(%error, "cannot set TCP_NODELAY; streamed tokens may be delayed");
     }
     let peer = peer.ip();
-    match shared.places.take(peer) {
+    match shared.places.take(PeerAddress::of(peer)) {
         Ok(place) => drop(connections.spawn(serve_connection(shared.clone(), stream, peer, place))),
         Err(limit) => {
             let refusal = match limit {
@@ -207,8 +208,14 @@ impl Shared {
     }
 
     /// Checks a request and receives its body.
-    async fn receive(&self, request: Request<Incoming>, phase: &PhaseCell) -> Result<Request<Body>, Refusal> {
+    async fn receive(
+        &self,
+        request: Request<Incoming>,
+        peer: PeerAddress,
+        phase: &PhaseCell,
+    ) -> Result<Request<Body>, Refusal> {
         let (mut parts, body) = request.into_parts();
+        parts.extensions.insert(peer);
         let has_body = !body.is_end_stream();
         if let Some(allowed) = &self.allowed_hosts {
             allowed.check(&parts, has_body)?;
@@ -217,7 +224,7 @@ impl Shared {
             return Ok(Request::from_parts(parts, Body::empty()));
         }
         phase.enter(Phase::Body);
-        let (bytes, charge) = body::receive(body, &self.options, &self.memory).await?;
+        let (bytes, charge) = body::receive(body, &self.options, &self.memory.of(peer)).await?;
         parts.extensions.insert(charge);
         Ok(Request::from_parts(parts, Body::from(bytes)))
     }
@@ -226,7 +233,7 @@ impl Shared {
 /// Answers one request of a connection.
 async fn exchange(shared: &Shared, place: &Place, peer: IpAddr, request: Request<Incoming>) -> Response<Answer> {
     let phase = place.phase.clone();
-    let received = shared.receive(request, &phase).await;
+    let received = shared.receive(request, PeerAddress::of(peer), &phase).await;
     phase.enter(Phase::Answering);
     let response = match received {
         Ok(request) => {

@@ -25,7 +25,7 @@ pub(crate) struct Socket {
     peer: IpAddr,
     read_timer: Pin<Box<Sleep>>,
     write_timer: Pin<Box<Sleep>>,
-    is_write_blocked: bool,
+    patience: Patience,
     /// `true` once the write half is closed.
     is_closing: bool,
 }
@@ -46,28 +46,67 @@ impl Socket {
             peer,
             read_timer: Box::pin(sleep_until(now)),
             write_timer: Box::pin(sleep_until(now)),
-            is_write_blocked: false,
+            patience: Patience::new(now),
             is_closing: false,
         }
     }
 
-    /// Turns a write that has been pending for too long into an error. Each write that accepts
-    /// bytes starts the time anew; the kernel wakes writers only when much of the buffer is free.
-    fn limit_write<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if result.is_ready() {
-            if std::mem::take(&mut self.is_write_blocked) {
+    /// Turns a write into an error if the client has kept its socket full for too long.
+    fn limit_write(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(written) = result {
+            let bytes = written.as_ref().copied().unwrap_or(0);
+            if self.patience.took(bytes, &self.options, Instant::now()) {
                 self.phase.send(false);
             }
-            return result;
+            return Poll::Ready(written);
         }
-        if !self.is_write_blocked {
-            self.is_write_blocked = true;
+        if let Some(deadline) = self.patience.is_full(&self.options, Instant::now()) {
             self.phase.send(true);
-            self.write_timer.as_mut().reset(Instant::now() + self.options.write_timeout);
+            self.write_timer.as_mut().reset(deadline);
         }
         ready!(self.write_timer.as_mut().poll(cx));
         self.reporter.refused(Reason::WriteTimeout, self.peer);
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+/// Time for which a client has kept its socket full. The kernel wakes a writer at each byte that
+/// it has room for, so a byte alone must not start the time anew.
+///
+/// [`HttpOptions::write_timeout`] bounds it. It falls by the time in which the socket is not full,
+/// and by that in which the bytes taken arrive at the minimum rate.
+struct Patience {
+    used: Duration,
+    /// Start of the present state.
+    since: Instant,
+    is_full: bool,
+}
+
+impl Patience {
+    fn new(now: Instant) -> Patience {
+        Patience { used: Duration::ZERO, since: now, is_full: false }
+    }
+
+    /// Records that the socket took `bytes`. Returns `true` if it was full.
+    fn took(&mut self, bytes: usize, options: &HttpOptions, now: Instant) -> bool {
+        let was_full = std::mem::take(&mut self.is_full);
+        if was_full {
+            self.used = (self.used + now.duration_since(self.since)).min(options.write_timeout);
+            self.since = now;
+        }
+        self.used = self.used.saturating_sub(options.time_for(bytes));
+        was_full
+    }
+
+    /// Records that the socket is full. Returns the end of the client's time if it was not before.
+    fn is_full(&mut self, options: &HttpOptions, now: Instant) -> Option<Instant> {
+        if std::mem::replace(&mut self.is_full, true) {
+            return None;
+        }
+        // Saturates: after a while the client has all its time again.
+        self.used = self.used.saturating_sub(now.duration_since(self.since));
+        self.since = now;
+        Some(now + options.write_timeout.saturating_sub(self.used))
     }
 }
 
@@ -142,5 +181,28 @@ impl AsyncWrite for Socket {
                 return Poll::Ready(Ok(()));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_taken_now_and_then_buy_the_time_of_the_minimum_rate() {
+        let options = HttpOptions { write_timeout: Duration::from_secs(10), ..HttpOptions::default() };
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let mut patience = Patience::new(start);
+        assert_eq!(patience.is_full(&options, at(0)), Some(at(10)));
+        assert_eq!(patience.is_full(&options, at(1)), None, "the time goes on");
+        assert!(patience.took(1, &options, at(6)));
+        let left = patience.is_full(&options, at(6)).unwrap() - at(6);
+        assert!((4.0..4.1).contains(&left.as_secs_f64()), "a byte buys nothing: {left:?}");
+        assert!(patience.took(2 * (64 << 10), &options, at(7)));
+        let left = patience.is_full(&options, at(7)).unwrap() - at(7);
+        assert!((5.0..5.1).contains(&left.as_secs_f64()), "128 KiB buy two seconds: {left:?}");
+        assert!(patience.took(0, &options, at(9)) && !patience.took(10, &options, at(9)));
+        assert_eq!(patience.is_full(&options, at(60)), Some(at(70)), "the socket was not full for long");
     }
 }

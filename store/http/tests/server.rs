@@ -205,16 +205,18 @@ async fn long_body_is_refused_with_an_answer_that_arrives() {
 }
 
 #[tokio::test]
-async fn stalled_bodies_fill_their_memory_and_small_requests_go_on() {
+async fn stalled_bodies_of_one_address_leave_memory_to_others_and_to_small_requests() {
     let server = start(HttpOptions { body_memory_bytes: 2 << 20, ..options() }).await;
-    let mut stalled = server.send(1, &post_head(2 << 20)).await;
-    stalled.write_all(&vec![b'x'; (2 << 20) - 1]).await.unwrap();
+    let length = 1536 << 10;
+    let mut stalled = server.send(1, &post_head(length)).await;
+    stalled.write_all(&vec![b'x'; length - 1]).await.unwrap();
     // The buffer may have room for the last byte.
-    let held = (2 << 20) - 1 - (64 << 10);
+    let held = (length - 1 - (64 << 10)) as u64;
     eventually("the stalled body is charged", || server.body_bytes() >= held).await;
     let large = format!("{}{}", post_head(200 << 10), "x".repeat(200 << 10));
     let refused = server.ask(1, &large).await;
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("retry-after: 1"), "{refused}");
+    assert!(server.ask(2, &large).await.ends_with(&(200 << 10).to_string()), "another address has room");
     let answer = server.ask(1, &format!("{}{}", post_head(60 << 10), "x".repeat(60 << 10))).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     drop(stalled);

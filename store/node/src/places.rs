@@ -12,7 +12,7 @@
 //! - Strangers, which have not greeted, take at most a quarter of the places. The oldest one makes
 //!   room for the next.
 //! - The last eighth of the places is for known peers: those that have, or lately had, a connection
-//!   that greeted.
+//!   with an answered request. A handshake alone is not one.
 //!
 //! All processes behind one address are one peer, also those of this machine that use TCP.
 
@@ -120,8 +120,8 @@ struct Entry {
 struct PeerUse {
     /// Connections with a place.
     open: BTreeSet<u64>,
-    /// Connections that have greeted, including those that are being closed.
-    greeted: usize,
+    /// Connections that were served, including those that are being closed.
+    served: usize,
     /// Time of the next search among the connections of this peer.
     next_search: Option<Instant>,
 }
@@ -134,6 +134,8 @@ struct PlaceState {
     keeps_idle: AtomicBool,
     /// Set by the handshake.
     account: OnceLock<Weak<Account>>,
+    /// Set by the first answer after the handshake. Changed under the lock of the table only.
+    is_served: AtomicBool,
 }
 
 /// Place of one connection. Dropping it frees the place.
@@ -175,8 +177,19 @@ impl Place {
         let mut guard = self.places.table.lock();
         let table = &mut *guard;
         table.strangers.remove(&self.number);
-        if let Some(entry) = table.entries.get(&self.number) {
-            table.peers.entry(entry.peer).or_default().greeted += 1;
+    }
+
+    /// Records that the node answered a request after the handshake.
+    pub(crate) fn served(&self) {
+        // Relaxed: the lock orders the rest. Without it for all requests but the first.
+        if self.state.is_served.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut guard = self.places.table.lock();
+        let table = &mut *guard;
+        let Some(entry) = table.entries.get(&self.number) else { return };
+        if !self.state.is_served.swap(true, Ordering::Relaxed) {
+            table.peers.entry(entry.peer).or_default().served += 1;
         }
     }
 
@@ -225,11 +238,12 @@ impl Drop for Place {
         }
         let Some(peer) = table.peers.get_mut(&entry.peer) else { return };
         peer.open.remove(&self.number);
-        if entry.state.account.get().is_some() {
-            peer.greeted -= 1;
+        // Relaxed: as in `served`.
+        if entry.state.is_served.load(Ordering::Relaxed) {
+            peer.served -= 1;
             table.known.insert(entry.peer, now());
         }
-        if peer.open.is_empty() && peer.greeted == 0 {
+        if peer.open.is_empty() && peer.served == 0 {
             table.peers.remove(&entry.peer);
         }
         if table.known.len() > KNOWN_MAX
@@ -270,7 +284,7 @@ impl Places {
                 _ => return Err(ConnectionLimit::Count),
             }
         }
-        let is_known = table.peers.get(&peer).is_some_and(|peer| peer.greeted > 0) || table.known.contains_key(&peer);
+        let is_known = table.peers.get(&peer).is_some_and(|peer| peer.served > 0) || table.known.contains_key(&peer);
         let allowed = if is_known { limits.connections } else { limits.for_unknown_peers() };
         if table.open >= allowed {
             let has_closed = self.close_one(table, None, now);
@@ -293,6 +307,7 @@ impl Places {
             active_ms: AtomicU64::new(self.milliseconds(now)),
             keeps_idle: AtomicBool::new(false),
             account: OnceLock::new(),
+            is_served: AtomicBool::new(false),
         });
         table.entries.insert(number, Entry { peer, descriptors, state: state.clone() });
         table.strangers.insert(number);
@@ -437,6 +452,7 @@ mod tests {
             let place = self.places.admit(peer(host), 1)?;
             let account = self.budget.open().unwrap();
             place.greeted(&account);
+            place.served();
             Ok((place, account))
         }
     }
@@ -500,6 +516,42 @@ mod tests {
         assert_eq!(fixture.greet(3).err(), Some(ConnectionLimit::Count), "host 3 is unknown");
         assert!(fixture.greet(9).is_ok(), "host 9 is known");
         drop((of_one, of_others));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshake_alone_does_not_make_a_peer_known() {
+        let fixture = Fixture::new();
+        let hello = |host| {
+            let place = fixture.places.admit(peer(host), 1)?;
+            let account = fixture.budget.open().unwrap();
+            place.greeted(&account);
+            Ok::<_, ConnectionLimit>((place, account))
+        };
+        drop(hello(9).unwrap());
+        let others = [fixture.greeted(1, 7), fixture.greeted(2, 7)];
+        assert_eq!(hello(9).err(), Some(ConnectionLimit::Count), "host 9 was never served");
+        drop(others);
+        let (place, _account) = hello(9).unwrap();
+        place.served();
+        place.served();
+        drop(place);
+        let _others = [fixture.greeted(1, 7), fixture.greeted(2, 7)];
+        assert!(hello(9).is_ok(), "host 9 is known");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_that_only_waits_for_another_client_is_idle() {
+        let fixture = Fixture::new();
+        let (place, account) = fixture.greet(1).unwrap();
+        let request = account.charge_request(0, true).unwrap();
+        let waiting = account.wait_for_others(request.bytes());
+        tokio::time::sleep(LIMITS.idle_timeout + Duration::from_millis(1)).await;
+        drop(waiting);
+        fixture.places.close_idle();
+        assert!(!place.state.close.is_cancelled(), "its request goes on");
+        let _waiting = account.wait_for_others(request.bytes());
+        fixture.places.close_idle();
+        assert!(place.state.close.is_cancelled());
     }
 
     #[tokio::test(start_paused = true)]

@@ -107,6 +107,8 @@ struct RequestReport {
     /// Beside a load that takes the processor time of the attackers' threads.
     p99_control_us: u64,
     p99_beside_us: u64,
+    /// The slowest request beside the attackers.
+    max_beside_us: u64,
     /// Beside the attackers and alone.
     p99_ratio: f64,
     /// Beside the attackers and beside the load in their place: the part that the attackers' own
@@ -395,6 +397,7 @@ fn request_reports(
             p99_alone_us: p99(&alone),
             p99_control_us: p99(&control),
             p99_beside_us: p99(&beside),
+            max_beside_us: beside.microseconds.max(),
             p99_ratio: ratio(p99(&beside), p99(&alone)),
             p99_ratio_to_control: ratio(p99(&beside), p99(&control)),
             refused: alone.refused + control.refused + beside.refused,
@@ -417,7 +420,7 @@ fn print(report: &HostileReport) {
         say!("  {name:24} {begun:>8} {effective:>9}");
     }
     say!(
-        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>8} {:>7} {:>7} {:>6}",
+        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>8} {:>7} {:>7} {:>6}",
         "requests",
         "number",
         "p50 ms",
@@ -425,6 +428,7 @@ fn print(report: &HostileReport) {
         "p99 ms",
         "control",
         "beside",
+        "max",
         "ratio",
         "to ctrl",
         "refused",
@@ -435,13 +439,14 @@ fn print(report: &HostileReport) {
     for (name, of) in requests {
         let ms = |us: u64| us as f64 / 1000.0;
         say!(
-            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>7.2} {:>8} {:>7} {:>7} {:>6}",
+            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>7.2} {:>8} {:>7} {:>7} {:>6}",
             of.beside,
             ms(of.p50_alone_us),
             ms(of.p50_beside_us),
             ms(of.p99_alone_us),
             ms(of.p99_control_us),
             ms(of.p99_beside_us),
+            ms(of.max_beside_us),
             of.p99_ratio,
             of.p99_ratio_to_control,
             of.refused,

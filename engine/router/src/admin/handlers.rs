@@ -117,7 +117,7 @@ fn models(router: &RouterState) -> Vec<ModelStatus> {
 async fn inspect(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
         let prefix = resolve_prefix(router, body).await?;
-        Ok(Json(prefix.inspect(deadline()).await).into_response())
+        prefix.inspect(deadline()).await
     })
     .await
 }
@@ -142,9 +142,10 @@ async fn pin(State(router): State<Arc<RouterState>>, body: RequestBody) -> Resul
     with_time_limit(async {
         // Parsed before the model is looked up: a wrong request is a 400 even while no engine is
         // up.
+        let peer = body.peer;
         let (PinOrder { model, input, seconds, soft }, _charge) = parse(&router, body, PinOrder::take).await?;
         let kind = if soft { PinKind::Soft } else { PinKind::Hard };
-        let prefix = Prefix::resolve(router, model, input, deadline()).await?;
+        let prefix = Prefix::resolve(router, model, input, (peer, deadline())).await?;
         Ok(Json(prefix.pin(kind, Duration::from_secs(seconds), deadline()).await?).into_response())
     })
     .await
@@ -170,8 +171,9 @@ async fn with_time_limit(work: impl Future<Output = Result<Response, AdminError>
 }
 
 async fn resolve_prefix(router: Arc<RouterState>, body: RequestBody) -> Result<Prefix, AdminError> {
+    let peer = body.peer;
     let ((model, input), _charge) = parse(&router, body, take_prefix).await?;
-    Prefix::resolve(router, model, input, deadline()).await
+    Prefix::resolve(router, model, input, (peer, deadline())).await
 }
 
 /// Parses a JSON object and takes it apart with `take`. Refuses fields that `take` leaves over. The
@@ -182,7 +184,7 @@ async fn parse<T: Send + 'static>(
     take: fn(&mut Fields<'_>) -> Result<T, AdminError>,
 ) -> Result<(T, BodyCharge), AdminError> {
     check_length(router, &body)?;
-    let RequestBody { bytes, charge } = body;
+    let RequestBody { bytes, charge, .. } = body;
     let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
         let mut fields = Fields::parse(&bytes)?;
         let request = take(&mut fields)?;

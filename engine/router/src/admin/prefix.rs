@@ -8,13 +8,15 @@ use crate::RouterState;
 use crate::calls::{CallError, remaining_ms};
 use crate::engines::RemoteEngine;
 use crate::models::{ModelLookup, ServedModel};
-use crate::openai::{chat_text, random_id, too_many_bytes};
+use crate::openai::{PROMPT_CHARGE_BYTES, charge, charged_body, chat_text, random_id, too_many_bytes};
 use crate::route::PrefillJob;
 use crate::templates::TextCharge;
 use crate::tokenise::{EncodeError, encode, text_bytes_max};
 use axum::http::StatusCode;
+use axum::response::Response;
 use larder_client::{PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
+use larder_http::{PeerAddress, PeerCharge};
 use larder_model::{ChatMessage, RenderOptions};
 use larder_worker::api::{CacheMode, ForgetRequest, PrefillRequest, Role};
 use std::collections::BTreeMap;
@@ -23,6 +25,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 const TOKENS_MAX: usize = 4 << 20;
+/// Memory of a token: itself, and its number in a request to engines.
+const TOKEN_BYTES: usize = 16;
+/// Memory of a page: its key, its status, and the status in JSON.
+const PAGE_BYTES: usize = 512;
 /// Maximum time until published pages are visible in the store. Engines publish in the background,
 /// so a prefill answer may come before the last put has ended.
 const PUBLISHED_WAIT: Duration = Duration::from_secs(2);
@@ -48,6 +54,13 @@ pub(crate) struct Prefix {
     model: Arc<ServedModel>,
     tokens: Vec<u32>,
     keys: Arc<[PageKey]>,
+    /// Memory of the prefix, of copies for engines, and of an answer about its pages.
+    charge: PeerCharge,
+}
+
+/// Charge of a prefix, in units of [`PROMPT_CHARGE_BYTES`].
+fn prefix_units(tokens: usize, page_tokens: usize) -> usize {
+    (tokens * TOKEN_BYTES + tokens / page_tokens * PAGE_BYTES).div_ceil(PROMPT_CHARGE_BYTES)
 }
 
 impl Prefix {
@@ -57,20 +70,21 @@ impl Prefix {
         router: Arc<RouterState>,
         model: Option<String>,
         input: PrefixInput,
-        deadline: Instant,
+        (peer, deadline): (PeerAddress, Instant),
     ) -> Result<Prefix, AdminError> {
         let model = find_model(&router, model.as_deref())?;
-        let input = rendered(&router, &model, input, deadline).await?;
+        let input = rendered(&router, &model, input, (peer, deadline)).await?;
         let bytes = match &input {
             RenderedPrefix::Text { text, .. } => text.len(),
             RenderedPrefix::Tokens(tokens) => tokens.len() * size_of::<u32>(),
         };
         let state = router.clone();
         // The caller limits the time.
-        let tokenised = state.tokeniser.run(bytes, move || {
+        let tokenised = state.tokeniser.run(peer, bytes, move || {
             let tokens = tokenise(&model, input)?;
+            let charge = charge(&router, peer, prefix_units(tokens.len(), model.page_tokens))?;
             let keys = larder_format::page_keys(&tokens, model.page_tokens).into();
-            Ok(Prefix { router, model, tokens, keys })
+            Ok(Prefix { router, model, tokens, keys, charge })
         });
         tokenised.await.map_err(|error| AdminError::internal("tokenise the prefix", error))?
     }
@@ -95,7 +109,8 @@ impl Prefix {
         pins
     }
 
-    pub(crate) async fn inspect(&self, deadline: Instant) -> InspectResponse {
+    /// Answers with the status of all pages. The prefix stays charged until the answer is sent.
+    pub(crate) async fn inspect(self, deadline: Instant) -> Result<Response, AdminError> {
         let page_tokens = self.model.page_tokens as u32;
         let (tiers, pins) = tokio::join!(self.locate(deadline), self.pins(deadline));
         let statuses = (0..).zip(self.keys.iter()).zip(tiers.into_iter().zip(pins));
@@ -107,13 +122,18 @@ impl Prefix {
             tier,
             pin: pin.and_then(pin_status),
         });
-        InspectResponse {
+        let answer = InspectResponse {
             model: self.model.name.clone(),
             namespace: self.model.namespace.to_string(),
             tokens: self.tokens.len() as u32,
             page_tokens,
             pages: pages.collect(),
-        }
+        };
+        // Not on the event loop: a hundred thousand pages take a while.
+        let json = tokio::task::spawn_blocking(move || serde_json::to_vec(&answer)).await;
+        let json = json.map_err(std::io::Error::other).and_then(|json| Ok(json?));
+        let json = json.map_err(|error| AdminError::internal("write the status of the pages", error))?;
+        Ok(charged_body(json, self.charge))
     }
 
     /// Loads pages from L3 into L2 and has a prefill engine compute those that the store lacks.
@@ -301,7 +321,7 @@ async fn rendered(
     router: &RouterState,
     model: &ServedModel,
     input: PrefixInput,
-    deadline: Instant,
+    caller: (PeerAddress, Instant),
 ) -> Result<RenderedPrefix, AdminError> {
     let context = [Role::Prefill, Role::Decode].map(|role| router.engines.context_max(role, model.namespace));
     let context = context.into_iter().flatten().max().unwrap_or(TOKENS_MAX).min(TOKENS_MAX);
@@ -315,7 +335,7 @@ async fn rendered(
         // The cue for an answer is not part of the conversation: without it the pages match those
         // of every continuation.
         PrefixInput::Messages(messages) => {
-            let rendered = chat_text(router, model, messages, RenderOptions::default(), context, deadline).await?;
+            let rendered = chat_text(router, model, messages, RenderOptions::default(), context, caller).await?;
             Ok(RenderedPrefix::Text { text: rendered.text, add_special: false, charge: rendered.charge })
         }
     }

@@ -24,10 +24,11 @@ use crate::route::{Delta, Generation, Prompt, PromptPlan, RouteError};
 use futures::future::{BoxFuture, try_join_all};
 use futures::stream::BoxStream;
 use futures::{FutureExt, StreamExt, TryStreamExt};
+use larder_http::{PeerCharge, PeerShare};
 use larder_model::{SamplingParams, Tokenizer};
 use larder_worker::api::{CacheMode, TokenLogprobs};
 use std::sync::Arc;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 /// Maximum number of choices of one request that wait for their first tokens. More would fill the
@@ -67,7 +68,7 @@ pub(crate) struct AnswerJob {
     pub(crate) model: Arc<ServedModel>,
     pub(crate) common: CommonParams,
     pub(crate) prompts: Vec<Prompt>,
-    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) permit: PeerCharge,
     pub(crate) tools: Option<ToolRules>,
 }
 
@@ -97,7 +98,7 @@ pub(crate) struct Choice {
     pub(crate) generation: Generation,
     plan: Arc<PromptPlan>,
     /// Charge for the prompt, which all its choices share.
-    _charge: Arc<OwnedSemaphorePermit>,
+    _charge: Arc<PeerCharge>,
     sampling: SamplingParams,
     tried: Vec<String>,
     /// The answer has no token of its own, only the prompt.
@@ -132,7 +133,7 @@ impl PromptQueue {
     }
 
     /// Collects the answers of all choices, in order, in memory that one charge covers.
-    pub(crate) async fn finish(self, answers: Arc<Semaphore>) -> Result<FinishedAnswer, RouteError> {
+    pub(crate) async fn finish(self, answers: &PeerShare) -> Result<FinishedAnswer, RouteError> {
         let prompts: Vec<BoxFuture<'static, _>> = self.prompts.into_iter().map(|start| finish(start).boxed()).collect();
         let mut ended = futures::stream::iter(prompts).buffer_unordered(self.places);
         let mut answer = FinishedAnswer::new(answers);
@@ -175,13 +176,13 @@ pub(crate) struct StartedAnswer {
     pub(crate) meta: ResponseMeta,
     pub(crate) prompts: PromptQueue,
     /// Room for the texts of answers.
-    pub(crate) answers: Arc<Semaphore>,
+    pub(crate) answers: PeerShare,
     pub(crate) usage_totals: UsageTotals,
     pub(crate) stream_options: StreamOptions,
     /// Choices per prompt, and those of them that the answer has.
     pub(crate) best_of: u32,
     pub(crate) n: u32,
-    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) permit: PeerCharge,
     pub(crate) deadline: Instant,
 }
 
@@ -204,7 +205,8 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
     echo::check(&common, lengths.iter().sum())?;
     let charges = prepare::charges(endpoint, &lengths, common.best_of)?;
-    let charges: Result<Vec<_>, _> = charges.into_iter().map(|units| prepare::charge(&request.router, units)).collect();
+    let charges: Result<Vec<_>, _> =
+        charges.into_iter().map(|units| prepare::charge(&request.router, request.peer, units)).collect();
     let meta = ResponseMeta {
         endpoint,
         id: format!("{}-{}", endpoint.id_prefix(), super::random_id()),
@@ -221,12 +223,13 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let prompt_tokens = lengths.iter().map(|&length| length as u32).collect();
     let jobs = prompts.into_iter().zip(limits).zip(charges?).enumerate();
     let (best_of, n, stream_options, deadline) = (common.best_of, common.n, common.stream_options, request.deadline);
-    let answers = request.router.answers.clone();
-    let context = Arc::new(StartContext { request, model, common, starts: Semaphore::new(STARTS_MAX) });
+    let answers = request.router.answers.of(request.peer);
+    let context =
+        Arc::new(StartContext { request, model, common, answers: answers.clone(), starts: Semaphore::new(STARTS_MAX) });
     let starts = jobs.map(|(at, ((prompt, limit), charge))| {
         start_prompt(context.clone(), PromptJob { at: at as u32, prompt, limit, charge }).boxed()
     });
-    let places = permit.num_permits() / best_of as usize;
+    let places = permit.units() / best_of as usize;
     Ok(StartedAnswer {
         meta,
         prompts: PromptQueue::start(starts.collect(), places).await?,
@@ -270,7 +273,7 @@ struct PromptJob {
     prompt: Prompt,
     /// Maximum tokens of each choice.
     limit: u32,
-    charge: OwnedSemaphorePermit,
+    charge: PeerCharge,
 }
 
 /// Parts of a request that all its prompts share.
@@ -278,13 +281,15 @@ struct StartContext {
     request: RequestContext,
     model: Arc<ServedModel>,
     common: CommonParams,
+    /// Room for the texts of answers.
+    answers: PeerShare,
     /// [`STARTS_MAX`] permits.
     starts: Semaphore,
 }
 
 /// Plans one prompt and starts its choices.
 async fn start_prompt(context: Arc<StartContext>, job: PromptJob) -> Result<Vec<Choice>, RouteError> {
-    let StartContext { request, model, common, starts } = &*context;
+    let StartContext { request, model, common, answers, starts } = &*context;
     let PromptJob { at, prompt, limit, charge } = job;
     // Ends by the deadline of the request, like the starts that hold the permits.
     let _start = starts.acquire_many(common.best_of.min(STARTS_MAX as u32)).await;
@@ -297,10 +302,17 @@ async fn start_prompt(context: Arc<StartContext>, job: PromptJob) -> Result<Vec<
     let charge = Arc::new(charge);
     let is_empty = common.max_tokens == Some(0);
     let echoed_bytes = echo::bytes(common, &plan);
+    // Before any engine computes the echoed tokens.
+    let echo_charge = || {
+        let charge = AnswerCharge::new(answers);
+        charge.grow_to(echoed_bytes).map(|()| charge)
+    };
+    let echo_charge = &echo_charge;
     let mut choices = try_join_all((0..common.best_of).map(|choice| {
         let sampling = common.sampling_of(choice, limit, model.tokenizer.generation_defaults());
         let index = at * common.best_of + choice;
-        Choice::begin(index, plan.clone(), charge.clone(), sampling, is_empty, echoed_bytes)
+        let (plan, charge) = (plan.clone(), charge.clone());
+        async move { Choice::begin(index, plan, charge, sampling, is_empty, echo_charge()?, echoed_bytes).await }
     }))
     .await?;
     if common.echo && common.logprobs.is_some() {
@@ -315,15 +327,13 @@ impl Choice {
     async fn begin(
         index: u32,
         plan: Arc<PromptPlan>,
-        charge: Arc<OwnedSemaphorePermit>,
+        charge: Arc<PeerCharge>,
         sampling: SamplingParams,
         is_empty: bool,
+        echo_charge: AnswerCharge,
         echoed_bytes: usize,
     ) -> Result<Choice, RouteError> {
         let mut tried = Vec::new();
-        let mut echo_charge = AnswerCharge::new(plan.answers());
-        // Before any engine computes them.
-        echo_charge.grow_to(echoed_bytes)?;
         let generation = plan.generate(&sampling, &mut tried).await?;
         Ok(Choice {
             index,
@@ -351,7 +361,8 @@ impl Choice {
     }
 
     pub(crate) fn take_charge(&mut self) -> AnswerCharge {
-        std::mem::replace(&mut self.charge, AnswerCharge::new(self.plan.answers()))
+        let rest = AnswerCharge::new(self.charge.share());
+        std::mem::replace(&mut self.charge, rest)
     }
 
     /// Entry of the next token, whose text is `text`. `None` without log-probabilities.

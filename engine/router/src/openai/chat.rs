@@ -16,7 +16,7 @@ use crate::route::RouteError;
 use crate::templates::{ChatError, RenderedText};
 use crate::tokenise::text_bytes_max;
 use axum::response::Response;
-use larder_http::RequestBody;
+use larder_http::{PeerAddress, RequestBody};
 use larder_model::{ChatMessage, RenderError, RenderOptions};
 use tokio::time::Instant;
 
@@ -49,7 +49,7 @@ pub(super) async fn start(mut request: RequestContext, chat: ChatRequest) -> Res
     }
     let permit = prepare::admit(&request, 1, common.n)?;
     let context = prepare::context(&request, &model)?;
-    let rendered = text(&request.router, &model, messages, render, context, request.deadline).await?;
+    let rendered = text(&request, &model, messages, render, context).await?;
     request.text = rendered.charge;
     let inputs = vec![PromptInput::Text(rendered.text)];
     let rules = PromptRules::new(Endpoint::Chat, context, &common);
@@ -83,13 +83,24 @@ fn tool_rules(
 }
 
 /// Renders a conversation with the model's chat template, to a text that can fit `context` tokens.
-pub(crate) async fn text(
+pub(super) async fn text(
+    request: &RequestContext,
+    model: &ServedModel,
+    messages: Vec<ChatMessage>,
+    options: RenderOptions,
+    context: usize,
+) -> Result<RenderedText, ApiError> {
+    text_for(&request.router, model, messages, options, context, (request.peer, request.deadline)).await
+}
+
+/// Renders a conversation of a peer before a deadline.
+pub(crate) async fn text_for(
     router: &RouterState,
     model: &ServedModel,
     messages: Vec<ChatMessage>,
     options: RenderOptions,
     context: usize,
-    deadline: Instant,
+    (peer, deadline): (PeerAddress, Instant),
 ) -> Result<RenderedText, ApiError> {
     let Some(chat) = &model.chat else {
         let message = format!("the model '{}' has no chat template; send a text prompt instead", model.name);
@@ -101,7 +112,7 @@ pub(crate) async fn text(
     if bytes > bytes_max {
         return Err(prepare::too_many_bytes(router, "messages", context, bytes_max, bytes));
     }
-    chat.render(messages, options, bytes_max, deadline).await.map_err(|error| {
+    chat.render(messages, options, bytes_max, peer, deadline).await.map_err(|error| {
         let message = error.to_string();
         match error {
             ChatError::Template(RenderError::TooLong) => {

@@ -202,7 +202,7 @@ pub(super) fn add_calls(
 /// Fails for a constraint that does not compile.
 pub(super) async fn check(request: &RequestContext, common: &CommonParams) -> Result<(), ApiError> {
     let Some(RequestedConstraint { constraint, field }) = &common.constraint else { return Ok(()) };
-    let tried = request.router.constraints.try_out(constraint, request.deadline).await;
+    let tried = request.router.constraints.try_out(constraint, request.peer, request.deadline).await;
     let metrics = &request.router.metrics;
     tried.map_err(|error| match error {
         ConstraintError::Refused(_) => ApiError::field(field, format!("'{field}' is not valid: {error}")),

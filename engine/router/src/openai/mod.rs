@@ -16,7 +16,7 @@
 
 mod answer;
 mod chat;
-pub(crate) use chat::text as chat_text;
+pub(crate) use chat::text_for as chat_text;
 mod completions;
 pub mod constraint;
 mod cors;
@@ -29,7 +29,7 @@ mod native;
 mod operations;
 pub(crate) use operations::{OPERATOR_PATHS, metrics};
 mod prepare;
-pub(crate) use prepare::{PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, too_many_bytes};
+pub(crate) use prepare::{PROMPT_CHARGE_BYTES, PROMPTS_BYTES_MAX, charge, too_many_bytes};
 pub mod prompt;
 mod responses;
 mod responses_input;
@@ -42,7 +42,7 @@ pub mod tools;
 pub mod types;
 mod usage;
 mod whole;
-pub(crate) use whole::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX};
+pub(crate) use whole::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX, charged_body};
 
 use crate::RouterState;
 use crate::admin::api::{PATH_HEALTH, PATH_PREFIX};
@@ -57,7 +57,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use errors::ApiError;
-use larder_http::{BodyCharge, RequestBody};
+use larder_http::{BodyCharge, PeerAddress, RequestBody};
 use larder_worker::api::CacheMode;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -178,6 +178,7 @@ pub(crate) struct RequestContext {
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) deadline: Instant,
+    pub(crate) peer: PeerAddress,
     /// Charge for the body, or for the prompts in it.
     body: BodyCharge,
     /// Charge for the text of a conversation.
@@ -185,11 +186,11 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    fn new(router: Arc<RouterState>, id: RequestId, headers: &HeaderMap) -> Result<Self, ApiError> {
+    fn new(router: Arc<RouterState>, id: RequestId, peer: PeerAddress, headers: &HeaderMap) -> Result<Self, ApiError> {
         let deadline = Instant::now() + router.options.request_timeout;
         let cache = cache_mode(headers)?;
-        let request_id = id.0;
-        Ok(Self { router, request_id, cache, deadline, body: BodyCharge::default(), text: TextCharge::default() })
+        let (request_id, body, text) = (id.0, BodyCharge::default(), TextCharge::default());
+        Ok(Self { router, request_id, cache, deadline, peer, body, text })
     }
 
     /// Parses the body with `parse`. Fails with 413 if no model's context needs so long a body.
@@ -263,7 +264,7 @@ impl ApiCall {
         F: AsyncFnOnce(RequestContext, RequestBody, &mut Option<RequestRecord>) -> Result<Response, ApiError>,
     {
         let mut record = Some(self.router.metrics.begin(endpoint));
-        let served = match RequestContext::new(self.router, self.id, &self.headers) {
+        let served = match RequestContext::new(self.router, self.id, self.body.peer, &self.headers) {
             Ok(context) => serve(context, self.body, &mut record).await,
             Err(error) => Err(error),
         };

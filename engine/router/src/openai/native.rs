@@ -201,7 +201,7 @@ async fn serve(
 
 async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
     let StartedAnswer { meta, prompts, answers, mut usage_totals, permit, .. } = started;
-    let FinishedAnswer { choices, charge, .. } = prompts.finish(answers).await?;
+    let FinishedAnswer { choices, charge, .. } = prompts.finish(&answers).await?;
     drop(permit);
     let mut texts = Vec::new();
     for choice in choices {

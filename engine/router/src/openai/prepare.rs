@@ -11,13 +11,14 @@ use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Prompt, RouteError};
 use crate::templates::TextCharge;
 use crate::tokenise::{Echo, EncodeError, encode, text_bytes_max};
-use larder_http::BodyCharge;
+use larder_http::{BodyCharge, PeerAddress, PeerCharge};
 use larder_worker::api::Role;
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
 
 /// Maximum memory for the prompts of answers in progress, in bytes.
 pub(crate) const PROMPTS_BYTES_MAX: usize = 512 << 20;
+/// Part of it that one peer can have: the share of a [`larder_http::PeerBudget`].
+const PEER_PROMPTS_BYTES_MAX: usize = PROMPTS_BYTES_MAX / 4 * 3;
 /// A request holds at most one of so many parts of the places of answers.
 const REQUEST_PART: usize = 4;
 /// Maximum number of answers of one request. Each takes some memory until the last one has ended.
@@ -70,14 +71,15 @@ pub(crate) async fn find_model_or_only(
 /// prompts wait for its earlier ones.
 ///
 /// # Errors
-/// 429 if too few places are free. 400 if there can never be enough.
-pub(crate) fn admit(request: &RequestContext, prompts: usize, choices: u32) -> Result<OwnedSemaphorePermit, ApiError> {
-    let most = request.router.options.max_inflight;
+/// 429 if too few places are free for this peer. 400 if there can never be enough.
+pub(crate) fn admit(request: &RequestContext, prompts: usize, choices: u32) -> Result<PeerCharge, ApiError> {
+    let most = request.router.inflight.units_max_of_peer();
     let choices = choices as usize;
-    let together = (most / REQUEST_PART / choices).max(1).min(prompts);
+    let together = (request.router.options.max_inflight / REQUEST_PART / choices).max(1).min(prompts);
     // A 429 would invite retries, and none of them could succeed.
     if choices > most {
-        let message = format!("the request needs {choices} answers; this server runs at most {most} at once");
+        let message =
+            format!("the request needs {choices} answers; this server runs at most {most} of a client at once");
         return Err(ApiError::field("n", message));
     }
     let total = prompts * choices;
@@ -85,9 +87,10 @@ pub(crate) fn admit(request: &RequestContext, prompts: usize, choices: u32) -> R
         let message = format!("the request needs {total} answers; it may have at most {REQUEST_ANSWERS_MAX}");
         return Err(ApiError::field("n", message));
     }
-    let count = u32::try_from(together * choices).unwrap_or(u32::MAX);
-    let permits = request.router.inflight.clone().try_acquire_many_owned(count);
-    permits.map_err(|_| ApiError::overloaded("this server is at its limit of answers in progress; try again later", 1))
+    let places = request.router.inflight.of(request.peer).take(together * choices);
+    places.ok_or_else(|| {
+        ApiError::overloaded("this server is at its limit of answers in progress for your address; try again later", 1)
+    })
 }
 
 /// Longest context of the model's decode engines, in tokens. Engines that the circuit breaker
@@ -198,7 +201,7 @@ pub(crate) async fn prompts(
             EncodeError::TooLong(tokens) => context_exceeded(endpoint, None, tokens, context),
         })
     };
-    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, make));
+    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, bytes, make));
     let made = made.await.map_err(|_| ApiError::from(RouteError::Deadline))?;
     let prompts = made.map_err(|error| ApiError::internal("tokenise the prompt", error))?;
     request.body = BodyCharge::default();
@@ -245,12 +248,12 @@ fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: 
 /// keys, and for the requests of `choices` choices each to engines.
 ///
 /// # Errors
-/// 400 if several prompts exceed [`PROMPTS_BYTES_MAX`] by themselves. A single one may.
-pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Result<Vec<u32>, ApiError> {
+/// 400 if several prompts exceed [`PEER_PROMPTS_BYTES_MAX`] by themselves. A single one may.
+pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Result<Vec<usize>, ApiError> {
     let token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize;
-    let units = |tokens: &usize| (tokens * token_bytes).min(PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES) as u32;
-    let charges: Vec<u32> = lengths.iter().map(units).collect();
-    if charges.iter().map(|&units| units as usize).sum::<usize>() > PROMPTS_BYTES_MAX / PROMPT_CHARGE_BYTES {
+    let units = |tokens: &usize| (tokens * token_bytes).min(PEER_PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES);
+    let charges: Vec<usize> = lengths.iter().map(units).collect();
+    if charges.iter().sum::<usize>() > PEER_PROMPTS_BYTES_MAX / PROMPT_CHARGE_BYTES {
         // A 429 would invite retries, and none of them could succeed.
         let message = format!(
             "the prompts have {} tokens in total, with {choices} answers each; this server has no room for as many in \
@@ -265,9 +268,10 @@ pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Re
 /// Takes the charge of a prompt.
 ///
 /// # Errors
-/// 429 if the prompts of all answers in progress exceed [`PROMPTS_BYTES_MAX`].
-pub(crate) fn charge(router: &RouterState, units: u32) -> Result<OwnedSemaphorePermit, ApiError> {
-    router.prompts.clone().try_acquire_many_owned(units).map_err(|_| {
+/// 429 if the prompts of all answers in progress exceed [`PROMPTS_BYTES_MAX`], or those of the peer
+/// its share.
+pub(crate) fn charge(router: &RouterState, peer: PeerAddress, units: usize) -> Result<PeerCharge, ApiError> {
+    router.prompts.of(peer).take(units).ok_or_else(|| {
         router.metrics.count_refusal(RefusalReason::PromptsBusy);
         ApiError::overloaded("this server is at its limit of prompt tokens in progress; try again later", 1)
     })
@@ -279,7 +283,7 @@ mod tests {
 
     #[test]
     fn prompts_that_can_never_fit_together_are_the_clients_error() {
-        let single = PROMPTS_BYTES_MAX / (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES);
+        let single = PEER_PROMPTS_BYTES_MAX / (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES);
         let refused = |lengths: &[usize]| charges(Endpoint::Completion, lengths, 1).is_err();
         assert!(!refused(&[single]) && !refused(&[2 * single]), "a single prompt is as long as the context allows");
         assert!(!refused(&[single / 2, single / 2]));

@@ -246,7 +246,7 @@ async fn serve(
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
     let ParsedRequest { chat, mut echoed } = request.parse(body, ParsedRequest::parse).await?;
-    echoed.charge = Some(prepare::charge(&request.router, echoed.units()?)?);
+    echoed.charge = Some(prepare::charge(&request.router, request.peer, echoed.units()?)?);
     let is_stream = chat.common.stream;
     let mut started = chat::start(request, chat).await.map_err(with_names_of_responses)?;
     started.meta.id = format!("resp_{}", super::random_id());

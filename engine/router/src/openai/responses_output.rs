@@ -14,7 +14,6 @@ use larder_worker::api::FinishReason;
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
-use tokio::sync::OwnedSemaphorePermit;
 
 /// Copies of the text of an answer at the end of its stream: the text so far, and four events.
 pub(crate) const STREAM_COPIES: usize = 5;
@@ -40,7 +39,7 @@ pub(crate) struct ResponseRequest {
     user: Option<Box<RawValue>>,
     /// Charge of the memory of this object and of its copies in events.
     #[serde(skip)]
-    pub(crate) charge: Option<OwnedSemaphorePermit>,
+    pub(crate) charge: Option<larder_http::PeerCharge>,
 }
 
 impl ResponseRequest {
@@ -48,7 +47,7 @@ impl ResponseRequest {
     ///
     /// # Errors
     /// 400 above [`REPEATED_BYTES_MAX`].
-    pub(crate) fn units(&self) -> Result<u32, ApiError> {
+    pub(crate) fn units(&self) -> Result<usize, ApiError> {
         let always = [&self.metadata, &self.parallel_tool_calls, &self.text, &self.tool_choice, &self.tools];
         let optional =
             [&self.instructions, &self.max_output_tokens, &self.reasoning, &self.temperature, &self.top_p, &self.user];
@@ -61,7 +60,7 @@ impl ResponseRequest {
             );
             return Err(ApiError::field("metadata", message));
         }
-        Ok((bytes * REPEATED_COPIES).div_ceil(PROMPT_CHARGE_BYTES) as u32)
+        Ok((bytes * REPEATED_COPIES).div_ceil(PROMPT_CHARGE_BYTES))
     }
 
     pub(crate) fn of(fields: &Fields<'_>) -> Self {

@@ -30,7 +30,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -107,7 +107,7 @@ struct EventSource {
     tokens_sent: u32,
     record: Option<RequestRecord>,
     /// Held until the stream is dropped: a streaming answer counts as in progress to its end.
-    _permit: OwnedSemaphorePermit,
+    _permit: larder_http::PeerCharge,
     is_over: bool,
 }
 

@@ -69,11 +69,12 @@ pub(super) async fn tokenize(call: ApiCall) -> Response {
         let TokenizeRequest { model, input, add_special_tokens, with_texts } =
             request.parse(body, TokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
+        let _place = prepare::admit(&request, 1, 1)?;
         let context = prepare::context(&request, &model)?;
         let (texts, is_list, add_special) = match input {
             Input::Prompts { texts, is_list } => (texts, is_list, add_special_tokens.unwrap_or(true)),
             Input::Chat { messages, render } => {
-                let rendered = chat::text(&router, &model, messages, render, context, request.deadline).await?;
+                let rendered = chat::text(&request, &model, messages, render, context).await?;
                 request.text = rendered.charge;
                 (vec![rendered.text], false, add_special_tokens.unwrap_or(false))
             }
@@ -96,7 +97,9 @@ pub(super) async fn tokenize(call: ApiCall) -> Response {
             return Err(ApiError::field("prompt", message));
         }
         let charges = prepare::charges(Endpoint::Completion, &counts, TOKEN_CHARGES)?;
-        let charges: Result<Vec<_>, _> = charges.into_iter().map(|units| prepare::charge(&router, units)).collect();
+        let peer = request.peer;
+        let charges: Result<Vec<_>, _> =
+            charges.into_iter().map(|units| prepare::charge(&router, peer, units)).collect();
         let charges = charges?;
         // Not on the event loop: a million tokens take a while.
         let write = move || {
@@ -112,7 +115,7 @@ pub(super) async fn tokenize(call: ApiCall) -> Response {
             answer.to_string().into_bytes()
         };
         let bytes = total * size_of::<u32>();
-        let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, write));
+        let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, bytes, write));
         let written = written.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
         let json = written.map_err(|error| ApiError::internal("write the tokens", error))?;
         end(record);
@@ -149,14 +152,15 @@ pub(super) async fn detokenize(call: ApiCall) -> Response {
         let DetokenizeRequest { model, tokens, skip_special_tokens } =
             request.parse(body, DetokenizeRequest::parse).await?;
         let model = prepare::find_model_or_only(&request, model.as_deref()).await?;
-        let tokenizer = model.tokenizer.clone();
+        let _place = prepare::admit(&request, 1, 1)?;
+        let (tokenizer, peer) = (model.tokenizer.clone(), request.peer);
         let bytes = tokens.len() * size_of::<u32>();
         let decode = {
             let router = router.clone();
             move || {
                 // Before the text is made: a token of two digits may stand for kilobytes.
                 let text_bytes: usize = tokens.iter().map(|&id| tokenizer.token_bytes(id).len()).sum();
-                let charge = prepare::charge(&router, text_units(text_bytes)?)?;
+                let charge = prepare::charge(&router, peer, text_units(text_bytes)?)?;
                 let text = match skip_special_tokens {
                     true => tokenizer.decode(&tokens),
                     false => tokenizer.decode_all(&tokens),
@@ -165,7 +169,7 @@ pub(super) async fn detokenize(call: ApiCall) -> Response {
                 Ok::<_, ApiError>((json!({"prompt": text, "text": text}).to_string().into_bytes(), charge))
             }
         };
-        let decoded = tokio::time::timeout_at(request.deadline, router.tokeniser.run(bytes, decode));
+        let decoded = tokio::time::timeout_at(request.deadline, router.tokeniser.run(peer, bytes, decode));
         let decoded = decoded.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
         let (json, charge) = decoded.map_err(|error| ApiError::internal("decode the tokens", error))??;
         end(record);
@@ -178,12 +182,12 @@ pub(super) async fn detokenize(call: ApiCall) -> Response {
 ///
 /// # Errors
 /// 400 above [`DECODED_BYTES_MAX`].
-fn text_units(bytes: usize) -> Result<u32, ApiError> {
+fn text_units(bytes: usize) -> Result<usize, ApiError> {
     if bytes > DECODED_BYTES_MAX {
         let message = format!("the text has {bytes} bytes; at most {DECODED_BYTES_MAX} are returned at once");
         return Err(ApiError::field("tokens", message));
     }
-    Ok((bytes * DECODED_COPIES).div_ceil(PROMPT_CHARGE_BYTES) as u32)
+    Ok((bytes * DECODED_COPIES).div_ceil(PROMPT_CHARGE_BYTES))
 }
 
 fn end(record: &mut Option<crate::metrics::RequestRecord>) {
@@ -199,7 +203,7 @@ mod tests {
     #[test]
     fn long_texts_of_few_tokens_are_charged_and_bounded() {
         assert_eq!(text_units(0).unwrap(), 0);
-        let most = text_units(DECODED_BYTES_MAX).unwrap() as usize;
+        let most = text_units(DECODED_BYTES_MAX).unwrap();
         assert_eq!(most * PROMPT_CHARGE_BYTES, DECODED_BYTES_MAX * DECODED_COPIES);
         let error = text_units(DECODED_BYTES_MAX + 1).unwrap_err();
         assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("tokens")));

@@ -12,10 +12,9 @@ use crate::route::{CachedTokens, RouteError};
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use larder_http::{PeerCharge, PeerShare};
 use larder_worker::api::FinishReason;
 use serde_json::json;
-use std::sync::Arc;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Maximum memory for the texts of answers that are not streamed, in bytes, without the first
 /// [`ANSWER_CHARGE_BYTES`] of each request, and of each choice in progress. A text counts until the
@@ -26,37 +25,36 @@ pub(crate) const ANSWERS_BYTES_MAX: usize = 256 << 20;
 pub(crate) const ANSWER_CHARGE_BYTES: usize = 64 << 10;
 
 /// Charge of a text that is collected or waits to be sent. Dropping it gives the charge back.
-pub(crate) struct AnswerCharge {
-    answers: Arc<Semaphore>,
-    permits: Vec<OwnedSemaphorePermit>,
-}
+pub(crate) struct AnswerCharge(PeerCharge);
 
 impl AnswerCharge {
-    pub(crate) fn new(answers: Arc<Semaphore>) -> Self {
-        Self { answers, permits: Vec::new() }
+    pub(crate) fn new(answers: &PeerShare) -> Self {
+        Self(answers.charge())
+    }
+
+    pub(crate) fn share(&self) -> &PeerShare {
+        self.0.share()
     }
 
     /// Adds the charge of a text that is now one of several, which have `bytes` bytes together.
-    fn absorb(&mut self, mut other: Self, bytes: usize) -> Result<(), RouteError> {
-        self.permits.append(&mut other.permits);
+    fn absorb(&self, other: Self, bytes: usize) -> Result<(), RouteError> {
+        self.0.absorb(other.0);
         self.grow_to(bytes)
     }
 
     /// Returns `true` if the text is longer than [`ANSWER_CHARGE_BYTES`].
     fn is_large(&self) -> bool {
-        !self.permits.is_empty()
+        self.0.units() > 0
     }
 
     /// Charges a text of `bytes` bytes beyond its first [`ANSWER_CHARGE_BYTES`].
     ///
     /// # Errors
-    /// [`RouteError::AnswersFull`] if the texts of all answers exceed [`ANSWERS_BYTES_MAX`].
-    pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), RouteError> {
-        while bytes > (self.permits.len() + 1) * ANSWER_CHARGE_BYTES {
-            let permit = self.answers.clone().try_acquire_owned();
-            self.permits.push(permit.map_err(|_| RouteError::AnswersFull)?);
-        }
-        Ok(())
+    /// [`RouteError::AnswersFull`] if the texts of all answers exceed [`ANSWERS_BYTES_MAX`], or
+    /// those of the peer its share.
+    pub(crate) fn grow_to(&self, bytes: usize) -> Result<(), RouteError> {
+        let units = bytes.saturating_sub(ANSWER_CHARGE_BYTES).div_ceil(ANSWER_CHARGE_BYTES);
+        if units <= self.0.units() || self.0.raise_to(units) { Ok(()) } else { Err(RouteError::AnswersFull) }
     }
 }
 
@@ -92,7 +90,7 @@ pub(crate) struct FinishedAnswer {
 }
 
 impl FinishedAnswer {
-    pub(crate) fn new(answers: Arc<Semaphore>) -> Self {
+    pub(crate) fn new(answers: &PeerShare) -> Self {
         Self { choices: Vec::new(), bytes: 0, charge: AnswerCharge::new(answers) }
     }
 
@@ -121,7 +119,7 @@ fn best(finished: Vec<FinishedChoice>, best_of: u32, n: u32) -> Vec<FinishedChoi
 
 pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRecord>) -> Result<Response, ApiError> {
     let StartedAnswer { meta, prompts, answers, mut usage_totals, best_of, n, permit, .. } = started;
-    let FinishedAnswer { mut choices, charge, .. } = prompts.finish(answers).await?;
+    let FinishedAnswer { mut choices, charge, .. } = prompts.finish(&answers).await?;
     // Early: sending the response needs no engine.
     drop(permit);
     for choice in &choices {
@@ -229,7 +227,9 @@ impl ResponseMeta {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use larder_http::{PeerAddress, PeerBudget};
     use larder_worker::api::TokenLogprobs;
+    use std::sync::Arc;
 
     fn finished_choice(index: u32, logprobs: &[f32]) -> FinishedChoice {
         let logprobs = logprobs.iter().map(|&logprob| TokenLogprobs { logprob, top: Vec::new() });
@@ -258,14 +258,20 @@ mod tests {
         assert_eq!(kept[0].text, "1");
     }
 
+    fn share(budget: &Arc<PeerBudget>, peer: u8) -> PeerShare {
+        budget.of(PeerAddress::of([10, 0, 0, peer].into()))
+    }
+
     #[test]
-    fn texts_of_answers_are_bounded_together() {
-        let answers = Arc::new(Semaphore::new(3));
-        let mut first = AnswerCharge::new(answers.clone());
-        let mut second = AnswerCharge::new(answers.clone());
+    fn texts_of_answers_are_bounded_together_and_by_peer() {
+        let answers = PeerBudget::new(4);
+        let first = AnswerCharge::new(&share(&answers, 1));
+        let second = AnswerCharge::new(&share(&answers, 2));
         first.grow_to(ANSWER_CHARGE_BYTES).unwrap();
-        assert_eq!(answers.available_permits(), 3, "short answers are free");
-        first.grow_to(3 * ANSWER_CHARGE_BYTES).unwrap();
+        assert_eq!(answers.free(), 4, "short answers are free");
+        first.grow_to(4 * ANSWER_CHARGE_BYTES).unwrap();
+        let of_peer = AnswerCharge::new(first.share()).grow_to(2 * ANSWER_CHARGE_BYTES);
+        assert!(matches!(of_peer, Err(RouteError::AnswersFull)), "the rest is for others");
         second.grow_to(2 * ANSWER_CHARGE_BYTES).unwrap();
         assert!(matches!(second.grow_to(2 * ANSWER_CHARGE_BYTES + 1), Err(RouteError::AnswersFull)));
         drop(first);
@@ -274,29 +280,30 @@ mod tests {
 
     #[test]
     fn texts_count_until_the_response_is_dropped() {
-        let answers = Arc::new(Semaphore::new(8));
-        let mut answer = FinishedAnswer::new(answers.clone());
+        let budget = PeerBudget::new(8);
+        let answers = share(&budget, 1);
+        let mut answer = FinishedAnswer::new(&answers);
         for index in 0..2 {
             let text = "x".repeat(3 * ANSWER_CHARGE_BYTES);
-            let mut charge = AnswerCharge::new(answers.clone());
+            let charge = AnswerCharge::new(&answers);
             charge.grow_to(text.len()).unwrap();
             answer.add(FinishedChoice { text, ..finished_choice(index, &[]) }, charge).unwrap();
         }
         let meta = ResponseMeta::for_tests(Endpoint::Completion);
         let FinishedAnswer { choices, charge, .. } = answer;
         let response = meta.response(choices, charge, &UsageTotals::new(vec![1], 1)).unwrap();
-        assert_eq!(answers.available_permits(), 3, "six units wait for the client, and the first is free");
+        assert_eq!(budget.free(), 3, "six units wait for the client, and the first is free");
         drop(response);
-        assert_eq!(answers.available_permits(), 8);
+        assert_eq!(budget.free(), 8);
     }
 
     #[test]
     fn short_texts_of_many_prompts_are_bounded_together() {
-        let answers = Arc::new(Semaphore::new(3));
-        let mut answer = FinishedAnswer::new(answers.clone());
+        let answers = share(&PeerBudget::new(3), 1);
+        let mut answer = FinishedAnswer::new(&answers);
         let mut add = |index| {
             let choice = FinishedChoice { text: "x".repeat(ANSWER_CHARGE_BYTES / 4), ..finished_choice(index, &[]) };
-            answer.add(choice, AnswerCharge::new(answers.clone()))
+            answer.add(choice, AnswerCharge::new(&answers))
         };
         assert!((0..16).all(|index| add(index).is_ok()));
         assert!(matches!(add(16), Err(RouteError::AnswersFull)));

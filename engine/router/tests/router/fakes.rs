@@ -263,15 +263,31 @@ impl FakeEngine {
         name: &str,
         role: Role,
         max_context: u32,
+        of: (&str, &str),
+        padding: usize,
+    ) -> Arc<FakeEngine> {
+        Self::start_described(store, name, (role, max_context), of, padding, descriptor().weights).await
+    }
+
+    /// Decode engine of a model with the name of the usual one, and other weights.
+    pub async fn start_other_weights(store: &Arc<FakeStore>, name: &str) -> Arc<FakeEngine> {
+        Self::start_described(store, name, (Role::Decode, CONTEXT), (MODEL, TEMPLATE), 0, [9; 32]).await
+    }
+
+    async fn start_described(
+        store: &Arc<FakeStore>,
+        name: &str,
+        (role, max_context): (Role, u32),
         (model, template): (&str, &str),
         padding: usize,
+        weights: [u8; 32],
     ) -> Arc<FakeEngine> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
             url: format!("http://{}", listener.local_addr().unwrap()),
             model: model.into(),
-            descriptor: NamespaceDescriptor { model: model.into(), ..descriptor() },
+            descriptor: NamespaceDescriptor { model: model.into(), weights, ..descriptor() },
             numerics: String::new(),
             max_context,
             page_tokens: PAGE_TOKENS,

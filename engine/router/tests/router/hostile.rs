@@ -1,6 +1,7 @@
 //! Slow and hostile clients, models and engines.
 
 use crate::fakes::*;
+use larder_http::PeerAddress;
 use larder_model::{ChatMessage, ChatTemplateSource, RenderOptions};
 use larder_router::templates::{ChatError, ChatRenderer, RenderedText, TEXTS_BYTES_MAX, TemplateWorkers};
 use larder_worker::api::Role;
@@ -12,12 +13,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Sends a request without reading the answer.
-fn send(cluster: &TestCluster, body: &str) -> TcpStream {
+fn send(cluster: &TestCluster, path: &str, body: &str) -> TcpStream {
     let mut socket = TcpStream::connect(cluster.router.addr()).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let length = body.len();
-    let head =
-        format!("POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
+    let head = format!("POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
     socket.write_all((head + body).as_bytes()).unwrap();
     socket
 }
@@ -30,18 +30,29 @@ async fn stream_cut_off_at_the_deadline_ends_with_an_error_event() {
     let engine = FakeEngine::start_with_context(&cluster.store, "decode-0", Role::Decode, context).await;
     engine.behave(Behaviour::Fill);
     assert!(cluster.router.wait_ready(PATIENCE).await);
-    let body = json!({"model": MODEL, "prompt": "w1", "stream": true, "max_tokens": context - 10});
-    let mut socket = send(&cluster, &body.to_string());
-    eventually("the answer begins", || cluster.router.counters().inflight == 1).await;
-    eventually("the deadline ends the answer", || cluster.router.counters().inflight == 0).await;
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    assert!(!answer.contains("\"finish_reason\":\"length\""), "the buffers hold the whole answer");
-    let end = answer.split("data: ").collect::<Vec<_>>();
-    let [.., error, done] = &end[..] else { panic!("no events: {answer}") };
-    assert!(error.contains("\"error\"") && error.contains("timeout"), "{error}");
-    assert!(done.starts_with("[DONE]"), "{done}");
-    assert_eq!(cluster.router.counters().requests_failed, 1);
+    let most = context - 10;
+    for (number, (path, body)) in (1..).zip([
+        ("/v1/completions", json!({"model": MODEL, "prompt": "w1", "stream": true, "max_tokens": most})),
+        ("/generate", json!({"text": "w1", "stream": true, "sampling_params": {"max_new_tokens": 3000}})),
+        ("/v1/responses", json!({"model": MODEL, "input": "w1", "stream": true, "max_output_tokens": most})),
+    ]) {
+        let mut socket = send(&cluster, path, &body.to_string());
+        eventually("the answer begins", || cluster.router.counters().inflight == 1).await;
+        eventually("the deadline ends the answer", || cluster.router.counters().inflight == 0).await;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).unwrap();
+        let end = answer.split("data: ").collect::<Vec<_>>();
+        let (error, cause, last) = match &end[..] {
+            // Events of responses have no mark at their end, and OpenAI's codes only.
+            [.., error] if path == "/v1/responses" => (error, "time limit", ""),
+            [.., error, done] => (error, "timeout", *done),
+            _ => panic!("no events: {answer}"),
+        };
+        let tail: String = error.chars().take(2000).collect();
+        assert!(error.contains("\"error\"") && error.contains(cause), "{path}: {tail}");
+        assert!(last.is_empty() || last.starts_with("[DONE]"), "{path}: {last}");
+        assert_eq!(cluster.router.counters().requests_failed, number, "{path}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -113,15 +124,21 @@ async fn hostile_templates_are_stopped_while_others_render() {
     let names: Vec<String> = (0..engines.len()).map(|at| format!("hostile-{at}")).collect();
     let hostile = futures::future::join_all(names.iter().map(|name| chat(&cluster, name)));
     let (answers, ()) = tokio::join!(hostile, honest);
+    let mut stopped = 0;
     for (template, (status, answer)) in HOSTILE_TEMPLATES.iter().zip(answers) {
-        assert_eq!(
-            (status, answer["error"]["code"].as_str()),
-            (400, Some("chat_template_exceeded")),
-            "{template}: {answer}"
-        );
+        match status {
+            // Too many others were slow.
+            429 => {}
+            _ => {
+                let code = answer["error"]["code"].as_str();
+                assert_eq!((status, code), (400, Some("chat_template_exceeded")), "{template}: {answer}");
+                stopped += 1;
+            }
+        }
     }
+    assert!(stopped >= 2, "as many may be slow at a time");
     let metrics = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
-    assert!(metrics.contains(&format!("larder_router_template_stops_total {}", names.len())), "{metrics}");
+    assert!(metrics.contains(&format!("larder_router_template_stops_total {stopped}")), "{metrics}");
     let decodes = engines.iter().chain(&cluster.decodes).map(|engine| engine.decode_count()).sum::<usize>();
     assert_eq!(decodes, 20, "only honest chats reach an engine");
 }
@@ -155,8 +172,61 @@ async fn stop_does_not_wait_for_a_hostile_template() {
     let request = cluster.http.post(cluster.url("/v1/chat/completions")).body(body);
     let request = tokio::spawn(request.send());
     eventually("the request is in progress", || cluster.router.counters().inflight == 1).await;
+    let begin = Instant::now();
     cluster.router.shutdown().await;
+    // The template loops for five seconds.
+    assert!(begin.elapsed() < Duration::from_secs(3), "the stop took {:?}", begin.elapsed());
     request.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn looping_templates_of_many_models_do_not_delay_an_honest_chat() {
+    let cluster = TestCluster::new(0, 1).await;
+    let mut engines = Vec::new();
+    for at in 0..16 {
+        engines.push(engine_with_template(&cluster, &format!("looping-{at}"), HOSTILE_TEMPLATES[5]).await);
+    }
+    assert_eq!(chat(&cluster, MODEL).await.0, 200);
+    let names: Vec<String> = (0..engines.len()).map(|at| format!("looping-{at}")).collect();
+    let loops = futures::future::join_all(names.iter().map(|name| chat(&cluster, name)));
+    let honest = async {
+        // Behind all of them. Later some may have been refused.
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        let begin = Instant::now();
+        assert_eq!(chat(&cluster, MODEL).await.0, 200);
+        begin.elapsed()
+    };
+    let (answers, taken) = tokio::join!(loops, honest);
+    println!("the honest chat took {taken:?}");
+    // Four at a time, for five seconds each.
+    assert!(taken < Duration::from_secs(10), "{taken:?}");
+    let stopped = answers.iter().filter(|(status, _)| *status == 400).count();
+    assert!(stopped >= 1 && answers.iter().all(|(status, _)| [400, 429].contains(status)), "{answers:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_address_leaves_places_to_others() {
+    let cluster = TestCluster::with(0, 1, |options| options.max_inflight = 8).await;
+    cluster.decodes[0].behave(Behaviour::HangAfter(1));
+    let other = reqwest::Client::builder().local_address(std::net::IpAddr::from([127, 0, 0, 2])).build().unwrap();
+    let body = json!({"model": MODEL, "prompt": "w1", "stream": true});
+    let mut running = Vec::new();
+    for _ in 0..6 {
+        let response = cluster.post("/v1/completions", body.clone()).await;
+        assert_eq!(response.status(), 200);
+        running.push(response);
+    }
+    let tokenize = json!({"model": MODEL, "prompt": "w1"});
+    assert_eq!(cluster.post("/v1/completions", body.clone()).await.status(), 429, "two places are for others");
+    assert_eq!(cluster.post("/tokenize", tokenize.clone()).await.status(), 429);
+    assert_eq!(cluster.post("/detokenize", json!({"tokens": [1]})).await.status(), 429);
+    let answer = other.post(cluster.url("/tokenize")).json(&tokenize).send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    let answer = other.post(cluster.url("/v1/completions")).json(&body).send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    drop((running, answer));
+    eventually("the places are free", || cluster.router.counters().inflight == 0).await;
+    assert_eq!(cluster.post("/tokenize", tokenize).await.status(), 200);
 }
 
 /// Renderer whose worker process has `mark` in its command line.
@@ -170,7 +240,15 @@ fn renderer(template: &str, mark: &str) -> ChatRenderer {
 
 async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
     let message = ChatMessage::new("user", "w1");
-    renderer.render(vec![message], RenderOptions::default(), 64 << 20, tokio::time::Instant::now() + limit).await
+    renderer
+        .render(
+            vec![message],
+            RenderOptions::default(),
+            64 << 20,
+            PeerAddress::default(),
+            tokio::time::Instant::now() + limit,
+        )
+        .await
 }
 
 /// Process that has `mark` in its command line and is no zombie.
@@ -212,7 +290,10 @@ async fn template_that_loops_goes_on_at_a_lower_priority() {
     let looks = async {
         eventually("its priority is lowered", || niceness(worker) == own.max(10)).await;
     };
-    let (loops, ()) = tokio::join!(looping.render(vec![], RenderOptions::default(), 1 << 20, deadline), looks);
+    let (loops, ()) = tokio::join!(
+        looping.render(vec![], RenderOptions::default(), 1 << 20, PeerAddress::default(), deadline),
+        looks
+    );
     assert!(matches!(loops, Err(ChatError::Exceeded)));
     assert_eq!(render(&looping, PATIENCE).await.unwrap().text, "w1");
     assert_eq!(niceness(process_with(mark).unwrap()), own, "another worker has taken its place");
@@ -242,7 +323,8 @@ async fn texts_that_wait_for_the_tokeniser_are_bounded_by_their_bytes() {
     assert!(matches!(refused, ChatError::Busy), "{refused}");
     let held: usize = waiting.iter().map(|rendered| rendered.text.len()).sum();
     println!("{held} bytes of texts");
-    assert!(held <= TEXTS_BYTES_MAX && held + bytes * 2 > TEXTS_BYTES_MAX);
+    let share = TEXTS_BYTES_MAX / 4 * 3;
+    assert!(held <= share && held + bytes * 2 > share);
     let worker = process_with("worker-that-writes-much");
     assert!(matches!(render(&renderer, PATIENCE).await, Err(ChatError::Busy)));
     assert_eq!(process_with("worker-that-writes-much"), worker, "a lack of room is not the worker's fault");
@@ -270,7 +352,7 @@ async fn prompts_of_answers_in_progress_are_bounded_by_their_bytes() {
         assert!(running.len() < 8, "eight requests of 128 choices");
     };
     println!("{} requests of 12.8 million tokens in progress", running.len());
-    assert_eq!((refused.status().as_u16(), running.len()), (429, 3));
+    assert_eq!((refused.status().as_u16(), running.len()), (429, 2), "another address has room for some");
     assert!(refused.headers().contains_key("retry-after"));
     drop(running);
     eventually("the prompts are let go", || cluster.router.counters().inflight == 0).await;

@@ -578,3 +578,27 @@ async fn engine_that_found_unusable_pages_is_not_excluded() {
     }
     assert!(cluster.router.engines()[0].is_admitted());
 }
+
+#[tokio::test]
+async fn name_of_a_model_stays_with_the_first_one_while_it_has_engines() {
+    let cluster = TestCluster::new(0, 1).await;
+    let mut strangers = Vec::new();
+    for at in 0..2 {
+        strangers.push(FakeEngine::start_other_weights(&cluster.store, &format!("stranger-{at}")).await);
+    }
+    let files = || strangers.iter().map(|engine| engine.files_sent.load(Ordering::SeqCst)).sum::<usize>();
+    eventually("their model is loaded", || cluster.router.engines().len() == 3 && files() >= 5).await;
+    let taken = || strangers.iter().map(|engine| engine.decode_count()).sum::<usize>();
+    for _ in 0..20 {
+        assert_eq!(cluster.complete(3).await.0, 200);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(taken(), 0, "the first engine serves the name");
+    cluster.store.members.lock().retain(|member| member.name.starts_with("stranger"));
+    cluster.decodes[0].is_gone.store(true, Ordering::SeqCst);
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while taken() == 0 {
+        assert!(std::time::Instant::now() < deadline, "new weights take over when the old ones have no engine");
+        cluster.complete(3).await;
+    }
+}

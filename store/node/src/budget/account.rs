@@ -11,6 +11,7 @@ use crate::places::Peer;
 use crate::tiers::SLOT_UNIT;
 use larder_runtime::{fail_point, now, race_point};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
@@ -54,6 +55,8 @@ pub(crate) struct Account {
     progress: Arc<Progress>,
     disconnect: CancellationToken,
     released: Notify,
+    /// Bytes of requests that wait for another client, in [`Kind::Requests`].
+    waiting_bytes: AtomicU64,
     /// Held by the oldest read that waits for `released`. The others queue behind it in FIFO order.
     first_waiter: tokio::sync::Mutex<()>,
 }
@@ -77,7 +80,8 @@ impl Account {
         progress: Arc<Progress>,
         disconnect: CancellationToken,
     ) -> Account {
-        Account { budget, connection, progress, disconnect, released: Notify::new(), first_waiter: Default::default() }
+        let (released, waiting_bytes, first_waiter) = Default::default();
+        Account { budget, connection, progress, disconnect, released, waiting_bytes, first_waiter }
     }
 
     pub(crate) fn connection(&self) -> u64 {
@@ -415,15 +419,39 @@ impl Account {
         self.grant(&mut self.budget.state.lock(), kind, bytes, now())
     }
 
-    /// Returns `true` if nothing of the connection is in flight.
+    /// Counts a request that only waits for another client: its bytes keep the connection from
+    /// being idle no longer. The request ends the wait before it goes on.
+    pub(crate) fn wait_for_others(&self, bytes: u64) -> WaitingForOthers<'_> {
+        // Relaxed: a late value only delays the end of an idle connection.
+        self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
+        WaitingForOthers { account: self, bytes }
+    }
+
+    /// Returns `true` if nothing of the connection is in flight, except requests that wait for
+    /// other clients.
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.budget.state.lock();
-        state.connections.get(&self.connection).is_none_or(|connection| connection.used == [0; KINDS.len()])
+        let Some(connection) = state.connections.get(&self.connection) else { return true };
+        let waiting = self.waiting_bytes.load(Ordering::Relaxed);
+        let idle = |kind: Kind| if kind == Kind::Requests { waiting } else { 0 };
+        KINDS.iter().all(|&(kind, _)| connection.used[kind as usize] <= idle(kind))
     }
 
     #[cfg(test)]
     pub(super) fn is_disconnecting(&self) -> bool {
         self.disconnect.is_cancelled()
+    }
+}
+
+/// Wait of a request for another client. See [`Account::wait_for_others`].
+pub(crate) struct WaitingForOthers<'a> {
+    account: &'a Account,
+    bytes: u64,
+}
+
+impl Drop for WaitingForOthers<'_> {
+    fn drop(&mut self) {
+        self.account.waiting_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -445,6 +473,10 @@ impl Charge {
     /// Returns the number of the connection that the bytes belong to.
     pub(crate) fn connection(&self) -> u64 {
         self.account.connection
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Returns the bytes of work that did not happen. They are no sample of any rate.

@@ -2,7 +2,7 @@
 
 use super::Connection;
 use super::outbox::{PagePayload, PartPayload, Responder};
-use crate::budget::Kind;
+use crate::budget::{Charge, Kind};
 use crate::puts::{Presence, Progress, Put};
 use crate::state::NodeState;
 use larder_format::PageId;
@@ -22,19 +22,26 @@ impl Connection {
             Ok(charge) => charge,
             Err(busy) => return self.refuse(request, busy).await,
         };
-        let node = self.node.clone();
+        let (node, account) = (self.node.clone(), self.account.clone());
+        let bytes = charge.bytes() + self.charge.as_ref().map_or(0, Charge::bytes);
         let responder = self.responder(request, deadline);
         let work = async move {
             let _charge = charge;
-            follow(&node, &responder, id, deadline).await
+            follow(&node, &responder, id, deadline, || account.wait_for_others(bytes)).await
         };
         self.spawn(request, 1, work).await
     }
 }
 
 /// Sends a page part by part, as soon as each part can be sent. Waits for the put of an absent page
-/// until `deadline`, and answers a miss then.
-async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: Instant) -> io::Result<()> {
+/// until `deadline`, and answers a miss then. It has a value of `wait` meanwhile.
+async fn follow<W>(
+    node: &NodeState,
+    responder: &Responder,
+    id: PageId,
+    deadline: Instant,
+    wait: impl Fn() -> W,
+) -> io::Result<()> {
     let end = |state, meta| responder.finish(Response::FollowEnd { state, meta });
     loop {
         match node.store.puts().presence(&id) {
@@ -59,7 +66,10 @@ async fn follow(node: &NodeState, responder: &Responder, id: PageId, deadline: I
                 Progress::Open(_) => return end(FollowState::Miss, None).await,
             },
             Presence::Absent(waiter) => {
-                if !waiter.put_started(deadline).await {
+                let waiting = wait();
+                let has_started = waiter.put_started(deadline).await;
+                drop(waiting);
+                if !has_started {
                     return end(FollowState::Miss, None).await;
                 }
             }

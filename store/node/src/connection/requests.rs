@@ -62,6 +62,9 @@ impl Connection {
             }
         };
         self.handle(reader, &header, request).await?;
+        if let Some(place) = &self.place {
+            place.served();
+        }
         // Still here only if no task has taken it over: the request is done.
         self.charge = None;
         Ok(())
