@@ -26,7 +26,9 @@ mod slots;
 mod tests;
 
 use crate::page::Page;
-use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Slot};
+use larder_evict::{
+    Evicted, EvictionOrder, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Slot,
+};
 use larder_format::{PageId, PageKey};
 use larder_runtime::fail_point;
 use namespaces::NamespaceTable;
@@ -323,11 +325,13 @@ impl<P: Resident> L2Policy<P> {
         let ballast = NewPage {
             name: PageState { hits: 0, persistence: Persistence::Unbacked, in_pins: false },
             fingerprint: 0,
+            parent_fingerprint: 0,
             namespace: NamespaceIndex(u32::MAX),
             parent: None,
             position: 0,
             bytes: bytes.min(u32::try_from(self.evictor.capacity_bytes()).unwrap_or(u32::MAX)),
             deadline_ms: None,
+            may_refuse: false,
         };
         let mut evicted = Vec::new();
         if let Ok(handle) = self.evictor.insert(ballast, now_ms, &mut evicted) {
@@ -395,7 +399,7 @@ impl<P: Resident> L2Policy<P> {
 
     /// Returns `true` while eviction follows LRU because the learnt order would do worse.
     pub fn follows_lru(&self) -> bool {
-        self.evictor.policy().follows_lru()
+        !matches!(self.evictor.policy().order(), EvictionOrder::Learnt { .. })
     }
 
     fn writes_back(&self) -> bool {
@@ -484,11 +488,13 @@ impl<P: Resident> L2Policy<P> {
         let new = NewPage {
             name: PageState { hits: 0, persistence, in_pins: false },
             fingerprint: hash,
+            parent_fingerprint: self.parent_fingerprint(info),
             namespace,
             parent,
             position: info.position,
             bytes: info.bytes,
             deadline_ms: Some(info.deadline_ms()).filter(|deadline_ms| *deadline_ms != u64::MAX),
+            may_refuse: false,
         };
         let admitted = self.evictor.insert(new, now_ms, &mut evicted);
         // Before the page takes its slot, which may be that of an evicted one.
@@ -501,6 +507,12 @@ impl<P: Resident> L2Policy<P> {
             Err(_) => self.namespaces.remove_page(info.id.namespace, info.bytes),
         }
         admitted.is_ok()
+    }
+
+    /// Fingerprint of the parent's id, resident or not. 0 for a first page.
+    fn parent_fingerprint(&self, info: &PageInfo) -> u64 {
+        let parent = PageId { key: info.parent, ..info.id };
+        if info.parent == PageKey::NONE { 0 } else { self.by_id.hash(&parent) }
     }
 
     fn take_slot(&mut self, slot: Slot, hash: u64, page: P) {

@@ -449,11 +449,13 @@ fn one_off_pages_do_not_evict_returning_pages() {
             let new = NewPage {
                 name: page.id,
                 fingerprint: page_hash(1, &page.id),
+                parent_fingerprint: 0,
                 namespace: NamespaceIndex(0),
                 parent: parent.filter(|parent| lru.contains(*parent, 0)),
                 position: page.position,
                 bytes: UNIT,
                 deadline_ms: None,
+                may_refuse: false,
             };
             handles.insert(page.id, lru.insert(new, 0, &mut Vec::new()).unwrap());
         }
