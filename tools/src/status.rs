@@ -15,6 +15,8 @@ use larder_router::admin::api::{EngineStatus, ModelStatus, PATH_STATUS, StatusRe
 use serde_json::Value;
 use std::fmt::Write;
 
+/// Width of the lines in words.
+const LINE_WIDTH: usize = 114;
 /// Digits of a namespace's name that are shown. They are enough for `--quota`, and keep the default
 /// view within its width.
 const NAMESPACE_DIGITS: usize = 16;
@@ -38,6 +40,7 @@ fn format_status(status: &StatusResponse, node_urls: &[String], wide: bool) -> S
     let mut text =
         format!("larder {}, router up {}, store {}", status.version, uptime(status.uptime_seconds), status.store);
     text += &section("STORE NODES", &node_columns(), &status.nodes, wide);
+    text += &eviction(&status.nodes);
     let mut devices = entries(&status.nodes, "/tiers/l3/devices");
     if !wide {
         // The default view leaves out healthy devices but never hides a failed one.
@@ -128,6 +131,47 @@ fn namespace_columns<'a>() -> [Column<Entry<'a>>; 7] {
     ]
 }
 
+/// Tells in words what the eviction policy of each node does.
+fn eviction(nodes: &[NodeView]) -> String {
+    let mut text = String::new();
+    for node in nodes {
+        let sentences = eviction_sentences(state(node));
+        if sentences.is_empty() {
+            continue;
+        }
+        let title = if text.is_empty() { "\n\nEVICTION FROM L2" } else { "" };
+        let _ = write!(text, "{title}\n  {}", node.address);
+        for sentence in sentences {
+            let _ = write!(text, "\n    {}", sentence.chars().take(LINE_WIDTH).collect::<String>());
+        }
+    }
+    text
+}
+
+fn eviction_sentences(state: &Value) -> Vec<String> {
+    let Some(eviction) = state.pointer("/tiers/l2/eviction") else { return Vec::new() };
+    let order = if eviction["order"] == "lru" { "least recently used first" } else { "lowest expected hits first" };
+    let mut sentences = vec![format!("Order: {order}. Reason: {}.", self::text(eviction, "/reason"))];
+    if let (Some(refused), Some(admitted)) = (number(eviction, "/pages_refused"), number(eviction, "/pages_admitted")) {
+        sentences.push(format!("Admission: {refused} of {} pages refused.", refused + admitted));
+    }
+    let gap = |index: usize| number(eviction, &format!("/gaps_ms/{index}"));
+    if let (Some(fast), Some(half), Some(slow)) = (gap(0), gap(1), gap(2)) {
+        let [fast, half, slow] = [fast, half, slow].map(|ms| uptime(ms.div_ceil(1000)));
+        sentences.push(format!(
+            "Pages that return do so within {half} in half of the cases, {fast} in a tenth, {slow} in nine tenths."
+        ));
+    }
+    if let (Some(written), Some(put)) = (number(state, "/tiers/l3/written_bytes"), number(state, "/counters/put_bytes"))
+        && put > 0
+    {
+        let denied = number(state, "/tiers/l2/writes_denied").unwrap_or(0);
+        let ratio = written as f64 / put as f64;
+        sentences.push(format!("L3: {ratio:.2} bytes written per byte put, {denied} writes beyond the write budget."));
+    }
+    sentences
+}
+
 fn engine_columns() -> [Column<EngineStatus>; 11] {
     [
         wide_column("NAME", |engine| engine.name.clone()),
@@ -196,12 +240,19 @@ mod tests {
                 "address": format!("store-{number}.eu-central.example.com:7700"), "up": true,
                 "node_id": "node-012351a9810f", "epoch": 1_795_363_376u64, "transport": "tcp",
                 "status": {
-                    "counters": {"pages_hit_l2": 123_456_789, "pages_hit_l3": 98_765_432, "pages_missed": 55_555_555},
+                    "counters": {"pages_hit_l2": 123_456_789, "pages_hit_l3": 98_765_432, "pages_missed": 55_555_555, "put_bytes": 200},
                     "tiers": {
-                        "l2": {"pages": 12_345_678, "bytes_used": 200u64 << 30, "bytes_capacity": 256u64 << 30},
+                        "l2": {
+                            "pages": 12_345_678, "bytes_used": 200u64 << 30, "bytes_capacity": 256u64 << 30,
+                            "writes_denied": 3,
+                            "eviction": {
+                                "order": "hit-density", "reason": "LRU would miss pages that return",
+                                "pages_admitted": 60, "pages_refused": 40, "gaps_ms": [5_500, 18_000, 125_000],
+                            },
+                        },
                         "l3": {
                             "pages": 123_456_789, "bytes_used": 7u64 << 40, "bytes_capacity": 8u64 << 40,
-                            "devices": [device],
+                            "devices": [device], "written_bytes": 50,
                         },
                         "namespaces": [{"namespace": "ab".repeat(32), "pages": 1, "bytes": 1024, "quota_bytes": null, "floor_bytes": 512, "hard_pinned_bytes": 0}],
                     },
@@ -241,6 +292,20 @@ mod tests {
         for expected in ["EPOCH", "/a ", "offline: no such device", "abababababababab", "  http://127.0.0.1:1"] {
             assert!(text.contains(expected), "{expected}: {text}");
         }
+    }
+
+    #[test]
+    fn eviction_is_told_in_words() {
+        let text = format_status(&status(), &[], false);
+        for expected in [
+            "Order: lowest expected hits first. Reason: LRU would miss pages that return.",
+            "Admission: 40 of 100 pages refused.",
+            "return do so within 18 s in half of the cases, 6 s in a tenth, 2 min in nine tenths.",
+            "L3: 0.25 bytes written per byte put, 3 writes beyond the write budget.",
+        ] {
+            assert!(text.contains(expected), "{expected}: {text}");
+        }
+        assert!(eviction_sentences(&json!({"tiers": {"l2": {}}})).is_empty(), "an older node");
     }
 
     #[test]

@@ -17,6 +17,11 @@ pub struct TierArgs {
     /// Number of reads from L2 after which `write-through-selective` writes a page
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     write_after_hits: u32,
+    /// Bytes per day that may be written to L3, without the copies that the log makes itself. While
+    /// less than half of an hour's share is left, only pages with a second use are written.
+    /// Unlimited by default
+    #[arg(long, value_name = "SIZE")]
+    l3_write_budget: Option<ByteSize>,
     /// Maximum size of each namespace, in L2 and again in L3, e.g. `10GiB`. NAMESPACE=SIZE sets it
     /// for one namespace, given by the hex digits that `larder status --wide` shows. Unlimited by
     /// default
@@ -67,6 +72,7 @@ impl TierArgs {
         options.write_policy = self.write_policy;
         options.write_after_hits = self.write_after_hits;
         let bytes = |size: Option<ByteSize>| size.map(|size| size.as_u64());
+        options.l3_write_bytes_per_day = bytes(self.l3_write_budget);
         options.in_flight_bytes = bytes(self.in_flight);
         options.connection_put_bytes = bytes(self.connection_put_limit);
         options.connection_read_window_bytes = bytes(self.connection_read_window);

@@ -19,7 +19,7 @@
 
 mod namespaces;
 
-use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
+use crate::policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 use crate::push_tight;
 use namespaces::{Links, ListEnd, Namespaces};
 use std::collections::{BTreeMap, BTreeSet};
@@ -49,6 +49,8 @@ pub struct NewPage<T> {
     pub name: T,
     /// Hash of the full name, including the namespace.
     pub fingerprint: u64,
+    /// The same hash of the preceding page's name, resident or not. 0 for a first page.
+    pub parent_fingerprint: u64,
     pub namespace: NamespaceIndex,
     pub parent: Option<PageHandle>,
     /// Position in the sequence, in pages.
@@ -57,6 +59,8 @@ pub struct NewPage<T> {
     /// Expiry on the caller's clock, in milliseconds. The evictor limits it to the parent's
     /// deadline.
     pub deadline_ms: Option<u64>,
+    /// The policy may refuse the page. Otherwise it is admitted as far as the rules allow.
+    pub may_refuse: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,6 +93,9 @@ pub enum InsertError {
     Expired,
     #[error("every page that could make room is pinned")]
     Pinned,
+    /// The policy values every page that could make room more. It has observed the arrival.
+    #[error("every page that could make room is worth more")]
+    Refused,
 }
 
 /// State of a page. Millions of pages are resident, so it is packed: see [`PAGE_BYTES_MAX`]. The
@@ -167,6 +174,12 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     ) -> Result<PageHandle, InsertError> {
         self.expire(now_ms, evicted);
         let deadline_ms = self.limited_deadline(&page, now_ms)?;
+        self.tick = self.next_tick(now_ms);
+        if self.refuses(&page) {
+            let arrival = self.arrival(&page);
+            self.policy.decline(&arrival);
+            return Err(InsertError::Refused);
+        }
         // The parent counts the child before room is made, so that no eviction takes the parent.
         if let Some(parent) = page.parent {
             self.update_offer(parent.slot, ListEnd::Back, |parent| parent.children += 1);
@@ -185,7 +198,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         if !self.contains(handle, now_ms) {
             return false;
         }
-        self.tick += 1;
+        self.tick = self.next_tick(now_ms);
         let page = &mut self.pages[handle.slot.index()];
         page.touched = true;
         let before = self.policy.stamp(handle.slot);
@@ -380,9 +393,37 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
     }
 
+    /// Asks the policy about a page that needs an eviction. A page is admitted unasked if its
+    /// namespace stays within its floor, or if its quota makes room: the policy ranks neither.
+    fn refuses(&mut self, page: &NewPage<T>) -> bool {
+        if !page.may_refuse {
+            return false;
+        }
+        let usage = self.namespaces.usage_of(page.namespace);
+        let needs_eviction = self.used_bytes + u64::from(page.bytes) > self.capacity_bytes;
+        if !needs_eviction || usage.over(page.bytes) || usage.within_floor(page.bytes) {
+            return false;
+        }
+        let arrival = self.arrival(page);
+        self.policy.refuses(&arrival)
+    }
+
+    fn arrival(&self, new: &NewPage<T>) -> Arrival {
+        Arrival {
+            fingerprint: new.fingerprint,
+            parent: new.parent.map(|parent| parent.slot),
+            parent_fingerprint: new.parent_fingerprint,
+            stamp: Stamp::new(self.tick, new.position),
+        }
+    }
+
+    /// Tick of an access now: the time, but later than all accesses before.
+    fn next_tick(&self, now_ms: u64) -> u64 {
+        (self.tick + 1).max(now_ms.saturating_mul(TICKS_PER_MS))
+    }
+
     fn admit(&mut self, new: NewPage<T>, deadline_ms: u64) -> PageHandle {
-        self.tick += 1;
-        let stamp = Stamp::new(self.tick, new.position);
+        let arrival = self.arrival(&new);
         let slot = self.empty.pop().unwrap_or(Slot(self.pages.len() as u32));
         let generation = self.pages.get(slot.index()).map_or(0, |before| before.generation.wrapping_add(1));
         let page = Page {
@@ -409,8 +450,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.used_bytes += u64::from(new.bytes);
         self.namespaces.update(new.namespace, |usage| usage.used_bytes += u64::from(new.bytes));
-        let parent = new.parent.map(|parent| parent.slot);
-        self.policy.insert(slot, &Arrival { fingerprint: new.fingerprint, parent, stamp });
+        self.policy.insert(slot, &arrival);
         self.offer(slot, ListEnd::Back);
         PageHandle { slot, generation }
     }

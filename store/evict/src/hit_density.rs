@@ -2,16 +2,22 @@
 //! from the traffic.
 //!
 //! The idea is that of LHD (Beckmann et al., NSDI '18), with pages of one size and an LRU guard:
-//! 1. *Classes* ([`classes`]). A page's class combines its access count, including accesses before
-//!    an earlier eviction, the gap between its last two accesses, and its position in the sequence.
-//!    For a page with one access the popularity of its sequence replaces the gap.
+//! 1. *Classes* ([`classes`]). A page's class combines its access count, the average gap between
+//!    its accesses, and its position in the sequence. For a page with one access the gap of its
+//!    sequence, or its popularity, takes their place. Ghost entries keep the history of pages that
+//!    left ([`ghost_table`]).
 //! 2. *Estimation* ([`estimator`]). For each class the estimator follows a sample of pages,
 //!    resident or not, and counts at which age they are accessed again. The density of a class at
 //!    an age is the maximum rate of hits that keeping the page any longer can yield.
 //! 3. *Victim* ([`age_buckets`]). Evictable pages are in buckets of one class and one span of ages.
 //!    The victim is the oldest page in the bucket with the lowest density.
-//! 4. *Guard* ([`guard`]). A sampled shadow LRU cache runs beside this one. While it is ahead, or
-//!    close to the optimum, or too little traffic was seen, the policy evicts in LRU order.
+//! 4. *Admission*. If an arriving page would be in a bucket of lower density than all occupied
+//!    ones, the policy refuses it, and the pages behind it. It observes refused pages as it
+//!    observes others. Agents return after seconds: a page that was just used is worth less than
+//!    one that is soon due.
+//! 5. *Guard* ([`guard`]). A sampled shadow LRU cache runs beside this one. While it is ahead, or
+//!    close to the optimum, or too little traffic was seen, the policy evicts in LRU order and
+//!    refuses nothing.
 //!
 //! The cost of a miss is taken to grow with the page's bytes, as the prefill that computes it does.
 //! So sizes cancel out of the density.
@@ -22,12 +28,13 @@ mod estimator;
 mod ghost_table;
 mod guard;
 
-use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
+use crate::policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 use crate::push_tight;
 use age_buckets::AgeBuckets;
-use classes::{Class, heat_of_child};
+use classes::{Class, History};
 use estimator::DensityEstimator;
-use ghost_table::GhostTable;
+use ghost_table::{GhostTable, Past};
+pub use guard::EvictionOrder;
 use guard::{Access, LruGuard};
 
 #[derive(Debug, Clone, Copy)]
@@ -37,12 +44,15 @@ struct Page {
     position: u32,
     previous: u32,
     next: u32,
-    /// Number of known accesses, saturating.
-    accesses: u8,
-    heat: u8,
-    class: Class,
-    /// Span of ages of its bucket, [`age_buckets::NOT_OFFERED`] if it is in none.
-    span: u8,
+    history: History,
+    /// Its bucket, [`age_buckets::NOT_OFFERED`] if it is in none.
+    bucket: u16,
+}
+
+impl Page {
+    fn class(&self) -> Class {
+        Class::of(self.history, self.position)
+    }
 }
 
 const _: () = assert!(size_of::<Page>() <= 32);
@@ -58,8 +68,18 @@ pub struct HitDensity {
     estimator: DensityEstimator,
     guard: LruGuard,
     seed: u64,
-    /// Latest access, on the scale of [`Stamp::run`].
+    /// Tick of the latest access, on the scale of [`Stamp::run`].
     now: u64,
+    counters: Counters,
+    #[cfg(test)]
+    sabotage: Option<tests::Sabotage>,
+}
+
+/// Numbers of decisions since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    pub admitted: u64,
+    pub refused: u64,
 }
 
 impl HitDensity {
@@ -75,26 +95,66 @@ impl HitDensity {
             guard: LruGuard::new(),
             seed,
             now: 0,
+            counters: Counters::default(),
+            #[cfg(test)]
+            sabotage: None,
         }
     }
 
-    pub fn follows_lru(&self) -> bool {
-        self.guard.follows_lru()
+    /// The order in force, with its reason.
+    pub fn order(&self) -> EvictionOrder {
+        self.guard.order()
     }
 
-    fn observe(&mut self, slot: Slot, hit: bool) {
-        let page = &self.pages[slot.index()];
-        let stamp = self.stamp(slot);
-        self.now = self.now.max(page.run + u64::from(page.position));
-        self.estimator.access(page.hash, page.class, self.now);
-        let returns = page.accesses > 1;
-        self.guard.access(&Access { hash: page.hash, stamp, hit, returns }, self.now);
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Returns `true` if an earlier access to the page is known, although it is not resident.
+    pub fn has_seen(&self, fingerprint: u64) -> bool {
+        // The time does not matter.
+        self.ghost_table.find(self.hash(fingerprint), 0).is_some()
+    }
+
+    /// Learnt gaps between two accesses to a page, in milliseconds: the quantiles of a tenth, a
+    /// half and nine tenths, to a factor of the square root of two. `None` before any page
+    /// returned.
+    pub fn gaps_ms(&self) -> Option<[u64; 3]> {
+        self.estimator.gaps().map(|gaps| gaps.map(|ticks| ticks / TICKS_PER_MS))
+    }
+
+    /// History of an arriving page, with this access.
+    fn history(&self, arrival: &Arrival) -> History {
+        let run = arrival.stamp.run;
+        if let Some(past) = self.ghost_table.find(self.hash(arrival.fingerprint), run) {
+            return past.history.after(past.gap);
+        }
+        let parent = match arrival.parent {
+            Some(parent) => Some(self.pages[parent.index()].history),
+            None => self.ghost_of_parent(arrival).map(|past| past.history),
+        };
+        parent.map_or(History::FIRST, History::of_child)
+    }
+
+    fn ghost_of_parent(&self, arrival: &Arrival) -> Option<Past> {
+        let known = arrival.parent.is_none() && arrival.parent_fingerprint != 0;
+        known.then(|| self.ghost_table.find(self.hash(arrival.parent_fingerprint), arrival.stamp.run))?
+    }
+
+    fn hash(&self, fingerprint: u64) -> u64 {
+        mixed(fingerprint ^ self.seed)
+    }
+
+    fn observe(&mut self, access: &Access, history: History) {
+        self.now = self.now.max(access.stamp.run + u64::from(access.stamp.position.0));
+        self.estimator.access(access.hash, Class::of(history, access.stamp.position.0), self.now);
+        self.guard.access(access);
         self.age_buckets.advance(&mut self.pages, self.now);
-        if self.estimator.is_due(self.now) {
+        if self.estimator.is_due() {
             self.age_buckets.rank(self.estimator.update(self.now, self.residents));
         }
         if self.guard.is_crowded() {
-            let residents = self.pages.iter().filter(|page| page.accesses > 0).map(|page| page.hash);
+            let residents = self.pages.iter().filter(|page| page.history.accesses() > 0).map(|page| page.hash);
             self.guard.halve(residents);
         }
     }
@@ -102,43 +162,40 @@ impl HitDensity {
 
 impl Policy for HitDensity {
     fn insert(&mut self, slot: Slot, arrival: &Arrival) {
-        let hash = mixed(arrival.fingerprint ^ self.seed);
-        let before = self.ghost_table.take(hash, arrival.stamp.run);
-        let accesses = before.accesses.saturating_add(1);
-        let parent = arrival.parent.map(|parent| &self.pages[parent.index()]);
-        let heat = parent.map_or(0, |parent| heat_of_child(parent.accesses, parent.heat));
-        let position = arrival.stamp.position.0;
+        let hash = self.hash(arrival.fingerprint);
+        let history = self.history(arrival);
+        self.ghost_table.remove(hash);
         let page = Page {
             hash,
             run: arrival.stamp.run,
-            position,
+            position: arrival.stamp.position.0,
             previous: age_buckets::NONE,
             next: age_buckets::NONE,
-            accesses,
-            heat,
-            class: Class::of(accesses, before.gap, heat, position),
-            span: age_buckets::NOT_OFFERED,
+            history,
+            bucket: age_buckets::NOT_OFFERED,
         };
         while self.pages.len() <= slot.index() {
-            push_tight(&mut self.pages, Page { accesses: 0, ..page });
+            push_tight(&mut self.pages, Page { history: History::default(), ..page });
         }
         self.pages[slot.index()] = page;
         self.residents += 1;
+        self.counters.admitted += 1;
         self.ghost_table.grow_for(self.residents);
         self.guard.arrived(hash);
-        self.observe(slot, false);
+        let access = Access { hash, stamp: arrival.stamp, hit: false, returns: history.accesses() > 1 };
+        self.observe(&access, history);
     }
 
     fn touch(&mut self, slot: Slot, stamp: Stamp) {
-        let offered = self.pages[slot.index()].span != age_buckets::NOT_OFFERED;
+        let offered = self.pages[slot.index()].bucket != age_buckets::NOT_OFFERED;
         if offered {
             self.age_buckets.leave(&mut self.pages, slot);
         }
         let page = &mut self.pages[slot.index()];
         let gap = stamp.run.saturating_sub(std::mem::replace(&mut page.run, stamp.run));
-        page.accesses = page.accesses.saturating_add(1);
-        page.class = Class::of(page.accesses, gap, page.heat, page.position);
-        self.observe(slot, true);
+        page.history = page.history.after(gap);
+        let (hash, history) = (page.hash, page.history);
+        self.observe(&Access { hash, stamp, hit: true, returns: true }, history);
         if offered {
             self.offer(slot);
         }
@@ -158,21 +215,60 @@ impl Policy for HitDensity {
     }
 
     fn victim(&mut self) -> Option<Slot> {
-        self.guard.full(self.now);
-        if self.guard.follows_lru() { self.age_buckets.oldest(&self.pages) } else { self.age_buckets.lowest_density() }
+        self.guard.full();
+        if self.guard.follows_lru() {
+            return self.age_buckets.oldest(&self.pages);
+        }
+        #[cfg(test)]
+        if self.sabotage == Some(tests::Sabotage::EvictNewest) {
+            return self.age_buckets.newest(&self.pages);
+        }
+        self.age_buckets.lowest_density()
     }
 
     fn remove(&mut self, slot: Slot, removal: Removal) {
         let page = &mut self.pages[slot.index()];
-        let hash = page.hash;
-        let run = page.run;
-        let accesses = std::mem::take(&mut page.accesses);
+        let (hash, run) = (page.hash, page.run);
+        let history = std::mem::take(&mut page.history);
         self.residents -= 1;
         match removal {
-            Removal::Evicted => self.ghost_table.put(hash, accesses, run),
+            Removal::Evicted => self.ghost_table.put(hash, history, run),
             Removal::Removed => self.estimator.forget(hash, self.now),
         }
         self.guard.left(hash, removal);
+    }
+
+    /// A page behind a refused page is refused too: without that page it serves no reader.
+    fn refuses(&mut self, arrival: &Arrival) -> bool {
+        if !self.guard.may_refuse() {
+            return false;
+        }
+        #[cfg(test)]
+        if self.sabotage == Some(tests::Sabotage::RefuseAll) {
+            return true;
+        }
+        if self.ghost_of_parent(arrival).is_some_and(|past| past.history.is_refused()) {
+            return true;
+        }
+        let class = Class::of(self.history(arrival), arrival.stamp.position.0);
+        self.age_buckets.ranks_below_all(class)
+    }
+
+    fn decline(&mut self, arrival: &Arrival) {
+        let hash = self.hash(arrival.fingerprint);
+        let history = self.history(arrival);
+        self.ghost_table.put(hash, history.refused(), arrival.stamp.run);
+        self.counters.refused += 1;
+        let access = Access { hash, stamp: arrival.stamp, hit: false, returns: history.accesses() > 1 };
+        self.observe(&access, history);
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.pages.capacity() * size_of::<Page>()
+            + self.age_buckets.memory_bytes()
+            + self.ghost_table.memory_bytes()
+            + self.estimator.memory_bytes()
+            + self.guard.memory_bytes()
     }
 }
 
@@ -183,4 +279,78 @@ fn mixed(fingerprint: u64) -> u64 {
     let b = (a ^ (a >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let c = (b ^ (b >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     c ^ (c >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::{Outcome, PolicyKind, Trace, run, run_with};
+    use crate::synthetic::Kind;
+
+    /// Worst choices that the guard must contain.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(super) enum Sabotage {
+        EvictNewest,
+        RefuseAll,
+    }
+
+    const MILLION_TOKENS: [f64; 4] = [0.1, 0.3, 1.0, 3.0];
+    /// Tolerated loss against LRU, as a share of all requested blocks.
+    const LOSS_MAX: f64 = 0.005;
+
+    fn sabotaged(trace: &Trace, sabotage: Sabotage, million_tokens: f64) -> Outcome {
+        let policy = HitDensity { sabotage: Some(sabotage), ..HitDensity::new(0) };
+        run_with(trace, policy, (million_tokens * 1e6) as u64 / trace.block_tokens())
+    }
+
+    /// Largest loss against LRU on all made-up traffic.
+    fn worst_loss(sabotage: Sabotage) -> (f64, String) {
+        let mut worst = (0.0, String::new());
+        for kind in Kind::ALL {
+            let trace = kind.trace(12_000, 1);
+            for capacity in MILLION_TOKENS {
+                let lru = run(&trace, PolicyKind::Lru, (capacity * 1e6) as u64).rate();
+                let loss = lru - sabotaged(&trace, sabotage, capacity).rate();
+                if loss > worst.0 {
+                    worst = (loss, format!("{kind:?} at {capacity} M tokens"));
+                }
+            }
+        }
+        worst
+    }
+
+    #[test]
+    fn guard_contains_a_policy_that_evicts_the_newest_page() {
+        let (loss, at) = worst_loss(Sabotage::EvictNewest);
+        println!("largest loss: {:.2} points, {at}", loss * 100.0);
+        assert!(loss <= LOSS_MAX, "{loss}: {at}");
+        assert!(loss > 0.0, "the sabotage has no effect");
+    }
+
+    #[test]
+    fn guard_contains_a_policy_that_refuses_all_pages() {
+        let (loss, at) = worst_loss(Sabotage::RefuseAll);
+        println!("largest loss: {:.2} points, {at}", loss * 100.0);
+        assert!(loss <= LOSS_MAX, "{loss}: {at}");
+        assert!(loss > 0.0, "the sabotage has no effect");
+    }
+
+    fn arrival(fingerprint: u64, parent: Option<Slot>, before: u64, tick: u64, position: u32) -> Arrival {
+        Arrival { fingerprint, parent, parent_fingerprint: before, stamp: Stamp::new(tick, position) }
+    }
+
+    #[test]
+    fn refused_page_is_observed_and_its_children_inherit_from_it() {
+        let mut policy = HitDensity::new(0);
+        let second = 1000 * crate::TICKS_PER_MS;
+        policy.decline(&arrival(7, None, 0, 0, 0));
+        policy.decline(&arrival(7, None, 0, 8 * second, 0));
+        assert_eq!(policy.history(&arrival(7, None, 0, 16 * second, 0)).accesses(), 3);
+        let child = policy.history(&arrival(8, None, 7, 8 * second, 1));
+        assert_eq!(child, History::FIRST.after(8 * second).of_child());
+        assert_eq!(policy.counters(), Counters { admitted: 0, refused: 2 });
+        // A page that became resident is no ghost any more.
+        policy.insert(Slot(0), &arrival(7, None, 0, 24 * second, 0));
+        assert!(policy.ghost_of_parent(&arrival(8, None, 7, 24 * second, 1)).is_none());
+    }
 }

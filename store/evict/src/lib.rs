@@ -9,8 +9,8 @@
 //! Layout:
 //! - [`Evictor`]: the resident pages of one tier, and the rules that hold under any policy:
 //!   capacity, leaves before roots, pins, soft pins, deadlines, quotas.
-//! - [`Policy`]: the order of eviction. [`Lru`], [`S3Fifo`], and [`HitDensity`], which learns it
-//!   from the traffic.
+//! - [`Policy`]: the order of eviction, and admission. [`Lru`], [`S3Fifo`] and [`Sieve`] are for
+//!   comparison. [`HitDensity`] learns from the traffic.
 //! - [`replay`]: hit rates of the policies, and of the offline optimum, on recorded traffic.
 //! - [`synthetic`]: generated traffic, for tests and benchmarks without a recording.
 
@@ -24,13 +24,15 @@ mod lru;
 mod policy;
 pub mod replay;
 mod s3fifo;
+mod sieve;
 pub mod synthetic;
 
 pub use evictor::{Evicted, EvictionReason, Evictor, InsertError, NamespaceIndex, NewPage, PageHandle};
-pub use hit_density::HitDensity;
+pub use hit_density::{Counters, EvictionOrder, HitDensity};
 pub use lru::Lru;
-pub use policy::{Arrival, Policy, Removal, Slot, Stamp};
+pub use policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 pub use s3fifo::S3Fifo;
+pub use sieve::Sieve;
 
 /// Appends to a table that grows by an eighth. Doubling would waste up to half of it, and spare
 /// capacity counts as memory per page.
@@ -39,4 +41,15 @@ fn push_tight<T>(table: &mut Vec<T>, value: T) {
         table.reserve_exact((table.len() / 8).max(64));
     }
     table.push(value);
+}
+
+/// Estimated heap bytes of a B-tree of these entries. Its nodes are about two thirds full.
+fn tree_bytes<T>(entries: usize) -> usize {
+    entries * size_of::<T>() * 3 / 2
+}
+
+/// Estimated heap bytes of a hash map with this capacity. It keeps an eighth of its buckets free,
+/// and a byte for each.
+fn map_bytes<T>(capacity: usize) -> usize {
+    capacity * 8 / 7 * (size_of::<T>() + 1)
 }

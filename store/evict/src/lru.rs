@@ -1,7 +1,7 @@
 //! Least recently used (LRU).
 
 use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
-use crate::push_tight;
+use crate::{push_tight, tree_bytes};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
@@ -50,4 +50,8 @@ impl Policy for Lru {
     }
 
     fn remove(&mut self, _: Slot, _: Removal) {}
+
+    fn memory_bytes(&self) -> usize {
+        self.stamps.capacity() * size_of::<Stamp>() + tree_bytes::<(Stamp, Slot)>(self.offered.len())
+    }
 }

@@ -13,13 +13,17 @@ impl Slot {
     }
 }
 
-/// Time of a page's last access, counted in accesses.
+/// Ticks per millisecond. Each access has a tick of its own. So ticks follow the caller's clock up
+/// to a million accesses per second, and count accesses beyond.
+pub const TICKS_PER_MS: u64 = 1 << 10;
+
+/// Time of a page's last access, in ticks.
 ///
 /// The time is normalized to the start of the page's sequence. So the pages that one request walks
 /// over share one `run`, and the last of them orders first: a sequence is evicted from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stamp {
-    /// Access number less the position.
+    /// Tick of the access less the position.
     pub run: u64,
     pub position: Reverse<u32>,
 }
@@ -39,6 +43,8 @@ pub struct Arrival {
     pub fingerprint: u64,
     /// The preceding page of the sequence, if it is resident.
     pub parent: Option<Slot>,
+    /// Fingerprint of the preceding page, resident or not. 0 if the page is the first one.
+    pub parent_fingerprint: u64,
     pub stamp: Stamp,
 }
 
@@ -90,6 +96,18 @@ pub trait Policy {
 
     /// Removes a page. The evictor may reuse the slot for another page.
     fn remove(&mut self, slot: Slot, removal: Removal);
+
+    /// Decides about admission: `true` if every offered page is worth more than the arriving one.
+    /// The evictor asks when it would have to evict for the page.
+    fn refuses(&mut self, _: &Arrival) -> bool {
+        false
+    }
+
+    /// Records the arrival of a page that does not become resident, because the policy refused it.
+    fn decline(&mut self, _: &Arrival) {}
+
+    /// Heap bytes of its state, estimated from the capacities of its tables.
+    fn memory_bytes(&self) -> usize;
 }
 
 impl<P: Policy + ?Sized> Policy for Box<P> {
@@ -113,5 +131,14 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
     }
     fn remove(&mut self, slot: Slot, removal: Removal) {
         (**self).remove(slot, removal);
+    }
+    fn refuses(&mut self, arrival: &Arrival) -> bool {
+        (**self).refuses(arrival)
+    }
+    fn decline(&mut self, arrival: &Arrival) {
+        (**self).decline(arrival);
+    }
+    fn memory_bytes(&self) -> usize {
+        (**self).memory_bytes()
     }
 }

@@ -2,7 +2,11 @@
 //!
 //! A request reads the blocks of its prompt from the first one on. A block hits if it and all
 //! blocks before it in the request are resident. Then the request inserts the missing blocks from
-//! the first one on, as far as there is room. The hit rate is hits divided by requested blocks.
+//! the first one on, as far as there is room and the policy admits them. The hit rate is hits
+//! divided by requested blocks.
+//!
+//! A block late in its request costs more to compute, since attention reads all blocks before it.
+//! The *work* of a block is 1 plus its first token's position divided by [`ATTENTION_TOKENS`].
 
 mod belady;
 mod trace;
@@ -10,24 +14,31 @@ mod trace;
 pub use belady::belady;
 pub use trace::{BLOCK_TOKENS, LINE_BYTES_MAX, Request, Trace, TraceError};
 
-use crate::{Evictor, HitDensity, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo};
+use crate::{Evictor, HitDensity, InsertError, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo, Sieve};
 use std::fmt;
+
+/// Position at which attention costs as much as the rest of the model, in tokens. Typical for
+/// models of about 8 billion parameters.
+pub const ATTENTION_TOKENS: u64 = 50_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PolicyKind {
     Lru,
     S3Fifo,
+    Sieve,
     HitDensity,
     Belady,
 }
 
 impl PolicyKind {
-    pub const ALL: [PolicyKind; 4] = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::HitDensity, PolicyKind::Belady];
+    pub const ALL: [PolicyKind; 5] =
+        [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Sieve, PolicyKind::HitDensity, PolicyKind::Belady];
 
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Lru => "lru",
             PolicyKind::S3Fifo => "s3-fifo",
+            PolicyKind::Sieve => "sieve",
             PolicyKind::HitDensity => "larder",
             PolicyKind::Belady => "belady",
         }
@@ -40,26 +51,58 @@ impl fmt::Display for PolicyKind {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct HitRate {
+/// Result of a replay.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Outcome {
     pub hits: u64,
+    /// Requested blocks.
     pub blocks: u64,
+    /// Work of the hits, and of all requested blocks.
+    pub work_saved: f64,
+    pub work: f64,
+    /// Blocks that became resident: those that a tier writes.
+    pub written: u64,
+    /// Most blocks that were resident at once.
+    pub resident_max: u64,
+    /// Heap bytes of the policy's state at the end. `None` if the policy does not say.
+    pub policy_bytes: Option<usize>,
 }
 
-impl HitRate {
+impl Outcome {
     /// Hits divided by blocks, 0 without blocks.
-    pub fn rate(self) -> f64 {
+    pub fn rate(&self) -> f64 {
         if self.blocks == 0 { 0.0 } else { self.hits as f64 / self.blocks as f64 }
+    }
+
+    /// Share of the work that hits save, 0 without blocks.
+    pub fn work_rate(&self) -> f64 {
+        if self.work > 0.0 { self.work_saved / self.work } else { 0.0 }
+    }
+
+    /// Bytes of the policy's state per block that was resident at the peak.
+    pub fn policy_bytes_per_block(&self) -> Option<f64> {
+        self.policy_bytes.map(|bytes| bytes as f64 / self.resident_max.max(1) as f64)
+    }
+
+    /// Counts a request whose first `hits` blocks hit.
+    fn count(&mut self, blocks: usize, hits: usize, block_tokens: u64) {
+        let step = block_tokens as f64 / ATTENTION_TOKENS as f64;
+        let work = |blocks: usize| blocks as f64 + step * (blocks * blocks.saturating_sub(1) / 2) as f64;
+        self.blocks += blocks as u64;
+        self.hits += hits as u64;
+        self.work += work(blocks);
+        self.work_saved += work(hits);
     }
 }
 
 /// Replays a trace in a cache of this many tokens, rounded down to whole blocks. [`HitDensity`]
 /// runs with seed 0, so results repeat.
-pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> HitRate {
-    let capacity_blocks = capacity_tokens / BLOCK_TOKENS;
+pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> Outcome {
+    let capacity_blocks = capacity_tokens / trace.block_tokens();
     match policy {
         PolicyKind::Lru => run_with(trace, Lru::new(), capacity_blocks),
         PolicyKind::S3Fifo => run_with(trace, S3Fifo::new(), capacity_blocks),
+        PolicyKind::Sieve => run_with(trace, Sieve::new(), capacity_blocks),
         PolicyKind::HitDensity => run_with(trace, HitDensity::new(0), capacity_blocks),
         PolicyKind::Belady => belady(trace, capacity_blocks),
     }
@@ -67,28 +110,33 @@ pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> HitRate {
 
 /// Replays a trace under any policy, in a cache of this many blocks. A block counts as a hit only
 /// if all earlier blocks of its request hit.
-pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> HitRate {
+pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> Outcome {
     let mut cache = Cache {
         evictor: Evictor::new(capacity_blocks, policy),
         resident: vec![None; trace.blocks_distinct()],
         evicted: Vec::new(),
+        written: 0,
     };
-    let mut rate = HitRate::default();
+    let mut outcome = Outcome::default();
     for request in trace.requests() {
-        rate.blocks += request.blocks.len() as u64;
-        rate.hits += cache.serve(request);
+        let hits = cache.serve(request);
+        outcome.count(request.blocks.len(), hits, trace.block_tokens());
+        outcome.resident_max = outcome.resident_max.max(cache.evictor.len() as u64);
     }
-    rate
+    outcome.written = cache.written;
+    outcome.policy_bytes = Some(cache.evictor.policy().memory_bytes());
+    outcome
 }
 
 struct Cache<P> {
     evictor: Evictor<u32, P>,
     resident: Vec<Option<PageHandle>>,
     evicted: Vec<crate::Evicted<u32>>,
+    written: u64,
 }
 
 impl<P: Policy> Cache<P> {
-    fn serve(&mut self, request: &Request) -> u64 {
+    fn serve(&mut self, request: &Request) -> usize {
         let now_ms = request.timestamp_ms;
         let mut hits = 0;
         let mut unbroken = true;
@@ -96,33 +144,53 @@ impl<P: Policy> Cache<P> {
         for (position, block) in request.blocks.iter().enumerate() {
             if let Some(handle) = self.resident[*block as usize] {
                 self.evictor.touch(handle, now_ms);
-                hits += u64::from(unbroken);
+                hits += usize::from(unbroken);
                 parent = Some(handle);
                 continue;
             }
             unbroken = false;
-            let Some(handle) = self.put(*block, parent, position as u32, now_ms) else { break };
-            parent = Some(handle);
+            let before = position.checked_sub(1).map_or(0, |before| fingerprint(request.blocks[before]));
+            match self.put(*block, parent, before, position as u32, now_ms) {
+                Ok(handle) => parent = Some(handle),
+                // The policy observes the rest of the request too.
+                Err(InsertError::Refused) => parent = None,
+                Err(_) => break,
+            }
         }
         hits
     }
 
-    fn put(&mut self, block: u32, parent: Option<PageHandle>, position: u32, now_ms: u64) -> Option<PageHandle> {
+    fn put(
+        &mut self,
+        block: u32,
+        parent: Option<PageHandle>,
+        parent_fingerprint: u64,
+        position: u32,
+        now_ms: u64,
+    ) -> Result<PageHandle, InsertError> {
         let page = NewPage {
             name: block,
-            fingerprint: u64::from(block),
+            fingerprint: fingerprint(block),
+            parent_fingerprint,
             namespace: NamespaceIndex(0),
             parent,
             position,
             bytes: 1,
             deadline_ms: None,
+            may_refuse: true,
         };
         let outcome = self.evictor.insert(page, now_ms, &mut self.evicted);
         for gone in self.evicted.drain(..) {
             self.resident[gone.name as usize] = None;
         }
-        let handle = outcome.ok()?;
+        let handle = outcome?;
+        self.written += 1;
         self.resident[block as usize] = Some(handle);
-        Some(handle)
+        Ok(handle)
     }
+}
+
+/// Fingerprint of a block. 0 means none.
+fn fingerprint(block: u32) -> u64 {
+    u64::from(block) + 1
 }

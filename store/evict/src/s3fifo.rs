@@ -6,7 +6,7 @@
 //! round. Pages that are not evictable are skipped, but count.
 
 use crate::policy::{Arrival, Policy, Removal, Slot, Stamp};
-use crate::push_tight;
+use crate::{push_tight, tree_bytes};
 use std::collections::{BTreeMap, BTreeSet};
 
 const FREQUENCY_MAX: u8 = 3;
@@ -155,5 +155,11 @@ impl Policy for S3Fifo {
             self.remember(page.fingerprint);
         }
         *self.count(page.queue) -= 1;
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.pages.capacity() * size_of::<Page>()
+            + tree_bytes::<(Stamp, Slot)>(self.small.len() + self.main.len())
+            + tree_bytes::<(u64, u64)>(2 * self.ghosts.len())
     }
 }

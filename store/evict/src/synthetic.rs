@@ -62,10 +62,15 @@ pub enum Kind {
     Agents,
     /// Documents that are asked some questions each, most of them just one, and are then done with.
     Bursts,
+    /// Coding agents: prompts of hundreds of blocks that grow turn by turn. Most sessions return
+    /// after seconds, some after minutes.
+    Coders,
+    /// Conversations, and in the middle one request that is larger than most caches.
+    Giant,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 14] = [
         Kind::Conversations,
         Kind::Documents,
         Kind::Shifting,
@@ -78,6 +83,8 @@ impl Kind {
         Kind::Floods,
         Kind::Agents,
         Kind::Bursts,
+        Kind::Coders,
+        Kind::Giant,
     ];
 
     /// A trace of this many requests of this kind. Equal seeds give equal traces, on every machine.
@@ -95,6 +102,12 @@ impl Kind {
                 traffic.add(Kind::Conversations, requests / 3);
                 traffic.add(Kind::Shifting, requests / 3);
                 traffic.add(Kind::Loop, requests - requests / 3 * 2);
+            }
+            Kind::Giant => {
+                traffic.add(Kind::Conversations, requests / 2);
+                let giant = traffic.new_blocks(GIANT_BLOCKS);
+                traffic.trace.push(traffic.made as u64 * 300, &giant);
+                traffic.add(Kind::Conversations, requests - requests / 2);
             }
             kind => traffic.add(kind, requests),
         }
@@ -119,13 +132,15 @@ struct Traffic {
 
 const DOCUMENTS_END: u64 = 1 << 40;
 const DOCUMENT_BLOCKS: u64 = 64;
+/// Blocks of the one giant request: 10 million tokens.
+const GIANT_BLOCKS: u64 = 20_000;
 
 impl Traffic {
     fn add(&mut self, kind: Kind, requests: usize) {
         for number in 0..requests {
             self.made += 1;
             let blocks = match kind {
-                Kind::Conversations => self.turn(),
+                Kind::Conversations | Kind::Giant => self.turn(),
                 Kind::Documents => self.question(0, 2000),
                 Kind::Shifting => self.question(number as u64 / 4, 500),
                 Kind::Scans if number % 3 == 0 => self.new_blocks(60),
@@ -137,6 +152,7 @@ impl Traffic {
                 Kind::Paces | Kind::Floods => self.ask(SessionKind::Paces),
                 Kind::Agents => self.ask(SessionKind::Agents),
                 Kind::Bursts => self.ask(SessionKind::Bursts),
+                Kind::Coders => self.ask(SessionKind::Coders),
             };
             self.trace.push(self.made as u64 * 300, &blocks);
         }

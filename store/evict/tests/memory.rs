@@ -1,7 +1,7 @@
 //! Memory per resident page, measured at the allocator: at most 114 bytes from half a million pages
 //! on. That includes the estimator's fixed tables and a name of four bytes per page.
 
-use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle};
+use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Policy};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -27,10 +27,12 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 const PAGE_BYTES_MAX: usize = 114;
+const POLICY_PAGE_BYTES_MAX: usize = 64;
 const FIXED_BYTES_MAX: usize = 8 << 20;
 
-/// Fills to `pages` in sequences of `sequence`, then that much again.
-fn held_bytes(pages: usize, sequence: usize) -> usize {
+/// Fills to `pages` in sequences of `sequence`, then that much again. Returns the bytes of the
+/// evictor, and the policy's estimate of its own.
+fn held_bytes(pages: usize, sequence: usize) -> (usize, usize) {
     let before = HELD_BYTES.load(Ordering::Relaxed);
     let mut evictor = Evictor::new(pages as u64, HitDensity::new(0));
     let mut evicted = Vec::new();
@@ -39,28 +41,33 @@ fn held_bytes(pages: usize, sequence: usize) -> usize {
         let position = (number % sequence) as u32;
         let page = NewPage {
             name: number as u32,
-            fingerprint: number as u64,
+            fingerprint: number as u64 + 1,
+            parent_fingerprint: if position > 0 { number as u64 } else { 0 },
             namespace: NamespaceIndex(0),
             parent: parent.filter(|_| position > 0),
             position,
             bytes: 1,
             deadline_ms: None,
+            may_refuse: false,
         };
         parent = Some(evictor.insert(page, 0, &mut evicted).unwrap());
         evicted.clear();
     }
     assert_eq!(evictor.len(), pages);
-    HELD_BYTES.load(Ordering::Relaxed) - before
+    (HELD_BYTES.load(Ordering::Relaxed) - before, evictor.policy().memory_bytes())
 }
 
 #[test]
 fn page_takes_at_most_114_bytes() {
-    let fixed = held_bytes(64, 16);
+    let (fixed, _) = held_bytes(64, 16);
     println!("fixed: {fixed} bytes");
     assert!(fixed <= FIXED_BYTES_MAX);
     for (pages, sequence) in [(1 << 20, 1), (1 << 20, 20), (700_000, 20), (530_000, 1)] {
-        let held = held_bytes(pages, sequence);
+        let (held, policy) = held_bytes(pages, sequence);
         println!("{pages} pages in sequences of {sequence}: {:.1} bytes a page", held as f64 / pages as f64);
         assert!(held <= PAGE_BYTES_MAX * pages);
+        // The rest is the evictor's table, with its spare capacity and the list of empty slots.
+        let rest = (held - policy) / pages;
+        assert!(policy <= POLICY_PAGE_BYTES_MAX * pages && (44..=60).contains(&rest), "{policy}, {rest} for the table");
     }
 }

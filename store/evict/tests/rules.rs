@@ -150,12 +150,14 @@ impl<P: Policy> Model<P> {
         let (name, position) = (self.named, parent.map_or(0, |_| 1));
         let new = NewPage {
             name,
-            fingerprint: u64::from(name % 50),
+            fingerprint: u64::from(name % 50) + 1,
+            parent_fingerprint: parent.map_or(0, |name| u64::from(name % 50) + 1),
             namespace,
             parent: handle,
             position,
             bytes,
             deadline_ms,
+            may_refuse: true,
         };
         let mut evicted = Vec::new();
         let outcome = self.evictor.insert(new, self.now_ms, &mut evicted);
@@ -179,6 +181,13 @@ impl<P: Policy> Model<P> {
                 assert!(missed.is_none(), "{missed:?} could have gone");
             }
             Err(InsertError::ParentGone | InsertError::Expired) => assert!(parent.is_some()),
+            Err(InsertError::Refused) => {
+                let used: u64 = self.pages.values().map(|page| u64::from(page.bytes)).sum();
+                assert!(used + u64::from(bytes) > CAPACITY_BYTES, "there is room");
+                let floor = self.floors.get(&namespace).copied().unwrap_or(0);
+                assert!(self.bytes_of(namespace) + u64::from(bytes) > floor, "the namespace is within its floor");
+                assert!(!limited || self.bytes_of(LIMITED) + u64::from(bytes) <= self.quota_bytes);
+            }
             Err(InsertError::TooLarge { .. }) => assert!(u64::from(bytes) > self.quota_bytes),
         }
     }
@@ -269,9 +278,33 @@ proptest! {
     }
 
     #[test]
+    fn refusing_policy_keeps_the_rules(steps in steps()) {
+        keeps_the_rules(RefusesAll::default(), &steps);
+    }
+
+    #[test]
     fn hit_density_keeps_the_rules(steps in steps()) {
         keeps_the_rules(HitDensity::new(7), &steps);
     }
+}
+
+#[test]
+fn refusals_spare_floors_quotas_and_free_room() {
+    let mut evictor = Evictor::new(10, RefusesAll::default());
+    let [poor, limited, rich] = [NamespaceIndex(1), NamespaceIndex(2), NamespaceIndex(3)];
+    evictor.set_floor(poor, 2);
+    evictor.set_quota(limited, 2, &mut Vec::new());
+    let mut evicted = Vec::new();
+    let mut insert =
+        |name, namespace| evictor.insert(NewPage { namespace, ..page(name, None, 0) }, 0, &mut evicted).map(|_| ());
+    (0..2).for_each(|name| assert_eq!(insert(name, limited), Ok(())));
+    (2..10).for_each(|name| assert_eq!(insert(name, rich), Ok(()), "there is room"));
+    assert_eq!(insert(10, rich), Err(InsertError::Refused));
+    assert_eq!(insert(14, limited), Ok(()), "its quota makes room");
+    assert_eq!([insert(11, poor), insert(12, poor)], [Ok(()); 2], "within the floor");
+    assert_eq!(insert(13, poor), Err(InsertError::Refused));
+    let needed = NewPage { namespace: rich, may_refuse: false, ..page(15, None, 0) };
+    assert!(evictor.insert(needed, 0, &mut Vec::new()).is_ok());
 }
 
 /// Negative control: a policy that proposes victims that were not offered to it.
@@ -295,6 +328,43 @@ impl Policy for AnyPage {
     fn remove(&mut self, slot: larder_evict::Slot, _: larder_evict::Removal) {
         self.0.retain(|other| *other != slot);
     }
+    fn memory_bytes(&self) -> usize {
+        0
+    }
+}
+
+/// A policy that refuses every page it is asked about.
+#[derive(Default)]
+struct RefusesAll(Lru);
+
+impl Policy for RefusesAll {
+    fn insert(&mut self, slot: larder_evict::Slot, arrival: &larder_evict::Arrival) {
+        self.0.insert(slot, arrival);
+    }
+    fn touch(&mut self, slot: larder_evict::Slot, stamp: larder_evict::Stamp) {
+        self.0.touch(slot, stamp);
+    }
+    fn stamp(&self, slot: larder_evict::Slot) -> larder_evict::Stamp {
+        self.0.stamp(slot)
+    }
+    fn offer(&mut self, slot: larder_evict::Slot) {
+        self.0.offer(slot);
+    }
+    fn withdraw(&mut self, slot: larder_evict::Slot) {
+        self.0.withdraw(slot);
+    }
+    fn victim(&mut self) -> Option<larder_evict::Slot> {
+        self.0.victim()
+    }
+    fn remove(&mut self, slot: larder_evict::Slot, removal: larder_evict::Removal) {
+        self.0.remove(slot, removal);
+    }
+    fn refuses(&mut self, _: &larder_evict::Arrival) -> bool {
+        true
+    }
+    fn memory_bytes(&self) -> usize {
+        0
+    }
 }
 
 #[test]
@@ -307,7 +377,18 @@ fn evictor_panics_on_a_policy_that_breaks_the_rules() {
 
 fn page(name: u32, parent: Option<PageHandle>, position: u32) -> NewPage<u32> {
     let namespace = NamespaceIndex(0);
-    NewPage { name, fingerprint: u64::from(name), namespace, parent, position, bytes: 1, deadline_ms: None }
+    let fingerprint = u64::from(name) + 1;
+    NewPage {
+        name,
+        fingerprint,
+        parent_fingerprint: 0,
+        namespace,
+        parent,
+        position,
+        bytes: 1,
+        deadline_ms: None,
+        may_refuse: true,
+    }
 }
 
 #[test]

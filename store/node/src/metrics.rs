@@ -67,6 +67,8 @@ counters! {
     pages_missed,
     /// Pages committed by a put
     pages_put,
+    /// Bytes of the pages committed by a put
+    put_bytes,
     /// Reservations refused because the page exists already
     puts_existing,
     /// Reservations refused because the page is a copy and may have been forgotten since

@@ -69,6 +69,10 @@ pub struct NodeOptions {
     /// Number of reads from L2 after which write-through-selective writes a page. Default: 2. At
     /// least 1.
     pub write_after_hits: u32,
+    /// Bytes per day that may be written to L3, without the copies that the log makes itself. While
+    /// less than half of an hour's share is left, only pages with a second use are written.
+    /// Default: unlimited. At least 24 KiB.
+    pub l3_write_bytes_per_day: Option<u64>,
     /// Maximum size of a namespace that has no quota of its own, in bytes: in L2, and again in L3.
     /// Default: unlimited.
     pub quota_default: Option<u64>,
@@ -140,6 +144,7 @@ impl Default for NodeOptions {
             l3_mean_page_bytes: 64 << 10,
             write_policy: WritePolicy::Through,
             write_after_hits: 2,
+            l3_write_bytes_per_day: None,
             quota_default: None,
             quotas: Vec::new(),
             pin_time_max: Duration::from_secs(24 * 3600),
@@ -177,6 +182,8 @@ pub const L2_BYTES_MIN: u64 = 32 << 20;
 pub const L3_PAGES_MIN: u64 = 1 << 19;
 /// Minimum of [`NodeOptions::l3_mean_page_bytes`]. The log has no smaller unit.
 pub const L3_MEAN_PAGE_BYTES_MIN: u64 = 4096;
+/// Minimum of [`NodeOptions::l3_write_bytes_per_day`]: 1 KiB per hour.
+pub const L3_WRITE_BYTES_PER_DAY_MIN: u64 = 24 << 10;
 /// Minimum memory for requests, in bytes. It admits about a dozen connections with small requests.
 pub const REQUEST_BYTES_MIN: u64 = 1 << 20;
 /// Maximum of [`NodeOptions::connections_max`]. Each connection is an open file.
@@ -221,6 +228,9 @@ impl NodeOptions {
         }
         if self.write_after_hits == 0 {
             return Err("--write-after-hits is 0; it must be at least 1, or use --write-policy write-through".into());
+        }
+        if let Some(given) = self.l3_write_bytes_per_day.filter(|bytes| *bytes < L3_WRITE_BYTES_PER_DAY_MIN) {
+            return Err(format!("--l3-write-budget is {given} bytes; the minimum is 24KiB per day"));
         }
         if self.write_policy != WritePolicy::Through && self.l3_devices().is_empty() {
             return Err(format!("--write-policy {} needs an L3: set --data-dir or --l3", self.write_policy));
@@ -356,6 +366,8 @@ mod tests {
                 .contains("--l3-mean-page is 1")
         );
         assert!(NodeOptions { write_after_hits: 0, ..good.clone() }.validate().is_err());
+        let budget = |bytes| NodeOptions { l3_write_bytes_per_day: Some(bytes), ..good.clone() }.validate();
+        assert!(budget(24 << 10).is_ok() && budget(1000).unwrap_err().contains("--l3-write-budget is 1000"));
         let connections = |connections_max| NodeOptions { connections_max, ..good.clone() }.validate();
         assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());
         let idle_timeout = Duration::from_secs(9);

@@ -5,9 +5,12 @@
 //! 2. Bytes reserved for puts plus bytes being written to L3 exceed their budget by at most one
 //!    page.
 //! 3. A dirty page leaves L2 only after its write to L3 was requested. Exceptions: the policy is
-//!    write-through-selective, the page has expired, or the node has no L3.
-//! 4. Hard pins keep at most a quarter of L2, including the ancestors that stay because of them.
-//! 5. A page of a namespace at or below its floor makes room only if no namespace is above its
+//!    write-through-selective, the page has expired, the write budget is spent, or the node has no
+//!    L3.
+//! 4. L2 may refuse a put that is written to L3 at once: every page that could make room is worth
+//!    more. It refuses no page of a namespace within its floor, and no page read from L3.
+//! 5. Hard pins keep at most a quarter of L2, including the ancestors that stay because of them.
+//! 6. A page of a namespace at or below its floor makes room only if no namespace is above its
 //!    floor. Expiry, quotas and forgets are exempt.
 //!
 //! This module decides and `tiers` executes. It does no I/O and reads neither clock nor randomness,
@@ -24,9 +27,12 @@ mod pins;
 mod slots;
 #[cfg(test)]
 mod tests;
+mod write_budget;
 
 use crate::page::Page;
-use larder_evict::{Evicted, EvictionReason, Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Slot};
+use larder_evict::{
+    Evicted, EvictionReason, Evictor, HitDensity, InsertError, NamespaceIndex, NewPage, PageHandle, Slot,
+};
 use larder_format::{PageId, PageKey};
 use larder_runtime::fail_point;
 use namespaces::NamespaceTable;
@@ -34,6 +40,7 @@ use pins::Pins;
 use slots::SlotTable;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use write_budget::WriteBudget;
 
 pub(crate) use slots::hash_shards;
 
@@ -76,6 +83,7 @@ pub struct PolicyActions {
 pub enum PutOutcome {
     /// L2 keeps the page, or its write to L3 was requested, or it has expired already.
     Stored,
+    /// L2 has no room that the rules allow, and L3 does not take the page.
     Rejected,
 }
 
@@ -156,6 +164,7 @@ pub struct L2Policy<P> {
     pins: Pins,
     reserved_bytes: u64,
     writing_bytes: u64,
+    write_budget: WriteBudget,
     writable: bool,
 }
 
@@ -170,6 +179,7 @@ impl<P: Resident> L2Policy<P> {
             pins: Pins::default(),
             reserved_bytes: 0,
             writing_bytes: 0,
+            write_budget: WriteBudget::new(options.l3_write_bytes_per_day),
             writable: true,
             options,
         }
@@ -206,12 +216,19 @@ impl<P: Resident> L2Policy<P> {
         if info.is_expired(now_ms) {
             return PutOutcome::Stored;
         }
-        let admitted = self.admit(page, &info, self.persistence_of_put(), now_ms, actions);
+        // Before the page is resident: the policy then knows only this use.
+        let is_reused = self.evictor.policy().has_seen(self.by_id.hash(&info.id));
+        let writes_now = self.options.has_l3
+            && self.options.write_policy == WritePolicy::Through
+            && self.write_budget.take(info.bytes, is_reused, now_ms);
+        // L2 refuses only pages that L3 takes now. A put that no tier keeps would be repeated.
+        let admitted =
+            self.admit(page, &info, self.persistence_of_put(writes_now), writes_now, now_ms, actions).is_ok();
         let write = match (self.options.write_policy, admitted) {
             _ if !self.options.has_l3 => false,
-            (WritePolicy::Through, _) => true,
+            (WritePolicy::Through, _) => writes_now,
             // Deferred while L2 keeps the page. Refused by L2, it goes to L3 at once.
-            (WritePolicy::Back, admitted) => !admitted,
+            (WritePolicy::Back, admitted) => !admitted && self.write_budget.take(info.bytes, is_reused, now_ms),
             // A page without hits is not worth a write.
             (WritePolicy::Selective, _) => false,
         };
@@ -221,7 +238,8 @@ impl<P: Resident> L2Policy<P> {
         if admitted || write { PutOutcome::Stored } else { PutOutcome::Rejected }
     }
 
-    /// Offers a page that was read from L3. Returns `true` if L2 admits it.
+    /// Offers a page that was read from L3. Returns `true` if L2 admits it. The policy refuses no
+    /// such page: pins and leases need it in L2, and the read of the device is paid for.
     pub fn loaded(&mut self, page: P, now_ms: u64, actions: &mut PolicyActions) -> bool {
         let info = page.info();
         // Under write-back a read must not push out a dirty page that L3 cannot take now.
@@ -229,7 +247,7 @@ impl<P: Resident> L2Policy<P> {
         if info.is_expired(now_ms) || !may_evict {
             return false;
         }
-        self.admit(page, &info, Persistence::Clean, now_ms, actions)
+        self.admit(page, &info, Persistence::Clean, false, now_ms, actions).is_ok()
     }
 
     /// Records a hit of the put with this generation, whose id has this [`page_hash`]. Returns
@@ -248,10 +266,15 @@ impl<P: Resident> L2Policy<P> {
         let Some(state) = self.evictor.name_mut(handle) else { return false };
         state.hits = state.hits.saturating_add(1);
         let PageState { hits, persistence, .. } = *state;
-        let is_due = persistence == Persistence::Candidate
-            && u32::from(hits) >= self.options.write_after_hits.min(u16::MAX.into());
+        let write_after = if self.options.write_policy == WritePolicy::Through {
+            1
+        } else {
+            self.options.write_after_hits.min(u16::MAX.into())
+        };
+        let is_due = persistence == Persistence::Candidate && u32::from(hits) >= write_after;
         let tells_l3 = persistence == Persistence::Clean && hits.is_multiple_of(TOUCH_EVERY);
-        if (is_due && self.has_budget(bytes)) || tells_l3 {
+        let writes = is_due && self.has_budget(bytes) && self.write_budget.take(bytes, true, now_ms);
+        if writes || tells_l3 {
             let Some(id) = self.id_at(slot) else { return false };
             if tells_l3 {
                 actions.touch.push(id);
@@ -323,11 +346,13 @@ impl<P: Resident> L2Policy<P> {
         let ballast = NewPage {
             name: PageState { hits: 0, persistence: Persistence::Unbacked, in_pins: false },
             fingerprint: 0,
+            parent_fingerprint: 0,
             namespace: NamespaceIndex(u32::MAX),
             parent: None,
             position: 0,
             bytes: bytes.min(u32::try_from(self.evictor.capacity_bytes()).unwrap_or(u32::MAX)),
             deadline_ms: None,
+            may_refuse: false,
         };
         let mut evicted = Vec::new();
         if let Ok(handle) = self.evictor.insert(ballast, now_ms, &mut evicted) {
@@ -393,19 +418,26 @@ impl<P: Resident> L2Policy<P> {
         self.dirty.len()
     }
 
-    /// Returns `true` while eviction follows LRU because the learnt order would do worse.
-    pub fn follows_lru(&self) -> bool {
-        self.evictor.policy().follows_lru()
+    /// Number of writes to L3 that the write budget denied.
+    pub fn writes_denied(&self) -> u64 {
+        self.write_budget.denied()
+    }
+
+    /// The eviction policy, for its figures.
+    pub fn eviction(&self) -> &HitDensity {
+        self.evictor.policy()
     }
 
     fn writes_back(&self) -> bool {
         self.options.has_l3 && self.options.write_policy == WritePolicy::Back
     }
 
-    fn persistence_of_put(&self) -> Persistence {
+    fn persistence_of_put(&self, writes_now: bool) -> Persistence {
         match self.options.write_policy {
             _ if !self.options.has_l3 => Persistence::Unbacked,
-            WritePolicy::Through => Persistence::Writing,
+            WritePolicy::Through if writes_now => Persistence::Writing,
+            // The write budget is short: the page is written at its second use.
+            WritePolicy::Through => Persistence::Candidate,
             WritePolicy::Selective => Persistence::Candidate,
             WritePolicy::Back => Persistence::Dirty,
         }
@@ -470,9 +502,10 @@ impl<P: Resident> L2Policy<P> {
         page: P,
         info: &PageInfo,
         persistence: Persistence,
+        may_refuse: bool,
         now_ms: u64,
         actions: &mut PolicyActions,
-    ) -> bool {
+    ) -> Result<(), InsertError> {
         self.forget(&info.id);
         let mut evicted = Vec::new();
         // Expired pages go first: they make room, and an expired parent must not be found below.
@@ -484,11 +517,13 @@ impl<P: Resident> L2Policy<P> {
         let new = NewPage {
             name: PageState { hits: 0, persistence, in_pins: false },
             fingerprint: hash,
+            parent_fingerprint: self.parent_fingerprint(info),
             namespace,
             parent,
             position: info.position,
             bytes: info.bytes,
             deadline_ms: Some(info.deadline_ms()).filter(|deadline_ms| *deadline_ms != u64::MAX),
+            may_refuse,
         };
         let admitted = self.evictor.insert(new, now_ms, &mut evicted);
         // Before the page takes its slot, which may be that of an evicted one.
@@ -500,7 +535,13 @@ impl<P: Resident> L2Policy<P> {
             }
             Err(_) => self.namespaces.remove_page(info.id.namespace, info.bytes),
         }
-        admitted.is_ok()
+        admitted.map(|_| ())
+    }
+
+    /// Fingerprint of the parent's id, resident or not. 0 for a first page.
+    fn parent_fingerprint(&self, info: &PageInfo) -> u64 {
+        let parent = PageId { key: info.parent, ..info.id };
+        if info.parent == PageKey::NONE { 0 } else { self.by_id.hash(&parent) }
     }
 
     fn take_slot(&mut self, slot: Slot, hash: u64, page: P) {
@@ -536,6 +577,7 @@ impl<P: Resident> L2Policy<P> {
             let info = page.info();
             if state.persistence == Persistence::Dirty
                 && info.deadline_ms() > now_ms
+                && self.write_budget.take(bytes, state.hits > 0, now_ms)
                 && !fail_point!("node.write-back-drops-dirty")
             {
                 self.begin_write(info.id, bytes, actions);

@@ -218,6 +218,7 @@ impl Puts {
         };
         // Visible before the put closes, so that no reader finds it in neither place.
         let page = Arc::new(self.tiers.page(meta, payload));
+        let bytes = u64::from(page.bytes());
         let Some(is_stored) = put.end_by(|reservation| self.tiers.insert(page, reservation)) else {
             return CommitOutcome::Incomplete;
         };
@@ -228,6 +229,7 @@ impl Puts {
             return CommitOutcome::Incomplete;
         }
         self.metrics.pages_put.inc();
+        self.metrics.put_bytes.inc_by(bytes);
         self.close(put, Progress::Sealed);
         CommitOutcome::Stored
     }

@@ -215,11 +215,13 @@ impl Tiers {
             has_l3: !devices.is_empty(),
             write_policy: options.write_policy,
             write_after_hits: options.write_after_hits,
+            l3_write_bytes_per_day: options.l3_write_bytes_per_day,
             quota_default: options.quota_default,
             quotas: options.quotas.clone(),
             seed,
         });
-        let hits_write = !devices.is_empty() && options.write_policy == WritePolicy::Selective;
+        let waits_for_hits = options.write_policy == WritePolicy::Selective || options.l3_write_bytes_per_day.is_some();
+        let hits_write = !devices.is_empty() && waits_for_hits;
         Arc::new_cyclic(|this: &Weak<Tiers>| {
             // Weak: the devices must not keep the tiers alive that own them.
             let listener = this.clone();

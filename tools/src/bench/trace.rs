@@ -5,20 +5,28 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use flate2::read::MultiGzDecoder;
-use larder_evict::replay::{PolicyKind, Trace, run as replay};
+use larder_evict::replay::{ATTENTION_TOKENS, Outcome, PolicyKind, Trace, run as replay};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 #[derive(Debug, Parser)]
 pub struct Args {
-    /// Trace in Mooncake's format: one JSON object per line with `timestamp` and `hash_ids`, one id
-    /// per 512 tokens. May be gzipped
+    /// Trace in Mooncake's format: one JSON object per line with `timestamp`, `input_length` and
+    /// `hash_ids`, one id per block. May be gzipped
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Cache capacities in tokens, with suffix `k`, `M` or `G` for thousands, millions or billions
-    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = token_count, default_value = "300k,1M,3M,10M,30M,50M")]
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = token_count, default_value = "300k,1M,3M,10M,30M")]
     capacity: Vec<u64>,
+    /// Tokens per block. By default the power of two that fits the lengths of the prompts
+    #[arg(long, value_name = "TOKENS")]
+    block_tokens: Option<NonZeroU64>,
+    /// Bytes of KV per token, for the bytes written. The default is that of Llama 3 8B in 16 bits
+    #[arg(long, value_name = "BYTES", default_value = "131072")]
+    token_bytes: NonZeroU64,
     /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
@@ -50,39 +58,93 @@ fn open(path: &Path) -> Result<Box<dyn BufRead>> {
     Ok(if gzipped { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
 }
 
+/// One row of the table: a policy at a capacity.
+struct Measured {
+    policy: PolicyKind,
+    outcome: Outcome,
+    ns_per_access: f64,
+}
+
+fn measure(trace: &Trace, policy: PolicyKind, capacity: u64) -> Measured {
+    let began = Instant::now();
+    let outcome = replay(trace, policy, capacity);
+    Measured { policy, outcome, ns_per_access: began.elapsed().as_nanos() as f64 / outcome.blocks.max(1) as f64 }
+}
+
+impl Measured {
+    fn json(&self, capacity_tokens: u64, block_bytes: u64) -> serde_json::Value {
+        serde_json::json!({
+            "policy": self.policy.name(),
+            "capacity_tokens": capacity_tokens,
+            "hit_rate": self.outcome.rate(),
+            "work_saved": self.outcome.work_rate(),
+            "written_bytes": self.outcome.written * block_bytes,
+            "ns_per_access": self.ns_per_access,
+            "policy_bytes_per_block": self.outcome.policy_bytes_per_block(),
+        })
+    }
+
+    fn cells(&self, capacity_tokens: u64, block_bytes: u64, lru: &Outcome) -> Vec<Cell> {
+        let dash = || "-".to_string();
+        let offline = self.policy == PolicyKind::Belady;
+        let ratio = if lru.hits > 0 { format!("{:.2}×", self.outcome.rate() / lru.rate()) } else { dash() };
+        let cells = [
+            capacity_tokens.to_string(),
+            self.policy.to_string(),
+            format!("{:.2} %", self.outcome.rate() * 100.0),
+            ratio,
+            format!("{:.2} %", self.outcome.work_rate() * 100.0),
+            format!("{:.0}", (self.outcome.written * block_bytes) as f64 / f64::from(1u32 << 30)),
+            if offline { dash() } else { format!("{:.0}", self.ns_per_access) },
+            self.outcome.policy_bytes_per_block().map_or_else(dash, |bytes| format!("{bytes:.0}")),
+        ];
+        cells.into_iter().map(|text| Cell::new(text).set_alignment(CellAlignment::Right)).collect()
+    }
+}
+
 pub fn run(args: &Args) -> Result<()> {
-    let trace =
+    let mut trace =
         Trace::read(open(&args.file)?).with_context(|| format!("cannot read the trace {}", args.file.display()))?;
+    if let Some(tokens) = args.block_tokens {
+        trace.set_block_tokens(tokens.get());
+    }
+    let block_bytes = trace.block_tokens() * args.token_bytes.get();
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    let header =
-        ["capacity (tokens)".to_string()].into_iter().chain(PolicyKind::ALL.iter().map(|p| p.name().to_string()));
-    table.set_header(header.chain(["larder / lru".to_string()]));
+    table.set_header([
+        "capacity (tokens)",
+        "policy",
+        "hits",
+        "/ lru",
+        "work saved",
+        "written (GiB)",
+        "ns/access",
+        "bytes/block",
+    ]);
     for &capacity in &args.capacity {
-        let rates = PolicyKind::ALL.map(|policy| (policy, replay(&trace, policy, capacity).rate()));
-        if args.json {
-            for (policy, rate) in rates {
-                let line = serde_json::json!({"policy": policy.name(), "capacity_tokens": capacity, "hit_rate": rate});
-                say!("{line}");
+        let measured = PolicyKind::ALL.map(|policy| measure(&trace, policy, capacity));
+        let lru = measured[0].outcome;
+        for row in &measured {
+            if args.json {
+                say!("{}", row.json(capacity, block_bytes));
+            } else {
+                table.add_row(row.cells(capacity, block_bytes, &lru));
             }
-            continue;
         }
-        let rate = |wanted| rates.iter().find(|(policy, _)| *policy == wanted).map_or(0.0, |(_, rate)| *rate);
-        let ratio = rate(PolicyKind::HitDensity) / rate(PolicyKind::Lru);
-        let cells = [capacity.to_string()]
-            .into_iter()
-            .chain(rates.iter().map(|(_, rate)| format!("{:.2} %", rate * 100.0)))
-            .chain([format!("{ratio:.2}×")]);
-        table.add_row(cells.map(|text| Cell::new(text).set_alignment(CellAlignment::Right)));
     }
     if !args.json {
         say!(
-            "{}: {} requests, {} distinct blocks of 512 tokens; a block is a hit only if all blocks before it are",
+            "{}: {} requests, {} distinct blocks of {} tokens; a block is a hit only if all blocks before it are",
             args.file.display(),
             trace.requests().len(),
-            trace.blocks_distinct()
+            trace.blocks_distinct(),
+            trace.block_tokens()
         );
         say!("{table}");
+        say!(
+            "work saved: hits weighted by their computation; a block at {ATTENTION_TOKENS} tokens counts twice\n\
+             bytes/block: state of the policy, with its fixed tables, per resident block"
+        );
     }
     Ok(())
 }

@@ -63,6 +63,11 @@ impl NamespaceUsage {
         self.used_bytes.saturating_add(u64::from(more_bytes)) > self.quota_bytes
     }
 
+    /// Returns `true` if the namespace has a floor, and stays within it with `more_bytes`.
+    pub(super) fn within_floor(&self, more_bytes: u32) -> bool {
+        self.used_bytes.saturating_add(u64::from(more_bytes)) <= self.floor_bytes
+    }
+
     fn has_offered_page(&self) -> bool {
         self.lists.iter().any(|list| list.first != NO_SLOT)
     }

@@ -1,20 +1,21 @@
 //! Buckets of evictable pages, by class and age.
 //!
 //! Invariants:
-//! - An offered page is in exactly one bucket: that of its class and of `span`, the span of its age
-//!   at the last sweep.
+//! - An offered page is in exactly one bucket: that of its class, and of the span of its age at the
+//!   last sweep.
 //! - Within a bucket pages are roughly in order of age, oldest first.
 //! - `occupied` has a bit for each bucket that is not empty, at the bucket's rank. So the first set
 //!   bit is the bucket of lowest density.
 
 use super::Page;
-use super::classes::{CLASSES, SPANS, span_of, span_start};
+use super::classes::{CLASSES, Class, SPANS, span_of, span_start};
 use crate::policy::Slot;
 
 pub(super) const NONE: u32 = u32::MAX;
-pub(super) const NOT_OFFERED: u8 = u8::MAX;
+pub(super) const NOT_OFFERED: u16 = u16::MAX;
 
 const BUCKETS: usize = CLASSES * SPANS;
+const _: () = assert!(BUCKETS < NOT_OFFERED as usize);
 /// Steps of the search for a page's position in its bucket, from either end. It bounds the cost;
 /// the order is approximate.
 const WALK_MAX: usize = 8;
@@ -69,9 +70,21 @@ impl AgeBuckets {
     }
 
     pub(super) fn lowest_density(&self) -> Option<Slot> {
+        Some(Slot(self.buckets[usize::from(self.bucket_of[self.lowest_rank()?])].oldest))
+    }
+
+    /// Returns `true` if a page of this class that arrives now ranks below all offered pages.
+    pub(super) fn ranks_below_all(&self, class: Class) -> bool {
+        self.lowest_rank().is_some_and(|lowest| usize::from(self.rank_of[class.index()]) < lowest)
+    }
+
+    fn lowest_rank(&self) -> Option<usize> {
         let word = self.occupied.iter().position(|word| *word != 0)?;
-        let rank = word * 64 + self.occupied[word].trailing_zeros() as usize;
-        Some(Slot(self.buckets[self.bucket_of[rank] as usize].oldest))
+        Some(word * 64 + self.occupied[word].trailing_zeros() as usize)
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        BUCKETS * (size_of::<Bucket>() + 2 * size_of::<u16>()) + self.occupied.len() * 8
     }
 
     pub(super) fn oldest(&self, pages: &[Page]) -> Option<Slot> {
@@ -84,11 +97,20 @@ impl AgeBuckets {
         Some(Slot(oldest))
     }
 
+    /// A youngest page, for a policy that chooses badly.
+    #[cfg(test)]
+    pub(super) fn newest(&self, pages: &[Page]) -> Option<Slot> {
+        let span = (0..SPANS).find(|span| self.pages_of_span[*span] > 0)?;
+        let youngest = self.buckets[span * CLASSES..][..CLASSES].iter().map(|bucket| bucket.youngest);
+        let youngest = youngest.filter(|page| *page != NONE);
+        youngest.max_by_key(|page| (pages[*page as usize].run, pages[*page as usize].position)).map(Slot)
+    }
+
     pub(super) fn enter(&mut self, pages: &mut [Page], slot: Slot, now: u64) {
         let page = &mut pages[slot.index()];
         let span = span_of(now.saturating_sub(page.run));
-        page.span = span as u8;
-        let bucket = bucket_of(page);
+        let bucket = span * CLASSES + page.class().index();
+        page.bucket = bucket as u16;
         let older = self.insertion_point(pages, bucket, pages[slot.index()].run);
         let younger = match older {
             NONE => self.buckets[bucket].oldest,
@@ -103,7 +125,7 @@ impl AgeBuckets {
 
     pub(super) fn leave(&mut self, pages: &mut [Page], slot: Slot) {
         let page = pages[slot.index()];
-        let bucket = bucket_of(&page);
+        let bucket = usize::from(page.bucket);
         match page.previous {
             NONE => self.buckets[bucket].oldest = page.next,
             older => pages[older as usize].next = page.next,
@@ -112,8 +134,8 @@ impl AgeBuckets {
             NONE => self.buckets[bucket].youngest = page.previous,
             younger => pages[younger as usize].previous = page.previous,
         }
-        pages[slot.index()].span = NOT_OFFERED;
-        self.pages_of_span[page.span as usize] -= 1;
+        pages[slot.index()].bucket = NOT_OFFERED;
+        self.pages_of_span[bucket / CLASSES] -= 1;
         self.update_occupied(bucket);
     }
 
@@ -191,8 +213,4 @@ impl AgeBuckets {
             self.occupied[rank / 64] |= bit;
         }
     }
-}
-
-fn bucket_of(page: &Page) -> usize {
-    page.span as usize * CLASSES + page.class.index()
 }

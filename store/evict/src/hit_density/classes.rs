@@ -1,15 +1,19 @@
 //! Classes of pages, and spans of ages.
 //!
-//! The best predictor of a page with several accesses is their number and the gap between the last
-//! two: fast accesses go on fast, slow ones slow. A page with one access has no such history. It
-//! behaves like the sequence that it continues.
+//! The best predictor of a page's next access is the gap between its accesses: fast accesses go on
+//! fast, slow ones slow. A page keeps an average of its gaps. A page with one access takes that of
+//! the page before it: the pages of one session return together. Without any gap it behaves like
+//! the sequence that it continues.
 
+use crate::policy::TICKS_PER_MS;
 use std::ops::Range;
 
-pub(super) const HITS: usize = 6;
-/// Number of classes of pages with one access, by the popularity of their sequence.
+/// Number of classes of access counts. Pages with one access are in the first two: without a gap,
+/// and with that of their sequence.
+pub(super) const HITS: usize = 7;
+/// Number of classes of pages without a gap, by the popularity of their sequence.
 const HEATS: usize = 5;
-/// Number of classes of the other pages, by the gap between their last two accesses.
+/// Number of classes of the other pages, by the average of their gaps.
 const GAPS: usize = SPANS / SPANS_PER_GAP;
 const POSITIONS: usize = 4;
 pub(super) const HISTORIES: usize = HEATS + (HITS - 1) * GAPS;
@@ -18,32 +22,110 @@ pub(super) const CLASSES: usize = HISTORIES * POSITIONS;
 /// Spans of ages that form one class of gaps.
 const SPANS_PER_GAP: usize = 4;
 pub(super) const SPANS: usize = 40;
-/// Length of the first span in accesses.
-const SPAN_FIRST: u64 = 64;
+/// Length of the first span in ticks.
+const SPAN_FIRST: u64 = 64 * TICKS_PER_MS;
 
-/// A class of pages whose density is estimated together. Pages of one class have a similar number
-/// of accesses, a similar gap and a similar position.
+/// Resolution of an average gap, in parts of a span. The average must move by less than a span.
+const PARTS_PER_SPAN: usize = 6;
+/// Share of the latest gap in the average, in tenths.
+const LATEST_TENTHS: usize = 3;
+const NO_GAP: u8 = u8::MAX;
+const _: () = assert!(SPANS * PARTS_PER_SPAN <= NO_GAP as usize);
+
+/// Maximum of a known access count.
+const ACCESSES_MAX: u8 = 15;
+const HEAT_SHIFT: u32 = 4;
+const REFUSED: u8 = 1 << 7;
+
+/// History of a page: its access count, including accesses before an earlier eviction, its average
+/// gap, and the popularity of its sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct History {
+    /// Access count in the lowest four bits, heat in the next three. The highest bit marks ghost
+    /// entries of refused pages.
+    packed: u8,
+    /// Average gap in parts of a span, or [`NO_GAP`].
+    gap: u8,
+}
+
+impl History {
+    /// The first access to the first page of a sequence.
+    pub(super) const FIRST: History = History { packed: 1, gap: NO_GAP };
+
+    /// First access to a page behind a page with this history.
+    pub(super) fn of_child(self) -> History {
+        let heat = match self.accesses() {
+            0..=1 => self.heat().max(1),
+            2..=3 => 2,
+            4..=14 => 3,
+            _ => 4,
+        };
+        History { packed: 1 | (heat << HEAT_SHIFT), gap: self.gap }
+    }
+
+    /// One more access, `gap` ticks after the last one.
+    pub(super) fn after(self, gap: u64) -> History {
+        let accesses = (self.accesses() + 1).min(ACCESSES_MAX);
+        let latest = span_of(gap) * PARTS_PER_SPAN + PARTS_PER_SPAN / 2;
+        let gap = match self.gap {
+            NO_GAP => latest,
+            before => (usize::from(before) * (10 - LATEST_TENTHS) + latest * LATEST_TENTHS + 5) / 10,
+        };
+        History { packed: accesses | (self.heat() << HEAT_SHIFT), gap: gap as u8 }
+    }
+
+    pub(super) fn accesses(self) -> u8 {
+        self.packed & ACCESSES_MAX
+    }
+
+    /// Marks the history of a page that was refused.
+    pub(super) fn refused(self) -> History {
+        History { packed: self.packed | REFUSED, ..self }
+    }
+
+    pub(super) fn is_refused(self) -> bool {
+        self.packed & REFUSED != 0
+    }
+
+    fn heat(self) -> u8 {
+        (self.packed & !REFUSED) >> HEAT_SHIFT
+    }
+
+    fn hits_class(self) -> usize {
+        match self.accesses() {
+            _ if self.gap == NO_GAP => 0,
+            0..=1 => 1,
+            2 => 2,
+            3 => 3,
+            4..=5 => 4,
+            6..=9 => 5,
+            _ => 6,
+        }
+    }
+}
+
+/// A class of pages whose density is estimated together. Pages of one class have a similar history
+/// and a similar position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Class(pub u8);
+pub(super) struct Class(pub u16);
 
 impl Class {
-    /// Class of a page. `gap` matters with several accesses, `heat` with one.
-    pub(super) fn of(accesses: u8, gap: u64, heat: u8, position: u32) -> Class {
+    pub(super) fn of(history: History, position: u32) -> Class {
         let position_class = match position {
             0 => 0,
             1..=7 => 1,
             8..=31 => 2,
             _ => 3,
         };
-        let history = match hits_class(accesses) {
-            0 => heat as usize,
-            hits => HEATS + (hits - 1) * GAPS + span_of(gap) / SPANS_PER_GAP,
+        let index = match history.hits_class() {
+            0 => usize::from(history.heat()),
+            hits => HEATS + (hits - 1) * GAPS + usize::from(history.gap) / PARTS_PER_SPAN / SPANS_PER_GAP,
         };
-        Class((history * POSITIONS + position_class) as u8)
+        Class((index * POSITIONS + position_class) as u16)
     }
 
     pub(super) fn index(self) -> usize {
-        self.0 as usize
+        usize::from(self.0)
     }
 }
 
@@ -53,30 +135,6 @@ pub(super) fn classes_of(history: usize) -> Range<usize> {
 
 pub(super) fn hits_of(history: usize) -> usize {
     history.checked_sub(HEATS).map_or(0, |history| 1 + history / GAPS)
-}
-
-fn hits_class(accesses: u8) -> usize {
-    match accesses {
-        0..=1 => 0,
-        2 => 1,
-        3 => 2,
-        4..=5 => 3,
-        6..=9 => 4,
-        _ => 5,
-    }
-}
-
-const _: () = assert!(CLASSES <= 1 << u8::BITS);
-
-/// Popularity class of a page whose parent has this access count and class. Pages that arrive in
-/// one run share it.
-pub(super) fn heat_of_child(parent_accesses: u8, parent_heat: u8) -> u8 {
-    match parent_accesses {
-        0..=1 => parent_heat.max(1),
-        2..=3 => 2,
-        4..=15 => 3,
-        _ => 4,
-    }
 }
 
 pub(super) fn span_of(age: u64) -> usize {
@@ -120,24 +178,38 @@ mod tests {
 
     #[test]
     fn every_page_has_a_class() {
-        for accesses in 0..=u8::MAX {
-            for heat in (0..=u8::MAX).map(|parent| heat_of_child(parent, 0)) {
-                for (position, gap) in
-                    [0, 1, 7, 8, 31, 32, u32::MAX].into_iter().zip((0..).map(|gap| 1u64 << (gap * 9)))
-                {
-                    let class = Class::of(accesses, gap, heat, position);
+        for packed in 0..=u8::MAX {
+            for gap in (0..(SPANS * PARTS_PER_SPAN) as u8).chain([NO_GAP]) {
+                let history = History { packed: packed % (5 << HEAT_SHIFT) | (packed & REFUSED), gap };
+                for position in [0, 1, 7, 8, 31, 32, u32::MAX] {
+                    let class = Class::of(history, position);
                     assert!(class.index() < CLASSES);
-                    let history = (0..HISTORIES).find(|history| classes_of(*history).contains(&class.index())).unwrap();
-                    assert_eq!(hits_of(history), hits_class(accesses));
+                    let index = (0..HISTORIES).find(|index| classes_of(*index).contains(&class.index())).unwrap();
+                    assert_eq!(hits_of(index), history.hits_class());
                 }
             }
         }
     }
 
     #[test]
-    fn gap_of_the_last_accesses_separates_classes() {
-        assert_ne!(Class::of(2, 100, 0, 0), Class::of(2, 10_000, 0, 0));
-        assert_eq!(Class::of(1, 100, 0, 0), Class::of(1, 10_000, 0, 0));
-        assert_ne!(Class::of(1, 0, 1, 0), Class::of(1, 0, 2, 0));
+    fn average_gap_follows_the_gaps_and_separates_classes() {
+        let mut slow = History::FIRST;
+        (0..20).for_each(|_| slow = slow.after(span_start(20)));
+        assert_eq!(usize::from(slow.gap) / PARTS_PER_SPAN, 20);
+        let mut fast = slow;
+        (0..20).for_each(|_| fast = fast.after(0));
+        assert!(usize::from(fast.gap) / PARTS_PER_SPAN < SPANS_PER_GAP);
+        assert_ne!(Class::of(slow, 0), Class::of(fast, 0));
+        // One outlier moves a page by few spans.
+        let gap = slow.after(0).gap;
+        assert!(gap < slow.gap && usize::from(gap) / PARTS_PER_SPAN >= 12, "{gap}");
+    }
+
+    #[test]
+    fn page_with_one_access_takes_the_gap_of_its_sequence() {
+        let parent = History::FIRST.after(span_start(20));
+        assert_eq!(parent.of_child().gap, parent.gap);
+        assert_ne!(Class::of(parent.of_child(), 9), Class::of(History::FIRST.of_child(), 9));
+        assert_eq!(Class::of(parent.refused(), 9), Class::of(parent, 9));
     }
 }

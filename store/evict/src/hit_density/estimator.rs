@@ -13,9 +13,11 @@
 //! *Density.* The density of a page is the maximum, over all ages up to which it may be kept, of
 //! expected hits divided by expected time (the Gittins index).
 //!
-//! *Decay.* Old counts decay, with a half-life that grows with the number of resident pages.
+//! *Decay.* Old counts decay, with a half-life in accesses that grows with the number of resident
+//! pages. Ages are times, in ticks.
 
 use super::classes::{CLASSES, Class, HISTORIES, HITS, SPANS, classes_of, hits_of, span_of, span_start};
+use crate::map_bytes;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -24,7 +26,7 @@ const TRACKED_MAX: usize = 1 << 16;
 const TRACKED_PER_RESIDENT: usize = 4;
 /// Accesses between two updates of the estimate. The interval grows with the age of the cache,
 /// within these bounds.
-const UPDATE_INTERVAL: std::ops::RangeInclusive<u64> = 1 << 8..=1 << 13;
+const UPDATE_INTERVAL: std::ops::RangeInclusive<u64> = 1 << 8..=1 << 14;
 const HALF_LIFE_MIN: u64 = 1 << 19;
 /// Half-life of the counts per resident page, in accesses.
 const HALF_LIFE_PER_RESIDENT: u64 = 16;
@@ -62,7 +64,8 @@ pub(super) struct DensityEstimator {
     sample_bits: u32,
     counts: Vec<Counts>,
     density: Vec<f32>,
-    first_at: Option<u64>,
+    /// Accesses to all pages.
+    accesses: u64,
     updated_at: u64,
     due_at: u64,
 }
@@ -76,17 +79,14 @@ impl DensityEstimator {
             sample_bits: 0,
             counts: vec![none; CLASSES],
             density: vec![0.0; CLASSES * SPANS],
-            first_at: None,
+            accesses: 0,
             updated_at: 0,
-            due_at: 0,
+            due_at: *UPDATE_INTERVAL.start(),
         }
     }
 
     pub(super) fn access(&mut self, hash: u64, class: Class, now: u64) {
-        if self.first_at.is_none() {
-            self.first_at = Some(now);
-            self.due_at = now + UPDATE_INTERVAL.start();
-        }
+        self.accesses += 1;
         if !self.is_sampled(hash) {
             return;
         }
@@ -106,8 +106,8 @@ impl DensityEstimator {
         }
     }
 
-    pub(super) fn is_due(&self, now: u64) -> bool {
-        now >= self.due_at
+    pub(super) fn is_due(&self) -> bool {
+        self.accesses >= self.due_at
     }
 
     /// Updates the estimate. Returns densities, indexed by span, then class. Costs a pass over the
@@ -116,15 +116,14 @@ impl DensityEstimator {
         if (residents >> self.sample_bits) * TRACKED_PER_RESIDENT > TRACKED_MAX {
             self.halve_sample();
         }
-        self.decay(now, residents);
+        self.decay(residents);
         let mut counts = self.counts.clone();
         for tracked in self.tracked.values() {
             counts[tracked.class.index()].end(now - tracked.since);
         }
         let observed: Vec<Observed> = counts.iter().map(Observed::of).collect();
         self.estimate(&observed);
-        let age = now - self.first_at.unwrap_or(now);
-        self.due_at = now + age.clamp(*UPDATE_INTERVAL.start(), *UPDATE_INTERVAL.end());
+        self.due_at = self.accesses + self.accesses.clamp(*UPDATE_INTERVAL.start(), *UPDATE_INTERVAL.end());
         &self.density
     }
 
@@ -144,6 +143,32 @@ impl DensityEstimator {
                 }
             }
         }
+    }
+
+    /// Ends of the spans with the first tenth, the first half and the first nine tenths of the gaps
+    /// between accesses. `None` without any.
+    pub(super) fn gaps(&self) -> Option<[u64; 3]> {
+        let mut of_span: Rates = [0.0; SPANS];
+        for counts in &self.counts {
+            of_span.iter_mut().zip(&counts.requests).for_each(|(sum, count)| *sum += count);
+        }
+        let all: f64 = of_span.iter().sum();
+        let end_of = |share: f64| {
+            let mut sum = 0.0;
+            let span = of_span.iter().position(|count| {
+                sum += count;
+                sum >= share * all
+            });
+            span_start(span.unwrap_or(SPANS - 1) + 1)
+        };
+        (all > 0.0).then(|| [0.1, 0.5, 0.9].map(end_of))
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        map_bytes::<(u64, Tracked)>(self.tracked.capacity())
+            + self.order.capacity() * size_of::<(u64, u64)>()
+            + self.counts.len() * size_of::<Counts>()
+            + self.density.len() * size_of::<f32>()
     }
 
     fn is_sampled(&self, hash: u64) -> bool {
@@ -167,10 +192,10 @@ impl DensityEstimator {
         self.counts.iter_mut().for_each(|counts| counts.scale(0.5));
     }
 
-    fn decay(&mut self, now: u64, residents: usize) {
+    fn decay(&mut self, residents: usize) {
         let half_life = HALF_LIFE_MIN.max(residents as u64 * HALF_LIFE_PER_RESIDENT) as f64;
-        let passed = now - self.updated_at.max(self.first_at.unwrap_or(now));
-        self.updated_at = now;
+        let passed = self.accesses - self.updated_at;
+        self.updated_at = self.accesses;
         let scale = 1.0 / (1.0 + std::f64::consts::LN_2 * passed as f64 / half_life);
         self.counts.iter_mut().for_each(|counts| counts.scale(scale));
     }
@@ -327,6 +352,18 @@ mod tests {
         }
         let density = estimator.update((1 << 32) + 4000, 100);
         assert!(density[soon.index()] > 10.0 * density[never.index()]);
+    }
+
+    #[test]
+    fn gaps_are_those_of_the_traffic() {
+        let mut estimator = DensityEstimator::new();
+        assert_eq!(estimator.gaps(), None);
+        let mut now = 0;
+        for number in 0..100u64 {
+            now += if number % 4 == 0 { span_start(20) } else { span_start(10) };
+            estimator.access(0, Class(0), now);
+        }
+        assert_eq!(estimator.gaps(), Some([span_start(11), span_start(11), span_start(21)]));
     }
 
     #[test]

@@ -1,80 +1,96 @@
-//! Ghost entries: access count and last access of evicted pages.
+//! Ghost entries: the past of pages that were evicted or refused.
 //!
-//! A direct-mapped table: the hash gives the slot, and the latest entry stays. An entry holds 16
-//! bits of the hash, 12 bits of the time and 4 bits of the access count. Time is counted in ticks
-//! that grow with the table, so that it wraps around only after most entries were overwritten.
+//! A direct-mapped table: the hash gives the slot, and the latest entry stays. An entry holds a tag
+//! of the hash, the time of the last access in units of [`UNIT_TICKS`], and the history. The time
+//! wraps around after 4.6 hours, when most entries were overwritten.
 
-/// Minimum number of slots. Up to half as many resident pages, the table has this fixed size.
-const SLOTS_MIN: usize = 1 << 16;
-const SLOTS_PER_PAGE: usize = 2;
-const TICKS_PER_SLOTS: u32 = 1 << 8;
-const TAG_SHIFT: u32 = 40;
-const TICK_BITS: u32 = 12;
-const ACCESSES_BITS: u32 = 4;
+use super::classes::History;
+use crate::policy::TICKS_PER_MS;
+
+/// Minimum number of slots. Up to as many resident pages, the table has this fixed size. Smaller
+/// tables forget refused pages before they return.
+const SLOTS_MIN: usize = 1 << 20;
+const UNIT_TICKS: u64 = 256 * TICKS_PER_MS;
+const TAG_SHIFT: u32 = 44;
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Ghost {
+    tag: u16,
+    /// Time of the last access, in units.
+    at: u16,
+    history: History,
+}
+
+const _: () = assert!(size_of::<Ghost>() <= 6);
 
 #[derive(Debug)]
 pub(super) struct GhostTable {
-    /// Tag, tick of the last access, access count. Zero: empty.
-    slots: Vec<u32>,
+    slots: Vec<Ghost>,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct PastUse {
-    /// Accesses before the eviction, at most 15. 0: unknown.
-    pub(super) accesses: u8,
-    /// Accesses of the cache since the last of them, to the tick.
+/// What the table remembers of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Past {
+    pub(super) history: History,
+    /// Ticks since the last access, to the unit.
     pub(super) gap: u64,
 }
 
 impl GhostTable {
     pub(super) fn new() -> GhostTable {
-        GhostTable { slots: vec![0; SLOTS_MIN] }
+        GhostTable { slots: vec![Ghost::default(); SLOTS_MIN] }
     }
 
-    /// Records an evicted page that had `accesses` accesses, the last at `run`.
-    pub(super) fn put(&mut self, hash: u64, accesses: u8, run: u64) {
-        let accesses = u32::from(accesses).min((1 << ACCESSES_BITS) - 1);
+    /// Records a page whose last access was at `run`.
+    pub(super) fn put(&mut self, hash: u64, history: History, run: u64) {
         let slot = self.slot(hash);
-        self.slots[slot] = tag(hash) | (self.tick(run) << ACCESSES_BITS) | accesses;
+        self.slots[slot] = Ghost { tag: tag(hash), at: unit(run), history };
     }
 
-    pub(super) fn take(&mut self, hash: u64, run: u64) -> PastUse {
-        let slot = self.slot(hash);
-        let entry = self.slots[slot];
-        if entry == 0 || tag(hash) != entry & tag(u64::MAX) {
-            return PastUse::default();
+    pub(super) fn find(&self, hash: u64, run: u64) -> Option<Past> {
+        let ghost = self.slots[self.slot(hash)];
+        if ghost.tag != tag(hash) {
+            return None;
         }
-        self.slots[slot] = 0;
-        let ticks = self.tick(run).wrapping_sub(entry >> ACCESSES_BITS) & ((1 << TICK_BITS) - 1);
-        let accesses = entry & ((1 << ACCESSES_BITS) - 1);
-        PastUse { accesses: accesses as u8, gap: u64::from(ticks) << self.tick_shift() }
+        // Half a unit stands for the rounded part.
+        let units = unit(run).wrapping_sub(ghost.at);
+        let gap = (u64::from(units) * UNIT_TICKS).max(UNIT_TICKS / 2);
+        Some(Past { history: ghost.history, gap })
+    }
+
+    pub(super) fn remove(&mut self, hash: u64) {
+        let slot = self.slot(hash);
+        if self.slots[slot].tag == tag(hash) {
+            self.slots[slot] = Ghost::default();
+        }
     }
 
     /// Doubles the table for many residents, and drops all entries. It grows only while the cache
     /// fills, when few pages were evicted.
     pub(super) fn grow_for(&mut self, residents: usize) {
-        if residents * SLOTS_PER_PAGE > self.slots.len() {
+        if residents > self.slots.len() {
             let slots = 2 * self.slots.len();
             self.slots = Vec::new();
-            self.slots.resize(slots, 0);
+            self.slots.resize(slots, Ghost::default());
         }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.slots.capacity() * size_of::<Ghost>()
     }
 
     fn slot(&self, hash: u64) -> usize {
         hash as usize & (self.slots.len() - 1)
     }
-
-    fn tick(&self, run: u64) -> u32 {
-        (run >> self.tick_shift()) as u32 & ((1 << TICK_BITS) - 1)
-    }
-
-    fn tick_shift(&self) -> u32 {
-        (self.slots.len() as u64 / u64::from(TICKS_PER_SLOTS)).ilog2()
-    }
 }
 
-fn tag(hash: u64) -> u32 {
-    ((hash >> TAG_SHIFT) as u32) << (TICK_BITS + ACCESSES_BITS)
+fn unit(run: u64) -> u16 {
+    (run / UNIT_TICKS) as u16
+}
+
+/// Tag of a hash. It is never 0, which marks an empty slot.
+fn tag(hash: u64) -> u16 {
+    ((hash >> TAG_SHIFT) as u16).max(1)
 }
 
 const _: () = assert!(SLOTS_MIN.is_power_of_two());
@@ -84,32 +100,36 @@ mod tests {
     use super::*;
 
     const HASH: u64 = 0x1234_5678_9abc_def0;
-    const TICK: u64 = SLOTS_MIN as u64 / TICKS_PER_SLOTS as u64;
+    const HISTORY: History = History::FIRST;
 
     #[test]
-    fn a_page_that_returns_is_known_once() {
-        let mut ghost_table = GhostTable::new();
-        ghost_table.put(HASH, 7, 5 * TICK);
-        assert_eq!(ghost_table.take(HASH ^ (1 << TAG_SHIFT), 9 * TICK), PastUse::default());
-        assert_eq!(ghost_table.take(HASH, 9 * TICK), PastUse { accesses: 7, gap: 4 * TICK });
-        assert_eq!(ghost_table.take(HASH, 9 * TICK), PastUse::default());
+    fn page_is_known_until_it_is_removed() {
+        let mut ghosts = GhostTable::new();
+        ghosts.put(HASH, HISTORY.refused(), 5 * UNIT_TICKS);
+        assert_eq!(ghosts.find(HASH ^ (1 << TAG_SHIFT), 9 * UNIT_TICKS), None);
+        let past = Past { history: HISTORY.refused(), gap: 4 * UNIT_TICKS };
+        assert_eq!(ghosts.find(HASH, 9 * UNIT_TICKS), Some(past));
+        ghosts.remove(HASH ^ (1 << TAG_SHIFT));
+        assert_eq!(ghosts.find(HASH, 9 * UNIT_TICKS), Some(past));
+        ghosts.remove(HASH);
+        assert_eq!(ghosts.find(HASH, 9 * UNIT_TICKS), None);
     }
 
     #[test]
-    fn requests_end_at_a_most_and_time_goes_round() {
-        let mut ghost_table = GhostTable::new();
-        ghost_table.put(HASH, 200, 4095 * TICK);
-        assert_eq!(ghost_table.take(HASH, 4098 * TICK + 1), PastUse { accesses: 15, gap: 3 * TICK });
+    fn time_wraps_around() {
+        let mut ghosts = GhostTable::new();
+        ghosts.put(HASH, HISTORY, 65_535 * UNIT_TICKS);
+        assert_eq!(ghosts.find(HASH, 65_538 * UNIT_TICKS + 1), Some(Past { history: HISTORY, gap: 3 * UNIT_TICKS }));
     }
 
     #[test]
-    fn it_grows_with_the_pages() {
-        let mut ghost_table = GhostTable::new();
-        ghost_table.grow_for(SLOTS_MIN / SLOTS_PER_PAGE);
-        assert_eq!(ghost_table.slots.len(), SLOTS_MIN);
-        ghost_table.grow_for(SLOTS_MIN);
-        assert_eq!(ghost_table.slots.len(), 2 * SLOTS_MIN);
-        ghost_table.put(HASH, 1, 0);
-        assert_eq!(ghost_table.take(HASH, 4 * TICK), PastUse { accesses: 1, gap: 4 * TICK });
+    fn table_grows_with_the_pages() {
+        let mut ghosts = GhostTable::new();
+        ghosts.grow_for(SLOTS_MIN);
+        assert_eq!(ghosts.slots.len(), SLOTS_MIN);
+        ghosts.grow_for(SLOTS_MIN + 1);
+        assert_eq!(ghosts.slots.len(), 2 * SLOTS_MIN);
+        ghosts.put(HASH, HISTORY, 0);
+        assert!(ghosts.find(HASH, 4 * UNIT_TICKS).is_some());
     }
 }

@@ -6,6 +6,7 @@ use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io::{self, BufRead, Read};
 use thiserror::Error;
 
+/// Tokens per block of the published traces.
 pub const BLOCK_TOKENS: u64 = 512;
 pub const LINE_BYTES_MAX: usize = 4 << 20;
 const REQUESTS_MAX: usize = 1 << 28;
@@ -35,13 +36,17 @@ pub struct Request {
 pub struct Trace {
     requests: Vec<Request>,
     numbers: HashMap<u64, u32, BuildHasherDefault<DefaultHasher>>,
+    block_tokens: Option<u64>,
+    /// Sum of the lengths of all prompts that state one, and of their blocks.
+    stated_tokens: u64,
+    stated_blocks: u64,
 }
 
 #[derive(Deserialize)]
 struct Line {
     timestamp: u64,
     #[serde(rename = "input_length")]
-    _input_tokens: u64,
+    input_tokens: u64,
     #[serde(rename = "output_length")]
     _output_tokens: u64,
     hash_ids: Vec<u64>,
@@ -71,6 +76,8 @@ impl Trace {
             if !trace.push(request.timestamp, &request.hash_ids) {
                 return Err(TraceError::TooMany { line });
             }
+            trace.stated_tokens = trace.stated_tokens.saturating_add(request.input_tokens);
+            trace.stated_blocks += request.hash_ids.len() as u64;
         }
         Ok(trace)
     }
@@ -96,6 +103,19 @@ impl Trace {
         &self.requests
     }
 
+    /// Tokens per block. Without [`Trace::set_block_tokens`] it is the power of two that is closest
+    /// to the stated length of all prompts divided by their blocks.
+    pub fn block_tokens(&self) -> u64 {
+        let estimate = || self.stated_tokens.checked_div(self.stated_blocks).map(|mean| mean.clamp(1, 1 << 32));
+        // A third above a power of two is about half way to the next on a scale of ratios.
+        self.block_tokens.or_else(|| estimate().map(|mean| (mean * 3 / 4).next_power_of_two())).unwrap_or(BLOCK_TOKENS)
+    }
+
+    /// Fixes the number of tokens per block, at least 1.
+    pub fn set_block_tokens(&mut self, tokens: u64) {
+        self.block_tokens = Some(tokens.max(1));
+    }
+
     /// Number of distinct blocks. Their numbers are below it.
     pub fn blocks_distinct(&self) -> usize {
         self.numbers.len()
@@ -103,7 +123,7 @@ impl Trace {
 
     /// The trace of the requests in a range of their numbers.
     pub fn part(&self, range: std::ops::Range<usize>) -> Trace {
-        let mut part = Trace::default();
+        let mut part = Trace { block_tokens: Some(self.block_tokens()), ..Trace::default() };
         for request in &self.requests[range] {
             let ids: Vec<u64> = request.blocks.iter().map(|block| u64::from(*block)).collect();
             part.push(request.timestamp_ms, &ids);
@@ -126,6 +146,20 @@ mod tests {
         assert_eq!(blocks, [&[0, 1][..], &[0, 1], &[1, 2]]);
         assert_eq!(trace.requests()[0].timestamp_ms, 5);
         assert_eq!(trace.blocks_distinct(), 3);
+    }
+
+    #[test]
+    fn block_size_follows_from_the_stated_lengths() {
+        // Published traces round the number of blocks up or down.
+        for (tokens, blocks, expected) in [(40_671, 79, 512), (6755, 14, 512), (130, 9, 16), (5000, 3, 2048)] {
+            let ids: Vec<String> = (0..blocks).map(|id| id.to_string()).collect();
+            let line = GOOD.replace("600", &tokens.to_string()).replace("7, 9", &ids.join(","));
+            let mut trace = Trace::read(line.as_bytes()).unwrap();
+            assert_eq!(trace.block_tokens(), expected, "{tokens} in {blocks}");
+            trace.set_block_tokens(100);
+            assert_eq!(trace.part(0..1).block_tokens(), 100);
+        }
+        assert_eq!(Trace::default().block_tokens(), BLOCK_TOKENS);
     }
 
     #[test]

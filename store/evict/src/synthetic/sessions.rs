@@ -12,6 +12,7 @@ pub(super) enum SessionKind {
     Paces,
     Agents,
     Bursts,
+    Coders,
 }
 
 #[derive(Debug)]
@@ -30,6 +31,10 @@ pub(super) struct Sessions {
 
 /// Maximum number of blocks in a prompt. A session that reaches it ends.
 const PROMPT_BLOCKS_MAX: usize = 240;
+const CODER_BLOCKS_MAX: usize = 600;
+/// Requests of all sessions in which a coder's pause is about a minute, and their share in percent.
+const PAUSE_REQUESTS: u64 = 250;
+const PAUSE_PERCENT: u64 = 15;
 
 impl Traffic {
     pub(super) fn ask(&mut self, kind_of_session: SessionKind) -> Vec<u64> {
@@ -43,9 +48,12 @@ impl Traffic {
             }
         };
         let blocks = self.request(kind_of_session, &mut session);
-        if session.left > 0 && blocks.len() < PROMPT_BLOCKS_MAX {
+        let coder = kind_of_session == SessionKind::Coders;
+        if session.left > 0 && blocks.len() < if coder { CODER_BLOCKS_MAX } else { PROMPT_BLOCKS_MAX } {
             session.left -= 1;
-            let wait = session.pace / 2 + self.random.below(session.pace) + 1;
+            let pauses = coder && self.random.below(100) < PAUSE_PERCENT;
+            let pace = if pauses { PAUSE_REQUESTS } else { session.pace };
+            let wait = pace / 2 + self.random.below(pace) + 1;
             self.sessions.waiting.insert((now + wait, number), session);
         }
         blocks
@@ -71,6 +79,10 @@ impl Traffic {
                 let left = if self.random.below(10) < 6 { 0 } else { 1 + self.random.below(10) };
                 Session { kept: self.new_blocks(blocks), left, pace: 16 << self.random.below(7) }
             }
+            SessionKind::Coders => {
+                let blocks = 40 + self.random.below(120);
+                Session { kept: self.new_blocks(blocks), left: 10 + self.random.zipf(200), pace: 20 }
+            }
         }
     }
 
@@ -81,6 +93,7 @@ impl Traffic {
             SessionKind::Paces => (1 + self.random.zipf(20), 1),
             SessionKind::Agents => (1 + self.random.below(3), 0),
             SessionKind::Bursts => (0, 1),
+            SessionKind::Coders => (self.random.zipf(12), 0),
         };
         session.kept.extend(self.new_blocks(grows));
         let mut blocks = session.kept.clone();

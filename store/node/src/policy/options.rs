@@ -13,6 +13,8 @@ pub struct PolicyOptions {
     pub write_policy: WritePolicy,
     /// Number of hits after which write-through-selective writes a page.
     pub write_after_hits: u32,
+    /// Bytes per day that may be written to L3. `None` is no limit.
+    pub l3_write_bytes_per_day: Option<u64>,
     /// Quota in bytes of a namespace that has none of its own. `None` is no limit.
     pub quota_default: Option<u64>,
     pub quotas: Vec<NamespaceQuota>,

@@ -38,6 +38,7 @@ fn options(pages: u64, write_policy: WritePolicy) -> PolicyOptions {
         has_l3: true,
         write_policy,
         write_after_hits: 2,
+        l3_write_bytes_per_day: None,
         quota_default: None,
         quotas: Vec::new(),
         seed: 1,
@@ -107,6 +108,30 @@ fn selective_policy_writes_at_the_second_hit_and_drops_pages_without_hits() {
     assert!(hit(&mut policy, 0).write.is_empty(), "once");
     let out = put(&mut policy, page(4));
     assert!(out.write.is_empty() && out.evict.len() == 1, "a page without hits is dropped: {out:?}");
+}
+
+#[test]
+fn short_write_budget_writes_pages_at_their_second_use() {
+    // Four pages an hour, two of them for pages with a second use.
+    let budget = Some(24 * 4 * u64::from(UNIT));
+    let mut policy =
+        TestPolicy::new(PolicyOptions { l3_write_bytes_per_day: budget, ..options(8, WritePolicy::Through) });
+    assert_eq!((0..4).map(|number| put(&mut policy, page(number)).write.len()).collect::<Vec<_>>(), [1, 1, 0, 0]);
+    assert_eq!(hit(&mut policy, 2).write, [id(1, 2)]);
+    policy.written(&id(1, 2), 1, UNIT, true);
+    assert!(hit(&mut policy, 2).write.is_empty(), "once");
+    assert_eq!(hit(&mut policy, 3).write, [id(1, 3)]);
+    assert!(put(&mut policy, page(4)).write.is_empty() && hit(&mut policy, 4).write.is_empty(), "it is spent");
+    assert_eq!(policy.writes_denied(), 4);
+}
+
+#[test]
+fn spent_write_budget_lets_dirty_pages_go() {
+    let budget = Some(24 * 2 * u64::from(UNIT));
+    let mut policy = TestPolicy::new(PolicyOptions { l3_write_bytes_per_day: budget, ..options(2, WritePolicy::Back) });
+    let writes = (0..6).map(|number| put(&mut policy, page(number)).write.len());
+    assert_eq!(writes.sum::<usize>(), 1, "the other half is for pages with hits");
+    assert_eq!((policy.len(), policy.in_flight_bytes()), (2, 0));
 }
 
 #[test]
@@ -429,15 +454,38 @@ fn hot_hit_rate(mut request: impl FnMut(PageInfo) -> bool, rounds: u32, skip: u3
 #[test]
 fn one_off_pages_do_not_evict_returning_pages() {
     let mut policy = TestPolicy::new(options(400, WritePolicy::Through));
+    let mut now_ms = 0;
     let request = |page: PageInfo| {
-        let found = policy.hit(policy.hash(&page.id), 1, 0, &mut PolicyActions::default());
+        now_ms += 10;
+        let mut out = PolicyActions::default();
+        let found = policy.hit(policy.hash(&page.id), 1, now_ms, &mut out);
         if !found {
-            put(&mut policy, page);
+            assert!(policy.reserve(page.bytes));
+            // L3 takes the pages that L2 refuses.
+            assert_eq!(policy.put(page, page.bytes, now_ms, &mut out), PutOutcome::Stored);
+            out.write.iter().for_each(|id| policy.written(id, 1, UNIT, true));
         }
         found
     };
     let learnt = hot_hit_rate(request, 3000, 1500);
     assert!(learnt >= 0.9, "{learnt}");
+    let counters = policy.eviction().counters();
+    assert!(counters.refused > 100, "one-off pages are refused: {counters:?}");
+
+    // Without an L3 no tier would keep a refused page.
+    let mut alone = TestPolicy::new(PolicyOptions { has_l3: false, ..options(400, WritePolicy::Through) });
+    let request = |page: PageInfo| {
+        now_ms += 10;
+        let mut out = PolicyActions::default();
+        let found = alone.hit(alone.hash(&page.id), 1, now_ms, &mut out);
+        if !found {
+            assert!(alone.reserve(page.bytes));
+            assert_eq!(alone.put(page, page.bytes, now_ms, &mut out), PutOutcome::Stored);
+            assert!(alone.generation(&page.id).is_some());
+        }
+        found
+    };
+    assert!(hot_hit_rate(request, 3000, 1500) >= 0.9);
 
     // LRU fails on the same traffic, which proves that the traffic is hard.
     let mut lru = Evictor::new(400 * u64::from(UNIT), Lru::default());
@@ -449,11 +497,13 @@ fn one_off_pages_do_not_evict_returning_pages() {
             let new = NewPage {
                 name: page.id,
                 fingerprint: page_hash(1, &page.id),
+                parent_fingerprint: 0,
                 namespace: NamespaceIndex(0),
                 parent: parent.filter(|parent| lru.contains(*parent, 0)),
                 position: page.position,
                 bytes: UNIT,
                 deadline_ms: None,
+                may_refuse: true,
             };
             handles.insert(page.id, lru.insert(new, 0, &mut Vec::new()).unwrap());
         }

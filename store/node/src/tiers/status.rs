@@ -1,6 +1,7 @@
 //! Status of the tiers, for operators and scripts.
 
 use super::Tiers;
+use larder_evict::{EvictionOrder, HitDensity};
 use larder_format::NamespaceId;
 use serde_json::json;
 
@@ -24,8 +25,9 @@ impl Tiers {
             "in_flight_bytes": policy.in_flight_bytes(),
             "pinned_pages": pinned_pages,
             "hard_pinned_bytes": pinned_bytes,
-            "eviction_order": if policy.follows_lru() { "lru" } else { "hit-density" },
+            "eviction": eviction(policy.eviction()),
             "write_policy": policy.write_policy().to_string(),
+            "writes_denied": policy.writes_denied(),
             "arena_bytes": self.arena.capacity(),
             "arena_used": self.arena.used(),
             "huge_pages": self.arena.huge_pages(),
@@ -59,4 +61,26 @@ impl Tiers {
         let uses = self.state.lock().policy.namespaces(STATUS_NAMESPACES_MAX);
         uses.into_iter().map(|used| (used.namespace, used.bytes)).collect()
     }
+}
+
+/// Figures of the eviction policy, and its state in words.
+fn eviction(policy: &HitDensity) -> serde_json::Value {
+    let counters = policy.counters();
+    let (order, reason) = match policy.order() {
+        EvictionOrder::NotFull => ("lru", "L2 is not full yet"),
+        EvictionOrder::Watching => ("lru", "it has seen too little traffic"),
+        EvictionOrder::LruAhead => ("lru", "LRU recently hit more often than the learnt order"),
+        EvictionOrder::LruSuffices => ("lru", "LRU answers nearly all pages that return"),
+        EvictionOrder::Learnt { refuses: false } => ("hit-density", "LRU would miss pages that return"),
+        EvictionOrder::Learnt { refuses: true } => {
+            ("hit-density", "LRU would miss many pages that return, so puts of low value are refused")
+        }
+    };
+    json!({
+        "order": order,
+        "reason": reason,
+        "pages_admitted": counters.admitted,
+        "pages_refused": counters.refused,
+        "gaps_ms": policy.gaps_ms(),
+    })
 }
