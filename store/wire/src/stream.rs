@@ -156,3 +156,53 @@ sockets!(
     tcp::OwnedReadHalf, tcp::OwnedWriteHalf, limit_unsent;
     unix::OwnedReadHalf, unix::OwnedWriteHalf, |_: &UnixStream, _| ()
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::net::TcpListener;
+
+    const BYTES: usize = 64 << 20;
+
+    #[test]
+    fn only_a_short_transfer_ends_the_readiness() {
+        let outcome = |call: rustix::io::Result<usize>| {
+            let mut transfer = Transfer::of(10);
+            let ready = transfer.run(|| call);
+            (ready.is_ok(), transfer.end(ready).map(|ended| ended.map_err(|error| error.kind())))
+        };
+        assert_eq!(outcome(Ok(10)), (true, Some(Ok(10))));
+        assert_eq!(outcome(Ok(9)), (false, Some(Ok(9))));
+        assert_eq!(outcome(Ok(0)), (true, Some(Ok(0))), "the end of the stream stays ready");
+        assert_eq!(outcome(Err(rustix::io::Errno::AGAIN)), (false, None));
+        assert_eq!(outcome(Err(rustix::io::Errno::CONNRESET)), (false, Some(Err(io::ErrorKind::ConnectionReset))));
+    }
+
+    #[tokio::test]
+    async fn bytes_and_room_after_a_short_transfer_wake_the_socket() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut source, _write) = client.into_split();
+        let (_read, mut sink) = listener.accept().await.unwrap().0.into_split();
+        let sending = tokio::spawn(async move {
+            let bytes = vec![7; BYTES];
+            let mut sent = 0;
+            while sent < BYTES {
+                sent += sink.send(&[IoSlice::new(&bytes[sent..])]).await.unwrap();
+            }
+        });
+        let mut memory = vec![0; 1 << 20];
+        let mut received = 0;
+        loop {
+            let into = &mut [IoSliceMut::new(&mut memory)];
+            let now = tokio::time::timeout(Duration::from_secs(20), source.receive(into)).await.expect("no wake-up");
+            match now.unwrap() {
+                0 => break,
+                bytes => received += bytes,
+            }
+        }
+        sending.await.unwrap();
+        assert_eq!(received, BYTES);
+    }
+}
