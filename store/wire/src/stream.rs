@@ -4,6 +4,7 @@ use socket2::SockRef;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
+use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream, tcp, unix};
 
 /// Bytes in the TCP socket of a slow link that the kernel has not sent, from which on it takes no
@@ -62,16 +63,52 @@ pub trait ByteSink: Send + 'static {
     }
 }
 
+/// One attempt to move bytes through a socket. A transfer of fewer bytes than wanted proves that the
+/// socket is empty, or full. The attempt then ends the readiness that tokio has recorded, and the
+/// next one waits without a system call in vain. tokio's own `poll_read` does so, but its vectored
+/// calls do not.
+struct Transfer {
+    wanted: usize,
+    moved: Option<usize>,
+}
+
+impl Transfer {
+    fn of(wanted: usize) -> Self {
+        Self { wanted, moved: None }
+    }
+
+    /// Makes the system call, within tokio's `try_io`. `WouldBlock` clears the readiness that was
+    /// read before the call, and no later one.
+    fn run(&mut self, call: impl FnOnce() -> rustix::io::Result<usize>) -> io::Result<()> {
+        let moved = call()?;
+        self.moved = Some(moved);
+        // An end of the stream stays ready.
+        if moved > 0 && moved < self.wanted { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
+    }
+
+    /// Returns the outcome of the system call. `None` if the readiness was stale: another call took
+    /// the bytes or the room that raised it.
+    fn end(self, ready: io::Result<()>) -> Option<io::Result<usize>> {
+        match (self.moved, ready) {
+            (Some(moved), _) => Some(Ok(moved)),
+            (None, Err(error)) if error.kind() != io::ErrorKind::WouldBlock => Some(Err(error)),
+            (None, _) => None,
+        }
+    }
+}
+
 macro_rules! sockets {
     ($($source:ty, $sink:ty, $limit:expr);+) => { $(
         impl ByteSource for $source {
             async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+                let room = into.iter().map(|slice| slice.len()).sum();
                 loop {
                     self.readable().await?;
-                    match self.try_read_vectored(into) {
-                        // Readiness may be stale: another read took the bytes that raised it.
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        received => return received,
+                    let socket = self.as_ref();
+                    let mut transfer = Transfer::of(room);
+                    let ready = socket.try_io(Interest::READABLE, || transfer.run(|| rustix::io::readv(socket, into)));
+                    if let Some(received) = transfer.end(ready) {
+                        return received;
                     }
                 }
             }
@@ -91,11 +128,14 @@ macro_rules! sockets {
 
         impl ByteSink for $sink {
             async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+                let bytes = from.iter().map(|slice| slice.len()).sum();
                 loop {
                     self.writable().await?;
-                    match self.try_write_vectored(from) {
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        sent => return sent,
+                    let socket = self.as_ref();
+                    let mut transfer = Transfer::of(bytes);
+                    let ready = socket.try_io(Interest::WRITABLE, || transfer.run(|| rustix::io::writev(socket, from)));
+                    if let Some(sent) = transfer.end(ready) {
+                        return sent;
                     }
                 }
             }
@@ -116,3 +156,53 @@ sockets!(
     tcp::OwnedReadHalf, tcp::OwnedWriteHalf, limit_unsent;
     unix::OwnedReadHalf, unix::OwnedWriteHalf, |_: &UnixStream, _| ()
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::net::TcpListener;
+
+    const BYTES: usize = 64 << 20;
+
+    #[test]
+    fn only_a_short_transfer_ends_the_readiness() {
+        let outcome = |call: rustix::io::Result<usize>| {
+            let mut transfer = Transfer::of(10);
+            let ready = transfer.run(|| call);
+            (ready.is_ok(), transfer.end(ready).map(|ended| ended.map_err(|error| error.kind())))
+        };
+        assert_eq!(outcome(Ok(10)), (true, Some(Ok(10))));
+        assert_eq!(outcome(Ok(9)), (false, Some(Ok(9))));
+        assert_eq!(outcome(Ok(0)), (true, Some(Ok(0))), "the end of the stream stays ready");
+        assert_eq!(outcome(Err(rustix::io::Errno::AGAIN)), (false, None));
+        assert_eq!(outcome(Err(rustix::io::Errno::CONNRESET)), (false, Some(Err(io::ErrorKind::ConnectionReset))));
+    }
+
+    #[tokio::test]
+    async fn bytes_and_room_after_a_short_transfer_wake_the_socket() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut source, _write) = client.into_split();
+        let (_read, mut sink) = listener.accept().await.unwrap().0.into_split();
+        let sending = tokio::spawn(async move {
+            let bytes = vec![7; BYTES];
+            let mut sent = 0;
+            while sent < BYTES {
+                sent += sink.send(&[IoSlice::new(&bytes[sent..])]).await.unwrap();
+            }
+        });
+        let mut memory = vec![0; 1 << 20];
+        let mut received = 0;
+        loop {
+            let into = &mut [IoSliceMut::new(&mut memory)];
+            let now = tokio::time::timeout(Duration::from_secs(20), source.receive(into)).await.expect("no wake-up");
+            match now.unwrap() {
+                0 => break,
+                bytes => received += bytes,
+            }
+        }
+        sending.await.unwrap();
+        assert_eq!(received, BYTES);
+    }
+}
