@@ -189,14 +189,14 @@ pub struct Guide {
 enum GuideMatcher {
     /// At the start of the constraint, as for all other guides at its start.
     Start(Arc<Mutex<Matcher>>),
-    Own(Matcher),
+    Own(Box<Matcher>),
 }
 
 impl GuideMatcher {
     fn own(&mut self) -> &mut Matcher {
         if let GuideMatcher::Start(shared) = self {
             let copy = shared.lock().unwrap_or_else(PoisonError::into_inner).deep_clone();
-            *self = GuideMatcher::Own(copy);
+            *self = GuideMatcher::Own(Box::new(copy));
         }
         match self {
             GuideMatcher::Own(matcher) => matcher,
@@ -209,7 +209,7 @@ impl Clone for Guide {
     fn clone(&self) -> Self {
         let matcher = match &self.matcher {
             GuideMatcher::Start(shared) => GuideMatcher::Start(shared.clone()),
-            GuideMatcher::Own(matcher) => GuideMatcher::Own(matcher.deep_clone()),
+            GuideMatcher::Own(matcher) => GuideMatcher::Own(Box::new(matcher.deep_clone())),
         };
         Self { matcher, items: self.items, only: self.only.clone() }
     }

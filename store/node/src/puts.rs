@@ -61,9 +61,9 @@ struct PutTable {
 }
 
 impl PutTable {
-    fn new(generation_first: u64) -> Self {
+    fn new(generation_first: u64, hash_seed: u64) -> Self {
         Self {
-            generations: Generations::new(generation_first, generation_end(generation_first)),
+            generations: Generations::new(generation_first, generation_end(generation_first), hash_seed),
             open: BTreeMap::new(),
             draining: Vec::new(),
             waiting: BTreeMap::new(),
@@ -128,8 +128,14 @@ pub(crate) fn page_bytes(page: &Reserved) -> usize {
 impl Puts {
     /// Creates an empty table. `generation_first` must exceed every generation in L3. At most
     /// `waiters_max` readers wait for absent pages.
-    pub(crate) fn new(tiers: Arc<Tiers>, metrics: Arc<Metrics>, generation_first: u64, waiters_max: usize) -> Self {
-        let state = Mutex::new(PutTable::new(generation_first));
+    pub(crate) fn new(
+        tiers: Arc<Tiers>,
+        metrics: Arc<Metrics>,
+        generation_first: u64,
+        waiters_max: usize,
+        hash_seed: u64,
+    ) -> Self {
+        let state = Mutex::new(PutTable::new(generation_first, hash_seed));
         let idle_lines = LogLimit::default();
         let taken_back_lines = LogLimit::default();
         Self { tiers, metrics, state, waiters_max, idle_lines, taken_back_lines }

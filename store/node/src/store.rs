@@ -56,7 +56,8 @@ impl Store {
     ) -> Store {
         let metrics = Arc::new(Metrics::default());
         let tiers = Tiers::new(options, arena, devices, clock, metrics.clone());
-        let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first, options.waiters_max());
+        let hash_seed = larder_runtime::random::seed(options.seed);
+        let puts = Puts::new(tiers.clone(), metrics.clone(), generation_first, options.waiters_max(), hash_seed);
         let budget = Budget::new(options, tiers.write_load().clone(), metrics.clone());
         let scrub_progress = ScrubProgress::default();
         Store { tiers, puts, metrics, budget, scrub_progress, options: options.clone() }

@@ -15,7 +15,7 @@
 use crate::places::Peer;
 use larder_format::{NamespaceId, PageId, PageKey};
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, RandomState};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 const ENTRIES_MAX: usize = 1 << 18;
 const TABLES_MAX: usize = 256;
@@ -32,7 +32,7 @@ pub(super) struct Forgets {
     /// By the hash of a namespace: its copies below this generation count as forgotten.
     dropped: Vec<u64>,
     /// Random, so that no client can choose a namespace for its slot or a page for its entry.
-    hasher: RandomState,
+    hash_seed: u64,
 }
 
 #[derive(Default)]
@@ -62,19 +62,17 @@ impl Table {
     }
 }
 
-impl Default for Forgets {
-    fn default() -> Self {
+impl Forgets {
+    pub(super) fn new(hash_seed: u64) -> Self {
         Forgets {
             tables: BTreeMap::new(),
             peers: BTreeMap::new(),
             entries: 0,
             dropped: vec![0; DROPPED_SLOTS],
-            hasher: RandomState::new(),
+            hash_seed,
         }
     }
-}
 
-impl Forgets {
     /// Records that a client of `peer` forgets a page. `next` is the number of the first put after
     /// that, and does not decrease. Costs O(log n), and O(tables) once the memory is full.
     pub(super) fn record(&mut self, peer: Peer, id: &PageId, next: u64) {
@@ -158,12 +156,19 @@ impl Forgets {
 
     fn slot_of(&self, namespace: &NamespaceId) -> usize {
         // The remainder fits a usize.
-        (self.hasher.hash_one(namespace) % DROPPED_SLOTS as u64) as usize
+        (self.hash(namespace) % DROPPED_SLOTS as u64) as usize
     }
 
     /// Keys that share a hash share their latest forget, which errs towards refusal.
     fn hash_of_key(&self, key: &PageKey) -> u64 {
-        self.hasher.hash_one(key)
+        self.hash(key)
+    }
+
+    fn hash(&self, value: &impl Hash) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        hasher.write_u64(self.hash_seed);
+        value.hash(&mut hasher);
+        hasher.finish()
     }
 }
 
@@ -189,7 +194,7 @@ mod tests {
 
     #[test]
     fn flood_of_a_peer_leaves_the_copies_of_others() {
-        let mut forgets = Forgets::default();
+        let mut forgets = Forgets::new(7);
         (0..1000).for_each(|number| forgets.record(peer(1), &id(1, number), 10 + u64::from(number)));
         for number in 0..3 * ENTRIES_MAX as u32 {
             forgets.record(peer(2), &id(2 + (number % 5) as u16, number), 5_000 + u64::from(number));
@@ -203,7 +208,7 @@ mod tests {
 
     #[test]
     fn no_forget_is_lost_whatever_goes() {
-        let mut forgets = Forgets::default();
+        let mut forgets = Forgets::new(7);
         let mut recorded = Vec::new();
         for number in 0..100_000_u32 {
             let page = id((number % 300) as u16, number / 1000);
@@ -218,7 +223,7 @@ mod tests {
 
     #[test]
     fn namespaces_without_end_cost_only_few_others_their_copies() {
-        let mut forgets = Forgets::default();
+        let mut forgets = Forgets::new(7);
         (0..1000).for_each(|namespace| forgets.record(peer(1), &id(namespace, 0), 10 + u64::from(namespace)));
         let refused = (1000..2000).filter(|&namespace| forgets.is_forgotten_since(&id(namespace, 1), 5)).count();
         assert!(refused < 150, "{refused} of 1,000 namespaces");

@@ -23,8 +23,8 @@ pub(super) struct Generations {
 
 impl Generations {
     /// Begins with the number `first`, and ends before `end`.
-    pub(super) fn new(first: u64, end: u64) -> Self {
-        Self { next: first, end, forgets: Forgets::default() }
+    pub(super) fn new(first: u64, end: u64, hash_seed: u64) -> Self {
+        Self { next: first, end, forgets: Forgets::new(hash_seed) }
     }
 
     /// Takes the next number. `None` until [`Generations::extend`] allows more.
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn copies_are_ordered_with_forgets() {
-        let mut generations = Generations::new(100, 200);
+        let mut generations = Generations::new(100, 200, 7);
         let before = generations.next().unwrap();
         assert!(!generations.is_forgotten_since(&id(1), before));
         generations.record_forget(Peer::Local, &[id(1), id(2)]);
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn unknown_and_future_generations_count_as_forgotten() {
-        let mut generations = Generations::new(100, 200);
+        let mut generations = Generations::new(100, 200, 7);
         assert!(generations.is_forgotten_since(&id(1), 0) && generations.is_forgotten_since(&id(1), 100));
         assert_eq!(generations.next(), Some(100));
         assert!(!generations.is_forgotten_since(&id(1), 100));
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn numbers_end_until_more_are_allowed() {
-        let mut generations = Generations::new(100, 102);
+        let mut generations = Generations::new(100, 102, 7);
         assert_eq!([generations.next(), generations.next(), generations.next()], [Some(100), Some(101), None]);
         assert!(!generations.has_next() && generations.left() == 0);
         generations.extend(101);
