@@ -488,8 +488,8 @@ async fn tool_calls_leave_the_text_of_the_answer() {
     let tools = json!([{"type": "function", "function": {"name": "w7", "parameters": {"type": "object"}}}]);
     let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "tools": tools});
     // The template writes the name of each tool before the messages.
-    let text = cluster.post("/tokenize", body.clone()).await.json::<Value>().await.unwrap();
-    assert_eq!(text["tokens"], json!([8, 2]));
+    let tokenized = cluster.post("/tokenize", body.clone()).await.json::<Value>().await.unwrap();
+    assert_eq!(tokenized["tokens"], json!([8, 2]));
     let response = cluster.post("/v1/chat/completions", body.clone()).await;
     let answer: Value = response.json().await.unwrap();
     let message = &answer["choices"][0]["message"];

@@ -180,7 +180,7 @@ mod tests {
     fn every_page_has_a_class() {
         for packed in 0..=u8::MAX {
             for gap in (0..(SPANS * PARTS_PER_SPAN) as u8).chain([NO_GAP]) {
-                let history = History { packed: packed % (5 << HEAT_SHIFT) | (packed & REFUSED), gap };
+                let history = History { packed: (packed % (5 << HEAT_SHIFT)) | (packed & REFUSED), gap };
                 for position in [0, 1, 7, 8, 31, 32, u32::MAX] {
                     let class = Class::of(history, position);
                     assert!(class.index() < CLASSES);
