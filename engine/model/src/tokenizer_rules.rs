@@ -146,8 +146,8 @@ fn check_pattern(pattern: &Value) -> Result<(), String> {
         return Err(format!("a pattern has more than {PATTERN_BYTES_MAX} bytes"));
     }
     let parts: Vec<&str> = regex.split('|').collect();
-    // What stands on either side compiles by itself, so the look-ahead is in no group. In a repeated
-    // one it could be searched again and again.
+    // Both sides compile by themselves, so the look-ahead is in no group. In a repeated group it
+    // could be searched again and again.
     for plain in parts.split(|part| *part == LOOK_AHEAD) {
         let compiled = regex::RegexBuilder::new(&plain.join("|")).size_limit(PATTERN_MEMORY_MAX).build();
         compiled.map_err(|_| format!("the pattern {regex:?} may take too long"))?;

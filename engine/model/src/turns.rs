@@ -126,7 +126,7 @@ pub(crate) fn run<T: Send>(rows: usize, mut advance: impl FnMut(Option<&Turn<'_>
 /// Calls `work` on a thread of [`THREADS`]. Meanwhile, the other threads look for its parts without
 /// sleeping.
 ///
-/// A thread may take up a helper only if nobody waits for other work of this thread. So helpers
+/// A thread may take up a helper only if no other task waits for work of this thread. So helpers
 /// begin before `work`, or never.
 fn with_helpers<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let (begun, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));

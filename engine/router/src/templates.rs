@@ -53,8 +53,8 @@ const SLOW_NICENESS: i32 = 10;
 pub const RENDERINGS_MAX: usize = 4;
 /// Maximum number of renderings among them that have taken [`FULL_PRIORITY_TIME`].
 const SLOW_RENDERINGS_MAX: usize = RENDERINGS_MAX / 2;
-/// Time for which a model counts as slow after a slow rendering. It bounds how often a template that
-/// loops takes a place of the others.
+/// Time for which a model counts as slow after a slow rendering. It bounds how often a looping
+/// template takes a place of the others.
 const SLOW_FOR: Duration = Duration::from_secs(5);
 /// Maximum number of requests that wait for the worker of one model.
 pub const WAITING_MAX: usize = 256;

@@ -296,7 +296,7 @@ mod tests {
     /// Body of which a piece arrives a moment after the server asks for it.
     struct Prompt {
         arrived: Arrived,
-        is_asked: bool,
+        is_polled: bool,
     }
 
     impl Body for Prompt {
@@ -307,8 +307,8 @@ mod tests {
             mut self: Pin<&mut Self>,
             cx: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            self.is_asked ^= true;
-            if self.is_asked {
+            self.is_polled ^= true;
+            if self.is_polled {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
@@ -321,8 +321,8 @@ mod tests {
         let timeout = Duration::from_secs(10);
         let options = HttpOptions { body_timeout: timeout, body_bytes_max: 4 * TURN_BYTES, ..HttpOptions::default() };
         let share = PeerBudget::new(1 << 30).of(PeerAddress::default());
-        // It takes the thread at each turn of the body, and while a piece is on its way. Both together
-        // take longer than the client may.
+        // It takes the thread at each turn of the body, and while a piece is on its way. Both
+        // together take longer than the client may.
         let busy = tokio::spawn(async {
             loop {
                 tokio::time::advance(Duration::from_secs(3)).await;
@@ -330,7 +330,7 @@ mod tests {
             }
         });
         let arrived = Arrived { pieces: 4, piece: Bytes::from(vec![7; TURN_BYTES]) };
-        let body = Prompt { arrived, is_asked: false };
+        let body = Prompt { arrived, is_polled: false };
         let received = receive(body, &options, &share).await;
         busy.abort();
         assert_eq!(received.map(|(bytes, _)| bytes.len()), Ok(4 * TURN_BYTES));

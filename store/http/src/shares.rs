@@ -4,8 +4,8 @@
 //!
 //! - All peers together hold at most the budget.
 //! - A peer takes more only while it then holds at most [`PEER_PART`] times what stays free. So one
-//!   peer has three quarters at most, and the greed of others leaves something for the next one: `n`
-//!   peers that take all they can leave one part in `1 + 3 n`.
+//!   peer has three quarters at most, and something is left for the next one: `n` peers that take
+//!   all they can leave one part in `1 + 3 n`.
 //!
 //! These are the thresholds that the node has for reads (Choudhury and Hahne, "Dynamic queue length
 //! thresholds for shared-memory packet switches", 1998). Peers that come and go need no
@@ -26,7 +26,7 @@ const PEER_PART: usize = 3;
 pub struct PeerAddress(IpAddr);
 
 impl PeerAddress {
-    /// Of an IPv6 address only the network counts: one client usually owns a whole /64.
+    /// Counts only the network of an IPv6 address: one client usually owns a whole /64.
     pub fn of(address: IpAddr) -> PeerAddress {
         match address.to_canonical() {
             IpAddr::V6(address) => PeerAddress(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into()),

@@ -28,7 +28,7 @@ pub(super) struct GhostTable {
     slots: Vec<Ghost>,
 }
 
-/// What the table remembers of a page.
+/// Past of a page that the table remembers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Past {
     pub(super) history: History,
