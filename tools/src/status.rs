@@ -240,7 +240,10 @@ mod tests {
                 "address": format!("store-{number}.eu-central.example.com:7700"), "up": true,
                 "node_id": "node-012351a9810f", "epoch": 1_795_363_376u64, "transport": "tcp",
                 "status": {
-                    "counters": {"pages_hit_l2": 123_456_789, "pages_hit_l3": 98_765_432, "pages_missed": 55_555_555, "put_bytes": 200},
+                    "counters": {
+                        "pages_hit_l2": 123_456_789, "pages_hit_l3": 98_765_432, "pages_missed": 55_555_555,
+                        "put_bytes": 200,
+                    },
                     "tiers": {
                         "l2": {
                             "pages": 12_345_678, "bytes_used": 200u64 << 30, "bytes_capacity": 256u64 << 30,

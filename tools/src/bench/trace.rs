@@ -78,7 +78,7 @@ impl Measured {
             "capacity_tokens": capacity_tokens,
             "hit_rate": self.outcome.rate(),
             "work_saved": self.outcome.work_rate(),
-            "written_bytes": self.outcome.written * block_bytes,
+            "written_bytes": self.outcome.written.saturating_mul(block_bytes),
             "ns_per_access": self.ns_per_access,
             "policy_bytes_per_block": self.outcome.policy_bytes_per_block(),
         })
@@ -94,7 +94,7 @@ impl Measured {
             format!("{:.2} %", self.outcome.rate() * 100.0),
             ratio,
             format!("{:.2} %", self.outcome.work_rate() * 100.0),
-            format!("{:.0}", (self.outcome.written * block_bytes) as f64 / f64::from(1u32 << 30)),
+            format!("{:.0}", self.outcome.written.saturating_mul(block_bytes) as f64 / f64::from(1u32 << 30)),
             if offline { dash() } else { format!("{:.0}", self.ns_per_access) },
             self.outcome.policy_bytes_per_block().map_or_else(dash, |bytes| format!("{bytes:.0}")),
         ];
@@ -108,7 +108,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(tokens) = args.block_tokens {
         trace.set_block_tokens(tokens.get());
     }
-    let block_bytes = trace.block_tokens() * args.token_bytes.get();
+    let block_bytes = trace.block_tokens().saturating_mul(args.token_bytes.get());
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
     table.set_header([
