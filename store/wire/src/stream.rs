@@ -64,9 +64,9 @@ pub trait ByteSink: Send + 'static {
 }
 
 /// One attempt to move bytes through a socket. A transfer of fewer bytes than wanted proves that
-/// the socket is empty, or full. The attempt then ends the readiness that tokio has recorded, and the
-/// next one waits without a system call in vain. tokio's own `poll_read` does so, but its vectored
-/// calls do not.
+/// the socket is empty, or full. The attempt then ends the readiness that tokio has recorded, and
+/// the next one waits without a system call in vain. tokio's own `poll_read` does so, but its
+/// vectored calls do not.
 struct Transfer {
     wanted: usize,
     moved: Option<usize>,
