@@ -115,9 +115,10 @@ mod tests {
         let id = ValueId([7; 16]);
         let long = encode_long(b"key", 5 << 20, id);
         assert_eq!(decode(&long), Some((&b"key"[..], Manifest { value_bytes: 5 << 20, place: Place::DataPages(id) })));
-        for bytes in [&short, &long] {
+        // Another length of a long value is valid. The checksum of the page protects it.
+        for (bytes, checked) in [(&short, &[0, 1, 2, 4][..]), (&long, &[0, 1, 2])] {
             assert!((0..bytes.len()).all(|end| decode(&bytes[..end]).is_none()), "every prefix is damaged");
-            for at in [0, 1, 2, 4] {
+            for &at in checked {
                 let mut damaged = bytes.clone();
                 damaged[at] ^= 0x42;
                 assert!(decode(&damaged).is_none(), "byte {at}");
