@@ -43,8 +43,9 @@ async fn large_requests_cost_the_router_little_memory() {
         });
         for answer in answers {
             let (status, answer) = answer.await.unwrap();
-            // Together the bodies may exceed the budget, and some are to be sent again.
-            assert!([*expected, 429].contains(&status), "{status}: {answer}");
+            // Together the bodies may exceed the budget or the share of this address, and some are
+            // to be sent again.
+            assert!([*expected, 429, 503].contains(&status), "{status}: {answer}");
             assert!(answer["error"]["message"].is_string(), "{answer}");
         }
     }

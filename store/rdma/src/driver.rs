@@ -101,6 +101,8 @@ async fn run_once(
     }
     let stalled_at = connection.stalled_at();
     tokio::select! {
+        // A random order of polling would keep simulations from replaying.
+        biased;
         ready = completion_events.readable() => {
             let mut ready = ready.map_err(|_| DisconnectReason::Runtime)?;
             // The flag is cleared before the events are read. An event in between sets it again;

@@ -184,6 +184,8 @@ impl ChannelSetup<'_> {
         if !is_missing && !channels.is_empty() {
             let ends = channels.iter().map(|channel| Box::pin(channel.ended()));
             tokio::select! {
+                // A fixed order of polling keeps simulations replayable.
+                biased;
                 _ = futures::future::select_all(ends) => {}
                 () = self.connection.rdma().abandoned() => {}
             }
