@@ -30,7 +30,6 @@ mod line;
 mod rates;
 mod readers;
 mod tenants;
-mod window;
 mod writers;
 
 use crate::metrics::Metrics;
@@ -51,7 +50,6 @@ pub(crate) use tenants::TenantNumber;
 use tenants::TenantTable;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-pub(crate) use window::ReadFrom;
 pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
 use writers::{Forecast, MeanTime, Scope, WriterProgress};
 
@@ -161,8 +159,6 @@ struct BudgetState {
     read_rate: ReadRate,
     last_stalled_search: Option<Instant>,
     readers_order: ReaderOrder,
-    /// Bytes in the window of reads from DRAM.
-    window: u64,
     /// Connections with reserved pages.
     writers: BTreeSet<u64>,
     line: Line,
@@ -178,7 +174,6 @@ struct BudgetState {
 struct QueuedRead {
     account: Weak<Account>,
     bytes: u64,
-    from: ReadFrom,
     /// Dropped without a charge when the connection itself is over its bound again.
     grant: oneshot::Sender<Charge>,
 }
@@ -188,9 +183,6 @@ struct ConnectionUsage {
     used: BytesByKind,
     puts: u64,
     read_rate: ReadRate,
-    /// Reads of pages in DRAM, in bytes.
-    dram_reads: u64,
-    is_blocked: bool,
     progress: Arc<Progress>,
     disconnect: CancellationToken,
 }
@@ -302,14 +294,14 @@ impl BudgetState {
         }
     }
 
-    fn enqueue(&mut self, account: &Arc<Account>, read: QueuedRead, now: Instant) {
+    fn enqueue(&mut self, account: &Arc<Account>, bytes: u64, grant: oneshot::Sender<Charge>, now: Instant) {
         self.record_demand(account.connection(), Kind::Reads, now);
         let Some(connection) = self.connections.get(&account.connection()) else { return };
         let Some(queue) = self.tenants.queue(connection.tenant) else { return };
         if queue.is_empty() && !self.tenant_queue.contains(&connection.tenant) {
             self.tenant_queue.push_back(connection.tenant);
         }
-        queue.push_back(read);
+        queue.push_back(QueuedRead { account: Arc::downgrade(account), bytes, grant });
         if queue.len().is_multiple_of(QUEUE_CLEANUP_STEP) {
             queue.retain(|read| !read.grant.is_closed());
         }
@@ -374,8 +366,6 @@ impl Budget {
             used: [0; KINDS.len()],
             puts: 0,
             read_rate: ReadRate::default(),
-            dram_reads: 0,
-            is_blocked: false,
             progress: progress.clone(),
             disconnect: disconnect.clone(),
         };
@@ -484,15 +474,8 @@ impl Budget {
                 }
                 state.tenant_queue.push_back(name);
                 skipped += 1;
-            } else if state.window_is_full(next.from, next.bytes) {
-                // Each page that leaves serves the queue again, and so does a reader that blocks.
-                if let Some(queue) = state.tenants.queue(name) {
-                    queue.push_front(next);
-                }
-                state.tenant_queue.push_front(name);
-                break;
             } else {
-                let charge = account.grant_read(&mut state, next.bytes, next.from, now);
+                let charge = account.grant(&mut state, Kind::Reads, next.bytes, now);
                 served.push((next.grant, Some(charge)));
                 state.tenant_queue.push_back(name);
                 skipped = 0;

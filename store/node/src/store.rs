@@ -4,7 +4,7 @@
 //! part asks for it: [`Store::tiers`] reads pages, [`Store::puts`] tracks open puts. Connections
 //! use the store, and so does the simulation.
 
-use crate::budget::{Account, Budget, Kind, ReadFrom};
+use crate::budget::{Account, Budget, Kind};
 use crate::devices::Devices;
 use crate::memory_plan::MemoryPlan;
 use crate::metrics::{self, Metrics};
@@ -178,7 +178,7 @@ impl Store {
             let location = self.tiers.lookup(&id);
             // Only a read of L3 takes memory; a page in DRAM has its memory already.
             let _charge = match charged_to.filter(|_| matches!(location, PageLocation::OnL3(_))) {
-                Some((account, page_bytes)) => Some(account.charge_read(*page_bytes, ReadFrom::Device).await),
+                Some((account, page_bytes)) => Some(account.charge_read(*page_bytes).await),
                 None => None,
             };
             self.tiers.get_at(&id, location, deadline).await.is_some()

@@ -4,8 +4,8 @@ use super::line::{Ahead, RoomOf};
 use super::tenants::TenantNumber;
 use super::{
     Budget, BudgetState, Busy, BusyBound, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter,
-    OUTSTANDING_MIN, Overrun, PAGES_IN_FLIGHT_MIN, Progress, QueuedRead, REQUEST_BODY_COPIES, REQUEST_BYTES, ReadFrom,
-    STALLED_AFTER, Scope, subtract,
+    OUTSTANDING_MIN, Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope,
+    subtract,
 };
 use crate::places::Peer;
 use crate::tiers::SLOT_UNIT;
@@ -189,16 +189,15 @@ impl Account {
         Ok(self.grant(&mut state, kind, bytes, now))
     }
 
-    /// Charges a read of `bytes` if they fit and no read is queued. A failure leaves no trace: it
-    /// neither reserves a share nor disconnects a stalled reader.
-    pub(crate) fn try_charge_read(self: &Arc<Self>, bytes: u64, from: ReadFrom) -> Option<Charge> {
+    /// Charges `bytes` if they fit and no read is queued. A failure leaves no trace: it neither
+    /// reserves a share nor disconnects a stalled reader.
+    pub(crate) fn try_charge(self: &Arc<Self>, kind: Kind, bytes: u64) -> Option<Charge> {
         let now = now();
-        let bytes = arena_bytes(bytes);
+        let bytes = if kind == Kind::Reads { arena_bytes(bytes) } else { bytes };
         let mut state = self.budget.state.lock();
         let fits = state.tenant_queue.is_empty()
-            && !state.window_is_full(from, bytes)
-            && self.budget.overrun(&mut state, self.connection, Kind::Reads, bytes, now).max() == 0;
-        fits.then(|| self.grant_read(&mut state, bytes, from, now))
+            && self.budget.overrun(&mut state, self.connection, kind, bytes, now).max() == 0;
+        fits.then(|| self.grant(&mut state, kind, bytes, now))
     }
 
     /// Charges bytes without any check. Takes the state to make check and charge one step.
@@ -207,43 +206,16 @@ impl Account {
         let bytes = bytes.max(1);
         state.add(self.connection, kind, bytes, now);
         let counts_for_rate = kind != Kind::Outstanding;
-        Charge { account: self.clone(), kind, bytes, since: now, queued: false, in_window: false, counts_for_rate }
-    }
-
-    /// Charges a read without any check, as [`Account::grant`].
-    pub(super) fn grant_read(
-        self: &Arc<Self>,
-        state: &mut BudgetState,
-        bytes: u64,
-        from: ReadFrom,
-        now: Instant,
-    ) -> Charge {
-        let mut charge = self.grant(state, Kind::Reads, bytes, now);
-        if from == ReadFrom::Dram {
-            state.add_to_window(self.connection, charge.bytes);
-            charge.in_window = true;
-        }
-        charge
-    }
-
-    /// Records that the client's socket is full, or takes bytes without a wait again.
-    pub(crate) fn set_blocked(&self, is_blocked: bool) {
-        let mut state = self.budget.state.lock();
-        state.set_blocked(self.connection, is_blocked);
-        let reads_wait = is_blocked && !state.tenant_queue.is_empty();
-        drop(state);
-        if reads_wait {
-            self.budget.serve_queue();
-        }
+        Charge { account: self.clone(), kind, bytes, since: now, queued: false, counts_for_rate }
     }
 
     /// Waits for memory to read and send `bytes`: first until this client has received enough of
     /// its send queue, then for the node. Reads of one connection are granted in FIFO order,
     /// whatever their sizes.
-    pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64, from: ReadFrom) -> Charge {
+    pub(crate) async fn charge_read(self: &Arc<Self>, bytes: u64) -> Charge {
         let bytes = arena_bytes(bytes);
         loop {
-            let mut grant = match self.wait_for_reader(bytes, from).await {
+            let mut grant = match self.wait_for_reader(bytes).await {
                 Ok(charge) => return charge,
                 Err(grant) => grant,
             };
@@ -262,11 +234,7 @@ impl Account {
 
     /// Waits until `bytes` fit into the connection's own bound. Returns the charge if they also fit
     /// into the node, and otherwise the receiver of a queued read.
-    async fn wait_for_reader(
-        self: &Arc<Self>,
-        bytes: u64,
-        from: ReadFrom,
-    ) -> Result<Charge, oneshot::Receiver<Charge>> {
+    async fn wait_for_reader(self: &Arc<Self>, bytes: u64) -> Result<Charge, oneshot::Receiver<Charge>> {
         // Only the first waiter listens, so a release wakes one task and not thousands.
         let _first = self.first_waiter.lock().await;
         loop {
@@ -277,13 +245,12 @@ impl Account {
                 let now = now();
                 let mut state = self.budget.state.lock();
                 let overrun = self.budget.overrun(&mut state, self.connection, Kind::Reads, bytes, now);
-                if overrun.max() == 0 && state.tenant_queue.is_empty() && !state.window_is_full(from, bytes) {
-                    return Ok(self.grant_read(&mut state, bytes, from, now));
+                if overrun.max() == 0 && state.tenant_queue.is_empty() {
+                    return Ok(self.grant(&mut state, Kind::Reads, bytes, now));
                 }
                 if overrun.connection == 0 {
                     let (grant, receiver) = oneshot::channel();
-                    let read = QueuedRead { account: Arc::downgrade(self), bytes, from, grant };
-                    state.enqueue(self, read, now);
+                    state.enqueue(self, bytes, grant, now);
                     return Err(receiver);
                 }
                 // Stalled readers may hold most of the memory. They lower the bound of this one
@@ -497,8 +464,6 @@ pub(crate) struct Charge {
     bytes: u64,
     since: Instant,
     queued: bool,
-    /// True if the bytes count in the window of reads from DRAM.
-    in_window: bool,
     /// True if its release is a sample of the release rate, of the reader's rate, or of the time
     /// that a put takes.
     counts_for_rate: bool,
@@ -531,11 +496,7 @@ impl Charge {
     pub(crate) fn shrink_to(&mut self, bytes: u64) {
         let returned = self.bytes.saturating_sub(bytes.max(1));
         self.bytes -= returned;
-        let mut state = self.account.budget.state.lock();
-        if self.in_window {
-            state.remove_from_window(self.account.connection, returned);
-        }
-        state.remove(self.account.connection, self.kind, returned);
+        self.account.budget.state.lock().remove(self.account.connection, self.kind, returned);
     }
 
     /// Returns outstanding bytes that the client received.
@@ -583,9 +544,6 @@ impl Drop for Charge {
                 state.read_rate.record(now, received);
             }
             Kind::Puts | Kind::Reads | Kind::Requests => {}
-        }
-        if self.in_window {
-            state.remove_from_window(connection, self.bytes);
         }
         state.remove(connection, self.kind, self.bytes);
         let reads_wait = self.kind == Kind::Reads && !state.tenant_queue.is_empty();

@@ -112,14 +112,13 @@ async fn reads_of_one_connection_are_granted_in_order_and_cancelled_ones_skipped
     let budget = budget();
     let reader = account(&budget, "t");
     // Together a quarter of the memory that remains.
-    let mut on_their_way =
-        vec![reader.charge_read(3 * MIB, ReadFrom::Device).await, reader.charge_read(3 * MIB, ReadFrom::Device).await];
+    let mut on_their_way = vec![reader.charge_read(3 * MIB).await, reader.charge_read(3 * MIB).await];
     let order = Arc::<Mutex<Vec<u32>>>::default();
     let waiters: Vec<_> = (0..6)
         .map(|number| {
             let (reader, order) = (reader.clone(), order.clone());
             tokio::spawn(async move {
-                let charge = reader.charge_read(3 * MIB, ReadFrom::Device).await;
+                let charge = reader.charge_read(3 * MIB).await;
                 order.lock().push(number);
                 charge
             })
@@ -151,9 +150,9 @@ async fn stuck_readers_leave_memory_for_others() {
     let used = budget.usage()[1].1;
     assert!(taken[0].len() > 20 && used > 20 * MIB && used < 31 * MIB, "{} and {used}", taken[0].len());
     let reader = account(&budget, "t");
-    let first = reader.charge_read(MIB / 4, ReadFrom::Device).await;
-    assert!(waits(reader.charge_read(4 * MIB, ReadFrom::Device)).await, "its own page is still in flight");
-    let (had, ()) = tokio::join!(reader.charge_read(MIB / 4, ReadFrom::Device), async {
+    let first = reader.charge_read(MIB / 4).await;
+    assert!(waits(reader.charge_read(4 * MIB)).await, "its own page is still in flight");
+    let (had, ()) = tokio::join!(reader.charge_read(MIB / 4), async {
         tokio::time::sleep(Duration::from_millis(5)).await;
         drop(first);
     });
@@ -170,7 +169,7 @@ async fn queued_reads_are_granted_by_tenant_in_turn() {
     let full = all.charge(Kind::Reads, 32 * MIB).ok().unwrap();
     let order = Mutex::new(Vec::new());
     let turn = async |who: &Arc<Account>, name: &'static str, bytes: u64| {
-        let charge = who.charge_read(bytes, ReadFrom::Device).await;
+        let charge = who.charge_read(bytes).await;
         order.lock().push(name);
         tokio::time::sleep(Duration::from_millis(10)).await;
         drop(charge);
@@ -179,7 +178,7 @@ async fn queued_reads_are_granted_by_tenant_in_turn() {
     let cancelled = async {
         let waiting = turn(&a, "cancelled", MIB);
         assert!(waits(waiting).await);
-        assert!(b.try_charge_read(1, ReadFrom::Device).is_none());
+        assert!(b.try_charge(Kind::Reads, 1).is_none());
         drop(full);
     };
     tokio::join!(
@@ -194,7 +193,7 @@ async fn queued_reads_are_granted_by_tenant_in_turn() {
     let order = order.lock();
     assert_eq!((&order[..2], order.len()), (&["of another tenant", "large"][..], 4));
     assert_eq!(used_of(&budget), [0; 4]);
-    assert!(b.try_charge_read(1, ReadFrom::Device).is_some(), "the queue is empty");
+    assert!(b.try_charge(Kind::Reads, 1).is_some(), "the queue is empty");
 }
 
 #[tokio::test(start_paused = true)]
@@ -261,11 +260,11 @@ async fn tenant_at_its_share_does_not_delay_others() {
     let mut small: Vec<Charge> = (0..16).map_while(|_| b.charge(Kind::Reads, MIB).ok()).collect();
     let other: Vec<Charge> =
         (small.len()..16).map(|_| account(&budget, "b").charge(Kind::Reads, MIB).ok().unwrap()).collect();
-    let waiting = tokio::spawn(async move { more_a.charge_read(16 * MIB, ReadFrom::Device).await });
+    let waiting = tokio::spawn(async move { more_a.charge_read(16 * MIB).await });
     tokio::time::sleep(Duration::from_millis(10)).await;
-    assert!(waits(more_b.charge_read(MIB, ReadFrom::Device)).await, "the node is full");
+    assert!(waits(more_b.charge_read(MIB)).await, "the node is full");
     small.pop();
-    assert!(!waits(more_b.charge_read(MIB, ReadFrom::Device)).await && !waiting.is_finished());
+    assert!(!waits(more_b.charge_read(MIB)).await && !waiting.is_finished());
     drop((large, small, other));
     assert!(waiting.await.is_ok());
 }
@@ -300,7 +299,7 @@ async fn stalled_reader_is_disconnected_only_when_others_wait() {
     let moving = queue(&quick);
     let given_up = |client: &Arc<Account>| client.is_disconnecting();
     let waiting = async {
-        let charge = third.charge_read(MIB, ReadFrom::Device).await;
+        let charge = third.charge_read(MIB).await;
         assert!(given_up(&slow) && !given_up(&quick), "the wait itself searches for stalled readers");
         drop(charge);
     };
@@ -321,8 +320,7 @@ async fn stalled_readers_that_leave_little_memory_are_disconnected() {
     let budget = budget();
     let stuck: Vec<_> = (0..8).map(|_| account(&budget, "t")).collect();
     let fill = |client: &Arc<Account>| {
-        let mut charges: Vec<Charge> =
-            (0..64).map_while(|_| client.try_charge_read(MIB / 4, ReadFrom::Device)).collect();
+        let mut charges: Vec<Charge> = (0..64).map_while(|_| client.try_charge(Kind::Reads, MIB / 4)).collect();
         charges.iter_mut().for_each(Charge::mark_queued);
         charges
     };
@@ -337,16 +335,13 @@ async fn stalled_readers_that_leave_little_memory_are_disconnected() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let reader = account(&budget, "t");
     let few = fill(&reader);
-    assert!(waits(reader.charge_read(MIB / 4, ReadFrom::Device)).await, "it has its part of what is free");
+    assert!(waits(reader.charge_read(MIB / 4)).await, "it has its part of what is free");
     let disconnected = || stuck.iter().filter(|client| client.is_disconnecting()).count();
     assert!(stuck[0].is_disconnecting() && disconnected() == 1, "the longest silence first");
-    assert!(
-        waits(reader.charge_read(MIB / 4, ReadFrom::Device)).await && disconnected() == 1,
-        "its memory will be enough"
-    );
+    assert!(waits(reader.charge_read(MIB / 4)).await && disconnected() == 1, "its memory will be enough");
     held.remove(0);
     let more = fill(&reader);
-    assert!(!more.is_empty() && waits(reader.charge_read(MIB / 4, ReadFrom::Device)).await);
+    assert!(!more.is_empty() && waits(reader.charge_read(MIB / 4)).await);
     assert!(disconnected() == 1 && free() >= 8 * MIB, "a quarter is free");
     drop((few, more));
 }
@@ -360,10 +355,10 @@ async fn reader_stays_connected_while_its_connection_has_no_processor_to_look_fo
     charge.mark_queued();
     tokio::time::sleep(Duration::from_millis(900)).await;
     reader.record_no_progress();
-    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB, ReadFrom::Device));
+    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB));
     assert!(waiting.await.is_err() && !reader.is_disconnecting());
     reader.record_no_progress();
-    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB, ReadFrom::Device));
+    let waiting = tokio::time::timeout(Duration::from_secs(5), third.charge_read(MIB));
     assert!(waiting.await.is_err() && reader.is_disconnecting());
     drop(charge);
 }
@@ -388,7 +383,7 @@ async fn slow_reader_of_a_large_page_stays_connected() {
             slow.record_progress();
         }
     };
-    let waiting = tokio::time::timeout(Duration::from_secs(4), third.charge_read(MIB, ReadFrom::Device));
+    let waiting = tokio::time::timeout(Duration::from_secs(4), third.charge_read(MIB));
     let (had, ()) = tokio::join!(waiting, taking);
     assert!(had.is_err(), "neither released memory");
     assert_eq!((slow.is_disconnecting(), stuck.is_disconnecting()), (false, true));
@@ -408,7 +403,7 @@ async fn search_for_a_stalled_reader_visits_each_reader_at_most_once_a_second() 
     let _charges: Vec<Charge> = readers.iter().map(charge).collect();
     readers.iter().for_each(look_for_progress);
     let waiting = account(&budget, "waiting");
-    let waiting = tokio::spawn(async move { waiting.charge_read(MIB, ReadFrom::Device).await });
+    let waiting = tokio::spawn(async move { waiting.charge_read(MIB).await });
     let seconds = 5;
     for _ in 0..seconds * 40 {
         tokio::time::sleep(Duration::from_millis(25)).await;
@@ -438,11 +433,11 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
     look_for_progress(&two);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let given_up = || budget.metrics.slow_readers_disconnected.get();
-    assert!(third.try_charge_read(MIB, ReadFrom::Device).is_none() && given_up() == 0, "try_charge disconnects nobody");
+    assert!(third.try_charge(Kind::Reads, MIB).is_none() && given_up() == 0, "try_charge disconnects nobody");
     for _ in 0..3 {
-        assert!(waits(third.charge_read(16 * MIB, ReadFrom::Device)).await && given_up() == 1, "one is enough");
+        assert!(waits(third.charge_read(16 * MIB)).await && given_up() == 1, "one is enough");
     }
-    assert!(waits(third.charge_read(17 * MIB, ReadFrom::Device)).await && given_up() == 2);
+    assert!(waits(third.charge_read(17 * MIB)).await && given_up() == 2);
     drop((stuck, one, two));
     // A tenant at its share gains nothing from another tenant's reader.
     let other = account(&budget, "b");
@@ -453,7 +448,7 @@ async fn no_more_stalled_readers_are_disconnected_than_needed() {
     tokio::time::sleep(Duration::from_millis(10)).await;
     let stuck = queue(&own, 10 * MIB);
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(waits(third.charge_read(8 * MIB, ReadFrom::Device)).await);
+    assert!(waits(third.charge_read(8 * MIB)).await);
     assert!(own.is_disconnecting() && !other.is_disconnecting());
     drop((longest, stuck));
 }
@@ -493,38 +488,4 @@ async fn connections_and_requests_share_a_bound_and_mandatory_requests_pass() {
     assert_eq!(budget.status()["connections"], 2, "a request keeps its connection's account");
     drop(requests);
     assert_eq!(used_of(&budget), [0; 4]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn reads_from_dram_share_a_window_that_blocked_readers_leave() {
-    let budget = budget();
-    let readers: Vec<_> = ["a", "b", "c"].map(|tenant| account(&budget, tenant)).into();
-    let from_dram = |reader: &Arc<Account>| reader.try_charge_read(MIB, ReadFrom::Dram);
-    let all = |reader: &Arc<Account>| std::iter::from_fn(|| from_dram(reader)).collect::<Vec<Charge>>();
-    let mut of_first = all(&readers[0]);
-    let of_second = all(&readers[1]);
-    assert_eq!((of_first.len(), of_second.len()), (6, 2), "8 MiB in all, and a quarter of what is free for one");
-    assert!(readers[2].try_charge_read(MIB, ReadFrom::Device).is_some(), "the budget has room");
-    assert!(waits(readers[2].charge_read(MIB, ReadFrom::Dram)).await);
-    // A page that leaves, and a reader whose socket is full, let the next one start.
-    let waiting = readers[2].clone();
-    let waiting = tokio::spawn(async move {
-        let first = waiting.charge_read(MIB, ReadFrom::Dram).await;
-        (first, waiting.charge_read(6 * MIB, ReadFrom::Dram).await)
-    });
-    tokio::task::yield_now().await;
-    of_first.pop();
-    for _ in 0..4 {
-        tokio::task::yield_now().await;
-    }
-    assert!(!waiting.is_finished() && used_of(&budget)[1] == 8 * MIB);
-    readers[0].set_blocked(true);
-    let of_third = tokio::time::timeout(Duration::from_millis(1), waiting).await.expect("no timer serves it").unwrap();
-    assert!(from_dram(&readers[1]).is_none(), "2 and 7 MiB of 8");
-    drop(of_third);
-    readers[0].set_blocked(false);
-    assert_eq!(all(&readers[1]).len(), 1, "the window has 7 MiB again");
-    readers[0].set_blocked(true);
-    drop((of_first, of_second));
-    assert_eq!((used_of(&budget)[1], budget.state.lock().window), (0, 0));
 }

@@ -1,6 +1,6 @@
 //! Models of the budget.
 
-use super::{Account, Budget, Charge, Kind, ReadFrom};
+use super::{Account, Budget, Charge, Kind};
 use crate::model::{block_on, explore, finds};
 use crate::options::NodeOptions;
 use crate::places::Peer;
@@ -53,7 +53,7 @@ fn reads_beside_each_other(_: &Arc<Arena>) {
     let [first, second, other] = accounts;
     let readers = [(first.clone(), MIB), (first, MIB), (second, 2 * MIB), (other, MIB)].map(|(account, bytes)| {
         thread::spawn(move || {
-            let charge = block_on(account.charge_read(bytes, ReadFrom::Device));
+            let charge = block_on(account.charge_read(bytes));
             thread::yield_now();
             drop(charge);
         })

@@ -2,7 +2,7 @@
 
 use super::Connection;
 use super::outbox::{PagePayload, PartPayload, Responder};
-use crate::budget::{Charge, Kind, ReadFrom};
+use crate::budget::{Charge, Kind};
 use crate::puts::{Presence, Progress, Put};
 use crate::state::NodeState;
 use larder_format::PageId;
@@ -89,8 +89,7 @@ async fn follow_sealed(node: &NodeState, responder: &Responder, id: PageId, dead
         let bytes = meta.part_range(part).unwrap_or_default();
         let crcs = meta.part_crcs(part).unwrap_or_default().to_vec();
         let head = Response::Part { part: part as u32, crcs };
-        let bytes_sent = bytes.len() as u64;
-        let Some(credit) = responder.credit(bytes_sent, bytes_sent, ReadFrom::Device).await? else {
+        let Some(credit) = responder.credit(bytes.len() as u64, bytes.len() as u64).await? else {
             return end(FollowState::Miss, None).await;
         };
         responder.send_bytes(node, head, PagePayload { page: page.clone(), bytes }, credit).await?;
@@ -110,8 +109,7 @@ async fn follow_put(node: &NodeState, responder: &Responder, put: &Put, deadline
             if let Some((bytes, crcs)) = put.landed(part) {
                 *sent = true;
                 let head = Response::Part { part: part as u32, crcs };
-                let bytes_sent = bytes.len() as u64;
-                let Some(credit) = responder.credit(bytes_sent, bytes_sent, ReadFrom::Device).await? else {
+                let Some(credit) = responder.credit(bytes.len() as u64, bytes.len() as u64).await? else {
                     return Ok(Progress::Open(0));
                 };
                 responder.send_bytes(node, head, PartPayload(bytes), credit).await?;

@@ -12,7 +12,7 @@ use super::holdings::{InPlaceHolds, request_number_in_use};
 use super::outbox::{PagePayload, Responder, SendCredit};
 use super::page_request::PageRequest;
 use super::rdma::ClientChannels;
-use crate::budget::{Busy, Charge, ReadFrom};
+use crate::budget::{Busy, Charge};
 use crate::page::Page;
 use crate::state::NodeState;
 use crate::tiers::{PageLocation, StampedLocation};
@@ -171,8 +171,8 @@ impl PageSender {
     }
 
     /// Waits for send credit. At the deadline of the request it answers a miss and returns `None`.
-    async fn credit(&self, page: &PageRequest, from: ReadFrom) -> io::Result<Option<SendCredit>> {
-        let credit = self.responder.credit(page.sent_bytes(self.page_bytes), self.page_bytes, from).await?;
+    async fn credit(&self, page: &PageRequest) -> io::Result<Option<SendCredit>> {
+        let credit = self.responder.credit(page.sent_bytes(self.page_bytes), self.page_bytes).await?;
         if credit.is_none() {
             self.responder.send(Response::Miss { index: page.index }).await?;
         }
@@ -228,7 +228,7 @@ impl PageSender {
     async fn send_in_dram(&self, pages: Vec<AdmittedPage>) -> io::Result<()> {
         let mut pages = pages.into_iter();
         while let Some(first) = pages.next() {
-            let Some(credit) = self.credit(&first.page, ReadFrom::Dram).await? else { continue };
+            let Some(credit) = self.credit(&first.page).await? else { continue };
             // All pages that have credit now are looked up under one lock.
             let mut group = vec![(first, credit)];
             while group.len() < READS_AT_ONCE
@@ -253,7 +253,7 @@ impl PageSender {
     /// Sends pages that have to be read from L3, or granted over RDMA, first.
     async fn send_delayed(&self, pages: Vec<AdmittedPage>) -> io::Result<()> {
         let pages = futures::stream::iter(pages).map(|admitted| async move {
-            let Some(credit) = self.credit(&admitted.page, ReadFrom::Device).await? else { return Ok(()) };
+            let Some(credit) = self.credit(&admitted.page).await? else { return Ok(()) };
             let tiers = self.node.store.tiers();
             let id = &admitted.page.id;
             let found = match admitted.on_l3 {

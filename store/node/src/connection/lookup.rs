@@ -2,7 +2,7 @@
 
 use super::Connection;
 use super::get::READS_AT_ONCE;
-use crate::budget::ReadFrom;
+use crate::budget::Kind;
 use futures::StreamExt;
 use larder_format::PageId;
 use larder_runtime::now;
@@ -62,7 +62,7 @@ impl Connection {
                     async move {
                         // Loads in advance must not compete with readers. A page without memory now
                         // is not held, and can be read all the same.
-                        let Some(_charge) = account.try_charge_read(page_bytes, ReadFrom::Device) else { return };
+                        let Some(_charge) = account.try_charge(Kind::Reads, page_bytes) else { return };
                         let page = node.store.tiers().fetch(&id, deadline.min(lease_end)).await;
                         if let Some(hold) = page.and_then(|page| node.store.tiers().hold(&page)) {
                             lease.add(hold);

@@ -3,7 +3,7 @@
 use super::holdings::InPlaceHolds;
 use super::page_request::{PageRequest, arena_offset};
 use super::socket::UncongestedSince;
-use crate::budget::{Account, Charge, Kind, ReadFrom};
+use crate::budget::{Account, Charge, Kind};
 use crate::holds::Hold;
 use crate::page::Page;
 use crate::state::NodeState;
@@ -219,21 +219,20 @@ impl Responder {
     /// Waits until `bytes` may be in flight: until the client has received enough of its window,
     /// and the node has `memory` bytes. A range keeps its whole page in memory. Returns `None` at
     /// the deadline of the request.
-    pub(super) async fn credit(&self, bytes: u64, memory: u64, from: ReadFrom) -> io::Result<Option<SendCredit>> {
+    pub(super) async fn credit(&self, bytes: u64, memory: u64) -> io::Result<Option<SendCredit>> {
         let credit = async {
             // The window first: a client that does not read must not hold memory of the node.
             let window = self.outbox.window.clone().acquire_many_owned(window_units(bytes)).await;
             let _window = window.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-            Ok(SendCredit { charge: self.outbox.account.charge_read(memory, from).await, _window })
+            Ok(SendCredit { charge: self.outbox.account.charge_read(memory).await, _window })
         };
         tokio::time::timeout_at(self.deadline.into(), credit).await.ok().transpose()
     }
 
-    /// Returns credit for a page in DRAM, as [`Responder::credit`] does, if there is some without
-    /// waiting.
+    /// Returns credit as [`Responder::credit`] does, if there is some without waiting.
     pub(super) fn try_credit(&self, bytes: u64, memory: u64) -> Option<SendCredit> {
         let window = self.outbox.window.clone().try_acquire_many_owned(window_units(bytes)).ok()?;
-        let charge = self.outbox.account.try_charge_read(memory, ReadFrom::Dram)?;
+        let charge = self.outbox.account.try_charge(Kind::Reads, memory)?;
         Some(SendCredit { charge, _window: window })
     }
 

@@ -1,7 +1,7 @@
 //! Requests that manage pages: warm, forget, pin, suspect and compare.
 
 use super::Connection;
-use crate::budget::{Account, ReadFrom};
+use crate::budget::Account;
 use crate::state::NodeState;
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageKey};
@@ -68,7 +68,7 @@ impl PageAdmin {
                 let (account, _) = &loads;
                 let compare = async {
                     // The header of the page's record may have to be read from L3.
-                    let _charge = account.charge_read(BLOCK_BYTES as u64, ReadFrom::Device).await;
+                    let _charge = account.charge_read(BLOCK_BYTES as u64).await;
                     store.compare(&id, &crcs, deadline).await
                 };
                 let end = tokio::time::timeout_at(deadline.into(), compare).await;

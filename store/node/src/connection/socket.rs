@@ -41,7 +41,7 @@ impl BulkScheduler {
     }
 
     /// Runs a socket operation on `bytes` bytes. A bulk one holds a permit during each poll, and
-    /// none while it waits for its client. Calls `on_wait` before each of these waits.
+    /// none while it waits for its client. Calls `on_wait` after each of these waits.
     async fn run<T>(&self, bytes: usize, operation: impl Future<Output = T>, mut on_wait: impl FnMut()) -> T {
         let is_bulk = bytes > BULK_MIN;
         let _active = is_bulk.then(|| ActiveOperation::start(&self.active));
@@ -53,9 +53,9 @@ impl BulkScheduler {
             if let Poll::Ready(done) = polled {
                 return done;
             }
-            on_wait();
             // The operation has registered this task's waker.
             futures::pending!();
+            on_wait();
         }
     }
 
@@ -105,21 +105,13 @@ pub(crate) struct ScheduledSink<W> {
     /// Bytes that the client had not acknowledged at the last look. `None` after a send, which adds
     /// to them.
     unacknowledged: Option<u64>,
-    /// The last send had to wait for room in the socket. The account knows it.
-    is_blocked: bool,
 }
 
 impl<W: ByteSink> ScheduledSink<W> {
     pub(crate) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
         let uncongested_since = UncongestedSince(Arc::new(Mutex::new(now())));
-        let sink = Self {
-            inner,
-            scheduler,
-            uncongested_since: uncongested_since.clone(),
-            account,
-            unacknowledged: None,
-            is_blocked: false,
-        };
+        let sink =
+            Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account, unacknowledged: None };
         (sink, uncongested_since)
     }
 }
@@ -143,31 +135,20 @@ impl<W: ByteSink> ScheduledSink<W> {
 impl<W: ByteSink> ByteSink for ScheduledSink<W> {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let bytes = from.iter().map(|slice| slice.len()).sum();
-        let mut must_wait = false;
+        let mut has_waited = bytes > BULK_MIN;
         let sent = loop {
-            let on_wait = || {
-                must_wait = true;
-                if !std::mem::replace(&mut self.is_blocked, true)
-                    && let Some(account) = &self.account
-                {
-                    account.set_blocked(true);
-                }
-            };
-            let operation = self.scheduler.run(bytes, self.inner.send(from), on_wait);
+            let operation = self.scheduler.run(bytes, self.inner.send(from), || has_waited = true);
             // A dropped operation has taken no bytes, so it can begin again.
             match tokio::time::timeout(LOOK_INTERVAL, operation).await {
                 Ok(sent) => break sent,
-                Err(_) => self.look_for_progress(),
+                Err(_) => {
+                    has_waited = true;
+                    self.look_for_progress();
+                }
             }
         };
-        if must_wait || bytes > BULK_MIN {
+        if has_waited {
             *self.uncongested_since.0.lock() = now();
-        }
-        if !must_wait
-            && std::mem::take(&mut self.is_blocked)
-            && let Some(account) = &self.account
-        {
-            account.set_blocked(false);
         }
         if sent.is_ok() {
             self.unacknowledged = None;

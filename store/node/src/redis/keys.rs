@@ -9,7 +9,6 @@
 
 use super::manifest;
 use super::values::Database;
-use crate::budget::ReadFrom;
 use larder_redis::glob;
 use std::time::Instant;
 
@@ -82,7 +81,7 @@ impl Database<'_> {
         let epoch = (cursor >> EPOCH_SHIFT) & u64::from(u32::MAX);
         let offset = (cursor & ((1 << EPOCH_SHIFT) - 1)) << BLOCK_SHIFT;
         // Memory of the manifests that are read: two units of the arena for each at most.
-        let charge = self.account.charge_read((count * 2 * crate::tiers::SLOT_UNIT) as u64, ReadFrom::Device);
+        let charge = self.account.charge_read((count * 2 * crate::tiers::SLOT_UNIT) as u64);
         let Ok(_charge) = tokio::time::timeout_at(deadline.into(), charge).await else { return (cursor, Vec::new()) };
         let devices = self.tiers().devices();
         let listed = devices.list(device, &self.namespaces.manifests, (epoch, offset), count, deadline).await;

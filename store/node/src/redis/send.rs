@@ -3,7 +3,7 @@
 use super::manifest::{DATA_PAGE_BYTES, data_page_bytes};
 use super::output::Output;
 use super::values::{Database, Found};
-use crate::budget::{Charge, ReadFrom};
+use crate::budget::Charge;
 use crate::page::Page;
 use larder_format::PageId;
 use larder_redis::{Reply, reply};
@@ -84,7 +84,7 @@ impl Database<'_> {
             return self.send_piecewise(output, &pieces, range.end - range.start, deadline).await;
         }
         let bytes = pieces.iter().map(|piece| piece.bytes.len() as u64).sum();
-        let charge = tokio::time::timeout_at(deadline.into(), self.account.charge_read(bytes, ReadFrom::Device)).await;
+        let charge = tokio::time::timeout_at(deadline.into(), self.account.charge_read(bytes)).await;
         let Ok(mut charge) = charge else {
             return busy(output).await;
         };
@@ -119,7 +119,7 @@ impl Database<'_> {
             let deadline =
                 if index == 0 { deadline } else { larder_runtime::now() + super::connection::COMMAND_TIMEOUT };
             let next = async {
-                let charge = self.account.charge_read(piece.bytes.len() as u64, ReadFrom::Device).await;
+                let charge = self.account.charge_read(piece.bytes.len() as u64).await;
                 Some((charge, self.verified(&piece.id, deadline).await?))
             };
             let next: Option<(Charge, Arc<Page>)> = tokio::time::timeout_at(deadline.into(), next).await.ok().flatten();
