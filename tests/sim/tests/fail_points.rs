@@ -113,7 +113,7 @@ const NODE: [FailPoint; 23] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 40] = [
+const WIRE: [FailPoint; 38] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -165,9 +165,7 @@ const WIRE: [FailPoint; 40] = [
     any("client.copy-ignores-node-run", "The client states the generation of a copy to a node that did not give it."),
     any("node.reserve-ignores-copy-condition", "The node takes a copy of a page that was forgotten since."),
     any("node.forget-records-late", "A forget takes its generation after its tombstones."),
-    any("rdma.completion-is-no-progress", "A connection stalls although its requests complete one after the other."),
     any("node.rdma-progress-ignored", "The node takes a client for silent that reads or writes by RDMA."),
-    any("log.floor-copies-starve-writers", "Copies for floors fill one segment after the other, whoever waits."),
     any("node.get-misses-l3", "A page that is only on L3 is a miss."),
     any("node.range-misses-l3", "A range of a page that is only on L3 is a miss."),
     any("node.follow-ends-early", "A follow ends when no part lands for 5 s."),

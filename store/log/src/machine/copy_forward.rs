@@ -368,7 +368,7 @@ impl Log {
     fn charge_filled_target(&mut self, choice: &ChoiceOfCopies) {
         let target = choice.target.segment;
         let is_filled = choice.beside.as_ref().is_some_and(|(other, bytes)| !self.segments.fits(target, other, *bytes));
-        if choice.floor_bytes > 0 && is_filled && !fail_point!("log.floor-copies-starve-writers") {
+        if choice.floor_bytes > 0 && is_filled {
             let rest = self.config.segment_bytes - choice.floor_bytes;
             self.floor_credit -= rest.min(self.floor_credit);
         }
