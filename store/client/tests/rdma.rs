@@ -14,6 +14,7 @@ use larder_wire::{
     CommitOutcome, Delivery, Entry, FrameReader, FrameWriter, GrantedRange, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN,
     PartGrant, PartLocation, PayloadLocation, RdmaEndpoint, Request, ReserveOutcome, Reserved, Response,
 };
+use std::future::pending;
 use std::net::SocketAddr;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -493,7 +494,7 @@ impl RawClient {
     async fn read(&self, from: GrantedRange) -> Option<Vec<u8>> {
         let block = self.memory.allocate(from.len as usize).unwrap();
         let range = RemoteRange { address: from.address, len: from.len, key: from.key };
-        self.channel.read(block, range).await.ok().map(|block| block.to_vec())
+        self.channel.read(block, range, &Arc::default(), pending()).await.ok().map(|block| block.to_vec())
     }
 
     async fn reserve(&mut self, number: u32) -> (u64, Vec<PartGrant>) {
@@ -514,7 +515,7 @@ impl RawClient {
         let mut block = self.memory.allocate(bytes.len()).unwrap();
         block.copy_from_slice(bytes);
         let range = RemoteRange { address: to.range.address, len: to.range.len, key: to.range.key };
-        self.channel.write(block, range).await.is_ok()
+        self.channel.write(block, range, &Arc::default(), pending()).await.is_ok()
     }
 
     async fn report_written(&mut self, reserve: u64, part: u32, bytes: &[u8]) {

@@ -109,13 +109,18 @@ def is_idle(status):
     return in_flight == [0, 0, 0] and status["puts_open"] == status["readers_waiting"] == budget["writers_waiting"] == 0
 
 
+def observe(node, namespace):
+    """A client that has all its connections at once, so that it does not change the node's count later."""
+    return attach(node.url("tcp") + "&connections=1", namespace)
+
+
 def connections(client):
     return client.status(10)[0]["status"]["budget"]["connections"]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_killed_client_leaves_nothing_in_the_node(node: Node, namespace, transport):
-    observer = attach(node.url("tcp"), namespace)
+    observer = observe(node, namespace)
     before = connections(observer)
     writer = child(
         """
@@ -186,7 +191,7 @@ def test_forked_child_attaches_anew(node: Node, transport):
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_child_does_not_keep_its_parents_connections(node: Node, namespace, transport):
-    observer = attach(node.url("tcp"), namespace)
+    observer = observe(node, namespace)
     before = connections(observer)
     process = child(
         FORKING
