@@ -29,5 +29,8 @@ rule add pref 4 oif ve1 lookup 11
 rule add pref 5 lookup local
 rule del pref 0
 IP
+# Packets of one connection must arrive in order: soft-RoCE answers others with retransmissions, which may come after their grant has
+# ended. Without this, each processor has a queue of received packets of its own.
+for end in ve0 ve1; do echo 1 >/sys/class/net/$end/queues/rx-0/rps_cpus; done
 rdma link add rxe0 type rxe netdev ve0
 rdma link add rxe1 type rxe netdev ve1

@@ -32,8 +32,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::time::Instant;
 
-/// Rate from which a link is fast enough for long requests, in bytes per second. A request of 64
-/// KiB then takes at most a quarter of a second.
+/// Rate from which a link is fast enough for long requests, in bytes per second. One of 32 KiB then
+/// takes at most an eighth of a second, and half a second on a link that has become slow.
 const FAST_BYTES_PER_SECOND: f64 = (256 << 10) as f64;
 
 /// Keeps memory alive, whatever its type.

@@ -38,7 +38,7 @@ impl Default for EndpointOptions {
         EndpointOptions {
             transfers: 64,
             grants: 256,
-            chunk_bytes: 64 << 10,
+            chunk_bytes: 32 << 10,
             stall_timeout: Duration::from_secs(5),
             connect_deadline: Duration::from_secs(5),
             spin: Duration::ZERO,

@@ -619,6 +619,29 @@ fn stall_fails_the_transfer_and_the_connection() {
     });
 }
 
+/// Each completed request is progress, so a transfer may take many times the stall timeout.
+#[test]
+fn slow_transfer_outlives_the_stall_timeout() {
+    in_vm(async {
+        let stall_timeout = Duration::from_secs(1);
+        // The packets of a window wait in the queue of the slow link for a second. No retransmission
+        // may come meanwhile.
+        let options = EndpointOptions { retry_exponent: 21, stall_timeout, ..slow() };
+        let pair = pair(GrantKind::MemoryWindow, options).await;
+        let grant = pair.node_end.grant_read(pair.node.filled(MIB, 4), &pair.node.region).await.unwrap();
+        let begin = Instant::now();
+        {
+            let _fault = NetworkFault::new("rate 2mbit limit 100000");
+            let read = pair.client_end.read(pair.client.empty(MIB), &pair.client.region, grant.remote());
+            let read = timeout(LONG, read).await.unwrap().unwrap();
+            assert_bytes(&read.slot[..], pattern(MIB, 4), "");
+        }
+        assert!(begin.elapsed() >= 3 * stall_timeout, "the link was slow");
+        grant.revoke().await.unwrap();
+        pair.finish().await;
+    });
+}
+
 #[test]
 fn lost_packets_are_retransmitted() {
     in_vm(async {
