@@ -1,8 +1,8 @@
 //! Budget of writes to L3: bytes per day, for devices that wear out.
 //!
 //! A token bucket of one hour. While it is more than half full, every write takes from it. Below
-//! that only pages that were used twice may, and an empty bucket stops all writes. Copies that the
-//! log makes to reclaim segments are not counted.
+//! that only pages that were used twice may, and an empty bucket stops both. Not counted are copies
+//! that the log makes to reclaim segments, pages that L3 lost, and dirty pages at shutdown.
 
 const DAY_MS: u128 = 24 * 3600 * 1000;
 /// Hours of the budget that may be saved, as parts of a day.
@@ -12,7 +12,8 @@ const SAVED_DAY_PARTS: u64 = 24;
 pub(super) struct WriteBudget {
     /// `None` is no limit.
     bytes_per_day: Option<u64>,
-    tokens: u64,
+    /// In units of which [`DAY_MS`] are one byte, so that frequent calls neither lose nor gain any.
+    tokens: u128,
     /// Time up to which tokens were added. `None` before the first write.
     filled_ms: Option<u64>,
     denied: u64,
@@ -28,7 +29,7 @@ impl WriteBudget {
     pub(super) fn take(&mut self, bytes: u32, is_reused: bool, now_ms: u64) -> bool {
         let Some(per_day) = self.bytes_per_day else { return true };
         self.fill(per_day, now_ms);
-        let left = self.tokens.checked_sub(u64::from(bytes));
+        let left = self.tokens.checked_sub(u128::from(bytes) * DAY_MS);
         let kept = if is_reused { 0 } else { Self::tokens_max(per_day) / 2 };
         match left.filter(|left| *left >= kept) {
             Some(left) => self.tokens = left,
@@ -37,26 +38,21 @@ impl WriteBudget {
         left.is_some_and(|left| left >= kept)
     }
 
-    /// Number of writes that the budget denied.
+    /// Number of attempts to write that the budget denied.
     pub(super) fn denied(&self) -> u64 {
         self.denied
     }
 
-    fn tokens_max(per_day: u64) -> u64 {
-        per_day.div_ceil(SAVED_DAY_PARTS)
+    fn tokens_max(per_day: u64) -> u128 {
+        u128::from(per_day.div_ceil(SAVED_DAY_PARTS)) * DAY_MS
     }
 
     fn fill(&mut self, per_day: u64, now_ms: u64) {
-        let filled_ms = self.filled_ms.get_or_insert(now_ms);
-        let passed_ms = u128::from(now_ms.saturating_sub(*filled_ms));
-        let earned = passed_ms * u128::from(per_day) / DAY_MS;
-        if earned > 0 {
-            let tokens = (u128::from(self.tokens) + earned).min(u128::from(Self::tokens_max(per_day)));
-            self.tokens = u64::try_from(tokens).unwrap_or(u64::MAX);
-            // Only the time that was paid out, so that frequent calls lose no fraction.
-            let paid_ms = earned * DAY_MS / u128::from(per_day);
-            *filled_ms += u64::try_from(paid_ms).unwrap_or(u64::MAX);
-        }
+        let before = self.filled_ms.unwrap_or(now_ms);
+        self.filled_ms = Some(before.max(now_ms));
+        // A budget of `per_day` bytes earns that many units in each millisecond.
+        let earned = u128::from(now_ms.saturating_sub(before)) * u128::from(per_day);
+        self.tokens = (self.tokens + earned).min(Self::tokens_max(per_day));
     }
 }
 
@@ -86,6 +82,15 @@ mod tests {
         assert!(budget.take(100, true, 360_000) && !budget.take(100, true, 360_000));
         let later = 360_000_000;
         assert_eq!((0..100).filter(|_| budget.take(100, true, later)).count(), 10);
+    }
+
+    #[test]
+    fn frequent_calls_gain_nothing() {
+        // 11,574 bytes in a millisecond.
+        let mut budget = WriteBudget::new(Some(1_000_000_000_000));
+        while budget.take(11_000, true, 0) {}
+        let taken = (1..=1000).flat_map(|ms| [ms; 10]).filter(|&ms| budget.take(11_000, true, ms)).count();
+        assert!((1050..=1053).contains(&taken), "{taken}");
     }
 
     #[test]
