@@ -342,8 +342,8 @@ impl Devices {
         self.devices.iter().map(|device| device.l3.pages_of(namespace)).sum()
     }
 
-    /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that does not
-    /// answer before the deadline, or that is gone, has none.
+    /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that is gone or
+    /// fails has none. Returns `None` if the device did not answer before the deadline.
     pub(crate) async fn list(
         &self,
         device: usize,
@@ -351,10 +351,10 @@ impl Devices {
         after: (u64, u64),
         max: usize,
         deadline: Instant,
-    ) -> ListedPages {
-        let Some(device) = self.devices.get(device) else { return ListedPages::default() };
+    ) -> Option<ListedPages> {
+        let Some(device) = self.devices.get(device) else { return Some(ListedPages::default()) };
         let list = device.l3.list(namespace, after, max);
-        tokio::time::timeout_at(deadline.into(), list).await.ok().and_then(Result::ok).unwrap_or_default()
+        tokio::time::timeout_at(deadline.into(), list).await.ok().map(Result::unwrap_or_default)
     }
 
     /// Forgets pages on all devices, durably. After an error some may come back: the caller must

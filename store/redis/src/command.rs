@@ -343,6 +343,8 @@ impl Arguments {
         Ok(match &subcommand.to_ascii_uppercase()[..] {
             "COUNT" => Command::CommandCount,
             "INFO" if self.rest.len() == 0 => Command::CommandInfo(None),
+            // Each name gets a part of the reply.
+            "INFO" if self.rest.len() > catalogue::COMMANDS.len() => return fail("ERR too many names of commands"),
             "INFO" => Command::CommandInfo(Some(self.keys()?)),
             "DOCS" => Command::CommandDocs,
             _ => return self.unknown_subcommand(&subcommand),
@@ -514,6 +516,7 @@ mod tests {
         assert_eq!(error("HELLO 4"), "NOPROTO unsupported protocol version");
         assert_eq!(error("CLIENT KILL x"), "ERR unknown subcommand 'KILL'. Try CLIENT HELP.");
         assert_eq!(error("SCAN x"), "ERR invalid cursor");
+        assert_eq!(error(&format!("COMMAND INFO{}", " get".repeat(1000))), "ERR too many names of commands");
         let long = vec![Argument::Short(b"GET".to_vec()), Argument::Short(vec![0; KEY_BYTES_MAX + 1])];
         assert_eq!(Command::parse(long).unwrap_err().0, "ERR the key is longer than 1024 bytes");
     }

@@ -102,11 +102,6 @@ impl Default for RequestDecoder {
 }
 
 impl RequestDecoder {
-    /// Returns `true` between two requests.
-    pub fn is_idle(&self) -> bool {
-        self.state == State::FirstLine && self.line.is_empty()
-    }
-
     /// Memory that the decoder keeps for the request so far, in bytes.
     pub fn held_bytes(&self) -> usize {
         self.held_bytes

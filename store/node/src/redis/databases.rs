@@ -21,6 +21,7 @@ use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const FILE: &str = "redis.json";
@@ -44,7 +45,7 @@ pub(crate) struct Databases {
     dir: Option<PathBuf>,
     flushes: [AtomicU64; DATABASES as usize],
     /// Held while a flush is stored.
-    storing: tokio::sync::Mutex<()>,
+    storing: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Databases {
@@ -73,8 +74,8 @@ impl Databases {
 
     /// Flushes databases, durably. After an error they are as before, or flushed by the next start.
     pub(super) async fn flush(&self, databases: impl Iterator<Item = u32>) -> io::Result<()> {
-        let storing = tokio::time::timeout(COMMAND_TIMEOUT, self.storing.lock());
-        let _storing = storing.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let storing = tokio::time::timeout(COMMAND_TIMEOUT, self.storing.clone().lock_owned());
+        let mut storing = storing.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         let mut next = Flushes::default();
         for (known, next) in self.flushes.iter().zip(&mut next.flushes) {
             *next = known.load(Ordering::Acquire);
@@ -82,11 +83,13 @@ impl Databases {
         databases.for_each(|database| next.flushes[database as usize] += 1);
         if let Some(dir) = self.dir.clone() {
             let content = serde_json::to_vec(&next)?;
-            let write = tokio::task::spawn_blocking(move || store_durably(&dir, FILE, &content));
-            write.await.map_err(io::Error::other).flatten()?;
+            // The thread has the lock: if the caller goes, no other flush may write meanwhile.
+            let write = tokio::task::spawn_blocking(move || store_durably(&dir, FILE, &content).map(|()| storing));
+            storing = write.await.map_err(io::Error::other).flatten()?;
         }
         // Release: a connection that sees the number finds the state of the store from here on.
         self.flushes.iter().zip(next.flushes).for_each(|(known, next)| known.store(next, Ordering::Release));
+        drop(storing);
         Ok(())
     }
 }

@@ -12,6 +12,7 @@ use larder_runtime::now;
 use larder_wire::{ByteSink, ByteSource};
 use std::io;
 use std::ops::Range;
+use std::time::Instant;
 
 /// Version of Redis whose commands and texts the node follows. Clients choose features by it.
 const REDIS_VERSION: &str = "7.2.0";
@@ -45,7 +46,11 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
         };
         self.use_database();
         let (server, account) = (self.server.clone(), self.account.clone());
-        let database = self.database_of(&server, &account);
+        let mut database = self.database_of(&server, &account);
+        if let Some(Ok(value)) = &value {
+            // After a flush in between, the value belongs to what was flushed, with its manifest.
+            database.namespaces = value.namespaces();
+        }
         let deadline = now() + COMMAND_TIMEOUT;
         Ok(Some(match command {
             Command::Get(key) => return self.send(&database, &key, &whole, &Reply::Null).await,
@@ -107,10 +112,10 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
                     Reply::Array(keys.into_iter().map(Reply::Bulk).collect()),
                 ])
             }
-            Command::DbSize => count(database.size().await),
+            Command::DbSize => count(database.size(deadline).await),
             Command::FlushDb => self.flush(&server, self.database..self.database + 1).await,
             Command::FlushAll => self.flush(&server, 0..DATABASES).await,
-            Command::Info => Reply::text(self.info(&database).await),
+            Command::Info => Reply::text(self.info(&database, deadline).await),
             // `connection_command` has taken the others.
             _ => Reply::Error("ERR syntax error".into()),
         }))
@@ -142,7 +147,9 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
         // The old value leaves before it is replaced: its pages are memory.
         let is_sent = options.returns_old;
         if is_sent {
-            database.send_value(&mut self.output, key, &whole, &Reply::Null, deadline).await?;
+            let sent = database.send_value(&mut self.output, key, &whole, &Reply::Null, deadline);
+            // Other writers of the key wait meanwhile.
+            tokio::time::timeout_at(deadline.into(), sent).await??;
         }
         let outcome = database.set(&writer, key, content, options, deadline).await;
         Ok(match (outcome, form) {
@@ -284,11 +291,11 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
         Reply::Map(wanted.map(|(name, value)| (Reply::text(name), Reply::text(value))).collect())
     }
 
-    async fn info(&self, database: &Database<'_>) -> String {
+    async fn info(&self, database: &Database<'_>, deadline: Instant) -> String {
         let node = &self.server.node;
         let metrics = &node.metrics;
         let hits = metrics.pages_hit_l2.get() + metrics.pages_hit_l3.get();
-        let keys = database.size().await;
+        let keys = database.size(deadline).await;
         let lines = [
             "# Server".to_string(),
             format!("redis_version:{REDIS_VERSION}"),

@@ -10,6 +10,7 @@
 use super::manifest;
 use super::values::Database;
 use larder_redis::glob;
+use larder_runtime::now;
 use std::time::Instant;
 
 /// Set in cursors of the walk over L3: device, epoch of the segment and block of the record.
@@ -85,6 +86,8 @@ impl Database<'_> {
         let Ok(_charge) = tokio::time::timeout_at(deadline.into(), charge).await else { return (cursor, Vec::new()) };
         let devices = self.tiers().devices();
         let listed = devices.list(device, &self.namespaces.manifests, (epoch, offset), count, deadline).await;
+        // The client may ask for the same step again.
+        let Some(listed) = listed else { return (cursor, Vec::new()) };
         let key = |payload: &[u8]| manifest::decode(payload).map(|(key, _)| key.to_vec());
         let keys = listed.pages.iter().filter_map(|(_, payload)| key(payload)).collect();
         let next = match listed.next {
@@ -98,15 +101,16 @@ impl Database<'_> {
     }
 
     /// Number of keys. A key on two devices counts twice, and one that expired a moment ago may
-    /// count. While keys are set, some may be missed or counted twice.
-    pub(super) async fn size(&self) -> usize {
+    /// count. While keys are set, some may be missed or counted twice. At the deadline the walk over
+    /// L2 ends, and the keys beyond it are missing.
+    pub(super) async fn size(&self, deadline: Instant) -> usize {
         let on_l3 = || self.tiers().devices().pages_of(&self.namespaces.manifests);
         let mut count = 0;
         for _ in 0..COUNTS_MAX {
             let before = on_l3();
-            count = before as usize + self.size_of_l2().await;
+            count = before as usize + self.size_of_l2(deadline).await;
             // Otherwise a page went to L3 behind the back of the walk.
-            if on_l3() == before {
+            if on_l3() == before || now() >= deadline {
                 break;
             }
         }
@@ -114,7 +118,7 @@ impl Database<'_> {
     }
 
     /// Number of keys that L3 lacks.
-    async fn size_of_l2(&self) -> usize {
+    async fn size_of_l2(&self, deadline: Instant) -> usize {
         let (mut count, mut place) = (0, 0);
         for turn in 1.. {
             let (page, next) = self.tiers().next_from(place);
@@ -123,6 +127,9 @@ impl Database<'_> {
             place = next;
             if turn % COUNTED_PER_TURN == 0 {
                 tokio::task::yield_now().await;
+                if now() >= deadline {
+                    break;
+                }
             }
         }
         count

@@ -36,6 +36,11 @@ pub(super) struct NewValue {
 }
 
 impl NewValue {
+    /// Namespaces of the database when the value began to arrive.
+    pub(super) fn namespaces(&self) -> DatabaseNamespaces {
+        self.namespaces
+    }
+
     pub(super) fn id(&self) -> ValueId {
         self.id
     }

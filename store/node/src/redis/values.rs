@@ -147,9 +147,11 @@ impl<'a> Database<'a> {
             // Perhaps there is one that a device did not return in time.
             return Err(Failure::Contended);
         }
+        // A value whose data pages were evicted is a miss.
+        let is_present = old.as_ref().is_some_and(|old| self.has_all(&self.data_ids(&old.manifest)));
         match options.condition {
-            Some(Condition::Absent) if old.is_some() => return Ok(SetOutcome::Refused),
-            Some(Condition::Present) if old.is_none() => return Ok(SetOutcome::Refused),
+            Some(Condition::Absent) if is_present => return Ok(SetOutcome::Refused),
+            Some(Condition::Present) if !is_present => return Ok(SetOutcome::Refused),
             _ => {}
         }
         let now_ms = self.tiers().clock().now_unix_ms();
@@ -162,8 +164,8 @@ impl<'a> Database<'a> {
         let expires = options.expiry.is_some() || (options.keeps_ttl && old_expiry > 0);
         if expires && ttl_ms <= 0 {
             // The value would be gone at once.
-            if let Some(old) = old {
-                self.forget(writer, &old).await?;
+            if old.is_some() || self.may_exist(&writer.id()) {
+                self.forget(writer, old.as_ref()).await?;
             }
             return Ok(SetOutcome::Stored);
         }
@@ -223,7 +225,7 @@ impl<'a> Database<'a> {
             None => 0,
             Some(expiry) => match u64::try_from(time_left(expiry, now_ms)).unwrap_or(0) {
                 0 => {
-                    self.forget(writer, &old).await?;
+                    self.forget(writer, Some(&old)).await?;
                     return Ok(true);
                 }
                 left => left,
@@ -245,12 +247,9 @@ impl<'a> Database<'a> {
         deadline: Instant,
     ) -> Result<(), Failure> {
         let id = writer.id();
-        let devices = self.tiers().devices();
-        // Also what no reader finds now: a damaged manifest, one on a quarantined device, or one
-        // that recovery has yet to read. It could come back after the new one is evicted.
-        let exists = self.tiers().locate(&id) != TierCode::Absent || devices.has(&id) || devices.is_recovering();
-        let _swap = (exists || old.is_some()).then(|| writer.begin_swap());
-        if exists || old.is_some() {
+        let exists = old.is_some() || self.may_exist(&id);
+        let _swap = exists.then(|| writer.begin_swap());
+        if exists {
             let mut ids = vec![id];
             if ends_data && let Some(old) = old {
                 ids.extend(self.data_ids(&old.manifest));
@@ -262,9 +261,21 @@ impl<'a> Database<'a> {
         if put.commit() { Ok(()) } else { Err(Failure::NoRoom) }
     }
 
-    async fn forget(&self, writer: &Writer<'_>, old: &Found) -> Result<(), Failure> {
+    /// Returns `true` if there is a manifest of that id, or may be one that no reader finds now: a
+    /// damaged one, one on a quarantined device, or one that recovery has yet to read. It could come
+    /// back later.
+    fn may_exist(&self, id: &PageId) -> bool {
+        let devices = self.tiers().devices();
+        self.tiers().locate(id) != TierCode::Absent || devices.has(id) || devices.is_recovering()
+    }
+
+    fn has_all(&self, ids: &[PageId]) -> bool {
+        ids.iter().all(|id| self.tiers().locate(id) != TierCode::Absent)
+    }
+
+    async fn forget(&self, writer: &Writer<'_>, old: Option<&Found>) -> Result<(), Failure> {
         let mut ids = vec![writer.id()];
-        ids.extend(self.data_ids(&old.manifest));
+        ids.extend(old.iter().flat_map(|old| self.data_ids(&old.manifest)));
         self.server.node.store.forget(&ids, now() + super::connection::COMMAND_TIMEOUT).await?;
         Ok(())
     }
@@ -282,7 +293,7 @@ impl<'a> Database<'a> {
                 removed += 1;
                 ids.extend(self.data_ids(&old.manifest));
                 ids.push(id);
-            } else if self.tiers().devices().has(&id) {
+            } else if self.may_exist(&id) {
                 ids.push(id);
             }
         }
@@ -300,7 +311,9 @@ impl<'a> Database<'a> {
         let leases: &Leases = &self.server.leases;
         if leases.extend(&id, generation, now()) {
             // Pages that were only on L3 are not held.
-            return self.data_ids(&found.manifest).iter().all(|id| self.tiers().locate(id) != TierCode::Absent);
+            let ids = self.data_ids(&found.manifest);
+            self.tiers().devices().touch(&ids);
+            return self.has_all(&ids);
         }
         let (tiers, devices) = (self.tiers(), self.tiers().devices());
         let may_hold = leases.has_room(self.peer, found.manifest.value_bytes);
@@ -320,7 +333,9 @@ impl<'a> Database<'a> {
             }
         }
         devices.touch(&on_l3);
-        leases.grant(id, generation, self.peer, holds, now());
+        if may_hold {
+            leases.grant(id, generation, self.peer, holds, now());
+        }
         true
     }
 
