@@ -5,8 +5,8 @@
 //! beforehand:
 //!
 //! - The replacements of a text together make it at most [`GROWTH_MAX`] times as long.
-//! - Regular expressions are those that the library searches in linear time, and the look-ahead in
-//!   use, `\s+(?!\S)`.
+//! - Regular expressions are those that the library searches for one match in linear time, and the
+//!   look-ahead in use, `\s+(?!\S)`. All matches of an unusual one together can take quadratic time.
 //! - A template adds at most [`ADDED_TOKENS_MAX`] tokens, and a model takes linear time per word.
 //!
 //! The tokenizers of Llama, Mistral and Qwen keep these rules.
@@ -60,7 +60,7 @@ pub(crate) fn check(file: &[u8]) -> Result<(), String> {
     let File { normalizer, pre_tokenizer, post_processor, decoder, model } =
         serde_json::from_slice(file).map_err(|error| error.to_string())?;
     check_model(&model)?;
-    let growth = growth_of(&parse(normalizer)?, 0)? * growth_of(&parse(pre_tokenizer)?, 0)?;
+    let growth = growth_of(&parse(normalizer)?, 0)?.saturating_mul(growth_of(&parse(pre_tokenizer)?, 0)?);
     if growth > GROWTH_MAX {
         return Err(format!("it can make a text {growth} times as long; at most {GROWTH_MAX} times are supported"));
     }
@@ -85,10 +85,12 @@ fn parse(rules: Option<&RawValue>) -> Result<Value, String> {
 
 fn check_model(model: &ModelKind) -> Result<(), String> {
     match model.kind.as_deref() {
-        // Older files of BPE name no type.
-        None | Some("BPE" | "Unigram" | "WordLevel") => Ok(()),
+        // Not `Unigram`: the library drops its vocabulary recursively, one level per byte of a token.
+        Some("BPE" | "WordLevel") => Ok(()),
         Some("WordPiece") if model.max_input_chars_per_word.is_none_or(|most| most <= WORD_CHARS_MAX) => Ok(()),
         Some(kind) => Err(format!("a model of type '{kind}' is not supported")),
+        // The library would try one type after the other.
+        None => Err("a model without a type is not supported".into()),
     }
 }
 
@@ -139,7 +141,7 @@ fn replacement_growth(pattern: &Value, content_bytes: usize) -> Result<usize, St
     }
 }
 
-/// Fails for a pattern whose search may take more than linear time.
+/// Fails for a pattern whose search for one match may take more than linear time.
 fn check_pattern(pattern: &Value) -> Result<(), String> {
     let Some(regex) = pattern["Regex"].as_str() else { return Ok(()) };
     if regex.len() > PATTERN_BYTES_MAX {
@@ -228,7 +230,8 @@ mod tests {
     #[test]
     fn rules_that_multiply_a_text_or_search_for_ever_are_refused() {
         let doubling = replace(json!({"String": "a"}), "aa");
-        let many = json!({"type": "Sequence", "normalizers": vec![doubling; 6]});
+        let many = json!({"type": "Sequence", "normalizers": vec![doubling.clone(); 6]});
+        let many_more = json!({"type": "Sequence", "normalizers": vec![doubling; 63]});
         let pattern = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
         let ids: Vec<u32> = vec![0; ADDED_TOKENS_MAX + 1];
         let template = |single: Value| {
@@ -252,6 +255,10 @@ mod tests {
                 "repeats",
             ),
             (json!({"model": {"type": "WordPiece", "max_input_chars_per_word": 1_000_000}}), "'WordPiece'"),
+            (json!({"model": {"type": "Unigram"}}), "'Unigram'"),
+            (json!({"model": {"max_input_chars_per_word": 1_000_000}}), "without a type"),
+            // 2^63 times 2 does not wrap to 0.
+            (json!({"normalizer": many_more, "pre_tokenizer": {"type": "ByteLevel"}}), "times as long"),
         ] {
             let error = verdict(changes).unwrap_err();
             assert!(error.contains(reason), "{error}");
