@@ -58,7 +58,7 @@ pub struct HttpArgs {
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     http_idle_timeout: u64,
     /// Maximum time that an HTTP client may leave its socket full, in seconds. Each 64 KiB that it
-    /// receives give it a second more. Time without tokens to send does not count
+    /// receives gives it a second more. Time without tokens to send does not count
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     http_write_timeout: u64,
     /// Maximum memory for HTTP bodies that are arriving or not yet parsed, without the first 64 KiB

@@ -135,6 +135,10 @@ fn with_helpers<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         for _ in 0..helpers {
             scope.spawn(|_| {
                 if begun.fetch_add(1, Ordering::Relaxed) & CLOSED == 0 {
+                    // A thread that looked for work now would take up another helper.
+                    while begun.load(Ordering::Relaxed) < helpers {
+                        std::hint::spin_loop();
+                    }
                     help(&is_over);
                 }
             });

@@ -1,5 +1,5 @@
 //! Hit rates on generated traffic. The public traces are not part of the project:
-//! `examples/trace.rs` replays them.
+//! `larder bench trace` replays them.
 
 use larder_evict::replay::{PolicyKind, Trace, run};
 use larder_evict::synthetic::Kind;

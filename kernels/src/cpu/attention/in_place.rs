@@ -9,7 +9,7 @@ use super::gather::{Place, elements, prefetch};
 use super::{BLOCK, ChunkInput, HeadLayout, KvElement, QUERY_GROUP};
 use std::ops::Range;
 
-/// Calls `$call::<N>` with the number of queries as a constant, at most [`QUERY_GROUP`].
+/// Calls `$name::<N>` with the number of queries as a constant, at most [`QUERY_GROUP`].
 macro_rules! by_queries {
     ($count:expr, $name:ident::<$($type:ty),*>($($argument:expr),*)) => {
         match $count {

@@ -18,8 +18,8 @@
 //!   lose;
 //! - from when the balance is empty until it has recovered.
 //!
-//! All times count accesses. The constants were chosen while looking at one
-//! trace: see decision 0012. `tests/rates.rs` bounds the loss on synthetic workloads.
+//! All times count accesses. The constants were chosen while looking at two public traces: see
+//! decision 0048. `tests/rates.rs` bounds the loss on synthetic workloads.
 
 use crate::policy::{Removal, Stamp};
 use crate::{map_bytes, tree_bytes};
