@@ -11,6 +11,7 @@
 //! processors.
 
 pub mod connection;
+mod counters;
 mod misbehaving;
 pub mod node;
 mod workload;
@@ -18,6 +19,7 @@ mod workload;
 use crate::output::say;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use counters::LoadTotals;
 use hdrhistogram::Histogram;
 pub use node::TICKS_PER_SECOND;
 use node::{Counters, CpuSeconds, NodeProcess};
@@ -29,7 +31,7 @@ use thread_priority::{
 };
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
-use workload::{LoadTotals, Workload};
+use workload::Workload;
 
 #[derive(Debug, Parser)]
 pub struct Args {
@@ -84,6 +86,10 @@ struct OverloadReport {
     best_mb_s: f64,
     best_after_mb_s: f64,
     goodput_mb_s: f64,
+    /// Share of puts in the bytes of both, in percent. A put and a get differ in cost, so the two
+    /// goodputs compare only while these shares are close.
+    best_put_percent: f64,
+    put_percent: f64,
     /// Operations started per second, as a multiple of those at the best goodput just before.
     load_factor: f64,
     /// Processor time of the node and of the load generator, in milliseconds per GB (1e9) of
@@ -290,7 +296,7 @@ struct Run<'a> {
 struct Best {
     goodput: f64,
     operations: f64,
-    gigabytes: f64,
+    totals: LoadTotals,
     cpu: CpuSeconds,
 }
 
@@ -319,8 +325,8 @@ impl Run<'_> {
         });
         let (load, goodput, operations) = sustained.await??;
         let cpu = self.node.cpu_clock().now()?.since(before);
-        let gigabytes = load.counters.totals().bytes as f64 / 1e9;
-        self.best.push(Best { goodput, operations, gigabytes, cpu });
+        let totals = load.counters.totals();
+        self.best.push(Best { goodput, operations, totals, cpu });
         Ok(load)
     }
 
@@ -382,20 +388,23 @@ impl Run<'_> {
             counted.with_context(|| format!("the node reports no counter {name}"))
         };
         let pages = |of: fn(&LoadTotals) -> u64| slices.iter().map(|slice| of(&slice.totals)).sum::<u64>();
-        let best_gigabytes: f64 = best.iter().map(|best| best.gigabytes).sum();
+        let best_bytes = best.iter().map(|best| best.totals.bytes()).sum::<u64>() as f64;
+        let best_put_bytes = best.iter().map(|best| best.totals.put_bytes).sum::<u64>() as f64;
         let best_cpu = |of: fn(&CpuSeconds) -> f64| best.iter().map(|best| of(&best.cpu)).sum::<f64>();
         let cpu = |of: fn(&CpuSeconds) -> f64| slices.iter().map(|slice| of(&slice.cpu)).sum::<f64>();
-        let bytes = pages(|totals| totals.bytes) as f64;
+        let bytes = pages(LoadTotals::bytes) as f64;
         let seconds: f64 = slices.iter().map(|slice| slice.seconds).sum();
         let capacity: f64 = slices.iter().map(|slice| slice.capacity).sum();
         Ok(OverloadReport {
             best_mb_s: best.iter().map(|best| best.goodput).sum::<f64>() / best.len() as f64 / 1e6,
             best_after_mb_s: best.last().map_or(0.0, |best| best.goodput) / 1e6,
             goodput_mb_s: bytes / seconds / 1e6,
+            best_put_percent: best_put_bytes * 100.0 / best_bytes,
+            put_percent: pages(|totals| totals.put_bytes) as f64 * 100.0 / bytes,
             load_factor: slices.iter().map(|slice| slice.offered).sum::<u64>() as f64 / capacity,
-            node_cpu_best_ms_gb: best_cpu(|cpu| cpu.node) * 1e3 / best_gigabytes,
+            node_cpu_best_ms_gb: best_cpu(|cpu| cpu.node) * 1e12 / best_bytes,
             node_cpu_ms_gb: cpu(|cpu| cpu.node) * 1e12 / bytes,
-            load_cpu_best_ms_gb: best_cpu(|cpu| cpu.load) * 1e3 / best_gigabytes,
+            load_cpu_best_ms_gb: best_cpu(|cpu| cpu.load) * 1e12 / best_bytes,
             load_cpu_ms_gb: cpu(|cpu| cpu.load) * 1e12 / bytes,
             pages_read: pages(|totals| totals.read_pages),
             pages_put: pages(|totals| totals.put),

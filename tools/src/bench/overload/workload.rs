@@ -2,6 +2,7 @@
 //! for the answers of earlier ones.
 
 use super::connection::{FrameConnection, VERSION};
+use super::counters::{LoadCounters, add};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use larder_client::{Client, ClientOptions, NewPage, PinKind, PutOptions, PutOutcome, StoreUrl, Transport};
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::{mpsc, oneshot};
@@ -41,74 +42,6 @@ const QUEUE_FRAMES: usize = 1024;
 /// Maximum delay of a tick whose missed operations are still made up for. A longer pause of the
 /// machine must not end in a burst.
 const CATCH_UP_MAX: Duration = Duration::from_millis(50);
-
-/// Outcomes of operations, in pages unless stated otherwise.
-#[derive(Default)]
-pub struct LoadTotals {
-    pub bytes: u64,
-    pub read_pages: u64,
-    pub put: u64,
-    pub busy: u64,
-    /// Pages that the node answered with a miss, because it gave up at the deadline.
-    pub missed: u64,
-    /// Pages that arrived after [`TIMEOUT`].
-    pub late_reads: u64,
-    /// Pages whose put ended after [`TIMEOUT`].
-    pub late_puts: u64,
-    pub wrong: u64,
-    pub operations: u64,
-    pub connections_lost: u64,
-}
-
-/// Live counters behind [`LoadTotals`]. All accesses are relaxed: the counters order no other
-/// memory.
-#[derive(Default)]
-pub struct LoadCounters {
-    bytes: AtomicU64,
-    read_pages: AtomicU64,
-    put: AtomicU64,
-    busy: AtomicU64,
-    missed: AtomicU64,
-    late_reads: AtomicU64,
-    late_puts: AtomicU64,
-    wrong: AtomicU64,
-    operations: AtomicU64,
-    connections_lost: AtomicU64,
-    in_flight: AtomicUsize,
-}
-
-impl LoadCounters {
-    fn all(&self) -> [&AtomicU64; 10] {
-        let Self {
-            bytes,
-            read_pages,
-            put,
-            busy,
-            missed,
-            late_reads,
-            late_puts,
-            wrong,
-            operations,
-            connections_lost,
-            in_flight: _,
-        } = self;
-        [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost]
-    }
-
-    pub fn reset(&self) {
-        self.all().iter().for_each(|count| count.store(0, Ordering::Relaxed));
-    }
-
-    pub fn totals(&self) -> LoadTotals {
-        let [bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost] =
-            self.all().map(|count| count.load(Ordering::Relaxed));
-        LoadTotals { bytes, read_pages, put, busy, missed, late_reads, late_puts, wrong, operations, connections_lost }
-    }
-}
-
-fn add(count: &AtomicU64, more: usize) {
-    count.fetch_add(more as u64, Ordering::Relaxed);
-}
 
 /// A get or put in flight. Dropping it ends it and frees its place, so that every way out of a
 /// request is counted.
@@ -282,7 +215,7 @@ impl LoadConnection {
                     let stored = ends.iter().filter(|end| end.outcome == CommitOutcome::Stored).count();
                     add(if operation.in_time() { &self.counters.put } else { &self.counters.late_puts }, stored);
                     if operation.in_time() {
-                        add(&self.counters.bytes, stored * self.pages.page_bytes);
+                        add(&self.counters.put_bytes, stored * self.pages.page_bytes);
                     }
                     None
                 }
@@ -315,7 +248,7 @@ impl LoadConnection {
             add(&self.counters.wrong, 1);
         } else if operation.in_time() {
             add(&self.counters.read_pages, 1);
-            add(&self.counters.bytes, bytes.len());
+            add(&self.counters.read_bytes, bytes.len());
         } else {
             add(&self.counters.late_reads, 1);
         }
@@ -518,7 +451,7 @@ impl Workload {
         let totals = self.counters.totals();
         self.connected()?;
         ensure!(totals.wrong == 0, "{} pages had wrong bytes", totals.wrong);
-        Ok((totals.bytes as f64 / seconds, totals.operations as f64 / seconds))
+        Ok((totals.bytes() as f64 / seconds, totals.operations as f64 / seconds))
     }
 
     /// Fails if the node sent an unexpected answer, or refuses new connections.
