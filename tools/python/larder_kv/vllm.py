@@ -5,9 +5,9 @@
         [{"type": "LarderTier", "module_path": "larder_kv.vllm", "url": "larder://127.0.0.1:7700",
           "weights": "my-model, revision 3"}]}}'
 
-A chunk of vLLM is a page of the store: one row of the host cache, with the blocks of all ranks. vLLM calls the tier from
-its scheduler. No method waits, except `drain_jobs` and `shutdown`, and none raises because of the store. Calls run on the
-client's threads, and each ends by its timeout: a store that is away is a miss.
+A chunk of vLLM is a page of the store: one row of the host cache, with the blocks of all ranks. vLLM calls the tier
+from its scheduler. No method waits, except `drain_jobs` and `shutdown`, and none raises because of the store. Calls run
+on the client's threads, and each ends by its timeout: a store that is away is a miss.
 """
 
 import hashlib
@@ -167,7 +167,8 @@ class LarderTier(SecondaryTierManager):
         self.address = self.memory.ctypes.data
         self.fragments = fragments_of(self.block_size_bytes)
         self.page_bytes = self.block_size_bytes // self.fragments
-        self.store_chunks_max = max(1, primary_kv_view.shape[0] // 2)
+        self.row_count = primary_kv_view.shape[0]
+        self.store_chunks_max = max(1, self.row_count // 2)
         self.store_chunks = 0
 
         self.completions = Completions()
@@ -345,7 +346,7 @@ class LarderTier(SecondaryTierManager):
             self.results.append(JobResult(job.number, True))
             return
         is_full = self.store_chunks and self.store_chunks + len(places) > self.store_chunks_max
-        if is_full or self.attach() is None:
+        if is_full or not self.can_move(job_metadata):
             # Chunks in flight cannot leave the host cache, so a slow store would take all of it.
             self.results.append(JobResult(job.number, False))
             return
@@ -388,7 +389,9 @@ class LarderTier(SecondaryTierManager):
         if run:
             yield run, self.place(request, run[0], positions, spans)
 
-    def place(self, request: _Request, key: bytes, positions: dict[bytes, int], spans: dict[bytes, int]) -> dict[str, Any]:
+    def place(
+        self, request: _Request, key: bytes, positions: dict[bytes, int], spans: dict[bytes, int]
+    ) -> dict[str, Any]:
         group, end = key[-4:], positions[key]
         span = spans.get(group, end)
         parent = request.at.get((group, end - span))
@@ -398,7 +401,7 @@ class LarderTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: Any) -> None:
         job = _Job(job_metadata.job_id, list(job_metadata.keys), True, self.request(job_metadata.req_context))
-        if self.attach() is None:
+        if not self.can_move(job_metadata):
             self.results.append(JobResult(job.number, False))
             return
 
@@ -409,6 +412,14 @@ class LarderTier(SecondaryTierManager):
         self.start(job, 1)
         memory = self.memory_of(job_metadata.chunk_ids)
         self.call(done, "get_into", self.page_keys(job.keys), memory, self.timeouts[1], busy_retries=BUSY_RETRIES)
+
+    def can_move(self, job_metadata: Any) -> bool:
+        """False if there is no client, or if the job has chunks outside of the host cache."""
+        chunks = job_metadata.chunk_ids
+        if len(chunks) != len(job_metadata.keys) or any(not 0 <= int(chunk) < self.row_count for chunk in chunks):
+            logger.error("Larder: job %s names chunks that do not exist", job_metadata.job_id)
+            return False
+        return self.attach() is not None
 
     def start(self, job: _Job, calls: int) -> None:
         self.jobs[job.number] = job

@@ -192,6 +192,16 @@ def test_hashes_that_collide_or_are_unknown_are_not_used(shared_node, monkeypatc
     assert host.tier.client is None
 
 
+def test_chunks_outside_of_the_host_cache_are_not_touched(shared_node):
+    host = attach(shared_node, Config(name="outside"))
+    assert stored(host, [key(1)]).success
+    for chunks in ([16], [-1], [0, 1]):
+        assert not stored(host, [key(2)], chunks=chunks).success
+        host.load([key(1)], chunks, host.begin("outside"))
+        (result,) = host.finish()
+        assert not result.success and result.successful_keys is None
+
+
 def test_stores_in_flight_leave_half_of_the_host_cache(node):
     host = attach(node, Config(name="pressure"), store_timeout=1)
     context = host.begin()
