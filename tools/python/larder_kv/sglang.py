@@ -27,6 +27,10 @@ MAX_PARTS = 128
 KEYS_REMEMBERED = 1_000_000
 """Keys that `clear` can forget. Beyond it, the oldest are not forgotten."""
 
+REPLICATED = ("kv", "swa", "indexer", "deepseek_v4_")
+"""Beginnings of the names of the pools in which all ranks of a latent model have the same bytes. SGLang shards the state
+of a Mamba layer by rank, and a draft model may have heads."""
+
 DEFAULTS: dict[str, Any] = {"exists_timeout": 0.5, "get_timeout": 5.0, "set_timeout": 10.0, "lease": 5.0, "tenant": "default"}
 
 # After "refused" the store has the page with other bytes: the numerics of this engine depend on its batches. The first
@@ -107,6 +111,7 @@ class LarderStorage(HiCacheStorage):
         self.options: dict[str, Any] = {name: type(value)(extra.get(name, value)) for name, value in DEFAULTS.items()}
         self.zero_copy = bool(extra.get("interface_v1"))
         self.weights = str(extra.get("weights", ""))
+        self.kv_cache_dtype = str(extra.get("kv_cache_dtype", "auto"))
         self.registered_pools: dict[str, Any] = {}
         self.pools: dict[str, _Pool] = {}
         self.leases: deque[tuple[float, Lookup]] = deque()
@@ -118,10 +123,16 @@ class LarderStorage(HiCacheStorage):
     def identity(self, name: str, host_pool: Any) -> dict[str, Any]:
         """Everything that distinguishes the bytes of a page."""
         config = self.config
-        # Every rank has the same latents, so any rank may read them.
-        ranks = [] if config.is_mla_model else [config.tp_rank, config.tp_size]
+        is_replicated = config.is_mla_model and name.startswith(REPLICATED)
+        # Any rank may read what every rank has.
+        ranks = [] if is_replicated else [config.tp_rank, config.tp_size]
         ranks += [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
         ranks += [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)]
+        dtype = str(getattr(host_pool, "dtype", None))
+        if dtype.endswith("uint8") and self.kv_cache_dtype == "auto":
+            raise ValueError(
+                f"the pool {name} has plain bytes: add their type, such as fp8_e4m3, as kv_cache_dtype to the extra config"
+            )
         return {
             "engine": "sglang/1",
             "model": config.model_name,
@@ -129,7 +140,9 @@ class LarderStorage(HiCacheStorage):
             "ranks": ranks,
             "pool": name,
             "layout": getattr(host_pool, "layout", None),
-            "dtype": str(getattr(host_pool, "dtype", None)),
+            "dtype": dtype,
+            "temporal_dtype": str(getattr(host_pool, "temporal_dtype", None)),
+            "kv_cache_dtype": self.kv_cache_dtype,
             "page_tokens": getattr(host_pool, "page_size", 1),
         }
 
@@ -149,7 +162,8 @@ class LarderStorage(HiCacheStorage):
     def add_flat_pool(self, host_pool: Any) -> None:
         """Pages of the copying interface: one flat tensor each."""
         page = host_pool.get_dummy_flat_data_page()
-        identity = dict(self.identity("flat", host_pool), layout="flat")
+        # A flat page keeps the order of its pool's layout.
+        identity = dict(self.identity("kv", host_pool), pool="flat")
         self.pools["kv"] = _Pool(self.url, identity, self.options["tenant"], [_bytes(page)])
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:

@@ -120,6 +120,60 @@ def test_ranks_of_a_latent_model_share_pages(shared_node):
     assert backend(shared_node.url(), pool, is_mla_model=True, tp_rank=1, tp_size=2).batch_exists(keys) == 1
 
 
+@pytest.mark.parametrize("name", [PoolName.MAMBA, PoolName.DRAFT])
+def test_sharded_pools_beside_a_latent_model_share_no_pages(shared_node, name):
+    keys = page_hashes(1, seed=10)
+    kv = filled("mla")
+    first, second = (
+        backend(shared_node.url(), kv, model_name="latent", is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1)
+    )
+    states = [filled("page_first", seed) for seed in (1, 2)]
+    for storage, state in zip((first, second), states):
+        storage.register_mem_host_pool_v2(state, name)
+        assert eventually(lambda: storage.pools[str(name)].client.nodes_connected)
+    written = [page_of(state, 0) for state in states]
+    transfers = [PoolTransfer(name, indices(state, [0]), keys) for state in states]
+    assert first.batch_set_v2(transfers[:1]) == {name: [True]}
+    assert second.batch_get_v2(transfers[1:]) == {name: [False]}
+    assert second.batch_set_v2(transfers[1:]) == {name: [True]}
+    for storage, state, transfer, page in zip((first, second), states, transfers, written):
+        state.kv_buffer[:] = 0
+        assert storage.batch_get_v2([transfer]) == {name: [True]}
+        assert page_of(state, 0) == page
+
+
+def test_flat_pages_of_different_layouts_share_nothing(shared_node):
+    keys = page_hashes(1, seed=11)
+    for interface in (0, 1):
+        first, second = (
+            backend(shared_node.url(), HostPool(layout), {"interface_v1": interface}, model_name="flat")
+            for layout in ("page_first", "page_first_direct")
+        )
+        page = filled("page_first").get_dummy_flat_data_page()
+        if interface == 0:
+            assert first.set(keys[0], page) is True
+            assert first.exists(keys[0]) is True
+        # Neither the other layout, nor the other interface.
+        assert second.exists(keys[0]) is False
+    assert first.exists(keys[0]) is False
+
+
+def test_dtypes_share_nothing(shared_node):
+    keys = page_hashes(1, seed=12)
+    pool = filled("page_first", dtype="torch.uint8")
+    for missing in ({}, {"kv_cache_dtype": "auto"}):
+        for interface in (0, 1):
+            with pytest.raises(ValueError, match="kv_cache_dtype"):
+                backend(shared_node.url(), pool, {"interface_v1": interface, **missing})
+    first, second = (backend(shared_node.url(), pool, {"kv_cache_dtype": f"fp8_{name}"}) for name in ("e4m3", "e5m2"))
+    assert first.batch_set_v1(keys, indices(pool, [0])) == [True]
+    assert first.batch_exists(keys) == 1 and second.batch_exists(keys) == 0
+    states = [filled("page_first", temporal_dtype=name) for name in ("float32", "bfloat16")]
+    first, second = (backend(shared_node.url(), state) for state in states)
+    assert first.batch_set_v1(keys, indices(states[0], [0])) == [True]
+    assert first.batch_exists(keys) == 1 and second.batch_exists(keys) == 0
+
+
 def test_copying_interface(shared_node):
     pool = filled("page_first")
     storage = backend(shared_node.url(), pool, {"interface_v1": 0})
