@@ -17,6 +17,7 @@ import numpy
 class PoolName(str, enum.Enum):
     KV = "kv"
     MAMBA = "mamba"
+    SWA = "swa"
     INDEXER = "indexer"
     DRAFT = "draft"
 
