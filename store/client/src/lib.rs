@@ -86,7 +86,7 @@ mod url;
 
 pub use buffer::Buffer;
 pub use client::Client;
-pub use larder_memory::share::open_sockets;
+pub use larder_memory::share::{after_fork_in_child, after_fork_in_parent, before_fork};
 pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
 pub use operations::{
     Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,

@@ -28,7 +28,7 @@ mod shared_memory;
 mod span;
 
 pub use arena_map::{ArenaMap, HeldBytes, attach};
-pub use child_closes::{ChildCloses, open_sockets};
+pub use child_closes::{Descriptors, after_fork_in_child, after_fork_in_parent, before_fork, between_forks};
 pub use copy::copy_out;
 pub use listener::{ArenaListener, ArenaSession, read_only};
 pub use peer_memory::{PeerMemory, PeerMemoryFile};

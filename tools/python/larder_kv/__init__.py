@@ -38,7 +38,11 @@ __all__ = [
     "view",
 ]
 
-_os.register_at_fork(before=_native._before_fork, after_in_child=_native._after_fork_in_child)
+_os.register_at_fork(
+    before=_native._before_fork,
+    after_in_parent=_native._after_fork_in_parent,
+    after_in_child=_native._after_fork_in_child,
+)
 
 
 def view(buffer: Buffer) -> memoryview:

@@ -97,7 +97,7 @@ class Client:
 
     def exists(self, keys: Sequence[Key], timeout: float) -> list[bool]:
         """Tells for each key if its page exists. False if its node does not answer in time."""
-        return self._native.exists(keys, timeout)
+        return [tier is not None for tier in self.locate(keys, timeout)]
 
     def locate(self, keys: Sequence[Key], timeout: float) -> list[Optional[Tier]]:
         """Tier of each page; None if the page does not exist, or its node does not answer in time."""
@@ -157,7 +157,7 @@ class Client:
         return json.loads(self._native.status(timeout))
 
     def stats(self) -> dict[str, int]:
-        """Counters of this client, in pages."""
+        """Counters of this client, in pages. A get of pages in parts counts each part."""
         return self._native.stats()
 
 
@@ -233,8 +233,7 @@ class AsyncClient:
         return self._native.buffer(size)
 
     async def exists(self, keys: Sequence[Key], timeout: float) -> list[bool]:
-        loop = self._current()
-        return await loop.wait(self._native.exists(keys, timeout, queue=loop.completions))
+        return [tier is not None for tier in await self.locate(keys, timeout)]
 
     async def locate(self, keys: Sequence[Key], timeout: float) -> list[Optional[Tier]]:
         loop = self._current()

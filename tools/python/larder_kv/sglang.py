@@ -24,8 +24,16 @@ from ._native import Lookup, Namespace, Pointer
 
 MAX_PAGE_BYTES = 16 << 20
 MAX_PARTS = 128
+FORGET_BATCH = 4096
 KEYS_REMEMBERED = 1_000_000
 """Keys that `clear` can forget. Beyond it, the oldest are not forgotten."""
+
+REPLICATED = ("kv", "swa", "indexer", "deepseek_v4_")
+"""Prefixes of the names of pools in which all ranks of a latent model have the same bytes. SGLang shards the state of
+Mamba layers by rank, and a draft model may have heads."""
+
+TIMEOUT_MAX = 86400.0
+LEASE_MAX = 60.0
 
 DEFAULTS: dict[str, Any] = {"exists_timeout": 0.5, "get_timeout": 5.0, "set_timeout": 10.0, "lease": 5.0, "tenant": "default"}
 
@@ -79,7 +87,7 @@ class _Pool:
 
     def buffers(self, addresses: Sequence[int], sizes: Sequence[int], owner: Any) -> list[list[Pointer]]:
         """Memory of each fragment, as its parts."""
-        if list(sizes[: len(self.sizes)]) != self.sizes or len(sizes) % len(self.sizes):
+        if list(sizes) != self.sizes * (len(sizes) // len(self.sizes)):
             raise ValueError("the host pool has changed the shape of its pages")
         parts = [
             Pointer(address + at, self.part, owner)
@@ -105,8 +113,14 @@ class LarderStorage(HiCacheStorage):
         self.config = storage_config
         self.url = str(extra["url"])
         self.options: dict[str, Any] = {name: type(value)(extra.get(name, value)) for name, value in DEFAULTS.items()}
+        # A wrong value must fail here: SGLang's threads end with an exception of a call.
+        for name in ("exists_timeout", "get_timeout", "set_timeout", "lease"):
+            seconds_max = LEASE_MAX if name == "lease" else TIMEOUT_MAX
+            if not 0 <= self.options[name] <= seconds_max:
+                raise ValueError(f"{name} is {self.options[name]}, must be 0 to {seconds_max:g} seconds")
         self.zero_copy = bool(extra.get("interface_v1"))
         self.weights = str(extra.get("weights", ""))
+        self.kv_cache_dtype = str(extra.get("kv_cache_dtype", "auto"))
         self.registered_pools: dict[str, Any] = {}
         self.pools: dict[str, _Pool] = {}
         self.leases: deque[tuple[float, Lookup]] = deque()
@@ -118,10 +132,17 @@ class LarderStorage(HiCacheStorage):
     def identity(self, name: str, host_pool: Any) -> dict[str, Any]:
         """Everything that distinguishes the bytes of a page."""
         config = self.config
-        # Every rank has the same latents, so any rank may read them.
-        ranks = [] if config.is_mla_model else [config.tp_rank, config.tp_size]
+        is_replicated = config.is_mla_model and name.startswith(REPLICATED)
+        # Any rank may read what every rank has.
+        ranks = [] if is_replicated else [config.tp_rank, config.tp_size]
         ranks += [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
         ranks += [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)]
+        dtype = str(getattr(host_pool, "dtype", None))
+        if dtype.endswith("uint8") and self.kv_cache_dtype == "auto":
+            raise ValueError(
+                f"the pool {name} has plain bytes: name their type, such as fp8_e4m3, "
+                "by kv_cache_dtype in the extra config"
+            )
         return {
             "engine": "sglang/1",
             "model": config.model_name,
@@ -129,7 +150,9 @@ class LarderStorage(HiCacheStorage):
             "ranks": ranks,
             "pool": name,
             "layout": getattr(host_pool, "layout", None),
-            "dtype": str(getattr(host_pool, "dtype", None)),
+            "dtype": dtype,
+            "temporal_dtype": str(getattr(host_pool, "temporal_dtype", None)),
+            "kv_cache_dtype": self.kv_cache_dtype,
             "page_tokens": getattr(host_pool, "page_size", 1),
         }
 
@@ -149,7 +172,8 @@ class LarderStorage(HiCacheStorage):
     def add_flat_pool(self, host_pool: Any) -> None:
         """Pages of the copying interface: one flat tensor each."""
         page = host_pool.get_dummy_flat_data_page()
-        identity = dict(self.identity("flat", host_pool), layout="flat")
+        # A flat page keeps the order of its pool's layout.
+        identity = dict(self.identity("kv", host_pool), pool="flat")
         self.pools["kv"] = _Pool(self.url, identity, self.options["tenant"], [_bytes(page)])
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -157,11 +181,19 @@ class LarderStorage(HiCacheStorage):
         if name not in self.pools:
             self.add_pool(name, host_pool)
 
+    def deadline(self, timeout: str) -> float:
+        """The end of a call that begins now. All pools of the call share it."""
+        return time.monotonic() + self.options[timeout]
+
     # Queries.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self.find(keys, self.deadline("exists_timeout"))
+
+    def find(self, keys: list[str], deadline: float) -> int:
+        """Pages of the longest prefix that exists. Keeps them readable."""
         pool = self.pools["kv"]
-        found = pool.client.lookup(pool.keys(keys), self.options["exists_timeout"], hold=self.options["lease"])
+        found = pool.client.lookup(pool.keys(keys), _left(deadline), hold=self.options["lease"])
         self.hold(found)
         pages = len(found) // pool.fragments
         self.remember("kv", keys[:pages])
@@ -180,7 +212,8 @@ class LarderStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Optional[list[Any]] = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        usable = self.batch_exists(keys, extra_info) if "kv" in self.pools else len(keys)
+        deadline = self.deadline("exists_timeout")
+        usable = self.find(keys, deadline) if "kv" in self.pools else len(keys)
         hits: dict[Any, int] = {PoolName.KV: usable} if usable else {}
         restorable = list(range(1, usable + 1))
         for transfer in pool_transfers or []:
@@ -188,7 +221,7 @@ class LarderStorage(HiCacheStorage):
             if pool is None or usable == 0:
                 restorable = []
                 break
-            exists = pool.client.exists(pool.keys(keys[:usable]), self.options["exists_timeout"])
+            exists = pool.client.exists(pool.keys(keys[:usable]), _left(deadline))
             pages = pool.pages(exists)
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -205,31 +238,31 @@ class LarderStorage(HiCacheStorage):
 
     # Zero copy.
 
-    def transfer(self, name: str, keys: list[str], host_indices: Any) -> tuple[_Pool, list[bytes], list[Any]]:
+    def memory(self, name: str, keys: list[str], host_indices: Any) -> list[list[Pointer]]:
+        """Buffers of these pages."""
         host_pool = self.registered_pools[name]
         addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
         pool = self.pools[name]
         if len(addresses) != len(keys) * len(pool.sizes):
             raise ValueError(f"{len(keys)} keys, but {len(addresses)} buffers")
-        return pool, pool.keys(keys), pool.buffers(addresses, sizes, host_pool)
+        return pool.buffers(addresses, sizes, host_pool)
 
-    def read(self, name: str, keys: list[str], host_indices: Any) -> list[bool]:
-        pool, page_keys, buffers = self.transfer(name, keys, host_indices)
-        tiers = pool.client.get_into(page_keys, buffers, self.options["get_timeout"], busy_retries=BUSY_RETRIES)
+    def read(self, name: str, keys: list[str], host_indices: Any, deadline: float) -> list[bool]:
+        pool, buffers = self.pools[name], self.memory(name, keys, host_indices)
+        tiers = pool.client.get_into(pool.keys(keys), buffers, _left(deadline), busy_retries=BUSY_RETRIES)
         return self.count_read(name, keys, pool.pages([tier is not None for tier in tiers]))
 
-    def write(self, name: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        pool, page_keys, buffers = self.transfer(name, keys, host_indices)
-        return self.put(name, keys, pool, page_keys, buffers, extra_info)
+    def write(self, name: str, keys: list[str], host_indices: Any, extra_info: Any, deadline: float) -> list[bool]:
+        return self.put(name, keys, self.memory(name, keys, host_indices), extra_info, deadline)
 
-    def put(
-        self, name: str, keys: list[str], pool: _Pool, page_keys: list[bytes], buffers: list[Any], extra_info: Any
-    ) -> list[bool]:
+    def put(self, name: str, keys: list[str], buffers: list[Any], extra_info: Any, deadline: float) -> list[bool]:
+        pool = self.pools[name]
         prefix = getattr(extra_info, "prefix_keys", None)
         place: dict[str, Any] = {}
         if prefix is not None and pool.fragments == 1:
             place = {"parent": prefix[-1] if prefix else None, "position": len(prefix)}
-        outcomes = pool.client.put_from(page_keys, buffers, self.options["set_timeout"], busy_retries=BUSY_RETRIES, **place)
+        page_keys = pool.keys(keys)
+        outcomes = pool.client.put_from(page_keys, buffers, _left(deadline), busy_retries=BUSY_RETRIES, **place)
         written = pool.pages([outcome in STORED for outcome in outcomes])
         self.counts["pages_written"] += sum(written)
         self.counts["pages_not_written"] += len(written) - sum(written)
@@ -243,16 +276,18 @@ class LarderStorage(HiCacheStorage):
         return read
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self.read("kv", keys, host_indices)
+        return self.read("kv", keys, host_indices, self.deadline("get_timeout"))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self.write("kv", keys, host_indices, extra_info)
+        return self.write("kv", keys, host_indices, extra_info, self.deadline("set_timeout"))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        return {t.name: self.read(str(t.name), t.keys, t.host_indices) for t in transfers}
+        deadline = self.deadline("get_timeout")
+        return {t.name: self.read(str(t.name), t.keys, t.host_indices, deadline) for t in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        return {t.name: self.write(str(t.name), t.keys, t.host_indices, extra_info) for t in transfers}
+        deadline = self.deadline("set_timeout")
+        return {t.name: self.write(str(t.name), t.keys, t.host_indices, extra_info, deadline) for t in transfers}
 
     # The copying interface: one flat tensor for each page.
 
@@ -277,7 +312,7 @@ class LarderStorage(HiCacheStorage):
         tensors = [value.contiguous() for value in values]
         addresses = [tensor.data_ptr() for tensor in tensors]
         buffers = pool.buffers(addresses, [_bytes(tensor) for tensor in tensors], tensors)
-        return all(self.put("kv", keys, pool, pool.keys(keys), buffers, None))
+        return all(self.put("kv", keys, buffers, None, self.deadline("set_timeout")))
 
     # Administration.
 
@@ -288,13 +323,23 @@ class LarderStorage(HiCacheStorage):
             self.known.popitem(last=False)
 
     def clear(self) -> None:
-        """Forgets the pages that this process has read, written or found. The store has no list of the others."""
+        """Forgets the pages that this process has read, written or found. The store has no list of the others.
+
+        Raises if not all pages are forgotten by the timeout. SGLang then reports a failure, and may call again.
+        """
+        deadline = self.deadline("set_timeout")
         self.leases.clear()
-        known, self.known = list(self.known), OrderedDict()
+        known, self.known = self.known, OrderedDict()
+        pages, remaining = list(known), 0
         for name, pool in self.pools.items():
-            keys = [key for of, key in known if of == name]
-            for at in range(0, len(keys), 4096):
-                pool.client.forget(pool.keys(keys[at : at + 4096]), self.options["set_timeout"])
+            keys = [key for of, key in pages if of == name]
+            for at in range(0, len(keys), FORGET_BATCH):
+                batch = keys[at : at + FORGET_BATCH]
+                if not pool.client.forget(pool.keys(batch), _left(deadline)).complete:
+                    self.remember(name, batch)
+                    remaining += len(batch)
+        if remaining:
+            raise TimeoutError(f"the store may still have {remaining} of {len(pages)} pages: clear again")
 
     def close(self) -> None:
         self.leases.clear()
@@ -302,7 +347,10 @@ class LarderStorage(HiCacheStorage):
         self.registered_pools.clear()
 
     def statistics(self) -> dict[str, int]:
-        """Pages that were read, missed, written, and not written since the start."""
+        """Pages that were read, missed, written, and not written since the start.
+
+        Pages that the store had, or that another rank was writing, count as written.
+        """
         return dict(self.counts)
 
 
@@ -311,6 +359,11 @@ def _first_page(host_pool: Any) -> Any:
     import torch
 
     return torch.arange(getattr(host_pool, "page_size", None) or 1, dtype=torch.int64)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until `deadline`."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def _bytes(tensor: Any) -> int:

@@ -189,14 +189,16 @@ async fn get_parts(
     client: larder_client::Client,
     pages: usize,
     targets: Vec<PageTarget>,
+    options: GetOptions,
     deadline: std::time::Instant,
 ) -> Vec<Option<Tier>> {
     let indices: Vec<usize> = targets.iter().map(|(index, ..)| *index).collect();
     let ranges = targets.into_iter().map(|(_, key, range, target)| (key, range, target)).collect();
-    let fetched = client.get_ranges(ranges, deadline).await;
+    let fetched = client.get_ranges_with(ranges, options, deadline).await;
     let mut tiers = vec![None; pages];
     let mut misses = vec![false; pages];
-    for (index, (_, tier)) in indices.into_iter().zip(fetched) {
+    for (index, (_, fetched)) in indices.into_iter().zip(fetched) {
+        let tier = fetched.tier();
         // The slower tier of two: the page may move between them meanwhile.
         tiers[index] = if tiers[index] == Some(Tier::L3) { tiers[index] } else { tier };
         misses[index] |= tier.is_none();
@@ -246,18 +248,6 @@ impl Client {
     }
 
     #[pyo3(signature = (page_keys, timeout, *, queue=None))]
-    fn exists(
-        &self,
-        py: Python<'_>,
-        page_keys: Vec<Bound<'_, PyAny>>,
-        timeout: f64,
-        queue: Queue<'_, '_>,
-    ) -> PyResult<Py<PyAny>> {
-        let (client, keys, deadline) = (self.attached()?, keys(&page_keys)?, deadline(timeout)?);
-        run(py, queue, None, async move { client.exists(&keys, deadline).await }, to_python)
-    }
-
-    #[pyo3(signature = (page_keys, timeout, *, queue=None))]
     fn locate(
         &self,
         py: Python<'_>,
@@ -299,11 +289,11 @@ impl Client {
         let released = Some(holds.released());
         let targets = self.targets(&keys, &buffers, &holds)?;
         drop(holds);
+        let options = GetOptions { busy_retries, ..GetOptions::default() };
         if targets.len() > keys.len() {
-            return run(py, queue, released, get_parts(client, keys.len(), targets, deadline), tier_names);
+            return run(py, queue, released, get_parts(client, keys.len(), targets, options, deadline), tier_names);
         }
         let pages = targets.into_iter().map(|(_, key, _, target)| (key, target)).collect();
-        let options = GetOptions { busy_retries, ..GetOptions::default() };
         let work = async move {
             let fetched = client.get_with(pages, options, deadline).await;
             fetched.into_iter().map(|(_, fetched)| fetched.tier()).collect()

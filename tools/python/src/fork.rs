@@ -15,16 +15,12 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::mem::ManuallyDrop;
-use std::os::fd::RawFd;
 use tokio::runtime::{Builder, Runtime};
 
 /// Threads of the runtime. They receive, verify and copy pages.
 const WORKER_THREADS_MAX: usize = 4;
 
 static RUNTIME: Mutex<Option<(u32, &'static Runtime)>> = Mutex::new(None);
-
-/// Sockets of this process just before a fork, with their inode numbers.
-static SOCKETS: Mutex<Vec<(RawFd, u64)>> = Mutex::new(Vec::new());
 
 /// The runtime of this process. It is never dropped: its threads may hold memory of Python objects,
 /// and end with the process.
@@ -75,26 +71,21 @@ impl<T> Drop for PerProcess<T> {
     }
 }
 
-/// Notes the sockets that a child must close. Runs in the parent before each fork.
+/// Waits until no thread opens a connection. Runs in the parent before each fork.
 #[pyfunction]
-pub(crate) fn _before_fork() {
-    *SOCKETS.lock() = larder_client::open_sockets();
+pub(crate) fn _before_fork(py: Python<'_>) {
+    // Without the GIL: a thread that forks at the same time may need it to end its fork.
+    py.detach(larder_client::before_fork);
 }
 
-/// Closes the parent's sockets. Runs in the child after each fork.
+#[pyfunction]
+pub(crate) fn _after_fork_in_parent() {
+    larder_client::after_fork_in_parent();
+}
+
+/// Closes the parent's connections. Runs in the child after each fork.
 #[pyfunction]
 pub(crate) fn _after_fork_in_child() {
-    for (descriptor, inode) in std::mem::take(&mut *SOCKETS.lock()) {
-        // SAFETY: the call fills a structure of the size that it expects.
-        let is_same = unsafe {
-            let mut stat: libc::stat = std::mem::zeroed();
-            libc::fstat(descriptor, &mut stat) == 0 && stat.st_ino == inode
-        };
-        // The parent may have closed the socket after it was noted, and reused the number.
-        if is_same {
-            // SAFETY: nothing in this process uses the descriptor any more: the threads that did
-            // exist in the parent only, and `PerProcess` runs no destructor.
-            unsafe { libc::close(descriptor) };
-        }
-    }
+    // SAFETY: the child has no client yet, and `PerProcess` keeps it from those of the parent.
+    unsafe { larder_client::after_fork_in_child() };
 }

@@ -26,7 +26,7 @@ mod _native {
     #[pymodule_export]
     use crate::client::{Client, Lookup};
     #[pymodule_export]
-    use crate::fork::{_after_fork_in_child, _before_fork};
+    use crate::fork::{_after_fork_in_child, _after_fork_in_parent, _before_fork};
     #[pymodule_export]
     use crate::memory::{Buffer, Pointer};
     #[pymodule_export]

@@ -17,14 +17,15 @@ START_SECONDS = 60
 class Node:
     """A node on this machine, with its L3 in `directory`. A restart keeps address and pages."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(self, directory: pathlib.Path, *options: str) -> None:
         self.directory = directory
+        self.options = options
         self.address = "127.0.0.1:0"
         self.start()
 
     def start(self) -> None:
         command = [LARDER, "store", "--listen", self.address, "--data-dir", str(self.directory)]
-        command += ["--l2", "128MiB", "--l3-bytes", "256MiB"]
+        command += ["--l2", "128MiB", "--l3-bytes", "256MiB", *self.options]
         log = open(self.directory / "log", "ab")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         line = self.process.stdout.readline()
@@ -91,6 +92,17 @@ def attach(url, namespace, **options):
     client = larder_kv.Client(url, namespace, **options)
     assert client.ready(START_SECONDS)
     return client
+
+
+def sockets() -> set:
+    """Sockets that this process has open, by their inodes."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue
+    return {file[len("socket:[") : -1] for file in found if file.startswith("socket:")}
 
 
 def payload(seed: int, size: int = PAGE_BYTES) -> bytes:

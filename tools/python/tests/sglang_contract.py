@@ -17,7 +17,9 @@ import numpy
 class PoolName(str, enum.Enum):
     KV = "kv"
     MAMBA = "mamba"
+    SWA = "swa"
     INDEXER = "indexer"
+    DRAFT = "draft"
 
     def __str__(self):
         return self.value
@@ -80,6 +82,7 @@ class HostPool:
     layers: int = 3
     token_bytes: int = 96
     dtype: str = "bfloat16"
+    temporal_dtype: Optional[str] = None
     kv_buffer: Any = field(init=False)
 
     def __post_init__(self):

@@ -1,7 +1,9 @@
 """A store that is away is a miss within the deadline. Dead and forked processes leave nothing behind."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -91,6 +93,21 @@ def test_killed_store_is_a_miss_until_it_returns(node: Node, namespace):
     check_away(client, 0.5)
     node.start()
     assert eventually(lambda: client.put_from([key(2)], [payload(2)], 5) == ["stored"])
+
+
+def test_busy_node_serves_pages_in_parts_after_retries(tmp_path, namespace):
+    node = Node(tmp_path, "--connection-outstanding-limit", "1MiB")
+    try:
+        client = attach(node.url("tcp") + "&connections=1", namespace)
+        keys = [key(number) for number in range(30)]
+        for number in range(30):
+            assert client.put_from(keys[number : number + 1], [payload(number)], 10) == ["stored"]
+        halves = [(bytearray(PAGE_BYTES // 2), bytearray(PAGE_BYTES // 2)) for _ in keys]
+        assert None in client.get_into(keys, halves, 30)
+        assert client.get_into(keys, halves, 30, busy_retries=100) == ["L2"] * 30
+        assert [first + second for first, second in halves] == [payload(number) for number in range(30)]
+    finally:
+        node.stop()
 
 
 def child(script, *arguments):
@@ -213,6 +230,74 @@ def test_child_does_not_keep_its_parents_connections(node: Node, namespace, tran
     finally:
         os.kill(survivor, signal.SIGKILL)
         process.stdout.close()
+
+
+START = """
+    import os, sys, threading, larder_kv
+    from conftest import PAGE_BYTES, eventually, sockets
+    namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="forks")
+    # Starts the runtime, which keeps a pair of sockets.
+    larder_kv.Client("larder://127.0.0.1:9", namespace).ready(0.2)
+    before = sockets()
+"""
+
+
+def test_child_closes_a_socket_that_was_connecting():
+    # A listener whose queue is full does not answer.
+    with socket.socket() as listener, contextlib.ExitStack() as queue:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = queue.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        process = child(
+            START
+            + """
+    client = larder_kv.Client(sys.argv[1], namespace, connect_timeout=60)
+    syn_sent = lambda: {line.split()[9] for line in open("/proc/self/net/tcp") if line.split()[3] == "02"}
+    eventually(lambda: (sockets() - before) & syn_sent())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(sockets() - before))
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            """,
+            f"larder://127.0.0.1:{listener.getsockname()[1]}",
+        )
+        assert process.communicate(timeout=60) and process.returncode == 0
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_forks_while_connections_come_and_go(shared_node: Node, transport):
+    process = child(
+        START
+        + """
+    def come_and_go():
+        while True:
+            assert larder_kv.Client(sys.argv[1], namespace, memory_bytes=0).ready(60)
+    for _ in range(4):
+        threading.Thread(target=come_and_go, daemon=True).start()
+    for number in range(300):
+        pid = os.fork()
+        if pid == 0:
+            kept = len(sockets() - before)
+            grandchild = os.fork()
+            if grandchild == 0:
+                os._exit(0)
+            is_well = kept == 0 and os.waitpid(grandchild, 0)[1] == 0
+            if number % 20 == 0:
+                is_well = is_well and larder_kv.Client(sys.argv[1], namespace).ready(60)
+            os._exit(0 if is_well else 1)
+        assert os.waitpid(pid, 0)[1] == 0, f"the child of fork {number} has sockets of its parent"
+    print("done", flush=True)
+    os._exit(0)
+        """,
+        shared_node.url(transport),
+    )
+    try:
+        assert process.communicate(timeout=120)[0] == "done\n"
+    finally:
+        process.kill()
 
 
 def test_interpreter_ends_while_transfers_run(node: Node):

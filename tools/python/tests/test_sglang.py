@@ -5,12 +5,15 @@ import time
 import numpy
 import pytest
 import sglang_contract as contract
-from conftest import eventually
+from conftest import Node, eventually
 from sglang_contract import Config, ExtraInfo, HostPool, PoolHitPolicy, PoolName, PoolTransfer, indices, page_hashes
 
 contract.install()
 
 from larder_kv.sglang import LarderStorage, _Pool, part_layout  # noqa: E402
+
+
+NAMES = [PoolName.MAMBA, PoolName.INDEXER, PoolName.DRAFT, PoolName.SWA]
 
 
 def backend(url, pool, extra=None, **config):
@@ -91,6 +94,9 @@ def test_buffers_of_different_sizes_become_equal_parts(shared_node):
     assert spans == [[(1000, 512), (1512, 512), (5000, 512)], [(9000, 512), (9512, 512), (7000, 512)]]
     with pytest.raises(ValueError):
         pool.buffers([1000, 5000], [512, 1024], None)
+    for sizes in ([1024, 512, 1024], [1024, 512, 1024, 500], [1024, 512, 512, 1024]):
+        with pytest.raises(ValueError, match="shape"):
+            pool.buffers([1000] * len(sizes), sizes, None)
 
 
 def test_ranks_models_and_layouts_share_nothing(shared_node):
@@ -118,6 +124,59 @@ def test_ranks_of_a_latent_model_share_pages(shared_node):
     writer = backend(shared_node.url(), pool, is_mla_model=True, tp_size=2)
     assert writer.batch_set_v1(keys, indices(pool, [0])) == [True]
     assert backend(shared_node.url(), pool, is_mla_model=True, tp_rank=1, tp_size=2).batch_exists(keys) == 1
+
+
+@pytest.mark.parametrize("name", [PoolName.MAMBA, PoolName.DRAFT])
+def test_sharded_pools_beside_a_latent_model_share_no_pages(shared_node, name):
+    keys = page_hashes(1, seed=10)
+    kv = filled("mla")
+    latent = dict(model_name="latent", is_mla_model=True, tp_size=2)
+    first, second = (backend(shared_node.url(), kv, tp_rank=rank, **latent) for rank in (0, 1))
+    states = [filled("page_first", seed) for seed in (1, 2)]
+    for storage, state in zip((first, second), states):
+        storage.register_mem_host_pool_v2(state, name)
+        assert eventually(lambda: storage.pools[str(name)].client.nodes_connected)
+    written = [page_of(state, 0) for state in states]
+    transfers = [PoolTransfer(name, indices(state, [0]), keys) for state in states]
+    assert first.batch_set_v2(transfers[:1]) == {name: [True]}
+    assert second.batch_get_v2(transfers[1:]) == {name: [False]}
+    assert second.batch_set_v2(transfers[1:]) == {name: [True]}
+    for storage, state, transfer, page in zip((first, second), states, transfers, written):
+        state.kv_buffer[:] = 0
+        assert storage.batch_get_v2([transfer]) == {name: [True]}
+        assert page_of(state, 0) == page
+
+
+def test_flat_pages_of_different_layouts_share_nothing(shared_node):
+    keys = page_hashes(1, seed=11)
+    for interface in (0, 1):
+        first, second = (
+            backend(shared_node.url(), HostPool(layout), {"interface_v1": interface}, model_name="flat")
+            for layout in ("page_first", "page_first_direct")
+        )
+        page = filled("page_first").get_dummy_flat_data_page()
+        if interface == 0:
+            assert first.set(keys[0], page) is True
+            assert first.exists(keys[0]) is True
+        # Neither the other layout, nor the other interface.
+        assert second.exists(keys[0]) is False
+    assert first.exists(keys[0]) is False
+
+
+def test_dtypes_share_nothing(shared_node):
+    keys = page_hashes(1, seed=12)
+    pool = filled("page_first", dtype="torch.uint8")
+    for missing in ({}, {"kv_cache_dtype": "auto"}):
+        for interface in (0, 1):
+            with pytest.raises(ValueError, match="kv_cache_dtype"):
+                backend(shared_node.url(), pool, {"interface_v1": interface, **missing})
+    first, second = (backend(shared_node.url(), pool, {"kv_cache_dtype": f"fp8_{name}"}) for name in ("e4m3", "e5m2"))
+    assert first.batch_set_v1(keys, indices(pool, [0])) == [True]
+    assert first.batch_exists(keys) == 1 and second.batch_exists(keys) == 0
+    states = [filled("page_first", temporal_dtype=name) for name in ("float32", "bfloat16")]
+    first, second = (backend(shared_node.url(), state) for state in states)
+    assert first.batch_set_v1(keys, indices(states[0], [0])) == [True]
+    assert first.batch_exists(keys) == 1 and second.batch_exists(keys) == 0
 
 
 def test_copying_interface(shared_node):
@@ -187,11 +246,62 @@ def test_store_that_is_away_is_a_miss(node):
         assert storage.batch_set_v1(keys, indices(pool, range(4))) == [False] * 4
         assert time.monotonic() - began < 4
         node.resume()
-    storage.clear()
     node.start()
 
 
+@pytest.mark.parametrize("leave", [Node.pause, Node.kill])
+def test_clear_tells_that_the_store_is_away(node, leave, monkeypatch):
+    monkeypatch.setattr("larder_kv.sglang.FORGET_BATCH", 2)
+    pool = filled("page_first")
+    storage = backend(node.url(), pool, {"set_timeout": 2.0, "exists_timeout": 20.0})
+    keys = page_hashes(10)
+    assert eventually(lambda: all(storage.batch_set_v1(keys, indices(pool, range(10)))))
+    leave(node)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="10 of 10"):
+        storage.clear()
+    assert time.monotonic() - began < 4
+    # The pages are still known, so a second call forgets them.
+    if leave is Node.pause:
+        node.resume()
+    else:
+        node.start()
+    assert eventually(lambda: storage.batch_exists(keys) in (0, 10) and storage.pools["kv"].client.nodes_connected)
+
+    def is_cleared():
+        try:
+            storage.clear()
+        except TimeoutError:
+            return False
+        return True
+
+    assert eventually(is_cleared)
+    assert storage.batch_exists(keys) == 0
+
+
+def test_pools_of_a_call_share_its_timeout(node):
+    timeouts = {"exists_timeout": 0.5, "get_timeout": 0.5, "set_timeout": 0.5}
+    kv, states = filled("page_first"), [filled("mla", page_size=1) for _ in range(4)]
+    storage = backend(node.url(), kv, timeouts)
+    for name, state in zip(NAMES, states):
+        storage.register_mem_host_pool_v2(state, name)
+    assert eventually(lambda: all(pool.client.nodes_connected for pool in storage.pools.values()))
+    keys = page_hashes(2)
+    node.pause()
+    transfers = [PoolTransfer(name, indices(state, [0, 1]), keys) for name, state in zip(NAMES, states)]
+    for call, nothing in [(storage.batch_get_v2, [False] * 2), (storage.batch_set_v2, [False] * 2)]:
+        began = time.monotonic()
+        assert call(transfers) == {name: nothing for name in NAMES}
+        assert time.monotonic() - began < 1.5
+
+
 def test_wrong_configuration_fails_at_attachment():
-    for config in [Config({}), Config({"url": "mooncake://x"}), Config({"url": "larder://a:1"}, should_split_heads=True)]:
+    url = {"url": "larder://a:1"}
+    for config in [Config({}), Config({"url": "mooncake://x"}), Config(url, should_split_heads=True)]:
         with pytest.raises(ValueError):
             LarderStorage(config, {})
+    for name in ("exists_timeout", "get_timeout", "set_timeout", "lease"):
+        for value in (-1, 100_000, "nan", "inf"):
+            with pytest.raises(ValueError, match=name):
+                LarderStorage(Config({**url, name: value}), {})
+    LarderStorage(Config({**url, "get_timeout": 86400, "lease": 60}), {})

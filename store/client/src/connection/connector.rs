@@ -2,13 +2,13 @@
 //! brings its own.
 
 use super::rdma_channels::{Devices, open_devices};
-use larder_memory::share::{ArenaMap, ChildCloses, SharedMemory};
+use larder_memory::share::{ArenaMap, SharedMemory, between_forks};
 use larder_rdma::FabricOptions;
 use larder_wire::{ArenaListenerInfo, BusyPollSource, ByteSink, ByteSource};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpStream, tcp, unix};
+use tokio::net::{TcpSocket, TcpStream, lookup_host, tcp, unix};
 use tokio::sync::OnceCell;
 
 /// Maker of connections. Sockets are the usual one; a simulation substitutes its own network and
@@ -53,31 +53,28 @@ impl SocketConnector {
 
 /// Receiving half of a socket.
 pub(crate) enum SocketSource {
-    Tcp(
-        #[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>,
-        BusyPollSource<tcp::OwnedReadHalf>,
-    ),
-    Local(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, unix::OwnedReadHalf),
+    Tcp(BusyPollSource<tcp::OwnedReadHalf>),
+    Local(unix::OwnedReadHalf),
 }
 
 /// Sending half of a socket.
 pub(crate) enum SocketSink {
-    Tcp(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, tcp::OwnedWriteHalf),
-    Local(#[expect(dead_code, reason = "dropped before the socket")] Arc<ChildCloses>, unix::OwnedWriteHalf),
+    Tcp(tcp::OwnedWriteHalf),
+    Local(unix::OwnedWriteHalf),
 }
 
 impl ByteSource for SocketSource {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self {
-            SocketSource::Tcp(_, source) => source.receive(into).await,
-            SocketSource::Local(_, source) => source.receive(into).await,
+            SocketSource::Tcp(source) => source.receive(into).await,
+            SocketSource::Local(source) => source.receive(into).await,
         }
     }
 
     async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self {
-            SocketSource::Tcp(_, source) => source.receive_next(into).await,
-            SocketSource::Local(_, source) => source.receive_next(into).await,
+            SocketSource::Tcp(source) => source.receive_next(into).await,
+            SocketSource::Local(source) => source.receive_next(into).await,
         }
     }
 }
@@ -85,15 +82,15 @@ impl ByteSource for SocketSource {
 impl ByteSink for SocketSink {
     async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         match self {
-            SocketSink::Tcp(_, sink) => sink.send(from).await,
-            SocketSink::Local(_, sink) => sink.send(from).await,
+            SocketSink::Tcp(sink) => sink.send(from).await,
+            SocketSink::Local(sink) => sink.send(from).await,
         }
     }
 
     fn limit_buffered(&mut self, is_limited: bool) {
         match self {
-            SocketSink::Tcp(_, sink) => sink.limit_buffered(is_limited),
-            SocketSink::Local(_, sink) => sink.limit_buffered(is_limited),
+            SocketSink::Tcp(sink) => sink.limit_buffered(is_limited),
+            SocketSink::Local(sink) => sink.limit_buffered(is_limited),
         }
     }
 }
@@ -103,13 +100,11 @@ impl Connector for SocketConnector {
     type Sink = SocketSink;
 
     async fn connect(&self, address: &str) -> io::Result<(SocketSource, SocketSink)> {
-        let stream = TcpStream::connect(address).await?;
+        let stream = connect_to_any(address).await?;
         // Requests are small, and the writer coalesces frames itself.
         stream.set_nodelay(true)?;
-        let listed = Arc::new(ChildCloses::new(&stream));
         let (read, write) = stream.into_split();
-        let source = SocketSource::Tcp(listed.clone(), BusyPollSource::new(read, self.busy_poll));
-        Ok((source, SocketSink::Tcp(listed, write)))
+        Ok((SocketSource::Tcp(BusyPollSource::new(read, self.busy_poll)), SocketSink::Tcp(write)))
     }
 
     async fn attach_memory(
@@ -121,9 +116,8 @@ impl Connector for SocketConnector {
             return Err(unsupported("the node is on another machine"));
         }
         let (stream, arena) = larder_memory::share::attach(&listener.name, memory.map(|memory| &**memory)).await?;
-        let listed = Arc::new(ChildCloses::new(&stream));
         let (read, write) = stream.into_split();
-        Ok((SocketSource::Local(listed.clone(), read), SocketSink::Local(listed, write), arena))
+        Ok((SocketSource::Local(read), SocketSink::Local(write), arena))
     }
 
     async fn devices(&self, memory: Option<&Arc<SharedMemory>>) -> Option<Arc<Devices>> {
@@ -131,6 +125,23 @@ impl Connector for SocketConnector {
         let memory = memory?;
         self.devices.get_or_init(|| open_devices(&self.rdma, memory)).await.clone()
     }
+}
+
+/// Connects to the first address of `host:port` that accepts. A forked child closes the socket from
+/// the beginning.
+async fn connect_to_any(address: &str) -> io::Result<TcpStream> {
+    let mut problem = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    for address in lookup_host(address).await? {
+        let socket = between_forks(|descriptors| {
+            let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+            descriptors.list(&socket).map(|()| socket)
+        })?;
+        match socket.connect(address).await {
+            Ok(stream) => return Ok(stream),
+            Err(error) => problem = error,
+        }
+    }
+    Err(problem)
 }
 
 /// An error for a transport that is not available.

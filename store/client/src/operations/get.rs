@@ -30,7 +30,7 @@ pub(super) const COPY_GRACE: Duration = Duration::from_secs(1);
 /// Maximum number of pages in one Get request. Larger batches become several requests.
 pub(super) const GET_PAGES_MAX: usize = 1024;
 
-/// Options of [`Client::get_with`]. The default waits until the deadline and does not retry at busy
+/// Options of [`Client::get_with`] and its like. The default waits until the deadline and does not retry at busy
 /// nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GetOptions {
@@ -145,9 +145,20 @@ impl Client {
         ranges: Vec<(PageKey, Range<u32>, B)>,
         deadline: Instant,
     ) -> Vec<(B, Option<Tier>)> {
+        let fetched = self.get_ranges_with(ranges, GetOptions::default(), deadline).await;
+        fetched.into_iter().map(|(buffer, fetched)| (buffer, fetched.tier())).collect()
+    }
+
+    /// Like [`Client::get_ranges`], with options. The result tells a busy node from a miss.
+    pub async fn get_ranges_with<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        ranges: Vec<(PageKey, Range<u32>, B)>,
+        options: GetOptions,
+        deadline: Instant,
+    ) -> Vec<(B, Fetched)> {
         let ranges = ranges.into_iter().map(|(key, bytes, buffer)| (key, Some(bytes), buffer)).collect();
-        let fetched = self.read(ranges, GetOptions::default(), deadline).await;
-        fetched.into_iter().map(|(buffer, fetched, _)| (buffer, fetched.tier())).collect()
+        let fetched = self.read(ranges, options, deadline).await;
+        fetched.into_iter().map(|(buffer, fetched, _)| (buffer, fetched)).collect()
     }
 
     /// Describes stored pages, in the order of `keys`. `None`: the page does not exist, or its node

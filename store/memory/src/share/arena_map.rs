@@ -5,8 +5,8 @@
 //! - The session closes after the mapping is gone, so the node never reuses memory that is still
 //!   visible here.
 
-use super::handshake::{receive, send};
-use super::{ChildCloses, SharedMemory, check_user};
+use super::handshake::{receive_listed, send};
+use super::{SharedMemory, between_forks, check_user};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io;
@@ -25,11 +25,14 @@ pub async fn attach(name: &str, memory: Option<&SharedMemory>) -> io::Result<(Un
     // Non-blocking: a listener whose backlog is full fails at once instead of blocking a runtime
     // thread.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = between_forks(|descriptors| {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        descriptors.list(&socket).map(|()| socket)
+    })?;
     connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     let stream = UnixStream::from_std(socket.into())?;
     check_user(&stream)?;
-    let (size, descriptors) = receive(&stream).await?;
+    let (size, descriptors) = receive_listed(&stream).await?;
     let invalid = |what| io::Error::new(io::ErrorKind::InvalidData, what);
     let [arena, session]: [OwnedFd; 2] =
         descriptors.try_into().map_err(|_| invalid("the node's handshake does not carry two descriptors"))?;
@@ -40,18 +43,21 @@ pub async fn attach(name: &str, memory: Option<&SharedMemory>) -> io::Result<(Un
     if len == 0 || u64::try_from(file_bytes).is_ok_and(|bytes| bytes < len as u64) {
         return Err(invalid("the size of the node's arena is wrong"));
     }
-    // SAFETY: a new mapping at an address that the kernel chooses.
-    let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
     // A forked child closes the session, so it must not see the memory either.
-    // SAFETY: the mapping that was just made. The advice changes only what a fork copies.
-    unsafe { madvise(start, len, Advice::LinuxDontFork) }?;
+    let start = between_forks(|_| {
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &arena, 0) }?;
+        // SAFETY: the mapping that was just made. The advice changes only what a fork copies.
+        unsafe { madvise(start, len, Advice::LinuxDontFork) }.map(|()| start)
+    })?;
     let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(ChildCloses::new(&session), session) });
+    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(session) });
     if let Some(memory) = memory {
         send(&stream, memory.span().1 as u64, &[memory.file()]).await?;
     }
     Ok((stream, map))
 }
+
 /// A node's arena, mapped for reading. The mapping lasts until the last [`HeldBytes`] from it is
 /// dropped.
 pub struct ArenaMap {
@@ -64,10 +70,7 @@ pub struct ArenaMap {
 enum Backing {
     /// Another process. The descriptor is the session; it closes after `drop` has removed the
     /// mapping.
-    Mapped(
-        #[expect(dead_code, reason = "dropped before the session")] ChildCloses,
-        #[expect(dead_code, reason = "held until it is dropped")] OwnedFd,
-    ),
+    Mapped(#[expect(dead_code, reason = "held until it is dropped")] OwnedFd),
     /// This process, and the value that keeps the memory. For simulations.
     Local(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn Send + Sync>),
 }

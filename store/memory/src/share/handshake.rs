@@ -1,6 +1,7 @@
 //! The handshake of a connection that shares memory. Either side sends a magic number, a length and
 //! file descriptors.
 
+use super::between_forks;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv,
     recvmsg, sendmsg,
@@ -48,20 +49,34 @@ pub(crate) async fn is_handshake(stream: &UnixStream) -> io::Result<bool> {
 /// Receives a number and the descriptors that come with it, at most two. Waits for them without a
 /// limit.
 pub(crate) async fn receive(stream: &UnixStream) -> io::Result<(u64, Vec<OwnedFd>)> {
+    stream.async_io(Interest::READABLE, || try_receive(stream)).await
+}
+
+/// Like [`receive`], and lists the descriptors for a fork. The peer is trusted: its files answer at
+/// once.
+pub(crate) async fn receive_listed(stream: &UnixStream) -> io::Result<(u64, Vec<OwnedFd>)> {
     let attempt = || {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let (mut magic, mut number) = ([0; MAGIC.len()], [0; 8]);
-        let into = &mut [IoSliceMut::new(&mut magic), IoSliceMut::new(&mut number)];
-        let received = recvmsg(stream, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
-        if received != HANDSHAKE_BYTES || magic != MAGIC {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer did not send a Larder memory handshake"));
-        }
-        let rights = ancillary.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-            _ => None,
-        });
-        Ok((u64::from_le_bytes(number), rights.flatten().collect()))
+        between_forks(|descriptors| {
+            let received = try_receive(stream)?;
+            received.1.iter().try_for_each(|descriptor| descriptors.list(descriptor))?;
+            Ok(received)
+        })
     };
     stream.async_io(Interest::READABLE, attempt).await
+}
+
+fn try_receive(stream: &UnixStream) -> io::Result<(u64, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let (mut magic, mut number) = ([0; MAGIC.len()], [0; 8]);
+    let into = &mut [IoSliceMut::new(&mut magic), IoSliceMut::new(&mut number)];
+    let received = recvmsg(stream, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
+    if received != HANDSHAKE_BYTES || magic != MAGIC {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer did not send a Larder memory handshake"));
+    }
+    let rights = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    Ok((u64::from_le_bytes(number), rights.flatten().collect()))
 }
