@@ -32,13 +32,13 @@ fn trace_replay_reports_every_policy() {
         .filter(|l| !l.is_empty())
         .map(|l| serde_json::from_slice(l).unwrap())
         .collect();
-    assert_eq!(lines.len(), 10);
+    assert_eq!(lines.len(), 12);
     let rate = |policy: &str, capacity: u64| {
         let line = lines.iter().find(|l| l["policy"] == policy && l["capacity_tokens"] == capacity);
         line.and_then(|l| l["hit_rate"].as_f64()).unwrap()
     };
     // With room for everything, only the first access to each block misses: 300 of 4650.
-    for policy in ["lru", "s3-fifo", "sieve", "larder", "belady"] {
+    for policy in ["lru", "s3-fifo", "sieve", "larder", "larder+ends", "belady"] {
         assert!((rate(policy, 10_000_000) - 4350.0 / 4650.0).abs() < 1e-9, "{policy}");
         assert!(rate(policy, 20_000) <= rate("belady", 20_000), "nothing beats the optimum: {policy}");
     }

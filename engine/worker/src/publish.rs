@@ -15,6 +15,7 @@ use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
 use larder_format::{PageGeometry, PageKey, PageOrigin};
 use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -113,6 +114,24 @@ impl Publisher {
         content: &Arc<SealedPage>,
     ) -> JoinHandle<PutOutcome> {
         self.finish(page, put, content, 0)
+    }
+
+    /// Tells the store that a generation has ended, once the commits of its pages are known. Returns
+    /// at once. Nothing depends on the report, so it is dropped if it takes longer than a put.
+    pub(crate) fn report_end(&self, keys: Vec<PageKey>, tokens: u32) {
+        if keys.is_empty() {
+            return;
+        }
+        let (store, commits) = (self.store.clone(), self.commits.clone());
+        let deadline = Instant::now() + self.limit;
+        self.tasks.spawn(async move {
+            let names: HashSet<PageKey> = keys.iter().copied().collect();
+            let report = async {
+                commits.wait_for(&names).await;
+                store.generation_ended(keys, tokens, deadline).await;
+            };
+            _ = tokio::time::timeout_at(deadline.into(), report).await;
+        });
     }
 
     fn finish(

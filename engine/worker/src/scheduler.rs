@@ -240,8 +240,19 @@ impl Scheduler {
         }
         expired.extend(self.active.extract_if(.., |s| is_expired(s, false)));
         for sequence in expired {
+            self.report_end(&sequence);
             end_expired(sequence, now);
         }
+    }
+
+    /// Tells the store of the end of a generation. Its eviction then expects the next request of the
+    /// session.
+    fn report_end(&self, sequence: &Sequence) {
+        if sequence.generated() == 0 || !sequence.cache.uses_store() {
+            return;
+        }
+        let shared = sequence.private_from().min(sequence.cacheable_pages()).min(sequence.keys.len());
+        self.context.publisher.report_end(sequence.keys[..shared].to_vec(), sequence.generated() as u32);
     }
 
     fn wake_at(&self) -> Instant {

@@ -525,6 +525,14 @@ impl Sequence {
         pages - self.private_from.min(pages)
     }
 
+    /// Number of tokens that a decode has generated.
+    pub(crate) fn generated(&self) -> usize {
+        match &self.kind {
+            RequestKind::Prefill(_) => 0,
+            RequestKind::Decode(output) => output.generated,
+        }
+    }
+
     /// Stops sharing from the first page whose key `is_forgotten`, and aborts its open puts.
     pub(crate) fn withhold(&mut self, is_forgotten: impl Fn(&PageKey) -> bool) {
         if let Some(first) = self.keys.iter().position(is_forgotten) {

@@ -6,8 +6,8 @@
 
 use futures::future::BoxFuture;
 use larder_client::{
-    Client, FollowEnd, GetOptions, Lookup, NewPage, PageDescription, PagePut, PartsReceived, PutOptions, PutOutcome,
-    Tier,
+    Client, FollowEnd, GetOptions, Hint, Lookup, NewPage, PageDescription, PagePut, PartsReceived, PutOptions,
+    PutOutcome, Tier,
 };
 use larder_format::{PageKey, PageOrigin};
 use larder_model::{KvPage, PageSeal};
@@ -78,6 +78,10 @@ pub trait PageStore: Send + Sync + 'static {
     /// Forgets those pages whose stored copy has the given origin. An unknown origin stands for
     /// any. Returns the number of pages that it asked the store to forget.
     fn forget_copies(&self, pages: Vec<(PageKey, Option<PageOrigin>)>, deadline: Instant) -> BoxFuture<'_, usize>;
+
+    /// Reports that a generation of `tokens` tokens has ended, which used these pages: its session
+    /// can return from now on.
+    fn generation_ended(&self, keys: Vec<PageKey>, tokens: u32, deadline: Instant) -> BoxFuture<'_, ()>;
 
     /// Returns `true` if the node of this page can tell whether it was forgotten after `origin`.
     /// `None` if no node is connected.
@@ -189,6 +193,10 @@ impl PageStore for Client {
             }
             same.len()
         })
+    }
+
+    fn generation_ended(&self, keys: Vec<PageKey>, tokens: u32, deadline: Instant) -> BoxFuture<'_, ()> {
+        Box::pin(async move { _ = self.hint(&keys, Some(tokens), Hint::None, deadline).await })
     }
 
     fn can_judge_copy(&self, key: &PageKey, origin: PageOrigin) -> Option<bool> {

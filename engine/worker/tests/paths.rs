@@ -50,6 +50,25 @@ async fn answers_match_when_computed_or_read_from_l1_or_store() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ends_of_generations_are_reported_once_their_pages_are_put() {
+    let store = MemoryStore::new();
+    store.delay_commits(Duration::from_millis(300));
+    let engine = engine(Role::Decode, &store).await;
+    let request = decode_request(&prompt(1, LEN), 40);
+    let mut private = request.clone();
+    private.cache = CacheMode::None;
+    decode(&engine, &private).await;
+    decode(&engine, &request).await;
+    let until = std::time::Instant::now() + Duration::from_secs(60);
+    while store.generations_ended().is_empty() && std::time::Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // The pages below the last token that was computed, and nothing of the private request.
+    assert_eq!(store.generations_ended(), [((LEN + 40 - 2) / PAGE, 40)]);
+    engine.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_type_of_pages_and_weights_gives_one_answer_on_every_path() {
     for (kv_dtype, weights) in
         [(KvDtype::F32, WeightFormat::Stored), (KvDtype::F16, WeightFormat::Stored), (KvDtype::Bf16, WeightFormat::Q8)]

@@ -89,7 +89,7 @@ pub use client::Client;
 pub use larder_memory::share::{after_fork_in_child, after_fork_in_parent, before_fork};
 pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
 pub use operations::{
-    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
+    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Hint, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
     PagePin,
 };
 pub use operations::{PagePut, PageView, PinKind, Pinned, PutOptions, PutOutcome, Registration, Tier};

@@ -3,8 +3,8 @@
 
 use bytes::Bytes;
 use larder_client::{
-    Client, ClientOptions, DEFAULT_CONNECTIONS, FollowEnd, Member, NewPage, PagePin, PinKind, PutOptions, PutOutcome,
-    StoreUrl, Tier, Transport,
+    Client, ClientOptions, DEFAULT_CONNECTIONS, FollowEnd, Hint, Member, NewPage, PagePin, PinKind, PutOptions,
+    PutOutcome, StoreUrl, Tier, Transport,
 };
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
@@ -542,6 +542,27 @@ async fn page_is_a_miss_after_its_ttl() {
     tokio::time::sleep(Duration::from_millis(301)).await;
     assert!(get(&client, &[1]).await[0].1.is_none());
     node.shutdown().await;
+}
+
+#[tokio::test]
+async fn hints_reach_the_policy_of_their_own_namespace() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    let keys: Vec<PageKey> = (0..200).map(key).collect();
+    for number in 0..150 {
+        put(&client, number).await;
+    }
+    assert_eq!(client.hint(&keys, Some(70), Hint::None, soon()).await, 150);
+    assert_eq!(client.hint(&keys[..2], None, Hint::Retain(Duration::from_secs(60)), soon()).await, 2);
+    assert_eq!(client.pins(&keys[..3], soon()).await.iter().flatten().count(), 2);
+    assert_eq!(client.hint(&keys[..100], None, Hint::SessionEnded, soon()).await, 100);
+    assert_eq!(client.pins(&keys[..2], soon()).await, [None; 2]);
+    let stranger = attach(&[&node], 2).await;
+    assert_eq!(stranger.hint(&keys, Some(1), Hint::Demote, soon()).await, 0);
+    let eviction = &node.status()["tiers"]["l2"]["eviction"];
+    assert_eq!((eviction["pages_ended"].as_u64(), eviction["pages_demoted"].as_u64()), (Some(150), Some(100)));
+    node.shutdown().await;
+    assert_eq!(client.hint(&keys, None, Hint::Demote, soon()).await, 0, "no node is connected");
 }
 
 #[tokio::test]

@@ -19,7 +19,7 @@
 
 mod namespaces;
 
-use crate::policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
+use crate::policy::{Advice, Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 use crate::push_tight;
 use namespaces::{Links, ListEnd, Namespaces};
 use std::collections::{BTreeMap, BTreeSet};
@@ -211,6 +211,38 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         true
     }
 
+    /// Passes a client's knowledge of a page on to the policy. Returns `false` if the page is gone or
+    /// has expired. A demoted page is also the next of its namespace to leave. Rules stay in force:
+    /// pins keep the page, and its children leave first.
+    pub fn advise(&mut self, handle: PageHandle, advice: Advice, now_ms: u64) -> bool {
+        if !self.contains(handle, now_ms) {
+            return false;
+        }
+        self.tick = self.next_tick(now_ms);
+        let slot = handle.slot;
+        let before = self.policy.stamp(slot);
+        self.policy.advise(slot, advice, self.tick);
+        let page = &mut self.pages[slot.index()];
+        if page.offered && page.soft_pinned {
+            self.soft.remove(&(before, slot));
+            self.soft.insert((self.policy.stamp(slot), slot));
+        }
+        if advice == Advice::Demote {
+            page.touched = false;
+            if page.offered {
+                self.unlink(slot);
+                self.link(slot, ListEnd::Front);
+            }
+        }
+        true
+    }
+
+    /// Tells the policy that the generation ended that used a page, which is not resident.
+    pub fn generation_ended(&mut self, fingerprint: u64, now_ms: u64) {
+        self.tick = self.next_tick(now_ms);
+        self.policy.generation_ended(fingerprint, self.tick);
+    }
+
     pub fn contains(&self, handle: PageHandle, now_ms: u64) -> bool {
         self.deadline_ms(handle).is_some_and(|deadline_ms| now_ms < deadline_ms)
     }
@@ -235,6 +267,11 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Bytes that the page counts for.
     pub fn bytes(&self, handle: PageHandle) -> Option<u32> {
         self.page(handle).map(|page| page.bytes)
+    }
+
+    /// Number of resident pages that came behind this one.
+    pub fn children(&self, handle: PageHandle) -> Option<u32> {
+        self.page(handle).map(|page| page.children)
     }
 
     /// Returns the parent that the page came behind, if that is still resident.
@@ -514,7 +551,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         self.unlink(slot);
         let page = &mut self.pages[slot.index()];
         page.offered = false;
-        // The stamp of the offer: it changes only in `touch`, which moves the page.
+        // The stamp of the offer: it changes only in `touch` and `advise`, which move the page.
         let stamp = self.policy.stamp(slot);
         if page.soft_pinned {
             self.soft.remove(&(stamp, slot));

@@ -15,7 +15,10 @@
 //!    ones, the policy refuses it, and the pages behind it. It observes refused pages as it
 //!    observes others. Agents return after seconds: a page that was just used is worth less than
 //!    one that is soon due.
-//! 5. *Guard* ([`guard`]). A sampled shadow LRU cache runs beside this one. While it is ahead, or
+//! 5. *Advice*. When an engine reports the end of a generation, the pages of its sequence get
+//!    another class, and their ages count from then. The density of other pages includes the
+//!    expected ends. A demoted page gets the highest age.
+//! 6. *Guard* ([`guard`]). A sampled shadow LRU cache runs beside this one. While it is ahead, or
 //!    close to the optimum, or too little traffic was seen, the policy evicts in LRU order and
 //!    refuses nothing.
 //!
@@ -28,7 +31,7 @@ mod estimator;
 mod ghost_table;
 mod guard;
 
-use crate::policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
+use crate::policy::{Advice, Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 use crate::push_tight;
 use age_buckets::AgeBuckets;
 use classes::{Class, History};
@@ -80,6 +83,9 @@ pub struct HitDensity {
 pub struct Counters {
     pub admitted: u64,
     pub refused: u64,
+    /// Pages with a reported end of their generation.
+    pub ended: u64,
+    pub demoted: u64,
 }
 
 impl HitDensity {
@@ -191,9 +197,14 @@ impl Policy for HitDensity {
         if offered {
             self.age_buckets.leave(&mut self.pages, slot);
         }
+        let before = self.stamp(slot);
         let page = &mut self.pages[slot.index()];
-        let gap = stamp.run.saturating_sub(std::mem::replace(&mut page.run, stamp.run));
-        page.history = page.history.after(gap);
+        page.run = stamp.run;
+        page.history = if before.is_demoted() {
+            page.history.after_demotion()
+        } else {
+            page.history.after(stamp.run.saturating_sub(before.run))
+        };
         let (hash, history) = (page.hash, page.history);
         self.observe(&Access { hash, stamp, hit: true, returns: true }, history);
         if offered {
@@ -228,7 +239,9 @@ impl Policy for HitDensity {
 
     fn remove(&mut self, slot: Slot, removal: Removal) {
         let page = &mut self.pages[slot.index()];
-        let (hash, run) = (page.hash, page.run);
+        let hash = page.hash;
+        // The time of a demoted page's last access is unknown.
+        let run = if page.run == 0 { self.now } else { page.run };
         let history = std::mem::take(&mut page.history);
         self.residents -= 1;
         match removal {
@@ -261,6 +274,45 @@ impl Policy for HitDensity {
         self.counters.refused += 1;
         let access = Access { hash, stamp: arrival.stamp, hit: false, returns: history.accesses() > 1 };
         self.observe(&access, history);
+    }
+
+    fn advise(&mut self, slot: Slot, advice: Advice, tick: u64) {
+        let Page { hash, position, history, bucket, .. } = self.pages[slot.index()];
+        let demoted = self.stamp(slot).is_demoted();
+        let stamp = match advice {
+            Advice::GenerationEnded if history.has_ended() || demoted => return,
+            Advice::GenerationEnded => Stamp::new(tick, position),
+            Advice::Demote if demoted => return,
+            Advice::Demote => Stamp::demoted(position),
+        };
+        let offered = bucket != age_buckets::NOT_OFFERED;
+        if offered {
+            self.age_buckets.leave(&mut self.pages, slot);
+        }
+        self.pages[slot.index()].run = stamp.run;
+        if advice == Advice::GenerationEnded {
+            self.pages[slot.index()].history = history.ended();
+            self.now = self.now.max(stamp.run + u64::from(position));
+            self.estimator.generation_ended(hash, self.now);
+            self.counters.ended += 1;
+        } else {
+            self.guard.demote(hash, stamp);
+            self.counters.demoted += 1;
+        }
+        if offered {
+            self.offer(slot);
+        }
+    }
+
+    fn generation_ended(&mut self, fingerprint: u64, tick: u64) {
+        let hash = self.hash(fingerprint);
+        // The position does not matter for a time of this resolution.
+        let stamp = Stamp::new(tick, 0);
+        self.now = self.now.max(stamp.run);
+        if let Some(past) = self.ghost_table.find(hash, stamp.run).filter(|past| !past.history.has_ended()) {
+            self.ghost_table.put(hash, past.history.ended(), stamp.run);
+            self.estimator.generation_ended(hash, self.now);
+        }
     }
 
     fn memory_bytes(&self) -> usize {
@@ -348,7 +400,7 @@ mod tests {
         assert_eq!(policy.history(&arrival(7, None, 0, 16 * second, 0)).accesses(), 3);
         let child = policy.history(&arrival(8, None, 7, 8 * second, 1));
         assert_eq!(child, History::FIRST.after(8 * second).of_child());
-        assert_eq!(policy.counters(), Counters { admitted: 0, refused: 2 });
+        assert_eq!(policy.counters(), Counters { refused: 2, ..Counters::default() });
         // A page that became resident is no ghost any more.
         policy.insert(Slot(0), &arrival(7, None, 0, 24 * second, 0));
         assert!(policy.ghost_of_parent(&arrival(8, None, 7, 24 * second, 1)).is_none());

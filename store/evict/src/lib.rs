@@ -30,7 +30,7 @@ pub mod synthetic;
 pub use evictor::{Evicted, EvictionReason, Evictor, InsertError, NamespaceIndex, NewPage, PageHandle};
 pub use hit_density::{Counters, EvictionOrder, HitDensity};
 pub use lru::Lru;
-pub use policy::{Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
+pub use policy::{Advice, Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 pub use s3fifo::S3Fifo;
 pub use sieve::Sieve;
 

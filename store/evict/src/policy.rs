@@ -34,6 +34,15 @@ impl Stamp {
     pub fn new(tick: u64, position: u32) -> Stamp {
         Stamp { run: (1 << 32) + tick - u64::from(position), position: Reverse(position) }
     }
+
+    /// Stamp before that of every access.
+    pub fn demoted(position: u32) -> Stamp {
+        Stamp { run: 0, position: Reverse(position) }
+    }
+
+    pub fn is_demoted(self) -> bool {
+        self.run == 0
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +63,15 @@ pub enum Removal {
     Evicted,
     /// A client removed the page, or it expired. A policy should learn nothing from it.
     Removed,
+}
+
+/// Knowledge of a client about the use of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Advice {
+    /// The generation that used the page has ended, so its session can return from now on.
+    GenerationEnded,
+    /// The page is not expected to be used again.
+    Demote,
 }
 
 /// The order in which pages are evicted.
@@ -79,8 +97,8 @@ pub trait Policy {
     /// not.
     fn touch(&mut self, slot: Slot, stamp: Stamp);
 
-    /// Time of the page's last access: the stamp of its arrival or of its last touch. The evictor
-    /// keeps none of its own.
+    /// Time from which the page counts as unused: the stamp of its arrival or of its last touch, or
+    /// what advice has made of it. The evictor keeps none of its own.
     fn stamp(&self, slot: Slot) -> Stamp;
 
     /// Allows the page to become a victim. The evictor offers a page when it has no pins and no
@@ -105,6 +123,14 @@ pub trait Policy {
 
     /// Records the arrival of a page that does not become resident, because the policy refused it.
     fn decline(&mut self, _: &Arrival) {}
+
+    /// Takes advice about a resident page, at a tick. It may change the page's stamp. The page stays
+    /// offered or not. Advice that repeats itself before the next touch MUST have no effect.
+    fn advise(&mut self, _: Slot, _: Advice, _tick: u64) {}
+
+    /// Records that the generation ended that used a page, which is not resident. It MUST NOT take
+    /// memory for a page that it does not know.
+    fn generation_ended(&mut self, _fingerprint: u64, _tick: u64) {}
 
     /// Heap bytes of its state, estimated from the capacities of its tables.
     fn memory_bytes(&self) -> usize;
@@ -137,6 +163,12 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
     }
     fn decline(&mut self, arrival: &Arrival) {
         (**self).decline(arrival);
+    }
+    fn advise(&mut self, slot: Slot, advice: Advice, tick: u64) {
+        (**self).advise(slot, advice, tick);
+    }
+    fn generation_ended(&mut self, fingerprint: u64, tick: u64) {
+        (**self).generation_ended(fingerprint, tick);
     }
     fn memory_bytes(&self) -> usize {
         (**self).memory_bytes()

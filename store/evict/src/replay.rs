@@ -12,9 +12,11 @@ mod belady;
 mod trace;
 
 pub use belady::belady;
-pub use trace::{BLOCK_TOKENS, LINE_BYTES_MAX, Request, Trace, TraceError};
+pub use trace::{BLOCK_TOKENS, LINE_BYTES_MAX, OUTPUT_TOKEN_MS, Request, Trace, TraceError};
 
-use crate::{Evictor, HitDensity, InsertError, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo, Sieve};
+use crate::{
+    Advice, Evictor, HitDensity, InsertError, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo, Sieve,
+};
 use std::fmt;
 
 /// Position at which attention costs as much as the rest of the model, in tokens. Typical for
@@ -27,12 +29,20 @@ pub enum PolicyKind {
     S3Fifo,
     Sieve,
     HitDensity,
+    /// The same, while engines report the ends of generations: see [`Trace::ends_ms`].
+    HitDensityWithEnds,
     Belady,
 }
 
 impl PolicyKind {
-    pub const ALL: [PolicyKind; 5] =
-        [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Sieve, PolicyKind::HitDensity, PolicyKind::Belady];
+    pub const ALL: [PolicyKind; 6] = [
+        PolicyKind::Lru,
+        PolicyKind::S3Fifo,
+        PolicyKind::Sieve,
+        PolicyKind::HitDensity,
+        PolicyKind::HitDensityWithEnds,
+        PolicyKind::Belady,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -40,6 +50,7 @@ impl PolicyKind {
             PolicyKind::S3Fifo => "s3-fifo",
             PolicyKind::Sieve => "sieve",
             PolicyKind::HitDensity => "larder",
+            PolicyKind::HitDensityWithEnds => "larder+ends",
             PolicyKind::Belady => "belady",
         }
     }
@@ -104,6 +115,10 @@ pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> Outcome {
         PolicyKind::S3Fifo => run_with(trace, S3Fifo::new(), capacity_blocks),
         PolicyKind::Sieve => run_with(trace, Sieve::new(), capacity_blocks),
         PolicyKind::HitDensity => run_with(trace, HitDensity::new(0), capacity_blocks),
+        PolicyKind::HitDensityWithEnds => {
+            let ends = trace.ends_ms();
+            replay(trace, HitDensity::new(0), &Replay { capacity_blocks, ends: &ends, may_refuse: true })
+        }
         PolicyKind::Belady => belady(trace, capacity_blocks),
     }
 }
@@ -111,14 +126,37 @@ pub fn run(trace: &Trace, policy: PolicyKind, capacity_tokens: u64) -> Outcome {
 /// Replays a trace under any policy, in a cache of this many blocks. A block counts as a hit only
 /// if all earlier blocks of its request hit.
 pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> Outcome {
+    replay(trace, policy, &Replay { capacity_blocks, ends: &[], may_refuse: true })
+}
+
+/// Conditions of a replay.
+#[derive(Debug, Clone, Copy)]
+pub struct Replay<'a> {
+    pub capacity_blocks: u64,
+    /// Reported ends of generations: times in milliseconds with the numbers of requests, in order of
+    /// time.
+    pub ends: &'a [(u64, usize)],
+    /// The policy may refuse blocks.
+    pub may_refuse: bool,
+}
+
+/// Replays a trace as [`run_with`], under these conditions.
+pub fn replay(trace: &Trace, policy: impl Policy, setup: &Replay<'_>) -> Outcome {
     let mut cache = Cache {
-        evictor: Evictor::new(capacity_blocks, policy),
+        evictor: Evictor::new(setup.capacity_blocks, policy),
         resident: vec![None; trace.blocks_distinct()],
         evicted: Vec::new(),
         written: 0,
+        may_refuse: setup.may_refuse,
     };
     let mut outcome = Outcome::default();
-    for request in trace.requests() {
+    let mut ends = setup.ends.iter().peekable();
+    for (number, request) in trace.requests().iter().enumerate() {
+        // Of equal times, the end of a request comes after the request.
+        let is_due = |(ended_ms, ended): &&(u64, usize)| *ended_ms <= request.timestamp_ms && *ended < number;
+        while let Some((now_ms, ended)) = ends.next_if(is_due) {
+            cache.end_generation(&trace.requests()[*ended], *now_ms);
+        }
         let hits = cache.serve(request);
         outcome.count(request.blocks.len(), hits, trace.block_tokens());
         outcome.resident_max = outcome.resident_max.max(cache.evictor.len() as u64);
@@ -133,6 +171,7 @@ struct Cache<P> {
     resident: Vec<Option<PageHandle>>,
     evicted: Vec<crate::Evicted<u32>>,
     written: u64,
+    may_refuse: bool,
 }
 
 impl<P: Policy> Cache<P> {
@@ -160,6 +199,15 @@ impl<P: Policy> Cache<P> {
         hits
     }
 
+    fn end_generation(&mut self, request: &Request, now_ms: u64) {
+        for block in &request.blocks {
+            match self.resident[*block as usize] {
+                Some(handle) => _ = self.evictor.advise(handle, Advice::GenerationEnded, now_ms),
+                None => self.evictor.generation_ended(fingerprint(*block), now_ms),
+            }
+        }
+    }
+
     fn put(
         &mut self,
         block: u32,
@@ -177,7 +225,7 @@ impl<P: Policy> Cache<P> {
             position,
             bytes: 1,
             deadline_ms: None,
-            may_refuse: true,
+            may_refuse: self.may_refuse,
         };
         let outcome = self.evictor.insert(page, now_ms, &mut self.evicted);
         for gone in self.evicted.drain(..) {

@@ -5,7 +5,7 @@
 
 mod sessions;
 
-use crate::replay::Trace;
+use crate::replay::{OUTPUT_TOKEN_MS, Trace};
 use sessions::{SessionKind, Sessions};
 
 #[derive(Debug, Clone)]
@@ -65,12 +65,14 @@ pub enum Kind {
     /// Coding agents: prompts of hundreds of blocks that grow turn by turn. Most sessions return
     /// after seconds, some after minutes.
     Coders,
+    /// Agents whose pauses are short. Each waits for an answer of a second to minutes.
+    Answers,
     /// Conversations, and in the middle one request that is larger than most caches.
     Giant,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 14] = [
+    pub const ALL: [Kind; 15] = [
         Kind::Conversations,
         Kind::Documents,
         Kind::Shifting,
@@ -84,6 +86,7 @@ impl Kind {
         Kind::Agents,
         Kind::Bursts,
         Kind::Coders,
+        Kind::Answers,
         Kind::Giant,
     ];
 
@@ -106,7 +109,7 @@ impl Kind {
             Kind::Giant => {
                 traffic.add(Kind::Conversations, requests / 2);
                 let giant = traffic.new_blocks(GIANT_BLOCKS);
-                traffic.trace.push(traffic.made as u64 * 300, &giant);
+                traffic.trace.push(traffic.made as u64 * REQUEST_MS, &giant);
                 traffic.add(Kind::Conversations, requests - requests / 2);
             }
             kind => traffic.add(kind, requests),
@@ -130,6 +133,8 @@ struct Traffic {
     made: usize,
 }
 
+/// Time between two requests.
+const REQUEST_MS: u64 = 300;
 const DOCUMENTS_END: u64 = 1 << 40;
 const DOCUMENT_BLOCKS: u64 = 64;
 /// Blocks of the one giant request: 10 million tokens.
@@ -139,6 +144,7 @@ impl Traffic {
     fn add(&mut self, kind: Kind, requests: usize) {
         for number in 0..requests {
             self.made += 1;
+            let mut output_tokens = 0;
             let blocks = match kind {
                 Kind::Conversations | Kind::Giant => self.turn(),
                 Kind::Documents => self.question(0, 2000),
@@ -153,8 +159,13 @@ impl Traffic {
                 Kind::Agents => self.ask(SessionKind::Agents),
                 Kind::Bursts => self.ask(SessionKind::Bursts),
                 Kind::Coders => self.ask(SessionKind::Coders),
+                Kind::Answers => {
+                    let blocks = self.ask(SessionKind::Answers);
+                    output_tokens = self.sessions.answer_requests * REQUEST_MS / OUTPUT_TOKEN_MS;
+                    blocks
+                }
             };
-            self.trace.push(self.made as u64 * 300, &blocks);
+            self.trace.push_answered(self.made as u64 * REQUEST_MS, &blocks, output_tokens);
         }
     }
 

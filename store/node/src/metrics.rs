@@ -60,6 +60,11 @@ counters! {
     /// Hits of pages in L2 that the order of eviction did not learn of, because a queue of hits was
     /// full
     touches_dropped_l2,
+    /// Ends of generations that engines have reported. Each node that has pages of the sequence counts
+    /// one
+    generations_ended,
+    /// Tokens of the generations whose end was reported
+    tokens_generated,
     /// Pages loaded from L3 into L2, including those that lookups with a lease load in advance
     pages_read_l3,
     /// Pages that the node did not have: those of reads, and those of lookups with a lease, which

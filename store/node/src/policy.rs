@@ -21,6 +21,7 @@
 //! The owner guards the whole policy with one lock: see the lock order in [`crate::tiers`].
 //! Decision record 0016 tells why L2 has this table besides its index.
 
+mod hints;
 mod namespaces;
 mod options;
 mod pins;
@@ -42,6 +43,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use write_budget::WriteBudget;
 
+pub(crate) use hints::PageHint;
 pub(crate) use slots::hash_shards;
 
 pub use options::{NamespacePrefix, NamespaceQuota, PolicyOptions, WritePolicy};

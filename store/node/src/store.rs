@@ -18,7 +18,7 @@ use futures::StreamExt;
 use larder_format::PageId;
 use larder_memory::Arena;
 use larder_runtime::{Clock, fail_point};
-use larder_wire::{CommitOutcome, PinKind, PutEnd, ReserveOutcome, Reserved};
+use larder_wire::{CommitOutcome, Hint, PinKind, PutEnd, ReserveOutcome, Reserved};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -233,6 +233,21 @@ impl Store {
         }
         let ids: BTreeSet<PageId> = ids.iter().copied().collect();
         self.tiers.pin(&ids, kind, ttl_ms)
+    }
+
+    /// Takes a hint for pages of one namespace, in the order of their sequence. `generated` is the
+    /// number of generated tokens, if the generation that used them has ended. Returns how many are
+    /// in L2.
+    pub async fn hint(
+        &self,
+        ids: &[PageId],
+        generated: Option<u32>,
+        advice: Hint,
+        retain_ms: u64,
+        deadline: Instant,
+    ) -> usize {
+        let retain_ms = retain_ms.min(self.options.pin_time_max.as_millis() as u64);
+        self.tiers.hint(ids, generated, advice, retain_ms, deadline).await
     }
 
     /// Aborts open puts, flushes pages to L3 until `deadline`, and closes the devices. Pages that

@@ -28,6 +28,7 @@
 
 mod changes;
 mod forget;
+mod hints;
 mod hits;
 mod hold;
 mod index;

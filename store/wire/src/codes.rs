@@ -87,6 +87,19 @@ codes!(
     }
 );
 codes!(
+    /// Advice about the further use of pages. It ranks pages of its namespace, and no more.
+    Hint, "hint" {
+        /// No advice.
+        None = 0,
+        /// The pages return soon: the node keeps them for a time, as if they had a soft pin.
+        Retain = 1,
+        /// The pages are not expected to return.
+        Demote = 2,
+        /// The session has ended. Pages that other sequences continue stay as they are.
+        SessionEnded = 3,
+    }
+);
+codes!(
     /// Error class: enough for the client to choose its reaction. The text beside it is for people,
     /// and no program parses it.
     ErrorCode, "error code" {

@@ -50,7 +50,7 @@ mod response;
 mod stream;
 
 pub use busy_poll::{BusyPollSource, DEFAULT_BUSY_POLL};
-pub use codes::{CommitOutcome, ErrorCode, FollowState, PinKind, ReserveOutcome, TierCode};
+pub use codes::{CommitOutcome, ErrorCode, FollowState, Hint, PinKind, ReserveOutcome, TierCode};
 pub use fields::{Delivery, Entry, GrantedRange, PagePin, PageRange, PartLocation, PayloadLocation, RdmaEndpoint};
 pub use frame::{
     FRAGMENT_BYTES, Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES,
@@ -67,7 +67,7 @@ pub use stream::{ByteSink, ByteSource, TryReceive};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 /// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
 /// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
@@ -100,3 +100,6 @@ pub const VERSION_PING: u16 = 5;
 /// First version with [`Request::RdmaProgress`]. Clients of older nodes do not report progress, so
 /// a node may take them for silent.
 pub const VERSION_RDMA_PROGRESS: u16 = 6;
+/// First version with [`Request::Hint`]. Older nodes learn nothing of generations, so a client sends
+/// them no hints.
+pub const VERSION_HINTS: u16 = 7;

@@ -123,6 +123,7 @@ message_table! {
     Request::Pins(_) => Pins = 25 { since: 3, sheddable: true, limits: [keys <= MAX_KEYS] }
     Request::Ping => Ping = 26 { since: 5 }
     Request::RdmaProgress { .. } => RdmaProgress = 27 { since: 6 }
+    Request::Hint { .. } => Hint = 28 { since: 7, sheddable: true, limits: [keys <= MAX_KEYS] }
 }
 
 message_table! {

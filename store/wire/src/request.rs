@@ -3,7 +3,7 @@
 
 mod codec;
 
-use crate::codes::PinKind;
+use crate::codes::{Hint, PinKind};
 use crate::fields::{Delivery, Entry, PageRange, PartLocation, RdmaEndpoint};
 use larder_format::{NamespaceDescriptor, PageKey};
 
@@ -185,5 +185,18 @@ pub enum Request {
         part: Option<u32>,
         /// Bytes that have moved since the transfer began.
         bytes: u32,
+    },
+    /// Reports the end of a generation, or gives advice about the further use of pages. A node ranks
+    /// the pages by it →
+    /// [`Response::Count`](crate::Response::Count) of pages that are in L2.
+    Hint {
+        /// Keys of one sequence, in its order.
+        keys: Vec<PageKey>,
+        /// Number of generated tokens, if the generation that used the pages has ended.
+        generated: Option<u32>,
+        /// Advice.
+        hint: Hint,
+        /// Time to retain the pages, in milliseconds. Unused for other advice.
+        retain_ms: u64,
     },
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Kind, name, first version, sheddable. Deployed builds depend on these: a row may be added, never
 /// changed.
-const PINNED_REQUESTS: [(u8, &str, u16, bool); 26] = [
+const PINNED_REQUESTS: [(u8, &str, u16, bool); 27] = [
     (1, "Hello", 1, false),
     (2, "Locate", 1, true),
     (3, "Get", 1, true),
@@ -35,6 +35,7 @@ const PINNED_REQUESTS: [(u8, &str, u16, bool); 26] = [
     (25, "Pins", 3, true),
     (26, "Ping", 5, false),
     (27, "RdmaProgress", 6, false),
+    (28, "Hint", 7, true),
 ];
 
 const PINNED_RESPONSES: [(u8, &str, u16); 22] = [

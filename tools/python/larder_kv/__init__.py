@@ -18,7 +18,7 @@ Methods raise for wrong arguments only, before any transfer begins. `AsyncClient
 import os as _os
 
 from . import _native
-from ._client import AsyncClient, Client, Forgotten, FollowEnd, PinKind, Pinned, PutOutcome, Tier
+from ._client import AsyncClient, Client, Forgotten, FollowEnd, HintKind, PinKind, Pinned, PutOutcome, Tier
 from ._native import Buffer, Lookup, Namespace, Pointer, page_key
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Forgotten",
     "Lookup",
     "Namespace",
+    "HintKind",
     "PinKind",
     "Pinned",
     "Pointer",

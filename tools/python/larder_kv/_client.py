@@ -19,6 +19,7 @@ Page = Union[Memory, Sequence[Memory]]
 
 Tier = Literal["L2", "L3"]
 PinKind = Literal["soft", "hard", "none"]
+HintKind = Literal["none", "retain", "demote", "session-ended"]
 FollowEnd = Literal["sealed", "aborted", "miss"]
 PutOutcome = Literal["stored", "already-there", "refused", "in-progress", "busy", "lost"]
 
@@ -143,6 +144,23 @@ class Client:
     def pin(self, keys: Sequence[Key], timeout: float, *, ttl: float, kind: PinKind = "soft") -> Pinned:
         """Keeps pages in L2 for `ttl` seconds. `kind="none"` ends their pins."""
         return Pinned(*self._native.pin(keys, timeout, ttl=ttl, kind=kind))
+
+    def hint(
+        self,
+        keys: Sequence[Key],
+        timeout: float,
+        *,
+        kind: HintKind = "none",
+        generated: Optional[int] = None,
+        retain: Optional[float] = None,
+    ) -> int:
+        """Tells the nodes about the further use of the pages of a sequence. Returns how many are in L2.
+
+        With `generated`, it reports that a generation of so many tokens has ended, which used these pages. Report
+        each end once, when the pages are put. "retain" keeps them for `retain` seconds, "demote" lets them leave
+        first, and "session-ended" those that no other sequence continues.
+        """
+        return self._native.hint(keys, timeout, kind=kind, generated=generated, retain=retain)
 
     def warm(self, keys: Sequence[Key], timeout: float) -> int:
         """Brings pages from L3 to L2. Returns the pages that are in L2 afterwards."""
@@ -281,6 +299,22 @@ class AsyncClient:
     async def pin(self, keys: Sequence[Key], timeout: float, *, ttl: float, kind: PinKind = "soft") -> Pinned:
         loop = self._current()
         return Pinned(*await loop.wait(self._native.pin(keys, timeout, ttl=ttl, kind=kind, queue=loop.completions)))
+
+    async def hint(
+        self,
+        keys: Sequence[Key],
+        timeout: float,
+        *,
+        kind: HintKind = "none",
+        generated: Optional[int] = None,
+        retain: Optional[float] = None,
+    ) -> int:
+        loop = self._current()
+        return await loop.wait(
+            self._native.hint(
+                keys, timeout, kind=kind, generated=generated, retain=retain, queue=loop.completions
+            )
+        )
 
     async def warm(self, keys: Sequence[Key], timeout: float) -> int:
         loop = self._current()

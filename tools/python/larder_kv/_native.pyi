@@ -173,6 +173,16 @@ class Client:
         kind: str = "soft",
         queue: Optional[Completions] = None,
     ) -> Any: ...
+    def hint(
+        self,
+        page_keys: Sequence[_Key],
+        timeout: float,
+        *,
+        kind: str = "none",
+        generated: Optional[int] = None,
+        retain: Optional[float] = None,
+        queue: Optional[Completions] = None,
+    ) -> Any: ...
     def warm(self, page_keys: Sequence[_Key], timeout: float, *, queue: Optional[Completions] = None) -> Any: ...
     def forget(self, page_keys: Sequence[_Key], timeout: float, *, queue: Optional[Completions] = None) -> Any: ...
     def status(self, timeout: float, *, queue: Optional[Completions] = None) -> Any: ...

@@ -12,8 +12,8 @@ use crate::namespace::{Namespace, key, keys};
 use bytes::Bytes;
 use futures::future::join_all;
 use larder_client::{
-    ClientOptions, FollowEnd, Forgotten, GetOptions, Lease, NewPage, PinKind, Pinned, PutOptions, PutOutcome, StoreUrl,
-    Tier,
+    ClientOptions, FollowEnd, Forgotten, GetOptions, Hint, Lease, NewPage, PinKind, Pinned, PutOptions, PutOutcome,
+    StoreUrl, Tier,
 };
 use larder_format::{NamespaceDescriptor, PageGeometry, PageKey};
 use parking_lot::Mutex;
@@ -181,6 +181,19 @@ fn pin_kind(kind: &str) -> PyResult<PinKind> {
         "hard" => Ok(PinKind::Hard),
         "none" => Ok(PinKind::None),
         _ => Err(PyValueError::new_err("kind is soft, hard or none")),
+    }
+}
+
+fn hint_of(kind: &str, retain: Option<f64>) -> PyResult<Hint> {
+    match (kind, retain) {
+        ("retain", Some(time)) => {
+            let time = Duration::try_from_secs_f64(time);
+            Ok(Hint::Retain(time.map_err(|_| PyValueError::new_err("retain is no duration"))?))
+        }
+        ("none", None) => Ok(Hint::None),
+        ("demote", None) => Ok(Hint::Demote),
+        ("session-ended", None) => Ok(Hint::SessionEnded),
+        _ => Err(PyValueError::new_err("kind is none, demote, session-ended, or retain with a time to retain")),
     }
 }
 
@@ -386,6 +399,23 @@ impl Client {
             let Pinned { pages, refused, complete } = pinned;
             to_python(py, (pages, refused, complete))
         })
+    }
+
+    #[pyo3(signature = (page_keys, timeout, *, kind="none", generated=None, retain=None, queue=None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords of Python")]
+    fn hint(
+        &self,
+        py: Python<'_>,
+        page_keys: Vec<Bound<'_, PyAny>>,
+        timeout: f64,
+        kind: &str,
+        generated: Option<u32>,
+        retain: Option<f64>,
+        queue: Queue<'_, '_>,
+    ) -> PyResult<Py<PyAny>> {
+        let (client, keys, deadline) = (self.attached()?, keys(&page_keys)?, deadline(timeout)?);
+        let hint = hint_of(kind, retain)?;
+        run(py, queue, None, async move { client.hint(&keys, generated, hint, deadline).await }, to_python)
     }
 
     #[pyo3(signature = (page_keys, timeout, *, queue=None))]

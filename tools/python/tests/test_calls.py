@@ -42,6 +42,17 @@ def test_pins_and_warm(client):
         client.pin([key(1)], 10, ttl=1, kind="firm")
 
 
+def test_hints(client):
+    client.put_from([key(1), key(2)], [payload(1), payload(2)], 10, position=0)
+    keys = [key(1), key(2), key(3)]
+    assert client.hint(keys, 10, generated=70) == 2
+    assert client.hint(keys, 10, kind="retain", retain=60) == 2
+    assert client.hint(keys, 10, kind="session-ended") == 2
+    for wrong in ({"kind": "retain"}, {"kind": "demote", "retain": 1}, {"kind": "keep"}):
+        with pytest.raises(ValueError):
+            client.hint(keys, 10, **wrong)
+
+
 def test_other_bytes_under_a_key_are_refused(client):
     assert client.put_from([key(1)], [payload(1)], 10) == ["stored"]
     assert client.put_from([key(1)], [payload(2)], 10) == ["refused"]

@@ -229,7 +229,9 @@ impl Scheduler {
         for (id, outcome) in ended {
             self.context.metrics.request_ended(outcome);
             // After the loop: removing earlier would shift the indices of the plan.
-            self.active.retain(|s| s.id != id);
+            for sequence in self.active.extract_if(.., |s| s.id == id).collect::<Vec<_>>() {
+                self.report_end(&sequence);
+            }
         }
         unusable.into_iter().for_each(|id| self.fail_unusable(id));
         for (id, error) in refused {

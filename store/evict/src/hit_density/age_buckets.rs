@@ -55,10 +55,13 @@ impl AgeBuckets {
     }
 
     /// Ranks the buckets by density, and among equals by age, older first. `density` is indexed by
-    /// span, then class.
+    /// span, then class. The last span, of ages above nine hours, goes first: demoted pages are in
+    /// it.
     pub(super) fn rank(&mut self, density: &[f32]) {
         let mut order: Vec<u16> = (0..BUCKETS as u16).collect();
-        order.sort_by(|a, b| density[*a as usize].total_cmp(&density[*b as usize]).then(b.cmp(a)));
+        let density_of =
+            |bucket: u16| if usize::from(bucket) / CLASSES == SPANS - 1 { 0.0 } else { density[usize::from(bucket)] };
+        order.sort_by(|a, b| density_of(*a).total_cmp(&density_of(*b)).then(b.cmp(a)));
         self.occupied.fill(0);
         for (rank, bucket) in order.iter().enumerate() {
             self.rank_of[*bucket as usize] = rank as u16;

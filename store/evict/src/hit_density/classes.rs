@@ -2,8 +2,10 @@
 //!
 //! The best predictor of a page's next access is the gap between its accesses: fast accesses go on
 //! fast, slow ones slow. A page keeps an average of its gaps. A page with one access takes that of
-//! the page before it: the pages of one session return together. Without any gap it behaves like
-//! the sequence that it continues.
+//! the page before it: the pages of one session return together.
+//!
+//! A session cannot return before its generation has ended. Once an engine has reported the end,
+//! the page is in another class, its age counts from the end, and so does its next gap.
 
 use crate::policy::TICKS_PER_MS;
 use std::ops::Range;
@@ -11,13 +13,16 @@ use std::ops::Range;
 /// Number of classes of access counts. Pages with one access are in the first two: without a gap,
 /// and with that of their sequence.
 pub(super) const HITS: usize = 7;
-/// Number of classes of pages without a gap, by the popularity of their sequence.
-const HEATS: usize = 5;
+/// Number of classes of pages without a gap: first pages of sequences, and others.
+const NEW: usize = 2;
 /// Number of classes of the other pages, by the average of their gaps.
 const GAPS: usize = SPANS / SPANS_PER_GAP;
 const POSITIONS: usize = 4;
-pub(super) const HISTORIES: usize = HEATS + (HITS - 1) * GAPS;
-pub(super) const CLASSES: usize = HISTORIES * POSITIONS;
+pub(super) const HISTORIES: usize = NEW + (HITS - 1) * GAPS;
+/// Number of classes of pages without a reported end.
+pub(super) const OPEN_CLASSES: usize = HISTORIES * POSITIONS;
+/// Each class of open pages, then each class of pages whose generation has ended.
+pub(super) const CLASSES: usize = 2 * OPEN_CLASSES;
 
 /// Spans of ages that form one class of gaps.
 const SPANS_PER_GAP: usize = 4;
@@ -34,15 +39,17 @@ const _: () = assert!(SPANS * PARTS_PER_SPAN <= NO_GAP as usize);
 
 /// Maximum of a known access count.
 const ACCESSES_MAX: u8 = 15;
-const HEAT_SHIFT: u32 = 4;
+/// The page is behind another page.
+const BEHIND: u8 = 1 << 4;
+/// The generation of the last access has ended.
+const ENDED: u8 = 1 << 6;
 const REFUSED: u8 = 1 << 7;
 
-/// History of a page: its access count, including accesses before an earlier eviction, its average
-/// gap, and the popularity of its sequence.
+/// History of a page: its access count, including accesses before an earlier eviction, and its
+/// average gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct History {
-    /// Access count in the lowest four bits, heat in the next three. The highest bit marks ghost
-    /// entries of refused pages.
+    /// Access count in the lowest four bits, and flags. [`REFUSED`] marks ghost entries only.
     packed: u8,
     /// Average gap in parts of a span, or [`NO_GAP`].
     gap: u8,
@@ -54,24 +61,22 @@ impl History {
 
     /// First access to a page behind a page with this history.
     pub(super) fn of_child(self) -> History {
-        let heat = match self.accesses() {
-            0..=1 => self.heat().max(1),
-            2..=3 => 2,
-            4..=14 => 3,
-            _ => 4,
-        };
-        History { packed: 1 | (heat << HEAT_SHIFT), gap: self.gap }
+        History { packed: 1 | BEHIND, gap: self.gap }
     }
 
-    /// One more access, `gap` ticks after the last one.
+    /// One more access, an unknown time after the last one.
+    pub(super) fn after_demotion(self) -> History {
+        History { packed: (self.accesses() + 1).min(ACCESSES_MAX) | (self.packed & BEHIND), gap: self.gap }
+    }
+
+    /// One more access, `gap` ticks after the last one, or after the end of its generation.
     pub(super) fn after(self, gap: u64) -> History {
-        let accesses = (self.accesses() + 1).min(ACCESSES_MAX);
         let latest = span_of(gap) * PARTS_PER_SPAN + PARTS_PER_SPAN / 2;
         let gap = match self.gap {
             NO_GAP => latest,
             before => (usize::from(before) * (10 - LATEST_TENTHS) + latest * LATEST_TENTHS + 5) / 10,
         };
-        History { packed: accesses | (self.heat() << HEAT_SHIFT), gap: gap as u8 }
+        History { gap: gap as u8, ..self.after_demotion() }
     }
 
     pub(super) fn accesses(self) -> u8 {
@@ -87,8 +92,13 @@ impl History {
         self.packed & REFUSED != 0
     }
 
-    fn heat(self) -> u8 {
-        (self.packed & !REFUSED) >> HEAT_SHIFT
+    /// The generation of the last access has ended.
+    pub(super) fn ended(self) -> History {
+        History { packed: self.packed | ENDED, ..self }
+    }
+
+    pub(super) fn has_ended(self) -> bool {
+        self.packed & ENDED != 0
     }
 
     fn hits_class(self) -> usize {
@@ -118,10 +128,21 @@ impl Class {
             _ => 3,
         };
         let index = match history.hits_class() {
-            0 => usize::from(history.heat()),
-            hits => HEATS + (hits - 1) * GAPS + usize::from(history.gap) / PARTS_PER_SPAN / SPANS_PER_GAP,
+            0 => usize::from(history.packed & BEHIND != 0),
+            hits => NEW + (hits - 1) * GAPS + usize::from(history.gap) / PARTS_PER_SPAN / SPANS_PER_GAP,
         };
-        Class((index * POSITIONS + position_class) as u16)
+        let open = Class((index * POSITIONS + position_class) as u16);
+        if history.has_ended() { open.ended() } else { open }
+    }
+
+    /// The class after the end of the generation. An open class has an index below
+    /// [`OPEN_CLASSES`].
+    pub(super) fn ended(self) -> Class {
+        Class(self.0 + if self.has_ended() { 0 } else { OPEN_CLASSES as u16 })
+    }
+
+    pub(super) fn has_ended(self) -> bool {
+        self.index() >= OPEN_CLASSES
     }
 
     pub(super) fn index(self) -> usize {
@@ -129,12 +150,13 @@ impl Class {
     }
 }
 
+/// Open classes of a history.
 pub(super) fn classes_of(history: usize) -> Range<usize> {
     history * POSITIONS..(history + 1) * POSITIONS
 }
 
 pub(super) fn hits_of(history: usize) -> usize {
-    history.checked_sub(HEATS).map_or(0, |history| 1 + history / GAPS)
+    history.checked_sub(NEW).map_or(0, |history| 1 + history / GAPS)
 }
 
 pub(super) fn span_of(age: u64) -> usize {
@@ -180,11 +202,13 @@ mod tests {
     fn every_page_has_a_class() {
         for packed in 0..=u8::MAX {
             for gap in (0..(SPANS * PARTS_PER_SPAN) as u8).chain([NO_GAP]) {
-                let history = History { packed: (packed % (5 << HEAT_SHIFT)) | (packed & REFUSED), gap };
+                let history = History { packed, gap };
+                assert_eq!(Class::of(history, 0).has_ended(), history.has_ended());
                 for position in [0, 1, 7, 8, 31, 32, u32::MAX] {
                     let class = Class::of(history, position);
                     assert!(class.index() < CLASSES);
-                    let index = (0..HISTORIES).find(|index| classes_of(*index).contains(&class.index())).unwrap();
+                    let open = class.index() % OPEN_CLASSES;
+                    let index = (0..HISTORIES).find(|index| classes_of(*index).contains(&open)).unwrap();
                     assert_eq!(hits_of(index), history.hits_class());
                 }
             }
@@ -211,5 +235,15 @@ mod tests {
         assert_eq!(parent.of_child().gap, parent.gap);
         assert_ne!(Class::of(parent.of_child(), 9), Class::of(History::FIRST.of_child(), 9));
         assert_eq!(Class::of(parent.refused(), 9), Class::of(parent, 9));
+    }
+
+    #[test]
+    fn reported_end_counts_until_the_next_access() {
+        let ended = History::FIRST.after(span_start(20)).ended();
+        let class = Class::of(ended, 9);
+        assert!(class.has_ended() && class.ended() == class);
+        assert!(!Class::of(ended.after(span_start(20)), 9).has_ended());
+        assert!(!Class::of(ended.of_child(), 9).has_ended());
+        assert_eq!(ended.after_demotion().gap, ended.gap);
     }
 }

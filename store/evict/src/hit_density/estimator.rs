@@ -6,17 +6,22 @@
 //! Their ratio is the access rate (the hazard rate). A page that drops out of the sample counts
 //! with its time until then.
 //!
+//! *Generations.* A page is *open* from its access until the reported end of the generation, if an
+//! engine reports it. Then its class changes, and the estimator follows it from there. It counts at
+//! which age generations end, as it counts accesses.
+//!
 //! *Priors.* With few observations a rate is pulled towards a prior. The prior is the rate of all
 //! positions with the same history, then that of the same access count, then that of all pages.
 //! Each is scaled to the observed level. Without any observation, rates fall with age.
 //!
 //! *Density.* The density of a page is the maximum, over all ages up to which it may be kept, of
-//! expected hits divided by expected time (the Gittins index).
+//! expected hits divided by expected time (the Gittins index). At the end of its generation an open
+//! page goes on as a page of the class without an open generation.
 //!
 //! *Decay.* Old counts decay, with a half-life in accesses that grows with the number of resident
 //! pages. Ages are times, in ticks.
 
-use super::classes::{CLASSES, Class, HISTORIES, HITS, SPANS, classes_of, hits_of, span_of, span_start};
+use super::classes::{CLASSES, Class, HISTORIES, HITS, OPEN_CLASSES, SPANS, classes_of, hits_of, span_of, span_start};
 use crate::map_bytes;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -49,8 +54,10 @@ struct Tracked {
 struct Counts {
     /// Pages accessed again at this age.
     requests: Rates,
-    /// Pages accessed again, or dropped from the sample, at this age. They passed all earlier
-    /// spans.
+    /// Pages whose generation ended at this age.
+    generation_ends: Rates,
+    /// Pages accessed again, or dropped from the sample, or changed their class, at this age. They
+    /// passed all earlier spans.
     ends: Rates,
     /// Time that these pages spent in their last span.
     last_time: Rates,
@@ -72,7 +79,8 @@ pub(super) struct DensityEstimator {
 
 impl DensityEstimator {
     pub(super) fn new() -> DensityEstimator {
-        let none = Counts { requests: [0.0; SPANS], ends: [0.0; SPANS], last_time: [0.0; SPANS] };
+        let none = [0.0; SPANS];
+        let none = Counts { requests: none, generation_ends: none, ends: none, last_time: none };
         DensityEstimator {
             tracked: HashMap::default(),
             order: VecDeque::new(),
@@ -94,6 +102,21 @@ impl DensityEstimator {
             let span = self.counts[before.class.index()].end(now - before.since);
             self.counts[before.class.index()].requests[span] += 1.0;
         }
+        self.note_start(hash, now);
+    }
+
+    /// Counts the end of the generation of a page's last access. Later calls have no effect before
+    /// its next access.
+    pub(super) fn generation_ended(&mut self, hash: u64, now: u64) {
+        let Some(tracked) = self.tracked.get_mut(&hash).filter(|tracked| !tracked.class.has_ended()) else { return };
+        let before = std::mem::replace(tracked, Tracked { since: now, class: tracked.class.ended() });
+        let counts = &mut self.counts[before.class.index()];
+        let span = counts.end(now - before.since);
+        counts.generation_ends[span] += 1.0;
+        self.note_start(hash, now);
+    }
+
+    fn note_start(&mut self, hash: u64, now: u64) {
         self.order.push_back((now, hash));
         while self.tracked.len() > TRACKED_MAX || self.order.len() > 2 * TRACKED_MAX {
             self.drop_oldest(now);
@@ -121,27 +144,38 @@ impl DensityEstimator {
         for tracked in self.tracked.values() {
             counts[tracked.class.index()].end(now - tracked.since);
         }
-        let observed: Vec<Observed> = counts.iter().map(Observed::of).collect();
-        self.estimate(&observed);
+        self.estimate(&counts);
         self.due_at = self.accesses + self.accesses.clamp(*UPDATE_INTERVAL.start(), *UPDATE_INTERVAL.end());
         &self.density
     }
 
-    fn estimate(&mut self, observed: &[Observed]) {
-        let of_histories: Vec<Observed> =
-            (0..HISTORIES).map(|history| Observed::sum(&observed[classes_of(history)])).collect();
-        let mut of_hits = [Observed::NOTHING; HITS];
-        of_histories.iter().enumerate().for_each(|(history, observed)| of_hits[hits_of(history)].add(observed));
-        let rates_of_all = Observed::sum(&of_hits).rates_alone();
-        let rates_of_hits = of_hits.map(|observed| observed.rates(&rates_of_all));
-        for (history, of_history) in of_histories.iter().enumerate() {
-            let rates_of_history = of_history.rates(&rates_of_hits[hits_of(history)]);
-            for class in classes_of(history) {
-                let density = density(&observed[class].rates(&rates_of_history));
-                for (span, density) in density.iter().enumerate() {
-                    self.density[span * CLASSES + class] = *density as f32;
-                }
+    fn estimate(&mut self, counts: &[Counts]) {
+        let observed: Vec<Observed> = counts.iter().map(|counts| Observed::of(counts, &counts.requests)).collect();
+        let (open, ended) = observed.split_at(OPEN_CLASSES);
+        let requests = smoothed(open);
+        // Without reports there are no pages in the other classes, and nothing to compute.
+        let reported = counts.iter().any(|counts| counts.generation_ends.iter().any(|count| *count > 0.0));
+        let ends: Vec<Observed> = counts[..OPEN_CLASSES]
+            .iter()
+            .filter(|_| reported)
+            .map(|counts| Observed::of(counts, &counts.generation_ends))
+            .collect();
+        let after_ends = if reported { Some((smoothed(&ends), smoothed(ended))) } else { None };
+        for class in 0..OPEN_CLASSES {
+            let mut end = None;
+            if let Some((ends, requests_after)) = &after_ends {
+                let (of_ended, first) = density(&requests_after[class], None);
+                self.set_density(class + OPEN_CLASSES, &of_ended);
+                end = Some((&ends[class], first));
             }
+            let (of_open, _) = density(&requests[class], end);
+            self.set_density(class, &of_open);
+        }
+    }
+
+    fn set_density(&mut self, class: usize, density: &Rates) {
+        for (span, density) in density.iter().enumerate() {
+            self.density[span * CLASSES + class] = *density as f32;
         }
     }
 
@@ -211,7 +245,7 @@ impl Counts {
     }
 
     fn scale(&mut self, factor: f64) {
-        for rates in [&mut self.requests, &mut self.ends, &mut self.last_time] {
+        for rates in [&mut self.requests, &mut self.generation_ends, &mut self.ends, &mut self.last_time] {
             rates.iter_mut().for_each(|rate| *rate *= factor);
         }
     }
@@ -219,19 +253,20 @@ impl Counts {
 
 #[derive(Debug, Clone, Copy)]
 struct Observed {
+    /// Accesses, or ends of generations.
     requests: Rates,
     time: Rates,
 }
 
 impl Observed {
-    fn of(counts: &Counts) -> Observed {
+    fn of(counts: &Counts, requests: &Rates) -> Observed {
         let mut time = counts.last_time;
         let mut passed = 0.0;
         for span in (0..SPANS).rev() {
             time[span] += passed * length(span);
             passed += counts.ends[span];
         }
-        Observed { requests: counts.requests, time }
+        Observed { requests: *requests, time }
     }
 
     const NOTHING: Observed = Observed { requests: [0.0; SPANS], time: [0.0; SPANS] };
@@ -272,36 +307,61 @@ impl Observed {
     }
 }
 
-/// Density per span: the maximum rate of hits from that span on.
-fn density(rates: &Rates) -> Rates {
+/// Rates of all classes, each with its prior.
+fn smoothed(observed: &[Observed]) -> Vec<Rates> {
+    let of_histories: Vec<Observed> =
+        (0..HISTORIES).map(|history| Observed::sum(&observed[classes_of(history)])).collect();
+    let mut of_hits = [Observed::NOTHING; HITS];
+    of_histories.iter().enumerate().for_each(|(history, observed)| of_hits[hits_of(history)].add(observed));
+    let rates_of_all = Observed::sum(&of_hits).rates_alone();
+    let rates_of_hits = of_hits.map(|observed| observed.rates(&rates_of_all));
+    let mut rates = Vec::with_capacity(observed.len());
+    for (history, of_history) in of_histories.iter().enumerate() {
+        let rates_of_history = of_history.rates(&rates_of_hits[hits_of(history)]);
+        rates.extend(observed[classes_of(history)].iter().map(|observed| observed.rates(&rates_of_history)));
+    }
+    rates
+}
+
+/// Density per span: the maximum rate of hits from that span on. Also the first interval, in which a
+/// page of age 0 is best kept. `ends` has the rate at which generations end, and that interval of
+/// the class which pages have from there on.
+fn density(rates: &Rates, ends: Option<(&Rates, Interval)>) -> (Rates, Interval) {
     let mut density = [0.0; SPANS];
     // Intervals, built from the last span backwards. A page is best kept to the end of the one it
     // is in, and their densities decrease.
     let mut intervals: Vec<Interval> = Vec::with_capacity(SPANS);
+    let mut first = Interval { requests: 0.0, time: 0.0, passes: 1.0 };
     for span in (0..SPANS).rev() {
-        let mut interval = Interval::of(rates[span], length(span));
+        let end = ends.map(|(ends, after)| (ends[span], after));
+        let mut interval = Interval::of(rates[span], end, length(span));
         while let Some(next) = intervals.pop_if(|next| next.density() >= interval.density()) {
             interval = interval.then(&next);
         }
         density[span] = interval.density();
         intervals.push(interval);
+        first = interval;
     }
-    density
+    (density, first)
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Interval {
     requests: f64,
     time: f64,
-    /// Probability that the page passes the interval without an access.
+    /// Probability that the page passes the interval without an access or an end.
     passes: f64,
 }
 
 impl Interval {
-    /// At a constant rate. The form without an exponential gives the same results on every machine.
-    fn of(rate: f64, length: f64) -> Interval {
-        let passes = 1.0 / (1.0 + rate * length);
-        Interval { requests: 1.0 - passes, time: passes * length, passes }
+    /// At constant rates of accesses and of ends, each followed by an interval. The form without an
+    /// exponential gives the same results on every machine.
+    fn of(rate: f64, end: Option<(f64, Interval)>, length: f64) -> Interval {
+        let (ends, after) = end.map_or((0.0, None), |(ends, after)| (ends, Some(after)));
+        let passes = 1.0 / (1.0 + (rate + ends) * length);
+        let time = passes * length;
+        let [more_requests, more_time] = after.map_or([0.0; 2], |after| [after.requests, after.time]);
+        Interval { requests: time * (rate + ends * more_requests), time: time * (1.0 + ends * more_time), passes }
     }
 
     fn then(&self, next: &Interval) -> Interval {
@@ -367,10 +427,41 @@ mod tests {
     }
 
     #[test]
+    fn page_of_a_long_generation_waits_for_its_end() {
+        let (open, ended) = (Class(0), Class(0).ended());
+        let mut estimator = DensityEstimator::new();
+        let [generation, pause] = [span_start(16), span_start(8)];
+        let mut now = 1 << 32;
+        for round in 0..4000u64 {
+            let page = round % 4;
+            // Four pages in turn: each answer takes as long as the pauses of the others.
+            now += if page == 0 { generation } else { 1 };
+            estimator.generation_ended((page + 1) % 4, now);
+            estimator.access(page, open, now + pause);
+            // The second report of one generation has no effect.
+            estimator.generation_ended((page + 1) % 4, now + pause);
+            now += pause;
+        }
+        let density = estimator.update(now, 100);
+        let at = |class: Class, span: usize| density[span * CLASSES + class.index()];
+        assert!(at(ended, 0) > 2.0 * at(open, 0), "{} {}", at(ended, 0), at(open, 0));
+    }
+
+    #[test]
+    fn end_of_a_generation_leads_to_the_value_after_it() {
+        let (soon, never) = ([1e-3; SPANS], [1e-9; SPANS]);
+        let (of_ended, first) = density(&soon, None);
+        let without_ends = density(&never, None).0[0];
+        let with_ends = density(&never, Some((&[1e-3; SPANS], first))).0[0];
+        assert!(with_ends > 1000.0 * without_ends && with_ends < of_ended[0]);
+        assert_eq!(density(&never, Some((&[0.0; SPANS], first))).0[0], without_ends);
+    }
+
+    #[test]
     fn page_just_before_its_return_is_denser_than_just_after_its_access() {
         let mut rates = [1e-6; SPANS];
         rates[12] = 1e-2;
-        let density = density(&rates);
+        let (density, _) = density(&rates, None);
         assert!(density[11] > density[0] && density[12] > density[11] && density[13] < density[0]);
     }
 

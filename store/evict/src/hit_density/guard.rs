@@ -187,6 +187,17 @@ impl LruGuard {
         self.update_balance(access.hit, before.is_some());
     }
 
+    /// Demotes a page in the shadow too: it has this stamp from now on. Otherwise a client could take
+    /// the balance down by wrong advice. Of ended generations the shadow knows nothing: it is plain
+    /// LRU.
+    pub(super) fn demote(&mut self, hash: u64, stamp: Stamp) {
+        if let Some(before) = self.stamps.get_mut(&hash) {
+            self.order.remove(&(*before, hash));
+            *before = stamp;
+            self.order.insert((stamp, hash));
+        }
+    }
+
     fn count(&mut self, access: &Access, lru_hit: bool) {
         let half_life = HALF_LIFE_MIN + HALF_LIFE_PER_PAGE * self.residents as f64;
         let fade = 1.0 - std::f64::consts::LN_2 / half_life;

@@ -9,6 +9,9 @@ use thiserror::Error;
 /// Tokens per block of the published traces.
 pub const BLOCK_TOKENS: u64 = 512;
 pub const LINE_BYTES_MAX: usize = 4 << 20;
+/// Time per generated token that [`Trace::ends_ms`] assumes. The gaps of the agentic trace grow by
+/// about as much per token of an answer.
+pub const OUTPUT_TOKEN_MS: u64 = 20;
 const REQUESTS_MAX: usize = 1 << 28;
 
 /// Reason that a trace cannot be read. Lines are numbered from 1.
@@ -28,6 +31,8 @@ pub enum TraceError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub timestamp_ms: u64,
+    /// Length of the answer in tokens.
+    pub output_tokens: u64,
     /// The blocks of its prompt, as numbers from 0 in order of first appearance in the trace.
     pub blocks: Vec<u32>,
 }
@@ -48,7 +53,7 @@ struct Line {
     #[serde(rename = "input_length")]
     input_tokens: u64,
     #[serde(rename = "output_length")]
-    _output_tokens: u64,
+    output_tokens: u64,
     hash_ids: Vec<u64>,
 }
 
@@ -73,7 +78,7 @@ impl Trace {
             }
             let request: Line =
                 serde_json::from_slice(&bytes).map_err(|reason| TraceError::Malformed { line, reason })?;
-            if !trace.push(request.timestamp, &request.hash_ids) {
+            if !trace.push_answered(request.timestamp, &request.hash_ids, request.output_tokens) {
                 return Err(TraceError::TooMany { line });
             }
             trace.stated_tokens = trace.stated_tokens.saturating_add(request.input_tokens);
@@ -82,9 +87,14 @@ impl Trace {
         Ok(trace)
     }
 
+    /// Adds a request without an answer: see [`Trace::push_answered`].
+    pub fn push(&mut self, timestamp_ms: u64, ids: &[u64]) -> bool {
+        self.push_answered(timestamp_ms, ids, 0)
+    }
+
     /// Adds a request for the blocks with these ids. Returns `false` without a change if the trace
     /// is full.
-    pub fn push(&mut self, timestamp_ms: u64, ids: &[u64]) -> bool {
+    pub fn push_answered(&mut self, timestamp_ms: u64, ids: &[u64], output_tokens: u64) -> bool {
         let room = u32::MAX as usize - self.numbers.len();
         if self.requests.len() >= REQUESTS_MAX || ids.len() >= room {
             return false;
@@ -95,7 +105,7 @@ impl Trace {
             *numbers.entry(*id).or_insert(next)
         };
         let blocks = ids.iter().map(&mut number).collect();
-        self.requests.push(Request { timestamp_ms, blocks });
+        self.requests.push(Request { timestamp_ms, output_tokens, blocks });
         true
     }
 
@@ -121,12 +131,24 @@ impl Trace {
         self.numbers.len()
     }
 
+    /// Times at which generations end, with the numbers of their requests, in order of time. An
+    /// answer is taken to begin at once, and to take [`OUTPUT_TOKEN_MS`] per token.
+    pub fn ends_ms(&self) -> Vec<(u64, usize)> {
+        let end = |(number, request): (usize, &Request)| {
+            let answer_ms = request.output_tokens.saturating_mul(OUTPUT_TOKEN_MS);
+            (request.timestamp_ms.saturating_add(answer_ms), number)
+        };
+        let mut ends: Vec<(u64, usize)> = self.requests.iter().enumerate().map(end).collect();
+        ends.sort_unstable();
+        ends
+    }
+
     /// The trace of the requests in a range of their numbers.
     pub fn part(&self, range: std::ops::Range<usize>) -> Trace {
         let mut part = Trace { block_tokens: Some(self.block_tokens()), ..Trace::default() };
         for request in &self.requests[range] {
             let ids: Vec<u64> = request.blocks.iter().map(|block| u64::from(*block)).collect();
-            part.push(request.timestamp_ms, &ids);
+            part.push_answered(request.timestamp_ms, &ids, request.output_tokens);
         }
         part
     }
@@ -145,6 +167,7 @@ mod tests {
         let blocks: Vec<&[u32]> = trace.requests().iter().map(|request| request.blocks.as_slice()).collect();
         assert_eq!(blocks, [&[0, 1][..], &[0, 1], &[1, 2]]);
         assert_eq!(trace.requests()[0].timestamp_ms, 5);
+        assert_eq!(trace.ends_ms()[0], (5 + 3 * OUTPUT_TOKEN_MS, 0));
         assert_eq!(trace.blocks_distinct(), 3);
     }
 

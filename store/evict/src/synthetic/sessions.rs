@@ -13,6 +13,7 @@ pub(super) enum SessionKind {
     Agents,
     Bursts,
     Coders,
+    Answers,
 }
 
 #[derive(Debug)]
@@ -27,11 +28,15 @@ struct Session {
 pub(super) struct Sessions {
     waiting: BTreeMap<(u64, u64), Session>,
     begun: u64,
+    /// Time of the latest answer, in requests of all sessions.
+    pub(super) answer_requests: u64,
 }
 
 /// Maximum number of blocks in a prompt. A session that reaches it ends.
 const PROMPT_BLOCKS_MAX: usize = 240;
 const CODER_BLOCKS_MAX: usize = 600;
+/// Longest answer, in requests of all sessions.
+const ANSWER_REQUESTS_MAX: u64 = 600;
 /// Requests of all sessions in which a coder's pause is about a minute, and their share in percent.
 const PAUSE_REQUESTS: u64 = 250;
 const PAUSE_PERCENT: u64 = 15;
@@ -48,12 +53,16 @@ impl Traffic {
             }
         };
         let blocks = self.request(kind_of_session, &mut session);
-        let coder = kind_of_session == SessionKind::Coders;
+        let coder = matches!(kind_of_session, SessionKind::Coders | SessionKind::Answers);
         if session.left > 0 && blocks.len() < if coder { CODER_BLOCKS_MAX } else { PROMPT_BLOCKS_MAX } {
             session.left -= 1;
-            let pauses = coder && self.random.below(100) < PAUSE_PERCENT;
+            let pauses = kind_of_session == SessionKind::Coders && self.random.below(100) < PAUSE_PERCENT;
             let pace = if pauses { PAUSE_REQUESTS } else { session.pace };
-            let wait = pace / 2 + self.random.below(pace) + 1;
+            let mut wait = pace / 2 + self.random.below(pace) + 1;
+            if kind_of_session == SessionKind::Answers {
+                self.sessions.answer_requests = 3 + self.random.zipf(ANSWER_REQUESTS_MAX);
+                wait += self.sessions.answer_requests;
+            }
             self.sessions.waiting.insert((now + wait, number), session);
         }
         blocks
@@ -79,7 +88,7 @@ impl Traffic {
                 let left = if self.random.below(10) < 6 { 0 } else { 1 + self.random.below(10) };
                 Session { kept: self.new_blocks(blocks), left, pace: 16 << self.random.below(7) }
             }
-            SessionKind::Coders => {
+            SessionKind::Coders | SessionKind::Answers => {
                 let blocks = 40 + self.random.below(120);
                 Session { kept: self.new_blocks(blocks), left: 10 + self.random.zipf(200), pace: 20 }
             }
@@ -93,7 +102,7 @@ impl Traffic {
             SessionKind::Paces => (1 + self.random.zipf(20), 1),
             SessionKind::Agents => (1 + self.random.below(3), 0),
             SessionKind::Bursts => (0, 1),
-            SessionKind::Coders => (self.random.zipf(12), 0),
+            SessionKind::Coders | SessionKind::Answers => (self.random.zipf(12), 0),
         };
         session.kept.extend(self.new_blocks(grows));
         let mut blocks = session.kept.clone();

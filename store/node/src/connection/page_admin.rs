@@ -1,11 +1,11 @@
-//! Requests that manage pages: warm, forget, pin, suspect and compare.
+//! Requests that manage pages: warm, forget, pin, hint, suspect and compare.
 
 use super::Connection;
 use crate::budget::Account;
 use crate::state::NodeState;
 use larder_format::disk::BLOCK_BYTES;
 use larder_format::{PageId, PageKey};
-use larder_wire::{CommitOutcome, ErrorCode, PinKind, PutEnd, Request, Response};
+use larder_wire::{CommitOutcome, ErrorCode, Hint, PinKind, PutEnd, Request, Response};
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,6 +15,7 @@ pub(super) enum PageAdmin {
     Forget(Vec<PageId>),
     Pin { ids: Vec<PageId>, kind: PinKind, ttl_ms: u64 },
     Pins(Vec<PageId>),
+    Hint { ids: Vec<PageId>, generated: Option<u32>, advice: Hint, retain_ms: u64 },
     Suspect(PageId),
     Compare { id: PageId, crcs: Vec<u32> },
 }
@@ -27,6 +28,9 @@ impl PageAdmin {
             Request::Forget(keys) => PageAdmin::Forget(ids(keys)),
             Request::Pin { keys, kind, ttl_ms } => PageAdmin::Pin { ids: ids(keys), kind, ttl_ms },
             Request::Pins(keys) => PageAdmin::Pins(ids(keys)),
+            Request::Hint { keys, generated, hint: advice, retain_ms } => {
+                PageAdmin::Hint { ids: ids(keys), generated, advice, retain_ms }
+            }
             Request::Suspect(key) => PageAdmin::Suspect(id(key)),
             Request::Compare { key, crcs } => PageAdmin::Compare { id: id(key), crcs },
             _ => return None,
@@ -35,9 +39,11 @@ impl PageAdmin {
 
     fn page_count(&self) -> usize {
         match self {
-            PageAdmin::Warm(ids) | PageAdmin::Forget(ids) | PageAdmin::Pin { ids, .. } | PageAdmin::Pins(ids) => {
-                ids.len()
-            }
+            PageAdmin::Warm(ids)
+            | PageAdmin::Forget(ids)
+            | PageAdmin::Pin { ids, .. }
+            | PageAdmin::Pins(ids)
+            | PageAdmin::Hint { ids, .. } => ids.len(),
             PageAdmin::Suspect(_) | PageAdmin::Compare { .. } => 1,
         }
     }
@@ -63,6 +69,9 @@ impl PageAdmin {
                 }
             }
             PageAdmin::Pins(ids) => Response::Pins(store.tiers().pins(&ids)),
+            PageAdmin::Hint { ids, generated, advice, retain_ms } => {
+                Response::Count(store.hint(&ids, generated, advice, retain_ms, deadline).await as u32)
+            }
             PageAdmin::Suspect(id) => Response::Count(store.tiers().recheck(&id) as u32),
             PageAdmin::Compare { id, crcs } => {
                 let (account, _) = &loads;

@@ -21,8 +21,10 @@ pub(super) const PINNED_PART: u64 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pin {
-    kind: PinKind,
-    until_ms: u64,
+    pub(super) kind: PinKind,
+    pub(super) until_ms: u64,
+    /// A hint has made it, and a hint may end it.
+    pub(super) of_hint: bool,
 }
 
 impl Pin {
@@ -47,7 +49,15 @@ pub(super) struct Pins {
 }
 
 impl Pins {
-    fn soft_bytes(&self, namespace: &NamespaceId) -> u64 {
+    pub(super) fn has_pin(&self, slot: Slot) -> bool {
+        self.by_slot.contains_key(&slot)
+    }
+
+    pub(super) fn is_of_hint(&self, slot: Slot) -> bool {
+        self.by_slot.get(&slot).is_some_and(|pin| pin.of_hint)
+    }
+
+    pub(super) fn soft_bytes(&self, namespace: &NamespaceId) -> u64 {
         self.soft_bytes.get(namespace).copied().unwrap_or_default()
     }
 
@@ -116,7 +126,7 @@ impl<P: Resident> L2Policy<P> {
         // Bytes that the last namespace may keep. Newcomers may have lowered its maximum below what
         // it keeps: it can renew those pins, and add none.
         let mut hard_most = None::<(NamespaceId, u64)>;
-        let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms }) };
+        let pin = if kind == PinKind::None { None } else { Some(Pin { kind, until_ms, of_hint: false }) };
         let mut before = Vec::new();
         for id in ids {
             let Some(slot) = self.slot_of(id) else { continue };
@@ -149,7 +159,7 @@ impl<P: Resident> L2Policy<P> {
 
     /// Bytes that the hard pins of a namespace may keep now. Costs O(n log n) for n namespaces with
     /// a floor.
-    fn hard_pins_max(&self, namespace: &NamespaceId) -> u64 {
+    pub(super) fn hard_pins_max(&self, namespace: &NamespaceId) -> u64 {
         let most = self.options.capacity_bytes / PINNED_PART;
         let others = self.pins.kept_bytes - self.pins.kept_by(namespace);
         let free = most - others.min(most);

@@ -1,5 +1,6 @@
 //! Tests of the rules one by one. `model` tests all of them together against plain maps.
 
+mod hints;
 mod model;
 
 use super::*;

@@ -26,6 +26,7 @@ impl Tiers {
             "pinned_pages": pinned_pages,
             "hard_pinned_bytes": pinned_bytes,
             "eviction": eviction(policy.eviction()),
+            "touches_dropped": self.metrics.touches_dropped_l2.get(),
             "write_policy": policy.write_policy().to_string(),
             "writes_denied": policy.writes_denied(),
             "arena_bytes": self.arena.capacity(),
@@ -81,6 +82,8 @@ fn eviction(policy: &HitDensity) -> serde_json::Value {
         "reason": reason,
         "pages_admitted": counters.admitted,
         "pages_refused": counters.refused,
+        "pages_ended": counters.ended,
+        "pages_demoted": counters.demoted,
         "gaps_ms": policy.gaps_ms(),
     })
 }

@@ -1,7 +1,7 @@
 //! Encoding and decoding of requests.
 
 use super::{Request, Reserved};
-use crate::codes::PinKind;
+use crate::codes::{Hint, PinKind};
 use crate::fields::{
     Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
     put_crcs, put_entry, put_keys, put_optional, put_range, range,
@@ -55,6 +55,7 @@ impl Request {
             | RequestKind::Compare
             | RequestKind::Pin
             | RequestKind::Pins
+            | RequestKind::Hint
             | RequestKind::Lookup => MAX_BODY_BYTES,
         }
     }
@@ -136,6 +137,12 @@ impl Request {
                 put_optional(&mut out, part.as_ref(), |out, part| out.put_u32(*part));
                 out.put_u32(*bytes);
             }
+            Request::Hint { keys, generated, hint, retain_ms } => {
+                put_keys(&mut out, keys);
+                put_optional(&mut out, generated.as_ref(), |out, tokens| out.put_u32(*tokens));
+                out.put_u8(hint.code());
+                out.put_u64(*retain_ms);
+            }
         }
         out
     }
@@ -208,6 +215,12 @@ impl Request {
                 entry: entry(&mut r)?,
                 part: optional(&mut r, |r| r.u32("part"))?,
                 bytes: r.u32("bytes moved")?,
+            },
+            RequestKind::Hint => Request::Hint {
+                keys: keys(&mut r)?,
+                generated: optional(&mut r, |r| r.u32("generated tokens"))?,
+                hint: Hint::from_code(r.u8("hint")?)?,
+                retain_ms: r.u64("time to retain")?,
             },
         };
         r.finish()?;

@@ -9,7 +9,7 @@ use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, Pag
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
     ArenaListenerInfo, ArenaPage, CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, GrantedRange,
-    HEADER_BYTES, MemberEntry, PROTOCOL_VERSION, PagePin, PageRange, PartGrant, PartLocation, PayloadLocation, PinKind,
+    HEADER_BYTES, Hint, MemberEntry, PROTOCOL_VERSION, PagePin, PageRange, PartGrant, PartLocation, PayloadLocation, PinKind,
     PutEnd, RdmaEndpoint, Request, ReserveOutcome, Reserved, Response, TierCode,
 };
 use std::fs;
@@ -72,6 +72,7 @@ fn requests() -> Vec<Frame> {
         Request::Pins(vec![key; 2]),
         Request::Ping,
         Request::RdmaProgress { entry, part: Some(1), bytes: 70_000 },
+        Request::Hint { keys: vec![key; 2], generated: Some(300), hint: Hint::Retain, retain_ms: 60_000 },
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }

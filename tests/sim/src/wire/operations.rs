@@ -8,7 +8,7 @@ use crate::random::RandomSource;
 use crate::wire::model::RequestTime;
 use crate::workload::Limit;
 use futures::FutureExt;
-use larder_client::{Client, Fetched, FollowEnd, GetOptions, Lease, PageView, PinKind, Tier};
+use larder_client::{Client, Fetched, FollowEnd, GetOptions, Hint, Lease, PageView, PinKind, Tier};
 use larder_format::PageKey;
 use larder_wire::TierCode;
 use std::ops::Range;
@@ -89,8 +89,9 @@ impl Worker {
             740..820 => self.follow(key).await,
             820..900 => self.forget().await,
             900..920 => self.warm().await,
-            920..940 => self.pin().await,
-            940..960 => self.flip(key).await,
+            920..935 => self.pin().await,
+            935..945 => self.hint().await,
+            945..960 => self.flip(key).await,
             _ => self.recheck_views(1),
         }
     }
@@ -401,6 +402,21 @@ impl Worker {
         self.cluster
             .world
             .event("pin", [keys.len() as u64, kind as u64, pinned.map_or(0, |pinned| pinned.pages as u64)]);
+    }
+
+    async fn hint(&mut self) {
+        let keys: Vec<PageKey> = self.draw_keys(6).into_iter().map(page_key).collect();
+        let time = Duration::from_millis(self.random.between(1, 20_000));
+        let hint = [Hint::None, Hint::Retain(time), Hint::Demote, Hint::SessionEnded][self.random.below(4) as usize];
+        let generated = self.random.chance(500_000).then(|| self.random.below(1000) as u32);
+        let (limit, deadline) = self.limit();
+        let found = limit.run(self.client.hint(&keys, generated, hint, deadline)).await;
+        self.cluster.check_end("hint", deadline, LATE_MS);
+        if found.is_some_and(|found| found > keys.len()) {
+            self.cluster.violate(format!("a hint reached {found:?} of {} pages", keys.len()));
+        }
+        self.cluster.world.event("hint", [keys.len() as u64, found.unwrap_or(0) as u64, 0]);
+        self.cluster.world.count("hints", 1);
     }
 
     async fn flip(&mut self, key: u64) {

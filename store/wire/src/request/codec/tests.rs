@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Entry, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_COPIES};
+use crate::{Entry, Hint, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_COPIES};
 use larder_format::{PageKey, chunk_crcs};
 use proptest::prelude::*;
 
@@ -48,6 +48,8 @@ fn samples() -> Vec<Request> {
         Request::GrantParts { reserve: 3, channels: vec![1, 2] },
         Request::RdmaProgress { entry: ENTRY, part: Some(2), bytes: 7 },
         Request::RdmaProgress { entry: ENTRY, part: None, bytes: 7 },
+        Request::Hint { keys: vec![KEY; 2], generated: Some(300), hint: Hint::None, retain_ms: 0 },
+        Request::Hint { keys: vec![KEY], generated: None, hint: Hint::Retain, retain_ms: 60_000 },
     ]
 }
 
@@ -102,6 +104,7 @@ fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Request {
         ("Compare", "crcs") => Request::Compare { key: KEY, crcs: vec![0; count] },
         ("Pin", "keys") => Request::Pin { keys, kind: PinKind::Soft, ttl_ms: 1 },
         ("Pins", "keys") => Request::Pins(keys),
+        ("Hint", "keys") => Request::Hint { keys, generated: None, hint: Hint::Demote, retain_ms: 0 },
         ("RdmaChannels", "closed") => Request::RdmaChannels { closed: vec![0; count], offered: vec![] },
         ("RdmaChannels", "offered") => Request::RdmaChannels {
             closed: vec![],
