@@ -180,6 +180,52 @@ async fn stalled_bodies_give_their_memory_to_others() {
     }
 }
 
+/// Bytes of request memory that nobody has.
+async fn free_request_memory(client: &Client) -> u64 {
+    let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status).unwrap();
+    let requests = &status["budget"]["requests"];
+    let bytes = |value: &serde_json::Value| value.as_u64().expect("a number of bytes");
+    let connections = bytes(&status["budget"]["connections"]) * (48 << 10);
+    bytes(&requests["bytes_max"]).saturating_sub(bytes(&requests["bytes"]) + connections)
+}
+
+#[tokio::test]
+async fn small_requests_are_served_while_stalled_bodies_fill_the_memory() {
+    let (node, address) = start(&["--request-memory", "16MiB"]);
+    let client = attach(address, "honest").await;
+    serves(&client, 1).await;
+    let mut honest = RawConnection::connect(address, Some(namespace("honest"))).await.unwrap();
+    let mut strangers = Vec::new();
+    // The next smaller body fills what the larger ones leave. Each takes four times its length.
+    for body_bytes in [512 << 10, 128 << 10, 32 << 10, 8 << 10, 2 << 10, 256, 16] {
+        for _ in 0..20 {
+            let cost = 4 * body_bytes as u64 + (1 << 10) + (48 << 10);
+            if free_request_memory(&client).await < cost {
+                break;
+            }
+            let mut raw = RawConnection::connect_from([127, 0, 0, 2].into(), address).await.unwrap();
+            let before = free_request_memory(&client).await;
+            let frame = request_of(body_bytes);
+            raw.send_bytes(&frame[..frame.len() - 1]).await.unwrap();
+            strangers.push(raw);
+            // Short: a node disconnects bodies that stall for a second. Without requests: the
+            // honest client would be active, and strangers get their share only.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            let is_charged = free_request_memory(&client).await < before;
+            if !is_charged {
+                break;
+            }
+        }
+    }
+    println!("{} strangers left {} bytes", strangers.len(), free_request_memory(&client).await);
+    for keys in [1, 10, 50] {
+        let answer = honest.request(&Request::Locate(vec![key(1); keys])).await.unwrap();
+        assert!(matches!(answer, Response::Located(_)), "{keys} keys: {answer:?} {}", node.stderr());
+    }
+    serves(&client, 2).await;
+    drop(strangers);
+}
+
 #[tokio::test]
 async fn client_at_its_own_limit_disconnects_no_slow_client() {
     let (node, address) = start(&["--request-memory", "16MiB"]);

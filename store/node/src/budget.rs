@@ -4,6 +4,8 @@
 //! - Every byte in flight belongs to a [`Charge`]. Dropping the charge returns it, on every path.
 //! - The charges of a [`Kind`] stay within the node's bound, with two exceptions. A single page
 //!   larger than the bound is admitted alone, and requests that release resources always are.
+//! - Each connection has [`OWN_REQUEST_BYTES`] of request memory that no other client can take. So
+//!   the bodies of others never delay its small requests.
 //! - Admission answers at once: granted or [`Busy`]. An admitted read then waits for memory,
 //!   tenants in round-robin order, and each tenant in FIFO order.
 //! - A tenant may use a whole bound while it is alone, and its share otherwise: peers share
@@ -55,6 +57,14 @@ use writers::{Forecast, MeanTime, Scope, WriterProgress};
 
 /// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
+/// Request memory that each connection always finds, however much the others hold. Enough for six
+/// gets of one page, or for one request with a body of 1.75 KiB: a lookup of 50 pages, or a
+/// reservation of 15.
+///
+/// Connections take three quarters of the request memory at most. So this part takes an eighth at
+/// most, and the last eighth is left to larger requests.
+pub(crate) const OWN_REQUEST_BYTES: u64 = 8 << 10;
+const _: () = assert!(2 * (QUARTERS - 1) * OWN_REQUEST_BYTES <= CONNECTION_BYTES);
 /// Memory charged to a request in addition to its body.
 const REQUEST_BYTES: u64 = 1 << 10;
 /// Copies of a request's body that may exist at once: raw bytes, decoded message, answer, and slack
@@ -148,6 +158,8 @@ pub(crate) struct Budget {
 #[derive(Default)]
 struct BudgetState {
     used: BytesByKind,
+    /// Unused part of all connections' [`OWN_REQUEST_BYTES`].
+    own_requests_left: u64,
     request_release_rate: ReleaseRate,
     tenants: TenantTable,
     /// Tenants with queued reads. The front is served next.
@@ -185,6 +197,14 @@ struct ConnectionUsage {
     read_rate: ReadRate,
     progress: Arc<Progress>,
     disconnect: CancellationToken,
+}
+
+impl ConnectionUsage {
+    /// Unused part of [`OWN_REQUEST_BYTES`].
+    fn own_requests_left(&self) -> u64 {
+        // Saturates because larger requests exceed it.
+        OWN_REQUEST_BYTES.saturating_sub(self.used[Kind::Requests as usize])
+    }
 }
 
 /// Progress of a connection's transfers. It has its own locks: each piece of a page updates it, and
@@ -258,7 +278,9 @@ impl BudgetState {
         if kind == Kind::Reads {
             self.readers_order.add(number, connection.tenant, bytes, now);
         }
+        let own_left = connection.own_requests_left();
         connection.used[index] += bytes;
+        subtract(&mut self.own_requests_left, own_left - connection.own_requests_left());
         self.tenants.add(connection.tenant, kind, bytes);
     }
 
@@ -266,7 +288,9 @@ impl BudgetState {
         let index = kind as usize;
         subtract(&mut self.used[index], bytes);
         let Some(connection) = self.connections.get_mut(&number) else { return };
+        let own_left = connection.own_requests_left();
         subtract(&mut connection.used[index], bytes);
+        self.own_requests_left += connection.own_requests_left() - own_left;
         if kind == Kind::Outstanding && connection.used[index] == 0 {
             connection.read_rate.stop();
             subtract(&mut self.readers, 1);
@@ -371,6 +395,7 @@ impl Budget {
         };
         state.connections.insert(number, connection);
         state.used[Kind::Requests as usize] += CONNECTION_BYTES;
+        state.own_requests_left += OWN_REQUEST_BYTES;
         drop(state);
         Some(Arc::new(Account::new(self.clone(), number, progress, disconnect)))
     }
@@ -397,10 +422,18 @@ impl Budget {
         // The subtraction saturates because a total below the bound is the normal case.
         let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
         let writes = if kind == Kind::Puts { self.writes.bytes() } else { 0 };
-        let node_used = state.used[index] + ahead.of_all + writes;
+        let mut node_used = state.used[index] + ahead.of_all + writes;
         let Some(connection) = state.connections.get(&number) else {
             return Overrun { node: over(node_used, node_max), ..Overrun::default() };
         };
+        if kind == Kind::Requests {
+            let own_left = connection.own_requests_left();
+            if bytes <= own_left {
+                return Overrun::default();
+            }
+            // Its own part goes first. Those of the others stay free.
+            node_used += state.own_requests_left - own_left;
+        }
         let tenant_used = state.tenants.used(connection.tenant, kind) + ahead.of_tenant;
         let connection_max = match kind {
             // Saturates because a single oversized page or a mandatory request may exceed the

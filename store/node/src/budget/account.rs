@@ -4,8 +4,8 @@ use super::line::{Ahead, RoomOf};
 use super::tenants::TenantNumber;
 use super::{
     Budget, BudgetState, Busy, BusyBound, CONNECTION_BYTES, DEADLINE_FRACTION, KINDS, Kind, LosingWriter,
-    OUTSTANDING_MIN, Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES, STALLED_AFTER, Scope,
-    subtract,
+    OUTSTANDING_MIN, OWN_REQUEST_BYTES, Overrun, PAGES_IN_FLIGHT_MIN, Progress, REQUEST_BODY_COPIES, REQUEST_BYTES,
+    STALLED_AFTER, Scope, subtract,
 };
 use crate::places::Peer;
 use crate::tiers::SLOT_UNIT;
@@ -65,6 +65,8 @@ impl Drop for Account {
     fn drop(&mut self) {
         let mut state = self.budget.state.lock();
         subtract(&mut state.used[Kind::Requests as usize], CONNECTION_BYTES);
+        // No charge is left that could have used a part of it.
+        subtract(&mut state.own_requests_left, OWN_REQUEST_BYTES);
         state.line.leave(self.connection);
         state.readers_order.end(self.connection);
         if let Some(connection) = state.connections.remove(&self.connection) {

@@ -482,10 +482,37 @@ async fn connections_and_requests_share_a_bound_and_mandatory_requests_pass() {
     assert_eq!(clients.len() as u64, 3 * MIB / CONNECTION_BYTES);
     let requests: Vec<Charge> =
         clients.iter().map_while(|client| client.charge_request(100 << 10, false).ok()).collect();
-    assert!(requests.len() == 2, "{}: the quarter that connections leave", requests.len());
+    assert!(requests.len() == 1, "{}: the quarter that connections leave, without their own parts", requests.len());
     assert!(clients[0].charge_request(1 << 20, true).is_ok());
     drop(clients);
-    assert_eq!(budget.status()["connections"], 2, "a request keeps its connection's account");
+    assert_eq!(budget.status()["connections"], 1, "a request keeps its connection's account");
     drop(requests);
     assert_eq!(used_of(&budget), [0; 4]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_request_passes_whatever_others_hold() {
+    let budget = budget();
+    let small = |client: &Arc<Account>| client.charge_request(1700, false).ok();
+    let honest = [(); 2].map(|()| account(&budget, "honest"));
+    let strangers: Vec<_> = (0..30).map(|number| account(&budget, ["a", "b", "c"][number % 3])).collect();
+    // Bodies of decreasing size, until the smallest finds no memory.
+    let fill = |client: &Arc<Account>| -> Vec<Charge> {
+        let bodies = [256, 32, 8, 1].into_iter().flat_map(|kib| [kib << 10; 8]);
+        bodies.filter_map(|bytes| client.charge_request(bytes, false).ok()).collect()
+    };
+    let mut held: Vec<Charge> = strangers.iter().flat_map(fill).collect();
+    let used = || used_of(&budget)[Kind::Requests as usize] + 32 * CONNECTION_BYTES;
+    let free = 4 * MIB - used() - budget.state.lock().own_requests_left;
+    assert!(free < 6 << 10, "{free} bytes are free");
+    assert!(honest.iter().all(|client| small(client).is_some()));
+    let first = small(&honest[0]);
+    assert!(first.is_some() && small(&honest[0]).is_none(), "one at a time");
+    assert!(honest[1].charge_request(8 << 10, false).is_err(), "a larger one competes with the bodies");
+    held.extend(honest.iter().filter_map(small));
+    assert!(used() <= 4 * MIB, "{} bytes are in use", used());
+    drop((held, first));
+    assert!(honest[1].charge_request(100 << 10, false).is_ok());
+    drop((honest, strangers));
+    assert_eq!((used_of(&budget), budget.state.lock().own_requests_left), (vec![0; 4], 0));
 }
