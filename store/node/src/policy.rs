@@ -337,12 +337,21 @@ impl<P: Resident> L2Policy<P> {
 
     /// Evicts at least `bytes`, as far as pins and write-back allow. Needed when the arena has no
     /// free run of bytes for a page that fits the budget.
+    ///
+    /// Under write-back, evicted pages take the budget until they are written. So the caller first
+    /// releases what it reserved: the rest may be too little for a page, and nothing would go.
     pub fn make_room(&mut self, bytes: u32, now_ms: u64, actions: &mut PolicyActions) {
-        if self.writes_back() && !(self.writable && self.has_budget(bytes)) {
+        let left = match self.writes_back() {
+            false => u64::from(u32::MAX),
+            true if self.writable => self.options.dirty_bytes_max.saturating_sub(self.in_flight_bytes()),
+            true => 0,
+        };
+        let bytes = u64::from(bytes).min(left);
+        if bytes == 0 {
             return;
         }
         let free = self.evictor.capacity_bytes() - self.evictor.used_bytes();
-        let bytes = u32::try_from(u64::from(bytes) + free).unwrap_or(u32::MAX);
+        let bytes = u32::try_from(bytes + free).unwrap_or(u32::MAX);
         // The evictor frees bytes only for a page. So a page of no namespace comes and goes at
         // once.
         let ballast = NewPage {

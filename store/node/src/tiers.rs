@@ -273,11 +273,15 @@ impl Tiers {
     /// the node is busy; `charge` is then returned unused.
     pub(crate) fn reserve(&self, bytes: usize, charge: Option<Charge>) -> Option<(SlotMut, PutReservation)> {
         let mut reservation = self.reserve_budget(bytes, charge)?;
-        let slot = self.arena.allocate(bytes).or_else(|| {
-            self.make_room();
-            self.arena.allocate(bytes)
-        });
-        let Some(slot) = slot else {
+        if let Some(slot) = self.arena.allocate(bytes) {
+            return Some((slot, reservation));
+        }
+        // Without the reservation: pages that L2 writes back as it evicts them need its budget.
+        let charge = reservation.charge.take();
+        drop(reservation);
+        self.make_room();
+        let mut reservation = self.reserve_budget(bytes, charge)?;
+        let Some(slot) = self.arena.allocate(bytes) else {
             if let Some(charge) = reservation.charge.take() {
                 charge.release_unused();
             }

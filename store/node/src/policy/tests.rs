@@ -420,6 +420,22 @@ fn make_room_evicts_as_far_as_pins_allow() {
 }
 
 #[test]
+fn make_room_evicts_dirty_pages_as_far_as_the_budget_goes() {
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Back));
+    (0..8).for_each(|number| drop(put(&mut policy, page(number))));
+    assert!(policy.reserve(3 * UNIT), "a quarter of the budget is left");
+    let mut out = PolicyActions::default();
+    policy.make_room(8 * UNIT, 0, &mut out);
+    assert_eq!((out.evict.len(), out.write.len(), policy.in_flight_bytes()), (1, 1, 4 * u64::from(UNIT)));
+    policy.make_room(UNIT, 0, &mut out);
+    assert_eq!(out.evict.len(), 1, "the budget is spent");
+    policy.set_writable(false);
+    policy.written(&out.write[0], 0, UNIT, true);
+    policy.make_room(UNIT, 0, &mut out);
+    assert_eq!(out.evict.len(), 1, "no page could be written");
+}
+
+#[test]
 fn every_sixteenth_hit_touches_l3() {
     let mut policy = TestPolicy::new(options(8, WritePolicy::Through));
     put(&mut policy, page(0));

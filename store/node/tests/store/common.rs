@@ -63,17 +63,21 @@ pub fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/var/tmp").unwrap()
 }
 
-/// Puts a page with a time to live. Returns `Err` if the reservation is refused.
-pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome, ReserveOutcome> {
-    let page = Reserved {
+/// Reservation of a page with one part.
+pub fn reserved(number: u32) -> Reserved {
+    Reserved {
         key: id(number).key,
         parent: PageKey::NONE,
         position: 0,
-        ttl_ms,
+        ttl_ms: 0,
         part_bytes: vec![PAGE as u32],
         copy_of: None,
-    };
-    let put = store.reserve(id(number), page)?;
+    }
+}
+
+/// Puts a page with a time to live. Returns `Err` if the reservation is refused.
+pub fn put_for(store: &Store, number: u32, ttl_ms: u64) -> Result<CommitOutcome, ReserveOutcome> {
+    let put = store.reserve(id(number), Reserved { ttl_ms, ..reserved(number) })?;
     let mut part = put.take_part(0, PAGE).unwrap();
     part.copy_from_slice(&bytes(number));
     assert!(put.land(0, part, chunk_crcs(&bytes(number)).collect()));

@@ -2,8 +2,10 @@
 
 use crate::common::*;
 use larder_format::{NamespaceId, PageKey};
-use larder_node::sim::Progress;
-use larder_node::{NodeOptions, WritePolicy};
+use larder_log::{L3, L3Options};
+use larder_memory::Arena;
+use larder_node::sim::{Clock, Devices, Progress, Store};
+use larder_node::{L3Device, NodeOptions, WritePolicy};
 use larder_wire::{PinKind, ReserveOutcome, Reserved, TierCode};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -139,15 +141,7 @@ async fn puts_are_busy_at_once_when_the_budget_is_spent() {
     let mut open = Vec::new();
     let refused = loop {
         let number = open.len() as u32;
-        let page = larder_wire::Reserved {
-            key: id(number).key,
-            parent: larder_format::PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![PAGE as u32],
-            copy_of: None,
-        };
-        match store.reserve(id(number), page) {
+        match store.reserve(id(number), reserved(number)) {
             Ok(put) => open.push(put),
             Err(refused) => break refused,
         }
@@ -162,6 +156,29 @@ async fn puts_are_busy_at_once_when_the_budget_is_spent() {
     assert_eq!(figure(&store, "/tiers/l2/in_flight_bytes"), 0);
     drop(open);
     assert_eq!(figure(&store, "/tiers/l2/arena_used"), 0, "all memory came back");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn put_gets_memory_beside_silent_writers_although_other_slots_split_the_arena() {
+    let dir = directory();
+    let options = NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..with_policy(WritePolicy::Back) };
+    let arena = Arena::new(options.arena_bytes() as usize).unwrap();
+    let l3 = L3::open(L3Options::new(dir.path(), 128 << 20), arena.clone()).await.unwrap();
+    l3.recovered().await.unwrap();
+    let device = L3Device { dir: dir.path().into(), bytes: 128 << 20 };
+    let devices = Devices::of(vec![(device, Ok(l3))]).unwrap();
+    let store = Store::new(&options, arena.clone(), devices, Clock::system(), 1 << 32);
+    for number in 0..L2_PAGES {
+        put(&store, number).await;
+    }
+    // Three of the four pages of the budget.
+    let silent: Vec<_> = (1000..1003).map(|number| store.reserve(id(number), reserved(number)).unwrap()).collect();
+    // No free run of bytes is as long as a page, as between slots of several lengths.
+    let slots: Vec<_> = std::iter::from_fn(|| arena.allocate(PAGE)).collect();
+    put(&store, 2000).await;
+    assert_eq!(get(&store, 2000).await, Some(TierCode::L2));
+    drop((silent, slots));
+    store.close(soon()).await;
 }
 
 #[tokio::test]
