@@ -19,7 +19,7 @@ use larder_format::footer::PageSummary;
 /// Maximum number of used pages that one search for room passes over. It bounds the time for which
 /// a put holds the lock.
 const PASSED_OVER_MAX: u32 = 32;
-/// Pages that one step looks at, at least. A step ends with the shard of the index that it is in.
+/// Pages that one step looks at, at least, and pages of a lifted quota that it frees, at most. A step ends with the shard of the index that it is in.
 const STEP_PAGES: usize = 4096;
 /// Pages that one step drops, at most.
 const STEP_DROPS: usize = 1024;
@@ -40,6 +40,9 @@ impl Log {
         if quota_bytes == u64::MAX {
             self.quota_steps.remove(&number);
             self.retention.clear_quota_order(number);
+            // As much as a new quota adds, so that a caller that sets and lifts quotas takes no
+            // more memory each time.
+            self.retention.discard_orders(STEP_PAGES);
         } else if self.index.namespace(number).bytes > 0 {
             // A scan that is under way goes on.
             let from = if had_quota { self.index.entries.shards() } else { 0 };
@@ -49,13 +52,14 @@ impl Log {
         self.index.release(number);
     }
 
-    /// Continues to enforce new quotas. Returns `true` if there is more to do. The caller does this
-    /// periodically.
+    /// Continues to enforce new quotas, and to free the order of lifted ones. Returns `true` if
+    /// there is more to do. The caller does this periodically.
     pub fn quota_step(&mut self) -> bool {
+        let has_orders = self.retention.discard_orders(STEP_PAGES);
         if let Some((&number, _)) = self.quota_steps.first_key_value() {
             self.enforce_quota(number);
         }
-        !self.quota_steps.is_empty()
+        has_orders || !self.quota_steps.is_empty()
     }
 
     /// Performs one step for a namespace.

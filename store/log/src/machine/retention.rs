@@ -17,7 +17,7 @@
 use super::entry::PackedEntry;
 use larder_format::{NamespaceId, is_expired};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::{AddAssign, Bound};
+use std::ops::AddAssign;
 use thiserror::Error;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -74,8 +74,8 @@ impl AddAssign for FloorPart {
 /// Floors of the namespaces that have one.
 pub type Floors = BTreeMap<NamespaceId, FloorPart>;
 
-/// A page in the quota order: namespace, record number, slot.
-type QuotaKey = (u32, u64, u32);
+/// Pages of a namespace in the order of their record numbers, with their slots.
+type QuotaOrder = BTreeSet<(u64, u32)>;
 
 #[derive(Debug, Default)]
 pub(super) struct Retention {
@@ -83,7 +83,10 @@ pub(super) struct Retention {
     pins: BTreeMap<u32, Pin>,
     pinned_bytes: u64,
     pinned_pages: u64,
-    quota_order: BTreeSet<QuotaKey>,
+    /// Pages that may be dropped for a quota, by namespace. No order is empty.
+    quota_orders: BTreeMap<u32, QuotaOrder>,
+    /// Orders of lifted quotas, which [`Retention::discard_orders`] frees.
+    discarded_orders: Vec<QuotaOrder>,
     /// By namespace: the record number from which the search for a page to drop continues.
     hands: BTreeMap<u32, u64>,
     /// Expiry in milliseconds since 1970, and slot, of all pages with an expiry.
@@ -152,30 +155,43 @@ impl Retention {
     }
 
     pub(super) fn add_to_quota_order(&mut self, slot: u32, entry: &PackedEntry) {
-        self.quota_order.insert((entry.namespace, entry.number, slot));
+        self.quota_orders.entry(entry.namespace).or_default().insert((entry.number, slot));
     }
 
     pub(super) fn remove_from_quota_order(&mut self, slot: u32, entry: &PackedEntry) {
-        self.quota_order.remove(&(entry.namespace, entry.number, slot));
+        let namespace = entry.namespace;
+        let Some(order) = self.quota_orders.get_mut(&namespace) else { return };
+        order.remove(&(entry.number, slot));
+        if order.is_empty() {
+            self.quota_orders.remove(&namespace);
+        }
     }
 
-    /// Forgets the quota order of a namespace. Takes time in proportion to its pages.
+    /// Forgets the quota order of a namespace. [`Retention::discard_orders`] frees its memory.
     pub(super) fn clear_quota_order(&mut self, namespace: u32) {
-        let keys = (namespace, 0, 0)..=(namespace, u64::MAX, u32::MAX);
-        let pages: Vec<_> = self.quota_order.range(keys).copied().collect();
-        for key in pages {
-            self.quota_order.remove(&key);
-        }
+        self.discarded_orders.extend(self.quota_orders.remove(&namespace));
         self.hands.remove(&namespace);
+    }
+
+    /// Frees the memory of at most `pages` pages in orders of lifted quotas. Returns `true` if some
+    /// is left.
+    pub(super) fn discard_orders(&mut self, pages: usize) -> bool {
+        for _ in 0..pages {
+            let Some(order) = self.discarded_orders.last_mut() else { return false };
+            order.pop_first();
+            if order.is_empty() {
+                self.discarded_orders.pop();
+            }
+        }
+        !self.discarded_orders.is_empty()
     }
 
     /// The next page of a namespace that may be dropped for its quota, in the order of record
     /// numbers, and again from the start. The search moves past the page.
     pub(super) fn next_in_quota_order(&mut self, namespace: u32) -> Option<u32> {
-        let last = (namespace, u64::MAX, u32::MAX);
+        let order = self.quota_orders.get(&namespace)?;
         let hand = self.hands.get(&namespace).copied().unwrap_or(0);
-        let next = |from| self.quota_order.range((Bound::Included((namespace, from, 0)), Bound::Included(last))).next();
-        let &(_, number, slot) = next(hand).or_else(|| next(0))?;
+        let &(number, slot) = order.range((hand, 0)..).next().or_else(|| order.first())?;
         self.hands.insert(namespace, number + 1);
         Some(slot)
     }

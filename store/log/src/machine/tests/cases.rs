@@ -400,6 +400,26 @@ fn new_quota_of_many_pages_is_enforced_in_steps() {
     assert!(!driver.log.quota_step());
 }
 
+#[test]
+fn order_of_a_lifted_quota_is_freed_in_steps() {
+    const PAGES: u64 = 12_000;
+    let mut driver = FaultlessLog::new(200, 50);
+    let namespace = driver.put(0).namespace;
+    (1..PAGES).for_each(|key| {
+        driver.put(key);
+    });
+    driver.log.set_quota(namespace, 1 << 40);
+    while driver.log.quota_step() {}
+    // The call and each step free 4,096 pages.
+    driver.log.set_quota(namespace, u64::MAX);
+    assert!(driver.log.quota_step());
+    assert!(!driver.log.quota_step());
+    let quota = 10 * 2 * BLOCK_BYTES as u64;
+    driver.log.set_quota(namespace, quota);
+    while driver.log.quota_step() {}
+    assert!(driver.log.counts().page_bytes <= quota, "the next quota has an order of its own");
+}
+
 /// A quota drops pages that no reader used before older ones that were used.
 #[test]
 fn quota_drops_unused_pages_first() {
