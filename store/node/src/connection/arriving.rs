@@ -11,6 +11,7 @@ use super::{STALL_TIMEOUT, timed_out};
 use crate::budget::TenantNumber;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
+use larder_wire::MAX_BODY_BYTES;
 use std::collections::BTreeMap;
 use std::io;
 use std::pin::pin;
@@ -18,6 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
+
+// At the rate that requests are promised to pass at (64 KB/s), the longest body arrives well within
+// the time that `receive` gives it. Page bytes are no body: any of them begins a new limit.
+const _: () = assert!(MAX_BODY_BYTES as u64 / 64_000 <= STALL_TIMEOUT.as_secs() * 3 / 5);
 
 /// Minimum pace while others need the memory: half of the rate that requests are promised to pass
 /// at, because bytes of a slow link arrive in lumps.
