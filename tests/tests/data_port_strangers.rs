@@ -180,7 +180,7 @@ async fn stalled_bodies_give_their_memory_to_others() {
     }
 }
 
-/// Bytes of request memory that nobody has.
+/// Bytes of request memory that no client has.
 async fn free_request_memory(client: &Client) -> u64 {
     let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status).unwrap();
     let requests = &status["budget"]["requests"];

@@ -6,7 +6,8 @@
 //!
 //! - The replacements of a text together make it at most [`GROWTH_MAX`] times as long.
 //! - Regular expressions are those that the library searches for one match in linear time, and the
-//!   look-ahead in use, `\s+(?!\S)`. All matches of an unusual one together can take quadratic time.
+//!   look-ahead in use, `\s+(?!\S)`. All matches of an unusual one together can take quadratic
+//!   time.
 //! - A template adds at most [`ADDED_TOKENS_MAX`] tokens, and a model takes linear time per word.
 //!
 //! The tokenizers of Llama, Mistral and Qwen keep these rules.
@@ -85,7 +86,8 @@ fn parse(rules: Option<&RawValue>) -> Result<Value, String> {
 
 fn check_model(model: &ModelKind) -> Result<(), String> {
     match model.kind.as_deref() {
-        // Not `Unigram`: the library drops its vocabulary recursively, one level per byte of a token.
+        // Not `Unigram`: the library drops its vocabulary recursively, one level per byte of a
+        // token.
         Some("BPE" | "WordLevel") => Ok(()),
         Some("WordPiece") if model.max_input_chars_per_word.is_none_or(|most| most <= WORD_CHARS_MAX) => Ok(()),
         Some(kind) => Err(format!("a model of type '{kind}' is not supported")),

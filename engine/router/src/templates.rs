@@ -15,7 +15,8 @@
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
 //! - Renderings that have become slow hold half of the places at most. The next one that does is
 //!   stopped. For [`SLOW_FOR`] after a slow rendering, a model needs one of these places to begin,
-//!   and is refused if all are taken. So looping templates of many models do not keep the chats of others waiting.
+//!   and is refused if all are taken. So looping templates of many models do not keep the chats of
+//!   others waiting.
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised. Those of at most
 //!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
 //!   share this room, and the places in the line of a model.

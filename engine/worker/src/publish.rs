@@ -116,8 +116,9 @@ impl Publisher {
         self.finish(page, put, content, 0)
     }
 
-    /// Tells the store that a generation has ended, once the commits of its pages are known. Returns
-    /// at once. Nothing depends on the report, so it is dropped if it takes longer than a put.
+    /// Tells the store that a generation has ended, once the commits of its pages are known.
+    /// Returns at once. Nothing depends on the report, so it is dropped if it takes longer than a
+    /// put.
     pub(crate) fn report_end(&self, keys: Vec<PageKey>, tokens: u32) {
         if keys.is_empty() {
             return;

@@ -245,8 +245,8 @@ impl Scheduler {
         }
     }
 
-    /// Tells the store of the end of a generation. Its eviction then expects the next request of the
-    /// session.
+    /// Tells the store of the end of a generation. Its eviction then expects the next request of
+    /// the session.
     fn report_end(&self, sequence: &Sequence) {
         if sequence.generated() == 0 || !sequence.cache.uses_store() {
             return;

@@ -102,13 +102,19 @@ async fn answers_match_when_computed_followed_or_read_from_any_tier() {
     }
     assert!(followed_pages > 0);
     node.shutdown().await;
+    // Now all pages are on L3. Some may be in L2 again when the engine reads them, because its lookup
+    // has brought them there.
     let node = durable_node(dir.path()).await;
+    let mut pages_l3 = 0;
     for case in &cases {
         let decoder = attached_by(case.options(Role::Decode), &node).await;
         let answer = decode(&decoder, &case.request).await;
-        assert_eq!((answer.start.pages_l3 as usize, &answer.tokens), (PAGES, &case.expected), "{}: L3", case.name);
+        let pages = (answer.start.pages_l2 + answer.start.pages_l3) as usize;
+        assert_eq!((pages, &answer.tokens), (PAGES, &case.expected), "{}: L3", case.name);
+        pages_l3 += answer.start.pages_l3;
         decoder.shutdown().await;
     }
+    assert!(pages_l3 > 0);
     node.shutdown().await;
 }
 

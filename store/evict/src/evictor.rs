@@ -211,9 +211,9 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         true
     }
 
-    /// Passes a client's knowledge of a page on to the policy. Returns `false` if the page is gone or
-    /// has expired. A demoted page is also the next of its namespace to leave. Rules stay in force:
-    /// pins keep the page, and its children leave first.
+    /// Passes a client's knowledge of a page on to the policy. Returns `false` if the page is gone
+    /// or has expired. A demoted page is also the next of its namespace to leave. Rules stay in
+    /// force: pins keep the page, and its children leave first.
     pub fn advise(&mut self, handle: PageHandle, advice: Advice, now_ms: u64) -> bool {
         if !self.contains(handle, now_ms) {
             return false;
@@ -239,7 +239,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 
     /// Tells the policy that the generation ended that used a page, which is not resident.
     pub fn generation_ended(&mut self, fingerprint: u64, now_ms: u64) {
-        self.tick = self.next_tick(now_ms);
+        // Not the next tick: many unknown pages must not carry the time away.
+        self.tick = self.tick.max(now_ms.saturating_mul(TICKS_PER_MS));
         self.policy.generation_ended(fingerprint, self.tick);
     }
 

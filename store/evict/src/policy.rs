@@ -124,8 +124,8 @@ pub trait Policy {
     /// Records the arrival of a page that does not become resident, because the policy refused it.
     fn decline(&mut self, _: &Arrival) {}
 
-    /// Takes advice about a resident page, at a tick. It may change the page's stamp. The page stays
-    /// offered or not. Advice that repeats itself before the next touch MUST have no effect.
+    /// Takes advice about a resident page, at a tick. It may change the page's stamp. The page
+    /// stays offered or not. Advice that repeats itself before the next touch MUST have no effect.
     fn advise(&mut self, _: Slot, _: Advice, _tick: u64) {}
 
     /// Records that the generation ended that used a page, which is not resident. It MUST NOT take

@@ -133,8 +133,8 @@ pub fn run_with(trace: &Trace, policy: impl Policy, capacity_blocks: u64) -> Out
 #[derive(Debug, Clone, Copy)]
 pub struct Replay<'a> {
     pub capacity_blocks: u64,
-    /// Reported ends of generations: times in milliseconds with the numbers of requests, in order of
-    /// time.
+    /// Reported ends of generations: times in milliseconds with the numbers of requests, in order
+    /// of time.
     pub ends: &'a [(u64, usize)],
     /// The policy may refuse blocks.
     pub may_refuse: bool,

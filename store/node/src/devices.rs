@@ -342,8 +342,8 @@ impl Devices {
         self.devices.iter().map(|device| device.l3.pages_of(namespace)).sum()
     }
 
-    /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that is gone or
-    /// fails has none. Returns `None` if the device did not answer before the deadline.
+    /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that is gone
+    /// or fails has none. Returns `None` if the device did not answer before the deadline.
     pub(crate) async fn list(
         &self,
         device: usize,

@@ -60,8 +60,7 @@ counters! {
     /// Hits of pages in L2 that the order of eviction did not learn of, because a queue of hits was
     /// full
     touches_dropped_l2,
-    /// Ends of generations that engines have reported. Each node that has pages of the sequence counts
-    /// one
+    /// Reports of ended generations. Each node that owns keys of the sequence gets at least one
     generations_ended,
     /// Tokens of the generations whose end was reported
     tokens_generated,

@@ -100,6 +100,6 @@ pub const VERSION_PING: u16 = 5;
 /// First version with [`Request::RdmaProgress`]. Clients of older nodes do not report progress, so
 /// a node may take them for silent.
 pub const VERSION_RDMA_PROGRESS: u16 = 6;
-/// First version with [`Request::Hint`]. Older nodes learn nothing of generations, so a client sends
-/// them no hints.
+/// First version with [`Request::Hint`]. Older nodes learn nothing of generations, so a client
+/// sends them no hints.
 pub const VERSION_HINTS: u16 = 7;

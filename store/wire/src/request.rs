@@ -186,9 +186,8 @@ pub enum Request {
         /// Bytes that have moved since the transfer began.
         bytes: u32,
     },
-    /// Reports the end of a generation, or gives advice about the further use of pages. A node ranks
-    /// the pages by it →
-    /// [`Response::Count`](crate::Response::Count) of pages that are in L2.
+    /// Reports the end of a generation, or gives advice about the further use of pages. A node
+    /// ranks the pages by it → [`Response::Count`](crate::Response::Count) of pages that are in L2.
     Hint {
         /// Keys of one sequence, in its order.
         keys: Vec<PageKey>,

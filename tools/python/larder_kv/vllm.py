@@ -181,8 +181,10 @@ class LarderTier(SecondaryTierManager):
         self.client: Optional[Client] = None
         self.is_connected = False
         self.is_refused = False
-        # Refuses a wrong URL now, while vLLM starts.
-        Client(url, Namespace(1, identity="check"), memory_bytes=0)
+        # Refuses wrong options now, while vLLM starts.
+        if not all(0 <= timeout <= 86400 for timeout in self.timeouts):
+            raise ValueError("the timeouts must be 0 to 86400 seconds")
+        Client(url, Namespace(1, identity="check", tenant=self.tenant), memory_bytes=0)
 
     # Calls of the client. They run on its threads; results arrive in `poll`.
 
@@ -327,7 +329,7 @@ class LarderTier(SecondaryTierManager):
             self.prefetch(asked, hits)
 
         if keys:
-            self.call(done, "exists", self.page_keys(keys), self.timeouts[0])
+            self.call(done, "locate", self.page_keys(keys), self.timeouts[0])
 
     def prefetch(self, asked: dict[bytes, _Verdict], hits: set[bytes]) -> None:
         """Brings chunks from L3 to L2 before the scheduler asks for them."""
@@ -475,6 +477,8 @@ class LarderTier(SecondaryTierManager):
             if time.monotonic() > deadline:
                 raise RuntimeError("a transfer still holds the host cache; vLLM must not unmap it")
             time.sleep(0.01)
+            # References that threads of the client dropped end when a thread of Python enters the module.
+            self.completions.drain()
 
 
 def ignore(_: Any) -> None:

@@ -280,7 +280,7 @@ def test_clear_tells_that_the_store_is_away(node, leave, monkeypatch):
 
 
 def test_pools_of_a_call_share_its_timeout(node):
-    timeouts = {"exists_timeout": 0.5, "get_timeout": 0.5, "set_timeout": 0.5}
+    timeouts = {"exists_timeout": 2, "get_timeout": 2, "set_timeout": 2}
     kv, states = filled("page_first"), [filled("mla", page_size=1) for _ in range(4)]
     storage = backend(node.url(), kv, timeouts)
     for name, state in zip(NAMES, states):
@@ -292,7 +292,7 @@ def test_pools_of_a_call_share_its_timeout(node):
     for call, nothing in [(storage.batch_get_v2, [False] * 2), (storage.batch_set_v2, [False] * 2)]:
         began = time.monotonic()
         assert call(transfers) == {name: nothing for name in NAMES}
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 5
 
 
 def test_wrong_configuration_fails_at_attachment():

@@ -215,6 +215,7 @@ def test_stores_in_flight_leave_half_of_the_host_cache(node):
     (late,) = host.finish()
     assert late.job_id == 1 and not late.success
     node.resume()
+    host.tier.timeouts = (20.0, 20.0, 20.0)
     assert eventually(lambda: stored(host, [key(n) for n in range(8)], context).success)
     # A job larger than the limit runs alone.
     assert stored(host, [key(n) for n in range(12)], context).success
@@ -332,7 +333,8 @@ def test_shutdown_during_transfers_releases_the_host_cache(node):
 
 
 def test_wrong_configuration_fails_while_vllm_starts(shared_node):
-    for options in ({"url": "mooncake://x"}, {"locality": "near"}):
+    wrong = [{"url": "mooncake://x"}, {"locality": "near"}, {"store_timeout": -1}, {"lookup_timeout": 1e9}, {"tenant": "x" * 300}]
+    for options in wrong:
         with pytest.raises(ValueError):
             attach(shared_node, **options)
     with pytest.raises(TypeError):

@@ -30,8 +30,8 @@ pub(super) const COPY_GRACE: Duration = Duration::from_secs(1);
 /// Maximum number of pages in one Get request. Larger batches become several requests.
 pub(super) const GET_PAGES_MAX: usize = 1024;
 
-/// Options of [`Client::get_with`] and its like. The default waits until the deadline and does not retry at busy
-/// nodes.
+/// Options of [`Client::get_with`] and its like. The default waits until the deadline and does not
+/// retry at busy nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GetOptions {
     /// Time after which the client abandons a node that has not begun to answer, so that the

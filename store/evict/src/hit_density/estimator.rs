@@ -323,8 +323,8 @@ fn smoothed(observed: &[Observed]) -> Vec<Rates> {
     rates
 }
 
-/// Density per span: the maximum rate of hits from that span on. Also the first interval, in which a
-/// page of age 0 is best kept. `ends` has the rate at which generations end, and that interval of
+/// Density per span: the maximum rate of hits from that span on. Also the first interval, in which
+/// a page of age 0 is best kept. `ends` has the rate at which generations end, and that interval of
 /// the class which pages have from there on.
 fn density(rates: &Rates, ends: Option<(&Rates, Interval)>) -> (Rates, Interval) {
     let mut density = [0.0; SPANS];

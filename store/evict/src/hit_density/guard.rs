@@ -187,9 +187,9 @@ impl LruGuard {
         self.update_balance(access.hit, before.is_some());
     }
 
-    /// Demotes a page in the shadow too: it has this stamp from now on. Otherwise a client could take
-    /// the balance down by wrong advice. Of ended generations the shadow knows nothing: it is plain
-    /// LRU.
+    /// Demotes a page in the shadow too: it has this stamp from now on. Otherwise a client could
+    /// take the balance down by wrong advice. Of ended generations the shadow knows nothing: it is
+    /// plain LRU.
     pub(super) fn demote(&mut self, hash: u64, stamp: Stamp) {
         if let Some(before) = self.stamps.get_mut(&hash) {
             self.order.remove(&(*before, hash));

@@ -19,7 +19,8 @@ use larder_format::footer::PageSummary;
 /// Maximum number of used pages that one search for room passes over. It bounds the time for which
 /// a put holds the lock.
 const PASSED_OVER_MAX: u32 = 32;
-/// Pages that one step looks at, at least, and pages of a lifted quota that it frees, at most. A step ends with the shard of the index that it is in.
+/// Pages that one step looks at, at least, and pages of a lifted quota that it frees, at most. A
+/// step ends with the shard of the index that it is in.
 const STEP_PAGES: usize = 4096;
 /// Pages that one step drops, at most.
 const STEP_DROPS: usize = 1024;
@@ -40,8 +41,7 @@ impl Log {
         if quota_bytes == u64::MAX {
             self.quota_steps.remove(&number);
             self.retention.clear_quota_order(number);
-            // As much as a new quota adds, so that a caller that sets and lifts quotas takes no
-            // more memory each time.
+            // The first step. `quota_step` does the rest.
             self.retention.discard_orders(STEP_PAGES);
         } else if self.index.namespace(number).bytes > 0 {
             // A scan that is under way goes on.

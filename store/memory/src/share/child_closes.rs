@@ -9,7 +9,7 @@
 //!   knows every descriptor of a node that it has inherited.
 //! - The thread that forks has the lock. It is the only thread of the child, so it can release the
 //!   child's copy.
-//! - Nobody waits under the lock, except the thread that forks, for the other hooks of that fork.
+//! - No thread waits under the lock, except the thread that forks, for the other hooks of that fork.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,12 +21,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Device and inode of an open file.
 type Identity = (u64, u64);
 
-/// Descriptors to nodes. A closed one stays listed until another gets its number, so the list is no
-/// longer than the table of descriptors.
+/// Descriptors to nodes. A closed one stays listed until another descriptor to a node gets its
+/// number, so the list is no longer than the table of descriptors.
 #[derive(Debug)]
 pub struct Descriptors(BTreeMap<RawFd, Identity>);
 
-/// Of the standard library: the locks of `parking_lot` share a table, which a fork may copy while
+/// Uses a lock of the standard library: those of `parking_lot` share a table, which a fork may copy while
 /// another thread has locked a part of it.
 static DESCRIPTORS: Mutex<Descriptors> = Mutex::new(Descriptors(BTreeMap::new()));
 

@@ -55,7 +55,8 @@ impl<P: Resident> L2Policy<P> {
         }
     }
 
-    /// Demotes a page with at most `children_max` resident children. Returns `false` if it has more.
+    /// Demotes a page with at most `children_max` resident children. Returns `false` if it has
+    /// more.
     fn demote(&mut self, id: &PageId, children_max: u32, now_ms: u64) -> bool {
         let Some(slot) = self.slot_of(id) else { return true };
         let Some(handle) = self.evictor.handle_at(slot) else { return true };

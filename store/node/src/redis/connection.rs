@@ -18,7 +18,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum time of a command, or of each key of `MGET`, without the transfer of its value.
+/// Maximum time of a command, or of each key of `MGET`. It counts no transfer of a value, except
+/// of the old one of `SET` with `GET`.
 pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to tell a client why it is refused.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);

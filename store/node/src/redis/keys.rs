@@ -101,8 +101,8 @@ impl Database<'_> {
     }
 
     /// Number of keys. A key on two devices counts twice, and one that expired a moment ago may
-    /// count. While keys are set, some may be missed or counted twice. At the deadline the walk over
-    /// L2 ends, and the keys beyond it are missing.
+    /// count. While keys are set, some may be missed or counted twice. At the deadline the walk
+    /// over L2 ends, and the keys beyond it are missing.
     pub(super) async fn size(&self, deadline: Instant) -> usize {
         let on_l3 = || self.tiers().devices().pages_of(&self.namespaces.manifests);
         let mut count = 0;

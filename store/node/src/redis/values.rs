@@ -262,8 +262,8 @@ impl<'a> Database<'a> {
     }
 
     /// Returns `true` if there is a manifest of that id, or may be one that no reader finds now: a
-    /// damaged one, one on a quarantined device, or one that recovery has yet to read. It could come
-    /// back later.
+    /// damaged one, one on a quarantined device, or one that recovery has yet to read. It could
+    /// come back later.
     fn may_exist(&self, id: &PageId) -> bool {
         let devices = self.tiers().devices();
         self.tiers().locate(id) != TierCode::Absent || devices.has(id) || devices.is_recovering()

@@ -11,8 +11,8 @@ use std::time::Instant;
 const BATCH_PAGES: usize = 64;
 
 impl Tiers {
-    /// Takes a hint for pages of one sequence, a batch at a time, until `deadline`. Returns how many
-    /// are in L2.
+    /// Takes a hint for pages of one sequence, a batch at a time, until `deadline`. Returns how
+    /// many are in L2.
     pub(crate) async fn hint(
         &self,
         ids: &[PageId],

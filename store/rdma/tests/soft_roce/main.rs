@@ -4,16 +4,18 @@
 //! Time limits are generous because an emulated machine is slow: nothing here measures speed. Tests
 //! run one at a time, because some of them disturb the network.
 
+mod support;
+
 use larder_memory::{Arena, SlotMut};
 use larder_rdma::{
     DisconnectReason, DmaBuf, DmaBufMut, DmaMemory, Endpoint, EndpointAddress, EndpointOptions, Error, GrantKind, Nic,
     NicOptions, Path, Region, RemoteGrant, RemoteRange, SLOW_CHUNK_BYTES, Span, devices, pairs,
 };
-use std::process::Command;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use support::{NetworkFault, assert_bytes, pattern};
 use tokio::time::{sleep, timeout};
 
 const MIB: usize = 1 << 20;
@@ -119,25 +121,6 @@ impl Side {
     }
 }
 
-fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 24) as u8
-    };
-    (0..len).map(|_| next()).collect()
-}
-
-/// Fails with the place of the first difference. `assert_eq` would print megabytes.
-#[track_caller]
-fn assert_bytes(found: impl AsRef<[u8]>, expected: Vec<u8>, what: &str) {
-    let found = found.as_ref();
-    let same = found.iter().zip(&expected).take_while(|(left, right)| left == right).count();
-    assert!(same == found.len() && same == expected.len(), "differs at byte {same} of {}: {what}", expected.len());
-}
-
 struct Pair {
     node: Side,
     client: Side,
@@ -200,41 +183,6 @@ fn in_vm<F: Future<Output = ()>>(test: F) {
     );
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { timeout(5 * LONG, test).await.expect("the test ends in time") });
-}
-
-fn tc(arguments: &str) {
-    for device in ["ve0", "ve1"] {
-        let arguments = arguments.replace("DEV", device);
-        let status = Command::new("tc").args(arguments.split(' ')).status().unwrap();
-        assert!(status.success(), "tc {arguments}");
-    }
-}
-
-/// A fault of the network (tc-netem) that lasts until this is dropped.
-struct NetworkFault;
-
-impl NetworkFault {
-    fn new(netem: &str) -> NetworkFault {
-        tc(&format!("qdisc add dev DEV root netem {netem}"));
-        NetworkFault
-    }
-
-    fn packets_lost(&self) -> u64 {
-        let output = Command::new("tc").args(["-s", "qdisc", "show"]).output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let mut words = said.split_whitespace();
-        let mut lost = 0;
-        while words.any(|word| word == "(dropped") {
-            lost += words.next().unwrap().trim_end_matches(',').parse::<u64>().unwrap();
-        }
-        lost
-    }
-}
-
-impl Drop for NetworkFault {
-    fn drop(&mut self) {
-        tc("qdisc del dev DEV root");
-    }
 }
 
 fn is_refusal(error: &Error) -> bool {
@@ -528,8 +476,8 @@ fn grants_are_bounded_and_keys_do_not_repeat_soon() {
     });
 }
 
-/// The memory of an abandoned transfer is released when the device has finished the requests that it
-/// has. Those of a long transfer that were not posted yet never are.
+/// The memory of an abandoned transfer is released when the device has finished the requests that
+/// it has. Those of a long transfer that were not posted yet never are.
 #[test]
 fn dropping_a_future_keeps_memory_until_completion() {
     in_vm(async {
@@ -624,8 +572,8 @@ fn stall_fails_the_transfer_and_the_connection() {
 fn slow_transfer_outlives_the_stall_timeout() {
     in_vm(async {
         let stall_timeout = Duration::from_secs(1);
-        // The packets of a window wait in the queue of the slow link for a second. No retransmission
-        // may come meanwhile.
+        // The packets of a window wait in the queue of the slow link for a second. No
+        // retransmission may come meanwhile.
         let options = EndpointOptions { retry_exponent: 21, stall_timeout, ..slow() };
         let pair = pair(GrantKind::MemoryWindow, options).await;
         let grant = pair.node_end.grant_read(pair.node.filled(MIB, 4), &pair.node.region).await.unwrap();
