@@ -102,8 +102,8 @@ async fn answers_match_when_computed_followed_or_read_from_any_tier() {
     }
     assert!(followed_pages > 0);
     node.shutdown().await;
-    // Now all pages are on L3. Some may be in L2 again when the engine reads them, because its lookup
-    // has brought them there.
+    // Now all pages are on L3. Some may be in L2 again when the engine reads them, because its
+    // lookup has brought them there.
     let node = durable_node(dir.path()).await;
     let mut pages_l3 = 0;
     for case in &cases {

@@ -9,7 +9,8 @@
 //!   knows every descriptor of a node that it has inherited.
 //! - The thread that forks has the lock. It is the only thread of the child, so it can release the
 //!   child's copy.
-//! - No thread waits under the lock, except the thread that forks, for the other hooks of that fork.
+//! - No thread waits under the lock, except the thread that forks, for the other hooks of that
+//!   fork.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -26,8 +27,8 @@ type Identity = (u64, u64);
 #[derive(Debug)]
 pub struct Descriptors(BTreeMap<RawFd, Identity>);
 
-/// Uses a lock of the standard library: those of `parking_lot` share a table, which a fork may copy while
-/// another thread has locked a part of it.
+/// Uses a lock of the standard library: those of `parking_lot` share a table, which a fork may copy
+/// while another thread has locked a part of it.
 static DESCRIPTORS: Mutex<Descriptors> = Mutex::new(Descriptors(BTreeMap::new()));
 
 thread_local! {
