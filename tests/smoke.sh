@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$1
 larder=target/release/larder
-cargo build --release --quiet --bin larder
+cargo build --release --quiet --workspace --bin larder
 data=$(mktemp -d /var/tmp/larder-smoke.XXXXXX)
 
 # The versions of .ci/run.

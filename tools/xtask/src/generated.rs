@@ -4,6 +4,7 @@
 
 use crate::runner::Runner;
 use anyhow::{Context, Result, ensure};
+use std::path::Path;
 
 struct Page {
     path: &'static str,
@@ -18,11 +19,11 @@ const PAGES: &[Page] = &[
 /// Writes every generated page. With `check`, writes nothing and fails if a page differs from what
 /// the code prints.
 pub fn run(runner: &Runner, check: bool) -> Result<()> {
-    runner.cargo(&["build", "--release", "--quiet", "--bin", "larder"])?;
+    let larder = runner.build_larder()?;
     let mut stale = Vec::new();
     for page in PAGES {
         let path = runner.root().join(page.path);
-        let printed = print(runner, page)?;
+        let printed = print(runner, &larder, page)?;
         let present = std::fs::read_to_string(&path).unwrap_or_default();
         if present == printed {
             println!("{}: up to date", page.path);
@@ -38,11 +39,10 @@ pub fn run(runner: &Runner, check: bool) -> Result<()> {
     Ok(())
 }
 
-fn print(runner: &Runner, page: &Page) -> Result<String> {
-    let larder = runner.root().join("target/release/larder");
+fn print(runner: &Runner, larder: &Path, page: &Page) -> Result<String> {
     // Defaults must not depend on the environment of the caller.
     let output = runner
-        .command(&larder)
+        .command(larder)
         .args(page.arguments)
         .env_remove("LARDER_STORE")
         .env_remove("LARDER_ADMIN")

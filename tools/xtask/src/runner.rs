@@ -64,6 +64,13 @@ impl Runner {
         execute(&mut command)
     }
 
+    /// Builds `larder` and returns its path. `--workspace` selects the features of
+    /// `cargo test --workspace`: with others, cargo would compile most of the workspace once more.
+    pub fn build_larder(&self) -> Result<PathBuf> {
+        self.cargo(&["build", "--release", "--quiet", "--workspace", "--bin", "larder"])?;
+        Ok(self.root.join("target/release/larder"))
+    }
+
     pub fn program(&self, program: &str, arguments: &[&str]) -> Result<()> {
         execute(self.command(&self.root.join(program)).args(arguments))
     }

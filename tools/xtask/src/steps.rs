@@ -186,8 +186,7 @@ fn python(runner: &Runner) -> Result<()> {
 }
 
 fn deploy(runner: &Runner) -> Result<()> {
-    runner.cargo(&["build", "--release", "--quiet", "--bin", "larder"])?;
-    let larder = runner.root().join("target/release/larder");
+    let larder = runner.build_larder()?;
     execute(runner.command(&runner.root().join("tests/deploy/run")).env("LARDER", larder))
 }
 
@@ -238,7 +237,8 @@ fn simulate_wire(runner: &Runner) -> Result<()> {
 }
 
 fn larder(runner: &Runner, arguments: &[&str]) -> Result<()> {
-    runner.cargo(&[&["run", "--release", "--quiet", "--bin", "larder", "--"], arguments].concat())
+    let larder = runner.build_larder()?;
+    execute(runner.command(&larder).args(arguments))
 }
 
 fn crash(runner: &Runner) -> Result<()> {
