@@ -19,7 +19,7 @@ pub fn larder() -> &'static Path {
             return PathBuf::from(path);
         }
         let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent");
-        // `--workspace` selects the features of `cargo test --workspace`, so that little is compiled again.
+        // `--workspace` selects the features of `cargo test --workspace`: little is compiled again.
         let built = Command::new(env!("CARGO"))
             .args(["build", "--release", "--quiet", "--workspace", "--bin", "larder"])
             .current_dir(workspace)
