@@ -49,6 +49,9 @@ pub struct Args {
     /// Run only this attack, e.g. `stalled bodies`. May be given several times. Default: all
     #[arg(long, value_name = "NAME")]
     attack: Vec<String>,
+    /// Run all attacks but this one. May be given several times
+    #[arg(long, value_name = "NAME", conflicts_with = "attack")]
+    without: Vec<String>,
     /// Parent directory of the store's data and the servers' logs. L3 uses direct I/O, so it should
     /// be on a real file system
     #[arg(long, default_value = "/var/tmp", value_name = "DIRECTORY")]
@@ -249,7 +252,7 @@ async fn measure(
         next_page: Arc::<AtomicU64>::default(),
         next_prompt: Arc::<AtomicU64>::default(),
     });
-    let attacks = selected_attacks(&args.attack)?;
+    let attacks = selected_attacks(&args.attack, &args.without)?;
     let here = tokio::runtime::Handle::current();
     // The first requests wait for the engines' connections and for the template worker.
     let Honest { chats, .. } = honest::run(&target, BTreeMap::new(), WARM_UP_TIME, &here).await?;
@@ -346,14 +349,15 @@ async fn run_control(
     Ok((honest, tokio::task::spawn_blocking(|| replay.join()).await?))
 }
 
-/// Returns the attacks of these names, or all.
-fn selected_attacks(names: &[String]) -> Result<Vec<Attack>> {
+/// Returns the attacks of these names, or all, except those `without`.
+fn selected_attacks(names: &[String], without: &[String]) -> Result<Vec<Attack>> {
     let mut attacks: Vec<_> = [http::attacks(), data::attacks(), templates::attacks()].into_iter().flatten().collect();
-    for name in names {
+    for name in names.iter().chain(without) {
         let known: Vec<_> = attacks.iter().map(|attack| attack.name).collect();
         ensure!(known.contains(&name.as_str()), "there is no attack '{name}'; the attacks are: {}", known.join(", "));
     }
     attacks.retain(|attack| names.is_empty() || names.iter().any(|name| name == attack.name));
+    attacks.retain(|attack| without.iter().all(|name| name != attack.name));
     Ok(attacks)
 }
 
