@@ -116,6 +116,10 @@ impl Process {
         word.trim_end_matches(',').to_string()
     }
 
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn stderr(&self) -> String {
         self.errors.lock().expect("no panic under this lock").clone()
     }

@@ -8,8 +8,9 @@
 //!   [`RELEASE_WAIT`].
 
 use crate::fork::runtime;
+use crate::namespace::invalid;
 use parking_lot::Mutex;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -21,13 +22,9 @@ use tokio::sync::Notify;
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum time that an interrupted call waits for its buffers. After it, they stay referenced.
 const RELEASE_WAIT: Duration = Duration::from_secs(1);
-/// Maximum timeout of a call. Nothing waits longer, so a mistaken unit cannot hang a caller.
-const TIMEOUT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
-
 /// Duration of `seconds`. Fails if it is negative, not a number, or above a day.
 pub(crate) fn seconds(seconds: f64, name: &str) -> PyResult<Duration> {
-    let duration = Duration::try_from_secs_f64(seconds).ok().filter(|&duration| duration <= TIMEOUT_MAX);
-    duration.ok_or_else(|| PyValueError::new_err(format!("{name} is {seconds}, must be 0 to 86400 seconds")))
+    larder_bindings::bounded(Duration::try_from_secs_f64(seconds).ok(), name).map_err(invalid)
 }
 
 pub(crate) fn deadline(timeout: f64) -> PyResult<Instant> {

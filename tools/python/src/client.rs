@@ -6,61 +6,45 @@
 //! - Every method that waits has one timeout.
 
 use crate::calls::{Completions, deadline, run, seconds};
-use crate::fork::{PerProcess, runtime};
-use crate::memory::{Buffer, Holds, Memory, Target, check_distinct};
-use crate::namespace::{Namespace, key, keys};
+use crate::fork::{PerProcess, start_error};
+use crate::memory::{Buffer, Memory, Target};
+use crate::namespace::{Namespace, invalid, key, keys};
 use bytes::Bytes;
-use futures::future::join_all;
+use larder_bindings::{Holds, Session, check_distinct, new_pages, targets_of_parts};
 use larder_client::{
-    ClientOptions, FollowEnd, Forgotten, GetOptions, Hint, Lease, NewPage, PinKind, Pinned, PutOptions, PutOutcome,
-    StoreUrl, Tier,
+    ClientOptions, FollowEnd, Forgotten, GetOptions, Hint, Lease, PinKind, Pinned, PutOptions, PutOutcome, StoreUrl,
+    Tier,
 };
-use larder_format::{NamespaceDescriptor, PageGeometry, PageKey};
+use larder_format::{PageGeometry, PageKey};
 use parking_lot::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Maximum length of a [`Buffer`] in bytes.
 const BUFFER_BYTES_MAX: usize = 1 << 30;
 
-/// Target of a get: index of its page in the call, key, range of the page, and memory.
-type PageTarget = (usize, PageKey, Range<u32>, Target);
-
+type PageTarget = larder_bindings::PageTarget<Target>;
 type Queue<'a, 'py> = Option<&'a Bound<'py, Completions>>;
 
 /// A store client of one namespace.
 #[pyclass(frozen, module = "larder_kv._native")]
 pub(crate) struct Client {
-    url: StoreUrl,
-    namespace: NamespaceDescriptor,
-    options: ClientOptions,
-    attached: Mutex<PerProcess<larder_client::Client>>,
-}
-
-fn attach(url: &StoreUrl, namespace: &NamespaceDescriptor, options: &ClientOptions) -> PyResult<larder_client::Client> {
-    let _context = runtime()?.enter();
-    Ok(larder_client::Client::attach(url.clone(), Some(namespace.clone()), options.clone()))
+    geometry: PageGeometry,
+    session: Mutex<Session>,
 }
 
 impl Client {
     /// The client of this process. A forked child attaches anew.
     fn attached(&self) -> PyResult<larder_client::Client> {
-        let mut attached = self.attached.lock();
-        if let Some(client) = attached.get() {
-            return Ok(client.clone());
-        }
-        let client = attach(&self.url, &self.namespace, &self.options)?;
-        *attached = PerProcess::new(client.clone());
-        Ok(client)
+        self.session.lock().attached().map_err(start_error)
     }
 
     fn geometry(&self) -> &PageGeometry {
-        &self.namespace.geometry
+        &self.geometry
     }
 
     /// Memory of a page: one run of bytes, or one per part.
@@ -87,20 +71,19 @@ impl Client {
             match self.memory(object)? {
                 PageMemory::Whole(memory) => {
                     let page_bytes = self.geometry().page_bytes();
-                    let target = memory.into_target(page_bytes, holds)?;
-                    targets.push((index, *key, 0..page_bytes as u32, target));
+                    let memory = memory.into_target(page_bytes, holds)?;
+                    targets.push(PageTarget { page: index, key: *key, range: 0..page_bytes as u32, memory });
                 }
                 PageMemory::Parts(parts) => {
-                    let mut start = 0;
-                    for (memory, length) in parts.into_iter().zip(self.geometry().part_table()) {
-                        let target = memory.into_target(length as usize, holds)?;
-                        targets.push((index, *key, start..start + length, target));
-                        start += length;
-                    }
+                    let lengths = self.geometry().part_table();
+                    let parts = parts.into_iter().zip(lengths);
+                    let parts = parts.map(|(memory, length)| memory.into_target(length as usize, holds));
+                    let parts = parts.collect::<PyResult<Vec<_>>>()?;
+                    targets.extend(targets_of_parts(self.geometry(), index, *key, parts));
                 }
             }
         }
-        check_distinct(targets.iter().map(|(.., target)| target))?;
+        check_distinct(targets.iter().map(|target| &target.memory)).map_err(invalid)?;
         Ok(targets)
     }
 
@@ -131,17 +114,6 @@ fn check_pairs(keys: &[PageKey], buffers: &[Bound<'_, PyAny>]) -> PyResult<()> {
         return Ok(());
     }
     Err(PyValueError::new_err(format!("{} keys, but {} buffers", keys.len(), buffers.len())))
-}
-
-/// Pages to put. With a position, the keys follow each other in one sequence, and `parent` is the
-/// key before the first. Without one, the pages are unrelated.
-fn new_pages(keys: Vec<PageKey>, parent: Option<PageKey>, position: Option<u32>) -> Vec<NewPage> {
-    let mut before = parent.unwrap_or(PageKey::NONE);
-    let page = |(at, key): (u32, PageKey)| match position {
-        Some(first) => NewPage { key, parent: std::mem::replace(&mut before, key), position: first.saturating_add(at) },
-        None => NewPage { key, parent: PageKey::NONE, position: 0 },
-    };
-    (0..).zip(keys).map(page).collect()
 }
 
 fn tier_name(tier: Tier) -> &'static str {
@@ -197,28 +169,6 @@ fn hint_of(kind: &str, retain: Option<f64>) -> PyResult<Hint> {
     }
 }
 
-/// Reads all parts of pages, and returns the tier of each page whose parts are all hits.
-async fn get_parts(
-    client: larder_client::Client,
-    pages: usize,
-    targets: Vec<PageTarget>,
-    options: GetOptions,
-    deadline: std::time::Instant,
-) -> Vec<Option<Tier>> {
-    let indices: Vec<usize> = targets.iter().map(|(index, ..)| *index).collect();
-    let ranges = targets.into_iter().map(|(_, key, range, target)| (key, range, target)).collect();
-    let fetched = client.get_ranges_with(ranges, options, deadline).await;
-    let mut tiers = vec![None; pages];
-    let mut misses = vec![false; pages];
-    for (index, (_, fetched)) in indices.into_iter().zip(fetched) {
-        let tier = fetched.tier();
-        // The slower tier of two: the page may move between them meanwhile.
-        tiers[index] = if tiers[index] == Some(Tier::L3) { tiers[index] } else { tier };
-        misses[index] |= tier.is_none();
-    }
-    tiers.into_iter().zip(misses).map(|(tier, is_miss)| tier.filter(|_| !is_miss)).collect()
-}
-
 #[pymethods]
 impl Client {
     #[new]
@@ -228,8 +178,9 @@ impl Client {
         let connect_timeout = seconds(connect_timeout, "connect_timeout")?;
         let options = ClientOptions { name: name.into(), connect_timeout, memory_bytes, ..ClientOptions::default() };
         let namespace = namespace.descriptor.clone();
-        let client = attach(&url, &namespace, &options)?;
-        Ok(Client { url, namespace, options, attached: Mutex::new(PerProcess::new(client)) })
+        let geometry = namespace.geometry;
+        let session = Session::new(url, namespace, options).map_err(start_error)?;
+        Ok(Client { geometry, session: Mutex::new(session) })
     }
 
     #[getter]
@@ -303,15 +254,7 @@ impl Client {
         let targets = self.targets(&keys, &buffers, &holds)?;
         drop(holds);
         let options = GetOptions { busy_retries, ..GetOptions::default() };
-        if targets.len() > keys.len() {
-            return run(py, queue, released, get_parts(client, keys.len(), targets, options, deadline), tier_names);
-        }
-        let pages = targets.into_iter().map(|(_, key, _, target)| (key, target)).collect();
-        let work = async move {
-            let fetched = client.get_with(pages, options, deadline).await;
-            fetched.into_iter().map(|(_, fetched)| fetched.tier()).collect()
-        };
-        run(py, queue, released, work, tier_names)
+        run(py, queue, released, larder_bindings::get(client, keys.len(), targets, options, deadline), tier_names)
     }
 
     #[pyo3(signature = (
@@ -340,13 +283,7 @@ impl Client {
         drop(holds);
         let pages: Vec<_> = new_pages(keys, parent, position).into_iter().zip(sources).collect();
         let options = PutOptions { ttl, busy_retries };
-        let count = pages.len();
-        let work = async move {
-            // The client ends a put by its deadline, but not always at once.
-            let put = client.put_parts(pages, options, deadline);
-            let ended = tokio::time::timeout_at(deadline.into(), put).await;
-            ended.unwrap_or_else(|_| vec![PutOutcome::Lost; count])
-        };
+        let work = larder_bindings::put(client, pages, options, deadline);
         let names = |py: Python<'_>, outcomes: Vec<PutOutcome>| {
             Ok(PyList::new(py, outcomes.into_iter().map(outcome_name))?.into_any().unbind())
         };
@@ -370,11 +307,7 @@ impl Client {
         if targets.len() > keys.len() {
             return Err(PyValueError::new_err("follow needs one buffer for the whole page"));
         }
-        let work = async move {
-            let follow = |(_, key, _, target)| client.follow(key, target, deadline).finish();
-            let ends = join_all(targets.into_iter().map(follow)).await;
-            ends.into_iter().map(|(_, end)| end).collect()
-        };
+        let work = larder_bindings::follow(client, targets, deadline);
         let names = |py: Python<'_>, ends: Vec<FollowEnd>| {
             Ok(PyList::new(py, ends.into_iter().map(follow_name))?.into_any().unbind())
         };

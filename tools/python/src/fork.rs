@@ -1,74 +1,20 @@
-//! The runtime of this process, and what a fork does to it.
+//! Forks of the interpreter, and the runtime of this process.
 //!
-//! A fork copies memory and descriptors, but no thread except the one that forks. So in the child
-//! the parent's runtime and connections exist as memory only.
-//!
-//! Invariants:
-//! - A child uses no runtime and no connection of its parent. It makes its own at first use.
-//! - A child runs no destructor of the parent's client: the locks may be held by threads that do
-//!   not exist there. It closes the inherited sockets, so that a parent that dies ends its
-//!   connections although the child lives on.
-//! - The locks of this module are taken with the GIL only, and released before it. A fork by the
-//!   interpreter therefore never finds one taken.
+//! Invariant: the locks of the runtime and of clients are taken with the GIL only, and released
+//! before it. A fork by the interpreter therefore never finds one taken.
 
-use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use std::mem::ManuallyDrop;
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::Runtime;
 
-/// Threads of the runtime. They receive, verify and copy pages.
-const WORKER_THREADS_MAX: usize = 4;
+pub(crate) use larder_bindings::PerProcess;
 
-static RUNTIME: Mutex<Option<(u32, &'static Runtime)>> = Mutex::new(None);
+pub(crate) fn start_error(error: std::io::Error) -> PyErr {
+    PyRuntimeError::new_err(format!("cannot start the threads of the Larder client: {error}"))
+}
 
-/// The runtime of this process. It is never dropped: its threads may hold memory of Python objects,
-/// and end with the process.
 pub(crate) fn runtime() -> PyResult<&'static Runtime> {
-    let pid = std::process::id();
-    let mut current = RUNTIME.lock();
-    if let Some((owner, runtime)) = *current
-        && owner == pid
-    {
-        return Ok(runtime);
-    }
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(WORKER_THREADS_MAX));
-    let runtime =
-        Builder::new_multi_thread().worker_threads(threads).thread_name("larder-kv").enable_all().build().map_err(
-            |error| PyRuntimeError::new_err(format!("cannot start the threads of the Larder client: {error}")),
-        )?;
-    let runtime: &'static Runtime = Box::leak(Box::new(runtime));
-    *current = Some((pid, runtime));
-    Ok(runtime)
-}
-
-/// A value that only the process that made it may use. Another process leaks it.
-pub(crate) struct PerProcess<T> {
-    pid: u32,
-    value: ManuallyDrop<T>,
-}
-
-impl<T> PerProcess<T> {
-    pub(crate) fn new(value: T) -> Self {
-        PerProcess { pid: std::process::id(), value: ManuallyDrop::new(value) }
-    }
-
-    /// The value, or `None` in a child of the process that made it.
-    pub(crate) fn get(&self) -> Option<&T> {
-        (self.pid == std::process::id()).then(|| &*self.value)
-    }
-}
-
-impl<T> Drop for PerProcess<T> {
-    fn drop(&mut self) {
-        if self.pid != std::process::id() {
-            return;
-        }
-        // Destructors of the client send messages, for which they may need a task.
-        let _context = runtime().ok().map(Runtime::enter);
-        // SAFETY: the value is dropped here only, once.
-        unsafe { ManuallyDrop::drop(&mut self.value) };
-    }
+    larder_bindings::runtime().map_err(start_error)
 }
 
 /// Waits until no thread opens a connection. Runs in the parent before each fork.

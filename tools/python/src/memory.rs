@@ -2,12 +2,14 @@
 //!
 //! Invariants:
 //! - The object that owns the memory stays referenced until the last transfer that can touch it has
-//!   dropped its [`Target`] or [`Source`]. Deadlines and cancelled calls do not change this.
+//!   dropped its span. Deadlines and cancelled calls do not change this.
 //! - A reference that is dropped on a thread without the GIL returns at the next call into the
 //!   module. So no thread of the client ever waits for the interpreter, not even while it ends.
 
 use crate::fork::PerProcess;
+use crate::namespace::invalid;
 use bytes::Bytes;
+use larder_bindings::{Holds, Span};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
@@ -15,7 +17,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyMemoryView, PyTuple};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
-use tokio::sync::Notify;
 
 /// Device types of DLPack whose memory the processor can address.
 const DLPACK_HOST_DEVICES: [i32; 3] = [1, 3, 11];
@@ -56,34 +57,31 @@ struct DlTensor {
     byte_offset: u64,
 }
 
+/// What keeps the bytes where they are. `None` if the caller keeps them until the process ends.
+pub(crate) type Owner = Option<Py<PyAny>>;
+pub(crate) type Target = larder_bindings::Target<Owner>;
+
 /// A run of bytes that a Python object owns.
 pub(crate) struct Memory {
-    start: *mut u8,
-    len: usize,
+    span: Span<Owner>,
     is_readonly: bool,
-    /// Keeps the bytes where they are. `None` if the caller keeps them until the process ends.
-    #[expect(dead_code, reason = "held until it is dropped")]
-    owner: Option<Py<PyAny>>,
 }
 
-// SAFETY: the pointer is used through `Target` and `Source` only, and `owner` keeps its memory.
-unsafe impl Send for Memory {}
-// SAFETY: as above; a shared reference reads the fields only.
-unsafe impl Sync for Memory {}
-
 impl Memory {
+    fn new(start: *mut u8, len: usize, is_readonly: bool, owner: Owner) -> Memory {
+        // SAFETY: the callers below state why the owner keeps the memory. The caller of the Python
+        // method promises to leave it alone during the call.
+        Memory { span: unsafe { Span::new(start, len, owner) }, is_readonly }
+    }
+
     /// Memory of `object`: a [`Pointer`], a [`Buffer`], or an object with the buffer protocol or
     /// DLPack. Fails unless the bytes are contiguous and in the memory of the processor.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
         if let Ok(pointer) = object.cast::<Pointer>() {
             let Pointer { address, size, is_readonly, owner } = pointer.get();
             let owner = owner.as_ref().map(|owner| owner.clone_ref(object.py()));
-            return Ok(Memory {
-                start: std::ptr::with_exposed_provenance_mut(*address),
-                len: *size,
-                is_readonly: *is_readonly,
-                owner,
-            });
+            let start = std::ptr::with_exposed_provenance_mut(*address);
+            return Ok(Memory::new(start, *size, *is_readonly, owner));
         }
         if let Ok(buffer) = object.cast::<Buffer>() {
             let Buffer { address, size, memory, .. } = buffer.get();
@@ -91,12 +89,8 @@ impl Memory {
                 return Err(PyValueError::new_err("the buffer belongs to the process that forked this one"));
             }
             let owner = Some(object.clone().unbind());
-            return Ok(Memory {
-                start: std::ptr::with_exposed_provenance_mut(*address),
-                len: *size,
-                is_readonly: false,
-                owner,
-            });
+            let start = std::ptr::with_exposed_provenance_mut(*address);
+            return Ok(Memory::new(start, *size, false, owner));
         }
         match PyMemoryView::from(object) {
             Ok(view) => Self::of_view(&view),
@@ -131,7 +125,7 @@ impl Memory {
         let (start, len, is_readonly) = (raw.buf.cast(), raw.len.unsigned_abs(), raw.readonly != 0);
         // SAFETY: the view that the call above has filled. The memoryview still exports the memory.
         unsafe { PyBuffer_Release(&mut raw) };
-        Ok(Memory { start, len, is_readonly, owner: Some(view.clone().into_any().unbind()) })
+        Ok(Memory::new(start, len, is_readonly, Some(view.clone().into_any().unbind())))
     }
 
     /// The capsule stays unconsumed: its destructor calls the producer's deleter.
@@ -151,29 +145,22 @@ impl Memory {
         let tensor = unsafe { &*tensor.cast::<DlTensor>() };
         let len = contiguous_bytes(tensor).ok_or_else(|| PyBufferError::new_err("the tensor is not contiguous"))?;
         let start = tensor.data.wrapping_add(tensor.byte_offset as usize);
-        Ok(Memory { start, len, is_readonly: false, owner: Some(capsule.unbind()) })
-    }
-
-    fn check_len(&self, expected: usize) -> PyResult<()> {
-        if self.len == expected {
-            return Ok(());
-        }
-        Err(PyValueError::new_err(format!("the buffer has {} bytes instead of {expected}", self.len)))
+        Ok(Memory::new(start, len, false, Some(capsule.unbind())))
     }
 
     /// Memory that a transfer writes, of exactly `expected` bytes.
     pub(crate) fn into_target(self, expected: usize, holds: &Arc<Holds>) -> PyResult<Target> {
-        self.check_len(expected)?;
+        self.span.check_bytes(expected).map_err(invalid)?;
         if self.is_readonly {
             return Err(PyBufferError::new_err("the buffer is read-only"));
         }
-        Ok(Target { memory: self, _hold: holds.clone() })
+        Ok(self.span.into_target(holds))
     }
 
     /// Memory that a transfer reads, of exactly `expected` bytes.
     pub(crate) fn into_bytes(self, expected: usize, holds: &Arc<Holds>) -> PyResult<Bytes> {
-        self.check_len(expected)?;
-        Ok(Bytes::from_owner(Source { memory: self, _hold: holds.clone() }))
+        self.span.check_bytes(expected).map_err(invalid)?;
+        Ok(self.span.into_bytes(holds))
     }
 }
 
@@ -193,70 +180,6 @@ fn contiguous_bytes(tensor: &DlTensor) -> Option<usize> {
         items = items.checked_mul(length)?;
     }
     usize::try_from(items).ok()?.checked_mul(item_bytes)
-}
-
-/// Refuses targets that overlap: two transfers would write the same bytes.
-pub(crate) fn check_distinct<'a>(targets: impl Iterator<Item = &'a Target>) -> PyResult<()> {
-    let span = |target: &Target| (target.memory.start.addr(), target.memory.len);
-    let mut spans: Vec<(usize, usize)> = targets.map(span).filter(|(_, len)| *len > 0).collect();
-    spans.sort_unstable();
-    if spans.windows(2).any(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
-        return Err(PyValueError::new_err("two of the buffers overlap"));
-    }
-    Ok(())
-}
-
-/// Announces when all memory of one call is free again.
-#[derive(Default)]
-pub(crate) struct Holds {
-    released: Arc<Notify>,
-}
-
-impl Holds {
-    /// Signal that is given once, when the last target and the last source of the call are dropped.
-    pub(crate) fn released(&self) -> Arc<Notify> {
-        self.released.clone()
-    }
-}
-
-impl Drop for Holds {
-    fn drop(&mut self) {
-        self.released.notify_one();
-    }
-}
-
-/// Memory that a transfer writes.
-pub(crate) struct Target {
-    memory: Memory,
-    _hold: Arc<Holds>,
-}
-
-impl AsMut<[u8]> for Target {
-    fn as_mut(&mut self) -> &mut [u8] {
-        if self.memory.len == 0 {
-            return &mut [];
-        }
-        // SAFETY: the owner keeps the memory writable until this target is dropped, and the targets
-        // of a call do not overlap. The caller's contract forbids other accesses meanwhile.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.start, self.memory.len) }
-    }
-}
-
-/// Memory that a transfer reads.
-struct Source {
-    memory: Memory,
-    _hold: Arc<Holds>,
-}
-
-impl AsRef<[u8]> for Source {
-    fn as_ref(&self) -> &[u8] {
-        if self.memory.len == 0 {
-            return &[];
-        }
-        // SAFETY: the owner keeps the memory until this source is dropped. If the caller changes it
-        // during the call, the node finds other bytes than the checksums say, and refuses the part.
-        unsafe { std::slice::from_raw_parts(self.memory.start, self.memory.len) }
-    }
 }
 
 /// Memory given by address and size.

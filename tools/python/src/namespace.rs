@@ -1,28 +1,19 @@
 //! Namespaces and keys of pages.
 
+use larder_bindings::InvalidArgument;
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
-use sha2::{Digest, Sha256};
+
+pub(crate) fn invalid(error: InvalidArgument) -> PyErr {
+    PyValueError::new_err(error.0)
+}
 
 /// Pages that may be shared: their shape, the model and engine that compute them, and the tenant.
 #[pyclass(frozen, module = "larder_kv._native")]
 pub(crate) struct Namespace {
     pub(crate) descriptor: NamespaceDescriptor,
-}
-
-impl Namespace {
-    fn checked(descriptor: NamespaceDescriptor) -> PyResult<Self> {
-        let invalid = |error| PyValueError::new_err(format!("no such page is possible: {error}"));
-        descriptor.geometry.validate().map_err(invalid)?;
-        for name in [&descriptor.model, &descriptor.tenant] {
-            if name.len() > larder_format::namespace::MAX_NAME_BYTES {
-                return Err(PyValueError::new_err("model and tenant have at most 256 bytes"));
-            }
-        }
-        Ok(Namespace { descriptor })
-    }
 }
 
 #[pymethods]
@@ -31,22 +22,16 @@ impl Namespace {
     #[new]
     #[pyo3(signature = (page_bytes, *, identity, parts=1, model="", tenant="default"))]
     fn new(page_bytes: u32, identity: &Bound<'_, PyAny>, parts: u32, model: &str, tenant: &str) -> PyResult<Self> {
-        if parts == 0 || !page_bytes.is_multiple_of(parts) {
-            return Err(PyValueError::new_err(format!("{page_bytes} bytes cannot be cut into {parts} equal parts")));
-        }
-        let mut weights = Sha256::new_with_prefix(b"larder-opaque-identity");
-        if let Ok(text) = identity.cast::<PyString>() {
-            weights.update(text.extract::<String>()?);
+        let text;
+        let identity = if let Ok(string) = identity.cast::<PyString>() {
+            text = string.extract::<String>()?;
+            text.as_bytes()
         } else {
             let bytes = identity.cast::<PyBytes>().map_err(|_| PyTypeError::new_err("identity is bytes or str"))?;
-            weights.update(bytes.as_bytes());
-        }
-        Self::checked(NamespaceDescriptor {
-            model: model.into(),
-            weights: weights.finalize().into(),
-            geometry: PageGeometry::opaque(page_bytes / parts, parts),
-            tenant: tenant.into(),
-        })
+            bytes.as_bytes()
+        };
+        let descriptor = larder_bindings::opaque(page_bytes, parts, identity, model, tenant);
+        Ok(Namespace { descriptor: descriptor.map_err(invalid)? })
     }
 
     /// Pages in Larder's own layout, which its engines share.
@@ -76,7 +61,8 @@ impl Namespace {
         };
         let layers_per_part = layers_per_part.unwrap_or(layers);
         let geometry = PageGeometry { dtype, layers, kv_heads, head_dim, page_tokens, layers_per_part, head_groups };
-        Self::checked(NamespaceDescriptor { model: model.into(), weights, geometry, tenant: tenant.into() })
+        let descriptor = NamespaceDescriptor { model: model.into(), weights, geometry, tenant: tenant.into() };
+        Ok(Namespace { descriptor: larder_bindings::checked(descriptor).map_err(invalid)? })
     }
 
     #[getter]
