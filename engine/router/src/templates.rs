@@ -21,13 +21,14 @@
 //!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
 //!   share this room, and the places in the line of a model.
 
+use crate::background::{self, give_way};
 use crate::metrics::Metrics;
 use larder_http::{PeerAddress, PeerBudget, PeerCharge, PeerShare};
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
 use parking_lot::Mutex;
-use rustix::process::{Pid, getpriority_process, setpriority_process};
+use rustix::process::Pid;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -46,9 +47,6 @@ use tokio::time::Instant;
 pub const RENDER_TIME_MAX: Duration = Duration::from_secs(5);
 /// Processor time of a rendering at full priority. Templates in use take milliseconds.
 const FULL_PRIORITY_TIME: Duration = Duration::from_millis(100);
-/// Nice value of a rendering after that. On a busy machine it gets about a tenth of the time of a
-/// thread with full priority, so a long honest conversation still ends within its limit.
-const SLOW_NICENESS: i32 = 10;
 /// Maximum number of renderings at a time. With the workers' memory limit this bounds their memory
 /// to 2 GiB.
 pub const RENDERINGS_MAX: usize = 4;
@@ -67,6 +65,8 @@ const CHARGE_BYTES: usize = 1 << 10;
 /// Maximum length of a text that does not count, in bytes. So long texts do not keep short chats
 /// out.
 const TEXT_BYTES_FREE: usize = 16 << 10;
+/// Longest conversation that is written as JSON at full priority, in bytes.
+const FULL_PRIORITY_BYTES_MAX: usize = 64 << 10;
 /// Size of the buffer for a text that is read and dropped, in bytes.
 const DISCARD_BYTES: usize = 64 << 10;
 /// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
@@ -263,9 +263,14 @@ impl ChatRenderer {
         deadline: Instant,
     ) -> Result<RenderedText, ChatError> {
         let job = RenderJob { messages, options, text_bytes_max };
+        let bytes = job.messages.iter().map(ChatMessage::bytes).sum::<usize>() + job.options.bytes();
+        let write = move || serde_json::to_vec(&job).map_err(io::Error::from);
         // Off the event loop: writing megabytes as JSON takes milliseconds.
-        let request = tokio::task::spawn_blocking(move || serde_json::to_vec(&job).map_err(io::Error::from));
-        let request = request.await.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;
+        let request = match bytes {
+            ..=FULL_PRIORITY_BYTES_MAX => tokio::task::spawn_blocking(write).await,
+            _ => background::run(write).await,
+        };
+        let request = request.map_err(io::Error::other).flatten().map_err(ChatError::Start)?;
         let answer_bytes_max = text_bytes_max.saturating_add(ANSWER_BYTES_SPARE).min(FRAME_BYTES_MAX);
         self.limited(deadline, Some(Job { request, answer_bytes_max, peer })).await
     }
@@ -426,11 +431,7 @@ impl Worker {
             let taken = processor_time(process).saturating_sub(before);
             if self.slow.is_none() && taken >= FULL_PRIORITY_TIME {
                 self.slow = Some(room.become_slow().ok_or(ExchangeError::Crowded)?);
-                for thread in threads(process).filter_map(Pid::from_raw) {
-                    // The rendering goes on even if the system forbids it.
-                    let current = getpriority_process(Some(thread)).unwrap_or(0);
-                    let _ = setpriority_process(Some(thread), SLOW_NICENESS.max(current));
-                }
+                threads(process).for_each(|thread| give_way(Some(thread)));
             }
         }
     }
@@ -463,13 +464,14 @@ impl Worker {
 }
 
 /// Threads of a process. None once it has ended.
-fn threads(process: u32) -> impl Iterator<Item = i32> {
+fn threads(process: u32) -> impl Iterator<Item = Pid> {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten();
-    tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok())
+    tasks.filter_map(|task| Pid::from_raw(task.ok()?.file_name().to_str()?.parse().ok()?))
 }
 
 fn processor_time(process: u32) -> Duration {
-    let time = |thread| {
+    let time = |thread: Pid| {
+        let thread = thread.as_raw_nonzero();
         let stat = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/schedstat")).ok()?;
         stat.split(' ').next()?.parse().ok().map(Duration::from_nanos)
     };

@@ -6,10 +6,12 @@
 //! Invariants:
 //!
 //! - No text is longer than the context times the longest token, or than [`TEXT_BYTES_MAX`].
-//! - Short texts never wait for long ones.
+//! - Brief texts never wait for short ones, and short ones never for long ones.
 //! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
+//! - Texts that are not brief do not keep a thread that wakes up from a processor.
 //! - A text of one peer waits for a few texts of each other peer at most, however many those send.
 
+use crate::background;
 use larder_http::PeerAddress;
 use larder_model::{Tokenizer, TokenizerError};
 use parking_lot::Mutex;
@@ -23,10 +25,13 @@ use tokio::task::JoinError;
 pub(crate) const TEXT_BYTES_MAX: usize = 4 << 20;
 /// Longest text that counts as short, in bytes. It takes about 60 ms and 12 MB.
 const SHORT_BYTES_MAX: usize = 64 << 10;
-/// Maximum number of requests with short texts in progress.
+/// Longest text that counts as brief, in bytes. It takes about 4 ms, a time slice, and has full
+/// priority.
+const BRIEF_BYTES_MAX: usize = 4 << 10;
+/// Maximum number of requests with short texts in progress, and of those with brief ones.
 const SHORT_MAX: usize = 8;
-/// Requests of one peer that wait for a place or have one: with short texts, and with long ones.
-/// Its others wait for these.
+/// Requests of one peer that wait for a place or have one: with brief texts, with short ones, and
+/// with long ones. Its others wait for these.
 const SHORT_PER_PEER: usize = SHORT_MAX / 2;
 const LONG_PER_PEER: usize = 1;
 /// Maximum size of the long texts in progress, in bytes. They take about 400 MB.
@@ -105,6 +110,7 @@ impl Echo {
 /// Places for texts in progress.
 #[derive(Debug)]
 pub(crate) struct TokeniserQueue {
+    brief: Lane,
     short: Lane,
     long: Lane,
 }
@@ -120,8 +126,8 @@ struct Lane {
 
 impl Default for TokeniserQueue {
     fn default() -> Self {
-        let (short, long) = (SHORT_MAX, LONG_BYTES_MAX / CHARGE_BYTES);
-        Self { short: Lane::new(short, SHORT_PER_PEER), long: Lane::new(long, LONG_PER_PEER) }
+        let short = || Lane::new(SHORT_MAX, SHORT_PER_PEER);
+        Self { brief: short(), short: short(), long: Lane::new(LONG_BYTES_MAX / CHARGE_BYTES, LONG_PER_PEER) }
     }
 }
 
@@ -147,7 +153,7 @@ impl Lane {
 }
 
 impl TokeniserQueue {
-    /// Runs `work` on a blocking thread when there is room for its `bytes` of text. Waits in the
+    /// Runs `work` on a thread of its own when there is room for its `bytes` of text. Waits in the
     /// order of arrival, but for the part of each peer. Dropping the future ends the wait, but not
     /// the work.
     pub(crate) async fn run<T: Send + 'static>(
@@ -156,18 +162,23 @@ impl TokeniserQueue {
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        let permits = if bytes <= SHORT_BYTES_MAX {
-            self.short.enter(peer, 1).await
-        } else {
-            let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
-            self.long.enter(peer, charge as u32).await
+        let permits = match bytes {
+            ..=BRIEF_BYTES_MAX => self.brief.enter(peer, 1).await,
+            ..=SHORT_BYTES_MAX => self.short.enter(peer, 1).await,
+            _ => {
+                let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
+                self.long.enter(peer, charge as u32).await
+            }
         };
-        tokio::task::spawn_blocking(move || {
+        let work = move || {
             // Held by the work itself: it goes on if the client disconnects.
             let _permits = permits;
             work()
-        })
-        .await
+        };
+        match bytes {
+            ..=BRIEF_BYTES_MAX => tokio::task::spawn_blocking(work).await,
+            _ => background::run(work).await,
+        }
     }
 }
 
@@ -226,6 +237,19 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn only_brief_texts_have_full_priority() {
+        use background::tests::{background_priority, priority};
+        let queue = TokeniserQueue::default();
+        for (bytes, expected) in [
+            (BRIEF_BYTES_MAX, priority()),
+            (BRIEF_BYTES_MAX + 1, background_priority()),
+            (SHORT_BYTES_MAX + 1, background_priority()),
+        ] {
+            assert_eq!(queue.run(peer(1), bytes, priority).await.unwrap(), expected, "{bytes} bytes");
+        }
+    }
+
+    #[tokio::test]
     async fn short_texts_pass_long_ones_and_long_ones_wait_for_each_other() {
         let queue = TokeniserQueue::default();
         let (end, wait) = mpsc::channel::<()>();
@@ -242,8 +266,29 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn brief_texts_pass_short_ones_of_many_peers() {
+        let queue = TokeniserQueue::default();
+        let (end, wait) = mpsc::channel::<()>();
+        let wait = Arc::new(std::sync::Mutex::new(wait));
+        let mut crowd: Vec<_> = (0..2 * SHORT_MAX as u8)
+            .map(|at| {
+                let wait = wait.clone();
+                Box::pin(queue.run(peer(at), SHORT_BYTES_MAX, move || wait.lock().unwrap().recv().is_ok()))
+            })
+            .collect();
+        for text in &mut crowd {
+            assert!(futures::poll!(text).is_pending());
+        }
+        let brief = queue.run(peer(100), BRIEF_BYTES_MAX, || 7);
+        let ended = tokio::time::timeout(std::time::Duration::from_secs(30), brief).await;
+        assert_eq!(ended.expect("it waits for no short text").unwrap(), 7);
+        drop(end);
+        futures::future::join_all(crowd).await;
+    }
+
+    #[tokio::test]
     async fn texts_of_a_crowd_do_not_delay_those_of_another_peer() {
-        for bytes in [SHORT_BYTES_MAX, LONG_BYTES_MAX] {
+        for bytes in [BRIEF_BYTES_MAX, SHORT_BYTES_MAX, LONG_BYTES_MAX] {
             let queue = TokeniserQueue::default();
             let (end, wait) = mpsc::channel::<()>();
             let wait = Arc::new(std::sync::Mutex::new(wait));
@@ -263,8 +308,10 @@ mod tests {
             assert_eq!(ended.expect("it waits for one text at most").unwrap(), 7);
             drop(end);
             futures::future::join_all(crowd).await;
-            assert!(queue.run(peer(3), 1, || true).await.unwrap());
-            assert!(queue.short.peers.lock().len() <= 1, "peers without texts are forgotten");
+            assert!(queue.run(peer(3), bytes, || true).await.unwrap());
+            for lane in [&queue.brief, &queue.short, &queue.long] {
+                assert!(lane.peers.lock().len() <= 1, "peers without texts are forgotten");
+            }
         }
     }
 }

@@ -185,7 +185,7 @@ async fn parse<T: Send + 'static>(
 ) -> Result<(T, BodyCharge), AdminError> {
     check_length(router, &body)?;
     let RequestBody { bytes, charge, .. } = body;
-    let parsed = crate::openai::spawn_blocking_if_large(bytes, move |bytes| {
+    let parsed = crate::openai::parse_in_background_if_large(bytes, move |bytes| {
         let mut fields = Fields::parse(&bytes)?;
         let request = take(&mut fields)?;
         fields.refuse_rest()?;

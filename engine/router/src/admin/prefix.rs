@@ -130,7 +130,7 @@ impl Prefix {
             pages: pages.collect(),
         };
         // Not on the event loop: a hundred thousand pages take a while.
-        let json = tokio::task::spawn_blocking(move || serde_json::to_vec(&answer)).await;
+        let json = crate::background::run(move || serde_json::to_vec(&answer)).await;
         let json = json.map_err(std::io::Error::other).and_then(|json| Ok(json?));
         let json = json.map_err(|error| AdminError::internal("write the status of the pages", error))?;
         Ok(charged_body(json, self.charge))

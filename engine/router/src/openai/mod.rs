@@ -201,7 +201,7 @@ impl RequestContext {
     ) -> Result<T, ApiError> {
         check_length(&self.router, &body)?;
         self.body = body.charge;
-        let parsed = spawn_blocking_if_large(body.bytes, move |bytes| parse(&bytes)).await;
+        let parsed = parse_in_background_if_large(body.bytes, move |bytes| parse(&bytes)).await;
         parsed.unwrap_or_else(|error| Err(ApiError::internal("read the request", error)))
     }
 }
@@ -216,15 +216,15 @@ pub(crate) fn check_length(router: &RouterState, body: &RequestBody) -> Result<(
     Err(ApiError::too_large(bytes_max))
 }
 
-/// Runs `parse` inline for small inputs and on a blocking thread above [`PARSE_INLINE_BYTES_MAX`].
-/// The thread hop costs more than parsing a small body.
-pub(crate) async fn spawn_blocking_if_large<T: Send + 'static>(
+/// Runs `parse` inline for small inputs and in the background above [`PARSE_INLINE_BYTES_MAX`]. The
+/// thread hop costs more than parsing a small body.
+pub(crate) async fn parse_in_background_if_large<T: Send + 'static>(
     bytes: bytes::Bytes,
     parse: impl FnOnce(bytes::Bytes) -> T + Send + 'static,
 ) -> Result<T, tokio::task::JoinError> {
     match bytes.len() {
         ..=PARSE_INLINE_BYTES_MAX => Ok(parse(bytes)),
-        _ => tokio::task::spawn_blocking(move || parse(bytes)).await,
+        _ => crate::background::run(move || parse(bytes)).await,
     }
 }
 

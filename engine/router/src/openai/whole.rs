@@ -131,7 +131,7 @@ pub(crate) async fn whole(started: StartedAnswer, record: &mut Option<RequestRec
     let response = if charge.is_large() {
         // Megabytes of JSON would hold up all other requests of the event loop.
         let totals = usage_totals.clone();
-        let written = tokio::task::spawn_blocking(move || meta.response(choices, charge, &totals)).await;
+        let written = crate::background::run(move || meta.response(choices, charge, &totals)).await;
         written.map_err(|error| ApiError::internal("write the answer", error))??
     } else {
         meta.response(choices, charge, &usage_totals)?
