@@ -162,13 +162,13 @@ impl TokeniserQueue {
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        let permits = match bytes {
-            ..=BRIEF_BYTES_MAX => self.brief.enter(peer, 1).await,
-            ..=SHORT_BYTES_MAX => self.short.enter(peer, 1).await,
-            _ => {
-                let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
-                self.long.enter(peer, charge as u32).await
-            }
+        let permits = if bytes <= BRIEF_BYTES_MAX {
+            self.brief.enter(peer, 1).await
+        } else if bytes <= SHORT_BYTES_MAX {
+            self.short.enter(peer, 1).await
+        } else {
+            let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
+            self.long.enter(peer, charge as u32).await
         };
         let work = move || {
             // Held by the work itself: it goes on if the client disconnects.

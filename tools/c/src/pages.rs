@@ -166,10 +166,11 @@ pub unsafe extern "C" fn larder_get_into(
 }
 
 unsafe fn put_options(options: *const LarderPutOptions) -> Result<(Option<PageKey>, Option<u32>, PutOptions)> {
-    // SAFETY: the caller's promise, here and below.
+    // SAFETY: the caller's promise.
     let Some(options) = (unsafe { read_optional(options, "options") })? else {
         return Ok((None, None, PutOptions::default()));
     };
+    // SAFETY: the caller's promise.
     let parent = unsafe { read_optional(options.parent, "parent") }?.map(|key| PageKey(key.bytes));
     let position = options.in_sequence.then_some(options.position);
     let ttl = (options.ttl_us > 0).then(|| Duration::from_micros(options.ttl_us));
