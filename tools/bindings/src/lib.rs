@@ -1,4 +1,4 @@
-//! What the store clients for other languages share: `tools/python` and `tools/c`.
+//! Shared code of the store clients for other languages: `tools/python` and `tools/c`.
 //!
 //! A program in another language blocks or waits in its own way, owns the memory of its pages, and
 //! may fork. `larder-client` knows none of this.

@@ -285,8 +285,8 @@ typedef struct {
   size_t pages;
   // Leading pages that are in L2 and held there.
   size_t held;
-  // True if every node that owns one of the keys answered in time. Otherwise an empty prefix does
-  // not mean that the pages do not exist.
+  // True if every node that owns one of the keys answered in time. Otherwise an empty prefix
+  // does not mean that the pages do not exist.
   bool answered;
   // Longest pause that a busy node suggests, or 0.
   uint64_t retry_after_us;
@@ -351,8 +351,8 @@ const char *larder_version(void);
 
 // Computes the key of the page with `tokens` that follows the page `previous`.
 //
-// SHA-256 over the previous key and the tokens as 32-bit little-endian numbers. SGLang uses the same
-// chain. `previous` is null for the first page.
+// SHA-256 over the previous key and the tokens as 32-bit little-endian numbers. SGLang uses the
+// same chain. `previous` is null for the first page.
 larder_status larder_page_key(const uint32_t *tokens,
                               size_t count,
                               const larder_key *previous,
@@ -380,8 +380,8 @@ larder_status larder_client_stats(larder_client client, larder_stats *stats);
 
 // Allocates memory of the client, of at most 1 GiB. A put from it is not copied in this process.
 //
-// `is_shared` may be null. It is set to true if a node on this machine and RDMA devices can read the
-// memory in place; otherwise the client's shared memory is used up.
+// `is_shared` may be null. It is set to true if a node on this machine and RDMA devices can read
+// the memory in place; otherwise the client's shared memory is used up.
 larder_status larder_buffer_open(larder_client client,
                                  size_t size,
                                  larder_buffer *buffer,
@@ -403,8 +403,8 @@ larder_status larder_exists(larder_client client,
 // Finds the longest prefix of `keys` that the store can serve, and holds it for `hold_us`, at most
 // 60 s. 0 holds nothing.
 //
-// `tiers` and `expected_us` may be null. Otherwise they have `count` elements, of which those of the
-// prefix are set: the tier of each page, and the expected time until it is in L2.
+// `tiers` and `expected_us` may be null. Otherwise they have `count` elements, of which those of
+// the prefix are set: the tier of each page, and the expected time until it is in L2.
 larder_status larder_lookup(larder_client client,
                             const larder_key *keys,
                             size_t count,
@@ -419,9 +419,9 @@ larder_status larder_lease_release(larder_lease lease);
 
 // Reads pages into the caller's memory. `tiers` has `count` elements.
 //
-// `memories` has one element for each page, or one for each part of each page, page by page. Two of
-// them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is the
-// number of retries at a busy node, each after the pause that it suggests.
+// `memories` has one element for each page, or one for each part of each page, page by page. Two
+// of them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is
+// the number of retries at a busy node, each after the pause that it suggests.
 larder_status larder_get_into(larder_client client,
                               const larder_key *keys,
                               size_t count,
@@ -433,9 +433,9 @@ larder_status larder_get_into(larder_client client,
 
 // Puts pages from the caller's memory. `outcomes` has `count` elements.
 //
-// `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer is
-// not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program changes it
-// then, the node refuses the page. Other memory is copied once, before the transfer.
+// `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer
+// is not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program
+// changes it then, the node refuses the page. Other memory is copied once, before the transfer.
 larder_status larder_put_from(larder_client client,
                               const larder_key *keys,
                               size_t count,
@@ -467,8 +467,8 @@ larder_status larder_pin(larder_client client,
                          uint64_t timeout_us,
                          larder_pin_result *result);
 
-// Gives advice about the pages of a sequence, in its order. `pages` is set to the number that is in
-// L2 at the nodes that have answered.
+// Gives advice about the pages of a sequence, in its order. `pages` is set to the number that is
+// in L2 at the nodes that have answered.
 larder_status larder_hint(larder_client client,
                           const larder_key *keys,
                           size_t count,

@@ -21,8 +21,8 @@ pub extern "C" fn larder_version() -> *const c_char {
 
 /// Computes the key of the page with `tokens` that follows the page `previous`.
 ///
-/// SHA-256 over the previous key and the tokens as 32-bit little-endian numbers. SGLang uses the same
-/// chain. `previous` is null for the first page.
+/// SHA-256 over the previous key and the tokens as 32-bit little-endian numbers. SGLang uses the
+/// same chain. `previous` is null for the first page.
 ///
 /// # Safety
 /// `tokens` has `count` elements.
@@ -180,8 +180,8 @@ pub unsafe extern "C" fn larder_client_stats(client: LarderClient, stats: *mut L
 
 /// Allocates memory of the client, of at most 1 GiB. A put from it is not copied in this process.
 ///
-/// `is_shared` may be null. It is set to true if a node on this machine and RDMA devices can read the
-/// memory in place; otherwise the client's shared memory is used up.
+/// `is_shared` may be null. It is set to true if a node on this machine and RDMA devices can read
+/// the memory in place; otherwise the client's shared memory is used up.
 ///
 /// # Safety
 /// The outputs may be written.

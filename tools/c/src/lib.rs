@@ -1,4 +1,5 @@
-//! liblarder: the store client of `larder-client` for C. `include/larder.h` documents its functions.
+//! liblarder: the store client of `larder-client` for C. `include/larder.h` documents its
+//! functions.
 //!
 //! Invariants:
 //! - No panic crosses the boundary: it becomes [`Internal`](types::LarderStatus::Internal).

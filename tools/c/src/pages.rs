@@ -81,8 +81,8 @@ pub unsafe extern "C" fn larder_exists(
 /// Finds the longest prefix of `keys` that the store can serve, and holds it for `hold_us`, at most
 /// 60 s. 0 holds nothing.
 ///
-/// `tiers` and `expected_us` may be null. Otherwise they have `count` elements, of which those of the
-/// prefix are set: the tier of each page, and the expected time until it is in L2.
+/// `tiers` and `expected_us` may be null. Otherwise they have `count` elements, of which those of
+/// the prefix are set: the tier of each page, and the expected time until it is in L2.
 ///
 /// # Safety
 /// The arrays have `count` elements.
@@ -131,9 +131,9 @@ pub extern "C" fn larder_lease_release(lease: LarderLease) -> LarderStatus {
 
 /// Reads pages into the caller's memory. `tiers` has `count` elements.
 ///
-/// `memories` has one element for each page, or one for each part of each page, page by page. Two of
-/// them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is the
-/// number of retries at a busy node, each after the pause that it suggests.
+/// `memories` has one element for each page, or one for each part of each page, page by page. Two
+/// of them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is
+/// the number of retries at a busy node, each after the pause that it suggests.
 ///
 /// # Safety
 /// The arrays have as many elements as stated. Nothing else accesses the memories during the call.
@@ -179,9 +179,9 @@ unsafe fn put_options(options: *const LarderPutOptions) -> Result<(Option<PageKe
 
 /// Puts pages from the caller's memory. `outcomes` has `count` elements.
 ///
-/// `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer is
-/// not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program changes it
-/// then, the node refuses the page. Other memory is copied once, before the transfer.
+/// `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer
+/// is not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program
+/// changes it then, the node refuses the page. Other memory is copied once, before the transfer.
 ///
 /// # Safety
 /// The arrays have as many elements as stated. Nothing writes to the memories during the call.

@@ -65,8 +65,8 @@ fn hint_of(hint: LarderHint) -> Result<Hint> {
     }
 }
 
-/// Gives advice about the pages of a sequence, in its order. `pages` is set to the number that is in
-/// L2 at the nodes that have answered.
+/// Gives advice about the pages of a sequence, in its order. `pages` is set to the number that is
+/// in L2 at the nodes that have answered.
 ///
 /// # Safety
 /// `keys` has `count` elements, and the other pointers are valid.

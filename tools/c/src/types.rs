@@ -229,8 +229,8 @@ pub struct LarderLookup {
     pub pages: usize,
     /// Leading pages that are in L2 and held there.
     pub held: usize,
-    /// True if every node that owns one of the keys answered in time. Otherwise an empty prefix does
-    /// not mean that the pages do not exist.
+    /// True if every node that owns one of the keys answered in time. Otherwise an empty prefix
+    /// does not mean that the pages do not exist.
     pub answered: bool,
     /// Longest pause that a busy node suggests, or 0.
     pub retry_after_us: u64,

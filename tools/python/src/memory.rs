@@ -57,7 +57,7 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// What keeps the bytes where they are. `None` if the caller keeps them until the process ends.
+/// Keeps the bytes where they are. `None` if the caller keeps them until the process ends.
 pub(crate) type Owner = Option<Py<PyAny>>;
 pub(crate) type Target = larder_bindings::Target<Owner>;
 
