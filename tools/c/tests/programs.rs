@@ -25,6 +25,8 @@ fn compile_with(source: &Path, options: &[String], out: &TempDir) -> PathBuf {
 fn compile_contract(out: &TempDir) -> PathBuf {
     let (root, libraries) = (Path::new(env!("CARGO_MANIFEST_DIR")), libraries());
     let options = [
+        // A call that leaves out an output must not pass because of what the stack had before.
+        "-ftrivial-auto-var-init=pattern".to_string(),
         format!("-I{}", root.join("include").display()),
         format!("-L{}", libraries.display()),
         "-llarder".to_string(),
