@@ -3,6 +3,7 @@
 //! - `up` starts a complete installation in one process.
 //! - `store`, `prefill`, `decode` and `router` start one process of a larger installation.
 //! - `status` and `prefix` send requests to a router's admin API.
+//! - `doctor` checks a running store from a client's machine.
 //! - `verify` checks the L3 logs of stopped nodes.
 //! - `bench` runs measurements.
 //! - `docs` prints reference pages for docs/, and `template-worker` renders chat templates for a
@@ -13,6 +14,7 @@ mod admin;
 mod bench;
 mod bundled;
 mod docs;
+mod doctor;
 mod errors;
 mod http_args;
 mod logging;
@@ -61,6 +63,8 @@ enum Command {
     Router(serve::RouterArgs),
     /// Show store nodes, engines and models
     Status(status::StatusArgs),
+    /// Check a running store, and say what to change. Exit codes: 0 no failure, 1 failure
+    Doctor(doctor::DoctorArgs),
     /// Inspect, warm, pin or forget the cached pages of a prompt
     #[command(subcommand)]
     Prefix(prefix::Prefix),
@@ -112,6 +116,8 @@ fn main() -> ExitCode {
 fn start_logging(cli: &Cli) {
     let default = match &cli.command {
         Command::Store(_) | Command::Prefill(_) | Command::Decode(_) | Command::Router(_) => "info",
+        // It reports each failure itself.
+        Command::Doctor(_) => "error",
         _ => "warn",
     };
     logging::start(cli.log.as_deref().unwrap_or(default));
@@ -121,6 +127,7 @@ async fn run(command: Command) -> Result<ExitCode> {
     match command {
         // The exit code tells scripts more than success or failure.
         Command::Verify(args) => return Ok(verify::run(args).await),
+        Command::Doctor(args) => return Ok(doctor::run(args).await),
         Command::Up(args) => up::run(args).await,
         Command::Store(args) => serve::store(args).await,
         Command::Prefill(args) => serve::engine(larder_worker::Role::Prefill, args).await,

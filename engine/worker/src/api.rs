@@ -319,6 +319,10 @@ pub struct EngineState {
     /// Duration of a step in milliseconds, as a moving average. 0 until measured.
     pub step_ms: f64,
     pub store_nodes: u32,
+    /// Version of the engine's software. Empty if it is older than this field.
+    pub version: String,
+    /// Newest version of the store's protocol that the engine speaks. 0 if it is older than this field.
+    pub protocol: u16,
 }
 
 /// Checks sampling parameters against the limits of engines and a vocabulary of `vocab` tokens.

@@ -78,7 +78,12 @@ impl AppState {
     pub(crate) fn state(&self) -> EngineState {
         // Clone under the lock, which the scheduler takes in every loop.
         let state = self.state.lock().clone();
-        EngineState { store_nodes: self.store.nodes_connected() as u32, ..state }
+        EngineState {
+            store_nodes: self.store.nodes_connected() as u32,
+            version: env!("CARGO_PKG_VERSION").into(),
+            protocol: larder_client::PROTOCOL_VERSION,
+            ..state
+        }
     }
 }
 

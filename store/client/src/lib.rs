@@ -88,6 +88,8 @@ pub use buffer::Buffer;
 pub use client::Client;
 pub use larder_memory::share::{after_fork_in_child, after_fork_in_parent, before_fork};
 pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
+/// Oldest and newest protocol version of this build.
+pub use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
 pub use operations::{
     Fetched, Follow, FollowEnd, Forgotten, GetOptions, Hint, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
     PagePin,

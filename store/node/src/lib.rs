@@ -47,6 +47,7 @@ mod devices;
 mod former_owners;
 mod health;
 mod holds;
+mod host;
 mod identity;
 mod members;
 pub mod memory_plan;

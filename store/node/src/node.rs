@@ -3,6 +3,7 @@
 use crate::connection::{ConnectionLimit, SharedArena};
 use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
+use crate::host::{self, Host};
 use crate::identity::{Identity, IdentityDirectory, NextIdentity, PlaceErrors};
 use crate::memory_plan::MemoryPlan;
 use crate::options::NodeOptions;
@@ -111,7 +112,8 @@ impl Node {
         report_identity_errors(&options, errors)?;
         let store = Store::new(&options, arena, devices, clock, own.generation_first(&mut rng));
         let address = local.as_ref().map(|local| local.address.clone());
-        let state = NodeState::new(own, store, address, rdma, options.protocol_max, options.busy_poll);
+        let host = Host::read(options.l3_devices().into_iter().map(|device| device.dir).collect()).await;
+        let state = NodeState::new(own, store, address, rdma, options.protocol_max, options.busy_poll, Some(host));
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         if let Some(dir) = &members_dir {
@@ -135,9 +137,7 @@ impl Node {
             tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
         }
         tasks.spawn(identity::keep_ahead(state.clone(), found, stop.clone()));
-        let upkeep = state.clone();
-        let upkeep_stop = stop.clone();
-        tasks.spawn(async move { upkeep.store.upkeep(upkeep_stop).await });
+        spawn_upkeep(&state, &stop, &tasks);
         let acceptor = Acceptor {
             state: state.clone(),
             places: Places::new(options.place_limits(descriptors::for_connections(&options)), state.metrics.clone()),
@@ -213,7 +213,7 @@ impl Server {
     ) -> Server {
         // Simulated time does not pass while a thread polls.
         let busy_poll = Duration::ZERO;
-        Server { state: NodeState::new(identity, store, arena_listener, rdma, protocol_max, busy_poll) }
+        Server { state: NodeState::new(identity, store, arena_listener, rdma, protocol_max, busy_poll, None) }
     }
 
     pub fn store(&self) -> &Store {
@@ -271,6 +271,12 @@ fn report_identity_errors(options: &NodeOptions, errors: PlaceErrors) -> Result<
         );
     }
     Ok(())
+}
+
+fn spawn_upkeep(state: &Arc<NodeState>, stop: &CancellationToken, tasks: &TaskTracker) {
+    tasks.spawn(host::keep_current(state.clone(), stop.clone()));
+    let (upkeep, stop) = (state.clone(), stop.clone());
+    tasks.spawn(async move { upkeep.store.upkeep(stop).await });
 }
 
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {

@@ -2,6 +2,7 @@
 
 use crate::budget::TenantNumber;
 use crate::connection::{ArrivingBodies, BulkScheduler, Refusals};
+use crate::host::Host;
 use crate::identity::Identity;
 use crate::members::Members;
 use crate::metrics::Metrics;
@@ -10,7 +11,7 @@ use crate::store::Store;
 use larder_http::HttpMetrics;
 use larder_rdma::NicStats;
 use larder_runtime::now;
-use larder_wire::ArenaListenerInfo;
+use larder_wire::{ArenaListenerInfo, PROTOCOL_VERSION_MIN};
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,6 +31,8 @@ pub(crate) struct NodeState {
     pub(crate) protocol_max: u16,
     pub(crate) busy_poll: Duration,
     pub(crate) rdma: Option<Rdma>,
+    /// `None` in a simulation.
+    pub(crate) host: Option<Host>,
     pub(crate) bulk_scheduler: BulkScheduler,
     pub(crate) refusals: Refusals,
     pub(crate) arriving: ArrivingBodies,
@@ -44,6 +47,7 @@ impl NodeState {
         rdma: Option<Rdma>,
         protocol_max: u16,
         busy_poll: Duration,
+        host: Option<Host>,
     ) -> Arc<NodeState> {
         let metrics = store.metrics().clone();
         let http = HttpMetrics::default();
@@ -59,6 +63,7 @@ impl NodeState {
             protocol_max,
             busy_poll,
             rdma,
+            host,
             bulk_scheduler: BulkScheduler::new(),
             refusals: Refusals::new(),
             arriving: ArrivingBodies::default(),
@@ -88,6 +93,11 @@ impl NodeState {
         if let Some(rdma) = &self.rdma {
             status["rdma"] = rdma::status(&rdma.fabric);
         }
+        status["version"] = env!("CARGO_PKG_VERSION").into();
+        status["protocol"] = serde_json::json!({ "min": PROTOCOL_VERSION_MIN, "max": self.protocol_max });
+        // The clock that ends times to live.
+        status["unix_ms"] = self.store.tiers().clock().now_unix_ms().into();
+        status["host"] = self.host.as_ref().map(Host::status).into();
         status["members"] = self.members.list(now()).len().into();
         status
     }

@@ -61,6 +61,10 @@ impl Directory for FakeDirectory {
             up: self.0.is_up(),
             node_id: None,
             epoch: Some(1),
+            protocol: None,
+            problem: None,
+            no_shared_memory: None,
+            no_rdma: None,
             transport: None,
             status: None,
         };

@@ -22,12 +22,14 @@ pub(super) struct Handshake<C: Connector> {
     pub(super) reader: FrameReader<C::Source>,
     pub(super) writer: FrameWriter<C::Sink>,
     pub(super) arena: Option<Arc<ArenaMap>>,
+    /// Reason for which `transport=auto` found no shared memory.
+    pub(super) no_shared_memory: Option<io::Error>,
 }
 
 /// Connects to the node. With `transport=auto`, falls back to TCP if shared memory is unavailable.
 pub(super) async fn connect<C: Connector>(connector: &C, options: &ConnectionOptions) -> io::Result<Handshake<C>> {
     let (source, sink) = with_timeout(options, connector.connect(&options.address)).await?;
-    let (handshake, listener) = with_timeout(options, exchange_hello::<C>(source, sink, options)).await?;
+    let (mut handshake, listener) = with_timeout(options, exchange_hello::<C>(source, sink, options)).await?;
     if matches!(options.transport, Transport::Auto | Transport::Shm) {
         match with_timeout(options, attach_memory(connector, &handshake.node, listener, options)).await {
             Ok(attached) => return Ok(attached),
@@ -36,6 +38,7 @@ pub(super) async fn connect<C: Connector>(connector: &C, options: &ConnectionOpt
             }
             Err(error) => {
                 tracing::debug!(node = %options.address, %error, "no shared memory with this node; pages travel over TCP");
+                handshake.no_shared_memory = Some(error);
             }
         }
     }
@@ -103,7 +106,7 @@ async fn exchange_hello<C: Connector>(
             }
             reader.set_version(version);
             let node = NodeIdentity { node_id, epoch, version };
-            Ok((Handshake { node, reader, writer, arena: None }, arena_listener))
+            Ok((Handshake { node, reader, writer, arena: None, no_shared_memory: None }, arena_listener))
         }
         Response::Error { message, .. } => Err(io::Error::other(format!("the node refused the client: {message}"))),
         _ => Err(invalid_data(DecodeError::Invalid("answer to hello"))),

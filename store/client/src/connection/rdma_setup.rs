@@ -7,9 +7,11 @@ use super::connector::{Connector, unsupported};
 use super::multiplex::Connection;
 use super::options::ConnectionOptions;
 use super::rdma_channels::Devices;
+use super::supervisor::Notes;
 use crate::url::Transport;
 use larder_rdma::{EndpointAddress, Error, RdmaChannel};
 use larder_wire::{MAX_RDMA_CHANNELS, RdmaEndpoint, Request, Response, VERSION_RDMA};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -32,6 +34,7 @@ pub(super) async fn maintain<C: Connector>(
     connection: &Arc<Connection>,
     connector: &C,
     options: &ConnectionOptions,
+    notes: &Mutex<Notes>,
     publish: impl FnOnce(),
 ) -> io::Error {
     let is_required = options.transport == Transport::Rdma;
@@ -41,6 +44,11 @@ pub(super) async fn maintain<C: Connector>(
         if is_required {
             return unsupported("no RDMA: no usable device or memory here, or the node's version is too old");
         }
+        let reason = match connection.version() < VERSION_RDMA {
+            true => "the node's version is too old",
+            false => "no usable device here",
+        };
+        notes.lock().no_rdma = Some(reason.into());
         publish_once();
         return std::future::pending().await;
     };
@@ -52,9 +60,15 @@ pub(super) async fn maintain<C: Connector>(
     // Short at first: operations wait for `publish`.
     let mut timeout = options.connect_timeout;
     loop {
-        if let Ok(Err(error)) = tokio::time::timeout(timeout, setup.connect_missing()).await {
+        let attempt = tokio::time::timeout(timeout, setup.connect_missing()).await;
+        if let Ok(Err(error)) = &attempt {
             tracing::debug!(node = %options.address, %error, "cannot make an RDMA channel to the node");
         }
+        notes.lock().no_rdma = (!connection.rdma().is_up()).then(|| match attempt {
+            Ok(Ok(())) => "the node offers no channel".into(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the node does not answer the offer of channels".into(),
+        });
         if is_required && !connection.rdma().is_up() {
             return unsupported("no RDMA: no device of the node is reachable, or the channels to it died");
         }

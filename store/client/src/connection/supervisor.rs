@@ -11,6 +11,7 @@ use super::options::ConnectionOptions;
 use super::pool::{self, ConnectionPool};
 use super::rdma_setup;
 use larder_runtime::OrderedWatch;
+use parking_lot::Mutex;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,18 @@ const BACKOFF_MAX: Duration = Duration::from_secs(2);
 pub(crate) struct NodeHandle {
     address: String,
     state: Arc<OrderedWatch<NodeState>>,
+    notes: Arc<Mutex<Notes>>,
+}
+
+/// Reasons for the state of a connection, for operators.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Notes {
+    /// Reason of the latest failure to connect, or of the end of the latest connection.
+    pub(crate) problem: Option<String>,
+    /// Reason for which the latest connection has no shared memory.
+    pub(crate) no_shared_memory: Option<String>,
+    /// Reason for which the latest connection had no RDMA channel when one was last tried.
+    pub(crate) no_rdma: Option<String>,
 }
 
 #[derive(Clone, Default)]
@@ -43,10 +56,11 @@ impl NodeHandle {
         stop: CancellationToken,
     ) -> NodeHandle {
         let state = Arc::<OrderedWatch<NodeState>>::default();
-        let handle = NodeHandle { address: options.address.clone(), state: state.clone() };
+        let notes = Arc::<Mutex<Notes>>::default();
+        let handle = NodeHandle { address: options.address.clone(), state: state.clone(), notes: notes.clone() };
         tokio::spawn(async move {
             // Cancelling drops the future at its next await, which closes the connection.
-            stop.run_until_cancelled(supervise(options, &connector, &state)).await;
+            stop.run_until_cancelled(supervise(options, &connector, &state, &notes)).await;
             state.update(|state| *state = NodeState::Stopped);
         });
         handle
@@ -54,6 +68,10 @@ impl NodeHandle {
 
     pub(crate) fn address(&self) -> &str {
         &self.address
+    }
+
+    pub(crate) fn notes(&self) -> Notes {
+        self.notes.lock().clone()
     }
 
     pub(crate) fn pool(&self) -> Option<Arc<ConnectionPool>> {
@@ -86,14 +104,19 @@ impl NodeHandle {
     }
 }
 
-async fn supervise<C: Connector>(options: ConnectionOptions, connector: &Arc<C>, state: &OrderedWatch<NodeState>) {
+async fn supervise<C: Connector>(
+    options: ConnectionOptions,
+    connector: &Arc<C>,
+    state: &OrderedWatch<NodeState>,
+    notes: &Mutex<Notes>,
+) {
     let mut backoff = BACKOFF_MIN;
     // One warning per outage, not one per attempt.
     let mut has_warned = false;
     loop {
-        match handshake::connect(&**connector, &options).await {
+        let error = match handshake::connect(&**connector, &options).await {
             Ok(handshake) => {
-                let (was_published, error) = run(&options, connector, state, handshake).await;
+                let (was_published, error) = run(&options, connector, (state, notes), handshake).await;
                 if was_published {
                     backoff = BACKOFF_MIN;
                     has_warned = false;
@@ -101,9 +124,14 @@ async fn supervise<C: Connector>(options: ConnectionOptions, connector: &Arc<C>,
                 } else {
                     warn_once(&options, &error, &mut has_warned);
                 }
+                error
             }
-            Err(error) => warn_once(&options, &error, &mut has_warned),
-        }
+            Err(error) => {
+                warn_once(&options, &error, &mut has_warned);
+                error
+            }
+        };
+        notes.lock().problem = Some(error.to_string());
         tokio::time::sleep(backoff).await;
         // A node that restarts is back within seconds, so the pause stays short.
         backoff = (backoff * 2).min(BACKOFF_MAX);
@@ -115,17 +143,19 @@ async fn supervise<C: Connector>(options: ConnectionOptions, connector: &Arc<C>,
 async fn run<C: Connector>(
     options: &ConnectionOptions,
     connector: &Arc<C>,
-    state: &OrderedWatch<NodeState>,
+    (state, notes): (&OrderedWatch<NodeState>, &Mutex<Notes>),
     handshake: Handshake<C>,
 ) -> (bool, io::Error) {
-    let Handshake { node, reader, writer, arena } = handshake;
+    let Handshake { node, reader, writer, arena, no_shared_memory } = handshake;
+    let no_shared_memory = no_shared_memory.map(|error| error.to_string());
+    *notes.lock() = Notes { no_shared_memory, ..Notes::default() };
     let shared = arena.map(|arena| SharedMappings { arena, client_memory: options.memory.clone() });
     let (connection, queue) = Connection::new(node, shared, options.jitter_seed);
     let pool = ConnectionPool::new(connection.clone());
     let published = PublishedPool { state, pool: pool.clone(), is_published: AtomicBool::new(false) };
     // Before the pool is published: the first batch can then already use several connections.
     let further = pool::maintain(options, connector, &pool);
-    let rdma = rdma_setup::maintain(&connection, &**connector, options, || published.publish(options));
+    let rdma = rdma_setup::maintain(&connection, &**connector, options, notes, || published.publish(options));
     let error = driver::run(&connection, reader, writer, queue, rdma).await;
     // Further connections end before the node counts as absent.
     drop(further);

@@ -230,11 +230,12 @@ impl Batch<'_> {
     }
 
     fn reserve_request(&self, options: PutOptions) -> Request {
+        let ttl_ms = options.ttl_ms();
         let reserved = self.pages.iter().map(|(page, _)| Reserved {
             key: page.key,
             parent: page.parent,
             position: page.position,
-            ttl_ms: options.ttl_ms(),
+            ttl_ms,
             part_bytes: self.part_table.to_vec(),
             copy_of: None,
         });
