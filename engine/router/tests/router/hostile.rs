@@ -229,13 +229,45 @@ async fn one_address_leaves_places_to_others() {
     assert_eq!(cluster.post("/tokenize", tokenize).await.status(), 200);
 }
 
-/// Renderer whose worker process has `mark` in its command line.
-fn renderer(template: &str, mark: &str) -> ChatRenderer {
+/// Workers whose processes have `mark` in their command lines.
+fn template_workers(mark: &str) -> Arc<TemplateWorkers> {
     let mut command = crate::template_worker_command();
     // One more test to run, which does not exist.
     command.arguments.push(mark.into());
-    let workers = Arc::new(TemplateWorkers::new(command, Arc::default()));
-    ChatRenderer::new(workers, "m".into(), ChatTemplateSource { source: template.into(), ..Default::default() })
+    Arc::new(TemplateWorkers::new(command, Arc::default()))
+}
+
+/// Renderer of a model.
+fn renderer_of(workers: &Arc<TemplateWorkers>, template: &str) -> ChatRenderer {
+    let source = ChatTemplateSource { source: template.into(), ..Default::default() };
+    ChatRenderer::new(workers.clone(), "m".into(), source)
+}
+
+/// Renderer whose worker process has `mark` in its command line.
+fn renderer(template: &str, mark: &str) -> ChatRenderer {
+    renderer_of(&template_workers(mark), template)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_rendering_waits_for_its_place_beside_looping_ones() {
+    let mark = "worker-beside-looping-ones";
+    let workers = template_workers(mark);
+    let slow = "{% set l = range(90000) | list %}{% for i in range(120) %}{% set m = l | sort(reverse=true) %}\
+                {% endfor %}w1";
+    let (looping, slow) = ([0, 1].map(|_| renderer_of(&workers, HOSTILE_TEMPLATES[5])), renderer_of(&workers, slow));
+    let later = async {
+        let own = niceness(std::process::id() as i32);
+        let are_slow = || processes_with(mark).into_iter().filter(|id| niceness(*id) == own.max(10)).count() == 2;
+        eventually("both loops are slow", are_slow).await;
+        let begin = Instant::now();
+        let first = render(&slow, PATIENCE).await.unwrap();
+        println!("the slow rendering took {:?} beside loops", begin.elapsed());
+        // Its model counts as slow now.
+        let second = render(&slow, PATIENCE).await.unwrap();
+        assert_eq!((first.text, second.text), ("w1".into(), "w1".into()));
+    };
+    let (first, second, ()) = tokio::join!(render(&looping[0], PATIENCE), render(&looping[1], PATIENCE), later);
+    assert!([first, second].iter().all(|loops| matches!(loops, Err(ChatError::Exceeded))));
 }
 
 async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
@@ -253,12 +285,17 @@ async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText
 
 /// Process that has `mark` in its command line and is no zombie.
 fn process_with(mark: &str) -> Option<i32> {
+    processes_with(mark).first().copied()
+}
+
+fn processes_with(mark: &str) -> Vec<i32> {
     let processes = std::fs::read_dir("/proc").unwrap();
     let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    ids.into_iter().find(|id| {
+    let is_one = |id: &i32| {
         let arguments = std::fs::read_to_string(format!("/proc/{id}/cmdline")).unwrap_or_default();
         arguments.split('\0').any(|argument| argument == mark)
-    })
+    };
+    ids.filter(is_one).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
