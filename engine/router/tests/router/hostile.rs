@@ -229,6 +229,41 @@ async fn one_address_leaves_places_to_others() {
     assert_eq!(cluster.post("/tokenize", tokenize).await.status(), 200);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_behind_a_trusted_proxy_have_shares_of_their_own() {
+    let cluster = TestCluster::with(0, 1, |options| {
+        options.max_inflight = 8;
+        options.http.trusted_proxies = vec![[127, 0, 0, 1].into()];
+    })
+    .await;
+    cluster.decodes[0].behave(Behaviour::HangAfter(1));
+    let stranger = reqwest::Client::builder().local_address(std::net::IpAddr::from([127, 0, 0, 2])).build().unwrap();
+    let ask = async |http: &reqwest::Client, client: &str| {
+        let body = json!({"model": MODEL, "prompt": "w1", "stream": true});
+        let request = http.post(cluster.url("/v1/completions")).header("x-forwarded-for", client).json(&body);
+        request.send().await.unwrap()
+    };
+    let mut running = Vec::new();
+    for _ in 0..6 {
+        let response = ask(&cluster.http, "192.0.2.1").await;
+        assert_eq!(response.status(), 200);
+        running.push(response);
+    }
+    assert_eq!(ask(&cluster.http, "192.0.2.1").await.status(), 429, "two places are for others");
+    assert_eq!(ask(&cluster.http, "192.0.2.2, 192.0.2.1").await.status(), 429, "the proxy's entry is the last");
+    let other = ask(&cluster.http, "192.0.2.2").await;
+    assert_eq!(other.status(), 200, "another client of the proxy");
+    drop((running, other));
+    eventually("the places are free", || cluster.router.counters().inflight == 0).await;
+    let mut running = Vec::new();
+    for client in 0..6 {
+        let response = ask(&stranger, &format!("192.0.2.{client}")).await;
+        assert_eq!(response.status(), 200);
+        running.push(response);
+    }
+    assert_eq!(ask(&stranger, "192.0.2.7").await.status(), 429, "a stranger names nobody");
+}
+
 /// Workers whose processes have `mark` in their command lines.
 fn template_workers(mark: &str) -> Arc<TemplateWorkers> {
     let mut command = crate::template_worker_command();
