@@ -5,6 +5,7 @@ use clap::Args;
 use larder_http::HttpOptions;
 use larder_router::RouterOptions;
 use larder_router::openai::tool_parser::ToolFormat;
+use std::net::IpAddr;
 use std::time::Duration;
 
 /// Options of the OpenAI API.
@@ -70,6 +71,11 @@ pub struct HttpArgs {
     /// OpenAI API accepts every name, except for metrics and caches
     #[arg(long, value_name = "NAME")]
     allowed_host: Vec<String>,
+    /// Address of a reverse proxy that appends its clients to `X-Forwarded-For`. These clients then
+    /// have shares of their own, instead of one together. The proxy's connections still count as
+    /// those of one address, see --http-connections-per-address
+    #[arg(long, value_name = "ADDRESS")]
+    trusted_proxy: Vec<IpAddr>,
 }
 
 impl HttpArgs {
@@ -88,5 +94,6 @@ impl HttpArgs {
         options.write_timeout = Duration::from_secs(self.http_write_timeout);
         options.body_memory_bytes = usize::try_from(self.http_body_memory.as_u64()).unwrap_or(usize::MAX);
         options.allowed_hosts = self.allowed_host.clone();
+        options.trusted_proxies = self.trusted_proxy.clone();
     }
 }

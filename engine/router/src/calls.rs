@@ -11,6 +11,7 @@ use crate::engines::RemoteEngine;
 use crate::json::reason;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
+use larder_http::PeerAddress;
 use larder_worker::api::{
     ApiError, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode, ForgetRequest, ForgetResponse,
     HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FLUSH, PATH_FORGET, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL,
@@ -99,6 +100,13 @@ pub struct EngineClient {
     http: reqwest::Client,
 }
 
+/// File of a model from an engine.
+pub struct ModelFile {
+    pub bytes: Vec<u8>,
+    /// Address that sent it. A member chooses the name in its URL, but not this.
+    pub from: Option<PeerAddress>,
+}
+
 impl EngineClient {
     /// Creates a client that follows no redirects and uses no proxy: engine URLs come from the
     /// store, not from users.
@@ -128,7 +136,7 @@ impl EngineClient {
         name: &str,
         bytes_max: usize,
         deadline: Instant,
-    ) -> Result<Option<Vec<u8>>, CallError> {
+    ) -> Result<Option<ModelFile>, CallError> {
         let request = self.http.get(format!("{}{PATH_MODEL_FILES}/{name}", url.trim_end_matches('/')));
         within(url, deadline, async {
             let mut response = send(url, request).await?;
@@ -139,7 +147,9 @@ impl EngineClient {
             if !response.status().is_success() {
                 return Err(refusal(url, response).await);
             }
-            read_body(url, &mut response, bytes_max).await.map(Some)
+            let from = response.remote_addr().map(|address| PeerAddress::of(address.ip()));
+            let bytes = read_body(url, &mut response, bytes_max).await?;
+            Ok(Some(ModelFile { bytes, from }))
         })
         .await
     }

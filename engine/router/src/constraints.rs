@@ -44,7 +44,7 @@ impl From<ChatError> for ConstraintError {
         match error {
             ChatError::Template(RenderError::Failed(reason)) => Self::Refused(reason),
             ChatError::Template(RenderError::TooLong) | ChatError::Exceeded => Self::Exceeded,
-            ChatError::Busy => Self::Busy,
+            ChatError::Busy | ChatError::SlowBusy => Self::Busy,
             ChatError::Deadline => Self::Deadline,
             ChatError::Start(error) => Self::Start(error),
         }

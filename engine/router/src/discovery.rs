@@ -291,7 +291,7 @@ impl Discovery {
         let now = Instant::now();
         let is_served = match result {
             Ok(model) => {
-                let host = model.source_host.clone();
+                let host = model.source_host;
                 let has_room = self.router.models.insert(model, &self.router.engines);
                 if has_room {
                     tracing::info!(model = %key.0, namespace = %key.1, "model loaded");
@@ -303,9 +303,12 @@ impl Discovery {
                 } else {
                     tracing::warn!(model = %key.0, %host, models_max = MODELS_MAX, bytes_max = MODELS_BYTES_MAX, "model not served: too many models, too many of this host, or their files are too large; use another router for it");
                     // The other engines of the host have no more room for it.
-                    let mut same = self.router.engines.list();
-                    same.retain(|e| e.name != engine && e.model_key() == key && host_of(&e.info.url) == host);
-                    same.iter().for_each(|engine| self.load_turns.postpone(&engine.name, now));
+                    let engines = self.router.engines.list();
+                    let host_of = |engine: &RemoteEngine| host_of(&engine.info.url);
+                    let named = engines.iter().find(|e| e.name == engine).map(|engine| host_of(engine));
+                    let of_host = engines.iter().filter(|e| e.model_key() == key && Some(host_of(e)) == named);
+                    let same = of_host.filter(|e| e.name != engine);
+                    same.for_each(|engine| self.load_turns.postpone(&engine.name, now));
                 }
                 has_room
             }
@@ -360,12 +363,14 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
     let deadline = Instant::now() + MODEL_TIMEOUT;
     let mut files = BTreeMap::new();
     let mut file_bytes = 0;
+    let mut source_host = None;
     for &name in Tokenizer::FILES {
         let room = MODEL_BYTES_MAX - file_bytes;
         let file = router.engine_client.file(&engine.info.url, name, room, deadline).await;
-        if let Some(bytes) = file.map_err(|error| error.to_string())? {
-            file_bytes += bytes.len();
-            files.insert(name.to_string(), bytes);
+        if let Some(file) = file.map_err(|error| error.to_string())? {
+            file_bytes += file.bytes.len();
+            files.insert(name.to_string(), file.bytes);
+            source_host = source_host.or(file.from);
         }
     }
     let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
@@ -391,7 +396,7 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         chat,
         pages: router.directory.pages(&engine.info.descriptor),
         source: engine.name.clone(),
-        source_host: host_of(&engine.info.url),
+        source_host: source_host.unwrap_or_default(),
         is_distrusted: AtomicBool::new(false),
         file_bytes,
         created: unix_seconds(),

@@ -5,6 +5,7 @@ use crate::store::PageIndex;
 use crate::templates::ChatRenderer;
 use crate::tokenise::text_bytes_max;
 use larder_format::NamespaceId;
+use larder_http::PeerAddress;
 use larder_model::Tokenizer;
 use larder_worker::api::Role;
 use parking_lot::RwLock;
@@ -21,7 +22,7 @@ pub const MODELS_MAX: usize = 64;
 /// file.
 pub const MODELS_BYTES_MAX: usize = 256 << 20;
 
-/// Part of both limits that the models of one host have at most: 1 / this. Otherwise one hostile
+/// Part of both limits that the models of one address have at most: 1 / this. Otherwise one hostile
 /// member with large files could keep all others out.
 const HOST_SHARE: usize = 2;
 
@@ -51,8 +52,8 @@ pub struct ServedModel {
     pub pages: Arc<dyn PageIndex>,
     /// Name of the engine that its files came from.
     pub source: String,
-    /// Host of that engine's URL.
-    pub source_host: String,
+    /// Address that sent them. An engine may have many names for one address.
+    pub source_host: PeerAddress,
     /// Set when that engine broke the interface. Its files may be as wrong, so discovery replaces
     /// the model by one with the files of another engine.
     pub is_distrusted: AtomicBool,
@@ -112,8 +113,8 @@ impl ModelTable {
         let has_room = |models: &Models| {
             // A model with its key makes room.
             let others = models.by_key.iter().filter(|(key, _)| **key != model.key());
-            let others: Vec<_> = others.map(|(_, other)| (&*other.model.source_host, other.model.file_bytes)).collect();
-            has_room(&others, &model.source_host, model.file_bytes)
+            let others: Vec<_> = others.map(|(_, other)| (other.model.source_host, other.model.file_bytes)).collect();
+            has_room(&others, model.source_host, model.file_bytes)
         };
         if !has_room(&models) {
             // Only models without engines may go: clients can still be using the others.
@@ -214,8 +215,8 @@ impl ModelTable {
 }
 
 /// Returns `true` if files of `bytes` bytes from `host` fit beside those of other models, each with
-/// its host and size.
-fn has_room(others: &[(&str, usize)], host: &str, bytes: usize) -> bool {
+/// its address and size.
+fn has_room(others: &[(PeerAddress, usize)], host: PeerAddress, bytes: usize) -> bool {
     let fits = |sizes: &[usize], share| {
         sizes.len() < MODELS_MAX / share && sizes.iter().sum::<usize>() + bytes <= MODELS_BYTES_MAX / share
     };
@@ -231,19 +232,20 @@ mod tests {
     #[test]
     fn models_of_one_host_leave_room_for_those_of_others() {
         let large = MODELS_BYTES_MAX / 4;
+        let of = |last: u8| PeerAddress::of([10, 0, 0, last].into());
+        let (hostile, honest) = (of(1), of(2));
         let mut table = Vec::new();
-        while has_room(&table, "hostile", large) {
-            table.push(("hostile", large));
+        while has_room(&table, hostile, large) {
+            table.push((hostile, large));
         }
         assert_eq!(table.len(), 2);
-        assert!(has_room(&table, "honest", large));
+        assert!(has_room(&table, honest, large));
         let mut table = Vec::new();
-        while has_room(&table, "hostile", 1) {
-            table.push(("hostile", 1));
+        while has_room(&table, hostile, 1) {
+            table.push((hostile, 1));
         }
-        assert!(table.len() < MODELS_MAX && has_room(&table, "honest", large));
-        let hosts: Vec<String> = (0..5).map(|i| format!("host-{i}")).collect();
-        let table: Vec<_> = hosts[..4].iter().map(|host| (&**host, large)).collect();
-        assert!(!has_room(&table, &hosts[4], 1), "the table is full");
+        assert!(table.len() < MODELS_MAX && has_room(&table, honest, large));
+        let table: Vec<_> = (0..4).map(|last| (of(last), large)).collect();
+        assert!(!has_room(&table, of(4), 1), "the table is full");
     }
 }

@@ -14,8 +14,9 @@
 //!   Its worker is not used again: only a privileged process could raise the priority.
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
 //! - Renderings that have become slow hold half of the places at most. The next one that does is
-//!   stopped. For [`SLOW_FOR`] after a slow rendering, a model needs one of these places to begin,
-//!   and is refused if all are taken. So looping templates of many models do not keep the chats of
+//!   stopped, and begins anew when one of these places is free. For [`SLOW_FOR`] after a slow
+//!   rendering, a model needs such a place to begin. Renderings wait for one at most [`SLOW_WAIT_MAX`],
+//!   and hold no other place meanwhile. So looping templates of many models do not keep the chats of
 //!   others waiting.
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised. Those of at most
 //!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
@@ -55,6 +56,9 @@ const SLOW_RENDERINGS_MAX: usize = RENDERINGS_MAX / 2;
 /// Time for which a model counts as slow after a slow rendering. It bounds how often a looping
 /// template takes a place of the others.
 const SLOW_FOR: Duration = Duration::from_secs(5);
+/// Maximum time that a rendering waits for a place among the slow ones. In this time, each place
+/// serves two that take the longest time.
+const SLOW_WAIT_MAX: Duration = Duration::from_secs(10);
 /// Maximum number of requests that wait for the worker of one model.
 pub const WAITING_MAX: usize = 256;
 /// Maximum size of all texts of templates in memory, in bytes. The tokeniser takes about a minute
@@ -96,6 +100,11 @@ pub enum ChatError {
     Exceeded,
     #[error("too many chats wait for the chat template of this model or for the tokenizer; try again later")]
     Busy,
+    #[error(
+        "the chat template of this model takes long for this conversation, and others that do took all places for \
+         them; try again later, or send a shorter conversation"
+    )]
+    SlowBusy,
     #[error("the request took longer than its time limit")]
     Deadline,
     #[error("cannot start the template worker: {0}")]
@@ -196,11 +205,24 @@ impl From<io::Error> for ExchangeError {
     }
 }
 
-impl From<ExchangeError> for ChatError {
+/// Failure of an attempt to render.
+enum RunError {
+    /// The job has become slow, and too many others are.
+    Crowded,
+    Chat(ChatError),
+}
+
+impl From<ChatError> for RunError {
+    fn from(error: ChatError) -> Self {
+        RunError::Chat(error)
+    }
+}
+
+impl From<ExchangeError> for RunError {
     fn from(error: ExchangeError) -> Self {
         match error {
-            ExchangeError::Crowded => ChatError::Busy,
-            ExchangeError::Ended | ExchangeError::Failed => ChatError::Exceeded,
+            ExchangeError::Crowded => RunError::Crowded,
+            ExchangeError::Ended | ExchangeError::Failed => RunError::Chat(ChatError::Exceeded),
         }
     }
 }
@@ -289,57 +311,66 @@ impl ChatRenderer {
     async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<RenderedText, ChatError> {
         let peer = job.as_ref().map(|job| job.peer).unwrap_or_default();
         let _waiting = self.waiting.of(peer).take(1).ok_or(ChatError::Busy)?;
-        let wait = async {
-            let place = self.worker.lock().await;
-            let slow = self.place_if_slow()?;
+        let late = |_| ChatError::Deadline;
+        let mut place = tokio::time::timeout_at(deadline, self.worker.lock()).await.map_err(late)?;
+        let mut slow = if self.is_slow() { Some(self.slow_place(deadline).await?) } else { None };
+        loop {
             // After the lock: the requests of one model hold at most one of these permits.
-            Ok::<_, ChatError>((place, self.workers.renderings.acquire().await, slow))
-        };
-        let waited = tokio::time::timeout_at(deadline, wait).await.map_err(|_| ChatError::Deadline)?;
-        let (mut place, _rendering, slow) = waited?;
-        // Taken out: if the client disconnects, the worker is dropped with this future. Its socket
-        // may hold half a frame.
-        let idle = place.take();
-        let longest = Instant::now() + RENDER_TIME_MAX;
-        // Only the template's own limit is its fault.
-        let late = if deadline < longest { ChatError::Deadline } else { ChatError::Exceeded };
-        let result =
-            tokio::time::timeout_at(deadline.min(longest), self.run(idle, job, slow)).await.unwrap_or(Err(late));
-        match result {
-            Ok((worker, received)) => {
-                *place = worker.filter(|worker| !received.is_worn() && worker.slow.is_none());
-                let Received::Answer(answer, charge) = received else { return Err(ChatError::Busy) };
-                let text = answer.result.map_err(ChatError::Template)?;
-                Ok(RenderedText { text, charge })
-            }
-            Err(error) => {
-                self.note(&error);
-                Err(error)
-            }
+            let rendering = tokio::time::timeout_at(deadline, self.workers.renderings.acquire()).await.map_err(late)?;
+            // Taken out: if the client disconnects, the worker is dropped with this future. Its
+            // socket may hold half a frame.
+            let idle = place.take();
+            let longest = Instant::now() + RENDER_TIME_MAX;
+            // Only the template's own limit is its fault.
+            let late = if deadline < longest { ChatError::Deadline } else { ChatError::Exceeded };
+            let run = self.run(idle, job.as_ref(), slow.take());
+            let error = match tokio::time::timeout_at(deadline.min(longest), run).await {
+                Ok(Ok((worker, received))) => {
+                    *place = worker.filter(|worker| !received.is_worn() && worker.slow.is_none());
+                    let Received::Answer(answer, charge) = received else { return Err(ChatError::Busy) };
+                    let text = answer.result.map_err(ChatError::Template)?;
+                    return Ok(RenderedText { text, charge });
+                }
+                Ok(Err(RunError::Crowded)) => {
+                    // Others render meanwhile. The next attempt has its place from the beginning.
+                    drop(rendering);
+                    slow = Some(self.slow_place(deadline).await?);
+                    continue;
+                }
+                Ok(Err(RunError::Chat(error))) => error,
+                Err(_) => late,
+            };
+            self.note(&error);
+            return Err(error);
         }
     }
 
-    /// Place among the slow renderings for a template of which one was slow a moment ago.
-    fn place_if_slow(&self) -> Result<Option<OwnedSemaphorePermit>, ChatError> {
+    /// True for a template of which a rendering was slow a moment ago.
+    fn is_slow(&self) -> bool {
         let is_template = matches!(self.task, WorkerTask::Template(_));
-        if !is_template || self.slow_until.lock().is_none_or(|until| until < Instant::now()) {
-            return Ok(None);
-        }
-        let place = self.workers.slow_renderings.clone().try_acquire_owned();
-        place.map(Some).map_err(|_| ChatError::Busy)
+        is_template && self.slow_until.lock().is_some_and(|until| until >= Instant::now())
+    }
+
+    /// Waits for a place among the slow renderings.
+    async fn slow_place(&self, deadline: Instant) -> Result<OwnedSemaphorePermit, ChatError> {
+        let longest = Instant::now() + SLOW_WAIT_MAX;
+        let late = || if deadline < longest { ChatError::Deadline } else { ChatError::SlowBusy };
+        let place = self.workers.slow_renderings.clone().acquire_owned();
+        let place = tokio::time::timeout_at(deadline.min(longest), place).await;
+        place.ok().and_then(Result::ok).ok_or_else(late)
     }
 
     /// Returns the answer, and the worker if it can be used again.
     async fn run(
         &self,
         idle: Option<Worker>,
-        job: Option<Job>,
+        job: Option<&Job>,
         slow: Option<OwnedSemaphorePermit>,
-    ) -> Result<(Option<Worker>, Received), ChatError> {
-        let peer = job.as_ref().map(|job| job.peer).unwrap_or_default();
+    ) -> Result<(Option<Worker>, Received), RunError> {
+        let peer = job.map(|job| job.peer).unwrap_or_default();
         let (texts, slow_renderings) = (self.workers.texts.of(peer), &self.workers.slow_renderings);
         let mut room = Room { texts, slow, slow_renderings, slow_until: &self.slow_until };
-        if let (Some(mut worker), Some(job)) = (idle, &job) {
+        if let (Some(mut worker), Some(job)) = (idle, job) {
             match worker.exchange(job, &mut room).await {
                 // Something else killed it since its last job. A fresh one takes its place.
                 Err(ExchangeError::Ended) => {}
@@ -352,13 +383,13 @@ impl ChatRenderer {
             _ if compiled.is_failure() => Ok((None, compiled)),
             None => Ok((Some(worker), compiled)),
             Some(job) => {
-                let answer = worker.exchange(&job, &mut room).await?;
+                let answer = worker.exchange(job, &mut room).await?;
                 Ok((Some(worker), answer))
             }
         }
     }
 
-    async fn start(&self, room: &mut Room<'_>) -> Result<(Worker, Received), ChatError> {
+    async fn start(&self, room: &mut Room<'_>) -> Result<(Worker, Received), RunError> {
         let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
         let request = serde_json::to_vec(&self.task).map_err(|error| ChatError::Start(error.into()))?;
         let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE, peer: PeerAddress::default() };

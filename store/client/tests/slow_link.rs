@@ -17,6 +17,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 const RATE: usize = 2_500_000;
+/// Lowest rate at which a link counts as fast enough, in bytes per second.
+const SLOWEST_RATE: usize = 64_000;
 const PROXY_BUFFER_BYTES: u32 = 16 << 10;
 /// Segment size of Ethernet. Loopback's 64 KiB would let the peer acknowledge only once a second.
 const SEGMENT_BYTES: u32 = 1460;
@@ -161,8 +163,12 @@ fn payload(number: u32, page_bytes: usize) -> Bytes {
 }
 
 async fn put(client: &Client, number: u32, page_bytes: usize) -> PutOutcome {
+    put_within(client, number, page_bytes, 60.0).await
+}
+
+async fn put_within(client: &Client, number: u32, page_bytes: usize, seconds: f64) -> PutOutcome {
     let pages = vec![(page(number), payload(number, page_bytes))];
-    client.put_pages(pages, PutOptions::default(), within(60.0)).await[0]
+    client.put_pages(pages, PutOptions::default(), within(seconds)).await[0]
 }
 
 async fn get(client: &Client, number: u32, page_bytes: usize, seconds: f64) -> Option<Tier> {
@@ -197,19 +203,34 @@ async fn slow_link_delivers_a_large_page_within_its_deadline() {
     node.shutdown().await;
 }
 
-#[tokio::test]
-async fn link_of_64_kilobytes_per_second_delivers_pages() {
-    const PAGE: usize = 512 << 10;
+/// Puts a page and gets another over links of 64 KB/s, each within `seconds`.
+async fn slowest_links_deliver(page_bytes: usize, seconds: f64) {
     let node = node().await;
-    let direct = attach(node.addr().to_string(), PAGE).await;
-    assert_eq!(put(&direct, 1, PAGE).await, PutOutcome::Stored);
-    let links = [SlowLink::to(&node, 64_000).await, SlowLink::to(&node, 64_000).await];
-    let writer = links[0].attach(PAGE).await;
-    let reader = links[1].attach(PAGE).await;
-    let (put, got) = tokio::join!(put(&writer, 2, PAGE), get(&reader, 1, PAGE, 60.0));
+    let direct = attach(node.addr().to_string(), page_bytes).await;
+    assert_eq!(put(&direct, 1, page_bytes).await, PutOutcome::Stored);
+    let links = [SlowLink::to(&node, SLOWEST_RATE).await, SlowLink::to(&node, SLOWEST_RATE).await];
+    let writer = links[0].attach(page_bytes).await;
+    let reader = links[1].attach(page_bytes).await;
+    let begin = Instant::now();
+    let (put, got) = tokio::join!(put_within(&writer, 2, page_bytes, seconds), get(&reader, 1, page_bytes, seconds));
+    println!("{page_bytes} bytes each way in {:?}, of {seconds:.1} s", begin.elapsed());
     assert_eq!((put, got), (PutOutcome::Stored, Some(Tier::L2)));
+    assert_eq!(get(&direct, 2, page_bytes, 60.0).await, Some(Tier::L2));
     assert_eq!(links.map(|link| link.connections()), [1, 1]);
     node.shutdown().await;
+}
+
+#[tokio::test]
+async fn link_of_64_kilobytes_per_second_delivers_pages() {
+    slowest_links_deliver(512 << 10, 60.0).await;
+}
+
+/// The largest page needs 262 s. Its deadline leaves 5 % for headers and 10 s for a busy machine.
+#[tokio::test]
+#[ignore = "takes 262 s; part of the nightly list"]
+async fn link_of_64_kilobytes_per_second_delivers_the_largest_page_within_size_by_rate() {
+    const PAGE: usize = 16 << 20;
+    slowest_links_deliver(PAGE, PAGE as f64 / SLOWEST_RATE as f64 * 1.05 + 10.0).await;
 }
 
 /// Readers that want more memory than the node has, over and over: one read always waits.
@@ -235,7 +256,7 @@ async fn reader_of_64_kilobytes_per_second_keeps_its_connection_while_others_wai
     for number in 1..10 {
         assert_eq!(put(&direct, number, PAGE).await, PutOutcome::Stored);
     }
-    let link = SlowLink::to(&node, 64_000).await;
+    let link = SlowLink::to(&node, SLOWEST_RATE).await;
     let reader = link.attach(PAGE).await;
     let crowd = crowd(&node, PAGE).await;
     // The page takes 16 s once it has memory. On a busy machine it waits for memory much longer.
@@ -252,7 +273,7 @@ async fn refused_page_leaves_a_slow_link_at_once() {
     let direct = attach(node.addr().to_string(), PAGE).await;
     let mut occupant = direct.put(page(1), within(60.0));
     occupant.part(0, payload(1, PAGE));
-    let link = SlowLink::to(&node, 64_000).await;
+    let link = SlowLink::to(&node, SLOWEST_RATE).await;
     let writer = link.attach(PAGE).await;
     let begin = Instant::now();
     // The client sends the page before the node's answer, which is "in progress" here.
@@ -268,7 +289,7 @@ async fn refused_page_leaves_a_slow_link_at_once() {
 async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it() {
     const PAGE: usize = 1 << 20;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
-    let link = SlowLink::to(&node, 64_000).await;
+    let link = SlowLink::to(&node, SLOWEST_RATE).await;
     let writer = link.attach(PAGE).await;
     let mut crowd = Vec::new();
     for client in 1..5 {

@@ -21,6 +21,7 @@ mod metrics;
 mod options;
 mod phase;
 mod places;
+mod proxies;
 mod refusal;
 mod server;
 mod shares;

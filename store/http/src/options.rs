@@ -1,5 +1,6 @@
 //! Limits of a server. The comments of the fields are the manual.
 
+use std::net::IpAddr;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -40,6 +41,10 @@ pub struct HttpOptions {
     /// Host names under which browsers and programs may reach ports that trust every client,
     /// besides IP addresses and `localhost`. The OpenAI API accepts every name. Default: none.
     pub allowed_hosts: Vec<String>,
+    /// Reverse proxies whose header `X-Forwarded-For` is true. Their clients have shares of their
+    /// own of memory and of places for requests. All others share those of their connection's
+    /// address. Default: none.
+    pub trusted_proxies: Vec<IpAddr>,
 }
 
 impl Default for HttpOptions {
@@ -54,6 +59,7 @@ impl Default for HttpOptions {
             body_bytes_max: 64 << 10,
             body_memory_bytes: 64 << 20,
             allowed_hosts: Vec::new(),
+            trusted_proxies: Vec::new(),
         }
     }
 }

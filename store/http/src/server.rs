@@ -6,6 +6,7 @@ use crate::metrics::HttpMetrics;
 use crate::options::HttpOptions;
 use crate::phase::{Phase, PhaseCell};
 use crate::places::{Place, PlaceLimit, Places};
+use crate::proxies;
 use crate::refusal::{Reason, Refusal, Reporter};
 use crate::shares::{PeerAddress, PeerBudget};
 use crate::socket::Socket;
@@ -211,10 +212,11 @@ impl Shared {
     async fn receive(
         &self,
         request: Request<Incoming>,
-        peer: PeerAddress,
+        connection: IpAddr,
         phase: &PhaseCell,
     ) -> Result<Request<Body>, Refusal> {
         let (mut parts, body) = request.into_parts();
+        let peer = proxies::client(&self.options.trusted_proxies, connection, &parts.headers);
         parts.extensions.insert(peer);
         let has_body = !body.is_end_stream();
         if let Some(allowed) = &self.allowed_hosts {
@@ -233,7 +235,7 @@ impl Shared {
 /// Answers one request of a connection.
 async fn exchange(shared: &Shared, place: &Place, peer: IpAddr, request: Request<Incoming>) -> Response<Answer> {
     let phase = place.phase.clone();
-    let received = shared.receive(request, PeerAddress::of(peer), &phase).await;
+    let received = shared.receive(request, peer, &phase).await;
     phase.enter(Phase::Answering);
     let response = match received {
         Ok(request) => {

@@ -35,6 +35,12 @@ impl PeerAddress {
     }
 }
 
+impl std::fmt::Display for PeerAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 impl Default for PeerAddress {
     /// Peer of requests that no server received, such as those of tests.
     fn default() -> Self {

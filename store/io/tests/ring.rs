@@ -1,6 +1,7 @@
 //! The ring on real files, with each of its executors.
 //!
-//! Every test runs on glommio and on a plain thread, see `on_both_executors`.
+//! Every test runs on glommio and on a plain thread, and on glommio with deferred completions, see
+//! `on_both_executors`.
 
 use larder_io::{
     Block, DeviceFile, Done, Executor, FileId, Operation, Priority, Request, Ring, RingOptions, RingStats, TaskClass,
@@ -18,6 +19,13 @@ const BLOCK: usize = 4096;
 /// Deadline of every step. A step that takes longer hangs, however busy the machine is.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+#[derive(Clone, Copy)]
+struct Setup {
+    executor: Executor,
+    /// See [`RingOptions::deferred`].
+    deferred: bool,
+}
+
 struct TestRing {
     arena: Arc<Arena>,
     ring: Arc<Ring>,
@@ -25,13 +33,14 @@ struct TestRing {
 }
 
 impl TestRing {
-    fn new(executor: Executor, queue_depth: u32) -> TestRing {
-        TestRing::named(executor, "test-ring", queue_depth)
+    fn new(setup: Setup, queue_depth: u32) -> TestRing {
+        TestRing::named(setup, "test-ring", queue_depth)
     }
 
-    fn named(executor: Executor, name: &str, queue_depth: u32) -> TestRing {
+    fn named(setup: Setup, name: &str, queue_depth: u32) -> TestRing {
         let arena = Arena::new(8 << 20).unwrap();
-        let options = RingOptions { executor, queue_depth, backlog: 32, ..RingOptions::new(name, 8) };
+        let Setup { executor, deferred } = setup;
+        let options = RingOptions { executor, deferred, queue_depth, backlog: 32, ..RingOptions::new(name, 8) };
         let ring = Arc::new(Ring::start(arena.clone(), options).unwrap());
         assert_eq!(ring.capabilities().executor, executor);
         TestRing { arena, ring, dir: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() }
@@ -68,8 +77,8 @@ fn bytes_of(path: &Path, offset: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-async fn write_puts_payload_directly_behind_header(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn write_puts_payload_directly_behind_header(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     let file = bed.file("a", 1 << 20).await;
     let payload = bed.slot(10_000, 7).freeze();
     let done = bed.run(file, Operation::write(BLOCK as u64, Block::of(b"head"), Some(payload))).await;
@@ -83,8 +92,8 @@ async fn write_puts_payload_directly_behind_header(executor: Executor) {
     assert!(back.iter().all(|&b| b == 7));
 }
 
-async fn concurrent_requests_keep_their_own_bytes(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn concurrent_requests_keep_their_own_bytes(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = bed.file("a", 4 << 20).await;
     let writes = (0..64u8).map(|n| {
         let payload = bed.slot(3 * BLOCK, n).freeze();
@@ -120,15 +129,15 @@ async fn join_all<F: std::future::Future>(futures: impl Iterator<Item = F>) -> V
     outputs.into_iter().flatten().collect()
 }
 
-async fn read_past_the_end_fails_with_unexpected_eof(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn read_past_the_end_fails_with_unexpected_eof(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     let file = bed.file("a", 2 * BLOCK as u64).await;
     assert_eq!(bed.read(file, 0, 4 * BLOCK).await.unwrap_err().kind(), ErrorKind::UnexpectedEof);
     assert_eq!(bed.read(file, 1 << 20, BLOCK).await.unwrap_err().kind(), ErrorKind::UnexpectedEof);
 }
 
-async fn unaligned_oversized_or_detached_requests_are_refused(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn unaligned_oversized_or_detached_requests_are_refused(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     let file = bed.file("a", 1 << 20).await;
     assert_eq!(bed.read(file, 1, BLOCK).await.unwrap_err().kind(), ErrorKind::InvalidInput);
     let beyond = Operation::Read { offset: 0, block: None, slot: bed.slot(BLOCK, 0), range: 0..2 * BLOCK };
@@ -137,8 +146,8 @@ async fn unaligned_oversized_or_detached_requests_are_refused(executor: Executor
     assert_eq!(bed.read(file, 0, BLOCK).await.unwrap_err().kind(), ErrorKind::NotFound);
 }
 
-async fn file_number_is_reused_only_after_detach(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn file_number_is_reused_only_after_detach(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     for turn in 0..20u8 {
         let file = bed.file(&format!("f{turn}"), 1 << 20).await;
         bed.run(file, Operation::write(0, Block::of(&[turn; BLOCK]), None)).await.result.unwrap();
@@ -147,8 +156,8 @@ async fn file_number_is_reused_only_after_detach(executor: Executor) {
     }
 }
 
-async fn dropping_a_future_keeps_memory_until_completion(executor: Executor) {
-    let bed = TestRing::new(executor, 1);
+async fn dropping_a_future_keeps_memory_until_completion(setup: Setup) {
+    let bed = TestRing::new(setup, 1);
     let file = bed.file("a", 8 << 20).await;
     for n in 0..200u8 {
         let payload = bed.slot(64 << 10, n).freeze();
@@ -163,8 +172,8 @@ async fn dropping_a_future_keeps_memory_until_completion(executor: Executor) {
     assert!(found.iter().all(|&b| b == head), "every write is complete");
 }
 
-async fn close_completes_accepted_requests_and_refuses_new_ones(executor: Executor) {
-    let bed = TestRing::new(executor, 1);
+async fn close_completes_accepted_requests_and_refuses_new_ones(setup: Setup) {
+    let bed = TestRing::new(setup, 1);
     let file = bed.file("a", 1 << 20).await;
     let (sender, receiver) = std::sync::mpsc::channel();
     for n in 0..4u64 {
@@ -180,17 +189,18 @@ async fn close_completes_accepted_requests_and_refuses_new_ones(executor: Execut
     assert!(bed.ring.run(Request { file, priority: Priority::Demand, operation }).await.is_err());
 }
 
-async fn panic_in_a_completion_does_not_stop_the_ring(executor: Executor) {
-    let bed = TestRing::new(executor, 2);
+async fn panic_in_a_completion_does_not_stop_the_ring(setup: Setup) {
+    let bed = TestRing::new(setup, 2);
     let file = bed.file("a", 1 << 20).await;
     let request = Request { file, priority: Priority::Demand, operation: Operation::Sync };
     bed.ring.submit(request, Box::new(|_| panic!("planted"))).await.unwrap();
     bed.read(file, 0, BLOCK).await.unwrap();
 }
 
-async fn idle_ring_uses_no_cpu(executor: Executor) {
-    let name = format!("idle-{executor}");
-    let bed = TestRing::named(executor, &name, 16);
+async fn idle_ring_uses_no_cpu(setup: Setup) {
+    // A thread has a name of 15 bytes.
+    let name = format!("idle-{}-{}", setup.executor, u8::from(setup.deferred));
+    let bed = TestRing::named(setup, &name, 16);
     let file = bed.file("a", 1 << 20).await;
     bed.read(file, 0, BLOCK).await.unwrap();
     let waits = bed.ring.sleep(Duration::from_secs(3600));
@@ -213,9 +223,9 @@ fn cpu_time_of_thread(name: &str) -> Duration {
     times.next().expect("the ring runs on a thread of this name")
 }
 
-async fn task_can_use_the_ring_it_runs_on(executor: Executor) {
+async fn task_can_use_the_ring_it_runs_on(setup: Setup) {
     for class in [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle] {
-        let bed = TestRing::new(executor, 4);
+        let bed = TestRing::new(setup, 4);
         let file = bed.file("a", 1 << 20).await;
         let ring = bed.ring.clone();
         let slot = bed.slot(BLOCK, 9);
@@ -237,8 +247,8 @@ async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(PATIENCE, future).await.expect("the step completes")
 }
 
-async fn sleeps_end_in_order_of_deadline_and_never_early(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn sleeps_end_in_order_of_deadline_and_never_early(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let (sender, receiver) = flume::unbounded();
     // The longest first: each later one must move the timer to an earlier deadline.
     for milliseconds in [3_600_000u64, 1000, 30] {
@@ -263,8 +273,8 @@ async fn sleeps_end_in_order_of_deadline_and_never_early(executor: Executor) {
     assert!(start.elapsed() >= Duration::from_millis(5), "a sleep also works on a foreign executor");
 }
 
-async fn task_is_woken_from_another_thread(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn task_is_woken_from_another_thread(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let (sender, receiver) = flume::bounded::<u32>(1);
     let (back, outcomes) = flume::bounded(1);
     for class in [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle] {
@@ -291,8 +301,8 @@ impl Drop for Dropped {
     }
 }
 
-async fn close_drops_tasks_on_the_ring_thread_and_completes_requests(executor: Executor) {
-    let bed = TestRing::new(executor, 1);
+async fn close_drops_tasks_on_the_ring_thread_and_completes_requests(setup: Setup) {
+    let bed = TestRing::new(setup, 1);
     let file = bed.file("a", 1 << 20).await;
     let (sender, dropped) = flume::unbounded();
     for class in [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle] {
@@ -321,8 +331,8 @@ async fn close_drops_tasks_on_the_ring_thread_and_completes_requests(executor: E
     soon(bed.ring.sleep(Duration::from_secs(3600))).await;
 }
 
-async fn panic_in_a_task_does_not_stop_the_ring(executor: Executor) {
-    let bed = TestRing::new(executor, 2);
+async fn panic_in_a_task_does_not_stop_the_ring(setup: Setup) {
+    let bed = TestRing::new(setup, 2);
     let file = bed.file("a", 1 << 20).await;
     for class in [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle] {
         bed.ring.spawn(class, Box::pin(async { panic!("planted") }));
@@ -333,8 +343,8 @@ async fn panic_in_a_task_does_not_stop_the_ring(executor: Executor) {
     }
 }
 
-async fn tasks_beyond_the_limit_are_dropped(executor: Executor) {
-    let bed = TestRing::new(executor, 2);
+async fn tasks_beyond_the_limit_are_dropped(setup: Setup) {
+    let bed = TestRing::new(setup, 2);
     let (sender, dropped) = flume::unbounded();
     for _ in 0..1025 {
         let on_drop = Dropped(sender.clone());
@@ -361,8 +371,8 @@ async fn yield_once() {
     .await;
 }
 
-async fn busy_tasks_do_not_starve_other_classes_or_requests(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn busy_tasks_do_not_starve_other_classes_or_requests(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = bed.file("a", 1 << 20).await;
     let turns: [Arc<AtomicU64>; 3] = Default::default();
     for (class, turns) in [TaskClass::Foreground, TaskClass::Background, TaskClass::Idle].into_iter().zip(turns.clone())
@@ -449,8 +459,8 @@ fn is_filled(done: larder_io::Done, n: u8) -> bool {
     done.result.is_ok() && done.into_slot().unwrap().iter().all(|&b| b == n)
 }
 
-async fn queued_adjacent_reads_are_merged(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn queued_adjacent_reads_are_merged(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = numbered_file(&bed, 40).await;
     // Every second slot is given back, so that the memory is not consecutive.
     let mut gaps = Vec::new();
@@ -467,8 +477,8 @@ async fn queued_adjacent_reads_are_merged(executor: Executor) {
     }
 }
 
-async fn only_adjacent_requests_on_one_file_are_merged(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn only_adjacent_requests_on_one_file_are_merged(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     let file = numbered_file(&bed, 40).await;
     let other = bed.file("other", 1 << 20).await;
     let read = |file, block| bed.read_of(file, Priority::Demand, block, 1);
@@ -490,8 +500,8 @@ async fn only_adjacent_requests_on_one_file_are_merged(executor: Executor) {
     assert_eq!(stats.merged, 2, "two requests reach the limit of 1 MiB");
 }
 
-async fn merged_read_past_the_end_completes_each_request_alone(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn merged_read_past_the_end_completes_each_request_alone(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = numbered_file(&bed, 8).await;
     for priority in [Priority::Demand, Priority::Idle] {
         let reads = (0..12).map(|n| bed.read_of(file, priority, n, 1)).collect();
@@ -509,8 +519,8 @@ async fn merged_read_past_the_end_completes_each_request_alone(executor: Executo
     assert_eq!(bed.arena.used(), 0);
 }
 
-async fn queued_adjacent_writes_are_merged(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn queued_adjacent_writes_are_merged(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = bed.file("a", 1 << 20).await;
     let writes = (0..8u8).map(|n| {
         let payload = bed.slot(2 * BLOCK, n).freeze();
@@ -527,8 +537,8 @@ async fn queued_adjacent_writes_are_merged(executor: Executor) {
     }
 }
 
-async fn failed_merged_write_fails_each_request_alone(executor: Executor) {
-    let bed = TestRing::new(executor, 4);
+async fn failed_merged_write_fails_each_request_alone(setup: Setup) {
+    let bed = TestRing::new(setup, 4);
     let file = bed.ring.attach(DeviceFile::open(Path::new("/dev/full")).unwrap()).await.unwrap();
     let writes = (0..4u64).map(|n| {
         let operation = Operation::write(n * BLOCK as u64, Block::of(&[1]), None);
@@ -539,8 +549,8 @@ async fn failed_merged_write_fails_each_request_alone(executor: Executor) {
     assert_eq!((stats.submissions, stats.merged, stats.bytes), (5, 4, 0));
 }
 
-async fn no_wakeup_is_lost_under_cpu_contention(executor: Executor) {
-    let bed = TestRing::new(executor, 16);
+async fn no_wakeup_is_lost_under_cpu_contention(setup: Setup) {
+    let bed = TestRing::new(setup, 16);
     let file = numbered_file(&bed, 200).await;
     let stop = Arc::new(AtomicU64::new(0));
     // Threads that keep all CPUs busy, so that the executor is preempted at arbitrary points.
@@ -564,13 +574,19 @@ macro_rules! on_both_executors {
         mod glommio {
             $(#[tokio::test]
             async fn $test() {
-                super::$test(larder_io::Executor::Glommio).await;
+                super::$test(super::Setup { executor: larder_io::Executor::Glommio, deferred: false }).await;
             })*
         }
         mod thread {
             $(#[tokio::test]
             async fn $test() {
-                super::$test(larder_io::Executor::Thread).await;
+                super::$test(super::Setup { executor: larder_io::Executor::Thread, deferred: false }).await;
+            })*
+        }
+        mod deferred {
+            $(#[tokio::test]
+            async fn $test() {
+                super::$test(super::Setup { executor: larder_io::Executor::Glommio, deferred: true }).await;
             })*
         }
     };

@@ -73,6 +73,8 @@ const REQUEST_BODY_COPIES: u64 = 4;
 /// Connections may take three quarters of the request memory, so that requests always find some.
 /// One connection's requests may take one quarter by default.
 const QUARTERS: u64 = 4;
+/// Requests leave this fraction of the request memory to new connections, as long as more may open.
+const FRACTION_FOR_CONNECTIONS: u64 = 8;
 /// A reader may hold this fraction of the free read memory. With a quarter, N stuck readers leave
 /// (3/4)^N of it, which is never nothing.
 const FREE_READ_FRACTION: u64 = 4;
@@ -377,8 +379,10 @@ impl Budget {
     /// Returns `None` if there is no memory for another connection.
     pub(crate) fn open(self: &Arc<Self>) -> Option<Arc<Account>> {
         let mut state = self.state.lock();
-        let for_connections = self.node_max[Kind::Requests as usize] / QUARTERS * (QUARTERS - 1);
-        if (state.connections.len() as u64 + 1) * CONNECTION_BYTES > for_connections {
+        let node_max = self.node_max[Kind::Requests as usize];
+        let held = state.used[Kind::Requests as usize] + state.own_requests_left;
+        let is_full = held + CONNECTION_BYTES + OWN_REQUEST_BYTES > node_max;
+        if is_full || state.connections.len() as u64 >= self.connections_max() {
             return None;
         }
         let number = state.connections_opened;
@@ -398,6 +402,20 @@ impl Budget {
         state.own_requests_left += OWN_REQUEST_BYTES;
         drop(state);
         Some(Arc::new(Account::new(self.clone(), number, progress, disconnect)))
+    }
+
+    /// Most connections that the request memory has room for.
+    fn connections_max(&self) -> u64 {
+        self.node_max[Kind::Requests as usize] / QUARTERS * (QUARTERS - 1) / CONNECTION_BYTES
+    }
+
+    /// Returns the request memory that requests leave to new connections. So connections that open
+    /// while bodies fill the memory stay within the bound.
+    fn room_for_connections(&self, state: &BudgetState) -> u64 {
+        // `open` keeps the number of connections within the maximum.
+        let more = self.connections_max() - state.connections.len() as u64;
+        let room = self.node_max[Kind::Requests as usize] / FRACTION_FOR_CONNECTIONS;
+        room.min(more * (CONNECTION_BYTES + OWN_REQUEST_BYTES))
     }
 
     fn overrun(&self, state: &mut BudgetState, number: u64, kind: Kind, bytes: u64, now: Instant) -> Overrun {
@@ -432,7 +450,7 @@ impl Budget {
                 return Overrun::default();
             }
             // Its own part goes first. Those of the others stay free.
-            node_used += state.own_requests_left - own_left;
+            node_used += state.own_requests_left - own_left + self.room_for_connections(state);
         }
         let tenant_used = state.tenants.used(connection.tenant, kind) + ahead.of_tenant;
         let connection_max = match kind {

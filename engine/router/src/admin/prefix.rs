@@ -63,6 +63,21 @@ fn prefix_units(tokens: usize, page_tokens: usize) -> usize {
     (tokens * TOKEN_BYTES + tokens / page_tokens * PAGE_BYTES).div_ceil(PROMPT_CHARGE_BYTES)
 }
 
+/// Refuses a prefix that can never fit `units_max`, the share of a peer. "Busy" would invite
+/// retries, and none of them could succeed.
+fn check_room(units: usize, tokens: usize, model: &ServedModel, units_max: usize) -> Result<(), AdminError> {
+    if units <= units_max {
+        return Ok(());
+    }
+    let page_tokens = model.page_tokens;
+    let most = units_max * PROMPT_CHARGE_BYTES / (PAGE_BYTES + page_tokens * TOKEN_BYTES) * page_tokens;
+    let message = format!(
+        "the prefix has {tokens} tokens in pages of {page_tokens}; this router has room for {most} such tokens of a \
+         client. Please ask for a shorter prefix."
+    );
+    Err(AdminError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message))
+}
+
 impl Prefix {
     /// Finds the model, tokenises `input` and computes the page keys. Without a name the only model
     /// is meant.
@@ -82,7 +97,9 @@ impl Prefix {
         // The caller limits the time.
         let tokenised = state.tokeniser.run(peer, bytes, move || {
             let tokens = tokenise(&model, input)?;
-            let charge = charge(&router, peer, prefix_units(tokens.len(), model.page_tokens))?;
+            let units = prefix_units(tokens.len(), model.page_tokens);
+            check_room(units, tokens.len(), &model, router.prompts.units_max_of_peer())?;
+            let charge = charge(&router, peer, units)?;
             let keys = larder_format::page_keys(&tokens, model.page_tokens).into();
             Ok(Prefix { router, model, tokens, keys, charge })
         });

@@ -120,7 +120,7 @@ pub(crate) async fn text_for(
             }
             ChatError::Template(_) => ApiError::field("messages", message),
             ChatError::Exceeded => ApiError::field("messages", message).code("chat_template_exceeded"),
-            ChatError::Busy => {
+            ChatError::Busy | ChatError::SlowBusy => {
                 router.metrics.count_refusal(RefusalReason::TemplateBusy);
                 ApiError::overloaded(message, 1)
             }

@@ -4,7 +4,7 @@ use crate::fakes::*;
 use larder_client::Tier;
 use larder_model::ChatMessage;
 use larder_router::admin::api::*;
-use larder_worker::api::{CacheMode, ErrorCode};
+use larder_worker::api::{CacheMode, ErrorCode, Role};
 use serde_json::{Value, json};
 
 #[tokio::test]
@@ -184,6 +184,18 @@ async fn prefix_requests_must_have_exactly_one_of_text_tokens_and_messages() {
         let message = refusal(&cluster, PATH_PIN, json!({"prefix": body, "seconds": 1})).await;
         assert!(message.contains(expected), "{message}");
     }
+}
+
+#[tokio::test]
+async fn prefix_that_can_never_fit_the_share_of_a_client_is_refused_for_good() {
+    let cluster = TestCluster::new(0, 0).await;
+    let _engine = FakeEngine::start_with_context(&cluster.store, "decode-0", Role::Decode, 4 << 20).await;
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    // A page of four tokens takes 576 bytes, and a client has 384 MiB.
+    let (status, answer) = cluster.admin_post(PATH_INSPECT, json!({"tokens": vec![1; 2_900_000]})).await;
+    assert_eq!((status, answer["error"]["code"].as_str()), (413, Some("too_large")), "{answer}");
+    let message = answer["error"]["message"].as_str().unwrap();
+    assert!(message.contains("2900000 tokens") && message.contains("2796200 such tokens"), "{message}");
 }
 
 #[tokio::test]

@@ -270,17 +270,25 @@ impl FakeEngine {
         of: (&str, &str),
         padding: usize,
     ) -> Arc<FakeEngine> {
-        Self::start_described(store, name, (role, max_context), of, padding, descriptor().weights).await
+        let host = "127.0.0.1";
+        Self::start_described(store, (name, host), (role, max_context), of, padding, descriptor().weights).await
+    }
+
+    /// Decode engine with padded files, under a name of this machine.
+    pub async fn start_under_host(store: &Arc<FakeStore>, host: &str, model: &str, padding: usize) -> Arc<FakeEngine> {
+        let (role, of) = ((Role::Decode, CONTEXT), (model, TEMPLATE));
+        Self::start_described(store, (model, host), role, of, padding, descriptor().weights).await
     }
 
     /// Decode engine of a model with the name of the usual one, and other weights.
     pub async fn start_other_weights(store: &Arc<FakeStore>, name: &str) -> Arc<FakeEngine> {
-        Self::start_described(store, name, (Role::Decode, CONTEXT), (MODEL, TEMPLATE), 0, [9; 32]).await
+        let (name, role, of) = ((name, "127.0.0.1"), (Role::Decode, CONTEXT), (MODEL, TEMPLATE));
+        Self::start_described(store, name, role, of, 0, [9; 32]).await
     }
 
     async fn start_described(
         store: &Arc<FakeStore>,
-        name: &str,
+        (name, host): (&str, &str),
         (role, max_context): (Role, u32),
         (model, template): (&str, &str),
         padding: usize,
@@ -289,7 +297,7 @@ impl FakeEngine {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
-            url: format!("http://{}", listener.local_addr().unwrap()),
+            url: format!("http://{host}:{}", listener.local_addr().unwrap().port()),
             model: model.into(),
             descriptor: NamespaceDescriptor { model: model.into(), weights, ..descriptor() },
             numerics: String::new(),

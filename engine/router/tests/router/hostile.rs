@@ -229,13 +229,80 @@ async fn one_address_leaves_places_to_others() {
     assert_eq!(cluster.post("/tokenize", tokenize).await.status(), 200);
 }
 
-/// Renderer whose worker process has `mark` in its command line.
-fn renderer(template: &str, mark: &str) -> ChatRenderer {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_behind_a_trusted_proxy_have_shares_of_their_own() {
+    let cluster = TestCluster::with(0, 1, |options| {
+        options.max_inflight = 8;
+        options.http.trusted_proxies = vec![[127, 0, 0, 1].into()];
+    })
+    .await;
+    cluster.decodes[0].behave(Behaviour::HangAfter(1));
+    let stranger = reqwest::Client::builder().local_address(std::net::IpAddr::from([127, 0, 0, 2])).build().unwrap();
+    let ask = async |http: &reqwest::Client, client: &str| {
+        let body = json!({"model": MODEL, "prompt": "w1", "stream": true});
+        let request = http.post(cluster.url("/v1/completions")).header("x-forwarded-for", client).json(&body);
+        request.send().await.unwrap()
+    };
+    let mut running = Vec::new();
+    for _ in 0..6 {
+        let response = ask(&cluster.http, "192.0.2.1").await;
+        assert_eq!(response.status(), 200);
+        running.push(response);
+    }
+    assert_eq!(ask(&cluster.http, "192.0.2.1").await.status(), 429, "two places are for others");
+    assert_eq!(ask(&cluster.http, "192.0.2.2, 192.0.2.1").await.status(), 429, "the proxy's entry is the last");
+    let other = ask(&cluster.http, "192.0.2.2").await;
+    assert_eq!(other.status(), 200, "another client of the proxy");
+    drop((running, other));
+    eventually("the places are free", || cluster.router.counters().inflight == 0).await;
+    let mut running = Vec::new();
+    for client in 0..6 {
+        let response = ask(&stranger, &format!("192.0.2.{client}")).await;
+        assert_eq!(response.status(), 200);
+        running.push(response);
+    }
+    assert_eq!(ask(&stranger, "192.0.2.7").await.status(), 429, "a stranger names nobody");
+}
+
+/// Workers whose processes have `mark` in their command lines.
+fn template_workers(mark: &str) -> Arc<TemplateWorkers> {
     let mut command = crate::template_worker_command();
     // One more test to run, which does not exist.
     command.arguments.push(mark.into());
-    let workers = Arc::new(TemplateWorkers::new(command, Arc::default()));
-    ChatRenderer::new(workers, "m".into(), ChatTemplateSource { source: template.into(), ..Default::default() })
+    Arc::new(TemplateWorkers::new(command, Arc::default()))
+}
+
+/// Renderer of a model.
+fn renderer_of(workers: &Arc<TemplateWorkers>, template: &str) -> ChatRenderer {
+    let source = ChatTemplateSource { source: template.into(), ..Default::default() };
+    ChatRenderer::new(workers.clone(), "m".into(), source)
+}
+
+/// Renderer whose worker process has `mark` in its command line.
+fn renderer(template: &str, mark: &str) -> ChatRenderer {
+    renderer_of(&template_workers(mark), template)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_rendering_waits_for_its_place_beside_looping_ones() {
+    let mark = "worker-beside-looping-ones";
+    let workers = template_workers(mark);
+    let slow = "{% set l = range(90000) | list %}{% for i in range(120) %}{% set m = l | sort(reverse=true) %}\
+                {% endfor %}w1";
+    let (looping, slow) = ([0, 1].map(|_| renderer_of(&workers, HOSTILE_TEMPLATES[5])), renderer_of(&workers, slow));
+    let later = async {
+        let own = niceness(std::process::id() as i32);
+        let are_slow = || processes_with(mark).into_iter().filter(|id| niceness(*id) == own.max(10)).count() == 2;
+        eventually("both loops are slow", are_slow).await;
+        let begin = Instant::now();
+        let first = render(&slow, PATIENCE).await.unwrap();
+        println!("the slow rendering took {:?} beside loops", begin.elapsed());
+        // Its model counts as slow now.
+        let second = render(&slow, PATIENCE).await.unwrap();
+        assert_eq!((first.text, second.text), ("w1".into(), "w1".into()));
+    };
+    let (first, second, ()) = tokio::join!(render(&looping[0], PATIENCE), render(&looping[1], PATIENCE), later);
+    assert!([first, second].iter().all(|loops| matches!(loops, Err(ChatError::Exceeded))));
 }
 
 async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
@@ -253,12 +320,17 @@ async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText
 
 /// Process that has `mark` in its command line and is no zombie.
 fn process_with(mark: &str) -> Option<i32> {
+    processes_with(mark).first().copied()
+}
+
+fn processes_with(mark: &str) -> Vec<i32> {
     let processes = std::fs::read_dir("/proc").unwrap();
     let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    ids.into_iter().find(|id| {
+    let is_one = |id: &i32| {
         let arguments = std::fs::read_to_string(format!("/proc/{id}/cmdline")).unwrap_or_default();
         arguments.split('\0').any(|argument| argument == mark)
-    })
+    };
+    ids.filter(is_one).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -218,6 +218,23 @@ async fn model_with_too_many_bytes_of_files_is_not_served() {
     assert_eq!(status, 404);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn models_of_one_address_share_their_room_under_all_its_names() {
+    let cluster = TestCluster::new(0, 1).await;
+    // Two files each. An address has 128 MiB.
+    let padding = 15 << 20;
+    let mut engines = Vec::new();
+    for (number, host) in ["127.0.0.1", "localhost", "127.0.0.1", "localhost"].into_iter().enumerate() {
+        let model = format!("large-{number}");
+        engines.push(FakeEngine::start_under_host(&cluster.store, host, &model, padding).await);
+        eventually_has_status(&cluster, &model, 200).await;
+    }
+    let fifth = FakeEngine::start_under_host(&cluster.store, "localhost", "large-4", padding).await;
+    // An attempt asks for five files at most.
+    eventually("the router tries again", || fifth.files_sent.load(Ordering::SeqCst) > 5).await;
+    assert_eq!(model_status(&cluster, "large-4").await, 404);
+}
+
 /// Status of the card of a model.
 async fn model_status(cluster: &TestCluster, model: &str) -> u16 {
     cluster.http.get(cluster.url(&format!("/v1/models/{model}"))).send().await.unwrap().status().as_u16()

@@ -2,7 +2,7 @@
 //! writes, of a 2 GiB file at queue depth 16.
 //!
 //! `cargo run --release -p larder-io --example ring_speed -- --dir /var/tmp/x [--write] [--setups]
-//! [--rounds 5] [--bytes N] [--depth 16]`
+//! [--only WORD] [--rounds 5] [--bytes N] [--depth 16]`
 //!
 //! All variants use the same file, the same arena on huge pages and the same order of offsets. Each
 //! round transfers each block once. Variants alternate within a round, and the medians are printed.
@@ -10,8 +10,9 @@
 //!
 //! The bare loop transfers each block from one range of memory. A ring transfers pages as the log
 //! of a shared arena does: a header and a payload. "Pinned" rings transfer these as on kernels
-//! before 6.15. With `--setups`, bare loops with other memory and other flags of
-//! the ring are compared instead, see [`bare::SETUPS`].
+//! before 6.15, and "deferred" rings complete requests only when they wait. With `--only WORD`, only
+//! rings with this word in their name run, and the bare loop. With `--setups`, bare loops with
+//! other memory and other flags of the ring are compared instead, see [`bare::SETUPS`].
 
 use larder_io::{Block, DeviceFile, Done, Executor, FileId, Operation, Priority, Request, Ring, RingOptions};
 use larder_memory::{Arena, Slot, SlotMut};
@@ -37,6 +38,8 @@ struct Options {
     write: bool,
     /// Compares bare loops with each other.
     setups: bool,
+    /// Part of the names of the rings to compare.
+    only: String,
     rounds: usize,
     bytes: usize,
     depth: usize,
@@ -53,7 +56,7 @@ fn main() {
     // File systems answer reads of unwritten blocks without the device, so the file is written
     // first.
     let first = order(options.bytes, 1 << 20, 0);
-    let writes = Options { write: true, dir: PathBuf::new(), ..options };
+    let writes = Options { write: true, dir: PathBuf::new(), only: String::new(), ..options };
     bare::run(&arena, &path, &first, 1 << 20, &writes, Memory::Contiguous, Flags::None).expect("io_uring");
     for size in SIZES {
         if options.setups {
@@ -65,43 +68,65 @@ fn main() {
     std::fs::remove_file(&path).expect("the file can be removed");
 }
 
+/// Setup of a ring.
+#[derive(Clone, Copy)]
+struct Through {
+    executor: Executor,
+    vectored: bool,
+    deferred: bool,
+}
+
 /// Measures all systems, alternating, and prints the medians.
 fn compare(arena: &Arc<Arena>, path: &Path, size: usize, options: &Options) {
     let rings = [
-        ("thread", Executor::Thread, true),
-        ("glommio", Executor::Glommio, true),
-        ("thread, pinned", Executor::Thread, false),
-        ("glommio, pinned", Executor::Glommio, false),
+        ("thread", Through { executor: Executor::Thread, vectored: true, deferred: false }),
+        ("glommio", Through { executor: Executor::Glommio, vectored: true, deferred: false }),
+        ("thread, deferred", Through { executor: Executor::Thread, vectored: true, deferred: true }),
+        ("glommio, deferred", Through { executor: Executor::Glommio, vectored: true, deferred: true }),
+        ("thread, pinned", Through { executor: Executor::Thread, vectored: false, deferred: false }),
+        ("glommio, pinned", Through { executor: Executor::Glommio, vectored: false, deferred: false }),
     ];
     let files = [("DmaFile", false), ("DmaFile, copied", true)];
-    let mut found: Vec<Vec<(f64, f64)>> = vec![Vec::new(); 1 + rings.len() + files.len()];
+    let names = std::iter::once("bare").chain(rings.map(|ring| ring.0)).chain(files.map(|file| file.0));
+    let names: Vec<&str> = names.collect();
+    let is_wanted = |number: usize| number == 0 || names[number].contains(&options.only);
+    let mut found: Vec<Vec<(f64, f64)>> = vec![Vec::new(); names.len()];
     for round in 0..options.rounds {
         let order = Arc::new(order(options.bytes, size, round as u64 + 1));
         for turn in 0..found.len() {
             // Another system is first in each round.
             let number = (turn + round) % found.len();
+            if !is_wanted(number) {
+                continue;
+            }
             let taken = if number == 0 {
                 measured(options.bytes, || {
                     bare::run(arena, path, &order, size, options, Memory::Contiguous, Flags::Cooperative)
                         .expect("io_uring");
                 })
-            } else if let Some(&(_, executor, vectored)) = rings.get(number - 1) {
-                through_ring(arena, path, &order, size, options, (executor, vectored))
+            } else if let Some(&(_, through)) = rings.get(number - 1) {
+                through_ring(arena, path, &order, size, options, through)
             } else {
                 dma_file::run(arena, path, &order, size, options, files[number - 1 - rings.len()].1)
             };
             found[number].push(taken);
         }
     }
-    let names = std::iter::once("bare").chain(rings.map(|ring| ring.0)).chain(files.map(|file| file.0));
-    for (name, taken) in names.zip(&found) {
+    for (name, taken) in names.iter().zip(&found).filter(|(_, taken)| !taken.is_empty()) {
         report(size, name, taken, &found[0]);
     }
 }
 
 fn options() -> Options {
-    let mut options =
-        Options { dir: PathBuf::new(), write: false, setups: false, rounds: 5, bytes: 2 << 30, depth: 16 };
+    let mut options = Options {
+        dir: PathBuf::new(),
+        write: false,
+        setups: false,
+        only: String::new(),
+        rounds: 5,
+        bytes: 2 << 30,
+        depth: 16,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut value = || words.next().expect("a value behind each option");
@@ -109,6 +134,7 @@ fn options() -> Options {
             "--dir" => options.dir = value().into(),
             "--write" => options.write = true,
             "--setups" => options.setups = true,
+            "--only" => options.only = value(),
             "--rounds" => options.rounds = value().parse().expect("a number of rounds"),
             "--bytes" => options.bytes = value().parse().expect("a number of bytes"),
             "--depth" => options.depth = value().parse().expect("a queue depth"),
@@ -132,18 +158,19 @@ fn order(bytes: usize, size: usize, seed: u64) -> Vec<u64> {
 }
 
 /// The same transfers through a ring, requested by as many tasks on a tokio thread as the
-/// queue is deep. With `vectored`, registered memory includes the headers.
+/// queue is deep. With `vectored`, registered memory includes the headers. With `deferred`, task
+/// work waits for the executor.
 fn through_ring(
     arena: &Arc<Arena>,
     path: &Path,
     order: &Arc<Vec<u64>>,
     size: usize,
     options: &Options,
-    (executor, vectored): (Executor, bool),
+    Through { executor, vectored, deferred }: Through,
 ) -> (f64, f64) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a runtime");
     let queue_depth = options.depth as u32;
-    let ring = RingOptions { executor, queue_depth, vectored, ..RingOptions::new("speed", 1) };
+    let ring = RingOptions { executor, queue_depth, vectored, deferred, ..RingOptions::new("speed", 1) };
     let ring = Arc::new(Ring::start(arena.clone(), ring).expect("the ring starts"));
     assert!(
         ring.capabilities().executor == executor && ring.capabilities().registered_buffers,

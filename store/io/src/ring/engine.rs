@@ -73,7 +73,7 @@ impl Engine {
         counters: Arc<Counters>,
     ) -> io::Result<Engine> {
         let depth = options.queue_depth.clamp(1, DEPTH_MAX);
-        let ring = kernel::build((depth + ENTRIES_BESIDE).next_power_of_two())?;
+        let ring = kernel::build((depth + ENTRIES_BESIDE).next_power_of_two(), options.completions())?;
         let registered = Registered::new(&ring, &arena, options);
         let files = Files::new(&ring, options);
         Ok(Engine {
@@ -149,8 +149,8 @@ impl Engine {
     /// asks to be entered.
     pub(super) fn has_kernel_work(&mut self) -> bool {
         let mut entries = self.ring.submission();
-        // With `COOP_TASKRUN` the kernel completes requests only when this thread enters it, and
-        // flags that. Overflowed completions are flushed the same way.
+        // The kernel completes requests only when this thread enters it, and flags that. Overflowed
+        // completions are flushed the same way.
         entries.sync();
         let pending = !entries.is_empty() || entries.taskrun() || entries.cq_overflow();
         drop(entries);

@@ -32,15 +32,47 @@ macro_rules! on_file {
     };
 }
 
-/// Creates a ring whose task work runs when this thread enters the kernel anyway, instead of
-/// interrupting it. Older kernels do not know the flags and get a plain ring.
-///
-/// Decision record 0021 tells what DEFER_TASKRUN, SQPOLL and IOPOLL cost.
-pub(super) fn build(entries: u32) -> io::Result<IoUring> {
-    match IoUring::builder().setup_single_issuer().setup_coop_taskrun().setup_taskrun_flag().build(entries) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
-        built => built,
+/// Kinds of completion, newest first. The kernel refuses a kind that it does not know with EINVAL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Completions {
+    /// Task work runs when this thread waits (DEFER_TASKRUN, Linux 6.1).
+    Deferred,
+    /// Task work runs when this thread enters the kernel for any reason (COOP_TASKRUN, Linux 5.19).
+    Cooperative,
+    /// Task work interrupts this thread.
+    Interrupting,
+}
+
+impl Completions {
+    const ALL: [Completions; 3] = [Completions::Deferred, Completions::Cooperative, Completions::Interrupting];
+
+    fn build(self, entries: u32) -> io::Result<IoUring> {
+        let mut builder = IoUring::builder();
+        match self {
+            Completions::Deferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag(),
+            Completions::Cooperative => builder.setup_single_issuer().setup_coop_taskrun().setup_taskrun_flag(),
+            Completions::Interrupting => &mut builder,
+        };
+        builder.build(entries)
     }
+}
+
+/// Creates a ring with the first kind of completion that the kernel knows, from `best` on.
+///
+/// Decision records 0021 and 0042 tell what DEFER_TASKRUN, SQPOLL and IOPOLL cost.
+pub(super) fn build(entries: u32, best: Completions) -> io::Result<IoUring> {
+    first_known(best, |kind| kind.build(entries))
+}
+
+fn first_known<T>(best: Completions, build: impl Fn(Completions) -> io::Result<T>) -> io::Result<T> {
+    let mut refused = io::Error::from_raw_os_error(libc::EINVAL);
+    for kind in Completions::ALL.into_iter().skip_while(|kind| *kind != best) {
+        match build(kind) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+            built => return built,
+        }
+    }
+    Err(refused)
 }
 
 impl Registered {
@@ -133,5 +165,43 @@ fn register_arena(ring: &IoUring, arena: &Arc<Arena>, name: &str) -> bool {
             tracing::warn!(ring = name, arena_bytes = arena.capacity(), %error, "the arena could not be registered with io_uring (raise RLIMIT_MEMLOCK); transfers cost more CPU");
             false
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ring_of_each_kind_completes_a_request() {
+        for kind in Completions::ALL {
+            let mut ring = match kind.build(8) {
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => continue,
+                built => built.unwrap(),
+            };
+            // SAFETY: the request names no memory.
+            unsafe { ring.submission().push(&opcode::Nop::new().build().user_data(7)) }.unwrap();
+            ring.submit_and_wait(1).unwrap();
+            assert_eq!(ring.completion().next().map(|entry| entry.user_data()), Some(7), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn older_kernels_get_the_next_kind_and_other_errors_end_the_search() {
+        use Completions::{Cooperative, Deferred, Interrupting};
+        // Kinds that a kernel knows, by the error of the others.
+        let found = |best, known: &[Completions], error| {
+            first_known(best, |kind| match known.contains(&kind) {
+                true => Ok(kind),
+                false => Err(io::Error::from_raw_os_error(error)),
+            })
+            .map_err(|error| error.raw_os_error())
+        };
+        assert_eq!(found(Deferred, &Completions::ALL, libc::EINVAL), Ok(Deferred));
+        assert_eq!(found(Deferred, &[Cooperative, Interrupting], libc::EINVAL), Ok(Cooperative));
+        assert_eq!(found(Deferred, &[Interrupting], libc::EINVAL), Ok(Interrupting));
+        assert_eq!(found(Cooperative, &Completions::ALL, libc::EINVAL), Ok(Cooperative));
+        assert_eq!(found(Deferred, &[], libc::EINVAL), Err(Some(libc::EINVAL)));
+        assert_eq!(found(Deferred, &[Interrupting], libc::ENOMEM), Err(Some(libc::ENOMEM)));
     }
 }

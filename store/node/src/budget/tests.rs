@@ -491,6 +491,28 @@ async fn connections_and_requests_share_a_bound_and_mandatory_requests_pass() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn connections_that_open_beside_requests_keep_the_bound() {
+    let budget = budget();
+    let held_bytes = || {
+        let state = budget.state.lock();
+        state.used[Kind::Requests as usize] + state.own_requests_left
+    };
+    let clients: Vec<_> = (0..8).map(|_| budget.open().unwrap()).collect();
+    let fill = |client: &Arc<Account>| -> Vec<Charge> {
+        (0..64).map_while(|_| client.charge_request(8 << 10, false).ok()).collect()
+    };
+    let held: Vec<Charge> = clients.iter().flat_map(fill).collect();
+    let newcomers: Vec<_> = std::iter::from_fn(|| budget.open()).collect();
+    let each = CONNECTION_BYTES + OWN_REQUEST_BYTES;
+    assert!(newcomers.len() as u64 >= MIB / 2 / each, "{} newcomers find room", newcomers.len());
+    assert!(held_bytes() <= 4 * MIB, "{} bytes are in use", held_bytes());
+    assert!(newcomers.iter().all(|client| client.charge_request(1700, false).is_ok()));
+    drop(held);
+    let more: Vec<_> = std::iter::from_fn(|| budget.open()).collect();
+    assert_eq!(8 + newcomers.len() + more.len(), 64, "three quarters of the memory");
+}
+
+#[tokio::test(start_paused = true)]
 async fn small_request_passes_whatever_others_hold() {
     let budget = budget();
     let small = |client: &Arc<Account>| client.charge_request(1700, false).ok();
@@ -503,7 +525,8 @@ async fn small_request_passes_whatever_others_hold() {
     };
     let mut held: Vec<Charge> = strangers.iter().flat_map(fill).collect();
     let used = || used_of(&budget)[Kind::Requests as usize] + 32 * CONNECTION_BYTES;
-    let free = 4 * MIB - used() - budget.state.lock().own_requests_left;
+    let reserved = MIB / 2 + budget.state.lock().own_requests_left;
+    let free = 4 * MIB - used() - reserved;
     assert!(free < 6 << 10, "{free} bytes are free");
     assert!(honest.iter().all(|client| small(client).is_some()));
     let first = small(&honest[0]);
