@@ -67,12 +67,14 @@ pub enum Kind {
     Coders,
     /// Agents whose pauses are short. Each waits for an answer of a second to minutes.
     Answers,
+    /// Conversations first, then suddenly a short loop.
+    Change,
     /// Conversations, and in the middle one request that is larger than most caches.
     Giant,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Conversations,
         Kind::Documents,
         Kind::Shifting,
@@ -87,6 +89,7 @@ impl Kind {
         Kind::Bursts,
         Kind::Coders,
         Kind::Answers,
+        Kind::Change,
         Kind::Giant,
     ];
 
@@ -105,6 +108,10 @@ impl Kind {
                 traffic.add(Kind::Conversations, requests / 3);
                 traffic.add(Kind::Shifting, requests / 3);
                 traffic.add(Kind::Loop, requests - requests / 3 * 2);
+            }
+            Kind::Change => {
+                traffic.add(Kind::Conversations, requests / 2);
+                traffic.add(Kind::Change, requests - requests / 2);
             }
             Kind::Giant => {
                 traffic.add(Kind::Conversations, requests / 2);
@@ -152,6 +159,7 @@ impl Traffic {
                 Kind::Scans if number % 3 == 0 => self.new_blocks(60),
                 Kind::Scans => self.question(0, 500),
                 Kind::Loop => document(number as u64 % 400),
+                Kind::Change => document(number as u64 % 100),
                 Kind::Recent | Kind::Phases => self.recent(number as u64),
                 Kind::Floods if number % 1500 >= 1350 => self.new_blocks(60),
                 Kind::Tools => self.ask(SessionKind::Tools),

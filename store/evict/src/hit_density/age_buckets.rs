@@ -58,10 +58,14 @@ impl AgeBuckets {
     /// span, then class. The last span, of ages above nine hours, goes first: demoted pages are in
     /// it.
     pub(super) fn rank(&mut self, density: &[f32]) {
-        let mut order: Vec<u16> = (0..BUCKETS as u16).collect();
-        let density_of =
-            |bucket: u16| if usize::from(bucket) / CLASSES == SPANS - 1 { 0.0 } else { density[usize::from(bucket)] };
-        order.sort_by(|a, b| density_of(*a).total_cmp(&density_of(*b)).then(b.cmp(a)));
+        // Densities are not negative, so their bits order as they do.
+        let key = |bucket: usize| {
+            let density = if bucket / CLASSES == SPANS - 1 { 0.0 } else { density[bucket] };
+            u64::from(density.to_bits()) << 16 | (BUCKETS - 1 - bucket) as u64
+        };
+        let mut keys: Vec<u64> = (0..BUCKETS).map(key).collect();
+        keys.sort_unstable();
+        let order: Vec<u16> = keys.iter().map(|key| (BUCKETS - 1) as u16 - *key as u16).collect();
         self.occupied.fill(0);
         for (rank, bucket) in order.iter().enumerate() {
             self.rank_of[*bucket as usize] = rank as u16;

@@ -16,7 +16,10 @@
 //!   cache, because gains from keeping pages longer than LRU show only later;
 //! - while LRU answers nearly all returning accesses, because there is little to gain and much to
 //!   lose;
-//! - from when the balance is empty until it has recovered.
+//! - from when the balance is empty until it has recovered;
+//! - from when hits suddenly stop, where LRU answers most returning accesses. What was learnt no
+//!   longer holds, and losses would show only when the new pages return. This ends when hits return,
+//!   or when LRU has replaced all pages.
 //!
 //! All times count accesses. The constants were chosen while looking at two public traces: see
 //! decision 0048. `tests/rates.rs` bounds the loss on synthetic workloads.
@@ -58,12 +61,24 @@ const REFUSAL_LRU_MAX: f64 = 0.75;
 /// less traffic are mostly prior.
 const WATCH_FILLS: u64 = 3;
 
+/// Hits stop if their recent rate falls below this share of their usual rate. They have returned at
+/// twice that share.
+const STOP_SHARE: f64 = 0.25;
+/// Usual rate of hits from which on a stop counts. Traffic with fewer hits pauses too often.
+const STOP_RATE_MIN: f64 = 0.5;
+/// Sampled accesses over which the usual rate is averaged, per shadow page, and number of these
+/// times in which the recent rate is.
+const USUAL_PER_PAGE: f64 = 4.0;
+const RECENT_PARTS: f64 = 64.0;
+/// The averages need at least as many accesses as this number of pages has.
+const RATE_PAGES_MIN: f64 = 256.0;
+
 /// Order in which pages are evicted now, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EvictionOrder {
     /// No page was evicted yet.
     NotFull,
-    /// LRU, until enough traffic was seen.
+    /// LRU, until enough traffic was seen, at the start or after a sudden change.
     Watching,
     /// LRU, because the learnt order recently lost hits against it.
     LruAhead,
@@ -90,9 +105,44 @@ pub(super) struct LruGuard {
     lru_returns: f64,
     /// Average position of accessed pages: half the size of a request.
     position: f64,
+    hits: HitRate,
     /// Accesses to all pages, and their number when the cache became full.
     accesses: u64,
     full_at: Option<u64>,
+}
+
+/// Rate of accesses that hit, in the cache or in the shadow.
+#[derive(Debug, Clone, Copy, Default)]
+struct HitRate {
+    usual: f64,
+    recent: f64,
+    /// Sampled accesses for which a stop goes on. 0 without one.
+    stopped_for: u64,
+}
+
+impl HitRate {
+    /// Counts an access. `matters` tells whether LRU leaves so little to gain that a stop counts.
+    fn count(&mut self, hit: bool, pages: usize, matters: bool) {
+        let hit = f64::from(u8::from(hit));
+        let usual_over = USUAL_PER_PAGE * (pages as f64).max(RATE_PAGES_MIN);
+        self.usual += (hit - self.usual) / usual_over;
+        self.recent += (hit - self.recent) / usual_over * RECENT_PARTS;
+        if self.stopped_for > 0 {
+            self.stopped_for -= 1;
+            if self.recent > 2.0 * STOP_SHARE * self.usual {
+                self.stopped_for = 0;
+            } else if self.stopped_for == 0 {
+                // LRU has kept nothing from before.
+                self.usual = self.recent;
+            }
+        } else if matters && self.usual > STOP_RATE_MIN && self.recent < STOP_SHARE * self.usual {
+            self.stopped_for = pages as u64;
+        }
+    }
+
+    fn has_stopped(&self) -> bool {
+        self.stopped_for > 0
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -117,6 +167,7 @@ impl LruGuard {
             returns: 0.0,
             lru_returns: 0.0,
             position: 0.0,
+            hits: HitRate::default(),
             accesses: 0,
             full_at: None,
         }
@@ -132,15 +183,20 @@ impl LruGuard {
         match self.balance {
             _ if self.full_at.is_none() => EvictionOrder::NotFull,
             None => EvictionOrder::Watching,
+            Some(_) if self.hits.has_stopped() => EvictionOrder::Watching,
             Some(_) if !self.in_credit => EvictionOrder::LruAhead,
             Some(_) if lru_suffices => EvictionOrder::LruSuffices,
-            Some(_) => EvictionOrder::Learnt { refuses: self.lru_returns < REFUSAL_LRU_MAX * self.returns },
+            Some(_) => EvictionOrder::Learnt { refuses: self.lru_misses_many() },
         }
     }
 
     /// Returns `true` if the cache is so small for its traffic that refusals can gain.
     pub(super) fn may_refuse(&self) -> bool {
         self.order() == EvictionOrder::Learnt { refuses: true }
+    }
+
+    fn lru_misses_many(&self) -> bool {
+        self.lru_returns < REFUSAL_LRU_MAX * self.returns
     }
 
     fn has_watched_enough(&self) -> bool {
@@ -185,6 +241,8 @@ impl LruGuard {
         }
         self.count(access, before.is_some());
         self.update_balance(access.hit, before.is_some());
+        let matters = !self.lru_misses_many();
+        self.hits.count(access.hit || before.is_some(), self.residents, matters);
     }
 
     /// Demotes a page in the shadow too: it has this stamp from now on. Otherwise a client could
@@ -322,6 +380,24 @@ mod tests {
         assert_eq!(LruGuard { position: 100.0, ..LruGuard::new() }.credit(), credit + CREDIT_REQUESTS * 200.0);
         let little_to_gain = LruGuard { returns: 100.0, lru_returns: 95.0, ..LruGuard::new() };
         assert!((little_to_gain.credit() - credit * CREDIT_MISSED_PARTS * 0.05).abs() < 1e-9);
+    }
+
+    #[test]
+    fn stop_of_hits_ends_when_they_return_or_lru_has_replaced_all_pages() {
+        let after = |accesses: &[(bool, usize)], matters: bool| {
+            let mut rate = HitRate::default();
+            for (hit, times) in accesses {
+                (0..*times).for_each(|_| rate.count(*hit, 1000, matters));
+            }
+            rate.has_stopped()
+        };
+        assert!(after(&[(true, 20_000), (false, 200)], true));
+        assert!(!after(&[(true, 20_000), (false, 50)], true));
+        assert!(!after(&[(true, 20_000), (false, 200)], false));
+        assert!(!after(&[(true, 20_000), (false, 200), (true, 200)], true));
+        assert!(!after(&[(true, 20_000), (false, 1200)], true));
+        // Traffic that rarely hits pauses too.
+        assert!(!after(&[(true, 1000), (false, 1000)], true));
     }
 
     #[test]
