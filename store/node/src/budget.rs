@@ -173,8 +173,8 @@ struct BudgetState {
     read_rate: ReadRate,
     last_stalled_search: Option<Instant>,
     readers_order: ReaderOrder,
-    /// Connections with reserved pages.
-    writers: BTreeSet<u64>,
+    /// Connections with reserved pages: tenant, reserved bytes, and number of the connection.
+    writers: BTreeSet<(TenantNumber, u64, u64)>,
     line: Line,
     /// Mean time from a reservation to the end of its put.
     put_time: MeanTime,
@@ -274,7 +274,9 @@ impl BudgetState {
             let is_first = connection.used[index] == 0;
             connection.progress.writer.lock().begin(is_first, now);
             connection.puts += 1;
-            self.writers.insert(number);
+            let used = connection.used[index];
+            self.writers.remove(&(connection.tenant, used, number));
+            self.writers.insert((connection.tenant, used + bytes, number));
             self.line.record_grant(number, bytes);
         }
         if kind == Kind::Reads {
@@ -303,8 +305,10 @@ impl BudgetState {
         if kind == Kind::Puts {
             connection.progress.writer.lock().end(bytes);
             subtract(&mut connection.puts, 1);
-            if connection.used[index] == 0 {
-                self.writers.remove(&number);
+            let used = connection.used[index];
+            self.writers.remove(&(connection.tenant, used + bytes, number));
+            if used > 0 {
+                self.writers.insert((connection.tenant, used, number));
             }
         }
         if kind == Kind::Reads {
@@ -590,6 +594,8 @@ impl Budget {
     }
 }
 
+#[cfg(test)]
+mod account_tests;
 #[cfg(test)]
 mod room_tests;
 #[cfg(test)]

@@ -48,9 +48,11 @@ pub struct Puts {
 struct PutTable {
     generations: Generations,
     open: BTreeMap<PageId, Arc<Put>>,
-    /// Aborted puts whose clients may still write parts of them. The client's connection owns each.
-    /// [`Puts::abort_idle`] removes those that are gone.
-    draining: Vec<Weak<Put>>,
+    /// Open puts by connection and generation, the oldest reservation of a connection first.
+    of_writer: BTreeMap<(u64, u64), PageId>,
+    /// Aborted puts of each connection whose client may still write parts of them. The connection
+    /// owns each. [`Puts::abort_idle`] removes those that are gone.
+    draining: BTreeMap<Option<u64>, Vec<Weak<Put>>>,
     waiting: BTreeMap<PageId, BTreeMap<u64, oneshot::Sender<()>>>,
     /// Number of registered readers.
     waiters: usize,
@@ -65,12 +67,38 @@ impl PutTable {
         Self {
             generations: Generations::new(generation_first, generation_end(generation_first), hash_seed),
             open: BTreeMap::new(),
-            draining: Vec::new(),
+            of_writer: BTreeMap::new(),
+            draining: BTreeMap::new(),
             waiting: BTreeMap::new(),
             waiters: 0,
             next_waiter: 0,
             closed: false,
         }
+    }
+
+    fn insert(&mut self, put: &Arc<Put>) {
+        if let Some(writer) = put.writer() {
+            self.of_writer.insert((writer, put.generation()), put.id);
+        }
+        self.open.insert(put.id, put.clone());
+    }
+
+    fn remove(&mut self, put: &Put) {
+        self.open.remove(&put.id);
+        if let Some(writer) = put.writer() {
+            self.of_writer.remove(&(writer, put.generation()));
+        }
+    }
+
+    /// Newest open put of a connection among those with a generation below `end`.
+    fn newest_of(&self, writer: u64, end: u64) -> Option<Arc<Put>> {
+        let (_, id) = self.of_writer.range((writer, 0)..(writer, end)).next_back()?;
+        self.open.get(id).cloned()
+    }
+
+    /// Aborted puts whose clients may still write parts of them.
+    fn all_draining(&self) -> Vec<Arc<Put>> {
+        self.draining.values().flatten().filter_map(Weak::upgrade).collect()
     }
 
     fn wake(&mut self, id: &PageId) {
@@ -189,7 +217,7 @@ impl Puts {
         // Another put may have taken the last one if the table was unlocked.
         let generation = state.generations.next().ok_or(ReserveOutcome::Busy)?;
         let put = Arc::new(Put::new(id, page.clone(), generation, memory, reservation, writer));
-        state.open.insert(id, put.clone());
+        state.insert(&put);
         state.wake(&id);
         Ok(put)
     }
@@ -257,7 +285,7 @@ impl Puts {
     pub(crate) fn abort_unannounced(&self, put: &Arc<Put>) {
         let Some(reservation) = put.take_reservation() else { return };
         if put.discard(reservation) {
-            self.state.lock().draining.push(Arc::downgrade(put));
+            self.state.lock().draining.entry(put.writer()).or_default().push(Arc::downgrade(put));
         }
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
@@ -277,38 +305,35 @@ impl Puts {
         }
         let draining: Vec<Arc<Put>> = {
             let mut state = self.state.lock();
-            state.draining.retain(|put| put.strong_count() > 0);
-            state.draining.iter().filter_map(Weak::upgrade).collect()
+            state.draining.retain(|_, puts| {
+                puts.retain(|put| put.strong_count() > 0);
+                !puts.is_empty()
+            });
+            state.all_draining()
         };
         draining.iter().filter(|put| put.is_idle(now, timeout)).for_each(|put| put.release());
     }
 
     /// Aborts puts of these writers in their order, as long as `takes_from` says so. Each writer
-    /// loses the put without a byte for longest first.
+    /// loses its newest reservation first: it sends pages in their order, so the oldest one has most
+    /// of its bytes.
     ///
     /// Memory that a writer's RDMA device may access returns when the put was aborted for
     /// [`EXPOSED_MAX`]. A write to it after that fails the writer's channel, and no transfer of
     /// anybody else.
     pub(crate) fn take_back(&self, writers: &[LosingWriter], takes_from: impl Fn(LosingWriter) -> bool) {
-        let mut of_writer = BTreeMap::<u64, Vec<Arc<Put>>>::new();
-        let draining: Vec<Arc<Put>> = {
-            let state = self.state.lock();
-            for put in state.open.values() {
-                if let Some(writer) = put.writer().filter(|one| writers.iter().any(|losing| losing.connection == *one))
-                {
-                    of_writer.entry(writer).or_default().push(put.clone());
-                }
-            }
-            state.draining.iter().filter_map(Weak::upgrade).collect()
-        };
         let now = now();
         for writer in writers {
-            let mut puts = of_writer.remove(&writer.connection).unwrap_or_default();
-            puts.sort_by_key(|put| put.last_activity());
-            for put in puts {
+            // Before any abort: a put that is aborted below stays exposed.
+            let exposed = self.draining_of(writer.connection);
+            let mut generation_end = u64::MAX;
+            loop {
                 if !takes_from(*writer) {
                     return;
                 }
+                let newest = self.state.lock().newest_of(writer.connection, generation_end);
+                let Some(put) = newest else { break };
+                generation_end = put.generation();
                 if let Some(puts) = self.taken_back_lines.record() {
                     let key = put.id.key;
                     tracing::warn!(
@@ -320,9 +345,16 @@ impl Puts {
                 self.abort_unannounced(&put);
                 self.metrics.puts_taken_back.inc();
             }
-            let exposed = draining.iter().filter(|put| put.writer() == Some(writer.connection));
-            exposed.filter(|put| writer.is_silent && put.is_idle(now, EXPOSED_MAX)).for_each(|put| put.release());
+            exposed
+                .iter()
+                .filter(|put| writer.is_silent && put.is_idle(now, EXPOSED_MAX))
+                .for_each(|put| put.release());
         }
+    }
+
+    fn draining_of(&self, writer: u64) -> Vec<Arc<Put>> {
+        let state = self.state.lock();
+        state.draining.get(&Some(writer)).into_iter().flatten().filter_map(Weak::upgrade).collect()
     }
 
     /// Aborts all puts and starts no more. A shutdown needs their memory to flush pages to L3.
@@ -330,7 +362,7 @@ impl Puts {
         let mut state = self.state.lock();
         state.closed = true;
         let open: Vec<Arc<Put>> = state.open.values().cloned().collect();
-        let draining: Vec<Arc<Put>> = state.draining.iter().filter_map(Weak::upgrade).collect();
+        let draining = state.all_draining();
         // Each abort takes the lock itself.
         drop(state);
         open.iter().for_each(|put| self.abort(put));
@@ -370,7 +402,7 @@ impl Puts {
         let mut state = self.state.lock();
         // A later put of the same page may stand here by now.
         if state.open.get(&put.id).is_some_and(|open| Arc::ptr_eq(open, put)) {
-            state.open.remove(&put.id);
+            state.remove(put);
         }
         drop(state);
         // Followers that wake now must not find the put open.

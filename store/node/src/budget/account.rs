@@ -372,7 +372,7 @@ impl Account {
         if !silent.is_empty() || overrun.tenant > 0 {
             return silent;
         }
-        state.excess_writers(self.connection, self.budget.node_max[Kind::Puts as usize], now)
+        state.excess_writers(self.connection, (overrun.node, self.budget.node_max[Kind::Puts as usize]), now)
     }
 
     /// Returns `true` while this connection lacks room for `bytes` and `writer` may lose more.

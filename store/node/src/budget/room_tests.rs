@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::sleep;
 
 const MIB: u64 = 1 << 20;
-const PAGE: u64 = 8 * MIB;
+pub(super) const PAGE: u64 = 8 * MIB;
 /// Bytes that keep a writer from losing its room.
 const PROGRESS: usize = writers::PROGRESS_BYTES as usize;
 
 /// A node with room for four pages.
-fn budget() -> Arc<Budget> {
+pub(super) fn budget() -> Arc<Budget> {
     let options = NodeOptions { in_flight_bytes: Some(8 * PAGE), ..NodeOptions::default() };
     Budget::new(&options, Arc::default(), Arc::default())
 }
@@ -20,7 +20,7 @@ fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
     account_of(budget, Peer::Local, tenant)
 }
 
-fn account_of(budget: &Arc<Budget>, peer: Peer, tenant: &str) -> Arc<Account> {
+pub(super) fn account_of(budget: &Arc<Budget>, peer: Peer, tenant: &str) -> Arc<Account> {
     let account = budget.open().unwrap();
     account.set_tenant(peer, tenant);
     account
@@ -32,7 +32,7 @@ fn put(account: &Arc<Account>) -> Option<Charge> {
 
 /// Reservations of the writers under test, by connection. Stands in for the table of open puts.
 #[derive(Clone, Default)]
-struct Open(Arc<Mutex<BTreeMap<u64, Vec<Charge>>>>);
+pub(super) struct Open(pub(super) Arc<Mutex<BTreeMap<u64, Vec<Charge>>>>);
 
 impl Open {
     fn insert(&self, charge: Charge) {
@@ -43,14 +43,14 @@ impl Open {
         self.0.lock().get(&account.connection()).map_or(0, Vec::len)
     }
 
-    fn end(&self, account: &Account) -> bool {
+    pub(super) fn end(&self, account: &Account) -> bool {
         let ended = self.0.lock().get_mut(&account.connection()).and_then(Vec::pop);
         ended.is_some()
     }
 
     /// Reserves a page as the store does: after a refusal once more, with the room of losing
     /// writers.
-    fn reserve(&self, account: &Arc<Account>) -> bool {
+    pub(super) fn reserve(&self, account: &Arc<Account>) -> bool {
         let charge = put(account).or_else(|| {
             for writer in account.losing_writers(PAGE) {
                 while account.takes_from(writer, PAGE) {
@@ -126,7 +126,7 @@ async fn refused_callers(
     (truthful.load(Ordering::Relaxed), returns.load(Ordering::Relaxed))
 }
 
-fn in_use(budget: &Budget) -> u64 {
+pub(super) fn in_use(budget: &Budget) -> u64 {
     budget.usage()[0].1
 }
 

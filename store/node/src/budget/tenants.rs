@@ -8,6 +8,8 @@
 //! - `active` counts the tenants with demand exactly, and the peers that have such tenants. So a
 //!   share costs O(log n) for n peers, however many tenants are idle.
 //! - A tenant has demand while it has bytes in flight, and until the end of its recorded demand.
+//! - `largest` orders the tenants that can have more than their share of puts, the largest part of a
+//!   share first within each peer. So those above their shares are found without a look at others.
 
 use super::{BytesByKind, KINDS, Kind, QueuedRead, subtract};
 use crate::places::Peer;
@@ -31,7 +33,53 @@ pub(super) struct Tenant {
     pub(super) queue: VecDeque<QueuedRead>,
 }
 
+/// Tenants with more than one put, by their bytes.
+#[derive(Default)]
+struct Largest {
+    of_peer: BTreeMap<Peer, BTreeSet<(u64, TenantNumber)>>,
+    /// Bytes of the largest tenant of each peer, times the peer's tenants with demand. The peers
+    /// have equal shares, so this orders them by the part of a share.
+    weight_of: BTreeMap<Peer, u128>,
+    peers: BTreeSet<(u128, Peer)>,
+}
+
+impl Largest {
+    fn replace(&mut self, peer: Peer, number: TenantNumber, before: Option<u64>, after: Option<u64>) {
+        if before == after {
+            return;
+        }
+        let tenants = self.of_peer.entry(peer).or_default();
+        if let Some(bytes) = before {
+            tenants.remove(&(bytes, number));
+        }
+        if let Some(bytes) = after {
+            tenants.insert((bytes, number));
+        }
+        if tenants.is_empty() {
+            self.of_peer.remove(&peer);
+        }
+    }
+
+    /// Orders a peer anew, with so many tenants that have demand.
+    fn update_weight(&mut self, peer: Peer, active: u64) {
+        if let Some(weight) = self.weight_of.remove(&peer) {
+            self.peers.remove(&(weight, peer));
+        }
+        let largest = self.of_peer.get(&peer).and_then(|tenants| tenants.last());
+        if let Some(&(bytes, _)) = largest {
+            let weight = u128::from(bytes) * u128::from(active);
+            self.weight_of.insert(peer, weight);
+            self.peers.insert((weight, peer));
+        }
+    }
+}
+
 impl Tenant {
+    /// Bytes of its puts if there is more than one. A tenant may always have one.
+    fn reducible(&self) -> Option<u64> {
+        (self.puts > 1).then_some(self.used(Kind::Puts))
+    }
+
     pub(super) fn used(&self, kind: Kind) -> u64 {
         self.used[kind as usize]
     }
@@ -50,6 +98,7 @@ pub(super) struct TenantTable {
     active: [BTreeMap<Peer, u64>; KINDS.len()],
     /// End, kind and tenant of all recorded demand, the earliest end first.
     demand_ends: BTreeSet<(Instant, usize, TenantNumber)>,
+    largest: Largest,
 }
 
 impl TenantTable {
@@ -98,6 +147,13 @@ impl TenantTable {
                 self.demand_ends.remove(&(until, kind, number));
             }
         }
+        self.largest.replace(tenant.key.0, number, tenant.reducible(), None);
+        self.update_weight(tenant.key.0);
+    }
+
+    fn update_weight(&mut self, peer: Peer) {
+        let active = self.active[Kind::Puts as usize].get(&peer).copied().unwrap_or(0);
+        self.largest.update_weight(peer, active);
     }
 
     pub(super) fn queue(&mut self, number: TenantNumber) -> Option<&mut VecDeque<QueuedRead>> {
@@ -132,6 +188,32 @@ impl TenantTable {
         let fair = self.share(number, Kind::Puts, max).max(used / tenant.puts);
         // Saturates because a tenant below its share is the normal case.
         used.saturating_sub(fair)
+    }
+
+    /// Tenants above their shares of `max`, the largest part of a share first. Returns only as many
+    /// as have `bytes` too much together, and at most `count`.
+    pub(super) fn above_share(&self, max: u64, bytes: u64, count: usize) -> Vec<TenantNumber> {
+        let mut above = Vec::new();
+        let mut excess_bytes = 0;
+        for (_, peer) in self.largest.peers.iter().rev() {
+            let mut is_above = false;
+            for &(_, number) in self.largest.of_peer.get(peer).into_iter().flatten().rev() {
+                let excess = self.excess(number, max);
+                if excess == 0 {
+                    break;
+                }
+                is_above = true;
+                above.push(number);
+                excess_bytes += excess;
+                if excess_bytes >= bytes || above.len() == count {
+                    return above;
+                }
+            }
+            if !is_above {
+                break;
+            }
+        }
+        above
     }
 
     /// Records that a tenant wants bytes, which reserves its share until `until` or longer.
@@ -185,13 +267,17 @@ impl TenantTable {
 
     fn update(&mut self, number: TenantNumber, kind: usize, change: impl FnOnce(&mut Tenant)) {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
-        let was_active = tenant.is_active(kind);
+        let (was_active, before) = (tenant.is_active(kind), tenant.reducible());
         change(tenant);
         let peer = tenant.key.0;
+        self.largest.replace(peer, number, before, tenant.reducible());
         match (was_active, tenant.is_active(kind)) {
             (false, true) => *self.active[kind].entry(peer).or_default() += 1,
             (true, false) => self.deactivate(peer, kind),
             (false, false) | (true, true) => {}
+        }
+        if kind == Kind::Puts as usize {
+            self.update_weight(peer);
         }
     }
 }

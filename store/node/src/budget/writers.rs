@@ -23,6 +23,8 @@ pub(crate) const EXPOSED_MAX: Duration = Duration::from_secs(6);
 /// Time that a connection waits before a tenant above its share loses the excess. Writers at work
 /// usually end sooner, and then lose nothing.
 const EXCESS_AFTER: Duration = Duration::from_secs(1);
+/// Writers that lose the excess of their tenants to one request, at most.
+const LOSING_MAX: usize = 64;
 /// A writer that is silent for longer is expected to stay so.
 const QUIET_AFTER: Duration = Duration::from_millis(250);
 /// Length of one measurement of a writer's rate.
@@ -298,13 +300,15 @@ impl BudgetState {
     }
 
     fn writers_in(&self, scope: Scope) -> impl Iterator<Item = WriterRoom<'_>> {
-        let writers = self.writers.iter().filter_map(|number| Some((*number, self.connections.get(number)?)));
-        let wanted = writers.filter(move |(number, connection)| match scope {
-            Scope::Node => true,
-            Scope::Tenant(tenant) => connection.tenant == tenant,
-            Scope::Connection(wanted) => *number == wanted,
-        });
-        wanted.map(|(_, connection)| WriterRoom {
+        let wanted = match scope {
+            Scope::Node => Some((TenantNumber::MIN, TenantNumber::MAX)),
+            Scope::Tenant(tenant) => Some((tenant, tenant)),
+            Scope::Connection(number) => self.connections.get(&number).map(|own| (own.tenant, own.tenant)),
+        };
+        let wanted = wanted.map(|(first, last)| self.writers.range((first, 0, 0)..=(last, u64::MAX, u64::MAX)));
+        let wanted = wanted.into_iter().flatten().map(|&(_, _, number)| number);
+        let wanted = wanted.filter(move |number| !matches!(scope, Scope::Connection(only) if only != *number));
+        wanted.filter_map(|number| self.connections.get(&number)).map(|connection| WriterRoom {
             tenant: connection.tenant,
             used: connection.used[Kind::Puts as usize],
             puts: connection.puts.max(1),
@@ -336,7 +340,7 @@ impl BudgetState {
         }
         let mut silent = Vec::new();
         let mut next = SILENT_AFTER;
-        for number in &self.writers {
+        for (_, _, number) in &self.writers {
             let Some(writer) = self.connections.get(number) else { continue };
             let silence = writer.progress.writer.lock().silence(now);
             // Zero for one that is silent already and of another tenant: the next search finds it.
@@ -357,21 +361,38 @@ impl BudgetState {
         self.line.waited(connection, now) >= EXCESS_AFTER
     }
 
-    /// Writers of tenants above their share of `max`, if `connection` has waited for long enough.
-    /// The longest silence comes first.
-    pub(super) fn excess_writers(&self, connection: u64, max: u64, now: Instant) -> Vec<LosingWriter> {
+    /// Writers of tenants above their share of `max`, if `connection` has waited for long enough: as
+    /// many as have `bytes` too much together, and at most [`LOSING_MAX`]. The largest tenants and
+    /// their largest writers are chosen. Among them the longest silence comes first.
+    pub(super) fn excess_writers(&self, connection: u64, (bytes, max): (u64, u64), now: Instant) -> Vec<LosingWriter> {
         if !self.may_take_excess(connection, now) {
             return Vec::new();
         }
-        let mut above: Vec<(Duration, LosingWriter)> = Vec::new();
-        for &number in &self.writers {
-            let Some(writer) = self.connections.get(&number) else { continue };
-            if self.tenants.excess(writer.tenant, max) > 0 {
-                let silence = writer.progress.writer.lock().silence(now);
-                above.push((silence, LosingWriter { connection: number, is_silent: false }));
-            }
-        }
+        let tenants = self.tenants.above_share(max, bytes, LOSING_MAX).into_iter();
+        let writers =
+            tenants.flat_map(|tenant| self.writers.range((tenant, 0, 0)..=(tenant, u64::MAX, u64::MAX)).rev());
+        let writers = writers.take(LOSING_MAX).filter_map(|&(_, _, number)| {
+            let silence = self.connections.get(&number)?.progress.writer.lock().silence(now);
+            Some((silence, LosingWriter { connection: number, is_silent: false }))
+        });
+        let mut above: Vec<(Duration, LosingWriter)> = writers.collect();
         above.sort_unstable_by_key(|&(silence, writer)| (std::cmp::Reverse(silence), writer.connection));
         above.into_iter().map(|(_, writer)| writer).collect()
+    }
+
+    /// Compares the indices of writers and tenants with what they stand for.
+    #[cfg(test)]
+    pub(super) fn check_indices(&mut self, max: u64) {
+        let puts = Kind::Puts as usize;
+        let writers = self.connections.iter().filter(|(_, one)| one.used[puts] > 0);
+        let writers: std::collections::BTreeSet<_> =
+            writers.map(|(number, one)| (one.tenant, one.used[puts], *number)).collect();
+        assert_eq!(writers, self.writers);
+        let tenants: std::collections::BTreeSet<_> = writers.iter().map(|&(tenant, ..)| tenant).collect();
+        let mut above: Vec<_> = tenants.into_iter().filter(|&one| self.tenants.excess(one, max) > 0).collect();
+        let mut found = self.tenants.above_share(max, u64::MAX, usize::MAX);
+        above.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(above, found);
     }
 }

@@ -305,10 +305,6 @@ impl Put {
         self.progress.update(|progress| *progress = end);
     }
 
-    pub(super) fn last_activity(&self) -> Instant {
-        *self.last_activity.lock()
-    }
-
     pub(super) fn is_idle(&self, now: Instant, timeout: Duration) -> bool {
         now.saturating_duration_since(*self.last_activity.lock()) > timeout
     }
