@@ -374,9 +374,10 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         }
     }
     let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
-    let tokenizer = crate::background::run(move || Tokenizer::from_untrusted_files(&files).map_err(|e| e.to_string()))
-        .await
-        .map_err(|error| error.to_string())??;
+    let tokenizer =
+        tokio::task::spawn_blocking(move || Tokenizer::from_untrusted_files(&files).map_err(|e| e.to_string()))
+            .await
+            .map_err(|error| error.to_string())??;
     let name = engine.info.model.clone();
     let chat = tokenizer.chat_template().cloned();
     let chat = chat.map(|template| ChatRenderer::new(router.templates.clone(), name.clone(), template));

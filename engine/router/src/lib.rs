@@ -27,8 +27,7 @@
 //! - [`route`]: prefill and decode of one prompt.
 //! - [`openai`], [`admin`]: the two HTTP servers.
 //! - [`metrics`]: Prometheus metrics and the counters of the status page.
-// Only for system calls that no safe crate offers.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 pub mod admin;
 mod background;

@@ -15,9 +15,9 @@
 //! - A worker that was interrupted is never used again: its socket may hold half a frame.
 //! - Renderings that have become slow hold half of the places at most. The next one that does is
 //!   stopped, and begins anew when one of these places is free. For [`SLOW_FOR`] after a slow
-//!   rendering, a model needs such a place to begin. Renderings wait for one at most [`SLOW_WAIT_MAX`],
-//!   and hold no other place meanwhile. So looping templates of many models do not keep the chats of
-//!   others waiting.
+//!   rendering, a model needs such a place to begin. Renderings wait for one at most
+//!   [`SLOW_WAIT_MAX`], and hold no other place meanwhile. So looping templates of many models do
+//!   not keep the chats of others waiting.
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised. Those of at most
 //!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
 //!   share this room, and the places in the line of a model.

@@ -238,14 +238,14 @@ mod tests {
 
     #[tokio::test]
     async fn only_brief_texts_have_full_priority() {
-        use background::tests::{background_priority, priority};
+        use background::tests::{background_niceness, niceness};
         let queue = TokeniserQueue::default();
         for (bytes, expected) in [
-            (BRIEF_BYTES_MAX, priority()),
-            (BRIEF_BYTES_MAX + 1, background_priority()),
-            (SHORT_BYTES_MAX + 1, background_priority()),
+            (BRIEF_BYTES_MAX, niceness()),
+            (BRIEF_BYTES_MAX + 1, background_niceness()),
+            (SHORT_BYTES_MAX + 1, background_niceness()),
         ] {
-            assert_eq!(queue.run(peer(1), bytes, priority).await.unwrap(), expected, "{bytes} bytes");
+            assert_eq!(queue.run(peer(1), bytes, niceness).await.unwrap(), expected, "{bytes} bytes");
         }
     }
 

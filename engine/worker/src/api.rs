@@ -321,7 +321,7 @@ pub struct EngineState {
     pub store_nodes: u32,
     /// Version of the engine's software. Empty if it is older than this field.
     pub version: String,
-    /// Newest version of the store's protocol that the engine speaks. 0 if it is older than this field.
+    /// Newest version of the store's protocol that the engine speaks. 0 if it does not tell.
     pub protocol: u16,
 }
 

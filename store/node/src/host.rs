@@ -1,7 +1,7 @@
 //! Facts about the machine under a node, for the status and `larder doctor`.
 //!
-//! Invariant: no request waits for the machine. A file system that hangs would stop the thread that asks
-//! it. So a background task reads the facts, and the status shows the latest with their age.
+//! Invariant: no request waits for the machine. A file system that hangs would stop the thread that
+//! asks it. So a background task reads the facts, and the status shows the latest with their age.
 
 #![allow(clippy::disallowed_methods, reason = "reads files of the kernel; simulated nodes have no host")]
 
@@ -45,8 +45,8 @@ pub(crate) struct Host {
 impl Host {
     /// Reads the facts for the first time, on a blocking thread.
     pub(crate) async fn read(directories: Vec<PathBuf>) -> Host {
-        let asked = directories.clone();
-        let facts = tokio::task::spawn_blocking(move || facts(&asked)).await.unwrap_or_default();
+        let copy = directories.clone();
+        let facts = tokio::task::spawn_blocking(move || facts(&copy)).await.unwrap_or_default();
         Host { directories, latest: Mutex::new((now(), facts)) }
     }
 
@@ -59,8 +59,8 @@ impl Host {
     }
 }
 
-/// Reads the facts again every [`READ_INTERVAL`], until `stop`. A reading that hangs holds one thread,
-/// and no other begins.
+/// Reads the facts again every [`READ_INTERVAL`], until `stop`. A reading that hangs holds one
+/// thread, and no other begins.
 pub(crate) async fn keep_current(state: Arc<NodeState>, stop: CancellationToken) {
     let Some(host) = &state.host else { return };
     let read_again = async {

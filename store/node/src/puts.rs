@@ -315,8 +315,8 @@ impl Puts {
     }
 
     /// Aborts puts of these writers in their order, as long as `takes_from` says so. Each writer
-    /// loses its newest reservation first: it sends pages in their order, so the oldest one has most
-    /// of its bytes.
+    /// loses its newest reservation first: it sends pages in their order, so the oldest one has
+    /// most of its bytes.
     ///
     /// Memory that a writer's RDMA device may access returns when the put was aborted for
     /// [`EXPOSED_MAX`]. A write to it after that fails the writer's channel, and no transfer of

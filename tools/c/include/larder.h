@@ -48,7 +48,7 @@ enum larder_status
   LARDER_STATUS_INVALID_ARGUMENT = 1,
   // The handle is not open.
   LARDER_STATUS_INVALID_HANDLE = 2,
-  // The handle belongs to the process that forked this one.
+  // The memory lies in a buffer of the process that forked this one.
   LARDER_STATUS_FORKED = 3,
   // Too many handles are open, or the machine refuses threads.
   LARDER_STATUS_EXHAUSTED = 4,
@@ -193,7 +193,7 @@ typedef struct {
 typedef struct {
   // "larder://host:port[,host:port...]/[?transport=auto|tcp|rdma|shm]".
   larder_text url;
-  // Name of this client in the nodes' logs. Default: "c".
+  // Name of this client in the nodes' logs, at most 256 bytes. Default: "c".
   larder_text name;
   // Shared memory for larder_buffer_open and for pages on their way out, in bytes. Default:
   // 256 MiB. It is address space until it is used, except with RDMA, which pins it.
@@ -250,15 +250,21 @@ typedef struct {
   uint8_t namespace_id[32];
 } larder_client_info;
 
-// Counters of a client since it was opened, or since the fork, in pages.
+// Counters of a client since it was opened, or since the fork.
 typedef struct {
+  // Pages that were read and verified. Parts that were read on their own count one by one.
   uint64_t get_hits;
+  // Pages that were requested and not read, for any reason. Parts count as above.
   uint64_t get_misses;
+  // Misses because a node was busy. Included in `get_misses`.
   uint64_t gets_busy;
   // Pages that did not match their checksums or identity. They count as misses.
   uint64_t corrupt;
+  // Pages that a node stored. Pages that a node already had are not among them.
   uint64_t puts;
+  // Pages that could not be put, because a node was unreachable, too slow or busy.
   uint64_t puts_lost;
+  // Pages that a busy node refused. Included in `puts_lost`.
   uint64_t puts_busy;
 } larder_stats;
 
@@ -291,6 +297,7 @@ typedef struct {
   // Longest pause that a busy node suggests, or 0.
   uint64_t retry_after_us;
   // Keeps the pages readable until larder_lease_release, or until the requested time is over.
+  // Release it in either case.
   larder_lease lease;
 } larder_lookup_result;
 
@@ -341,9 +348,10 @@ typedef struct {
 extern "C" {
 #endif // __cplusplus
 
-// Text of the last call of this thread that failed, with a NUL at its end. Empty if none has.
+// Text of this thread's last call that failed, or last pin that a node refused, with a NUL at its
+// end. Empty if there was none.
 //
-// Valid until the next call of this thread that fails. Never null.
+// Valid until the next such call of this thread, or its end. Never null.
 const char *larder_error(void);
 
 // Version of the library, such as "0.1.0".
@@ -435,7 +443,8 @@ larder_status larder_get_into(larder_client client,
 //
 // `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer
 // is not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program
-// changes it then, the node refuses the page. Other memory is copied once, before the transfer.
+// changes it then, the node refuses the page. Other memory is copied once, before the transfer, at
+// most 64 MiB at a time.
 larder_status larder_put_from(larder_client client,
                               const larder_key *keys,
                               size_t count,

@@ -65,9 +65,10 @@ pub(crate) fn set_error(text: &str) {
     let _ = ERROR.try_with(|error| error.replace(CString::new(text).ok()));
 }
 
-/// Text of the last call of this thread that failed, with a NUL at its end. Empty if none has.
+/// Text of this thread's last call that failed, or last pin that a node refused, with a NUL at its
+/// end. Empty if there was none.
 ///
-/// Valid until the next call of this thread that fails. Never null.
+/// Valid until the next such call of this thread, or its end. Never null.
 #[unsafe(no_mangle)]
 pub extern "C" fn larder_error() -> *const c_char {
     let text = |error: &RefCell<Option<CString>>| error.borrow().as_ref().map(|text| text.as_ptr());

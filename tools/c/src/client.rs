@@ -5,6 +5,7 @@ use crate::handles;
 use crate::types::*;
 use larder_bindings::{Session, checked, opaque, runtime};
 use larder_client::{ClientOptions, StoreUrl};
+use larder_format::namespace::MAX_NAME_BYTES;
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use std::ffi::{CStr, c_char};
 
@@ -77,6 +78,9 @@ unsafe fn client_options(options: LarderOptions) -> call::Result<(StoreUrl, Clie
     let (url, name) = unsafe { (text(options.url, "url")?, text(options.name, "name")?) };
     let url: StoreUrl = url.parse().map_err(|error| Failure::invalid(format!("{error}")))?;
     let mut client = ClientOptions { name: "c".into(), ..ClientOptions::default() };
+    if name.len() > MAX_NAME_BYTES {
+        return Err(Failure::invalid(format!("name has {} bytes, at most {MAX_NAME_BYTES}", name.len())));
+    }
     if !name.is_empty() {
         client.name = name.into();
     }

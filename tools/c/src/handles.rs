@@ -13,7 +13,8 @@ use larder_format::NamespaceDescriptor;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Maximum number of open handles of each kind.
 const OPEN_MAX: usize = 1 << 16;
@@ -79,17 +80,19 @@ extern "C" fn after_fork_in_child() {
 }
 
 fn watch_forks() -> Result<()> {
-    static WATCH: Once = Once::new();
-    static FAILED: Mutex<bool> = Mutex::new(false);
-    WATCH.call_once(|| {
-        // SAFETY: the functions stay loaded: the shared library cannot be unloaded.
-        let refused =
-            unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
-        *FAILED.lock().unwrap_or_else(PoisonError::into_inner) = refused != 0;
-    });
-    if *FAILED.lock().unwrap_or_else(PoisonError::into_inner) {
+    // No lock: a fork while another thread is here would leave it locked in the child. Handlers
+    // that are registered twice do their work once.
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if WATCHED.load(Ordering::Acquire) {
+        return Ok(());
+    }
+    // SAFETY: the functions stay loaded: the shared library cannot be unloaded.
+    let refused =
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
+    if refused != 0 {
         return Err(Failure::exhausted("pthread_atfork has no memory"));
     }
+    WATCHED.store(true, Ordering::Release);
     Ok(())
 }
 
@@ -150,7 +153,8 @@ pub(crate) fn close_buffer(buffer: LarderBuffer) -> Result<()> {
 }
 
 /// The open buffer in which the memory lies, or `None` for other memory. Fails for memory that
-/// begins in a buffer and leaves it, and for a buffer of the parent: it is not mapped here.
+/// begins in a buffer and leaves it, and for a buffer of the parent, whose memory both processes
+/// share.
 pub(crate) fn buffer_of(memory: LarderMemory) -> Result<Option<Arc<OpenBuffer>>> {
     let start = memory.data.addr();
     let table = table();

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use larder_bindings::{Holds, PageTarget, Span, check_distinct, targets_of_parts};
 use larder_client::Client;
 use larder_format::{PageGeometry, PageKey};
+use std::ops::Range;
 use std::sync::Arc;
 
 type Target = larder_bindings::Target<Option<Arc<OpenBuffer>>>;
@@ -77,33 +78,42 @@ pub(crate) unsafe fn targets(
     Ok(targets)
 }
 
-/// Parts of each page of a put.
-///
-/// # Safety
-/// The memories are valid during this call.
-pub(crate) unsafe fn sources(
-    client: &Client,
-    geometry: &PageGeometry,
-    pages: usize,
-    memories: &[LarderMemory],
-) -> Result<Vec<Vec<Bytes>>> {
-    let per_page = memories_per_page(geometry, pages, memories.len())?;
-    let part_table = geometry.part_table();
-    let lengths = if per_page == 1 { vec![geometry.page_bytes() as u32] } else { part_table.clone() };
-    let kept = |(&memory, &length): (&LarderMemory, &u32)| {
-        check(memory, length as usize)?;
-        // SAFETY: the caller's promise.
-        unsafe { keep(client, memory) }
-    };
-    let page = |memories: &[LarderMemory]| {
-        let mut parts = memories.iter().zip(&lengths).map(kept).collect::<Result<Vec<_>>>()?;
-        if per_page == 1 {
-            let whole = parts.pop();
-            parts = whole.into_iter().flat_map(|page| split(page, &part_table)).collect();
-        }
-        Ok(parts)
-    };
-    memories.chunks(per_page).map(page).collect()
+/// Memories of the pages of a put, checked. Open buffers among them stay.
+pub(crate) struct Sources<'a> {
+    memories: Vec<(LarderMemory, Option<Arc<OpenBuffer>>)>,
+    per_page: usize,
+    geometry: &'a PageGeometry,
+}
+
+impl Sources<'_> {
+    pub(crate) fn new<'a>(geometry: &'a PageGeometry, pages: usize, memories: &[LarderMemory]) -> Result<Sources<'a>> {
+        let per_page = memories_per_page(geometry, pages, memories.len())?;
+        let lengths = if per_page == 1 { vec![geometry.page_bytes() as u32] } else { geometry.part_table() };
+        let checked = |(&memory, &length): (&LarderMemory, &u32)| {
+            check(memory, length as usize)?;
+            Ok((memory, buffer_of(memory)?))
+        };
+        let memories = memories.iter().zip(lengths.iter().cycle()).map(checked).collect::<Result<_>>()?;
+        Ok(Sources { memories, per_page, geometry })
+    }
+
+    /// Parts of each of these pages. They stay after the call.
+    ///
+    /// # Safety
+    /// The memories are valid during this call.
+    pub(crate) unsafe fn parts(&self, client: &Client, pages: Range<usize>) -> Vec<Vec<Bytes>> {
+        let part_table = self.geometry.part_table();
+        let page = |memories: &[(LarderMemory, Option<Arc<OpenBuffer>>)]| {
+            // SAFETY: the caller's promise.
+            let mut kept = memories.iter().map(|(memory, buffer)| unsafe { keep(client, *memory, buffer) });
+            match self.per_page {
+                1 => kept.next().map(|page| split(page, &part_table)).unwrap_or_default(),
+                _ => kept.collect(),
+            }
+        };
+        let memories = &self.memories[pages.start * self.per_page..pages.end * self.per_page];
+        memories.chunks(self.per_page).map(page).collect()
+    }
 }
 
 fn split(mut page: Bytes, part_table: &[u32]) -> Vec<Bytes> {
@@ -113,15 +123,15 @@ fn split(mut page: Bytes, part_table: &[u32]) -> Vec<Bytes> {
 /// Bytes that stay after the call: those of an open buffer, or a copy.
 ///
 /// # Safety
-/// The memory is valid during this call.
-unsafe fn keep(client: &Client, memory: LarderMemory) -> Result<Bytes> {
-    if let Some(buffer) = buffer_of(memory)? {
+/// The memory is valid during this call. It lies in `buffer`, if that is set.
+unsafe fn keep(client: &Client, memory: LarderMemory, buffer: &Option<Arc<OpenBuffer>>) -> Bytes {
+    if let Some(buffer) = buffer {
         // SAFETY: the memory lies in the buffer, which stays until the span is dropped.
-        let span = unsafe { Span::new(memory.data, memory.size, Some(buffer)) };
-        return Ok(span.into_bytes(&Arc::default()));
+        let span = unsafe { Span::new(memory.data, memory.size, Some(buffer.clone())) };
+        return span.into_bytes(&Arc::default());
     }
     let mut copy = client.buffer(memory.size);
     // SAFETY: the caller's promise.
     copy.copy_from_slice(unsafe { std::slice::from_raw_parts(memory.data, memory.size) });
-    Ok(copy.freeze())
+    copy.freeze()
 }

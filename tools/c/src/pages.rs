@@ -8,9 +8,11 @@ use larder_client::{FollowEnd, GetOptions, PutOptions, PutOutcome, Tier};
 use larder_format::PageKey;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
+/// Maximum bytes of the pages of one call that are copied and sent at a time, or one page.
+const GROUP_BYTES: usize = 64 << 20;
 /// Maximum time that a call which panicked waits for its memory.
 const RELEASE_WAIT: Duration = Duration::from_secs(1);
 
@@ -105,7 +107,8 @@ pub unsafe extern "C" fn larder_lookup(
         let keys = memory::keys(array(keys, count, "keys")?);
         let ((client, _), hold) = (handles::attached(client)?, duration(hold_us, "hold_us")?);
         let lookup = runtime()?.block_on(client.lookup(&keys, hold, deadline(timeout_us)?));
-        let lease = if lookup.held == 0 { LarderLease { id: 0 } } else { handles::open_lease(lookup.lease)? };
+        let is_empty = hold.is_zero() || lookup.tiers.is_empty();
+        let lease = if is_empty { LarderLease { id: 0 } } else { handles::open_lease(lookup.lease)? };
         result.write([LarderLookup {
             pages: lookup.tiers.len(),
             held: lookup.held,
@@ -181,7 +184,8 @@ unsafe fn put_options(options: *const LarderPutOptions) -> Result<(Option<PageKe
 ///
 /// `memories` is as for larder_get_into. `options` may be null. Memory that lies in a larder_buffer
 /// is not copied: after LARDER_PUT_OUTCOME_LOST, a transfer may still read it. If the program
-/// changes it then, the node refuses the page. Other memory is copied once, before the transfer.
+/// changes it then, the node refuses the page. Other memory is copied once, before the transfer, at
+/// most 64 MiB at a time.
 ///
 /// # Safety
 /// The arrays have as many elements as stated. Nothing writes to the memories during the call.
@@ -203,10 +207,19 @@ pub unsafe extern "C" fn larder_put_from(
         let memories = array(memories, memory_count, "memories")?;
         let (parent, position, options) = put_options(options)?;
         let ((client, namespace), deadline) = (handles::attached(client)?, deadline(timeout_us)?);
-        let sources = memory::sources(&client, &namespace.geometry, keys.len(), memories)?;
-        let pages = new_pages(keys, parent, position).into_iter().zip(sources).collect();
-        let put = runtime()?.block_on(larder_bindings::put(client, pages, options, deadline));
-        output.write(put.into_iter().map(outcome));
+        let sources = memory::Sources::new(&namespace.geometry, keys.len(), memories)?;
+        let pages = new_pages(keys, parent, position);
+        let group_pages = (GROUP_BYTES / namespace.geometry.page_bytes()).max(1);
+        let mut outcomes = Vec::with_capacity(count);
+        while outcomes.len() < count && Instant::now() < deadline {
+            let group = outcomes.len()..count.min(outcomes.len() + group_pages);
+            let parts = sources.parts(&client, group.clone());
+            let pages = pages[group].iter().cloned().zip(parts).collect();
+            let put = larder_bindings::put(client.clone(), pages, options, deadline);
+            outcomes.extend(runtime()?.block_on(put).into_iter().map(outcome));
+        }
+        outcomes.resize(count, LarderPutOutcome::Lost);
+        output.write(outcomes);
         Ok(())
     })
 }

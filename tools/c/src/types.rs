@@ -12,7 +12,7 @@ pub enum LarderStatus {
     InvalidArgument = 1,
     /// The handle is not open.
     InvalidHandle = 2,
-    /// The handle belongs to the process that forked this one.
+    /// The memory lies in a buffer of the process that forked this one.
     Forked = 3,
     /// Too many handles are open, or the machine refuses threads.
     Exhausted = 4,
@@ -155,7 +155,7 @@ pub struct LarderNamespace {
 pub struct LarderOptions {
     /// "larder://host:port[,host:port...]/[?transport=auto|tcp|rdma|shm]".
     pub url: LarderText,
-    /// Name of this client in the nodes' logs. Default: "c".
+    /// Name of this client in the nodes' logs, at most 256 bytes. Default: "c".
     pub name: LarderText,
     /// Shared memory for larder_buffer_open and for pages on their way out, in bytes. Default:
     /// 256 MiB. It is address space until it is used, except with RDMA, which pins it.
@@ -207,17 +207,23 @@ pub struct LarderClientInfo {
     pub namespace_id: [u8; 32],
 }
 
-/// Counters of a client since it was opened, or since the fork, in pages.
+/// Counters of a client since it was opened, or since the fork.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LarderStats {
+    /// Pages that were read and verified. Parts that were read on their own count one by one.
     pub get_hits: u64,
+    /// Pages that were requested and not read, for any reason. Parts count as above.
     pub get_misses: u64,
+    /// Misses because a node was busy. Included in `get_misses`.
     pub gets_busy: u64,
     /// Pages that did not match their checksums or identity. They count as misses.
     pub corrupt: u64,
+    /// Pages that a node stored. Pages that a node already had are not among them.
     pub puts: u64,
+    /// Pages that could not be put, because a node was unreachable, too slow or busy.
     pub puts_lost: u64,
+    /// Pages that a busy node refused. Included in `puts_lost`.
     pub puts_busy: u64,
 }
 
@@ -235,6 +241,7 @@ pub struct LarderLookup {
     /// Longest pause that a busy node suggests, or 0.
     pub retry_after_us: u64,
     /// Keeps the pages readable until larder_lease_release, or until the requested time is over.
+    /// Release it in either case.
     pub lease: LarderLease,
 }
 

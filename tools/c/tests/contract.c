@@ -318,10 +318,11 @@ static void *work(void *argument) {
         larder_tier tier;
         memset(page.data, number % 251, PAGE_BYTES);
         larder_status status = larder_put_from(client, &key, 1, &page, 1, NULL, 10 * SECOND, &outcome);
+        memset(page.data, 255, PAGE_BYTES);
         if (status == LARDER_STATUS_OK) status = larder_get_into(client, &key, 1, &page, 1, 0, 10 * SECOND, &tier);
         if (status == LARDER_STATUS_INVALID_HANDLE) break;
         CHECK(status == LARDER_STATUS_OK);
-        CHECK(tier == LARDER_TIER_MISS || is_filled(page, number % 251));
+        CHECK(tier != LARDER_TIER_MISS && is_filled(page, number % 251));
     }
     CHECK(strstr(larder_error(), "client is not open")); /* the text of this thread */
     free(page.data);

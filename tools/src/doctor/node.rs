@@ -15,8 +15,8 @@ const ROUND_TRIPS: usize = 32;
 /// Median of the round trips that is too slow for pages that engines wait for.
 const SLOW_ROUND_TRIP: Duration = Duration::from_millis(10);
 const CLOCK_DIFFERENCE_MAX_MS: u64 = 1000;
-/// Age of the facts about the machine above which its file systems do not answer. The node reads them
-/// every 10 s.
+/// Age of the facts about the machine above which its file systems do not answer. The node reads
+/// them every 10 s.
 const FACTS_AGE_MAX_SECONDS: u64 = 60;
 
 pub(super) async fn check(url: StoreUrl, deadline: Instant, findings: &mut Findings) {
@@ -24,7 +24,7 @@ pub(super) async fn check(url: StoreUrl, deadline: Instant, findings: &mut Findi
     let required = url.transport;
     let options = ClientOptions { name: "doctor".into(), ..ClientOptions::default() };
     let client = Client::attach(url, Some(round_trip::namespace()), options);
-    let asked = unix_ms();
+    let requested = unix_ms();
     let Some(view) = connect(&client, step(deadline)).await else {
         return findings.fail("protocol", "no answer to the handshake", RESTART);
     };
@@ -38,7 +38,7 @@ pub(super) async fn check(url: StoreUrl, deadline: Instant, findings: &mut Findi
     versions(&view, status, findings);
     round_trips(&client, deadline, findings).await;
     transport::check(&view, required, is_local, status, findings);
-    clock(status, asked, answered, findings);
+    clock(status, requested, answered, findings);
     machine(status, findings);
     round_trip::check(&client, deadline, findings).await;
 }
@@ -153,17 +153,19 @@ async fn round_trips(client: &Client, deadline: Instant, findings: &mut Findings
     }
 }
 
-fn clock(status: &Value, asked: u64, answered: u64, findings: &mut Findings) {
+fn clock(status: &Value, requested: u64, answered: u64, findings: &mut Findings) {
     let Some(theirs) = status["unix_ms"].as_u64() else { return };
     // The node read its clock between the two moments.
     let (difference, direction) = match theirs {
         _ if theirs > answered => (theirs - answered, "ahead of"),
-        _ if theirs < asked => (asked - theirs, "behind"),
+        _ if theirs < requested => (requested - theirs, "behind"),
         _ => (0, "ahead of"),
     };
     let fact = format!("the node's clock is at least {difference} ms {direction} that of this machine");
     match difference > CLOCK_DIFFERENCE_MAX_MS {
-        false if difference == 0 => findings.ok("clock", format!("equal within {} ms", answered.saturating_sub(asked))),
+        false if difference == 0 => {
+            findings.ok("clock", format!("equal within {} ms", answered.saturating_sub(requested)))
+        }
         false => findings.ok("clock", fact),
         true => findings.warn(
             "clock",

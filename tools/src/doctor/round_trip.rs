@@ -1,5 +1,5 @@
-//! One page through a node: put, get, compare, forget. Its namespace is new, and the page expires by
-//! itself if the command ends early.
+//! One page through a node: put, get, compare, forget. Its namespace is new, and the page expires
+//! by itself if the command ends early.
 
 use super::Findings;
 use larder_client::{Client, NewPage, PutOptions, PutOutcome, Tier};

@@ -20,8 +20,8 @@ const NIGHTLY_LARGE_MINUTES: &str = "15";
 /// Threads that compute beside the tests, so that each test gets less than half a processor of two.
 const BUSY_LOOPS: usize = 3;
 const BUSY_PASSES: usize = 10;
-/// Tests of larder-sim that are left out beside busy loops: a simulation has its own clock, so other
-/// work cannot change its result.
+/// Tests of larder-sim that are left out beside busy loops: a simulation has its own clock, so
+/// other work cannot change its result.
 const SIMULATIONS: [&str; 3] = [
     "log_keeps_its_promises_over_five_million_operations",
     "node_keeps_its_promises_and_bounds",

@@ -18,8 +18,8 @@
 //!   lose;
 //! - from when the balance is empty until it has recovered;
 //! - from when hits suddenly stop, where LRU answers most returning accesses. What was learnt no
-//!   longer holds, and losses would show only when the new pages return. This ends when hits return,
-//!   or when LRU has replaced all pages.
+//!   longer holds, and losses would show only when the new pages return. This ends when hits
+//!   return, or when LRU has replaced all pages.
 //!
 //! All times count accesses. The constants were chosen while looking at two public traces: see
 //! decision 0048. `tests/rates.rs` bounds the loss on synthetic workloads.

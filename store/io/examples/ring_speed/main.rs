@@ -10,8 +10,8 @@
 //!
 //! The bare loop transfers each block from one range of memory. A ring transfers pages as the log
 //! of a shared arena does: a header and a payload. "Pinned" rings transfer these as on kernels
-//! before 6.15, and "deferred" rings complete requests only when they wait. With `--only WORD`, only
-//! rings with this word in their name run, and the bare loop. With `--setups`, bare loops with
+//! before 6.15, and "deferred" rings complete requests only when they wait. With `--only WORD`,
+//! only rings with this word in their name run, and the bare loop. With `--setups`, bare loops with
 //! other memory and other flags of the ring are compared instead, see [`bare::SETUPS`].
 
 use larder_io::{Block, DeviceFile, Done, Executor, FileId, Operation, Priority, Request, Ring, RingOptions};

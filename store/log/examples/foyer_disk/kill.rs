@@ -42,7 +42,7 @@ fn report(what: &str, numbers: impl Iterator<Item = u64>) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// What a killed writer reported.
+/// Reports of a killed writer.
 #[derive(Default)]
 struct Reported {
     written: BTreeSet<u64>,

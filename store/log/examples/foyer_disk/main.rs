@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! cargo run --release -p larder-log --example foyer_disk \
-//!     --config 'profile.release.package.foyer-storage.opt-level=3' -- DIR speed|kill|memory [ROUNDS]
+//!     --config 'profile.release.package.foyer-storage.opt-level=3' \
+//!     -- DIR speed|kill|memory [ROUNDS]
 //! ```
 //!
 //! Larder compiles foyer's disk tier without optimisation, because nothing runs it. `--config`

@@ -8,8 +8,9 @@
 //! - `active` counts the tenants with demand exactly, and the peers that have such tenants. So a
 //!   share costs O(log n) for n peers, however many tenants are idle.
 //! - A tenant has demand while it has bytes in flight, and until the end of its recorded demand.
-//! - `largest` orders the tenants that can have more than their share of puts, the largest part of a
-//!   share first within each peer. So those above their shares are found without a look at others.
+//! - `largest` orders the tenants that can have more than their share of puts, the largest part of
+//!   a share first within each peer. So those above their shares are found without a look at
+//!   others.
 
 use super::{BytesByKind, KINDS, Kind, QueuedRead, subtract};
 use crate::places::Peer;

@@ -361,9 +361,9 @@ impl BudgetState {
         self.line.waited(connection, now) >= EXCESS_AFTER
     }
 
-    /// Writers of tenants above their share of `max`, if `connection` has waited for long enough: as
-    /// many as have `bytes` too much together, and at most [`LOSING_MAX`]. The largest tenants and
-    /// their largest writers are chosen. Among them the longest silence comes first.
+    /// Writers of tenants above their share of `max`, if `connection` has waited for long enough:
+    /// as many as have `bytes` too much together, and at most [`LOSING_MAX`]. The largest tenants
+    /// and their largest writers are chosen. Among them the longest silence comes first.
     pub(super) fn excess_writers(&self, connection: u64, (bytes, max): (u64, u64), now: Instant) -> Vec<LosingWriter> {
         if !self.may_take_excess(connection, now) {
             return Vec::new();
