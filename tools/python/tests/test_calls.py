@@ -157,7 +157,10 @@ def test_cancelled_call_returns_its_memory(url, namespace):
 def test_interrupted_call_returns_its_memory(url, namespace):
     """Ctrl-C ends a call that waits."""
     import _thread
+    import signal
 
+    # A shell starts background jobs without it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     client = attach(url, namespace)
     page = bytearray(PAGE_BYTES)
     threading.Timer(0.3, _thread.interrupt_main).start()
