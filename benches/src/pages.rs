@@ -274,6 +274,7 @@ fn tcp_stream(pages: usize, page_bytes: usize, batch: usize, zero_copy: bool) ->
     let mut into = vec![1u8; batch * page_bytes];
     let sender = std::thread::spawn(move || -> Result<Sends> {
         let (mut stream, _) = listener.accept()?;
+        larder_wire::prepare_socket(&stream)?;
         let mut chunks = from.chunks(page_bytes.max(STREAM_CHUNK_BYTES));
         if zero_copy {
             return zero_copy::send_all(&stream, &chunks.collect::<Vec<_>>());
@@ -282,6 +283,7 @@ fn tcp_stream(pages: usize, page_bytes: usize, batch: usize, zero_copy: bool) ->
         Ok(Sends::default())
     });
     let mut stream = TcpStream::connect(address)?;
+    larder_wire::prepare_socket(&stream)?;
     let begin = Stopwatch::start();
     let mut received = 0;
     // Ends early if the sender fails, whose error is returned below.

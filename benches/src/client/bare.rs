@@ -51,7 +51,8 @@ impl Transfer {
 }
 
 fn tuned(stream: TcpStream) -> io::Result<TcpStream> {
-    stream.set_nodelay(true)?;
+    // The same options as Larder's sockets, so that both sides of a ratio have the same network.
+    larder_wire::prepare_socket(&stream)?;
     stream.set_read_timeout(Some(DEADLINE))?;
     stream.set_write_timeout(Some(DEADLINE))?;
     Ok(stream)

@@ -183,8 +183,7 @@ pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream, place: Ar
 /// Sets the options of a client's socket, and returns the client's address.
 pub(crate) fn prepare_tcp(stream: &TcpStream) -> Option<SocketAddr> {
     let peer = stream.peer_addr().ok();
-    // Requests are short and wait for answers: Nagle's algorithm would delay them by a round trip.
-    if let Err(error) = stream.set_nodelay(true) {
+    if let Err(error) = larder_wire::prepare_socket(stream) {
         tracing::debug!(?peer, %error, "cannot set TCP_NODELAY: answers to this client may be delayed");
     }
     let keepalive =

@@ -63,7 +63,7 @@ pub use limits::{
 pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
 pub use response::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, PutEnd, Response, SharedResponse};
-pub use stream::{ByteSink, ByteSource, TryReceive};
+pub use stream::{ByteSink, ByteSource, TryReceive, prepare_socket};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.

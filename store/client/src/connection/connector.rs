@@ -101,8 +101,7 @@ impl Connector for SocketConnector {
 
     async fn connect(&self, address: &str) -> io::Result<(SocketSource, SocketSink)> {
         let stream = connect_to_any(address).await?;
-        // Requests are small, and the writer coalesces frames itself.
-        stream.set_nodelay(true)?;
+        larder_wire::prepare_socket(&stream)?;
         let (read, write) = stream.into_split();
         Ok((SocketSource::Tcp(BusyPollSource::new(read, self.busy_poll)), SocketSink::Tcp(write)))
     }

@@ -58,7 +58,7 @@ impl FrameConnection {
 
     /// Completes the handshake on a new connection, which fails after sending `bytes` bytes.
     pub async fn over(stream: TcpStream, namespace: NamespaceDescriptor, bytes: usize) -> Result<FrameConnection> {
-        stream.set_nodelay(true)?;
+        larder_wire::prepare_socket(&stream)?;
         let (read, write) = stream.into_split();
         let mut connection = FrameConnection {
             reader: FrameReader::new(read),
