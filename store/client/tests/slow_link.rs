@@ -312,6 +312,75 @@ async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it()
     node.shutdown().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refused_callers_behind_slow_links_get_in_when_a_silent_writer_loses_its_room() {
+    const PAGE: usize = 64 << 10;
+    const CALLERS: u32 = 12;
+    let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
+    let silent = SlowLink::to(&node, RATE).await.attach(PAGE).await;
+    let reserved: Vec<_> = (1..=4).map(|number| silent.put(page(number), within(300.0))).collect();
+    let room = || node.status()["budget"]["puts"]["bytes"].as_u64();
+    while room() < Some(4 * PAGE as u64) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let callers = (0..CALLERS).map(|number| {
+        let node = &node;
+        async move {
+            let caller = SlowLink::to(node, 10 * SLOWEST_RATE).await.attach(PAGE).await;
+            let mut refusals = 0;
+            loop {
+                match put(&caller, 100 + number, PAGE).await {
+                    PutOutcome::Stored => return refusals,
+                    PutOutcome::Busy { retry_after } => tokio::time::sleep(retry_after).await,
+                    outcome => panic!("caller {number}: {outcome:?}"),
+                }
+                refusals += 1;
+            }
+        }
+    });
+    let mut refusals = futures::future::join_all(callers).await;
+    refusals.sort_unstable();
+    println!("refusals per caller: {refusals:?}");
+    assert!(refusals[0] > 0, "the silent writer held all of the room");
+    // A busy machine makes callers late for their places, so a few may be refused again.
+    assert!(refusals[refusals.len() / 2] <= 2, "refusals per caller: {refusals:?}");
+    for put in reserved {
+        assert_ne!(put.commit(within(60.0)).await, PutOutcome::Stored, "its room was not taken");
+    }
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forget_ends_a_copy_that_a_slow_link_still_carries() {
+    const PAGE: usize = 4 << 20;
+    let node = node().await;
+    let direct = attach(node.addr().to_string(), PAGE).await;
+    let link = SlowLink::to(&node, RATE).await;
+    let engine = link.attach(PAGE).await;
+    let ttl = Some(Duration::from_millis(1));
+    let mut first = direct.put_with(page(1), PutOptions { ttl, ..PutOptions::default() }, within(60.0));
+    first.part(0, payload(1, PAGE));
+    let (PutOutcome::Stored, origin @ Some(_)) = first.commit_described(within(60.0)).await else {
+        panic!("the page is stored")
+    };
+    // The node drops the page. The engine still has it, and puts its copy.
+    while direct.exists(&[key(1)], within(60.0)).await[0] {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let before = link.forwarded()[0];
+    let mut copy = engine.put_copy(page(1), origin, PutOptions::default(), within(60.0));
+    copy.part(0, payload(1, PAGE));
+    let committing = tokio::spawn(async move { copy.commit(within(60.0)).await });
+    while link.forwarded()[0] < before + PAGE / 4 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(direct.forget(&[key(1)], within(60.0)).await.complete);
+    assert_ne!(committing.await.unwrap(), PutOutcome::Stored);
+    assert_eq!(get(&engine, 1, PAGE, 60.0).await, None, "the forgotten page came back");
+    assert_eq!(link.connections(), 1);
+    node.shutdown().await;
+}
+
 #[tokio::test]
 async fn get_at_its_deadline_does_not_end_another_get_of_the_connection() {
     const PAGE: usize = 4 << 20;
