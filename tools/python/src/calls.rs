@@ -9,7 +9,7 @@
 
 use crate::fork::runtime;
 use crate::namespace::invalid;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

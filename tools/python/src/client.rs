@@ -16,7 +16,7 @@ use larder_client::{
     Tier,
 };
 use larder_format::{PageGeometry, PageKey};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

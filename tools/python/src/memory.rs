@@ -10,7 +10,7 @@ use crate::fork::PerProcess;
 use crate::namespace::invalid;
 use bytes::Bytes;
 use larder_bindings::{Holds, Span};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
