@@ -12,7 +12,7 @@
 use crate::templates::{ChatError, ChatRenderer, TemplateWorkers};
 use larder_http::PeerAddress;
 use larder_model::{Constraint, RenderError};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;

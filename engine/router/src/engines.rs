@@ -10,8 +10,8 @@
 use crate::breaker::CircuitBreaker;
 use crate::models::ModelKey;
 use larder_format::{NamespaceId, PageKey};
+use larder_runtime::lock::{Mutex, RwLock};
 use larder_worker::api::{EngineInfo, Role};
-use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -28,7 +28,7 @@ use larder_http::{PeerAddress, PeerBudget, PeerCharge, PeerShare};
 use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use rustix::process::Pid;
 use std::io;
 use std::os::fd::OwnedFd;

@@ -14,7 +14,7 @@
 use crate::background;
 use larder_http::PeerAddress;
 use larder_model::{Tokenizer, TokenizerError};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

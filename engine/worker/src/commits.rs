@@ -4,7 +4,7 @@
 //! waits for the keys that it names, because a commit in flight could store a page after it.
 
 use larder_format::PageKey;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use tokio::sync::Notify;

@@ -21,7 +21,7 @@ use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;

@@ -8,7 +8,7 @@
 
 use crate::api::{ApiError, ErrorCode};
 use larder_model::{Constraint, Guide, GuideError, GuideFactory, Tokenizer};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use tokio::sync::Semaphore;

@@ -30,7 +30,7 @@ use axum::routing::{get, post};
 use larder_format::{PageKey, page_keys};
 use larder_http::Refusal;
 use larder_model::{Guide, Tokenizer};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use serde::de::DeserializeOwned;
 use std::collections::{BTreeMap, HashSet};
 use std::convert::Infallible;

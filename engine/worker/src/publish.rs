@@ -237,7 +237,7 @@ mod tests {
     use futures::future::BoxFuture;
     use larder_format::KvDtype;
     use larder_model::{KvPool, LogitRows, PageSlot};
-    use parking_lot::Mutex;
+    use larder_runtime::lock::Mutex;
 
     type RecordedParts = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 

@@ -33,7 +33,7 @@ use discard::WithheldKeys;
 use larder_client::{NewPage, PutOutcome};
 use larder_format::PageKey;
 use larder_model::{KvPool, Model, SealedPage};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Phase of a connection, shared by its socket, its requests and the table of connections.
 
 use crate::options::HttpOptions;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::task::Waker;
 use tokio::time::Instant;
 

@@ -7,7 +7,7 @@
 use crate::options::HttpOptions;
 use crate::phase::PhaseCell;
 use crate::shares::PeerAddress;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use crate::metrics::ServerMetrics;
 use axum::http::StatusCode;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::Duration;

@@ -11,7 +11,7 @@
 //! thresholds for shared-memory packet switches", 1998). Peers that come and go need no
 //! configuration, and a peer that asks for nothing reserves nothing.
 
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -12,7 +12,7 @@ use crate::file::DeviceFile;
 use crate::request::{Completion, Done, FileId, Operation, Priority, Request, RingClosed};
 use crate::ring::{Executor, Ring, RingOptions};
 use larder_memory::Arena;
-use parking_lot::{Mutex, RwLock};
+use larder_runtime::lock::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};

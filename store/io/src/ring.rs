@@ -19,7 +19,7 @@ use crate::inbox::{self, Inbox, Message, Outbox};
 use crate::request::{Completion, Done, FileId, Priority, Request, RingClosed};
 use crate::stats::RingStats;
 use larder_memory::Arena;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;

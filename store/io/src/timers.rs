@@ -5,7 +5,7 @@
 //! - A dropped sleep leaves no entry behind.
 
 use crate::inbox::EventFd;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;

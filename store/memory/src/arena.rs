@@ -7,7 +7,7 @@
 //! - No slot reaches into private memory, which other processes cannot map.
 
 use crate::ExtentAllocator;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::BorrowedFd;

@@ -23,7 +23,7 @@ use crate::verbs::{Local, MemoryWindow, POLL_MAX, QueuePair, Registration, Remot
 use ibverbs_sys::{ibv_access_flags, ibv_wc_status};
 use larder_memory::span::Span;
 use larder_runtime::fail_point;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

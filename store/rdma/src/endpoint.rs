@@ -16,7 +16,7 @@ use crate::region::Region;
 use crate::verbs::{Local, Registration, Remote};
 use ibverbs_sys as ffi;
 use larder_memory::span::{DmaBuf, DmaBufMut};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::future::pending;
 use std::pin::pin;
 use std::sync::Arc;

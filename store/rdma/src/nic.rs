@@ -9,7 +9,7 @@ use crate::error::{Error, Unavailable};
 use crate::path::Path;
 use crate::verbs::{Context, Domain, Event};
 use ibverbs_sys as ffi;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};

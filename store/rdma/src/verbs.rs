@@ -9,8 +9,8 @@
 use crate::error::Error;
 use ibverbs_sys as ffi;
 use larder_memory::span::Span;
+use larder_runtime::lock::RwLock;
 use libc::c_int;
-use parking_lot::RwLock;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{NonNull, null_mut};

@@ -9,12 +9,14 @@
 //! - [`random`]: seeds and generators.
 //! - [`LogLimit`]: log lines that clients cause, bounded in number.
 //! - [`fail_point!`]: deliberate defects that the simulation must find.
+//! - [`lock`]: locks that ignore poison.
 //!
 //! [`sync`] is the same for the thread models: locks and tasks that a model interleaves.
 #![forbid(unsafe_code)]
 
 mod clock;
 pub mod fail;
+pub mod lock;
 mod log_limit;
 pub mod random;
 pub mod sync;

@@ -1,8 +1,9 @@
 //! Locks, atomics and tasks of code whose threads are modelled.
 //!
-//! In production these are the types of parking_lot and std, and the tasks of tokio. With the
-//! feature `shuttle` they are those of [shuttle](https://docs.rs/shuttle), which chooses at each of
-//! their calls the thread that runs next. So the models check the code that ships, not a copy.
+//! In production these are the locks of [`lock`](crate::lock), the atomics of std, and the tasks of
+//! tokio. With the feature `shuttle` they are those of [shuttle](https://docs.rs/shuttle), which
+//! chooses at each of their calls the thread that runs next. So the models check the code that
+//! ships, not a copy.
 //!
 //! Rules for modelled code:
 //! - A lock that is held while another lock of this module is taken must itself be from here. All
@@ -15,7 +16,7 @@ pub const MODELLED: bool = cfg!(feature = "shuttle");
 
 #[cfg(not(feature = "shuttle"))]
 mod production {
-    pub use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub use crate::lock::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
     pub use std::sync::atomic;
     use tokio::runtime::Handle;
 

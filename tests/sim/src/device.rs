@@ -41,7 +41,7 @@ use larder_io::{
     BoxFuture, Completion, Device, DeviceCapabilities, Done, Operation, Priority, RingClosed, SmallFile, TaskClass,
 };
 use larder_memory::Arena;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 pub use power::Power;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -14,7 +14,7 @@ use futures::future::{Either, select};
 use larder_log::L3Options;
 use larder_memory::Arena;
 use larder_runtime::Clock;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Notify;

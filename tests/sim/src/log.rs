@@ -13,7 +13,7 @@ use crate::setup::Setup;
 use crate::world::World;
 use larder_log::L3;
 use larder_memory::Arena;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 

@@ -34,7 +34,7 @@ use larder_memory::Arena;
 use larder_node::WritePolicy;
 use larder_node::sim::Store;
 use larder_runtime::Clock;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

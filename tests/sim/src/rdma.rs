@@ -27,7 +27,7 @@ use crate::random::{RandomSource, Stream};
 use crate::world::World;
 use ibverbs_sys::ibv_access_flags as Access;
 use ibverbs_sys::{ibv_qp_state, ibv_wc};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::CString;

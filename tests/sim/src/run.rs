@@ -13,7 +13,7 @@ use crate::setup::Setup;
 use crate::wire::{self, ClusterSetup};
 use crate::world::{FORGIVEN, World};
 use larder_memory::Arena;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;

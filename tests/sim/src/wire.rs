@@ -49,11 +49,11 @@ use larder_client::{Client, ClientOptions, DEFAULT_CONNECTIONS, StoreUrl, Transp
 use larder_client::{EndpointOptions, FabricOptions};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
 use larder_node::WritePolicy;
+use larder_runtime::lock::Mutex;
 use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_RDMA, VERSION_RETRY_AFTER};
 use model::{Model, RequestTime};
 use net::{ClientHost, Network};
 use nodes::{NodeHost, address};
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

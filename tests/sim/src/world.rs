@@ -6,7 +6,7 @@
 use crate::disk::Disk;
 use crate::faults::Faults;
 use crate::trace::{Event, Trace};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;

@@ -10,13 +10,16 @@
 //! | `memory` | the caller's memory, and how long transfers may touch it |
 //! | `pages` | calls that move pages, and their arguments |
 //! | `namespace` | namespaces of foreign engines |
+//! | `drop_list` | values that another thread drops |
 
+mod drop_list;
 mod memory;
 mod namespace;
 mod pages;
 mod process;
 mod session;
 
+pub use drop_list::DropList;
 pub use memory::{Holds, Span, Target, check_distinct};
 pub use namespace::{checked, opaque};
 pub use pages::{PageTarget, bounded, follow, get, new_pages, put, targets_of_parts};

@@ -23,8 +23,8 @@ const WORKER_THREADS_MAX: usize = 4;
 /// Runtime, and the process that made it.
 type Current = Option<(u32, &'static Runtime)>;
 
-/// Uses a lock of the standard library: those of `parking_lot` share a table, which a fork may copy
-/// while another thread has locked a part of it.
+/// Uses a lock of the standard library. Its whole state is in this place, so the child can release
+/// it: docs/decisions/0067-locks-and-forks.md.
 static RUNTIME: Mutex<Current> = Mutex::new(None);
 
 thread_local! {

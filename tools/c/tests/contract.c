@@ -453,9 +453,24 @@ static void in_child(larder_client client, larder_lease lease, larder_buffer buf
     _exit(0);
 }
 
-static void join(pid_t child) {
+/* Waits for a child. An alarm in the child would not see it hang in a handler of the fork. */
+static void join(pid_t child, int number) {
     int status;
-    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    uint64_t end = now_us() + 60ull * SECOND;
+    pid_t ended;
+    while ((ended = waitpid(child, &status, WNOHANG)) == 0) {
+        if (now_us() > end) {
+            fprintf(stderr, "the child of fork %d hangs\n", number);
+            kill(child, SIGKILL);
+            _exit(1);
+        }
+        usleep(1000);
+    }
+    CHECK(ended == child);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+    fprintf(stderr, "the child of fork %d: %s %d\n", number, WIFSIGNALED(status) ? "signal" : "exit status",
+            WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+    _exit(1);
 }
 
 static void forks(void) {
@@ -480,20 +495,20 @@ static void forks(void) {
         CHECK(sockets() <= before); /* none of the parent's connections */
         in_child(client, found.lease, buffer, block);
     }
-    join(child);
+    join(child, 0);
     CHECK(get(client, 8, page, 10 * SECOND) == LARDER_TIER_L2 && is_filled(page, 'q'));
 
     /* Forks while other threads attach and close. */
     pthread_t others[4];
     for (int at = 0; at < 4; at++) CHECK(pthread_create(&others[at], NULL, come_and_go, NULL) == 0);
-    for (int number = 0; number < 200; number++) {
+    for (int number = 1; number <= 200; number++) {
         child = fork();
         if (child == 0) {
             CHECK(sockets() <= before);
             if (number % 20 == 0) OK(larder_client_close(attach()));
             _exit(0);
         }
-        join(child);
+        join(child, number);
     }
     _exit(0);
 }

@@ -40,12 +40,14 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from ._native import Lookup
+from ._numerics import numerics
 from ._values import Head, Memory, Values, Workers
 
 logger = init_logger("lmcache.larder")
 
 DEFAULTS: dict[str, Any] = {
     "weights": "",
+    "numerics": "",
     "tenant": "default",
     "lookup_timeout": 0.5,
     "load_timeout": 5.0,
@@ -187,6 +189,7 @@ class LarderConnector(RemoteConnector):
             "engine": f"lmcache/{getattr(lmcache, '__version__', '')}",
             "model": metadata.model_name,
             "weights": self.options["weights"],
+            "numerics": numerics(self.options["numerics"], None),
             "dtype": str(metadata.kv_dtype),
             "shape": [int(size) for size in metadata.kv_shape],
             "latent": bool(metadata.use_mla),
@@ -345,7 +348,12 @@ class LarderL2Adapter(L2AdapterInterface):
     def __init__(self, config: dict[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         self.options = read_options(config)
-        identity = {"engine": f"lmcache-mp/{getattr(lmcache, '__version__', '')}", "weights": self.options["weights"]}
+        identity = {
+            "engine": f"lmcache-mp/{getattr(lmcache, '__version__', '')}",
+            "weights": self.options["weights"],
+            # The server knows neither the engines nor their devices.
+            "numerics": self.options["numerics"],
+        }
         self.values = Values(self.options["url"], identity, tenant=self.options["tenant"], name="lmcache-mp")
         self.leases = Leases(self.options["lease"])
         kinds = ("store", "lookup", "load")

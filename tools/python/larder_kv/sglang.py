@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from ._client import Client, PutOutcome
 from ._native import Lookup, Namespace, Pointer
+from ._numerics import numerics
 
 MAX_PAGE_BYTES = 16 << 20
 MAX_PARTS = 128
@@ -120,6 +121,7 @@ class LarderStorage(HiCacheStorage):
                 raise ValueError(f"{name} is {self.options[name]}, must be 0 to {seconds_max:g} seconds")
         self.zero_copy = bool(extra.get("interface_v1"))
         self.weights = str(extra.get("weights", ""))
+        self.numerics = numerics(str(extra.get("numerics", "")), "sglang")
         self.kv_cache_dtype = str(extra.get("kv_cache_dtype", "auto"))
         self.registered_pools: dict[str, Any] = {}
         self.pools: dict[str, _Pool] = {}
@@ -147,6 +149,7 @@ class LarderStorage(HiCacheStorage):
             "engine": "sglang/1",
             "model": config.model_name,
             "weights": self.weights,
+            "numerics": self.numerics,
             "ranks": ranks,
             "pool": name,
             "layout": getattr(host_pool, "layout", None),

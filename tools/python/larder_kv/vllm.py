@@ -21,14 +21,13 @@ from itertools import islice
 from typing import Any, Optional
 
 import numpy
-import vllm
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from . import _numerics
 from ._client import Client, PutOutcome
 from ._native import Completions, Namespace, Pointer
 
@@ -67,7 +66,15 @@ def fragments_of(row_bytes: int) -> int:
     raise ValueError(f"rows of {row_bytes} bytes cannot be cut into pages of the store: set another blocks_per_chunk")
 
 
-def identity(config: Any, row_bytes: int, weights: str, none_hash: bytes) -> dict[str, Any]:
+def attention_of(spec: Any) -> Optional[str]:
+    """Attention backend that the operator has chosen. Otherwise version, device and model determine it."""
+    backend = _numerics.ask(lambda: getattr(spec, "vllm_config").attention_config.backend)
+    return None if backend is None else str(backend)
+
+
+def identity(
+    config: Any, row_bytes: int, weights: str, none_hash: bytes, kernels: dict[str, Any]
+) -> dict[str, Any]:
     """Everything that distinguishes the bytes of a page, and the meaning of its key."""
     parallel = config.parallel
     groups = [
@@ -75,8 +82,8 @@ def identity(config: Any, row_bytes: int, weights: str, none_hash: bytes) -> dic
         for group in config.groups
     ]
     return {
-        "engine": "vllm/" + vllm.__version__,
-        "platform": str(current_platform.device_type),
+        "engine": "vllm/1",
+        "numerics": kernels,
         "model": config.model.name,
         "weights": weights,
         "dtype": config.model.dtype,
@@ -145,6 +152,7 @@ class LarderTier(SecondaryTierManager):
         *,
         url: str,
         weights: str = "",
+        numerics: str = "",
         tenant: str = "default",
         locality: Optional[str] = None,
         lookup_timeout: float = 0.5,
@@ -162,6 +170,7 @@ class LarderTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         self.config = offloading_spec.config
         self.url, self.weights, self.tenant, self.hints = url, weights, tenant, frozenset(hints)
+        self.kernels = _numerics.numerics(numerics, "vllm", attention_of(offloading_spec))
         self.timeouts = float(lookup_timeout), float(load_timeout), float(store_timeout)
         self.memory: Any = numpy.frombuffer(primary_kv_view, numpy.uint8)
         self.address = self.memory.ctypes.data
@@ -200,7 +209,7 @@ class LarderTier(SecondaryTierManager):
             logger.error("Larder stores nothing: set --prefix-caching-hash-algo to sha256 or sha256_cbor")
             self.is_refused = True
             return None
-        names = identity(self.config, self.block_size_bytes, self.weights, none_hash)
+        names = identity(self.config, self.block_size_bytes, self.weights, none_hash, self.kernels)
         namespace = Namespace(
             self.page_bytes,
             identity=json.dumps(names, sort_keys=True),

@@ -9,7 +9,8 @@
 
 use crate::fork::runtime;
 use crate::namespace::invalid;
-use parking_lot::Mutex;
+use crate::owner::{ReturnAtEnd, return_dropped};
+use larder_runtime::lock::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -46,6 +47,7 @@ pub(crate) fn run<T: Send + 'static>(
     work: impl Future<Output = T> + Send + 'static,
     convert: Convert<T>,
 ) -> PyResult<Py<PyAny>> {
+    let _returns = ReturnAtEnd(py);
     match queue {
         None => wait(py, released, work, convert),
         Some(queue) => start(py, &queue.get().queue, released, work, convert),
@@ -65,6 +67,8 @@ fn wait<T: Send + 'static>(
         if let Ok(result) = py.detach(|| runtime.block_on(slice)) {
             return convert(py, result);
         }
+        // This call may be long.
+        return_dropped(py);
         if let Err(interrupt) = py.check_signals() {
             py.detach(|| {
                 let _context = runtime.enter();
@@ -173,6 +177,7 @@ impl Completions {
         let mut counter = [0u8; 8];
         // SAFETY: the descriptor is open, and the buffer has 8 bytes.
         unsafe { libc::read(self.queue.wake.as_raw_fd(), counter.as_mut_ptr().cast(), counter.len()) };
+        let _returns = ReturnAtEnd(py);
         let finished = std::mem::take(&mut *self.queue.finished.lock());
         let convert = |(id, finish): (u64, Option<Finish>)| {
             let lost = || Err(PyRuntimeError::new_err("the call ended without a result; this is a bug of larder-kv"));

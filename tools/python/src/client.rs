@@ -9,6 +9,7 @@ use crate::calls::{Completions, deadline, run, seconds};
 use crate::fork::{PerProcess, start_error};
 use crate::memory::{Buffer, Memory, Target};
 use crate::namespace::{Namespace, invalid, key, keys};
+use crate::owner::ReturnAtEnd;
 use bytes::Bytes;
 use larder_bindings::{Holds, Session, check_distinct, new_pages, targets_of_parts};
 use larder_client::{
@@ -16,7 +17,7 @@ use larder_client::{
     Tier,
 };
 use larder_format::{PageGeometry, PageKey};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -249,6 +250,7 @@ impl Client {
         queue: Queue<'_, '_>,
     ) -> PyResult<Py<PyAny>> {
         let (client, keys, deadline) = (self.attached()?, keys(&page_keys)?, deadline(timeout)?);
+        let _returns = ReturnAtEnd(py);
         let holds = Arc::new(Holds::default());
         let released = Some(holds.released());
         let targets = self.targets(&keys, &buffers, &holds)?;
@@ -277,6 +279,7 @@ impl Client {
         check_pairs(&keys, &buffers)?;
         let parent = parent.as_ref().map(key).transpose()?;
         let ttl = ttl.map(|ttl| seconds(ttl, "ttl")).transpose()?;
+        let _returns = ReturnAtEnd(py);
         let holds = Arc::new(Holds::default());
         let released = Some(holds.released());
         let sources = self.sources(&buffers, &holds)?;
@@ -300,6 +303,7 @@ impl Client {
         queue: Queue<'_, '_>,
     ) -> PyResult<Py<PyAny>> {
         let (client, keys, deadline) = (self.attached()?, keys(&page_keys)?, deadline(timeout)?);
+        let _returns = ReturnAtEnd(py);
         let holds = Arc::new(Holds::default());
         let released = Some(holds.released());
         let targets = self.targets(&keys, &buffers, &holds)?;

@@ -6,6 +6,7 @@
 //! | `client` | the client's methods, and lookups with their leases |
 //! | `calls` | futures that a thread or an event loop waits for |
 //! | `memory` | buffers of Python, and how long they stay referenced |
+//! | `owner` | references that threads without the GIL drop |
 //! | `namespace` | namespaces and keys |
 //! | `fork` | the runtime of a process, and forks |
 //!
@@ -16,6 +17,7 @@ mod client;
 mod fork;
 mod memory;
 mod namespace;
+mod owner;
 
 use pyo3::prelude::*;
 

@@ -3,14 +3,13 @@
 //! Invariants:
 //! - The object that owns the memory stays referenced until the last transfer that can touch it has
 //!   dropped its span. Deadlines and cancelled calls do not change this.
-//! - A reference that is dropped on a thread without the GIL returns at the next call into the
-//!   module. So no thread of the client ever waits for the interpreter, not even while it ends.
 
 use crate::fork::PerProcess;
 use crate::namespace::invalid;
+use crate::owner::Owner;
 use bytes::Bytes;
 use larder_bindings::{Holds, Span};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -57,8 +56,6 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// Keeps the bytes where they are. `None` if the caller keeps them until the process ends.
-pub(crate) type Owner = Option<Py<PyAny>>;
 pub(crate) type Target = larder_bindings::Target<Owner>;
 
 /// A run of bytes that a Python object owns.
@@ -68,7 +65,8 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    fn new(start: *mut u8, len: usize, is_readonly: bool, owner: Owner) -> Memory {
+    fn new(start: *mut u8, len: usize, is_readonly: bool, owner: Option<Py<PyAny>>) -> Memory {
+        let owner = Owner::new(owner);
         // SAFETY: the callers below state why the owner keeps the memory. The caller of the Python
         // method promises to leave it alone during the call.
         Memory { span: unsafe { Span::new(start, len, owner) }, is_readonly }

@@ -12,6 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LARDER = os.environ.get("LARDER", str(ROOT / "target/release/larder"))
 START_SECONDS = 60
+CHILD_SECONDS = 60
 
 
 class Node:
@@ -92,6 +93,39 @@ def attach(url, namespace, **options):
     client = larder_kv.Client(url, namespace, **options)
     assert client.ready(START_SECONDS)
     return client
+
+
+def where_threads_wait(pid: int) -> str:
+    """Name, state, system call and place in the kernel of each thread of a process."""
+    lines = []
+    for thread in pathlib.Path(f"/proc/{pid}/task").glob("*"):
+        texts = []
+        for name in ("comm", "stat", "syscall", "wchan"):
+            try:
+                text = (thread / name).read_text().strip()
+            except OSError as error:
+                text = error.strerror
+            # The state is the first field after the name, which may contain anything.
+            texts.append(text.rpartition(") ")[2][:1] if name == "stat" else text)
+        lines.append(f"{pid}/{thread.name}: {', '.join(texts)}")
+    return "\n".join(lines)
+
+
+def join(pid: int, name: str) -> None:
+    """Waits for a forked child. Ends it, and tells where it waited, if it hangs."""
+    end = time.monotonic() + CHILD_SECONDS
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > end:
+            waits = where_threads_wait(pid)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"{name}: the child hangs:\n{waits}")
+        time.sleep(0.001)
+    code = os.waitstatus_to_exitcode(status)
+    assert code == 0, f"{name}: the child has ended with {code}"
 
 
 def sockets() -> set:

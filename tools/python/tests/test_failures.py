@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 
 import larder_kv
 import pytest
-from conftest import PAGE_BYTES, Node, attach, eventually, key, payload
+from conftest import PAGE_BYTES, Node, attach, eventually, key, payload, where_threads_wait
 
 # A second for a page whose verification has begun, and one for a busy machine.
 GRACE_SECONDS = 2.0
@@ -117,7 +118,29 @@ def child(script, *arguments):
         stdout=subprocess.PIPE,
         text=True,
         cwd=os.path.dirname(__file__),
+        start_new_session=True,
     )
+
+
+def session_of(process):
+    """Processes of the session that `process` leads: itself and its forked children."""
+    for directory in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name of the program may contain anything, but no later field does.
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+            if fields[3] == str(process.pid):
+                yield int(directory.name)
+
+
+def output(process, seconds):
+    """What the process prints until it ends. Ends its whole session, and tells where it waited, if that is late."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        waits = "\n".join(where_threads_wait(pid) for pid in session_of(process))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise AssertionError(f"no end within {seconds} seconds:\n{waits}") from None
 
 
 def is_idle(status):
@@ -167,7 +190,7 @@ def test_killed_client_leaves_nothing_in_the_node(node: Node, namespace, transpo
 
 FORKING = """
     import os, sys, time, larder_kv
-    from conftest import PAGE_BYTES, attach, key, payload
+    from conftest import PAGE_BYTES, attach, join, key, payload
     namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="forked")
     client = attach(sys.argv[1], namespace)
     buffer = client.buffer(PAGE_BYTES)
@@ -195,15 +218,14 @@ def test_forked_child_attaches_anew(node: Node, transport):
             sys.exit("a buffer of the parent was accepted")
         del lease, buffer, client
         sys.exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
+    join(pid, "the child")
     page = bytearray(PAGE_BYTES)
     assert client.get_into([key(2)], [page], 10) == ["L2"] and page == payload(2)
     print("done", flush=True)
         """,
         node.url(transport),
     )
-    assert process.communicate(timeout=60)[0] == "done\n"
-    assert process.returncode == 0
+    assert output(process, 120) == "done\n" and process.returncode == 0
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -233,8 +255,8 @@ def test_child_does_not_keep_its_parents_connections(node: Node, namespace, tran
 
 
 START = """
-    import os, sys, threading, larder_kv
-    from conftest import PAGE_BYTES, eventually, sockets
+    import os, sys, threading, traceback, larder_kv
+    from conftest import PAGE_BYTES, eventually, join, sockets
     namespace = larder_kv.Namespace(PAGE_BYTES, parts=2, identity="forks")
     # Starts the runtime, which keeps a pair of sockets.
     larder_kv.Client("larder://127.0.0.1:9", namespace).ready(0.2)
@@ -260,11 +282,11 @@ def test_child_closes_a_socket_that_was_connecting():
     pid = os.fork()
     if pid == 0:
         os._exit(len(sockets() - before))
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    join(pid, "the child, by its sockets of the parent")
             """,
             f"larder://127.0.0.1:{listener.getsockname()[1]}",
         )
-        assert process.communicate(timeout=60) and process.returncode == 0
+        assert output(process, 120) == "" and process.returncode == 0
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -277,27 +299,32 @@ def test_forks_while_connections_come_and_go(shared_node: Node, transport):
             assert larder_kv.Client(sys.argv[1], namespace, memory_bytes=0).ready(60)
     for _ in range(4):
         threading.Thread(target=come_and_go, daemon=True).start()
+    def in_child(number):
+        if sockets() - before:
+            return SOCKETS
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(0)
+        join(grandchild, "the grandchild")
+        if number % 20 == 0 and not larder_kv.Client(sys.argv[1], namespace).ready(30):
+            return NOT_READY
+        return 0
+    SOCKETS, NOT_READY, RAISED = 2, 3, 4
     for number in range(300):
         pid = os.fork()
         if pid == 0:
-            kept = len(sockets() - before)
-            grandchild = os.fork()
-            if grandchild == 0:
-                os._exit(0)
-            is_well = kept == 0 and os.waitpid(grandchild, 0)[1] == 0
-            if number % 20 == 0:
-                is_well = is_well and larder_kv.Client(sys.argv[1], namespace).ready(60)
-            os._exit(0 if is_well else 1)
-        assert os.waitpid(pid, 0)[1] == 0, f"the child of fork {number} has sockets of its parent"
+            try:
+                os._exit(in_child(number))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(RAISED)
+        join(pid, f"fork {number}")
     print("done", flush=True)
     os._exit(0)
         """,
         shared_node.url(transport),
     )
-    try:
-        assert process.communicate(timeout=120)[0] == "done\n"
-    finally:
-        process.kill()
+    assert output(process, 180) == "done\n"
 
 
 def test_interpreter_ends_while_transfers_run(node: Node):
@@ -321,5 +348,5 @@ def test_interpreter_ends_while_transfers_run(node: Node):
         node.url(),
     )
     began = time.monotonic()
-    assert process.communicate(timeout=60)[0] == "done\n"
+    assert output(process, 60) == "done\n"
     assert process.returncode == 0 and time.monotonic() - began < 30

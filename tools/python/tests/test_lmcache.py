@@ -1,6 +1,8 @@
 """The plug-in and the L2 adapter answer the calls of LMCache."""
 
+import sys
 import time
+import types
 
 import lmcache_contract as contract
 import numpy
@@ -124,6 +126,19 @@ def test_other_weights_share_nothing(remotes):
     writer, reader = remotes(), remotes(weights="others")
     put(writer, chunk(1), filled(writer, 1))
     assert not reader.contains(chunk(1)) and reader.get(chunk(1)) is None
+
+
+def test_engines_of_other_numerics_share_chunks_only_if_they_are_declared_equal(remotes, monkeypatch):
+    engine = types.ModuleType("sglang")
+    engine.__version__ = "0.5.23"
+    monkeypatch.setitem(sys.modules, "sglang", engine)
+    for number, numerics in enumerate(["", "hopper"]):
+        writer = remotes(numerics=numerics)
+        put(writer, chunk(number), filled(writer, number))
+    assert remotes().contains(chunk(0))
+    engine.__version__ = "0.5.24"
+    assert not remotes().contains(chunk(0))
+    assert remotes(numerics="hopper").contains(chunk(1)) and not remotes(numerics="others").contains(chunk(1))
 
 
 def test_chunks_with_short_hashes_are_not_stored(remotes, caplog):
@@ -276,7 +291,9 @@ def test_another_server_loads_objects(shared_node):
     assert targets[0].content() == objects[2].content() and targets[2].content() == objects[0].content()
     assert reader.adapter.events == [("accessed", [keys[2], keys[0]])]
     assert reader.lookup([of(0, cache_salt="tenant"), of(0, object_group_id=1)]) == [False, False]
-    for host in (writer, reader):
+    other = server(shared_node, weights="loads", numerics="others")
+    assert other.lookup(keys) == [False] * 3
+    for host in (writer, reader, other):
         assert host.adapter.report_status()["is_healthy"]
         host.adapter.close()
 

@@ -1,5 +1,6 @@
 """The backend answers the calls of SGLang's cache controller."""
 
+import sys
 import time
 
 import numpy
@@ -112,10 +113,21 @@ def test_ranks_models_and_layouts_share_nothing(shared_node):
         dict(model_name="other"),
         dict(extra={"weights": "2"}),
         dict(extra={"tenant": "t"}),
+        dict(extra={"numerics": "declared"}),
     ]:
         assert backend(shared_node.url(), pool, **changes).batch_exists(keys) == 0, changes
     for other in [filled("page_first_direct"), filled("page_first", dtype="float8"), filled("page_first", layers=4)]:
         assert backend(shared_node.url(), other).batch_exists(keys) == 0
+
+
+def test_engines_of_other_numerics_share_pages_only_if_they_are_declared_equal(shared_node, monkeypatch):
+    keys = page_hashes(2, seed=11)
+    pool = filled("page_first")
+    for key, extra in zip(keys, [{}, {"numerics": "hopper"}]):
+        assert backend(shared_node.url(), pool, extra).batch_set_v1([key], indices(pool, [0])) == [True]
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.24", raising=False)
+    assert backend(shared_node.url(), pool).batch_exists(keys[:1]) == 0
+    assert backend(shared_node.url(), pool, {"numerics": "hopper"}).batch_exists(keys[1:]) == 1
 
 
 def test_ranks_of_a_latent_model_share_pages(shared_node):

@@ -170,6 +170,21 @@ def test_namespaces_share_nothing(shared_node, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.0")
     assert found() == [MISS]
+    monkeypatch.undo()
+    platform = sys.modules["vllm.platforms"].current_platform
+    monkeypatch.setattr(platform, "get_device_name", lambda: "NVIDIA H20")
+    assert found() == [MISS]
+
+
+def test_engines_of_other_numerics_share_pages_if_they_are_declared_equal(shared_node, monkeypatch):
+    config = Config(name="declared")
+    writer = attach(shared_node, config, numerics="hopper")
+    fill(writer)
+    assert stored(writer, [key(1)]).success
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "get_device_name", lambda: "NVIDIA H20")
+    for numerics, expected in [("hopper", HIT), ("blackwell", MISS), ("", MISS)]:
+        host = attach(shared_node, config, numerics=numerics)
+        assert lookup(host, [key(1)], host.begin()) == [expected]
 
 
 def test_groups_have_their_own_chunks(shared_node):

@@ -181,12 +181,22 @@ class Host:
         self.view.release()
 
 
+class Platform:
+    device_type = "cuda"
+
+    def get_device_name(self, device_id=0):
+        return "NVIDIA H100 80GB HBM3"
+
+    def get_device_capability(self, device_id=0):
+        return 9, 0
+
+
 def install():
     """Provides the modules that the tier imports."""
     provided = {
         "vllm": {"__version__": "0.33.0"},
         "vllm.logger": {"init_logger": __import__("logging").getLogger},
-        "vllm.platforms": {"current_platform": types.SimpleNamespace(device_type="cuda")},
+        "vllm.platforms": {"current_platform": Platform()},
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.kv_cache_utils": {"NONE_HASH": bytes(32)},

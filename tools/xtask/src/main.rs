@@ -4,6 +4,7 @@
 //! steps need and calls it. CONTRIBUTING.md explains the commands.
 
 mod comments;
+mod dependencies;
 mod generated;
 mod lexer;
 mod markdown;

@@ -2,7 +2,7 @@
 
 use crate::runner::{Runner, Step, execute};
 use crate::source::read_tree;
-use crate::{generated, prose, tidy};
+use crate::{dependencies, generated, prose, tidy};
 use anyhow::{Context, Result, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -33,7 +33,7 @@ const LARGE_OPERATIONS: &str = "4000000";
 const FMT: Step = Step { name: "fmt", title: "cargo fmt", run: fmt };
 const TIDY: Step = Step { name: "tidy", title: "rules of style", run: check_tidy };
 const TYPOS: Step = Step { name: "typos", title: "spelling", run: typos };
-const DENY: Step = Step { name: "deny", title: "licenses and sources of dependencies", run: deny };
+const DENY: Step = Step { name: "deny", title: "licenses, sources and places of dependencies", run: deny };
 const CLIPPY: Step = Step { name: "clippy", title: "cargo clippy, warnings denied", run: clippy };
 const THREADS: Step =
     Step { name: "threads", title: "thread models of node and log, and their negative controls", run: threads };
@@ -132,6 +132,7 @@ fn typos(runner: &Runner) -> Result<()> {
 }
 
 fn deny(runner: &Runner) -> Result<()> {
+    dependencies::check(runner.root())?;
     let deny = runner.tool("cargo-deny")?;
     // CI has no network for the advisory database. The nightly run checks it.
     execute(runner.command(&deny).args(["check", "licenses", "bans", "sources"]))

@@ -12,8 +12,8 @@ use larder_client::{Forgotten, Member, NodeView, PagePin, PinKind, Pinned, Tier}
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
 use larder_router::store::{Directory, PageIndex};
 use larder_router::{Router, RouterHandle, RouterOptions};
+use larder_runtime::lock::Mutex;
 use larder_worker::api::*;
-use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -8,12 +8,12 @@ use futures::future::BoxFuture;
 use larder_client::{Lookup, NewPage, PartsReceived, PutOutcome, Tier};
 use larder_format::{PageKey, PageOrigin, chunk_crcs};
 use larder_model::{Chunk, KvPage, KvPool, LogitRows, Model, PageSeal, PageSlot, Sampler, SamplingParams, Tokenizer};
+use larder_runtime::lock::Mutex;
 use larder_worker::api::{
     ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse, TokenLogprobs,
 };
 use larder_worker::store::{Fetched, Followed, LookupPurpose, OpenPut, PageStore, PutSource};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
-use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};

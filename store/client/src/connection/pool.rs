@@ -13,7 +13,7 @@ use super::handshake::{self, Handshake};
 use super::multiplex::Connection;
 use super::options::ConnectionOptions;
 use crate::url::Transport;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinSet;

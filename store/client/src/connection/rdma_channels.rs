@@ -6,8 +6,8 @@
 
 use larder_memory::share::SharedMemory;
 use larder_rdma::{Fabric, FabricOptions, RdmaChannel, RemoteRange};
+use larder_runtime::lock::Mutex;
 use larder_wire::{Entry, GrantedRange, PartGrant};
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

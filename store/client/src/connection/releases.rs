@@ -1,7 +1,7 @@
 //! Pages that the node holds for this client, and their release.
 
+use larder_runtime::lock::Mutex;
 use larder_wire::Entry;
-use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// Queue of pages that the node may release. The driver sends them in batches.

@@ -11,7 +11,7 @@ use super::options::ConnectionOptions;
 use super::pool::{self, ConnectionPool};
 use super::rdma_setup;
 use larder_runtime::OrderedWatch;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -16,7 +16,7 @@
 
 use larder_io::{Block, DeviceFile, Done, Executor, FileId, Operation, Priority, Request, Ring, RingOptions};
 use larder_memory::{Arena, Slot, SlotMut};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -8,7 +8,7 @@
 
 use crate::device::TaskClass;
 use crate::inbox::EventFd;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::Future;

@@ -20,7 +20,7 @@ use super::mapping::{Mapping, PRIVATE_BYTES};
 use super::{Arena, UNIT_BYTES};
 use crate::extent::ExtentAllocator;
 use crate::span::Span;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;

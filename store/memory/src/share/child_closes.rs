@@ -27,8 +27,8 @@ type Identity = (u64, u64);
 #[derive(Debug)]
 pub struct Descriptors(BTreeMap<RawFd, Identity>);
 
-/// Uses a lock of the standard library: those of `parking_lot` share a table, which a fork may copy
-/// while another thread has locked a part of it.
+/// Uses a lock of the standard library. Its whole state is in this place, so the child can release
+/// it: docs/decisions/0067-locks-and-forks.md.
 static DESCRIPTORS: Mutex<Descriptors> = Mutex::new(Descriptors(BTreeMap::new()));
 
 thread_local! {

@@ -6,7 +6,7 @@
 //! - Only this process writes the memory, and no process can truncate the file: it is sealed.
 
 use crate::ExtentAllocator;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;

@@ -1,6 +1,6 @@
 //! Queued payloads of one connection, by the request that they belong to.
 
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

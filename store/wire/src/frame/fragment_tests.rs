@@ -3,7 +3,7 @@
 use super::tests::{SlowSink, SlowSource};
 use super::*;
 use crate::VERSION_FRAGMENTS;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -1,6 +1,6 @@
 use super::*;
 use crate::stream::{ByteSink, ByteSource};
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::sync::Arc;
 use std::time::Duration;

@@ -18,8 +18,8 @@
 use crate::faults::Profile;
 use crate::random::{RandomSource, Stream};
 use crate::world::World;
+use larder_runtime::lock::Mutex;
 use larder_wire::{ByteSink, ByteSource};
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::sync::Arc;

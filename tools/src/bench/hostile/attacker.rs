@@ -6,7 +6,7 @@
 use super::servers::Ports;
 use anyhow::{Result, ensure};
 use futures::future::BoxFuture;
-use parking_lot::Mutex;
+use larder_runtime::lock::Mutex;
 use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;

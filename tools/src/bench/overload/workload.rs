@@ -9,10 +9,10 @@ use larder_client::{Client, ClientOptions, NewPage, PinKind, PutOptions, PutOutc
 use larder_format::{
     KvDtype, NamespaceDescriptor, PageGeometry, PageId, PageKey, PageMeta, PayloadVerifier, chunk_crcs,
 };
+use larder_runtime::lock::Mutex;
 use larder_wire::{
     CommitOutcome, Delivery, Entry, Frame, FrameReader, PartLocation, Request, ReserveOutcome, Reserved, Response,
 };
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io;
